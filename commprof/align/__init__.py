@@ -1,0 +1,1 @@
+"""Records beside NCCL lines, and the same collective across ranks."""

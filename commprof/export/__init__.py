@@ -1,0 +1,1 @@
+"""Tables to files that other tools and papers read."""

@@ -1,0 +1,206 @@
+"""What a program can say about itself while it is recorded.
+
+Standard library only, and nothing but a flag test when nobody listens, so any runtime can call these
+on its hot paths. *What* was sent is never taken from here: the recorder sees every collective by itself,
+beneath the framework. The hooks only say *why*: which step and phase it is, which bucket a collective
+carries, and which operation it stands for.
+
+The position (step, micro step, phase) is process-wide, because autograd runs hooks on threads of its
+own that inherit neither context variables nor thread-locals. A tag belongs to one thread and covers exactly
+the collectives issued inside it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Any, Final, Protocol
+
+__all__ = [
+    "Listener",
+    "attach",
+    "current_tag",
+    "describe_bucket",
+    "describe_config",
+    "describe_parameters",
+    "detach",
+    "metric",
+    "phase",
+    "position",
+    "recording",
+    "step",
+    "tag",
+]
+
+
+class Listener(Protocol):
+    """What the recorder implements. Methods must never raise and never block."""
+
+    def on_step(self, step: int, micro_step: int) -> None:
+        """A new step (``micro_step`` 0) or micro step begins."""
+
+    def on_phase(self, name: str) -> None:
+        """The phase changed."""
+
+    def on_row(self, table: str, row: Mapping[str, Any]) -> None:
+        """One row of a side table: ``metrics``, ``parameters``, ``buckets`` or ``config``."""
+
+
+class Position:
+    """Where the training is: process-wide, read by the recorder for every collective."""
+
+    __slots__ = ("micro_step", "phase", "step")
+
+    def __init__(self) -> None:
+        self.step = -1
+        self.micro_step = 0
+        self.phase = "init"
+
+
+class _ThreadTag(threading.local):
+    def __init__(self) -> None:
+        self.current: tag | None = None
+        self.outer: list[tag | None] = []
+
+
+position: Final = Position()
+_thread: Final = _ThreadTag()
+_listener: Listener | None = None
+
+
+def recording() -> bool:
+    """Whether somebody listens. Guard anything costlier than a hook call with this."""
+    return _listener is not None
+
+
+def attach(out: str | None = None, **options: Any) -> None:
+    """Start recording this process, into run directory ``out``.
+
+    ``commprof run`` does this by itself. Without ``out``, ranks started by one launcher share
+    ``traces/<script>-<time>/``. Options are those of ``commprof.recorder.session.Session``. A second call
+    does nothing. Never raises into the program: what goes wrong is printed once on stderr.
+    """
+    # Imported by name: the hooks are the lowest layer and must not depend on the recorder.
+    from importlib import import_module
+
+    import_module("commprof.recorder.session").attach(out, **options)
+
+
+def detach() -> None:
+    """Stop recording this process and close its files. Does nothing when nothing is recorded."""
+    if _listener is not None:
+        from importlib import import_module
+
+        import_module("commprof.recorder.session").detach()
+
+
+def listen(listener: Listener | None) -> None:
+    """Make ``listener`` the one that hears the hooks; ``None`` for nobody. For the recorder and tests."""
+    global _listener
+    _listener = listener
+
+
+class tag:  # noqa: N801 - reads as a statement: ``with tag("gradient_reduce", bucket=3):``
+    """Say why the collectives issued inside this block, on this thread, are issued.
+
+    A tag may be kept and entered many times; that is cheaper than making a new one for each call.
+
+    Args:
+        purpose: one of ``commprof.schema.PURPOSES``; anything else is recorded as ``other``.
+        bucket: number of the gradient bucket within its step (0, 1, ...).
+        owner: global rank that keeps the result (the destination), where there is one.
+        parameters: names of the parameters that travel, in the order of the buffer.
+        intended_op: the collective that is meant, where another one is issued in its place
+            (``reduce_scatter`` built from an all_to_all and a local sum).
+        bucket_bytes: bytes of the whole bucket, of which the collective may carry a part.
+    """
+
+    __slots__ = ("bucket", "bucket_bytes", "intended_op", "interned", "owner", "parameters", "purpose")
+
+    def __init__(
+        self,
+        purpose: str,
+        bucket: int | None = None,
+        owner: int | None = None,
+        parameters: tuple[str, ...] = (),
+        intended_op: str | None = None,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        self.purpose = purpose
+        self.bucket = bucket
+        self.owner = owner
+        self.parameters = parameters
+        self.intended_op = intended_op
+        self.bucket_bytes = bucket_bytes
+        self.interned: tuple[object, int] | None = None  # the recorder's cache: (session, id)
+
+    def __enter__(self) -> tag:
+        _thread.outer.append(_thread.current)
+        _thread.current = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _thread.current = _thread.outer.pop()
+
+
+def current_tag() -> tag | None:
+    """The innermost tag of this thread."""
+    return _thread.current
+
+
+def step(n: int | None = None, micro_step: int = 0) -> None:
+    """Step ``n`` begins (default: the next one), at micro-batch ``micro_step`` of it.
+
+    Before the first call the step is -1 (initialisation).
+    """
+    position.step = position.step + 1 if n is None else n
+    position.micro_step = micro_step
+    if _listener is not None:
+        _listener.on_step(position.step, micro_step)
+
+
+def phase(name: str) -> None:
+    """Phase ``name`` begins: init, forward, backward, optimizer, checkpoint or other."""
+    position.phase = name
+    if _listener is not None:
+        _listener.on_phase(name)
+
+
+def metric(name: str, value: float) -> None:
+    """Record a number of the current step, for example the loss.
+
+    ``value`` must be a Python number: nothing calls ``.item()`` on a tensor for the profiler's sake, since that
+    would synchronise the device. Anything else is counted and left out.
+    """
+    if _listener is not None:
+        _listener.on_row("metrics", {"name": name, "value": value})
+
+
+def describe_parameters(rows: Iterable[Mapping[str, Any]]) -> None:
+    """Publish the model's parameters, in the order of the optimizer's groups.
+
+    Each row: ``name``, ``shape`` (text, ``64x32``), ``dtype``, ``numel``, ``param_group``, ``requires_grad``,
+    ``module``, ``forward_index`` (position in ``model.named_parameters()``).
+    """
+    if _listener is not None:
+        for row in rows:
+            _listener.on_row("parameters", row)
+
+
+def describe_bucket(**row: Any) -> None:
+    """Publish a flushed gradient bucket of the current step.
+
+    ``bucket`` (number within the step), ``numel``, ``bytes``, ``capacity`` (elements), ``dtype``, ``owners`` (text),
+    ``parameters`` (text), ``flush_reason``.
+    """
+    if _listener is not None:
+        _listener.on_row("buckets", row)
+
+
+def describe_config(config: Mapping[str, Any], engine: str) -> None:
+    """Publish the configuration that an engine really uses, and the engine's name and version."""
+    if _listener is not None:
+        _listener.on_row("config", {"config": dict(config), "engine": engine})

@@ -1,0 +1,1 @@
+"""Starting programs under the recorder."""

@@ -1,0 +1,1 @@
+"""Recording inside the training process: interception, records, clocks, counters."""

@@ -1,0 +1,1 @@
+"""What a configuration should send, by rules alone: the second opinion."""

@@ -1,0 +1,573 @@
+"""Every table that commprof writes or reads, declared once.
+
+From these declarations come the binary record of the recorder, the Arrow schemas and Parquet files, the header of
+each CSV file, the data dictionary of an export and ``docs/schema.md``. Units are in the names: integers in bytes and
+nanoseconds from end to end. ``*_ns`` are CLOCK_MONOTONIC (``time.perf_counter_ns``), one clock for all ranks of a host.
+
+Layers and languages above may add nothing here by themselves: a column is declared, filled by the recorder or left
+null, and never renamed. Standard library only.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+SCHEMA_VERSION: Final = 1
+
+
+class Op(StrEnum):
+    """A collective or a point-to-point operation, spelled as in torch.distributed."""
+
+    ALL_REDUCE = "all_reduce"
+    REDUCE = "reduce"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_GATHER = "all_gather"
+    BROADCAST = "broadcast"
+    ALL_TO_ALL = "all_to_all"
+    GATHER = "gather"
+    SCATTER = "scatter"
+    SEND = "send"
+    RECV = "recv"
+    BARRIER = "barrier"
+
+
+class Phase(StrEnum):
+    """What the training was doing when the collective was issued."""
+
+    INIT = "init"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+    CHECKPOINT = "checkpoint"
+    OTHER = "other"
+
+
+class Purpose(StrEnum):
+    """Why a collective was issued, as its runtime says."""
+
+    PARAMETER_BROADCAST = "parameter_broadcast"
+    PARAMETER_GATHER = "parameter_gather"
+    GRADIENT_REDUCE = "gradient_reduce"
+    GRADIENT_NORM = "gradient_norm"
+    OVERFLOW_CHECK = "overflow_check"
+    TRACE_CHECK = "trace_check"
+    ACTIVATION = "activation"
+    PIPELINE = "pipeline"
+    CHECKPOINT = "checkpoint"
+    METRIC = "metric"
+    OTHER = "other"
+
+
+class Status(StrEnum):
+    """How the call that issued the collective ended."""
+
+    OK = "ok"  # the call returned
+    RAISED = "raised"  # the call raised
+    INCOMPLETE = "incomplete"  # the process ended, or the file was read, before the call returned
+
+
+class Layer(StrEnum):
+    """Which mechanism saw the collective."""
+
+    PROCESS_GROUP = "process_group"  # methods of torch's ProcessGroup class
+    BACKEND = "backend"  # methods of torch's Backend class
+    FUNCTIONAL = "functional"  # kernels of _c10d_functional
+    C10D = "c10d"  # kernels of c10d
+    FRAMEWORK = "framework"  # an operator of a framework's own
+
+
+# In the binary record these stand as their position here, so new members go to the end.
+OPS: Final[tuple[str, ...]] = tuple(Op)
+PHASES: Final[tuple[str, ...]] = tuple(Phase)
+PURPOSES: Final[tuple[str, ...]] = tuple(Purpose)
+STATUSES: Final[tuple[str, ...]] = tuple(Status)
+LAYERS: Final[tuple[str, ...]] = tuple(Layer)
+
+
+class Source(StrEnum):
+    """Where the value of a ``collectives`` column is kept in the binary trace."""
+
+    RECORD = "record"  # in the record itself
+    SIGNATURE = "signature"  # interned: what is equal in all calls with the same tensors, group and arguments
+    TAG = "tag"  # interned: what the runtime said
+    GROUP = "group"  # in the groups table, by pg
+    PROCESS = "process"  # in the name and header of the rank's file
+    DERIVED = "derived"  # computed from others when the trace is finalised
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of one table.
+
+    ``type`` is one of ``int8`` ... ``int64``, ``float64``, ``bool``, ``string``. ``values`` lists a closed set of strings.
+    """
+
+    name: str
+    type: str
+    doc: str
+    nullable: bool = False
+    unit: str = ""
+    values: tuple[str, ...] = ()
+    source: Source | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One table: its columns in order, and the columns that identify a row."""
+
+    name: str
+    doc: str
+    columns: tuple[Column, ...]
+    key: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The column names in order."""
+        return tuple(column.name for column in self.columns)
+
+    def column(self, name: str) -> Column:
+        """The column called ``name``; KeyError when the table has none."""
+        for column in self.columns:
+            if column.name == name:
+                return column
+        raise KeyError(f"table {self.name!r} has no column {name!r}; it has: {', '.join(self.names)}")
+
+
+_R, _S, _T, _G, _P, _D = (
+    Source.RECORD,
+    Source.SIGNATURE,
+    Source.TAG,
+    Source.GROUP,
+    Source.PROCESS,
+    Source.DERIVED,
+)
+
+COLLECTIVES: Final = Table(
+    "collectives",
+    "One row per collective or point-to-point operation that a rank handed to torch.distributed.",
+    (
+        Column("rank", "int32", "global rank", source=_P),
+        Column(
+            "attempt",
+            "int32",
+            "restart of the job, counted from 0 (elastic launchers reuse rank numbers)",
+            source=_P,
+        ),
+        Column("pid", "int32", "process id", source=_P),
+        Column("seq", "int64", "issue order within the process, counted from 0", source=_D),
+        Column("step", "int32", "training step; -1 before the first", source=_R),
+        Column("micro_step", "int32", "micro-batch within the step, counted from 0", source=_R),
+        Column("phase", "string", "what the training was doing", values=PHASES, source=_R),
+        Column("op", "string", "the operation that was issued", values=OPS, source=_S),
+        Column(
+            "intended_op",
+            "string",
+            "the operation that the runtime meant, where it issued another",
+            True,
+            values=OPS,
+            source=_T,
+        ),
+        Column("api", "string", "outermost torch.distributed function of the call", True, source=_S),
+        Column("backend_method", "string", "method of torch's ProcessGroup that was called", source=_S),
+        Column(
+            "backend",
+            "string",
+            "backend of the group for the tensor's device (gloo, nccl, ...)",
+            True,
+            source=_S,
+        ),
+        Column("device", "string", "device type and index of the tensors (cpu, cuda:0)", True, source=_S),
+        Column("reduce_op", "string", "reduction (SUM, AVG, MAX, ...)", True, source=_S),
+        Column(
+            "dtype", "string", "element type of the first tensor (float32, bfloat16, ...)", True, source=_S
+        ),
+        Column(
+            "num_tensors",
+            "int32",
+            "tensors in the call (inputs; outputs where there are no inputs)",
+            source=_S,
+        ),
+        Column(
+            "sizes",
+            "string",
+            "their shapes: 4x16, several joined by ';', outputs after '->'",
+            True,
+            source=_S,
+        ),
+        Column("numel", "int64", "elements behind payload_bytes", unit="elements", source=_S),
+        Column(
+            "input_bytes",
+            "int64",
+            "what this rank contributes; 0 for a pure receiver",
+            unit="bytes",
+            source=_S,
+        ),
+        Column("output_bytes", "int64", "what this rank's output buffers hold", unit="bytes", source=_S),
+        Column(
+            "payload_bytes",
+            "int64",
+            "S of nccl-tests: the whole buffer, total output of an all_gather, total input of a reduce_scatter or all_to_all, the message of a send or recv",
+            unit="bytes",
+            source=_S,
+        ),
+        Column("pg", "string", "name of the process group, unique in the job", source=_S),
+        Column(
+            "pg_seq",
+            "int64",
+            "issue order within the group, collectives and point-to-point apart, counted from 0; equal on all ranks of the group",
+            source=_R,
+        ),
+        Column("group_desc", "string", "torch's description of the group", True, source=_G),
+        Column("group_ranks", "string", "global ranks of the group: 0-3 or 0,2", source=_G),
+        Column("group_size", "int32", "ranks in the group", source=_G),
+        Column("group_rank", "int32", "this rank's number within the group", source=_G),
+        Column("peer", "int32", "global rank of root, destination or source; -1 for none or any", source=_S),
+        Column("is_async", "bool", "a handle was asked for", source=_S),
+        Column("is_p2p", "bool", "send or recv", source=_S),
+        Column(
+            "coalesce_id",
+            "int32",
+            "calls between the same start and end of coalescing share one number",
+            True,
+            source=_R,
+        ),
+        Column("captured", "bool", "issued while a CUDA graph was being captured", source=_R),
+        Column("replays", "int32", "how often the captured graph was replayed", True, source=_R),
+        Column("purpose", "string", "why, as the runtime says", True, values=PURPOSES, source=_T),
+        Column("bucket", "int32", "gradient bucket within the step", True, source=_T),
+        Column("bucket_bytes", "int64", "bytes of that whole bucket", True, unit="bytes", source=_T),
+        Column("owner", "int32", "global rank that keeps the result, as the runtime says", True, source=_T),
+        Column("parameters", "string", "names of the parameters that travel, joined by ','", True, source=_T),
+        Column(
+            "call_site",
+            "string",
+            "first frame outside torch.distributed: file:line function",
+            True,
+            source=_R,
+        ),
+        Column("thread", "string", "name of the issuing thread", True, source=_R),
+        Column("layer", "string", "which mechanism saw it", values=LAYERS, source=_R),
+        Column("status", "string", "how the call ended", values=STATUSES, source=_R),
+        Column("issue_ns", "int64", "the call began", unit="ns", source=_R),
+        Column("return_ns", "int64", "the call returned", True, unit="ns", source=_R),
+        Column(
+            "wait_begin_ns", "int64", "the program began to wait for the result", True, unit="ns", source=_R
+        ),
+        Column("wait_end_ns", "int64", "that wait ended", True, unit="ns", source=_R),
+        Column("device_begin_ns", "int64", "the device began the operation", True, unit="ns", source=_R),
+        Column("device_end_ns", "int64", "the device ended the operation", True, unit="ns", source=_R),
+        Column(
+            "exposed_ns",
+            "int64",
+            "time that the program stood still for this operation",
+            True,
+            unit="ns",
+            source=_R,
+        ),
+    ),
+    key=("rank", "attempt", "pid", "seq"),
+)
+
+GROUPS: Final = Table(
+    "groups",
+    "One row per process group and rank that is a member of it.",
+    (
+        Column("rank", "int32", "global rank"),
+        Column("attempt", "int32", "restart of the job"),
+        Column("pid", "int32", "process id"),
+        Column("pg", "string", "name of the process group"),
+        Column("group_desc", "string", "torch's description of the group", True),
+        Column("group_ranks", "string", "global ranks of the group: 0-3 or 0,2"),
+        Column("group_size", "int32", "ranks in the group"),
+        Column("group_rank", "int32", "this rank's number within the group"),
+        Column("backend", "string", "backends by device: cpu:gloo,cuda:nccl", True),
+        Column("unseen", "int64", "collectives that the group counted and no record shows", True),
+    ),
+    key=("rank", "attempt", "pid", "pg"),
+)
+
+BUCKETS: Final = Table(
+    "buckets",
+    "One row per flushed gradient bucket and rank.",
+    (
+        Column("rank", "int32", "global rank"),
+        Column("attempt", "int32", "restart of the job"),
+        Column("pid", "int32", "process id"),
+        Column("step", "int32", "training step"),
+        Column("micro_step", "int32", "micro-batch within the step"),
+        Column("bucket", "int32", "number within the step"),
+        Column("numel", "int64", "elements in the bucket", unit="elements"),
+        Column("bytes", "int64", "bytes of the bucket as it travels", unit="bytes"),
+        Column("capacity", "int64", "elements it may hold", True, unit="elements"),
+        Column("dtype", "string", "element type as it travels"),
+        Column("owners", "string", "ranks that own a part of it, in order", True),
+        Column("parameters", "string", "names of its parameters in order, joined by ','", True),
+        Column("flush_reason", "string", "why it was sent: full, end_of_backward, oversized", True),
+        Column("time_ns", "int64", "when it was flushed", unit="ns"),
+    ),
+    key=("rank", "attempt", "pid", "step", "micro_step", "bucket"),
+)
+
+PARAMETERS: Final = Table(
+    "parameters",
+    "One row per parameter of the model, from the lowest rank that published them.",
+    (
+        Column("name", "string", "qualified name"),
+        Column("shape", "string", "shape, 64x32"),
+        Column("dtype", "string", "element type in the model"),
+        Column("numel", "int64", "elements", unit="elements"),
+        Column("param_group", "int32", "optimizer parameter group, -1 for none", True),
+        Column("requires_grad", "bool", "is trained"),
+        Column("module", "string", "qualified name of the owning module", True),
+        Column("forward_index", "int32", "position in model.named_parameters()", True),
+    ),
+    key=("name",),
+)
+
+STEPS: Final = Table(
+    "steps",
+    "One row per training step and rank.",
+    (
+        Column("rank", "int32", "global rank"),
+        Column("attempt", "int32", "restart of the job"),
+        Column("pid", "int32", "process id"),
+        Column("step", "int32", "training step"),
+        Column("begin_ns", "int64", "the step began", unit="ns"),
+        Column("end_ns", "int64", "the next step began, or recording ended", True, unit="ns"),
+        Column("micro_steps", "int32", "micro-batches in the step"),
+        Column("loss", "float64", "metric loss (last value in the step)", True),
+        Column("grad_norm", "float64", "metric grad_norm (last value in the step)", True),
+        Column("loss_scale", "float64", "metric loss_scale (last value in the step)", True),
+        Column("samples", "float64", "metric samples (sum over the step)", True),
+        Column(
+            "rss_bytes", "int64", "resident memory of the process when the step ended", True, unit="bytes"
+        ),
+        Column("device_bytes", "int64", "device memory allocated when the step ended", True, unit="bytes"),
+        Column("cpu_ns", "int64", "CPU time of the process in the step, all threads", True, unit="ns"),
+    ),
+    key=("rank", "attempt", "pid", "step"),
+)
+
+METRICS: Final = Table(
+    "metrics",
+    "Numbers that the program published, in order.",
+    (
+        Column("rank", "int32", "global rank"),
+        Column("attempt", "int32", "restart of the job"),
+        Column("pid", "int32", "process id"),
+        Column("step", "int32", "training step"),
+        Column("name", "string", "name of the metric"),
+        Column("value", "float64", "its value"),
+        Column("time_ns", "int64", "when it was published", unit="ns"),
+    ),
+)
+
+NCCL_OPS: Final = Table(
+    "nccl_ops",
+    "One row per operation line of an NCCL log.",
+    (
+        Column("rank", "int32", "rank within the communicator", True),
+        Column("global_rank", "int32", "rank in the job, where it can be known", True),
+        Column("rank_reason", "string", "why rank or global_rank is null", True),
+        Column("comm", "string", "communicator pointer", True),
+        Column("comm_id", "string", "commId: the same on all ranks of the communicator", True),
+        Column("comm_epoch", "int32", "how often the pointer was in use before, in that process", True),
+        Column("op", "string", "operation, spelled as in collectives", values=OPS),
+        Column("kind", "string", "coll or call: which of NCCL's two lines", values=("coll", "call")),
+        Column("count", "int64", "count as printed", True, unit="elements"),
+        Column("dtype", "string", "element type as printed", True),
+        Column("bytes", "int64", "count x size of the datatype, as printed", True, unit="bytes"),
+        Column(
+            "message_bytes", "int64", "the whole collective (payload_bytes of a record)", True, unit="bytes"
+        ),
+        Column("reduce_op", "string", "reduction as printed", True),
+        Column("root", "int32", "root within the communicator, for broadcast, reduce, gather, scatter", True),
+        Column("peer", "int32", "peer within the communicator, for send and recv", True),
+        Column("opcount", "int64", "opCount as printed (hexadecimal in the log)", True),
+        Column("nranks", "int32", "ranks in the communicator", True),
+        Column("stream", "string", "stream pointer", True),
+        Column("host", "string", "host as printed"),
+        Column("pid", "int32", "process id as printed"),
+        Column("tid", "int32", "thread id as printed"),
+        Column("device", "int32", "CUDA device as printed", True),
+        Column("version", "string", "NCCL version, from the banner or inferred", True),
+        Column("file", "string", "log file"),
+        Column("line", "int64", "line number within it, from 1"),
+        Column("state", "string", "whole or torn", values=("whole", "torn")),
+    ),
+    key=("file", "line"),
+)
+
+MATCHES: Final = Table(
+    "matches",
+    "Records beside NCCL lines: one row per pair, and one per record or line without its pair.",
+    (
+        Column(
+            "state",
+            "string",
+            "matched, missing (a record without line), extra (a line without record)",
+            values=("matched", "missing", "extra"),
+        ),
+        Column("rank", "int32", "global rank of the record", True),
+        Column("attempt", "int32", "restart of the job", True),
+        Column("record_pid", "int32", "process of the record", True),
+        Column("seq", "int64", "seq of the record", True),
+        Column("pg", "string", "process group of the record", True),
+        Column("comm", "string", "communicator of the line", True),
+        Column("comm_id", "string", "commId of the line", True),
+        Column("op", "string", "operation", values=OPS),
+        Column("record_bytes", "int64", "payload_bytes of the record", True, unit="bytes"),
+        Column("line_bytes", "int64", "message_bytes of the line", True, unit="bytes"),
+        Column("file", "string", "log file of the line", True),
+        Column("line", "int64", "line number within it", True),
+        Column("reason", "string", "why there is no pair", True),
+    ),
+)
+
+WIRE: Final = Table(
+    "wire",
+    "Readings of the machine's own counters, at intervals.",
+    (
+        Column("host", "string", "host name"),
+        Column("device", "string", "network interface, or a GPU link"),
+        Column("kind", "string", "interface, nvlink, pcie", values=("interface", "nvlink", "pcie")),
+        Column("time_ns", "int64", "when it was read", unit="ns"),
+        Column("sent_bytes", "int64", "bytes sent since the counter began", unit="bytes"),
+        Column("received_bytes", "int64", "bytes received since the counter began", unit="bytes"),
+    ),
+    key=("host", "device", "time_ns"),
+)
+
+SAMPLES: Final = Table(
+    "samples",
+    "Readings of samplers (GPU, CPU stacks), at intervals.",
+    (
+        Column("host", "string", "host name"),
+        Column("source", "string", "what was sampled: nvml, py-spy, proc"),
+        Column("device", "string", "which one", True),
+        Column("name", "string", "what was read"),
+        Column("value", "float64", "its value"),
+        Column("time_ns", "int64", "when it was read", unit="ns"),
+    ),
+)
+
+CLOCKS: Final = Table(
+    "clocks",
+    "Pairs of the monotonic and the real-time clock, at the start, every minute and at the end of each rank.",
+    (
+        Column("rank", "int32", "global rank"),
+        Column("attempt", "int32", "restart of the job"),
+        Column("pid", "int32", "process id"),
+        Column("host", "string", "host name"),
+        Column("monotonic_ns", "int64", "CLOCK_MONOTONIC", unit="ns"),
+        Column("realtime_ns", "int64", "CLOCK_REALTIME at the same moment", unit="ns"),
+        Column("uncertainty_ns", "int64", "the two were read at most this far apart", unit="ns"),
+    ),
+)
+
+TABLES: Final[dict[str, Table]] = {
+    table.name: table
+    for table in (
+        COLLECTIVES,
+        GROUPS,
+        BUCKETS,
+        PARAMETERS,
+        STEPS,
+        METRICS,
+        NCCL_OPS,
+        MATCHES,
+        WIRE,
+        SAMPLES,
+        CLOCKS,
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One field of the binary record: its name, its ``struct`` code and what it holds."""
+
+    name: str
+    code: str
+    doc: str
+
+
+# ``signature``, ``tag``, ``call_site`` and ``thread`` are ids of interned values, 0 for none. Times of 0 mean null.
+# ``commit`` stands last, so that it is written last: a record without it is torn and is not counted as one.
+RECORD_FIELDS: Final[tuple[Field, ...]] = (
+    Field("issue_ns", "q", "issue_ns"),
+    Field("return_ns", "q", "return_ns"),
+    Field("wait_begin_ns", "q", "wait_begin_ns"),
+    Field("wait_end_ns", "q", "wait_end_ns"),
+    Field("device_begin_ns", "q", "device_begin_ns"),
+    Field("device_end_ns", "q", "device_end_ns"),
+    Field("exposed_ns", "q", "exposed_ns"),
+    Field("pg_seq", "q", "pg_seq"),
+    Field("signature", "I", "interned signature"),
+    Field("tag", "I", "interned tag"),
+    Field("call_site", "I", "interned call site"),
+    Field("thread", "I", "interned thread name"),
+    Field("step", "i", "step"),
+    Field("micro_step", "i", "micro_step"),
+    Field("coalesce_id", "i", "coalesce_id, 0 for none"),
+    Field("replays", "i", "replays"),
+    Field("phase", "B", "position in PHASES"),
+    Field("layer", "B", "position in LAYERS"),
+    Field("status", "B", "position in STATUSES"),
+    Field("captured", "B", "1 while a CUDA graph was captured"),
+    Field("commit", "I", "COMMIT when the record is whole"),
+)
+RECORD: Final = struct.Struct("<" + "".join(field.code for field in RECORD_FIELDS))
+COMMIT: Final = 0x434F4D4D
+
+
+def record_offset(name: str) -> int:
+    """Byte offset of field ``name`` within the binary record."""
+    offset = 0
+    for field in RECORD_FIELDS:
+        if field.name == name:
+            return offset
+        offset += struct.calcsize("<" + field.code)
+    raise KeyError(name)
+
+
+def format_ranks(ranks: tuple[int, ...] | list[int]) -> str:
+    """Global ranks as text: ``0-3`` for a run of neighbours, else ``0,2``.
+
+    >>> format_ranks([0, 1, 2, 3]), format_ranks([0, 2]), format_ranks([5])
+    ('0-3', '0,2', '5')
+    """
+    ranks = tuple(ranks)
+    if len(ranks) > 1 and ranks == tuple(range(ranks[0], ranks[0] + len(ranks))):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ",".join(map(str, ranks))
+
+
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """The inverse of :func:`format_ranks`.
+
+    >>> parse_ranks("0-3"), parse_ranks("0,2")
+    ((0, 1, 2, 3), (0, 2))
+    """
+    if "-" in text:
+        first, last = text.split("-")
+        return tuple(range(int(first), int(last) + 1))
+    return tuple(int(part) for part in text.split(",") if part)
+
+
+def wire_bytes(op: str, payload_bytes: int, group_size: int) -> float:
+    """Mean bytes that each rank of a group of ``group_size`` sends for ``op``, in the bandwidth-optimal model.
+
+    all_reduce 2(n-1)/n S; reduce, broadcast, all_gather, reduce_scatter, all_to_all, gather, scatter (n-1)/n S;
+    send S; recv and barrier 0. S is ``payload_bytes``. Source: nccl-tests, doc/PERFORMANCE.md (the bus bandwidth factors
+    of the rooted operations are stated there per link; here it is the mean over the ranks).
+    """
+    if op == Op.SEND:
+        return float(payload_bytes)
+    if op in (Op.RECV, Op.BARRIER) or group_size < 2:
+        return 0.0
+    factor = (group_size - 1) / group_size
+    return factor * payload_bytes * (2 if op == Op.ALL_REDUCE else 1)

@@ -1,0 +1,1 @@
+"""The run directory: manifest, binary records, Parquet tables, reader."""

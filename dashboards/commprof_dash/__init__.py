@@ -1,0 +1,1 @@
+"""The commprof dashboard (Dash)."""

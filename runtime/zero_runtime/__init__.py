@@ -1,0 +1,1 @@
+"""zero_runtime: a ZeRO runtime driven by DeepSpeed's API and configuration files."""

@@ -1,0 +1,118 @@
+"""Real gloo ranks for tests, forked from the warm test process (torch is imported once)."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class RankError(AssertionError):
+    """At least one rank raised, died or did not finish in time."""
+
+
+def run_ranks(
+    world: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 120.0,
+    process_group: bool = True,
+    env: dict[str, str] | None = None,
+) -> list[Any]:
+    """Run ``function(rank, world, *args)`` on ``world`` forked gloo ranks and return what each returned.
+
+    Args:
+        process_group: initialise torch.distributed (gloo, a FileStore) before, and destroy it after.
+        env: variables to set in every rank; RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE are set anyway.
+
+    Raises:
+        RankError: with every failing rank's traceback.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    store = tempfile.mktemp(prefix="commprof-store-")
+    pipes: dict[int, int] = {}
+    pids: dict[int, int] = {}
+    for rank in range(world):
+        read_end, write_end = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(read_end)
+            _rank_main(rank, world, function, args, write_end, store, process_group, env or {})
+        os.close(write_end)
+        pipes[rank], pids[rank] = read_end, pid
+    outcomes = _collect(pipes, pids, timeout)
+    Path(store).unlink(missing_ok=True)
+    failures = [f"rank {rank}: {text}" for rank, (ok, text) in sorted(outcomes.items()) if not ok]
+    if failures:
+        raise RankError("\n".join(failures))
+    return [outcomes[rank][1] for rank in range(world)]
+
+
+def _rank_main(rank, world, function, args, write_end, store, process_group, env):
+    try:
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), **env
+        )
+        import torch.distributed as dist
+
+        if process_group:
+            dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+        result = function(rank, world, *args)
+        if process_group and dist.is_initialized():
+            dist.destroy_process_group()
+        message = (True, result)
+    except BaseException:
+        message = (False, traceback.format_exc())
+    try:
+        payload = pickle.dumps(message)
+    except Exception:
+        payload = pickle.dumps((False, traceback.format_exc()))
+    with os.fdopen(write_end, "wb") as pipe:
+        pipe.write(payload)
+    os._exit(0)
+
+
+def _collect(pipes, pids, timeout):
+    deadline = time.monotonic() + timeout
+    buffers: dict[int, bytes] = dict.fromkeys(pipes, b"")
+    open_pipes = {fd: rank for rank, fd in pipes.items()}
+    failed_at = None
+    outcomes: dict[int, tuple[bool, Any]] = {}
+    while open_pipes:
+        limit = deadline if failed_at is None else min(deadline, failed_at + 10)
+        ready, _, _ = select.select(list(open_pipes), [], [], max(0.0, min(1.0, limit - time.monotonic())))
+        for fd in ready:
+            chunk = os.read(fd, 1 << 20)
+            rank = open_pipes[fd]
+            if chunk:
+                buffers[rank] += chunk
+                continue
+            os.close(fd)
+            del open_pipes[fd]
+            _, status = os.waitpid(pids[rank], 0)
+            if buffers[rank]:
+                outcomes[rank] = pickle.loads(buffers[rank])
+            else:
+                outcomes[rank] = (
+                    False,
+                    f"died with status {os.waitstatus_to_exitcode(status)} and no result",
+                )
+            if not outcomes[rank][0] and failed_at is None:
+                failed_at = time.monotonic()
+        if open_pipes and time.monotonic() > limit:
+            for fd, rank in list(open_pipes.items()):
+                os.kill(pids[rank], signal.SIGKILL)
+                os.waitpid(pids[rank], 0)
+                os.close(fd)
+                del open_pipes[fd]
+                outcomes[rank] = (False, "killed: did not finish in time, or another rank failed")
+    return outcomes
