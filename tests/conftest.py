@@ -4,6 +4,5 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # forked ranks must not meet a parent's OpenMP pool
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "COMMPROF_RUN"):
     os.environ.pop(name, None)

@@ -1,0 +1,87 @@
+# Everything sets itself up: on a machine with git, make and Python 3.11 or newer, `make demo` and `make test`
+# need nothing else. The environment is .venv; a change of pyproject.toml or constraints.txt renews it.
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := .make
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+$(STAMPS)/venv:
+	@test -n "$(PYTHON)" || { echo "make: Python 3.11 or newer is needed and none was found on PATH; install it, or say which: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@mkdir -p $(STAMPS)
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || sh tools/apt_install.sh python3-venv
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	@touch $@
+
+# torch first: where an index serves a build of this exact version for the CPU, that one is taken.
+$(STAMPS)/install: $(STAMPS)/venv pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[all]'
+	@touch $@
+
+$(STAMPS)/dev: $(STAMPS)/install
+	$(BIN)/python -m pip install --quiet -c constraints.txt --group dev
+	@touch $@
+
+$(STAMPS)/chromium: $(STAMPS)/venv
+	@command -v chromium >/dev/null 2>&1 || command -v chromium-browser >/dev/null 2>&1 || command -v google-chrome >/dev/null 2>&1 \
+		|| sh tools/apt_install.sh chromium \
+		|| echo "make: no Chromium, and it could not be installed: the browser tests will be skipped" >&2
+	@touch $@
+
+.PHONY: setup
+setup: $(STAMPS)/install ## make .venv with commprof, zero_runtime and the dashboard
+
+.PHONY: demo
+demo: setup ## the main job: sweep the gradient reductions over a small GPT, compare, align, say how to look
+	@$(BIN)/python examples/demo.py
+
+.PHONY: format
+format: $(STAMPS)/dev ## format the sources
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+.PHONY: lint
+lint: $(STAMPS)/dev ## formatting and lint
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+.PHONY: types
+types: $(STAMPS)/dev ## mypy, strict
+	$(BIN)/mypy
+
+.PHONY: contracts
+contracts: $(STAMPS)/dev ## who may import what
+	$(BIN)/lint-imports
+
+.PHONY: docs
+docs: $(STAMPS)/install ## write the generated pages of docs/
+	$(BIN)/python docs/generate.py
+
+.PHONY: test
+test: lint types contracts $(STAMPS)/chromium ## what .ci/run calls: everything but the long sets
+	$(BIN)/python -m pytest -q -m "not long"
+
+.PHONY: test-all
+test-all: lint types contracts $(STAMPS)/chromium ## everything, the long sets too
+	$(BIN)/python -m pytest -q
+
+.PHONY: bench
+bench: $(STAMPS)/dev ## the benchmarks: a table and JSON each
+	$(BIN)/python benchmarks/recorder_cost.py
+	$(BIN)/python benchmarks/trace_size.py
+	$(BIN)/python benchmarks/start_time.py
+	$(BIN)/python benchmarks/training_step.py
+
+.PHONY: clean
+clean: ## remove the environment and what was built; runs are kept
+	rm -rf $(VENV) $(STAMPS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
