@@ -1,0 +1,104 @@
+"""Rules about the sources that no linter knows."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = {
+    "commprof": ROOT / "commprof",
+    "zero_runtime": ROOT / "runtime" / "zero_runtime",
+    "commprof_dash": ROOT / "dashboards" / "commprof_dash",
+}
+
+
+def sources(package: str) -> list[Path]:
+    return sorted(PACKAGES[package].rglob("*.py"))
+
+
+def imported_modules(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def names_torch_distributed(path: Path) -> bool:
+    if any(
+        name == "torch.distributed" or name.startswith("torch.distributed.")
+        for name in imported_modules(path)
+    ):
+        return True
+    return any(
+        isinstance(node, ast.Attribute)
+        and node.attr == "distributed"
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "torch"
+        for node in ast.walk(ast.parse(path.read_text()))
+    )
+
+
+def test_only_comm_names_torch_distributed_in_the_runtime():
+    allowed = {"comm.py"}
+    found = {path.name for path in sources("zero_runtime") if names_torch_distributed(path)}
+    assert found <= allowed, f"only zero_runtime/comm.py may name torch.distributed, so do: {found - allowed}"
+
+
+def test_a_stage_is_asked_for_only_in_stages_and_config():
+    pattern = re.compile(r"\bstage\s*(==|!=|>=|<=|<|>)\s*\d|\bstage\s+(not\s+)?in\s*[({\[]")
+    offenders = [
+        f"{path.name}:{number}"
+        for path in sources("zero_runtime")
+        if path.name not in {"stages.py", "config.py"}
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if pattern.search(line.split("#")[0])
+    ]
+    assert not offenders, f"a stage is a row of data in stages.py; these ask for its number: {offenders}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_modules_are_named_by_nouns(package):
+    vague = {"utils.py", "helpers.py", "common.py", "misc.py", "util.py", "tools.py"}
+    assert not {path.name for path in sources(package)} & vague
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_nothing_is_left_unfinished(package):
+    marks = re.compile(r"\b(TODO|FIXME|XXX)\b|NotImplementedError")
+    found = [
+        f"{path.name}:{n}"
+        for path in sources(package)
+        for n, line in enumerate(path.read_text().splitlines(), 1)
+        if marks.search(line)
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_nothing_from_outside_is_unpickled(package):
+    loaders = re.compile(
+        r"\bpickle\b|\bdill\b|\bcloudpickle\b|\bshelve\b|torch\.load\((?!.*weights_only=True)"
+    )
+    found = [
+        f"{path.name}:{n}"
+        for path in sources(package)
+        for n, line in enumerate(path.read_text().splitlines(), 1)
+        if loaders.search(line.split("#")[0])
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_sources_are_ascii_outside_of_strings_that_people_read(package):
+    # Box-drawing and typographic signs may appear in docstrings and output; identifiers and code may not have them.
+    for path in sources(package):
+        for node in ast.walk(ast.parse(path.read_text())):
+            for name in (getattr(node, "id", None), getattr(node, "name", None), getattr(node, "attr", None)):
+                assert not isinstance(name, str) or name.isascii(), f"{path.name}: {name}"
