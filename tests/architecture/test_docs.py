@@ -48,11 +48,12 @@ def test_each_step_of_the_walk_exists():
 
 def test_every_module_of_the_packages_is_on_the_map():
     text = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
-    missing = []
-    for package in ("commprof", "runtime/zero_runtime", "dashboards/commprof_dash"):
-        for path in sorted((ROOT / package).rglob("*.py")):
-            if path.name not in {"__init__.py", "__main__.py"} and path.name not in text:
-                missing.append(str(path.relative_to(ROOT)))
+    missing = [
+        str(path.relative_to(ROOT))
+        for package in ("commprof", "runtime/zero_runtime", "dashboards/commprof_dash")
+        for path in sorted((ROOT / package).rglob("*.py"))
+        if path.name not in {"__init__.py", "__main__.py"} and path.name not in text
+    ]
     assert not missing, f"docs/ARCHITECTURE.md does not mention: {missing}"
 
 
@@ -61,7 +62,5 @@ def test_verbs_that_a_page_shows_exist(page):
     from commprof.cli.reference import command_reference
 
     verbs = set(re.findall(r"commprof ([a-z]+)", command_reference()))
-    shown = {
-        verb for verb in re.findall(r"^\s*(?:\$ )?commprof ([a-z]+)", (ROOT / page).read_text(), re.MULTILINE)
-    }
+    shown = set(re.findall(r"^\s*(?:\$ )?commprof ([a-z]+)", (ROOT / page).read_text(), re.MULTILINE))
     assert shown <= verbs, shown - verbs
