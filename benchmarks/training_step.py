@@ -1,7 +1,7 @@
 """CPU time of a training step with commprof on against off.
 
-Two gloo ranks train a GPT with zero_runtime (stage 2). Blocks of steps alternate off, on, on, off ... in the same processes; each
-pair of blocks gives one ratio of process CPU time (all threads) per step. Both ranks switch at the same step.
+Two gloo ranks train a GPT with zero_runtime (stage 2). Blocks of steps alternate off, on, on, off ... in the same processes;
+each pair of blocks gives one ratio of process CPU time (all threads) per step. Both ranks switch at the same step.
 """
 
 from __future__ import annotations
