@@ -1,0 +1,299 @@
+"""What ZeRO stages 0, 1 and 2 should send, per step and purpose.
+
+:func:`expected` follows one training step: the broadcasts at the start, the gradients bucket by bucket, the overflow
+check, the norm, and the gathering of the updated parameters. Bytes are schema.py's: ``payload_bytes`` is the S of
+nccl-tests, ``wire_bytes`` the model of what each rank sends on average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple
+
+from commprof.requested.buckets import buckets_within, runs_past
+from commprof.requested.configuration import Configuration, read_configuration
+from commprof.requested.errors import RequestedError
+from commprof.requested.explanation import (
+    describe,
+    describe_configuration,
+    requested_gradient_op,
+    requested_op,
+)
+from commprof.requested.parameters import (
+    Parameter,
+    check_parameters,
+    in_gradient_order,
+    in_model_order,
+    item_bytes,
+    trained_groups,
+)
+from commprof.requested.partition import Layout, lay_out
+from commprof.requested.reductions import REDUCTIONS, Message
+from commprof.requested.support import refuse_unsupported
+from commprof.schema import Op, Purpose, wire_bytes
+
+__all__ = [
+    "Expectation",
+    "Parameter",
+    "describe",
+    "expected",
+    "micro_steps",
+    "requested_gradient_op",
+]
+
+When = Literal["init", "micro_step", "step"]
+
+WHOLE_MODEL_BUCKET: Final = 500_000_000  # elements; DeepSpeed's constant where reduce_bucket_size is not used
+FLAG_BYTES: Final = 1  # one uint8
+NORM_BYTES: Final = 4  # one fp32
+
+
+class Expectation(NamedTuple):
+    """The messages of one purpose.
+
+    Attributes:
+        when: what ``count`` and the bytes are for: the start of training, one micro-batch, or one optimizer step.
+        purpose: a value of schema.Purpose.
+        requested_op: what the words of the config ask for.
+        issued_op: what the rules of the runtime then send.
+        intended_op: what the issued operation stands for, where it is another.
+        count: messages.
+        payload_bytes: sum of their payloads.
+        wire_bytes: sum of the mean bytes that each rank sends for them.
+        exact: False where ``count`` depends on the order in which the gradients arrive and that was not given.
+        note: what a reader should know; empty when there is nothing.
+    """
+
+    when: When
+    purpose: str
+    requested_op: str
+    issued_op: str
+    intended_op: str | None
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody calls on a record
+    payload_bytes: int
+    wire_bytes: float
+    exact: bool
+    note: str
+
+
+def expected(
+    config: Mapping[str, Any],
+    parameters: Sequence[Parameter],
+    world_size: int,
+    gradient_order: Sequence[str] | None = None,
+    backend: str = "gloo",
+) -> list[Expectation]:
+    """What ``config`` should send for a model with ``parameters`` on ``world_size`` ranks.
+
+    Args:
+        config: the config file as DeepSpeed reads it.
+        parameters: all parameters of the model, those of each optimizer group in the order of the group.
+        world_size: ranks that train on different data.
+        gradient_order: names of the parameters in the order in which their gradients arrived in a micro-batch. A
+            parameter that is not in it got no gradient. Where it is missing, the reverse of the parameter order is assumed.
+        backend: backend of the group; gloo has no reduce_scatter of its own.
+
+    Raises:
+        UnsupportedError: the config asks for a feature whose rules are not stated here; it names the key.
+        RequestedError: the config, the parameters or the order cannot be used as they are.
+    """
+    configuration = read_configuration(config)
+    refuse_unsupported(config, configuration.stage)
+    if world_size < 1:
+        raise RequestedError(f"the world size is {world_size}; expected 1 or more")
+    check_parameters(parameters)
+    groups = trained_groups(parameters) if configuration.partitions else []
+    layout = lay_out(
+        groups,
+        world_size,
+        configuration.model_dtype,
+        round_robin=configuration.round_robin_gradients,
+        align_parameters=configuration.parameter_alignment,
+    )
+    rows: list[Expectation | None] = [_parameter_broadcast(configuration, parameters, world_size)]
+    if not configuration.partitions:
+        rows += [
+            _whole_gradients(configuration, _stage_0_messages(configuration, parameters), world_size),
+            _clipping_norm(configuration, parameters, world_size),
+        ]
+    elif configuration.reduces_flat_groups:
+        sizes = runs_past([group.numel for group in layout.groups], WHOLE_MODEL_BUCKET)
+        messages = [Message(Op.ALL_REDUCE, numel) for numel in sizes]
+        rows += [_whole_gradients(configuration, messages, world_size), _parameter_gather(layout)]
+    else:
+        rows += [
+            _gradient_buckets(configuration, groups, layout, gradient_order, backend),
+            _overflow_check(configuration, layout),
+            _partition_norms(configuration, layout),
+            _parameter_gather(layout),
+        ]
+    return [row for row in rows if row is not None and row.count]
+
+
+def micro_steps(config: Mapping[str, Any], world_size: int) -> int:
+    """Micro-batches in one optimizer step: how often an expectation for ``"micro_step"`` counts in a step.
+
+    Raises:
+        RequestedError: the batch sizes do not multiply.
+    """
+    configuration = read_configuration(config)
+    if not configuration.managed_accumulation:
+        return 1
+    if configuration.accumulation_steps is not None:
+        return configuration.accumulation_steps
+    total, micro = configuration.train_batch_size, configuration.micro_batch_size
+    if total is None or micro is None:
+        return 1
+    if total % (micro * world_size):
+        raise RequestedError(
+            f"train_batch_size {total} is not a multiple of train_micro_batch_size_per_gpu {micro} "
+            f"x {world_size} ranks; change one of them, or give gradient_accumulation_steps"
+        )
+    return total // (micro * world_size)
+
+
+def _row(
+    when: When, purpose: Purpose, op: Op, payloads: Sequence[int], world_size: int, note: str = ""
+) -> Expectation:
+    """Messages that the config and the parameter list determine and no key renames."""
+    total = sum(payloads)
+    wire = wire_bytes(op, total, world_size)
+    return Expectation(when, str(purpose), str(op), str(op), None, len(payloads), total, wire, True, note)
+
+
+def _parameter_broadcast(
+    configuration: Configuration, parameters: Sequence[Parameter], world_size: int
+) -> Expectation:
+    payloads = [
+        parameter.numel * item_bytes(configuration.model_dtype or parameter.dtype) for parameter in parameters
+    ]
+    return _row("init", Purpose.PARAMETER_BROADCAST, Op.BROADCAST, payloads, world_size)
+
+
+def _stage_0_messages(configuration: Configuration, parameters: Sequence[Parameter]) -> list[Message]:
+    """All gradients in model order, those of each element type apart."""
+    by_dtype: dict[str, list[int]] = {}
+    for parameter in in_model_order(parameters):
+        if parameter.requires_grad:
+            dtype = configuration.model_dtype or parameter.dtype
+            by_dtype.setdefault(dtype, []).append(parameter.numel)
+    return [
+        Message(Op.ALL_REDUCE, numel)
+        for sizes in by_dtype.values()
+        for numel in runs_past(sizes, WHOLE_MODEL_BUCKET)
+    ]
+
+
+def _whole_gradients(
+    configuration: Configuration, messages: Sequence[Message], world_size: int
+) -> Expectation:
+    size = item_bytes(configuration.communication_dtype)
+    payloads = [message.numel * size for message in messages]
+    note = describe_configuration(configuration)
+    row = _row("step", Purpose.GRADIENT_REDUCE, Op.ALL_REDUCE, payloads, world_size, note)
+    return row._replace(requested_op=str(requested_op(configuration)))
+
+
+def _clipping_norm(
+    configuration: Configuration, parameters: Sequence[Parameter], world_size: int
+) -> Expectation | None:
+    trains = any(parameter.requires_grad for parameter in parameters)
+    if configuration.gradient_clipping == 0 or configuration.model_dtype is not None or not trains:
+        return None
+    note = "gradients are equal on all ranks already; clipping sends their norm all the same"
+    return _row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, [NORM_BYTES], world_size, note)
+
+
+def _gradient_buckets(
+    configuration: Configuration,
+    groups: Sequence[Sequence[Parameter]],
+    layout: Layout,
+    gradient_order: Sequence[str] | None,
+    backend: str,
+) -> Expectation | None:
+    arrived, exact, notes = _bucket_order(configuration, groups, gradient_order)
+    reduce = REDUCTIONS[configuration.reduction]
+    capacity = configuration.reduce_bucket_size
+    messages = [
+        message
+        for bucket in buckets_within(arrived, capacity)
+        for message in reduce(bucket, layout, capacity)
+    ]
+    if not messages:
+        return None
+    op, intended = _issued(configuration, messages[0].op, backend)
+    payload = sum(message.numel for message in messages) * item_bytes(configuration.communication_dtype)
+    return Expectation(
+        when="micro_step" if configuration.reduces_every_micro_step else "step",
+        purpose=str(Purpose.GRADIENT_REDUCE),
+        requested_op=str(requested_op(configuration)),
+        issued_op=str(op),
+        intended_op=None if intended is None else str(intended),
+        count=len(messages),
+        payload_bytes=payload,
+        wire_bytes=wire_bytes(op, payload, layout.world_size),
+        exact=exact,
+        note="; ".join([describe_configuration(configuration), *notes]),
+    )
+
+
+def _bucket_order(
+    configuration: Configuration,
+    groups: Sequence[Sequence[Parameter]],
+    gradient_order: Sequence[str] | None,
+) -> tuple[list[Parameter], bool, list[str]]:
+    """The gradients as they enter the buckets; whether that is certain; and notes about it."""
+    trained = [parameter for group in groups for parameter in group]
+    notes: list[str] = []
+    if gradient_order is not None:
+        observed, missing = in_gradient_order(trained, gradient_order)
+        if missing:
+            notes.append(f"parameters that got no gradient are left out: {', '.join(missing)}")
+        if configuration.reduces_in_backward_order:
+            return observed, True, notes
+        arrived = {parameter.name for parameter in observed}
+        return [parameter for parameter in trained if parameter.name in arrived], True, notes
+    if not configuration.reduces_in_backward_order:
+        return trained, True, notes
+    one_bucket = sum(parameter.numel for parameter in trained) <= configuration.reduce_bucket_size
+    if not one_bucket:
+        notes.append(
+            "the split into buckets is that of gradients in reverse parameter order; a run may show another"
+        )
+    return in_model_order(trained)[::-1], one_bucket, notes
+
+
+def _issued(configuration: Configuration, op: Op, backend: str) -> tuple[Op, Op | None]:
+    """What is issued for ``op``, and what that stands for."""
+    if op != Op.REDUCE_SCATTER:
+        return op, None
+    implementation = configuration.reduce_scatter_impl
+    if implementation == "all_to_all" or (implementation == "auto" and backend == "gloo"):
+        return Op.ALL_TO_ALL, Op.REDUCE_SCATTER
+    return op, None
+
+
+def _overflow_check(configuration: Configuration, layout: Layout) -> Expectation | None:
+    if not configuration.check_overflow or not layout.groups:
+        return None
+    note = "a step whose gradients overflow ends here, without norm and without gathering"
+    return _row("step", Purpose.OVERFLOW_CHECK, Op.ALL_REDUCE, [FLAG_BYTES], layout.world_size, note)
+
+
+def _partition_norms(configuration: Configuration, layout: Layout) -> Expectation | None:
+    if not configuration.compute_grad_norm:
+        return None
+    note = (
+        ""
+        if configuration.gradient_clipping
+        else "sent although clipping is off; compute_grad_norm: false drops it"
+    )
+    payloads = [NORM_BYTES for _ in layout.groups]
+    return _row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, payloads, layout.world_size, note)
+
+
+def _parameter_gather(layout: Layout) -> Expectation | None:
+    if layout.world_size == 1:
+        return None
+    payloads = [group.numel * item_bytes(group.dtype) for group in layout.groups]
+    return _row("step", Purpose.PARAMETER_GATHER, Op.ALL_GATHER, payloads, layout.world_size)
