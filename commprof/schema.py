@@ -145,6 +145,7 @@ _R, _S, _T, _G, _P, _D = (
     Source.DERIVED,
 )
 
+# fmt: off  (one column, one line)
 COLLECTIVES: Final = Table(
     "collectives",
     "One row per collective or point-to-point operation that a rank handed to torch.distributed.",
@@ -468,6 +469,7 @@ CLOCKS: Final = Table(
     ),
 )
 
+# fmt: on
 TABLES: Final[dict[str, Table]] = {
     table.name: table
     for table in (
