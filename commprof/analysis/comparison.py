@@ -1,0 +1,111 @@
+"""Settings side by side: what each run asked for, issued and took, and the repeats of a setting merged into one row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any, Final, NamedTuple
+
+import pandas as pd
+
+from commprof.analysis.expectation import Requested
+from commprof.analysis.frames import COMPARISON, TRAFFIC_BY_SETTING, WIRE_OPS, from_rows
+from commprof.analysis.intervals import over_repeats
+from commprof.analysis.settings import Setting
+from commprof.analysis.steps import StepTotals
+from commprof.schema import Column, Purpose
+
+_MEASURES: Final = ("collectives", "payload_bytes", "wire_bytes")
+
+
+class Measured(NamedTuple):
+    """One run, as far as a comparison needs it. ``durations`` are of the steps after the first, in ns."""
+
+    name: str
+    setting: Setting
+    step_totals: StepTotals
+    durations: Sequence[int]
+    final_loss: float | None
+    requested: Requested
+
+
+def by_label(runs: Sequence[Measured]) -> dict[str, list[Measured]]:
+    """The runs of each setting, in the order in which the settings first appear."""
+    settings: dict[str, list[Measured]] = {}
+    for run in runs:
+        settings.setdefault(run.setting.label, []).append(run)
+    return settings
+
+
+def _merged(runs: Sequence[Measured]) -> StepTotals:
+    """The steps of all repeats together, so that a longer repeat counts for as many steps as it has."""
+    totals = pd.concat([run.step_totals.totals for run in runs], ignore_index=True)
+    merged = totals.groupby(["op", "intended_op", "purpose"], dropna=False, as_index=False, sort=False)[
+        list(_MEASURES)
+    ].sum()
+    return StepTotals(sum(run.step_totals.steps for run in runs), merged)
+
+
+def _per_step(totals: pd.DataFrame, measure: str, steps: int) -> float | None:
+    return float(totals[measure].sum()) / steps if steps else None
+
+
+def _listed(gradients: pd.DataFrame, column: str) -> str | None:
+    """The operations of ``column``, the most wire bytes first; those that send nothing by their payload."""
+    sums = gradients.dropna(subset=[column]).groupby(column)[["wire_bytes", "payload_bytes"]].sum()
+    ordered = sums.sort_values(["wire_bytes", "payload_bytes"], ascending=False)
+    return ", ".join(ordered.index) or None
+
+
+def _row(label: str, runs: Sequence[Measured]) -> dict[str, Any]:
+    steps, totals = _merged(runs)
+    gradients = totals[totals["purpose"] == Purpose.GRADIENT_REDUCE]
+    requested = next((run.requested for run in runs if run.requested.op), runs[0].requested)
+    time = over_repeats([run.durations for run in runs])
+    losses = [run.final_loss for run in runs if run.final_loss is not None]
+    return {
+        "label": label,
+        **runs[0].setting.values,
+        "requested_op": requested.op,
+        "requested_reason": requested.reason,
+        "issued_op": _listed(gradients, "op"),
+        "intended_op": _listed(gradients, "intended_op"),
+        **{f"{measure}_per_step": _per_step(totals, measure, steps) for measure in _MEASURES},
+        "gradient_payload_bytes_per_step": _per_step(gradients, "payload_bytes", steps),
+        "gradient_wire_bytes_per_step": _per_step(gradients, "wire_bytes", steps),
+        **{f"wire_{op}": _per_step(totals[totals["op"] == op], "wire_bytes", steps) for op in WIRE_OPS},
+        "step_time_ns": time.center,
+        "step_time_low_ns": time.low,
+        "step_time_high_ns": time.high,
+        "interval_over": time.over,
+        "final_loss": fmean(losses) if losses else None,
+        "steps": steps,
+        "repeats": len(runs),
+        "runs": ", ".join(run.name for run in runs),
+    }
+
+
+def _columns(values: Mapping[str, str]) -> tuple[Column, ...]:
+    keys = (Column(key, "string", f"value of {key}") for key in values)
+    label, *rest = COMPARISON.columns
+    return (label, *keys, *rest)
+
+
+def compare(runs: Sequence[Measured]) -> pd.DataFrame:
+    """One row per setting (:data:`frames.COMPARISON`), with the keys that differ after the label."""
+    rows = [_row(label, repeats) for label, repeats in by_label(runs).items()]
+    return from_rows(rows, _columns(runs[0].setting.values if runs else {}))
+
+
+def traffic_by_setting(runs: Sequence[Measured]) -> pd.DataFrame:
+    """One row per setting and operation, in the form that a chart wants; a run without whole steps gives none."""
+    rows = []
+    for label, repeats in by_label(runs).items():
+        steps, totals = _merged(repeats)
+        rows += [
+            {"label": label}
+            | {name: None if pd.isna(row[name]) else row[name] for name in ("op", "intended_op", "purpose")}
+            | {f"{measure}_per_step": row[measure] / steps for measure in _MEASURES}
+            for row in totals.to_dict("records")
+        ]
+    return from_rows(rows, TRAFFIC_BY_SETTING.columns)

@@ -1,0 +1,90 @@
+"""95 % intervals of step times, without distributional assumptions over steps and with few over repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import comb, sqrt
+from statistics import NormalDist, fmean, median, stdev
+from typing import Final, NamedTuple
+
+# Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom.
+_T_975: Final = (
+    *(12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281),
+    *(2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860),
+)
+
+
+class Interval(NamedTuple):
+    """A time in ns with its 95 % interval.
+
+    ``over`` says what varies: ``repeats`` (runs of one setting), ``steps`` (of one run), or None where there is too
+    little to tell; ``low`` and ``high`` are None then.
+    """
+
+    center: int | None
+    low: int | None
+    high: int | None
+    over: str | None
+
+
+def student_t(degrees: int) -> float:
+    """The 0.975 quantile of Student's t; past 20 degrees by the expansion of Abramowitz and Stegun 26.7.5."""
+    if degrees <= len(_T_975):
+        return _T_975[degrees - 1]
+    z = NormalDist().inv_cdf(0.975)
+    return (
+        z
+        + (z**3 + z) / (4 * degrees)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * degrees**3)
+    )
+
+
+def order_statistic_rank(count: int) -> int | None:
+    """The largest k for which the k-th smallest and k-th largest of ``count`` values enclose the median with 95 %.
+
+    The number of values below the median is binomial(count, 1/2); the interval misses with probability
+    2 P(X < k). None below 6 values, where even the extremes enclose it less often.
+    """
+    missed, rank = 0, 0
+    total = 2**count
+    for below in range(count // 2):
+        missed += comb(count, below)
+        if 2 * missed * 20 > total:
+            break
+        rank = below + 1
+    return rank or None
+
+
+def over_steps(durations: Sequence[int]) -> Interval:
+    """Median of the steps of one run, with the interval between order statistics.
+
+    Steps of one run are not independent, so this says how steady the run was, not how well it repeats.
+    """
+    if not durations:
+        return Interval(None, None, None, None)
+    ordered = sorted(durations)
+    center = round(median(ordered))
+    # Only the middle matters beyond some thousand steps, and comb() of all of them would be slow.
+    rank = order_statistic_rank(len(ordered)) if len(ordered) <= 2000 else _normal_rank(len(ordered))
+    if rank is None:
+        return Interval(center, None, None, None)
+    return Interval(center, ordered[rank - 1], ordered[-rank], "steps")
+
+
+def _normal_rank(count: int) -> int:
+    """Normal approximation to :func:`order_statistic_rank`."""
+    return int(count / 2 - NormalDist().inv_cdf(0.975) * sqrt(count) / 2)
+
+
+def over_repeats(durations: Sequence[Sequence[int]]) -> Interval:
+    """Step time of one setting from the step durations of each of its runs.
+
+    Two or more runs: the mean of their medians, with a t-interval (not below 0). One run: :func:`over_steps`.
+    """
+    medians = [median(run) for run in durations if run]
+    if len(medians) < 2:
+        return over_steps(next((run for run in durations if run), ()))
+    center = fmean(medians)
+    reach = student_t(len(medians) - 1) * stdev(medians) / sqrt(len(medians))
+    return Interval(round(center), max(0, round(center - reach)), round(center + reach), "repeats")

@@ -1,0 +1,135 @@
+-- Every operation once, whatever the number of ranks that recorded it.
+--
+-- Input:  collectives
+-- Output: one row per collective (collectives = 1) and one per point-to-point record (collectives = 1 for a send, and
+--         for a recv whose send no rank recorded; 0 for the other recvs, whose message is counted at its send).
+--
+-- The members of a collective share attempt, pg, group_ranks and pg_seq. group_ranks is part of the identity because
+-- disjoint groups may carry one name. A rank takes part in a collective once: where a name was used again after its
+-- group was destroyed, and the numbers began anew, the repetition tells the two apart.
+-- What the ranks must agree on is taken from the lowest rank; a tag from any rank that carries it.
+-- The length of an all_to_all may differ between ranks: it is the mean. Elsewhere the largest is the whole.
+with repeated as (
+    select
+        c.*,
+        row_number() over (
+            partition by rank, attempt, pg, group_ranks, pg_seq
+            order by issue_ns, seq
+        ) as repetition
+    from collectives c
+    where op not in ('send', 'recv')
+),
+shared as (
+    select
+        attempt,
+        pg,
+        group_ranks,
+        max_by(step, -rank) as step,
+        max_by(micro_step, -rank) as micro_step,
+        max_by(phase, -rank) as phase,
+        max_by(op, -rank) as op,
+        max(intended_op) as intended_op,
+        max(purpose) as purpose,
+        max(bucket) as bucket,
+        max(owner) as owner,
+        max(dtype) as dtype,
+        max(reduce_op) as reduce_op,
+        max(backend) as backend,
+        max_by(device, -rank) as device,
+        max(group_desc) as group_desc,
+        max(group_size) as group_size,
+        max_by(api, -rank) as api,
+        max_by(call_site, -rank) as call_site,
+        count(*) as records,
+        max(num_tensors) as tensors,
+        max(payload_bytes) as largest_bytes,
+        avg(payload_bytes) as mean_bytes,
+        avg(return_ns - issue_ns) as host_ns,
+        avg(exposed_ns) as exposed_ns
+    from repeated
+    group by attempt, pg, group_ranks, pg_seq, repetition
+),
+numbered as (
+    select
+        c.*,
+        row_number() over (
+            partition by attempt, pg, group_ranks, op, rank, peer
+            order by issue_ns, seq
+        ) as nth
+    from collectives c
+    where op in ('send', 'recv')
+),
+named as (
+    select
+        r.attempt,
+        r.pid,
+        r.rank,
+        r.seq,
+        r.pg,
+        r.group_ranks,
+        case when s.rank is null then 0 else 1 end as has_send
+    from numbered r
+    left join numbered s
+        on s.op = 'send'
+        and s.attempt = r.attempt
+        and s.pg = r.pg
+        and s.group_ranks = r.group_ranks
+        and s.rank = r.peer
+        and s.peer = r.rank
+        and s.nth = r.nth
+    where r.op = 'recv' and r.peer >= 0
+),
+arriving as (
+    select attempt, pg, group_ranks, destination, sum(arrivals) as spare
+    from (
+        select attempt, pg, group_ranks, peer as destination, 1 as arrivals from numbered where op = 'send'
+        union all
+        select attempt, pg, group_ranks, rank as destination, -has_send as arrivals from named
+    ) a
+    group by attempt, pg, group_ranks, destination
+),
+messages as (
+    select
+        m.*,
+        case
+            when m.op = 'send' then 1
+            when m.peer >= 0 then 1 - n.has_send
+            when m.nth > coalesce(a.spare, 0) then 1
+            else 0
+        end as counted
+    from numbered m
+    left join named n
+        on m.op = 'recv' and n.attempt = m.attempt and n.pid = m.pid and n.rank = m.rank and n.seq = m.seq
+    left join arriving a
+        on m.op = 'recv' and a.attempt = m.attempt and a.pg = m.pg
+        and a.group_ranks = m.group_ranks and a.destination = m.rank
+),
+operations as (
+    select
+        attempt, pg, group_ranks, step, micro_step, phase, op, intended_op, purpose, bucket, owner, dtype,
+        reduce_op, backend, device, group_desc, group_size, api, call_site, records, tensors,
+        1 as collectives,
+        case when op = 'all_to_all' then cast(round(mean_bytes) as bigint) else largest_bytes end as payload_bytes,
+        host_ns, exposed_ns
+    from shared
+    union all
+    select
+        attempt, pg, group_ranks, step, micro_step, phase, op, intended_op, purpose, bucket, owner, dtype,
+        reduce_op, backend, device, group_desc, group_size, api, call_site, 1 as records,
+        counted * num_tensors as tensors,
+        counted as collectives,
+        counted * payload_bytes as payload_bytes,
+        cast(return_ns - issue_ns as double) as host_ns, cast(exposed_ns as double) as exposed_ns
+    from messages
+)
+select
+    o.*,
+    -- wire_bytes = wire_share / wire_ranks: kept as integers, so that sums are exact and in any order the same
+    case
+        when op = 'send' then payload_bytes
+        when op in ('recv', 'barrier') or group_size < 2 then 0
+        when op = 'all_reduce' then 2 * (group_size - 1) * payload_bytes
+        else (group_size - 1) * payload_bytes
+    end as wire_share,
+    case when op = 'send' or group_size < 2 then 1 else group_size end as wire_ranks
+from operations o

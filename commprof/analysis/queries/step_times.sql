@@ -1,0 +1,73 @@
+-- One row per training step and attempt.
+--
+-- Input: steps, collectives, operations (see operations.sql)
+-- Begin and end are those of the lowest rank, since hosts do not share a clock; durations are compared, never moments.
+with of_step as (
+    select
+        attempt,
+        step,
+        count(distinct rank) as ranks,
+        max_by(begin_ns, -rank) as begin_ns,
+        max_by(case when end_ns is null then -1 else end_ns end, -rank) as last_ns,
+        case when count(end_ns) = count(*) then max(end_ns - begin_ns) end as duration_ns,
+        max(micro_steps) as micro_steps,
+        avg(loss) as loss,
+        avg(grad_norm) as grad_norm,
+        max(loss_scale) as loss_scale,
+        sum(samples) as samples,
+        avg(cpu_ns) as cpu_ns,
+        max(rss_bytes) as rss_bytes,
+        max(device_bytes) as device_bytes
+    from steps
+    where step >= 0
+    group by attempt, step
+),
+stood_still as (
+    select attempt, step, sum(exposed_ns) as exposed_ns
+    from collectives
+    where step >= 0
+    group by attempt, step
+),
+sent as (
+    select
+        attempt,
+        step,
+        sum(collectives) as collectives,
+        sum(payload_bytes) as payload_bytes,
+        sum(wire_bytes) as wire_bytes
+    from (
+        select
+            attempt,
+            step,
+            sum(collectives) as collectives,
+            sum(payload_bytes) as payload_bytes,
+            cast(sum(cast(wire_share as decimal(38, 0))) as double) / wire_ranks as wire_bytes
+        from operations
+        where step >= 0 and op <> 'barrier'
+        group by attempt, step, wire_ranks
+    ) of_size
+    group by attempt, step
+)
+select
+    s.attempt,
+    s.step,
+    cast(s.ranks as int) as ranks,
+    s.begin_ns,
+    case when s.last_ns >= 0 then s.last_ns end as end_ns,
+    s.duration_ns,
+    s.micro_steps,
+    s.loss,
+    s.grad_norm,
+    s.loss_scale,
+    s.samples,
+    cast(coalesce(t.collectives, 0) as bigint) as collectives,
+    cast(coalesce(t.payload_bytes, 0) as bigint) as payload_bytes,
+    coalesce(t.wire_bytes, 0.0) as wire_bytes,
+    cast(round(cast(w.exposed_ns as double) / s.ranks) as bigint) as exposed_ns,
+    cast(round(s.cpu_ns) as bigint) as cpu_ns,
+    s.rss_bytes,
+    s.device_bytes
+from of_step s
+left join sent t on t.attempt = s.attempt and t.step = s.step
+left join stood_still w on w.attempt = s.attempt and w.step = s.step
+order by s.attempt, s.step

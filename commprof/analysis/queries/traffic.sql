@@ -1,0 +1,30 @@
+-- Operations, bytes and times for each combination of the grouping columns.
+--
+-- Input:  operations (see operations.sql)
+-- The columns to group by are put in: each followed by a comma, and as the clauses that group and order by them.
+with of_size as (
+    select
+        {by}
+        wire_ranks,
+        sum(collectives) as collectives,
+        sum(records) as records,
+        sum(payload_bytes) as payload_bytes,
+        cast(sum(cast(wire_share as decimal(38, 0))) as double) / wire_ranks as wire_bytes,
+        sum(host_ns) as host_ns,
+        sum(exposed_ns) as exposed_ns,
+        sum(tensors) as tensors
+    from operations
+    group by {by} wire_ranks
+)
+select
+    {by}
+    cast(coalesce(sum(collectives), 0) as bigint) as collectives,
+    cast(coalesce(sum(records), 0) as bigint) as records,
+    cast(coalesce(sum(payload_bytes), 0) as bigint) as payload_bytes,
+    coalesce(sum(wire_bytes), 0.0) as wire_bytes,
+    cast(round(sum(host_ns)) as bigint) as host_ns,
+    cast(round(sum(exposed_ns)) as bigint) as exposed_ns,
+    cast(coalesce(sum(tensors), 0) as bigint) as tensors
+from of_size
+{group_by}
+{order_by}

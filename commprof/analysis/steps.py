@@ -1,0 +1,48 @@
+"""Training steps: when they ran, how long they took, what they sent together."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pandas as pd
+import pyarrow as pa
+
+from commprof.analysis.engine import ask
+from commprof.analysis.frames import STEP_TIMES, STEP_TOTALS, from_arrow
+
+
+def step_times(steps: pa.Table, collectives: pa.Table, operations: pa.Table) -> pd.DataFrame:
+    """One row per training step and attempt (``queries/step_times.sql``); initialisation is not a step."""
+    answer = ask("step_times", {"steps": steps, "collectives": collectives, "operations": operations})
+    return from_arrow(answer, STEP_TIMES.columns)
+
+
+def durations_after_first(times: pd.DataFrame) -> list[int]:
+    """Step durations in ns, without the first step of each attempt (it warms up) and without those that never ended."""
+    later = times["step"] > times.groupby("attempt")["step"].transform("min")
+    return [int(value) for value in times.loc[later, "duration_ns"].dropna()]
+
+
+def final_loss(times: pd.DataFrame) -> float | None:
+    """Loss of the last step that has one, of the last attempt that has any."""
+    losses = times["loss"].dropna()
+    return None if losses.empty else float(losses.iloc[-1])
+
+
+class StepTotals(NamedTuple):
+    """What ``steps`` whole training steps sent together.
+
+    ``totals`` has a row for each op, intended_op and purpose: collectives, payload_bytes, wire_bytes.
+    """
+
+    steps: int
+    totals: pd.DataFrame
+
+
+def step_totals(steps: pa.Table, operations: pa.Table, times: pd.DataFrame) -> StepTotals:
+    """Sums over the whole training steps (``queries/step_totals.sql``), for means of a step.
+
+    A step that a killed run was in is left out; the first step is not, since it sends what every other does.
+    """
+    answer = ask("step_totals", {"steps": steps, "operations": operations})
+    return StepTotals(int(times["duration_ns"].notna().sum()), from_arrow(answer, STEP_TOTALS.columns))

@@ -1,0 +1,43 @@
+"""What was sent, counted once for each collective, in the two measures that need no counters: payload and wire."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+import pandas as pd
+import pyarrow as pa
+
+from commprof.analysis.engine import ask
+from commprof.analysis.frames import GROUPINGS, TRAFFIC, from_arrow
+from commprof.errors import UsageError
+
+
+def operations(collectives: pa.Table) -> pa.Table:
+    """Every collective once, and every message once, from the records of all ranks (``queries/operations.sql``)."""
+    return ask("operations", {"collectives": collectives})
+
+
+def traffic(operations: pa.Table, by: Sequence[str]) -> pd.DataFrame:
+    """Counts, bytes and times of ``operations`` for each combination of the columns ``by``; without any, one row.
+
+    Raises:
+        UsageError: a column of ``by`` cannot be grouped by.
+    """
+    by = tuple(dict.fromkeys(by))
+    for name in by:
+        if name not in GROUPINGS:
+            near = get_close_matches(name, GROUPINGS, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise UsageError(
+                f"traffic cannot be grouped by {name!r}: {hint}choose from {', '.join(GROUPINGS)}"
+            )
+    names = ", ".join(by)
+    answer = ask(
+        "traffic",
+        {"operations": operations},
+        by=f"{names}, " if by else "",
+        group_by=f"group by {names}" if by else "",
+        order_by=f"order by {names}" if by else "",
+    )
+    return from_arrow(answer, (*(GROUPINGS[name] for name in by), *TRAFFIC.columns))
