@@ -9,8 +9,10 @@ nothing of a running job, imports nothing of the runtime and is imported by noth
 ``partition``      the flat buffers of a parameter group, and who owns which part
 ``buckets``        which gradients travel together
 ``reductions``     the gradient reductions: a bucket becomes messages
+``gradients``      all gradients of a reduction, in the order in which they come
 ``zero``           :func:`~commprof.requested.zero.expected`, all of it per step and purpose
 ``explanation``    the same in one sentence
+``support``        what a config may ask for that is not stated here
 ================== ===========================================================================================
 """
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from commprof.requested.parameters import Parameter
-from commprof.requested.partition import Layout, OwnedSlice
+from commprof.requested.partition import FlatGroup, Layout, OwnedSlice
 
 Bucket = list[Parameter]
 
@@ -53,3 +53,21 @@ def owned_slices(bucket: Bucket, layout: Layout) -> list[OwnedSlice]:
             else:
                 merged.append(OwnedSlice(owner, numel))
     return merged
+
+
+def balanced_rounds(group: FlatGroup, capacity: int) -> Iterator[list[OwnedSlice]]:
+    """Buckets of at most ``capacity`` elements that hold as much of each owner's piece of ``group``.
+
+    This is how zero_runtime fills a reduce_scatter when all gradients are there before the first bucket. Round k holds
+    elements [k w, (k + 1) w) of each piece, w being capacity // ranks; padding does not travel.
+    """
+    piece = group.partition_numel
+    width = max(1, capacity // group.world_size)
+    for begin in range(0, piece, width):
+        end = min(begin + width, piece)
+        rows = [
+            OwnedSlice(owner, group.occupied(owner * piece + begin, owner * piece + end))
+            for owner in range(group.world_size)
+        ]
+        if any(row.numel for row in rows):
+            yield [row for row in rows if row.numel]

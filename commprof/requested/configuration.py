@@ -95,6 +95,15 @@ class Configuration:
             return "all_reduce"
         return "multi_rank_all_reduce" if self.use_multi_rank_bucket_allreduce else "reduce_to_owner"
 
+    def reduce_scatter_on(self, backend: str) -> str:
+        """How a reduce_scatter is made on ``backend``: ``native`` or ``all_to_all``.
+
+        gloo runs a native one as an all_reduce, so there the config's auto means an all_to_all.
+        """
+        if self.reduce_scatter_impl != "auto":
+            return self.reduce_scatter_impl
+        return "all_to_all" if backend == "gloo" else "native"
+
     @property
     def reduces_in_backward_order(self) -> bool:
         """Whether gradients enter buckets as backward produces them, rather than in the order of the groups."""

@@ -7,8 +7,10 @@ have several owners. Source: reference measurements of DeepSpeed 0.19.8; the fac
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 from commprof.requested.parameters import Parameter, item_bytes
@@ -31,17 +33,36 @@ class OwnedSlice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FlatGroup:
-    """The flat buffer of one optimizer parameter group.
+    """The flat buffer of one optimizer parameter group. Counts and offsets are elements.
 
     Attributes:
-        numel: elements, padding included; a multiple of 2 x ranks.
-        partition_numel: elements of each rank's piece.
+        numel: length of the buffer, padding included; a multiple of 2 x ranks.
+        world_size: ranks that own a piece of it.
         dtype: element type of the model.
+        starts: where each parameter begins, ascending.
+        preceding: elements of parameters before each of ``starts``, and at the end those of all.
     """
 
     numel: int
-    partition_numel: int
+    world_size: int
     dtype: str
+    starts: tuple[int, ...]
+    preceding: tuple[int, ...]
+
+    @property
+    def partition_numel(self) -> int:
+        """Elements of each rank's piece."""
+        return self.numel // self.world_size
+
+    def occupied(self, begin: int, end: int) -> int:
+        """Elements of parameters, as opposed to padding, in [begin, end)."""
+        return self._elements_before(end) - self._elements_before(begin)
+
+    def _elements_before(self, position: int) -> int:
+        index = bisect_right(self.starts, position) - 1
+        if index < 0:
+            return 0
+        return min(self.preceding[index] + position - self.starts[index], self.preceding[index + 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +70,10 @@ class Layout:
     """All flat buffers of a model.
 
     Attributes:
-        world_size: ranks, which is also the number of pieces of each buffer.
         groups: one per optimizer parameter group that trains something.
         places: parameter name -> (position in ``groups``, offset in that buffer in elements).
     """
 
-    world_size: int
     groups: tuple[FlatGroup, ...]
     places: dict[str, tuple[int, int]]
 
@@ -104,10 +123,16 @@ def lay_out(
     for number, group in enumerate(groups):
         dtype = model_dtype or group[0].dtype
         unit = PARAMETER_ALIGNMENT_BYTES // item_bytes(dtype) if align_parameters else 1
-        offset = 0
-        for parameter in dealt(group, world_size) if round_robin else group:
-            places[parameter.name] = (number, offset)
-            offset += padded(parameter.numel, unit)
-        numel = padded(offset, ALIGNMENT_ELEMENTS * world_size)
-        flat.append(FlatGroup(numel, numel // world_size, dtype))
-    return Layout(world_size, tuple(flat), places)
+        ordered = dealt(group, world_size) if round_robin else group
+        ends = list(accumulate((padded(parameter.numel, unit) for parameter in ordered), initial=0))
+        places |= {parameter.name: (number, start) for parameter, start in zip(ordered, ends, strict=False)}
+        flat.append(
+            FlatGroup(
+                numel=padded(ends[-1], ALIGNMENT_ELEMENTS * world_size),
+                world_size=world_size,
+                dtype=dtype,
+                starts=tuple(ends[:-1]),
+                preceding=tuple(accumulate((parameter.numel for parameter in ordered), initial=0)),
+            )
+        )
+    return Layout(tuple(flat), places)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
-from commprof.requested.buckets import buckets_within, runs_past
 from commprof.requested.configuration import Configuration, read_configuration
 from commprof.requested.errors import RequestedError
 from commprof.requested.explanation import (
@@ -19,16 +18,14 @@ from commprof.requested.explanation import (
     requested_gradient_op,
     requested_op,
 )
-from commprof.requested.parameters import (
-    Parameter,
-    check_parameters,
-    in_gradient_order,
-    in_model_order,
-    item_bytes,
-    trained_groups,
+from commprof.requested.gradients import (
+    GradientMessages,
+    bucketed_gradients,
+    flat_group_gradients,
+    replicated_gradients,
 )
+from commprof.requested.parameters import Parameter, check_parameters, item_bytes, trained_groups
 from commprof.requested.partition import Layout, lay_out
-from commprof.requested.reductions import REDUCTIONS, Message
 from commprof.requested.support import refuse_unsupported
 from commprof.schema import Op, Purpose, wire_bytes
 
@@ -43,7 +40,6 @@ __all__ = [
 
 When = Literal["init", "micro_step", "step"]
 
-WHOLE_MODEL_BUCKET: Final = 500_000_000  # elements; DeepSpeed's constant where reduce_bucket_size is not used
 FLAG_BYTES: Final = 1  # one uint8
 NORM_BYTES: Final = 4  # one fp32
 
@@ -112,20 +108,24 @@ def expected(
     )
     rows: list[Expectation | None] = [_parameter_broadcast(configuration, parameters, world_size)]
     if not configuration.partitions:
+        gradients = replicated_gradients(configuration, parameters)
         rows += [
-            _whole_gradients(configuration, _stage_0_messages(configuration, parameters), world_size),
+            _gradient_reduce(configuration, gradients, world_size),
             _clipping_norm(configuration, parameters, world_size),
         ]
     elif configuration.reduces_flat_groups:
-        sizes = runs_past([group.numel for group in layout.groups], WHOLE_MODEL_BUCKET)
-        messages = [Message(Op.ALL_REDUCE, numel) for numel in sizes]
-        rows += [_whole_gradients(configuration, messages, world_size), _parameter_gather(layout)]
-    else:
+        gradients = flat_group_gradients(layout)
         rows += [
-            _gradient_buckets(configuration, groups, layout, gradient_order, backend),
-            _overflow_check(configuration, layout),
-            _partition_norms(configuration, layout),
-            _parameter_gather(layout),
+            _gradient_reduce(configuration, gradients, world_size),
+            _parameter_gather(layout, world_size),
+        ]
+    else:
+        gradients = bucketed_gradients(configuration, groups, layout, world_size, gradient_order, backend)
+        rows += [
+            _gradient_reduce(configuration, gradients, world_size),
+            _overflow_check(configuration, layout, world_size),
+            _partition_norms(configuration, layout, world_size),
+            _parameter_gather(layout, world_size),
         ]
     return [row for row in rows if row is not None and row.count]
 
@@ -170,28 +170,21 @@ def _parameter_broadcast(
     return _row("init", Purpose.PARAMETER_BROADCAST, Op.BROADCAST, payloads, world_size)
 
 
-def _stage_0_messages(configuration: Configuration, parameters: Sequence[Parameter]) -> list[Message]:
-    """All gradients in model order, those of each element type apart."""
-    by_dtype: dict[str, list[int]] = {}
-    for parameter in in_model_order(parameters):
-        if parameter.requires_grad:
-            dtype = configuration.model_dtype or parameter.dtype
-            by_dtype.setdefault(dtype, []).append(parameter.numel)
-    return [
-        Message(Op.ALL_REDUCE, numel)
-        for sizes in by_dtype.values()
-        for numel in runs_past(sizes, WHOLE_MODEL_BUCKET)
-    ]
-
-
-def _whole_gradients(
-    configuration: Configuration, messages: Sequence[Message], world_size: int
-) -> Expectation:
+def _gradient_reduce(
+    configuration: Configuration, gradients: GradientMessages, world_size: int
+) -> Expectation | None:
+    if not gradients.messages:
+        return None
+    op = gradients.messages[0].op
     size = item_bytes(configuration.communication_dtype)
-    payloads = [message.numel * size for message in messages]
-    note = describe_configuration(configuration)
-    row = _row("step", Purpose.GRADIENT_REDUCE, Op.ALL_REDUCE, payloads, world_size, note)
-    return row._replace(requested_op=str(requested_op(configuration)))
+    payloads = [message.numel * size for message in gradients.messages]
+    note = "; ".join([describe_configuration(configuration), *gradients.notes])
+    when: When = "micro_step" if configuration.reduces_every_micro_step else "step"
+    return _row(when, Purpose.GRADIENT_REDUCE, op, payloads, world_size, note)._replace(
+        requested_op=str(requested_op(configuration)),
+        intended_op=str(Op.REDUCE_SCATTER) if op == Op.ALL_TO_ALL else None,
+        exact=gradients.exact,
+    )
 
 
 def _clipping_norm(
@@ -204,83 +197,14 @@ def _clipping_norm(
     return _row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, [NORM_BYTES], world_size, note)
 
 
-def _gradient_buckets(
-    configuration: Configuration,
-    groups: Sequence[Sequence[Parameter]],
-    layout: Layout,
-    gradient_order: Sequence[str] | None,
-    backend: str,
-) -> Expectation | None:
-    arrived, exact, notes = _bucket_order(configuration, groups, gradient_order)
-    reduce = REDUCTIONS[configuration.reduction]
-    capacity = configuration.reduce_bucket_size
-    messages = [
-        message
-        for bucket in buckets_within(arrived, capacity)
-        for message in reduce(bucket, layout, capacity)
-    ]
-    if not messages:
-        return None
-    op, intended = _issued(configuration, messages[0].op, backend)
-    payload = sum(message.numel for message in messages) * item_bytes(configuration.communication_dtype)
-    return Expectation(
-        when="micro_step" if configuration.reduces_every_micro_step else "step",
-        purpose=str(Purpose.GRADIENT_REDUCE),
-        requested_op=str(requested_op(configuration)),
-        issued_op=str(op),
-        intended_op=None if intended is None else str(intended),
-        count=len(messages),
-        payload_bytes=payload,
-        wire_bytes=wire_bytes(op, payload, layout.world_size),
-        exact=exact,
-        note="; ".join([describe_configuration(configuration), *notes]),
-    )
-
-
-def _bucket_order(
-    configuration: Configuration,
-    groups: Sequence[Sequence[Parameter]],
-    gradient_order: Sequence[str] | None,
-) -> tuple[list[Parameter], bool, list[str]]:
-    """The gradients as they enter the buckets; whether that is certain; and notes about it."""
-    trained = [parameter for group in groups for parameter in group]
-    notes: list[str] = []
-    if gradient_order is not None:
-        observed, missing = in_gradient_order(trained, gradient_order)
-        if missing:
-            notes.append(f"parameters that got no gradient are left out: {', '.join(missing)}")
-        if configuration.reduces_in_backward_order:
-            return observed, True, notes
-        arrived = {parameter.name for parameter in observed}
-        return [parameter for parameter in trained if parameter.name in arrived], True, notes
-    if not configuration.reduces_in_backward_order:
-        return trained, True, notes
-    one_bucket = sum(parameter.numel for parameter in trained) <= configuration.reduce_bucket_size
-    if not one_bucket:
-        notes.append(
-            "the split into buckets is that of gradients in reverse parameter order; a run may show another"
-        )
-    return in_model_order(trained)[::-1], one_bucket, notes
-
-
-def _issued(configuration: Configuration, op: Op, backend: str) -> tuple[Op, Op | None]:
-    """What is issued for ``op``, and what that stands for."""
-    if op != Op.REDUCE_SCATTER:
-        return op, None
-    implementation = configuration.reduce_scatter_impl
-    if implementation == "all_to_all" or (implementation == "auto" and backend == "gloo"):
-        return Op.ALL_TO_ALL, Op.REDUCE_SCATTER
-    return op, None
-
-
-def _overflow_check(configuration: Configuration, layout: Layout) -> Expectation | None:
+def _overflow_check(configuration: Configuration, layout: Layout, world_size: int) -> Expectation | None:
     if not configuration.check_overflow or not layout.groups:
         return None
     note = "a step whose gradients overflow ends here, without norm and without gathering"
-    return _row("step", Purpose.OVERFLOW_CHECK, Op.ALL_REDUCE, [FLAG_BYTES], layout.world_size, note)
+    return _row("step", Purpose.OVERFLOW_CHECK, Op.ALL_REDUCE, [FLAG_BYTES], world_size, note)
 
 
-def _partition_norms(configuration: Configuration, layout: Layout) -> Expectation | None:
+def _partition_norms(configuration: Configuration, layout: Layout, world_size: int) -> Expectation | None:
     if not configuration.compute_grad_norm:
         return None
     note = (
@@ -289,11 +213,11 @@ def _partition_norms(configuration: Configuration, layout: Layout) -> Expectatio
         else "sent although clipping is off; compute_grad_norm: false drops it"
     )
     payloads = [NORM_BYTES for _ in layout.groups]
-    return _row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, payloads, layout.world_size, note)
+    return _row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, payloads, world_size, note)
 
 
-def _parameter_gather(layout: Layout) -> Expectation | None:
-    if layout.world_size == 1:
+def _parameter_gather(layout: Layout, world_size: int) -> Expectation | None:
+    if world_size == 1:
         return None
     payloads = [group.numel * item_bytes(group.dtype) for group in layout.groups]
-    return _row("step", Purpose.PARAMETER_GATHER, Op.ALL_GATHER, payloads, layout.world_size)
+    return _row("step", Purpose.PARAMETER_GATHER, Op.ALL_GATHER, payloads, world_size)

@@ -1,0 +1,103 @@
+"""The messages that carry the gradients of one reduction, from the order in which gradients come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
+
+from commprof.requested.buckets import balanced_rounds, buckets_within, owned_slices, runs_past
+from commprof.requested.configuration import Configuration
+from commprof.requested.parameters import Parameter, in_gradient_order, in_model_order
+from commprof.requested.partition import Layout, OwnedSlice
+from commprof.requested.reductions import Message, reduction
+from commprof.schema import Op
+
+WHOLE_MODEL_BUCKET: Final = 500_000_000  # elements; DeepSpeed's constant where reduce_bucket_size is not used
+
+
+class GradientMessages(NamedTuple):
+    """The messages of one reduction of all gradients.
+
+    Attributes:
+        messages: in the order of issue.
+        exact: False where the split depends on the order in which gradients arrive and that was not given.
+        notes: what a reader should know.
+    """
+
+    messages: list[Message]
+    exact: bool = True
+    notes: tuple[str, ...] = ()
+
+
+def replicated_gradients(configuration: Configuration, parameters: Sequence[Parameter]) -> GradientMessages:
+    """Stage 0: all gradients in model order, those of each element type apart.
+
+    A parameter that got no gradient sends zeros, so that all ranks send the same.
+    """
+    by_dtype: dict[str, list[int]] = {}
+    for parameter in in_model_order(parameters):
+        if parameter.requires_grad:
+            by_dtype.setdefault(configuration.model_dtype or parameter.dtype, []).append(parameter.numel)
+    return GradientMessages([message for sizes in by_dtype.values() for message in _whole(sizes)])
+
+
+def flat_group_gradients(layout: Layout) -> GradientMessages:
+    """The flat gradients of all parameter groups, padding included."""
+    return GradientMessages(_whole(group.numel for group in layout.groups))
+
+
+def _whole(sizes: Iterable[int]) -> list[Message]:
+    return [Message(Op.ALL_REDUCE, numel) for numel in runs_past(sizes, WHOLE_MODEL_BUCKET)]
+
+
+def bucketed_gradients(
+    configuration: Configuration,
+    groups: Sequence[Sequence[Parameter]],
+    layout: Layout,
+    world_size: int,
+    gradient_order: Sequence[str] | None,
+    backend: str,
+) -> GradientMessages:
+    """Stages 1 and 2: gradients in buckets, each reduced as the config says.
+
+    Args:
+        configuration: what the config says.
+        groups: the trained parameters of each optimizer group, in the order of the group.
+        layout: who owns what.
+        world_size: ranks among which the gradients are reduced.
+        gradient_order: names in the order in which gradients arrived; None where it was not observed.
+        backend: backend of the group.
+    """
+    name, capacity = configuration.reduction, configuration.reduce_bucket_size
+    reduce = reduction(name, configuration.reduce_scatter_on(backend), world_size)
+    arrived, exact, notes = _bucket_order(configuration, groups, gradient_order)
+    buckets: Iterable[list[OwnedSlice]]
+    if name == "reduce_scatter" and not configuration.reduces_in_backward_order:
+        buckets = [round_ for group in layout.groups for round_ in balanced_rounds(group, capacity)]
+    else:
+        buckets = [owned_slices(bucket, layout) for bucket in buckets_within(arrived, capacity)]
+    messages = [message for slices in buckets for message in reduce(slices, capacity)]
+    return GradientMessages(messages, exact, notes)
+
+
+def _bucket_order(
+    configuration: Configuration,
+    groups: Sequence[Sequence[Parameter]],
+    gradient_order: Sequence[str] | None,
+) -> tuple[list[Parameter], bool, tuple[str, ...]]:
+    """The gradients as they enter the buckets, whether that is certain, and notes about it."""
+    trained = [parameter for group in groups for parameter in group]
+    if gradient_order is None:
+        if not configuration.reduces_in_backward_order:
+            return trained, True, ()
+        fits_one_bucket = sum(parameter.numel for parameter in trained) <= configuration.reduce_bucket_size
+        note = (
+            "the split into buckets is that of gradients in reverse parameter order; a run may show another"
+        )
+        return in_model_order(trained)[::-1], fits_one_bucket, () if fits_one_bucket else (note,)
+    arrived, missing = in_gradient_order(trained, gradient_order)
+    note = f"parameters that got no gradient are left out: {', '.join(missing)}"
+    if not configuration.reduces_in_backward_order:
+        left_out = set(missing)
+        arrived = [parameter for parameter in trained if parameter.name not in left_out]
+    return arrived, True, (note,) if missing else ()
