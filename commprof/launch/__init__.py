@@ -1,1 +1,1 @@
-"""Starting programs under the recorder."""
+"""Starting programs under the recorder: which program, its ranks, the injection, the job, sweeps."""

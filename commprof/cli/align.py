@@ -1,0 +1,6 @@
+"""``commprof align``."""
+
+
+def align() -> int:
+    """To be written."""
+    raise NotImplementedError

@@ -1,0 +1,101 @@
+"""The verbs put together, and the way from a list of words to one of them."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import typer
+
+from commprof.cli import align, compare, dashboard, doctor, export, nccl, report, run, sweep
+from commprof.cli.console import error
+from commprof.launch.program import split_arguments
+
+# Behind these verbs stands somebody's program with options of its own.
+PROGRAM_VERBS: Final = ("run", "sweep")
+USAGE: Final = 2
+
+
+def build() -> typer.Typer:
+    """The command ``commprof`` with all its verbs, in the order of the help page."""
+    app = typer.Typer(
+        name="commprof",
+        help="Record every collective of a training job, and see what was asked for, issued, executed and moved.",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,  # plain help: it is complete when piped, and 0.1 s faster
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    )
+    app.callback()(_global_options)
+    app.command("run")(run.run)
+    app.command("report")(report.report)
+    app.command("compare")(compare.compare)
+    app.command("sweep")(sweep.sweep)
+    app.add_typer(nccl.app, name="nccl")
+    app.command("align")(align.align)
+    app.command("export")(export.export)
+    app.command("dashboard")(dashboard.dashboard)
+    app.command("doctor")(doctor.doctor)
+    return app
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from commprof import __version__
+
+        typer.echo(f"commprof {__version__}")
+        raise typer.Exit
+
+
+def _global_options(
+    version: bool = typer.Option(
+        False, "--version", help="Print the version and exit.", is_eager=True, callback=_print_version
+    ),
+) -> None:
+    """The callback of the option does the work."""
+
+
+def invoke(argv: list[str]) -> int:
+    """Carry out ``argv`` and return the exit code.
+
+    Raises:
+        CommprofError: what the verb met.
+    """
+    command: Any = typer.main.get_command(build())  # typer's or click's command, which depends on its version
+    try:
+        outcome = command.main(
+            args=separate_program(command, argv), prog_name="commprof", standalone_mode=False
+        )
+    except typer.Abort:
+        raise KeyboardInterrupt from None
+    except Exception as problem:
+        # typer brings its own copy of click or uses the installed one: known by what it can do, not by its class.
+        if not (hasattr(problem, "format_message") and hasattr(problem, "exit_code")):
+            raise
+        return _explain_usage(problem)
+    return outcome if isinstance(outcome, int) else 0
+
+
+def separate_program(command: Any, argv: list[str]) -> list[str]:
+    """Put ``--`` before the program of a verb that has one, so that nothing of it is taken for an option of commprof."""
+    if not argv or argv[0] not in PROGRAM_VERBS:
+        return argv
+    parameters = command.commands[argv[0]].params
+    with_value = {
+        name
+        for parameter in parameters
+        if parameter.param_type_name == "option" and not parameter.is_flag
+        for name in parameter.opts
+    }
+    own, program = split_arguments(argv[1:], with_value)
+    return [argv[0], *own, *(["--", *program] if program else [])]
+
+
+def _explain_usage(problem: Any) -> int:
+    context = getattr(problem, "ctx", None)
+    if type(problem).__name__ == "NoArgsIsHelpError":
+        typer.echo(context.get_help() if context is not None else problem.format_message(), err=True)
+        return USAGE
+    message = str(problem.format_message()).strip().removesuffix(".")
+    error(f"{message}. See: {context.command_path if context is not None else 'commprof'} --help")
+    return USAGE

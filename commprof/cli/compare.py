@@ -1,0 +1,6 @@
+"""``commprof compare``."""
+
+
+def compare() -> int:
+    """To be written."""
+    raise NotImplementedError

@@ -1,0 +1,22 @@
+"""What commprof says about itself, on standard error; standard output belongs to results and to the user's program."""
+
+from __future__ import annotations
+
+import sys
+
+
+def say(text: str) -> None:
+    """Print ``text`` on standard error, marked as commprof's."""
+    _write(f"commprof: {text}")
+
+
+def error(text: str) -> None:
+    """Print the message of an error."""
+    _write(f"commprof: error: {text}")
+
+
+def _write(line: str) -> None:
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except (OSError, ValueError):  # nobody reads it any more
+        pass

@@ -1,0 +1,6 @@
+"""``commprof dashboard``."""
+
+
+def dashboard() -> int:
+    """To be written."""
+    raise NotImplementedError

@@ -1,0 +1,6 @@
+"""``commprof doctor``."""
+
+
+def doctor() -> int:
+    """To be written."""
+    raise NotImplementedError

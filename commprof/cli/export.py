@@ -1,0 +1,6 @@
+"""``commprof export``."""
+
+
+def export() -> int:
+    """To be written."""
+    raise NotImplementedError

@@ -1,0 +1,41 @@
+"""Optional packages: a missing one is one line that names the extra that brings it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Final
+
+from commprof.errors import MissingExtraError
+
+# By extra: the packages that are imported under these names, and the distributions that bring them.
+PACKAGES: Final[dict[str, dict[str, str]]] = {
+    "analysis": {"pandas": "pandas", "pyarrow": "pyarrow", "duckdb": "duckdb", "numpy": "numpy"},
+    "dash": {
+        "dash": "dash",
+        "plotly": "plotly",
+        "dash_mantine_components": "dash-mantine-components",
+        "dash_ag_grid": "dash-ag-grid",
+        "flask_compress": "flask-compress",
+        "waitress": "waitress",
+    },
+    "sampling": {"pynvml": "nvidia-ml-py", "psutil": "psutil", "py_spy": "py-spy"},
+    "train": {"torch": "torch", "numpy": "numpy"},
+}
+
+
+@contextlib.contextmanager
+def needed(extra: str, purpose: str) -> Iterator[None]:
+    """Turn the failed import of one of ``extra``'s packages, inside this block, into MissingExtraError.
+
+    Args:
+        purpose: what it is needed for, as in "pandas is needed to read a run".
+    """
+    wanted = {**PACKAGES["analysis"], **PACKAGES[extra]}
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in wanted:
+            raise
+        raise MissingExtraError(wanted[package], extra, purpose) from error

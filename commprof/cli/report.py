@@ -1,0 +1,6 @@
+"""``commprof report``."""
+
+
+def report() -> int:
+    """To be written."""
+    raise NotImplementedError

@@ -1,0 +1,73 @@
+"""``commprof run``: start a program with the recorder in it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from commprof.cli.console import say
+from commprof.errors import CommprofError, LaunchError, UsageError
+from commprof.launch.program import Kind, check_program, parse_program
+
+NPROC_HELP = "Ranks to start. Default: the visible GPUs, else 2."
+
+
+def run(
+    program: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="PROGRAM...",
+            help="SCRIPT ARGS, or -m MODULE ARGS, or -- CMD ARGS. From here on everything is the program's, untouched.",
+            show_default=False,
+        ),
+    ] = None,
+    nproc: Annotated[str | None, typer.Option("--nproc", metavar="N", help=NPROC_HELP)] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", metavar="DIR", help="The run directory. Default: traces/<script>-<time>."
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", "-f", help="Replace an earlier run in --out.")] = False,
+) -> int:
+    """Run a program on every rank and record its collectives.
+
+    SCRIPT and -m MODULE are started once per rank, as Python would start them. CMD is a launcher of your own
+    (torchrun, deepspeed): it is started once, and its ranks are found. Under a launcher that has set RANK, this is
+    that one rank. The exit code is the program's; that of the rank that failed first, where there are several.
+    """
+    ranks = parse_ranks(nproc)
+    parsed = parse_program(program or [])
+    check_program(parsed)
+
+    # Imported only now: reading traces and starting processes is nothing that a help page needs.
+    from commprof.launch.environment import place
+    from commprof.launch.foreign import run_foreign_rank
+    from commprof.launch.job import Job, run_job
+
+    job = Job(program=parsed, ranks=ranks, out=out, force=force)
+    here = place(os.environ)
+    try:
+        if here is not None and parsed.kind is not Kind.COMMAND:
+            return run_foreign_rank(job, here, say).exit_code
+        return run_job(job, say).exit_code
+    except UsageError:
+        raise
+    except (CommprofError, OSError) as error:
+        raise LaunchError(str(error)) from error
+
+
+def parse_ranks(text: str | None) -> int | None:
+    """The number of ranks that ``--nproc`` asks for; None where it was not given.
+
+    Raises:
+        UsageError: it is not a whole number above 0.
+    """
+    if text is None:
+        return None
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise UsageError(f"--nproc {text}: a number of ranks, 1 or more, was expected. {NPROC_HELP}")
+    return int(text)

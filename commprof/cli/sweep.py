@@ -1,0 +1,6 @@
+"""``commprof sweep``."""
+
+
+def sweep() -> int:
+    """To be written."""
+    raise NotImplementedError

@@ -1,0 +1,130 @@
+"""The environment of the ranks: their number, their places, where they meet."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+DEFAULT_RANKS: Final = 2
+KEPT_PREFIXES: Final = ("NCCL_", "TORCH_", "OMP_", "GLOO_")
+# How commprof itself was started says nothing about the script, and with these it could not be reached.
+_DROPPED_FLAGS: Final = ("-I", "-E", "-P", "-s")
+
+
+class Place(NamedTuple):
+    """This process is one rank of a job that another launcher started."""
+
+    rank: int
+    world_size: int
+
+
+def place(environment: Mapping[str, str]) -> Place | None:
+    """The place that a launcher gave this process with RANK and WORLD_SIZE; None where none did."""
+    try:
+        return Place(int(environment["RANK"]), int(environment["WORLD_SIZE"]))
+    except (KeyError, ValueError):
+        return None
+
+
+def visible_gpus(environment: Mapping[str, str]) -> int:
+    """How many GPUs a program started now would see. Never imports torch."""
+    listed = environment.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None:
+        names = [name.strip() for name in listed.split(",")]
+        return next((n for n, name in enumerate(names) if name in ("", "-1")), len(names))
+    return _nvml_gpus() or len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def _nvml_gpus() -> int:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        try:
+            return int(pynvml.nvmlDeviceGetCount())
+        finally:
+            pynvml.nvmlShutdown()
+    except Exception:  # not installed, no driver, no device: all the same to the caller
+        return 0
+
+
+def default_ranks(environment: Mapping[str, str]) -> int:
+    """One rank for each visible GPU; two where there is none."""
+    return visible_gpus(environment) or DEFAULT_RANKS
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that is free now, below the range from which outgoing connections take theirs."""
+    for _ in range(50):
+        with socket.socket() as probe:
+            try:
+                port = random.randrange(16000, 32000)
+                probe.bind(("127.0.0.1", port))
+                return port
+            except OSError:
+                continue
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def rank_environment(
+    environment: Mapping[str, str], rank: int, ranks: int, port: int, defaults: Mapping[str, str]
+) -> dict[str, str]:
+    """The environment of ``rank`` of ``ranks`` on this host, as torchrun would set it.
+
+    Args:
+        defaults: set where ``environment`` does not say otherwise.
+    """
+    return {
+        **defaults,
+        **environment,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def thread_defaults(environment: Mapping[str, str], ranks: int) -> dict[str, str]:
+    """``OMP_NUM_THREADS=1`` for several ranks, unless the user chose: each would take all cores otherwise."""
+    return {"OMP_NUM_THREADS": "1"} if ranks > 1 and "OMP_NUM_THREADS" not in environment else {}
+
+
+def kept_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that a manifest keeps: those that change how collectives run."""
+    return {name: value for name, value in sorted(environment.items()) if name.startswith(KEPT_PREFIXES)}
+
+
+def python_command() -> list[str]:
+    """This interpreter and those of its flags that concern the program (``-O``, ``-W``, ``-X``, ...)."""
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [sys.executable, *(flag for flag in flags if flag not in _DROPPED_FLAGS)]
+
+
+def start_ticks(pid: int) -> int:
+    """When process ``pid`` started, in clock ticks since boot: with the pid, a name that is never reused. 0: unknown."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+        return int(text.rpartition(")")[2].split()[19])  # field 22, counted behind the command in parentheses
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def start_realtime_ns(pid: int) -> int:
+    """When process ``pid`` started, on the real-time clock; the same for all who ask. 0: unknown."""
+    ticks = start_ticks(pid)
+    try:
+        lines = Path("/proc/stat").read_text().splitlines()
+        boot = next(int(line.split()[1]) for line in lines if line.startswith("btime "))
+    except (OSError, ValueError, StopIteration):
+        return 0
+    return boot * 10**9 + ticks * 10**9 // os.sysconf("SC_CLK_TCK") if ticks else 0

@@ -1,0 +1,117 @@
+"""One rank of a job that another launcher started: ``torchrun ... -m commprof run train.py``.
+
+Each rank runs its own commprof, with one child. They share a run directory, whose name comes from what is equal for all
+of them; rank 0 makes it and speaks.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from commprof.errors import CommprofError, UsageError
+from commprof.launch import environment, injection, summary
+from commprof.launch.job import Finished, Job, close_manifest, create, describe_failure, sample_and_wait
+from commprof.launch.program import Program
+from commprof.launch.ranks import Rank, RankGroup
+from commprof.trace import manifest
+
+WAIT_SECONDS: Final = 10.0
+
+
+def shared_directory(program: Program, environ: Mapping[str, str], parent_start_ns: int) -> Path:
+    """The run directory that all ranks of one job come to: below ``traces``, by the job's own id or start.
+
+    Args:
+        parent_start_ns: when the launcher started, on the real-time clock.
+    """
+    job_id = environ.get("TORCHELASTIC_RUN_ID", "")
+    if job_id in ("", "none", "static"):
+        started = time.localtime(parent_start_ns // 10**9)
+        job_id = time.strftime("%Y%m%d-%H%M%S", started)
+    return Path("traces") / f"{program.stem}-{re.sub(r'[^A-Za-z0-9._-]+', '_', job_id)}"
+
+
+def run_foreign_rank(job: Job, place: environment.Place, say: Callable[[str], None]) -> Finished:
+    """Run this rank of somebody else's job and record it.
+
+    Raises:
+        UsageError: ``--nproc`` was given, or the directory holds another run.
+    """
+    if job.ranks is not None:
+        raise UsageError(
+            f"--nproc {job.ranks} was given, but this process is rank {place.rank} of {place.world_size} already "
+            "(RANK and WORLD_SIZE are set). Leave --nproc out, or unset RANK"
+        )
+    parent = os.getppid()
+    job = replace(
+        job, out=job.out or shared_directory(job.program, os.environ, environment.start_realtime_ns(parent))
+    )
+    run = job.out
+    assert run is not None
+    if place.rank == 0:
+        _make_directory(job, run, parent, place)
+        say(f"recording rank 0 of {place.world_size} and those beside it into {summary.shown(run)}")
+    else:
+        _await_directory(run, environment.start_realtime_ns(parent))
+    command_line = job.program.command_line(environment.python_command())
+    child = Rank(place.rank, command_line, injection.injected(os.environ, run), reads_stdin=True)
+    group = RankGroup([child], say)
+    group.start()
+    outcome = sample_and_wait(run, group) if place.rank == 0 else group.wait()
+    if outcome.exit_code:
+        say(describe_failure(outcome))
+    if place.rank == 0:
+        _await_siblings(parent)
+        failed = outcome.first_failed_rank
+        close_manifest(run, exit_code=outcome.exit_code, first_failed_rank=failed)
+        say(summary.last_line(run))
+    return Finished(run, outcome.exit_code, outcome.first_failed_rank)
+
+
+def _make_directory(job: Job, run: Path, parent: int, place: environment.Place) -> None:
+    launcher = {"pid": parent, "start_ticks": environment.start_ticks(parent)}
+    if _is_restart(run, launcher):
+        return
+    create(job, run, ranks=place.world_size, launcher=launcher, say=lambda text: None)
+
+
+def _is_restart(run: Path, launcher: Mapping[str, int]) -> bool:
+    """Whether ``run`` was made by this very launcher: an elastic restart goes on in the same directory."""
+    try:
+        known = manifest.read_manifest(run).launcher
+    except (CommprofError, OSError):
+        return False
+    return bool(launcher["start_ticks"]) and all(known.get(name) == value for name, value in launcher.items())
+
+
+def _await_directory(run: Path, since_ns: int) -> None:
+    """Wait until rank 0 has made ``run``, so that no rank's file is in its way. On another host it may never appear."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            if manifest.read_manifest(run).started_realtime_ns >= since_ns:
+                return
+        except (CommprofError, OSError):
+            pass
+        time.sleep(0.02)
+    run.mkdir(parents=True, exist_ok=True)
+
+
+def _await_siblings(parent: int, seconds: float = 5.0) -> None:
+    """Wait a little until the other ranks of this host have ended, so that the last line speaks for all of them."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and _children(parent) - {os.getpid()}:
+        time.sleep(0.05)
+
+
+def _children(pid: int) -> set[int]:
+    try:
+        return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+    except OSError:
+        return set()

@@ -1,0 +1,137 @@
+"""Reaches every Python process of a recorded program: Python imports it at its start, before the program.
+
+commprof puts this directory first on PYTHONPATH. Nothing but the standard library until the program itself has
+imported torch.distributed; never an exception into the program; nothing left on ``sys.path``. A sitecustomize of the user's,
+which this one hides, is imported in its place.
+"""
+
+import os
+import sys
+
+_HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib would cost each process 5 ms
+_PACKAGE_PARENT = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))  # noqa: PTH120
+_NOTES = "processes.jsonl"
+_NOTES_MAX_BYTES = 1 << 16  # a program may start very many processes
+
+
+def _note(state, text=""):
+    """Leave a line for the launcher, which explains with it why nothing was recorded. Best effort."""
+    try:
+        path = os.path.join(os.environ["COMMPROF_RUN"], _NOTES)  # noqa: PTH118
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            if os.fstat(descriptor).st_size < _NOTES_MAX_BYTES:
+                # Printable text without quotes and backslashes is JSON as it stands; importing json would cost 2 ms.
+                plain = "".join(c if c.isprintable() and c not in '"\\' else "'" for c in text)[:300]
+                line = f'{{"pid": {os.getpid()}, "state": "{state}", "text": "{plain}"}}\n'
+                os.write(descriptor, line.encode("utf-8", "replace"))
+        finally:
+            os.close(descriptor)
+    except Exception:
+        pass
+
+
+class _Arming:
+    """A finder that finds nothing itself: it arms the recorder when torch.distributed has been imported."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "torch.distributed":
+            return None
+        try:
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+            return self._armed_spec(name, path, target)
+        except Exception as error:
+            _note("fault", repr(error))
+            return None
+
+    @staticmethod
+    def _armed_spec(name, path, target):
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            spec = find(name, path, target) if find is not None else None
+            if spec is not None:
+                break
+        else:
+            return None
+        loader = spec.loader
+        execute = loader.exec_module
+
+        def execute_and_arm(module):
+            vars(loader).pop("exec_module", None)
+            execute(module)
+            _arm()
+
+        # On the instance, which belongs to this one module: the module's loader stays what it is for everybody else.
+        loader.exec_module = execute_and_arm
+        return spec
+
+
+def _arm():
+    try:
+        added = _PACKAGE_PARENT not in sys.path
+        if added:
+            sys.path.append(_PACKAGE_PARENT)
+        try:
+            from commprof.recorder import session
+        finally:
+            if added and _PACKAGE_PARENT in sys.path:
+                sys.path.remove(_PACKAGE_PARENT)
+        session.arm()
+        _note("armed")
+    except BaseException as error:
+        _note("fault", repr(error))
+
+
+def _watch_config():
+    """In a sweep: note whether this process opened the config that was derived for it."""
+    wanted = os.environ.get("COMMPROF_WATCHED_FILE")
+    if not wanted:
+        return
+    pending = [wanted]
+
+    def audit(event, arguments):
+        if event != "open" or not pending:
+            return
+        try:
+            path = arguments[0]
+            if isinstance(path, str | bytes | os.PathLike):
+                opened = os.fsdecode(path)
+                same_name = opened.endswith(os.path.basename(wanted))  # noqa: PTH119
+                if same_name and os.path.realpath(opened) == os.path.realpath(wanted):
+                    pending.clear()
+                    _note("config_opened")
+        except Exception:
+            pass
+
+    sys.addaudithook(audit)
+
+
+def _start():
+    try:
+        if not os.environ.get("COMMPROF_RUN"):
+            return
+        sys.meta_path.insert(0, _Arming())
+        _note("started")
+        _watch_config()
+    except Exception:
+        pass
+
+
+def _import_hidden_sitecustomize():
+    """Import the sitecustomize that this one hides. What it raises is the user's, and reaches site.py as ever."""
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]  # noqa: PTH100
+    ours = sys.modules.pop("sitecustomize", None)
+    try:
+        import sitecustomize  # noqa: F401
+    except ImportError as error:
+        if error.name != "sitecustomize":
+            raise
+    finally:
+        if ours is not None:
+            sys.modules.setdefault("sitecustomize", ours)
+
+
+_start()
+if __name__ == "sitecustomize":
+    _import_hidden_sitecustomize()

@@ -1,0 +1,73 @@
+"""What makes any Python process below a program record itself, and what those processes reported back.
+
+The environment carries it: a private directory first on PYTHONPATH, whose sitecustomize arms the recorder. So ranks are
+reached through any launcher that passes its environment on; ``python -I`` and ``-E`` ignore PYTHONPATH and are not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+DIRECTORY: Final = Path(__file__).resolve().parent / "inject"
+NOTES: Final = "processes.jsonl"
+RUN_VARIABLE: Final = "COMMPROF_RUN"
+WATCHED_FILE_VARIABLE: Final = "COMMPROF_WATCHED_FILE"
+
+
+def injected(
+    environment: Mapping[str, str], run: Path, *, watched_file: Path | None = None
+) -> dict[str, str]:
+    """``environment`` with the recorder in it, for processes that record into ``run``.
+
+    Args:
+        watched_file: have each process note whether it opened this file.
+    """
+    paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path != str(DIRECTORY)]
+    # An empty entry means the working directory, so an empty variable must not become one.
+    inherited = os.pathsep.join(paths) if environment.get("PYTHONPATH") else ""
+    changed = {
+        **environment,
+        RUN_VARIABLE: str(run.absolute()),
+        "PYTHONPATH": f"{DIRECTORY}{os.pathsep}{inherited}" if inherited else str(DIRECTORY),
+    }
+    changed.pop(WATCHED_FILE_VARIABLE, None)
+    if watched_file is not None:
+        changed[WATCHED_FILE_VARIABLE] = str(watched_file.absolute())
+    return changed
+
+
+def notes(run: Path) -> list[dict[str, Any]]:
+    """What the processes below ``run`` noted: ``{"pid", "state", ...}``, state started, armed, fault or config_opened."""
+    found = []
+    try:
+        lines = (run / NOTES).read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        try:
+            note = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(note, dict):
+            found.append(note)
+    return found
+
+
+def explain_silence(reported: list[dict[str, Any]]) -> str:
+    """Why nothing was recorded, as far as the processes' notes tell."""
+    states = {note.get("state") for note in reported}
+    if "fault" in states:
+        text = next(note.get("text", "") for note in reported if note.get("state") == "fault")
+        return f"the recorder could not be installed: {text}"
+    if "armed" in states:
+        return "torch.distributed was imported, but init_process_group was never called"
+    if "started" in states:
+        return "no process of the program imported torch.distributed"
+    return (
+        "no Python process of the program could be reached: it is not Python, or runs with python -I or -E, "
+        "or its launcher does not pass PYTHONPATH on"
+    )

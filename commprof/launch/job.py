@@ -1,0 +1,256 @@
+"""One recorded job from start to end: directory, manifest, ranks, counters, finalising, and the sentence about it.
+
+The only module that touches all the others here; each step is a function.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from commprof import __version__
+from commprof.errors import CommprofError, LaunchError, UsageError
+from commprof.launch import environment, injection, summary
+from commprof.launch.configuration import read_config
+from commprof.launch.program import CONFIG_ARGUMENTS, Kind, Program, find_argument
+from commprof.launch.ranks import GRACE_SECONDS, Outcome, Rank, RankGroup
+from commprof.launch.wire import WireSampler
+from commprof.schema import SCHEMA_VERSION
+from commprof.trace import directory, manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is to be run, and where its records go.
+
+    ``config`` and ``sweep`` are set by a sweep: the derived config, which the program's arguments already name, and
+    which point of which sweep this is.
+    """
+
+    program: Program
+    ranks: int | None = None
+    out: Path | None = None
+    force: bool = False
+    config: Mapping[str, Any] | None = None
+    config_text: str | None = None
+    sweep: Mapping[str, Any] | None = None
+
+
+class ConfigFile(NamedTuple):
+    """The config file that the program was given: commprof only reads it."""
+
+    argument: str
+    path: Path
+    content: dict[str, Any] | None
+    problem: str | None
+
+
+class Finished(NamedTuple):
+    """A job that has ended."""
+
+    run: Path
+    exit_code: int
+    first_failed_rank: int | None
+
+
+def run_job(job: Job, say: Callable[[str], None]) -> Finished:
+    """Run ``job`` and record it.
+
+    Args:
+        say: called with each line of text for the person at the terminal.
+
+    Raises:
+        UsageError: ``job.out`` is not empty, or the options contradict the environment.
+        LaunchError: a process could not be started.
+        TraceError: the run directory cannot be made.
+    """
+    _check_ranks(job)
+    run = job.out or directory.default_run_directory(job.program.stem, time.localtime())
+    ranks = _rank_count(job)
+    create(job, run, ranks=ranks, launcher=_this_process(), say=say)
+    return _run_ranks(job, run, _plan_ranks(job, run, ranks, say), say)
+
+
+def create(
+    job: Job, run: Path, *, ranks: int | None, launcher: Mapping[str, int], say: Callable[[str], None]
+) -> None:
+    """Make directory ``run`` with its manifest and the config file that the program was given.
+
+    Args:
+        launcher: pid and start_ticks of the process with which the job lives and dies.
+
+    Raises:
+        UsageError: the directory is not empty, and ``job.force`` does not help.
+        TraceError: it cannot be made.
+    """
+    found = find_config(job.program)
+    manifest.create_run(run, _first_manifest(job, found, ranks, launcher), force=job.force)
+    _keep_config(run, job, found)
+    if found is not None and found.problem is not None:
+        say(
+            f"warning: {found.problem}. commprof only reads this file; {job.program.target} decides what to do with it"
+        )
+
+
+def _check_ranks(job: Job) -> None:
+    if job.ranks is not None and job.program.kind is Kind.COMMAND:
+        raise UsageError(
+            f"--nproc does not go with '-- {job.program.target}', which starts its own ranks; "
+            "give the number of ranks to that command"
+        )
+
+
+def find_config(program: Program) -> ConfigFile | None:
+    """The config file among the program's arguments; None where there is none, or it is clearly no JSON (YAML, a name)."""
+    found = find_argument(program.arguments, CONFIG_ARGUMENTS)
+    if found is None:
+        return None
+    position, value = found
+    word = program.arguments[position]
+    argument = word.partition("=")[0] if word != value else program.arguments[position - 1]
+    path = Path(value)
+    if not path.is_file():
+        return None
+    try:
+        return ConfigFile(argument, path, read_config(path), None)
+    except UsageError as error:
+        return ConfigFile(argument, path, None, str(error)) if path.suffix == ".json" else None
+
+
+def _first_manifest(
+    job: Job, found: ConfigFile | None, ranks: int | None, launcher: Mapping[str, int]
+) -> manifest.Manifest:
+    program = job.program
+    return manifest.Manifest(
+        schema_version=SCHEMA_VERSION,
+        commprof_version=__version__,
+        command=program.command_line(["python"]),
+        script=None if program.kind is Kind.COMMAND else program.target,
+        cwd=str(Path.cwd()),
+        started_realtime_ns=time.time_ns(),
+        ended_realtime_ns=None,
+        state="running",
+        exit_code=None,
+        first_failed_rank=None,
+        nproc=ranks,
+        world_size=ranks,
+        hosts=[socket.gethostname()],
+        launcher={**launcher, "host": socket.gethostname()},
+        python=platform.python_version(),
+        torch=_torch_version(),
+        platform=platform.platform(),
+        environment=environment.kept_variables(os.environ),
+        config=dict(job.config) if job.config is not None else (found.content if found else None),
+        config_path=str(found.path) if found else None,
+        config_argument=found.argument if found else None,
+        sweep=dict(job.sweep) if job.sweep is not None else None,
+        ranks=[],
+    )
+
+
+def _this_process() -> dict[str, int]:
+    return {"pid": os.getpid(), "start_ticks": environment.start_ticks(os.getpid())}
+
+
+def _rank_count(job: Job) -> int | None:
+    if job.program.kind is Kind.COMMAND:
+        return None
+    return job.ranks or environment.default_ranks(os.environ)
+
+
+def _torch_version() -> str | None:
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _keep_config(run: Path, job: Job, found: ConfigFile | None) -> None:
+    try:
+        if job.config_text is not None:
+            (run / "config.json").write_text(job.config_text)
+        elif found is not None and found.content is not None:
+            (run / "config.json").write_bytes(found.path.read_bytes())
+    except OSError as error:
+        raise LaunchError(f"{run}/config.json cannot be written: {error.strerror}") from error
+
+
+def _plan_ranks(job: Job, run: Path, count: int | None, say: Callable[[str], None]) -> list[Rank]:
+    watched = run / "config.json" if job.config_text is not None else None
+    inherited = injection.injected(os.environ, run, watched_file=watched)
+    command_line = job.program.command_line(environment.python_command())
+    if count is None:
+        say(f"recording {job.program.target} into {summary.shown(run)}")
+        return [Rank(0, command_line, inherited, reads_stdin=True)]
+    defaults = environment.thread_defaults(os.environ, count)
+    said = "".join(f", {name}={value} (was not set)" for name, value in defaults.items())
+    say(f"recording {count} {'rank' if count == 1 else 'ranks'} into {summary.shown(run)}{said}")
+    port = environment.free_port()
+    return [
+        Rank(
+            rank,
+            command_line,
+            environment.rank_environment(inherited, rank, count, port, defaults),
+            reads_stdin=rank == 0,
+        )
+        for rank in range(count)
+    ]
+
+
+def _run_ranks(job: Job, run: Path, ranks: list[Rank], say: Callable[[str], None]) -> Finished:
+    # A launcher of the user's ends its own ranks when it is told to stop, and could not if it were killed.
+    is_command = job.program.kind is Kind.COMMAND
+    group = RankGroup(ranks, say, death_signal=signal.SIGTERM if is_command else signal.SIGKILL)
+    try:
+        group.start()
+    except LaunchError:
+        close_manifest(run, exit_code=LaunchError.exit_code, first_failed_rank=None)
+        raise
+    outcome = sample_and_wait(run, group)
+    if outcome.exit_code and not is_command:
+        say(describe_failure(outcome))
+    first_failed = None if is_command else outcome.first_failed_rank
+    close_manifest(run, exit_code=outcome.exit_code, first_failed_rank=first_failed)
+    say(summary.last_line(run))
+    return Finished(run, outcome.exit_code, first_failed)
+
+
+def sample_and_wait(run: Path, group: RankGroup) -> Outcome:
+    """Wait for ``group`` while the machine's counters are written into ``run``."""
+    from commprof.recorder.counters import InterfaceCounters
+
+    with WireSampler(run, InterfaceCounters()):
+        return group.wait()
+
+
+def describe_failure(outcome: Outcome) -> str:
+    """One line that names the rank that failed first, and what became of the others."""
+    how = f"was killed by {outcome.signal_name}" if outcome.signal_name else "failed"
+    text = f"rank {outcome.first_failed_rank} {how} first; exit code {outcome.exit_code}"
+    if outcome.stopped_ranks:
+        listed = ", ".join(map(str, outcome.stopped_ranks))
+        text += f". Still running {GRACE_SECONDS:g} s later, and stopped: {listed}"
+    return text
+
+
+def close_manifest(run: Path, *, exit_code: int, first_failed_rank: int | None) -> None:
+    """Write into the manifest how the job ended. What the ranks recorded is safe without it, so nothing is raised."""
+    try:
+        ended = replace(
+            manifest.read_manifest(run),
+            ended_realtime_ns=time.time_ns(),
+            state="failed" if exit_code else "complete",
+            exit_code=exit_code,
+            first_failed_rank=first_failed_rank,
+        )
+        manifest.write_manifest(run, ended)
+    except (CommprofError, OSError):
+        pass

@@ -1,0 +1,161 @@
+"""What is to be run: commprof's own options told apart from the program and its arguments.
+
+The rule is one sentence: commprof's options stand first, and from the first word that is not one of them (a script, ``-m``,
+or ``--``) everything belongs to the program, untouched.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import shutil
+from collections.abc import Collection, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import NamedTuple
+
+from commprof.errors import UsageError
+
+CONFIG_ARGUMENTS = ("--config", "--deepspeed_config", "--deepspeed-config", "--ds_config", "--ds-config")
+
+
+class Kind(StrEnum):
+    """How a program is started."""
+
+    SCRIPT = "script"  # python SCRIPT ARGS, once per rank
+    MODULE = "module"  # python -m MODULE ARGS, once per rank
+    COMMAND = "command"  # CMD ARGS, once; its ranks are found by injection
+
+
+class Program(NamedTuple):
+    """A program and its arguments."""
+
+    kind: Kind
+    target: str
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def stem(self) -> str:
+        """The name that its runs carry: the script without its directory and ending."""
+        if self.kind is Kind.MODULE:
+            return self.target.removesuffix(".__main__").rpartition(".")[2] or "module"
+        if self.kind is Kind.COMMAND:
+            scripts = [word for word in self.arguments if word.endswith(".py")]
+            return Path(scripts[0] if scripts else self.target).stem or "command"
+        path = Path(self.target)
+        return (path.resolve().name if path.is_dir() else path.stem.strip(".")) or "script"
+
+    def command_line(self, python: Sequence[str]) -> list[str]:
+        """The words to execute, with ``python`` (interpreter and its flags) where Python runs it."""
+        if self.kind is Kind.COMMAND:
+            return [self.target, *self.arguments]
+        module = ["-m"] if self.kind is Kind.MODULE else []
+        return [*python, *module, self.target, *self.arguments]
+
+
+def split_arguments(argv: Sequence[str], value_options: Collection[str]) -> tuple[list[str], list[str]]:
+    """Split ``argv`` into commprof's own options and the words of the program.
+
+    The program begins at the first word that is no option, at ``-m`` or ``-mMODULE``, or at ``--``, which it keeps.
+
+    Args:
+        value_options: the own options that take a value (``--nproc``, ``-o``); an option that is not among them is a
+            flag, so that a misspelt one is still found by whoever parses the first part.
+
+    >>> split_arguments(["--nproc", "2", "train.py", "--nproc", "9"], {"--nproc"})
+    (['--nproc', '2'], ['train.py', '--nproc', '9'])
+    """
+    position = 0
+    while position < len(argv):
+        word = argv[position]
+        if not word.startswith("-") or word in ("-", "--") or word.startswith("-m"):
+            break
+        takes_next = word in value_options  # --name=value and -oVALUE carry their own
+        position += 2 if takes_next else 1
+    return list(argv[:position]), list(argv[position:])
+
+
+def parse_program(words: Sequence[str]) -> Program:
+    """The program that ``words`` (the second part of :func:`split_arguments`) name.
+
+    After ``--`` a word that ends in ``.py`` and ``-m`` are a script and a module still; anything else is a command.
+
+    Raises:
+        UsageError: there is no program, or it cannot be started.
+    """
+    after_dashes = bool(words) and words[0] == "--"
+    words = words[1:] if after_dashes else words
+    if not words:
+        raise UsageError("no program was given. Say what to run: commprof run train.py, -m MODULE, or -- CMD")
+    first, rest = words[0], tuple(words[1:])
+    if first.startswith("-m"):
+        if first != "-m":
+            return Program(Kind.MODULE, first[2:], rest)
+        if not rest or not rest[0]:
+            raise UsageError("-m needs the name of a module: commprof run -m package.module")
+        return Program(Kind.MODULE, rest[0], rest[1:])
+    if first == "-":
+        raise UsageError("a program on standard input cannot be given to several ranks; write it to a file")
+    if after_dashes and not first.endswith(".py"):
+        return Program(Kind.COMMAND, first, rest)
+    return Program(Kind.SCRIPT, first, rest)
+
+
+def check_program(program: Program) -> None:
+    """Raise UsageError, before anything is written, where ``program`` cannot be started.
+
+    What only Python can know (whether a module exists, whether the script is well-formed) is left to Python.
+    """
+    if program.kind is Kind.COMMAND:
+        if shutil.which(program.target) is None:
+            raise UsageError(f"no such command: {program.target}. Is it installed, and on PATH?")
+        return
+    if program.kind is Kind.MODULE:
+        return
+    path = Path(program.target)
+    if path.is_dir():
+        if not (path / "__main__.py").is_file():
+            raise UsageError(f"{program.target} is a directory without __main__.py; name the script to run")
+    elif not path.exists():
+        raise UsageError(f"no such script: {program.target}.{_suggestion(path)}")
+    elif not os.access(path, os.R_OK):
+        raise UsageError(f"no permission to read the script {program.target}")
+
+
+def _suggestion(path: Path) -> str:
+    try:
+        names = sorted(entry.name for entry in path.parent.iterdir() if entry.suffix == ".py")
+    except OSError:
+        return f" There is no directory {path.parent} either." if not path.parent.is_dir() else ""
+    close = difflib.get_close_matches(path.name, names, n=1)
+    if close:
+        return f" Did you mean {path.with_name(close[0])}?"
+    return " Options of commprof stand before the script, and the script before its own arguments."
+
+
+def find_argument(arguments: Sequence[str], names: Collection[str]) -> tuple[int, str] | None:
+    """Where ``arguments`` give a value to one of ``names``: (position of the word with the value, the value).
+
+    Both ``--name value`` and ``--name=value``; the last one counts, as in argparse.
+
+    >>> find_argument(["--config", "ds.json"], ["--config"])
+    (1, 'ds.json')
+    """
+    found = None
+    for position, word in enumerate(arguments):
+        name, equals, value = word.partition("=")
+        if name not in names:
+            continue
+        if equals:
+            found = (position, value)
+        elif position + 1 < len(arguments):
+            found = (position + 1, arguments[position + 1])
+    return found
+
+
+def replace_argument(arguments: Sequence[str], position: int, value: str) -> tuple[str, ...]:
+    """``arguments`` with the value found at ``position`` replaced, in the form that it had."""
+    word = arguments[position]
+    name, equals, _ = word.partition("=")
+    joined = bool(equals) and name.startswith("--")
+    return (*arguments[:position], f"{name}={value}" if joined else value, *arguments[position + 1 :])

@@ -1,0 +1,234 @@
+"""The processes of a job: started together, watched together, ended together.
+
+Ranks are ordinary ``python SCRIPT ARGS`` processes, so argv, ``__main__``, ``sys.path``, tracebacks, signals and exit codes
+are Python's own. A launcher that polls cannot say which rank failed first, which is the one that matters: here
+each process has a pidfd in one epoll set, whose events arrive in the order in which the processes ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from commprof.errors import LaunchError
+
+GRACE_SECONDS: Final = 5.0
+FORWARDED: Final = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+)
+_WATCHED: Final = (*FORWARDED, signal.SIGCHLD)
+_PR_SET_PDEATHSIG: Final = 1
+_SI_KERNEL: Final = 0x80  # linux/siginfo.h: sent by the kernel, here by the terminal
+
+
+class Rank(NamedTuple):
+    """One process to start. Only one of them may read standard input."""
+
+    number: int
+    command_line: Sequence[str]
+    environment: Mapping[str, str]
+    reads_stdin: bool = False
+
+
+class Outcome(NamedTuple):
+    """How a job ended.
+
+    ``exit_code`` is that of the rank that failed first (128 + number for a signal), 0 where none did.
+    """
+
+    exit_code: int
+    first_failed_rank: int | None
+    signal_name: str | None  # the signal that killed it
+    stopped_ranks: tuple[int, ...]  # ended by commprof, after another one had failed
+
+
+class RankGroup:
+    """Processes that live and die together.
+
+    Args:
+        ranks: what to start.
+        say: called with one line of text for the person at the terminal.
+        grace_seconds: when one fails, the others have so long to notice, and so long again after SIGTERM.
+        death_signal: sent to each process by the kernel if this process dies, whatever the reason.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[Rank],
+        say: Callable[[str], None],
+        *,
+        grace_seconds: float = GRACE_SECONDS,
+        death_signal: signal.Signals = signal.SIGKILL,
+    ) -> None:
+        self._ranks = ranks
+        self._say = say
+        self._grace_seconds = grace_seconds
+        self._death_signal = death_signal
+        self._shares_terminal = _in_foreground()
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._pidfds: dict[int, int] = {}  # pidfd -> rank
+        self._epoll: select.epoll | None = None
+        self._first_failed: tuple[int, int] | None = None  # rank, return code
+        self._stop_at: float | None = None
+        self._stop_signal = signal.SIGTERM
+        self._stopped: list[int] = []
+        self._interrupts = 0
+        self._old_mask: set[signal.Signals] = set()
+
+    def start(self) -> None:
+        """Start every rank. From here until :meth:`wait` returns, this thread takes no signals but there.
+
+        Raises:
+            LaunchError: a process could not be started; those that were are ended again.
+        """
+        self._old_mask = {signal.Signals(s) for s in signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)}
+        if hasattr(os, "pidfd_open"):
+            self._epoll = select.epoll()
+        leader = 0
+        for rank in self._ranks:
+            try:
+                process = self._spawn(rank, leader)
+            except OSError as error:
+                self._signal_all(signal.SIGKILL)
+                self.wait()
+                raise LaunchError(f"rank {rank.number} could not be started: {error}") from error
+            leader = leader or process.pid
+            self._running[rank.number] = process
+            self._watch(rank.number, process.pid)
+
+    def _spawn(self, rank: Rank, leader: int) -> subprocess.Popen[bytes]:
+        prctl = _prctl()
+        parent, death_signal, old_mask = os.getpid(), int(self._death_signal), self._old_mask
+
+        def prepare() -> None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+            if prctl is not None:
+                prctl(_PR_SET_PDEATHSIG, death_signal, 0, 0, 0)
+            if os.getppid() != parent:
+                os._exit(1)
+
+        return subprocess.Popen(
+            rank.command_line,
+            env=dict(rank.environment),
+            stdin=None if rank.reads_stdin else subprocess.DEVNULL,
+            # In front of a terminal the ranks stay in its foreground group, to read it and to be interrupted by it.
+            # Elsewhere they get a group of their own, so that a signal to commprof's group reaches them once.
+            process_group=None if self._shares_terminal else leader,
+            preexec_fn=prepare,
+        )
+
+    def _watch(self, rank: int, pid: int) -> None:
+        if self._epoll is None:
+            return
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:  # a kernel before 5.3: the order of failures is then that of the ranks
+            self._epoll.close()
+            self._epoll = None
+            return
+        self._pidfds[pidfd] = rank
+        self._epoll.register(pidfd, select.EPOLLIN)
+
+    def wait(self) -> Outcome:
+        """Watch the ranks until the last one has ended; forward signals meanwhile."""
+        try:
+            while self._running:
+                received = signal.sigtimedwait(_WATCHED, self._seconds_to_wait())
+                if received is not None and received.si_signo != signal.SIGCHLD:
+                    self._forward(signal.Signals(received.si_signo), received.si_code)
+                self._collect()
+                self._stop_when_due()
+        finally:
+            for pidfd in self._pidfds:
+                os.close(pidfd)
+            if self._epoll is not None:
+                self._epoll.close()
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._old_mask)
+        return self._outcome()
+
+    def _seconds_to_wait(self) -> float:
+        if self._stop_at is None:
+            return 1.0
+        return min(1.0, max(0.01, self._stop_at - time.monotonic()))
+
+    def _collect(self) -> None:
+        for rank in self._ended():
+            code = self._running.pop(rank).wait()
+            if code != 0 and self._first_failed is None:
+                self._first_failed = (rank, code)
+                self._stop_at = time.monotonic() + self._grace_seconds
+
+    def _ended(self) -> list[int]:
+        if self._epoll is None:
+            return [rank for rank, process in self._running.items() if process.poll() is not None]
+        ended = []
+        for pidfd, _ in self._epoll.poll(0):
+            self._epoll.unregister(pidfd)
+            os.close(pidfd)
+            ended.append(self._pidfds.pop(pidfd))
+        return ended
+
+    def _forward(self, received: signal.Signals, code: int) -> None:
+        if received == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts > 1:
+                self._say("interrupted again: the ranks are killed")
+                self._signal_all(signal.SIGKILL)
+                return
+        if not (self._shares_terminal and code == _SI_KERNEL):  # else the terminal has told them itself
+            self._signal_all(received)
+
+    def _stop_when_due(self) -> None:
+        if self._stop_at is None or not self._running or time.monotonic() < self._stop_at:
+            return
+        if self._stop_signal == signal.SIGTERM:
+            self._stopped = sorted(self._running)
+        self._signal_all(self._stop_signal)
+        self._stop_signal = signal.SIGKILL
+        self._stop_at = time.monotonic() + self._grace_seconds
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        for process in self._running.values():
+            process.send_signal(number)
+
+    def _outcome(self) -> Outcome:
+        if self._first_failed is None:
+            return Outcome(0, None, None, ())
+        rank, code = self._first_failed
+        killed_by = _signal_name(-code) if code < 0 else None
+        return Outcome(128 - code if code < 0 else code, rank, killed_by, tuple(self._stopped))
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+def _in_foreground() -> bool:
+    """Whether this process is in the foreground group of a terminal."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)
+
+
+def _prctl() -> Callable[..., int] | None:
+    with contextlib.suppress(OSError, AttributeError):
+        prctl: Callable[..., int] = ctypes.CDLL(None).prctl
+        return prctl
+    return None

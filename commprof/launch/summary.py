@@ -1,0 +1,55 @@
+"""The last line of a run: where the data is, how much of it, what is missing, and what to type next."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from commprof.errors import CommprofError, MissingExtraError
+from commprof.launch import injection
+
+
+def shown(path: Path) -> str:
+    """``path`` as a person would type it: relative where it lies below the current directory."""
+    try:
+        return str(path.absolute().relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        return str(path)
+
+
+def last_line(run: Path) -> str:
+    """Finalise ``run`` if that is possible here, and say what it holds.
+
+    Never raises: the program has ended, and its exit code matters more than this line.
+    """
+    where = shown(run)
+    try:
+        from commprof.trace.finaliser import finalise
+
+        health = finalise(run)
+    except MissingExtraError as error:
+        return f"{where}  recorded; it is kept in the binary form for now: {error}"
+    except (CommprofError, OSError) as error:
+        return f"{where}  the records could not be made into tables yet: {error}"
+    if health.records == 0 and not health.lost:
+        return f"{where}  nothing was recorded: {injection.explain_silence(injection.notes(run))}  next: commprof doctor"
+    return f"{where}  {counts(health)}  next: commprof report {shlex.quote(where)}"
+
+
+def counts(health: Any) -> str:
+    """What a run holds, for people: ``2 ranks, 1,234 records, 0 lost, 0 unseen``."""
+    ranks = health.ranks_recorded
+    number = f"{ranks} {'rank' if ranks == 1 else 'ranks'}"
+    if health.ranks_expected and ranks < health.ranks_expected:
+        number = f"{ranks} of {health.ranks_expected} ranks"
+    text = f"{number}, {health.records:,} records, {health.lost:,} lost, {health.unseen:,} unseen"
+    return text + "".join(
+        f", {value:,} {name}"
+        for name, value in (
+            ("torn", health.torn),
+            ("raised", health.raised),
+            ("incomplete", health.incomplete),
+        )
+        if value
+    )

@@ -1,0 +1,176 @@
+"""Which runs a sweep consists of: settings, their product, the config of each point, the order. Pure."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from commprof.errors import UsageError
+from commprof.launch.configuration import find_slip
+
+_PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
+_MISSING: Final = object()
+
+
+class Turn(NamedTuple):
+    """One run of a sweep: a point, and which repetition of it, from 0."""
+
+    number: int
+    point: dict[str, Any]  # dotted key -> value
+    repeat: int
+
+
+class Mismatch(NamedTuple):
+    """A swept key with the value that was asked for and the one that the engine had."""
+
+    key: str
+    asked: Any
+    used: Any
+
+
+def parse_setting(text: str) -> tuple[str, list[Any]]:
+    """``key=v1,v2`` as a dotted key and its values: JSON where they are JSON, else text.
+
+    >>> parse_setting("zero_optimization.reduce_scatter=true,false")
+    ('zero_optimization.reduce_scatter', [True, False])
+
+    Raises:
+        UsageError: no key, no value, an empty or repeated value, or a value in Python's spelling.
+    """
+    key, equals, listed = text.partition("=")
+    key = key.strip()
+    if not equals or not key or not all(key.split(".")):
+        raise UsageError(
+            f"--set {text}: key=value1,value2 was expected, with dots between the levels of the key"
+        )
+    values = [_parse_value(key, word) for word in _split_values(listed)]
+    for position, value in enumerate(values):
+        if any(_same(value, other) for other in values[:position]):
+            raise UsageError(
+                f"--set {text}: the value {json.dumps(value)} stands there twice; --repeat N repeats runs"
+            )
+    return key, values
+
+
+def _split_values(text: str) -> Iterator[str]:
+    """The parts between the commas that stand in no bracket and no quotes."""
+    depth, quoted, word = 0, False, ""
+    for position, letter in enumerate(text):
+        if letter == '"' and text[position - 1 : position] != "\\":
+            quoted = not quoted
+        if not quoted:
+            depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and not depth and not quoted:
+            yield word.strip()
+            word = ""
+        else:
+            word += letter
+    yield word.strip()
+
+
+def _parse_value(key: str, word: str) -> Any:
+    if not word:
+        raise UsageError(
+            f"--set {key}: an empty value; write {key}=value1,value2 (and '\"\"' for empty text)"
+        )
+    if word in _PYTHON_WORDS:
+        raise UsageError(
+            f"--set {key}={word}: {word} is Python; JSON writes {_PYTHON_WORDS[word]}. For the text, write '\"{word}\"'"
+        )
+    if re.fullmatch(r"[+-]?\d+(_\d+)+(\.\d+)?", word):
+        raise UsageError(f"--set {key}={word}: {word} is Python; JSON writes {word.replace('_', '')}")
+    try:
+        return json.loads(word)
+    except json.JSONDecodeError as error:
+        if word[0] in '[{"':
+            slip = find_slip(word, error.pos)
+            raise UsageError(f"--set {key}={word}: no JSON at column {slip.column}: {slip.what}") from None
+        return word
+
+
+def points(settings: Sequence[str]) -> list[dict[str, Any]]:
+    """Every combination of the values of ``settings`` (texts of ``--set``), the last one varying fastest.
+
+    Raises:
+        UsageError: as :func:`parse_setting`, or a key is given twice or lies within another.
+    """
+    parsed = [parse_setting(text) for text in settings]
+    keys = [key for key, _ in parsed]
+    for first, second in itertools.combinations(keys, 2):
+        if first == second:
+            raise UsageError(f"--set {first} is given twice; list its values behind one --set {first}=v1,v2")
+        if f"{first}.".startswith(f"{second}.") or f"{second}.".startswith(f"{first}."):
+            raise UsageError(f"--set {first} and --set {second}: one lies within the other")
+    return [dict(zip(keys, values, strict=True)) for values in itertools.product(*(v for _, v in parsed))]
+
+
+def derive(config: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of ``config`` with the dotted keys of ``point`` set; objects on the way are made where there are none.
+
+    Raises:
+        UsageError: a key leads through something that is no object.
+    """
+    derived: dict[str, Any] = copy.deepcopy(dict(config))
+    for key, value in point.items():
+        *parents, last = key.split(".")
+        place = derived
+        for depth, parent in enumerate(parents):
+            below = place.setdefault(parent, {})
+            if not isinstance(below, dict):
+                where = ".".join(parents[: depth + 1])
+                raise UsageError(
+                    f"--set {key}: {where} is {json.dumps(below)} in the config, and no object to set keys in"
+                )
+            place = below
+        place[last] = value
+    return derived
+
+
+def turns(listed: Sequence[dict[str, Any]], repeats: int) -> list[Turn]:
+    """The runs in their order: every point once, then every point again, so that a drift of the machine meets all alike."""
+    return [
+        Turn(number, point, repeat)
+        for number, (repeat, point) in enumerate(itertools.product(range(repeats), listed))
+    ]
+
+
+def label(point: Mapping[str, Any]) -> str:
+    """``point`` as text: the last part of each key with its value; whole keys where the last parts are equal.
+
+    >>> label({"zero_optimization.reduce_scatter": True, "train_batch_size": 8})
+    'reduce_scatter=true train_batch_size=8'
+    """
+    short = [key.rpartition(".")[2] for key in point]
+    names = short if len(set(short)) == len(short) else list(point)
+    return " ".join(
+        f"{name}={value if isinstance(value, str) else json.dumps(value)}"
+        for name, value in zip(names, point.values(), strict=True)
+    )
+
+
+def mismatches(point: Mapping[str, Any], used: Mapping[str, Any]) -> list[Mismatch]:
+    """Where the engine's config ``used`` contradicts ``point``. A key that it lacks, and ``auto``, contradict nothing."""
+    found = []
+    for key, asked in point.items():
+        value = _look_up(used, key)
+        if value is not _MISSING and asked != "auto" and not _same(value, asked):
+            found.append(Mismatch(key, asked, value))
+    return found
+
+
+def _look_up(config: Mapping[str, Any], key: str) -> Any:
+    place: Any = config
+    for part in key.split("."):
+        if not isinstance(place, Mapping) or part not in place:
+            return _MISSING
+        place = place[part]
+    return place
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Equality as a config means it: 5e8 is 500000000, but true is not 1."""
+    return isinstance(left, bool) == isinstance(right, bool) and bool(left == right)

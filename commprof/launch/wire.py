@@ -1,0 +1,53 @@
+"""Readings of the machine's own counters while a job runs, beside its ranks and not inside them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+INTERVAL_SECONDS: Final = 0.5
+
+
+class WireSampler:
+    """Appends the counters of all interfaces to ``<run>/wire.jsonl`` at the start, at intervals and at the end.
+
+    A context manager. Counters that cannot be read, or a file that cannot be written, end the sampling and nothing else.
+    """
+
+    def __init__(self, run: Path, counters: Any, interval_seconds: float = INTERVAL_SECONDS) -> None:
+        # counters: anything whose read() returns rows of schema.WIRE
+        self._path = run / "wire.jsonl"
+        self._counters = counters
+        self._interval_seconds = interval_seconds
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="commprof-wire", daemon=True)
+
+    def __enter__(self) -> WireSampler:
+        if self._sample():
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+            self._sample()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval_seconds):
+            if not self._sample():
+                return
+
+    def _sample(self) -> bool:
+        try:
+            lines = "".join(json.dumps(row) + "\n" for row in self._counters.read())
+            with self._path.open("a") as file:
+                file.write(lines)
+        except Exception:  # the counters are an extra; nothing may end a training because of them
+            return False
+        return True

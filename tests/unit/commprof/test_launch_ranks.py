@@ -1,0 +1,197 @@
+"""The supervisor, with real processes that do not import torch."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from commprof.errors import LaunchError
+from commprof.launch.ranks import Rank, RankGroup
+
+
+def group(*programs: str, grace_seconds: float = 0.3) -> tuple[RankGroup, list[str]]:
+    said: list[str] = []
+    ranks = [
+        Rank(n, [sys.executable, "-S", "-c", textwrap.dedent(text)], {**os.environ, "RANK": str(n)}, n == 0)
+        for n, text in enumerate(programs)
+    ]
+    return RankGroup(ranks, said.append, grace_seconds=grace_seconds), said
+
+
+def outcome(*programs: str):
+    started, _ = group(*programs)
+    started.start()
+    return started.wait()
+
+
+def test_all_well():
+    assert outcome("pass", "pass") == (0, None, None, ())
+
+
+def test_the_exit_code_is_that_of_the_rank_that_failed_first():
+    # Rank 1 fails after rank 2 has, and both before anybody looks.
+    result = outcome(
+        "import time; time.sleep(30)",
+        "import time; time.sleep(0.25); raise SystemExit(8)",
+        "import time; time.sleep(0.1); raise SystemExit(7)",
+    )
+    assert result == (7, 2, None, (0,))
+
+
+def test_failures_are_told_apart_even_when_seen_together():
+    started, _ = group("import time; time.sleep(0.15); raise SystemExit(3)", "raise SystemExit(4)")
+    started.start()
+    time.sleep(0.5)
+    assert started.wait()[:2] == (4, 1)
+
+
+def test_a_signal_is_128_and_its_number():
+    result = outcome("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    assert (result.exit_code, result.first_failed_rank, result.signal_name) == (139, 0, "SIGSEGV")
+
+
+def test_a_rank_that_ignores_sigterm_is_killed():
+    begin = time.monotonic()
+    result = outcome(
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(30)",
+        "import time; time.sleep(0.2); raise SystemExit(5)",
+    )
+    assert result == (5, 1, None, (0,))
+    assert time.monotonic() - begin < 5
+
+
+def test_standard_input_is_rank_0s_only(tmp_path):
+    program = f"""
+        import sys, os
+        open(os.path.join({str(tmp_path)!r}, os.environ["RANK"]), "w").write(sys.stdin.read())
+    """
+    read_end, write_end = os.pipe()
+    os.write(write_end, b"hello")
+    os.close(write_end)
+    saved = os.dup(0)
+    os.dup2(read_end, 0)
+    try:
+        assert outcome(program, program).exit_code == 0
+    finally:
+        os.dup2(saved, 0)
+        os.close(saved)
+        os.close(read_end)
+    assert [(tmp_path / "0").read_text(), (tmp_path / "1").read_text()] == ["hello", ""]
+
+
+def test_a_program_that_cannot_be_started():
+    started = RankGroup([Rank(0, ["/no/such/program"], {})], print)
+    with pytest.raises(LaunchError, match="rank 0 could not be started"):
+        started.start()
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) & {signal.SIGINT, signal.SIGCHLD} == set()
+
+
+DRIVER = """
+import os, sys
+from commprof.launch.ranks import Rank, RankGroup
+program = sys.argv[1]
+ranks = [Rank(n, [sys.executable, "-S", "-c", program, str(n)], os.environ, n == 0) for n in range(2)]
+group = RankGroup(ranks, lambda text: print(text, file=sys.stderr, flush=True))
+group.start()
+raise SystemExit(group.wait().exit_code)
+"""
+COUNTING = """
+import os, signal, sys, time
+got = []
+for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):
+    signal.signal(getattr(signal, name), lambda number, frame: got.append(signal.Signals(number).name))
+os.write(1, b"ready\\n")
+end = time.monotonic() + float(os.environ.get("COUNT_SECONDS", "0.5"))
+while time.monotonic() < end:
+    time.sleep(0.02)
+os.write(1, f"{sys.argv[1]}:{','.join(got)}\\n".encode())
+"""
+
+
+def driver(program: str, **options) -> subprocess.Popen:
+    started = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        cwd=Path(__file__).parents[3],
+        **options,
+    )
+    assert [started.stdout.readline(), started.stdout.readline()] == ["ready\n", "ready\n"]
+    return started
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"])
+@pytest.mark.parametrize("to_group", [False, True])
+def test_a_signal_reaches_each_rank_once(name, to_group):
+    started = driver(COUNTING)
+    number = getattr(signal, name)
+    if to_group:
+        os.killpg(started.pid, number)
+    else:
+        started.send_signal(number)
+    out, _ = started.communicate(timeout=20)
+    assert sorted(out.split()) == [f"0:{name}", f"1:{name}"]
+    assert started.returncode == 0
+
+
+def test_a_second_interrupt_kills():
+    started = driver(COUNTING, env={**os.environ, "COUNT_SECONDS": "30"})
+    started.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    started.send_signal(signal.SIGINT)
+    _, err = started.communicate(timeout=10)
+    assert started.returncode == 128 + signal.SIGKILL
+    assert "interrupted again" in err
+
+
+def test_ranks_do_not_outlive_their_launcher():
+    program = (
+        "import os, time\nos.write(1, b'ready\\n')\nos.write(2, f'{os.getpid()}\\n'.encode())\ntime.sleep(60)"
+    )
+    started = driver(program)
+    pids = [int(started.stderr.readline()) for _ in range(2)]
+    started.kill()
+    started.wait()
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and any(_alive(pid) for pid in pids):
+        time.sleep(0.02)
+    assert [_alive(pid) for pid in pids] == [False, False]
+    started.stdout.close()
+    started.stderr.close()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def test_ctrl_c_in_a_terminal_reaches_each_rank_once():
+    import pty
+
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(Path(__file__).parents[3])
+        os.execv(sys.executable, [sys.executable, "-c", DRIVER, COUNTING])
+    text = b""
+    while text.count(b"ready") < 2:
+        text += os.read(terminal, 1000)
+    os.write(terminal, b"\x03")
+    try:
+        while chunk := os.read(terminal, 1000):
+            text += chunk
+    except OSError:  # the terminal ends with its last process
+        pass
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    words = text.decode().replace("^C", " ").split()
+    assert sorted(word for word in words if ":" in word) == ["0:SIGINT", "1:SIGINT"]
