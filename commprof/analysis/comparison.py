@@ -8,8 +8,9 @@ from typing import Any, Final, NamedTuple
 
 import pandas as pd
 
+from commprof.analysis.answers import COMPARISON, TRAFFIC_BY_SETTING, WIRE_OPS
 from commprof.analysis.expectation import Requested
-from commprof.analysis.frames import COMPARISON, TRAFFIC_BY_SETTING, WIRE_OPS, from_rows
+from commprof.analysis.frames import from_rows
 from commprof.analysis.intervals import over_repeats
 from commprof.analysis.settings import Setting
 from commprof.analysis.steps import StepTotals
@@ -92,7 +93,7 @@ def _columns(values: Mapping[str, str]) -> tuple[Column, ...]:
 
 
 def compare(runs: Sequence[Measured]) -> pd.DataFrame:
-    """One row per setting (:data:`frames.COMPARISON`), with the keys that differ after the label."""
+    """One row per setting (:data:`answers.COMPARISON`), with the keys that differ after the label."""
     rows = [_row(label, repeats) for label, repeats in by_label(runs).items()]
     return from_rows(rows, _columns(runs[0].setting.values if runs else {}))
 

@@ -7,8 +7,9 @@ from typing import Final
 import pandas as pd
 import pyarrow as pa
 
+from commprof.analysis.answers import MOVED
 from commprof.analysis.engine import ask
-from commprof.analysis.frames import MOVED, from_arrow
+from commprof.analysis.frames import from_arrow
 
 NO_READINGS: Final = (
     "no counters were read during the run (commprof run reads them; an attached script does not)"

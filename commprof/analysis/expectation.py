@@ -8,32 +8,20 @@ from typing import Any, Final, NamedTuple
 import pandas as pd
 import pyarrow as pa
 
+from commprof.analysis.answers import REQUESTED
 from commprof.analysis.frames import from_rows
 from commprof.errors import CommprofError
 from commprof.requested import zero
-from commprof.schema import Column, Table
-
-REQUESTED: Final = Table(
-    "requested",
-    "What the config should send, from its words and the parameters alone.",
-    (
-        Column("when", "string", "how often: init, micro_step or step"),
-        Column("purpose", "string", "why"),
-        Column("requested_op", "string", "the operation that the config asks for"),
-        Column("issued_op", "string", "the operation that the rules then send"),
-        Column("intended_op", "string", "the operation that this one stands for", True),
-        Column("count", "int64", "how many of them"),
-        Column("payload_bytes", "int64", "payload: S of nccl-tests, of all of them", unit="bytes"),
-        Column("wire_bytes", "float64", "wire, modelled: mean bytes that a rank sends", unit="bytes"),
-        Column("exact", "bool", "false where count needs the order in which gradients arrived"),
-        Column("note", "string", "what a reader should know"),
-    ),
-)
 
 NO_CONFIG: Final = "no config was recorded"
-NOT_ZERO: Final = "the config has no zero_optimization, so it asks for nothing by ZeRO's rules"
+NOT_ZERO: Final = (
+    "the config is not one of DeepSpeed's: it has neither zero_optimization nor a batch size per GPU"
+)
 UNREADABLE: Final = "the config cannot be read by ZeRO's rules"
 NO_PARAMETERS: Final = "the run published no parameters, so nothing can be computed from their sizes"
+
+# Without zero_optimization such a config is stage 0.
+_DEEPSPEED_KEYS: Final = ("zero_optimization", "train_micro_batch_size_per_gpu")
 
 
 class Requested(NamedTuple):
@@ -47,7 +35,7 @@ def why_no_zero_config(config: Mapping[str, Any] | None) -> str | None:
     """Why ``config`` says nothing about ZeRO; None when it does."""
     if config is None:
         return NO_CONFIG
-    return None if "zero_optimization" in config else NOT_ZERO
+    return None if any(key in config for key in _DEEPSPEED_KEYS) else NOT_ZERO
 
 
 def requested_reduction(config: Mapping[str, Any] | None) -> Requested:
@@ -65,7 +53,7 @@ def requested_reduction(config: Mapping[str, Any] | None) -> Requested:
 def requested(
     config: Mapping[str, Any] | None, parameters: pa.Table, world_size: int, backend: str
 ) -> tuple[pd.DataFrame, str | None]:
-    """What ``config`` should send, one row per purpose (:data:`REQUESTED`), and why there is none.
+    """What ``config`` should send, one row per purpose (:data:`answers.REQUESTED`), and why there is none.
 
     Args:
         config: the config as the user wrote it.

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import pandas as pd
 import pyarrow as pa
 
+from commprof.analysis.answers import STEP_TIMES, STEP_TOTALS
 from commprof.analysis.engine import ask
-from commprof.analysis.frames import STEP_TIMES, STEP_TOTALS, from_arrow
+from commprof.analysis.frames import from_arrow
 
 
 def step_times(steps: pa.Table, collectives: pa.Table, operations: pa.Table) -> pd.DataFrame:

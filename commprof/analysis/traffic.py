@@ -8,8 +8,9 @@ from difflib import get_close_matches
 import pandas as pd
 import pyarrow as pa
 
+from commprof.analysis.answers import GROUPINGS, TRAFFIC
 from commprof.analysis.engine import ask
-from commprof.analysis.frames import GROUPINGS, TRAFFIC, from_arrow
+from commprof.analysis.frames import from_arrow
 from commprof.errors import UsageError
 
 

@@ -1,0 +1,242 @@
+"""The columns of every answer, declared like the tables of the schema: type, unit, and which byte measure it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+from commprof import schema
+from commprof.schema import Column, Table
+
+_MEASURES: Final = (
+    Column("collectives", "int64", "collectives, each counted once; a message is counted at its send"),
+    Column("records", "int64", "records of all ranks behind them"),
+    Column("payload_bytes", "int64", "payload: S of nccl-tests, summed over the collectives", unit="bytes"),
+    Column(
+        "wire_bytes",
+        "float64",
+        "wire, modelled: mean bytes that a rank of the group sends, summed over the collectives",
+        unit="bytes",
+    ),
+    Column(
+        "host_ns", "int64", "time inside the issuing calls, mean over the ranks of a collective", True, "ns"
+    ),
+    Column(
+        "exposed_ns",
+        "int64",
+        "time that the program stood still, mean over the ranks of a collective",
+        True,
+        "ns",
+    ),
+    Column("tensors", "int64", "tensors in the collectives"),
+)
+
+
+def _of_schema(name: str, **changes: Any) -> Column:
+    return replace(schema.COLLECTIVES.column(name), source=None, **changes)
+
+
+# What traffic() can be asked by.
+GROUPINGS: Final[dict[str, Column]] = {
+    column.name: column
+    for column in (
+        *map(_of_schema, ("attempt", "step", "micro_step", "phase", "op", "intended_op", "purpose")),
+        *map(_of_schema, ("bucket", "owner", "dtype", "reduce_op", "backend", "device")),
+        *map(_of_schema, ("pg", "group_desc", "group_ranks", "group_size", "api", "call_site")),
+    )
+}
+
+TRAFFIC: Final = Table(
+    "traffic", "Operations, bytes and times for each combination of the columns asked for.", _MEASURES
+)
+
+STEP_TIMES: Final = Table(
+    "step_times",
+    "One row per training step and attempt.",
+    (
+        Column("attempt", "int32", "restart of the job"),
+        Column("step", "int32", "training step, from 0"),
+        Column("ranks", "int32", "ranks that recorded the step"),
+        Column("begin_ns", "int64", "the step began, on the clock of the lowest rank's host", unit="ns"),
+        Column("end_ns", "int64", "the step ended, on the same clock", True, "ns"),
+        Column(
+            "duration_ns", "int64", "longest over the ranks; null where a rank never ended it", True, "ns"
+        ),
+        Column("micro_steps", "int32", "micro-batches in the step"),
+        Column("loss", "float64", "mean over the ranks that published it", True),
+        Column("grad_norm", "float64", "mean over the ranks that published it", True),
+        Column("loss_scale", "float64", "largest over the ranks", True),
+        Column("samples", "float64", "sum over the ranks", True),
+        Column("collectives", "int64", "collectives, each counted once, without barriers"),
+        Column("payload_bytes", "int64", "payload: S of nccl-tests, summed over them", unit="bytes"),
+        Column("wire_bytes", "float64", "wire, modelled: mean bytes that a rank sends", unit="bytes"),
+        Column(
+            "exposed_ns", "int64", "time that the program stood still for them, mean over ranks", True, "ns"
+        ),
+        Column("cpu_ns", "int64", "CPU time of a rank's process, mean over ranks", True, "ns"),
+        Column("rss_bytes", "int64", "resident memory, largest over the ranks", True, "bytes"),
+        Column("device_bytes", "int64", "device memory, largest over the ranks", True, "bytes"),
+    ),
+    key=("attempt", "step"),
+)
+
+MOVED: Final = Table(
+    "moved",
+    "What the counters of each host and interface moved during the run: the whole host, all its processes.",
+    (
+        Column("host", "string", "host name"),
+        Column("kind", "string", "interface, nvlink or pcie"),
+        Column("device", "string", "network interface, or a GPU link"),
+        Column("sent_bytes", "int64", "moved: counted as sent", unit="bytes"),
+        Column("received_bytes", "int64", "moved: counted as received", unit="bytes"),
+        Column("seconds", "float64", "between the first and the last reading", unit="s"),
+        Column("readings", "int64", "readings of the counter"),
+    ),
+    key=("host", "kind", "device"),
+)
+
+STEP_TOTALS: Final = Table(
+    "step_totals",
+    "What the whole training steps sent together.",
+    (
+        *map(_of_schema, ("op", "intended_op", "purpose")),
+        *(c for c in _MEASURES if c.name in ("collectives", "payload_bytes", "wire_bytes")),
+    ),
+)
+
+_PER_STEP: Final = (
+    Column("collectives_per_step", "float64", "collectives in a training step, without barriers", True),
+    Column(
+        "payload_bytes_per_step", "float64", "payload: S of nccl-tests, in a training step", True, "bytes"
+    ),
+    Column(
+        "wire_bytes_per_step",
+        "float64",
+        "wire, modelled: mean bytes that a rank sends in a training step",
+        True,
+        "bytes",
+    ),
+)
+
+TRAFFIC_BY_SETTING: Final = Table(
+    "traffic_by_setting",
+    "Bytes of a training step by setting and operation.",
+    (
+        Column("label", "string", "the setting"),
+        *map(_of_schema, ("op", "intended_op", "purpose")),
+        *_PER_STEP,
+    ),
+    key=("label", "op", "intended_op", "purpose"),
+)
+
+WIRE_OPS: Final = (
+    "all_reduce",
+    "reduce",
+    "reduce_scatter",
+    "all_gather",
+    "broadcast",
+    "all_to_all",
+    "gather",
+    "scatter",
+    "send",
+)
+
+COMPARISON: Final = Table(
+    "comparison",
+    "One row per setting; repeats merged. The keys that differ stand after the label.",
+    (
+        Column("label", "string", "the setting: the keys that differ, and their values"),
+        Column("requested_op", "string", "operations that the config asks for to reduce gradients", True),
+        Column("requested_reason", "string", "why requested_op is null", True),
+        Column(
+            "issued_op", "string", "operations issued to reduce gradients, the most wire bytes first", True
+        ),
+        Column("intended_op", "string", "operations that the runtime meant, where it issued others", True),
+        *_PER_STEP,
+        Column(
+            "gradient_payload_bytes_per_step",
+            "float64",
+            "payload of the gradient reduction in a step",
+            True,
+            "bytes",
+        ),
+        Column(
+            "gradient_wire_bytes_per_step",
+            "float64",
+            "wire, modelled, of the gradient reduction in a step",
+            True,
+            "bytes",
+        ),
+        *(
+            Column(f"wire_{op}", "float64", f"wire, modelled, of issued {op} in a step", True, "bytes")
+            for op in WIRE_OPS
+        ),
+        Column(
+            "step_time_ns",
+            "int64",
+            "median step time without the first step; over repeats, the mean of their medians",
+            True,
+            "ns",
+        ),
+        Column("step_time_low_ns", "int64", "95 % interval of step_time_ns, low end", True, "ns"),
+        Column("step_time_high_ns", "int64", "95 % interval of step_time_ns, high end", True, "ns"),
+        Column("interval_over", "string", "what the interval is over: repeats or steps", True),
+        Column(
+            "final_loss", "float64", "loss of the last step that has one, mean over ranks and repeats", True
+        ),
+        Column("steps", "int64", "whole training steps behind the row"),
+        Column("repeats", "int64", "runs with this setting"),
+        Column("runs", "string", "their names"),
+    ),
+    key=("label",),
+)
+
+RUNS: Final = Table(
+    "runs",
+    "One row per run below a directory, newest first.",
+    (
+        Column("name", "string", "name of the run directory"),
+        Column("path", "string", "run directory"),
+        Column("state", "string", "running, complete, failed, killed, unknown or unreadable"),
+        Column("started_realtime_ns", "int64", "when it began", True, "ns"),
+        Column("script", "string", "what ran", True),
+        Column("world_size", "int64", "ranks", True),
+        Column("backend", "string", "backends of its groups", True),
+        Column("records", "int64", "records", True),
+        Column("lost", "int64", "records lost", True),
+        Column("unseen", "int64", "collectives issued unseen", True),
+        Column("steps", "int64", "training steps", True),
+        Column("setting", "string", "sweep point, or the ZeRO keys of its config", True),
+        Column("finalised", "bool", "its files are Parquet"),
+        Column("note", "string", "why something is missing", True),
+    ),
+    key=("path",),
+)
+
+REQUESTED: Final = Table(
+    "requested",
+    "What the config should send, from its words and the parameters alone.",
+    (
+        Column("when", "string", "how often: init, micro_step or step"),
+        Column("purpose", "string", "why"),
+        Column("requested_op", "string", "the operation that the config asks for"),
+        Column("issued_op", "string", "the operation that the rules then send"),
+        Column("intended_op", "string", "the operation that this one stands for", True),
+        Column("count", "int64", "how many of them"),
+        Column("payload_bytes", "int64", "payload: S of nccl-tests, of all of them", unit="bytes"),
+        Column("wire_bytes", "float64", "wire, modelled: mean bytes that a rank sends", unit="bytes"),
+        Column("exact", "bool", "false where count needs the order in which gradients arrived"),
+        Column("note", "string", "what a reader should know"),
+    ),
+)
+
+# By the name of the function in api.py that gives them.
+ANSWERS: Final[dict[str, Table]] = {
+    "traffic": TRAFFIC,
+    "step_times": STEP_TIMES,
+    "moved": MOVED,
+    "compare": COMPARISON,
+    "traffic_by_setting": TRAFFIC_BY_SETTING,
+    "find_runs": RUNS,
+    "requested": REQUESTED,
+}

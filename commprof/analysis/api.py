@@ -1,0 +1,213 @@
+"""Every question that commprof answers about runs. The only module of ``analysis`` that others import.
+
+A ``run`` is a path or an opened :class:`Run`. Answers are pandas frames; their columns are declared in
+``analysis/answers.py`` and described in ``docs/analysis.md``. Three measures of bytes never mix: ``payload_bytes`` (S of
+nccl-tests), ``wire_bytes`` (modelled: mean bytes that a rank of the group sends) and moved (counters, see :func:`moved`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import pandas as pd
+
+from commprof.analysis import comparison, counters, expectation, listing, steps, summary
+from commprof.analysis import settings as settings_module
+from commprof.analysis import traffic as traffic_module
+from commprof.analysis.answers import ANSWERS, GROUPINGS
+from commprof.analysis.csv_text import frame_csv
+from commprof.analysis.frames import from_arrow
+from commprof.analysis.units import format_bytes, format_ns
+from commprof.errors import UsageError
+from commprof.schema import TABLES, Column
+from commprof.trace.reader import Run, open_run
+
+__all__ = [
+    "TABLES",
+    "TRAFFIC_BY",
+    "Run",
+    "compare",
+    "describe_columns",
+    "find_runs",
+    "format_bytes",
+    "format_ns",
+    "frame_csv",
+    "moved",
+    "open_run",
+    "overview",
+    "requested",
+    "settings",
+    "step_times",
+    "table",
+    "traffic",
+    "traffic_by_setting",
+]
+
+AnyRun: TypeAlias = Run | Path | str
+
+TRAFFIC_BY: Final = (
+    "step",
+    "phase",
+    "op",
+    "intended_op",
+    "purpose",
+    "pg",
+    "group_desc",
+    "group_size",
+    "backend",
+)
+
+
+def _opened(run: AnyRun) -> Run:
+    return open_run(Path(run)) if isinstance(run, str | Path) else run
+
+
+def _names(runs: Sequence[Run]) -> list[str]:
+    """The name of each run; with its parent's where two share one."""
+    names = [run.path.name for run in runs]
+    return [
+        name if names.count(name) == 1 else f"{run.path.parent.name}/{name}"
+        for run, name in zip(runs, names, strict=True)
+    ]
+
+
+def find_runs(directory: Path | str) -> pd.DataFrame:
+    """The runs in and below ``directory``, newest first; one that cannot be read is listed with the reason."""
+    return listing.runs_below(Path(directory))
+
+
+def traffic(run: AnyRun, by: Sequence[str] = TRAFFIC_BY) -> pd.DataFrame:
+    """What was sent, one row for each combination of the columns ``by``; ``()`` gives one row with the totals.
+
+    A collective is counted once, not once for each rank, and a message at its send. A recv whose send no rank recorded
+    counts as well, with its payload and no wire bytes. Initialisation is step -1. Barriers are in it.
+
+    Raises:
+        UsageError: a column of ``by`` cannot be grouped by.
+    """
+    return traffic_module.traffic(traffic_module.operations(_opened(run).table("collectives")), by)
+
+
+def step_times(run: AnyRun) -> pd.DataFrame:
+    """One row per training step and attempt: times, loss, and what was sent in it."""
+    run = _opened(run)
+    collectives = run.table("collectives")
+    return steps.step_times(run.table("steps"), collectives, traffic_module.operations(collectives))
+
+
+def moved(run: AnyRun) -> pd.DataFrame:
+    """What the counters of each host and interface moved during the run; the whole host, all its processes.
+
+    Without readings it has no rows, and ``frame.attrs["reason"]`` says why; that is None otherwise.
+    """
+    frame = counters.moved(_opened(run).table("wire"))
+    frame.attrs["reason"] = counters.why_not_moved(frame)
+    return frame
+
+
+def requested(run: AnyRun) -> pd.DataFrame:
+    """What the run's config should send, from its words and the parameters alone, one row per purpose.
+
+    Where that cannot be told it has no rows, and ``frame.attrs["reason"]`` says why; that is None otherwise.
+    """
+    run = _opened(run)
+    backend = summary.backends(run.table("groups"), run.table("collectives")) or "gloo"
+    frame, reason = expectation.requested(
+        run.manifest.config, run.table("parameters"), run.manifest.world_size or 1, backend
+    )
+    frame.attrs["reason"] = reason
+    return frame
+
+
+def overview(run: AnyRun) -> dict[str, Any]:
+    """The facts of a run as plain values: what ran, what was sent, what it took, what is missing.
+
+    ``moved_reason`` says why the moved bytes are None, ``requested_reason`` why the requested operation is.
+    """
+    run = _opened(run)
+    collectives = run.table("collectives")
+    operations = traffic_module.operations(collectives)
+    return summary.overview(
+        run,
+        steps.step_times(run.table("steps"), collectives, operations),
+        traffic_module.traffic(operations, ()),
+        moved(run),
+    )
+
+
+def settings(runs: Sequence[AnyRun]) -> pd.DataFrame:
+    """How the runs differ: ``run``, ``label``, and a column of text for each dotted config key that is not the same in all.
+
+    A key that a run's config lacks is ``(absent)``. Keys that only name places are left out. What else makes runs different
+    experiments counts as a key too: ``script``, ``world_size``, ``environment.NCCL_*``. One row per run, in the given order.
+    """
+    opened = [_opened(run) for run in runs]
+    names = _names(opened)
+    return settings_module.settings_frame(
+        settings_module.settings_of([run.manifest for run in opened], names), names
+    )
+
+
+def _measured(runs: Sequence[AnyRun]) -> list[comparison.Measured]:
+    opened = [_opened(run) for run in runs]
+    manifests, names = [run.manifest for run in opened], _names(opened)
+    found = settings_module.settings_of(manifests, names)
+    return [_measure(opened[i], names[i], found[i]) for i in settings_module.in_order(manifests)]
+
+
+def _measure(run: Run, name: str, setting: settings_module.Setting) -> comparison.Measured:
+    collectives = run.table("collectives")
+    operations = traffic_module.operations(collectives)
+    times = steps.step_times(run.table("steps"), collectives, operations)
+    return comparison.Measured(
+        name=name,
+        setting=setting,
+        step_totals=steps.step_totals(run.table("steps"), operations, times),
+        durations=steps.durations_after_first(times),
+        final_loss=steps.final_loss(times),
+        requested=expectation.requested_reduction(run.manifest.config),
+    )
+
+
+def compare(runs: Sequence[AnyRun]) -> pd.DataFrame:
+    """One row per setting, repeats merged, with the keys that differ after the label.
+
+    Means of a step are over the whole training steps, the first included: initialisation, barriers and a step that
+    the run was killed in are left out. Times leave out the first step, which warms up. ``interval_over`` says what the
+    95 % interval is over: ``repeats`` (Student's t over the medians of the runs) or ``steps`` (order statistics of one run).
+    """
+    return comparison.compare(_measured(runs))
+
+
+def traffic_by_setting(runs: Sequence[AnyRun]) -> pd.DataFrame:
+    """Bytes of a training step by setting, issued op, intended op and purpose: :func:`compare` in the form for a chart."""
+    return comparison.traffic_by_setting(_measured(runs))
+
+
+def table(run: AnyRun, name: str) -> pd.DataFrame:
+    """One table of the schema as a frame.
+
+    Raises:
+        UsageError: the schema has no table ``name``.
+    """
+    if name not in TABLES:
+        raise UsageError(f"there is no table {name!r}; the tables are: {', '.join(TABLES)}")
+    return from_arrow(_opened(run).table(name), TABLES[name].columns)
+
+
+def describe_columns(name: str) -> dict[str, Column]:
+    """The columns of an answer or of a table of the schema, by name: type, unit and what each means.
+
+    ``name`` is that of a function here (``traffic``, ``step_times``, ``moved``, ``compare``, ``traffic_by_setting``,
+    ``find_runs``, ``requested``) or of a table. ``traffic`` has the columns that it can be grouped by as well.
+
+    Raises:
+        UsageError: there is no such answer or table.
+    """
+    declared = {**TABLES, **ANSWERS}.get(name)
+    if declared is None:
+        raise UsageError(f"nothing is called {name!r}; choose from {', '.join((*ANSWERS, *TABLES))}")
+    columns = {column.name: column for column in declared.columns}
+    return GROUPINGS | columns if name == "traffic" else columns

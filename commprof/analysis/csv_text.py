@@ -1,0 +1,34 @@
+"""Tables as CSV text: RFC 4180, UTF-8, integers exact, null an empty field, true and false in lower case.
+
+Text stands in quotes, so that an empty text (``""``) differs from a null.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from typing import IO, Any, Final
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.csv as pacsv
+
+# pyarrow before 22 cannot end lines with CR LF; its LF is read by everything as well.
+_LINE_END: Final[dict[str, Any]] = {"eol": "\r\n"} if hasattr(pacsv.WriteOptions(), "eol") else {}
+
+
+def write(table: pa.Table, out: IO[bytes]) -> None:
+    """Write ``table`` to ``out``, batch by batch."""
+    header = io.StringIO()
+    csv.writer(header).writerow(table.column_names)  # pyarrow would put every name in quotes
+    out.write(header.getvalue().encode("utf-8"))
+    options = pacsv.WriteOptions(include_header=False, quoting_style="needed", **_LINE_END)
+    with pacsv.CSVWriter(out, table.schema, write_options=options) as writer:
+        writer.write_table(table)
+
+
+def frame_csv(frame: pd.DataFrame) -> str:
+    """``frame`` as CSV text, without its index, in the conventions of an export."""
+    out = io.BytesIO()
+    write(pa.Table.from_pandas(frame, preserve_index=False), out)
+    return out.getvalue().decode("utf-8")

@@ -1,0 +1,119 @@
+"""One run in a few plain values: what ran, what was sent, what it took, what is missing."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from commprof.analysis.counters import why_not_moved
+from commprof.analysis.expectation import requested_reduction
+from commprof.analysis.intervals import over_steps
+from commprof.analysis.settings import settings_of
+from commprof.analysis.steps import durations_after_first, final_loss
+from commprof.trace.reader import Run
+
+
+def backends(groups: pa.Table, collectives: pa.Table) -> str | None:
+    """The backends that the collectives went to, joined by ","; those of the groups where nothing was sent.
+
+    A group's own text names one per device (``cpu:gloo,cuda:nccl``) whether it was used or not.
+    """
+    used = {name for name in pc.unique(collectives["backend"]).to_pylist() if name}
+    if not used:
+        used = {
+            part.rpartition(":")[2]
+            for text in pc.unique(groups["backend"]).to_pylist()
+            for part in (text or "").split(",")
+            if part
+        }
+    return ",".join(sorted(used)) or None
+
+
+def wall_ns(run: Run) -> int | None:
+    """How long the run lasted by the real-time clock: as its manifest says, else between two clock readings."""
+    began, ended = run.manifest.started_realtime_ns, run.manifest.ended_realtime_ns
+    if began and ended and ended > began:
+        return ended - began
+    readings = pc.min_max(run.table("clocks")["realtime_ns"]).as_py()
+    if readings["min"] is None or readings["max"] == readings["min"]:
+        return None
+    return int(readings["max"]) - int(readings["min"])
+
+
+def recorder_ns(run: Run) -> int | None:
+    """Time that a rank spent in the recorder, mean over the ranks that say so."""
+    spent = [entry.get("recorder_ns") for entry in run.manifest.ranks]
+    known = [value for value in spent if value is not None]
+    return round(sum(known) / len(known)) if known else None
+
+
+def overview(run: Run, times: pd.DataFrame, totals: pd.DataFrame, moved: pd.DataFrame) -> dict[str, Any]:
+    """The facts of ``run``; see ``docs/analysis.md`` for each key.
+
+    Args:
+        run: the run.
+        times: its step_times.
+        totals: its traffic, grouped by nothing.
+        moved: what its counters moved.
+    """
+    manifest, health = run.manifest, run.health
+    time, wall, spent = over_steps(durations_after_first(times)), wall_ns(run), recorder_ns(run)
+    reason = why_not_moved(moved)
+    requested = requested_reduction(manifest.config)
+    sums = totals.iloc[0]
+    return {
+        "name": run.path.name,
+        "path": str(run.path),
+        "state": health.state,
+        "script": manifest.script,
+        "command": list(manifest.command),
+        "started_realtime_ns": manifest.started_realtime_ns,
+        "wall_ns": wall,
+        "exit_code": manifest.exit_code,
+        "first_failed_rank": manifest.first_failed_rank,
+        "world_size": manifest.world_size,
+        "ranks_expected": health.ranks_expected,
+        "ranks_recorded": health.ranks_recorded,
+        "missing_ranks": list(health.missing_ranks),
+        "attempts": len({entry["attempt"] for entry in manifest.ranks}),
+        "hosts": list(manifest.hosts),
+        "backends": backends(run.table("groups"), run.table("collectives")),
+        "python": manifest.python,
+        "torch": manifest.torch,
+        "commprof_version": manifest.commprof_version,
+        "config_path": manifest.config_path,
+        "setting": settings_of([manifest], [run.path.name])[0].label,
+        "requested_op": requested.op,
+        "requested_reason": requested.reason,
+        "steps": len(times),
+        "whole_steps": int(times["duration_ns"].notna().sum()),
+        "step_time_ns": time.center,
+        "step_time_low_ns": time.low,
+        "step_time_high_ns": time.high,
+        "interval_over": time.over,
+        "final_loss": final_loss(times),
+        "collectives": int(sums["collectives"]),
+        "payload_bytes": int(sums["payload_bytes"]),
+        "wire_bytes": float(sums["wire_bytes"]),
+        "moved_sent_bytes": None if reason else int(moved["sent_bytes"].sum()),
+        "moved_received_bytes": None if reason else int(moved["received_bytes"].sum()),
+        "moved_reason": reason,
+        "records": health.records,
+        "lost": health.lost,
+        "unseen": health.unseen,
+        "torn": health.torn,
+        "raised": health.raised,
+        "incomplete": health.incomplete,
+        "recorder_ns": spent,
+        "recorder_share": spent / wall if spent is not None and wall else None,
+        "notes": list(health.notes),
+    }
+
+
+def script_name(script: str | None) -> str | None:
+    """The script as a list shows it."""
+    return None if script is None else PurePath(script).name
