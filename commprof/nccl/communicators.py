@@ -1,0 +1,218 @@
+"""Communicators as the log shows them: intervals in which one address means one communicator in one process.
+
+NCCL never prints a rank beside an operation. The only bridge is the address: an Init line of the same process says
+which rank and how many ranks it stands for, until the communicator is destroyed or the address is handed out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+
+from commprof.nccl.heads import Origin
+from commprof.nccl.lines import CollLine, EndLine, InitLine, TorchCommLine
+
+
+@dataclass(slots=True)
+class Process:
+    """One process of the log, by host and pid, and what its lines tell about the NCCL that wrote them."""
+
+    index: int
+    host: str
+    pid: int
+    files: set[int] = field(default_factory=set)
+    banner: str | None = None
+    forms: set[str] = field(default_factory=set)
+    typed_bytewise_op_seen: bool = False
+
+
+@dataclass(slots=True)
+class Communicator:
+    """One use of one communicator address in one process.
+
+    ``epoch`` counts the earlier uses of the address in the process. ``rank`` is None when no line said it.
+    """
+
+    index: int
+    process: int
+    comm: str
+    epoch: int
+    file: int
+    line: int
+    rank: int | None = None
+    nranks: int | None = None
+    cuda_device: int | None = None
+    comm_id: str | None = None
+    parent: int | None = None
+    split: str | None = None
+    color: int | None = None
+    stages: set[str] = field(default_factory=set)
+    ended: str | None = None
+    operations: int = 0
+    pg: str | None = None
+    pg_description: str | None = None
+    global_rank: int | None = None
+    family: int | None = None
+
+
+class Registry:
+    """Follows the life of every communicator while the lines of a log go by, in the order of the log."""
+
+    def __init__(self) -> None:
+        self.processes: list[Process] = []
+        self.communicators: list[Communicator] = []
+        self._by_name: dict[tuple[bytes, int], Process] = {}
+        self._open: dict[tuple[int, bytes], Communicator] = {}
+        self._uses: dict[tuple[int, bytes], int] = {}
+        self._torch: dict[tuple[int, bytes], list[TorchCommLine]] = {}
+
+    def process(self, origin: Origin, file: int) -> Process:
+        """The process that wrote a message."""
+        process = self._by_name.get((origin.host, origin.pid))
+        if process is None:
+            process = Process(len(self.processes), origin.host.decode("utf-8", "replace"), origin.pid)
+            self.processes.append(process)
+            self._by_name[origin.host, origin.pid] = process
+        process.files.add(file)
+        return process
+
+    def operation(
+        self, process: Process, comm: bytes, nranks: int | None, file: int, line: int
+    ) -> Communicator:
+        """The communicator that an operation line of ``process`` names."""
+        communicator = self._open.get((process.index, comm))
+        if communicator is None or (
+            nranks is not None and communicator.nranks is not None and communicator.nranks != nranks
+        ):
+            communicator = self._begin(process, comm, file, line)
+        if nranks is not None and communicator.nranks is None:
+            communicator.nranks = nranks
+        communicator.operations += 1
+        return communicator
+
+    def init(self, process: Process, line: InitLine, file: int, number: int) -> Communicator:
+        """Open a communicator, or add to the one that an earlier line of the same initialisation opened."""
+        comm_id = None if line.comm_id is None else line.comm_id.decode()
+        communicator = self._open.get((process.index, line.comm))
+        if communicator is None or not _same_initialisation(communicator, line, comm_id):
+            communicator = self._begin(process, line.comm, file, number)
+        communicator.stages.add(line.stage)
+        communicator.rank, communicator.nranks = line.rank, line.nranks
+        communicator.comm_id = communicator.comm_id or comm_id
+        if line.cuda_device is not None:
+            communicator.cuda_device = line.cuda_device
+        if line.parent is not None and communicator.parent is None:
+            parent = self._open.get((process.index, line.parent))
+            communicator.parent = None if parent is None else parent.index
+        if line.split is not None:
+            communicator.split = line.split.decode()
+        if line.color is not None:
+            communicator.color = line.color
+        process.forms.add(line.form)
+        return communicator
+
+    def end(self, process: Process, line: EndLine) -> None:
+        """Close the communicator at this address, if one is open."""
+        communicator = self._open.pop((process.index, line.comm), None)
+        if communicator is not None:
+            communicator.ended = line.how
+
+    def torch_line(self, line: TorchCommLine, file: int) -> None:
+        """Keep torch's word on an address until all lines are read: it names no process."""
+        self._torch.setdefault((file, line.comm), []).append(line)
+
+    def apply_torch_lines(self) -> None:
+        """Give communicators the process group that torch named, where address and order leave no choice."""
+        by_address: dict[tuple[int, bytes], list[Communicator]] = {}
+        for communicator in self.communicators:
+            by_address.setdefault((communicator.file, communicator.comm.encode()), []).append(communicator)
+        for address, lines in self._torch.items():
+            communicators = by_address.get(address, [])
+            if len(communicators) != len(lines) or len({c.process for c in communicators}) > 1:
+                continue
+            for communicator, line in zip(communicators, lines, strict=True):
+                _apply_torch_line(communicator, line)
+
+    def _begin(self, process: Process, comm: bytes, file: int, line: int) -> Communicator:
+        key = (process.index, comm)
+        epoch = self._uses.get(key, 0)
+        self._uses[key] = epoch + 1
+        communicator = Communicator(len(self.communicators), process.index, comm.decode(), epoch, file, line)
+        self.communicators.append(communicator)
+        self._open[key] = communicator
+        return communicator
+
+
+def note_operation_form(process: Process, line: CollLine, bytewise: bool) -> None:
+    """Remember what an operation line tells about the version of NCCL.
+
+    Args:
+        process: the process that wrote it.
+        line: the operation.
+        bytewise: whether it is one of the operations that some versions print as bytes.
+    """
+    if bytewise and line.datatype != 0:
+        process.typed_bytewise_op_seen = True
+    elif line.op == "send":
+        process.forms.add("send_in_recvbuff" if line.sendbuff == b"(nil)" else "send_in_sendbuff")
+    elif line.op == "all_to_all":
+        process.forms.add("single_all_to_all")
+
+
+def _same_initialisation(communicator: Communicator, line: InitLine, comm_id: str | None) -> bool:
+    """Whether ``line`` belongs to the initialisation that opened ``communicator``, and not to a later one."""
+    if not communicator.stages or communicator.operations or line.stage in communicator.stages:
+        return False
+    if (communicator.rank, communicator.nranks) != (line.rank, line.nranks):
+        return False
+    # A new start means a new communicator, whatever the address had been promised to.
+    if line.stage == "start":
+        return False
+    return comm_id is None or communicator.comm_id is None or communicator.comm_id == comm_id
+
+
+def _apply_torch_line(communicator: Communicator, line: TorchCommLine) -> None:
+    description = None if line.description is None else line.description.decode("utf-8", "replace")
+    communicator.pg = None if line.pg is None else line.pg.decode("utf-8", "replace")
+    communicator.pg_description = description
+    if communicator.rank is None and line.pg is not None:
+        communicator.rank = line.rank
+    # Prefixes without a group, of old builds, carry the global rank; the default group's ranks are global.
+    if line.pg is None or description == "default_pg":
+        communicator.global_rank = line.rank
+
+
+def communicators_table(
+    entries: Sequence[Communicator], processes: Sequence[Process], files: Sequence[str]
+) -> pa.Table:
+    """The communicators as a table: one row per use of an address in a process.
+
+    ``family`` is equal for the members of one communicator of the job, null where that is not known.
+    """
+    owners = [processes[entry.process] for entry in entries]
+    parents = [None if c.parent is None else entries[c.parent].comm for c in entries]
+    text, number = pa.string(), pa.int64()
+    return pa.table(
+        {
+            "host": pa.array([process.host for process in owners], text),
+            "pid": pa.array([process.pid for process in owners], number),
+            "comm": pa.array([c.comm for c in entries], text),
+            "comm_epoch": pa.array([c.epoch for c in entries], number),
+            "comm_id": pa.array([c.comm_id for c in entries], text),
+            "family": pa.array([c.family for c in entries], number),
+            "rank": pa.array([c.rank for c in entries], number),
+            "nranks": pa.array([c.nranks for c in entries], number),
+            "global_rank": pa.array([c.global_rank for c in entries], number),
+            "cuda_device": pa.array([c.cuda_device for c in entries], number),
+            "parent": pa.array(parents, text),
+            "color": pa.array([c.color for c in entries], number),
+            "pg": pa.array([c.pg for c in entries], text),
+            "pg_description": pa.array([c.pg_description for c in entries], text),
+            "operations": pa.array([c.operations for c in entries], number),
+            "ended": pa.array([c.ended for c in entries], text),
+            "file": pa.array([files[c.file] for c in entries], text),
+            "line": pa.array([c.line for c in entries], number),
+        }
+    )

@@ -1,0 +1,341 @@
+"""The lines of an NCCL debug log that say something about operations and communicators, as immutable records.
+
+Formats of NCCL 2.4 to 2.30 and RCCL, from ``src/debug.cc``, ``src/enqueue.cc`` and ``src/init.cc`` of NVIDIA/nccl.
+Everything is searched, nothing is anchored at the start of the line: launchers, agents and terminals put text in
+front. A stdout that several processes share, or one that is flushed in blocks, tears lines; so two messages may stand
+in one line, and a message may lack its head or its tail. A message that begins like an operation and does not parse
+whole is a :class:`TornLine`. It is never repaired.
+
+Pure: bytes in, tuples out. Text fields stay bytes, as they are repeated millions of times; numbers are ints.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from commprof.nccl.heads import KnownHosts, Origin, split_messages
+from commprof.nccl.spelling import OPERATIONS
+from commprof.schema import Op
+
+
+class CollLine(NamedTuple):
+    """``AllReduce: opCount 3f sendbuff ..``: printed when the operation is called, subsystem COLL."""
+
+    origin: Origin
+    op: Op
+    opcount: int
+    sendbuff: bytes
+    elements: int
+    datatype: int
+    reduction: int
+    root: int
+    comm: bytes
+    nranks: int
+    stream: bytes
+    global_rank: int | None  # printed by RCCL only
+
+
+class CallLine(NamedTuple):
+    """``NCCL CALL ncclAllReduce(..)``: the same call again, subsystem CALL at level TRACE, without opCount and nranks."""
+
+    origin: Origin
+    op: Op
+    sendbuff: bytes
+    elements: int
+    datatype: int
+    reduction: int
+    root: int
+    comm: bytes
+    stream: bytes
+
+
+class InitLine(NamedTuple):
+    """A communicator begins: its address, rank and size. ``stage`` is start, complete or call."""
+
+    origin: Origin
+    stage: str
+    api: bytes | None
+    comm: bytes
+    rank: int
+    nranks: int
+    cuda_device: int | None
+    bus_id: bytes | None
+    comm_id: bytes | None
+    parent: bytes | None
+    split: bytes | None  # splitCount or childCount: equal on all ranks of one split
+    color: int | None
+    form: str  # which versions print the line so: a key of versions.FORMS
+
+
+class EndLine(NamedTuple):
+    """A communicator is gone: ``how`` is destroy or abort. Its address may be handed out again."""
+
+    origin: Origin
+    how: str
+    comm: bytes
+
+
+class VersionLine(NamedTuple):
+    """The banner; ``origin`` is None for the bare form that rank 0 of a job prints."""
+
+    origin: Origin | None
+    version: str
+
+
+class TorchCommLine(NamedTuple):
+    """torch's own line that ties a communicator's address to a process group."""
+
+    comm: bytes
+    pg: bytes | None
+    description: bytes | None
+    rank: int
+
+
+class TornLine(NamedTuple):
+    """A message that begins like an operation and is not whole; ``origin`` is None when its head is missing."""
+
+    origin: Origin | None
+    op: Op
+    kind: str
+
+
+class UnknownOpLine(NamedTuple):
+    """An operation line of a name that the tables do not know (one-sided operations, forks of NCCL)."""
+
+    name: str
+
+
+class FragmentLine(NamedTuple):
+    """The rest of a torn line: fields of an operation without its name. Its head was counted where it stands."""
+
+
+Line = (
+    CollLine
+    | CallLine
+    | InitLine
+    | EndLine
+    | VersionLine
+    | TorchCommLine
+    | TornLine
+    | UnknownOpLine
+    | FragmentLine
+)
+
+# Repeats are bounded or possessive: a line of megabytes must not take quadratic time, and an edited number must
+# not overflow the column that it goes to.
+_POINTER = rb"(?:0x[0-9a-f]{1,16}+|\(nil\))"
+_ADDRESS = rb"0x[0-9a-f]{1,16}+"
+_COLL = re.compile(
+    rb"(?:\[\d+\] )?(\w+): opCount ([0-9a-f]{1,15}) sendbuff ("
+    + _POINTER
+    + rb") recvbuff "
+    + _POINTER
+    # acc is RCCL's, and so are task and globalrank
+    + rb"(?: acc \S{1,20})? count (\d{1,18}) datatype (\d{1,3}) op (\d{1,10}) root (-?\d{1,9})"
+    rb" comm (" + _ADDRESS + rb") \[nranks=(\d{1,9})\] stream (" + _POINTER + rb")(?!\w)"
+    rb"(?: task -?\d{1,9} globalrank (\d{1,9})(?!\w))?"
+)
+_COLL_BEGIN = re.compile(
+    rb"\s{0,200}(?:\[\d+\] )?(\w{1,40}+): (?:opCount(?: |$)|o(?:p(?:C(?:o(?:u(?:n)?)?)?)?)?$)"
+)
+_CALL = re.compile(
+    rb"nccl(\w+)\(([0-9a-f]{1,16}),[0-9a-f]{1,16},(\d{1,18}),(\d{1,3}),(\d{1,10}),(-?\d{1,9}),("
+    + _ADDRESS
+    + rb"),("
+    + _POINTER
+    + rb")\)"
+)
+_CALL_BEGIN = re.compile(rb"nccl(\w{1,40}+)\(")
+_COMM = re.compile(
+    rb"(?P<marked>\[Rank \d+\] )?(?:(?P<api>\w+) )?comm (?P<comm>" + _ADDRESS + rb") rank (?P<rank>\d{1,9})"
+    rb" n[rR]anks (?P<nranks>\d{1,9}) cudaDev (?P<device>-?\d{1,5})(?: nvmlDev (?P<nvml>-?\d{1,5}))?"
+    rb"(?: busId (?P<bus>[0-9a-f]{1,16}))?(?: parent (?P<parent>" + _POINTER + rb"))?"
+    rb"(?: (?P<split>(?:split|child)Count \d{1,9}))?(?: color (?P<color>-?\d{1,10}) key -?\d{1,10})?"
+    rb"(?: commId (?P<id>" + _ADDRESS + rb"))?"
+    rb"(?P<event>.{0,200}?- (?:Init START|Init COMPLETE|Destroy COMPLETE|Abort COMPLETE)|\s*$)"
+)
+_DESTROYED = re.compile(rb"Destroyed comm (" + _ADDRESS + rb") rank \d+")
+_INIT_CALL = re.compile(
+    rb"ncclCommInitRank\((" + _ADDRESS + rb"), ?(\d{1,9}), ?(" + _ADDRESS + rb"), ?(\d{1,9}), ?(-?\d{1,5})\)"
+)
+_SPLIT_CALL = re.compile(
+    rb"ncclCommSplit\(("
+    + _ADDRESS
+    + rb"), (-?\d{1,10}), -?\d{1,10}, ("
+    + _ADDRESS
+    + rb"), (\d{1,9}), (\d{1,9})\)"
+)
+_VERSION = re.compile(rb"NCCL version (\d{1,3}\.\d{1,3}(?:\.\d{1,3})?)")
+_TORCH = re.compile(
+    rb"(?:\[PG (?:ID )?(\S{1,40}?)(?: PG GUID \S{1,40}?)? ?(?:\(([^)]{0,80})\))? Rank (\d{1,9})\]|\[Rank (\d{1,9})\])"
+    rb" ?ProcessGroupNCCL created ncclComm_ (" + _ADDRESS + rb") on"
+)
+_COLOURS = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")
+_CONTROLS = bytes(range(32)).replace(b"\t", b"") + b"\x7f"
+
+
+def is_relevant(line: bytes) -> bool:
+    """Whether :func:`read_line` can find anything in ``line``; cheap, and the first test that every line meets."""
+    return (
+        b": o" in line
+        or b"NCCL CALL nccl" in line
+        or b"comm 0x" in line
+        or b"NCCL version" in line
+        or b" created ncclComm_ " in line
+    )
+
+
+def clean_line(line: bytes) -> bytes:
+    """``line`` without terminal colours, control bytes and whatever a carriage return has overwritten."""
+    line = line.rstrip(b"\r")
+    if b"\r" in line:
+        line = line.rpartition(b"\r")[2]
+    if b"\x1b" in line:
+        line = _COLOURS.sub(b"", line)
+    return line.translate(None, _CONTROLS)
+
+
+def read_line(line: bytes, hosts: KnownHosts) -> list[Line]:
+    """The messages of one physical line that say something about operations and communicators, in order.
+
+    Text in front of the first head is a launcher's label or the rest of a torn line.
+    """
+    pieces = split_messages(line, hosts)
+    found: list[Line] = []
+    first = pieces[0].start if pieces else len(line)
+    if first:
+        found.extend(_headless(line[:first]))
+    for piece in pieces:
+        message = (_call if piece.is_call else _info)(piece.origin, piece.body)
+        if message is not None:
+            found.append(message)
+    return found
+
+
+def _headless(text: bytes) -> list[Line]:
+    """What stands in front of the first head: banners, torch's lines, and lines that lost their head."""
+    found: list[Line] = []
+    found.extend(VersionLine(None, banner[1].decode()) for banner in _VERSION.finditer(text))
+    if created := _TORCH.search(text):
+        rank = created[3] or created[4]
+        found.append(TorchCommLine(created[5], created[1], created[2], int(rank)))
+    if begin := _COLL_BEGIN.match(text):
+        found.append(_torn(None, begin[1], "coll"))
+    elif b"[nranks=" in text:
+        found.append(FragmentLine())
+    return found
+
+
+def _torn(origin: Origin | None, name: bytes, kind: str) -> TornLine | UnknownOpLine:
+    op = OPERATIONS.get(name)
+    return UnknownOpLine(name.decode()) if op is None else TornLine(origin, op, kind)
+
+
+def _info(origin: Origin, body: bytes) -> Line | None:
+    """A message of level INFO (or one that stands like one)."""
+    whole = _COLL.match(body)
+    if whole:
+        name, opcount, sendbuff, count, datatype, reduction, root, comm, nranks, stream, rank = whole.groups()
+        op = OPERATIONS.get(name)
+        if op is None:
+            return UnknownOpLine(name.decode())
+        return CollLine(
+            origin,
+            op,
+            int(opcount, 16),
+            sendbuff,
+            int(count),
+            int(datatype),
+            int(reduction),
+            int(root),
+            comm,
+            int(nranks),
+            stream,
+            None if rank is None else int(rank),
+        )
+    if begin := _COLL_BEGIN.match(body):
+        return _torn(origin, begin[1], "coll")
+    if banner := _VERSION.match(body):
+        return VersionLine(origin, banner[1].decode())
+    if destroyed := _DESTROYED.match(body):
+        return EndLine(origin, "destroy", destroyed[1])
+    return _comm(origin, body)
+
+
+def _comm(origin: Origin, body: bytes) -> Line | None:
+    """A line about the life of a communicator."""
+    match = _COMM.match(body)
+    if match is None:
+        return None
+    event = match["event"]
+    if event.endswith(b"Destroy COMPLETE"):
+        return EndLine(origin, "destroy", match["comm"])
+    if event.endswith(b"Abort COMPLETE"):
+        return EndLine(origin, "abort", match["comm"])
+    # Only 2.4.2 prints the start of a communicator without saying so.
+    stage = "complete" if event.endswith(b"COMPLETE") else "start"
+    color = match["color"]
+    return InitLine(
+        origin,
+        stage,
+        match["api"],
+        match["comm"],
+        int(match["rank"]),
+        int(match["nranks"]),
+        int(match["device"]),
+        match["bus"],
+        match["id"],
+        match["parent"],
+        match["split"],
+        None if color is None else int(color),
+        _form(match),
+    )
+
+
+def _form(match: re.Match[bytes]) -> str:
+    """The form of an Init line, from the fields that it has."""
+    if match["marked"] or (match["split"] or b"").startswith(b"child"):
+        return "init_marked"
+    if match["split"]:
+        return "split_counted"
+    if match["parent"] and not match["id"]:
+        return "split_without_id"
+    if match["api"]:
+        if match["parent"]:
+            return "split_with_id"
+        if match["api"] == b"ncclCommInitRank":
+            return "init_named"
+        return "init_api"
+    if match["id"]:
+        return "init_id_nvml" if match["nvml"] else "init_id"
+    return "init_bus" if match["bus"] else "init_nvml"
+
+
+def _call(origin: Origin, body: bytes) -> Line | None:
+    """A message of level CALL."""
+    whole = _CALL.match(body)
+    if whole:
+        name, sendbuff, count, datatype, reduction, root, comm, stream = whole.groups()
+        op = OPERATIONS.get(name)
+        if op is None:
+            return UnknownOpLine(name.decode())
+        return CallLine(
+            origin, op, sendbuff, int(count), int(datatype), int(reduction), int(root), comm, stream
+        )
+    if init := _INIT_CALL.match(body):
+        comm, nranks, comm_id, rank, device = init.groups()
+        return InitLine(
+            origin, "call", b"ncclCommInitRank", comm, int(rank), int(nranks), int(device), None, comm_id,
+            None, None, None, "call",
+        )  # fmt: skip
+    if split := _SPLIT_CALL.match(body):
+        parent, color, comm, rank, nranks = split.groups()
+        return InitLine(
+            origin, "call", b"ncclCommSplit", comm, int(rank), int(nranks), None, None, None,
+            parent, None, int(color), "call",
+        )  # fmt: skip
+    begin = _CALL_BEGIN.match(body)
+    if begin and begin[1] in OPERATIONS:
+        return TornLine(origin, OPERATIONS[begin[1]], "call")
+    return None

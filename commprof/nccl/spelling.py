@@ -1,0 +1,80 @@
+"""How NCCL spells operations, element types and reductions, mapped once to the terms of the tables.
+
+Numbers are those of ``nccl.h``: the types 0 to 9 are equal in all versions since bfloat16 came (2.10), 10 and 11 are
+the two float8 types of 2.24. RCCL numbers its float8 types alike in size, which is all that is used of them.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from commprof.schema import Op
+
+# Bcast is the in-place form; NCCL itself prints it as Broadcast. RCCL writes AllToAll.
+OPERATIONS: Final[dict[bytes, Op]] = {
+    b"AllReduce": Op.ALL_REDUCE,
+    b"Reduce": Op.REDUCE,
+    b"ReduceScatter": Op.REDUCE_SCATTER,
+    b"AllGather": Op.ALL_GATHER,
+    b"Broadcast": Op.BROADCAST,
+    b"Bcast": Op.BROADCAST,
+    b"AlltoAll": Op.ALL_TO_ALL,
+    b"AllToAll": Op.ALL_TO_ALL,
+    b"Gather": Op.GATHER,
+    b"Scatter": Op.SCATTER,
+    b"Send": Op.SEND,
+    b"Recv": Op.RECV,
+}
+
+
+class Datatype(NamedTuple):
+    """An element type: its name in torch and its size in bytes."""
+
+    name: str
+    size: int
+
+
+DATATYPES: Final[tuple[Datatype, ...]] = (
+    Datatype("int8", 1),
+    Datatype("uint8", 1),
+    Datatype("int32", 4),
+    Datatype("uint32", 4),
+    Datatype("int64", 8),
+    Datatype("uint64", 8),
+    Datatype("float16", 2),
+    Datatype("float32", 4),
+    Datatype("float64", 8),
+    Datatype("bfloat16", 2),
+    Datatype("float8_e4m3fn", 1),
+    Datatype("float8_e5m2", 1),
+)
+
+REDUCTIONS: Final[tuple[str, ...]] = ("SUM", "PRODUCT", "MAX", "MIN", "AVG")
+
+REDUCING: Final = frozenset({Op.ALL_REDUCE, Op.REDUCE, Op.REDUCE_SCATTER})
+ROOTED: Final = frozenset({Op.BROADCAST, Op.REDUCE, Op.GATHER, Op.SCATTER})
+POINT_TO_POINT: Final = frozenset({Op.SEND, Op.RECV})
+
+# NCCL prints the count of one rank for these; the collective moves it once per rank.
+COUNTED_PER_RANK: Final = frozenset({Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_TO_ALL, Op.GATHER, Op.SCATTER})
+
+
+def reduction_name(op: Op, number: int) -> str | None:
+    """The reduction behind NCCL's number, None where the operation reduces nothing.
+
+    Numbers from 5 on are made by ``ncclRedOpCreatePreMulSum``; they are mixed with a hash of the communicator's
+    address, so they differ from rank to rank and only the kind can be told.
+    """
+    if op not in REDUCING:
+        return None
+    return REDUCTIONS[number] if number < len(REDUCTIONS) else "PREMUL_SUM"
+
+
+def message_bytes(op: Op, printed_bytes: int, nranks: int | None) -> int | None:
+    """Bytes of the whole collective (``payload_bytes`` of a record) from the bytes that the line prints.
+
+    None where the line counts per rank and the number of ranks is not known.
+    """
+    if op not in COUNTED_PER_RANK:
+        return printed_bytes
+    return None if nranks is None else printed_bytes * nranks
