@@ -64,7 +64,8 @@ def overview(run: Run, times: pd.DataFrame, totals: pd.DataFrame, moved: pd.Data
     time, wall, spent = over_steps(durations_after_first(times)), wall_ns(run), recorder_ns(run)
     reason = why_not_moved(moved)
     requested = requested_reduction(manifest.config)
-    sums = totals.iloc[0]
+    # Column by column: a row of a frame turns its integers to floats.
+    sums = {name: totals[name].iloc[0] for name in totals.columns}
     return {
         "name": run.path.name,
         "path": str(run.path),
