@@ -1,0 +1,275 @@
+"""What the rules expect, against recorded runs of the real DeepSpeed.
+
+The runs are data of the development tree, not of the repository; COMMPROF_RECORDED_RUNS names another folder of them.
+Purposes are told here from phase, operation and size alone, bytes are counted from the recorded rows.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+from collections import defaultdict
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commprof.requested import Parameter, expected, micro_steps
+from commprof.requested.configuration import read_configuration
+from commprof.requested.gradients import bucketed_gradients
+from commprof.requested.parameters import trained_groups
+from commprof.requested.partition import lay_out
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORDED = Path(os.environ.get("COMMPROF_RECORDED_RUNS", ROOT.parent / "shared" / "data" / "deepspeed"))
+
+OPS = {
+    "allreduce": "all_reduce",
+    "reduce": "reduce",
+    "all_gather_single": "all_gather",
+    "broadcast": "broadcast",
+}
+TRAINING = ("init", "forward", "backward", "step")
+
+
+def gpt_shapes(width=64, blocks=2, vocabulary=96, context=16):
+    yield "tok.weight", (vocabulary, width)
+    yield "pos.weight", (context, width)
+    for block in range(blocks):
+        for layer, shape in (
+            ("ln1", (width,)),
+            ("qkv", (3 * width, width)),
+            ("proj", (width, width)),
+            ("ln2", (width,)),
+            ("fc1", (4 * width, width)),
+            ("fc2", (width, 4 * width)),
+        ):
+            yield f"blocks.{block}.{layer}.weight", shape
+            yield f"blocks.{block}.{layer}.bias", shape[:1]
+    yield from (("lnf.weight", (width,)), ("lnf.bias", (width,)))
+    yield from (("head.weight", (vocabulary, width)), ("head.bias", (vocabulary,)))
+
+
+def mlp_shapes(sizes=(37, 131, 257, 67, 11)):
+    for layer, (inputs, outputs) in enumerate(pairwise(sizes)):
+        yield f"layers.{layer}.weight", (outputs, inputs)
+        yield f"layers.{layer}.bias", (outputs,)
+
+
+def unused_shapes():
+    """The MLP with a layer that no batch reaches and one that is frozen."""
+    yield from mlp_shapes()
+    yield from (("never.weight", (53, 101)), ("never.bias", (53,)))
+    yield from (("frozen.weight", (37, 37)), ("frozen.bias", (37,)))
+
+
+def parameters_of(case: dict[str, Any]) -> list[Parameter]:
+    if case.get("kind") == "unused":
+        shapes = list(unused_shapes())
+    else:
+        shapes = list(mlp_shapes() if case.get("model") == "mlp" else gpt_shapes())
+    # Two groups: matrices and the rest, which is also how Muon splits a model.
+    split = case.get("two_groups") or case["config"].get("optimizer", {}).get("type") == "Muon"
+    return [
+        Parameter(
+            name,
+            math.prod(shape),
+            param_group=int(bool(split) and len(shape) == 1),
+            requires_grad=not name.startswith("frozen"),
+            forward_index=index,
+        )
+        for index, (name, shape) in enumerate(shapes)
+    ]
+
+
+def gradient_order_of(case: dict[str, Any]) -> list[str]:
+    """Both models hand out gradients in exactly the reverse order; a layer that is not reached hands out none."""
+    trained = [p.name for p in parameters_of(case) if p.requires_grad and not p.name.startswith("never")]
+    return trained[::-1]
+
+
+def stage_of(config: dict[str, Any]) -> int:
+    return config.get("zero_optimization", {}).get("stage", 0)
+
+
+def fills_buckets(config: dict[str, Any]) -> bool:
+    configuration = read_configuration(config)
+    return configuration.partitions and not configuration.reduces_flat_groups
+
+
+def states_only_what_the_rules_cover(case: dict[str, Any]) -> bool:
+    config = case["config"]
+    stage = stage_of(config)
+    return (
+        stage < 3
+        and case.get("kind") in (None, "std", "unused")
+        and not {"after", "model_kw", "zero_init"} & set(case)
+        and not (stage and config.get("torch_autocast", {}).get("enabled"))
+        and not config.get("zero_optimization", {}).get("zenflow")
+    )
+
+
+@cache
+def recorded_cases() -> dict[str, dict[str, Any]]:
+    cases = {}
+    for folder in sorted(RECORDED.glob("*/")) if RECORDED.is_dir() else ():
+        if not all((folder / name).exists() for name in ("config.json", "losses.json", "collectives.csv")):
+            continue
+        case = json.loads((folder / "config.json").read_text())
+        if states_only_what_the_rules_cover(case):
+            status = json.loads((folder / "losses.json").read_text())["status"]
+            if status == "ok":
+                cases[folder.name] = case
+    return cases
+
+
+def rows_of(name: str) -> list[dict[str, str]]:
+    with (RECORDED / name / "collectives.csv").open() as file:
+        return [row for row in csv.DictReader(file) if row["phase"] in TRAINING]
+
+
+def purpose_of(row: dict[str, str]) -> str:
+    if row["phase"] == "init":
+        return "parameter_broadcast"
+    if row["op"] == "all_gather_single":
+        return "parameter_gather"
+    if row["dtype"] == "uint8":
+        return "overflow_check"
+    return "gradient_norm" if row["numel_in"] == "1" else "gradient_reduce"
+
+
+def payload_of(row: dict[str, str]) -> int:
+    return int(row["bytes_out"] if row["op"] == "all_gather_single" else row["bytes_in"])
+
+
+def wire_of(row: dict[str, str]) -> float:
+    ranks = len(row["group"].split("-"))
+    trips = 2 if row["op"] == "allreduce" else 1
+    return trips * payload_of(row) * (ranks - 1) / ranks
+
+
+def step_of(row: dict[str, str], config: dict[str, Any]) -> str:
+    if row["phase"] == "init":
+        return "init"
+    # Without managed accumulation each call of step(), so each micro-batch, is a step.
+    return (
+        row["step"] if config.get("managed_gradient_accumulation", True) else f"{row['step']}/{row['micro']}"
+    )
+
+
+def recorded_traffic(
+    name: str, config: dict[str, Any], rank: str
+) -> dict[str, dict[tuple[str, str], list[float]]]:
+    """step -> (purpose, op) -> count, payload bytes, wire bytes."""
+    traffic: dict[str, dict[tuple[str, str], list[float]]] = defaultdict(
+        lambda: defaultdict(lambda: [0, 0, 0.0])
+    )
+    for row in rows_of(name):
+        if row["rank"] == rank:
+            sums = traffic[step_of(row, config)][purpose_of(row), OPS[row["op"]]]
+            sums[0] += 1
+            sums[1] += payload_of(row)
+            sums[2] += wire_of(row)
+    return traffic
+
+
+def expected_traffic(
+    case: dict[str, Any], gradient_order: list[str] | None
+) -> dict[str, dict[Any, list[float]]]:
+    """The same for ``"init"`` and for any ``"step"``, from the rules."""
+    config, world = case["config"], case["world"]
+    traffic: dict[str, dict[Any, list[float]]] = {"init": {}, "step": {}}
+    for row in expected(config, parameters_of(case), world, gradient_order):
+        times = micro_steps(config, world) if row.when == "micro_step" else 1
+        into = traffic["init" if row.when == "init" else "step"]
+        into[row.purpose, row.issued_op] = [
+            row.count * times,
+            row.payload_bytes * times,
+            pytest.approx(row.wire_bytes * times),
+        ]
+    return traffic
+
+
+def without_the_rest_of_a_skipped_step(expectation, recorded):
+    """A step of fp16 that overflowed ends at the check."""
+    if ("parameter_gather", "all_gather") in recorded:
+        return expectation
+    return {k: v for k, v in expectation.items() if k[0] not in ("gradient_norm", "parameter_gather")}
+
+
+needs_recorded_runs = pytest.mark.skipif(
+    not recorded_cases(), reason="no recorded DeepSpeed runs here; COMMPROF_RECORDED_RUNS names their folder"
+)
+
+
+@needs_recorded_runs
+@pytest.mark.parametrize("name", recorded_cases())
+def test_counts_and_bytes_of_every_step_are_those_recorded(name):
+    case = recorded_cases()[name]
+    config = case["config"]
+    expectation = expected_traffic(case, gradient_order_of(case))
+    ranks = {row["rank"] for row in rows_of(name)}
+    assert len(ranks) == case["world"]
+    for rank in ranks:
+        for step, recorded in recorded_traffic(name, config, rank).items():
+            wanted = expectation["init" if step == "init" else "step"]
+            if config.get("fp16", {}).get("enabled") and step != "init":
+                wanted = without_the_rest_of_a_skipped_step(wanted, recorded)
+            assert dict(recorded) == wanted, (rank, step)
+
+
+@needs_recorded_runs
+@pytest.mark.parametrize("name", [n for n, case in recorded_cases().items() if case.get("kind") != "unused"])
+def test_without_the_gradient_order_the_bytes_are_still_those_recorded(name):
+    case = recorded_cases()[name]
+    recorded = recorded_traffic(name, case["config"], "0")
+    last = max(step for step in recorded if step != "init")
+    expectation = expected_traffic(case, None)["step"]
+    for (purpose, op), (_, payload, wire) in recorded[last].items():
+        assert expectation[purpose, op][1:] == [payload, wire]
+
+
+@needs_recorded_runs
+@pytest.mark.parametrize("name", [n for n, case in recorded_cases().items() if fills_buckets(case["config"])])
+def test_each_gradient_message_has_the_recorded_size(name):
+    case = recorded_cases()[name]
+    configuration = read_configuration(case["config"])
+    groups = trained_groups(parameters_of(case))
+    layout = lay_out(
+        groups,
+        case["world"],
+        configuration.model_dtype,
+        round_robin=configuration.round_robin_gradients,
+        align_parameters=configuration.parameter_alignment,
+    )
+    order = gradient_order_of(case)
+    messages = bucketed_gradients(configuration, groups, layout, case["world"], order, "gloo").messages
+    by_reduction = defaultdict(list)
+    for row in rows_of(name):
+        if purpose_of(row) == "gradient_reduce":
+            by_reduction[row["rank"], row["step"], row["micro"]].append(
+                (OPS[row["op"]], int(row["numel_in"]))
+            )
+    assert by_reduction
+    for recorded in by_reduction.values():
+        assert recorded == [(str(message.op), message.numel) for message in messages]
+
+
+@needs_recorded_runs
+@pytest.mark.skipif("COMMPROF_RECORDED_RUNS" in os.environ, reason="another set of runs may be smaller")
+def test_the_recorded_runs_reach_every_rule():
+    cases = recorded_cases().values()
+    configurations = [read_configuration(case["config"]) for case in cases]
+    assert {c.stage for c in configurations} == {0, 1, 2}
+    assert {c.reduction for c in configurations} == {"all_reduce", "multi_rank_all_reduce", "reduce_to_owner"}
+    assert {c.model_dtype for c in configurations} == {None, "bfloat16", "float16"}
+    assert {c.contiguous_gradients for c in configurations} == {True, False}
+    assert {c.overlap_comm for c in configurations} == {True, False}
+    assert any(c.reduces_flat_groups for c in configurations)
+    assert any(not c.compute_grad_norm for c in configurations)
+    assert any(micro_steps(case["config"], case["world"]) == 2 for case in cases)
+    assert {1, 2, 3} <= {case["world"] for case in cases}

@@ -1,0 +1,142 @@
+"""Flat buffers, owners and buckets, against an element-by-element count."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commprof.requested.buckets import balanced_rounds, buckets_within, owned_slices, runs_past
+from commprof.requested.parameters import Parameter
+from commprof.requested.partition import OwnedSlice, lay_out
+from commprof.requested.reductions import (
+    multi_rank_all_reduce,
+    native_reduce_scatter,
+    reduce_to_owner,
+)
+
+QUICK = settings(max_examples=60, deadline=None)
+SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=12)
+WORLDS = st.integers(1, 5)
+
+
+def named(sizes):
+    return [Parameter(f"p{index}", size) for index, size in enumerate(sizes)]
+
+
+# 37 -> 131 -> 257 -> 67 -> 11: odd sizes, so that boundaries of 3 pieces fall inside parameters.
+MLP = named([37 * 131, 131, 131 * 257, 257, 257 * 67, 67, 67 * 11, 11])
+
+
+def owners_by_element(sizes, world_size, *, dealt_out, unit):
+    """The owner of every element of every parameter, from a buffer that is written out."""
+    order = sorted(range(len(sizes)), key=lambda i: (i % world_size, i)) if dealt_out else range(len(sizes))
+    buffer = []
+    for index in order:
+        buffer += [index] * sizes[index]
+        while len(buffer) % unit:
+            buffer.append(None)
+    while len(buffer) % (2 * world_size):
+        buffer.append(None)
+    piece = len(buffer) // world_size
+    owners = {index: [] for index in range(len(sizes))}
+    for position, index in enumerate(buffer):
+        if index is not None:
+            owners[index].append(position // piece)
+    return owners, len(buffer)
+
+
+@QUICK
+@given(SIZES, WORLDS, st.booleans(), st.booleans())
+def test_every_element_has_the_owner_of_its_place_in_the_flat_buffer(sizes, world_size, dealt_out, aligned):
+    layout = lay_out([named(sizes)], world_size, round_robin=dealt_out, align_parameters=aligned)
+    owners, length = owners_by_element(sizes, world_size, dealt_out=dealt_out, unit=4 if aligned else 1)
+    assert layout.groups[0].numel == length
+    for index, parameter in enumerate(named(sizes)):
+        spelled_out = [owner for owner, numel in layout.slices(parameter) for _ in range(numel)]
+        assert spelled_out == owners[index]
+
+
+@QUICK
+@given(st.lists(SIZES, min_size=1, max_size=3), WORLDS)
+def test_the_pieces_of_each_group_are_equal_and_hold_all_of_it(groups, world_size):
+    listed = [
+        [Parameter(f"g{number}.{index}", size) for index, size in enumerate(sizes)]
+        for number, sizes in enumerate(groups)
+    ]
+    layout = lay_out(listed, world_size)
+    for flat, sizes in zip(layout.groups, groups, strict=True):
+        assert flat.numel == flat.partition_numel * world_size
+        assert flat.numel % (2 * world_size) == 0
+        assert 0 <= flat.numel - sum(sizes) < 2 * world_size
+
+
+def test_a_parameter_may_have_every_rank_as_owner():
+    layout = lay_out([MLP], 3)
+    assert layout.groups[0].numel == 56_940
+    assert layout.slices(MLP[2]) == [OwnedSlice(0, 14_002), OwnedSlice(1, 18_980), OwnedSlice(2, 685)]
+
+
+def test_16_bit_parameters_are_aligned_to_8_elements():
+    layout = lay_out([named([3, 9])], 2, "bfloat16", align_parameters=True)
+    assert layout.places == {"p0": (0, 0), "p1": (0, 8)}
+    assert layout.groups[0].numel == 24
+
+
+@QUICK
+@given(SIZES, st.integers(1, 60))
+def test_buckets_keep_the_order_and_the_limit(sizes, capacity):
+    buckets = buckets_within(named(sizes), capacity)
+    assert [p for bucket in buckets for p in bucket] == [p for p in named(sizes) if p.numel]
+    for bucket in buckets:
+        assert len(bucket) == 1 or sum(p.numel for p in bucket) <= capacity
+    for bucket, following in pairwise(buckets):
+        assert sum(p.numel for p in bucket) + following[0].numel > capacity
+
+
+def test_a_sum_is_closed_once_it_is_past_the_limit():
+    assert runs_past([4, 4, 1, 9, 2], 8) == [9, 9, 2]
+    assert runs_past([8], 8) == [8]
+    assert runs_past([], 8) == []
+
+
+def test_an_oversized_parameter_travels_alone_and_in_parts():
+    layout = lay_out([MLP], 3)
+    slices = [owned_slices(bucket, layout) for bucket in buckets_within(MLP[::-1], 20_000)]
+    assert [sum(piece.numel for piece in bucket) for bucket in slices] == [18_291, 33_667, 4_978]
+    assert [m.numel for m in multi_rank_all_reduce(slices[1], 20_000)] == [32_982, 685]
+    assert [m.numel for bucket in slices for m in reduce_to_owner(bucket, 20_000)] == [
+        18_291,
+        14_002,
+        18_980,
+        685,
+        4_978,
+    ]
+
+
+def test_slices_of_one_owner_travel_together_in_the_order_of_the_first():
+    slices = [OwnedSlice(1, 5), OwnedSlice(0, 7), OwnedSlice(1, 2)]
+    assert [message.numel for message in reduce_to_owner(slices, 100)] == [7, 7]
+    assert [message.numel for message in reduce_to_owner(slices, 4)] == [5, 2, 7]
+
+
+def test_rows_are_padded_to_equal_length_only_where_that_costs_little():
+    assert native_reduce_scatter([OwnedSlice(0, 100), OwnedSlice(1, 97)], 1000, 2)[0].numel == 200
+    assert native_reduce_scatter([OwnedSlice(0, 100), OwnedSlice(1, 50)], 1000, 2)[0].numel == 150
+
+
+@QUICK
+@given(SIZES.filter(any), WORLDS, st.integers(1, 60), st.booleans())
+def test_balanced_rounds_hold_every_element_once_and_as_much_of_each_piece(
+    sizes, world_size, capacity, aligned
+):
+    layout = lay_out([named(sizes)], world_size, align_parameters=aligned)
+    rounds = list(balanced_rounds(layout.groups[0], capacity))
+    assert sum(row.numel for slices in rounds for row in slices) == sum(sizes)
+    for slices in rounds:
+        assert sum(row.numel for row in slices) <= max(capacity, world_size)
+    for owner in range(world_size):
+        held = sum(row.numel for slices in rounds for row in slices if row.owner == owner)
+        owned = sum(n for p in named(sizes) for o, n in layout.slices(p) if o == owner)
+        assert held == owned
