@@ -141,7 +141,7 @@ def settings(runs: Sequence[AnyRun]) -> pd.DataFrame:
     """How the runs differ: ``run``, ``label``, and a column of text for each dotted config key that is not the same in all.
 
     A key that a run's config lacks is ``(absent)``. Keys that only name places are left out. What else makes runs different
-    experiments counts as a key too: ``script``, ``world_size``, ``environment.NCCL_*``. One row per run, in the given order.
+    experiments counts as a key too: ``script``, ``arguments.*``, ``world_size``, ``environment.NCCL_*``. One row per run.
     """
     opened = [_opened(run) for run in runs]
     names = _names(opened)

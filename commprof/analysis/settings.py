@@ -24,7 +24,9 @@ _NEEDS_SECTION: Final = frozenset({"enabled", "type", "device", "name", "params"
 class Described(Protocol):
     """What is read of a manifest."""
 
+    command: Sequence[str]
     config: Mapping[str, Any] | None
+    config_argument: str | None
     script: str | None
     world_size: int | None
     environment: Mapping[str, str]
@@ -77,13 +79,40 @@ def _says_how(key: str) -> bool:
     return not any(last == name or last.endswith(f"_{name}") for name in _NAMES_OF_PLACES)
 
 
+def script_arguments(command: Sequence[str], script: str | None) -> dict[str, Any]:
+    """The options of ``script`` in ``command``, by name with their dashes; words without an option by their position.
+
+    >>> script_arguments(["python", "train.py", "data", "--layers", "4", "--lr=0.1", "--fast"], "train.py")
+    {'1': 'data', '--layers': '4', '--lr': '0.1', '--fast': True}
+    """
+    words = list(command)
+    words = words[words.index(script) + 1 :] if script in words else []
+    found: dict[str, Any] = {}
+    option: str | None = None
+    for position, word in enumerate(words, start=1):
+        is_option = word.startswith("-") and not word.lstrip("-")[:1].isdigit()
+        if is_option:
+            name, equals, value = word.partition("=")
+            found[name] = value if equals else True
+            option = None if equals else name
+        elif option is not None:
+            found[option] = word if found[option] is True else f"{found[option]} {word}"
+        else:
+            found[str(position)] = word
+    return found
+
+
 def _facts(manifest: Described) -> dict[str, Any]:
-    """What else makes two runs different experiments: script, ranks, and NCCL's tuning variables."""
+    """What else makes two runs different experiments: script, its arguments, ranks, and NCCL's tuning variables."""
     facts: dict[str, Any] = {}
     if manifest.script is not None:
         facts["script"] = PurePath(manifest.script).name
     if manifest.world_size is not None:
         facts["world_size"] = manifest.world_size
+    for name, value in script_arguments(manifest.command, manifest.script).items():
+        # The config's file name differs in every run of a sweep; what is in it is compared key by key.
+        if name != manifest.config_argument and _says_how(name.replace("-", "_")):
+            facts[f"arguments.{name}"] = value
     for name, value in manifest.environment.items():
         if name.startswith("NCCL_") and not name.startswith("NCCL_DEBUG"):
             facts[f"environment.{name}"] = value
@@ -91,9 +120,8 @@ def _facts(manifest: Described) -> dict[str, Any]:
 
 
 def _values(manifest: Described) -> dict[str, Any]:
-    config = flatten(manifest.config or {})
-    point = flatten((manifest.sweep or {}).get("point") or {})
-    return {key: value for key, value in {**config, **point}.items() if _says_how(key)} | _facts(manifest)
+    config = {key: value for key, value in flatten(manifest.config or {}).items() if _says_how(key)}
+    return config | flatten((manifest.sweep or {}).get("point") or {}) | _facts(manifest)
 
 
 def _is_empty_section(key: str, of_runs: Iterable[Mapping[str, Any]]) -> bool:

@@ -1,0 +1,213 @@
+"""settings(): what differs between runs, and how it is called."""
+
+import pandas as pd
+import pytest
+from support.runs import SyntheticRun
+
+from commprof.analysis.settings import (
+    differing_keys,
+    flatten,
+    in_order,
+    script_arguments,
+    settings_frame,
+    settings_of,
+    short_names,
+    value_text,
+)
+
+
+def zero(**keys):
+    return {"train_batch_size": 8, "zero_optimization": {"stage": 2, **keys}}
+
+
+def labels(*runs: SyntheticRun) -> list[str]:
+    names = [f"run-{number}" for number in range(len(runs))]
+    return [setting.label for setting in settings_of([run.open().manifest for run in runs], names)]
+
+
+def test_only_the_keys_that_differ_make_the_label_by_their_shortest_names():
+    found = labels(
+        SyntheticRun(config=zero(reduce_scatter=True, use_multi_rank_bucket_allreduce=False)),
+        SyntheticRun(config=zero(reduce_scatter=False, use_multi_rank_bucket_allreduce=False)),
+        SyntheticRun(config=zero(reduce_scatter=True, use_multi_rank_bucket_allreduce=True)),
+    )
+    assert found == [
+        "reduce_scatter=true, use_multi_rank_bucket_allreduce=false",
+        "reduce_scatter=false, use_multi_rank_bucket_allreduce=false",
+        "reduce_scatter=true, use_multi_rank_bucket_allreduce=true",
+    ]
+
+
+def test_a_missing_key_is_said_to_be_absent():
+    assert labels(SyntheticRun(config=zero()), SyntheticRun(config=zero(overlap_comm=True))) == [
+        "overlap_comm=(absent)",
+        "overlap_comm=true",
+    ]
+
+
+def test_a_run_without_config_differs_by_all_keys_of_the_other():
+    assert labels(SyntheticRun(), SyntheticRun(config={"zero_optimization": {"stage": 1}})) == [
+        "stage=(absent)",
+        "stage=1",
+    ]
+
+
+def test_an_empty_section_beside_a_filled_one_is_no_difference_of_its_own():
+    assert labels(
+        SyntheticRun(config={"zero_optimization": {}}),
+        SyntheticRun(config={"zero_optimization": {"stage": 2}}),
+    ) == ["stage=(absent)", "stage=2"]
+    assert labels(SyntheticRun(config={"bf16": {}}), SyntheticRun(config={"a": 1, "bf16": {}})) == [
+        "a=(absent)",
+        "a=1",
+    ]
+
+
+def test_names_stay_apart_where_their_last_parts_are_equal():
+    keys = ["fp16.enabled", "optimizer.params.lr", "scheduler.params.lr", "zero_optimization.stage"]
+    assert short_names(keys, keys) == {
+        "fp16.enabled": "fp16.enabled",
+        "optimizer.params.lr": "optimizer.params.lr",
+        "scheduler.params.lr": "scheduler.params.lr",
+        "zero_optimization.stage": "stage",
+    }
+
+
+def test_a_key_that_equals_the_end_of_another_keeps_its_own_name():
+    assert short_names(["lr"], ["lr", "params.lr"]) == {"lr": "lr"}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (True, "true"),
+        (None, "null"),
+        (5e8, "500000000"),
+        (500_000_000, "500000000"),
+        (1e-3, "0.001"),
+        ("auto", "auto"),
+        ([1, 2.5], "[1, 2.5]"),
+        ({}, "{}"),
+    ],
+)
+def test_values_are_written_as_json_without_quotes(value, text):
+    assert value_text(value) == text
+
+
+def test_equal_numbers_in_different_spelling_do_not_differ_but_text_and_truth_do():
+    assert differing_keys([{"size": 5e8}, {"size": 500_000_000}]) == []
+    assert differing_keys([{"a": True}, {"a": "true"}]) == ["a"]
+    assert differing_keys([{"a": 1}, {"a": True}]) == ["a"]
+    assert differing_keys([{"a": None}, {}]) == ["a"]
+
+
+def test_keys_that_only_name_places_are_left_out():
+    first = {
+        "tensorboard": {"output_path": "a", "job_name": "x"},
+        "nvme_path": "/a",
+        "dump_dir": "p",
+        "stage": 1,
+    }
+    second = {
+        "tensorboard": {"output_path": "b", "job_name": "y"},
+        "nvme_path": "/b",
+        "dump_dir": "q",
+        "stage": 2,
+    }
+    assert labels(SyntheticRun(config=first), SyntheticRun(config=second)) == ["stage=1", "stage=2"]
+
+
+def test_world_size_script_and_nccl_tuning_make_settings_of_their_own():
+    assert labels(SyntheticRun(world_size=2, config=zero()), SyntheticRun(world_size=4, config=zero())) == [
+        "world_size=2",
+        "world_size=4",
+    ]
+    assert labels(SyntheticRun(script="a/one.py"), SyntheticRun(script="b/two.py")) == [
+        "script=one.py",
+        "script=two.py",
+    ]
+    assert labels(
+        SyntheticRun(environment={"NCCL_ALGO": "Ring", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1"}),
+        SyntheticRun(environment={"NCCL_ALGO": "Tree", "OMP_NUM_THREADS": "2"}),
+    ) == ["NCCL_ALGO=Ring", "NCCL_ALGO=Tree"]
+
+
+def test_arguments_of_the_script_count_but_not_the_name_of_its_config_file():
+    def run(*arguments):
+        run = SyntheticRun(config=zero()).open()
+        run.manifest.command = ["python", "train.py", *arguments]
+        return run.manifest
+
+    found = settings_of(
+        [
+            run("--config", "a.json", "--layers", "2", "--out-dir", "x"),
+            run("--config=b.json", "--layers", "4", "--out-dir", "y"),
+        ],
+        ["a", "b"],
+    )
+    assert [setting.label for setting in found] == ["--layers=2", "--layers=4"]
+
+
+def test_arguments_with_negative_numbers_several_values_and_none():
+    assert script_arguments(["x.py", "--lr", "-1", "--sizes", "1", "2", "-v"], "x.py") == {
+        "--lr": "-1",
+        "--sizes": "1 2",
+        "-v": True,
+    }
+    assert script_arguments(["torchrun", "--x", "1"], None) == {}
+
+
+def test_runs_that_differ_in_nothing_share_one_label():
+    assert labels(SyntheticRun(config=zero()), SyntheticRun(config=zero())) == ["same settings"] * 2
+    assert labels(SyntheticRun(config=zero())) == ["run-0"]
+
+
+def sweep(value, repeat=0, **settings):
+    key = "zero_optimization.reduce_scatter"
+    return SyntheticRun(
+        config=zero(reduce_scatter=value, follows_from_it=str(value)),
+        sweep={"name": "s1", "point": {key: value}, "repeat": repeat},
+        **settings,
+    )
+
+
+def test_a_sweep_labels_its_runs_by_its_point_alone():
+    assert labels(sweep(True), sweep(False), sweep(True, repeat=1)) == [
+        "reduce_scatter=true",
+        "reduce_scatter=false",
+        "reduce_scatter=true",
+    ]
+    assert labels(sweep(True), sweep(True, repeat=1)) == ["reduce_scatter=true"] * 2
+    assert labels(sweep(False)) == ["reduce_scatter=false"]
+
+
+def test_a_sweep_is_shown_in_the_order_in_which_it_ran_and_other_runs_as_given():
+    swept = [sweep(True, started_realtime_ns=5), sweep(False, started_realtime_ns=3)]
+    assert in_order([run.open().manifest for run in swept]) == [1, 0]
+    others = [SyntheticRun(started_realtime_ns=5), SyntheticRun(started_realtime_ns=3)]
+    assert in_order([run.open().manifest for run in others]) == [0, 1]
+
+
+def test_the_frame_has_one_row_per_run_and_a_column_of_text_per_key():
+    manifests = [SyntheticRun(config=zero(overlap_comm=value)).open().manifest for value in (True, False)]
+    frame = settings_frame(settings_of(manifests, ["a", "b"]), ["a", "b"])
+    pd.testing.assert_frame_equal(
+        frame,
+        pd.DataFrame(
+            {
+                "run": ["a", "b"],
+                "label": ["overlap_comm=true", "overlap_comm=false"],
+                "zero_optimization.overlap_comm": ["true", "false"],
+            },
+            dtype="str",
+        ),
+    )
+    assert settings_frame([], []).columns.tolist() == ["run", "label"]
+
+
+def test_flatten_keeps_lists_and_empty_mappings_as_values():
+    assert flatten({"a": {"b": {"c": 1}}, "d": [1, {"e": 2}], "f": {}}) == {
+        "a.b.c": 1,
+        "d": [1, {"e": 2}],
+        "f": {},
+    }
