@@ -1,1 +1,38 @@
-"""zero_runtime: a ZeRO runtime driven by DeepSpeed's API and configuration files."""
+"""zero_runtime: a ZeRO runtime driven by DeepSpeed's API and configuration files.
+
+::
+
+    engine, optimizer, _, _ = zero_runtime.initialize(model=model, model_parameters=model.parameters(), config="ds.json")
+    for x, y in batches:
+        loss = engine(x, y)
+        engine.backward(loss)
+        engine.step()
+
+Stages 0, 1 and 2; fp32 and bf16. What differs from DeepSpeed stands in ``docs/deepspeed-differences.md``.
+"""
+
+from __future__ import annotations
+
+from zero_runtime import comm, zero
+from zero_runtime.arguments import add_config_arguments
+from zero_runtime.comm import init_distributed
+from zero_runtime.engine import Engine, initialize
+from zero_runtime.errors import ConfigError, UnsupportedError, UsageError, ZeroRuntimeError
+from zero_runtime.version import VERSION as __version__
+
+DeepSpeedEngine = Engine
+
+__all__ = [
+    "ConfigError",
+    "DeepSpeedEngine",
+    "Engine",
+    "UnsupportedError",
+    "UsageError",
+    "ZeroRuntimeError",
+    "__version__",
+    "add_config_arguments",
+    "comm",
+    "init_distributed",
+    "initialize",
+    "zero",
+]

@@ -1,0 +1,208 @@
+"""Filling and flushing gradient buckets.
+
+Gradients enter in the order in which they become ready. A bucket is sent when the next gradient would not fit into
+``reduce_bucket_size`` elements, and the last one after backward. A gradient larger than that is a bucket of its own, and
+is not copied. There is one open bucket for each communication dtype. These are DeepSpeed 0.19.8's rules for stages 1 and 2.
+
+Contiguous buckets copy each gradient into one buffer, allocated once; the others keep the gradients and join them when they are
+sent. DeepSpeed allocates ``reduce_bucket_size`` elements whatever the model; here the buffer never exceeds the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+import torch
+
+from commprof import hooks
+from zero_runtime.layout import Run, Slice, owner_runs
+
+FULL: Final = "full"
+OVERSIZED: Final = "oversized"
+END_OF_BACKWARD: Final = "end_of_backward"
+
+
+class Scaling(NamedTuple):
+    """When and by how much gradients are scaled; the order decides the last bit. 1.0 means not at all."""
+
+    bucket_divisor: float = 1.0  # the bucket, in the gradients' dtype, before any cast
+    divisor: float = 1.0  # after the cast to the communication dtype, before the sum
+    factor_before: float = 1.0  # after the cast, before the sum
+    factor_after: float = 1.0  # after the sum, in the communication dtype
+
+
+@dataclass(slots=True)
+class Entry:
+    """A gradient, or a part of one, on its way into a bucket.
+
+    Attributes:
+        name: of its parameter.
+        gradient: 1-D view of the gradient.
+        slices: who owns which part of ``gradient``, in element order; ``start`` counts from its first element.
+        group: the optimizer's param group.
+    """
+
+    name: str
+    gradient: torch.Tensor
+    slices: tuple[Slice, ...]
+    group: int = 0
+
+
+@dataclass(slots=True)
+class Bucket:
+    """A full bucket as a reduction gets it.
+
+    Attributes:
+        number: within the optimizer step, from 0.
+        tensor: the gradients end to end, 1-D; the reduction leaves the result in it, at least in this rank's runs.
+        runs: who owns which elements of ``tensor``, in order, neighbours of one owner merged.
+        dtype: in which it travels.
+        limit: ``reduce_bucket_size``, in elements.
+        scaling: when gradients are divided.
+        entries: what is in it.
+        flush_reason: full, oversized or end_of_backward.
+    """
+
+    number: int
+    tensor: torch.Tensor
+    runs: tuple[Run, ...]
+    dtype: torch.dtype
+    limit: int
+    scaling: Scaling
+    entries: tuple[Entry, ...]
+    flush_reason: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole bucket as it travels."""
+        return self.tensor.numel() * self.dtype.itemsize
+
+    def why(self, owner: int | None = None, intended_op: str | None = None) -> hooks.tag | None:
+        """The tag of a collective that carries this bucket; None when nobody records."""
+        if not hooks.recording():
+            return None
+        names = tuple(dict.fromkeys(entry.name for entry in self.entries))
+        return _reduction_tag(self.number, owner, names, intended_op, self.num_bytes)
+
+    def describe(self) -> None:
+        """Publish the bucket."""
+        hooks.describe_bucket(
+            bucket=self.number,
+            numel=self.tensor.numel(),
+            bytes=self.num_bytes,
+            capacity=self.limit,
+            dtype=str(self.dtype).removeprefix("torch."),
+            owners=",".join(map(str, dict.fromkeys(run.owner for run in self.runs))) or None,
+            parameters=",".join(dict.fromkeys(entry.name for entry in self.entries)),
+            flush_reason=self.flush_reason,
+        )
+
+
+@lru_cache(maxsize=4096)
+def _reduction_tag(
+    bucket: int, owner: int | None, parameters: tuple[str, ...], intended_op: str | None, bucket_bytes: int
+) -> hooks.tag:
+    # The same buckets come back every step, and a tag that is kept is cheaper for the recorder.
+    return hooks.tag("gradient_reduce", bucket, owner, parameters, intended_op, bucket_bytes)
+
+
+@dataclass(slots=True)
+class _Open:
+    """The bucket being filled for one communication dtype."""
+
+    entries: list[Entry] = field(default_factory=list)
+    numel: int = 0
+    buffer: torch.Tensor | None = None
+
+
+class Bucketer:
+    """Collects gradients into buckets and hands each full one on.
+
+    Args:
+        limit: ``reduce_bucket_size``, in elements.
+        buffer_numel: elements of a contiguous buffer, where one is used; larger gradients are not copied.
+        contiguous: copy gradients into one buffer, or keep them until the bucket is sent.
+        scaling: when gradients are divided.
+        send: called with every full bucket: reduces it and takes what this rank owns out of it. The bucket's memory
+            is used again when it returns.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        buffer_numel: int,
+        contiguous: bool,
+        scaling: Scaling,
+        send: Callable[[Bucket], None],
+    ) -> None:
+        self._limit = limit
+        self._buffer_numel = min(limit, buffer_numel)
+        self._contiguous = contiguous
+        self._scaling = scaling
+        self._send = send
+        self._open: dict[torch.dtype, _Open] = {}
+        self._number = 0
+
+    def begin_step(self) -> None:
+        """Count buckets from 0 again."""
+        self._number = 0
+
+    def add(self, entry: Entry, dtype: torch.dtype) -> None:
+        """Put a gradient into the bucket of communication dtype ``dtype``; send that first if it would not fit."""
+        numel = entry.gradient.numel()
+        if numel == 0:
+            return
+        current = self._open.setdefault(dtype, _Open())
+        if current.numel + numel > self._limit:
+            self._flush(dtype, FULL)
+        if self._contiguous and numel <= self._limit:
+            if current.buffer is None:
+                current.buffer = entry.gradient.new_empty(self._buffer_numel)
+            entry.gradient = current.buffer.narrow(0, current.numel, numel).copy_(entry.gradient)
+        current.entries.append(entry)
+        current.numel += numel
+
+    def flush(self, reason: str = END_OF_BACKWARD) -> None:
+        """Send every bucket that holds something, in the alphabetical order of the dtypes."""
+        for dtype in sorted(self._open, key=str):
+            self._flush(dtype, reason)
+
+    def release(self) -> None:
+        """Give the buffers back; they are allocated again when the next gradient comes."""
+        for current in self._open.values():
+            current.buffer = None
+
+    def _flush(self, dtype: torch.dtype, reason: str) -> None:
+        current = self._open[dtype]
+        if not current.entries:
+            return
+        entries = tuple(current.entries)
+        bucket = Bucket(
+            number=self._number,
+            tensor=self._joined(current),
+            runs=owner_runs([(piece.owner, piece.numel) for entry in entries for piece in entry.slices]),
+            dtype=dtype,
+            limit=self._limit,
+            scaling=self._scaling,
+            entries=entries,
+            flush_reason=OVERSIZED if current.numel > self._limit else reason,
+        )
+        current.entries = []
+        current.numel = 0
+        self._number += 1
+        if hooks.recording():
+            bucket.describe()
+        self._send(bucket)
+
+    def _joined(self, current: _Open) -> torch.Tensor:
+        if self._contiguous and current.buffer is not None and current.numel <= self._limit:
+            return current.buffer.narrow(0, 0, current.numel)
+        return joined([entry.gradient for entry in current.entries])
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The 1-D tensors end to end; a single one is returned itself, not copied."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

@@ -1,0 +1,59 @@
+"""Norms of gradients, and clipping by them.
+
+Clipping multiplies gradients by min(1, limit / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from commprof import hooks
+from zero_runtime.comm import DataParallelGroup
+
+_EPSILON: Final = 1e-6
+_NORM: Final = hooks.tag("gradient_norm")
+# What DeepSpeed reports for a norm that is infinite or NaN.
+_INVALID_NORM: Final = -1.0
+
+
+def sharded_norm(pieces: Sequence[torch.Tensor], group: DataParallelGroup) -> torch.Tensor:
+    """The 2-norm of all gradients, of which each rank holds pieces: one all_reduce for each piece (param group).
+
+    Args:
+        pieces: this rank's piece of every param group; 1-D.
+        group: the ranks that hold the others.
+
+    Returns:
+        A 0-D fp32 tensor on the pieces' device; -1 where the norm is infinite or NaN.
+    """
+    norms = []
+    for piece in pieces:
+        squared = torch.linalg.vector_norm(piece, dtype=torch.float64).square().float()
+        group.all_reduce(squared, why=_NORM)
+        norms.append(_valid(squared.sqrt()))
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def replicated_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of gradients that every rank holds whole: nothing is sent."""
+    norms = torch._foreach_norm([gradient.detach().float() for gradient in gradients])
+    return _valid(torch.linalg.vector_norm(torch.stack(norms)))
+
+
+def averaged_norm(gradients: Sequence[torch.Tensor], group: DataParallelGroup) -> torch.Tensor:
+    """As ``replicated_norm``, averaged over the ranks: one all_reduce of one element, as DeepSpeed's stage 0 in fp32 sends."""
+    norm = replicated_norm(gradients) / group.world_size
+    group.all_reduce(norm, why=_NORM)
+    return norm
+
+
+def clip_factor(norm: torch.Tensor, limit: float) -> torch.Tensor:
+    """What gradients of norm ``norm`` are multiplied by so that their norm is at most ``limit``; a 0-D tensor."""
+    return torch.clamp(limit / (norm + _EPSILON), max=1.0)
+
+
+def _valid(norm: torch.Tensor) -> torch.Tensor:
+    return torch.where(torch.isfinite(norm), norm, torch.full_like(norm, _INVALID_NORM))

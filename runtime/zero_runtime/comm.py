@@ -1,0 +1,245 @@
+"""The only caller of torch.distributed.
+
+Every collective of the runtime is issued here, inside a ``commprof.hooks.tag`` that says why: purpose, bucket, owner,
+parameters, the operation it stands for. What was sent is never reported from here; the recorder sees it beneath
+torch.distributed by itself.
+
+The functions are those scripts know from ``deepspeed.comm``; the runtime itself uses :class:`DataParallelGroup`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from commprof import hooks
+from zero_runtime.errors import ConfigError, UsageError
+
+ReduceOp = dist.ReduceOp
+ProcessGroup = dist.ProcessGroup
+# New names since torch 2.13; the old ones warn there and are the only ones before.
+_all_gather_single: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single: Final = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_UNTAGGED: Final = nullcontext()
+
+DEFAULT_TIMEOUT: Final = datetime.timedelta(minutes=30)
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int | None = None,
+    verbose: bool = True,
+    timeout: datetime.timedelta = DEFAULT_TIMEOUT,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Initialise torch.distributed unless it is already.
+
+    The backend is nccl where CUDA is available, else gloo. Without a launcher (no RANK in the environment)
+    the process is rank 0 of 1. ``auto_mpi_discovery``, ``verbose`` and ``config`` are accepted for DeepSpeed's signature.
+
+    Raises:
+        ConfigError: for ``dist_init_required=False`` when nobody has initialised it.
+    """
+    if dist.is_initialized():
+        return
+    if dist_init_required is False:
+        raise ConfigError(
+            "dist_init_required is False, but torch.distributed is not initialised. Call "
+            "torch.distributed.init_process_group first, or leave dist_init_required out."
+        )
+    if "RANK" not in os.environ and rank < 0 and init_method is None:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(distributed_port or _free_port()))
+    backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    if backend == "nccl":
+        torch.cuda.set_device(get_local_rank())
+    dist.init_process_group(
+        backend, timeout=timeout, init_method=init_method, rank=rank, world_size=world_size
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+def is_initialized() -> bool:
+    """Whether torch.distributed is initialised."""
+    return dist.is_initialized()
+
+
+def get_rank(group: ProcessGroup | None = None) -> int:
+    """This process's rank in ``group`` (default: all ranks)."""
+    return dist.get_rank(group)
+
+
+def get_world_size(group: ProcessGroup | None = None) -> int:
+    """The number of ranks of ``group`` (default: all ranks)."""
+    return dist.get_world_size(group)
+
+
+def get_local_rank() -> int:
+    """This process's number on its host, from LOCAL_RANK; 0 without it."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
+    """The global rank of member ``group_rank`` of ``group``."""
+    return dist.get_global_rank(group, group_rank)
+
+
+def new_group(ranks: Sequence[int]) -> ProcessGroup:
+    """A group of the given global ranks; every rank must call it."""
+    return dist.new_group(list(ranks))
+
+
+def barrier(group: ProcessGroup | None = None) -> None:
+    """Wait for all ranks of ``group``."""
+    dist.barrier(group)
+
+
+def all_reduce(
+    tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
+) -> Any:
+    """Reduce ``tensor`` over ``group`` in place, on every rank."""
+    return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
+
+
+def reduce(
+    tensor: torch.Tensor,
+    dst: int,
+    op: Any = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Reduce ``tensor`` to global rank ``dst``; elsewhere its content is undefined afterwards."""
+    return dist.reduce(tensor, dst, op=op, group=group, async_op=async_op)
+
+
+def broadcast(
+    tensor: torch.Tensor, src: int, group: ProcessGroup | None = None, async_op: bool = False
+) -> Any:
+    """Send ``tensor`` of global rank ``src`` to all ranks of ``group``, in place."""
+    return dist.broadcast(tensor, src, group=group, async_op=async_op)
+
+
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor,
+    tensor: torch.Tensor,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Gather ``tensor`` (n elements) of every rank into ``output_tensor`` (world_size x n)."""
+    return _all_gather_single(output_tensor, tensor, group=group, async_op=async_op)
+
+
+def reduce_scatter_tensor(
+    output_tensor: torch.Tensor,
+    tensor: torch.Tensor,
+    op: Any = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Reduce ``tensor`` (world_size x n elements) and keep this rank's n elements in ``output_tensor``."""
+    return _reduce_scatter_single(output_tensor, tensor, op=op, group=group, async_op=async_op)
+
+
+class DataParallelGroup:
+    """The ranks that hold the same parameters, and the collectives among them.
+
+    All collectives are issued as DeepSpeed issues them in stages 0 to 2: blocking calls, in place where
+    they can be. On CUDA a blocking call only makes the current stream wait, not the host.
+
+    Attributes:
+        group: torch's process group; None for all ranks.
+        rank: this process within the group.
+        world_size: number of ranks of the group.
+        backend: name of the backend (gloo, nccl).
+        global_ranks: global rank of each member.
+    """
+
+    def __init__(self, group: ProcessGroup | None = None) -> None:
+        if not dist.is_initialized():
+            raise UsageError(
+                "torch.distributed is not initialised; call zero_runtime.init_distributed() first"
+            )
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.backend = dist.get_backend(group)
+        members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        self.global_ranks = tuple(members)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = ReduceOp.SUM, why: hooks.tag | None = None) -> None:
+        """Reduce ``tensor`` in place on every rank."""
+        with why or _UNTAGGED:
+            dist.all_reduce(tensor, op=op, group=self.group)
+
+    def reduce(self, tensor: torch.Tensor, owner: int, why: hooks.tag | None = None) -> None:
+        """Sum ``tensor`` to group member ``owner``; elsewhere its content is undefined afterwards."""
+        with why or _UNTAGGED:
+            dist.reduce(tensor, self.global_ranks[owner], group=self.group)
+
+    def broadcast(self, tensor: torch.Tensor, owner: int, why: hooks.tag | None = None) -> None:
+        """Send ``tensor`` of group member ``owner`` to all, in place."""
+        with why or _UNTAGGED:
+            dist.broadcast(tensor, self.global_ranks[owner], group=self.group)
+
+    def all_gather_single(
+        self, output: torch.Tensor, piece: torch.Tensor, why: hooks.tag | None = None
+    ) -> None:
+        """Gather every rank's ``piece`` (n elements) into ``output`` (world_size x n)."""
+        with why or _UNTAGGED:
+            _all_gather_single(output, piece, group=self.group)
+
+    def all_gather(
+        self, outputs: list[torch.Tensor], piece: torch.Tensor, why: hooks.tag | None = None
+    ) -> None:
+        """Gather every rank's ``piece`` into ``outputs``, one tensor for each rank."""
+        with why or _UNTAGGED:
+            dist.all_gather(outputs, piece, group=self.group)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, rows: Sequence[torch.Tensor], why: hooks.tag | None = None
+    ) -> None:
+        """Sum row r over the ranks into ``output`` of rank r. Rows may differ in length."""
+        with why or _UNTAGGED:
+            dist.reduce_scatter(output, list(rows), group=self.group)
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, rows: torch.Tensor, why: hooks.tag | None = None
+    ) -> None:
+        """Sum ``rows`` (world_size equal rows end to end) and keep this rank's row in ``output``."""
+        with why or _UNTAGGED:
+            _reduce_scatter_single(output, rows, group=self.group)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        rows: torch.Tensor,
+        row_numels: Sequence[int],
+        why: hooks.tag | None = None,
+    ) -> None:
+        """Send row r of ``rows`` to rank r; ``output`` gets this rank's row from every rank, end to end.
+
+        Args:
+            output: world_size x row_numels[rank] elements.
+            rows: sum(row_numels) elements, in rank order.
+            row_numels: elements of each rank's row; they may differ, and may be 0.
+        """
+        received = [row_numels[self.rank]] * self.world_size
+        with why or _UNTAGGED:
+            dist.all_to_all_single(output, rows, received, list(row_numels), group=self.group)

@@ -1,0 +1,379 @@
+"""The configuration: DeepSpeed's JSON, checked, typed and with every default filled in.
+
+``load`` reads a path, a mapping or ``args.deepspeed_config``; ``RuntimeConfig.from_mapping`` is pure. What is known, and
+what becomes of it, stands in :mod:`zero_runtime.keys`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from zero_runtime import document, keys
+from zero_runtime.buckets import Scaling
+from zero_runtime.errors import ConfigError
+from zero_runtime.stages import Stage, stage
+
+STAGE_0_BUCKET_NUMEL: Final = 500_000_000  # no key changes it, in DeepSpeed either
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """The optimizer to make: ``type`` as in the config, ``params`` its keyword arguments."""
+
+    type: str
+    params: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerConfig:
+    """The learning-rate schedule to make."""
+
+    type: str
+    params: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrecisionConfig:
+    """Which dtypes are used for what, by DeepSpeed's names (fp32, bf16); None where the model decides."""
+
+    bf16: bool
+    check_grad_overflow: bool
+    grad_accum_dtype: str | None
+    buffer_dtype: str | None
+    communication_data_type: str | None
+    autocast_dtype: str | None
+    autocast_modules: tuple[str, ...] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZeroConfig:
+    """``zero_optimization``, resolved. Sizes are elements.
+
+    ``gradient_reduction`` is one of the four names, never auto; ``explicit_reduction`` says that the config named it.
+    ``allgather_bucket_size`` is None unless the config sets it.
+    """
+
+    stage: Stage
+    contiguous_gradients: bool
+    reduce_scatter: bool
+    use_multi_rank_bucket_allreduce: bool
+    gradient_reduction: str
+    explicit_reduction: bool
+    reduce_scatter_impl: str | None
+    reduce_bucket_size: int
+    allgather_partitions: bool
+    allgather_bucket_size: int | None
+    overlap_comm: bool
+    compute_grad_norm: bool
+    round_robin_gradients: bool
+    parameter_alignment: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RuntimeConfig:
+    """The whole configuration for one world size."""
+
+    train_batch_size: int
+    train_micro_batch_size_per_gpu: int
+    gradient_accumulation_steps: int
+    managed_gradient_accumulation: bool
+    optimizer: OptimizerConfig | None
+    scheduler: SchedulerConfig | None
+    zero_allow_untested_optimizer: bool
+    gradient_clipping: float
+    prescale_gradients: bool
+    gradient_predivide_factor: float
+    gradient_allreduce_op: str
+    steps_per_print: int | None
+    dataloader_drop_last: bool
+    wall_clock_breakdown: bool
+    dump_state: bool
+    precision: PrecisionConfig
+    zero: ZeroConfig
+    given: Mapping[str, Any] = field(repr=False)
+    notices: tuple[str, ...] = ()
+
+    @classmethod
+    def from_mapping(cls, given: Mapping[str, Any], world_size: int) -> RuntimeConfig:
+        """Check ``given`` and fill in what it leaves out.
+
+        Raises:
+            ConfigError: what is wrong, with the values, what was expected and what to do.
+            UnsupportedError: what exists in DeepSpeed but not in this version.
+        """
+        top = keys.read("", given)
+        notices = [f"{name} has no effect here: {note}" for name, note in keys.inert("", given)]
+        zero = _zero(top, notices)
+        micro, accumulation, batch = _batch_sizes(top, world_size)
+        config = cls(
+            train_batch_size=batch,
+            train_micro_batch_size_per_gpu=micro,
+            gradient_accumulation_steps=accumulation,
+            managed_gradient_accumulation=top["managed_gradient_accumulation"],
+            optimizer=_optimizer(top["optimizer"]),
+            scheduler=_scheduler(top["scheduler"]),
+            zero_allow_untested_optimizer=top["zero_allow_untested_optimizer"],
+            gradient_clipping=top["gradient_clipping"],
+            prescale_gradients=top["prescale_gradients"],
+            gradient_predivide_factor=top["gradient_predivide_factor"],
+            gradient_allreduce_op=top["gradient_allreduce_op"],
+            steps_per_print=top["steps_per_print"],
+            dataloader_drop_last=top["dataloader_drop_last"],
+            wall_clock_breakdown=top["wall_clock_breakdown"],
+            dump_state=top["dump_state"],
+            precision=_precision(top),
+            zero=zero,
+            given=dict(given),
+            notices=(),
+        )
+        _check_combinations(config)
+        _note_contradictions(config, notices)
+        return dataclasses.replace(config, notices=tuple(notices))
+
+    def scaling(self, world_size: int) -> Scaling:
+        """When gradients are divided, for the chosen reduction (DeepSpeed 0.19.8's orders of division).
+
+        The reductions to owners divide the bucket before any cast; without contiguous gradients, auto divides
+        between the cast and the sum; a plain all_reduce multiplies after the sum, or as prescale and predivide say.
+        """
+        if self.gradient_allreduce_op == "sum":
+            return Scaling()
+        if self.zero.gradient_reduction != "all_reduce":
+            return Scaling(bucket_divisor=world_size)
+        joined = not self.zero.contiguous_gradients and not self.zero.explicit_reduction
+        if self.prescale_gradients or (joined and self.zero.stage.shards_optimizer):
+            return Scaling(divisor=world_size)
+        factor = self.gradient_predivide_factor
+        return Scaling(factor_before=1.0 / factor, factor_after=factor / world_size)
+
+    def effective(self) -> dict[str, Any]:
+        """Everything as it is really used, as plain values; for the record of a run."""
+        effective = {
+            name: value
+            for name, value in dataclasses.asdict(self).items()
+            if name not in ("given", "notices", "zero", "precision")
+        }
+        zero = dataclasses.asdict(self.zero)
+        zero["stage"] = self.zero.stage.number
+        del zero["explicit_reduction"]
+        effective["zero_optimization"] = zero
+        effective["precision"] = dataclasses.asdict(self.precision)
+        return effective
+
+
+def load(config: Any, args: Any = None) -> dict[str, Any]:
+    """The configuration as a dictionary.
+
+    Args:
+        config: a mapping, or the path of a JSON file.
+        args: where ``config`` is None: an object whose ``deepspeed_config`` is one of those.
+
+    Raises:
+        ConfigError: no configuration, two of them, or one that cannot be read.
+    """
+    from_args = getattr(args, "deepspeed_config", None) if args is not None else None
+    if config is not None and from_args is not None and config != from_args:
+        raise ConfigError(
+            f"two configurations: config={_shown(config)} and args.deepspeed_config={_shown(from_args)}; give one"
+        )
+    chosen = config if config is not None else from_args
+    if chosen is None:
+        raise ConfigError("no configuration; pass config= (a path or a dict) or args.deepspeed_config")
+    if isinstance(chosen, Mapping):
+        return dict(chosen)
+    if isinstance(chosen, str | Path):
+        return document.load(chosen)
+    raise ConfigError(f"config is a {type(chosen).__name__}; expected a dict, or the path of a JSON file")
+
+
+def _shown(config: Any) -> str:
+    return "a dict" if isinstance(config, Mapping) else repr(str(config))
+
+
+def _batch_sizes(top: Mapping[str, Any], world_size: int) -> tuple[int, int, int]:
+    """(micro-batch per rank, accumulation steps, batch); derives what is not given."""
+    batch, micro, steps = (
+        top["train_batch_size"],
+        top["train_micro_batch_size_per_gpu"],
+        top["gradient_accumulation_steps"],
+    )
+    if batch is None and micro is None:
+        raise ConfigError(
+            "neither train_batch_size nor train_micro_batch_size_per_gpu is given; at least one is needed"
+        )
+    if batch is None:
+        steps = steps or 1
+        return micro, steps, micro * steps * world_size
+    given = micro, steps
+    if micro is None:
+        steps = steps or 1
+        micro = batch // (world_size * steps)
+    elif steps is None:
+        steps = batch // (world_size * micro)
+    if micro * steps * world_size != batch:
+        derived = "" if None not in given else " (what was left out is derived by whole division)"
+        raise ConfigError(
+            f"batch sizes do not multiply: train_batch_size {batch} != train_micro_batch_size_per_gpu {micro} x "
+            f"gradient_accumulation_steps {steps} x world size {world_size} = {micro * steps * world_size}{derived}; "
+            "change one of them, or leave one out"
+        )
+    return micro, steps, batch
+
+
+def _optimizer(given: Mapping[str, Any] | None) -> OptimizerConfig | None:
+    if given is None:
+        return None
+    values = keys.read("optimizer", given)
+    if values["type"] is None:
+        raise ConfigError("optimizer.type is missing; expected Adam, AdamW, SGD or another torch.optim class")
+    return OptimizerConfig(type=values["type"], params=values["params"])
+
+
+def _scheduler(given: Mapping[str, Any] | None) -> SchedulerConfig | None:
+    if given is None:
+        return None
+    values = keys.read("scheduler", given)
+    if values["type"] is None:
+        raise ConfigError("scheduler.type is missing; expected WarmupLR or a torch.optim.lr_scheduler class")
+    return SchedulerConfig(type=values["type"], params=values["params"])
+
+
+def _precision(top: Mapping[str, Any]) -> PrecisionConfig:
+    if top["bf16"] and top["bfloat16"]:
+        raise ConfigError("both bf16 and its old name bfloat16 are given; keep bf16")
+    name = "bfloat16" if top["bfloat16"] else "bf16"
+    bf16 = keys.read(name, top[name])
+    types = keys.read("data_types", top["data_types"])
+    autocast = keys.read("torch_autocast", top["torch_autocast"])
+    model = "bf16" if bf16["enabled"] else "fp32"
+    if types["param_dtype"] not in (None, model):
+        raise ConfigError(
+            f"data_types.param_dtype is {types['param_dtype']}, but the model trains in {model}; expected {model}, or "
+            "set bf16.enabled accordingly"
+        )
+    if types["grad_accum_dtype"] not in (None, model, "fp32"):
+        raise ConfigError(
+            f"data_types.grad_accum_dtype is {types['grad_accum_dtype']} for a model in {model}; expected {model} or fp32"
+        )
+    modules = autocast["lower_precision_safe_modules"]
+    return PrecisionConfig(
+        bf16=bf16["enabled"],
+        check_grad_overflow=bf16["enabled"] and bf16["check_grad_overflow"],
+        grad_accum_dtype=types["grad_accum_dtype"],
+        buffer_dtype=types["buffer_dtype"],
+        communication_data_type=top["communication_data_type"],
+        autocast_dtype=autocast["dtype"] if autocast["enabled"] else None,
+        autocast_modules=None if modules is None else tuple(modules),
+    )
+
+
+def _zero(top: Mapping[str, Any], notices: list[str]) -> ZeroConfig:
+    given = top["zero_optimization"]
+    values = keys.read("zero_optimization", given)
+    row = stage(values["stage"], bool(values["overlap_comm"]))
+    notices += [f"{name} has no effect here: {note}" for name, note in keys.inert("zero_optimization", given)]
+    wanted = values["gradient_reduction"]
+    reduction = _automatic_reduction(row, values) if wanted == "auto" else wanted
+    if reduction not in row.reductions:
+        raise ConfigError(
+            f"zero_optimization.gradient_reduction is {reduction}, but at stage {row.number} every rank keeps all "
+            f"gradients, so nobody owns a part; expected auto or {' or '.join(row.reductions)}, or stage 1 or 2"
+        )
+    gather = values["allgather_bucket_size"]
+    if row.shards_optimizer and gather is not None and gather % 2:
+        raise ConfigError(
+            f"zero_optimization.allgather_bucket_size is {gather}; expected an even number of elements, since pieces "
+            "are aligned to 2 elements"
+        )
+    return ZeroConfig(
+        stage=row,
+        contiguous_gradients=values["contiguous_gradients"],
+        reduce_scatter=values["reduce_scatter"],
+        use_multi_rank_bucket_allreduce=values["use_multi_rank_bucket_allreduce"],
+        gradient_reduction=reduction,
+        explicit_reduction=wanted != "auto",
+        reduce_scatter_impl=None
+        if values["reduce_scatter_impl"] == "auto"
+        else values["reduce_scatter_impl"],
+        reduce_bucket_size=values["reduce_bucket_size"] if row.shards_optimizer else STAGE_0_BUCKET_NUMEL,
+        allgather_partitions=values["allgather_partitions"] and not top["disable_allgather"],
+        allgather_bucket_size=gather,
+        overlap_comm=bool(values["overlap_comm"]),
+        compute_grad_norm=values["compute_grad_norm"],
+        round_robin_gradients=values["round_robin_gradients"],
+        parameter_alignment=values["parameter_alignment"],
+    )
+
+
+def _automatic_reduction(row: Stage, values: Mapping[str, Any]) -> str:
+    """What DeepSpeed's keys mean: without contiguous gradients the other two are ignored."""
+    if not row.shards_optimizer or not values["contiguous_gradients"] or not values["reduce_scatter"]:
+        return "all_reduce"
+    return "multi_rank_all_reduce" if values["use_multi_rank_bucket_allreduce"] else "reduce_to_owner"
+
+
+def _check_combinations(config: RuntimeConfig) -> None:
+    zero = config.zero
+    averaged = config.gradient_allreduce_op == "mean"
+    to_owners = zero.gradient_reduction != "all_reduce" if zero.explicit_reduction else zero.reduce_scatter
+    if zero.stage.shards_gradients and averaged and to_owners:
+        for name, value, neutral in (
+            ("gradient_predivide_factor", config.gradient_predivide_factor, 1.0),
+            ("prescale_gradients", config.prescale_gradients, False),
+        ):
+            if value != neutral:
+                raise ConfigError(
+                    f"{name} is {value}, which stage {zero.stage.number} does not do when it reduces to owners; set "
+                    "zero_optimization.reduce_scatter to false, or remove the key"
+                )
+    if config.gradient_predivide_factor == 0.0:
+        raise ConfigError("gradient_predivide_factor is 0; expected a number other than 0, such as 1.0")
+    if not zero.compute_grad_norm and config.gradient_clipping > 0 and zero.stage.shards_optimizer:
+        raise ConfigError(
+            "zero_optimization.compute_grad_norm is false, but clipping to gradient_clipping "
+            f"{config.gradient_clipping:g} (1.0 when the key is absent) needs the norm; set gradient_clipping to 0"
+        )
+    if not config.managed_gradient_accumulation and zero.overlap_comm and not zero.stage.shards_gradients:
+        raise ConfigError(
+            "managed_gradient_accumulation false works with overlap_comm at stage 2 only, and the stage is "
+            f"{zero.stage.number}; set overlap_comm to false"
+        )
+
+
+def _note_contradictions(config: RuntimeConfig, notices: list[str]) -> None:
+    zero, given = config.zero, config.given.get("zero_optimization", {})
+    if not zero.stage.shards_optimizer:
+        return
+    names = ("reduce_scatter", "use_multi_rank_bucket_allreduce")
+    if zero.explicit_reduction:
+        wanted = _automatic_reduction(
+            zero.stage,
+            {
+                "contiguous_gradients": zero.contiguous_gradients,
+                "reduce_scatter": zero.reduce_scatter,
+                "use_multi_rank_bucket_allreduce": zero.use_multi_rank_bucket_allreduce,
+            },
+        )
+        said = [
+            f"{name} {str(given[name]).lower()}" for name in (*names, "contiguous_gradients") if name in given
+        ]
+        if said and wanted != zero.gradient_reduction:
+            notices.append(
+                f"gradient_reduction {zero.gradient_reduction} is used; {', '.join(said)} would mean {wanted}"
+            )
+    elif not zero.contiguous_gradients and any(name in given for name in names):
+        said = [f"{name} {str(given[name]).lower()}" for name in names if name in given]
+        notices.append(
+            f"contiguous_gradients false overrides {' and '.join(said)}: gradients are reduced by all_reduce; "
+            "set gradient_reduction to choose"
+        )
+    prescaled = config.prescale_gradients or config.gradient_predivide_factor != 1.0
+    if prescaled and zero.gradient_reduction != "all_reduce":
+        notices.append(
+            "prescale_gradients and gradient_predivide_factor have no effect here: reductions to owners "
+            "divide by the world size before the sum"
+        )

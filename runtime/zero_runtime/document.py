@@ -1,0 +1,110 @@
+"""A JSON config file as a dictionary, or an error that says where and what.
+
+The usual slips are named as what they are: Python's True, False and None, comments, trailing commas, 500_000_000, single
+quotes, NaN, a key given twice. Lines and columns count from 1.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, Final
+
+from zero_runtime.errors import ConfigError
+
+_PYTHON: Final = {"True": "true", "False": "false", "None": "null"}
+_TOKEN: Final = re.compile(
+    r"""(?P<string>"(?:[^"\\]|\\.)*")
+      | (?P<comment>//|\#|/\*)
+      | (?P<python>\b(?:True|False|None)\b)
+      | (?P<number>-?\d[\d_]*_[\d_.eE+-]*)
+      | (?P<constant>-?\b(?:NaN|Infinity)\b)
+      | (?P<quote>')
+      | (?P<comma>,(?=\s*[}\]]))""",
+    re.VERBOSE | re.DOTALL,
+)
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    """Read the config file at ``path``. Raises ConfigError with the file, line and column of what is wrong."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"config file {path} does not exist; expected a JSON file, or a dict") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} cannot be read: {error}") from None
+    return parse(text, str(path))
+
+
+def parse(text: str, name: str = "config") -> dict[str, Any]:
+    """The JSON object in ``text``; ``name`` stands before line and column in errors."""
+    slip = _first_slip(text)
+    try:
+        value = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        position, what = error.pos, f"{error.msg[0].lower()}{error.msg[1:]}"
+        if slip is not None and slip[0] <= position:
+            position, what = slip
+        raise ConfigError(f"{_place(text, position, name)}: not JSON: {what}") from None
+    except _RepeatedKeyError as error:
+        key = error.args[0]
+        position = [found.start() for found in re.finditer(rf"{re.escape(json.dumps(key))}\s*:", text)][-1]
+        raise ConfigError(
+            f"{_place(text, position, name)}: key {key!r} stands twice in one object; keep one of them"
+        ) from None
+    except _ConstantError as error:
+        position = slip[0] if slip is not None else 0
+        raise ConfigError(
+            f"{_place(text, position, name)}: not JSON: {error.args[0]} is no JSON number"
+        ) from None
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"{name}: expected a JSON object {{...}} at the top, found {type(value).__name__} {str(value)[:40]!r}"
+        )
+    return value
+
+
+class _RepeatedKeyError(Exception):
+    pass
+
+
+class _ConstantError(Exception):
+    pass
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in mapping:
+            raise _RepeatedKeyError(key)
+        mapping[key] = value
+    return mapping
+
+
+def _refuse_constant(name: str) -> Any:
+    raise _ConstantError(name)
+
+
+def _first_slip(text: str) -> tuple[int, str] | None:
+    """Position and description of the first thing that people write and JSON does not know."""
+    for found in _TOKEN.finditer(text):
+        kind, word = found.lastgroup, found.group()
+        if kind == "string":
+            continue
+        return found.start(), {
+            "comment": f"{word} begins a comment, and JSON has none; remove it",
+            "python": f"{word} is Python; in JSON it is {_PYTHON.get(word, '')}",
+            "number": f"{word} has underscores; in JSON it is {word.replace('_', '')}",
+            "constant": f"{word} is no JSON number",
+            "quote": "strings are written with double quotes, not with '",
+            "comma": "a comma before the closing bracket; remove it",
+        }[str(kind)]
+    return None
+
+
+def _place(text: str, position: int, name: str) -> str:
+    line = text.count("\n", 0, position) + 1
+    column = position - (text.rfind("\n", 0, position) + 1) + 1
+    return f"{name}, line {line}, column {column}"

@@ -1,0 +1,29 @@
+"""Every error that zero_runtime itself reports.
+
+::
+
+    ZeroRuntimeError
+    ├── ConfigError          also a ValueError: a configuration, or an argument of initialize, that cannot be used
+    │   └── UnsupportedError also a NotImplementedError: known and meaningful, but not in this version
+    └── UsageError           also a RuntimeError: methods of the engine called in an order that means nothing
+
+A message says what happened, with values; what was expected; and what to do.
+"""
+
+from __future__ import annotations
+
+
+class ZeroRuntimeError(Exception):
+    """An error whose message is written for the person who runs the training."""
+
+
+class ConfigError(ZeroRuntimeError, ValueError):
+    """The configuration, or an argument of ``initialize``, cannot be used as it is."""
+
+
+class UnsupportedError(ConfigError, NotImplementedError):
+    """The configuration asks for something that exists in DeepSpeed but not in this version."""
+
+
+class UsageError(ZeroRuntimeError, RuntimeError):
+    """A method was called where it means nothing."""

@@ -1,0 +1,245 @@
+"""From the gradients of a backward pass to reduced gradients, for sharded and for replicated optimizers.
+
+Both classes have the same life: ``begin_step``, then for each micro-batch ``finish_backward`` (with a hook on every parameter in
+between, where the stage reduces during backward), then ``clear`` when the step has been taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from zero_runtime.buckets import FULL, Bucket, Bucketer, Entry, Scaling, joined
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.layout import GroupLayout, Run, balanced_rounds, flushed_runs
+from zero_runtime.reduction import Reduction
+from zero_runtime.stages import Stage
+
+
+class ParameterGroup(NamedTuple):
+    """The trainable parameters of one param group of the optimizer, in its order."""
+
+    names: tuple[str, ...]
+    parameters: tuple[torch.nn.Parameter, ...]
+    layout: GroupLayout
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters, without padding."""
+        return sum(self.layout.numels)
+
+
+class Policy(NamedTuple):
+    """How gradients are reduced. ``limit`` is in elements.
+
+    ``balanced`` cuts gradients into rounds that hold as much of every owner, where the stage has them all before the first bucket.
+    """
+
+    stage: Stage
+    reduce: Reduction
+    scaling: Scaling
+    limit: int
+    contiguous: bool
+    balanced: bool
+
+
+class ShardedGradients:
+    """Reduces gradients to the ranks that own them, and accumulates what this rank owns.
+
+    Args:
+        groups: the param groups.
+        dtypes: in which each parameter's gradient travels.
+        policy: how gradients are reduced.
+        group: the data-parallel ranks.
+        accumulation: dtype of the accumulated pieces; None for the parameters' own.
+        at_boundary: whether the micro-batch at hand is the last of its step.
+
+    Attributes:
+        pieces: for each param group, this rank's piece of the reduced gradient, 1-D; zeros where nothing came.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[ParameterGroup],
+        dtypes: Mapping[torch.nn.Parameter, torch.dtype],
+        policy: Policy,
+        group: DataParallelGroup,
+        accumulation: torch.dtype | None,
+        at_boundary: Callable[[], bool],
+    ) -> None:
+        self._groups = groups
+        self._dtypes = dtypes
+        self._policy = policy
+        self._group = group
+        self._at_boundary = at_boundary
+        self._paused = False
+        self._bucketer = Bucketer(
+            policy.limit, sum(each.numel for each in groups), policy.contiguous, policy.scaling, self._send
+        )
+        self._slices = [
+            [each.layout.slices(index) for index in range(len(each.parameters))] for each in groups
+        ]
+        self.pieces = [
+            torch.zeros(
+                each.layout.piece_numel,
+                dtype=accumulation or each.parameters[0].dtype,
+                device=each.parameters[0].device,
+            )
+            for each in groups
+        ]
+        if policy.stage.reduces_in_hooks:
+            for number, each in enumerate(groups):
+                for index, parameter in enumerate(each.parameters):
+                    parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, number, index))
+
+    def begin_step(self) -> None:
+        """Count buckets from 0 again."""
+        self._bucketer.begin_step()
+
+    def finish_backward(self) -> None:
+        """Send what is left in the buckets; where the stage waits for the whole gradient, fill them first."""
+        stage = self._policy.stage
+        if self._paused or not (stage.shards_gradients or self._at_boundary()):
+            return
+        if not stage.reduces_in_hooks:
+            self._add_all()
+        self._bucketer.flush()
+        self._bucketer.release()
+
+    def pause(self, paused: bool) -> None:
+        """Whether gradients only accumulate for now (``no_sync``)."""
+        self._paused = paused
+
+    def clear(self) -> None:
+        """Forget the gradients of the step that has been taken."""
+        for piece in self.pieces:
+            piece.zero_()
+        for each in self._groups:
+            for parameter in each.parameters:
+                parameter.grad = None
+
+    def _on_gradient(self, number: int, index: int, parameter: torch.Tensor) -> None:
+        if not self._paused and (self._policy.stage.shards_gradients or self._at_boundary()):
+            self._add(number, index)
+
+    def _add_all(self) -> None:
+        """Every gradient there is, in forward order, or cut into balanced rounds."""
+        for number, each in enumerate(self._groups):
+            if self._policy.balanced:
+                self._add_rounds(number, each)
+                continue
+            for index, parameter in enumerate(each.parameters):
+                if parameter.grad is not None:
+                    self._add(number, index)
+
+    def _add(self, number: int, index: int) -> None:
+        each = self._groups[number]
+        parameter = each.parameters[index]
+        assert parameter.grad is not None
+        gradient = parameter.grad.detach().reshape(-1)
+        if self._policy.stage.shards_gradients:
+            parameter.grad = None
+        entry = Entry(each.names[index], gradient, self._slices[number][index], number)
+        self._bucketer.add(entry, self._dtypes[parameter])
+
+    def _add_rounds(self, number: int, each: ParameterGroup) -> None:
+        gradients = [
+            None if parameter.grad is None else parameter.grad.detach().reshape(-1)
+            for parameter in each.parameters
+        ]
+        for segments in balanced_rounds(each.layout, self._policy.limit):
+            for index, piece in segments:
+                gradient = gradients[index]
+                if gradient is not None:
+                    part = gradient.narrow(0, piece.start, piece.numel)
+                    entry = Entry(each.names[index], part, (piece._replace(start=0),), number)
+                    self._bucketer.add(entry, self._dtypes[each.parameters[index]])
+            self._bucketer.flush(FULL)
+
+    def _send(self, bucket: Bucket) -> None:
+        """Reduce a full bucket and add what this rank owns to its pieces."""
+        self._policy.reduce(bucket, self._group)
+        position = 0
+        for entry in bucket.entries:
+            for owner, start, numel, offset in entry.slices:
+                if owner == self._group.rank:
+                    part = bucket.tensor.narrow(0, position + start, numel)
+                    self.pieces[entry.group].narrow(0, offset, numel).add_(part)
+            position += entry.gradient.numel()
+
+
+class ReplicatedGradients:
+    """Reduces whole gradients on every rank, once a step: the buckets are joined gradients of up to ``limit`` elements.
+
+    A bucket ends as soon as it holds more than ``limit`` elements. Parameters without a gradient travel as zeros, so that
+    every rank sends the same.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[torch.nn.Parameter],
+        dtype: torch.dtype,
+        policy: Policy,
+        group: DataParallelGroup,
+        at_boundary: Callable[[], bool],
+    ) -> None:
+        self._names = names
+        self._parameters = parameters
+        self._dtype = dtype
+        self._policy = policy
+        self._group = group
+        self._at_boundary = at_boundary
+        self._paused = False
+        self._number = 0
+
+    def begin_step(self) -> None:
+        """Count buckets from 0 again."""
+        self._number = 0
+
+    def finish_backward(self) -> None:
+        """Reduce all gradients, after the last micro-batch of a step."""
+        if self._paused or not self._at_boundary():
+            return
+        by_dtype: dict[torch.dtype, list[Entry]] = {}
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if parameter.numel():
+                entry = Entry(name, parameter.grad.detach().view(-1), ())
+                by_dtype.setdefault(parameter.dtype, []).append(entry)
+        for entries in by_dtype.values():
+            runs = [Run(0, position, entry.gradient.numel()) for position, entry in enumerate(entries)]
+            for batch in flushed_runs(runs, self._policy.limit):
+                self._send([entries[run.start] for run in batch])
+
+    def pause(self, paused: bool) -> None:
+        """Whether gradients only accumulate for now (``no_sync``)."""
+        self._paused = paused
+
+    def clear(self) -> None:
+        """Forget the gradients of the step that has been taken."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _send(self, entries: Sequence[Entry]) -> None:
+        tensor = joined([entry.gradient for entry in entries])
+        bucket = Bucket(
+            self._number,
+            tensor,
+            (),
+            self._dtype,
+            self._policy.limit,
+            self._policy.scaling,
+            tuple(entries),
+            "end_of_backward",
+        )
+        self._number += 1
+        bucket.describe()
+        self._policy.reduce(bucket, self._group)
+        if len(entries) > 1:
+            gradients = [entry.gradient for entry in entries]
+            torch._foreach_copy_(gradients, list(tensor.split([part.numel() for part in gradients])))

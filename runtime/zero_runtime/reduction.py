@@ -1,0 +1,193 @@
+"""The gradient reductions of ZeRO stages 0 to 2, side by side.
+
+| name                  | in DeepSpeed, stages 1 and 2            | issued for a bucket of S bytes     | result on  | sent       |
+|-----------------------|-----------------------------------------|------------------------------------|------------|------------|
+| all_reduce            | reduce_scatter false                    | 1 all_reduce of the bucket         | every rank | 2(n-1)/n S |
+| multi_rank_all_reduce | reduce_scatter true,                    | 1 all_reduce of the owners' slices | every rank | 2(n-1)/n S |
+|                       | use_multi_rank_bucket_allreduce true    | (more when it exceeds the limit)   |            |            |
+| reduce_to_owner       | reduce_scatter true,                    | 1 reduce for each owner in it      | the owner  | (n-1)/n S  |
+|                       | use_multi_rank_bucket_allreduce false   |                                    |            |            |
+| reduce_scatter        | none                                    | 1 reduce_scatter, or 1 all_to_all  | the owner  | (n-1)/n S  |
+|                       |                                         | and a local sum                    |            |            |
+
+n is the number of ranks; "sent" is the mean over them in the bandwidth-optimal model. Each function takes the bucket
+and the group, and leaves the sum in ``bucket.tensor``, at least in the runs that this rank owns; the rest is undefined.
+
+Note [rows of a reduce_scatter]. The bucket is rearranged into one row for each owner. An all_to_all_single takes rows of
+unequal length: a rank sends exactly what it does not own, and the payload of a step's buckets is the gradients'
+bytes, without padding. A native reduce_scatter_single needs equal rows. They are padded with zeros where that adds
+at most 1/16 to the bucket; otherwise a reduce_scatter of a list of unequal rows is issued (which NCCL runs as one reduce
+for each row). Measured in tests/integration/test_zero_reductions.py: payload = gradient bytes, exactly, with all_to_all.
+
+Equal bytes need not mean equal time: in backward order a small bucket lies in one owner's piece, and all ranks send to
+that one. Rows are balanced at stage 1 without overlap_comm, where all gradients are there before the first bucket
+(layout.balanced_rounds), and wherever a bucket holds the whole model (the default size, up to 5e8 parameters); nearly so with
+round_robin_gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Final
+
+import torch
+
+from zero_runtime.buckets import Bucket, joined
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.errors import ConfigError
+from zero_runtime.layout import Run, flushed_runs
+
+Reduction = Callable[[Bucket, DataParallelGroup], None]
+
+NATIVE: Final = "native"
+ALL_TO_ALL: Final = "all_to_all"
+_LARGEST_PADDING: Final = 1 / 16
+
+
+def all_reduce(bucket: Bucket, group: DataParallelGroup) -> None:
+    """Sum the whole bucket on every rank."""
+    outgoing = _outgoing(bucket)
+    group.all_reduce(outgoing, why=bucket.why())
+    if bucket.scaling.factor_after != 1.0:
+        outgoing.mul_(bucket.scaling.factor_after)
+    if outgoing is not bucket.tensor:
+        bucket.tensor.copy_(outgoing)
+
+
+def multi_rank_all_reduce(bucket: Bucket, group: DataParallelGroup) -> None:
+    """Sum the slices of all owners on every rank, in messages that end once they exceed the limit."""
+    outgoing = _outgoing(bucket)
+    for batch in flushed_runs(bucket.runs, bucket.limit):
+        numel = sum(run.numel for run in batch)
+        group.all_reduce(outgoing.narrow(0, batch[0].start, numel), why=bucket.why())
+    _keep(bucket, outgoing, group.rank)
+
+
+def reduce_to_owner(bucket: Bucket, group: DataParallelGroup) -> None:
+    """Sum each owner's slices to that owner."""
+    outgoing = _outgoing(bucket)
+    for owner in dict.fromkeys(run.owner for run in bucket.runs):
+        runs = [run for run in bucket.runs if run.owner == owner]
+        for batch in flushed_runs(runs, bucket.limit):
+            slices = [outgoing.narrow(0, run.start, run.numel) for run in batch]
+            message = joined(slices)
+            group.reduce(message, owner, why=bucket.why(owner=group.global_ranks[owner]))
+            if owner == group.rank and len(slices) > 1:
+                _split(message, slices)
+    _keep(bucket, outgoing, group.rank)
+
+
+def reduce_scatter(bucket: Bucket, group: DataParallelGroup, implementation: str | None = None) -> None:
+    """Sum row r of the bucket, the slices that rank r owns, on rank r; see Note [rows of a reduce_scatter].
+
+    Args:
+        bucket: the bucket.
+        group: the data-parallel ranks.
+        implementation: ``native`` or ``all_to_all``; default: all_to_all on gloo, which would run a native
+            one as an all_reduce, and native elsewhere.
+    """
+    outgoing = _outgoing(bucket)
+    rows, numels = _rows(outgoing, bucket.runs, group.world_size)
+    if (implementation or default_implementation(group.backend)) == ALL_TO_ALL:
+        mine = _exchange_and_sum(rows, numels, bucket, group)
+    else:
+        mine = _native(rows, numels, bucket, group)
+    own = [outgoing.narrow(0, run.start, run.numel) for run in bucket.runs if run.owner == group.rank]
+    _split(mine, own)
+    _keep(bucket, outgoing, group.rank)
+
+
+def default_implementation(backend: str) -> str:
+    """How a reduce_scatter is made on ``backend`` when the config says auto."""
+    return ALL_TO_ALL if backend == "gloo" else NATIVE
+
+
+def _exchange_and_sum(
+    rows: torch.Tensor, numels: Sequence[int], bucket: Bucket, group: DataParallelGroup
+) -> torch.Tensor:
+    mine = numels[group.rank]
+    received = rows.new_empty(group.world_size * mine)
+    group.all_to_all_single(received, rows, numels, why=bucket.why(intended_op="reduce_scatter"))
+    # 16-bit rows are added up in fp32: the sum is rounded once.
+    return received.view(group.world_size, mine).sum(0, dtype=torch.float32)
+
+
+def _native(
+    rows: torch.Tensor, numels: Sequence[int], bucket: Bucket, group: DataParallelGroup
+) -> torch.Tensor:
+    longest, mine = max(numels), numels[group.rank]
+    why = bucket.why()
+    if longest * len(numels) > rows.numel() * (1 + _LARGEST_PADDING):
+        output = rows.new_empty(mine)
+        group.reduce_scatter(output, rows.split(list(numels)), why=why)
+        return output
+    if min(numels) < longest:
+        padded = rows.new_zeros(longest * len(numels))
+        for owner, row in enumerate(rows.split(list(numels))):
+            padded.narrow(0, owner * longest, row.numel()).copy_(row)
+        rows = padded
+    output = rows.new_empty(longest)
+    group.reduce_scatter_single(output, rows, why=why)
+    return output.narrow(0, 0, mine)
+
+
+def _rows(
+    outgoing: torch.Tensor, runs: Sequence[Run], world_size: int
+) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """The bucket rearranged owner by owner, and the elements of each owner's row."""
+    numels = [0] * world_size
+    for run in runs:
+        numels[run.owner] += run.numel
+    if any(later.owner < earlier.owner for earlier, later in pairwise(runs)):
+        ordered = sorted(runs, key=lambda run: run.owner)
+        outgoing = torch.cat([outgoing.narrow(0, run.start, run.numel) for run in ordered])
+    return outgoing, tuple(numels)
+
+
+def _outgoing(bucket: Bucket) -> torch.Tensor:
+    """The bucket scaled and in the communication dtype; the bucket's own tensor where no cast is needed."""
+    scaling = bucket.scaling
+    if scaling.bucket_divisor != 1.0:
+        bucket.tensor.div_(scaling.bucket_divisor)
+    outgoing = bucket.tensor.to(bucket.dtype)
+    if scaling.divisor != 1.0:
+        outgoing.div_(scaling.divisor)
+    if scaling.factor_before != 1.0:
+        outgoing.mul_(scaling.factor_before)
+    return outgoing
+
+
+def _keep(bucket: Bucket, outgoing: torch.Tensor, rank: int) -> None:
+    """Copy this rank's runs back into the bucket, where a cast has made ``outgoing`` another tensor."""
+    if outgoing is bucket.tensor:
+        return
+    for run in bucket.runs:
+        if run.owner == rank:
+            bucket.tensor.narrow(0, run.start, run.numel).copy_(outgoing.narrow(0, run.start, run.numel))
+
+
+def _split(message: torch.Tensor, slices: Sequence[torch.Tensor]) -> None:
+    """Copy ``message`` back into the slices it was joined from."""
+    position = 0
+    for part in slices:
+        part.copy_(message.narrow(0, position, part.numel()))
+        position += part.numel()
+
+
+def reduction(name: str, implementation: str | None = None) -> Reduction:
+    """The reduction called ``name``; ConfigError for an unknown one."""
+    if name not in REDUCTIONS:
+        raise ConfigError(f"unknown gradient_reduction {name!r}; choose one of: {', '.join(REDUCTIONS)}")
+    if name == "reduce_scatter":
+        return partial(reduce_scatter, implementation=implementation)
+    return REDUCTIONS[name]
+
+
+REDUCTIONS: Final[dict[str, Reduction]] = {
+    "all_reduce": all_reduce,
+    "multi_rank_all_reduce": multi_rank_all_reduce,
+    "reduce_to_owner": reduce_to_owner,
+    "reduce_scatter": reduce_scatter,
+}
