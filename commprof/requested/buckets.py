@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from commprof.requested.parameters import Parameter
-from commprof.requested.partition import FlatGroup, Layout, OwnedSlice
+from commprof.requested.partition import Layout, OwnedSlice
 
 Bucket = list[Parameter]
 
@@ -47,27 +47,35 @@ def owned_slices(bucket: Bucket, layout: Layout) -> list[OwnedSlice]:
     """The elements of ``bucket`` by owner, in bucket order; neighbours with the same owner are one slice."""
     merged: list[OwnedSlice] = []
     for parameter in bucket:
-        for owner, numel in layout.slices(parameter):
-            if merged and merged[-1].owner == owner:
-                merged[-1] = OwnedSlice(owner, merged[-1].numel + numel)
+        for piece in layout.slices(parameter):
+            if merged and merged[-1].owner == piece.owner:
+                merged[-1] = OwnedSlice(piece.owner, merged[-1].numel + piece.numel)
             else:
-                merged.append(OwnedSlice(owner, numel))
+                merged.append(OwnedSlice(piece.owner, piece.numel))
     return merged
 
 
-def balanced_rounds(group: FlatGroup, capacity: int) -> Iterator[list[OwnedSlice]]:
-    """Buckets of at most ``capacity`` elements that hold as much of each owner's piece of ``group``.
+def balanced_rounds(
+    parameters: Iterable[Parameter], layout: Layout, capacity: int, world_size: int
+) -> list[list[OwnedSlice]]:
+    """Buckets of at most ``capacity`` elements that hold as much of each owner's piece, group by group.
 
     This is how zero_runtime fills a reduce_scatter when all gradients are there before the first bucket. Round k holds
     elements [k w, (k + 1) w) of each piece, w being capacity // ranks; padding does not travel.
     """
-    piece = group.partition_numel
-    width = max(1, capacity // group.world_size)
-    for begin in range(0, piece, width):
-        end = min(begin + width, piece)
-        rows = [
-            OwnedSlice(owner, group.occupied(owner * piece + begin, owner * piece + end))
-            for owner in range(group.world_size)
-        ]
-        if any(row.numel for row in rows):
-            yield [row for row in rows if row.numel]
+    width = max(1, capacity // world_size)
+    rounds: dict[tuple[int, int], dict[int, int]] = {}
+    for parameter in parameters:
+        group = layout.places[parameter.name][0]
+        for owner, numel, offset in layout.slices(parameter):
+            end = offset + numel
+            while offset < end:
+                number = offset // width
+                stop = min(end, (number + 1) * width)
+                rows = rounds.setdefault((group, number), {})
+                rows[owner] = rows.get(owner, 0) + stop - offset
+                offset = stop
+    return [
+        [OwnedSlice(owner, numel) for owner, numel in sorted(rows.items())]
+        for _, rows in sorted(rounds.items())
+    ]

@@ -31,6 +31,8 @@ class Configuration:
         accumulation_dtype: element type in which gradients are accumulated; None is the model's.
         reduce_bucket_size: elements per gradient bucket.
         gradient_reduction: ``"auto"`` or one of :data:`REDUCTION_NAMES`.
+        gather_by_broadcast: ``allgather_partitions: false`` or ``disable_allgather: true``, which DeepSpeed ignores.
+        allgather_bucket_size: elements per gathering message; None where the key is not set. DeepSpeed ignores it.
         gradient_clipping: largest norm; 0 turns clipping off.
         check_overflow: 16-bit gradients are checked for overflow at stages 1 and 2.
         offload_device: where the optimizer is kept: ``"none"``, ``"cpu"`` or ``"nvme"``.
@@ -52,6 +54,8 @@ class Configuration:
     compute_grad_norm: bool
     gradient_reduction: str
     reduce_scatter_impl: str
+    gather_by_broadcast: bool
+    allgather_bucket_size: int | None
     gradient_clipping: float
     check_overflow: bool
     offload_device: str
@@ -150,6 +154,9 @@ def read_configuration(config: Mapping[str, Any]) -> Configuration:
         compute_grad_norm=_flag(zero, "zero_optimization.compute_grad_norm", True),
         gradient_reduction=_choice(zero, "zero_optimization.gradient_reduction", ("auto", *REDUCTION_NAMES)),
         reduce_scatter_impl=_choice(zero, "zero_optimization.reduce_scatter_impl", REDUCE_SCATTER_IMPLS),
+        gather_by_broadcast=_flag(config, "disable_allgather", False)
+        or not _flag(zero, "zero_optimization.allgather_partitions", True),
+        allgather_bucket_size=_count(zero, "zero_optimization.allgather_bucket_size", None, least=0),
         gradient_clipping=_number(config, "gradient_clipping", 1.0),
         check_overflow=model_dtype == "float16"
         or (model_dtype == "bfloat16" and _flag(bf16, f"{bf16_name}.check_grad_overflow", True)),

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from commprof.requested.buckets import balanced_rounds, buckets_within, owned_slices, runs_past
 from commprof.requested.configuration import Configuration
 from commprof.requested.parameters import Parameter, in_gradient_order, in_model_order
-from commprof.requested.partition import Layout, OwnedSlice
+from commprof.requested.partition import Layout
 from commprof.requested.reductions import Message, reduction
 from commprof.schema import Op
 
@@ -71,9 +71,8 @@ def bucketed_gradients(
     name, capacity = configuration.reduction, configuration.reduce_bucket_size
     reduce = reduction(name, configuration.reduce_scatter_on(backend), world_size)
     arrived, exact, notes = _bucket_order(configuration, groups, gradient_order)
-    buckets: Iterable[list[OwnedSlice]]
     if name == "reduce_scatter" and not configuration.reduces_in_backward_order:
-        buckets = [round_ for group in layout.groups for round_ in balanced_rounds(group, capacity)]
+        buckets = balanced_rounds(arrived, layout, capacity, world_size)
     else:
         buckets = [owned_slices(bucket, layout) for bucket in buckets_within(arrived, capacity)]
     messages = [message for slices in buckets for message in reduce(slices, capacity)]

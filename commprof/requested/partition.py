@@ -7,10 +7,8 @@ have several owners. Source: reference measurements of DeepSpeed 0.19.8; the fac
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Final, NamedTuple
 
 from commprof.requested.parameters import Parameter, item_bytes
@@ -25,44 +23,26 @@ class OwnedSlice(NamedTuple):
     Attributes:
         owner: rank within the group.
         numel: elements.
+        offset: first element within the owner's piece of the flat buffer.
     """
 
     owner: int
     numel: int
+    offset: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class FlatGroup:
-    """The flat buffer of one optimizer parameter group. Counts and offsets are elements.
+class FlatGroup(NamedTuple):
+    """The flat buffer of one optimizer parameter group.
 
     Attributes:
-        numel: length of the buffer, padding included; a multiple of 2 x ranks.
-        world_size: ranks that own a piece of it.
+        numel: elements, padding included; a multiple of 2 x ranks.
+        piece_numel: elements that each rank owns.
         dtype: element type of the model.
-        starts: where each parameter begins, ascending.
-        preceding: elements of parameters before each of ``starts``, and at the end those of all.
     """
 
     numel: int
-    world_size: int
+    piece_numel: int
     dtype: str
-    starts: tuple[int, ...]
-    preceding: tuple[int, ...]
-
-    @property
-    def partition_numel(self) -> int:
-        """Elements of each rank's piece."""
-        return self.numel // self.world_size
-
-    def occupied(self, begin: int, end: int) -> int:
-        """Elements of parameters, as opposed to padding, in [begin, end)."""
-        return self._elements_before(end) - self._elements_before(begin)
-
-    def _elements_before(self, position: int) -> int:
-        index = bisect_right(self.starts, position) - 1
-        if index < 0:
-            return 0
-        return min(self.preceding[index] + position - self.starts[index], self.preceding[index + 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +60,13 @@ class Layout:
     def slices(self, parameter: Parameter) -> list[OwnedSlice]:
         """``parameter`` cut at the boundaries between the owners, in order."""
         number, start = self.places[parameter.name]
-        piece = self.groups[number].partition_numel
+        piece = self.groups[number].piece_numel
         end = start + parameter.numel
         cut = []
         while start < end:
             owner = start // piece
             stop = min(end, (owner + 1) * piece)
-            cut.append(OwnedSlice(owner, stop - start))
+            cut.append(OwnedSlice(owner, stop - start, start - owner * piece))
             start = stop
         return cut
 
@@ -123,16 +103,10 @@ def lay_out(
     for number, group in enumerate(groups):
         dtype = model_dtype or group[0].dtype
         unit = PARAMETER_ALIGNMENT_BYTES // item_bytes(dtype) if align_parameters else 1
-        ordered = dealt(group, world_size) if round_robin else group
-        ends = list(accumulate((padded(parameter.numel, unit) for parameter in ordered), initial=0))
-        places |= {parameter.name: (number, start) for parameter, start in zip(ordered, ends, strict=False)}
-        flat.append(
-            FlatGroup(
-                numel=padded(ends[-1], ALIGNMENT_ELEMENTS * world_size),
-                world_size=world_size,
-                dtype=dtype,
-                starts=tuple(ends[:-1]),
-                preceding=tuple(accumulate((parameter.numel for parameter in ordered), initial=0)),
-            )
-        )
+        offset = 0
+        for parameter in dealt(group, world_size) if round_robin else group:
+            places[parameter.name] = (number, offset)
+            offset += padded(parameter.numel, unit)
+        numel = padded(offset, ALIGNMENT_ELEMENTS * world_size)
+        flat.append(FlatGroup(numel, numel // world_size, dtype))
     return Layout(tuple(flat), places)

@@ -58,8 +58,8 @@ def multi_rank_all_reduce(slices: Slices, capacity: int) -> list[Message]:
 def reduce_to_owner(slices: Slices, capacity: int) -> list[Message]:
     """The slices of each owner to that owner, owners in the order of their first slice."""
     by_owner: dict[int, list[int]] = {}
-    for owner, numel in slices:
-        by_owner.setdefault(owner, []).append(numel)
+    for piece in slices:
+        by_owner.setdefault(piece.owner, []).append(piece.numel)
     return [Message(Op.REDUCE, numel) for sizes in by_owner.values() for numel in runs_past(sizes, capacity)]
 
 
@@ -71,8 +71,8 @@ def exchange_and_sum(slices: Slices, capacity: int) -> list[Message]:
 def native_reduce_scatter(slices: Slices, capacity: int, world_size: int) -> list[Message]:
     """One reduce_scatter of a row for each owner, padded to equal length where that costs little."""
     rows = [0] * world_size
-    for owner, numel in slices:
-        rows[owner] += numel
+    for piece in slices:
+        rows[piece.owner] += piece.numel
     numel, padded = sum(rows), max(rows) * world_size
     return [Message(Op.REDUCE_SCATTER, padded if padded <= numel * (1 + LARGEST_PADDING) else numel)]
 

@@ -8,7 +8,8 @@ nccl-tests, ``wire_bytes`` the model of what each rank sends on average.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from dataclasses import replace
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 from commprof.requested.configuration import Configuration, read_configuration
 from commprof.requested.errors import RequestedError
@@ -39,6 +40,7 @@ __all__ = [
 ]
 
 When = Literal["init", "micro_step", "step"]
+Runtime = Literal["zero_runtime", "deepspeed"]
 
 FLAG_BYTES: Final = 1  # one uint8
 NORM_BYTES: Final = 4  # one fp32
@@ -78,6 +80,7 @@ def expected(
     world_size: int,
     gradient_order: Sequence[str] | None = None,
     backend: str = "gloo",
+    runtime: Runtime = "zero_runtime",
 ) -> list[Expectation]:
     """What ``config`` should send for a model with ``parameters`` on ``world_size`` ranks.
 
@@ -88,6 +91,8 @@ def expected(
         gradient_order: names of the parameters in the order in which their gradients arrived in a micro-batch. A
             parameter that is not in it got no gradient. Where it is missing, the reverse of the parameter order is assumed.
         backend: backend of the group; gloo has no reduce_scatter of its own.
+        runtime: whose rules say what is issued. DeepSpeed does not know zero_runtime's two keys, and ignores those that
+            say how parameters are gathered.
 
     Raises:
         UnsupportedError: the config asks for a feature whose rules are not stated here; it names the key.
@@ -95,6 +100,10 @@ def expected(
     """
     configuration = read_configuration(config)
     refuse_unsupported(config, configuration.stage)
+    if runtime not in get_args(Runtime):
+        raise RequestedError(f"runtime is {runtime!r}; expected one of {', '.join(get_args(Runtime))}")
+    if runtime == "deepspeed":
+        configuration = replace(configuration, gradient_reduction="auto")
     if world_size < 1:
         raise RequestedError(f"the world size is {world_size}; expected 1 or more")
     check_parameters(parameters)
@@ -117,7 +126,7 @@ def expected(
         gradients = flat_group_gradients(layout)
         rows += [
             _gradient_reduce(configuration, gradients, world_size),
-            _parameter_gather(layout, world_size),
+            _parameter_gather(configuration, layout, world_size, runtime),
         ]
     else:
         gradients = bucketed_gradients(configuration, groups, layout, world_size, gradient_order, backend)
@@ -125,7 +134,7 @@ def expected(
             _gradient_reduce(configuration, gradients, world_size),
             _overflow_check(configuration, layout, world_size),
             _partition_norms(configuration, layout, world_size),
-            _parameter_gather(layout, world_size),
+            _parameter_gather(configuration, layout, world_size, runtime),
         ]
     return [row for row in rows if row is not None and row.count]
 
@@ -216,8 +225,40 @@ def _partition_norms(configuration: Configuration, layout: Layout, world_size: i
     return _row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, payloads, world_size, note)
 
 
-def _parameter_gather(layout: Layout, world_size: int) -> Expectation | None:
+def _parameter_gather(
+    configuration: Configuration, layout: Layout, world_size: int, runtime: Runtime
+) -> Expectation | None:
     if world_size == 1:
         return None
-    payloads = [group.numel * item_bytes(group.dtype) for group in layout.groups]
-    return _row("step", Purpose.PARAMETER_GATHER, Op.ALL_GATHER, payloads, world_size)
+    asked = Op.BROADCAST if configuration.gather_by_broadcast else Op.ALL_GATHER
+    if runtime == "deepspeed":
+        issued, split, note = Op.ALL_GATHER, None, _ignored_gather_keys(configuration)
+    else:
+        issued, split, note = asked, configuration.allgather_bucket_size, ""
+    payloads = []
+    for group in layout.groups:
+        size = item_bytes(group.dtype)
+        if issued == Op.BROADCAST:
+            payloads += [group.piece_numel * size] * world_size
+        else:
+            payloads += [
+                part * world_size * size for part in _gathered_parts(group.piece_numel, split, world_size)
+            ]
+    row = _row("step", Purpose.PARAMETER_GATHER, issued, payloads, world_size, note)
+    return row._replace(requested_op=str(asked))
+
+
+def _gathered_parts(piece_numel: int, bucket_size: int | None, world_size: int) -> list[int]:
+    """How much of each piece one message gathers: even numbers of elements, ``bucket_size`` at most over all ranks."""
+    if bucket_size is None:
+        return [piece_numel]
+    width = max(2, bucket_size // world_size // 2 * 2)
+    return [min(width, piece_numel - begin) for begin in range(0, piece_numel, width)]
+
+
+def _ignored_gather_keys(configuration: Configuration) -> str:
+    if configuration.gather_by_broadcast:
+        return "DeepSpeed 0.19 ignores allgather_partitions and disable_allgather"
+    return (
+        "" if configuration.allgather_bucket_size is None else "DeepSpeed 0.19 ignores allgather_bucket_size"
+    )

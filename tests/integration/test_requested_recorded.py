@@ -183,7 +183,7 @@ def expected_traffic(
     """The same for ``"init"`` and for any ``"step"``, from the rules."""
     config, world = case["config"], case["world"]
     traffic: dict[str, dict[Any, list[float]]] = {"init": {}, "step": {}}
-    for row in expected(config, parameters_of(case), world, gradient_order):
+    for row in expected(config, parameters_of(case), world, gradient_order, runtime="deepspeed"):
         times = micro_steps(config, world) if row.when == "micro_step" else 1
         into = traffic["init" if row.when == "init" else "step"]
         into[row.purpose, row.issued_op] = [

@@ -54,7 +54,7 @@ def test_every_element_has_the_owner_of_its_place_in_the_flat_buffer(sizes, worl
     owners, length = owners_by_element(sizes, world_size, dealt_out=dealt_out, unit=4 if aligned else 1)
     assert layout.groups[0].numel == length
     for index, parameter in enumerate(named(sizes)):
-        spelled_out = [owner for owner, numel in layout.slices(parameter) for _ in range(numel)]
+        spelled_out = [piece.owner for piece in layout.slices(parameter) for _ in range(piece.numel)]
         assert spelled_out == owners[index]
 
 
@@ -67,7 +67,7 @@ def test_the_pieces_of_each_group_are_equal_and_hold_all_of_it(groups, world_siz
     ]
     layout = lay_out(listed, world_size)
     for flat, sizes in zip(layout.groups, groups, strict=True):
-        assert flat.numel == flat.partition_numel * world_size
+        assert flat.numel == flat.piece_numel * world_size
         assert flat.numel % (2 * world_size) == 0
         assert 0 <= flat.numel - sum(sizes) < 2 * world_size
 
@@ -75,7 +75,11 @@ def test_the_pieces_of_each_group_are_equal_and_hold_all_of_it(groups, world_siz
 def test_a_parameter_may_have_every_rank_as_owner():
     layout = lay_out([MLP], 3)
     assert layout.groups[0].numel == 56_940
-    assert layout.slices(MLP[2]) == [OwnedSlice(0, 14_002), OwnedSlice(1, 18_980), OwnedSlice(2, 685)]
+    assert layout.slices(MLP[2]) == [
+        OwnedSlice(0, 14_002, 4_978),
+        OwnedSlice(1, 18_980),
+        OwnedSlice(2, 685),
+    ]
 
 
 def test_16_bit_parameters_are_aligned_to_8_elements():
@@ -132,11 +136,11 @@ def test_balanced_rounds_hold_every_element_once_and_as_much_of_each_piece(
     sizes, world_size, capacity, aligned
 ):
     layout = lay_out([named(sizes)], world_size, align_parameters=aligned)
-    rounds = list(balanced_rounds(layout.groups[0], capacity))
+    rounds = balanced_rounds(named(sizes), layout, capacity, world_size)
     assert sum(row.numel for slices in rounds for row in slices) == sum(sizes)
     for slices in rounds:
         assert sum(row.numel for row in slices) <= max(capacity, world_size)
     for owner in range(world_size):
         held = sum(row.numel for slices in rounds for row in slices if row.owner == owner)
-        owned = sum(n for p in named(sizes) for o, n in layout.slices(p) if o == owner)
+        owned = sum(s.numel for p in named(sizes) for s in layout.slices(p) if s.owner == owner)
         assert held == owned

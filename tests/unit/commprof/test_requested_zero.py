@@ -164,12 +164,36 @@ def test_bf16_with_fp32_accumulation_at_stage_1_reduces_flat_groups_with_their_p
         {"prescale_gradients": True},
         {"gradient_predivide_factor": 4.0},
         {"gradient_allreduce_op": "sum"},
-        {"disable_allgather": True},
     ],
 )
 def test_what_only_changes_the_arithmetic_changes_no_message(config):
     for number in (0, 1, 2):
         assert expected(stage(number) | config, PARAMETERS, 2) == expected(stage(number), PARAMETERS, 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "issued", "count"),
+    [
+        (stage(1), "all_gather", 2),
+        (stage(1, allgather_partitions=False), "broadcast", 2 * 4),
+        (stage(1) | {"disable_allgather": True}, "broadcast", 2 * 4),
+        # Pieces of 4,000 and 24 elements in parts of 1,000 // 4 = 250.
+        (stage(1, allgather_bucket_size=1_000), "all_gather", 16 + 1),
+    ],
+)
+def test_keys_about_the_gathering_work_here_and_do_nothing_in_deepspeed(config, issued, count):
+    row = by_purpose(config)["parameter_gather"]
+    assert (row.issued_op, row.count) == (issued, count)
+    assert row.payload_bytes == 4 * (16_000 + 96)
+    ignored = by_purpose(config, runtime="deepspeed")["parameter_gather"]
+    assert (ignored.requested_op, ignored.issued_op, ignored.count) == (row.requested_op, "all_gather", 2)
+    assert ("ignores" in ignored.note) == (config != stage(1))
+
+
+def test_deepspeed_does_not_know_the_keys_of_zero_runtime():
+    config = stage(2, gradient_reduction="reduce_scatter")
+    row = by_purpose(config, runtime="deepspeed")["gradient_reduce"]
+    assert (row.requested_op, row.issued_op) == ("reduce_scatter", "all_reduce")
 
 
 def test_one_rank_still_reduces_but_gathers_nothing():
@@ -219,6 +243,7 @@ def test_a_model_that_trains_nothing_sends_only_its_parameters():
     ("arguments", "part"),
     [
         ({"world_size": 0}, "world size is 0"),
+        ({"runtime": "fsdp"}, "'fsdp'.* deepspeed"),
         ({"parameters": [Parameter("a", 1), Parameter("a", 2)]}, "'a' is listed twice"),
         ({"parameters": [Parameter("a", -1)]}, "-1 elements"),
         ({"parameters": [Parameter("a", 1, "complex64")]}, "'complex64'"),
