@@ -1,0 +1,152 @@
+"""Process groups, known by name and rank list. A ProcessGroup itself is never held: that would outlive torch's own teardown."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed.distributed_c10d as c10d
+
+from commprof.schema import format_ranks
+
+
+class Group:
+    """What is known about one process group of this process, and the counters of what it issued."""
+
+    __slots__ = (
+        "accelerated",
+        "backends",
+        "coalesce_id",
+        "collectives",
+        "desc",
+        "hidden",
+        "messages",
+        "name",
+        "rank",
+        "ranks",
+        "size",
+        "special",
+        "unseen",
+    )
+
+    def __init__(self, name: str, desc: str | None, ranks: list[int], rank: int, backends: dict[str, str]):
+        self.name = name
+        self.desc = desc
+        self.ranks = ranks
+        self.rank = rank
+        self.size = len(ranks)
+        self.backends = backends
+        self.accelerated = False  # it has carried tensors of a GPU
+        self.collectives = itertools.count()  # issue order, collectives
+        self.messages = itertools.count()  # issue order, sends and receives
+        self.coalesce_id = 0  # of the open coalescing block; 0 outside
+        self.special = False  # the hot path must look closer: an accelerator, or a coalescing block
+        self.hidden = 0  # what the backend counts beyond one for each record
+        self.unseen = 0
+
+    def global_rank(self, group_rank: int | None) -> int:
+        """The global rank of the group's ``group_rank``; -1 for none or one that the group does not have."""
+        if group_rank is None or not 0 <= group_rank < self.size:
+            return -1
+        return self.ranks[group_rank]
+
+    def backend_for(self, device_type: str | None) -> str | None:
+        """The backend that serves tensors on ``device_type``; the only or first one when the call has no tensor."""
+        if device_type in self.backends:
+            return self.backends[device_type]
+        return next(iter(self.backends.values()), None)
+
+    def row(self) -> dict[str, Any]:
+        """The group as it stands in the events file."""
+        return {
+            "pg": self.name,
+            "group_desc": self.desc,
+            "group_ranks": format_ranks(self.ranks),
+            "group_size": self.size,
+            "group_rank": self.rank,
+            "backend": ",".join(f"{device}:{backend}" for device, backend in self.backends.items()) or None,
+        }
+
+
+class Groups:
+    """The process groups that this process has used, found by the address of a live ProcessGroup.
+
+    An address is good as a key only while its object lives, so a weak reference takes the entry out when it dies.
+    ``on_forget`` is told, so that whoever keys by the same address can do the same.
+    """
+
+    def __init__(self, on_new: Callable[[Group], None], on_forget: Callable[[int], None]) -> None:
+        self.known: dict[int, Group] = {}
+        self._references: dict[int, weakref.ref[Any]] = {}
+        self._by_name: dict[str, Group] = {}
+        self._generations: dict[str, int] = {}
+        self._all: list[Group] = []
+        self._on_new = on_new
+        self._on_forget = on_forget
+
+    def find(self, pg: Any) -> Group:
+        """The group of ``pg``, read from torch at the first sight of it."""
+        address = id(pg)
+        group = self.known.get(address)
+        if group is not None:
+            return group
+        name = pg.group_name
+        group = self._by_name.get(name)
+        if group is None:
+            group = self._read(pg, name)
+            self._by_name[name] = group
+            self._all.append(group)
+            self._on_new(group)
+        self._references[address] = weakref.ref(pg, lambda _: self._forget(address))
+        self.known[address] = group
+        return group
+
+    def _forget(self, address: int) -> None:
+        self.known.pop(address, None)
+        self._references.pop(address, None)
+        self._on_forget(address)
+
+    def every(self) -> list[Group]:
+        """Every group that was ever seen, destroyed ones included."""
+        return list(self._all)
+
+    def retire(self, name: str | None = None) -> None:
+        """The group called ``name``, or every group, was destroyed; its name may come again for a new one."""
+        for retired in list(self._by_name) if name is None else [name]:
+            group = self._by_name.pop(retired, None)
+            if group is None:
+                continue
+            self._generations[retired] = self._generations.get(retired, 1) + 1
+            for address in [a for a, known in self.known.items() if known is group]:
+                self._forget(address)
+
+    def _read(self, pg: Any, name: str) -> Group:
+        try:
+            ranks = list(c10d.get_process_group_ranks(pg))
+        except Exception:
+            ranks = list(range(pg.size()))  # not made through torch.distributed
+        generation = self._generations.get(name, 1)
+        # torch counts names from 0 again after destroy_process_group; a second group of a name gets a suffix, on every rank.
+        unique = name if generation == 1 else f"{name}#{generation}"
+        desc = getattr(pg, "group_desc", None)
+        return Group(
+            unique, None if desc in ("", "undefined") else desc, ranks, pg.rank(), backends_by_device(pg)
+        )
+
+
+def backends_by_device(pg: Any) -> dict[str, str]:
+    """Which backend of ``pg`` serves which device type, in torch's order."""
+    backends: dict[str, str] = {}
+    for device in getattr(pg, "_device_types", ()):
+        try:
+            backends[device.type] = pg._get_backend(device).name()
+        except Exception:
+            continue
+    return backends
+
+
+def live_groups() -> list[Any]:
+    """Every ProcessGroup of this process that torch has registered. For the moment only: never keep one."""
+    return list(c10d._world.pg_names)

@@ -1,0 +1,204 @@
+"""What is equal in all calls with the same tensors, group and arguments: described once, then named by a number.
+
+``freeze`` makes a key of a call's arguments that holds no tensor, and ``describe`` the columns of such calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from commprof.recorder.groups import Group
+from commprof.recorder.methods import Method, Shape
+from commprof.schema import Op
+
+_OPTION_NAMES: Final = ("reduceOp", "rootRank", "rootTensor", "asyncOp")
+
+
+def freeze(value: Any) -> Any:
+    """A hashable stand-in for an argument: equal for calls of equal signature, and holding no tensor."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype, value.device
+    if isinstance(value, (list, tuple)):
+        return tuple([freeze(item) for item in value])
+    if value is None or isinstance(value, (int, bool, str, float)):
+        return value
+    options = tuple([freeze(getattr(value, name)) for name in _OPTION_NAMES if hasattr(value, name)])
+    if options:
+        return type(value).__name__, options
+    return type(value).__name__, _reduce_op_name(value)
+
+
+class _Buffers(NamedTuple):
+    """Sums over some tensors."""
+
+    tensors: list[torch.Tensor]
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
+    @property
+    def numel(self) -> int:
+        return sum(tensor.numel() for tensor in self.tensors)
+
+    @property
+    def sizes(self) -> str:
+        return ";".join(_shape_text(tensor) for tensor in self.tensors)
+
+
+class _Call(NamedTuple):
+    """The arguments of one call, sorted by what they are."""
+
+    outputs: _Buffers
+    inputs: _Buffers
+    root: int | None  # group rank of the root or of the other side
+    reduce_op: str | None
+    is_async: bool
+
+
+def describe(method: Method, group: Group, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of ``collectives`` whose source is the signature, ``api`` excepted.
+
+    Args:
+        args: the arguments after the process group.
+        kwargs: its keyword arguments.
+    """
+    call = _sort_arguments(method, args, kwargs)
+    is_root = call.root is not None and call.root == group.rank
+    sizes = _measure(method.op, call, is_root, group.size)
+    first = (call.inputs.tensors or call.outputs.tensors or [None])[0]
+    device = None if first is None else str(first.device)
+    return {
+        "op": str(method.op),
+        "backend_method": method.name,
+        "backend": group.backend_for(None if first is None else first.device.type),
+        "device": device,
+        "reduce_op": call.reduce_op,
+        "dtype": None if first is None else str(first.dtype).removeprefix("torch."),
+        "num_tensors": len(call.inputs.tensors) or len(call.outputs.tensors),
+        "sizes": _sizes_text(method, call),
+        "numel": sizes.numel,
+        "input_bytes": sizes.input_bytes,
+        "output_bytes": sizes.output_bytes,
+        "payload_bytes": sizes.payload_bytes,
+        "pg": group.name,
+        "peer": group.global_rank(call.root),
+        "is_async": call.is_async,
+        "is_p2p": method.is_p2p,
+    }
+
+
+def _sort_arguments(method: Method, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Call:
+    if method.shape is Shape.NONE:
+        empty = _Buffers([])
+        options = kwargs.get("opts", args[0] if args else None)
+        return _Call(empty, empty, None, None, bool(getattr(options, "asyncOp", False)))
+    tensor_arguments = 2 if method.shape is Shape.OUTPUTS_INPUTS else 1
+    buffers = [_Buffers(_flatten(value)) for value in args[:tensor_arguments]]
+    rest = list(args[tensor_arguments:])
+    outputs, inputs = (
+        [*buffers, _Buffers([]), _Buffers([])][:2]
+        if tensor_arguments == 2
+        else (buffers * 2 or [_Buffers([])] * 2)
+    )
+    for name, value in kwargs.items():
+        if name.startswith("output") and "split" not in name:
+            outputs = _Buffers(_flatten(value))
+        elif name.startswith("input") and "split" not in name:
+            inputs = _Buffers(_flatten(value))
+        elif name in ("tensor", "tensors"):
+            outputs = inputs = _Buffers(_flatten(value))
+    root, reduce_op, is_async = _scalars(method, rest, kwargs)
+    return _Call(outputs, inputs, root, reduce_op, is_async)
+
+
+def _scalars(
+    method: Method, rest: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[int | None, str | None, bool]:
+    """Root, reduction and whether a handle is asked for, from what follows the tensors."""
+    if method.shape is Shape.ANY_PEER:
+        return None, None, True
+    if method.shape is Shape.PEER:
+        peer = next((value for value in rest if isinstance(value, int)), None)
+        return kwargs.get("dstRank", kwargs.get("srcRank", peer)), None, True
+    root: int | None = kwargs.get("root")
+    reduce_op: str | None = None
+    is_async = True
+    takes_root = method.op in (Op.BROADCAST, Op.REDUCE, Op.GATHER, Op.SCATTER)
+    for value in (*rest, *(kwargs[name] for name in ("opts", "op") if name in kwargs)):
+        if hasattr(value, "asyncOp"):
+            is_async = bool(value.asyncOp)
+            root = getattr(value, "rootRank", root)
+            reduce_op = _reduce_op_name(getattr(value, "reduceOp", None))
+        elif isinstance(value, int) and takes_root and root is None:
+            root = value
+        elif _reduce_op_name(value) is not None:
+            reduce_op = _reduce_op_name(value)
+    if reduce_op is None and method.op in (Op.ALL_REDUCE, Op.REDUCE, Op.REDUCE_SCATTER):
+        reduce_op = "SUM"  # torch's default
+    if not takes_root:
+        return None, reduce_op, is_async
+    return (0 if root is None else int(root)), reduce_op, is_async
+
+
+class _Sizes(NamedTuple):
+    numel: int
+    input_bytes: int
+    output_bytes: int
+    payload_bytes: int
+
+
+def _measure(op: Op, call: _Call, is_root: bool, group_size: int) -> _Sizes:
+    """Elements and bytes by the conventions of the schema; S as in nccl-tests."""
+    inputs, outputs = call.inputs, call.outputs
+    match op:
+        case Op.ALL_REDUCE | Op.REDUCE:
+            return _Sizes(inputs.numel, inputs.bytes, inputs.bytes, inputs.bytes)
+        case Op.BROADCAST:
+            return _Sizes(inputs.numel, inputs.bytes if is_root else 0, inputs.bytes, inputs.bytes)
+        case Op.ALL_GATHER:
+            return _Sizes(outputs.numel, inputs.bytes, outputs.bytes, outputs.bytes)
+        case Op.REDUCE_SCATTER | Op.ALL_TO_ALL:
+            return _Sizes(inputs.numel, inputs.bytes, outputs.bytes, inputs.bytes)
+        case Op.GATHER:
+            total = inputs.bytes * group_size
+            return _Sizes(inputs.numel * group_size, inputs.bytes, outputs.bytes if is_root else 0, total)
+        case Op.SCATTER:
+            total = outputs.bytes * group_size
+            return _Sizes(outputs.numel * group_size, inputs.bytes if is_root else 0, outputs.bytes, total)
+        case Op.SEND:
+            return _Sizes(inputs.numel, inputs.bytes, 0, inputs.bytes)
+        case Op.RECV:
+            return _Sizes(outputs.numel, 0, outputs.bytes, outputs.bytes)
+        case _:
+            return _Sizes(0, 0, 0, 0)
+
+
+def _flatten(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _flatten(item)]
+    return []
+
+
+def _shape_text(tensor: torch.Tensor) -> str:
+    return "x".join(map(str, tensor.shape)) or "()"
+
+
+def _sizes_text(method: Method, call: _Call) -> str | None:
+    if method.shape is Shape.NONE:
+        return None
+    if method.shape is Shape.OUTPUTS_INPUTS:
+        return f"{call.inputs.sizes}->{call.outputs.sizes}"
+    return call.inputs.sizes
+
+
+def _reduce_op_name(value: Any) -> str | None:
+    """``SUM`` for ``ReduceOp.SUM``, for the ReduceOp of an options object and for its enum alike."""
+    kind = getattr(value, "op", value)
+    name = getattr(kind, "name", None)
+    return name if isinstance(name, str) and name.isupper() else None

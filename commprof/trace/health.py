@@ -1,0 +1,155 @@
+"""What is missing from a run, in numbers and in sentences. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from commprof.trace.manifest import COMPLETE, FAILED, KILLED, RUNNING, Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """How much of a run was recorded.
+
+    ``unseen``: collectives that the groups counted and no record shows, summed over the ranks. ``torn``: records cut off while
+    they were written. ``incomplete``: records whose call had not returned when the process ended.
+    """
+
+    records: int
+    lost: int
+    unseen: int
+    torn: int
+    raised: int
+    incomplete: int
+    ranks_expected: int | None
+    ranks_recorded: int
+    missing_ranks: tuple[int, ...]
+    state: str
+    notes: tuple[str, ...]
+
+
+def assess(
+    manifest: Manifest,
+    entries: Sequence[Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+    alive: bool,
+    damaged: Sequence[str] = (),
+) -> Health:
+    """The health of a run.
+
+    Args:
+        entries: one per rank file (``Manifest.ranks``).
+        groups: rows of the ``groups`` table.
+        alive: some process of the run still works.
+        damaged: a sentence for each file that could not be read.
+    """
+    latest = max((entry["attempt"] for entry in entries), default=0)
+    recorded = {entry["rank"] for entry in entries if entry["attempt"] == latest}
+    expected = max(
+        [entry.get("world_size") or 0 for entry in entries if entry["attempt"] == latest],
+        default=manifest.world_size or 0,
+    )
+    missing = tuple(rank for rank in range(expected) if rank not in recorded)
+    state = _state(manifest, entries, missing, alive)
+    notes = (*damaged, *_notes(entries, groups, missing, expected, state), *manifest.notes)
+    return Health(
+        records=_total(entries, "records"),
+        lost=_total(entries, "lost"),
+        unseen=_total(entries, "unseen"),
+        torn=_total(entries, "torn"),
+        raised=_total(entries, "raised"),
+        incomplete=_total(entries, "incomplete"),
+        ranks_expected=expected or None,
+        ranks_recorded=len(recorded),
+        missing_ranks=missing,
+        state=state,
+        notes=notes,
+    )
+
+
+def _total(entries: Sequence[Mapping[str, Any]], name: str) -> int:
+    return sum(entry.get(name) or 0 for entry in entries)
+
+
+def _state(
+    manifest: Manifest, entries: Sequence[Mapping[str, Any]], missing: Sequence[int], alive: bool
+) -> str:
+    if manifest.state in (COMPLETE, FAILED):
+        return manifest.state
+    if alive:
+        return RUNNING
+    if manifest.launcher is None and entries and not missing and all(entry["ended"] for entry in entries):
+        return COMPLETE
+    return KILLED
+
+
+def _notes(
+    entries: Sequence[Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+    missing: Sequence[int],
+    expected: int,
+    state: str,
+) -> list[str]:
+    notes = []
+    if missing:
+        notes.append(
+            f"{_ranks(missing)} of {expected} left no trace: killed before the first process group, or recorded on "
+            "another host"
+        )
+    if not entries:
+        notes.append("no rank has recorded anything: the program never initialised torch.distributed")
+    unended = [entry["rank"] for entry in entries if not entry["ended"]]
+    if unended and state != RUNNING:
+        notes.append(
+            f"{_ranks(unended)} ended without saying so (killed, or os._exit): the trace holds all that was issued, but the "
+            "last self-check and the totals are missing"
+        )
+    notes += _incidents(entries)
+    notes += _unseen(groups)
+    return notes
+
+
+def _incidents(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    notes = []
+    for entry in entries:
+        who = f"rank {entry['rank']}"
+        if entry.get("stopped_reason"):
+            notes.append(
+                f"{who} stopped recording: {entry['stopped_reason']}; {entry.get('lost') or 0} collectives were lost"
+            )
+        if entry.get("torn") or entry.get("torn_events"):
+            notes.append(
+                f"{who}: {entry.get('torn') or 0} records and {entry.get('torn_events') or 0} lines of events are torn or "
+                "damaged, and were left out"
+            )
+        if entry.get("incomplete"):
+            notes.append(
+                f"{who}: {entry['incomplete']} collectives had been issued and had not returned when it ended"
+            )
+        if entry.get("faults"):
+            notes.append(f"{who}: commprof itself failed on {entry['faults']} collectives, which are missing")
+        notes += [f"{who}: {text}" for text in entry.get("notes") or ()]
+    return notes
+
+
+def _unseen(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    by_group: dict[tuple[str, str, str], int] = {}
+    for row in groups:
+        if row.get("unseen"):
+            key = (str(row["pg"]), str(row.get("group_desc") or row["pg"]), str(row["group_ranks"]))
+            by_group[key] = max(by_group.get(key, 0), row["unseen"])
+    return [
+        f"{count} collectives were issued unseen in group {desc} (ranks {ranks}): they were started in C++ (DDP's reducer, for "
+        "example), below the layer that this version records"
+        for (_, desc, ranks), count in by_group.items()
+    ]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0, 1``, or for many ``ranks 0, 1, ... (12 in all)``."""
+    unique = sorted(set(ranks))
+    shown = ", ".join(map(str, unique[:8]))
+    more = f", ... ({len(unique)} in all)" if len(unique) > 8 else ""
+    return f"rank{'s' if len(unique) > 1 else ''} {shown}{more}"

@@ -1,0 +1,144 @@
+"""How a rank's files are named and laid out: shared by the writer and the decoder. Standard library only.
+
+A rank writes two files side by side. ``.records`` is a header of one page followed by ``schema.RECORD`` structs without
+gaps; it grows by whole segments, so its tail is zeros. ``.events`` is JSON lines, one object a line, whose ``kind`` is one of
+``EVENT_KINDS``; a value is interned there before the first record that names it.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from commprof.errors import SchemaError, TraceError
+from commprof.schema import RECORD, SCHEMA_VERSION
+
+MAGIC: Final = b"COMMPROF"
+# magic, schema version, header bytes, bytes of one record, rank, attempt, pid, seq of the first record
+HEADER: Final = struct.Struct("<8sIIIiiqq")
+
+RECORDS_SUFFIX: Final = ".records"
+EVENTS_SUFFIX: Final = ".events"
+
+# What the ``kind`` of a line in the events file may be.
+EVENT_KINDS: Final[tuple[str, ...]] = (
+    "begin",  # who writes: rank, attempt, pid, host, world size, versions
+    "signature",  # interned: id and the columns whose source is SIGNATURE
+    "tag",  # interned: id and the columns whose source is TAG
+    "site",  # interned: id, call_site, api
+    "thread",  # interned: id, name
+    "group",  # a process group that this rank is a member of
+    "step",  # a step or micro step begins; resources at that moment
+    "metrics",
+    "parameters",
+    "buckets",
+    "config",
+    "clock",  # monotonic and real-time clock read together
+    "unseen",  # a self-check found collectives without records
+    "note",  # a sentence for the person who reads the trace
+    "end",  # recording ended in an orderly way; totals
+)
+
+
+class RankFile(NamedTuple):
+    """The identity of a rank's file, as its name says."""
+
+    rank: int
+    attempt: int
+    pid: int
+    part: int  # 1 for the first recording of the process, 2 after detach and attach, ...
+
+    @property
+    def stem(self) -> str:
+        """File name without suffix."""
+        tail = "" if self.part == 1 else f"-{self.part}"
+        return f"rank-{self.rank:05d}-{self.attempt}-{self.pid}{tail}"
+
+
+_STEM = re.compile(r"rank-(\d{5,})-(\d+)-(\d+)(?:-(\d+))?")
+
+
+def parse_stem(stem: str) -> RankFile | None:
+    """The inverse of :attr:`RankFile.stem`; ``None`` when ``stem`` is no such name.
+
+    >>> parse_stem("rank-00003-0-4711-2")
+    RankFile(rank=3, attempt=0, pid=4711, part=2)
+    """
+    match = _STEM.fullmatch(stem)
+    if match is None:
+        return None
+    rank, attempt, pid, part = match.groups()
+    return RankFile(int(rank), int(attempt), int(pid), int(part or 1))
+
+
+class Header(NamedTuple):
+    """The first bytes of a ``.records`` file."""
+
+    schema_version: int
+    header_bytes: int
+    record_bytes: int
+    rank: int
+    attempt: int
+    pid: int
+    first_seq: int
+
+    def pack(self) -> bytes:
+        """The header as it stands in the file, without the padding to a whole page."""
+        return HEADER.pack(MAGIC, *self)
+
+
+def new_header(identity: RankFile, header_bytes: int, first_seq: int) -> Header:
+    """The header of a file that this version writes."""
+    return Header(
+        SCHEMA_VERSION,
+        header_bytes,
+        RECORD.size,
+        identity.rank,
+        identity.attempt,
+        identity.pid,
+        first_seq,
+    )
+
+
+def parse_header(data: bytes, path: Path) -> Header:
+    """The header at the beginning of ``data``, the content of ``path``.
+
+    Raises:
+        SchemaError: written by a version with another record.
+        TraceError: not a records file, or cut off within the header.
+    """
+    if len(data) < HEADER.size:
+        raise TraceError(
+            f"{path} holds {len(data)} bytes, less than the {HEADER.size} of a header: it was cut off before the "
+            "first record. Nothing in it can be read; remove it, or copy it again from where it was recorded"
+        )
+    magic, *fields = HEADER.unpack_from(data)
+    header = Header(*fields)
+    if magic != MAGIC:
+        raise TraceError(
+            f"{path} begins with {magic!r} where a records file begins with {MAGIC!r}: it is damaged, or was not "
+            "written by commprof"
+        )
+    if header.schema_version != SCHEMA_VERSION or header.record_bytes != RECORD.size:
+        raise SchemaError(
+            f"{path} has schema version {header.schema_version} ({header.record_bytes} bytes a record); this commprof "
+            f"reads version {SCHEMA_VERSION} ({RECORD.size} bytes). Open it with the version of commprof that wrote it"
+        )
+    if not HEADER.size <= header.header_bytes <= 1 << 20:
+        raise TraceError(
+            f"{path} says that its header is {header.header_bytes} bytes long: the file is damaged"
+        )
+    return header
+
+
+def rank_files(directory: Path) -> list[tuple[RankFile, Path]]:
+    """The rank files of run directory ``directory``, each as identity and path without suffix, in order."""
+    found: dict[RankFile, Path] = {}
+    for path in directory.iterdir():
+        if path.suffix in (RECORDS_SUFFIX, EVENTS_SUFFIX):
+            identity = parse_stem(path.stem)
+            if identity is not None:
+                found[identity] = path.with_suffix("")
+    return sorted(found.items())

@@ -1,0 +1,220 @@
+"""``run.json``: what ran, where, with what, and what became of it. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final
+
+from commprof import __version__
+from commprof.errors import SchemaError, TraceError, UsageError
+from commprof.schema import SCHEMA_VERSION
+from commprof.trace.directory import MANIFEST_NAME, is_run
+
+RUNNING: Final = "running"
+COMPLETE: Final = "complete"
+FAILED: Final = "failed"
+KILLED: Final = "killed"
+
+# The variables that change what a collective does; nothing else of the environment is kept.
+_KEPT_VARIABLES: Final = ("NCCL_", "TORCH_", "OMP_", "GLOO_")
+
+
+@dataclass(slots=True)
+class Manifest:
+    """What ``run.json`` says. Times are CLOCK_REALTIME in nanoseconds.
+
+    ``ranks`` has one mapping per rank file: rank, attempt, pid, part, host, records, lost, torn, unseen, raised, incomplete, faults,
+    recorder_ns, stopped_reason, ended, finalised.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    commprof_version: str = __version__
+    command: list[str] = field(default_factory=list)
+    script: str | None = None
+    cwd: str = ""
+    started_realtime_ns: int = 0
+    ended_realtime_ns: int | None = None
+    state: str = RUNNING
+    exit_code: int | None = None
+    first_failed_rank: int | None = None
+    nproc: int | None = None
+    world_size: int | None = None
+    hosts: list[str] = field(default_factory=list)
+    launcher: dict[str, Any] | None = None  # pid, host, start_ticks
+    python: str = ""
+    torch: str | None = None
+    platform: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+    config: dict[str, Any] | None = None
+    config_path: str | None = None
+    config_argument: str | None = None
+    effective_config: dict[str, Any] | None = None  # as the engine itself published it
+    engine: str | None = None
+    sweep: dict[str, Any] | None = None  # name, point {dotted key: value}, repeat
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    extra: dict[str, Any] = field(
+        default_factory=dict
+    )  # keys that this version does not know, kept as they are
+
+
+def describe_process(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The fields of a manifest that any process can fill in for itself: command, cwd, python, platform, environment."""
+    environment = os.environ if environment is None else environment
+    return {
+        "command": list(getattr(sys, "orig_argv", sys.argv)),
+        "cwd": _working_directory(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "environment": {
+            name: value for name, value in sorted(environment.items()) if name.startswith(_KEPT_VARIABLES)
+        },
+    }
+
+
+def _working_directory() -> str:
+    try:
+        return str(Path.cwd())
+    except OSError:
+        return ""  # it was deleted
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of run directory ``path``.
+
+    Raises:
+        SchemaError: written by a newer version.
+        TraceError: missing, unreadable, cut off, or not a manifest.
+    """
+    file = Path(path) / MANIFEST_NAME
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise TraceError(f"{path} has no {MANIFEST_NAME}") from None
+    except OSError as error:
+        raise TraceError(
+            f"{file} cannot be read: {error.strerror}. Check its permissions, or copy the run to a place of yours"
+        ) from None
+    except ValueError as error:
+        raise TraceError(
+            f"{file} is not valid JSON ({error}): it was cut off or changed by hand. Remove it to read the run without it"
+        ) from None
+    if not isinstance(content, dict) or not isinstance(content.get("schema_version"), int):
+        raise TraceError(
+            f"{file} has no schema_version: it was not written by commprof. If it belongs to another program, keep "
+            "runs in a directory of their own"
+        )
+    if content["schema_version"] > SCHEMA_VERSION:
+        raise SchemaError(
+            f"{path} was written with schema version {content['schema_version']} by commprof "
+            f"{content.get('commprof_version', '?')}; this commprof ({__version__}) reads versions up to {SCHEMA_VERSION}. "
+            "Install a newer commprof to read it"
+        )
+    known = {item.name for item in fields(Manifest)}
+    extra = {key: value for key, value in content.items() if key not in known}
+    manifest = Manifest(**{key: value for key, value in content.items() if key in known})
+    manifest.extra.update(extra)
+    problem = _wrong_type(manifest)
+    if problem is not None:
+        raise TraceError(
+            f"{file}: {problem}. The file was changed by hand; remove it to read the run without it"
+        )
+    return manifest
+
+
+def _wrong_type(manifest: Manifest) -> str | None:
+    pristine = Manifest()
+    for item in fields(Manifest):
+        value, expected = getattr(manifest, item.name), getattr(pristine, item.name)
+        if expected is not None and not isinstance(value, type(expected)):
+            return f"{item.name} is {type(value).__name__}, expected {type(expected).__name__}"
+    if not all(isinstance(entry, dict) for entry in manifest.ranks):
+        return "ranks holds something that is not an object"
+    return None
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """Write ``run.json`` of run directory ``path``, whole or not at all.
+
+    Raises:
+        TraceError: the directory cannot be written to.
+    """
+    content = asdict(manifest)
+    content.update(content.pop("extra"))
+    text = json.dumps(content, indent=1, default=str) + "\n"
+    try:
+        _replace_file(Path(path) / MANIFEST_NAME, text)
+    except OSError as error:
+        raise TraceError(f"{Path(path) / MANIFEST_NAME} cannot be written: {error.strerror}") from None
+
+
+def _replace_file(file: Path, text: str) -> None:
+    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(file)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def write_manifest_if_absent(path: Path, manifest: Manifest) -> bool:
+    """Write ``run.json`` unless somebody else has; True when this call wrote it. OSError when it cannot be written."""
+    file = Path(path) / MANIFEST_NAME
+    if file.exists():
+        return False
+    temporary = file.with_name(f".{MANIFEST_NAME}-{os.getpid()}")
+    _replace_file(temporary, json.dumps(asdict(manifest), indent=1, default=str) + "\n")
+    try:
+        os.link(temporary, file)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True
+
+
+def create_run(path: Path, manifest: Manifest, force: bool = False) -> None:
+    """Make run directory ``path`` and write its manifest.
+
+    Args:
+        force: a run that is there already is removed first. Only ever a run: anything else is left alone.
+
+    Raises:
+        UsageError: ``path`` is a file, or a directory with something in it.
+        TraceError: it cannot be made or written to.
+    """
+    path = Path(path)
+    try:
+        if path.is_dir() and any(path.iterdir()):
+            _make_room(path, force)
+        elif path.exists() and not path.is_dir():
+            raise UsageError(f"{path} is a file; the run needs a directory. Choose another --out")
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TraceError(
+            f"{path} cannot be used for the run: {error.strerror}. Choose a directory that you may write to with --out"
+        ) from None
+    write_manifest(path, manifest)
+
+
+def _make_room(path: Path, force: bool) -> None:
+    if not is_run(path):
+        raise UsageError(
+            f"{path} is not empty and is not a run, so nothing in it is touched, --force or not. Choose another --out"
+        )
+    if not force:
+        raise UsageError(
+            f"{path} holds a run already. Choose another --out, or give --force to replace that run"
+        )
+    shutil.rmtree(path)

@@ -1,0 +1,185 @@
+"""Arrow and Parquet forms of the schema's tables, and the tables of a run directory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+try:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+except ImportError:  # pragma: no cover - depends on the installation
+    from commprof.errors import MissingExtraError
+
+    raise MissingExtraError("pyarrow", "analysis", "to read a run") from None
+
+from commprof.errors import SchemaError, TraceError
+from commprof.schema import SCHEMA_VERSION, TABLES
+
+_TYPES: Final[dict[str, Any]] = {
+    "int8": pa.int8(),
+    "int16": pa.int16(),
+    "int32": pa.int32(),
+    "int64": pa.int64(),
+    "float64": pa.float64(),
+    "bool": pa.bool_(),
+    "string": pa.string(),
+}
+VERSION_KEY: Final = b"commprof.schema_version"
+
+
+def arrow_schema(table: str) -> pa.Schema:
+    """The Arrow schema of ``table``.
+
+    Raises:
+        TraceError: there is no such table.
+    """
+    declared = TABLES.get(table)
+    if declared is None:
+        raise TraceError(f"there is no table {table!r}; the tables are: {', '.join(TABLES)}")
+    return pa.schema(
+        [pa.field(column.name, _TYPES[column.type], nullable=column.nullable) for column in declared.columns],
+        metadata={VERSION_KEY: str(SCHEMA_VERSION).encode()},
+    )
+
+
+def empty_table(table: str) -> pa.Table:
+    """``table`` without rows."""
+    return arrow_schema(table).empty_table()
+
+
+def table_from_rows(table: str, rows: Iterable[Mapping[str, Any]]) -> pa.Table:
+    """Rows, as mappings, as ``table``: missing columns are null, unknown keys are left out.
+
+    Raises:
+        TraceError: a value does not fit its column, or one is missing that must be there.
+    """
+    schema = arrow_schema(table)
+    rows = list(rows)
+    columns = []
+    for item in schema:
+        values = [row.get(item.name) for row in rows]
+        try:
+            columns.append(pa.array(values, item.type))
+        except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+            raise TraceError(f"table {table}, column {item.name}: {error}") from None
+    return conform(table, pa.table(columns, names=schema.names))
+
+
+def conform(table: str, arrow: pa.Table) -> pa.Table:
+    """``arrow`` with the columns, order and types of ``table``; nullable columns that are missing become null.
+
+    Raises:
+        SchemaError: a column that must be there is missing, holds nulls, or cannot be converted; or there is one too many.
+    """
+    schema = arrow_schema(table)
+    extra = [name for name in arrow.column_names if name not in schema.names]
+    if extra:
+        raise SchemaError(
+            f"table {table} does not have column(s) {', '.join(extra)}; it has: {', '.join(schema.names)}"
+        )
+    columns = []
+    for item in schema:
+        if item.name not in arrow.column_names:
+            if not item.nullable:
+                raise SchemaError(f"table {table} lacks column {item.name}, which every row must have")
+            columns.append(pa.nulls(len(arrow), item.type))
+            continue
+        column = arrow.column(item.name)
+        try:
+            column = column.cast(item.type) if column.type != item.type else column
+        except (pa.ArrowException, ValueError) as error:
+            raise SchemaError(
+                f"table {table}, column {item.name}: {column.type} does not convert to {item.type} ({error})"
+            ) from None
+        if not item.nullable and column.null_count:
+            raise SchemaError(
+                f"table {table}, column {item.name} has {column.null_count} nulls; it must have none"
+            )
+        columns.append(column)
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def write_table(run: str | os.PathLike[str], name: str, table: pa.Table) -> Path:
+    """Write ``table`` as table ``name`` of run directory ``run``: checked against the schema, whole or not at all.
+
+    Raises:
+        SchemaError: it does not fit the schema.
+        TraceError: the directory cannot be written to.
+    """
+    path = Path(run) / f"{name}.parquet"
+    write_parquet(path, conform(name, table))
+    return path
+
+
+def read_table(run: str | os.PathLike[str], name: str) -> pa.Table:
+    """Table ``name`` of run directory ``run`` as it was written; without rows when there is none.
+
+    Raises:
+        TraceError: the file is damaged. SchemaError: a newer version wrote it.
+    """
+    path = Path(run) / f"{name}.parquet"
+    return read_parquet(path, name) if path.exists() else empty_table(name)
+
+
+def write_parquet(path: Path, table: pa.Table, metadata: Mapping[bytes, bytes] | None = None) -> None:
+    """Write one Parquet file through a temporary one beside it, so that nobody ever sees half of it.
+
+    Raises:
+        TraceError: it cannot be written.
+    """
+    if metadata:
+        table = table.replace_schema_metadata({**(table.schema.metadata or {}), **metadata})
+    temporary = path.with_name(f".{path.name}-{os.getpid()}")
+    strings = [item.name for item in table.schema if pa.types.is_string(item.type)]
+    deltas = {
+        item.name: "DELTA_BINARY_PACKED" for item in table.schema if item.type in (pa.int64(), pa.int32())
+    }
+    try:
+        path.parent.mkdir(exist_ok=True)
+        pq.write_table(
+            table,
+            temporary,
+            compression="zstd",
+            compression_level=3,
+            use_dictionary=strings,
+            column_encoding=deltas,
+        )
+        with temporary.open("rb") as stream:
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+    except (OSError, pa.ArrowException) as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise TraceError(f"{path} cannot be written: {error}") from None
+
+
+def read_parquet(path: Path, name: str) -> pa.Table:
+    """The rows of one Parquet file as table ``name``, with the file's metadata.
+
+    Raises:
+        TraceError: the file is damaged. SchemaError: a newer version wrote it.
+    """
+    try:
+        with pq.ParquetFile(path) as file:
+            metadata = file.schema_arrow.metadata or {}
+            check_version(path, metadata)
+            arrow = file.read()
+    except (OSError, pa.ArrowException) as error:
+        raise TraceError(
+            f"{path} cannot be read: {error}. It is damaged or not a Parquet file; copy it again from where it was made"
+        ) from None
+    return conform(name, arrow).replace_schema_metadata(metadata)
+
+
+def check_version(path: Path, metadata: Mapping[bytes, bytes]) -> None:
+    """SchemaError when ``metadata`` of file ``path`` names a schema that is newer than ours."""
+    text = metadata.get(VERSION_KEY, b"")
+    if text.isdigit() and int(text) > SCHEMA_VERSION:
+        raise SchemaError(
+            f"{path} was written with schema version {int(text)}; this commprof reads versions up to {SCHEMA_VERSION}. "
+            "Install a newer commprof to read it"
+        )

@@ -1,0 +1,305 @@
+"""Writing a rank's two files from inside the training process. Standard library only.
+
+Records go straight into a shared mapping of the file, so a record is safe from the moment it is packed: the kernel keeps
+the page when the process is killed. Space is reserved with ``posix_fallocate`` before it is mapped; a store into a hole of a
+full file system would be a SIGBUS, which no except clause sees. File systems that cannot reserve get ``pwrite``.
+
+Nothing here raises into the caller once a file is open: writing stops, what is lost is counted, and ``stopped_reason`` says why.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import math
+import mmap
+import os
+import struct
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from commprof.schema import COMMIT, RECORD, STATUSES, Status, record_offset
+from commprof.trace.layout import EVENTS_SUFFIX, RECORDS_SUFFIX, RankFile, new_header
+
+PAGE: Final = mmap.ALLOCATIONGRANULARITY
+# Segments of whole pages that hold whole records, so that records follow one another without gaps.
+SEGMENT_UNIT: Final = math.lcm(PAGE, RECORD.size)
+FIRST_SEGMENT_BYTES: Final = 256 << 10
+LARGEST_SEGMENT_BYTES: Final = 4 << 20
+
+# The record as the hot path packs it: fields that are zero at issue are padding (the mapping is zeroed by pack_into), and
+# neighbours that change together are one word. Equal to schema.RECORD byte for byte (a test says so).
+ISSUE: Final = struct.Struct("<q48xqIIIIqqq")
+RECORD_WORDS: Final = RECORD.size // 8
+RETURN_WORD: Final = record_offset("return_ns") // 8
+WAIT_BEGIN_WORD: Final = record_offset("wait_begin_ns") // 8
+WAIT_END_WORD: Final = record_offset("wait_end_ns") // 8
+STATE_WORD: Final = record_offset("phase") // 8
+_STATUS_SHIFT: Final = 8 * (record_offset("status") - record_offset("phase"))
+
+_CANNOT_RESERVE: Final = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV}
+
+
+def state_word(phase: int, layer: int, captured: int = 0) -> int:
+    """The record's last eight bytes: phase, layer, status incomplete, captured, and the commit word."""
+    status = STATUSES.index(Status.INCOMPLETE)
+    return phase | layer << 8 | status << _STATUS_SHIFT | captured << 24 | COMMIT << 32
+
+
+def position_word(step: int, micro_step: int) -> int:
+    """Step and micro step as one word."""
+    return (step & 0xFFFFFFFF) | (micro_step & 0x7FFFFFFF) << 32
+
+
+class Words(Protocol):
+    """A record's eight-byte words, numbered from the beginning of its segment."""
+
+    def __getitem__(self, index: int) -> int: ...
+
+    def __setitem__(self, index: int, value: int) -> None: ...
+
+
+Token = tuple[Words, int]  # where a record lies, so that it can be completed: words, index of its first word
+
+
+def mark_raised(token: Token) -> None:
+    """Change the status of a record to ``raised``."""
+    words, base = token
+    mask = 0xFF << _STATUS_SHIFT
+    words[base + STATE_WORD] = (words[base + STATE_WORD] & ~mask) | STATUSES.index(
+        Status.RAISED
+    ) << _STATUS_SHIFT
+
+
+class _NoWords:
+    """Stands for a record that could not be kept."""
+
+    def __getitem__(self, index: int) -> int:
+        return 0
+
+    def __setitem__(self, index: int, value: int) -> None:
+        return None
+
+
+class _WrittenWords:
+    """A record in a file that is written to, not mapped."""
+
+    __slots__ = ("_data", "_file", "_offset")
+
+    def __init__(self, file: RecordFile, offset: int, data: bytes) -> None:
+        self._file = file
+        self._offset = offset
+        self._data = bytearray(data)
+
+    def __getitem__(self, index: int) -> int:
+        value: int = struct.unpack_from("<q", self._data, index * 8)[0]
+        return value
+
+    def __setitem__(self, index: int, value: int) -> None:
+        struct.pack_into("<q", self._data, index * 8, value)
+        self._file.overwrite(self._offset, self._data)
+
+
+class Segment:
+    """A reserved and mapped part of the file. ``slots`` hands out each slot once, to whichever thread asks."""
+
+    __slots__ = ("capacity", "map", "slots", "words")
+
+    def __init__(self, mapping: mmap.mmap | None, capacity: int) -> None:
+        self.map = mapping
+        self.words = None if mapping is None else memoryview(mapping).cast("q")
+        self.capacity = capacity
+        self.slots = itertools.count()
+
+
+class RecordFile:
+    """The ``.records`` file of one rank.
+
+    The hot path takes ``segment``, a slot from ``segment.slots``, and packs :data:`ISSUE` there while the slot is below
+    ``segment.capacity``; else it calls :meth:`append`, which grows the file, writes through, or counts a loss.
+    """
+
+    def __init__(self, stem: Path, identity: RankFile, first_seq: int = 0) -> None:
+        self.path = stem.with_name(stem.name + RECORDS_SUFFIX)
+        self.lost = 0
+        self.stopped_reason: str | None = None
+        self._lock = threading.RLock()
+        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._segments: list[Segment] = []
+        self._written = 0
+        self._writes_through = False
+        self._end = PAGE
+        self.segment = Segment(None, 0)
+        header = new_header(identity, PAGE, first_seq).pack()
+        try:
+            os.pwrite(self._descriptor, header.ljust(PAGE, b"\0"), 0)
+        except OSError as error:
+            self.stop(_reason("write", error))
+        else:
+            self._grow()
+
+    def append(self, *fields: int) -> Token:
+        """Keep one record (the fields of :data:`ISSUE`) where the open segment has no room."""
+        with self._lock:
+            while self.stopped_reason is None and not self._writes_through:
+                segment = self.segment
+                slot = next(segment.slots)
+                if slot < segment.capacity and segment.map is not None and segment.words is not None:
+                    ISSUE.pack_into(segment.map, slot * RECORD.size, *fields)
+                    return segment.words, slot * RECORD_WORDS
+                self._grow()
+            if self._writes_through:
+                return self._write_through(fields)
+            self.lost += 1
+            return _NoWords(), 0
+
+    def _write_through(self, fields: tuple[int, ...]) -> Token:
+        data = ISSUE.pack(*fields)
+        offset = self._end + self._written * RECORD.size
+        if not self.overwrite(offset, data):
+            self.lost += 1
+            return _NoWords(), 0
+        self._written += 1
+        return _WrittenWords(self, offset, data), 0
+
+    def overwrite(self, offset: int, data: bytes | bytearray) -> bool:
+        """Write ``data`` at ``offset``; False, and recording stops, when that fails or is cut short."""
+        if self.stopped_reason is not None:
+            return False
+        try:
+            done = os.pwrite(self._descriptor, data, offset)
+        except OSError as error:
+            self.stop(_reason("write", error))
+            return False
+        if done != len(data):
+            self.stop(f"a write of {len(data)} bytes stopped after {done}: the disk is probably full")
+            return False
+        return True
+
+    def _grow(self) -> None:
+        wanted = FIRST_SEGMENT_BYTES << len(self._segments)
+        size = -(-min(wanted, LARGEST_SEGMENT_BYTES) // SEGMENT_UNIT) * SEGMENT_UNIT
+        try:
+            os.posix_fallocate(self._descriptor, self._end, size)
+            mapping = mmap.mmap(self._descriptor, size, offset=self._end)
+        except OSError as error:
+            if error.errno in _CANNOT_RESERVE:
+                self._writes_through = True
+            else:
+                self.stop(_reason("reserve", error))
+            self.segment = Segment(None, 0)
+            return
+        self._end += size
+        self.segment = Segment(mapping, size // RECORD.size)
+        self._segments.append(self.segment)
+
+    def stop(self, reason: str) -> None:
+        """Keep nothing from now on; what comes is counted in ``lost``. The first reason stays."""
+        if self.stopped_reason is None:
+            self.stopped_reason = reason
+        self.segment = Segment(None, 0)
+        self._writes_through = False
+
+    @property
+    def kept(self) -> int:
+        """Records in the file."""
+        return self._written + sum(min(_peek(s.slots), s.capacity) for s in self._segments)
+
+    def close(self) -> None:
+        """Cut the unused tail off and let go of the file."""
+        end = self._end
+        if self._segments and not self._written:
+            last = self._segments[-1]
+            end -= (last.capacity - min(_peek(last.slots), last.capacity)) * RECORD.size
+        unmapped = self._unmap()
+        try:
+            if unmapped and end != self._end:
+                os.ftruncate(self._descriptor, end)
+        except OSError:
+            pass  # the tail stays: zeros, which no reader takes for records
+        self._close_descriptor()
+
+    def drop(self) -> None:
+        """Let go of the file without touching its content: what a forked child does."""
+        self._unmap()
+        self._close_descriptor()
+
+    def _unmap(self) -> bool:
+        self.stop("recording ended")
+        unmapped = True
+        for segment in self._segments:
+            words, mapping = segment.words, segment.map
+            segment.capacity = min(segment.capacity, _peek(segment.slots))
+            segment.words = segment.map = None
+            try:
+                if words is not None:
+                    words.release()
+                if mapping is not None:
+                    mapping.close()
+            except (BufferError, ValueError):
+                unmapped = False  # another thread packs a record just now: cutting under it would be a SIGBUS
+        return unmapped
+
+    def _close_descriptor(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            try:
+                os.close(descriptor)
+            except OSError:
+                pass
+
+
+def _peek(counter: itertools.count[int]) -> int:
+    """The number that ``counter`` hands out next, without taking it."""
+    value: int = counter.__reduce__()[1][0]  # type: ignore[index]
+    return value
+
+
+def _reason(what: str, error: OSError) -> str:
+    return f"could not {what} space in the trace: {error.strerror or error} ({errno.errorcode.get(error.errno or 0, error.errno)})"
+
+
+class EventFile:
+    """The ``.events`` file of one rank: JSON lines, each written whole by one ``write``."""
+
+    def __init__(self, stem: Path) -> None:
+        self.path = stem.with_name(stem.name + EVENTS_SUFFIX)
+        self.stopped_reason: str | None = None
+        self.lost = 0
+        self._lock = threading.RLock()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        self._descriptor = os.open(self.path, flags, 0o644)
+
+    def write(self, kind: str, row: Mapping[str, Any]) -> bool:
+        """Append one line; False when it could not be written whole, after which nothing more is written."""
+        line = json.dumps({"kind": kind, **row}, separators=(",", ":"), default=str).encode() + b"\n"
+        with self._lock:
+            if self.stopped_reason is not None:
+                self.lost += 1
+                return False
+            try:
+                done = os.write(self._descriptor, line)
+            except OSError as error:
+                self.stopped_reason = _reason("write", error)
+            else:
+                if done == len(line):
+                    return True
+                self.stopped_reason = (
+                    f"a write of {len(line)} bytes stopped after {done}: the disk is probably full"
+                )
+            self.lost += 1
+            return False
+
+    def close(self) -> None:
+        """Let go of the file; a forked child does the same, which does not touch its content."""
+        if self.stopped_reason is None:
+            self.stopped_reason = "recording ended"
+        if self._descriptor >= 0:
+            try:
+                os.close(self._descriptor)
+            except OSError:
+                pass
+            self._descriptor = -1
