@@ -125,6 +125,10 @@ def read_configuration(config: Mapping[str, Any]) -> Configuration:
     Raises:
         RequestedError: a key has a value of the wrong type or outside its range.
     """
+    if not isinstance(config, Mapping):
+        raise RequestedError(
+            f"the config is {config!r}; expected an object with keys, as in a DeepSpeed config file"
+        )
     zero = _zero_section(config)
     bf16_name = "bf16" if "bf16" in config or "bfloat16" not in config else "bfloat16"
     bf16, fp16 = _section(config, bf16_name), _section(config, "fp16")

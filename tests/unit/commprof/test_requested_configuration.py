@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from commprof.errors import CommprofError
 from commprof.requested import (
@@ -89,6 +91,7 @@ def test_two_keys_and_their_overrides_choose_the_reduction(keys, reduction):
         (stage(2, gradient_reduction="rs"), ("gradient_reduction", "'rs'", "reduce_to_owner")),
         (stage(2, reduce_scatter_impl="nccl"), ("reduce_scatter_impl", "'nccl'", "all_to_all")),
         (stage(2, offload_optimizer={"device": "disk"}), ("offload_optimizer.device", "'disk'", "nvme")),
+        ([stage(2)], ("the config is [", "object with keys")),
         ({"zero_optimization": [2]}, ("zero_optimization", "[2]", "object")),
         ({"bf16": True}, ("bf16", "True", "object")),
         ({"communication_data_type": "int8"}, ("communication_data_type", "'int8'", "bf16")),
@@ -218,3 +221,40 @@ def test_micro_batches_in_a_step_follow_from_the_batch_sizes(config, world_size,
 def test_batch_sizes_that_do_not_multiply_are_named():
     with pytest.raises(RequestedError, match=r"train_batch_size 10 .* 4 x 2 ranks"):
         micro_steps({"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4}, 2)
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 10)
+    | st.floats()
+    | st.sampled_from(["auto", "cpu", "bf16", "", "1"]),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["enabled", "device", "stages"]), inner)
+    ),
+    max_leaves=4,
+)
+TOP_KEYS = (
+    "bf16", "fp16", "bfloat16", "data_types", "communication_data_type", "gradient_clipping", "train_batch_size",
+    "gradient_accumulation_steps", "managed_gradient_accumulation", "disable_allgather", "tensor_parallel", "pipeline",
+    "compile", "torch_autocast", "sequence_parallel_size", "zero_optimization",
+)  # fmt: skip
+ZERO_KEYS = (
+    "stage", "reduce_scatter", "reduce_bucket_size", "overlap_comm", "gradient_reduction", "reduce_scatter_impl",
+    "offload_optimizer", "cpu_offload", "zenflow", "allgather_bucket_size", "contiguous_gradients",
+)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(TOP_KEYS), VALUES, max_size=3),
+    st.dictionaries(st.sampled_from(ZERO_KEYS), VALUES),
+)
+def test_whatever_stands_in_a_config_there_is_an_answer_or_an_error_for_people(config, zero):
+    config.setdefault("zero_optimization", zero)
+    assert describe(config)
+    requested_gradient_op(config)
+    try:
+        assert expected(config, PARAMETERS, 2)
+    except RequestedError as error:
+        assert str(error)
