@@ -1,6 +1,141 @@
-"""``commprof compare``."""
+"""``commprof compare``: runs side by side, keyed by how their configs differ."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from commprof.cli import rendering
+from commprof.cli.extras import needed
+from commprof.cli.rendering import Heading, Rows
+from commprof.cli.runs import each_opened
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from commprof.trace.reader import Run
+
+_WIRE: Final = "wire_"
+LEGEND: Final = (
+    "Bytes and times are of one training step. payload: S of nccl-tests. wire: modelled, mean bytes that a rank sends, "
+    "all collectives of the step. time: median without the first step, with its 95 % interval."
+)
 
 
-def compare() -> int:
-    """To be written."""
-    raise NotImplementedError
+def compare(
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN...", help="Run directories, directories of runs, or 'latest'.", show_default=False
+        ),
+    ],
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The same as JSON, bytes and nanoseconds as they are.")
+    ] = False,
+) -> int:
+    """Compare runs: what each setting asked for, issued and sent, and what it took."""
+    found = each_opened(runs)
+    with needed("analysis", "to compare runs"):
+        from commprof.analysis import api
+
+        frame = api.compare(found)
+    if as_json:
+        rendering.show_json(frame)
+    else:
+        show_comparison(frame)
+        rendering.show(*incomplete(found))
+    return 0
+
+
+def show_comparison(frame: pd.DataFrame) -> None:
+    """Print the answer of ``api.compare``: the settings in full where the terminal is wide enough, else numbered."""
+    rows = rendering.records(frame)
+    labels = [str(row["label"]) for row in rows]
+    parts = [comparison_table(rows, labels), operations_table(rows, labels)]
+    if not all(rendering.fits(part) for part in parts):
+        marks = [_mark(position) for position in range(len(rows))]
+        legend = rendering.facts(zip(marks, labels, strict=True))
+        parts = [comparison_table(rows, marks), operations_table(rows, marks)]
+        rendering.show(legend)
+    rendering.show(*parts, LEGEND)
+
+
+def _mark(position: int) -> str:
+    letters = string.ascii_uppercase
+    return (
+        letters[position]
+        if position < len(letters)
+        else f"{letters[position // 26 - 1]}{letters[position % 26]}"
+    )
+
+
+def comparison_table(rows: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> Rows:
+    """One row per setting: the operations, the bytes, the time, the loss."""
+    headings = (
+        Heading("setting"),
+        Heading("requested"),
+        Heading("issued"),
+        Heading("payload", number=True),
+        Heading("wire", number=True),
+        Heading("time", number=True),
+        Heading("loss", number=True),
+    )
+    cells = [
+        (
+            label,
+            rendering.text(row["requested_op"]),
+            _issued(row),
+            rendering.number_of_bytes(_rounded(row["payload_bytes_per_step"])),
+            rendering.number_of_bytes(_rounded(row["wire_bytes_per_step"])),
+            _time(row),
+            rendering.loss(row["final_loss"]),
+        )
+        for row, label in zip(rows, labels, strict=True)
+    ]
+    return Rows(headings, cells)
+
+
+def _issued(row: Mapping[str, Any]) -> str:
+    issued, intended = rendering.text(row["issued_op"]), rendering.text(row["intended_op"])
+    return issued if intended in (rendering.MISSING, issued) else f"{issued} (for {intended})"
+
+
+def _time(row: Mapping[str, Any]) -> str:
+    time = rendering.duration(row["step_time_ns"])
+    if rendering.is_missing(row["step_time_low_ns"]):
+        return time
+    half = (float(row["step_time_high_ns"]) - float(row["step_time_low_ns"])) / 2
+    return f"{time} +- {rendering.duration(round(half))}"
+
+
+def operations_table(rows: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> Rows:
+    """Wire bytes of a step by issued operation: the columns of those that any setting issues."""
+    columns = (
+        [name for name in rows[0] if name.startswith(_WIRE) and not name.startswith("wire_bytes")]
+        if rows
+        else []
+    )
+    used = [
+        name for name in columns if any(not rendering.is_missing(row[name]) and row[name] > 0 for row in rows)
+    ]
+    headings = (
+        Heading("wire by operation"),
+        *(Heading(name.removeprefix(_WIRE), number=True) for name in used),
+    )
+    cells = [
+        (label, *(rendering.number_of_bytes(_rounded(row[name])) for name in used))
+        for row, label in zip(rows, labels, strict=True)
+    ]
+    return Rows(headings, cells)
+
+
+def _rounded(value: Any) -> Any:
+    return value if rendering.is_missing(value) else round(float(value))
+
+
+def incomplete(runs: Sequence[Run]) -> list[str]:
+    """A sentence for each run in which something is missing."""
+    return [f"{run.path.name}: {note}" for run in runs for note in run.health.notes]

@@ -1,6 +1,194 @@
-"""``commprof report``."""
+"""``commprof report``: one run as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from commprof.cli import rendering
+from commprof.cli.extras import needed
+from commprof.cli.rendering import Heading, Rows
+from commprof.cli.runs import RunArgument, opened
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+BY: Final = ("attempt", "step", "purpose", "op", "intended_op", "group_ranks")
+_SUMMED: Final = ("collectives", "payload_bytes", "wire_bytes", "host_ns", "exposed_ns")
+_HEADINGS: Final = (
+    Heading("purpose, operation"),
+    Heading("group"),
+    Heading("calls", number=True),
+    Heading("payload", number=True),
+    Heading("wire", number=True),
+    Heading("in calls", number=True),
+    Heading("exposed", number=True),
+)
+LEGEND: Final = (
+    "payload: S of nccl-tests. wire: modelled, mean bytes that a rank sends. in calls, exposed: time in the issuing calls, "
+    "and time that the program stood still for them, mean over the ranks."
+)
 
 
-def report() -> int:
-    """To be written."""
-    raise NotImplementedError
+def report(
+    run: RunArgument,
+    per_step: Annotated[bool, typer.Option("--per-step", help="One block for each training step.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The same as JSON, bytes and nanoseconds as they are.")
+    ] = False,
+) -> int:
+    """Show what a run sent: by operation, group and purpose, in counts, bytes and times, and what is missing."""
+    found = opened(run)
+    with needed("analysis", "to analyse a run"):
+        from commprof.analysis import api
+
+        facts = api.overview(found)
+        traffic = api.traffic(found, by=BY)
+        steps = api.step_times(found)
+        moved = api.moved(found)
+    if as_json:
+        rendering.show_json({"overview": facts, "traffic": traffic, "steps": steps, "moved": moved})
+        return 0
+    rendering.show(title(facts), "")
+    if not len(traffic):
+        rendering.show("No collective was recorded.")
+    else:
+        rendering.show(*traffic_parts(traffic, steps, per_step))
+    rendering.show(*moved_parts(moved), health(facts))
+    return 0
+
+
+def title(facts: Mapping[str, Any]) -> str:
+    """The head of a report: what ran and how it went."""
+    time = rendering.duration(facts["step_time_ns"])
+    if not rendering.is_missing(facts["step_time_low_ns"]):
+        low, high = (rendering.duration(facts[f"step_time_{end}_ns"]) for end in ("low", "high"))
+        time += f" ({low} to {high}, 95 %)"
+    recorded, expected = facts["ranks_recorded"], facts["ranks_expected"]
+    ranks = f"{recorded}" if recorded == expected or not expected else f"{recorded} of {expected}"
+    exit_code = facts["exit_code"]
+    return rendering.facts(
+        [
+            ("run", str(facts["path"])),
+            ("state", f"{facts['state']}" + (f", exit code {exit_code}" if exit_code else "")),
+            ("command", " ".join(map(str, facts["command"] or []))),
+            ("setting", "" if facts["setting"] in (facts["name"], None) else str(facts["setting"])),
+            (
+                "ranks",
+                f"{ranks}, {facts['backends'] or 'no backend seen'}, torch {rendering.text(facts['torch'])}",
+            ),
+            ("steps", f"{rendering.count(facts['steps'])}, time per step {time}"),
+            (
+                "final loss",
+                "" if rendering.is_missing(facts["final_loss"]) else rendering.loss(facts["final_loss"]),
+            ),
+        ]
+    )
+
+
+def traffic_parts(traffic: pd.DataFrame, steps: pd.DataFrame, per_step: bool) -> list[Rows | str]:
+    """The tables of a report: initialisation, then the mean of the whole steps or each step; the legend last."""
+    rows = rendering.records(traffic)
+    parts: list[Rows | str] = []
+    before = [row for row in rows if row["step"] < 0]
+    if before:
+        parts.append(_table("Before the first step, in total", before, 1))
+    whole = {
+        (row["attempt"], row["step"])
+        for row in rendering.records(steps)
+        if not rendering.is_missing(row["duration_ns"])
+    }
+    if per_step:
+        parts.extend(_step_table(step, rows) for step in rendering.records(steps))
+    elif whole:
+        inside = [row for row in rows if (row["attempt"], row["step"]) in whole]
+        plural = "step" if len(whole) == 1 else "steps"
+        parts.append(_table(f"Per training step, mean of {len(whole)} whole {plural}", inside, len(whole)))
+    torn = [row for row in rows if row["step"] >= 0 and (row["attempt"], row["step"]) not in whole]
+    if torn and not per_step:
+        parts.append(_table("In steps that did not end, in total", torn, 1))
+    return [*parts, LEGEND, ""]
+
+
+def _step_table(step: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Rows:
+    inside = [row for row in rows if (row["attempt"], row["step"]) == (step["attempt"], step["step"])]
+    name = f"Step {step['step']}" + (f" of attempt {step['attempt']}" if step["attempt"] else "")
+    took = (
+        "did not end"
+        if rendering.is_missing(step["duration_ns"])
+        else rendering.duration(step["duration_ns"])
+    )
+    said = "" if rendering.is_missing(step["loss"]) else f", loss {rendering.loss(step['loss'])}"
+    return _table(f"{name}: {took}{said}", inside, 1)
+
+
+def _table(name: str, rows: Sequence[Mapping[str, Any]], steps: int) -> Rows:
+    """``rows`` of traffic summed over everything but purpose, operation and group, divided by ``steps``."""
+    sums: dict[tuple[str, ...], dict[str, float]] = {}
+    for row in rows:
+        key = tuple(rendering.text(row[column]) for column in ("purpose", "op", "intended_op", "group_ranks"))
+        into = sums.setdefault(key, dict.fromkeys(_SUMMED, 0.0))
+        for column in _SUMMED:
+            into[column] += 0.0 if rendering.is_missing(row[column]) else float(row[column])
+    cells: list[Sequence[str]] = []
+    last = None
+    for key in sorted(sums, key=lambda key: (key[0], -sums[key]["wire_bytes"], key)):
+        purpose, op, intended, group = key
+        if purpose != last:
+            cells.append((purpose if purpose != rendering.MISSING else "(no purpose given)", *[""] * 6))
+            last = purpose
+        cells.append((f"  {op}", group, *_measures(sums[key], steps)))
+        if intended not in (rendering.MISSING, op):
+            cells.append((f"    for {intended}", *[""] * 6))
+    return Rows(_HEADINGS, cells, title=name)
+
+
+def _measures(sums: Mapping[str, float], steps: int) -> tuple[str, ...]:
+    mean = {name: value / steps for name, value in sums.items()}
+    return (
+        rendering.count(mean["collectives"]),
+        rendering.number_of_bytes(round(mean["payload_bytes"])),
+        rendering.number_of_bytes(round(mean["wire_bytes"])),
+        rendering.duration(round(mean["host_ns"])),
+        rendering.duration(round(mean["exposed_ns"])),
+    )
+
+
+def moved_parts(moved: pd.DataFrame) -> list[Rows | str]:
+    """What the machine's counters say."""
+    if not len(moved):
+        return [f"Moved bytes: none known. {moved.attrs.get('reason') or ''}".rstrip(), ""]
+    headings = [
+        Heading("host"),
+        Heading("interface"),
+        Heading("sent", True),
+        Heading("received", True),
+        Heading("over", True),
+    ]
+    rows = [
+        (
+            str(row["host"]),
+            str(row["device"]),
+            rendering.number_of_bytes(row["sent_bytes"]),
+            rendering.number_of_bytes(row["received_bytes"]),
+            f"{float(row['seconds']):.1f} s",
+        )
+        for row in rendering.records(moved)
+    ]
+    return [Rows(headings, rows, title="Moved: counters of the whole machine, all its processes")]
+
+
+def health(facts: Mapping[str, Any]) -> str:
+    """What was recorded, what is missing, and what recording cost."""
+    cost = "unknown"
+    if not rendering.is_missing(facts["recorder_ns"]):
+        cost = f"{rendering.duration(facts['recorder_ns'])} per rank"
+        if not rendering.is_missing(facts["recorder_share"]):
+            cost += f", {100 * float(facts['recorder_share']):.3f} % of the run"
+    counts = ", ".join(
+        f"{facts[name]:,} {name}" for name in ("records", "lost", "unseen", "torn", "raised", "incomplete")
+    )
+    lines = [("recorded", counts), ("own cost", cost), *(("note", str(note)) for note in facts["notes"])]
+    return rendering.facts(lines)

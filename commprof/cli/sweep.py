@@ -1,6 +1,211 @@
-"""``commprof sweep``."""
+"""``commprof sweep``: one program, many settings of its config, one table."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Protocol
+
+import typer
+
+from commprof.cli import rendering
+from commprof.cli.console import say
+from commprof.cli.extras import needed
+from commprof.cli.run import NPROC_HELP, parse_ranks
+from commprof.errors import CommprofError, UsageError
+from commprof.launch.program import check_program, parse_program
+from commprof.launch.sweep import Turn, label, points, turns
+
+if TYPE_CHECKING:
+    from commprof.launch.campaign import Campaign, TurnResult
+
+FAILED = 1
+INTERRUPTED = 130
 
 
-def sweep() -> int:
-    """To be written."""
-    raise NotImplementedError
+class Progress(Protocol):
+    """Says which run of the sweep is going on."""
+
+    def begin(self, turn: Turn) -> None:
+        """``turn`` starts now."""
+
+    def end(self) -> None:
+        """It has ended."""
+
+
+def sweep(
+    settings: Annotated[
+        list[str],
+        typer.Option(
+            "--set",
+            metavar="KEY=V1,V2",
+            help="A dotted key of the config and its values. Several --set: every combination.",
+        ),
+    ],
+    program: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="PROGRAM...",
+            help="As in commprof run, with its config: train.py --config ds.json.",
+            show_default=False,
+        ),
+    ] = None,
+    repeat: Annotated[
+        int, typer.Option("--repeat", metavar="N", help="Run every point N times, interleaved.")
+    ] = 1,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", metavar="DIR", help="Where the runs go. Default: traces/<script>-sweep-<time>."
+        ),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", "-f", help="Replace the runs of an earlier sweep in --out.")
+    ] = False,
+    nproc: Annotated[str | None, typer.Option("--nproc", metavar="N", help=NPROC_HELP)] = None,
+    config_argument: Annotated[
+        str | None,
+        typer.Option("--config-arg", metavar="NAME", help="The script's argument that names its config."),
+    ] = None,
+    fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first run that fails.")] = False,
+    show_output: Annotated[
+        bool,
+        typer.Option("--show-output", help="Let the program print here, not into output.txt of each run."),
+    ] = False,
+) -> int:
+    """Run a program once for each combination of config values, and compare the runs.
+
+    Each run gets its own config file, in place of the one that the program's --config, --deepspeed_config or --ds_config
+    names. A program that does not use it is reported as failed. Exit code 1 when any run failed.
+    """
+    if repeat < 1:
+        raise UsageError(f"--repeat {repeat}: every point runs at least once; 1 or more was expected")
+    ranks = parse_ranks(nproc)
+    parsed = parse_program(program or [])
+    check_program(parsed)
+    planned = turns(points(settings), repeat)
+
+    from commprof.launch import campaign as campaigns
+
+    position, config = campaigns.find_config_argument(parsed, config_argument)
+    for turn in planned:
+        campaigns.derive(config.content or {}, turn.point)
+    directory = out or campaigns.default_directory(parsed, datetime.now())
+    campaigns.make_room(directory, force)
+    campaign = campaigns.Campaign(
+        program=parsed,
+        turns=planned,
+        config=config,
+        argument=position,
+        out=directory,
+        ranks=ranks,
+        show_output=show_output,
+    )
+    return _carry_out(campaign, fail_fast)
+
+
+def _carry_out(campaign: Campaign, fail_fast: bool) -> int:
+    from commprof.launch.campaign import carry_out
+    from commprof.launch.summary import shown
+
+    where = shown(campaign.out)
+    say(f"sweep of {len(campaign.turns)} runs into {where}")
+    results: list[TurnResult] = []
+    with _progress(len(campaign.turns), campaign.show_output) as progress:
+        remaining = iter(campaign.turns)
+        carried_out = carry_out(campaign, say)
+        for turn in remaining:
+            progress.begin(turn)
+            result = next(carried_out)
+            progress.end()
+            results.append(result)
+            if result.problem is not None:
+                say(f"run {result.turn.number + 1}, {label(result.turn.point)}, failed: {result.problem}")
+            if result.asked_to_stop or (fail_fast and result.problem is not None):
+                break
+    return _conclude(campaign, results, where)
+
+
+def _conclude(campaign: Campaign, results: Sequence[TurnResult], where: str) -> int:
+    good = [result.run for result in results if result.problem is None]
+    if good:
+        try:
+            _compare(good)
+        except CommprofError as error:
+            say(str(error))
+    failed, left = len(results) - len(good), len(campaign.turns) - len(results)
+    counts = f"{len(results)} {'run' if len(results) == 1 else 'runs'}, {failed} failed" + (
+        f", {left} not run" if left else ""
+    )
+    follow = f"next: commprof dashboard {shlex.quote(where)}" if good else f"see {shlex.quote(where)}"
+    say(f"{where}  {counts}  {follow}")
+    if results and results[-1].asked_to_stop:
+        return INTERRUPTED
+    return FAILED if failed or left else 0
+
+
+def _compare(runs: Sequence[Path]) -> None:
+    from commprof.cli.compare import incomplete, show_comparison
+
+    with needed("analysis", "to compare the runs"):
+        from commprof.analysis import api
+
+        opened = [api.open_run(run) for run in runs]
+        frame = api.compare(opened)
+    show_comparison(frame)
+    rendering.show(*incomplete(opened))
+    sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _progress(total: int, output_is_shown: bool) -> Iterator[Progress]:
+    """A bar on a terminal that nobody else writes to; else one line for each run."""
+    if not sys.stderr.isatty() or output_is_shown:
+        yield _Lines(total)
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+    from rich.progress import Progress as Bar
+
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        yield _Bar(bar, bar.add_task("", total=total))
+
+
+class _Lines:
+    def __init__(self, total: int) -> None:
+        self._total = total
+
+    def begin(self, turn: Turn) -> None:
+        repeat = f", repeat {turn.repeat + 1}" if turn.repeat else ""
+        say(f"run {turn.number + 1} of {self._total}: {label(turn.point)}{repeat}")
+
+    def end(self) -> None:
+        pass
+
+
+class _Bar:
+    def __init__(self, bar: object, task: object) -> None:
+        self._bar, self._task = bar, task
+
+    def begin(self, turn: Turn) -> None:
+        self._bar.update(self._task, description=label(turn.point))  # type: ignore[attr-defined]
+
+    def end(self) -> None:
+        self._bar.advance(self._task)  # type: ignore[attr-defined]

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 DEFAULT_RANKS: Final = 2
-KEPT_PREFIXES: Final = ("NCCL_", "TORCH_", "OMP_", "GLOO_")
 # How commprof itself was started says nothing about the script, and with these it could not be reached.
 _DROPPED_FLAGS: Final = ("-I", "-E", "-P", "-s")
 
@@ -97,11 +96,6 @@ def rank_environment(
 def thread_defaults(environment: Mapping[str, str], ranks: int) -> dict[str, str]:
     """``OMP_NUM_THREADS=1`` for several ranks, unless the user chose: each would take all cores otherwise."""
     return {"OMP_NUM_THREADS": "1"} if ranks > 1 and "OMP_NUM_THREADS" not in environment else {}
-
-
-def kept_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a manifest keeps: those that change how collectives run."""
-    return {name: value for name, value in sorted(environment.items()) if name.startswith(KEPT_PREFIXES)}
 
 
 def python_command() -> list[str]:

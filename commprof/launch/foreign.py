@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Final
 
@@ -19,7 +20,7 @@ from commprof.launch import environment, injection, summary
 from commprof.launch.job import Finished, Job, close_manifest, create, describe_failure, sample_and_wait
 from commprof.launch.program import Program
 from commprof.launch.ranks import Rank, RankGroup
-from commprof.trace import manifest
+from commprof.trace import directory, manifest
 
 WAIT_SECONDS: Final = 10.0
 
@@ -32,9 +33,10 @@ def shared_directory(program: Program, environ: Mapping[str, str], parent_start_
     """
     job_id = environ.get("TORCHELASTIC_RUN_ID", "")
     if job_id in ("", "none", "static"):
-        started = time.localtime(parent_start_ns // 10**9)
-        job_id = time.strftime("%Y%m%d-%H%M%S", started)
-    return Path("traces") / f"{program.stem}-{re.sub(r'[^A-Za-z0-9._-]+', '_', job_id)}"
+        return directory.TRACES / directory.run_name(
+            program.stem, datetime.fromtimestamp(parent_start_ns // 10**9)
+        )
+    return directory.TRACES / f"{program.stem}-{re.sub(r'[^A-Za-z0-9._-]+', '_', job_id)}"
 
 
 def run_foreign_rank(job: Job, place: environment.Place, say: Callable[[str], None]) -> Finished:

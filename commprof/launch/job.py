@@ -5,43 +5,29 @@ The only module that touches all the others here; each step is a function.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
-import platform
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from datetime import datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from commprof import __version__
 from commprof.errors import CommprofError, LaunchError, UsageError
 from commprof.launch import environment, injection, summary
 from commprof.launch.configuration import read_config
 from commprof.launch.program import CONFIG_ARGUMENTS, Kind, Program, find_argument
 from commprof.launch.ranks import GRACE_SECONDS, Outcome, Rank, RankGroup
 from commprof.launch.wire import WireSampler
-from commprof.schema import SCHEMA_VERSION
 from commprof.trace import directory, manifest
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What is to be run, and where its records go.
-
-    ``config`` and ``sweep`` are set by a sweep: the derived config, which the program's arguments already name, and
-    which point of which sweep this is.
-    """
-
-    program: Program
-    ranks: int | None = None
-    out: Path | None = None
-    force: bool = False
-    config: Mapping[str, Any] | None = None
-    config_text: str | None = None
-    sweep: Mapping[str, Any] | None = None
+CONFIG_NAME: Final = "config.json"
+OUTPUT_NAME: Final = "output.txt"
 
 
 class ConfigFile(NamedTuple):
@@ -50,7 +36,24 @@ class ConfigFile(NamedTuple):
     argument: str
     path: Path
     content: dict[str, Any] | None
-    problem: str | None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is to be run, and where its records go.
+
+    ``derived``, ``sweep`` and ``keep_output`` are set by a sweep: the config that it made for this run, in place of the one
+    that the script was given; which point of which sweep this is; and that what the program prints goes into the run.
+    """
+
+    program: Program
+    ranks: int | None = None
+    out: Path | None = None
+    force: bool = False
+    derived: ConfigFile | None = None
+    sweep: Mapping[str, Any] | None = None
+    keep_output: bool = False
 
 
 class Finished(NamedTuple):
@@ -58,7 +61,8 @@ class Finished(NamedTuple):
 
     run: Path
     exit_code: int
-    first_failed_rank: int | None
+    first_failed_rank: int | None = None
+    asked_to_stop: bool = False
 
 
 def run_job(job: Job, say: Callable[[str], None]) -> Finished:
@@ -73,7 +77,7 @@ def run_job(job: Job, say: Callable[[str], None]) -> Finished:
         TraceError: the run directory cannot be made.
     """
     _check_ranks(job)
-    run = job.out or directory.default_run_directory(job.program.stem, time.localtime())
+    run = job.out or directory.default_run_directory(job.program.stem, datetime.now())
     ranks = _rank_count(job)
     create(job, run, ranks=ranks, launcher=_this_process(), say=say)
     return _run_ranks(job, run, _plan_ranks(job, run, ranks, say), say)
@@ -91,7 +95,7 @@ def create(
         UsageError: the directory is not empty, and ``job.force`` does not help.
         TraceError: it cannot be made.
     """
-    found = find_config(job.program)
+    found = job.derived or find_config(job.program)
     manifest.create_run(run, _first_manifest(job, found, ranks, launcher), force=job.force)
     _keep_config(run, job, found)
     if found is not None and found.problem is not None:
@@ -113,46 +117,33 @@ def find_config(program: Program) -> ConfigFile | None:
     found = find_argument(program.arguments, CONFIG_ARGUMENTS)
     if found is None:
         return None
-    position, value = found
-    word = program.arguments[position]
-    argument = word.partition("=")[0] if word != value else program.arguments[position - 1]
-    path = Path(value)
+    path = Path(found.value)
     if not path.is_file():
         return None
     try:
-        return ConfigFile(argument, path, read_config(path), None)
+        return ConfigFile(found.name, path, read_config(path))
     except UsageError as error:
-        return ConfigFile(argument, path, None, str(error)) if path.suffix == ".json" else None
+        return ConfigFile(found.name, path, None, str(error)) if path.suffix == ".json" else None
 
 
 def _first_manifest(
     job: Job, found: ConfigFile | None, ranks: int | None, launcher: Mapping[str, int]
 ) -> manifest.Manifest:
     program = job.program
+    of_process = manifest.describe_process()
     return manifest.Manifest(
-        schema_version=SCHEMA_VERSION,
-        commprof_version=__version__,
-        command=program.command_line(["python"]),
+        **{**of_process, "command": program.command_line(["python"])},
         script=None if program.kind is Kind.COMMAND else program.target,
-        cwd=str(Path.cwd()),
         started_realtime_ns=time.time_ns(),
-        ended_realtime_ns=None,
-        state="running",
-        exit_code=None,
-        first_failed_rank=None,
         nproc=ranks,
         world_size=ranks,
         hosts=[socket.gethostname()],
         launcher={**launcher, "host": socket.gethostname()},
-        python=platform.python_version(),
         torch=_torch_version(),
-        platform=platform.platform(),
-        environment=environment.kept_variables(os.environ),
-        config=dict(job.config) if job.config is not None else (found.content if found else None),
+        config=found.content if found else None,
         config_path=str(found.path) if found else None,
         config_argument=found.argument if found else None,
         sweep=dict(job.sweep) if job.sweep is not None else None,
-        ranks=[],
     )
 
 
@@ -174,22 +165,24 @@ def _torch_version() -> str | None:
 
 
 def _keep_config(run: Path, job: Job, found: ConfigFile | None) -> None:
+    if found is None or found.content is None:
+        return
     try:
-        if job.config_text is not None:
-            (run / "config.json").write_text(job.config_text)
-        elif found is not None and found.content is not None:
-            (run / "config.json").write_bytes(found.path.read_bytes())
+        if job.derived is not None:
+            (run / CONFIG_NAME).write_text(json.dumps(found.content, indent=2) + "\n")
+        else:
+            (run / CONFIG_NAME).write_bytes(found.path.read_bytes())
     except OSError as error:
-        raise LaunchError(f"{run}/config.json cannot be written: {error.strerror}") from error
+        raise LaunchError(f"{run / CONFIG_NAME} cannot be written: {error.strerror}") from error
 
 
 def _plan_ranks(job: Job, run: Path, count: int | None, say: Callable[[str], None]) -> list[Rank]:
-    watched = run / "config.json" if job.config_text is not None else None
+    watched = run / CONFIG_NAME if job.derived is not None else None
     inherited = injection.injected(os.environ, run, watched_file=watched)
     command_line = job.program.command_line(environment.python_command())
     if count is None:
         say(f"recording {job.program.target} into {summary.shown(run)}")
-        return [Rank(0, command_line, inherited, reads_stdin=True)]
+        return [Rank(0, command_line, inherited, reads_stdin=not job.keep_output)]
     defaults = environment.thread_defaults(os.environ, count)
     said = "".join(f", {name}={value} (was not set)" for name, value in defaults.items())
     say(f"recording {count} {'rank' if count == 1 else 'ranks'} into {summary.shown(run)}{said}")
@@ -199,7 +192,7 @@ def _plan_ranks(job: Job, run: Path, count: int | None, say: Callable[[str], Non
             rank,
             command_line,
             environment.rank_environment(inherited, rank, count, port, defaults),
-            reads_stdin=rank == 0,
+            reads_stdin=rank == 0 and not job.keep_output,
         )
         for rank in range(count)
     ]
@@ -208,19 +201,31 @@ def _plan_ranks(job: Job, run: Path, count: int | None, say: Callable[[str], Non
 def _run_ranks(job: Job, run: Path, ranks: list[Rank], say: Callable[[str], None]) -> Finished:
     # A launcher of the user's ends its own ranks when it is told to stop, and could not if it were killed.
     is_command = job.program.kind is Kind.COMMAND
-    group = RankGroup(ranks, say, death_signal=signal.SIGTERM if is_command else signal.SIGKILL)
-    try:
-        group.start()
-    except LaunchError:
-        close_manifest(run, exit_code=LaunchError.exit_code, first_failed_rank=None)
-        raise
-    outcome = sample_and_wait(run, group)
+    with _output(run, job) as output:
+        planned = [rank._replace(output=output) for rank in ranks]
+        group = RankGroup(planned, say, death_signal=signal.SIGTERM if is_command else signal.SIGKILL)
+        try:
+            group.start()
+        except LaunchError:
+            close_manifest(run, exit_code=LaunchError.exit_code, first_failed_rank=None)
+            raise
+        outcome = sample_and_wait(run, group)
     if outcome.exit_code and not is_command:
         say(describe_failure(outcome))
     first_failed = None if is_command else outcome.first_failed_rank
     close_manifest(run, exit_code=outcome.exit_code, first_failed_rank=first_failed)
     say(summary.last_line(run))
-    return Finished(run, outcome.exit_code, first_failed)
+    return Finished(run, outcome.exit_code, first_failed, outcome.asked_to_stop is not None)
+
+
+@contextlib.contextmanager
+def _output(run: Path, job: Job) -> Iterator[int | None]:
+    """The descriptor that the program writes to; None for this process's own."""
+    if not job.keep_output:
+        yield None
+        return
+    with (run / OUTPUT_NAME).open("ab") as file:
+        yield file.fileno()
 
 
 def sample_and_wait(run: Path, group: RankGroup) -> Outcome:
@@ -247,7 +252,7 @@ def close_manifest(run: Path, *, exit_code: int, first_failed_rank: int | None) 
         ended = replace(
             manifest.read_manifest(run),
             ended_realtime_ns=time.time_ns(),
-            state="failed" if exit_code else "complete",
+            state=manifest.FAILED if exit_code else manifest.COMPLETE,
             exit_code=exit_code,
             first_failed_rank=first_failed_rank,
         )

@@ -133,13 +133,19 @@ def _suggestion(path: Path) -> str:
     return " Options of commprof stand before the script, and the script before its own arguments."
 
 
-def find_argument(arguments: Sequence[str], names: Collection[str]) -> tuple[int, str] | None:
-    """Where ``arguments`` give a value to one of ``names``: (position of the word with the value, the value).
+class Found(NamedTuple):
+    """An argument of a program: its name, the position of the word that holds its value, and the value."""
 
-    Both ``--name value`` and ``--name=value``; the last one counts, as in argparse.
+    name: str
+    position: int
+    value: str
+
+
+def find_argument(arguments: Sequence[str], names: Collection[str]) -> Found | None:
+    """Where ``arguments`` give a value to one of ``names``: as ``--name value`` or ``--name=value``; the last counts.
 
     >>> find_argument(["--config", "ds.json"], ["--config"])
-    (1, 'ds.json')
+    Found(name='--config', position=1, value='ds.json')
     """
     found = None
     for position, word in enumerate(arguments):
@@ -147,9 +153,9 @@ def find_argument(arguments: Sequence[str], names: Collection[str]) -> tuple[int
         if name not in names:
             continue
         if equals:
-            found = (position, value)
+            found = Found(name, position, value)
         elif position + 1 < len(arguments):
-            found = (position + 1, arguments[position + 1])
+            found = Found(name, position + 1, arguments[position + 1])
     return found
 
 

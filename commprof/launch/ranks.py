@@ -24,17 +24,19 @@ FORWARDED: Final = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 )
 _WATCHED: Final = (*FORWARDED, signal.SIGCHLD)
+_STOPPING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG: Final = 1
 _SI_KERNEL: Final = 0x80  # linux/siginfo.h: sent by the kernel, here by the terminal
 
 
 class Rank(NamedTuple):
-    """One process to start. Only one of them may read standard input."""
+    """One process to start. Only one of them may read standard input; ``output`` is a descriptor to write to instead."""
 
     number: int
     command_line: Sequence[str]
     environment: Mapping[str, str]
     reads_stdin: bool = False
+    output: int | None = None
 
 
 class Outcome(NamedTuple):
@@ -47,6 +49,7 @@ class Outcome(NamedTuple):
     first_failed_rank: int | None
     signal_name: str | None  # the signal that killed it
     stopped_ranks: tuple[int, ...]  # ended by commprof, after another one had failed
+    asked_to_stop: signal.Signals | None = None  # the signal that told commprof, and so the ranks, to stop
 
 
 class RankGroup:
@@ -80,6 +83,7 @@ class RankGroup:
         self._stop_signal = signal.SIGTERM
         self._stopped: list[int] = []
         self._interrupts = 0
+        self._asked_to_stop: signal.Signals | None = None
         self._old_mask: set[signal.Signals] = set()
 
     def start(self) -> None:
@@ -118,6 +122,8 @@ class RankGroup:
             rank.command_line,
             env=dict(rank.environment),
             stdin=None if rank.reads_stdin else subprocess.DEVNULL,
+            stdout=rank.output,
+            stderr=rank.output,
             # In front of a terminal the ranks stay in its foreground group, to read it and to be interrupted by it.
             # Elsewhere they get a group of their own, so that a signal to commprof's group reaches them once.
             process_group=None if self._shares_terminal else leader,
@@ -176,6 +182,8 @@ class RankGroup:
         return ended
 
     def _forward(self, received: signal.Signals, code: int) -> None:
+        if received in _STOPPING and self._asked_to_stop is None:
+            self._asked_to_stop = received
         if received == signal.SIGINT:
             self._interrupts += 1
             if self._interrupts > 1:
@@ -200,10 +208,11 @@ class RankGroup:
 
     def _outcome(self) -> Outcome:
         if self._first_failed is None:
-            return Outcome(0, None, None, ())
+            return Outcome(0, None, None, (), self._asked_to_stop)
         rank, code = self._first_failed
         killed_by = _signal_name(-code) if code < 0 else None
-        return Outcome(128 - code if code < 0 else code, rank, killed_by, tuple(self._stopped))
+        exit_code = 128 - code if code < 0 else code
+        return Outcome(exit_code, rank, killed_by, tuple(self._stopped), self._asked_to_stop)
 
 
 def _signal_name(number: int) -> str:

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from commprof.errors import CommprofError, MissingExtraError
+from commprof.errors import MissingExtraError
 from commprof.launch import injection
 
 
@@ -30,8 +30,8 @@ def last_line(run: Path) -> str:
         health = finalise(run)
     except MissingExtraError as error:
         return f"{where}  recorded; it is kept in the binary form for now: {error}"
-    except (CommprofError, OSError) as error:
-        return f"{where}  the records could not be made into tables yet: {error}"
+    except Exception as error:  # whatever it is: the exit code of the program has still to be handed on
+        return f"{where}  the records are kept, and could not be made into tables yet: {error}"
     if health.records == 0 and not health.lost:
         return f"{where}  nothing was recorded: {injection.explain_silence(injection.notes(run))}  next: commprof doctor"
     return f"{where}  {counts(health)}  next: commprof report {shlex.quote(where)}"

@@ -32,23 +32,26 @@ def _note(state, text=""):
 
 
 class _Arming:
-    """A finder that finds nothing itself: it arms the recorder when torch.distributed has been imported."""
+    """A finder that finds nothing itself: it arms the recorder when torch and torch.distributed have been imported.
+
+    torch imports torch.distributed on its way, before much of torch can be used; then it is armed when torch is ready.
+    """
+
+    def __init__(self):
+        self.torch_is_loading = False
 
     def find_spec(self, name, path=None, target=None):
-        if name != "torch.distributed":
+        if name not in ("torch", "torch.distributed"):
             return None
         try:
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
-            return self._armed_spec(name, path, target)
+            return self._watched_spec(name, path, target)
         except Exception as error:
             _note("fault", repr(error))
             return None
 
-    @staticmethod
-    def _armed_spec(name, path, target):
+    def _watched_spec(self, name, path, target):
         for finder in sys.meta_path:
-            find = getattr(finder, "find_spec", None)
+            find = None if finder is self else getattr(finder, "find_spec", None)
             spec = find(name, path, target) if find is not None else None
             if spec is not None:
                 break
@@ -57,14 +60,26 @@ class _Arming:
         loader = spec.loader
         execute = loader.exec_module
 
-        def execute_and_arm(module):
+        def execute_and_look(module):
             vars(loader).pop("exec_module", None)
-            execute(module)
-            _arm()
+            if name == "torch":
+                self.torch_is_loading = True
+            try:
+                execute(module)
+            finally:
+                if name == "torch":
+                    self.torch_is_loading = False
+            if not self.torch_is_loading and "torch.distributed" in sys.modules:
+                self._arm_once()
 
         # On the instance, which belongs to this one module: the module's loader stays what it is for everybody else.
-        loader.exec_module = execute_and_arm
+        loader.exec_module = execute_and_look
         return spec
+
+    def _arm_once(self):
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+            _arm()
 
 
 def _arm():

@@ -135,7 +135,7 @@ def test_a_missing_command():
     ],
 )
 def test_a_config_argument_in_both_forms(arguments, found, replaced):
-    assert find_argument(arguments, ["--config"]) == found
+    assert find_argument(arguments, ["--config"]) == (found and ("--config", *found))
     if replaced is not None:
         assert list(replace_argument(arguments, found[0], "NEW")) == replaced
 

@@ -1,0 +1,173 @@
+"""Tables and facts as text for a terminal, a pipe or a program (JSON).
+
+Numbers are never cut and words never broken: a table that is wider than the terminal stays as wide as it must be, and the
+terminal folds it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from rich.console import Console
+    from rich.table import Table
+
+MISSING = "-"
+_PIPE_WIDTH = 10_000  # nothing folds, so that each row is one line
+
+
+class Heading(NamedTuple):
+    """Title of a column; ``number`` columns stand right and are never cut."""
+
+    title: str
+    number: bool = False
+
+
+class Rows(NamedTuple):
+    """A table before it is drawn: cells are text already. An empty tuple among the rows is a dividing line."""
+
+    headings: Sequence[Heading]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    caption: str = ""
+
+
+def show(*parts: Rows | str) -> None:
+    """Print tables and lines of text on standard output."""
+    console = _console()
+    for part in parts:
+        if isinstance(part, str):
+            console.print(part, soft_wrap=True, highlight=False, markup=False)
+        else:
+            _print_table(console, _drawn(part))
+
+
+def fits(rows: Rows) -> bool:
+    """Whether ``rows`` can be printed without folding a row."""
+    console = _console()
+    return _least_width(console, _drawn(rows)) <= console.width
+
+
+def show_json(value: Any) -> None:
+    """Print ``value`` as JSON on standard output; what is missing is null."""
+    json.dump(plain(value), sys.stdout, indent=1, default=str, allow_nan=False)
+    sys.stdout.write("\n")
+
+
+def plain(value: Any) -> Any:
+    """``value`` with the values of pandas and numpy turned into those of JSON; not-a-number becomes null."""
+    if hasattr(value, "to_dict") and hasattr(value, "columns"):
+        return [plain(row) for row in value.to_dict("records")]
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if hasattr(value, "item"):
+        return plain(value.item())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return None if is_missing(value) else str(value)
+
+
+def is_missing(value: Any) -> bool:
+    """None, not-a-number, or pandas' NA."""
+    return value is None or value != value or type(value).__name__ == "NAType"
+
+
+def text(value: Any) -> str:
+    """``value`` for a cell; what is missing is a dash."""
+    return MISSING if is_missing(value) else str(value)
+
+
+def count(value: Any) -> str:
+    """A count: ``1,234``; a mean count with one decimal where it is not whole."""
+    if is_missing(value):
+        return MISSING
+    number = float(value)
+    return f"{number:,.0f}" if abs(number - round(number)) < 0.005 else f"{number:,.2f}"
+
+
+def number_of_bytes(value: Any) -> str:
+    """Bytes with their unit."""
+    from commprof.analysis.api import format_bytes
+
+    return MISSING if is_missing(value) else format_bytes(float(value))
+
+
+def duration(value: Any) -> str:
+    """Nanoseconds with their unit."""
+    from commprof.analysis.api import format_ns
+
+    return MISSING if is_missing(value) else format_ns(float(value))
+
+
+def loss(value: Any) -> str:
+    """A loss, to the sixth digit."""
+    return MISSING if is_missing(value) else f"{float(value):.6g}"
+
+
+def facts(pairs: Iterable[tuple[str, str]]) -> str:
+    """Names and values below each other, the values in one column."""
+    listed = [(name, value) for name, value in pairs if value]
+    width = max((len(name) for name, _ in listed), default=0)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in listed)
+
+
+def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows of ``frame`` as mappings by column name."""
+    return [{str(key): value for key, value in row.items()} for row in frame.to_dict("records")]
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False) if sys.stdout.isatty() else Console(width=_PIPE_WIDTH, highlight=False)
+
+
+def _drawn(rows: Rows) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=rows.title or None,
+        caption=rows.caption or None,
+        title_justify="left",
+        caption_justify="left",
+        title_style="bold",
+        caption_style="dim",
+        pad_edge=False,
+        padding=(0, 1),
+    )
+    for position, heading in enumerate(rows.headings):
+        cells = [row[position] for row in rows.rows if row]
+        table.add_column(
+            heading.title,
+            justify="right" if heading.number else "left",
+            no_wrap=heading.number,
+            min_width=max((len(cell) for cell in cells), default=0) if heading.number else None,
+        )
+    for row in rows.rows:
+        if row:
+            table.add_row(*map(Text, row))
+        else:
+            table.add_section()
+    return table
+
+
+def _least_width(console: Console, table: Table) -> int:
+    from rich.measure import Measurement
+
+    return Measurement.get(console, console.options.update(width=_PIPE_WIDTH), table).minimum
+
+
+def _print_table(console: Console, table: Table) -> None:
+    console.print(table, width=max(console.width, _least_width(console, table)), crop=False, no_wrap=False)

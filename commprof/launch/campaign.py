@@ -1,0 +1,193 @@
+"""The runs of a sweep carried out: each with the config derived for it, and checked to have used it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from commprof.errors import CommprofError, TraceError, UsageError
+from commprof.launch import environment, injection
+from commprof.launch.configuration import read_config
+from commprof.launch.job import CONFIG_NAME, OUTPUT_NAME, ConfigFile, Finished, Job, run_job
+from commprof.launch.program import CONFIG_ARGUMENTS, Program, find_argument, replace_argument
+from commprof.launch.sweep import Turn, derive, label, mismatches
+from commprof.trace import directory
+
+_TAIL_LINES: Final = 15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Campaign:
+    """What a sweep varies, in which program, and where its runs go.
+
+    ``argument`` is the word of the program's command line that the derived config replaces: its position in
+    ``program.arguments``, and its name.
+    """
+
+    program: Program
+    turns: Sequence[Turn]
+    config: ConfigFile
+    argument: int
+    out: Path
+    ranks: int | None = None
+    show_output: bool = False
+
+
+class TurnResult(NamedTuple):
+    """How one run of a sweep went; ``problem`` is None where it is good to compare."""
+
+    turn: Turn
+    run: Path
+    problem: str | None
+    asked_to_stop: bool = False
+
+
+def find_config_argument(program: Program, name: str | None) -> tuple[int, ConfigFile]:
+    """The argument of ``program`` that names its config, and that config.
+
+    Args:
+        name: the argument's name (``--config-arg``); by default one of ``CONFIG_ARGUMENTS``.
+
+    Raises:
+        UsageError: there is no such argument, or its file is no JSON object.
+    """
+    names = CONFIG_ARGUMENTS if name is None else (name if name.startswith("-") else f"--{name}",)
+    found = find_argument(program.arguments, names)
+    if found is None:
+        wanted = f"no argument {names[0]}" if name else "none of --config, --deepspeed_config and --ds_config"
+        remedy = "" if name else "; where it has another name, say --config-arg NAME"
+        raise UsageError(
+            f"the arguments of {program.target} have {wanted}, so there is no config to vary. Put it behind the script: "
+            f"commprof sweep --set ... -- {program.target} --config ds.json{remedy}"
+        )
+    return found.position, ConfigFile(found.name, Path(found.value), read_config(found.value))
+
+
+def default_directory(program: Program, now: datetime) -> Path:
+    """``traces/<script>-sweep-<time>``, which is free."""
+    return directory.default_run_directory(f"{program.stem}-sweep", now)
+
+
+def make_room(out: Path, force: bool) -> None:
+    """See that the sweep's runs will be alone in ``out``.
+
+    Raises:
+        UsageError: something is there; with ``force``, something that is no run.
+        TraceError: it cannot be read or emptied.
+    """
+    try:
+        if out.exists() and not out.is_dir():
+            raise UsageError(f"{out} is a file; a sweep needs a directory. Choose another --out")
+        children = sorted(out.iterdir()) if out.is_dir() else []
+        others = [child for child in children if not directory.is_run(child)]
+        if directory.is_run(out) or (others and children):
+            raise UsageError(
+                f"{out} is not empty and is no sweep, so nothing in it is touched. Choose another --out"
+            )
+        if children and not force:
+            raise UsageError(
+                f"{out} holds {len(children)} runs already. Choose another --out, or give --force to replace them"
+            )
+        for child in children:
+            shutil.rmtree(child)
+    except OSError as error:
+        raise TraceError(f"{out} cannot be used: {error.strerror}. Choose another --out") from error
+
+
+def carry_out(campaign: Campaign, say: Callable[[str], None]) -> Iterator[TurnResult]:
+    """Run each turn of ``campaign`` in its order, and yield how it went.
+
+    Raises:
+        UsageError, TraceError, LaunchError: as :func:`commprof.launch.job.run_job`.
+    """
+    if environment.place(os.environ) is not None:
+        raise UsageError(
+            "RANK and WORLD_SIZE are set: a sweep starts its own ranks. Unset them, or give commprof run to the launcher"
+        )
+    for turn in campaign.turns:
+        run = campaign.out / directory_name(turn)
+        content = derive(campaign.config.content or {}, turn.point)
+        program = campaign.program._replace(
+            arguments=replace_argument(campaign.program.arguments, campaign.argument, str(run / CONFIG_NAME))
+        )
+        job = Job(
+            program=program,
+            ranks=campaign.ranks,
+            out=run,
+            derived=campaign.config._replace(content=content),
+            sweep={"name": campaign.out.name, "point": turn.point, "repeat": turn.repeat},
+            keep_output=not campaign.show_output,
+        )
+        said: list[str] = []
+        finished = run_job(job, say if campaign.show_output else said.append)
+        problem = _problem(finished, turn, campaign)
+        yield TurnResult(turn, run, problem, finished.asked_to_stop)
+
+
+def directory_name(turn: Turn) -> str:
+    """``03-reduce_scatter_true-stage_2``: the order and the point; what the manifest says is what counts."""
+    words = re.sub(r"[^A-Za-z0-9.]+", "_", label(turn.point).replace(" ", "-space-")).replace("_space_", "-")
+    return f"{turn.number + 1:02d}-{words.strip('_')[:80]}"
+
+
+def _problem(finished: Finished, turn: Turn, campaign: Campaign) -> str | None:
+    if finished.exit_code:
+        rank = (
+            ""
+            if finished.first_failed_rank is None
+            else f"rank {finished.first_failed_rank} failed first, with "
+        )
+        return f"{rank}exit code {finished.exit_code}{_tail(finished.run)}"
+    return unused(finished.run, turn.point, campaign.config.argument, engine_config(finished.run))
+
+
+def unused(
+    run: Path, point: Mapping[str, Any], argument: str, engine: Mapping[str, Any] | None
+) -> str | None:
+    """Why the run at ``run`` cannot have used the config derived for it; None where it did.
+
+    Two witnesses: the config that the engine published, and the processes of the script, which note whether they
+    opened the file.
+
+    Args:
+        engine: the config that the engine published; None where none did.
+    """
+    if engine is not None:
+        wrong = mismatches(point, engine)
+        if wrong:
+            listed = ", ".join(f"{m.key} is {json.dumps(m.used)}, not {json.dumps(m.asked)}" for m in wrong)
+            return f"the engine did not use the derived config: {listed}. Does the script replace what {argument} says?"
+    if any(note.get("state") == "config_opened" for note in injection.notes(run)):
+        return None
+    return (
+        f"the script never opened {run / CONFIG_NAME}, the config derived for it: it takes its settings from elsewhere. "
+        f"Let it read the file that {argument} names, or say with --config-arg which argument it does read"
+    )
+
+
+def engine_config(run: Path) -> dict[str, Any] | None:
+    """The config that an engine published in the run; None where none did, or where it cannot be read here."""
+    try:
+        from commprof.trace.reader import open_run
+
+        published = getattr(open_run(run), "engine_config", None)
+    except (CommprofError, ImportError, OSError):
+        return None
+    return dict(published) if published else None
+
+
+def _tail(run: Path) -> str:
+    try:
+        lines = (run / OUTPUT_NAME).read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    if not lines:
+        return ""
+    return f". The end of {run / OUTPUT_NAME}:\n" + "\n".join(f"    {line}" for line in lines[-_TAIL_LINES:])
