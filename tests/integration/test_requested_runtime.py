@@ -1,0 +1,132 @@
+"""What the rules expect, against what zero_runtime issues on real ranks: two statements of the same rules."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from support.process_group_log import logged
+from support.ranks import run_ranks
+from torch import nn
+
+from commprof.requested import Parameter, expected, micro_steps
+
+OPS = {
+    "allreduce": "all_reduce",
+    "reduce": "reduce",
+    "broadcast": "broadcast",
+    "allgather": "all_gather",
+    "all_gather_single": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "uint8": 1}
+BASE = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+}
+
+
+def sharded(stage, **keys):
+    return {"zero_optimization": {"stage": stage, "reduce_bucket_size": 20_000, **keys}}
+
+
+# With two groups, matrices and vectors are apart.
+CONFIGS = [
+    (config, two_groups)
+    for stage in (1, 2)
+    for config, two_groups in (
+        (sharded(stage), False),
+        (sharded(stage, gradient_reduction="reduce_scatter"), True),
+        (sharded(stage, gradient_reduction="reduce_scatter", reduce_scatter_impl="native"), False),
+        (sharded(stage, gradient_reduction="reduce_scatter", overlap_comm=True), False),
+        (sharded(stage, use_multi_rank_bucket_allreduce=False, round_robin_gradients=True), True),
+        (sharded(stage, reduce_scatter=False, parameter_alignment=True), True),
+        (
+            sharded(stage, allgather_partitions=False, compute_grad_norm=False) | {"gradient_clipping": 0},
+            True,
+        ),
+        (sharded(stage, allgather_bucket_size=1_000), True),
+        (sharded(stage) | {"bf16": {"enabled": True}, "gradient_accumulation_steps": 2}, True),
+    )
+] + [({"zero_optimization": {"stage": 0}}, True), ({"bf16": {"enabled": True}}, False)]
+
+
+def make_model() -> nn.Module:
+    sizes = (37, 131, 257, 67, 11)
+    return nn.Sequential(*(nn.Linear(*pair) for pair in pairwise(sizes)))
+
+
+def optimizer_groups(model: nn.Module, two_groups: bool) -> list[Any]:
+    if not two_groups:
+        return list(model.parameters())
+    return [
+        {"params": [p for p in model.parameters() if p.dim() > 1]},
+        {"params": [p for p in model.parameters() if p.dim() == 1]},
+    ]
+
+
+def issued_by_each_config(rank: int, world: int) -> list[list[Any]]:
+    """The collectives of one step (0) and of initialisation (-1) for every config, in order."""
+    import zero_runtime
+
+    issued = []
+    for config, two_groups in CONFIGS:
+        torch.manual_seed(0)
+        model = make_model()
+        with logged() as log:
+            engine, *_ = zero_runtime.initialize(
+                model=model,
+                model_parameters=optimizer_groups(model, two_groups),
+                config=BASE | config,
+            )
+            for micro in range(engine.gradient_accumulation_steps()):
+                log.at("training", step=0, micro=micro)
+                inputs = torch.randn(2, 37).to(next(model.parameters()).dtype)
+                engine.backward(engine(inputs).float().square().mean())
+                engine.step()
+        issued.append([tuple(call) for call in log.calls])
+    return issued
+
+
+@pytest.fixture(scope="module")
+def issued():
+    return run_ranks(3, issued_by_each_config, timeout=120)[0]
+
+
+def payload(call: Any) -> int:
+    _, _, _, method, _, _, numel_in, numel_out, dtype, _ = call
+    numel = numel_out if OPS[method] == "all_gather" else numel_in
+    return numel * ITEM_BYTES[dtype]
+
+
+def traffic(calls: list[Any]) -> dict[tuple[str, str], tuple[int, int]]:
+    """(init or training, op) -> count, payload bytes."""
+    counts: Counter[tuple[str, str]] = Counter()
+    sums: Counter[tuple[str, str]] = Counter()
+    for call in calls:
+        key = ("init" if call[0] < 0 else "training", OPS[call[3]])
+        counts[key] += 1
+        sums[key] += payload(call)
+    return {key: (counts[key], sums[key]) for key in counts}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("number", range(len(CONFIGS)), ids=lambda number: str(CONFIGS[number][0]))
+def test_zero_runtime_issues_what_the_rules_expect(issued, number):
+    config, two_groups = CONFIGS[number]
+    parameters = [
+        Parameter(name, p.numel(), "float32", int(two_groups and p.dim() == 1), True, index)
+        for index, (name, p) in enumerate(make_model().named_parameters())
+    ]
+    wanted: dict[tuple[str, str], tuple[int, int]] = {}
+    for row in expected(BASE | config, parameters, 3):
+        times = micro_steps(BASE | config, 3) if row.when == "micro_step" else 1
+        key = ("init" if row.when == "init" else "training", row.issued_op)
+        count, bytes_so_far = wanted.get(key, (0, 0))
+        wanted[key] = (count + row.count * times, bytes_so_far + row.payload_bytes * times)
+    assert traffic(issued[number]) == wanted
