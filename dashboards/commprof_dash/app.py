@@ -1,0 +1,110 @@
+"""The Dash application: the shell around the pages, and the callback that draws the page of an address."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Final
+
+import dash
+from dash import ALL, ClientsideFunction, Input, Output, State
+from dash.development.base_component import Component
+
+from commprof_dash import address, ids
+from commprof_dash.components import messages, shell
+from commprof_dash.data import Runs
+from commprof_dash.pages import PAGES
+from commprof_dash.pages.page import Page
+from commprof_dash.theme import scheme_of
+
+_LOG: Final = logging.getLogger(__name__)
+
+_INDEX: Final = """<!DOCTYPE html>
+<html lang="en">
+<head>
+{%metas%}
+<title>{%title%}</title>
+<link rel="icon" type="image/svg+xml" href="assets/icon.svg">
+{%css%}
+</head>
+<body>
+{%app_entry%}
+<footer>{%config%}{%scripts%}{%renderer%}</footer>
+</body>
+</html>"""
+
+
+def create_app(runs_dir: Path | str) -> dash.Dash:
+    """The dashboard of the runs below ``runs_dir``, which may be empty or missing.
+
+    Everything that the page loads comes from this application; nothing is fetched from elsewhere. Serve ``app.server``
+    (WSGI), for example with waitress.
+    """
+    runs = Runs(Path(runs_dir))
+    app = dash.Dash(
+        __name__,
+        title="commprof",
+        update_title=None,
+        serve_locally=True,
+        compress=True,
+        index_string=_INDEX,
+        meta_tags=[{"name": "viewport", "content": "width=device-width, initial-scale=1"}],
+        suppress_callback_exceptions=True,  # controls exist only on their pages
+    )
+    app.layout = shell.layout(PAGES)
+    _register(app, runs)
+    return app
+
+
+def _register(app: dash.Dash, runs: Runs) -> None:
+    @app.callback(
+        Output(ids.PAGE, "children"),
+        Output(ids.NAVIGATION, "children"),
+        Input(ids.ADDRESS, "pathname"),
+        Input(ids.ADDRESS, "search"),
+        Input(ids.SCHEME, "data"),
+    )
+    def draw(
+        pathname: str | None, search: str | None, scheme: str | None
+    ) -> tuple[list[Component], list[Component]]:
+        page = find_page(pathname)
+        return draw_page(page, runs, pathname, search, scheme), shell.navigation(PAGES, page)
+
+    app.clientside_callback(
+        ClientsideFunction("scheme", "watch"), Output(ids.SCHEME, "data"), Input(ids.SCHEME, "id")
+    )
+    app.clientside_callback(
+        ClientsideFunction("address", "write"),
+        Output(ids.ADDRESS_WRITTEN, "data"),
+        Input(ids.control(ALL), "value"),
+        State(ids.control(ALL), "id"),
+        State(ids.drawn(ALL), "data"),
+    )
+    app.clientside_callback(
+        ClientsideFunction("shell", "toggle_menu"),
+        Output(ids.SHELL, "navbar"),
+        Input(ids.MENU_BUTTON, "opened"),
+        Input(ids.ADDRESS, "pathname"),
+        State(ids.SHELL, "navbar"),
+    )
+
+
+def find_page(pathname: str | None) -> Page | None:
+    """The page that stands at ``pathname``; None when there is none."""
+    wanted = "/" + (pathname or "/").strip("/")
+    return next((page for page in PAGES if page.path == wanted), None)
+
+
+def draw_page(
+    page: Page | None, runs: Runs, pathname: str | None, search: str | None, scheme: str | None
+) -> list[Component]:
+    """The whole page of an address. Whatever goes wrong becomes a message in its place."""
+    if page is None:
+        text = f"The dashboard has no page {(pathname or '')[:200]!r}. Choose one from the menu."
+        return [shell.heading("No such page", ""), messages.message("No such page", text, severity="warning")]
+    try:
+        body = page.render(runs, address.parse(search), scheme_of(scheme))
+    except Exception as error:  # a page must not take the others down, nor leave the old picture standing
+        _LOG.exception("page %s with %s could not be drawn", page.path, search)
+        body = messages.unforeseen(error)
+    return [shell.heading(page.title, page.question), body]

@@ -1,0 +1,66 @@
+"""Axes with ticks that people read: bytes in powers of 1024, times in ns to s, counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Final
+
+_STEPS: Final = (1.0, 2.0, 2.5, 5.0, 10.0)
+_BINARY: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_TIMES: Final = ((1, "ns"), (1_000, "us"), (1_000_000, "ms"), (1_000_000_000, "s"))
+
+
+def step_size(highest: float, count: int = 4) -> float:
+    """A round step (1, 2, 2.5 or 5 times a power of ten) that divides ``0..highest`` in about ``count`` parts."""
+    rough = max(highest, 1e-300) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(step for step in _STEPS if rough <= step * power * (1 + 1e-9)) * power
+
+
+def ticks(highest: float, unit: float, name: str, count: int = 4) -> tuple[list[float], list[str]]:
+    """Values and texts of ticks from 0 past ``highest``, in multiples of ``unit`` called ``name``."""
+    step = step_size(highest / unit, count)
+    numbers = [step * i for i in range(math.floor(highest / unit / step + 1e-9) + 1)]
+    digits = max(0, -math.floor(math.log10(step))) if step < 1 else 0
+    digits += 1 if not math.isclose(step, round(step, digits), rel_tol=1e-9) else 0
+    return [number * unit for number in numbers], [
+        f"{number:,.{digits}f} {name}".strip() if number else "0" for number in numbers
+    ]
+
+
+def bytes_ticks(highest: float, count: int = 4) -> tuple[list[float], list[str]]:
+    """Ticks for bytes: ``0, 2 MiB, 4 MiB``."""
+    index = min(len(_BINARY) - 1, int(math.log(max(highest, 1.0), 1024)))
+    return ticks(highest, 1024.0**index, _BINARY[index], count)
+
+
+def time_ticks(highest: float, count: int = 4) -> tuple[list[float], list[str]]:
+    """Ticks for nanoseconds: ``0, 20 ms, 40 ms``."""
+    unit, name = max((u for u in _TIMES if u[0] <= max(highest, 1)), default=_TIMES[0])
+    return ticks(highest, float(unit), name, count)
+
+
+def count_ticks(highest: float, count: int = 4) -> tuple[list[float], list[str]]:
+    """Ticks for counts: ``0, 10, 20``."""
+    return ticks(highest, 1.0, "", count)
+
+
+TICKS: Final[dict[str, Callable[..., tuple[list[float], list[str]]]]] = {
+    "bytes": bytes_ticks,
+    "ns": time_ticks,
+    "": count_ticks,
+}
+
+
+def axis(highest: float, unit: str, title: str, room: float = 1.0, count: int = 4) -> dict[str, Any]:
+    """A plotly axis from 0 to ``room`` times ``highest``, with readable ticks of ``unit`` (bytes, ns or a plain count)."""
+    highest = highest if highest > 0 and math.isfinite(highest) else 1.0
+    values, texts = TICKS[unit](highest, count)
+    return {
+        "range": [0, highest * room],
+        "tickvals": values,
+        "ticktext": texts,
+        "title": {"text": title},
+        "rangemode": "tozero",
+    }

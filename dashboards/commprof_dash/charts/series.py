@@ -1,0 +1,68 @@
+"""Series of the traffic charts: one per operation, and one per operation that stands for another."""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import pandas as pd
+
+from commprof.schema import OPS, Op
+from commprof_dash.theme import OP_COLOURS, OTHER_COLOUR
+
+REDUCING: Final = (Op.ALL_REDUCE, Op.REDUCE, Op.REDUCE_SCATTER)
+_ISSUED_AS: Final = " as "
+
+
+class Series(NamedTuple):
+    """How one series is drawn."""
+
+    name: str
+    colour: str
+    hatch: str  # plotly's pattern shape; "" for none
+
+
+def series_name(op: str, intended_op: str | None) -> str:
+    """``reduce_scatter as all_to_all`` for an all_to_all that stands for a reduce_scatter; else the operation."""
+    if intended_op is None or pd.isna(intended_op) or intended_op == op:
+        return op
+    return f"{intended_op}{_ISSUED_AS}{op}"
+
+
+def meant_op(name: str) -> str:
+    """The operation that a series stands for: ``reduce_scatter`` for ``reduce_scatter as all_to_all``."""
+    return name.partition(_ISSUED_AS)[0]
+
+
+def with_series(frame: pd.DataFrame) -> pd.DataFrame:
+    """``frame`` with a column ``series``, from its columns ``op`` and ``intended_op``."""
+    names = [
+        series_name(op, intended) for op, intended in zip(frame["op"], frame["intended_op"], strict=True)
+    ]
+    return frame.assign(series=pd.Series(names, index=frame.index, dtype="str"))
+
+
+def is_reducing(name: str) -> bool:
+    """Whether a series reduces: all_reduce, reduce, reduce_scatter, or what stands for one of them."""
+    return meant_op(name) in REDUCING
+
+
+def series_in_order(names: pd.Series) -> list[Series]:
+    """The distinct series of ``names``, in the order of ``schema.OPS``, each with its looks."""
+    known = {op: position for position, op in enumerate(OPS)}
+    ordered = sorted(set(names), key=lambda name: (known.get(meant_op(name), len(known)), name))
+    return [
+        Series(name, OP_COLOURS.get(meant_op(name), OTHER_COLOUR), "/" if _ISSUED_AS in name else "")
+        for name in ordered
+    ]
+
+
+def marker(series: Series) -> dict[str, Any]:
+    """plotly's marker of the bars of ``series``."""
+    pattern = {
+        "shape": series.hatch,
+        "fillmode": "overlay",
+        "fgcolor": "#ffffff",
+        "fgopacity": 0.32,
+        "size": 7,
+    }
+    return {"color": series.colour, "line": {"width": 0}, "pattern": pattern | {"solidity": 0.2}}

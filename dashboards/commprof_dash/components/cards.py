@@ -1,0 +1,112 @@
+"""Cards: a figure with its words, its table and its CSV file; a table; a single number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import dash_mantine_components as dmc
+import pandas as pd
+import plotly.graph_objects as go
+from dash import html
+from dash.development.base_component import Component
+
+from commprof_dash import ids
+from commprof_dash.components.graph import graph
+from commprof_dash.components.legend import legend
+from commprof_dash.components.tables import Cell, Field, csv_link, table
+
+
+def figure_card(
+    name: str,
+    title: str,
+    subtitle: str,
+    figure: go.Figure,
+    frame: pd.DataFrame,
+    fields: Sequence[Field],
+) -> Component:
+    """A figure, and below it the numbers that it draws.
+
+    Args:
+        name: of the card, within the page and in file names.
+        subtitle: what is drawn; names the byte measure where there is one.
+        frame: what the figure was made from; the CSV file holds all of it, the table the ``fields``.
+    """
+    return _card(
+        name,
+        title,
+        subtitle,
+        [
+            legend(figure),
+            graph(name, figure, f"{title}. {subtitle} The table below holds the same numbers."),
+            html.Details(
+                [html.Summary(f"Table ({len(frame):,} rows)"), table(frame, fields, title)],
+                className="card-table",
+            ),
+        ],
+        frame,
+    )
+
+
+def table_card(
+    name: str, title: str, subtitle: str, frame: pd.DataFrame, fields: Sequence[Field]
+) -> Component:
+    """A table that stands for itself."""
+    return _card(name, title, subtitle, [table(frame, fields, title)], frame)
+
+
+def empty_card(name: str, title: str, message: str) -> Component:
+    """In the place of a card that has nothing to show: why."""
+    return _card(name, title, "", [dmc.Text(message, className="muted", size="sm")], None)
+
+
+def text_card(name: str, title: str, subtitle: str, children: Sequence[Component]) -> Component:
+    """A card of other things."""
+    return _card(name, title, subtitle, children, None)
+
+
+def tile(name: str, value: Cell, note: str = "") -> Component:
+    """One number, large, with its name above and a note below."""
+    return dmc.Paper(
+        [
+            html.Div(name, className="tile-name"),
+            html.Div(value, className="tile-value"),
+            html.Div(note, className="tile-note"),
+        ],
+        className="tile",
+        withBorder=True,
+    )
+
+
+def tiles(children: Sequence[Component]) -> Component:
+    """Tiles in as many columns as fit."""
+    return html.Div(children, className="tiles")
+
+
+def columns(children: Sequence[Component]) -> Component:
+    """Cards in two columns where there is room, else one."""
+    return html.Div(children, className="columns")
+
+
+def _card(
+    name: str, title: str, subtitle: str, body: Sequence[Component | None], frame: pd.DataFrame | None
+) -> Component:
+    heading = ids.card(name) + "-title"
+    return dmc.Paper(
+        html.Section(
+            [
+                html.Div(
+                    [
+                        html.H2(title, id=heading),
+                        csv_link(name, frame) if frame is not None and len(frame) else None,
+                    ],
+                    className="card-head",
+                ),
+                html.P(subtitle, className="card-subtitle") if subtitle else None,
+                *body,
+            ],
+            **{"aria-labelledby": heading},
+        ),
+        id=ids.card(name),
+        className="card",
+        withBorder=True,
+    )

@@ -1,0 +1,75 @@
+"""The controls above a page. Each holds one key of the address; a change of it is a change of the address."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import dash_mantine_components as dmc
+from dash import dcc, html
+from dash.development.base_component import Component
+
+from commprof_dash import address, ids
+from commprof_dash.measures import MEASURES, Measure
+
+
+def bar(children: Sequence[Component]) -> Component:
+    """Controls in a row, wrapped where it is narrow."""
+    row = html.Div(children, className="controls")
+    held = {
+        part.id["key"]: part.value for part in row._traverse() if isinstance(getattr(part, "id", None), dict)
+    }
+    return html.Div([row, dcc.Store(id=ids.drawn("current"), data=held)])
+
+
+def run_select(names: Sequence[str], value: str | None) -> Component:
+    """One run. A value that is not among ``names`` stays visible, marked as missing."""
+    return dmc.Select(
+        id=ids.control(address.RUN),
+        label="Run",
+        data=_options(names, [value] if value else []),
+        value=value,
+        searchable=True,
+        allowDeselect=False,
+        nothingFoundMessage="No run of that name",
+        className="control-wide",
+    )
+
+
+def runs_select(names: Sequence[str], values: Sequence[str]) -> Component:
+    """Any number of runs."""
+    return dmc.MultiSelect(
+        id=ids.control(address.RUN),
+        label=f"Runs ({len(values)} of {len(names)})",
+        data=_options(names, values),
+        value=list(values),
+        searchable=True,
+        clearable=True,
+        hidePickedOptions=True,
+        nothingFoundMessage="No other run of that name",
+        placeholder="Add a run",
+        className="control-wide",
+        classNames={"pillsList": "pills"},
+    )
+
+
+def measure_select(measure: Measure, choices: Mapping[str, Measure] = MEASURES) -> Component:
+    """Which measure of traffic is drawn."""
+    return html.Div(
+        [
+            html.Div("Measure", className="control-label", id="measure-label"),
+            dmc.SegmentedControl(
+                id=ids.control(address.MEASURE),
+                data=[{"value": one.key, "label": one.name} for one in choices.values()],
+                value=measure.key,
+                **{"aria-labelledby": "measure-label"},
+            ),
+        ]
+    )
+
+
+def _options(names: Sequence[str], values: Sequence[str]) -> list[dict[str, str]]:
+    known = set(names)
+    missing = [value for value in values if value not in known]
+    return [{"value": name, "label": name} for name in names] + [
+        {"value": name, "label": f"{name[:80]} (not found)"} for name in missing
+    ]

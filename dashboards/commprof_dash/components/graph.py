@@ -1,0 +1,36 @@
+"""The one place that makes a Graph, so that every figure has the same controls."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import plotly.graph_objects as go
+from dash import dcc, html
+from dash.development.base_component import Component
+
+from commprof_dash import ids
+
+# showSendToCloud: plotly.js would otherwise offer to upload the figure to its vendor.
+GRAPH_CONFIG: Final[dict[str, Any]] = {
+    "showSendToCloud": False,
+    "displaylogo": False,
+    "displayModeBar": False,
+    "responsive": True,
+    "scrollZoom": False,
+    "doubleClick": False,
+}
+
+
+def graph(name: str, figure: go.Figure, description: str) -> Component:
+    """``figure`` on the page, ``description`` for those who do not see it."""
+    return html.Div(
+        dcc.Graph(
+            id=ids.graph(name),
+            figure=figure,
+            config=GRAPH_CONFIG,
+            responsive=True,
+            style={"height": f"{figure.layout.height}px"},
+        ),
+        role="img",
+        **{"aria-label": description},
+    )

@@ -1,0 +1,25 @@
+"""The legend of a figure, as text beside it: it wraps where it is narrow and never covers what is drawn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import plotly.graph_objects as go
+from dash import html
+from dash.development.base_component import Component
+
+
+def legend(figure: go.Figure) -> Component | None:
+    """One entry per trace, with the looks of the trace; None where there is only one to tell."""
+    if len(figure.data) < 2:
+        return None
+    return html.Ul([html.Li([_swatch(trace), trace.name]) for trace in figure.data], className="legend")
+
+
+def _swatch(trace: Any) -> Component:
+    if trace.type == "scatter":
+        dash = trace.line.dash or "solid"
+        style = "dotted" if "dot" in dash else "dashed" if "dash" in dash else "solid"
+        return html.Span(className="line-swatch", style={"borderTop": f"3px {style} {trace.line.color}"})
+    hatched = " hatched" if trace.marker.pattern.shape else ""
+    return html.Span(className="swatch" + hatched, style={"backgroundColor": trace.marker.color})

@@ -1,0 +1,66 @@
+"""What a page says when it has nothing to draw, or less than was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import dash_mantine_components as dmc
+from dash import html
+from dash.development.base_component import Component
+
+_COLOURS: Final = {"good": "teal", "note": "indigo", "warning": "yellow", "error": "red"}
+
+
+def message(title: str, text: str, commands: Sequence[str] = (), severity: str = "note") -> Component:
+    """A notice: what happened, and what to type or do. ``severity``: see ``_COLOURS``."""
+    shown = [html.Pre(html.Code(command), className="command") for command in commands]
+    return _notice(title, [dmc.Text(text, size="sm"), *shown], severity)
+
+
+def sentences(title: str, texts: Sequence[str], severity: str = "note") -> Component:
+    """A notice of several sentences."""
+    return _notice(title, [html.Ul([html.Li(text) for text in texts], className="sentences")], severity)
+
+
+def _notice(title: str, children: Sequence[Component], severity: str) -> Component:
+    return dmc.Alert(
+        children,
+        title=title,
+        color=_COLOURS[severity],
+        variant="light",
+        className=f"message message-{severity}",
+    )
+
+
+def no_runs(directory: str) -> Component:
+    """There is nothing below the directory yet."""
+    return message(
+        "No runs yet",
+        f"There is no recorded run below {directory}. Record one, then reload this page:",
+        ["commprof run train.py --config ds.json"],
+    )
+
+
+def unknown_runs(names: Sequence[str], directory: str) -> Component:
+    """The address names runs that are not there."""
+    listed = ", ".join(repr(name[:200]) for name in names[:8]) + (", ..." if len(names) > 8 else "")
+    return message(
+        "No such run" if len(names) == 1 else "No such runs",
+        f"There is no run {listed} below {directory}. It may have been moved or deleted. Choose another above.",
+        severity="warning",
+    )
+
+
+def broken_run(name: str, reason: str) -> Component:
+    """A run that is there and cannot be read."""
+    return message(f"{name} cannot be read", reason, severity="error")
+
+
+def unforeseen(error: Exception) -> Component:
+    """A page could not be drawn, for a reason that nobody foresaw."""
+    return message(
+        "This page could not be drawn",
+        f"{type(error).__name__}: {str(error)[:500]}. The server's log has the details.",
+        severity="error",
+    )

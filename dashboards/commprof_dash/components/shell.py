@@ -1,0 +1,94 @@
+"""The frame around every page: header, navigation, and the stores that browser and server share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import dash_mantine_components as dmc
+from dash import dcc, html
+from dash.development.base_component import Component
+
+from commprof_dash import ids, theme
+
+if TYPE_CHECKING:
+    from commprof_dash.pages.page import Page
+
+
+def layout(pages: Sequence[Page]) -> Component:
+    """What is there before any page is drawn."""
+    return dmc.MantineProvider(
+        [
+            dcc.Location(id=ids.ADDRESS, refresh=False),
+            dcc.Store(id=ids.SCHEME),
+            dcc.Store(id=ids.ADDRESS_WRITTEN),
+            html.A("Skip to the page", href=f"#{ids.PAGE}", className="skip-link"),
+            dmc.AppShell(
+                [
+                    dmc.AppShellHeader(_header()),
+                    dmc.AppShellNavbar(
+                        html.Nav(navigation(pages, None), id=ids.NAVIGATION, **{"aria-label": "Pages"}),
+                        p="xs",
+                    ),
+                    dmc.AppShellMain(html.Div(id=ids.PAGE, className="page", tabIndex=-1)),
+                ],
+                id=ids.SHELL,
+                header={"height": 56},
+                navbar={"width": 200, "breakpoint": "sm", "collapsed": {"mobile": True}},
+                padding=0,
+                transitionDuration=0,
+            ),
+        ],
+        theme=theme.MANTINE,
+        defaultColorScheme="auto",
+    )
+
+
+def navigation(pages: Sequence[Page], current: Page | None) -> list[Component]:
+    """Links to the pages, ``current`` marked."""
+    return [
+        dmc.NavLink(
+            label=page.title,
+            href=page.path,
+            active=page is current,
+            variant="light",
+            **({"aria-current": "page"} if page is current else {}),
+        )
+        for page in pages
+    ]
+
+
+def heading(title: str, question: str) -> Component:
+    """The title of a page and the question that it answers."""
+    return html.Div(
+        [html.H1(title), html.P(question, className="question") if question else None], className="page-head"
+    )
+
+
+def _header() -> Component:
+    return html.Div(
+        [
+            dmc.Burger(
+                id=ids.MENU_BUTTON,
+                opened=False,
+                hiddenFrom="sm",
+                size="sm",
+                **{"aria-label": "Show the pages"},
+            ),
+            dcc.Link(
+                [html.Img(src="assets/icon.svg", alt="", width=24, height=24), html.Span("commprof")],
+                href="/",
+                className="brand",
+            ),
+            html.Div(className="spacer"),
+            dmc.ColorSchemeToggle(
+                id=ids.SCHEME_TOGGLE,
+                lightIcon=html.Span("☀", className="scheme-icon"),
+                darkIcon=html.Span("☾", className="scheme-icon"),
+                variant="default",
+                size="lg",
+                **{"aria-label": "Switch between light and dark"},
+            ),
+        ],
+        className="header",
+    )

@@ -1,0 +1,217 @@
+"""The frames that pages draw: cached calls to commprof.analysis.api, and nothing that draws."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import pandas as pd
+
+from commprof.analysis import api
+from commprof.schema import Op
+from commprof_dash.charts.series import with_series
+from commprof_dash.measures import MEASURES
+
+_CACHED_ANSWERS: Final = 256
+_LISTING_SECONDS: Final = 1.0  # one drawing of a page asks many times
+_MOST_BARS: Final = 240  # a browser draws them at once; more steps are drawn as means of neighbours
+_CURVE_POINTS: Final = 1000
+_MEASURE_COLUMNS: Final = [measure.column for measure in MEASURES.values()]
+
+Stamp = tuple[tuple[str, int, int], ...]
+
+
+class Selection(NamedTuple):
+    """The runs that an address names, sorted into those that can be read and those that cannot."""
+
+    readable: tuple[str, ...]
+    unknown: tuple[str, ...]
+    broken: Mapping[str, str]  # name -> why
+
+
+class Runs:
+    """The runs below one directory.
+
+    A run is known by its name, its path below the directory; other names reach no file. Answers are kept until a file
+    of the run changes, and those of a run that is still going are not kept at all.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._answers: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
+        self._listed: tuple[float, pd.DataFrame] | None = None  # when, and what
+        self._lock = threading.Lock()
+
+    def listing(self) -> pd.DataFrame:
+        """All runs, the newest first: see ``api.find_runs``."""
+        now = time.monotonic()
+        with self._lock:
+            if self._listed is None or now - self._listed[0] > _LISTING_SECONDS:
+                self._listed = (now, api.find_runs(self.directory))
+            return self._listed[1]
+
+    def names(self) -> list[str]:
+        """Names of all runs, the newest first."""
+        return [str(name) for name in self.listing()["name"]]
+
+    def select(self, names: Sequence[str]) -> Selection:
+        """Sort ``names`` into readable, unknown and broken runs."""
+        paths = self._paths()
+        readable, unknown, broken = [], [], {}
+        for name in dict.fromkeys(names):
+            if name not in paths:
+                unknown.append(name)
+                continue
+            try:
+                self._cached("overview", (paths[name],), partial(api.overview, paths[name]))
+            except Exception as error:
+                broken[name] = reason(error)
+            else:
+                readable.append(name)
+        return Selection(tuple(readable), tuple(unknown), broken)
+
+    def overview(self, name: str) -> dict[str, Any]:
+        """The plain facts of a run."""
+        return self._of_run("overview", name, api.overview)
+
+    def traffic_by_step(self, name: str) -> pd.DataFrame:
+        """Traffic per training step: step, steps (how many a row is the mean of), series, and each measure per step."""
+        return self._of_run("traffic_by_step", name, _traffic_by_step)
+
+    def traffic_by_purpose(self, name: str) -> pd.DataFrame:
+        """Mean traffic of a training step: purpose, phase, op, intended_op, series, and each measure per step."""
+        return self._of_run("traffic_by_purpose", name, _traffic_by_purpose)
+
+    def traffic_before_steps(self, name: str) -> pd.DataFrame:
+        """Traffic before the first training step: purpose, op, intended_op and the totals of each measure."""
+        return self._of_run("traffic_before_steps", name, _traffic_before_steps)
+
+    def step_times(self, name: str) -> pd.DataFrame:
+        """One row per training step: see ``api.step_times``."""
+        return self._of_run("step_times", name, api.step_times)
+
+    def groups(self, name: str) -> pd.DataFrame:
+        """One row per process group: pg, group_desc, group_ranks, group_size, backend, unseen (over its ranks)."""
+        return self._of_run("groups", name, _groups)
+
+    def moved(self, name: str) -> pd.DataFrame:
+        """What the counters of the hosts moved: see ``api.moved``."""
+        return self._of_run("moved", name, api.moved)
+
+    def comparison(self, names: Sequence[str]) -> pd.DataFrame:
+        """One row per setting: see ``api.compare``; its ``runs`` are the names that this class knows them by."""
+        frame = self._of_runs("comparison", names, api.compare)
+        labels = self._of_runs("settings", names, api.settings)["label"]
+        of_label: dict[str, list[str]] = {}
+        for name, label in zip(names, labels, strict=True):
+            of_label.setdefault(str(label), []).append(name)
+        return frame.assign(runs=[", ".join(of_label.get(str(label), [])) for label in frame["label"]])
+
+    def traffic_by_setting(self, names: Sequence[str]) -> pd.DataFrame:
+        """Mean traffic of a training step, one row per setting, op, intended op and purpose, with its ``series``."""
+        return self._of_runs(
+            "traffic_by_setting", names, lambda paths: with_series(api.traffic_by_setting(paths))
+        )
+
+    def loss_curves(self, labels: Mapping[str, str]) -> pd.DataFrame:
+        """The loss of each step: label, step, loss. ``labels``: for each label the name of the run to show."""
+        parts = []
+        for label, name in labels.items():
+            times = self.step_times(name)
+            times = times[times["loss"].notna()].drop_duplicates("step", keep="last")
+            every = -(-len(times) // _CURVE_POINTS) or 1
+            parts.append(times[["step", "loss"]].iloc[::every].assign(label=label))
+        return (
+            pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["step", "loss", "label"])
+        )
+
+    def _paths(self) -> dict[str, Path]:
+        listing = self.listing()
+        return {str(name): Path(path) for name, path in zip(listing["name"], listing["path"], strict=True)}
+
+    def _of_run(self, question: str, name: str, answer: Callable[[Path], Any]) -> Any:
+        path = self._paths()[name]
+        return self._cached(question, (path,), lambda: answer(path))
+
+    def _of_runs(self, question: str, names: Sequence[str], answer: Callable[[list[Path]], Any]) -> Any:
+        known = self._paths()
+        paths = tuple(known[name] for name in names)
+        return self._cached(question, paths, lambda: answer(list(paths)))
+
+    def _cached(self, question: str, paths: tuple[Path, ...], answer: Callable[[], Any]) -> Any:
+        key = (question, paths, tuple(_stamp(path) for path in paths))
+        with self._lock:
+            if key in self._answers:
+                self._answers.move_to_end(key)
+                return self._answers[key]
+        value = answer()
+        # Opening a killed run finalises it, so the stamp is taken again: the answer belongs to the files as they are now.
+        stamps = tuple(_stamp(path) for path in paths)
+        if not any(_has_open_records(path) for path in paths):
+            with self._lock:
+                self._answers[question, paths, stamps] = value
+                while len(self._answers) > _CACHED_ANSWERS:
+                    self._answers.popitem(last=False)
+        return value
+
+
+def reason(error: Exception) -> str:
+    """Why a run cannot be read, in a sentence."""
+    text = str(error).strip()
+    return (
+        text if text and type(error).__module__.startswith("commprof.") else f"{type(error).__name__}: {text}"
+    )
+
+
+def _stamp(path: Path) -> Stamp:
+    """Name, time of change and size of every file of a run."""
+    found = []
+    for file in sorted(path.rglob("*")):
+        try:
+            status = file.stat()
+        except OSError:
+            continue
+        found.append((str(file), status.st_mtime_ns, status.st_size))
+    return tuple(found)
+
+
+def _has_open_records(path: Path) -> bool:
+    """Whether binary records are left, whose file grows in place without a change of size."""
+    return any(path.glob("*.records"))
+
+
+def _traffic_by_step(path: Path) -> pd.DataFrame:
+    frame = api.traffic(path, by=("step", "op", "intended_op"))
+    frame = with_series(frame[(frame["step"] >= 0) & (frame["op"] != Op.BARRIER)])
+    steps = int(frame["step"].max()) + 1 if len(frame) else 0
+    each = max(1, -(-steps // _MOST_BARS))
+    first = (frame["step"] // each) * each
+    sums = frame.assign(step=first).groupby(["step", "series"], as_index=False)[_MEASURE_COLUMNS].sum()
+    counted = sums["step"].map(lambda begin: min(each, steps - begin)).astype("int64")
+    means = {f"{column}_per_step": sums[column] / counted for column in _MEASURE_COLUMNS}
+    return sums[["step", "series"]].assign(steps=counted, **means)
+
+
+def _traffic_by_purpose(path: Path) -> pd.DataFrame:
+    frame = with_series(api.traffic_by_setting([path]))
+    return frame.assign(purpose=frame["purpose"].fillna("untagged").astype("str"))
+
+
+def _traffic_before_steps(path: Path) -> pd.DataFrame:
+    frame = api.traffic(path, by=("step", "purpose", "op", "intended_op"))
+    frame = with_series(frame[frame["step"] < 0])
+    frame = frame.assign(purpose=frame["purpose"].fillna("untagged").astype("str"))
+    return frame.groupby(["purpose", "series"], as_index=False)[_MEASURE_COLUMNS].sum()
+
+
+def _groups(path: Path) -> pd.DataFrame:
+    frame = api.table(path, "groups")
+    keys = ["pg", "group_desc", "group_ranks", "group_size", "backend"]
+    return frame.groupby(keys, as_index=False, dropna=False).agg(
+        unseen=("unseen", "sum"), ranks=("rank", "nunique")
+    )

@@ -1,0 +1,11 @@
+"""The pages, in the order of the navigation. A page is added by its module and a line here."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from commprof_dash.pages import compare, overview
+from commprof_dash.pages.page import Page
+
+PAGES: Final[tuple[Page, ...]] = (overview.PAGE, compare.PAGE)
+HOME: Final = overview.PAGE

@@ -1,0 +1,209 @@
+"""Compare: what the settings of several runs changed, first of all in reducing gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import pandas as pd
+from dash import dcc, html
+from dash.development.base_component import Component
+
+from commprof.analysis import api
+from commprof_dash import address
+from commprof_dash.address import Query
+from commprof_dash.charts import loss, times, traffic
+from commprof_dash.charts.series import is_reducing
+from commprof_dash.components import cards, controls, messages
+from commprof_dash.components.tables import Cell, Field
+from commprof_dash.data import Runs, Selection
+from commprof_dash.measures import COUNT, MEASURES, WIRE, Measure
+from commprof_dash.pages.page import Page
+from commprof_dash.theme import Scheme
+
+_DEFAULT_RUNS: Final = 24  # the newest, where the address names none
+
+
+def render(runs: Runs, query: Query, scheme: Scheme) -> Component:
+    """The page for the runs and the measure in ``query``."""
+    names = runs.names()
+    if not names:
+        return messages.no_runs(str(runs.directory))
+    chosen = query.get(address.RUN, tuple(names[:_DEFAULT_RUNS]))
+    measure = MEASURES[address.one(query, address.MEASURE, MEASURES, WIRE.key)]
+    selection = runs.select(chosen)
+    return html.Div(
+        [
+            controls.bar([controls.runs_select(names, chosen), controls.measure_select(measure)]),
+            *_warnings(runs, selection),
+            *_answers(runs, selection.readable, measure, scheme),
+        ],
+        className="page-body",
+    )
+
+
+def _warnings(runs: Runs, selection: Selection) -> list[Component]:
+    found = [messages.broken_run(name, why) for name, why in selection.broken.items()]
+    if selection.unknown:
+        found.append(messages.unknown_runs(selection.unknown, str(runs.directory)))
+    return found
+
+
+def _answers(runs: Runs, names: Sequence[str], measure: Measure, scheme: Scheme) -> list[Component]:
+    if not names:
+        return [messages.message("Nothing to compare", "Choose at least one run above that can be read.")]
+    settings = runs.comparison(names)
+    frame = runs.traffic_by_setting(names)
+    labels = [str(label) for label in settings["label"]]
+    return [
+        *_findings(settings),
+        _reducing(frame, labels, measure, scheme),
+        cards.columns([_others(frame, labels, measure, scheme), _step_time(settings, scheme)]),
+        _settings_table(settings),
+        _loss(runs, settings, scheme),
+    ]
+
+
+def _findings(settings: pd.DataFrame) -> list[Component]:
+    both = settings[settings["requested_op"].notna() & settings["issued_op"].notna()]
+    meant = both["intended_op"].where(both["intended_op"].notna(), both["issued_op"])
+    differing = both[both["requested_op"] != meant]
+    if differing.empty:
+        return []
+    found = [
+        f"{row.label}: asked for {row.requested_op}, issued {row.issued_op}."
+        for row in differing.itertuples()
+    ]
+    title = "Asked for one collective to reduce the gradients, issued another"
+    return [messages.sentences(title, found, severity="warning")]
+
+
+def _reducing(frame: pd.DataFrame, labels: list[str], measure: Measure, scheme: Scheme) -> Component:
+    part = frame[frame["series"].map(is_reducing).astype(bool)]
+    title = "All-reduce against reduce and reduce-scatter"
+    subtitle = f"{measure.name} per step and setting ({measure.definition})."
+    if part.empty:
+        return cards.empty_card("reducing", title, "None of these runs reduced anything in a training step.")
+    return cards.figure_card(
+        "reducing",
+        title,
+        subtitle,
+        traffic.by_setting(part, labels, measure, scheme),
+        part,
+        _traffic_fields(),
+    )
+
+
+def _others(frame: pd.DataFrame, labels: list[str], measure: Measure, scheme: Scheme) -> Component:
+    part = frame[~frame["series"].map(is_reducing).astype(bool)]
+    title = "Gathering and the rest"
+    subtitle = f"{measure.name} per step of what does not reduce."
+    if part.empty:
+        return cards.empty_card("others", title, "These runs issued nothing else in a training step.")
+    return cards.figure_card(
+        "others", title, subtitle, traffic.by_setting(part, labels, measure, scheme), part, _traffic_fields()
+    )
+
+
+def _step_time(settings: pd.DataFrame, scheme: Scheme) -> Component:
+    title = "Step time"
+    columns = ["label", "step_time_ns", "step_time_low_ns", "step_time_high_ns", "interval_over", "repeats"]
+    part = settings[columns]
+    if part["step_time_ns"].isna().all():
+        return cards.empty_card("step-time", title, "None of these runs finished two training steps.")
+    return cards.figure_card(
+        "step-time",
+        title,
+        f"Median per step and its 95 % interval over {_over(part)}, without the first step. "
+        "Settings whose intervals overlap show no measurable difference.",
+        times.by_setting(part, scheme),
+        part,
+        [
+            Field("label", "Setting"),
+            Field("step_time_ns", "Median", api.format_ns, numeric=True),
+            Field("step_time_low_ns", "Low", api.format_ns, numeric=True),
+            Field("step_time_high_ns", "High", api.format_ns, numeric=True),
+            Field("repeats", "Repeats", str, numeric=True),
+        ],
+    )
+
+
+def _over(settings: pd.DataFrame) -> str:
+    return " or ".join(sorted(settings["interval_over"].dropna().unique())) or "steps"
+
+
+def _settings_table(settings: pd.DataFrame) -> Component:
+    return cards.table_card(
+        "settings",
+        "Settings",
+        "What each config asks for, what was issued to reduce the gradients, and what it cost per step.",
+        settings,
+        [
+            Field("label", "Setting"),
+            Field("requested_op", "Requested", _op),
+            Field("issued_op", "Issued", _op),
+            Field("intended_op", "Standing for", _op),
+            Field("wire_bytes_per_step", "Wire bytes", api.format_bytes, numeric=True),
+            Field("payload_bytes_per_step", "Payload", api.format_bytes, numeric=True),
+            Field("collectives_per_step", "Count", COUNT.format, numeric=True),
+            Field("step_time_ns", "Step time", api.format_ns, numeric=True),
+            Field("final_loss", "Final loss", "{:.6g}".format, numeric=True),
+            Field("repeats", "Repeats", str, numeric=True),
+            Field("runs", "Runs", _run_links),
+        ],
+    )
+
+
+def _loss(runs: Runs, settings: pd.DataFrame, scheme: Scheme) -> Component:
+    title = "Loss"
+    shown = {str(row.label): _run_names(row.runs)[0] for row in settings.itertuples() if _run_names(row.runs)}
+    part = runs.loss_curves(shown)
+    if part.empty:
+        return cards.empty_card(
+            "loss", title, "None of these runs published a loss: commprof.metric('loss', value)."
+        )
+    return cards.figure_card(
+        "loss",
+        title,
+        "Training loss against step, the first run of each setting.",
+        loss.curves(part, [label for label in shown if label in set(part["label"])], scheme),
+        part[["label", "step", "loss"]],
+        [
+            Field("label", "Setting"),
+            Field("step", "Step", str, numeric=True),
+            Field("loss", "Loss", "{:.6g}".format, numeric=True),
+        ],
+    )
+
+
+def _traffic_fields() -> list[Field]:
+    return [
+        Field("label", "Setting"),
+        Field("op", "Issued", _op),
+        Field("intended_op", "Standing for", _op),
+        Field("purpose", "Purpose"),
+        *[Field(one.per_step, f"{one.name} per step", one.format, numeric=True) for one in MEASURES.values()],
+    ]
+
+
+def _op(value: Any) -> Cell:
+    return html.Code(str(value), className="op")
+
+
+def _run_names(value: Any) -> list[str]:
+    return [str(name) for name in (value.split(", ") if isinstance(value, str) else value)]
+
+
+def _run_links(value: Any) -> Cell:
+    links: list[Any] = []
+    for name in _run_names(value):
+        links += [dcc.Link(name, href=address.link("/", run=name)), html.Br()]
+    return html.Div(links[:-1])
+
+
+PAGE: Final = Page(
+    "/compare",
+    "Compare",
+    "What did the settings change on the wire, in step time and in the loss?",
+    render,
+)

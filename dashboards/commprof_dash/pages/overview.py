@@ -1,0 +1,282 @@
+"""Overview: one run: what ran, how well it was recorded, what it sent, and what recording cost."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import Any, Final
+
+import pandas as pd
+from dash import html
+from dash.development.base_component import Component
+
+from commprof.analysis import api
+from commprof_dash import address
+from commprof_dash.address import Query
+from commprof_dash.charts import times, traffic
+from commprof_dash.components import cards, controls, messages, tables
+from commprof_dash.components.tables import Field
+from commprof_dash.data import Runs
+from commprof_dash.measures import MEASURES, WIRE, Measure, format_count
+from commprof_dash.pages.page import Page
+from commprof_dash.theme import Scheme
+
+
+def render(runs: Runs, query: Query, scheme: Scheme) -> Component:
+    """The page for the run and the measure in ``query``."""
+    names = runs.names()
+    if not names:
+        return messages.no_runs(str(runs.directory))
+    name = next(iter(query.get(address.RUN, ())), names[0])
+    measure = MEASURES[address.one(query, address.MEASURE, MEASURES, WIRE.key)]
+    return html.Div(
+        [
+            controls.bar([controls.run_select(names, name), controls.measure_select(measure)]),
+            *_answers(runs, name, measure, scheme),
+        ],
+        className="page-body",
+    )
+
+
+def _answers(runs: Runs, name: str, measure: Measure, scheme: Scheme) -> list[Component]:
+    selection = runs.select([name])
+    if selection.unknown:
+        return [messages.unknown_runs(selection.unknown, str(runs.directory))]
+    if selection.broken:
+        return [messages.broken_run(name, selection.broken[name])]
+    facts = runs.overview(name)
+    return [
+        _tiles(facts),
+        _health(facts),
+        _by_step(runs.traffic_by_step(name), measure, scheme),
+        cards.columns(
+            [
+                _by_purpose(runs.traffic_by_purpose(name), measure, scheme),
+                _times(runs.step_times(name), scheme),
+            ]
+        ),
+        cards.columns([_what_ran(facts), _before_steps(runs.traffic_before_steps(name))]),
+        cards.columns([_groups(runs.groups(name)), _moved(runs.moved(name), facts["moved_reason"])]),
+    ]
+
+
+def _tiles(facts: Mapping[str, Any]) -> Component:
+    return cards.tiles(
+        [
+            cards.tile("State", facts["state"], _ended(facts)),
+            cards.tile("Ranks", _ranks(facts), facts["backends"] or "no backend"),
+            cards.tile("Steps", format_count(facts["steps"]), f"{facts['whole_steps']:,} whole"),
+            cards.tile("Step time", _or_none(facts["step_time_ns"], api.format_ns), _interval(facts)),
+            cards.tile(
+                "Final loss", _or_none(facts["final_loss"], "{:.5g}".format), "last step that has one"
+            ),
+            cards.tile("Wire bytes", api.format_bytes(facts["wire_bytes"]), "whole run, modelled, per rank"),
+            cards.tile("Records", format_count(facts["records"]), _missing(facts)),
+            cards.tile("Recording cost", _share(facts["recorder_share"]), _recorder_time(facts)),
+        ]
+    )
+
+
+def _ended(facts: Mapping[str, Any]) -> str:
+    code = facts["exit_code"]
+    rank = facts["first_failed_rank"]
+    if code is None:
+        return "no exit code known"
+    return f"exit code {code}" + (f", rank {rank} first" if rank is not None else "")
+
+
+def _ranks(facts: Mapping[str, Any]) -> str:
+    world = facts["world_size"] or facts["ranks_expected"]
+    recorded = facts["ranks_recorded"]
+    return f"{recorded}" if recorded == world or world is None else f"{recorded} of {world}"
+
+
+def _interval(facts: Mapping[str, Any]) -> str:
+    low, high = facts["step_time_low_ns"], facts["step_time_high_ns"]
+    if low is None or high is None:
+        return "median without step 0"
+    return f"median; 95 %: {api.format_ns(low)} to {api.format_ns(high)}"
+
+
+def _missing(facts: Mapping[str, Any]) -> str:
+    return f"{facts['lost']:,} lost, {facts['unseen']:,} unseen"
+
+
+def _share(share: float | None) -> str:
+    if share is None:
+        return "not known"
+    return f"{100 * share:.2g} %" if share >= 0.0001 else "< 0.01 %"
+
+
+def _recorder_time(facts: Mapping[str, Any]) -> str:
+    spent = facts["recorder_ns"]
+    return "of the run's time" if spent is None else f"{api.format_ns(spent)} per rank, of the run's time"
+
+
+def _or_none(value: Any, write: Callable[[Any], str]) -> str:
+    return "none" if value is None or pd.isna(value) else write(value)
+
+
+def _health(facts: Mapping[str, Any]) -> Component:
+    if facts["notes"]:
+        return messages.sentences("What is missing", facts["notes"], severity="warning")
+    return messages.message(
+        "Nothing is missing",
+        f"Every record of {_ranks(facts)} ranks is there: {_missing(facts)}, {facts['torn']:,} torn.",
+        severity="good",
+    )
+
+
+def _what_ran(facts: Mapping[str, Any]) -> Component:
+    values: dict[str, Any] = {
+        "Command": html.Code(shlex.join(map(str, facts["command"]))) if facts["command"] else "not known",
+        "Started": _moment(facts["started_realtime_ns"]),
+        "Duration": _or_none(facts["wall_ns"], api.format_ns),
+        "Setting": facts["setting"] or "none",
+        "Requested to reduce gradients": facts["requested_op"] or f"not known: {facts['requested_reason']}",
+        "Config": facts["config_path"] or "none",
+        "Hosts": ", ".join(map(str, facts["hosts"])) or "not known",
+        "Versions": _versions(facts),
+        "Directory": facts["path"],
+    }
+    return cards.text_card("what-ran", "What ran", "", [tables.facts(values)])
+
+
+def _versions(facts: Mapping[str, Any]) -> str:
+    named = (("Python", "python"), ("torch", "torch"), ("commprof", "commprof_version"))
+    return ", ".join(f"{name} {facts[key]}" for name, key in named if facts[key]) or "not known"
+
+
+def _moment(realtime_ns: int | None) -> str:
+    if not realtime_ns:
+        return "not known"
+    return datetime.fromtimestamp(realtime_ns / 1e9).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
+
+
+def _by_step(frame: pd.DataFrame, measure: Measure, scheme: Scheme) -> Component:
+    title = "Traffic per step, by operation"
+    if frame.empty:
+        return cards.empty_card("by-step", title, "This run issued no collectives in a training step.")
+    each = int(frame["steps"].max())
+    means = "" if each == 1 else f" Each bar is the mean of {each} steps."
+    return cards.figure_card(
+        "by-step",
+        title,
+        f"{measure.name} per step ({measure.definition}).{means}",
+        traffic.by_step(frame, measure, scheme),
+        frame,
+        [
+            Field("step", "Step", str, numeric=True),
+            *([Field("steps", "Steps", str, numeric=True)] if each > 1 else []),
+            Field("series", "Operation"),
+            *_measure_fields(),
+        ],
+    )
+
+
+def _by_purpose(frame: pd.DataFrame, measure: Measure, scheme: Scheme) -> Component:
+    title = "Traffic by purpose"
+    if frame.empty:
+        return cards.empty_card(
+            "by-purpose", title, "No training step of this run is whole, so there is no mean of one."
+        )
+    return cards.figure_card(
+        "by-purpose",
+        title,
+        f"{measure.name} of a mean training step. The purpose is what the runtime says; the operation is what was issued.",
+        traffic.by_purpose(frame, measure, scheme),
+        frame,
+        [Field("purpose", "Purpose"), Field("series", "Operation"), *_measure_fields()],
+    )
+
+
+def _times(frame: pd.DataFrame, scheme: Scheme) -> Component:
+    title = "Step time and exposed communication"
+    columns = ["step", "duration_ns", "exposed_ns", "cpu_ns", "loss"]
+    if frame["duration_ns"].isna().all():
+        return cards.empty_card("step-time", title, "No training step of this run ended.")
+    return cards.figure_card(
+        "step-time",
+        title,
+        "Exposed: the program stood still for a collective. Step 0 warms up.",
+        times.over_steps(frame, scheme),
+        frame[columns],
+        [
+            Field("step", "Step", str, numeric=True),
+            Field("duration_ns", "Step time", api.format_ns, numeric=True),
+            Field("exposed_ns", "Exposed", api.format_ns, numeric=True),
+            Field("cpu_ns", "CPU time", api.format_ns, numeric=True),
+            Field("loss", "Loss", "{:.6g}".format, numeric=True),
+        ],
+    )
+
+
+def _before_steps(frame: pd.DataFrame) -> Component:
+    title = "Before the first step"
+    if frame.empty:
+        return cards.empty_card("before-steps", title, "Nothing was issued before the first training step.")
+    return cards.table_card(
+        "before-steps",
+        title,
+        "Totals of the initialisation; no mean per step includes them.",
+        frame,
+        [
+            Field("purpose", "Purpose"),
+            Field("series", "Operation"),
+            *[Field(one.column, one.name, one.format, numeric=True) for one in MEASURES.values()],
+        ],
+    )
+
+
+def _groups(frame: pd.DataFrame) -> Component:
+    title = "Process groups"
+    if frame.empty:
+        return cards.empty_card("groups", title, "This run recorded no process group.")
+    return cards.table_card(
+        "groups",
+        title,
+        "Unseen: collectives that the group counted and that no record shows.",
+        frame,
+        [
+            Field("pg", "Group"),
+            Field("group_desc", "Description"),
+            Field("group_ranks", "Ranks"),
+            Field("group_size", "Size", str, numeric=True),
+            Field("backend", "Backend"),
+            Field("unseen", "Unseen", format_count, numeric=True),
+        ],
+    )
+
+
+def _moved(frame: pd.DataFrame, why: str | None) -> Component:
+    title = "Moved, by the machine's counters"
+    if frame.empty:
+        return cards.empty_card("moved", title, why or "No counters were read.")
+    return cards.table_card(
+        "moved",
+        title,
+        "Moved bytes of the whole host and all its processes over the run, from its interfaces; no formula.",
+        frame,
+        [
+            Field("host", "Host"),
+            Field("device", "Interface"),
+            Field("sent_bytes", "Sent", api.format_bytes, numeric=True),
+            Field("received_bytes", "Received", api.format_bytes, numeric=True),
+            Field("seconds", "Seconds", "{:.1f}".format, numeric=True),
+        ],
+    )
+
+
+def _measure_fields() -> list[Field]:
+    return [
+        Field(one.per_step, f"{one.name} per step", one.format, numeric=True) for one in MEASURES.values()
+    ]
+
+
+PAGE: Final = Page(
+    "/",
+    "Overview",
+    "What did one run send, what did it cost, and how well was it recorded?",
+    render,
+)

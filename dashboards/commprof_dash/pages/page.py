@@ -1,0 +1,25 @@
+"""What a page is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from dash.development.base_component import Component
+
+from commprof_dash.address import Query
+from commprof_dash.data import Runs
+from commprof_dash.theme import Scheme
+
+
+class Page(NamedTuple):
+    """One page: where it stands, what it is called, and how its address becomes what is shown.
+
+    ``render(runs, query, scheme)`` is called whenever the address or the scheme changes. It holds no state: what the page
+    shows is in the query, and its controls (``ids.control``) write there.
+    """
+
+    path: str
+    title: str
+    question: str  # that the page answers; its subtitle
+    render: Callable[[Runs, Query, Scheme], Component]

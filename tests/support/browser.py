@@ -1,0 +1,138 @@
+"""A real Chromium and a served dashboard for tests. Tests that use them carry the marker ``browser``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+)
+
+
+def chromium() -> str | None:
+    """Path of the machine's Chromium; None when there is none."""
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+@contextmanager
+def open_browser() -> Iterator[Any]:
+    """A Playwright browser. Raises FileNotFoundError when the machine has no Chromium."""
+    from playwright.sync_api import sync_playwright
+
+    path = chromium()
+    if path is None:
+        raise FileNotFoundError(f"no Chromium on PATH; looked for: {', '.join(NAMES)}")
+    # It would follow the proxy of the machine even to the loopback address.
+    quiet = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=list(FLAGS), env=quiet)
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+@contextmanager
+def served(directory: Path) -> Iterator[str]:
+    """The dashboard of the runs below ``directory``, on a free port; the address without a trailing slash."""
+    from commprof_dash.app import create_app
+    from waitress.server import create_server
+
+    server = create_server(create_app(directory).server, host="127.0.0.1", port=0, threads=4)
+    thread = threading.Thread(target=server.run, name="dashboard", daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.effective_port}"
+    finally:
+        server.close()
+        thread.join(timeout=10)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """The shared browser; the test is skipped, with the reason, where there is no Chromium."""
+    pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if chromium() is None:
+        pytest.skip(
+            f"no Chromium on PATH (looked for {', '.join(NAMES)}); on Debian: apt-get install chromium"
+        )
+    with open_browser() as started:
+        yield started
+
+
+class Watched:
+    """A page whose requests, console errors and uncaught exceptions are kept."""
+
+    def __init__(self, page: Any) -> None:
+        self.page = page
+        self.requests: list[str] = []
+        self.errors: list[str] = []
+        page.on("request", lambda request: self.requests.append(request.url))
+        page.on("pageerror", lambda error: self.errors.append(f"exception: {error}"))
+        page.on("console", lambda line: line.type == "error" and self.errors.append(f"console: {line.text}"))
+        page.on(
+            "response",
+            lambda answer: answer.status >= 400 and self.errors.append(f"{answer.status}: {answer.url}"),
+        )
+
+    def foreign_requests(self, base: str) -> list[str]:
+        """Requests that left the dashboard."""
+        inside = (base + "/", "data:", "blob:")
+        return [url for url in self.requests if not url.startswith(inside)]
+
+    def open(self, url: str, ready: str = ".page-body, .message") -> None:
+        """Go there and wait until the page is drawn."""
+        self.page.goto(url)
+        self.page.wait_for_selector(ready, timeout=20_000)
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until every graph on the page has drawn its data, and no callback is under way."""
+        self.page.wait_for_function(
+            """() => !document.querySelector('[data-dash-is-loading="true"]')
+                && [...document.querySelectorAll('.dash-graph')].every((graph) => {
+                    const plot = graph.querySelector('.js-plotly-plot');
+                    return plot && plot.calcdata && plot.querySelector('.main-svg');
+                })""",
+            timeout=20_000,
+        )
+
+
+def watched(browser: Any, **context: Any) -> Watched:
+    """A new page in a context of its own (``viewport``, ``color_scheme``, ...)."""
+    return Watched(browser.new_context(**context).new_page())
+
+
+DRAWN_BARS = """(name) => {
+    const graph = document.querySelector(`#card-${name} .js-plotly-plot`);
+    return graph.calcdata.map((points) => ({
+        name: points[0].trace.name,
+        rows: points.map((point) => ({position: point.p, value: point.s})),
+    }));
+}"""
+
+
+def drawn_bars(page: Any, card: str) -> dict[str, list[float]]:
+    """For each series of the bar chart in ``card``, the sizes of its bars from the first row on, as plotly drew them."""
+    return {
+        series["name"]: [row["value"] for row in sorted(series["rows"], key=lambda row: row["position"])]
+        for series in page.evaluate(DRAWN_BARS, card)
+    }
