@@ -59,8 +59,8 @@ def show_comparison(frame: pd.DataFrame) -> None:
         marks = [_mark(position) for position in range(len(rows))]
         legend = rendering.facts(zip(marks, labels, strict=True))
         parts = [comparison_table(rows, marks), operations_table(rows, marks)]
-        rendering.show(legend)
-    rendering.show(*parts, LEGEND)
+        rendering.show(legend, "")
+    rendering.show(*parts, rendering.paragraph(LEGEND))
 
 
 def _mark(position: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MISSING = "-"
+_READING_WIDTH = 100
 _PIPE_WIDTH = 10_000  # nothing folds, so that each row is one line
 
 
@@ -34,17 +36,19 @@ class Rows(NamedTuple):
     headings: Sequence[Heading]
     rows: Sequence[Sequence[str]]
     title: str = ""
-    caption: str = ""
 
 
 def show(*parts: Rows | str) -> None:
     """Print tables and lines of text on standard output."""
     console = _console()
     for part in parts:
-        if isinstance(part, str):
-            console.print(part, soft_wrap=True, highlight=False, markup=False)
-        else:
-            _print_table(console, _drawn(part))
+        print(part if isinstance(part, str) else _as_text(console, part))
+
+
+def paragraph(text: str) -> str:
+    """``text`` folded between words, to the width of the terminal and never wider than is good to read."""
+    width = _console().width if sys.stdout.isatty() else _READING_WIDTH
+    return textwrap.fill(text, min(width, _READING_WIDTH), break_long_words=False, break_on_hyphens=False)
 
 
 def fits(rows: Rows) -> bool:
@@ -138,12 +142,6 @@ def _drawn(rows: Rows) -> Table:
 
     table = Table(
         box=box.SIMPLE_HEAD,
-        title=rows.title or None,
-        caption=rows.caption or None,
-        title_justify="left",
-        caption_justify="left",
-        title_style="bold",
-        caption_style="dim",
         pad_edge=False,
         padding=(0, 1),
     )
@@ -169,5 +167,12 @@ def _least_width(console: Console, table: Table) -> int:
     return Measurement.get(console, console.options.update(width=_PIPE_WIDTH), table).minimum
 
 
-def _print_table(console: Console, table: Table) -> None:
-    console.print(table, width=max(console.width, _least_width(console, table)), crop=False, no_wrap=False)
+def _as_text(console: Console, rows: Rows) -> str:
+    table = _drawn(rows)
+    with console.capture() as capture:
+        if rows.title:
+            console.print(rows.title, style="bold", soft_wrap=True, markup=False)
+        console.print(table, width=max(console.width, _least_width(console, table)), crop=False)
+    # rich fills every line up to the width of the table, and frames it with lines of spaces.
+    lines = [line.rstrip() for line in capture.get().splitlines()]
+    return "\n".join(line for line in lines if line) + "\n"

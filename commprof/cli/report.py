@@ -79,7 +79,10 @@ def title(facts: Mapping[str, Any]) -> str:
                 "ranks",
                 f"{ranks}, {facts['backends'] or 'no backend seen'}, torch {rendering.text(facts['torch'])}",
             ),
-            ("steps", f"{rendering.count(facts['steps'])}, time per step {time}"),
+            (
+                "steps",
+                f"{rendering.count(facts['steps'])}, time per step {time}" if facts["steps"] else "none",
+            ),
             (
                 "final loss",
                 "" if rendering.is_missing(facts["final_loss"]) else rendering.loss(facts["final_loss"]),
@@ -109,7 +112,7 @@ def traffic_parts(traffic: pd.DataFrame, steps: pd.DataFrame, per_step: bool) ->
     torn = [row for row in rows if row["step"] >= 0 and (row["attempt"], row["step"]) not in whole]
     if torn and not per_step:
         parts.append(_table("In steps that did not end, in total", torn, 1))
-    return [*parts, LEGEND, ""]
+    return [*parts, rendering.paragraph(LEGEND) + "\n"]
 
 
 def _step_table(step: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Rows:
@@ -176,6 +179,7 @@ def moved_parts(moved: pd.DataFrame) -> list[Rows | str]:
             f"{float(row['seconds']):.1f} s",
         )
         for row in rendering.records(moved)
+        if row["sent_bytes"] or row["received_bytes"]
     ]
     return [Rows(headings, rows, title="Moved: counters of the whole machine, all its processes")]
 

@@ -177,10 +177,9 @@ def engine_config(run: Path) -> dict[str, Any] | None:
     try:
         from commprof.trace.reader import open_run
 
-        published = getattr(open_run(run), "engine_config", None)
+        return open_run(run).manifest.effective_config
     except (CommprofError, ImportError, OSError):
         return None
-    return dict(published) if published else None
 
 
 def _tail(run: Path) -> str:
