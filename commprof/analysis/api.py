@@ -17,7 +17,7 @@ from commprof.analysis import comparison, counters, expectation, listing, steps,
 from commprof.analysis import settings as settings_module
 from commprof.analysis import traffic as traffic_module
 from commprof.analysis.answers import ANSWERS, GROUPINGS
-from commprof.analysis.csv_text import frame_csv
+from commprof.analysis.csv_text import frame_csv, write_csv
 from commprof.analysis.frames import from_arrow
 from commprof.analysis.units import format_bytes, format_ns
 from commprof.errors import UsageError
@@ -43,6 +43,7 @@ __all__ = [
     "table",
     "traffic",
     "traffic_by_setting",
+    "write_csv",
 ]
 
 AnyRun: TypeAlias = Run | Path | str

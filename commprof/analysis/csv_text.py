@@ -15,20 +15,21 @@ import pyarrow.csv as pacsv
 
 # pyarrow before 22 cannot end lines with CR LF; its LF is read by everything as well.
 _LINE_END: Final[dict[str, Any]] = {"eol": "\r\n"} if hasattr(pacsv.WriteOptions(), "eol") else {}
+_ROWS_AT_A_TIME: Final = 65_536
 
 
-def write(table: pa.Table, out: IO[bytes]) -> None:
-    """Write ``table`` to ``out``, batch by batch."""
+def write_csv(table: pa.Table, out: IO[bytes]) -> None:
+    """Write ``table`` to ``out``, some thousand rows at a time."""
     header = io.StringIO()
     csv.writer(header).writerow(table.column_names)  # pyarrow would put every name in quotes
     out.write(header.getvalue().encode("utf-8"))
     options = pacsv.WriteOptions(include_header=False, quoting_style="needed", **_LINE_END)
     with pacsv.CSVWriter(out, table.schema, write_options=options) as writer:
-        writer.write_table(table)
+        writer.write_table(table, max_chunksize=_ROWS_AT_A_TIME)
 
 
 def frame_csv(frame: pd.DataFrame) -> str:
     """``frame`` as CSV text, without its index, in the conventions of an export."""
     out = io.BytesIO()
-    write(pa.Table.from_pandas(frame, preserve_index=False), out)
+    write_csv(pa.Table.from_pandas(frame, preserve_index=False), out)
     return out.getvalue().decode("utf-8")

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import pandas as pd
+
+from commprof.trace.manifest import Manifest
 
 ABSENT: Final = "(absent)"
 SAME: Final = "same settings"
@@ -19,19 +21,6 @@ SAME: Final = "same settings"
 _NAMES_OF_PLACES: Final = ("path", "dir", "directory", "folder", "file", "filename", "job_name", "run_name")
 # Alone these say nothing: `enabled` needs the section that it enables.
 _NEEDS_SECTION: Final = frozenset({"enabled", "type", "device", "name", "params", "verbose", "dtype"})
-
-
-class Described(Protocol):
-    """What is read of a manifest."""
-
-    command: Sequence[str]
-    config: Mapping[str, Any] | None
-    config_argument: str | None
-    script: str | None
-    world_size: int | None
-    environment: Mapping[str, str]
-    sweep: Mapping[str, Any] | None
-    started_realtime_ns: int
 
 
 class Setting(NamedTuple):
@@ -102,7 +91,7 @@ def script_arguments(command: Sequence[str], script: str | None) -> dict[str, An
     return found
 
 
-def _facts(manifest: Described) -> dict[str, Any]:
+def _facts(manifest: Manifest) -> dict[str, Any]:
     """What else makes two runs different experiments: script, its arguments, ranks, and NCCL's tuning variables."""
     facts: dict[str, Any] = {}
     if manifest.script is not None:
@@ -119,7 +108,7 @@ def _facts(manifest: Described) -> dict[str, Any]:
     return facts
 
 
-def _values(manifest: Described) -> dict[str, Any]:
+def _values(manifest: Manifest) -> dict[str, Any]:
     config = {key: value for key, value in flatten(manifest.config or {}).items() if _says_how(key)}
     return config | flatten((manifest.sweep or {}).get("point") or {}) | _facts(manifest)
 
@@ -164,7 +153,7 @@ def short_names(keys: Iterable[str], among: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def _swept_keys(manifests: Sequence[Described]) -> list[str]:
+def _swept_keys(manifests: Sequence[Manifest]) -> list[str]:
     """The keys that one sweep varied, where all the runs are of it; else none."""
     points = [(manifest.sweep or {}).get("point") for manifest in manifests]
     names = {(manifest.sweep or {}).get("name") for manifest in manifests}
@@ -173,7 +162,7 @@ def _swept_keys(manifests: Sequence[Described]) -> list[str]:
     return list(dict.fromkeys(key for point in points for key in flatten(point or {})))
 
 
-def _keys_to_show(manifests: Sequence[Described], of_runs: Sequence[Mapping[str, Any]]) -> list[str]:
+def _keys_to_show(manifests: Sequence[Manifest], of_runs: Sequence[Mapping[str, Any]]) -> list[str]:
     differing = differing_keys(of_runs)
     swept = _swept_keys(manifests)
     if not swept:
@@ -184,7 +173,7 @@ def _keys_to_show(manifests: Sequence[Described], of_runs: Sequence[Mapping[str,
     return shown or swept
 
 
-def settings_of(manifests: Sequence[Described], names: Sequence[str]) -> list[Setting]:
+def settings_of(manifests: Sequence[Manifest], names: Sequence[str]) -> list[Setting]:
     """The setting of each run. ``names`` are the runs' names, for a label where there is only one of them."""
     of_runs = [_values(manifest) for manifest in manifests]
     keys = _keys_to_show(manifests, of_runs)
@@ -197,7 +186,7 @@ def settings_of(manifests: Sequence[Described], names: Sequence[str]) -> list[Se
     return found
 
 
-def in_order(manifests: Sequence[Described]) -> list[int]:
+def in_order(manifests: Sequence[Manifest]) -> list[int]:
     """Positions of the runs in the order to show them: as given; those of one sweep as they were started."""
     positions = list(range(len(manifests)))
     if _swept_keys(manifests):
