@@ -16,10 +16,12 @@ from __future__ import annotations
 from zero_runtime import comm, zero
 from zero_runtime.arguments import add_config_arguments
 from zero_runtime.comm import init_distributed
-from zero_runtime.engine import Engine, initialize
+from zero_runtime.engine import Engine
 from zero_runtime.errors import ConfigError, UnsupportedError, UsageError, ZeroRuntimeError
-from zero_runtime.version import VERSION as __version__
+from zero_runtime.initialization import initialize
+from zero_runtime.version import VERSION
 
+__version__ = VERSION
 DeepSpeedEngine = Engine
 
 __all__ = [

@@ -13,15 +13,16 @@ from zero_runtime import comm
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.errors import ConfigError, UnsupportedError
-from zero_runtime.gradients import ParameterGroup, Policy, ReplicatedGradients, ShardedGradients
+from zero_runtime.gradients import ParameterGroup, Policy, ShardedGradients
 from zero_runtime.layout import PARAMETER_ALIGNMENT_BYTES, group_layout
 from zero_runtime.optimizer import ReplicatedOptimizer, ShardedOptimizer, StepPolicy
 from zero_runtime.precision import Precision, cast_module, communication_dtypes, precision
 from zero_runtime.reduction import reduction
 from zero_runtime.torch_optimizer import ClientOptimizer, check_shardable, torch_optimizer
+from zero_runtime.whole_gradients import AccumulatedGradients, ReplicatedGradients
 
 _BROADCAST: Final = hooks.tag("parameter_broadcast")
-Gradients = ShardedGradients | ReplicatedGradients
+Gradients = ShardedGradients | ReplicatedGradients | AccumulatedGradients
 
 
 @dataclass(slots=True)
@@ -31,6 +32,7 @@ class Boundary:
     ask: Callable[[], bool] = lambda: True
 
     def __call__(self) -> bool:
+        """The engine's answer."""
         return self.ask()
 
 
@@ -146,13 +148,21 @@ def _sharded(
     policy: Policy,
     group: DataParallelGroup,
     boundary: Boundary,
-) -> tuple[ShardedOptimizer, ShardedGradients]:
+) -> tuple[ShardedOptimizer, Gradients]:
     check_shardable(inner, config.zero.stage.number, config.zero_allow_untested_optimizer)
     groups = parameter_groups(module, inner, config, group.world_size)
-    dtypes = communication_dtypes(module, kinds, config.precision.autocast_modules)
-    _add_foreign(dtypes, groups, kinds)
-    gradients = ShardedGradients(groups, dtypes, policy, group, kinds.accumulation, boundary)
-    return ShardedOptimizer(inner, groups, gradients, group, _step_policy(config, kinds)), gradients
+    gradients: ShardedGradients | AccumulatedGradients
+    steps = _step_policy(config, kinds)
+    if config.accumulates_whole:
+        gradients = AccumulatedGradients(
+            groups, kinds.communication, policy, group, kinds.accumulation or torch.float32, boundary
+        )
+        steps = steps._replace(check_overflow=False)
+    else:
+        dtypes = communication_dtypes(module, kinds, config.precision.autocast_modules)
+        _add_foreign(dtypes, groups, kinds)
+        gradients = ShardedGradients(groups, dtypes, policy, group, kinds.accumulation, boundary)
+    return ShardedOptimizer(inner, groups, gradients, group, steps), gradients
 
 
 def _replicated(

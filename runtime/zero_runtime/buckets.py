@@ -4,8 +4,8 @@ Gradients enter in the order in which they become ready. A bucket is sent when t
 ``reduce_bucket_size`` elements, and the last one after backward. A gradient larger than that is a bucket of its own, and
 is not copied. There is one open bucket for each communication dtype. These are DeepSpeed 0.19.8's rules for stages 1 and 2.
 
-Contiguous buckets copy each gradient into one buffer, allocated once; the others keep the gradients and join them when they are
-sent. DeepSpeed allocates ``reduce_bucket_size`` elements whatever the model; here the buffer never exceeds the model.
+Contiguous buckets copy each gradient into one buffer; the others keep the gradients and join them when they are sent.
+DeepSpeed allocates ``reduce_bucket_size`` elements whatever the model; here the buffer never exceeds the model.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def replicated_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def averaged_norm(gradients: Sequence[torch.Tensor], group: DataParallelGroup) -> torch.Tensor:
-    """As ``replicated_norm``, averaged over the ranks: one all_reduce of one element, as DeepSpeed's stage 0 in fp32 sends."""
+    """As ``replicated_norm``, averaged over the ranks by one all_reduce of one element, as DeepSpeed's fp32 stage 0 does."""
     norm = replicated_norm(gradients) / group.world_size
     group.all_reduce(norm, why=_NORM)
     return norm

@@ -10,14 +10,19 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from zero_runtime import document, keys
 from zero_runtime.buckets import Scaling
+from zero_runtime.combinations import (
+    WHOLE_BUCKET_NUMEL,
+    automatic_reduction,
+    check,
+    note_contradictions,
+    whole_gradients,
+)
 from zero_runtime.errors import ConfigError
 from zero_runtime.stages import Stage, stage
-
-STAGE_0_BUCKET_NUMEL: Final = 500_000_000  # no key changes it, in DeepSpeed either
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,9 +135,21 @@ class RuntimeConfig:
             given=dict(given),
             notices=(),
         )
-        _check_combinations(config)
-        _note_contradictions(config, notices)
+        if config.accumulates_whole:
+            config = dataclasses.replace(config, zero=whole_gradients(config.zero, notices))
+        check(config)
+        note_contradictions(config, notices)
         return dataclasses.replace(config, notices=tuple(notices))
+
+    @property
+    def accumulates_whole(self) -> bool:
+        """Whether a bf16 model's gradients are accumulated in fp32 without being sharded.
+
+        That is stage 1 with grad_accum_dtype fp32, where DeepSpeed has another optimizer: one message for all gradients.
+        """
+        stage = self.zero.stage
+        wide = self.precision.bf16 and self.precision.grad_accum_dtype == "fp32"
+        return wide and stage.shards_optimizer and not stage.shards_gradients
 
     def scaling(self, world_size: int) -> Scaling:
         """When gradients are divided, for the chosen reduction (DeepSpeed 0.19.8's orders of division).
@@ -277,7 +294,7 @@ def _zero(top: Mapping[str, Any], notices: list[str]) -> ZeroConfig:
     row = stage(values["stage"], bool(values["overlap_comm"]))
     notices += [f"{name} has no effect here: {note}" for name, note in keys.inert("zero_optimization", given)]
     wanted = values["gradient_reduction"]
-    reduction = _automatic_reduction(row, values) if wanted == "auto" else wanted
+    reduction = automatic_reduction(row, values) if wanted == "auto" else wanted
     if reduction not in row.reductions:
         raise ConfigError(
             f"zero_optimization.gradient_reduction is {reduction}, but at stage {row.number} every rank keeps all "
@@ -299,7 +316,7 @@ def _zero(top: Mapping[str, Any], notices: list[str]) -> ZeroConfig:
         reduce_scatter_impl=None
         if values["reduce_scatter_impl"] == "auto"
         else values["reduce_scatter_impl"],
-        reduce_bucket_size=values["reduce_bucket_size"] if row.shards_optimizer else STAGE_0_BUCKET_NUMEL,
+        reduce_bucket_size=values["reduce_bucket_size"] if row.shards_optimizer else WHOLE_BUCKET_NUMEL,
         allgather_partitions=values["allgather_partitions"] and not top["disable_allgather"],
         allgather_bucket_size=gather,
         overlap_comm=bool(values["overlap_comm"]),
@@ -307,73 +324,3 @@ def _zero(top: Mapping[str, Any], notices: list[str]) -> ZeroConfig:
         round_robin_gradients=values["round_robin_gradients"],
         parameter_alignment=values["parameter_alignment"],
     )
-
-
-def _automatic_reduction(row: Stage, values: Mapping[str, Any]) -> str:
-    """What DeepSpeed's keys mean: without contiguous gradients the other two are ignored."""
-    if not row.shards_optimizer or not values["contiguous_gradients"] or not values["reduce_scatter"]:
-        return "all_reduce"
-    return "multi_rank_all_reduce" if values["use_multi_rank_bucket_allreduce"] else "reduce_to_owner"
-
-
-def _check_combinations(config: RuntimeConfig) -> None:
-    zero = config.zero
-    averaged = config.gradient_allreduce_op == "mean"
-    to_owners = zero.gradient_reduction != "all_reduce" if zero.explicit_reduction else zero.reduce_scatter
-    if zero.stage.shards_gradients and averaged and to_owners:
-        for name, value, neutral in (
-            ("gradient_predivide_factor", config.gradient_predivide_factor, 1.0),
-            ("prescale_gradients", config.prescale_gradients, False),
-        ):
-            if value != neutral:
-                raise ConfigError(
-                    f"{name} is {value}, which stage {zero.stage.number} does not do when it reduces to owners; set "
-                    "zero_optimization.reduce_scatter to false, or remove the key"
-                )
-    if config.gradient_predivide_factor == 0.0:
-        raise ConfigError("gradient_predivide_factor is 0; expected a number other than 0, such as 1.0")
-    if not zero.compute_grad_norm and config.gradient_clipping > 0 and zero.stage.shards_optimizer:
-        raise ConfigError(
-            "zero_optimization.compute_grad_norm is false, but clipping to gradient_clipping "
-            f"{config.gradient_clipping:g} (1.0 when the key is absent) needs the norm; set gradient_clipping to 0"
-        )
-    if not config.managed_gradient_accumulation and zero.overlap_comm and not zero.stage.shards_gradients:
-        raise ConfigError(
-            "managed_gradient_accumulation false works with overlap_comm at stage 2 only, and the stage is "
-            f"{zero.stage.number}; set overlap_comm to false"
-        )
-
-
-def _note_contradictions(config: RuntimeConfig, notices: list[str]) -> None:
-    zero, given = config.zero, config.given.get("zero_optimization", {})
-    if not zero.stage.shards_optimizer:
-        return
-    names = ("reduce_scatter", "use_multi_rank_bucket_allreduce")
-    if zero.explicit_reduction:
-        wanted = _automatic_reduction(
-            zero.stage,
-            {
-                "contiguous_gradients": zero.contiguous_gradients,
-                "reduce_scatter": zero.reduce_scatter,
-                "use_multi_rank_bucket_allreduce": zero.use_multi_rank_bucket_allreduce,
-            },
-        )
-        said = [
-            f"{name} {str(given[name]).lower()}" for name in (*names, "contiguous_gradients") if name in given
-        ]
-        if said and wanted != zero.gradient_reduction:
-            notices.append(
-                f"gradient_reduction {zero.gradient_reduction} is used; {', '.join(said)} would mean {wanted}"
-            )
-    elif not zero.contiguous_gradients and any(name in given for name in names):
-        said = [f"{name} {str(given[name]).lower()}" for name in names if name in given]
-        notices.append(
-            f"contiguous_gradients false overrides {' and '.join(said)}: gradients are reduced by all_reduce; "
-            "set gradient_reduction to choose"
-        )
-    prescaled = config.prescale_gradients or config.gradient_predivide_factor != 1.0
-    if prescaled and zero.gradient_reduction != "all_reduce":
-        notices.append(
-            "prescale_gradients and gradient_predivide_factor have no effect here: reductions to owners "
-            "divide by the world size before the sum"
-        )

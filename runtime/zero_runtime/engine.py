@@ -1,24 +1,22 @@
-"""``initialize`` and the engine that it returns: DeepSpeed's methods around one model."""
+"""The engine: DeepSpeed's methods around one model."""
 
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from commprof import hooks
 from zero_runtime import comm
-from zero_runtime import config as configuration
-from zero_runtime.assembly import Assembly, assemble
+from zero_runtime.assembly import Assembly
+from zero_runtime.clock import Clock
 from zero_runtime.config import RuntimeConfig
-from zero_runtime.errors import ConfigError, UnsupportedError, UsageError
+from zero_runtime.errors import UnsupportedError, UsageError
 from zero_runtime.precision import autocast
-from zero_runtime.schedules import schedule
-from zero_runtime.version import VERSION
 
 _NEVER: Final = (-1, -1)
 
@@ -63,7 +61,9 @@ class Engine(torch.nn.Module):
         self._stepping = False
         self._step_applied = False
         self._paused = False
-        self._clock = _Clock(config.wall_clock_breakdown and self.global_rank == 0)
+        self._differentiating = False
+        self._direct = False  # loss.backward() is running, not engine.backward(loss)
+        self._clock = Clock(config.wall_clock_breakdown and self.global_rank == 0)
         assembly.boundary.ask = self.is_gradient_accumulation_boundary
 
     # Training.
@@ -75,6 +75,10 @@ class Engine(torch.nn.Module):
         hooks.phase("forward")
         with self._clock("forward"), autocast(self._precision.autocast, self.device):
             outputs = self.module(*inputs, **kwargs)
+        if self.training and self._gradients is not None:
+            for leaf in tree_leaves(outputs):
+                if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                    leaf.register_hook(self._on_output_gradient)
         hooks.phase("other")
         return outputs
 
@@ -97,16 +101,50 @@ class Engine(torch.nn.Module):
             shown = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
             raise UsageError(f"backward expects a loss of one element, found {shown}; take its mean or sum")
         scaled = loss / self.config.gradient_accumulation_steps if scale_wrt_gas else loss
-        hooks.phase("backward")
         with self._clock("backward"):
-            if self._micro_batches == 0:
-                self._gradients.begin_step()
-            scaled.backward(retain_graph=retain_graph)
-            self._micro_batches += 1
-            with torch.no_grad():
-                self._gradients.finish_backward()
-        hooks.phase("other")
+            self._begin_backward()
+            try:
+                scaled.backward(retain_graph=retain_graph)
+            finally:
+                self._differentiating = False
+            self._finish_backward()
         return scaled
+
+    def _begin_backward(self) -> None:
+        assert self._gradients is not None
+        hooks.phase("backward")
+        self._differentiating = True
+        if self._micro_batches == 0:
+            self._gradients.begin_step()
+
+    @torch.no_grad()
+    def _finish_backward(self) -> None:
+        assert self._gradients is not None
+        self._differentiating = False
+        self._micro_batches += 1
+        self._gradients.finish_backward()
+        hooks.phase("other")
+
+    def _on_output_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """The gradient of an output of ``forward``, in ``loss.backward()`` as well as in ``engine.backward(loss)``.
+
+        In the former nothing else says that a backward pass begins, and its end is known to autograd alone.
+        """
+        if self._differentiating and not self._direct:
+            return None
+        if not self.zero_optimization():
+            raise UsageError(
+                "loss.backward() was called at stage 0, where its end cannot be seen; call engine.backward(loss)"
+            )
+        if not self._direct:
+            self._direct = True
+            self._begin_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_direct_backward)
+        return gradient / self.config.gradient_accumulation_steps
+
+    def _finish_direct_backward(self) -> None:
+        self._direct = False
+        self._finish_backward()
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Take an optimizer step if the micro-batch is the last of its accumulation window; otherwise only count it.
@@ -267,116 +305,3 @@ _NO_CHECKPOINTS: Final = (
     "checkpoints of the engine are not in this version yet; torch.save(engine.module.state_dict(), path) on rank 0 saves "
     "the parameters, which are whole on every rank at stages 0 to 2"
 )
-
-
-class _Clock:
-    """Host time in each part of a step, for wall_clock_breakdown: printed after each step, on rank 0."""
-
-    def __init__(self, running: bool) -> None:
-        self._running = running
-        self._seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, part: str) -> Iterator[None]:
-        if not self._running:
-            yield
-            return
-        begin = time.perf_counter()
-        yield
-        self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - begin
-
-    def report(self, step: int) -> None:
-        """Print the times and begin again."""
-        if self._running:
-            parts = ", ".join(f"{part} {seconds * 1e3:.2f} ms" for part, seconds in self._seconds.items())
-            print(f"step {step}: {parts}", file=sys.stderr, flush=True)
-            self._seconds = {}
-
-
-def initialize(
-    args: Any = None,
-    model: torch.nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
-    model_parameters: Any = None,
-    training_data: Any = None,
-    lr_scheduler: Any = None,
-    distributed_port: int | None = None,
-    mpu: Any = None,
-    dist_init_required: bool | None = None,
-    collate_fn: Any = None,
-    config: Any = None,
-    mesh_param: Any = None,
-    config_params: Any = None,
-) -> tuple[Engine, Any, Any, Any]:
-    """Make an engine of a model. The signature is DeepSpeed's.
-
-    Args:
-        args: may carry ``deepspeed_config``; its ``local_rank`` is set.
-        model: the model; its parameters are moved to the device, and at stages 1 and 2 become views of flat buffers.
-        optimizer: a torch optimizer, or a function that makes one of the parameters; else the config's.
-        model_parameters: tensors or param groups; default: all parameters of the model.
-        training_data: a dataset, to be shared out over the ranks.
-        lr_scheduler: a scheduler, or a function that makes one of the torch optimizer; else the config's.
-        distributed_port: the port of rank 0, where no launcher has chosen one.
-        mpu: model parallelism, not in this version.
-        dist_init_required: False where torch.distributed must have been initialised already.
-        collate_fn: of the data loader.
-        config: the configuration: a dict, or the path of a JSON file.
-        mesh_param: meshes of ranks, not in this version.
-        config_params: another name of ``config``.
-
-    Returns:
-        (engine, engine.optimizer, data loader or None, schedule or None)
-
-    Raises:
-        ConfigError: the configuration or an argument cannot be used.
-        UnsupportedError: it asks for what is not in this version.
-    """
-    if model is None:
-        raise ConfigError("initialize needs a model; pass model=")
-    if mpu is not None or mesh_param is not None:
-        raise UnsupportedError(
-            "mpu and mesh_param (model and sequence parallelism) are not in this version yet"
-        )
-    if config is not None and config_params is not None:
-        raise ConfigError("both config and config_params are given; keep config")
-    hooks.phase("init")
-    given = configuration.load(config if config is not None else config_params, args)
-    comm.init_distributed(dist_init_required=dist_init_required, distributed_port=distributed_port)
-    if args is not None and hasattr(args, "local_rank"):
-        args.local_rank = comm.get_local_rank()
-    checked = RuntimeConfig.from_mapping(given, comm.get_world_size())
-    _notify(checked)
-    assembly = assemble(checked, model, optimizer, model_parameters)
-    scheduler = None
-    if assembly.torch_optimizer is not None:
-        scheduler = schedule(checked.scheduler, lr_scheduler, assembly.torch_optimizer)
-    loader = None if training_data is None else _dataloader(checked, training_data, collate_fn)
-    engine = Engine(checked, assembly, scheduler, loader)
-    hooks.describe_config(checked.effective(), engine=f"zero_runtime {VERSION}")
-    hooks.phase("other")
-    return engine, engine.optimizer, loader, scheduler
-
-
-def _notify(config: RuntimeConfig) -> None:
-    if comm.get_rank() != 0:
-        return
-    for notice in config.notices:
-        print(f"zero_runtime: {notice}", file=sys.stderr, flush=True)
-    if config.dump_state:
-        for name, value in config.effective().items():
-            print(f"zero_runtime: {name} = {value}", file=sys.stderr, flush=True)
-
-
-def _dataloader(config: RuntimeConfig, dataset: Any, collate_fn: Any) -> Any:
-    """Batches of this rank's share of ``dataset``, shuffled alike on all ranks."""
-    sampler: torch.utils.data.Sampler[int] = torch.utils.data.DistributedSampler(
-        dataset, num_replicas=comm.get_world_size(), rank=comm.get_rank()
-    )
-    return torch.utils.data.DataLoader(
-        dataset,
-        batch_size=config.train_micro_batch_size_per_gpu,
-        sampler=sampler,
-        collate_fn=collate_fn,
-        drop_last=config.dataloader_drop_last,
-    )

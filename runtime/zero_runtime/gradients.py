@@ -1,7 +1,8 @@
-"""From the gradients of a backward pass to reduced gradients, for sharded and for replicated optimizers.
+"""From the gradients of a backward pass to reduced pieces of them, bucket by bucket (stages 1 and 2).
 
-Both classes have the same life: ``begin_step``, then for each micro-batch ``finish_backward`` (with a hook on every parameter in
-between, where the stage reduces during backward), then ``clear`` when the step has been taken.
+This class and those of :mod:`zero_runtime.whole_gradients` have the same life: ``begin_step``; for each micro-batch
+``finish_backward``, with a hook on every parameter before it where the stage reduces during backward; ``clear`` when
+the step has been taken.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from zero_runtime.buckets import FULL, Bucket, Bucketer, Entry, Scaling, joined
+from zero_runtime.buckets import FULL, Bucket, Bucketer, Entry, Scaling
+from zero_runtime.clip import sharded_norm
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.layout import GroupLayout, Run, balanced_rounds, flushed_runs
+from zero_runtime.layout import GroupLayout, balanced_rounds
 from zero_runtime.reduction import Reduction
 from zero_runtime.stages import Stage
 
@@ -33,9 +35,16 @@ class ParameterGroup(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """How gradients are reduced. ``limit`` is in elements.
+    """How gradients are reduced.
 
-    ``balanced`` cuts gradients into rounds that hold as much of every owner, where the stage has them all before the first bucket.
+    Attributes:
+        stage: the ZeRO stage.
+        reduce: what is done with a full bucket.
+        scaling: when gradients are divided.
+        limit: elements of a bucket.
+        contiguous: whether gradients are copied into a buffer as they come.
+        balanced: cut gradients into rounds that hold as much of every owner, where the stage has them all
+            before the first bucket.
     """
 
     stage: Stage
@@ -113,6 +122,10 @@ class ShardedGradients:
         """Whether gradients only accumulate for now (``no_sync``)."""
         self._paused = paused
 
+    def norm(self) -> torch.Tensor:
+        """The norm of all gradients: one all_reduce for each param group."""
+        return sharded_norm(self.pieces, self._group)
+
     def clear(self) -> None:
         """Forget the gradients of the step that has been taken."""
         for piece in self.pieces:
@@ -169,77 +182,3 @@ class ShardedGradients:
                     part = bucket.tensor.narrow(0, position + start, numel)
                     self.pieces[entry.group].narrow(0, offset, numel).add_(part)
             position += entry.gradient.numel()
-
-
-class ReplicatedGradients:
-    """Reduces whole gradients on every rank, once a step: the buckets are joined gradients of up to ``limit`` elements.
-
-    A bucket ends as soon as it holds more than ``limit`` elements. Parameters without a gradient travel as zeros, so that
-    every rank sends the same.
-    """
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        parameters: Sequence[torch.nn.Parameter],
-        dtype: torch.dtype,
-        policy: Policy,
-        group: DataParallelGroup,
-        at_boundary: Callable[[], bool],
-    ) -> None:
-        self._names = names
-        self._parameters = parameters
-        self._dtype = dtype
-        self._policy = policy
-        self._group = group
-        self._at_boundary = at_boundary
-        self._paused = False
-        self._number = 0
-
-    def begin_step(self) -> None:
-        """Count buckets from 0 again."""
-        self._number = 0
-
-    def finish_backward(self) -> None:
-        """Reduce all gradients, after the last micro-batch of a step."""
-        if self._paused or not self._at_boundary():
-            return
-        by_dtype: dict[torch.dtype, list[Entry]] = {}
-        for name, parameter in zip(self._names, self._parameters, strict=True):
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            if parameter.numel():
-                entry = Entry(name, parameter.grad.detach().view(-1), ())
-                by_dtype.setdefault(parameter.dtype, []).append(entry)
-        for entries in by_dtype.values():
-            runs = [Run(0, position, entry.gradient.numel()) for position, entry in enumerate(entries)]
-            for batch in flushed_runs(runs, self._policy.limit):
-                self._send([entries[run.start] for run in batch])
-
-    def pause(self, paused: bool) -> None:
-        """Whether gradients only accumulate for now (``no_sync``)."""
-        self._paused = paused
-
-    def clear(self) -> None:
-        """Forget the gradients of the step that has been taken."""
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    def _send(self, entries: Sequence[Entry]) -> None:
-        tensor = joined([entry.gradient for entry in entries])
-        bucket = Bucket(
-            self._number,
-            tensor,
-            (),
-            self._dtype,
-            self._policy.limit,
-            self._policy.scaling,
-            tuple(entries),
-            "end_of_backward",
-        )
-        self._number += 1
-        bucket.describe()
-        self._policy.reduce(bucket, self._group)
-        if len(entries) > 1:
-            gradients = [entry.gradient for entry in entries]
-            torch._foreach_copy_(gradients, list(tensor.split([part.numel() for part in gradients])))

@@ -1,20 +1,31 @@
 """Every key of the DeepSpeed 0.19.8 configuration, and what this version does with it.
 
-One table for each block. ``USED`` keys act. ``INERT`` keys act neither here nor in DeepSpeed at stages 0 to 2; their values are
-checked, and nothing else. ``LATER`` keys exist in DeepSpeed and not here yet: their default value is accepted, any other refused with
-the reason. ``REMOVED`` keys are refused as DeepSpeed refuses them. A key in no table is an error that names the nearest known one.
+One table for each block. ``USED`` keys act. ``INERT`` keys act neither here nor in DeepSpeed at stages 0 to 2; their
+values are checked, and nothing else. ``LATER`` keys exist in DeepSpeed and not here yet: their default is accepted, any
+other value refused with the reason. ``REMOVED`` keys are refused as DeepSpeed refuses them. A key in no table is an
+error that names the nearest known one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from difflib import get_close_matches
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, Final, NamedTuple
 
+from zero_runtime.checks import (
+    Check,
+    anything,
+    block,
+    boolean,
+    choice,
+    integer,
+    mapping,
+    number,
+    optional,
+    text,
+    unknown_key,
+)
 from zero_runtime.errors import ConfigError, UnsupportedError
-
-Check = Callable[[str, Any], Any]
 
 
 class Status(StrEnum):
@@ -38,79 +49,6 @@ class Key(NamedTuple):
 Table = Mapping[str, Key]
 
 
-def boolean(name: str, value: Any) -> bool:
-    """``value`` if it is a bool."""
-    if isinstance(value, bool):
-        return value
-    raise ConfigError(f"{name} is {value!r}; expected true or false{_auto(value)}")
-
-
-def integer(minimum: int = 0) -> Check:
-    """A check for whole numbers of at least ``minimum``; 5e8 is one."""
-
-    def check(name: str, value: Any) -> int:
-        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-        if isinstance(value, bool) or not whole or value < minimum:
-            raise ConfigError(
-                f"{name} is {value!r}; expected a whole number of at least {minimum}{_auto(value)}"
-            )
-        return int(value)
-
-    return check
-
-
-def number(minimum: float | None = None) -> Check:
-    """A check for finite numbers of at least ``minimum``."""
-
-    def check(name: str, value: Any) -> float:
-        good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
-        if not good or (minimum is not None and value < minimum):
-            least = "" if minimum is None else f" of at least {minimum:g}"
-            raise ConfigError(f"{name} is {value!r}; expected a number{least}{_auto(value)}")
-        return float(value)
-
-    return check
-
-
-def text(name: str, value: Any) -> str:
-    """``value`` if it is a string."""
-    if isinstance(value, str):
-        return value
-    raise ConfigError(f"{name} is {value!r}; expected a string")
-
-
-def choice(*values: str) -> Check:
-    """A check for one of ``values``."""
-
-    def check(name: str, value: Any) -> str:
-        if value in values:
-            return str(value)
-        raise ConfigError(f"{name} is {value!r}; expected one of: {', '.join(values)}")
-
-    return check
-
-
-def mapping(name: str, value: Any) -> dict[str, Any]:
-    """``value`` if it is a JSON object."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise ConfigError(f"{name} is {value!r}; expected an object {{...}}")
-
-
-def anything(name: str, value: Any) -> Any:
-    """``value`` as it is."""
-    return value
-
-
-def optional(check: Check) -> Check:
-    """``check``, with null allowed."""
-    return lambda name, value: None if value is None else check(name, value)
-
-
-def _auto(value: Any) -> str:
-    return " ('auto' is filled in by some launchers; write the value itself here)" if value == "auto" else ""
-
-
 def _used(check: Check, default: Any = None) -> Key:
     return Key(check, default)
 
@@ -131,13 +69,8 @@ def _disabled(*names: str, note: str, enabled: str = "enabled") -> Key:
     """A block that does nothing unless ``enabled`` is true in it, which this version refuses."""
 
     def check(name: str, value: Any) -> None:
-        if value is None:
-            return
-        block = mapping(name, value)
-        for key in block:
-            if key not in (enabled, *names):
-                raise unknown_key(name, key, (enabled, *names))
-        if block.get(enabled, False) is not False:
+        found = block(enabled, *names)(name, value) or {}
+        if found.get(enabled, False) is not False:
             raise UnsupportedError(f"{name}: {note}; remove the block or set {enabled} to false in it")
 
     return Key(check)
@@ -159,7 +92,7 @@ ZERO: Final[Table] = {
     ),
     "reduce_scatter_impl": _used(choice("auto", "native", "all_to_all"), "auto"),
     "allgather_partitions": _used(boolean, True),
-    "allgather_bucket_size": _used(optional(_SIZE)),
+    "allgather_bucket_size": _used(optional(integer(2))),
     "overlap_comm": _used(optional(boolean)),
     "compute_grad_norm": _used(boolean, True),
     "round_robin_gradients": _used(boolean, False),
@@ -167,13 +100,29 @@ ZERO: Final[Table] = {
     "load_from_fp32_weights": _inert(boolean, True, _CHECKPOINTS),
     "elastic_checkpoint": _inert(boolean, False, _CHECKPOINTS),
     "ignore_unused_parameters": _inert(boolean, True, "acts with an offloaded optimizer only"),
-    "offload_param": _inert(optional(mapping), None, _STAGE_3),
+    "offload_param": _inert(
+        block("device", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory"), None, _STAGE_3
+    ),
     "sub_group_size": _inert(_SIZE, 1_000_000_000, _STAGE_3),
     "cpu_offload_param": _inert(optional(boolean), None, _STAGE_3),
     "cpu_offload_use_pin_memory": _inert(optional(boolean)),
-    "offload_optimizer": _later(optional(mapping), None, "the optimizer stays on the device"),
+    "offload_optimizer": _later(
+        block(
+            "device", "nvme_path", "buffer_count", "pin_memory", "pipeline_read", "pipeline_write", "fast_init", "ratio",
+            "super_offload", "cpuadam_cores_perc",
+        ),
+        None,
+        "the optimizer stays on the device",
+    ),
     "cpu_offload": _later(optional(boolean), None, "the optimizer stays on the device"),
-    "zenflow": _later(optional(mapping), None, "ZenFlow"),
+    "zenflow": _later(
+        block(
+            "topk_ratio", "select_strategy", "select_interval", "update_interval", "overlap_step", "offload", "auto_ratio",
+            "full_warm_up_rounds", "pt_reserved_cores_perc", "steps_per_epoch",
+        ),
+        None,
+        "ZenFlow",
+    ),
     "legacy_stage1": _removed(
         "the old ZeRO stage 1 does not exist any more, in DeepSpeed either; use stage 1"
     ),
@@ -206,8 +155,8 @@ ZERO: Final[Table] = {
     "log_trace_cache_warnings": _inert(boolean, False, _STAGE_3),
     "enable_sanity_checks": _inert(boolean, False, _STAGE_3),
     "save_muon_momentum_buffer_in_memory": _inert(boolean, False, _STAGE_3),
-    "leaf_module": _inert(optional(mapping), None, _STAGE_3),
-}
+    "leaf_module": _inert(block("classes", "names", "name_suffixes"), None, _STAGE_3),
+}  # fmt: skip
 
 BF16: Final[Table] = {
     "enabled": _used(boolean, False),
@@ -294,10 +243,30 @@ TOP: Final[Table] = {
         "samples_log_interval", "project", "workspace", "api_key", "experiment_name", "experiment_key", "online",
         "mode", note="monitors are not in this version yet",
     ),
-    "pipeline": _inert(optional(mapping), None, "acts with a pipeline module only"),
-    "checkpoint": _inert(optional(mapping), None, _CHECKPOINTS),
-    "aio": _inert(optional(mapping), None, "acts with offload to NVMe only"),
-    "timers": _inert(optional(mapping), None, "throughput timers"),
+    "pipeline": _inert(
+        block(
+            "stages", "partition", "seed_layers", "activation_checkpoint_interval", "pipe_partitioned", "grad_partitioned",
+            "use_reentrant",
+        ),
+        None,
+        "acts with a pipeline module only",
+    ),
+    "checkpoint": _inert(
+        block(
+            "tag_validation", "load_universal", "use_node_local_storage", "parallel_write", "writer",
+            "checkpoint_serialization",
+        ),
+        None,
+        _CHECKPOINTS,
+    ),
+    "aio": _inert(
+        block(
+            "block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds"
+        ),
+        None,
+        "acts with offload to NVMe only",
+    ),
+    "timers": _inert(block("throughput"), None, "there are no throughput timers"),
     "autotuning": _disabled(
         "fast", "start_profile_step", "end_profile_step", "metric", "metric_path", "arg_mappings", "tuner_type",
         "tuner_early_stopping", "tuner_num_trials", "results_dir", "exps_dir", "overwrite", "max_train_batch_size",
@@ -359,7 +328,8 @@ def read(block: str, given: Mapping[str, Any]) -> dict[str, Any]:
     values = {name: key.default for name, key in table.items()}
     for name, value in given.items():
         if name not in table:
-            raise unknown_key(block, name, tuple(table))
+            full = f"{block}.{name}" if block else name
+            raise ConfigError(unknown_key(full, name, table, block, _elsewhere(block)))
         key, full = table[name], f"{block}.{name}" if block else name
         if key.status is Status.REMOVED:
             if value:
@@ -390,20 +360,14 @@ def inert(block: str, given: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def unknown_key(block: str, name: str, known: tuple[str, ...]) -> ConfigError:
-    """The error for a key that is in no table: names the nearest known one, here or in another block."""
-    full = f"{block}.{name}" if block else name
-    near = [f"{block}.{key}" if block else key for key in get_close_matches(name, known, 1, 0.6)]
-    if not near:
-        elsewhere = {key: other for other, table in BLOCKS.items() if other != block for key in table}
-        near = [
-            f"{elsewhere[key]}.{key}" if elsewhere[key] else key
-            for key in get_close_matches(name, elsewhere, 1, 0.75)
-        ]
-    if near:
-        return ConfigError(f"unknown key {full!r}; did you mean {near[0]!r}?")
-    closest = get_close_matches(name, known, 1, 0.0)
-    return ConfigError(f"unknown key {full!r}; the nearest known key there is {closest[0]!r}")
+def _elsewhere(name: str) -> dict[str, str]:
+    """Full names, by key, of the keys of all blocks but ``name``."""
+    return {
+        key: f"{other}.{key}" if other else key
+        for other, table in BLOCKS.items()
+        if other != name
+        for key in table
+    }
 
 
 def _is_off(value: Any) -> bool:

@@ -5,17 +5,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 
 from commprof import hooks
-from zero_runtime.clip import averaged_norm, clip_factor, replicated_norm, sharded_norm
+from zero_runtime.clip import averaged_norm, clip_factor, replicated_norm
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.gradients import ParameterGroup, ReplicatedGradients, ShardedGradients
+from zero_runtime.gradients import ParameterGroup, ShardedGradients
 from zero_runtime.precision import agree_on_overflow, any_overflow
 from zero_runtime.torch_optimizer import replace_parameters
+from zero_runtime.whole_gradients import AccumulatedGradients, ReplicatedGradients
 
 _GATHER: Final = hooks.tag("parameter_gather")
 
@@ -30,24 +31,21 @@ class StepPolicy(NamedTuple):
     gather_bucket: int | None
 
 
-class _Wrapper:
-    """What both optimizers share: they look like the torch optimizer that does the arithmetic."""
+class _Wrapper(torch.optim.Optimizer):
+    """What both optimizers share: they stand for the torch optimizer that does the arithmetic.
+
+    Param groups and state are that optimizer's own objects, so that a schedule may be made over either.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        # Optimizer.__init__ would make param groups of its own.
         self.optimizer = optimizer
+        self.defaults = optimizer.defaults
+        self.param_groups = optimizer.param_groups
+        self.state = optimizer.state
         self.overflow = False
         self.loss_scale = 1.0
         self.grad_norm: torch.Tensor | None = None
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The torch optimizer's param groups; a schedule sets their lr."""
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Mapping[Any, Any]:
-        """The torch optimizer's state, for the tensors that this rank updates."""
-        return self.optimizer.state
 
     def state_dict(self) -> dict[str, Any]:
         """The torch optimizer's state, of this rank alone."""
@@ -72,7 +70,7 @@ class ShardedOptimizer(_Wrapper):
         self,
         optimizer: torch.optim.Optimizer,
         groups: Sequence[ParameterGroup],
-        gradients: ShardedGradients,
+        gradients: ShardedGradients | AccumulatedGradients,
         group: DataParallelGroup,
         policy: StepPolicy,
     ) -> None:
@@ -93,7 +91,7 @@ class ShardedOptimizer(_Wrapper):
         self._gradients.clear()
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take the step that the reduced gradients ask for, unless one of them overflowed."""
         pieces = self._gradients.pieces
         if self._policy.check_overflow:
@@ -104,7 +102,7 @@ class ShardedOptimizer(_Wrapper):
                 return
         factor = None
         if self._policy.compute_norm:
-            self.grad_norm = sharded_norm(pieces, self._group)
+            self.grad_norm = self._gradients.norm()
             if self._policy.clipping > 0.0:
                 factor = clip_factor(self.grad_norm, self._policy.clipping)
         for master, piece in zip(self.masters, pieces, strict=True):
@@ -176,7 +174,7 @@ class ReplicatedOptimizer(_Wrapper):
         self._gradients.clear()
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take the step that the reduced gradients ask for."""
         if self.masters is self._parameters:
             self._clip_in_place()

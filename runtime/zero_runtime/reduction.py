@@ -1,14 +1,14 @@
 """The gradient reductions of ZeRO stages 0 to 2, side by side.
 
-| name                  | in DeepSpeed, stages 1 and 2            | issued for a bucket of S bytes     | result on  | sent       |
-|-----------------------|-----------------------------------------|------------------------------------|------------|------------|
-| all_reduce            | reduce_scatter false                    | 1 all_reduce of the bucket         | every rank | 2(n-1)/n S |
-| multi_rank_all_reduce | reduce_scatter true,                    | 1 all_reduce of the owners' slices | every rank | 2(n-1)/n S |
-|                       | use_multi_rank_bucket_allreduce true    | (more when it exceeds the limit)   |            |            |
-| reduce_to_owner       | reduce_scatter true,                    | 1 reduce for each owner in it      | the owner  | (n-1)/n S  |
-|                       | use_multi_rank_bucket_allreduce false   |                                    |            |            |
-| reduce_scatter        | none                                    | 1 reduce_scatter, or 1 all_to_all  | the owner  | (n-1)/n S  |
-|                       |                                         | and a local sum                    |            |            |
+| name                  | in DeepSpeed, stages 1 and 2          | issued for a bucket of S bytes  | result on  | sent       |
+|-----------------------|---------------------------------------|---------------------------------|------------|------------|
+| all_reduce            | reduce_scatter false                  | 1 all_reduce of the bucket      | every rank | 2(n-1)/n S |
+| multi_rank_all_reduce | reduce_scatter true,                  | 1 all_reduce of owners' slices  | every rank | 2(n-1)/n S |
+|                       | use_multi_rank_bucket_allreduce true  | (more if it exceeds the limit)  |            |            |
+| reduce_to_owner       | reduce_scatter true,                  | 1 reduce for each owner in it   | the owner  | (n-1)/n S  |
+|                       | use_multi_rank_bucket_allreduce false |                                 |            |            |
+| reduce_scatter        | none                                  | 1 reduce_scatter, or all_to_all | the owner  | (n-1)/n S  |
+|                       |                                       | and a local sum                 |            |            |
 
 n is the number of ranks; "sent" is the mean over them in the bandwidth-optimal model. Each function takes the bucket
 and the group, and leaves the sum in ``bucket.tensor``, at least in the runs that this rank owns; the rest is undefined.
@@ -21,8 +21,8 @@ for each row). Measured in tests/integration/test_zero_reductions.py: payload = 
 
 Equal bytes need not mean equal time: in backward order a small bucket lies in one owner's piece, and all ranks send to
 that one. Rows are balanced at stage 1 without overlap_comm, where all gradients are there before the first bucket
-(layout.balanced_rounds), and wherever a bucket holds the whole model (the default size, up to 5e8 parameters); nearly so with
-round_robin_gradients.
+(layout.balanced_rounds), and wherever a bucket holds the whole model (the default size, up to 5e8 parameters);
+nearly so with round_robin_gradients.
 """
 
 from __future__ import annotations

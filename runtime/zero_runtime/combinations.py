@@ -1,0 +1,105 @@
+"""Which settings go together, which are refused, and which override one another."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from zero_runtime.errors import ConfigError
+from zero_runtime.stages import Stage
+
+if TYPE_CHECKING:
+    from zero_runtime.config import RuntimeConfig, ZeroConfig
+
+WHOLE_BUCKET_NUMEL: Final = (
+    500_000_000  # where gradients are sent whole; no key changes it, in DeepSpeed either
+)
+
+
+def automatic_reduction(row: Stage, values: Mapping[str, Any]) -> str:
+    """What DeepSpeed's keys mean: without contiguous gradients the other two are ignored."""
+    if not row.shards_optimizer or not values["contiguous_gradients"] or not values["reduce_scatter"]:
+        return "all_reduce"
+    return "multi_rank_all_reduce" if values["use_multi_rank_bucket_allreduce"] else "reduce_to_owner"
+
+
+def whole_gradients(zero: ZeroConfig, notices: list[str]) -> ZeroConfig:
+    """The configuration of a stage that sends all gradients in one all_reduce; says what that overrides."""
+    if zero.explicit_reduction and zero.gradient_reduction != "all_reduce":
+        raise ConfigError(
+            f"zero_optimization.gradient_reduction is {zero.gradient_reduction}, but stage 1 with grad_accum_dtype fp32 "
+            "sends all gradients in one all_reduce; use stage 2, or remove one of the two keys"
+        )
+    notices.append(
+        "grad_accum_dtype fp32 at stage 1 sends all gradients in one all_reduce; reduce_scatter, "
+        "use_multi_rank_bucket_allreduce and reduce_bucket_size have no effect"
+    )
+    return dataclasses.replace(
+        zero, gradient_reduction="all_reduce", explicit_reduction=True, reduce_bucket_size=WHOLE_BUCKET_NUMEL
+    )
+
+
+def check(config: RuntimeConfig) -> None:
+    """Refuse settings that contradict each other. Raises ConfigError."""
+    zero = config.zero
+    averaged = config.gradient_allreduce_op == "mean"
+    to_owners = zero.gradient_reduction != "all_reduce" if zero.explicit_reduction else zero.reduce_scatter
+    if zero.stage.shards_gradients and averaged and to_owners:
+        for name, value, neutral in (
+            ("gradient_predivide_factor", config.gradient_predivide_factor, 1.0),
+            ("prescale_gradients", config.prescale_gradients, False),
+        ):
+            if value != neutral:
+                raise ConfigError(
+                    f"{name} is {value}, which stage {zero.stage.number} does not do when it reduces to owners; set "
+                    "zero_optimization.reduce_scatter to false, or remove the key"
+                )
+    if config.gradient_predivide_factor == 0.0:
+        raise ConfigError("gradient_predivide_factor is 0; expected a number other than 0, such as 1.0")
+    if not zero.compute_grad_norm and config.gradient_clipping > 0 and zero.stage.shards_optimizer:
+        raise ConfigError(
+            "zero_optimization.compute_grad_norm is false, but clipping to gradient_clipping "
+            f"{config.gradient_clipping:g} (1.0 when the key is absent) needs the norm; set gradient_clipping to 0"
+        )
+    if not config.managed_gradient_accumulation and zero.overlap_comm and not zero.stage.shards_gradients:
+        raise ConfigError(
+            "managed_gradient_accumulation false works with overlap_comm at stage 2 only, and the stage is "
+            f"{zero.stage.number}; set overlap_comm to false"
+        )
+
+
+def note_contradictions(config: RuntimeConfig, notices: list[str]) -> None:
+    """Add to ``notices`` one line for each setting that another one overrides."""
+    zero, given = config.zero, config.given.get("zero_optimization", {})
+    if not zero.stage.shards_optimizer:
+        return
+    names = ("reduce_scatter", "use_multi_rank_bucket_allreduce")
+    if zero.explicit_reduction:
+        wanted = automatic_reduction(
+            zero.stage,
+            {
+                "contiguous_gradients": zero.contiguous_gradients,
+                "reduce_scatter": zero.reduce_scatter,
+                "use_multi_rank_bucket_allreduce": zero.use_multi_rank_bucket_allreduce,
+            },
+        )
+        said = [
+            f"{name} {str(given[name]).lower()}" for name in (*names, "contiguous_gradients") if name in given
+        ]
+        if said and not config.accumulates_whole and wanted != zero.gradient_reduction:
+            notices.append(
+                f"gradient_reduction {zero.gradient_reduction} is used; {', '.join(said)} would mean {wanted}"
+            )
+    elif not zero.contiguous_gradients and any(name in given for name in names):
+        said = [f"{name} {str(given[name]).lower()}" for name in names if name in given]
+        notices.append(
+            f"contiguous_gradients false overrides {' and '.join(said)}: gradients are reduced by all_reduce; "
+            "set gradient_reduction to choose"
+        )
+    prescaled = config.prescale_gradients or config.gradient_predivide_factor != 1.0
+    if prescaled and zero.gradient_reduction != "all_reduce":
+        notices.append(
+            "prescale_gradients and gradient_predivide_factor have no effect here: reductions to owners "
+            "divide by the world size before the sum"
+        )

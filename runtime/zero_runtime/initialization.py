@@ -1,0 +1,108 @@
+"""``initialize``: from a model and a configuration to an engine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from commprof import hooks
+from zero_runtime import comm
+from zero_runtime import config as configuration
+from zero_runtime.assembly import assemble
+from zero_runtime.config import RuntimeConfig
+from zero_runtime.engine import Engine
+from zero_runtime.errors import ConfigError, UnsupportedError
+from zero_runtime.schedules import schedule
+from zero_runtime.version import VERSION
+
+
+def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
+    args: Any = None,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[Engine, Any, Any, Any]:
+    """Make an engine of a model. The signature is DeepSpeed's.
+
+    Args:
+        args: may carry ``deepspeed_config``; its ``local_rank`` is set.
+        model: the model; its parameters are moved to the device, and at stages 1 and 2 become views of flat buffers.
+        optimizer: a torch optimizer, or a function that makes one of the parameters; else the config's.
+        model_parameters: tensors or param groups; default: all parameters of the model.
+        training_data: a dataset, to be shared out over the ranks.
+        lr_scheduler: a scheduler, or a function that makes one of the torch optimizer; else the config's.
+        distributed_port: the port of rank 0, where no launcher has chosen one.
+        mpu: model parallelism, not in this version.
+        dist_init_required: False where torch.distributed must have been initialised already.
+        collate_fn: of the data loader.
+        config: the configuration: a dict, or the path of a JSON file.
+        mesh_param: meshes of ranks, not in this version.
+        config_params: another name of ``config``.
+
+    Returns:
+        (engine, engine.optimizer, data loader or None, schedule or None)
+
+    Raises:
+        ConfigError: the configuration or an argument cannot be used.
+        UnsupportedError: it asks for what is not in this version.
+    """
+    if model is None:
+        raise ConfigError("initialize needs a model; pass model=")
+    if mpu is not None or mesh_param is not None:
+        raise UnsupportedError(
+            "mpu and mesh_param (model and sequence parallelism) are not in this version yet"
+        )
+    if config is not None and config_params is not None:
+        raise ConfigError("both config and config_params are given; keep config")
+    hooks.phase("init")
+    given = configuration.load(config if config is not None else config_params, args)
+    comm.init_distributed(dist_init_required=dist_init_required, distributed_port=distributed_port)
+    if args is not None and hasattr(args, "local_rank"):
+        args.local_rank = comm.get_local_rank()
+    checked = RuntimeConfig.from_mapping(given, comm.get_world_size())
+    _notify(checked)
+    assembly = assemble(checked, model, optimizer, model_parameters)
+    scheduler = None
+    if assembly.torch_optimizer is not None:
+        scheduler = schedule(checked.scheduler, lr_scheduler, assembly.torch_optimizer)
+    loader = None if training_data is None else _dataloader(checked, training_data, collate_fn)
+    engine = Engine(checked, assembly, scheduler, loader)
+    hooks.describe_config(checked.effective(), engine=f"zero_runtime {VERSION}")
+    hooks.phase("other")
+    return engine, engine.optimizer, loader, scheduler
+
+
+def _notify(config: RuntimeConfig) -> None:
+    if comm.get_rank() != 0:
+        return
+    for notice in config.notices:
+        print(f"zero_runtime: {notice}", file=sys.stderr, flush=True)
+    if config.dump_state:
+        for name, value in config.effective().items():
+            print(f"zero_runtime: {name} = {value}", file=sys.stderr, flush=True)
+
+
+def _dataloader(config: RuntimeConfig, dataset: Any, collate_fn: Any) -> Any:
+    """Batches of this rank's share of ``dataset``, shuffled alike on all ranks."""
+    sampler: torch.utils.data.Sampler[int] = torch.utils.data.DistributedSampler(
+        dataset, num_replicas=comm.get_world_size(), rank=comm.get_rank()
+    )
+    return torch.utils.data.DataLoader(
+        dataset,
+        batch_size=config.train_micro_batch_size_per_gpu,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        drop_last=config.dataloader_drop_last,
+    )

@@ -1,0 +1,168 @@
+"""Gradients that every rank reduces whole, once a step, after the last micro-batch.
+
+``ReplicatedGradients`` are those of stage 0; ``AccumulatedGradients`` are those of stage 1 in bf16 when they are accumulated
+in fp32. Neither has buckets in the sense of stages 1 and 2: everything is joined and sent at once, up to the limit
+of 5e8 elements, which a message exceeds by its last tensor (DeepSpeed 0.19.8's rule and constant).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from commprof import hooks
+from zero_runtime.buckets import END_OF_BACKWARD, Bucket, Entry, joined
+from zero_runtime.clip import replicated_norm
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.gradients import ParameterGroup, Policy
+from zero_runtime.layout import Run, flushed_runs
+
+
+class ReplicatedGradients:
+    """Reduces the parameters' own gradients, in place.
+
+    Parameters without a gradient travel as zeros, so that every rank sends the same.
+
+    Args:
+        names: of the trainable parameters, in the model's order.
+        parameters: the trainable parameters.
+        dtype: in which gradients travel.
+        policy: how they are reduced.
+        group: the data-parallel ranks.
+        at_boundary: whether the micro-batch at hand is the last of its step.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[torch.nn.Parameter],
+        dtype: torch.dtype,
+        policy: Policy,
+        group: DataParallelGroup,
+        at_boundary: Callable[[], bool],
+    ) -> None:
+        self._names = names
+        self._parameters = parameters
+        self._dtype = dtype
+        self._policy = policy
+        self._group = group
+        self._at_boundary = at_boundary
+        self._paused = False
+
+    def begin_step(self) -> None:
+        """Nothing is counted here."""
+
+    def finish_backward(self) -> None:
+        """Reduce all gradients, after the last micro-batch of a step."""
+        if self._paused or not self._at_boundary():
+            return
+        by_dtype: dict[torch.dtype, list[Entry]] = {}
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = parameter.grad.contiguous()
+            if parameter.numel():
+                entry = Entry(name, parameter.grad.detach().view(-1), ())
+                by_dtype.setdefault(parameter.dtype, []).append(entry)
+        number = 0
+        for entries in by_dtype.values():
+            number = _reduce(entries, number, self._dtype, self._policy, self._group)
+
+    def pause(self, paused: bool) -> None:
+        """Whether gradients only accumulate for now (``no_sync``)."""
+        self._paused = paused
+
+    def clear(self) -> None:
+        """Forget the gradients of the step that has been taken."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+
+class AccumulatedGradients:
+    """Adds every micro-batch's gradients to flat buffers of another dtype, and reduces those.
+
+    Args:
+        groups: the param groups, laid out in pieces.
+        dtype: in which gradients travel.
+        policy: how they are reduced.
+        group: the data-parallel ranks.
+        accumulation: dtype of the buffers.
+        at_boundary: whether the micro-batch at hand is the last of its step.
+
+    Attributes:
+        pieces: for each param group, this rank's piece of the buffer.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[ParameterGroup],
+        dtype: torch.dtype,
+        policy: Policy,
+        group: DataParallelGroup,
+        accumulation: torch.dtype,
+        at_boundary: Callable[[], bool],
+    ) -> None:
+        self._groups = groups
+        self._dtype = dtype
+        self._policy = policy
+        self._group = group
+        self._at_boundary = at_boundary
+        self._paused = False
+        self._flat = [
+            torch.zeros(each.layout.numel, dtype=accumulation, device=each.parameters[0].device)
+            for each in groups
+        ]
+        self.pieces = [flat.chunk(group.world_size)[group.rank] for flat in self._flat]
+
+    def begin_step(self) -> None:
+        """Nothing is counted here."""
+
+    def finish_backward(self) -> None:
+        """Add this micro-batch's gradients; reduce the buffers after the last one of a step."""
+        for each, flat in zip(self._groups, self._flat, strict=True):
+            for parameter, offset in zip(each.parameters, each.layout.offsets, strict=True):
+                if parameter.grad is not None:
+                    flat.narrow(0, offset, parameter.numel()).add_(parameter.grad.reshape(-1))
+                    parameter.grad = None
+        if self._paused or not self._at_boundary():
+            return
+        entries = [
+            Entry(",".join(each.names), flat, ()) for each, flat in zip(self._groups, self._flat, strict=True)
+        ]
+        _reduce(entries, 0, self._dtype, self._policy, self._group)
+
+    def pause(self, paused: bool) -> None:
+        """Whether gradients only accumulate for now (``no_sync``)."""
+        self._paused = paused
+
+    def norm(self) -> torch.Tensor:
+        """The norm of all gradients, which every rank holds: nothing is sent."""
+        return replicated_norm(self._flat)
+
+    def clear(self) -> None:
+        """Forget the gradients of the step that has been taken."""
+        for flat in self._flat:
+            flat.zero_()
+        for each in self._groups:
+            for parameter in each.parameters:
+                parameter.grad = None
+
+
+def _reduce(
+    entries: Sequence[Entry], number: int, dtype: torch.dtype, policy: Policy, group: DataParallelGroup
+) -> int:
+    """Join gradients of one dtype, reduce them in place, and return the number of the next message."""
+    runs = [Run(0, position, entry.gradient.numel()) for position, entry in enumerate(entries)]
+    for batch in flushed_runs(runs, policy.limit):
+        sent = tuple(entries[run.start] for run in batch)
+        gradients = [entry.gradient for entry in sent]
+        tensor = joined(gradients)
+        bucket = Bucket(number, tensor, (), dtype, policy.limit, policy.scaling, sent, END_OF_BACKWARD)
+        if hooks.recording():
+            bucket.describe()
+        policy.reduce(bucket, group)
+        if len(gradients) > 1:
+            torch._foreach_copy_(gradients, list(tensor.split([part.numel() for part in gradients])))
+        number += 1
+    return number

@@ -1,0 +1,129 @@
+"""Counts collectives at torch's ProcessGroup objects, independently of commprof and of the runtime.
+
+Every Python-issued collective calls exactly one method of the pybind class ``ProcessGroup`` exactly once.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroup, ReduceOp
+
+# Method -> (position of the inputs, position of the outputs), among the arguments after self.
+_METHODS = {
+    "allreduce": (0, 0),
+    "allreduce_coalesced": (0, 0),
+    "broadcast": (0, 0),
+    "reduce": (0, 0),
+    "allgather": (1, 0),
+    "gather": (1, 0),
+    "scatter": (1, 0),
+    "reduce_scatter": (1, 0),
+    "_allgather_base": (1, 0),
+    "all_gather_single": (1, 0),
+    "_reduce_scatter_base": (1, 0),
+    "reduce_scatter_single": (1, 0),
+    "alltoall_base": (1, 0),
+    "all_to_all_single": (1, 0),
+    "alltoall": (1, 0),
+    "send": (0, None),
+    "recv": (None, 0),
+    "barrier": (None, None),
+}
+# Names before torch 2.13.
+_RENAMED = {
+    "_allgather_base": "all_gather_single",
+    "_reduce_scatter_base": "reduce_scatter_single",
+    "alltoall_base": "all_to_all_single",
+}
+_REDUCTIONS = {str(getattr(ReduceOp, name)): name for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX")}
+
+
+class Call(NamedTuple):
+    """One collective. Broadcast buffers count as input and output on every rank."""
+
+    step: int
+    micro: int
+    phase: str
+    method: str
+    root: int | None  # global rank
+    group: str
+    numel_in: int
+    numel_out: int
+    dtype: str
+    reduction: str
+
+
+class Log:
+    """Collectives of this process, in order; ``at`` says where the training is."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.step, self.micro, self.phase = -1, 0, "init"
+
+    def at(self, phase: str, step: int | None = None, micro: int | None = None) -> None:
+        self.phase = phase
+        self.step = self.step if step is None else step
+        self.micro = self.micro if micro is None else micro
+
+    def add(self, method: str, group, arguments, keywords) -> None:
+        inputs, outputs = (_tensors(arguments, position) for position in _METHODS[method])
+        options = next(
+            (each for each in (*arguments, *keywords.values()) if type(each).__name__.endswith("Options")),
+            None,
+        )
+        ranks = dist.get_process_group_ranks(group)
+        first = (inputs or outputs or [None])[0]
+        rooted = method in ("broadcast", "reduce", "gather", "scatter")
+        self.calls.append(
+            Call(
+                self.step,
+                self.micro,
+                self.phase,
+                _RENAMED.get(method, method),
+                ranks[options.rootRank] if rooted else None,
+                "-".join(map(str, ranks)),
+                sum(tensor.numel() for tensor in inputs),
+                sum(tensor.numel() for tensor in outputs),
+                "" if first is None else str(first.dtype).removeprefix("torch."),
+                _REDUCTIONS.get(str(options.reduceOp.op), "OTHER") if hasattr(options, "reduceOp") else "",
+            )
+        )
+
+
+def _tensors(arguments, position):
+    if position is None or len(arguments) <= position:
+        return []
+    found, pending = [], [arguments[position]]
+    while pending:
+        each = pending.pop(0)
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif isinstance(each, list | tuple):
+            pending = [*each, *pending]
+    return found
+
+
+@contextmanager
+def logged():
+    """A :class:`Log` of the collectives inside the block."""
+    log = Log()
+    originals = {name: getattr(ProcessGroup, name) for name in _METHODS if hasattr(ProcessGroup, name)}
+
+    def wrap(name, original):
+        def call(group, *arguments, **keywords):
+            log.add(name, group, arguments, keywords)
+            return original(group, *arguments, **keywords)
+
+        return call
+
+    for name, original in originals.items():
+        setattr(ProcessGroup, name, wrap(name, original))
+    try:
+        yield log
+    finally:
+        for name, original in originals.items():
+            setattr(ProcessGroup, name, original)

@@ -1,0 +1,292 @@
+"""Replays runs of DeepSpeed 0.19.8 that were recorded collective by collective, with zero_runtime.
+
+The recorded runs are not part of the repository. They are looked for in ``../shared/data/deepspeed`` beside it, or where
+COMMPROF_RECORDED_RUNS says; without them the tests are skipped. Which cases are replayed is decided by a predicate over
+their configuration, never by name.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+import zero_runtime
+from support.process_group_log import Call, logged
+from support.recorded_models import make_batch, make_model
+
+ROOT = Path(
+    os.environ.get("COMMPROF_RECORDED_RUNS")
+    or Path(__file__).resolve().parents[2].parent / "shared" / "data" / "deepspeed"
+)
+MISSING = f"no recorded runs at {ROOT}; set COMMPROF_RECORDED_RUNS to the directory that holds them"
+
+# Flags of a case that say how it was recorded, not what was trained.
+_HARMLESS_FLAGS = {
+    "name",
+    "world",
+    "config",
+    "model",
+    "steps",
+    "timeout",
+    "profile",
+    "shm",
+    "two_groups",
+    "client_opt",
+}
+_OPTIMIZERS = {"adam", "adamw", "adagrad", "sgd", "rmsprop"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One recorded run."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @cached_property
+    def flags(self) -> dict[str, Any]:
+        return json.loads((self.path / "config.json").read_text())
+
+    @cached_property
+    def results(self) -> dict[str, Any]:
+        return json.loads((self.path / "losses.json").read_text())
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.flags["config"]
+
+    @property
+    def zero(self) -> dict[str, Any]:
+        return self.config.get("zero_optimization", {})
+
+    @property
+    def world(self) -> int:
+        return self.flags["world"]
+
+    @property
+    def model(self) -> str:
+        return self.flags.get("model", "gpt")
+
+    @property
+    def succeeded(self) -> bool:
+        return self.results["status"] == "ok"
+
+    def expected_calls(self, rank: int) -> list[Call]:
+        """The recorded collectives of ``rank``; those of initialisation are rank 0's where they were left out."""
+        with (self.path / "collectives.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        mine = [_call(row) for row in rows if int(row["rank"]) == rank]
+        if not any(call.step == -1 for call in mine):
+            mine = [
+                call for call in (_call(row) for row in rows if row["rank"] == "0") if call.step == -1
+            ] + mine
+        return mine
+
+
+def _call(row: Mapping[str, str]) -> Call:
+    return Call(
+        int(row["step"]),
+        int(row["micro"]),
+        row["phase"],
+        row["op"],
+        int(row["root"]) if row["root"] else None,
+        row["group"],
+        int(row["numel_in"]),
+        int(row["numel_out"]),
+        row["dtype"],
+        row["redop"],
+    )
+
+
+def all_cases() -> list[Case]:
+    """Every recorded run there is, by name."""
+    return [Case(path.parent) for path in sorted(ROOT.glob("*/config.json"))]
+
+
+def known_features(case: Case) -> bool:
+    """Whether the case trains with ``initialize``, forward, backward and step, at stage 0 to 2, in fp32 or bf16."""
+    config, zero = case.config, case.zero
+    optimizer = config.get("optimizer", {"type": "SGD"})["type"].lower()
+    return (
+        set(case.flags) <= _HARMLESS_FLAGS
+        and case.flags.get("kind", "std") == "std"
+        and zero.get("stage", 0) <= 2
+        and optimizer in _OPTIMIZERS
+        and not config.get("fp16", {}).get("enabled")
+        and not _offloads(zero)
+        and not config.get("comms_logger", {}).get("enabled")
+        and not any(config.get(block, {}).get("enabled") for block in ("flops_profiler", "csv_monitor"))
+        and not {"checkpoint", "activation_checkpointing", "compile", "tensor_parallel"} & set(config)
+    )
+
+
+def _offloads(zero: Mapping[str, Any]) -> bool:
+    return (
+        bool(zero.get("cpu_offload")) or (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    )
+
+
+def differs(case: Case) -> bool:
+    """Whether the case sets a key that DeepSpeed ignores and zero_runtime does not, or refuses one that it accepts.
+
+    These are rows of docs/deepspeed-differences.md: keys of the parameter gathering that work as they say, unknown keys,
+    and SGD with ZeRO.
+    """
+    config, zero = case.config, case.zero
+    ignored = "allgather_bucket_size" in zero or not zero.get("allgather_partitions", True)
+    untested = (
+        config.get("optimizer", {}).get("type") == "SGD" and zero.get("stage", 0) and not case.succeeded
+    )
+    unknown = {"no_such_key", "no_such_top_key"} & {*zero, *config}
+    return bool(ignored or config.get("disable_allgather") or untested or unknown)
+
+
+def replayable(case: Case) -> bool:
+    """Whether the case ran to its end with features that zero_runtime has and treats alike."""
+    return known_features(case) and not differs(case) and case.succeeded
+
+
+def refused(case: Case) -> bool:
+    """Whether DeepSpeed refused a configuration of features that zero_runtime has and treats alike."""
+    return known_features(case) and not differs(case) and not case.succeeded
+
+
+def features(case: Case) -> frozenset[tuple[str, Any]]:
+    """What distinguishes a case, for choosing a varied subset."""
+    config, zero = case.config, case.zero
+    size = zero.get("reduce_bucket_size", 500_000_000)
+    plain = {
+        "world": case.world,
+        "model": case.model,
+        "stage": zero.get("stage", 0),
+        "reduce_scatter": zero.get("reduce_scatter", True),
+        "multi_rank": zero.get("use_multi_rank_bucket_allreduce", True),
+        "contiguous": zero.get("contiguous_gradients", True),
+        "overlap": bool(zero.get("overlap_comm")),
+        "bucket": "small" if size <= 20_000 else "large",
+        "gas": config.get("gradient_accumulation_steps", 1),
+        "bf16": bool(config.get("bf16", {}).get("enabled")),
+        "clip": config.get("gradient_clipping", "absent"),
+        "two_groups": bool(case.flags.get("two_groups")),
+    }
+    rest = {
+        f"{name}={value!r}": True
+        for block in (config, zero)
+        for name, value in block.items()
+        if not isinstance(value, dict) and name not in ("train_batch_size", "train_micro_batch_size_per_gpu")
+    }
+    return frozenset({**plain, **rest, "optimizer": config.get("optimizer", {}).get("type")}.items())
+
+
+def varied(cases: Iterable[Case], count: int) -> list[Case]:
+    """``count`` cases that together hold as many pairs of features as can be had, chosen greedily."""
+    pairs = {case: {frozenset(pair) for pair in combinations(features(case), 2)} for case in cases}
+    chosen: list[Case] = []
+    uncovered = set().union(*pairs.values()) if pairs else set()
+    while pairs and len(chosen) < count:
+        best = max(sorted(pairs, key=lambda case: case.name), key=lambda case: len(pairs[case] & uncovered))
+        uncovered -= pairs.pop(best)
+        chosen.append(best)
+    return chosen
+
+
+@dataclass
+class Replay:
+    """What one rank did in one case."""
+
+    calls: list[Call]
+    losses: list[Any]
+    grad_norms: list[float | None]
+    parameters: dict[str, list[float]]
+    optimizer_numel: int
+    error: str | None = None
+    error_kind: str | None = None
+
+
+def replay_all(rank: int, world: int, cases: list[Case]) -> dict[str, Replay]:
+    """Replay ``cases``, all of world size ``world``, on this rank; an error of one does not stop the others."""
+    replays = {}
+    for case in cases:
+        with logged() as log:
+            replays[case.name] = _replay(case, rank, log)
+            replays[case.name].calls = log.calls
+    return replays
+
+
+def _replay(case: Case, rank: int, log) -> Replay:
+    try:
+        engine = _engine(case)
+        losses, norms = _train(case, engine, rank, log)
+    except zero_runtime.ZeroRuntimeError as error:
+        return Replay([], [], [], {}, 0, str(error), type(error).__name__)
+    return Replay([], losses, norms, _parameters(engine), _state_numel(engine))
+
+
+def _engine(case: Case):
+    model = make_model(case.model)
+    parameters: Any = model.parameters()
+    arguments: dict[str, Any] = {}
+    if case.flags.get("two_groups"):
+        matrices = [each for each in model.parameters() if each.dim() > 1]
+        vectors = [each for each in model.parameters() if each.dim() <= 1]
+        parameters = [
+            {"params": matrices, "weight_decay": 0.01},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+    if case.flags.get("client_opt") == "torch_sgd":
+        arguments["optimizer"] = torch.optim.SGD(model.parameters(), lr=1e-2)
+        parameters = None
+    engine, *_ = zero_runtime.initialize(
+        model=model, model_parameters=parameters, config=json.loads(json.dumps(case.config)), **arguments
+    )
+    return engine
+
+
+def _train(case: Case, engine, rank: int, log):
+    accumulation = case.config.get("gradient_accumulation_steps", 1)
+    dtype = torch.bfloat16 if case.config.get("bf16", {}).get("enabled") else torch.float32
+    losses, norms = [], []
+    for step in range(case.flags.get("steps", 3)):
+        row = []
+        for micro in range(accumulation):
+            batch = make_batch(case.model, step, micro, rank, dtype)
+            log.at("forward", step, micro)
+            loss = engine(*batch)
+            log.at("backward")
+            engine.backward(loss)
+            log.at("step")
+            engine.step()
+            log.at("between")
+            row.append(loss.item())
+        losses.append(row if accumulation > 1 else row[0])
+        norm = engine.get_global_grad_norm()
+        norms.append(None if norm is None else float(norm))
+    return losses, norms
+
+
+def _parameters(engine) -> dict[str, list[float]]:
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        values = parameter.detach().float()
+        found[name] = [values.norm().item(), values.flatten()[0].item()]
+    return found
+
+
+def _state_numel(engine) -> int:
+    return sum(
+        tensor.numel()
+        for state in engine.optimizer.state.values()
+        for tensor in state.values()
+        if torch.is_tensor(tensor) and tensor.numel() > 1
+    )
