@@ -114,7 +114,7 @@ def requested(run: AnyRun) -> pd.DataFrame:
     Where that cannot be told it has no rows, and ``frame.attrs["reason"]`` says why; that is None otherwise.
     """
     run = _opened(run)
-    backend = summary.backends(run.table("groups"), run.table("collectives")) or "gloo"
+    backend = summary.used_backends(run.table("collectives")) or "gloo"
     frame, reason = expectation.requested(
         run.manifest.config, run.table("parameters"), run.manifest.world_size or 1, backend
     )
@@ -168,7 +168,7 @@ def _measure(run: Run, name: str, setting: settings_module.Setting) -> compariso
         step_totals=steps.step_totals(run.table("steps"), operations, times),
         durations=steps.durations_after_first(times),
         final_loss=steps.final_loss(times),
-        requested=expectation.requested_reduction(run.manifest.config),
+        requested=expectation.requested_reduction(run.manifest.config, run.manifest.effective_config),
     )
 
 

@@ -12,6 +12,7 @@ from commprof.analysis.answers import REQUESTED
 from commprof.analysis.frames import from_rows
 from commprof.errors import CommprofError
 from commprof.requested import zero
+from commprof.requested.configuration import read_configuration
 
 NO_CONFIG: Final = "no config was recorded"
 NOT_ZERO: Final = (
@@ -38,16 +39,38 @@ def why_no_zero_config(config: Mapping[str, Any] | None) -> str | None:
     return None if any(key in config for key in _DEEPSPEED_KEYS) else NOT_ZERO
 
 
-def requested_reduction(config: Mapping[str, Any] | None) -> Requested:
-    """The operation that the words of ``config`` ask for to reduce gradients.
+def requested_reduction(
+    config: Mapping[str, Any] | None, effective: Mapping[str, Any] | None = None
+) -> Requested:
+    """The operation that the words of the config ask for to reduce gradients.
 
-    ``config`` is the user's own: the one that an engine publishes has its keys already resolved to what it does.
+    Args:
+        config: the config as the user wrote it.
+        effective: the one that the engine published, for a script that has no config file.
     """
+    if config is None and effective is not None:
+        config = _as_asked(effective)
     reason = why_no_zero_config(config)
     if reason is not None:
         return Requested(None, reason)
     op = zero.requested_gradient_op(config)
     return Requested(op, None if op else UNREADABLE)
+
+
+def _as_asked(effective: Mapping[str, Any]) -> dict[str, Any]:
+    """``effective`` without the gradient_reduction that its other keys lead to: nobody need have asked for that."""
+    section = effective.get("zero_optimization")
+    if not isinstance(section, Mapping):
+        return dict(effective)
+    asked = {
+        **effective,
+        "zero_optimization": {k: v for k, v in section.items() if k != "gradient_reduction"},
+    }
+    try:
+        followed = read_configuration(asked).reduction
+    except CommprofError:
+        return dict(effective)
+    return asked if followed == section.get("gradient_reduction") else dict(effective)
 
 
 def requested(

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from commprof.analysis.answers import RUNS
 from commprof.analysis.frames import from_rows
 from commprof.analysis.settings import settings_of, value_text
-from commprof.analysis.summary import backends, script_name
+from commprof.analysis.summary import group_backends, script_name
 from commprof.errors import CommprofError
 from commprof.trace.directory import find_runs
 from commprof.trace.layout import rank_files
@@ -51,7 +51,7 @@ def _row(run: Run) -> dict[str, Any]:
         "started_realtime_ns": manifest.started_realtime_ns,
         "script": script_name(manifest.script),
         "world_size": manifest.world_size,
-        "backend": backends(run.table("groups"), run.table("collectives")),
+        "backend": group_backends(run.table("groups")),
         "records": health.records,
         "lost": health.lost,
         "unseen": health.unseen,

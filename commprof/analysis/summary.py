@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import PurePath
 from typing import Any
 
@@ -17,20 +18,19 @@ from commprof.analysis.steps import durations_after_first, final_loss
 from commprof.trace.reader import Run
 
 
-def backends(groups: pa.Table, collectives: pa.Table) -> str | None:
-    """The backends that the collectives went to, joined by ","; those of the groups where nothing was sent.
+def group_backends(groups: pa.Table) -> str | None:
+    """The backends of the process groups, joined by ",". A group's text names one per device: ``cpu:gloo,cuda:nccl``."""
+    texts = (text or "" for text in pc.unique(groups["backend"]).to_pylist())
+    return _joined(part.rpartition(":")[2] for text in texts for part in text.split(","))
 
-    A group's own text names one per device (``cpu:gloo,cuda:nccl``) whether it was used or not.
-    """
-    used = {name for name in pc.unique(collectives["backend"]).to_pylist() if name}
-    if not used:
-        used = {
-            part.rpartition(":")[2]
-            for text in pc.unique(groups["backend"]).to_pylist()
-            for part in (text or "").split(",")
-            if part
-        }
-    return ",".join(sorted(used)) or None
+
+def used_backends(collectives: pa.Table) -> str | None:
+    """The backends that collectives went to, joined by ","."""
+    return _joined(name or "" for name in pc.unique(collectives["backend"]).to_pylist())
+
+
+def _joined(names: Iterable[str]) -> str | None:
+    return ",".join(sorted({name for name in names if name})) or None
 
 
 def wall_ns(run: Run) -> int | None:
@@ -63,7 +63,7 @@ def overview(run: Run, times: pd.DataFrame, totals: pd.DataFrame, moved: pd.Data
     manifest, health = run.manifest, run.health
     time, wall, spent = over_steps(durations_after_first(times)), wall_ns(run), recorder_ns(run)
     reason = why_not_moved(moved)
-    requested = requested_reduction(manifest.config)
+    requested = requested_reduction(manifest.config, manifest.effective_config)
     # Column by column: a row of a frame turns its integers to floats.
     sums = {name: totals[name].iloc[0] for name in totals.columns}
     return {
@@ -82,7 +82,7 @@ def overview(run: Run, times: pd.DataFrame, totals: pd.DataFrame, moved: pd.Data
         "missing_ranks": list(health.missing_ranks),
         "attempts": len({entry["attempt"] for entry in manifest.ranks}),
         "hosts": list(manifest.hosts),
-        "backends": backends(run.table("groups"), run.table("collectives")),
+        "backends": used_backends(run.table("collectives")) or group_backends(run.table("groups")),
         "python": manifest.python,
         "torch": manifest.torch,
         "commprof_version": manifest.commprof_version,

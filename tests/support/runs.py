@@ -69,6 +69,7 @@ class SyntheticRun:
         sweep: dict[str, Any] | None = None,
         recorded_ranks: tuple[int, ...] | None = None,
         environment: dict[str, str] | None = None,
+        effective_config: dict[str, Any] | None = None,
         recorder_ns: int = 1_000_000,
         lost: int = 0,
         torn: int = 0,
@@ -84,6 +85,7 @@ class SyntheticRun:
         self.sweep = sweep
         self.recorded_ranks = tuple(range(world_size)) if recorded_ranks is None else recorded_ranks
         self.environment = environment or {}
+        self.effective_config = effective_config
         self.recorder_ns = recorder_ns
         self.lost, self.torn, self.unseen = lost, torn, unseen
         self.rows: dict[str, list[dict[str, Any]]] = {name: [] for name in schema.TABLES}
@@ -268,6 +270,7 @@ class SyntheticRun:
             "config": self.config,
             "config_path": None if self.config is None else "ds.json",
             "config_argument": None if self.config is None else "--config",
+            "effective_config": self.effective_config,
             "sweep": self.sweep,
             "ranks": [
                 {
@@ -275,11 +278,13 @@ class SyntheticRun:
                     "attempt": attempt,
                     "pid": self.pid(rank, attempt),
                     "host": HOST,
+                    "world_size": self.world_size,
                     "records": records.count((rank, attempt)),
                     "lost": self.lost if rank == self.recorded_ranks[0] else 0,
                     "torn": self.torn if rank == self.recorded_ranks[0] else 0,
                     "unseen": self.unseen if rank == self.recorded_ranks[0] else 0,
                     "raised": statuses.count((rank, attempt, "raised")),
+                    "incomplete": statuses.count((rank, attempt, "incomplete")),
                     "faults": 0,
                     "recorder_ns": self.recorder_ns,
                     "stopped_reason": None,
