@@ -1,6 +1,41 @@
-"""``commprof doctor``."""
+"""``commprof doctor``: what is installed, what would be recorded here, what would not, and why."""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from typing import Annotated
+
+import typer
+
+from commprof.cli import rendering
 
 
-def doctor() -> int:
-    """To be written."""
-    raise NotImplementedError
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
+) -> int:
+    """Say what is installed, what would be recorded here, what would not, and why.
+
+    Exit code 1 when nothing could be recorded.
+    """
+    from commprof.cli.diagnosis import Finding, Level, diagnose
+
+    def lines(finding: Finding) -> str:
+        mark = "" if finding.section == "not recorded" else finding.level
+        return textwrap.fill(
+            finding.text, 98, initial_indent=f"  {mark:<6}", subsequent_indent=" " * 8, break_on_hyphens=False
+        )
+
+    findings = diagnose()
+    faults = [finding for finding in findings if finding.level is Level.FAULT]
+    if as_json:
+        rendering.show_json(
+            {"findings": [finding._asdict() for finding in findings], "can_record": not faults}
+        )
+        return 1 if faults else 0
+    for section, group in itertools.groupby(findings, key=lambda finding: finding.section):
+        rendering.show(section, *map(lines, group), "")
+    rendering.show(
+        "Nothing can be recorded here." if faults else "Recording works here. Try: commprof run train.py"
+    )
+    return 1 if faults else 0

@@ -19,6 +19,7 @@ PACKAGES: Final[dict[str, dict[str, str]]] = {
         "flask_compress": "flask-compress",
         "waitress": "waitress",
     },
+    "export": {},  # those of analysis
     "sampling": {"pynvml": "nvidia-ml-py", "psutil": "psutil", "py_spy": "py-spy"},
     "train": {"torch": "torch", "numpy": "numpy"},
 }

@@ -6,11 +6,12 @@ terminal folds it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -176,3 +177,19 @@ def _as_text(console: Console, rows: Rows) -> str:
     # rich fills every line up to the width of the table, and frames it with lines of spaces.
     lines = [line.rstrip() for line in capture.get().splitlines()]
     return "\n".join(line for line in lines if line) + "\n"
+
+
+@contextlib.contextmanager
+def byte_progress(total: int | None) -> Iterator[Callable[[int], None]]:
+    """Shows how much of ``total`` bytes was read, on standard error where that is a terminal; yields what advances it."""
+    if not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+
+    with Progress(
+        BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True
+    ) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda count: bar.advance(task, count)

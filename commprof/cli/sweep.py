@@ -18,7 +18,7 @@ from commprof.cli.extras import needed
 from commprof.cli.run import NPROC_HELP, parse_ranks
 from commprof.errors import CommprofError, UsageError
 from commprof.launch.program import check_program, parse_program
-from commprof.launch.sweep import Turn, label, points, turns
+from commprof.launch.sweep import Turn, derive, label, points, turns
 
 if TYPE_CHECKING:
     from commprof.launch.campaign import Campaign, TurnResult
@@ -93,7 +93,7 @@ def sweep(
 
     position, config = campaigns.find_config_argument(parsed, config_argument)
     for turn in planned:
-        campaigns.derive(config.content or {}, turn.point)
+        derive(config.content or {}, turn.point)
     directory = out or campaigns.default_directory(parsed, datetime.now())
     campaigns.make_room(directory, force)
     campaign = campaigns.Campaign(

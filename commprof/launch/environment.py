@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import socket
 import subprocess
@@ -102,23 +101,3 @@ def python_command() -> list[str]:
     """This interpreter and those of its flags that concern the program (``-O``, ``-W``, ``-X``, ...)."""
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [sys.executable, *(flag for flag in flags if flag not in _DROPPED_FLAGS)]
-
-
-def start_ticks(pid: int) -> int:
-    """When process ``pid`` started, in clock ticks since boot: with the pid, a name that is never reused. 0: unknown."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-        return int(text.rpartition(")")[2].split()[19])  # field 22, counted behind the command in parentheses
-    except (OSError, ValueError, IndexError):
-        return 0
-
-
-def start_realtime_ns(pid: int) -> int:
-    """When process ``pid`` started, on the real-time clock; the same for all who ask. 0: unknown."""
-    ticks = start_ticks(pid)
-    try:
-        lines = Path("/proc/stat").read_text().splitlines()
-        boot = next(int(line.split()[1]) for line in lines if line.startswith("btime "))
-    except (OSError, ValueError, StopIteration):
-        return 0
-    return boot * 10**9 + ticks * 10**9 // os.sysconf("SC_CLK_TCK") if ticks else 0

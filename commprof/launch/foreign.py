@@ -21,6 +21,7 @@ from commprof.launch.job import Finished, Job, close_manifest, create, describe_
 from commprof.launch.program import Program
 from commprof.launch.ranks import Rank, RankGroup
 from commprof.trace import directory, manifest
+from commprof.trace.process import process_start_ns, start_ticks
 
 WAIT_SECONDS: Final = 10.0
 
@@ -52,7 +53,7 @@ def run_foreign_rank(job: Job, place: environment.Place, say: Callable[[str], No
         )
     parent = os.getppid()
     job = replace(
-        job, out=job.out or shared_directory(job.program, os.environ, environment.start_realtime_ns(parent))
+        job, out=job.out or shared_directory(job.program, os.environ, (process_start_ns(parent) or 0))
     )
     run = job.out
     assert run is not None
@@ -60,7 +61,7 @@ def run_foreign_rank(job: Job, place: environment.Place, say: Callable[[str], No
         _make_directory(job, run, parent, place)
         say(f"recording rank 0 of {place.world_size} and those beside it into {summary.shown(run)}")
     else:
-        _await_directory(run, environment.start_realtime_ns(parent))
+        _await_directory(run, (process_start_ns(parent) or 0))
     command_line = job.program.command_line(environment.python_command())
     child = Rank(place.rank, command_line, injection.injected(os.environ, run), reads_stdin=True)
     group = RankGroup([child], say)
@@ -77,7 +78,7 @@ def run_foreign_rank(job: Job, place: environment.Place, say: Callable[[str], No
 
 
 def _make_directory(job: Job, run: Path, parent: int, place: environment.Place) -> None:
-    launcher = {"pid": parent, "start_ticks": environment.start_ticks(parent)}
+    launcher = {"pid": parent, "start_ticks": start_ticks(parent) or 0}
     if _is_restart(run, launcher):
         return
     create(job, run, ranks=place.world_size, launcher=launcher, say=lambda text: None)
@@ -86,7 +87,7 @@ def _make_directory(job: Job, run: Path, parent: int, place: environment.Place) 
 def _is_restart(run: Path, launcher: Mapping[str, int]) -> bool:
     """Whether ``run`` was made by this very launcher: an elastic restart goes on in the same directory."""
     try:
-        known = manifest.read_manifest(run).launcher
+        known = manifest.read_manifest(run).launcher or {}
     except (CommprofError, OSError):
         return False
     return bool(launcher["start_ticks"]) and all(known.get(name) == value for name, value in launcher.items())

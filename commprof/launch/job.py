@@ -25,6 +25,7 @@ from commprof.launch.program import CONFIG_ARGUMENTS, Kind, Program, find_argume
 from commprof.launch.ranks import GRACE_SECONDS, Outcome, Rank, RankGroup
 from commprof.launch.wire import WireSampler
 from commprof.trace import directory, manifest
+from commprof.trace.process import start_ticks
 
 CONFIG_NAME: Final = "config.json"
 OUTPUT_NAME: Final = "output.txt"
@@ -148,7 +149,7 @@ def _first_manifest(
 
 
 def _this_process() -> dict[str, int]:
-    return {"pid": os.getpid(), "start_ticks": environment.start_ticks(os.getpid())}
+    return {"pid": os.getpid(), "start_ticks": start_ticks(os.getpid()) or 0}
 
 
 def _rank_count(job: Job) -> int | None:

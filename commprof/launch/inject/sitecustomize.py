@@ -5,8 +5,14 @@ imported torch.distributed; never an exception into the program; nothing left on
 which this one hides, is imported in its place.
 """
 
+from __future__ import annotations
+
 import os
 import sys
+
+if False:  # typing and importlib.machinery would cost each process milliseconds
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
 
 _HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib would cost each process 5 ms
 _PACKAGE_PARENT = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))  # noqa: PTH120
@@ -14,7 +20,7 @@ _NOTES = "processes.jsonl"
 _NOTES_MAX_BYTES = 1 << 16  # a program may start very many processes
 
 
-def _note(state, text=""):
+def _note(state: str, text: str = "") -> None:
     """Leave a line for the launcher, which explains with it why nothing was recorded. Best effort."""
     try:
         path = os.path.join(os.environ["COMMPROF_RUN"], _NOTES)  # noqa: PTH118
@@ -37,10 +43,10 @@ class _Arming:
     torch imports torch.distributed on its way, before much of torch can be used; then it is armed when torch is ready.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.torch_is_loading = False
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if name not in ("torch", "torch.distributed"):
             return None
         try:
@@ -49,18 +55,20 @@ class _Arming:
             _note("fault", repr(error))
             return None
 
-    def _watched_spec(self, name, path, target):
+    def _watched_spec(self, name: str, path: object, target: object) -> ModuleSpec | None:
         for finder in sys.meta_path:
             find = None if finder is self else getattr(finder, "find_spec", None)
-            spec = find(name, path, target) if find is not None else None
+            spec: ModuleSpec | None = find(name, path, target) if find is not None else None
             if spec is not None:
                 break
         else:
             return None
         loader = spec.loader
+        if loader is None:
+            return spec
         execute = loader.exec_module
 
-        def execute_and_look(module):
+        def execute_and_look(module: ModuleType) -> None:
             vars(loader).pop("exec_module", None)
             if name == "torch":
                 self.torch_is_loading = True
@@ -73,16 +81,16 @@ class _Arming:
                 self._arm_once()
 
         # On the instance, which belongs to this one module: the module's loader stays what it is for everybody else.
-        loader.exec_module = execute_and_look
+        loader.exec_module = execute_and_look  # type: ignore[method-assign]
         return spec
 
-    def _arm_once(self):
+    def _arm_once(self) -> None:
         if self in sys.meta_path:
             sys.meta_path.remove(self)
             _arm()
 
 
-def _arm():
+def _arm() -> None:
     try:
         added = _PACKAGE_PARENT not in sys.path
         if added:
@@ -98,14 +106,14 @@ def _arm():
         _note("fault", repr(error))
 
 
-def _watch_config():
+def _watch_config() -> None:
     """In a sweep: note whether this process opened the config that was derived for it."""
     wanted = os.environ.get("COMMPROF_WATCHED_FILE")
     if not wanted:
         return
     pending = [wanted]
 
-    def audit(event, arguments):
+    def audit(event: str, arguments: tuple[object, ...]) -> None:
         if event != "open" or not pending:
             return
         try:
@@ -122,7 +130,7 @@ def _watch_config():
     sys.addaudithook(audit)
 
 
-def _start():
+def _start() -> None:
     try:
         if not os.environ.get("COMMPROF_RUN"):
             return
@@ -133,12 +141,12 @@ def _start():
         pass
 
 
-def _import_hidden_sitecustomize():
+def _import_hidden_sitecustomize() -> None:
     """Import the sitecustomize that this one hides. What it raises is the user's, and reaches site.py as ever."""
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]  # noqa: PTH100
     ours = sys.modules.pop("sitecustomize", None)
     try:
-        import sitecustomize  # noqa: F401
+        import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
     except ImportError as error:
         if error.name != "sitecustomize":
             raise

@@ -1,0 +1,252 @@
+"""What recording would find on this machine: each question one function, each answer a finding. Changes nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from enum import StrEnum
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from commprof import __version__
+from commprof.cli.extras import PACKAGES
+
+_COLLECTIVE_NAME: Final = re.compile(
+    r"reduce|gather|scatter|all_?to_?all|broadcast|barrier|^send|^recv|permute"
+)
+_NO_COLLECTIVES: Final = re.compile(
+    r"^__|supports|coalescing|sequence|enable|timeout|bound|options|backend|_hook"
+)
+
+
+class Level(StrEnum):
+    """What a finding means for a recording."""
+
+    OK = "ok"
+    NOTE = "note"  # something will be missing from the records
+    FAULT = "fault"  # nothing can be recorded
+
+
+class Finding(NamedTuple):
+    """One answer."""
+
+    section: str
+    level: Level
+    text: str
+
+
+def diagnose() -> list[Finding]:
+    """All findings, in the order in which to read them."""
+    return [*_versions(), *_extras(), *_interception(), *_blind_spots(), *_machine()]
+
+
+def _versions() -> Iterator[Finding]:
+    section = "installed"
+    yield Finding(
+        section, Level.OK, f"commprof {__version__}, Python {platform.python_version()} ({sys.executable})"
+    )
+    if importlib.util.find_spec("torch") is None:
+        text = "torch is not installed here: there is nothing to record. Install commprof into the environment that trains"
+        yield Finding(section, Level.FAULT, text)
+        return
+    import torch
+
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+    yield Finding(section, Level.OK, f"torch {torch.__version__}, {cuda}")
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        yield Finding(
+            section, Level.FAULT, "this torch was built without torch.distributed: there is nothing to record"
+        )
+        return
+    backends = ("gloo", "nccl", "mpi", "ucc", "xccl")
+    found = [name for name in backends if getattr(dist, f"is_{name}_available", lambda: False)()]
+    yield Finding(section, Level.OK, f"torch.distributed with {', '.join(found) or 'no backend of its own'}")
+
+
+def _extras() -> Iterator[Finding]:
+    for extra, packages in PACKAGES.items():
+        if not packages:
+            continue
+        versions = {package: _version(package) for package in packages.values()}
+        missing = [package for package, version in versions.items() if version is None]
+        listed = ", ".join(
+            f"{package} {version}" for package, version in versions.items() if version is not None
+        )
+        if missing:
+            text = f"[{extra}] without {', '.join(missing)}: pip install 'commprof[{extra}]'"
+            yield Finding("installed", Level.NOTE, f"{text}. There: {listed}" if listed else text)
+        else:
+            yield Finding("installed", Level.OK, f"[{extra}] {listed}")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _process_group() -> Any:
+    try:
+        from torch._C._distributed_c10d import ProcessGroup
+    except ImportError:
+        return None
+    return ProcessGroup
+
+
+def _interception() -> Iterator[Finding]:
+    from commprof.recorder.methods import METHODS
+
+    owner = _process_group()
+    if owner is None:
+        return
+    known = {method.name for method in METHODS}
+    found = sorted(name for name in known if hasattr(owner, name))
+    section = "recorded here"
+    if not found:
+        text = f"torch's ProcessGroup has none of the {len(known)} methods that are recorded: is this a torch before 2.11?"
+        yield Finding(section, Level.FAULT, text)
+        return
+    yield Finding(section, Level.OK, f"{len(found)} methods of torch's ProcessGroup: {', '.join(found)}")
+    unknown = unknown_methods(dir(owner), known)
+    if unknown:
+        yield Finding(
+            section, Level.NOTE, f"methods that look like collectives and are not known: {', '.join(unknown)}"
+        )
+
+
+def unknown_methods(names: list[str], known: set[str]) -> list[str]:
+    """Of the attributes ``names`` of ProcessGroup, those that look like collectives and are not ``known``.
+
+    >>> unknown_methods(["allreduce", "all_permute", "supports_coalescing", "rank"], {"allreduce"})
+    ['all_permute']
+    """
+    return [
+        name
+        for name in names
+        if _COLLECTIVE_NAME.search(name) and name not in known and not _NO_COLLECTIVES.search(name)
+    ]
+
+
+def _blind_spots() -> Iterator[Finding]:
+    if _process_group() is None:
+        return
+    section = "not recorded"
+    for text in (
+        "collectives issued in C++ (the reducer of DistributedDataParallel): counted once a step, and reported as unseen",
+        "functional collectives (DTensor, torch.compile), beside the recorded layer: counted, and reported as unseen",
+        "what lies beneath c10d (symmetric memory, NVSHMEM, a vendor's own kernels): not seen and not counted",
+        "programs run with python -I or -E: they ignore PYTHONPATH, by which the recorder reaches them",
+    ):
+        yield Finding(section, Level.NOTE, text)
+
+
+def _machine() -> Iterator[Finding]:
+    yield _reservation(Path.cwd())
+    yield _clocks()
+    yield _supervision()
+    yield _gpus()
+    yield _counters()
+    yield _stacks()
+
+
+def _reservation(directory: Path) -> Finding:
+    """Whether files below ``directory`` can be reserved, so that a full disk cannot kill a rank that writes to a mapping."""
+    section = "this machine"
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            os.posix_fallocate(file.fileno(), 0, 1 << 16)
+    except PermissionError:
+        return Finding(
+            section, Level.NOTE, f"{directory} cannot be written to: say where runs go with --out DIR"
+        )
+    except OSError as error:
+        text = f"{directory} cannot reserve space ({error.strerror}): each record is then one system call"
+        return Finding(section, Level.NOTE, text)
+    free = os.statvfs(directory)
+    mebibytes = free.f_bavail * free.f_frsize >> 20
+    return Finding(section, Level.OK, f"{directory} can reserve space for records, {mebibytes:,} MiB free")
+
+
+def _clocks() -> Finding:
+    from commprof.recorder.clocks import read_clocks
+
+    uncertainty = read_clocks().uncertainty_ns
+    text = f"the monotonic and the real-time clock can be read together to within {uncertainty:,} ns"
+    return Finding("this machine", Level.OK, text)
+
+
+def _supervision() -> Finding:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        text = "no pidfd (Linux 5.3): of ranks that fail together, the lowest is taken for the first"
+        return Finding("this machine", Level.NOTE, text)
+    return Finding("this machine", Level.OK, "pidfd: the rank that fails first can be told")
+
+
+def _gpus() -> Finding:
+    try:
+        import pynvml
+    except ImportError:
+        return Finding(
+            "this machine", Level.NOTE, "GPUs: nvidia-ml-py is not installed, so NVML is not asked"
+        )
+    try:
+        pynvml.nvmlInit()
+        names = [_gpu_name(pynvml, number) for number in range(pynvml.nvmlDeviceGetCount())]
+        driver = _text(pynvml.nvmlSystemGetDriverVersion())
+        pynvml.nvmlShutdown()
+    except Exception as error:
+        return Finding(
+            "this machine",
+            Level.NOTE,
+            f"no GPU by NVML ({error}); runs start 2 ranks unless --nproc says otherwise",
+        )
+    return Finding(
+        "this machine", Level.OK, f"{len(names)} GPUs by NVML, driver {driver}: {', '.join(names)}"
+    )
+
+
+def _gpu_name(pynvml: Any, number: int) -> str:
+    return _text(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(number)))
+
+
+def _text(value: object) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _counters() -> Finding:
+    from commprof.recorder.counters import InterfaceCounters
+
+    devices = [row["device"] for row in InterfaceCounters().read()]
+    if not devices:
+        return Finding(
+            "this machine", Level.NOTE, "no interface counters in /proc/net/dev: moved bytes stay unknown"
+        )
+    return Finding("this machine", Level.OK, f"byte counters of {', '.join(devices)}, of the whole machine")
+
+
+def _stacks() -> Finding:
+    section = "this machine"
+    try:
+        scope = int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
+    except (OSError, ValueError):
+        scope = 0
+    allowed = os.geteuid() == 0 or scope == 0 or (scope == 1 and _version("py-spy") is not None)
+    if scope == 1 and os.geteuid() != 0:
+        return Finding(
+            section, Level.OK, "py-spy can read the stacks of ranks that it starts itself (ptrace_scope 1)"
+        )
+    if not allowed:
+        text = f"py-spy is not permitted to read stacks (ptrace_scope {scope}); sampling needs root or ptrace_scope 0"
+        return Finding(section, Level.NOTE, text)
+    return Finding(section, Level.OK, "py-spy is permitted to read the stacks of ranks")

@@ -1,0 +1,64 @@
+"""The page docs/cli.md: every verb with its arguments and options, as the command itself states them."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Final
+
+import typer
+
+from commprof.cli.application import build
+
+_HEAD: Final = """# Command line
+
+Generated from `commprof/cli/` by `make docs`; do not edit.
+
+Options of commprof stand before the script; everything after it is the script's, untouched. RUN is a run directory or
+`latest`, the newest one below `traces/`. Nothing is overwritten without `--force`. Results go to standard output,
+everything else to standard error.
+
+Exit codes: `run` gives the script's own (of several ranks that of the one that failed first; 128 + number for a signal;
+behind `--` the command's), and 125 where commprof itself failed. Usage errors are 2 everywhere, an interrupt is 130, and any
+other failure is 1.
+"""
+
+
+def command_reference() -> str:
+    """The page as Markdown."""
+    command: Any = typer.main.get_command(build())
+    parts = [_HEAD]
+    for name, verb in command.commands.items():
+        if hasattr(verb, "commands"):
+            parts.extend(_verb(f"{name} {below}", inner) for below, inner in verb.commands.items())
+        else:
+            parts.append(_verb(name, verb))
+    return "\n".join(parts)
+
+
+def _verb(name: str, verb: Any) -> str:
+    words = [
+        parameter.metavar or parameter.name.upper() for parameter in verb.params if _is_argument(parameter)
+    ]
+    lines = [f"## commprof {name}", "", f"    commprof {' '.join([name, '[OPTIONS]', *words])}", ""]
+    lines += [inspect.cleandoc(verb.help or ""), ""]
+    rows = [_row(parameter) for parameter in verb.params]
+    return "\n".join([*lines, "| | |", "|---|---|", *rows, ""])
+
+
+def _is_argument(parameter: Any) -> bool:
+    return bool(parameter.param_type_name == "argument")
+
+
+def _row(parameter: Any) -> str:
+    if _is_argument(parameter):
+        written = parameter.metavar or parameter.name.upper()
+    else:
+        value = "" if parameter.is_flag else f" {parameter.metavar or parameter.name.upper()}"
+        written = ", ".join(sorted(parameter.opts, key=len)) + value
+    text = (parameter.help or "").replace("|", "\\|")
+    default = parameter.default
+    if default not in (None, False, ()) and not callable(default) and parameter.show_default is not False:
+        text += f" Default: `{default}`."
+    if parameter.required and not _is_argument(parameter):
+        text += " Required."
+    return f"| `{written}` | {text} |"
