@@ -28,18 +28,10 @@ ROOT = Path(
 )
 MISSING = f"no recorded runs at {ROOT}; set COMMPROF_RECORDED_RUNS to the directory that holds them"
 
-# Flags of a case that say how it was recorded, not what was trained.
-_HARMLESS_FLAGS = {
-    "name",
-    "world",
-    "config",
-    "model",
-    "steps",
-    "timeout",
-    "profile",
-    "shm",
-    "two_groups",
-    "client_opt",
+# Flags of a case that say how it was recorded, or that ``_engine`` and ``_SCRIPTS`` know.
+_KNOWN_FLAGS = {
+    *("name", "world", "config", "model", "steps", "timeout", "profile", "shm", "backend"),
+    *("two_groups", "client_opt", "kind", "args"),
 }
 _OPTIMIZERS = {"adam", "adamw", "adagrad", "sgd", "rmsprop"}
 
@@ -76,7 +68,12 @@ class Case:
 
     @property
     def model(self) -> str:
-        return self.flags.get("model", "gpt")
+        return "partly_used" if self.script == "unused" else self.flags.get("model", "gpt")
+
+    @property
+    def script(self) -> str:
+        """What the recorded program did: ``std``, or one of the other keys of ``_SCRIPTS``."""
+        return self.flags.get("args", {}).get("which") or self.flags.get("kind", "std")
 
     @property
     def succeeded(self) -> bool:
@@ -119,8 +116,8 @@ def known_features(case: Case) -> bool:
     config, zero = case.config, case.zero
     optimizer = config.get("optimizer", {"type": "SGD"})["type"].lower()
     return (
-        set(case.flags) <= _HARMLESS_FLAGS
-        and case.flags.get("kind", "std") == "std"
+        set(case.flags) <= _KNOWN_FLAGS
+        and case.script in _SCRIPTS
         and zero.get("stage", 0) <= 2
         and optimizer in _OPTIMIZERS
         and not config.get("fp16", {}).get("enabled")
@@ -138,18 +135,26 @@ def _offloads(zero: Mapping[str, Any]) -> bool:
 
 
 def differs(case: Case) -> bool:
-    """Whether the case sets a key that DeepSpeed ignores and zero_runtime does not, or refuses one that it accepts.
+    """Whether DeepSpeed ignores a key of the case that zero_runtime does not, or refuses one that it accepts.
 
-    These are rows of docs/deepspeed-differences.md: keys of the parameter gathering that work as they say, unknown keys,
-    and SGD with ZeRO.
+    These are rows of docs/deepspeed-differences.md: keys of the parameter gathering, which work as they say; unknown
+    keys; SGD with ZeRO.
     """
     config, zero = case.config, case.zero
-    ignored = "allgather_bucket_size" in zero or not zero.get("allgather_partitions", True)
-    untested = (
-        config.get("optimizer", {}).get("type") == "SGD" and zero.get("stage", 0) and not case.succeeded
-    )
+    if not case.succeeded:
+        return config.get("optimizer", {}).get("type") == "SGD"
     unknown = {"no_such_key", "no_such_top_key"} & {*zero, *config}
-    return bool(ignored or config.get("disable_allgather") or untested or unknown)
+    return gathers_otherwise(case) or bool(unknown)
+
+
+def gathers_otherwise(case: Case) -> bool:
+    """Whether a key asks for another gathering of the parameters than one all_gather for each param group."""
+    config, zero = case.config, case.zero
+    return (
+        "allgather_bucket_size" in zero
+        or not zero.get("allgather_partitions", True)
+        or bool(config.get("disable_allgather"))
+    )
 
 
 def replayable(case: Case) -> bool:
@@ -207,7 +212,7 @@ class Replay:
 
     calls: list[Call]
     losses: list[Any]
-    grad_norms: list[float | None]
+    grad_norms: list[float | None] | None
     parameters: dict[str, list[float]]
     optimizer_numel: int
     error: str | None = None
@@ -227,7 +232,7 @@ def replay_all(rank: int, world: int, cases: list[Case]) -> dict[str, Replay]:
 def _replay(case: Case, rank: int, log) -> Replay:
     try:
         engine = _engine(case)
-        losses, norms = _train(case, engine, rank, log)
+        losses, norms = _SCRIPTS[case.script](case, engine, rank, log)
     except zero_runtime.ZeroRuntimeError as error:
         return Replay([], [], [], {}, 0, str(error), type(error).__name__)
     return Replay([], losses, norms, _parameters(engine), _state_numel(engine))
@@ -255,14 +260,11 @@ def _engine(case: Case):
 
 def _train(case: Case, engine, rank: int, log):
     accumulation = case.config.get("gradient_accumulation_steps", 1)
-    dtype = torch.bfloat16 if case.config.get("bf16", {}).get("enabled") else torch.float32
     losses, norms = [], []
     for step in range(case.flags.get("steps", 3)):
         row = []
         for micro in range(accumulation):
-            batch = make_batch(case.model, step, micro, rank, dtype)
-            log.at("forward", step, micro)
-            loss = engine(*batch)
+            loss = _forward(case, engine, rank, log, step, micro)
             log.at("backward")
             engine.backward(loss)
             log.at("step")
@@ -273,6 +275,59 @@ def _train(case: Case, engine, rank: int, log):
         norm = engine.get_global_grad_norm()
         norms.append(None if norm is None else float(norm))
     return losses, norms
+
+
+def _train_without_sync(case: Case, engine, rank: int, log):
+    losses = []
+    for step in range(3):
+        with engine.no_sync():
+            for micro in range(2):
+                loss = _forward(case, engine, rank, log, step, micro)
+                log.at("backward")
+                engine.backward(loss)
+        loss = _forward(case, engine, rank, log, step, 2)
+        log.at("backward")
+        engine.backward(loss)
+        log.at("step")
+        engine.step()
+        log.at("between")
+        losses.append(loss.item())
+    return losses, None
+
+
+def _train_from_the_loss(case: Case, engine, rank: int, log):
+    losses = []
+    for step in range(3):
+        loss = _forward(case, engine, rank, log, step, 0)
+        log.at("backward")
+        loss.backward()
+        log.at("step")
+        engine.step()
+        log.at("between")
+        losses.append(loss.item())
+    return losses, None
+
+
+def _evaluate(case: Case, engine, rank: int, log):
+    engine.eval()
+    with torch.no_grad():
+        return [_forward(case, engine, rank, log, step, 0).item() for step in range(3)], None
+
+
+def _forward(case: Case, engine, rank: int, log, step: int, micro: int):
+    low_precision = case.config.get("bf16", {}).get("enabled")
+    batch = make_batch(case.model, step, micro, rank, torch.bfloat16 if low_precision else torch.float32)
+    log.at("forward", step, micro)
+    return engine(*batch)
+
+
+_SCRIPTS = {
+    "std": _train,
+    "unused": _train,
+    "no_sync": _train_without_sync,
+    "torch_backward": _train_from_the_loss,
+    "eval_forward": _evaluate,
+}
 
 
 def _parameters(engine) -> dict[str, list[float]]:

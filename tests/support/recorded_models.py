@@ -73,7 +73,7 @@ class PartlyUsed(Perceptron):
 
     def __init__(self) -> None:
         super().__init__()
-        self.unused = nn.Linear(101, 53)
+        self.never = nn.Linear(101, 53)
         self.frozen = nn.Linear(MLP_WIDTHS[0], MLP_WIDTHS[0])
         self.frozen.requires_grad_(False)
 

@@ -1,0 +1,121 @@
+"""zero_runtime against recorded runs of DeepSpeed 0.19.8: the same collectives on every rank, the same losses."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from support import recorded
+from support.ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(not recorded.ROOT.is_dir(), reason=recorded.MISSING),
+]
+
+SHORT_COUNT = 72
+GATHERING = ("allgather", "broadcast")
+TRAINING_PHASES = ("init", "forward", "backward", "step", "between")
+
+REPLAYABLE = [case for case in recorded.all_cases() if recorded.replayable(case)]
+REFUSED = [case for case in recorded.all_cases() if recorded.refused(case)]
+DIFFERENT = [
+    case for case in recorded.all_cases() if recorded.known_features(case) and recorded.differs(case)
+]
+SHORT = recorded.varied(REPLAYABLE, SHORT_COUNT)
+LONG = [case for case in REPLAYABLE if case not in SHORT]
+
+
+@functools.cache
+def replays(world: int, long: bool) -> list[dict[str, recorded.Replay]]:
+    """What each rank did; one set of ranks replays all cases of a world size."""
+    cases = [case for case in (LONG if long else [*SHORT, *REFUSED, *DIFFERENT]) if case.world == world]
+    return run_ranks(world, recorded.replay_all, cases, timeout=280)
+
+
+def check(case: recorded.Case, long: bool) -> None:
+    low_precision = case.config.get("bf16", {}).get("enabled")
+    tolerance = 5e-3 if low_precision else 1e-6
+    for rank, replay in enumerate(each[case.name] for each in replays(case.world, long)):
+        assert replay.error is None
+        wanted = [call for call in case.expected_calls(rank) if call.phase in TRAINING_PHASES]
+        assert replay.calls == wanted, f"collectives of rank {rank}"
+        assert replay.losses == approximately(case.results["losses"][str(rank)], tolerance)
+        if "grad_norm" in case.results:
+            assert replay.grad_norms == approximately(case.results["grad_norm"][str(rank)], tolerance)
+        if "opt_state_numel" in case.results:
+            assert replay.optimizer_numel == case.results["opt_state_numel"][str(rank)]
+    final = case.results.get("params_rank0")
+    if final and not low_precision:
+        # Where a gradient is rounding noise, Adam makes a full step of it: 8e-6 after 3 steps with DeepSpeed's own Adam.
+        mine = replays(case.world, long)[0][case.name].parameters
+        assert mine == {name: pytest.approx(values, rel=1e-5, abs=2e-5) for name, values in final.items()}
+
+
+def approximately(values, tolerance):
+    if not isinstance(values, list):
+        return None if values is None else pytest.approx(values, rel=tolerance)
+    return [approximately(value, tolerance) for value in values]
+
+
+@pytest.mark.parametrize("case", SHORT, ids=lambda case: case.name)
+def test_recorded_run(case):
+    check(case, long=False)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", LONG, ids=lambda case: case.name)
+def test_recorded_run_long(case):
+    check(case, long=True)
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
+def test_refused_configuration(case):
+    for replay in (each[case.name] for each in replays(case.world, False)):
+        assert replay.error_kind in ("ConfigError", "UsageError"), case.results["errors"]
+
+
+@pytest.mark.parametrize("case", DIFFERENT, ids=lambda case: case.name)
+def test_stated_difference(case):
+    """Keys of the gathering change only how parameters are gathered; unknown keys are refused; SGD trains."""
+    for rank, replay in enumerate(each[case.name] for each in replays(case.world, False)):
+        if not case.succeeded:
+            assert replay.error is None and len(replay.losses) == 3
+        elif not recorded.gathers_otherwise(case):
+            assert replay.error_kind == "ConfigError" and "unknown key" in replay.error
+        else:
+            assert replay.losses == approximately(case.results["losses"][str(rank)], 1e-6)
+            wanted = [call for call in case.expected_calls(rank) if call.method != "all_gather_single"]
+            gathered = [call for call in replay.calls if call.step >= 0 and call.method in GATHERING]
+            mine = [call for call in replay.calls if call not in gathered]
+            assert mine == wanted
+            assert gathered
+            assert sum(call.numel_out for call in gathered) == sum(
+                call.numel_out for call in case.expected_calls(rank) if call.method == "all_gather_single"
+            )
+
+
+def test_the_short_set_is_varied():
+    if len(REPLAYABLE) < 60:
+        pytest.skip(f"only {len(REPLAYABLE)} recorded runs to choose from at {recorded.ROOT}")
+    assert len(SHORT) >= 60
+    found = [dict(recorded.features(case)) for case in SHORT]
+    assert {each["stage"] for each in found} == {0, 1, 2}
+    for wanted in (
+        {"contiguous": False},
+        {"multi_rank": False, "world": 3},
+        {"model": "mlp"},
+        {"gas": 2},
+        {"bf16": True},
+        {"clip": 1.0},
+        {"clip": "absent"},
+        {"overlap": True},
+        {"bucket": "small"},
+        {"bucket": "large"},
+    ):
+        assert any(wanted.items() <= each.items() for each in found), wanted
+
+
+def test_every_known_feature_is_replayed_refused_or_a_stated_difference():
+    known = [case for case in recorded.all_cases() if recorded.known_features(case)]
+    assert len(known) == len(REPLAYABLE) + len(REFUSED) + len(DIFFERENT)
