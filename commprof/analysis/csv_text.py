@@ -25,7 +25,9 @@ def write_csv(table: pa.Table, out: IO[bytes]) -> None:
     out.write(header.getvalue().encode("utf-8"))
     options = pacsv.WriteOptions(include_header=False, quoting_style="needed", **_LINE_END)
     with pacsv.CSVWriter(out, table.schema, write_options=options) as writer:
-        writer.write_table(table, max_chunksize=_ROWS_AT_A_TIME)
+        for batch in table.to_batches(max_chunksize=_ROWS_AT_A_TIME):
+            if batch.num_rows:  # for a batch without rows pyarrow 26 writes out memory that it never filled
+                writer.write_batch(batch)
 
 
 def frame_csv(frame: pd.DataFrame) -> str:
