@@ -298,7 +298,7 @@ METRICS: Final = Table(
 
 NCCL_OPS: Final = Table(
     "nccl_ops",
-    "One row per operation line of an NCCL log.",
+    "One row per operation line of an NCCL log. Glued messages share one line, so (file, line) is no key.",
     (
         Column("rank", "int32", "rank within the communicator", True),
         Column("global_rank", "int32", "rank in the job, where it can be known", True),
@@ -318,16 +318,15 @@ NCCL_OPS: Final = Table(
         Column("opcount", "int64", "opCount as printed (hexadecimal in the log)", True),
         Column("nranks", "int32", "ranks in the communicator", True),
         Column("stream", "string", "stream pointer", True),
-        Column("host", "string", "host as printed"),
-        Column("pid", "int32", "process id as printed"),
-        Column("tid", "int32", "thread id as printed"),
+        Column("host", "string", "host as printed; null on a torn line that lost its head", True),
+        Column("pid", "int32", "process id as printed", True),
+        Column("tid", "int32", "thread id as printed", True),
         Column("device", "int32", "CUDA device as printed", True),
         Column("version", "string", "NCCL version, from the banner or inferred", True),
         Column("file", "string", "log file"),
         Column("line", "int64", "line number within it, from 1"),
         Column("state", "string", "whole or torn", values=("whole", "torn")),
     ),
-    key=("file", "line"),
 )
 
 MATCHES: Final = Table(

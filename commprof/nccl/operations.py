@@ -13,11 +13,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof import schema
 from commprof.nccl.communicators import Communicator, Process
 from commprof.nccl.spelling import DATATYPES, POINT_TO_POINT, ROOTED, message_bytes, reduction_name
 from commprof.nccl.versions import BYTE_TYPED_OPS
 from commprof.schema import Op
+from commprof.trace.tables import conform
 
 BATCH_ROWS: Final = 65_536
 _INT64_MAX: Final = 2**63 - 1
@@ -137,7 +137,7 @@ def nccl_ops_table(
     }
     columns |= _interpreted(rows, nranks, versions)
     columns["rank_reason"] = _reasons(columns, [bool(c.stages) for c in communicators], communicator)
-    return pa.table({name: columns[name] for name in schema.NCCL_OPS.names})
+    return conform("nccl_ops", pa.table(columns))
 
 
 class _Lookup:

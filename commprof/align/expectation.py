@@ -1,0 +1,160 @@
+"""Which operations NCCL is called for when torch issues one collective: a record as the lines that it should leave.
+
+Source: ``torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp`` and ``torch/csrc/cuda/nccl.cpp``.
+
+==================  ==========================================================================================
+record              lines on this rank
+==================  ==========================================================================================
+all_reduce          AllReduce; one for each tensor of a coalesced call
+broadcast, reduce   Broadcast, Reduce with the root
+all_gather          AllGather; for each tensor of a coalesced call; outputs of unequal size: a Broadcast per rank
+reduce_scatter      ReduceScatter; for each tensor of a coalesced call; inputs of unequal size: a Reduce per rank
+all_to_all          a Send and a Recv per rank, itself included, empty ones left out; or a single AlltoAll
+gather, scatter     root: a Recv (Send) per other rank; others: one Send (Recv) with the root; or a single line
+send, recv          Send, Recv with the peer
+barrier             AllReduce of one element
+==================  ==========================================================================================
+
+An all_to_all_single with splits of unequal size leaves Sends and Recvs whose sizes a record does not hold. Nothing is
+guessed about it: its expectation is None.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from commprof.schema import Op, parse_ranks
+
+
+class Expected(NamedTuple):
+    """One operation line: what it must print to belong to a record. ``other`` is the root or peer in the group."""
+
+    op: str
+    message_bytes: int
+    other: int | None
+
+
+class Call(NamedTuple):
+    """The columns of a record that decide what NCCL is called for."""
+
+    op: str
+    backend_method: str
+    num_tensors: int
+    sizes: str | None
+    numel: int
+    payload_bytes: int
+    peer: int
+    group_ranks: str
+    group_rank: int
+
+
+class Dialect(NamedTuple):
+    """Choices that torch and NCCL make by version, read off the lines of one communicator.
+
+    Attributes:
+        single_lines: operations among all_to_all, gather, scatter that appear as one line (NCCL 2.28 and newer).
+        barrier_bytes: size of the element that a barrier reduces.
+    """
+
+    single_lines: frozenset[str]
+    barrier_bytes: int
+
+
+PLAIN_DIALECT = Dialect(frozenset(), 4)
+
+
+def expected_lines(call: Call, dialect: Dialect) -> tuple[Expected, ...] | None:
+    """The lines that ``call`` leaves on its rank, in order; None when the record does not determine them."""
+    if call.op == Op.BARRIER:
+        return (Expected(Op.ALL_REDUCE, dialect.barrier_bytes, None),)
+    size = call.payload_bytes // call.numel if call.numel else 0
+    inputs, outputs = tensor_sizes(call.sizes)
+    other = _group_rank(call.peer, call.group_ranks)
+    if call.op in (Op.ALL_TO_ALL, Op.GATHER, Op.SCATTER):
+        if call.op in dialect.single_lines:
+            root = None if call.op == Op.ALL_TO_ALL else other
+            return (Expected(call.op, call.payload_bytes, root),)
+        if call.op == Op.ALL_TO_ALL:
+            return _all_to_all(call, inputs, outputs, size)
+        return _rooted_messages(call, other)
+    if call.op == Op.ALL_REDUCE and len(inputs) > 1:
+        return tuple(Expected(call.op, numel * size, None) for numel in inputs)
+    if call.op == Op.ALL_GATHER:
+        return _gathers(call, inputs, outputs, size)
+    if call.op == Op.REDUCE_SCATTER:
+        return _scatters(call, inputs, outputs, size)
+    return (Expected(call.op, call.payload_bytes, other),)
+
+
+def tensor_sizes(text: str | None) -> tuple[list[int], list[int]]:
+    """Elements of each input and of each output tensor.
+
+    >>> tensor_sizes("4x16;2->8"), tensor_sizes("()"), tensor_sizes(None)
+    (([64, 2], [8]), ([1], []), ([], []))
+    """
+    inputs, _, outputs = (text or "").partition("->")
+    return _elements(inputs), _elements(outputs)
+
+
+def _elements(shapes: str) -> list[int]:
+    return [
+        1 if shape == "()" else math.prod(int(side) for side in shape.split("x"))
+        for shape in shapes.split(";")
+        if shape
+    ]
+
+
+def _group_rank(peer: int, group_ranks: str) -> int | None:
+    """The rank within the group of a global rank; None for none."""
+    ranks = parse_ranks(group_ranks)
+    return ranks.index(peer) if peer in ranks else None
+
+
+def _gathers(call: Call, inputs: Sequence[int], outputs: Sequence[int], size: int) -> tuple[Expected, ...]:
+    if "coalesced" in call.backend_method and len(inputs) > 1:
+        nranks = len(parse_ranks(call.group_ranks))
+        return tuple(Expected(call.op, numel * nranks * size, None) for numel in inputs)
+    if len(set(outputs)) > 1:
+        return tuple(Expected(Op.BROADCAST, numel * size, rank) for rank, numel in enumerate(outputs))
+    return (Expected(call.op, call.payload_bytes, None),)
+
+
+def _scatters(call: Call, inputs: Sequence[int], outputs: Sequence[int], size: int) -> tuple[Expected, ...]:
+    if "coalesced" in call.backend_method and len(outputs) > 1:
+        nranks = len(parse_ranks(call.group_ranks))
+        return tuple(Expected(call.op, numel * nranks * size, None) for numel in outputs)
+    if len(set(inputs)) > 1:
+        return tuple(Expected(Op.REDUCE, numel * size, rank) for rank, numel in enumerate(inputs))
+    return (Expected(call.op, call.payload_bytes, None),)
+
+
+def _all_to_all(
+    call: Call, inputs: Sequence[int], outputs: Sequence[int], size: int
+) -> tuple[Expected, ...] | None:
+    nranks = len(parse_ranks(call.group_ranks))
+    if len(inputs) == len(outputs) == nranks and call.backend_method == "alltoall":
+        sent, received = inputs, outputs
+    elif sum(inputs) == sum(outputs) and call.numel % nranks == 0:
+        # Splits are not recorded. Equal ones are the rule; unequal ones show as lines that do not fit.
+        sent = received = [call.numel // nranks] * nranks
+    else:
+        return None
+    lines = []
+    for rank in range(nranks):
+        for op, numel in ((Op.SEND, sent[rank]), (Op.RECV, received[rank])):
+            if numel:
+                lines.append(Expected(op, numel * size, rank))
+    return tuple(lines)
+
+
+def _rooted_messages(call: Call, root: int | None) -> tuple[Expected, ...]:
+    """gather and scatter: messages between the root and each other rank; the root's own part is copied."""
+    nranks = len(parse_ranks(call.group_ranks))
+    message = call.payload_bytes // nranks
+    is_root = call.group_rank == root
+    op = Op.SEND if (call.op == Op.SCATTER) == is_root else Op.RECV
+    if not is_root:
+        return (Expected(op, message, root),)
+    return tuple(Expected(op, message, rank) for rank in range(nranks) if rank != root)
