@@ -10,6 +10,7 @@ from support.runs import SyntheticRun
 
 from commprof import schema
 from commprof.analysis import api
+from commprof.analysis.answers import ANSWERS, GROUPINGS
 from commprof.errors import TraceError, UsageError
 
 
@@ -224,3 +225,15 @@ def test_the_queries_keep_to_sql_that_other_engines_read_too():
         assert not re.search(
             r'"|`|//|::|\[|\bqualify\b|\bpivot\b|\bexclude\b|\bfilter\s*\(', text, re.IGNORECASE
         )
+
+
+def test_the_page_about_analysis_lists_every_column_as_it_is_declared():
+    page = (Path(__file__).parents[3] / "docs" / "analysis.md").read_text("utf-8")
+    for name, answer in ANSWERS.items():
+        section = page.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+        listed = re.findall(r"^\| `(\w+)` \| (\w+) \| (\w*) \| (yes)? ?\| (.*) \|$", section, re.MULTILINE)
+        assert listed == [
+            (column.name, column.type, column.unit, "yes" if column.nullable else "", column.doc)
+            for column in answer.columns
+        ]
+    assert all(f"`{column}`" in page for column in GROUPINGS)
