@@ -6,12 +6,15 @@ Integers stay integers: a column that may be null is ``Int64``, with ``<NA>``; a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import pandas as pd
 import pyarrow as pa
 
 from commprof.schema import Column
+
+# pandas 3 has a type for text; in pandas 2 "str" would turn a null into the text "None".
+TEXT: Final = "str" if int(pd.__version__.partition(".")[0]) >= 3 else "object"
 
 
 def _dtype(column: Column) -> Any:  # a pandas extension dtype or the name of one
@@ -19,7 +22,7 @@ def _dtype(column: Column) -> Any:  # a pandas extension dtype or the name of on
         return "Int64" if column.nullable else "int64"
     if column.type == "bool":
         return "boolean" if column.nullable else "bool"
-    return "float64" if column.type == "float64" else "str"
+    return "float64" if column.type == "float64" else TEXT
 
 
 def from_arrow(table: pa.Table, columns: Iterable[Column]) -> pd.DataFrame:

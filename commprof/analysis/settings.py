@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import pandas as pd
 
+from commprof.analysis.frames import TEXT
 from commprof.trace.manifest import Manifest
 
 ABSENT: Final = "(absent)"
@@ -201,4 +202,4 @@ def settings_frame(found: Sequence[Setting], names: Sequence[str]) -> pd.DataFra
         for setting, name in zip(found, names, strict=True)
     ]
     keys = found[0].values if found else {}
-    return pd.DataFrame(rows, columns=["run", "label", *keys], dtype="str")
+    return pd.DataFrame(rows, columns=["run", "label", *keys], dtype=TEXT)
