@@ -56,7 +56,7 @@ class Transformer(nn.Module):
 
 
 class Perceptron(nn.Module):
-    """``mlp``: 56,934 parameters in 8 tensors of odd sizes, so that pieces of 2, 3 and 4 ranks end inside tensors."""
+    """``mlp``: 56,936 parameters in 8 tensors of odd sizes, so that pieces of 2, 3 and 4 ranks end inside tensors."""
 
     def __init__(self) -> None:
         super().__init__()
