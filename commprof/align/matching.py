@@ -9,7 +9,7 @@ no sequence number in any version.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -95,6 +95,7 @@ def align(run: RecordedRun, ops: pa.Table) -> MatchReport:
     collectives = run.table("collectives")
     streams = record_streams(collectives)
     lines = line_streams(ops)
+    _distrust_small_worlds(lines, streams.values(), run.manifest.world_size)
     processes = pair_processes(lines, {process for process, _ in streams}, _hosts(run.manifest.ranks))
     pairing = pair_communicators(lines, streams, processes)
     rows = MatchRows(collectives, ops)
@@ -116,6 +117,20 @@ def align(run: RecordedRun, ops: pa.Table) -> MatchReport:
         rows.unclear,
         _notes(streams, states, torn, rows.unclear),
     )
+
+
+def _distrust_small_worlds(
+    lines: Sequence[LineStream], streams: Iterable[RecordStream], world_size: int | None
+) -> None:
+    """Forget the global ranks of a log whose largest communicator is smaller than the job.
+
+    The log alone cannot know that: where only sub-groups communicate, the largest looks like the world.
+    """
+    if world_size is None:
+        world_size = max((stream.group_size for stream in streams), default=0)
+    if max((line.nranks or 0 for line in lines), default=0) != world_size:
+        for line in lines:
+            line.global_rank = None
 
 
 def _hosts(ranks: Sequence[Mapping[str, Any]]) -> dict[RunProcess, str]:

@@ -9,9 +9,11 @@ import glob
 import gzip
 import io
 import sys
+import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 import pyarrow as pa
 
@@ -83,38 +85,38 @@ class LogSource:
         Raises:
             LogError: the file cannot be opened.
         """
-        try:
-            stream = _open(self.path)
-        except OSError as error:
-            raise LogError(
-                f"cannot read {self.path}: {error.strerror or error}; expected a readable file"
-            ) from error
+        with ExitStack() as opened:
+            try:
+                stream = _open(self.path, opened)
+            except OSError as error:
+                raise LogError(
+                    f"cannot read {self.path}: {error.strerror or error}; expected a readable file"
+                ) from error
+            yield from self._lines(self._raw_blocks(stream))
+
+    def _lines(self, raw_blocks: Iterator[bytes]) -> Iterator[list[bytes]]:
         rest = b""
         skipping = False
-        try:
-            for block in self._raw_blocks(stream):
-                lines = (rest + block).split(b"\n")
-                if skipping and len(lines) > 1:
-                    lines[0] = b""  # the end of an overlong line keeps its number
-                    skipping = False
-                rest = b"" if skipping else lines.pop()
-                if skipping:
-                    continue
-                if len(rest) > LONGEST_LINE_BYTES:
-                    rest, skipping = b"", True
-                    self.overlong += 1
-                yield lines
-        finally:
-            if stream is not sys.stdin.buffer:
-                stream.close()
+        for block in raw_blocks:
+            lines = (rest + block).split(b"\n")
+            if skipping and len(lines) > 1:
+                lines[0] = b""  # the end of an overlong line keeps its number
+                skipping = False
+            rest = b"" if skipping else lines.pop()
+            if skipping:
+                continue
+            if len(rest) > LONGEST_LINE_BYTES:
+                rest, skipping = b"", True
+                self.overlong += 1
+            yield lines
         if rest or skipping:
             yield [rest]
 
-    def _raw_blocks(self, stream: BinaryIO) -> Iterator[bytes]:
+    def _raw_blocks(self, stream: io.BufferedIOBase) -> Iterator[bytes]:
         while True:
             try:
-                block = stream.read(BLOCK_BYTES)
-            except (OSError, EOFError, gzip.BadGzipFile, pa.ArrowException) as error:
+                block = stream.read1(BLOCK_BYTES)  # what a damaged archive still gives, too
+            except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
                 self.trouble = f"{self.path} could not be read to its end: {error}; what came before is used"
                 return
             if not block:
@@ -123,14 +125,15 @@ class LogSource:
             yield block
 
 
-def _open(path: Path) -> BinaryIO:
+def _open(path: Path, opened: ExitStack) -> io.BufferedIOBase:
     """``path`` as a stream of plain bytes; compression is told by the first bytes, not by the name."""
     if str(path) == STANDARD_INPUT:
-        return sys.stdin.buffer
-    stream = path.open("rb")
+        return sys.stdin.buffer  # type: ignore[return-value]
+    stream = opened.enter_context(path.open("rb"))
     magic = stream.peek(4)[:4]
     if magic.startswith(_GZIP):
-        return gzip.GzipFile(fileobj=stream)  # type: ignore[return-value]
+        return opened.enter_context(gzip.GzipFile(fileobj=stream))
     if magic == _ZSTD:
-        return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(stream), "zstd"))
+        compressed = opened.enter_context(pa.CompressedInputStream(pa.PythonFile(stream), "zstd"))
+        return io.BufferedReader(compressed)
     return stream

@@ -1,0 +1,256 @@
+"""Alignment on planted logs: what was dropped, added or torn is found, exactly, and nothing else moves."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support import planted_nccl
+from support.runs import SyntheticRun
+
+from commprof.align.matching import align
+from commprof.align.sequences import common_pairs
+from commprof.nccl.parser import parse_logs
+
+GROUPS = {"0": (0, 1, 2, 3), "dp": (0, 1, 2, 3), "even": (0, 2), "odd": (1, 3), "pair": (0, 1)}
+ROOTED = {"broadcast", "reduce", "gather", "scatter"}
+OPS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier", *sorted(ROOTED)]
+
+
+def a_run(seed: int, calls: int, backend: str = "nccl", groups=GROUPS) -> SyntheticRun:
+    """Calls of every kind in several groups; each has a size of its own, so that the truth is never ambiguous."""
+    chance = random.Random(seed)
+    run = SyntheticRun(world_size=4, backend=backend)
+    for number in range(calls):
+        pg, group = chance.choice(sorted(groups.items()))
+        op = chance.choice(OPS)
+        columns = {"peer": chance.choice(group)} if op in ROOTED else {}
+        size = 0 if op == "barrier" else 64 * (number + 1)
+        run.add_collective(op, payload_bytes=size, group=group, pg=pg, **columns)
+    return run
+
+
+def plant_and_align(directory: Path, run: SyntheticRun, **planting):
+    records = run.table("collectives").to_pylist()
+    planted = planted_nccl.plant(records, **planting)
+    for name, lines in planted.files.items():
+        (directory / name).write_text("\n".join(lines) + "\n")
+    parsed = parse_logs(directory)
+    return planted, align(run.open(), parsed.ops)
+
+
+def identity(row):
+    return (row["rank"], row["attempt"], row.get("record_pid", row.get("pid")), row["seq"])
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 10_000),
+    calls=st.integers(1, 80),
+    drop=st.integers(0, 8),
+    extra=st.integers(0, 8),
+    tear=st.integers(0, 4),
+    version=st.sampled_from([(2, 4, 7), (2, 8, 3), (2, 18, 1), (2, 21, 5), (2, 27, 3), (2, 30, 7)]),
+    call=st.booleans(),
+)
+def test_what_was_planted_is_found_exactly(tmp_path_factory, seed, calls, drop, extra, tear, version, call):
+    directory = tmp_path_factory.mktemp("logs")
+    run = a_run(seed, calls)
+    planted, report = plant_and_align(
+        directory,
+        run,
+        version=version,
+        drop=drop,
+        extra=extra,
+        tear=tear,
+        seed=seed,
+        # Without its only COLL line a communicator would rightly be read from its CALL lines.
+        call=call and version > (2, 13, 0) and not drop + tear,
+    )
+    rows = report.matches.to_pylist()
+    missing = sorted(identity(row) for row in rows if row["state"] == "missing")
+    lost = planted.dropped + planted.torn
+    assert missing == sorted(identity(row) for row in lost)
+    if not call:
+        assert report.matched == planted.lines - len(lost)
+    added = sorted((entry["file"], entry["text"]) for entry in planted.extra)
+    assert report.extra == len(added)
+    assert report.torn == len(planted.torn)
+    found = sorted(
+        (Path(row["file"]).name, planted.files[Path(row["file"]).name][row["line"] - 1])
+        for row in rows
+        if row["state"] == "extra"
+    )
+    assert found == added
+
+
+def test_every_communicator_is_tied_to_its_group(tmp_path):
+    run = a_run(1, 200)
+    _, report = plant_and_align(tmp_path, run)
+    tied = {(c.rank, c.pg, c.group_ranks) for c in report.communicators}
+    expected = {(row["rank"], row["pg"], row["group_ranks"]) for row in run.table("groups").to_pylist()}
+    assert tied == expected
+    assert (report.missing, report.extra) == (0, 0)
+
+
+@pytest.mark.parametrize("init", [True, False])
+def test_groups_with_equal_ranks_are_told_apart_by_what_they_did(tmp_path, init):
+    run = SyntheticRun(world_size=2, backend="nccl")
+    for number in range(30):
+        run.add_collective("all_reduce", payload_bytes=4 * (1 + number % 3), pg="0")
+        run.add_collective("all_gather", payload_bytes=8 * (1 + number % 5), pg="1")
+    _, report = plant_and_align(tmp_path, run, init=init)
+    assert (report.missing, report.extra) == (0, 0)
+    assert sorted((c.rank, c.pg) for c in report.communicators) == [(0, "0"), (0, "1"), (1, "0"), (1, "1")]
+
+
+def test_lost_lines_in_a_pattern_that_repeats_cost_no_more_than_themselves(tmp_path):
+    run = SyntheticRun(world_size=2, backend="nccl")
+    for _ in range(100):
+        for size in (64, 64, 128, 64, 256):
+            run.add_collective("all_reduce", payload_bytes=size)
+    planted, report = plant_and_align(tmp_path, run, drop=20, extra=10, seed=3)
+    assert (report.matched, report.missing, report.extra) == (planted.lines - 20, 20, 10)
+
+
+def test_only_call_lines_are_enough(tmp_path):
+    planted, report = plant_and_align(tmp_path, a_run(2, 60), coll=False, call=True, drop=3)
+    assert (report.matched, report.missing, report.extra) == (planted.lines - 3, 3, 0)
+    assert {c.kind for c in report.communicators} == {"call"}
+
+
+def test_lists_of_unequal_sizes_become_one_broadcast_or_reduce_per_rank(tmp_path):
+    run = SyntheticRun(world_size=2, backend="nccl")
+    run.add_collective("all_gather", payload_bytes=40, backend_method="allgather", sizes="4->4;6")
+    run.add_collective("reduce_scatter", payload_bytes=40, backend_method="reduce_scatter", sizes="4;6->4")
+    run.add_collective(
+        "all_gather", payload_bytes=80, backend_method="allgather_into_tensor_coalesced", sizes="4;6->8;12"
+    )
+    planted, report = plant_and_align(tmp_path, run)
+    logged = [line for lines in planted.files.values() for line in lines if "opCount" in line]
+    assert [sum(f"INFO {op}:" in line for line in logged) for op in ("Broadcast", "Reduce", "AllGather")] == [
+        4,
+        4,
+        4,
+    ]
+    assert (report.matched, report.missing, report.extra) == (12, 0, 0)
+
+
+def test_sends_and_receives_match_by_peer(tmp_path):
+    run = SyntheticRun(world_size=4, backend="nccl")
+    for size in (8, 16):
+        run.add_collective("send", payload_bytes=size, ranks=(0,), peer=1)
+        run.add_collective("send", payload_bytes=size, ranks=(0,), peer=2)
+        run.add_collective("recv", payload_bytes=size, ranks=(1,), peer=0)
+        run.add_collective("recv", payload_bytes=size, ranks=(2,), peer=0)
+    _, report = plant_and_align(tmp_path, run)
+    assert (report.matched, report.missing, report.extra) == (8, 0, 0)
+
+
+def test_unequal_splits_are_reported_and_not_guessed(tmp_path):
+    run = SyntheticRun(world_size=2, backend="nccl")
+    run.add_collective("all_reduce", payload_bytes=64)
+    run.add_collective("all_to_all", payload_bytes=28, sizes="7->5")
+    _, report = plant_and_align(tmp_path, run, drop=0)
+    reasons = {row["reason"] for row in report.matches.to_pylist() if row["state"] == "missing"}
+    assert report.unclear == 2
+    assert any("sizes the record does not hold" in reason for reason in reasons)
+
+
+def test_a_communicator_made_anew_continues_its_group(tmp_path):
+    writer = planted_nccl.Writer("host-a", 1000, (2, 27, 3))
+    run = SyntheticRun(world_size=1, backend="nccl")
+    for life in range(2):
+        comm = planted_nccl.Communicator(0x55A000001000, 0, 1, 77 + life)
+        writer.init(comm)
+        for number in range(3):
+            size = 4 * (1 + number + 3 * life)
+            run.add_collective("all_reduce", payload_bytes=size)
+            writer.operation(comm, planted_nccl.Operation("AllReduce", size // 4, 7))
+        writer.end(comm)
+    (tmp_path / "a.log").write_text("\n".join(writer.lines))
+    report = align(run.open(), parse_logs(tmp_path).ops)
+    assert (report.matched, report.missing, report.extra) == (6, 0, 0)
+    assert [c.comm_epoch for c in report.communicators] == [0, 1]
+
+
+def test_a_rank_without_log_is_missing_with_its_reason(tmp_path):
+    run = a_run(4, 20, groups={"0": (0, 1, 2, 3)})
+    records = run.table("collectives").to_pylist()
+    for name, lines in planted_nccl.plant([r for r in records if r["rank"] != 2]).files.items():
+        (tmp_path / name).write_text("\n".join(lines))
+    report = align(run.open(), parse_logs(tmp_path).ops)
+    missing = [row for row in report.matches.to_pylist() if row["state"] == "missing"]
+    assert {row["rank"] for row in missing} == {2}
+    assert all("the log has no operation of rank 2" in row["reason"] for row in missing)
+    assert report.extra == 0
+
+
+def test_the_log_of_another_run_matches_nothing_and_says_so(tmp_path):
+    writer = planted_nccl.Writer("elsewhere", 99, (2, 27, 3))
+    comm = planted_nccl.Communicator(0x55A000001000, 0, 8, 5)
+    writer.init(comm)
+    writer.operation(comm, planted_nccl.Operation("AllReduce", 123, 7))
+    (tmp_path / "a.log").write_text("\n".join(writer.lines))
+    run = a_run(5, 10)
+    report = align(run.open(), parse_logs(tmp_path).ops)
+    assert (report.matched, report.extra) == (0, 1)
+    assert any("another run" in note for note in report.notes)
+
+
+def test_a_run_on_gloo_is_matched_with_a_word_of_warning(tmp_path):
+    _, report = plant_and_align(tmp_path, a_run(6, 20, backend="gloo"))
+    assert (report.missing, report.extra) == (0, 0)
+    assert any("gloo, which NCCL never sees" in note for note in report.notes)
+
+
+def test_empty_sides_are_results(tmp_path):
+    (tmp_path / "a.log").write_text("nothing\n")
+    run = a_run(7, 3)
+    report = align(run.open(), parse_logs(tmp_path).ops)
+    assert (report.matched, report.missing, report.extra) == (0, report.matches.num_rows, 0)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 4), max_size=25), st.lists(st.integers(0, 4), max_size=25))
+def test_common_pairs_are_a_longest_common_subsequence(first, second):
+    best = [[0] * (len(second) + 1) for _ in range(len(first) + 1)]
+    for i, a in enumerate(first):
+        for j, b in enumerate(second):
+            best[i + 1][j + 1] = best[i][j] + 1 if a == b else max(best[i][j + 1], best[i + 1][j])
+    pairs = common_pairs(first, second)
+    assert len(pairs) == best[-1][-1]
+    assert all(first[i] == second[j] for i, j in pairs)
+    assert all(a[0] < b[0] and a[1] < b[1] for a, b in itertools.pairwise(pairs))
+
+
+def test_more_differences_than_one_search_explores_still_align():
+    first = list(range(5000)) * 2
+    second = [number for place, number in enumerate(first) if place % 5]
+    assert len(common_pairs(first, second)) == len(second)
+
+
+def test_the_generator_runs_by_itself_and_marks_what_it_writes(tmp_path):
+    run = a_run(8, 10)
+    run.write(tmp_path / "run")
+    generator = Path(planted_nccl.__file__)
+    command = [sys.executable, generator, tmp_path / "run", "--out", tmp_path / "logs", "--drop", "2"]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    parsed = parse_logs(tmp_path / "logs")
+    assert parsed.generated
+    assert all((tmp_path / "logs" / name).read_text().startswith("# GENERATED") for name in parsed.files)
+    assert align(run.open(), parsed.ops).missing == 2
+
+
+def test_the_generator_is_a_second_opinion():
+    tree = ast.parse(Path(planted_nccl.__file__).read_text())
+    imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    imported |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+    assert not any(module.startswith(("commprof.nccl", "commprof.align")) for module in imported)

@@ -1,0 +1,126 @@
+"""The reader on real logs from public sources, counted here a second time with nothing but regular expressions."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from commprof.nccl.parser import parse_logs
+
+ROOT = Path(__file__).resolve().parents[3]
+LOGS = Path(os.environ.get("COMMPROF_NCCL_LOGS", ROOT.parent / "shared" / "data" / "nccl-logs"))
+pytestmark = pytest.mark.skipif(
+    not LOGS.is_dir(), reason=f"real NCCL logs are not at {LOGS}; set COMMPROF_NCCL_LOGS to their directory"
+)
+FILES = (
+    sorted(path.name for path in LOGS.glob("*") if path.suffix in (".log", ".txt")) if LOGS.is_dir() else []
+)
+
+# A whole line ends with a whole stream pointer and has a host:pid:tid right in front of its level.
+WHOLE_COLL = re.compile(
+    r"\w:\d+:\d+ \[\d+\] NCCL INFO \w+: opCount [0-9a-f]+ .*?count \d+ datatype \d+ op \d+ root \d+ "
+    r"comm 0x[0-9a-f]+ \[nranks=\d+\] stream 0x[0-9a-f]+"
+)
+WHOLE_CALL = re.compile(
+    r"NCCL CALL nccl(?!Comm)\w+\([0-9a-f]+,[0-9a-f]+,\d+,\d+,\d+,\d+,0x[0-9a-f]+,0x[0-9a-f]+\)"
+)
+BEGINS = re.compile(r"\w+: opCount |NCCL CALL nccl(?:Send|Recv|All|Reduce|Broadcast)\w*\(")
+
+
+def log(fragment: str) -> Path:
+    return next(LOGS / name for name in FILES if fragment in name)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_operation_line_is_counted_once_and_by_its_kind(name):
+    text = (LOGS / name).read_text(errors="replace")
+    parsed = parse_logs(LOGS / name)
+    coll, call = len(WHOLE_COLL.findall(text)), len(WHOLE_CALL.findall(text))
+    begun = len(BEGINS.findall(text))
+    counts = parsed.counts
+    assert (counts.coll, counts.call) == (coll, call)
+    assert counts.torn == begun - coll - call
+    assert counts.lines == len(text.removesuffix("\n").split("\n"))
+    assert parsed.ops.num_rows == begun
+    init = r"\w:\d+:\d+ \[\d+\] .*comm 0x[0-9a-f]{4,} .*- ?Init (?:START|COMPLETE)|CALL ncclCommInitRank"
+    assert counts.init == len(re.findall(init, text))
+
+
+def test_rank_size_and_identity_come_from_the_init_lines():
+    rows = parse_logs(log("two_gpu_2.23.4")).ops.to_pylist()
+    coll = [row for row in rows if row["kind"] == "coll"]
+    assert [(r["op"], r["opcount"], r["bytes"], r["message_bytes"]) for r in coll] == [
+        ("all_gather", 0, 8, 16),
+        ("all_reduce", 0x3F, 10_056_384, 10_056_384),
+        ("broadcast", 0x40, 1_478_412, 1_478_412),
+        ("all_reduce", 0x41, 9_649_344, 9_649_344),
+    ]
+    assert {(r["rank"], r["nranks"], r["comm_id"], r["version"]) for r in rows} == {
+        (0, 2, "0xfe34f77ffe21ca43", "2.23.4")
+    }
+    assert [r["dtype"] for r in coll] == ["int64", "float32", "float32", "float32"]
+
+
+def test_message_sizes_agree_with_what_nccl_prints_when_it_tunes():
+    # 2.20 to 2.23 print the bytes of the whole collective on the TUNING line of rank 0.
+    text = log("two_gpu_2.23.4").read_text()
+    tuned = {int(n) for n in re.findall(r"(?:AllGather|Broadcast): (\d+) Bytes", text)}
+    printed = {
+        r["message_bytes"]
+        for r in parse_logs(log("two_gpu_2.23.4")).ops.to_pylist()
+        if r["op"] != "all_reduce"
+    }
+    assert printed == tuned
+
+
+def test_send_and_recv_have_a_peer_and_no_root():
+    rows = parse_logs(log("picotron-pp")).ops.to_pylist()
+    assert {(r["op"], r["peer"], r["root"]) for r in rows} == {
+        ("send", 0, None), ("recv", 0, None), ("send", 2, None), ("recv", 2, None),
+    }  # fmt: skip
+    assert {r["bytes"] for r in rows} == {8_388_608 * 2}
+
+
+def test_a_type_that_old_versions_hide_is_unknown_and_its_bytes_are_right():
+    rows = parse_logs(log("allgather-int8")).ops.to_pylist()
+    assert {(r["dtype"], r["bytes"], r["message_bytes"]) for r in rows} == {(None, 512, 512 * 16)}
+
+
+def test_two_messages_in_one_line_are_two_and_headless_ones_are_torn():
+    parsed = parse_logs(log("issue-147"))
+    states = [(r["line"], r["state"], r["pid"]) for r in parsed.ops.to_pylist()]
+    assert states == [
+        (1, "whole", 32629), (2, "whole", 32625), (3, "whole", 32615), (5, "whole", 32617),
+        (6, "torn", None), (7, "whole", 32617), (8, "torn", 32627),
+    ]  # fmt: skip
+
+
+def test_without_init_lines_ranks_are_null_and_the_reason_is_given():
+    parsed = parse_logs(log("torchtitan"))
+    rows = parsed.ops.to_pylist()
+    assert {(r["rank"], r["global_rank"]) for r in rows} == {(None, None)}
+    assert all("NCCL_DEBUG_SUBSYS had COLL without INIT" in r["rank_reason"] for r in rows)
+    assert any("NCCL_DEBUG_SUBSYS=INIT,COLL" in note for note in parsed.notes)
+
+
+@pytest.mark.parametrize(
+    ("fragment", "members"),
+    [
+        ("bigscience_2.10.3", 16),
+        ("bigscience_2.7.8_allreduce", 4),
+        ("accelerate-issue-2246", 5),
+        ("efa_2.12", 2),
+    ],
+)
+def test_members_of_one_communicator_form_one_family_with_global_ranks(fragment, members):
+    communicators = parse_logs(log(fragment)).communicators
+    assert len(communicators) == members
+    assert {c.family for c in communicators} == {0}
+    assert sorted(c.global_rank for c in communicators) == sorted(c.rank for c in communicators)
+
+
+def test_the_lines_of_torch_are_understood():
+    assert parse_logs(log("torch-pgnccl")).counts.torch == 8
