@@ -97,5 +97,6 @@ def _explain_usage(problem: Any) -> int:
         typer.echo(context.get_help() if context is not None else problem.format_message(), err=True)
         return USAGE
     message = str(problem.format_message()).strip().removesuffix(".")
-    error(f"{message}. See: {context.command_path if context is not None else 'commprof'} --help")
+    end = "" if message.endswith("?") else "."
+    error(f"{message}{end} See: {context.command_path if context is not None else 'commprof'} --help")
     return USAGE

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 _WIRE: Final = "wire_"
 LEGEND: Final = (
-    "Bytes and times are of one training step. payload: S of nccl-tests. wire: modelled, mean bytes that a rank sends, "
-    "all collectives of the step. time: median without the first step, with its 95 % interval."
+    "requested: what the config asks for to reduce gradients. issued: what was issued to do so, and (in parentheses) what "
+    "that stands for. Bytes and times are of one training step: payload, S of nccl-tests; wire, modelled, mean bytes that "
+    "a rank sends, in all collectives; time, median without the first step, with its 95 % interval."
 )
 
 
@@ -90,7 +91,7 @@ def comparison_table(rows: Sequence[Mapping[str, Any]], labels: Sequence[str]) -
             _issued(row),
             rendering.number_of_bytes(_rounded(row["payload_bytes_per_step"])),
             rendering.number_of_bytes(_rounded(row["wire_bytes_per_step"])),
-            _time(row),
+            rendering.spread(*(row[f"step_time_{end}ns"] for end in ("", "low_", "high_"))),
             rendering.loss(row["final_loss"]),
         )
         for row, label in zip(rows, labels, strict=True)
@@ -100,15 +101,7 @@ def comparison_table(rows: Sequence[Mapping[str, Any]], labels: Sequence[str]) -
 
 def _issued(row: Mapping[str, Any]) -> str:
     issued, intended = rendering.text(row["issued_op"]), rendering.text(row["intended_op"])
-    return issued if intended in (rendering.MISSING, issued) else f"{issued} (for {intended})"
-
-
-def _time(row: Mapping[str, Any]) -> str:
-    time = rendering.duration(row["step_time_ns"])
-    if rendering.is_missing(row["step_time_low_ns"]):
-        return time
-    half = (float(row["step_time_high_ns"]) - float(row["step_time_low_ns"])) / 2
-    return f"{time} +- {rendering.duration(round(half))}"
+    return issued if intended in (rendering.MISSING, issued) else f"{issued}\n({intended})"
 
 
 def operations_table(rows: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> Rows:

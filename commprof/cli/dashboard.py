@@ -21,15 +21,15 @@ def dashboard(
     directory: Annotated[
         Path, typer.Argument(metavar="[DIR]", help="A directory of runs, or one run.", show_default="traces")
     ] = Path("traces"),
-    port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="TCP port; 0 takes a free one.")
-    ] = 8050,
+    port: Annotated[int, typer.Option("--port", help="TCP port; 0 takes a free one.")] = 8050,
     host: Annotated[
         str,
         typer.Option("--host", help="Address to listen on. Anything but 127.0.0.1 shows the runs to others."),
     ] = "127.0.0.1",
 ) -> int:
     """Look at runs in a browser. Stop it with Ctrl-C."""
+    if not 0 <= port <= 65535:
+        raise UsageError(f"--port {port}: a TCP port was expected, 0 to 65535")
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"{directory} is a file; a directory of runs was expected")
     from commprof.trace.directory import find_runs

@@ -128,6 +128,7 @@ def carry_out(campaign: Campaign, say: Callable[[str], None]) -> Iterator[TurnRe
         said: list[str] = []
         finished = run_job(job, say if campaign.show_output else said.append)
         problem = _problem(finished, turn, campaign)
+        injection.forget_notes(run)
         yield TurnResult(turn, run, problem, finished.asked_to_stop)
 
 

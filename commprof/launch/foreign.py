@@ -74,6 +74,7 @@ def run_foreign_rank(job: Job, place: environment.Place, say: Callable[[str], No
         failed = outcome.first_failed_rank
         close_manifest(run, exit_code=outcome.exit_code, first_failed_rank=failed)
         say(summary.last_line(run))
+        injection.forget_notes(run)
     return Finished(run, outcome.exit_code, outcome.first_failed_rank)
 
 

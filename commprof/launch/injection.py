@@ -6,6 +6,7 @@ reached through any launcher that passes its environment on; ``python -I`` and `
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -55,6 +56,12 @@ def notes(run: Path) -> list[dict[str, Any]]:
         if isinstance(note, dict):
             found.append(note)
     return found
+
+
+def forget_notes(run: Path) -> None:
+    """Remove the notes, once the records themselves say which processes were reached."""
+    with contextlib.suppress(OSError):
+        (run / NOTES).unlink()
 
 
 def explain_silence(reported: list[dict[str, Any]]) -> str:

@@ -216,6 +216,8 @@ def _run_ranks(job: Job, run: Path, ranks: list[Rank], say: Callable[[str], None
     first_failed = None if is_command else outcome.first_failed_rank
     close_manifest(run, exit_code=outcome.exit_code, first_failed_rank=first_failed)
     say(summary.last_line(run))
+    if job.derived is None:
+        injection.forget_notes(run)
     return Finished(run, outcome.exit_code, first_failed, outcome.asked_to_stop is not None)
 
 

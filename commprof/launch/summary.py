@@ -43,7 +43,8 @@ def counts(health: Any) -> str:
     number = f"{ranks} {'rank' if ranks == 1 else 'ranks'}"
     if health.ranks_expected and ranks < health.ranks_expected:
         number = f"{ranks} of {health.ranks_expected} ranks"
-    text = f"{number}, {health.records:,} records, {health.lost:,} lost, {health.unseen:,} unseen"
+    records = f"{health.records:,} {'record' if health.records == 1 else 'records'}"
+    text = f"{number}, {records}, {health.lost:,} lost, {health.unseen:,} unseen"
     return text + "".join(
         f", {value:,} {name}"
         for name, value in (

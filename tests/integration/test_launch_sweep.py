@@ -1,0 +1,121 @@
+"""A sweep over a small script: what each run gets, what fails loudly, what is compared at the end."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+READS = "import json, sys; c = json.load(open(sys.argv[sys.argv.index('--config') + 1])); print(c)\n"
+CONFIG = {"stage": 1, "deep": {"x": 1}}
+
+
+def sweep(cwd: Path, *words: str) -> subprocess.CompletedProcess:
+    environment = {
+        **{
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("RANK", "WORLD_SIZE", "COMMPROF_RUN")
+        },
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "runtime")]),
+    }
+    return subprocess.run(
+        [sys.executable, "-m", "commprof", "sweep", *words],
+        cwd=cwd, capture_output=True, text=True, timeout=200, env=environment, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "train.py").write_text(READS)
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def test_each_run_gets_its_point(script):
+    done = sweep(
+        script, "--nproc", "1", "--out", "s", "--repeat", "2", "--set", "deep.x=2,3", "--set", "new.key=auto",
+        "--", "train.py", "--config", "ds.json", "--set", "mine",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    runs = sorted((script / "s").iterdir())
+    manifests = [json.loads((run / "run.json").read_text()) for run in runs]
+    assert [(m["sweep"]["point"]["deep.x"], m["sweep"]["repeat"]) for m in manifests] == [
+        (2, 0),
+        (3, 0),
+        (2, 1),
+        (3, 1),
+    ]
+    for run, manifest in zip(runs, manifests, strict=True):
+        expected = {"stage": 1, "deep": {"x": manifest["sweep"]["point"]["deep.x"]}, "new": {"key": "auto"}}
+        assert json.loads((run / "config.json").read_text()) == manifest["config"] == expected
+        assert (run / "output.txt").read_text() == f"{expected}\n"
+        assert manifest["command"][1:] == [
+            "train.py",
+            "--config",
+            f"s/{run.name}/config.json",
+            "--set",
+            "mine",
+        ]
+    assert json.loads((script / "ds.json").read_text()) == CONFIG
+    assert done.stderr.splitlines()[-1] == "commprof: s  4 runs, 0 failed  next: commprof dashboard s"
+
+
+def test_a_script_that_reads_another_config_fails_loudly(script):
+    (script / "train.py").write_text("print(open('ds.json').read())")
+    done = sweep(
+        script, "--nproc", "1", "--out", "s", "--set", "stage=1,2", "--", "train.py", "--config", "ds.json"
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("the script never opened s/") == 2
+    assert "2 failed" in done.stderr.splitlines()[-1]
+
+
+def test_a_failing_point_does_not_stop_the_others(script):
+    (script / "train.py").write_text(READS + "print('the reason'); sys.exit(c['stage'])\n")
+    words = ["--nproc", "1", "--set", "stage=0,3,0.0,5", "--", "train.py", "--config", "ds.json"]
+    assert "twice" in sweep(script, *words).stderr
+    words[3] = "stage=0,3,5"
+    done = sweep(script, "--out", "s", *words)
+    assert done.returncode == 1
+    assert "run 2, stage=3, failed: rank 0 failed first, with exit code 3" in done.stderr
+    assert "    the reason" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("commprof: s  3 runs, 2 failed")
+    fast = sweep(script, "--out", "f", "--fail-fast", *words)
+    assert fast.returncode == 1
+    assert "2 runs, 1 failed, 1 not run" in fast.stderr.splitlines()[-1]
+
+
+@pytest.mark.ranks
+def test_an_engine_that_uses_other_values_is_found_out(script):
+    (script / "train.py").write_text(
+        READS
+        + "import torch.distributed as dist, commprof.hooks\n"
+        + "dist.init_process_group('gloo'); c['deep']['x'] = 7\n"
+        + "commprof.hooks.describe_config(c, engine='test')\n"
+        + "dist.destroy_process_group()\n"
+    )
+    done = sweep(
+        script, "--nproc", "1", "--out", "s", "--set", "deep.x=5", "--", "train.py", "--config", "ds.json"
+    )
+    assert done.returncode == 1
+    assert "the engine did not use the derived config: deep.x is 7, not 5" in done.stderr
+
+
+@pytest.mark.ranks
+def test_the_comparison_of_two_reductions(tmp_path):
+    done = sweep(
+        tmp_path, "--nproc", "2", "--out", "s", "--set", "zero_optimization.use_multi_rank_bucket_allreduce=true,false",
+        "--", str(ROOT / "examples" / "train_gpt.py"), "--config", str(ROOT / "examples" / "ds_zero2.json"), "--steps", "2",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = {
+        line.split()[0]: line.split()[1:3] for line in done.stdout.splitlines() if "reduce_scatter  " in line
+    }
+    assert rows == {
+        "use_multi_rank_bucket_allreduce=true": ["reduce_scatter", "all_reduce"],
+        "use_multi_rank_bucket_allreduce=false": ["reduce_scatter", "reduce"],
+    }
