@@ -12,7 +12,7 @@ from dash.development.base_component import Component
 
 from commprof_dash import address, ids
 from commprof_dash.components import messages, shell
-from commprof_dash.data import Runs
+from commprof_dash.data import Runs, reason
 from commprof_dash.pages import PAGES
 from commprof_dash.pages.page import Page
 from commprof_dash.theme import scheme_of
@@ -106,5 +106,5 @@ def draw_page(
         body = page.render(runs, address.parse(search), scheme_of(scheme))
     except Exception as error:  # a page must not take the others down, nor leave the old picture standing
         _LOG.exception("page %s with %s could not be drawn", page.path, search)
-        body = messages.unforeseen(error)
+        body = messages.broken_page(reason(error))
     return [shell.heading(page.title, page.question), body]

@@ -6,7 +6,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -18,6 +17,7 @@ from commprof_dash.charts.series import with_series
 from commprof_dash.measures import MEASURES
 
 _CACHED_ANSWERS: Final = 256
+_UNREADABLE: Final = "unreadable"  # a state of api.find_runs
 _LISTING_SECONDS: Final = 1.0  # one drawing of a page asks many times
 _MOST_BARS: Final = 240  # a browser draws them at once; more steps are drawn as means of neighbours
 _CURVE_POINTS: Final = 1000
@@ -61,19 +61,15 @@ class Runs:
 
     def select(self, names: Sequence[str]) -> Selection:
         """Sort ``names`` into readable, unknown and broken runs."""
-        paths = self._paths()
-        readable, unknown, broken = [], [], {}
-        for name in dict.fromkeys(names):
-            if name not in paths:
-                unknown.append(name)
-                continue
-            try:
-                self._cached("overview", (paths[name],), partial(api.overview, paths[name]))
-            except Exception as error:
-                broken[name] = reason(error)
-            else:
-                readable.append(name)
-        return Selection(tuple(readable), tuple(unknown), broken)
+        listed = {str(row["name"]): row for row in self.listing().to_dict("records")}
+        chosen = list(dict.fromkeys(names))
+        broken = {
+            name: str(listed[name]["note"])
+            for name in chosen
+            if name in listed and listed[name]["state"] == _UNREADABLE
+        }
+        readable = tuple(name for name in chosen if name in listed and name not in broken)
+        return Selection(readable, tuple(name for name in chosen if name not in listed), broken)
 
     def overview(self, name: str) -> dict[str, Any]:
         """The plain facts of a run."""
@@ -161,11 +157,9 @@ class Runs:
 
 
 def reason(error: Exception) -> str:
-    """Why a run cannot be read, in a sentence."""
-    text = str(error).strip()
-    return (
-        text if text and type(error).__module__.startswith("commprof.") else f"{type(error).__name__}: {text}"
-    )
+    """What went wrong, in a sentence: commprof's own errors are written for people, others are named."""
+    text = str(error).strip().removesuffix(".")
+    return f"{text}." if type(error).__module__ == "commprof.errors" else f"{type(error).__name__}: {text}."
 
 
 def _stamp(path: Path) -> Stamp:

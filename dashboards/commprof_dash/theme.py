@@ -16,11 +16,11 @@ FONT: Final = "-apple-system, BlinkMacSystemFont, 'Segoe UI', Roboto, 'Helvetica
 # share a figure stay apart for red-, green- and blue-blind eyes; tests/unit/commprof_dash/test_theme.py measures both.
 OP_COLOURS: Final[dict[str, str]] = {
     Op.ALL_REDUCE: "#d55e00",
-    Op.REDUCE: "#1f78c8",
-    Op.REDUCE_SCATTER: "#00996b",
-    Op.ALL_GATHER: "#7b61c9",
+    Op.REDUCE: "#4263eb",
+    Op.REDUCE_SCATTER: "#00a372",
+    Op.ALL_GATHER: "#b0489c",
     Op.BROADCAST: "#a87d00",
-    Op.ALL_TO_ALL: "#c2528f",
+    Op.ALL_TO_ALL: "#7b61c9",
     Op.GATHER: "#5c8f9e",
     Op.SCATTER: "#7a8b3c",
     Op.SEND: "#9c6b4a",
@@ -29,11 +29,11 @@ OP_COLOURS: Final[dict[str, str]] = {
 }
 OTHER_COLOUR: Final = "#7d858c"
 
-# Settings are no operations, so they have colours of their own; charts also tell them apart by the dash of the line.
-SETTING_COLOURS: Final = ("#4c6ef5", "#e8590c", "#0c8599", "#c2255c", "#7d8a00", "#7d858c")
+# Settings and times are no operations, so they have colours of their own. Charts also give each setting a dash of its own.
+SETTING_COLOURS: Final = ("#4c6ef5", "#e8590c", "#0c8599", "#d6336c", "#7d8a00", "#7d858c")
 
-STEP_COLOUR: Final = "#1f78c8"
-EXPOSED_COLOUR: Final = "#d55e00"
+STEP_COLOUR: Final = "#5b7f9e"
+EXPOSED_COLOUR: Final = "#d6336c"
 
 PAPER: Final[dict[Scheme, str]] = {"light": "#ffffff", "dark": "#242424"}
 TEXT: Final[dict[Scheme, str]] = {"light": "#212529", "dark": "#e4e6e9"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import threading
@@ -54,16 +55,18 @@ def open_browser() -> Iterator[Any]:
 def served(directory: Path) -> Iterator[str]:
     """The dashboard of the runs below ``directory``, on a free port; the address without a trailing slash."""
     from commprof_dash.app import create_app
-    from waitress.server import create_server
+    from werkzeug.serving import make_server
 
-    server = create_server(create_app(directory).server, host="127.0.0.1", port=0, threads=4)
-    thread = threading.Thread(target=server.run, name="dashboard", daemon=True)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = make_server("127.0.0.1", 0, create_app(directory).server, threaded=True)
+    thread = threading.Thread(target=server.serve_forever, name="dashboard", daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.effective_port}"
+        yield f"http://127.0.0.1:{server.server_port}"
     finally:
-        server.close()
+        server.shutdown()
         thread.join(timeout=10)
+        server.server_close()
 
 
 @pytest.fixture(scope="session")

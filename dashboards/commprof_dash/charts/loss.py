@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import plotly.graph_objects as go
 
-from commprof_dash.charts.labels import wrap
+from commprof_dash.charts.labels import escape, wrap
 from commprof_dash.theme import SETTING_COLOURS, Scheme, template
 
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
@@ -26,7 +26,7 @@ def curves(frame: pd.DataFrame, labels: list[str], scheme: Scheme) -> go.Figure:
         }
         part = frame[frame["label"] == label].sort_values("step")
         figure.add_scatter(
-            name=label,
+            name=escape(label),
             mode="lines+markers" if len(part) <= 60 else "lines",
             x=part["step"].tolist(),
             y=part["loss"].astype(float).tolist(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from html import unescape
 from typing import Any
 
 import plotly.graph_objects as go
@@ -13,7 +14,9 @@ def legend(figure: go.Figure) -> Component | None:
     """One entry per trace, with the looks of the trace; None where there is only one to tell."""
     if len(figure.data) < 2:
         return None
-    return html.Ul([html.Li([_swatch(trace), trace.name]) for trace in figure.data], className="legend")
+    return html.Ul(
+        [html.Li([_swatch(trace), unescape(trace.name)]) for trace in figure.data], className="legend"
+    )
 
 
 def _swatch(trace: Any) -> Component:

@@ -57,10 +57,7 @@ def broken_run(name: str, reason: str) -> Component:
     return message(f"{name} cannot be read", reason, severity="error")
 
 
-def unforeseen(error: Exception) -> Component:
-    """A page could not be drawn, for a reason that nobody foresaw."""
-    return message(
-        "This page could not be drawn",
-        f"{type(error).__name__}: {str(error)[:500]}. The server's log has the details.",
-        severity="error",
-    )
+def broken_page(reason: str) -> Component:
+    """The page could not be drawn."""
+    text = f"{reason[:1000]} The log of the server has the details."
+    return message("This page could not be drawn", text, severity="error")

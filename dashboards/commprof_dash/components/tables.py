@@ -11,6 +11,8 @@ import pandas as pd
 from dash import html
 from dash.development.base_component import Component
 
+from commprof.analysis import api
+
 Cell: TypeAlias = str | Component
 
 
@@ -53,7 +55,7 @@ def csv_link(name: str, frame: pd.DataFrame) -> html.A:
     """A link that downloads ``frame`` as it stands, with every digit; it works without the server."""
     return html.A(
         "CSV",
-        href="data:text/csv;charset=utf-8," + quote(frame.to_csv(index=False, lineterminator="\n")),
+        href="data:text/csv;charset=utf-8," + quote(api.frame_csv(frame)),
         download=f"commprof-{name}.csv",
         className="card-action",
         title="Download the numbers of this card as CSV",

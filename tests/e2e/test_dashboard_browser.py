@@ -1,0 +1,350 @@
+"""The dashboard in a real Chromium, over runs recorded here with random sizes: what is drawn equals the exported CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import random
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from support.browser import Watched, browser, drawn_bars, served, watched  # noqa: F401 - browser is a fixture
+from support.ranks import run_ranks
+
+pytestmark = [pytest.mark.browser, pytest.mark.ranks]
+
+WORLD = 2
+STEPS = 3
+DESKTOP = {"width": 1280, "height": 900}
+HOSTILE = "<img src=x onerror=alert(1)>"
+
+
+def record(rank: int, world: int, out: str, how: str, sizes: list[list[int]]) -> None:
+    """Train nothing, but send: buckets of random sizes, reduced as ``how`` says, then one all_gather, in each step."""
+    import torch
+    import torch.distributed as dist
+
+    from commprof import hooks
+
+    hooks.attach(out, quiet=True)
+    for step, buckets in enumerate(sizes):
+        hooks.step(step)
+        hooks.phase("backward")
+        for bucket, numel in enumerate(buckets):
+            flat = torch.ones(numel * world)
+            if how == "reduce":
+                with hooks.tag("gradient_reduce", bucket=bucket, owner=bucket % world):
+                    dist.reduce(flat, bucket % world)
+            elif how == "all_to_all":
+                with hooks.tag("gradient_reduce", bucket=bucket, intended_op="reduce_scatter"):
+                    dist.all_to_all_single(torch.empty_like(flat), flat)
+            else:
+                with hooks.tag("gradient_reduce", bucket=bucket):
+                    dist.all_reduce(flat)
+        hooks.phase("optimizer")
+        with hooks.tag("parameter_gather"):
+            dist.all_gather_into_tensor(torch.empty(buckets[0] * world), torch.ones(buckets[0]))
+        hooks.metric("loss", 3.0 - step)
+        dist.barrier()
+    hooks.detach()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A directory with three recorded runs whose configs differ, and the CSV export of each."""
+    from commprof.export.csv import export_csv
+    from commprof.trace.manifest import Manifest, create_run
+
+    seed = random.randrange(2**32)
+    print(f"sizes drawn with seed {seed}")
+    rng = random.Random(seed)
+    base = tmp_path_factory.mktemp("dashboard")
+    for how in ("all_reduce", "reduce", "all_to_all"):
+        path = base / "runs" / f"of-{how}"
+        config = {"zero_optimization": {"stage": 2, "gradient_reduction": how, "note": HOSTILE}}
+        manifest = Manifest(
+            command=["train.py", HOSTILE],
+            script="train.py",
+            started_realtime_ns=time.time_ns(),
+            world_size=WORLD,
+            nproc=WORLD,
+            config=config,
+            config_path="ds.json",
+        )
+        create_run(path, manifest)
+        sizes = [[rng.randrange(1, 200_000) for _ in range(rng.randrange(2, 5))] for _ in range(STEPS)]
+        run_ranks(WORLD, record, str(path), how, sizes)
+        export_csv(path, base / "csv" / how)
+    return base
+
+
+@pytest.fixture(scope="module")
+def base_url(runs):
+    with served(runs / "runs") as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def desktop(browser):  # noqa: F811 - the fixture
+    """One browser context, so that plotly.js is loaded once."""
+    context = browser.new_context(viewport=DESKTOP, color_scheme="light", accept_downloads=True)
+    yield context
+    context.close()
+
+
+@pytest.fixture
+def page(desktop, base_url):
+    """A desktop page; afterwards nothing may have left the dashboard, nor gone wrong in the console."""
+    view = Watched(desktop.new_page())
+    yield view
+    view.page.close()
+    assert view.foreign_requests(base_url) == []
+    assert view.errors == []
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def sent_model(op: str, payload: int, size: int) -> float:
+    """Mean bytes that a rank sends, written down again here: twice for all_reduce, once for the others."""
+    return {"all_reduce": 2.0, "barrier": 0.0}.get(op, 1.0) * (size - 1) / size * payload
+
+
+def sums(export: Path) -> dict[str, dict[tuple[int, str], float]]:
+    """Of each measure: the sum per step and series over an exported collectives.csv, each collective counted once."""
+    seen = set()
+    found: dict[str, dict[tuple[int, str], float]] = {
+        name: defaultdict(float) for name in ("wire", "payload", "count")
+    }
+    for row in rows_of(export / "collectives.csv"):
+        identity = (row["pg"], row["pg_seq"], row["op"])
+        if int(row["step"]) < 0 or row["op"] == "barrier" or identity in seen:
+            continue
+        seen.add(identity)
+        meant = row["intended_op"]
+        key = (int(row["step"]), f"{meant} as {row['op']}" if meant else row["op"])
+        payload = int(row["payload_bytes"])
+        found["wire"][key] += sent_model(row["op"], payload, int(row["group_size"]))
+        found["payload"][key] += payload
+        found["count"][key] += 1
+    return found
+
+
+SERIES = {"all_reduce": "all_reduce", "reduce": "reduce", "all_to_all": "reduce_scatter as all_to_all"}
+
+
+def expected_bars(base: Path, measure: str, shown: list[str], series: str) -> list[float]:
+    """The mean per step of ``series`` in each of the runs ``shown``."""
+    return [
+        sum(value for (_, name), value in sums(base / "csv" / how)[measure].items() if name == series) / STEPS
+        for how in shown
+    ]
+
+
+def shown_order(view) -> list[str]:
+    """Which run stands in which row, by the labels that the figure shows."""
+    texts = view.page.locator("#card-reducing .annotation-text").all_text_contents()
+    labels = [text for text in texts if "gradient_reduction=" in text]
+    return [label.rpartition("gradient_reduction=")[2] for label in labels]
+
+
+def choose_measure(view, name: str) -> None:
+    with view.page.expect_response(lambda answer: "_dash-update-component" in answer.url):
+        view.page.get_by_text(name, exact=True).first.click()
+    view.page.wait_for_function(
+        "(text) => document.body.innerText.includes(text)", arg=f"{name} per step and"
+    )
+    view.settle()
+
+
+def test_compare_draws_the_sums_of_the_exported_csv_in_every_measure(page, runs, base_url):
+    page.open(f"{base_url}/compare")
+    order = shown_order(page)
+    assert sorted(order) == sorted(SERIES)
+    for measure, name in (("wire", None), ("payload", "Payload bytes"), ("count", "Collectives")):
+        if name:
+            choose_measure(page, name)
+            assert f"measure={measure}" in page.page.url
+        drawn = drawn_bars(page.page, "reducing")
+        assert set(drawn) == set(SERIES.values())
+        for series in SERIES.values():
+            assert drawn[series] == pytest.approx(expected_bars(runs, measure, order, series), rel=1e-12)
+        others = drawn_bars(page.page, "others")
+        assert others["all_gather"] == pytest.approx(
+            expected_bars(runs, measure, order, "all_gather"), rel=1e-12
+        )
+
+
+def test_the_numbers_beside_the_bars_are_those_of_the_bars(page, base_url):
+    page.open(f"{base_url}/compare?measure=count")
+    totals = [sum(values) for values in zip(*drawn_bars(page.page, "reducing").values(), strict=True)]
+    texts = page.page.locator("#card-reducing .annotation-text").all_text_contents()
+    numbers = [float(text) for text in texts if "=" not in text]
+    assert numbers == pytest.approx(totals, abs=0.05)
+
+
+def test_overview_draws_every_step(page, runs, base_url):
+    page.open(f"{base_url}/?run=of-all_to_all&measure=wire")
+    drawn = drawn_bars(page.page, "by-step")
+    wanted = sums(runs / "csv" / "all_to_all")["wire"]
+    for series in ("reduce_scatter as all_to_all", "all_gather"):
+        assert drawn[series] == pytest.approx([wanted[step, series] for step in range(STEPS)], rel=1e-12)
+    purposes = drawn_bars(page.page, "by-purpose")
+    total = sum(sum(values) for values in purposes.values())
+    assert total == pytest.approx(sum(wanted.values()) / STEPS, rel=1e-12)
+
+
+def test_downloaded_csv_holds_what_is_drawn(page, base_url):
+    page.open(f"{base_url}/compare?measure=wire")
+    drawn = drawn_bars(page.page, "reducing")
+    with page.page.expect_download() as caught:
+        page.page.locator("#card-reducing .card-action").click()
+    assert caught.value.suggested_filename == "commprof-reducing.csv"
+    rows = list(csv.DictReader(io.StringIO(Path(caught.value.path()).read_text())))
+    for series in SERIES.values():
+        values = sorted(float(row["wire_bytes_per_step"]) for row in rows if row["series"] == series)
+        assert values == pytest.approx(sorted(value for value in drawn[series] if value), rel=1e-12)
+
+
+def test_a_choice_is_in_the_address_and_back_undoes_it(page, base_url):
+    page.open(f"{base_url}/compare?run=of-reduce&run=of-all_reduce&measure=payload")
+    assert len(shown_order(page)) == 2
+    with page.page.expect_response(lambda answer: "_dash-update-component" in answer.url):
+        page.page.locator(".control-wide button[class*=Pill]").first.click()
+    page.page.wait_for_function("document.querySelectorAll('#card-settings tbody tr').length === 1")
+    assert "run=of-all_reduce&measure=payload" in page.page.url
+    assert "of-reduce&" not in page.page.url
+    page.page.go_back()
+    page.page.wait_for_function("document.querySelectorAll('#card-settings tbody tr').length === 2")
+    assert "run=of-reduce&run=of-all_reduce" in page.page.url
+
+
+def test_settings_table_names_what_was_issued_and_for_what(page, base_url):
+    page.open(f"{base_url}/compare")
+    rows = page.page.locator("#card-settings tbody tr").all_inner_texts()
+    row = next(text for text in rows if "gradient_reduction=all_to_all" in text)
+    assert "all_to_all" in row
+    assert "reduce_scatter" in row
+
+
+def test_toggle_redraws_the_figures_for_the_dark_scheme(page, base_url):
+    page.open(f"{base_url}/compare")
+    colour = "document.querySelector('#card-reducing .js-plotly-plot')._fullLayout.font.color"
+    light = page.page.evaluate(colour)
+    page.page.locator("#scheme-toggle").click()
+    page.page.wait_for_function(f"{colour} !== {json.dumps(light)}")
+    assert page.page.evaluate("document.documentElement.dataset.mantineColorScheme") == "dark"
+    assert page.page.evaluate("document.documentElement.dataset.agThemeMode") == "dark"
+    page.settle()
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(420, "dark"), (1280, "light")])
+def test_nothing_is_cut_or_covered_and_the_scheme_is_the_systems(browser, base_url, width, scheme):  # noqa: F811
+    view = watched(browser, viewport={"width": width, "height": 900}, color_scheme=scheme)
+    for path in ("/", "/compare"):
+        view.open(base_url + path)
+        assert_nothing_is_cut_or_covered(view)
+    background = view.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    view.page.context.close()
+    assert (max(int(part) for part in background.strip("rgb()").split(",")) < 80) == (scheme == "dark")
+
+
+def assert_nothing_is_cut_or_covered(view) -> None:
+    assert view.page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
+    outside = view.page.evaluate(
+        """() => [...document.querySelectorAll('.js-plotly-plot')].flatMap((plot) => {
+            const frame = plot.getBoundingClientRect();
+            return [...plot.querySelectorAll('.annotation-text, .xtitle, .ytitle, .xtick text, .ytick text')]
+                .filter((text) => {
+                    const box = text.getBoundingClientRect();
+                    return box.left < frame.left - 1 || box.right > frame.right + 1 || box.top < frame.top - 1
+                        || box.bottom > frame.bottom + 1;
+                }).map((text) => text.textContent);
+        })"""
+    )
+    covered = view.page.evaluate(
+        """() => [...document.querySelectorAll('.js-plotly-plot')].flatMap((plot) => {
+            const bars = [...plot.querySelectorAll('.barlayer path')].map((bar) => bar.getBoundingClientRect());
+            return [...plot.querySelectorAll('.annotation-text')].filter((text) => {
+                const box = text.getBoundingClientRect();
+                return bars.some((bar) => bar.width > 1 && box.left < bar.right - 1 && box.right > bar.left + 1
+                    && box.top < bar.bottom - 3 && box.bottom > bar.top + 3);
+            }).map((text) => text.textContent);
+        })"""
+    )
+    assert outside == []
+    assert covered == []
+
+
+def test_no_figure_offers_to_send_itself_anywhere(page, base_url):
+    page.open(f"{base_url}/compare")
+    contexts = page.page.evaluate(
+        "[...document.querySelectorAll('.js-plotly-plot')].map((plot) => plot._context.showSendToCloud)"
+    )
+    assert contexts
+    assert not any(contexts)
+    titles = page.page.evaluate(
+        "[...document.querySelectorAll('.modebar-btn')].map((button) => button.dataset.title || '')"
+    )
+    assert not [title for title in titles if "cloud" in title.lower() or "share" in title.lower()]
+
+
+def test_every_figure_has_its_table_and_its_csv(page, base_url):
+    for path in ("/", "/compare"):
+        page.open(base_url + path)
+        cards = page.page.locator(".card:has(.js-plotly-plot)")
+        assert cards.count() >= 3
+        for i in range(cards.count()):
+            card = cards.nth(i)
+            card.locator("summary").click()
+            assert card.locator("tbody tr").first.is_visible()
+            assert card.locator("a.card-action[download$='.csv']").count() == 1
+
+
+def test_text_of_a_trace_is_shown_as_text(page, base_url):
+    page.open(f"{base_url}/?run=of-reduce")
+    assert HOSTILE in page.page.locator("#card-what-ran").inner_text()
+    assert page.page.locator("img[src=x]").count() == 0
+
+
+def test_unknown_runs_and_pages_are_said_in_the_page(page, base_url):
+    page.open(f"{base_url}/compare?run=of-reduce&run=../../etc/passwd", ready=".message")
+    assert "No such run" in page.page.inner_text("#page")
+    assert "../../etc/passwd" in page.page.inner_text("#page")
+    assert drawn_bars(page.page, "reducing")
+    page.open(f"{base_url}/?run=gone", ready=".message")
+    assert "'gone'" in page.page.inner_text("#page")
+    page.open(f"{base_url}/nowhere", ready=".message")
+    assert "No such page" in page.page.inner_text("#page")
+
+
+def test_empty_directory_says_what_to_type(browser, tmp_path):  # noqa: F811
+    with served(tmp_path / "missing") as url:
+        view = watched(browser, viewport=DESKTOP)
+        for path in ("/", "/compare"):
+            view.open(url + path, ready=".message")
+            assert "commprof run" in view.page.inner_text("#page")
+        view.page.context.close()
+        assert view.errors == []
+
+
+def test_a_broken_run_leaves_the_others_standing(browser, runs, tmp_path):  # noqa: F811
+    good = tmp_path / "good"
+    good.symlink_to(runs / "runs" / "of-reduce")
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "run.json").write_text('{"schema_version": 999}')
+    with served(tmp_path) as url:
+        view = watched(browser, viewport=DESKTOP)
+        view.open(f"{url}/?run=broken", ready=".message")
+        assert "cannot be read" in view.page.inner_text("#page")
+        assert "999" in view.page.inner_text("#page")
+        view.open(f"{url}/compare", ready=".message")
+        assert "broken cannot be read" in view.page.inner_text("#page")
+        view.page.context.close()
+        assert view.errors == []

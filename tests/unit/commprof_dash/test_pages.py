@@ -1,0 +1,224 @@
+"""Pages drawn without a browser: what they say, and that nothing a user types or a disk holds brings them down."""
+
+import json
+import os
+
+import pytest
+from commprof_dash.address import link
+from commprof_dash.app import create_app, draw_page, find_page
+from commprof_dash.components.graph import GRAPH_CONFIG
+from commprof_dash.data import Runs
+from commprof_dash.pages import PAGES
+from dash import dcc
+from support.runs import SyntheticRun
+
+HOSTILE = "<script>alert(1)</script>"
+
+
+def write_run(path, reduction="all_reduce", steps=3, **options):
+    run = SyntheticRun(
+        2, config={"zero_optimization": {"stage": 2, "gradient_reduction": reduction}}, **options
+    )
+    run.add_collective(
+        "broadcast", step=-1, phase="init", payload_bytes=64, purpose="parameter_broadcast", peer=0
+    )
+    for step in range(steps):
+        run.add_step(step, duration_ns=1_000_000 + step, loss=2.0 - step / 10)
+        run.add_collective(reduction, step=step, payload_bytes=1000, purpose="gradient_reduce", peer=0)
+        run.add_collective("all_gather", step=step, payload_bytes=500, purpose="parameter_gather")
+    return run.write(path)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    base = tmp_path_factory.mktemp("runs")
+    write_run(base / "a", "all_reduce")
+    write_run(base / "sweep" / "b", "reduce", started_realtime_ns=1_700_000_001_000_000_000)
+    return base
+
+
+def draw(directory, path, scheme="light"):
+    pathname, _, search = path.partition("?")
+    return draw_page(find_page(pathname), Runs(directory), pathname, f"?{search}", scheme)
+
+
+def text_of(component):
+    """Everything on the page as JSON, texts and ids included."""
+    return json.dumps(
+        [part.to_plotly_json() for part in component], default=lambda part: part.to_plotly_json()
+    )
+
+
+def figures_of(component):
+    return {
+        part.id["name"]: part
+        for root in component
+        for part in root._traverse()
+        if isinstance(part, dcc.Graph)
+    }
+
+
+def test_every_page_draws_the_runs_of_a_directory(directory):
+    assert set(figures_of(draw(directory, "/"))) == {"by-step", "by-purpose", "step-time"}
+    assert set(figures_of(draw(directory, "/compare"))) == {"reducing", "others", "step-time", "loss"}
+
+
+def test_the_newest_run_is_shown_when_none_is_named(directory):
+    assert "sweep/b" in text_of(draw(directory, "/"))
+
+
+def test_a_run_in_a_folder_is_named_by_its_path(directory):
+    page = draw(directory, link("/", run="sweep/b"))
+    assert "by-step" in figures_of(page)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_figures_are_of_the_scheme(directory, scheme):
+    colours = {
+        g.figure.layout.template.layout.font.color
+        for g in figures_of(draw(directory, "/compare", scheme)).values()
+    }
+    assert colours == {{"light": "#212529", "dark": "#e4e6e9"}[scheme]}
+
+
+def test_every_graph_has_the_one_config(directory):
+    for path in [page.path for page in PAGES]:
+        for graph in figures_of(draw(directory, path)).values():
+            assert graph.config == GRAPH_CONFIG
+    assert GRAPH_CONFIG["showSendToCloud"] is False
+
+
+@pytest.mark.parametrize("path", [page.path for page in PAGES])
+@pytest.mark.parametrize(
+    "query",
+    [
+        "run=gone",
+        "run=../../../etc/passwd",
+        "run=%00",
+        "run=",
+        "measure=nonsense",
+        "measure=",
+        "run=a&run=a&run=gone",
+        "%%%&&&===",
+        "run=" + "x" * 5000,
+        "run=<script>alert(1)</script>",
+    ],
+)
+def test_nothing_in_the_address_brings_a_page_down(directory, path, query):
+    page = text_of(draw(directory, f"{path}?{query}"))
+    assert "could not be drawn" not in page
+    if "gone" in query and "run=a" not in query:
+        assert "No such run" in page
+
+
+@pytest.mark.parametrize("path", [page.path for page in PAGES])
+def test_an_empty_and_a_missing_directory_say_what_to_type(tmp_path, path):
+    for directory in (tmp_path, tmp_path / "missing"):
+        page = text_of(draw(directory, path))
+        assert "No runs yet" in page
+        assert "commprof run train.py" in page
+
+
+def test_an_unknown_page_is_said(directory):
+    assert "No such page" in text_of(draw(directory, "/nowhere"))
+
+
+BROKEN = {
+    "newer": {"run.json": '{"schema_version": 999}'},
+    "not JSON": {"run.json": "{"},
+    "empty manifest": {"run.json": ""},
+    "truncated records": {"rank-00000-0-1.records": "x"},
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_run_is_said_and_the_others_are_drawn(directory, tmp_path, what):
+    write_run(tmp_path / "good")
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for name, content in BROKEN[what].items():
+        (broken / name).write_text(content)
+    assert "could not be drawn" not in text_of(draw(tmp_path, "/?run=broken"))
+    compared = draw(tmp_path, "/compare")
+    assert "could not be drawn" not in text_of(compared)
+    assert "reducing" in figures_of(compared)
+
+
+@pytest.mark.parametrize("damage", ["collectives/rank-00000-0-1000.parquet", "steps.parquet"])
+def test_a_damaged_table_is_said(tmp_path, damage):
+    write_run(tmp_path / "run")
+    (tmp_path / "run" / damage).write_bytes(b"PAR1 nonsense")
+    for path in ("/", "/compare"):
+        page = text_of(draw(tmp_path, path))
+        assert "cannot be read" in page or "damaged" in page
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_run_with_hardly_a_step_is_drawn(tmp_path, steps):
+    write_run(tmp_path / "run", steps=steps)
+    for path in ("/", "/compare"):
+        assert "could not be drawn" not in text_of(draw(tmp_path, path))
+
+
+def test_a_run_without_anything_is_drawn(tmp_path):
+    SyntheticRun(2).write(tmp_path / "run")
+    for path in ("/", "/compare"):
+        assert "could not be drawn" not in text_of(draw(tmp_path, path))
+
+
+def test_a_run_that_is_still_going_and_lost_records_says_so(tmp_path):
+    write_run(tmp_path / "run", state="running", lost=3, unseen=2)
+    page = text_of(draw(tmp_path, "/"))
+    assert "3 lost, 2 unseen" in page
+
+
+def test_text_of_a_trace_stays_text(tmp_path):
+    write_run(tmp_path / HOSTILE.replace("/", "-"), script=HOSTILE)
+    for path in ("/", "/compare"):
+        for graph in figures_of(draw(tmp_path, path)).values():
+            assert "<script" not in graph.figure.to_json().replace("\\u003c", "<")
+
+
+def test_an_answer_is_kept_until_a_file_changes(directory, tmp_path, monkeypatch):
+    from commprof.analysis import api
+
+    asked = []
+    original = api.step_times
+    monkeypatch.setattr(api, "step_times", lambda path: asked.append(path) or original(path))
+    path = write_run(tmp_path / "run")
+    runs = Runs(tmp_path)
+    assert len(runs.step_times("run")) == len(runs.step_times("run")) == 3
+    assert len(asked) == 1
+    os.utime(path / "steps.parquet")
+    runs.step_times("run")
+    assert len(asked) == 2
+
+
+def test_many_steps_are_drawn_as_means_of_neighbours(tmp_path):
+    write_run(tmp_path / "run", steps=500)
+    frame = Runs(tmp_path).traffic_by_step("run")
+    reduced = frame[frame["series"] == "all_reduce"]
+    assert len(reduced) <= 240
+    assert int(reduced["steps"].sum()) == 500
+    assert (reduced["wire_bytes_per_step"] == 1000).all()
+    assert "Each bar is the mean of 3 steps" in text_of(draw(tmp_path, "/"))
+
+
+def test_findings_name_what_was_asked_for_and_what_was_issued(tmp_path):
+    run = SyntheticRun(2, config={"zero_optimization": {"stage": 2, "reduce_scatter": True}})
+    run.add_parameters({"w": 250})
+    for step in range(2):
+        run.add_step(step, duration_ns=1000)
+        run.add_collective("all_reduce", step=step, payload_bytes=1000, purpose="gradient_reduce")
+    run.write(tmp_path / "run")
+    assert "asked for reduce_scatter, issued all_reduce" in text_of(draw(tmp_path, "/compare"))
+
+
+def test_the_server_serves_everything_itself(directory):
+    client = create_app(directory).server.test_client()
+    page = client.get("/").get_data(as_text=True)
+    assert 'lang="en"' in page
+    addresses = [part.split('"')[1] for part in page.split("src=")[1:]]
+    assert addresses
+    assert not [address for address in addresses if "//" in address.removeprefix("/")]
+    assert client.get("/_dash-layout").status_code == 200
