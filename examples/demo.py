@@ -8,6 +8,7 @@ one, since gloo writes none); exports the tables; says how to open the dashboard
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -29,7 +30,7 @@ def run(*arguments: str | Path) -> None:
     command = [str(argument) for argument in arguments]
     shown = ["commprof" if part == "-m" else part for part in command[1:] if part != "commprof"]
     print("$ " + " ".join(shown), flush=True)
-    code = subprocess.run([sys.executable, *command[1:]], cwd=ROOT, check=False).returncode
+    code = subprocess.run([sys.executable, *command[1:]], check=False).returncode
     if code:
         sys.exit(code)
 
@@ -46,8 +47,9 @@ def main() -> None:
         "--out", type=Path, default=None, help="where the runs go (default: traces/demo-<time>)"
     )
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--repeat", type=int, default=3)
     args = parser.parse_args()
+    os.chdir(ROOT)
     out = args.out or Path("traces") / time.strftime("demo-%Y%m%d-%H%M%S")
     script = [TRAIN.relative_to(ROOT), "--config", CONFIG.relative_to(ROOT), "--steps", args.steps]
     script = [str(part) for part in script]
@@ -75,8 +77,8 @@ def main() -> None:
         "--",
         *script,
     )
-    runs = sorted(path.parent for path in (ROOT / out).rglob("run.json"))
-    first = runs[0].relative_to(ROOT)
+    runs = sorted(path.parent for path in out.rglob("run.json"))
+    first = runs[0]
 
     heading("3. A run beside its NCCL log (GENERATED from the run: gloo writes no such log)")
     logs = out / "generated-nccl-log"
@@ -87,7 +89,7 @@ def main() -> None:
     commprof("export", first, "--format", "csv", "--out", out / "csv")
 
     heading("5. Requested against issued")
-    commprof("compare", *[path.relative_to(ROOT) for path in runs])
+    commprof("compare", *runs)
     print(f"\nLook at it:  .venv/bin/commprof dashboard {out}   (then open http://127.0.0.1:8050)")
 
 
