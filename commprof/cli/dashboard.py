@@ -19,7 +19,10 @@ _THREADS = 8
 
 def dashboard(
     directory: Annotated[
-        Path, typer.Argument(metavar="[DIR]", help="A directory of runs, or one run.", show_default="traces")
+        Path,
+        typer.Argument(
+            metavar="[DIR]", help="A directory of runs, one run, or 'latest'.", show_default="traces"
+        ),
     ] = Path("traces"),
     port: Annotated[int, typer.Option("--port", help="TCP port; 0 takes a free one.")] = 8050,
     host: Annotated[
@@ -32,8 +35,10 @@ def dashboard(
         raise UsageError(f"--port {port}: a TCP port was expected, 0 to 65535")
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"{directory} is a file; a directory of runs was expected")
-    from commprof.trace.directory import find_runs
+    from commprof.trace.directory import LATEST, find_runs, resolve
 
+    if str(directory) == LATEST:
+        directory = resolve(directory)
     runs = find_runs(directory)
     with needed("dash", "for the dashboard"):
         import waitress

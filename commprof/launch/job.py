@@ -227,7 +227,11 @@ def _output(run: Path, job: Job) -> Iterator[int | None]:
     if not job.keep_output:
         yield None
         return
-    with (run / OUTPUT_NAME).open("ab") as file:
+    try:
+        file = (run / OUTPUT_NAME).open("ab")
+    except OSError as error:
+        raise LaunchError(f"{run / OUTPUT_NAME} cannot be written: {error.strerror}") from error
+    with file:
         yield file.fileno()
 
 

@@ -1,0 +1,132 @@
+"""The main job from the command line: record, report, compare, export, align, look; by a program that is not ours."""
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = [
+    str(ROOT / "examples" / "train_gpt.py"),
+    "--config",
+    str(ROOT / "examples" / "ds_zero2.json"),
+    "--steps",
+    "3",
+]
+ENVIRONMENT = {
+    **{
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "COMMPROF_RUN")
+    },
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "runtime"), str(ROOT / "dashboards")]),
+}
+COMMPROF = [sys.executable, "-m", "commprof"]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A directory in which one run of the example was recorded, and what it printed."""
+    directory = tmp_path_factory.mktemp("main-job")
+    done = subprocess.run(
+        [*COMMPROF, "run", "--nproc", "2", *EXAMPLE],
+        cwd=directory, env=ENVIRONMENT, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return directory, done
+
+
+def output(directory: Path, *words: str) -> str:
+    done = subprocess.run(
+        [*COMMPROF, *words],
+        cwd=directory,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.ranks
+def test_the_last_line_says_what_to_type_next(recorded):
+    directory, done = recorded
+    last = done.stderr.strip().splitlines()[-1]
+    found = re.fullmatch(
+        r"commprof: (traces/train_gpt-\S+)  2 ranks, ([\d,]+) records, 0 lost, 0 unseen  next: commprof (report \S+)",
+        last,
+    )
+    assert found, last
+    text = output(directory, *found[3].split())
+    assert f"{found[2]} records, 0 lost, 0 unseen" in text
+    assert "Per training step, mean of 3 whole steps" in text
+
+
+@pytest.mark.ranks
+def test_the_export_adds_up_to_the_report(recorded):
+    directory, _ = recorded
+    output(directory, "export", "latest", "--format", "csv", "--out", "csv")
+    with (directory / "csv" / "collectives.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["rank"] == "0"]
+    report = json.loads(output(directory, "report", "latest", "--json"))
+    assert report["overview"]["collectives"] == len(rows)
+    for op in {row["op"] for row in rows}:
+        exported = sum(int(row["payload_bytes"]) for row in rows if row["op"] == op)
+        assert exported == sum(row["payload_bytes"] for row in report["traffic"] if row["op"] == op)
+    for name in ("data_dictionary.csv", "provenance.json", "steps.csv", "groups.csv", "wire.csv"):
+        assert (directory / "csv" / name).stat().st_size > 0
+
+
+@pytest.mark.ranks
+def test_planted_lines_are_found_missing_and_extra(recorded):
+    directory, _ = recorded
+    (run,) = (directory / "traces").iterdir()
+    planted = [sys.executable, str(ROOT / "tests" / "support" / "planted_nccl.py"), str(run), "--out", "log"]
+    subprocess.run(
+        [*planted, "--drop", "3", "--extra", "2"],
+        cwd=directory,
+        env=ENVIRONMENT,
+        check=True,
+        capture_output=True,
+    )
+    found = json.loads(output(directory, "align", "latest", "log", "--json"))
+    assert (found["missing"], found["extra"], found["generated"]) == (3, 2, True)
+    records = json.loads(output(directory, "report", "latest", "--json"))["overview"]["records"]
+    assert found["matched"] == records - 3
+
+
+@pytest.mark.ranks
+def test_the_dashboard_is_served_to_this_machine(recorded):
+    directory, _ = recorded
+    server = subprocess.Popen(
+        [*COMMPROF, "dashboard", "--port", "0"],
+        cwd=directory,
+        env=ENVIRONMENT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        address = re.search(r"http://127\.0\.0\.1:\d+", server.stderr.readline())[0]
+        with urllib.request.urlopen(address, timeout=20) as page:
+            assert b"commprof" in page.read()
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.communicate(timeout=20)
+    assert server.returncode == 0
+
+
+def test_doctor_says_what_would_be_recorded(tmp_path):
+    findings = json.loads(output(tmp_path, "doctor", "--json"))
+    assert findings["can_record"]
+    recorded_here = [item["text"] for item in findings["findings"] if item["section"] == "recorded here"]
+    assert any("allreduce" in text and "_allgather_base" in text for text in recorded_here)
+    assert any("unseen" in item["text"] for item in findings["findings"] if item["section"] == "not recorded")

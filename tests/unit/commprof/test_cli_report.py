@@ -1,0 +1,163 @@
+"""What ``report``, ``compare``, ``export`` and ``align`` print, against runs written by hand."""
+
+import json
+
+import pytest
+from support.runs import SyntheticRun
+
+from commprof.cli import execute
+
+
+def synthetic(reduce_scatter: bool, op: str, intended: str | None = None) -> SyntheticRun:
+    run = SyntheticRun(
+        world_size=2, config={"zero_optimization": {"stage": 2, "reduce_scatter": reduce_scatter}}
+    )
+    run.add_collective(
+        "broadcast", payload_bytes=4096, step=-1, phase="init", purpose="parameter_broadcast", peer=0
+    )
+    for step in range(3):
+        run.add_step(step, duration_ns=(50 if step == 0 else 20) * 1_000_000, loss=2.0 - step)
+        run.add_collective(
+            op,
+            payload_bytes=2048,
+            step=step,
+            purpose="gradient_reduce",
+            intended_op=intended,
+            exposed_ns=4_000,
+        )
+        run.add_collective("all_reduce", payload_bytes=4, step=step, purpose="gradient_norm")
+    return run
+
+
+def printed(capsys, *words: str) -> str:
+    assert execute(list(words)) == 0
+    return capsys.readouterr().out
+
+
+def row(text: str, begin: str) -> list[str]:
+    (line,) = [line for line in text.splitlines() if line.strip().startswith(begin)]
+    return line.split()
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    synthetic(True, "all_to_all", "reduce_scatter").write(tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_a_report_tells_initialisation_from_steps(capsys, run):
+    text = printed(capsys, "report", "run")
+    before, steps = text.split("Per training step, mean of 3 whole steps")
+    assert row(before, "broadcast") == [
+        "broadcast",
+        "0-1",
+        "1",
+        "4.00",
+        "KiB",
+        "2.00",
+        "KiB",
+        "1.00",
+        "us",
+        "0",
+        "ns",
+    ]
+    assert row(steps, "all_to_all") == [
+        "all_to_all",
+        "0-1",
+        "1",
+        "2.00",
+        "KiB",
+        "1.00",
+        "KiB",
+        "1.00",
+        "us",
+        "4.00",
+        "us",
+    ]
+    assert row(steps, "for") == ["for", "reduce_scatter"]
+    assert row(steps, "all_reduce")[:6] == ["all_reduce", "0-1", "1", "4", "B", "4"]
+    assert "time per step 20.0 ms" in before
+    assert "final loss  0" in before
+    assert "14 records, 0 lost, 0 unseen" in steps
+
+
+def test_per_step_reports_each_step(capsys, run):
+    text = printed(capsys, "report", "run", "--per-step")
+    assert [line for line in text.splitlines() if line.startswith("Step ")] == [
+        "Step 0: 50.0 ms, loss 2",
+        "Step 1: 20.0 ms, loss 1",
+        "Step 2: 20.0 ms, loss 0",
+    ]
+    assert text.count("  all_to_all  ") == 3
+
+
+def test_json_keeps_bytes_and_nanoseconds(capsys, run):
+    content = json.loads(printed(capsys, "report", "run", "--json"))
+    assert content["overview"]["records"] == 14
+    assert sum(row["payload_bytes"] for row in content["traffic"]) == 4096 + 3 * (2048 + 4)
+    assert [step["duration_ns"] for step in content["steps"]] == [50_000_000, 20_000_000, 20_000_000]
+
+
+def test_what_is_missing_is_said(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = SyntheticRun(world_size=3, recorded_ranks=(0, 2), lost=5, unseen=7)
+    run.add_step(0)
+    run.add_collective("all_reduce", payload_bytes=8)
+    run.write(tmp_path / "run")
+    text = printed(capsys, "report", "run")
+    assert row(text, "ranks")[1:4] == ["2", "of", "3,"]
+    assert "5 lost" in text
+    assert "7 unseen" in text
+    assert any(line.startswith("note") and "rank 1" in line for line in text.splitlines())
+
+
+def test_a_comparison_shows_what_was_meant(capsys, run, tmp_path):
+    synthetic(False, "all_reduce").write(tmp_path / "other")
+    text = printed(capsys, "compare", "run", "other")
+    first, second = (
+        row(text.split("wire by operation")[0], f"reduce_scatter={value}") for value in ("true", "false")
+    )
+    # 2048 B of all_to_all on 2 ranks: half of it; and 4 B for the norm.
+    assert first == [
+        "reduce_scatter=true",
+        "reduce_scatter",
+        "all_to_all",
+        "2.00",
+        "KiB",
+        "1.00",
+        "KiB",
+        "20.0",
+        "ms",
+        "0",
+    ]
+    assert "(reduce_scatter)" in text
+    assert second[:7] == ["reduce_scatter=false", "all_reduce", "all_reduce", "2.00", "KiB", "2.00", "KiB"]
+    by_operation = text.split("wire by operation")[1]
+    assert row(by_operation, "reduce_scatter=false")[1:] == ["2.00", "KiB", "0", "B"]
+    assert row(by_operation, "reduce_scatter=true")[1:] == ["4", "B", "1.00", "KiB"]
+
+
+def test_a_directory_stands_for_its_runs(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    synthetic(True, "all_reduce").write(tmp_path / "all" / "a")
+    synthetic(False, "all_reduce").write(tmp_path / "all" / "b")
+    assert len(json.loads(printed(capsys, "compare", "all", "--json"))) == 2
+
+
+def test_an_export_lists_its_files(capsys, run):
+    text = printed(capsys, "export", "run", "--format", "csv", "--out", "csv")
+    assert row(text, "collectives.csv")[1] == "14"
+    assert (run.parent / "csv" / "collectives.csv").read_text().count("\n") == 15
+    assert execute(["export", "run", "--out", "csv"]) == 2
+    assert "--force" in capsys.readouterr().err
+
+
+def test_an_alignment_with_an_empty_log_misses_everything(capsys, run):
+    (run.parent / "nccl.log").write_text("nothing of NCCL\n")
+    content = json.loads(printed(capsys, "align", "run", "nccl.log", "--json"))
+    assert (content["matched"], content["extra"]) == (0, 0)
+    assert content["missing"] > 0
+    assert execute(["align", "run", "nccl.log"]) == 2
+    assert "holds an alignment already; give --force" in capsys.readouterr().err
+    assert execute(["align", "run", "nccl.log", "--force"]) == 0
