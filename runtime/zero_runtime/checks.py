@@ -115,11 +115,12 @@ def unknown_key(
         elsewhere: full names, by key, of the keys of other blocks.
     """
     known, elsewhere = list(known), elsewhere or {}
+    prefix = f"{block}." if block else ""
     here = get_close_matches(key, known, 1, 0.6)
     if here:
-        return f"unknown key {full!r}; did you mean {f'{block}.{here[0]}' if block else here[0]!r}?"
+        return f"unknown key {full!r}; did you mean {prefix + here[0]!r}?"
     there = get_close_matches(key, elsewhere, 1, 0.75)
     if there:
         return f"unknown key {full!r}; did you mean {elsewhere[there[0]]!r}?"
     nearest = get_close_matches(key, known, 1, 0.0)
-    return f"unknown key {full!r}; the nearest known key there is {nearest[0]!r}"
+    return f"unknown key {full!r}; the nearest known key there is {prefix + nearest[0]!r}"

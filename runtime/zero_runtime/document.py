@@ -24,6 +24,8 @@ _TOKEN: Final = re.compile(
       | (?P<comma>,(?=\s*[}\]]))""",
     re.VERBOSE | re.DOTALL,
 )
+# A key, any other string, or the border of an object.
+_STRUCTURE: Final = re.compile(r"""(?P<key>"(?:[^"\\]|\\.)*")(?=\s*:)|"(?:[^"\\]|\\.)*"|[{}]""", re.DOTALL)
 
 
 def load(path: str | Path) -> dict[str, Any]:
@@ -42,23 +44,20 @@ def parse(text: str, name: str = "config") -> dict[str, Any]:
     """The JSON object in ``text``; ``name`` stands before line and column in errors."""
     slip = _first_slip(text)
     try:
-        value = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant)
-    except json.JSONDecodeError as error:
-        position, what = error.pos, f"{error.msg[0].lower()}{error.msg[1:]}"
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except (json.JSONDecodeError, _ConstantError) as error:
+        if isinstance(error, json.JSONDecodeError):
+            position, what = error.pos, f"{error.msg[0].lower()}{error.msg[1:]}"
+        else:
+            position, what = len(text), f"{error.args[0]} is no JSON number"
         if slip is not None and slip[0] <= position:
             position, what = slip
         raise ConfigError(f"{_place(text, position, name)}: not JSON: {what}") from None
-    except _RepeatedKeyError as error:
-        key = error.args[0]
-        position = [found.start() for found in re.finditer(rf"{re.escape(json.dumps(key))}\s*:", text)][-1]
+    repeated = _repeated_key(text)
+    if repeated is not None:
         raise ConfigError(
-            f"{_place(text, position, name)}: key {key!r} stands twice in one object; keep one of them"
-        ) from None
-    except _ConstantError as error:
-        position = slip[0] if slip is not None else 0
-        raise ConfigError(
-            f"{_place(text, position, name)}: not JSON: {error.args[0]} is no JSON number"
-        ) from None
+            f"{_place(text, repeated[0], name)}: key {repeated[1]} stands twice in one object; keep one of them"
+        )
     if not isinstance(value, dict):
         raise ConfigError(
             f"{name}: expected a JSON object {{...}} at the top, found {type(value).__name__} {str(value)[:40]!r}"
@@ -66,21 +65,24 @@ def parse(text: str, name: str = "config") -> dict[str, Any]:
     return value
 
 
-class _RepeatedKeyError(Exception):
-    pass
-
-
 class _ConstantError(Exception):
     pass
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    mapping: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in mapping:
-            raise _RepeatedKeyError(key)
-        mapping[key] = value
-    return mapping
+def _repeated_key(text: str) -> tuple[int, str] | None:
+    """Position and text of the first key that its object has already. ``text`` is valid JSON."""
+    open_keys: list[set[str]] = []
+    for found in _STRUCTURE.finditer(text):
+        word = found.group("key")
+        if word is not None:
+            if word in open_keys[-1]:
+                return found.start(), word
+            open_keys[-1].add(word)
+        elif found.group() == "{":
+            open_keys.append(set())
+        elif found.group() == "}":
+            open_keys.pop()
+    return None
 
 
 def _refuse_constant(name: str) -> Any:

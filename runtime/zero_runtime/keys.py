@@ -65,6 +65,17 @@ def _removed(note: str) -> Key:
     return Key(anything, None, Status.REMOVED, note)
 
 
+def _offload(*names: str) -> Check:
+    """A check for a block that moves something off the device; None where its device is none."""
+
+    def check(name: str, value: Any) -> dict[str, Any] | None:
+        found = block("device", *names)(name, value) or {}
+        device = choice("none", "cpu", "nvme")(f"{name}.device", found.get("device", "none"))
+        return None if device == "none" else found
+
+    return check
+
+
 def _disabled(*names: str, note: str, enabled: str = "enabled") -> Key:
     """A block that does nothing unless ``enabled`` is true in it, which this version refuses."""
 
@@ -107,8 +118,8 @@ ZERO: Final[Table] = {
     "cpu_offload_param": _inert(optional(boolean), None, _STAGE_3),
     "cpu_offload_use_pin_memory": _inert(optional(boolean)),
     "offload_optimizer": _later(
-        block(
-            "device", "nvme_path", "buffer_count", "pin_memory", "pipeline_read", "pipeline_write", "fast_init", "ratio",
+        _offload(
+            "nvme_path", "buffer_count", "pin_memory", "pipeline_read", "pipeline_write", "fast_init", "ratio",
             "super_offload", "cpuadam_cores_perc",
         ),
         None,
@@ -332,15 +343,11 @@ def read(block: str, given: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(unknown_key(full, name, table, block, _elsewhere(block)))
         key, full = table[name], f"{block}.{name}" if block else name
         if key.status is Status.REMOVED:
-            if value:
+            if value and not (isinstance(value, Mapping) and value.get("enabled") is False):
                 raise ConfigError(f"{full}: {key.note}")
             continue
         values[name] = key.check(full, value)
-        if (
-            key.status is Status.LATER
-            and values[name] not in (key.default, False, {}, None)
-            and not _is_off(value)
-        ):
+        if key.status is Status.LATER and values[name] not in (key.default, False, {}, None):
             raise UnsupportedError(
                 f"{full} = {value!r} is not in this version yet ({key.note}); remove the key"
             )
@@ -368,8 +375,3 @@ def _elsewhere(name: str) -> dict[str, str]:
         if other != name
         for key in table
     }
-
-
-def _is_off(value: Any) -> bool:
-    """Whether an offload block says device none."""
-    return isinstance(value, Mapping) and value.get("device", "none") == "none" and len(value) > 0

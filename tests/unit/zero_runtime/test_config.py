@@ -1,0 +1,220 @@
+"""The configuration: what is derived, what is refused, and how the refusal reads."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from zero_runtime import config as configuration
+from zero_runtime import keys
+from zero_runtime.buckets import Scaling
+from zero_runtime.config import RuntimeConfig
+from zero_runtime.errors import ConfigError, UnsupportedError
+
+
+def make(world=2, zero=None, **top):
+    given = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {}}, **top}
+    if zero is not None:
+        given["zero_optimization"] = zero
+    return RuntimeConfig.from_mapping(
+        {name: value for name, value in given.items() if value is not ...}, world
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "derived"),
+    [
+        ({"train_micro_batch_size_per_gpu": 4}, (4, 1, 12)),
+        ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}, (4, 2, 24)),
+        ({"train_batch_size": 24}, (8, 1, 24)),
+        ({"train_batch_size": 24, "gradient_accumulation_steps": 2}, (4, 2, 24)),
+        ({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 4}, (4, 2, 24)),
+        (
+            {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2},
+            (4, 2, 24),
+        ),
+    ],
+)
+def test_batch_sizes_are_derived(given, derived):
+    config = RuntimeConfig.from_mapping(given, 3)
+    assert derived == (
+        config.train_micro_batch_size_per_gpu,
+        config.gradient_accumulation_steps,
+        config.train_batch_size,
+    )
+
+
+def test_batch_sizes_that_do_not_multiply_are_all_named():
+    with pytest.raises(ConfigError, match=r"train_batch_size 25 != .* 4 x .* 2 x world size 3 = 24"):
+        RuntimeConfig.from_mapping({"train_batch_size": 25, "train_micro_batch_size_per_gpu": 4}, 3)
+    with pytest.raises(ConfigError, match="neither train_batch_size nor"):
+        RuntimeConfig.from_mapping({"gradient_accumulation_steps": 2}, 1)
+
+
+@pytest.mark.parametrize(
+    ("zero", "reduction"),
+    [
+        ({}, "multi_rank_all_reduce"),
+        ({"use_multi_rank_bucket_allreduce": False}, "reduce_to_owner"),
+        ({"reduce_scatter": False}, "all_reduce"),
+        ({"reduce_scatter": False, "use_multi_rank_bucket_allreduce": False}, "all_reduce"),
+        ({"contiguous_gradients": False, "use_multi_rank_bucket_allreduce": False}, "all_reduce"),
+        ({"reduce_scatter": False, "gradient_reduction": "reduce_scatter"}, "reduce_scatter"),
+        ({"contiguous_gradients": False, "gradient_reduction": "reduce_to_owner"}, "reduce_to_owner"),
+    ],
+)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_gradient_reduction_follows_the_keys(stage, zero, reduction):
+    assert make(zero={"stage": stage, **zero}).zero.gradient_reduction == reduction
+
+
+def test_a_contradiction_is_said_in_one_line():
+    told = make(zero={"stage": 2, "reduce_scatter": False, "gradient_reduction": "reduce_scatter"}).notices
+    assert told == ("gradient_reduction reduce_scatter is used; reduce_scatter false would mean all_reduce",)
+    told = make(zero={"stage": 2, "reduce_scatter": True, "contiguous_gradients": False}).notices
+    assert len(told) == 1 and "contiguous_gradients false overrides reduce_scatter true" in told[0]
+    assert make(zero={"stage": 2, "gradient_reduction": "reduce_scatter"}).notices == ()
+
+
+@pytest.mark.parametrize(
+    ("top", "zero", "scaling"),
+    [
+        ({}, {}, Scaling(bucket_divisor=4)),
+        ({}, {"contiguous_gradients": False}, Scaling(divisor=4)),
+        ({}, {"reduce_scatter": False}, Scaling(factor_after=0.25)),
+        (
+            {"gradient_predivide_factor": 2.0},
+            {"reduce_scatter": False},
+            Scaling(factor_before=0.5, factor_after=0.5),
+        ),
+        ({"prescale_gradients": True}, {"reduce_scatter": False}, Scaling(divisor=4)),
+        ({"gradient_predivide_factor": 2.0}, {}, Scaling(bucket_divisor=4)),
+        ({"gradient_allreduce_op": "sum"}, {}, Scaling()),
+    ],
+)
+def test_when_gradients_are_divided(top, zero, scaling):
+    assert make(4, {"stage": 1, **zero}, **top).scaling(4) == scaling
+
+
+@pytest.mark.parametrize(
+    ("top", "message"),
+    [
+        (
+            {"zero_optimization": {"reduce_buket_size": 1}},
+            "'zero_optimization.reduce_buket_size'; did you mean 'zero_optimization.reduce_bucket_size'",
+        ),
+        ({"reduce_bucket_size": 1}, "did you mean 'zero_optimization.reduce_bucket_size'"),
+        ({"gradient_cliping": 1.0}, "did you mean 'gradient_clipping'"),
+        ({"xyz": 1}, "unknown key 'xyz'; the nearest known key there is"),
+        ({"bf16": {"enabld": True}}, "did you mean 'bf16.enabled'"),
+        ({"fp16": {"enabled": False, "los_scale": 0}}, "did you mean 'fp16.loss_scale'"),
+        ({"aio": {"block_sise": 1}}, "did you mean 'aio.block_size'"),
+        ({"optimizer": {"tipe": "Adam"}}, "did you mean 'optimizer.type'"),
+        ({"zero_optimization": {"stage": 2, "reduce_bucket_size": 0}}, "is 0; expected a whole number of at least 1"),
+        ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}, "'auto' is filled in by some launchers"),
+        ({"zero_optimization": {"stage": True}}, "stage is True"),
+        ({"zero_optimization": {"stage": 7}}, "stage is 7; expected 0, 1 or 2"),
+        ({"gradient_clipping": "1"}, "gradient_clipping is '1'; expected a number"),
+        ({"gradient_clipping": float("inf")}, "expected a number"),
+        ({"bf16": True}, "bf16 is True; expected an object"),
+        ({"zero_optimization": {"stage": 0, "gradient_reduction": "reduce_scatter"}}, "nobody owns a part"),
+        ({"zero_optimization": {"stage": 1, "allgather_bucket_size": 1001}}, "is 1001; expected an even number"),
+        ({"zero_optimization": {"stage": 2}, "prescale_gradients": True}, "prescale_gradients is True"),
+        ({"zero_optimization": {"stage": 2}, "gradient_predivide_factor": 4.0}, "set zero_optimization.reduce_scatter"),
+        (
+            {
+                "zero_optimization": {"stage": 2, "reduce_scatter": False, "gradient_reduction": "reduce_to_owner"},
+                "prescale_gradients": True,
+            },
+            "prescale_gradients is True",
+        ),
+        ({"zero_optimization": {"stage": 1, "compute_grad_norm": False}}, "1.0 when the key is absent"),
+        (
+            {"zero_optimization": {"stage": 1, "overlap_comm": True}, "managed_gradient_accumulation": False},
+            "overlap_comm at stage 2 only",
+        ),
+        ({"zero_optimization": {"stage": 1, "mics_shard_size": 2}}, "MiCS has been removed"),
+        ({"zero_optimization": {"stage": 1, "legacy_stage1": True}}, "does not exist any more"),
+        ({"amp": {"enabled": True}}, "Apex AMP has been removed"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "for a model in fp32"),
+        ({"data_types": {"param_dtype": "bf16"}}, "the model trains in fp32"),
+        ({"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, "keep bf16"),
+    ],
+)  # fmt: skip
+def test_refused_with_the_reason(top, message):
+    with pytest.raises(ConfigError) as refusal:
+        make(**top)
+    assert message in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "top",
+    [
+        {"zero_optimization": {"stage": 3}},
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+        {"zero_optimization": {"stage": 1, "cpu_offload": True}},
+        {"fp16": {"enabled": True}},
+        {"comms_logger": {"enabled": True}},
+        {"flops_profiler": {"enabled": True}},
+        {"tensorboard": {"enabled": True}},
+        {"autotuning": {"enabled": True}},
+        {"compile": {"deepcompile": True}},
+        {"tensor_parallel": {"autotp_size": 2}},
+    ],
+)
+def test_known_but_not_in_this_version(top):
+    with pytest.raises(UnsupportedError, match="not in this version yet"):
+        make(**top)
+
+
+@pytest.mark.parametrize(
+    "top",
+    [
+        {"fp16": {"enabled": False, "loss_scale": 0}},
+        {"amp": {"enabled": False}},
+        {"comms_logger": {"enabled": False}},
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}, "cpu_offload": False}},
+        {"zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": 5e7, "leaf_module": {"names": []}}},
+        {"activation_checkpointing": {"partition_activations": False, "number_checkpoints": None}},
+    ],
+)
+def test_what_is_off_is_accepted(top):
+    make(**top)
+
+
+@pytest.mark.parametrize(
+    ("block", "name"), [(block, name) for block in keys.BLOCKS for name in keys.BLOCKS[block]]
+)
+def test_every_default_passes_its_own_check(block, name):
+    key = keys.BLOCKS[block][name]
+    if key.default is not None:
+        assert keys.read(block, {name: key.default})[name] == key.default or key.status == "removed"
+
+
+def test_whole_numbers_may_be_written_as_floats_and_clipping_defaults_to_one():
+    config = make(zero={"stage": 2, "reduce_bucket_size": 5e8})
+    assert config.zero.reduce_bucket_size == 500_000_000 and config.gradient_clipping == 1.0
+    json.dumps(config.effective())
+
+
+def test_a_configuration_comes_as_a_dict_a_path_or_in_args(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 2}')
+    for config, args in (
+        ({"train_batch_size": 2}, None),
+        (path, None),
+        (str(path), SimpleNamespace(deepspeed_config=None)),
+        (None, SimpleNamespace(deepspeed_config=str(path))),
+    ):
+        assert configuration.load(config, args) == {"train_batch_size": 2}
+    for config, args, message in (
+        (None, None, "no configuration"),
+        (None, SimpleNamespace(), "no configuration"),
+        (str(path), SimpleNamespace(deepspeed_config="other.json"), "two configurations"),
+        (3, None, "config is a int"),
+        (tmp_path / "none.json", None, "does not exist"),
+        (tmp_path, None, "cannot be read"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            configuration.load(config, args)
