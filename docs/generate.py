@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from pathlib import Path
 
 from commprof import schema
 
-DOCS = Path(__file__).parent
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
 
 
 def schema_page() -> str:
@@ -17,7 +19,8 @@ def schema_page() -> str:
         "",
         "Generated from `commprof/schema.py` by `make docs`; do not edit.",
         "",
-        "All `*_ns` are CLOCK_MONOTONIC in nanoseconds, one clock for all ranks of a host. Columns that no layer fills yet are null.",
+        "All `*_ns` are CLOCK_MONOTONIC in nanoseconds, one clock for all ranks of a host. Columns that no layer",
+        "fills yet are null.",
     ]
     for table in schema.TABLES.values():
         lines += ["", f"## {table.name}", "", table.doc]
@@ -35,7 +38,8 @@ def schema_page() -> str:
         "",
         "## The binary record",
         "",
-        f"While a process runs, each collective is one record of {schema.RECORD.size} bytes (little endian, `{schema.RECORD.format}`).",
+        f"While a process runs, each collective is one record of {schema.RECORD.size} bytes (little endian,",
+        f"`{schema.RECORD.format}`).",
         "",
         "| field | code | holds |",
         "|---|---|---|",
@@ -52,7 +56,37 @@ def command_line_page() -> str:
     return command_reference()
 
 
-PAGES = {"schema.md": schema_page, "cli.md": command_line_page}
+def architecture_page() -> str:
+    """docs/ARCHITECTURE.md with its list of modules renewed."""
+    text = (DOCS / "ARCHITECTURE.md").read_text()
+    before, _, rest = text.partition("<!-- modules -->\n")
+    _, _, after = rest.partition("<!-- /modules -->")
+    return f"{before}<!-- modules -->\n{module_map()}<!-- /modules -->{after}"
+
+
+def module_map() -> str:
+    """A list of every module of the three packages with the first line of its docstring."""
+    lines = []
+    for package in ("commprof", "runtime/zero_runtime", "dashboards/commprof_dash"):
+        for folder in sorted({path.parent for path in (ROOT / package).rglob("*.py")}):
+            modules = [
+                path
+                for path in sorted(folder.glob("*.py"))
+                if path.name not in {"__init__.py", "__main__.py"}
+            ]
+            initial = first_line(folder / "__init__.py") if (folder / "__init__.py").exists() else ""
+            lines.append(f"\n**{folder.relative_to(ROOT)}/** {initial}\n\n")
+            lines += [f"- `{path.name}`: {first_line(path)}\n" for path in modules]
+    return "".join(lines) + "\n"
+
+
+def first_line(path: Path) -> str:
+    """The first sentence line of a module's docstring, joined where it runs over two lines."""
+    doc = ast.get_docstring(ast.parse(path.read_text())) or ""
+    return " ".join(doc.split("\n\n")[0].split())
+
+
+PAGES = {"schema.md": schema_page, "cli.md": command_line_page, "ARCHITECTURE.md": architecture_page}
 
 
 def main() -> int:
