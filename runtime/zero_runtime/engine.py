@@ -198,6 +198,7 @@ class Engine(torch.nn.Module):
         if now != self._announced:
             self._announced = now
             hooks.step(*now)
+            hooks.metric("samples", float(self.config.train_micro_batch_size_per_gpu))
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch at hand is the last of its step. Without managed accumulation: only during step()."""
