@@ -1,0 +1,348 @@
+"""The engine as a training script meets it: ways to configure it, optimizers, schedules, data, and misuse."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import zero_runtime
+from support.process_group_log import logged
+from support.ranks import run_ranks
+from support.recorded_models import make_batch, make_model
+from zero_runtime import ConfigError, UnsupportedError, UsageError
+
+pytestmark = pytest.mark.ranks
+
+PLAIN = {
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "gradient_clipping": 0.0,
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": 20_000},
+}
+
+
+def changed(zero=None, **top):
+    config = json.loads(json.dumps({**PLAIN, **top}))
+    config["zero_optimization"].update(zero or {})
+    return {name: value for name, value in config.items() if value is not None}
+
+
+def train(engine, rank, steps=2, model="mlp"):
+    losses = []
+    for step in range(steps):
+        loss = engine(*make_batch(model, step, 0, rank))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def losses_of(rank, steps=2, **arguments):
+    model = make_model("mlp")
+    engine, *_ = zero_runtime.initialize(
+        model=model, **{name: make(model) if callable(make) else make for name, make in arguments.items()}
+    )
+    return train(engine, rank, steps)
+
+
+def ways_to_configure(rank, world, path):
+    parser = zero_runtime.add_config_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(path)])
+    client = changed(optimizer=None)
+
+    def adam(parameters):
+        return torch.optim.AdamW(parameters, lr=1e-3)
+
+    return args.local_rank, [
+        losses_of(rank, config=PLAIN),
+        losses_of(rank, config=str(path)),
+        losses_of(rank, config_params=path),
+        losses_of(rank, args=args),
+        losses_of(rank, config=PLAIN, model_parameters=lambda model: model.parameters()),
+        losses_of(rank, config=PLAIN, model_parameters=lambda model: [{"params": list(model.parameters())}]),
+        losses_of(rank, config=client, optimizer=lambda model: adam(model.parameters())),
+        losses_of(
+            rank, config=client, optimizer=lambda model: adam, model_parameters=lambda m: m.parameters()
+        ),
+        losses_of(rank, config=changed({"stage": 0})),
+        losses_of(rank, config=changed({"stage": 1, "overlap_comm": True, "round_robin_gradients": True})),
+        losses_of(rank, config=changed({"stage": 1, "parameter_alignment": True})),
+        losses_of(rank, config=changed({"allgather_partitions": False})),
+        losses_of(rank, config=changed({"allgather_bucket_size": 5_000})),
+        losses_of(rank, config=changed(disable_allgather=True)),
+    ]
+
+
+def test_all_ways_to_configure_train_alike(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(PLAIN))
+    for _, losses in run_ranks(2, ways_to_configure, path):
+        for each in losses[1:]:
+            assert each == pytest.approx(losses[0], rel=1e-6)
+
+
+def sizes_of_two_groups(rank, world):
+    model = make_model("mlp")
+    groups = [
+        {"params": [each for each in model.parameters() if each.dim() > 1], "weight_decay": 0.1},
+        {"params": [each for each in model.parameters() if each.dim() == 1], "lr": 1e-2},
+        {"params": []},
+    ]
+    with logged() as log:
+        engine, optimizer, _, _ = zero_runtime.initialize(model=model, model_parameters=groups, config=PLAIN)
+        log.calls.clear()
+        train(engine, rank, steps=1)
+    return [(call.method, call.numel_out) for call in log.calls], engine.get_lr(), len(optimizer.param_groups)
+
+
+def test_each_param_group_has_its_own_norm_and_gathering():
+    matrices = 131 * 37 + 257 * 131 + 67 * 257 + 11 * 67
+    padded = -(-matrices // 6) * 6
+    for calls, rates, groups in run_ranks(3, sizes_of_two_groups):
+        assert calls[-4:] == [
+            ("allreduce", 1),
+            ("allreduce", 1),
+            ("all_gather_single", padded),
+            ("all_gather_single", 468),
+        ]
+        assert rates == [1e-3, 1e-2] and groups == 2
+
+
+def follow_schedules(rank, world):
+    found = {}
+    warmup = {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.01, "warmup_num_steps": 4},
+    }
+    linear = {"type": "WarmupLR", "params": {**warmup["params"], "warmup_type": "linear"}}
+    torch_one = {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}}
+    for name, config in (("log", warmup), ("linear", linear), ("torch", torch_one)):
+        engine, _, _, schedule = zero_runtime.initialize(
+            model=make_model("mlp"), config=changed(scheduler=config)
+        )
+        found[name] = [engine.get_lr()[0]]
+        for step in range(5):
+            train(engine, rank, steps=1)
+            found[name].append(engine.get_lr()[0])
+            assert schedule.get_last_lr()[0] == engine.get_lr()[0] and engine.global_steps == step + 1
+    # A schedule made over the optimizer that initialize returns.
+    _, optimizer, _, _ = zero_runtime.initialize(model=make_model("mlp"), config=PLAIN)
+    found["over the wrapper"] = type(torch.optim.lr_scheduler.StepLR(optimizer, 1)).__name__
+    return found
+
+
+def test_schedules():
+    (found,) = run_ranks(1, follow_schedules)
+    log4 = torch.log(torch.tensor([1.0, 2.0, 3.0, 4.0])) / torch.log(torch.tensor(4.0)) * 0.01
+    assert found["log"] == pytest.approx([0.0, *log4.tolist(), 0.01])
+    assert found["linear"] == pytest.approx([0.0, 0.0, 0.0025, 0.005, 0.0075, 0.01])
+    assert found["torch"] == pytest.approx([1e-3 * 0.5**step for step in range(6)])
+    assert found["over the wrapper"] == "StepLR"
+
+
+def share_out_data(rank, world):
+    dataset = torch.utils.data.TensorDataset(torch.arange(22))
+    _, _, loader, _ = zero_runtime.initialize(model=make_model("mlp"), config=PLAIN, training_data=dataset)
+    return [batch[0].tolist() for batch in loader]
+
+
+def test_training_data_is_shared_out_in_micro_batches():
+    shares = run_ranks(2, share_out_data)
+    assert [[len(batch) for batch in share] for share in shares] == [[4, 4, 3]] * 2
+    assert sorted(each for share in shares for batch in share for each in batch) == list(range(22))
+
+
+def overflow(rank, world):
+    outcomes = []
+    for stage in (0, 1, 2):
+        model = make_model("mlp")
+        engine, *_ = zero_runtime.initialize(
+            model=model, config=changed({"stage": stage}, bf16={"enabled": True})
+        )
+        before = [each.detach().clone() for each in model.parameters()]
+        features, targets = make_batch("mlp", 0, 0, rank, torch.bfloat16)
+        if rank == 1:
+            features[0, 0] = float("inf")
+        engine.backward(engine(features, targets))
+        engine.step()
+        unchanged = all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+        counts = (engine.global_steps, engine.skipped_steps, engine.was_step_applied())
+        engine.backward(engine(*make_batch("mlp", 1, 0, rank, torch.bfloat16)))
+        engine.step()
+        outcomes.append((unchanged, counts, engine.was_step_applied()))
+    return outcomes
+
+
+def test_a_step_is_skipped_on_all_ranks_when_a_gradient_of_one_overflows():
+    for outcomes in run_ranks(2, overflow):
+        assert outcomes == [(True, (1, 1, False), True)] * 3
+
+
+def answers(rank, world):
+    engine, *_ = zero_runtime.initialize(
+        model=make_model("mlp"), config=changed(gradient_accumulation_steps=3, communication_data_type="bf16")
+    )
+    boundaries = []
+    for micro in range(3):
+        boundaries.append(engine.is_gradient_accumulation_boundary())
+        scaled = engine.backward(engine(*make_batch("mlp", 0, micro, rank)))
+        engine.step()
+    return {
+        "boundaries": boundaries,
+        "sizes": (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()),
+        "counts": (engine.global_steps, engine.micro_steps, engine.global_samples),
+        "stage": engine.zero_optimization_stage(),
+        "dtype": engine.communication_data_type,
+        "device": (engine.device.type, engine.local_rank),
+        "norm": float(engine.get_global_grad_norm()),
+        "scaled": scaled.item(),
+        "gradients": [parameter.grad is None for parameter in engine.module.parameters()],
+    }  # fmt: skip
+
+
+def test_the_engine_answers_as_deepspeed_does():
+    found = run_ranks(2, answers)
+    for rank, each in enumerate(found):
+        assert each["boundaries"] == [False, False, True] and all(each["gradients"])
+        assert each["sizes"] == (24, 4, 3) and each["counts"] == (1, 3, 24)
+        assert (each["stage"], each["dtype"], each["device"]) == (2, torch.bfloat16, ("cpu", rank))
+        assert 0 < each["scaled"] < 1 and each["norm"] == found[0]["norm"] > 0
+
+
+MISUSE = [
+    (ConfigError, "needs a model", lambda model: zero_runtime.initialize(config=PLAIN)),
+    (ConfigError, "no configuration", lambda model: zero_runtime.initialize(model=model)),
+    (
+        ConfigError,
+        "shards an optimizer, and there is none",
+        lambda model: zero_runtime.initialize(model=model, config=changed(optimizer=None)),
+    ),
+    (
+        ConfigError,
+        "did you mean 'SGD'",
+        lambda model: zero_runtime.initialize(model=model, config=changed(optimizer={"type": "sgd"})),
+    ),
+    (
+        ConfigError,
+        "do not fit AdamW",
+        lambda model: zero_runtime.initialize(
+            model=model, config=changed(optimizer={"type": "AdamW", "params": {"lrate": 1}})
+        ),
+    ),
+    (
+        ConfigError,
+        "use gradient_clipping at the top",
+        lambda model: zero_runtime.initialize(
+            model=model, config=changed(optimizer={"type": "Adam", "params": {"max_grad_norm": 1.0}})
+        ),
+    ),
+    (
+        ConfigError,
+        "untested with ZeRO stage 2",
+        lambda model: zero_runtime.initialize(model=model, config=changed(optimizer={"type": "RMSprop"})),
+    ),
+    (
+        ConfigError,
+        "needs whole parameters",
+        lambda model: zero_runtime.initialize(model=model, config=changed(optimizer={"type": "LBFGS"})),
+    ),
+    (
+        UnsupportedError,
+        "optimizer.type Lamb is not in this version",
+        lambda model: zero_runtime.initialize(model=model, config=changed(optimizer={"type": "Lamb"})),
+    ),
+    (
+        ConfigError,
+        "did you mean 'WarmupLR'",
+        lambda model: zero_runtime.initialize(model=model, config=changed(scheduler={"type": "WarmUpLR"})),
+    ),
+    (
+        UnsupportedError,
+        "OneCycle is not in this version",
+        lambda model: zero_runtime.initialize(model=model, config=changed(scheduler={"type": "OneCycle"})),
+    ),
+    (
+        ConfigError,
+        "stands in more than one param group",
+        lambda model: zero_runtime.initialize(
+            model=model,
+            optimizer=_shared_parameter(model),
+            config=changed(optimizer=None),
+        ),
+    ),
+    (
+        UnsupportedError,
+        "sparse gradients",
+        lambda model: zero_runtime.initialize(model=torch.nn.Embedding(4, 4, sparse=True), config=PLAIN),
+    ),
+    (UnsupportedError, "stage 3", lambda model: zero_runtime.zero.Init()),
+    (UsageError, "loss of one element", lambda model: _engine(model).backward(torch.ones(2))),
+    (UsageError, "found 3.0", lambda model: _engine(model).backward(3.0)),
+    (UsageError, "means nothing at ZeRO stage 2", lambda model: _engine(model).no_sync().__enter__()),
+    (
+        UsageError,
+        "call engine.backward",
+        lambda model: _engine(model, stage=0)(*make_batch("mlp", 0, 0, 0)).backward(),
+    ),
+    (UnsupportedError, "torch.save", lambda model: _engine(model).save_checkpoint("somewhere")),
+    (
+        UsageError,
+        "needs an optimizer",
+        lambda model: zero_runtime.initialize(model=model, config={"train_batch_size": 4})[0].backward(
+            torch.ones(1)
+        ),
+    ),
+]
+
+
+def _engine(model, stage=2):
+    return zero_runtime.initialize(model=model, config=changed({"stage": stage}))[0]
+
+
+def _shared_parameter(model):
+    first, *others = model.parameters()
+    optimizer = torch.optim.AdamW([{"params": [first]}, {"params": others}])
+    optimizer.param_groups[1]["params"].append(first)
+    return optimizer
+
+
+def misuse(rank, world):
+    found = []
+    for expected, _, act in MISUSE:
+        try:
+            act(make_model("mlp"))
+            found.append("nothing was raised")
+        except expected as error:
+            found.append(str(error))
+    return found
+
+
+def test_misuse_is_refused_with_the_reason():
+    (found,) = run_ranks(1, misuse)
+    for (_, message, _), text in zip(MISUSE, found, strict=True):
+        assert message in text and "\n" not in text
+
+
+def test_without_a_launcher_the_process_is_the_only_rank(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch, zero_runtime\n"
+        "model = torch.nn.Linear(3, 1)\n"
+        "config = {'train_batch_size': 2, 'optimizer': {'type': 'SGD', 'params': {'lr': 0.1}}, "
+        "'zero_optimization': {'stage': 1, 'gradient_reduction': 'reduce_scatter', 'reduce_scatter': False}}\n"
+        "engine, *_ = zero_runtime.initialize(model=model, config=config)\n"
+        "for _ in range(2):\n"
+        "    engine.backward(engine(torch.ones(2, 3)).square().mean())\n"
+        "    engine.step()\n"
+        "print(engine.global_steps, engine.world_size)\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "2 1\n"), done.stderr
+    told = [line for line in done.stderr.splitlines() if line.startswith("zero_runtime:")]
+    assert told == [
+        "zero_runtime: gradient_reduction reduce_scatter is used; reduce_scatter false would mean all_reduce"
+    ]
