@@ -58,14 +58,25 @@ class Position:
         self.phase = "init"
 
 
-class _ThreadTag(threading.local):
+class _ThreadState:
+    """The open tags of one thread, and what the recorder remembers of that thread."""
+
+    __slots__ = ("current", "outer", "recorder", "recorder_number")
+
     def __init__(self) -> None:
         self.current: tag | None = None
         self.outer: list[tag | None] = []
+        self.recorder: object = None
+        self.recorder_number = 0
+
+
+class _ThreadLocal(threading.local):
+    def __init__(self) -> None:
+        self.state = _ThreadState()
 
 
 position: Final = Position()
-_thread: Final = _ThreadTag()
+_thread: Final = _ThreadLocal()
 _listener: Listener | None = None
 
 
@@ -136,19 +147,21 @@ class tag:  # noqa: N801 - reads as a statement: ``with tag("gradient_reduce", b
         self.interned: tuple[object, int] | None = None  # the recorder's cache: (session, id)
 
     def __enter__(self) -> tag:
-        _thread.outer.append(_thread.current)
-        _thread.current = self
+        state = _thread.state
+        state.outer.append(state.current)
+        state.current = self
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _thread.current = _thread.outer.pop()
+        state = _thread.state
+        state.current = state.outer.pop()
 
 
 def current_tag() -> tag | None:
     """The innermost tag of this thread."""
-    return _thread.current
+    return _thread.state.current
 
 
 def step(n: int | None = None, micro_step: int = 0) -> None:

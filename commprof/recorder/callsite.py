@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Final
 
 import torch
 
-_TORCH: Final = os.path.dirname(torch.__file__) + os.sep
-_DISTRIBUTED: Final = os.path.join(_TORCH, "distributed") + os.sep
-_COMMPROF: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-# The modules whose public functions a program calls to issue a collective.
-_API_FILES: Final = tuple(
-    os.path.join(_DISTRIBUTED, *name)
-    for name in (("distributed_c10d.py",), ("_functional_collectives.py",), ("nn", "functional.py"))
+_TORCH: Final = Path(torch.__file__).parent
+_INTERNAL_PREFIXES: Final = (f"{_TORCH}/", f"{Path(__file__).parent.parent}/", "<frozen")
+# The modules whose functions a program calls to issue a collective.
+_API_FILES: Final = frozenset(
+    str(_TORCH / "distributed" / name)
+    for name in ("distributed_c10d.py", "_functional_collectives.py", "nn/functional.py")
 )
-_STANDARD_WRAPPERS: Final = ("contextlib.py", "functools.py", "typing_extensions.py")
+_STANDARD_WRAPPERS: Final = frozenset({"contextlib.py", "functools.py", "typing_extensions.py"})
 
 PROGRAM: Final = 0
 INTERNAL: Final = 1
@@ -25,6 +24,8 @@ API: Final = 2
 
 _MOST_CODES: Final = 20_000
 _MOST_SITES: Final = 50_000
+
+Key = tuple[int, int, int]  # addresses and offset: the program's code, instruction, torch's function
 
 
 class CallSites:
@@ -36,39 +37,52 @@ class CallSites:
 
     def __init__(self, intern: Callable[[dict[str, Any]], int]) -> None:
         self.kinds: dict[int, int] = {}
-        self.sites: dict[tuple[int, int, int], int] = {}
+        self.sites: dict[Key, int] = {}
         self._codes: list[CodeType] = []
         self._intern = intern
 
-    def classify(self, code: CodeType) -> int:
-        """Whether ``code`` is the program's, torch's, or one of the functions of torch.distributed."""
-        if len(self._codes) > _MOST_CODES:
-            self.kinds.clear()
-            self.sites.clear()
-            self._codes.clear()
+    def find(self, frame: FrameType | None) -> int:
+        """The site of the call that ``frame``, the caller of a ProcessGroup method, is part of."""
+        api: CodeType | None = None
+        key: Key = (0, 0, 0)
+        kinds = self.kinds
+        while frame is not None:
+            code = frame.f_code
+            kind = kinds.get(id(code))
+            if kind is None:
+                kind = self._classify(code)
+            if kind == PROGRAM:
+                key = (id(code), frame.f_lasti, id(api))
+                break
+            if kind == API:
+                api = code
+            frame = frame.f_back
+        return self.sites.get(key) or self._add(frame, key, api)
+
+    def _classify(self, code: CodeType) -> int:
         file = code.co_filename
         if file in _API_FILES:
             kind = API
-        elif (
-            file.startswith((_TORCH, _COMMPROF))
-            or os.path.basename(file) in _STANDARD_WRAPPERS
-            or file.startswith("<frozen")
-        ):
+        elif file.startswith(_INTERNAL_PREFIXES) or Path(file).name in _STANDARD_WRAPPERS:
             kind = INTERNAL
         else:
             kind = PROGRAM
-        self._codes.append(code)
-        self.kinds[id(code)] = kind
+        if len(self._codes) < _MOST_CODES:
+            self._codes.append(code)
+            self.kinds[id(code)] = kind
         return kind
 
-    def add(self, frame: FrameType | None, key: tuple[int, int, int], api: CodeType | None) -> int:
-        """Intern the site that ``key`` stands for; ``frame`` is the program's, ``None`` when there is none."""
-        if len(self.sites) > _MOST_SITES:
-            self.sites.clear()
+    def holds(self, code: CodeType) -> bool:
+        """Whether ``code`` is held, so that its address can stand for it."""
+        return id(code) in self.kinds
+
+    def _add(self, frame: FrameType | None, key: Key, api: CodeType | None) -> int:
         site = None
         if frame is not None:
             code = frame.f_code
             site = f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}"
         number = self._intern({"call_site": site, "api": None if api is None else api.co_name})
-        self.sites[key] = number
+        held = frame is not None and self.holds(frame.f_code) and (api is None or self.holds(api))
+        if held and len(self.sites) < _MOST_SITES:
+            self.sites[key] = number
         return number

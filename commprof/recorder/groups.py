@@ -1,4 +1,7 @@
-"""Process groups, known by name and rank list. A ProcessGroup itself is never held: that would outlive torch's own teardown."""
+"""Process groups, known by name and rank list.
+
+A ProcessGroup itself is never held: that would outlive torch's own teardown.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +131,8 @@ class Groups:
         except Exception:
             ranks = list(range(pg.size()))  # not made through torch.distributed
         generation = self._generations.get(name, 1)
-        # torch counts names from 0 again after destroy_process_group; a second group of a name gets a suffix, on every rank.
+        # torch counts names from 0 again after destroy_process_group; a second group of a name gets a suffix,
+        # on every rank.
         unique = name if generation == 1 else f"{name}#{generation}"
         desc = getattr(pg, "group_desc", None)
         return Group(

@@ -5,17 +5,34 @@ A journal exists from the moment recording is asked for; its files are opened wh
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from commprof import hooks
 from commprof.schema import LAYERS, OPS, PHASES, PURPOSES, Layer, Phase, Purpose
-from commprof.trace.writer import EventFile, RecordFile, position_word, state_word
+from commprof.trace.writer import (
+    NO_WORDS,
+    EventFile,
+    RecordFile,
+    Segment,
+    Words,
+    position_word,
+    state_word,
+)
 
 _MOST_INTERNED: Final = 200_000
 _PROCESS_GROUP_LAYER: Final = LAYERS.index(Layer.PROCESS_GROUP)
 _STATE_WORDS: Final = {name: state_word(number, _PROCESS_GROUP_LAYER) for number, name in enumerate(PHASES)}
+
+_NO_SEGMENT: Final = Segment(None, 0)
+
+Place = tuple[Iterator[int], int, Any, Any, int, int]
+
+
+def _state_of(phase: str) -> int:
+    return _STATE_WORDS.get(phase, _STATE_WORDS[Phase.OTHER])
 
 
 class Journal:
@@ -25,16 +42,19 @@ class Journal:
         self.key = object()  # stands for this journal in a tag's cache
         self.records: RecordFile | None = None
         self.events: EventFile | None = None
-        self.position = position_word(hooks.position.step, hooks.position.micro_step)
-        self.state = _STATE_WORDS.get(hooks.position.phase, _STATE_WORDS[Phase.OTHER])
+        self._position = position_word(hooks.position.step, hooks.position.micro_step)
+        self._state = _state_of(hooks.position.phase)
+        # What the hot path needs in one attribute: offsets, end, mapping and words of the open segment, and the
+        # position and state words. Replaced as a whole when one of them changes.
+        self.place: Place = (itertools.repeat(0), 0, None, None, self._position, self._state)
         self.faults = 0
         self.first_fault: str | None = None
         self.raised = 0
+        self.lost = 0  # collectives for which there was no file
         self.refused_metrics = 0  # metrics that were no Python numbers
         self.refused: str | None = None  # why no file could be opened
         self.cost_samples = 0
         self.cost_ns = 0
-        self.local = threading.local()
         self._lock = threading.RLock()
         self._interned: dict[tuple[Any, ...], int] = {}
         self._next_id = 1
@@ -42,6 +62,26 @@ class Journal:
     def open(self, records: RecordFile, events: EventFile) -> None:
         """Keep everything from now on in these files."""
         self.records, self.events = records, events
+        records.on_segment = self._refresh
+        self._refresh()
+
+    def _refresh(self) -> None:
+        segment = _NO_SEGMENT if self.records is None else self.records.segment
+        self.place = (
+            segment.offsets,
+            segment.end,
+            segment.map,
+            segment.words,
+            self._position,
+            self._state,
+        )
+
+    def append(self, *fields: int) -> tuple[Words, int]:
+        """Keep one record (the fields of ``ISSUE``) where the open segment has no room, or count it as lost."""
+        if self.records is None:
+            self.lost += 1
+            return NO_WORDS, 0
+        return self.records.append(*fields)
 
     def refuse(self, reason: str) -> None:
         """No file could be opened: count what comes as lost."""
@@ -49,11 +89,13 @@ class Journal:
 
     def move(self, step: int, micro_step: int) -> None:
         """The training is at this step now."""
-        self.position = position_word(step, micro_step)
+        self._position = position_word(step, micro_step)
+        self._refresh()
 
     def enter_phase(self, name: str) -> None:
         """The training is in this phase now; one that the schema does not know counts as ``other``."""
-        self.state = _STATE_WORDS.get(name, _STATE_WORDS[Phase.OTHER])
+        self._state = _state_of(name)
+        self._refresh()
 
     def write(self, kind: str, row: Mapping[str, Any]) -> None:
         """Append a line to the events file. When that fails no record is kept either: nobody could read it."""
@@ -97,7 +139,8 @@ class Journal:
     def intern_thread(self) -> int:
         """The number of the current thread's name."""
         number = self.intern("thread", {"name": threading.current_thread().name})
-        self.local.number = number
+        state = hooks._thread.state
+        state.recorder, state.recorder_number = self.key, number
         return number
 
     def fault(self, error: BaseException) -> None:

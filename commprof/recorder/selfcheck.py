@@ -6,6 +6,7 @@ from typing import Any
 
 from commprof.recorder.groups import Group, Groups, live_groups
 from commprof.recorder.journal import Journal
+from commprof.trace.writer import count_of
 
 
 class SelfCheck:
@@ -50,6 +51,4 @@ def sequence_number(pg: Any) -> int | None:
 
 def expected_sequence(group: Group) -> int:
     """The sequence number that the group's records account for."""
-    collectives: int = group.collectives.__reduce__()[1][0]  # type: ignore[index]
-    messages: int = group.messages.__reduce__()[1][0]  # type: ignore[index]
-    return collectives + messages + group.hidden
+    return count_of(group.collectives) + count_of(group.messages) + group.hidden

@@ -1,7 +1,9 @@
-"""Recording one process: from ``attach`` (or ``arm``, under ``commprof run``) until ``detach`` or the end of the program.
+"""Recording one process: from ``attach`` (or ``arm``, under ``commprof run``) until ``detach`` or the end of
+the program.
 
-This is the shell around the recorder: it reads the environment, finds the run directory, opens the rank's files when the process
-turns out to be a rank, and says at the end what was lost. Nothing here raises into the program.
+This is the shell around the recorder: it reads the environment, finds the run directory, opens the rank's files
+when the process turns out to be a rank, and says at the end what was lost. Nothing here raises into the
+program.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from commprof.trace.directory import TRACES, run_name
 from commprof.trace.layout import RankFile
 from commprof.trace.manifest import Manifest, describe_process, write_manifest_if_absent
 from commprof.trace.process import process_start_ns, start_ticks
-from commprof.trace.writer import EventFile, RecordFile
+from commprof.trace.writer import EventFile, RecordFile, count_of
 
 RUN_VARIABLE: Final = "COMMPROF_RUN"
 OPTIONS_VARIABLE: Final = "COMMPROF_OPTIONS"
@@ -123,7 +125,7 @@ class Session:
     def _totals(self, records: RecordFile) -> dict[str, Any]:
         journal = self.journal
         calls = sum(
-            _next_of(group.collectives) + _next_of(group.messages)
+            count_of(group.collectives) + count_of(group.messages)
             for group in self.interception.groups.every()
         )
         cost = journal.cost_ns / journal.cost_samples if journal.cost_samples else 0.0
@@ -320,11 +322,6 @@ class Session:
 def _restore(module: Any, name: str, original: Any, wrapper: Any) -> None:
     if getattr(module, name, None) is wrapper:
         setattr(module, name, original)
-
-
-def _next_of(counter: Any) -> int:
-    value: int = counter.__reduce__()[1][0]
-    return value
 
 
 def _create_files(directory: Path, rank: int) -> tuple[RankFile, RecordFile, EventFile]:

@@ -69,7 +69,7 @@ def describe(method: Method, group: Group, args: Sequence[Any], kwargs: Mapping[
     call = _sort_arguments(method, args, kwargs)
     is_root = call.root is not None and call.root == group.rank
     sizes = _measure(method.op, call, is_root, group.size)
-    first = (call.inputs.tensors or call.outputs.tensors or [None])[0]
+    first = next(iter(call.inputs.tensors or call.outputs.tensors), None)
     device = None if first is None else str(first.device)
     return {
         "op": str(method.op),

@@ -21,9 +21,9 @@ _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 class Steps:
     """Writes a row at each step boundary, and finds the boundaries itself when the program does not name them.
 
-    Without ``hooks.step`` a step ends when an optimizer has stepped; the first one begins at the first forward of a module in training
-    mode. With several optimizers the cycle of the first iteration is learned: a step ends with the optimizer that stepped
-    last before the first one stepped again.
+    Without ``hooks.step`` a step ends when an optimizer has stepped; the first one begins at the first forward
+    of a module in training mode. With several optimizers the cycle of the first iteration is learned: a step
+    ends with the optimizer that stepped last before the first one stepped again.
 
     Args:
         check: run at each boundary before the new step begins.

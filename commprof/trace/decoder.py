@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
 from commprof.errors import TraceError
 from commprof.schema import (
@@ -23,7 +24,7 @@ from commprof.schema import (
 from commprof.trace.events import Events, read_events
 from commprof.trace.layout import EVENTS_SUFFIX, RECORDS_SUFFIX, RankFile, parse_header, parse_stem
 from commprof.trace.steps import StepTable, build_steps
-from commprof.trace.tables import arrow_schema, conform, pa, table_from_rows
+from commprof.trace.tables import arrow_schema, conform, table_from_rows
 
 _NUMPY_CODES: Final = {"q": "<i8", "I": "<u4", "i": "<i4", "B": "u1"}
 RECORD_DTYPE: Final = np.dtype([(item.name, _NUMPY_CODES[item.code]) for item in RECORD_FIELDS])

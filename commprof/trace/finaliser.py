@@ -1,8 +1,8 @@
 """From the binary files of the ranks to Parquet, once nobody writes to them any more.
 
-May be run at any time, again, and by two processes at once; a crash at any point loses nothing. In order: each rank's collectives are
-written and read back; the side tables are extended by the ranks that are not in them yet; the manifest is rewritten; only then are the
-binary files of those ranks removed.
+May be run at any time, again, and by two processes at once; a crash at any point loses nothing. In order: each
+rank's collectives are written and read back; the side tables are extended by the ranks that are not in them
+yet; the manifest is rewritten; only then are the binary files of those ranks removed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import pyarrow as pa
+
 from commprof.errors import TraceError
 from commprof.trace.decoder import RankTrace, read_rank
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, MANIFEST_NAME
@@ -25,7 +27,6 @@ from commprof.trace.manifest import COMPLETE, KILLED, RUNNING, Manifest, read_ma
 from commprof.trace.process import is_alive
 from commprof.trace.tables import (
     arrow_schema,
-    pa,
     read_parquet,
     table_from_rows,
     write_parquet,
@@ -118,7 +119,7 @@ def _is_finalised(run: Path, stem: str) -> bool:
 def entries_of(manifest: Manifest, traces: Sequence[RankTrace]) -> list[dict[str, Any]]:
     """One entry per rank file: those in the manifest and those of ``traces``, which are newer."""
     entries = {(e["rank"], e["attempt"], e["pid"], e.get("part", 1)): e for e in manifest.ranks}
-    entries.update({tuple(trace.identity): trace.entry for trace in traces})
+    entries.update({(*trace.identity,): trace.entry for trace in traces})
     return [entries[key] for key in sorted(entries)]
 
 
@@ -177,8 +178,8 @@ def _check_copy(file: Path, table: pa.Table) -> None:
     copy = read_parquet(file, "collectives")
     if not copy.equals(table):
         raise TraceError(
-            f"{file} does not hold what was written to it ({len(copy)} rows, expected {len(table)}); the binary files are kept. "
-            "Check the disk"
+            f"{file} does not hold what was written to it ({len(copy)} rows, expected {len(table)}); the binary files "
+            "are kept. Check the disk"
         )
 
 

@@ -13,8 +13,9 @@ from commprof.trace.manifest import COMPLETE, FAILED, KILLED, RUNNING, Manifest
 class Health:
     """How much of a run was recorded.
 
-    ``unseen``: collectives that the groups counted and no record shows, summed over the ranks. ``torn``: records cut off while
-    they were written. ``incomplete``: records whose call had not returned when the process ended.
+    ``unseen``: collectives that the groups counted and no record shows, summed over the ranks. ``torn``:
+    records cut off while they were written. ``incomplete``: records whose call had not returned when the
+    process ended.
     """
 
     records: int
@@ -141,8 +142,8 @@ def _unseen(groups: Sequence[Mapping[str, Any]]) -> list[str]:
             key = (str(row["pg"]), str(row.get("group_desc") or row["pg"]), str(row["group_ranks"]))
             by_group[key] = max(by_group.get(key, 0), row["unseen"])
     return [
-        f"{count} collectives were issued unseen in group {desc} (ranks {ranks}): they were started in C++ (DDP's reducer, for "
-        "example), below the layer that this version records"
+        f"{count} collectives were issued unseen in group {desc} (ranks {ranks}): they were started in C++ "
+        "(DDP's reducer, for example), below the layer that this version records"
         for (_, desc, ranks), count in by_group.items()
     ]
 

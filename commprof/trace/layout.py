@@ -1,8 +1,8 @@
 """How a rank's files are named and laid out: shared by the writer and the decoder. Standard library only.
 
-A rank writes two files side by side. ``.records`` is a header of one page followed by ``schema.RECORD`` structs without
-gaps; it grows by whole segments, so its tail is zeros. ``.events`` is JSON lines, one object a line, whose ``kind`` is one of
-``EVENT_KINDS``; a value is interned there before the first record that names it.
+A rank writes two files side by side. ``.records`` is a header of one page followed by ``schema.RECORD`` structs
+without gaps; it grows by whole segments, so its tail is zeros. ``.events`` is JSON lines, one object a line,
+whose ``kind`` is one of ``EVENT_KINDS``; a value is interned there before the first record that names it.
 """
 
 from __future__ import annotations

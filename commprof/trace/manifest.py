@@ -31,8 +31,8 @@ _KEPT_VARIABLES: Final = ("NCCL_", "TORCH_", "OMP_", "GLOO_")
 class Manifest:
     """What ``run.json`` says. Times are CLOCK_REALTIME in nanoseconds.
 
-    ``ranks`` has one mapping per rank file: rank, attempt, pid, part, host, records, lost, torn, unseen, raised, incomplete, faults,
-    recorder_ns, stopped_reason, ended, finalised.
+    ``ranks`` has one mapping per rank file: rank, attempt, pid, part, host, records, lost, torn, unseen,
+    raised, incomplete, faults, recorder_ns, stopped_reason, ended, finalised.
     """
 
     schema_version: int = SCHEMA_VERSION

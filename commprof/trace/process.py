@@ -37,7 +37,7 @@ def process_start_ns(pid: int) -> int | None:
 
 
 def is_alive(process: Any) -> bool | None:
-    """Whether the process described by ``pid``, ``host`` and ``start_ticks`` still runs; None when that cannot be told from here."""
+    """Whether the process described by ``pid``, ``host`` and ``start_ticks`` still runs; None if that is not known."""
     if not isinstance(process, dict) or not isinstance(process.get("pid"), int):
         return None
     if process.get("host") != socket.gethostname():

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from commprof.errors import SchemaError, TraceError
 from commprof.trace.decoder import RankTrace
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, resolve
@@ -23,7 +25,7 @@ from commprof.trace.finaliser import (
 from commprof.trace.health import Health, assess
 from commprof.trace.layout import rank_files
 from commprof.trace.manifest import Manifest
-from commprof.trace.tables import arrow_schema, pa, read_parquet, read_table, table_from_rows
+from commprof.trace.tables import arrow_schema, read_parquet, read_table, table_from_rows
 
 
 @dataclass(slots=True)
@@ -65,8 +67,8 @@ class Run:
 def open_run(path: str | os.PathLike[str]) -> Run:
     """Open run directory ``path``, or ``latest``.
 
-    Binary files of ranks that have ended are finalised first. A run that still works is read as it is and left alone; so is one whose
-    directory cannot be written to.
+    Binary files of ranks that have ended are finalised first. A run that still works is read as it is and left
+    alone; so is one whose directory cannot be written to.
 
     Raises:
         TraceError: there is no run at ``path``, or nothing in it can be read.

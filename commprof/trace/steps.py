@@ -28,8 +28,8 @@ class StepTable(NamedTuple):
 def build_steps(identity: RankFile, events: Events) -> StepTable:
     """Steps from one boundary to the next.
 
-    Boundaries that the program named replace those that were found by themselves. Of the latter, what follows the last one is
-    no step: it began when an optimizer had stepped, and none stepped again.
+    Boundaries that the program named replace those that were found by themselves. Of the latter, what follows
+    the last one is no step: it began when an optimizer had stepped, and none stepped again.
     """
     boundaries = [row for row in events.rows["step"] if _is_boundary(row)]
     named = [row for row in boundaries if row["step"] is None or not row.get("automatic")]

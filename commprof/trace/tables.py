@@ -73,7 +73,8 @@ def conform(table: str, arrow: pa.Table) -> pa.Table:
     """``arrow`` with the columns, order and types of ``table``; nullable columns that are missing become null.
 
     Raises:
-        SchemaError: a column that must be there is missing, holds nulls, or cannot be converted; or there is one too many.
+        SchemaError: a column that must be there is missing, holds nulls, or cannot be converted; or there is
+        one too many.
     """
     schema = arrow_schema(table)
     extra = [name for name in arrow.column_names if name not in schema.names]

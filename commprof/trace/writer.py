@@ -1,10 +1,12 @@
 """Writing a rank's two files from inside the training process. Standard library only.
 
-Records go straight into a shared mapping of the file, so a record is safe from the moment it is packed: the kernel keeps
-the page when the process is killed. Space is reserved with ``posix_fallocate`` before it is mapped; a store into a hole of a
-full file system would be a SIGBUS, which no except clause sees. File systems that cannot reserve get ``pwrite``.
+Records go straight into a shared mapping of the file, so a record is safe from the moment it is packed: the
+kernel keeps the page when the process is killed. Space is reserved with ``posix_fallocate`` before it is
+mapped; a store into a hole of a full file system would be a SIGBUS, which no except clause sees. File systems
+that cannot reserve get ``pwrite``.
 
-Nothing here raises into the caller once a file is open: writing stops, what is lost is counted, and ``stopped_reason`` says why.
+Nothing here raises into the caller once a file is open: writing stops, what is lost is counted, and
+``stopped_reason`` says why.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -30,10 +32,10 @@ SEGMENT_UNIT: Final = math.lcm(PAGE, RECORD.size)
 FIRST_SEGMENT_BYTES: Final = 256 << 10
 LARGEST_SEGMENT_BYTES: Final = 4 << 20
 
-# The record as the hot path packs it: fields that are zero at issue are padding (the mapping is zeroed by pack_into), and
-# neighbours that change together are one word. Equal to schema.RECORD byte for byte (a test says so).
+# The record as the hot path packs it: fields that are zero at issue are padding (the mapping is zeroed by
+# pack_into), and neighbours that change together are one word. Equal to schema.RECORD byte for byte (a test
+# says so).
 ISSUE: Final = struct.Struct("<q48xqIIIIqqq")
-RECORD_WORDS: Final = RECORD.size // 8
 RETURN_WORD: Final = record_offset("return_ns") // 8
 WAIT_BEGIN_WORD: Final = record_offset("wait_begin_ns") // 8
 WAIT_END_WORD: Final = record_offset("wait_end_ns") // 8
@@ -62,12 +64,14 @@ class Words(Protocol):
     def __setitem__(self, index: int, value: int) -> None: ...
 
 
-Token = tuple[Words, int]  # where a record lies, so that it can be completed: words, index of its first word
+# Where a record lies, so that it can be completed: its words, the index of its first one, and whether its wait's
+# beginning is to be recorded (a call that is not asynchronous waits as soon as it has returned).
+Token = tuple[Words, int, bool]
 
 
 def mark_raised(token: Token) -> None:
     """Change the status of a record to ``raised``."""
-    words, base = token
+    words, base, _ = token
     mask = 0xFF << _STATUS_SHIFT
     words[base + STATE_WORD] = (words[base + STATE_WORD] & ~mask) | STATUSES.index(
         Status.RAISED
@@ -82,6 +86,9 @@ class _NoWords:
 
     def __setitem__(self, index: int, value: int) -> None:
         return None
+
+
+NO_WORDS: Final[Words] = _NoWords()
 
 
 class _WrittenWords:
@@ -104,22 +111,30 @@ class _WrittenWords:
 
 
 class Segment:
-    """A reserved and mapped part of the file. ``slots`` hands out each slot once, to whichever thread asks."""
+    """A reserved and mapped part of the file: room for records at the offsets 0, RECORD.size, ... below ``end``.
 
-    __slots__ = ("capacity", "map", "slots", "words")
+    ``offsets`` hands out each offset once, to whichever thread asks.
+    """
 
-    def __init__(self, mapping: mmap.mmap | None, capacity: int) -> None:
+    __slots__ = ("end", "map", "offsets", "words")
+
+    def __init__(self, mapping: mmap.mmap | None, size: int) -> None:
         self.map = mapping
         self.words = None if mapping is None else memoryview(mapping).cast("q")
-        self.capacity = capacity
-        self.slots = itertools.count()
+        self.end = size
+        self.offsets = itertools.count(0, RECORD.size)
+
+    @property
+    def used(self) -> int:
+        """Bytes that hold records."""
+        return min(count_of(self.offsets), self.end)
 
 
 class RecordFile:
     """The ``.records`` file of one rank.
 
-    The hot path takes ``segment``, a slot from ``segment.slots``, and packs :data:`ISSUE` there while the slot is below
-    ``segment.capacity``; else it calls :meth:`append`, which grows the file, writes through, or counts a loss.
+    The hot path takes an offset from ``segment.offsets`` and packs :data:`ISSUE` there while it is below
+    ``segment.end``; else it calls :meth:`append`, which grows the file, writes through, or counts a loss.
     """
 
     def __init__(self, stem: Path, identity: RankFile, first_seq: int = 0) -> None:
@@ -133,6 +148,7 @@ class RecordFile:
         self._writes_through = False
         self._end = PAGE
         self.segment = Segment(None, 0)
+        self.on_segment: Callable[[], None] = _ignore  # called when another segment is open
         header = new_header(identity, PAGE, first_seq).pack()
         try:
             os.pwrite(self._descriptor, header.ljust(PAGE, b"\0"), 0)
@@ -141,27 +157,27 @@ class RecordFile:
         else:
             self._grow()
 
-    def append(self, *fields: int) -> Token:
+    def append(self, *fields: int) -> tuple[Words, int]:
         """Keep one record (the fields of :data:`ISSUE`) where the open segment has no room."""
         with self._lock:
             while self.stopped_reason is None and not self._writes_through:
                 segment = self.segment
-                slot = next(segment.slots)
-                if slot < segment.capacity and segment.map is not None and segment.words is not None:
-                    ISSUE.pack_into(segment.map, slot * RECORD.size, *fields)
-                    return segment.words, slot * RECORD_WORDS
+                offset = next(segment.offsets)
+                if offset < segment.end and segment.map is not None and segment.words is not None:
+                    ISSUE.pack_into(segment.map, offset, *fields)
+                    return segment.words, offset >> 3
                 self._grow()
             if self._writes_through:
                 return self._write_through(fields)
             self.lost += 1
-            return _NoWords(), 0
+            return NO_WORDS, 0
 
-    def _write_through(self, fields: tuple[int, ...]) -> Token:
+    def _write_through(self, fields: tuple[int, ...]) -> tuple[Words, int]:
         data = ISSUE.pack(*fields)
         offset = self._end + self._written * RECORD.size
         if not self.overwrite(offset, data):
             self.lost += 1
-            return _NoWords(), 0
+            return NO_WORDS, 0
         self._written += 1
         return _WrittenWords(self, offset, data), 0
 
@@ -190,30 +206,35 @@ class RecordFile:
                 self._writes_through = True
             else:
                 self.stop(_reason("reserve", error))
-            self.segment = Segment(None, 0)
+            self._open_segment(Segment(None, 0))
             return
         self._end += size
-        self.segment = Segment(mapping, size // RECORD.size)
-        self._segments.append(self.segment)
+        segment = Segment(mapping, size)
+        self._segments.append(segment)
+        self._open_segment(segment)
+
+    def _open_segment(self, segment: Segment) -> None:
+        self.segment = segment
+        self.on_segment()
 
     def stop(self, reason: str) -> None:
         """Keep nothing from now on; what comes is counted in ``lost``. The first reason stays."""
         if self.stopped_reason is None:
             self.stopped_reason = reason
-        self.segment = Segment(None, 0)
         self._writes_through = False
+        self._open_segment(Segment(None, 0))
 
     @property
     def kept(self) -> int:
         """Records in the file."""
-        return self._written + sum(min(_peek(s.slots), s.capacity) for s in self._segments)
+        return self._written + sum(segment.used for segment in self._segments) // RECORD.size
 
     def close(self) -> None:
         """Cut the unused tail off and let go of the file."""
         end = self._end
         if self._segments and not self._written:
             last = self._segments[-1]
-            end -= (last.capacity - min(_peek(last.slots), last.capacity)) * RECORD.size
+            end -= last.end - last.used
         unmapped = self._unmap()
         try:
             if unmapped and end != self._end:
@@ -232,7 +253,7 @@ class RecordFile:
         unmapped = True
         for segment in self._segments:
             words, mapping = segment.words, segment.map
-            segment.capacity = min(segment.capacity, _peek(segment.slots))
+            segment.end = segment.used
             segment.words = segment.map = None
             try:
                 if words is not None:
@@ -252,14 +273,18 @@ class RecordFile:
                 pass
 
 
-def _peek(counter: itertools.count[int]) -> int:
+def _ignore() -> None:
+    return None
+
+
+def count_of(counter: itertools.count[int]) -> int:
     """The number that ``counter`` hands out next, without taking it."""
-    value: int = counter.__reduce__()[1][0]  # type: ignore[index]
-    return value
+    return int(counter.__reduce__()[1][0])  # type: ignore[index,arg-type]
 
 
 def _reason(what: str, error: OSError) -> str:
-    return f"could not {what} space in the trace: {error.strerror or error} ({errno.errorcode.get(error.errno or 0, error.errno)})"
+    code = errno.errorcode.get(error.errno or 0, "unknown error")
+    return f"could not {what} space in the trace: {error.strerror or error} ({code})"
 
 
 class EventFile:
