@@ -4,7 +4,7 @@
 
     ZeroRuntimeError
     ├── ConfigError          also a ValueError: a configuration, or an argument of initialize, that cannot be used
-    │   └── UnsupportedError also a NotImplementedError: known and meaningful, but not in this version
+    │   └── UnsupportedError known and meaningful, but not in this version
     └── UsageError           also a RuntimeError: methods of the engine called in an order that means nothing
 
 A message says what happened, with values; what was expected; and what to do.
@@ -21,7 +21,7 @@ class ConfigError(ZeroRuntimeError, ValueError):
     """The configuration, or an argument of ``initialize``, cannot be used as it is."""
 
 
-class UnsupportedError(ConfigError, NotImplementedError):
+class UnsupportedError(ConfigError):
     """The configuration asks for something that exists in DeepSpeed but not in this version."""
 
 
