@@ -55,13 +55,19 @@ def show_comparison(frame: pd.DataFrame) -> None:
     """Print the answer of ``api.compare``: the settings in full where the terminal is wide enough, else numbered."""
     rows = rendering.records(frame)
     labels = [str(row["label"]) for row in rows]
-    parts = [comparison_table(rows, labels), operations_table(rows, labels)]
+    parts = _tables(rows, labels)
     if not all(rendering.fits(part) for part in parts):
         marks = [_mark(position) for position in range(len(rows))]
         legend = rendering.facts(zip(marks, labels, strict=True))
-        parts = [comparison_table(rows, marks), operations_table(rows, marks)]
+        parts = _tables(rows, marks)
         rendering.show(legend, "")
     rendering.show(*parts, rendering.paragraph(LEGEND))
+
+
+def _tables(rows: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> list[Rows]:
+    by_operation = operations_table(rows, labels)
+    some = len(by_operation.headings) > 1
+    return [comparison_table(rows, labels), *([by_operation] if some else [])]
 
 
 def _mark(position: int) -> str:

@@ -14,8 +14,8 @@ from typing import Any, Final, NamedTuple
 
 from commprof.errors import CommprofError, TraceError, UsageError
 from commprof.launch import environment, injection
-from commprof.launch.configuration import read_config
-from commprof.launch.job import CONFIG_NAME, OUTPUT_NAME, ConfigFile, Finished, Job, run_job
+from commprof.launch.configuration import ConfigFile, read_config
+from commprof.launch.job import CONFIG_NAME, OUTPUT_NAME, Finished, Job, run_job
 from commprof.launch.program import CONFIG_ARGUMENTS, Program, find_argument, replace_argument
 from commprof.launch.sweep import Turn, derive, label, mismatches
 from commprof.trace import directory

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from commprof.errors import UsageError
+from commprof.launch.program import CONFIG_ARGUMENTS, Program, find_argument
 
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 
@@ -26,6 +27,29 @@ class Slip(NamedTuple):
     line: int
     column: int
     what: str
+
+
+class ConfigFile(NamedTuple):
+    """The config file that the program was given: commprof only reads it."""
+
+    argument: str
+    path: Path
+    content: dict[str, Any] | None
+    problem: str | None = None
+
+
+def find_config(program: Program) -> ConfigFile | None:
+    """The config file among the program's arguments; None where there is none, or it is clearly no JSON (YAML, a name)."""
+    found = find_argument(program.arguments, CONFIG_ARGUMENTS)
+    if found is None:
+        return None
+    path = Path(found.value)
+    if not path.is_file():
+        return None
+    try:
+        return ConfigFile(found.name, path, read_config(path))
+    except UsageError as error:
+        return ConfigFile(found.name, path, None, str(error)) if path.suffix == ".json" else None
 
 
 def read_config(path: str | Path) -> dict[str, Any]:

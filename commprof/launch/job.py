@@ -20,8 +20,8 @@ from typing import Any, Final, NamedTuple
 
 from commprof.errors import CommprofError, LaunchError, UsageError
 from commprof.launch import environment, injection, summary
-from commprof.launch.configuration import read_config
-from commprof.launch.program import CONFIG_ARGUMENTS, Kind, Program, find_argument
+from commprof.launch.configuration import ConfigFile, find_config
+from commprof.launch.program import Kind, Program
 from commprof.launch.ranks import GRACE_SECONDS, Outcome, Rank, RankGroup
 from commprof.launch.wire import WireSampler
 from commprof.trace import directory, manifest
@@ -29,15 +29,6 @@ from commprof.trace.process import start_ticks
 
 CONFIG_NAME: Final = "config.json"
 OUTPUT_NAME: Final = "output.txt"
-
-
-class ConfigFile(NamedTuple):
-    """The config file that the program was given: commprof only reads it."""
-
-    argument: str
-    path: Path
-    content: dict[str, Any] | None
-    problem: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,20 +102,6 @@ def _check_ranks(job: Job) -> None:
             f"--nproc does not go with '-- {job.program.target}', which starts its own ranks; "
             "give the number of ranks to that command"
         )
-
-
-def find_config(program: Program) -> ConfigFile | None:
-    """The config file among the program's arguments; None where there is none, or it is clearly no JSON (YAML, a name)."""
-    found = find_argument(program.arguments, CONFIG_ARGUMENTS)
-    if found is None:
-        return None
-    path = Path(found.value)
-    if not path.is_file():
-        return None
-    try:
-        return ConfigFile(found.name, path, read_config(path))
-    except UsageError as error:
-        return ConfigFile(found.name, path, None, str(error)) if path.suffix == ".json" else None
 
 
 def _first_manifest(

@@ -32,7 +32,7 @@ def last_line(run: Path) -> str:
         return f"{where}  recorded; it is kept in the binary form for now: {error}"
     except Exception as error:  # whatever it is: the exit code of the program has still to be handed on
         return f"{where}  the records are kept, and could not be made into tables yet: {error}"
-    if health.records == 0 and not health.lost:
+    if not (health.ranks_recorded or health.records or health.lost):
         return f"{where}  nothing was recorded: {injection.explain_silence(injection.notes(run))}  next: commprof doctor"
     return f"{where}  {counts(health)}  next: commprof report {shlex.quote(where)}"
 

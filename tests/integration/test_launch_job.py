@@ -278,3 +278,23 @@ def test_help_is_quick_and_imports_nothing_heavy():
         times.append(time.perf_counter() - begin)
         assert done.stderr.strip() == "[]"
     assert min(times) < 1.0  # benchmarks/start_time.py holds it to 200 ms; a busy test machine may not
+
+
+@pytest.mark.ranks
+def test_collectives_that_no_layer_sees_are_counted_in_the_last_line(tmp_path):
+    write(
+        tmp_path / "train.py",
+        """
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+        for _ in range(2):
+            model(torch.ones(1, 4)).sum().backward()
+        dist.destroy_process_group()
+        """,
+    )
+    done = commprof("run", "--nproc", "2", "train.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"2 ranks, (\d+) records, 0 lost, (\d+) unseen", done.stderr.splitlines()[-1])
+    assert found, done.stderr
+    assert int(found[2]) > 0
