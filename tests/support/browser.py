@@ -55,18 +55,20 @@ def open_browser() -> Iterator[Any]:
 def served(directory: Path) -> Iterator[str]:
     """The dashboard of the runs below ``directory``, on a free port; the address without a trailing slash."""
     from commprof_dash.app import create_app
-    from werkzeug.serving import make_server
+    from waitress import wasyncore
+    from waitress.server import create_server
 
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = make_server("127.0.0.1", 0, create_app(directory).server, threaded=True)
-    thread = threading.Thread(target=server.serve_forever, name="dashboard", daemon=True)
+    logging.getLogger("waitress.queue").setLevel(logging.ERROR)
+    server = create_server(create_app(directory).server, host="127.0.0.1", port=0, threads=8)
+    thread = threading.Thread(target=server.run, name="dashboard", daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield f"http://127.0.0.1:{server.effective_port}"
     finally:
-        server.shutdown()
+        # In the server's own thread, which ends when no socket is left, those of idle browsers included.
+        server.trigger.pull_trigger(lambda: wasyncore.close_all(server._map, ignore_all=True))
         thread.join(timeout=10)
-        server.server_close()
+        server.task_dispatcher.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,8 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Component:
     names = runs.names()
     if not names:
         return messages.no_runs(str(runs.directory))
-    chosen = query.get(address.RUN, tuple(names[:_DEFAULT_RUNS]))
+    # The oldest first, as a sweep went through its settings.
+    chosen = query.get(address.RUN, tuple(reversed(names[:_DEFAULT_RUNS])))
     measure = MEASURES[address.one(query, address.MEASURE, MEASURES, WIRE.key)]
     selection = runs.select(chosen)
     return html.Div(

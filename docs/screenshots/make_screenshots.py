@@ -1,0 +1,86 @@
+"""Takes the pictures of the dashboard that the README shows, over the runs of ``make demo``.
+
+    make demo
+    .venv/bin/python docs/screenshots/make_screenshots.py            # the newest traces/demo-*
+    .venv/bin/python docs/screenshots/make_screenshots.py DIR        # other runs
+
+Needs Chromium and the development requirements. Look at the pictures before committing them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests")]
+
+from support.browser import Watched, open_browser, served  # noqa: E402 - found through the line above
+
+LARGEST_BYTES = 200_000
+
+
+class Picture(NamedTuple):
+    """One picture: the page, the window, and how it is lit."""
+
+    name: str
+    path: str
+    width: int
+    height: int
+    scheme: str
+
+
+PICTURES = (
+    Picture("compare-light", "/compare", 1280, 1140, "light"),
+    Picture("compare-dark", "/compare", 1280, 1140, "dark"),
+    Picture("overview-light", "/", 1280, 1140, "light"),
+    Picture("overview-dark", "/", 1280, 1140, "dark"),
+    Picture("compare-phone", "/compare", 420, 1140, "dark"),
+)
+
+
+def take(browser: Any, base: str, picture: Picture, out: Path) -> Path:
+    """Save ``picture`` of the dashboard at ``base`` in ``out``."""
+    context = browser.new_context(
+        viewport={"width": picture.width, "height": picture.height}, color_scheme=picture.scheme
+    )
+    view = Watched(context.new_page())
+    view.open(base + picture.path)
+    path = out / f"{picture.name}.png"
+    view.page.screenshot(path=path)
+    context.close()
+    if view.errors:
+        raise SystemExit(f"{picture.path}: {view.errors}")
+    if path.stat().st_size > LARGEST_BYTES:
+        raise SystemExit(
+            f"{path.name} has {path.stat().st_size:,} bytes; at most {LARGEST_BYTES:,} may be committed"
+        )
+    return path
+
+
+def newest_demo() -> Path:
+    """The runs of the last ``make demo``."""
+    found = sorted((ROOT / "traces").glob("demo*"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise SystemExit("no traces/demo*; run `make demo` first, or name a directory of runs")
+    return found[-1]
+
+
+def main() -> None:
+    """Take all pictures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "runs", nargs="?", type=Path, help="directory of runs (default: the newest traces/demo*)"
+    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    arguments = parser.parse_args()
+    with served(arguments.runs or newest_demo()) as base, open_browser() as browser:
+        for picture in PICTURES:
+            path = take(browser, base, picture, arguments.out)
+            print(f"{path}  {path.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()
