@@ -24,7 +24,7 @@ class Group:
         "coalesce_id",
         "collectives",
         "desc",
-        "hidden",
+        "extra",
         "messages",
         "name",
         "rank",
@@ -46,7 +46,7 @@ class Group:
         self.messages = itertools.count()  # issue order, sends and receives
         self.coalesce_id = 0  # of the open coalescing block; 0 outside
         self.special = False  # the hot path must look closer: an accelerator, or a coalescing block
-        self.hidden = 0  # what the backend counts beyond one for each record
+        self.extra = 0  # what the backend counts beyond one for each call; see commprof.recorder.sequence
         self.unseen = 0
 
     def global_rank(self, group_rank: int | None) -> int:

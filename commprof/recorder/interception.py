@@ -16,6 +16,7 @@ from commprof.recorder.groups import Group, Groups
 from commprof.recorder.journal import Journal
 from commprof.recorder.methods import METHODS
 from commprof.recorder.wrappers import Wrappers
+from commprof.trace.writer import count_of
 
 
 class Interception:
@@ -32,6 +33,7 @@ class Interception:
         self.wrappers = Wrappers(journal, self.groups.find)
         self._installed: list[tuple[type, str, Any, Any]] = []
         self._blocks = 0
+        self._begun: dict[str, int] = {}  # by group: its collectives when the open coalescing block began
 
     def _forget(self, address: int) -> None:
         self.wrappers.forget(address)
@@ -72,14 +74,16 @@ class Interception:
 
     def _wrap_start_coalescing(self, original: Any) -> Any:
         def start_coalescing(pg: Any, /, *args: Any, **kwargs: Any) -> Any:
+            result = original(pg, *args, **kwargs)
             try:
                 group = self.groups.find(pg)
                 self._blocks += 1
                 group.coalesce_id = self._blocks
                 group.special = True
+                self._begun[group.name] = count_of(group.collectives)
             except Exception as error:
                 self.journal.fault(error)
-            return original(pg, *args, **kwargs)
+            return result
 
         return start_coalescing
 
@@ -89,6 +93,11 @@ class Interception:
                 group = self.groups.find(pg)
                 group.coalesce_id = 0
                 group.special = group.accelerated
+                issued = count_of(group.collectives) - self._begun.pop(group.name, 0)
+                if issued > 1:
+                    group.extra -= (
+                        issued - 1
+                    )  # NCCL, the only backend that coalesces, counts the block as one
             except Exception as error:
                 self.journal.fault(error)
             return original(pg, *args, **kwargs)

@@ -6,39 +6,49 @@ from typing import Any
 
 from commprof.recorder.groups import Group, Groups, live_groups
 from commprof.recorder.journal import Journal
-from commprof.trace.writer import count_of
+from commprof.recorder.sequence import expected_number
 
 
 class SelfCheck:
-    """Compares, for each live group, how far its sequence number moved with how many collectives were recorded.
+    """Compares, for each live group, how far its sequence number moved with what was recorded of it.
 
-    A difference is ``unseen``: collectives started in C++, below the methods that the interception wraps.
+    A surplus is ``unseen``: collectives started in C++, below the methods that the interception wraps. Where the records
+    account for more than the group counted, nothing is said: a backend may count in ways that are not known here.
     """
 
     def __init__(self, journal: Journal, groups: Groups) -> None:
         self._journal = journal
         self._groups = groups
-        self._seen: dict[
-            str, tuple[int, int]
-        ] = {}  # by group name: its own number and ours at the last check
+        self._before: dict[str, int] = {}  # numbers of the groups that were there before recording began
+        self._checked: dict[str, tuple[int, int]] = {}  # at the last check: the group's own number, and ours
 
-    def begin(self, group: Group) -> None:
-        """A group is seen for the first time: count from here."""
+    def start(self) -> None:
+        """Recording begins now: what the groups have counted so far is nobody's loss."""
+        for pg in live_groups():
+            self._before[pg.group_name] = sequence_number(pg) or 0
+
+    def forget(self, name: str | None) -> None:
+        """The group called ``name`` (None: every group) was destroyed; a new one of that name counts from 0."""
+        if name is None:
+            self._before.clear()
+        else:
+            self._before.pop(name, None)
 
     def run(self) -> None:
-        """Check every live group and write down what is new."""
+        """Check every live group, and write down what was found."""
         for pg in live_groups():
-            own = sequence_number(pg)
-            if own is None:
-                continue
             group = self._groups.find(pg)
-            recorded = expected_sequence(group)
-            last_own, last_recorded = self._seen.get(group.name, (0, 0))
-            unseen = (own - last_own) - (recorded - last_recorded)
-            self._seen[group.name] = (own, recorded)
-            if unseen > 0:
-                group.unseen += unseen
-                self._journal.write("unseen", {"pg": group.name, "unseen": group.unseen})
+            own, expected = sequence_number(pg), expected_number(group)
+            if own is None or expected is None:
+                continue
+            own_then, expected_then = self._checked.get(group.name, (self._before.get(pg.group_name, 0), 0))
+            self._checked[group.name] = own, expected
+            self._report(group, (own - own_then) - (expected - expected_then))
+
+    def _report(self, group: Group, unseen: int) -> None:
+        if unseen > 0:
+            group.unseen += unseen
+            self._journal.write("unseen", {"pg": group.name, "unseen": group.unseen})
 
 
 def sequence_number(pg: Any) -> int | None:
@@ -47,8 +57,3 @@ def sequence_number(pg: Any) -> int | None:
         return int(pg._get_sequence_number_for_group())
     except Exception:
         return None
-
-
-def expected_sequence(group: Group) -> int:
-    """The sequence number that the group's records account for."""
-    return count_of(group.collectives) + count_of(group.messages) + group.hidden

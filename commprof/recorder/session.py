@@ -73,6 +73,8 @@ class Session:
 
     def start(self) -> None:
         """Begin to watch. Files are opened at once when torch.distributed is initialised, else when it is."""
+        if self.selfcheck is not None:
+            self.selfcheck.start()
         self.interception.install()
         self._watch_groups()
         self.steps.install()
@@ -97,6 +99,8 @@ class Session:
         with self._lock:
             journal, records = self.journal, self.journal.records
             if records is None or self.identity is None:
+                if self._failed is not None:
+                    self._complain(journal.lost, self._failed)
                 return
             self.steps.finish()
             journal.write("end", self._totals(records))
@@ -180,8 +184,6 @@ class Session:
             if self.journal.records is None and self._failed is None:
                 self._open()
         self.journal.write("group", group.row())
-        if self.selfcheck is not None:
-            self.selfcheck.begin(group)
 
     def _open(self) -> None:
         import torch.distributed as dist
@@ -305,6 +307,8 @@ class Session:
             result = original(group, *args, **kwargs)
             try:
                 self.interception.groups.retire(name)
+                if self.selfcheck is not None:
+                    self.selfcheck.forget(name)
             except Exception as error:
                 self.journal.fault(error)
             return result

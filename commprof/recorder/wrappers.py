@@ -23,6 +23,7 @@ from commprof.recorder.callsite import CallSites
 from commprof.recorder.groups import Group
 from commprof.recorder.journal import Journal
 from commprof.recorder.methods import Method, Shape
+from commprof.recorder.sequence import GLOO, GLOO_EXTRA
 from commprof.recorder.signatures import describe, freeze
 from commprof.trace.writer import (
     ISSUE,
@@ -125,7 +126,7 @@ class Wrappers:
         """Any method, any arguments."""
         journal, issue, settle = self.journal, self._issue, self._settle
         get_frame, clock = sys._getframe, time.perf_counter_ns
-        hidden = _HIDDEN.get(method.name)
+        extra = GLOO_EXTRA.get(method.name)
         blocks = method.name == "monitored_barrier"
 
         def call(pg: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -140,8 +141,8 @@ class Wrappers:
                     number = self._sign(method, group, args, kwargs)
                     _remember(signatures, key, number)
                     begin = clock()
-                if hidden is not None:
-                    group.hidden += hidden(group)
+                if extra is not None and group.backend_for(None) == GLOO:
+                    group.extra += extra(group, args)
                 token = issue(get_frame(1), group, seq, number)
                 cost = 0 if seq % _COST_SAMPLE else clock() - begin
             except Exception as error:
@@ -149,7 +150,7 @@ class Wrappers:
             try:
                 work = original(pg, *args, **kwargs)
             except BaseException:
-                _record_raised(journal, token)
+                self._record_raised(pg, token)
                 raise
             if token is not None:
                 settle(token, work, cost)
@@ -192,7 +193,7 @@ class Wrappers:
             try:
                 work = original(pg, tensors, options)
             except BaseException:
-                _record_raised(journal, token)
+                self._record_raised(pg, token)
                 raise
             if token is not None:
                 settle(token, work, start)
@@ -288,7 +289,7 @@ class Wrappers:
             try:
                 work = original(pg, tensors, options)
             except BaseException:
-                _record_raised(journal, token)
+                self._record_raised(pg, token)
                 raise
             if start:
                 settle(token, work, start + _UNSAMPLED_NS)  # type: ignore[arg-type]
@@ -369,13 +370,25 @@ class Wrappers:
             try:
                 work = original(pg, output, tensor, options)
             except BaseException:
-                _record_raised(journal, token)
+                self._record_raised(pg, token)
                 raise
             if token is not None:
                 settle(token, work, start)
             return work
 
         return call
+
+    def _record_raised(self, pg: Any, token: Token | None) -> None:
+        """The caller's call raised: it was most likely refused before the backend counted it."""
+        try:
+            self.journal.raised += 1
+            self._find_group(pg).extra -= 1
+            if token is not None:
+                words, base, _ = token
+                words[base + RETURN_WORD] = time.perf_counter_ns()
+                mark_raised(token)
+        except Exception as error:
+            self.journal.fault(error)
 
     def wrap_wait(self, original: Any) -> Any:
         """What stands in for ``Work.wait``: the first wait of each handle is timed."""
@@ -449,21 +462,6 @@ def _remember(signatures: dict[Any, int], key: Any, number: int) -> None:
 
 def _given(*values: Any) -> list[Any]:
     return [value for value in values if value is not _MISSING]
-
-
-# What gloo adds to a group's sequence number beyond one for the call: a list reduce_scatter is one all_reduce a rank.
-_HIDDEN: Final[dict[str, Callable[[Group], int]]] = {}
-
-
-def _record_raised(journal: Journal, token: Token | None) -> None:
-    try:
-        journal.raised += 1
-        if token is not None:
-            words, base, _ = token
-            words[base + RETURN_WORD] = time.perf_counter_ns()
-            mark_raised(token)
-    except Exception as error:
-        journal.fault(error)
 
 
 def _record_block(journal: Journal, token: Token, start: int) -> None:
