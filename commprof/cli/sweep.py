@@ -110,24 +110,27 @@ def sweep(
 
 def _carry_out(campaign: Campaign, fail_fast: bool) -> int:
     from commprof.launch.campaign import carry_out
+    from commprof.launch.ranks import signals_held
     from commprof.launch.summary import shown
 
     where = shown(campaign.out)
     say(f"sweep of {len(campaign.turns)} runs into {where}")
     results: list[TurnResult] = []
-    with _progress(len(campaign.turns), campaign.show_output) as progress:
-        remaining = iter(campaign.turns)
+    interrupted = False
+    with signals_held() as asked_to_stop, _progress(len(campaign.turns), campaign.show_output) as progress:
         carried_out = carry_out(campaign, say)
-        for turn in remaining:
+        for turn in campaign.turns:
             progress.begin(turn)
             result = next(carried_out)
             progress.end()
             results.append(result)
             if result.problem is not None:
                 say(f"run {result.turn.number + 1}, {label(result.turn.point)}, failed: {result.problem}")
-            if result.asked_to_stop or (fail_fast and result.problem is not None):
+            interrupted = result.asked_to_stop or asked_to_stop()
+            if interrupted or (fail_fast and result.problem is not None):
                 break
-    return _conclude(campaign, results, where)
+    code = _conclude(campaign, results, where)
+    return INTERRUPTED if interrupted else code
 
 
 def _conclude(campaign: Campaign, results: Sequence[TurnResult], where: str) -> int:
@@ -143,8 +146,6 @@ def _conclude(campaign: Campaign, results: Sequence[TurnResult], where: str) -> 
     )
     follow = f"next: commprof dashboard {shlex.quote(where)}" if good else f"see {shlex.quote(where)}"
     say(f"{where}  {counts}  {follow}")
-    if results and results[-1].asked_to_stop:
-        return INTERRUPTED
     return FAILED if failed or left else 0
 
 

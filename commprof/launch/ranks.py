@@ -14,7 +14,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from commprof.errors import LaunchError
@@ -50,6 +50,21 @@ class Outcome(NamedTuple):
     signal_name: str | None  # the signal that killed it
     stopped_ranks: tuple[int, ...]  # ended by commprof, after another one had failed
     asked_to_stop: signal.Signals | None = None  # the signal that told commprof, and so the ranks, to stop
+
+
+@contextlib.contextmanager
+def signals_held() -> Iterator[Callable[[], bool]]:
+    """Keep signals for the rank groups that run inside, one after another.
+
+    A signal to a process goes to any of its threads that does not block it. Threads that start inside (of a progress
+    bar, of a table reader) block what this one blocks, so that every signal waits until a rank group asks for it. Yields
+    what says, between two groups, whether one has come that asks to stop.
+    """
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+    try:
+        yield lambda: signal.sigtimedwait(_STOPPING, 0) is not None
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
 class RankGroup:
@@ -93,6 +108,8 @@ class RankGroup:
             LaunchError: a process could not be started; those that were are ended again.
         """
         self._old_mask = {signal.Signals(s) for s in signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)}
+        if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # then the kernel would keep no exit codes
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if hasattr(os, "pidfd_open"):
             self._epoll = select.epoll()
         leader = 0
@@ -109,10 +126,10 @@ class RankGroup:
 
     def _spawn(self, rank: Rank, leader: int) -> subprocess.Popen[bytes]:
         prctl = _prctl()
-        parent, death_signal, old_mask = os.getpid(), int(self._death_signal), self._old_mask
+        parent, death_signal, mask = os.getpid(), int(self._death_signal), self._old_mask - set(_WATCHED)
 
         def prepare() -> None:
-            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             if prctl is not None:
                 prctl(_PR_SET_PDEATHSIG, death_signal, 0, 0, 0)
             if os.getppid() != parent:

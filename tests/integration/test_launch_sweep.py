@@ -119,3 +119,43 @@ def test_the_comparison_of_two_reductions(tmp_path):
         "use_multi_rank_bucket_allreduce=true": ["reduce_scatter", "all_reduce"],
         "use_multi_rank_bucket_allreduce=false": ["reduce_scatter", "reduce"],
     }
+
+
+def test_ctrl_c_in_a_terminal_ends_the_sweep_in_order(script):
+    import pty
+
+    (script / "train.py").write_text(
+        READS + "import time\nopen(f'ready-{c[\"stage\"]}', 'w')\ntime.sleep(c['stage'])\n"
+    )
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(script)
+        os.environ.update(PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "runtime")]), TERM="xterm")
+        words = [
+            "--nproc",
+            "1",
+            "--out",
+            "s",
+            "--set",
+            "stage=0,60,61",
+            "--",
+            "train.py",
+            "--config",
+            "ds.json",
+        ]
+        os.execv(sys.executable, [sys.executable, "-m", "commprof", "sweep", *words])
+    text, told = b"", False
+    try:
+        while chunk := os.read(terminal, 4096):
+            text += chunk
+            if (
+                not told and (script / "ready-60").exists()
+            ):  # the second run: tables were read, threads are there
+                os.write(terminal, b"\x03")
+                told = True
+    except OSError:  # the terminal ends with its last process
+        pass
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130, text.decode()
+    assert not (script / "ready-61").exists()
+    assert b"s  2 runs, 1 failed, 1 not run" in text

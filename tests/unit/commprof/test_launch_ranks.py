@@ -30,7 +30,7 @@ def outcome(*programs: str):
 
 
 def test_all_well():
-    assert outcome("pass", "pass") == (0, None, None, ())
+    assert outcome("pass", "pass")[:4] == (0, None, None, ())
 
 
 def test_the_exit_code_is_that_of_the_rank_that_failed_first():
@@ -40,7 +40,7 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first():
         "import time; time.sleep(0.25); raise SystemExit(8)",
         "import time; time.sleep(0.1); raise SystemExit(7)",
     )
-    assert result == (7, 2, None, (0,))
+    assert result[:4] == (7, 2, None, (0,))
 
 
 def test_failures_are_told_apart_even_when_seen_together():
@@ -61,7 +61,7 @@ def test_a_rank_that_ignores_sigterm_is_killed():
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(30)",
         "import time; time.sleep(0.2); raise SystemExit(5)",
     )
-    assert result == (5, 1, None, (0,))
+    assert result[:4] == (5, 1, None, (0,))
     assert time.monotonic() - begin < 5
 
 
