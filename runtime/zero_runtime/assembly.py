@@ -9,7 +9,6 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from commprof import hooks
-from zero_runtime import comm
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.errors import ConfigError, UnsupportedError
@@ -63,7 +62,9 @@ def assemble(
     _check_module(module)
     given = list(parameters) if parameters is not None else None
     group = DataParallelGroup()
-    device = _device()
+    device = group.device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     kinds = precision(config.precision)
     cast_module(module, config.precision)
     module.to(device)
@@ -203,14 +204,6 @@ def _add_foreign(
     for each in groups:
         for parameter in each.parameters:
             dtypes.setdefault(parameter, kinds.communication)
-
-
-def _device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", comm.get_local_rank())
-    torch.cuda.set_device(device)
-    return device
 
 
 def _check_module(module: torch.nn.Module) -> None:

@@ -167,7 +167,9 @@ class DataParallelGroup:
         group: torch's process group; None for all ranks.
         rank: this process within the group.
         world_size: number of ranks of the group.
-        backend: name of the backend (gloo, nccl).
+        device: where the parameters are: this host's CUDA device number LOCAL_RANK, unless there is none, or the
+            group has no backend for it but gloo, which lacks collectives there.
+        backend: name of the backend for that device (gloo, nccl).
         global_ranks: global rank of each member.
     """
 
@@ -179,7 +181,12 @@ class DataParallelGroup:
         self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self.backend = dist.get_backend(group)
+        backends = dict(
+            each.split(":", 1) for each in dist.get_backend_config(group).split(",") if ":" in each
+        )
+        on_cuda = torch.cuda.is_available() and backends.get("cuda", "gloo") != "gloo"
+        self.device = torch.device("cuda", get_local_rank()) if on_cuda else torch.device("cpu")
+        self.backend = backends.get(self.device.type, "gloo")
         members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self.global_ranks = tuple(members)
 

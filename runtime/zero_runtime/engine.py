@@ -66,6 +66,15 @@ class Engine(torch.nn.Module):
         self._clock = Clock(config.wall_clock_breakdown and self.global_rank == 0)
         assembly.boundary.ask = self.is_gradient_accumulation_boundary
 
+    def __getattr__(self, name: str) -> Any:
+        """Names that the engine has not are the model's."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
     # Training.
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -285,6 +294,10 @@ class Engine(torch.nn.Module):
     def fp16_enabled(self) -> bool:
         """Whether parameters are fp16: never in this version."""
         return False
+
+    def module_state_dict(self) -> dict[str, Any]:
+        """The model's state, by the model's own names."""
+        return self.module.state_dict()
 
     @property
     def communication_data_type(self) -> torch.dtype:

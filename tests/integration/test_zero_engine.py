@@ -327,6 +327,23 @@ def test_misuse_is_refused_with_the_reason():
         assert message in text and "\n" not in text
 
 
+def backends(rank, world):
+    found = []
+    for backend in (None, "gloo", "cpu:gloo"):
+        torch.distributed.init_process_group(
+            backend, store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
+        found.append((zero_runtime.comm.DataParallelGroup().backend, torch.distributed.get_backend()))
+        torch.distributed.destroy_process_group()
+    return found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the default backend is nccl where CUDA is there")
+def test_the_backend_of_the_device_is_known_however_the_group_was_made():
+    (found,) = run_ranks(1, backends, process_group=False)
+    assert [backend for backend, _ in found] == ["gloo"] * 3
+
+
 def test_without_a_launcher_the_process_is_the_only_rank(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
