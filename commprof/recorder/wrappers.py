@@ -171,6 +171,11 @@ class Wrappers:
         ) -> Any:
             if rest or kwargs or options is _MISSING or type(tensors) is not list or len(tensors) != 1:
                 return general(pg, *_given(tensors, options), *rest, **kwargs)
+            try:
+                tensor = tensors[0]
+                key = (tensor.shape, tensor.dtype, tensor.get_device(), option_key(options))
+            except AttributeError:  # another overload: a reduction or a root in place of the options
+                return general(pg, tensors, options)
             token = None
             start = 0
             try:
@@ -178,8 +183,6 @@ class Wrappers:
                 seq = next(counter)
                 if not seq % _COST_SAMPLE:
                     start = cpu_clock()
-                tensor = tensors[0]
-                key = (tensor.shape, tensor.dtype, tensor.get_device(), option_key(options))
                 number = lookup(key)
                 if number is None:
                     start = 0  # what is done once is no sample of what each call costs
@@ -342,13 +345,7 @@ class Wrappers:
         ) -> Any:
             if rest or kwargs or options is _MISSING:
                 return general(pg, *_given(output, tensor, options), *rest, **kwargs)
-            token = None
-            start = 0
             try:
-                lookup, group, counter, signatures = entries.get(id(pg)) or self._enter(method, entries, pg)
-                seq = next(counter)
-                if not seq % _COST_SAMPLE:
-                    start = cpu_clock()
                 key = (
                     tensor.shape,
                     tensor.dtype,
@@ -357,6 +354,15 @@ class Wrappers:
                     output.dtype,
                     option_key(options),
                 )
+            except AttributeError:
+                return general(pg, output, tensor, options)
+            token = None
+            start = 0
+            try:
+                lookup, group, counter, signatures = entries.get(id(pg)) or self._enter(method, entries, pg)
+                seq = next(counter)
+                if not seq % _COST_SAMPLE:
+                    start = cpu_clock()
                 number = lookup(key)
                 if number is None:
                     start = 0

@@ -88,7 +88,7 @@ def decode(identity: RankFile, first_seq: int, raw: np.ndarray[Any, Any], events
     whole &= np.isin(raw["signature"], np.fromiter(signatures, np.uint32, len(signatures)))
     used = _used(raw, whole)
     slots = np.flatnonzero(whole)
-    records = raw[slots]
+    records = _with_waits(raw[slots])
     step_table = build_steps(identity, events)
     groups = _groups(identity, events)
     collectives = _collectives(identity, first_seq + slots, records, signatures, groups, events, step_table)
@@ -106,6 +106,13 @@ def decode(identity: RankFile, first_seq: int, raw: np.ndarray[Any, Any], events
     }
     entry = _entry(identity, events, tables, records, used - len(records))
     return RankTrace(identity, tables, entry, events.last("begin") or {}, events.last("config"))
+
+
+def _with_waits(records: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A call that is not asynchronous waits as soon as it has returned; the recorder keeps only the end of that wait."""
+    at_once = (records["wait_end_ns"] != 0) & (records["wait_begin_ns"] == 0)
+    records["wait_begin_ns"][at_once] = records["return_ns"][at_once]
+    return records
 
 
 def _used(raw: np.ndarray[Any, Any], whole: np.ndarray[Any, Any]) -> int:

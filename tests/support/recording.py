@@ -1,0 +1,58 @@
+"""Recording what forked gloo ranks issue, and torch's own count of it beside."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+from support.ranks import run_ranks
+
+
+def record(run: Path, world: int, body: Any, *args: Any, **options: Any) -> tuple[Any, list[dict[str, Any]]]:
+    """Run ``body(rank, world, *args)`` on recorded ranks.
+
+    Returns the opened run and, per rank, what ``body`` returned, the gloo group's own sequence number and the Flight
+    Recorder's operation names of what was issued while recording.
+    """
+    from commprof.trace.reader import open_run
+
+    outcomes = run_ranks(world, _recorded, str(run), body, args, options)
+    return open_run(run), outcomes
+
+
+def _recorded(rank: int, world: int, run: str, body: Any, args: Any, options: Any) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    import commprof
+
+    group = dist.group.WORLD
+    flights = len(flight_names())
+    number = group._get_sequence_number_for_group()
+    commprof.attach(run, **options)
+    try:
+        result = body(rank, world, *args)
+    finally:
+        commprof.detach()
+    return {
+        "result": result,
+        "number": group._get_sequence_number_for_group() - number,
+        "flights": flight_names()[flights:],
+    }
+
+
+def flight_names() -> list[str]:
+    """The names of the operations in torch's Flight Recorder, oldest first, without the ``gloo:`` before them."""
+    import torch
+
+    dump = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())  # torch's own dump, of this very process
+    return [entry["profiling_name"].rpartition(":")[2] for entry in dump.get("entries", [])]
+
+
+def calls(run: Any, rank: int, *columns: str) -> list[Any]:
+    """The values of ``columns`` of each collective of ``rank``, in issue order."""
+    table = run.table("collectives").to_pylist()
+    rows = sorted((row for row in table if row["rank"] == rank), key=lambda row: row["seq"])
+    if len(columns) == 1:
+        return [row[columns[0]] for row in rows]
+    return [tuple(row[column] for column in columns) for row in rows]
