@@ -112,6 +112,23 @@ def test_each_param_group_has_its_own_norm_and_gathering():
         assert rates == [1e-3, 1e-2] and groups == 2
 
 
+def messages_of_a_backward_pass(rank, world, multi_rank):
+    config = changed({"use_multi_rank_bucket_allreduce": multi_rank})
+    with logged() as log:
+        engine, *_ = zero_runtime.initialize(model=make_model("mlp"), config=config)
+        log.calls.clear()
+        engine.backward(engine(*make_batch("mlp", 0, 0, rank)))
+    return [(call.numel_in, call.root) for call in log.calls]
+
+
+def test_messages_of_a_model_whose_weight_lies_in_all_pieces():
+    """Recorded from DeepSpeed 0.19.8 with the same model on 3 ranks."""
+    to_owners = [(18_291, 2), (14_002, 0), (18_980, 1), (685, 2), (4_978, 0)]
+    together = [(18_291, None), (32_982, None), (685, None), (4_978, None)]
+    assert run_ranks(3, messages_of_a_backward_pass, False) == [to_owners] * 3
+    assert run_ranks(3, messages_of_a_backward_pass, True) == [together] * 3
+
+
 def follow_schedules(rank, world):
     found = {}
     warmup = {
