@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import dash
-from dash import ALL, ClientsideFunction, Input, Output, State
+from dash import ALL, ClientsideFunction, Input, Output, State, dcc
 from dash.development.base_component import Component
 
 from commprof_dash import address, ids
-from commprof_dash.components import messages, shell
+from commprof_dash.components import controls, messages, shell
 from commprof_dash.data import Runs, reason
 from commprof_dash.pages import PAGES
-from commprof_dash.pages.page import Page
+from commprof_dash.pages.page import Drawing, Page
 from commprof_dash.theme import scheme_of
 
 _LOG: Final = logging.getLogger(__name__)
@@ -58,17 +58,37 @@ def create_app(runs_dir: Path | str) -> dash.Dash:
 
 def _register(app: dash.Dash, runs: Runs) -> None:
     @app.callback(
-        Output(ids.PAGE, "children"),
+        Output(ids.HEADING, "children"),
+        Output(ids.CONTROLS, "children"),
+        Output(ids.BODY, "children"),
         Output(ids.NAVIGATION, "children"),
         Input(ids.ADDRESS, "pathname"),
         Input(ids.ADDRESS, "search"),
         Input(ids.SCHEME, "data"),
+        State(ids.drawn(ALL), "data"),
+        State(ids.control(ALL), "value"),
+        State(ids.control(ALL), "id"),
     )
     def draw(
-        pathname: str | None, search: str | None, scheme: str | None
-    ) -> tuple[list[Component], list[Component]]:
+        pathname: str | None,
+        search: str | None,
+        scheme: str | None,
+        drawn: list[dict[str, Any]],
+        values: list[Any],
+        control_ids: list[dict[str, str]],
+    ) -> tuple[Any, ...]:
         page = find_page(pathname)
-        return draw_page(page, runs, pathname, search, scheme), shell.navigation(PAGES, page)
+        heading, drawing = draw_page(page, runs, pathname, search, scheme)
+        now = {"page": pathname, "held": controls.held_by(drawing.controls)}
+        shown = {identity["key"]: value for identity, value in zip(control_ids, values, strict=True)}
+        # Controls that are there and hold the right values stay, so that a list in use is not closed.
+        stay = bool(drawn) and drawn[0]["page"] == pathname and shown == now["held"]
+        return (
+            heading,
+            dash.no_update if stay else drawing.controls,
+            [dcc.Store(id=ids.drawn("body"), data=now), *drawing.body],
+            shell.navigation(PAGES, page),
+        )
 
     app.clientside_callback(
         ClientsideFunction("scheme", "watch"), Output(ids.SCHEME, "data"), Input(ids.SCHEME, "id")
@@ -97,14 +117,15 @@ def find_page(pathname: str | None) -> Page | None:
 
 def draw_page(
     page: Page | None, runs: Runs, pathname: str | None, search: str | None, scheme: str | None
-) -> list[Component]:
-    """The whole page of an address. Whatever goes wrong becomes a message in its place."""
+) -> tuple[list[Component], Drawing]:
+    """Heading and drawing of an address. Whatever goes wrong becomes a message in the place of the page."""
     if page is None:
         text = f"The dashboard has no page {(pathname or '')[:200]!r}. Choose one from the menu."
-        return [shell.heading("No such page", ""), messages.message("No such page", text, severity="warning")]
+        notice = messages.message("No such page", text, severity="warning")
+        return shell.heading("No such page", ""), Drawing([], [notice])
     try:
-        body = page.render(runs, address.parse(search), scheme_of(scheme))
+        drawing = page.render(runs, address.parse(search), scheme_of(scheme))
     except Exception as error:  # a page must not take the others down, nor leave the old picture standing
         _LOG.exception("page %s with %s could not be drawn", page.path, search)
-        body = messages.broken_page(reason(error))
-    return [shell.heading(page.title, page.question), body]
+        drawing = Drawing([], [messages.broken_page(reason(error))])
+    return shell.heading(page.title, page.question), drawing

@@ -11,6 +11,9 @@ SHELL: Final = "shell"
 MENU_BUTTON: Final = "menu-button"
 NAVIGATION: Final = "navigation"
 PAGE: Final = "page"
+HEADING: Final = "heading"
+CONTROLS: Final = "controls"
+BODY: Final = "body"
 ADDRESS_WRITTEN: Final = "address-written"  # a store that only exists because a callback needs an output
 
 
@@ -19,12 +22,12 @@ def control(key: str) -> dict[str, str]:
     return {"type": "control", "key": key}
 
 
-def drawn(page: str) -> dict[str, str]:
-    """Id of the store that says what the controls of a page held when the server drew them.
+def drawn(part: str) -> dict[str, str]:
+    """Id of the store, part of the page's body, that says which page was drawn and what its controls held.
 
-    It is of a pattern, since callbacks may name what is not on every page only in that way.
+    It is of a pattern, since callbacks may name what is not there before the first drawing only in that way.
     """
-    return {"type": "drawn", "page": page}
+    return {"type": "drawn", "part": part}
 
 
 def graph(name: str) -> dict[str, str]:

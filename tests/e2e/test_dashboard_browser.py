@@ -229,6 +229,17 @@ def test_a_choice_is_in_the_address_and_back_undoes_it(page, base_url):
     assert f"run={first}&run={second}" in page.page.url
 
 
+def test_several_runs_are_chosen_without_the_list_closing(page, base_url):
+    page.open(f"{base_url}/compare?run={name_of('reduce')}")
+    page.page.locator(".control-wide input").first.click()
+    for expected in (2, 3):
+        page.page.locator("[role=option]:visible").first.click()
+        page.page.wait_for_function(
+            "(rows) => document.querySelectorAll('#card-settings tbody tr').length === rows", arg=expected
+        )
+    assert page.page.url.count("run=") == 3
+
+
 def test_settings_table_names_what_was_issued_and_for_what(page, base_url):
     page.open(f"{base_url}/compare")
     rows = page.page.locator("#card-settings tbody tr").all_inner_texts()

@@ -103,7 +103,7 @@ class Watched:
         inside = (base + "/", "data:", "blob:")
         return [url for url in self.requests if not url.startswith(inside)]
 
-    def open(self, url: str, ready: str = ".page-body, .message") -> None:
+    def open(self, url: str, ready: str = ".page-body > .card, .page-body > .message") -> None:
         """Go there and wait until the page is drawn."""
         self.page.goto(url)
         self.page.wait_for_selector(ready, timeout=20_000)

@@ -6,7 +6,7 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
       const no_update = window.dash_clientside.no_update;
       const same = (a, b) => JSON.stringify(a ?? null) === JSON.stringify(b ?? null);
       // Controls that were just drawn have changed nothing, whether the address named their values or not.
-      if (!drawn || ids.every(({key}, i) => same(values[i], drawn[key]))) {
+      if (!drawn || ids.every(({key}, i) => same(values[i], drawn.held[key]))) {
         return no_update;
       }
       const pairs = ids.flatMap(({key}, i) => {

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import dash_mantine_components as dmc
-from dash import dcc, html
+from dash import html
 from dash.development.base_component import Component
 
 from commprof_dash import address, ids
 from commprof_dash.measures import MEASURES, Measure
 
 
-def bar(children: Sequence[Component]) -> Component:
-    """Controls in a row, wrapped where it is narrow."""
-    row = html.Div(children, className="controls")
-    held = {
-        part.id["key"]: part.value for part in row._traverse() if isinstance(getattr(part, "id", None), dict)
-    }
-    return html.Div([row, dcc.Store(id=ids.drawn("current"), data=held)])
+def held_by(parts: Sequence[Component]) -> dict[str, Any]:
+    """What the controls among ``parts`` hold, by their key in the address."""
+    found: dict[str, Any] = {}
+    for part in html.Div(parts)._traverse():
+        identity = getattr(part, "id", None)
+        if isinstance(identity, dict) and identity.get("type") == "control":
+            found[identity["key"]] = part.value
+    return found
 
 
 def run_select(names: Sequence[str], value: str | None) -> Component:
@@ -39,7 +41,7 @@ def runs_select(names: Sequence[str], values: Sequence[str]) -> Component:
     """Any number of runs."""
     return dmc.MultiSelect(
         id=ids.control(address.RUN),
-        label=f"Runs ({len(values)} of {len(names)})",
+        label="Runs",
         data=_options(names, values),
         value=list(values),
         searchable=True,

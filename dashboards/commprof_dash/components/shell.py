@@ -30,7 +30,18 @@ def layout(pages: Sequence[Page]) -> Component:
                         html.Nav(navigation(pages, None), id=ids.NAVIGATION, **{"aria-label": "Pages"}),
                         p="xs",
                     ),
-                    dmc.AppShellMain(html.Div(id=ids.PAGE, className="page", tabIndex=-1)),
+                    dmc.AppShellMain(
+                        html.Div(
+                            [
+                                html.Div(id=ids.HEADING, className="page-head"),
+                                html.Div(id=ids.CONTROLS, className="controls"),
+                                html.Div(id=ids.BODY, className="page-body"),
+                            ],
+                            id=ids.PAGE,
+                            className="page",
+                            tabIndex=-1,
+                        )
+                    ),
                 ],
                 id=ids.SHELL,
                 header={"height": 56},
@@ -58,11 +69,9 @@ def navigation(pages: Sequence[Page], current: Page | None) -> list[Component]:
     ]
 
 
-def heading(title: str, question: str) -> Component:
+def heading(title: str, question: str) -> list[Component]:
     """The title of a page and the question that it answers."""
-    return html.Div(
-        [html.H1(title), html.P(question, className="question") if question else None], className="page-head"
-    )
+    return [html.H1(title), html.P(question, className="question")]
 
 
 def _header() -> Component:

@@ -18,28 +18,24 @@ from commprof_dash.components import cards, controls, messages
 from commprof_dash.components.tables import Cell, Field
 from commprof_dash.data import Runs, Selection
 from commprof_dash.measures import COUNT, MEASURES, WIRE, Measure
-from commprof_dash.pages.page import Page
+from commprof_dash.pages.page import Drawing, Page
 from commprof_dash.theme import Scheme
 
 _DEFAULT_RUNS: Final = 24  # the newest, where the address names none
 
 
-def render(runs: Runs, query: Query, scheme: Scheme) -> Component:
+def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
     """The page for the runs and the measure in ``query``."""
     names = runs.names()
     if not names:
-        return messages.no_runs(str(runs.directory))
+        return Drawing([], [messages.no_runs(str(runs.directory))])
     # The oldest first, as a sweep went through its settings.
     chosen = query.get(address.RUN, tuple(reversed(names[:_DEFAULT_RUNS])))
     measure = MEASURES[address.one(query, address.MEASURE, MEASURES, WIRE.key)]
     selection = runs.select(chosen)
-    return html.Div(
-        [
-            controls.bar([controls.runs_select(names, chosen), controls.measure_select(measure)]),
-            *_warnings(runs, selection),
-            *_answers(runs, selection.readable, measure, scheme),
-        ],
-        className="page-body",
+    return Drawing(
+        [controls.runs_select(names, chosen), controls.measure_select(measure)],
+        [*_warnings(runs, selection), *_answers(runs, selection.readable, measure, scheme)],
     )
 
 

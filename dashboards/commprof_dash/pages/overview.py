@@ -19,23 +19,20 @@ from commprof_dash.components import cards, controls, messages, tables
 from commprof_dash.components.tables import Field
 from commprof_dash.data import Runs
 from commprof_dash.measures import MEASURES, WIRE, Measure, format_count
-from commprof_dash.pages.page import Page
+from commprof_dash.pages.page import Drawing, Page
 from commprof_dash.theme import Scheme
 
 
-def render(runs: Runs, query: Query, scheme: Scheme) -> Component:
+def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
     """The page for the run and the measure in ``query``."""
     names = runs.names()
     if not names:
-        return messages.no_runs(str(runs.directory))
+        return Drawing([], [messages.no_runs(str(runs.directory))])
     name = next(iter(query.get(address.RUN, ())), names[0])
     measure = MEASURES[address.one(query, address.MEASURE, MEASURES, WIRE.key)]
-    return html.Div(
-        [
-            controls.bar([controls.run_select(names, name), controls.measure_select(measure)]),
-            *_answers(runs, name, measure, scheme),
-        ],
-        className="page-body",
+    return Drawing(
+        [controls.run_select(names, name), controls.measure_select(measure)],
+        _answers(runs, name, measure, scheme),
     )
 
 

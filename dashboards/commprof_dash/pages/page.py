@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from dash.development.base_component import Component
@@ -10,6 +10,13 @@ from dash.development.base_component import Component
 from commprof_dash.address import Query
 from commprof_dash.data import Runs
 from commprof_dash.theme import Scheme
+
+
+class Drawing(NamedTuple):
+    """What a page shows: its controls, and what stands below them."""
+
+    controls: Sequence[Component]
+    body: Sequence[Component]
 
 
 class Page(NamedTuple):
@@ -22,4 +29,4 @@ class Page(NamedTuple):
     path: str
     title: str
     question: str  # that the page answers; its subtitle
-    render: Callable[[Runs, Query, Scheme], Component]
+    render: Callable[[Runs, Query, Scheme], Drawing]

@@ -39,7 +39,8 @@ def directory(tmp_path_factory):
 
 def draw(directory, path, scheme="light"):
     pathname, _, search = path.partition("?")
-    return draw_page(find_page(pathname), Runs(directory), pathname, f"?{search}", scheme)
+    heading, drawing = draw_page(find_page(pathname), Runs(directory), pathname, f"?{search}", scheme)
+    return [*heading, *drawing.controls, *drawing.body]
 
 
 def text_of(component):
