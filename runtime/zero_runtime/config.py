@@ -168,18 +168,21 @@ class RuntimeConfig:
         return Scaling(factor_before=1.0 / factor, factor_after=factor / world_size)
 
     def effective(self) -> dict[str, Any]:
-        """Everything as it is really used, as plain values; for the record of a run."""
-        effective = {
-            name: value
-            for name, value in dataclasses.asdict(self).items()
-            if name not in ("given", "notices", "zero", "precision")
-        }
-        zero = dataclasses.asdict(self.zero)
+        """Everything as it is really used, under the keys of a configuration; for the record of a run."""
+        values = dataclasses.asdict(self)
+        zero, kinds = values.pop("zero"), values.pop("precision")
+        del values["given"], values["notices"], zero["explicit_reduction"]
         zero["stage"] = self.zero.stage.number
-        del zero["explicit_reduction"]
-        effective["zero_optimization"] = zero
-        effective["precision"] = dataclasses.asdict(self.precision)
-        return effective
+        zero["reduce_scatter_impl"] = self.zero.reduce_scatter_impl or "auto"
+        autocast = self.precision.autocast_dtype
+        return {
+            **values,
+            "communication_data_type": kinds["communication_data_type"],
+            "bf16": {"enabled": kinds["bf16"], "check_grad_overflow": kinds["check_grad_overflow"]},
+            "data_types": {name: kinds[name] for name in ("grad_accum_dtype", "buffer_dtype")},
+            "torch_autocast": {"enabled": True, "dtype": autocast} if autocast else {"enabled": False},
+            "zero_optimization": zero,
+        }
 
 
 def load(config: Any, args: Any = None) -> dict[str, Any]:

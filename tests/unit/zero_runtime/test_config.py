@@ -198,6 +198,23 @@ def test_whole_numbers_may_be_written_as_floats_and_clipping_defaults_to_one():
     json.dumps(config.effective())
 
 
+@pytest.mark.parametrize(
+    "top",
+    [
+        {},
+        {"zero_optimization": {"stage": 2, "overlap_comm": True}, "bf16": {"enabled": True}},
+        {"zero_optimization": {"stage": 1, "gradient_reduction": "reduce_scatter"}, "gradient_clipping": 0},
+        {
+            "torch_autocast": {"enabled": True, "dtype": "bf16"},
+            "scheduler": {"type": "WarmupLR", "params": {}},
+        },
+    ],
+)
+def test_the_effective_configuration_is_one_itself(top):
+    effective = make(**top).effective()
+    assert RuntimeConfig.from_mapping(json.loads(json.dumps(effective)), 2).effective() == effective
+
+
 def test_a_configuration_comes_as_a_dict_a_path_or_in_args(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text('{"train_batch_size": 2}')
