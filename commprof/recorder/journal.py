@@ -149,10 +149,10 @@ class Journal:
         if self.first_fault is None:
             self.first_fault = f"{type(error).__name__}: {error}"
 
-    def close(self) -> None:
-        """Let go of the files."""
+    def close(self, totals: Mapping[str, Any]) -> None:
+        """Write the totals and let go of the files."""
         if self.records is not None:
-            self.records.close()
+            self.records.close(totals)
         if self.events is not None:
             self.events.close()
 

@@ -103,11 +103,12 @@ class Session:
                     self._complain(journal.lost, self._failed)
                 return
             self.steps.finish()
-            journal.write("end", self._totals(records))
+            journal.write("end", {"time_ns": time.perf_counter_ns()})
+            totals = self._totals(records)
             kept, lost, reason = records.kept, records.lost, records.stopped_reason
             if reason is None and journal.events is not None:
                 reason = journal.events.stopped_reason
-            journal.close()
+            journal.close(totals)
             journal.records = journal.events = None
             _first_seq[0] += kept
         if reason is not None or lost or journal.faults:
@@ -133,15 +134,15 @@ class Session:
             for group in self.interception.groups.every()
         )
         cost = journal.cost_ns / journal.cost_samples if journal.cost_samples else 0.0
+        stopped = records.stopped_reason or (journal.events.stopped_reason if journal.events else None)
         return {
-            "time_ns": time.perf_counter_ns(),
             "records": records.kept,
             "lost": records.lost,
             "raised": journal.raised,
             "faults": journal.faults,
             "first_fault": journal.first_fault,
             "recorder_ns": round(cost * calls) + self.steps.cost_ns,
-            "stopped_reason": records.stopped_reason,
+            "stopped_reason": stopped,
         }
 
     def drop(self) -> None:

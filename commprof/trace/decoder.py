@@ -22,7 +22,14 @@ from commprof.schema import (
     Status,
 )
 from commprof.trace.events import Events, read_events
-from commprof.trace.layout import EVENTS_SUFFIX, RECORDS_SUFFIX, RankFile, parse_header, parse_stem
+from commprof.trace.layout import (
+    EVENTS_SUFFIX,
+    RECORDS_SUFFIX,
+    RankFile,
+    parse_header,
+    parse_stem,
+    parse_totals,
+)
 from commprof.trace.steps import StepTable, build_steps
 from commprof.trace.tables import arrow_schema, conform, table_from_rows
 
@@ -62,24 +69,31 @@ def read_rank(stem: Path) -> RankTrace:
     if identity is None:
         raise TraceError(f"{stem.name} is not the name of a rank's file (rank-00000-0-<pid>)")
     events = read_events(stem.with_name(stem.name + EVENTS_SUFFIX))
-    first_seq, raw = _read_records(stem.with_name(stem.name + RECORDS_SUFFIX))
-    return decode(identity, first_seq, raw, events)
+    first_seq, totals, raw = _read_records(stem.with_name(stem.name + RECORDS_SUFFIX))
+    return decode(identity, first_seq, raw, events, totals)
 
 
-def _read_records(path: Path) -> tuple[int, np.ndarray[Any, Any]]:
+def _read_records(path: Path) -> tuple[int, dict[str, Any] | None, np.ndarray[Any, Any]]:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        return 0, np.empty(0, RECORD_DTYPE)
+        return 0, None, np.empty(0, RECORD_DTYPE)
     except OSError as error:
         raise TraceError(f"{path} cannot be read: {error.strerror}") from None
     header = parse_header(data, path)
     count = max(0, len(data) - header.header_bytes) // RECORD.size
-    return header.first_seq, np.frombuffer(data, RECORD_DTYPE, count, min(header.header_bytes, len(data)))
+    raw = np.frombuffer(data, RECORD_DTYPE, count, min(header.header_bytes, len(data)))
+    return header.first_seq, parse_totals(data, header.header_bytes), raw
 
 
-def decode(identity: RankFile, first_seq: int, raw: np.ndarray[Any, Any], events: Events) -> RankTrace:
-    """The tables of one rank from its raw records and its events."""
+def decode(
+    identity: RankFile,
+    first_seq: int,
+    raw: np.ndarray[Any, Any],
+    events: Events,
+    totals: Mapping[str, Any] | None,
+) -> RankTrace:
+    """The tables of one rank from its raw records, its events, and its totals (None when it did not end in order)."""
     signatures = _valid_signatures(events)
     whole = raw["commit"] == COMMIT
     whole &= raw["phase"] < len(PHASES)
@@ -104,7 +118,7 @@ def decode(identity: RankFile, first_seq: int, raw: np.ndarray[Any, Any], events
             "clocks", events.rows["clock"], {**same, "host": (events.last("begin") or {}).get("host", "")}
         ),
     }
-    entry = _entry(identity, events, tables, records, used - len(records))
+    entry = _entry(identity, events, totals, tables, records, used - len(records))
     return RankTrace(identity, tables, entry, events.last("begin") or {}, events.last("config"))
 
 
@@ -288,11 +302,13 @@ def _is_async(is_async: pa.Array, is_p2p: pa.Array, api: pa.Array) -> pa.Array:
 def _entry(
     identity: RankFile,
     events: Events,
+    totals: Mapping[str, Any] | None,
     tables: Mapping[str, pa.Table],
     records: np.ndarray[Any, Any],
     torn: int,
 ) -> dict[str, Any]:
-    begin, end = events.last("begin") or {}, events.last("end")
+    begin = events.last("begin") or {}
+    counted = {name: _count(totals, name) for name in ("lost", "faults", "recorder_ns")}
     status = _status(records)
     return {
         "rank": identity.rank,
@@ -302,15 +318,20 @@ def _entry(
         "host": begin.get("host"),
         "world_size": begin.get("world_size"),
         "records": len(records),
-        "lost": (end or {}).get("lost", 0),
+        "lost": counted["lost"] or 0,
         "torn": torn,
         "torn_events": events.torn,
         "unseen": sum(tables["groups"].column("unseen").to_pylist()),
         "raised": int((status == STATUSES.index(Status.RAISED)).sum()),
         "incomplete": int((status == STATUSES.index(Status.INCOMPLETE)).sum()),
-        "faults": (end or {}).get("faults", 0),
-        "recorder_ns": (end or {}).get("recorder_ns"),
-        "stopped_reason": (end or {}).get("stopped_reason"),
-        "ended": end is not None,
+        "faults": counted["faults"] or 0,
+        "recorder_ns": counted["recorder_ns"],
+        "stopped_reason": (totals or {}).get("stopped_reason"),
+        "ended": totals is not None,
         "notes": [str(row["text"]) for row in events.rows["note"] if "text" in row],
     }
+
+
+def _count(totals: Mapping[str, Any] | None, name: str) -> int | None:
+    value = (totals or {}).get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -7,10 +7,12 @@ whose ``kind`` is one of ``EVENT_KINDS``; a value is interned there before the f
 
 from __future__ import annotations
 
+import json
 import re
 import struct
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from commprof.errors import SchemaError, TraceError
 from commprof.schema import RECORD, SCHEMA_VERSION
@@ -18,6 +20,9 @@ from commprof.schema import RECORD, SCHEMA_VERSION
 MAGIC: Final = b"COMMPROF"
 # magic, schema version, header bytes, bytes of one record, rank, attempt, pid, seq of the first record
 HEADER: Final = struct.Struct("<8sIIIiiqq")
+# The rest of the first page is kept for the totals, so that they can be written when the disk is full: length, then JSON.
+TOTALS_OFFSET: Final = 64
+_TOTALS_LENGTH: Final = struct.Struct("<I")
 
 RECORDS_SUFFIX: Final = ".records"
 EVENTS_SUFFIX: Final = ".events"
@@ -131,6 +136,27 @@ def parse_header(data: bytes, path: Path) -> Header:
             f"{path} says that its header is {header.header_bytes} bytes long: the file is damaged"
         )
     return header
+
+
+def pack_totals(totals: Mapping[str, Any], room: int) -> bytes:
+    """The totals as they stand in the first page; empty when they need more than ``room`` bytes."""
+    text = json.dumps(totals, separators=(",", ":"), default=str).encode()
+    return _TOTALS_LENGTH.pack(len(text)) + text if len(text) + _TOTALS_LENGTH.size <= room else b""
+
+
+def parse_totals(data: bytes, header_bytes: int) -> dict[str, Any] | None:
+    """The totals in the first page of ``data``; None when the process ended without writing them."""
+    if len(data) < TOTALS_OFFSET + _TOTALS_LENGTH.size:
+        return None
+    (length,) = _TOTALS_LENGTH.unpack_from(data, TOTALS_OFFSET)
+    begin = TOTALS_OFFSET + _TOTALS_LENGTH.size
+    if not 0 < length <= header_bytes - begin:
+        return None
+    try:
+        totals = json.loads(data[begin : begin + length])
+    except ValueError:
+        return None
+    return totals if isinstance(totals, dict) else None
 
 
 def rank_files(directory: Path) -> list[tuple[RankFile, Path]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -44,9 +45,9 @@ def build_steps(identity: RankFile, events: Events) -> StepTable:
     micro = _micro_steps(boundaries)
     metrics = _metrics(events.rows["metrics"])
     rows = []
-    for begin, end in zip(begins, [*begins[1:], None], strict=True):
-        step = begin["step"]
-        if step is None or step in void:
+    for begin, end in itertools.pairwise([*begins, None]):
+        step = None if begin is None else begin["step"]
+        if begin is None or step is None or step in void:
             continue
         rows.append(
             {

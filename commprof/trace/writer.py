@@ -24,7 +24,14 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from commprof.schema import COMMIT, RECORD, STATUSES, Status, record_offset
-from commprof.trace.layout import EVENTS_SUFFIX, RECORDS_SUFFIX, RankFile, new_header
+from commprof.trace.layout import (
+    EVENTS_SUFFIX,
+    RECORDS_SUFFIX,
+    TOTALS_OFFSET,
+    RankFile,
+    new_header,
+    pack_totals,
+)
 
 PAGE: Final = mmap.ALLOCATIONGRANULARITY
 # Segments of whole pages that hold whole records, so that records follow one another without gaps.
@@ -229,8 +236,8 @@ class RecordFile:
         """Records in the file."""
         return self._written + sum(segment.used for segment in self._segments) // RECORD.size
 
-    def close(self) -> None:
-        """Cut the unused tail off and let go of the file."""
+    def close(self, totals: Mapping[str, Any] | None = None) -> None:
+        """Write the totals into the first page, cut the unused tail off, and let go of the file."""
         end = self._end
         if self._segments and not self._written:
             last = self._segments[-1]
@@ -239,6 +246,8 @@ class RecordFile:
         try:
             if unmapped and end != self._end:
                 os.ftruncate(self._descriptor, end)
+            if totals is not None:
+                os.pwrite(self._descriptor, pack_totals(totals, PAGE - TOTALS_OFFSET), TOTALS_OFFSET)
         except OSError:
             pass  # the tail stays: zeros, which no reader takes for records
         self._close_descriptor()
