@@ -145,7 +145,6 @@ def _settings_table(settings: pd.DataFrame) -> Component:
             Field("collectives_per_step", "Count", COUNT.format, numeric=True),
             Field("step_time_ns", "Step time", api.format_ns, numeric=True),
             Field("final_loss", "Final loss", "{:.6g}".format, numeric=True),
-            Field("repeats", "Repeats", str, numeric=True),
             Field("runs", "Runs", _run_links),
         ],
     )
@@ -192,10 +191,12 @@ def _run_names(value: Any) -> list[str]:
 
 
 def _run_links(value: Any) -> Cell:
-    links: list[Any] = []
-    for name in _run_names(value):
-        links += [dcc.Link(name, href=address.link("/", run=name)), html.Br()]
-    return html.Div(links[:-1])
+    names = _run_names(value)
+    links = [
+        dcc.Link(str(number), href=address.link("/", run=name), title=name)
+        for number, name in enumerate(names, start=1)
+    ]
+    return html.Span([f"{len(names)}:", *links], className="run-links")
 
 
 PAGE: Final = Page(
