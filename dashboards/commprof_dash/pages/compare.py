@@ -191,12 +191,11 @@ def _run_names(value: Any) -> list[str]:
 
 
 def _run_links(value: Any) -> Cell:
-    names = _run_names(value)
     links = [
         dcc.Link(str(number), href=address.link("/", run=name), title=name)
-        for number, name in enumerate(names, start=1)
+        for number, name in enumerate(_run_names(value), start=1)
     ]
-    return html.Span([f"{len(names)}:", *links], className="run-links")
+    return html.Span(links, className="run-links")
 
 
 PAGE: Final = Page(
