@@ -16,9 +16,11 @@ from zero_runtime.config import RuntimeConfig
 from zero_runtime.engine import Engine
 from zero_runtime.errors import ConfigError, UnsupportedError
 from zero_runtime.schedules import schedule
+from zero_runtime.uncaught import reports_config_errors
 from zero_runtime.version import VERSION
 
 
+@reports_config_errors
 def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     args: Any = None,
     model: torch.nn.Module | None = None,
