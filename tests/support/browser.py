@@ -51,11 +51,18 @@ def open_browser() -> Iterator[Any]:
             browser.close()
 
 
+def _close_sockets(server: Any) -> None:
+    """End the loop of ``server``, in its own thread, by closing every socket: also those of idle browsers, with
+    the temporary files that hold the rest of their answers.
+    """
+    for item in list(server._map.values()):
+        item.handle_close()
+
+
 @contextmanager
 def served(directory: Path) -> Iterator[str]:
     """The dashboard of the runs below ``directory``, on a free port; the address without a trailing slash."""
     from commprof_dash.app import create_app
-    from waitress import wasyncore
     from waitress.server import create_server
 
     logging.getLogger("waitress.queue").setLevel(logging.ERROR)
@@ -65,8 +72,7 @@ def served(directory: Path) -> Iterator[str]:
     try:
         yield f"http://127.0.0.1:{server.effective_port}"
     finally:
-        # In the server's own thread, which ends when no socket is left, those of idle browsers included.
-        server.trigger.pull_trigger(lambda: wasyncore.close_all(server._map, ignore_all=True))
+        server.trigger.pull_trigger(lambda: _close_sockets(server))
         thread.join(timeout=10)
         server.task_dispatcher.shutdown()
 
