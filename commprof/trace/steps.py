@@ -14,33 +14,35 @@ from commprof.trace.layout import RankFile
 
 
 class StepTable(NamedTuple):
-    """The rows of ``steps``, and the steps that turned out to be none: their collectives belong to step -1."""
+    """The rows of ``steps``, and the steps that turned out to be none, each with the step that it belongs to."""
 
     rows: list[dict[str, Any]]
-    void: frozenset[int]
+    void: dict[int, int]
 
     def relabel(self, steps: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """The step of each record, with -1 for steps that were none."""
-        if not self.void:
-            return steps
-        return np.where(np.isin(steps, list(self.void)), np.int32(-1), steps)
+        """The step of each record, without the steps that were none."""
+        relabelled = steps.copy()
+        for none, step in self.void.items():
+            relabelled[steps == none] = step
+        return relabelled
 
 
 def build_steps(identity: RankFile, events: Events) -> StepTable:
     """Steps from one boundary to the next.
 
     Boundaries that the program named replace those that were found by themselves. Of the latter, what follows
-    the last one is no step: it began when an optimizer had stepped, and none stepped again.
+    the last one is no step: it began when an optimizer had stepped, and none stepped again. It counts in the step
+    that has just ended, as what follows the last named step does.
     """
     boundaries = [row for row in events.rows["step"] if _is_boundary(row)]
     named = [row for row in boundaries if row["step"] is None or not row.get("automatic")]
     automatic = {row["step"] for row in boundaries if row.get("automatic")}
-    void: set[int] = set()
+    void: dict[int, int] = {}
     if any(row["step"] is not None for row in named):
-        void = automatic - {row["step"] for row in named}
+        void = dict.fromkeys(automatic - {row["step"] for row in named}, -1)
         boundaries = named
     elif automatic:
-        void = {max(automatic)}
+        void = {max(automatic): max(automatic) - 1}
     begins = [row for row in boundaries if row["step"] is None or row.get("micro_step", 0) == 0]
     micro = _micro_steps(boundaries)
     metrics = _metrics(events.rows["metrics"])
@@ -61,7 +63,7 @@ def build_steps(identity: RankFile, events: Events) -> StepTable:
                 "cpu_ns": _difference(begin.get("cpu_ns"), None if end is None else end.get("cpu_ns")),
             }
         )
-    return StepTable(rows, frozenset(void))
+    return StepTable(rows, void)
 
 
 def _is_boundary(row: Mapping[str, Any]) -> bool:
