@@ -151,6 +151,7 @@ COMPARISON: Final = Table(
         Column(
             "issued_op", "string", "operations issued to reduce gradients, the most wire bytes first", True
         ),
+        Column("issued_reason", "string", "why issued_op lists more than what reduces gradients", True),
         Column("intended_op", "string", "operations that the runtime meant, where it issued others", True),
         *_PER_STEP,
         Column(

@@ -14,9 +14,10 @@ from commprof.analysis.frames import from_rows
 from commprof.analysis.intervals import over_repeats
 from commprof.analysis.settings import Setting
 from commprof.analysis.steps import StepTotals
-from commprof.schema import Column, Purpose
+from commprof.schema import Column, Op, Purpose
 
 _MEASURES: Final = ("collectives", "payload_bytes", "wire_bytes")
+_NO_PURPOSES: Final = "the runtime gave no purposes, so this lists every operation of a step"
 
 
 class Measured(NamedTuple):
@@ -61,6 +62,9 @@ def _listed(gradients: pd.DataFrame, column: str) -> str | None:
 def _row(label: str, runs: Sequence[Measured]) -> dict[str, Any]:
     steps, totals = _merged(runs)
     gradients = totals[totals["purpose"] == Purpose.GRADIENT_REDUCE]
+    # A program that tags nothing (DeepSpeed itself, plain torch) still has its question answered, as far as can be told.
+    untagged = len(totals) > 0 and bool(totals["purpose"].isna().all())
+    issued = totals[totals["op"] != Op.BARRIER] if untagged else gradients
     requested = next((run.requested for run in runs if run.requested.op), runs[0].requested)
     time = over_repeats([run.durations for run in runs])
     losses = [run.final_loss for run in runs if run.final_loss is not None]
@@ -69,11 +73,12 @@ def _row(label: str, runs: Sequence[Measured]) -> dict[str, Any]:
         **runs[0].setting.values,
         "requested_op": requested.op,
         "requested_reason": requested.reason,
-        "issued_op": _listed(gradients, "op"),
-        "intended_op": _listed(gradients, "intended_op"),
+        "issued_op": _listed(issued, "op"),
+        "issued_reason": _NO_PURPOSES if untagged else None,
+        "intended_op": _listed(issued, "intended_op"),
         **{f"{measure}_per_step": _per_step(totals, measure, steps) for measure in _MEASURES},
-        "gradient_payload_bytes_per_step": _per_step(gradients, "payload_bytes", steps),
-        "gradient_wire_bytes_per_step": _per_step(gradients, "wire_bytes", steps),
+        "gradient_payload_bytes_per_step": None if untagged else _per_step(gradients, "payload_bytes", steps),
+        "gradient_wire_bytes_per_step": None if untagged else _per_step(gradients, "wire_bytes", steps),
         **{f"wire_{op}": _per_step(totals[totals["op"] == op], "wire_bytes", steps) for op in WIRE_OPS},
         "step_time_ns": time.center,
         "step_time_low_ns": time.low,

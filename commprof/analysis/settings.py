@@ -182,7 +182,9 @@ def settings_of(manifests: Sequence[Manifest], names: Sequence[str]) -> list[Set
     found = []
     for values, name in zip(of_runs, names, strict=True):
         texts = {key: value_text(values[key]) if key in values else ABSENT for key in keys}
-        label = ", ".join(f"{short[key]}={text}" for key, text in texts.items())
+        # A key that a run lacks is left out of its label, unless nothing would be left.
+        named = {key: text for key, text in texts.items() if text != ABSENT} or texts
+        label = ", ".join(f"{short[key]}={text}" for key, text in named.items())
         found.append(Setting(label or (SAME if len(names) > 1 else name), texts))
     return found
 

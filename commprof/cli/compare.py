@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 _WIRE: Final = "wire_"
 LEGEND: Final = (
     "requested: what the config asks for to reduce gradients. issued: what was issued to do so, and (in parentheses) what "
-    "that stands for. Bytes and times are of one training step: payload, S of nccl-tests; wire, modelled, mean bytes that "
+    "that stands for; with (no purposes), the program does not say what its collectives are for, and all of a step are "
+    "listed. Bytes and times are of one training step: payload, S of nccl-tests; wire, modelled, mean bytes that "
     "a rank sends, in all collectives; time, median without the first step, with its 95 % interval."
 )
 
@@ -107,6 +108,8 @@ def comparison_table(rows: Sequence[Mapping[str, Any]], labels: Sequence[str]) -
 
 def _issued(row: Mapping[str, Any]) -> str:
     issued, intended = rendering.text(row["issued_op"]), rendering.text(row["intended_op"])
+    if not rendering.is_missing(row["issued_reason"]):
+        return f"{issued.replace(', ', chr(10))}\n(no purposes)"
     return issued if intended in (rendering.MISSING, issued) else f"{issued}\n({intended})"
 
 

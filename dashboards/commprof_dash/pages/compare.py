@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Final
 
 import pandas as pd
@@ -62,17 +62,28 @@ def _answers(runs: Runs, names: Sequence[str], measure: Measure, scheme: Scheme)
 
 
 def _findings(settings: pd.DataFrame) -> list[Component]:
-    both = settings[settings["requested_op"].notna() & settings["issued_op"].notna()]
-    meant = both["intended_op"].where(both["intended_op"].notna(), both["issued_op"])
-    differing = both[both["requested_op"] != meant]
-    if differing.empty:
+    found = [text for row in settings.to_dict("records") if (text := _finding(row)) is not None]
+    if not found:
         return []
-    found = [
-        f"{row.label}: asked for {row.requested_op}, issued {row.issued_op}."
-        for row in differing.itertuples()
-    ]
     title = "Asked for one collective to reduce the gradients, issued another"
     return [messages.sentences(title, found, severity="warning")]
+
+
+def _finding(row: dict[Hashable, Any]) -> str | None:
+    """What one setting asked for and did not get; None where it got it, or where either is unknown."""
+    requested, issued, meant, reason = (
+        row.get(name) for name in ("requested_op", "issued_op", "intended_op", "issued_reason")
+    )
+    if pd.isna(requested) or pd.isna(issued):
+        return None
+    if pd.isna(reason):
+        met = requested == (issued if pd.isna(meant) else meant)
+        remark = ""
+    else:
+        # Without purposes all that can be told is whether the operation was issued at all.
+        met = requested in str(issued).split(", ")
+        remark = f" ({reason})"
+    return None if met else f"{row['label']}: asked for {requested}, issued {issued}{remark}."
 
 
 def _reducing(frame: pd.DataFrame, labels: list[str], measure: Measure, scheme: Scheme) -> Component:

@@ -71,7 +71,7 @@ def test_three_reductions_side_by_side():
         )
     ).set_index("label")
     first, second, third = frame.index
-    assert first == "use_multi_rank_bucket_allreduce=true, gradient_reduction=(absent)"
+    assert first == "use_multi_rank_bucket_allreduce=true"
     assert frame["zero_optimization.use_multi_rank_bucket_allreduce"].tolist() == ["true", "false", "true"]
     assert frame["requested_op"].tolist() == ["reduce_scatter"] * 3
     assert frame["issued_op"].tolist() == ["all_reduce", "reduce", "all_to_all"]
@@ -240,3 +240,17 @@ def test_nothing_to_compare_gives_no_rows():
     assert len(api.compare([])) == 0
     assert len(api.traffic_by_setting([])) == 0
     assert len(api.settings([])) == 0
+
+
+def test_a_program_that_gives_no_purposes_has_all_its_operations_listed():
+    run = SyntheticRun(world_size=2, config=zero(reduce_scatter=True))
+    for step in range(2):
+        run.add_step(step, duration_ns=1000)
+        run.add_collective("all_reduce", payload_bytes=1000, step=step)
+        run.add_collective("all_gather", payload_bytes=800, step=step)
+        run.add_collective("barrier", step=step)
+    row = api.compare(opened(run)).iloc[0]
+    assert (row["requested_op"], row["issued_op"]) == ("reduce_scatter", "all_reduce, all_gather")
+    assert "no purposes" in row["issued_reason"]
+    assert row[["gradient_payload_bytes_per_step", "gradient_wire_bytes_per_step"]].isna().all()
+    assert row["wire_bytes_per_step"] == 1000 + 400
