@@ -27,13 +27,14 @@ from commprof.trace.manifest import COMPLETE, KILLED, RUNNING, Manifest, read_ma
 from commprof.trace.process import is_alive
 from commprof.trace.tables import (
     arrow_schema,
+    read_metadata,
     read_parquet,
     table_from_rows,
     write_parquet,
 )
 
 WIRE_SAMPLES: Final = "wire.jsonl"
-_LOCK_NAME: Final = ".finalise.lock"
+_LOCK_SECONDS: Final = 120
 _ENTRY_KEY: Final = b"commprof.rank"
 _STEMS_KEY: Final = b"commprof.rank_files"
 _SIDE_TABLES: Final = ("groups", "steps", "metrics", "parameters", "buckets", "clocks")
@@ -55,6 +56,7 @@ def finalise(path: str | os.PathLike[str]) -> Health:
         traces, damaged = pending_traces(run)
         alive = still_working(run, manifest, traces)
         if not alive:
+            _remove_converted(run)
             _write_wire(run)
             if traces:
                 _convert(run, manifest, traces)
@@ -72,22 +74,26 @@ def finalise(path: str | os.PathLike[str]) -> Health:
 def load_manifest(run: Path) -> Manifest:
     """The manifest of ``run``, or one that says what can be known without it."""
     if (run / MANIFEST_NAME).exists():
-        return read_manifest(run)
-    files = [file for file in run.rglob("rank-*") if file.is_file()]
-    started = min((file.stat().st_mtime_ns for file in files), default=0)
-    entries = [entry_of(file) for file in sorted((run / COLLECTIVES_DIRECTORY).glob("rank-*.parquet"))]
-    return Manifest(
-        started_realtime_ns=started,
-        ranks=entries,
-        notes=[f"{MANIFEST_NAME} is missing: the command, the environment and the versions are not known"],
-    )
+        manifest = read_manifest(run)
+    else:
+        files = [file for file in run.rglob("rank-*") if file.is_file()]
+        manifest = Manifest(
+            started_realtime_ns=min((file.stat().st_mtime_ns for file in files), default=0),
+            notes=[
+                f"{MANIFEST_NAME} was missing: the command, the environment and the versions are not known"
+            ],
+        )
+    known = {entry.get("file") for entry in manifest.ranks}
+    for file in sorted((run / COLLECTIVES_DIRECTORY).glob("rank-*.parquet")):
+        if file.stem not in known:
+            manifest.ranks.append(entry_of(file))
+    return manifest
 
 
 def entry_of(file: Path) -> dict[str, Any]:
     """The manifest's entry of a rank, from the metadata of its Parquet file."""
-    metadata = read_parquet(file, "collectives").schema.metadata or {}
     try:
-        entry = json.loads(metadata[_ENTRY_KEY])
+        entry = json.loads(read_metadata(file)[_ENTRY_KEY])
     except (KeyError, ValueError):
         raise TraceError(f"{file} was not written by commprof: it does not say which rank it is") from None
     return dict(entry)
@@ -97,7 +103,7 @@ def pending_traces(run: Path) -> tuple[list[RankTrace], list[str]]:
     """The ranks that are not Parquet yet, decoded, and a sentence for each whose files are beyond reading."""
     traces, damaged = [], []
     for identity, stem in rank_files(run):
-        if (run / COLLECTIVES_DIRECTORY / f"{stem.name}.parquet").exists() and _is_finalised(run, stem.name):
+        if is_finalised(run, stem.name):
             continue
         try:
             traces.append(read_rank(stem))
@@ -108,12 +114,16 @@ def pending_traces(run: Path) -> tuple[list[RankTrace], list[str]]:
     return traces, damaged
 
 
-def _is_finalised(run: Path, stem: str) -> bool:
-    try:
-        manifest = read_manifest(run)
-    except TraceError:
+def is_finalised(run: Path, stem: str) -> bool:
+    """Whether every table holds what the rank files called ``stem`` hold."""
+    if not (run / COLLECTIVES_DIRECTORY / f"{stem}.parquet").exists():
         return False
-    return any(entry.get("file") == stem for entry in manifest.ranks)
+    return all(stem in stems_in(run, name) for name in _SIDE_TABLES)
+
+
+def stems_in(run: Path, name: str) -> set[str]:
+    """The rank files whose rows table ``name`` holds already."""
+    return set(json.loads(read_metadata(run / f"{name}.parquet").get(_STEMS_KEY, b"[]")))
 
 
 def entries_of(manifest: Manifest, traces: Sequence[RankTrace]) -> list[dict[str, Any]]:
@@ -162,15 +172,16 @@ def _convert(run: Path, manifest: Manifest, traces: Sequence[RankTrace]) -> None
         RankTrace(t.identity, t.tables, {**t.entry, "file": t.identity.stem}, t.begin, t.config)
         for t in traces
     ]
-    if (run / MANIFEST_NAME).exists():
-        write_manifest(run, _settled(manifest, ready))
-    else:
-        _settled(manifest, ready)
-        manifest.notes = []
-        write_manifest(run, manifest)
-    for trace in traces:
-        for suffix in (RECORDS_SUFFIX, EVENTS_SUFFIX):
-            (run / (trace.identity.stem + suffix)).unlink(missing_ok=True)
+    write_manifest(run, _settled(manifest, ready))
+    _remove_converted(run)
+
+
+def _remove_converted(run: Path) -> None:
+    """Remove the binary files of ranks whose rows all stand in Parquet, those that a crash has left included."""
+    for identity, _ in rank_files(run):
+        if is_finalised(run, identity.stem):
+            for suffix in (RECORDS_SUFFIX, EVENTS_SUFFIX):
+                (run / (identity.stem + suffix)).unlink(missing_ok=True)
 
 
 def _check_copy(file: Path, table: pa.Table) -> None:
@@ -186,7 +197,7 @@ def _check_copy(file: Path, table: pa.Table) -> None:
 def _extend(run: Path, name: str, traces: Sequence[RankTrace]) -> None:
     file = run / f"{name}.parquet"
     present = read_parquet(file, name) if file.exists() else arrow_schema(name).empty_table()
-    stems = set(json.loads((present.schema.metadata or {}).get(_STEMS_KEY, b"[]")))
+    stems = stems_in(run, name)
     fresh = [trace for trace in traces if trace.identity.stem not in stems]
     if not fresh:
         return
@@ -272,17 +283,29 @@ def read_wire_samples(source: Path) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _locked(run: Path) -> Iterator[None]:
-    """Only one process at a time. The lock is the kernel's, so it goes with the process that holds it."""
-    file = run / _LOCK_NAME
+    """Only one process at a time. The lock is the kernel's, on the directory, so it goes with the process that holds it."""
     try:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        raise TraceError(f"{run} cannot be written to: {error.strerror}") from None
+        raise TraceError(f"{run} cannot be read: {error.strerror}") from None
     try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        _lock(run, descriptor)
         yield
     finally:
-        with contextlib.suppress(OSError):
-            file.unlink(missing_ok=True)
         os.close(descriptor)
+
+
+def _lock(run: Path, descriptor: int) -> None:
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise TraceError(
+                    f"{run} is being finalised by another process for more than {_LOCK_SECONDS} s; try again later"
+                ) from None
+            time.sleep(0.05)
+        except OSError:
+            return  # a file system without locks

@@ -15,14 +15,18 @@ from typing import Any, Final
 
 from commprof import __version__
 from commprof.errors import SchemaError, TraceError, UsageError
-from commprof.schema import SCHEMA_VERSION
-from commprof.trace.directory import MANIFEST_NAME, is_run
+from commprof.schema import SCHEMA_VERSION, TABLES
+from commprof.trace.directory import COLLECTIVES_DIRECTORY, MANIFEST_NAME, is_run
+from commprof.trace.layout import parse_stem
 
 RUNNING: Final = "running"
 COMPLETE: Final = "complete"
 FAILED: Final = "failed"
 KILLED: Final = "killed"
 
+_OUR_NAMES: Final = frozenset(
+    {MANIFEST_NAME, COLLECTIVES_DIRECTORY, "config.json", "nccl", "wire", "samples", "wire.jsonl", "export"}
+)
 # The variables that change what a collective does; nothing else of the environment is kept.
 _KEPT_VARIABLES: Final = ("NCCL_", "TORCH_", "OMP_", "GLOO_")
 
@@ -217,4 +221,19 @@ def _make_room(path: Path, force: bool) -> None:
         raise UsageError(
             f"{path} holds a run already. Choose another --out, or give --force to replace that run"
         )
+    foreign = sorted(child.name for child in path.iterdir() if not _is_ours(child))
+    if foreign:
+        raise UsageError(
+            f"{path} is a run, but also holds {', '.join(foreign[:5])}, which commprof did not write: nothing is removed. "
+            "Move that elsewhere, or choose another --out"
+        )
     shutil.rmtree(path)
+
+
+def _is_ours(child: Path) -> bool:
+    """Whether commprof itself may have put ``child`` into a run directory."""
+    if child.name in _OUR_NAMES or child.name.startswith((f".{MANIFEST_NAME}-", ".rank-")):
+        return True
+    return parse_stem(child.stem) is not None or (
+        child.suffix == ".parquet" and child.stem.lstrip(".") in TABLES
+    )

@@ -20,6 +20,7 @@ from commprof.trace.finaliser import (
     merge,
     pending_traces,
     read_wire_samples,
+    stems_in,
     still_working,
 )
 from commprof.trace.health import Health, assess
@@ -60,7 +61,8 @@ class Run:
             tables = [read_table(self.path, name)]
         if name == "wire" and (self.path / WIRE_SAMPLES).exists():
             tables.append(table_from_rows(name, read_wire_samples(self.path / WIRE_SAMPLES)))
-        tables += [trace.tables[name] for trace in self.pending if name in trace.tables]
+        held = stems_in(self.path, name) if name != "collectives" else set()
+        tables += [t.tables[name] for t in self.pending if name in t.tables and t.identity.stem not in held]
         return merge(name, [schema.empty_table(), *tables])
 
 

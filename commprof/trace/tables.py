@@ -176,6 +176,20 @@ def read_parquet(path: Path, name: str) -> pa.Table:
     return conform(name, arrow).replace_schema_metadata(metadata)
 
 
+def read_metadata(path: Path) -> dict[bytes, bytes]:
+    """The metadata of one Parquet file; empty when there is no such file.
+
+    Raises:
+        TraceError: the file is damaged.
+    """
+    try:
+        return dict(pq.read_schema(path).metadata or {})
+    except FileNotFoundError:
+        return {}
+    except (OSError, pa.ArrowException) as error:
+        raise TraceError(f"{path} cannot be read: {error}") from None
+
+
 def check_version(path: Path, metadata: Mapping[bytes, bytes]) -> None:
     """SchemaError when ``metadata`` of file ``path`` names a schema that is newer than ours."""
     text = metadata.get(VERSION_KEY, b"")

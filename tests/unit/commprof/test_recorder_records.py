@@ -1,0 +1,140 @@
+"""The binary record: what the hot path packs is what the schema declares, and no two threads share a slot."""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+import threading
+
+import pytest
+
+from commprof.schema import COMMIT, LAYERS, PHASES, RECORD, RECORD_FIELDS, STATUSES
+from commprof.trace.layout import Header, RankFile, parse_header, parse_stem
+from commprof.trace.writer import (
+    ISSUE,
+    RETURN_WORD,
+    WAIT_BEGIN_WORD,
+    WAIT_END_WORD,
+    EventFile,
+    RecordFile,
+    mark_raised,
+    position_word,
+    state_word,
+)
+
+IDENTITY = RankFile(3, 1, 4711, 1)
+
+
+def unpack(data: bytes) -> dict[str, int]:
+    return dict(zip([field.name for field in RECORD_FIELDS], RECORD.unpack(data), strict=True))
+
+
+def records_of(file: RecordFile) -> list[dict[str, int]]:
+    data = file.path.read_bytes()
+    header = parse_header(data, file.path)
+    body = data[header.header_bytes :]
+    return [unpack(body[i : i + RECORD.size]) for i in range(0, len(body) - RECORD.size + 1, RECORD.size)]
+
+
+def test_what_is_packed_at_issue_reads_back_through_the_declared_record():
+    state = state_word(PHASES.index("optimizer"), LAYERS.index("backend"), captured=1)
+    fields = (11, 22, 33, 44, 55, 66, position_word(-1, 7), 77, state)
+    assert ISSUE.size == RECORD.size
+    assert unpack(ISSUE.pack(*fields)) == {
+        "issue_ns": 11,
+        "return_ns": 0,
+        "wait_begin_ns": 0,
+        "wait_end_ns": 0,
+        "device_begin_ns": 0,
+        "device_end_ns": 0,
+        "exposed_ns": 0,
+        "pg_seq": 22,
+        "signature": 33,
+        "tag": 44,
+        "call_site": 55,
+        "thread": 66,
+        "step": -1,
+        "micro_step": 7,
+        "coalesce_id": 77,
+        "replays": 0,
+        "phase": PHASES.index("optimizer"),
+        "layer": LAYERS.index("backend"),
+        "status": STATUSES.index("incomplete"),
+        "captured": 1,
+        "commit": COMMIT,
+    }
+
+
+def test_a_record_is_completed_in_place(tmp_path):
+    file = RecordFile(tmp_path / "r", IDENTITY)
+    words, base = file.append(1, 2, 3, 4, 5, 6, position_word(8, 0), 0, state_word(0, 0))
+    words[base + RETURN_WORD] = 100
+    words[base + WAIT_BEGIN_WORD] = 200
+    words[base + WAIT_END_WORD] = 300
+    mark_raised((words, base, True))
+    file.close()
+    (record,) = records_of(file)
+    assert (record["return_ns"], record["wait_begin_ns"], record["wait_end_ns"]) == (100, 200, 300)
+    assert STATUSES[record["status"]] == "raised" and record["commit"] == COMMIT and record["step"] == 8
+
+
+@pytest.mark.parametrize("refused", [None, errno.EOPNOTSUPP])
+def test_many_threads_fill_many_segments_and_every_record_stands_once(tmp_path, monkeypatch, refused):
+    if refused:
+
+        def reserve(*args):
+            raise OSError(refused, os.strerror(refused))
+
+        monkeypatch.setattr(os, "posix_fallocate", reserve)
+    file = RecordFile(tmp_path / "r", IDENTITY)
+    per_thread = 3000
+
+    def write(thread):
+        for n in range(per_thread):
+            words, base = file.append(thread * per_thread + n + 1, 0, 1, 0, 0, thread, 0, 0, state_word(0, 0))
+            words[base + RETURN_WORD] = thread * per_thread + n + 1
+
+    threads = [threading.Thread(target=write, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert file.kept == 4 * per_thread and file.lost == 0
+    file.close()
+    records = records_of(file)
+    assert sorted(record["issue_ns"] for record in records) == list(range(1, 4 * per_thread + 1))
+    assert all(record["return_ns"] == record["issue_ns"] for record in records)
+
+
+def test_space_is_reserved_before_it_is_mapped(tmp_path):
+    file = RecordFile(tmp_path / "r", IDENTITY)
+    status = file.path.stat()
+    assert status.st_blocks * 512 >= status.st_size > 256 << 10  # no holes
+    file.close()
+
+
+def test_files_are_never_overwritten(tmp_path):
+    RecordFile(tmp_path / "r", IDENTITY).close()
+    with pytest.raises(FileExistsError):
+        RecordFile(tmp_path / "r", IDENTITY)
+
+
+def test_events_stop_at_the_first_write_that_fails(tmp_path, monkeypatch):
+    events = EventFile(tmp_path / "r")
+    assert events.write("note", {"text": "one"})
+    monkeypatch.setattr(os, "write", lambda descriptor, data: len(data) - 1)
+    assert not events.write("note", {"text": "two"})
+    monkeypatch.undo()
+    assert not events.write("note", {"text": "three"})
+    assert events.lost == 2 and "the disk is probably full" in (events.stopped_reason or "")
+    assert events.path.read_text() == '{"kind":"note","text":"one"}\n'
+
+
+def test_names_and_headers_read_back():
+    for identity in (RankFile(0, 0, 1, 1), RankFile(123456, 7, 99999, 3)):
+        assert parse_stem(identity.stem) == identity
+    assert parse_stem("rank-1-2") is None and parse_stem("notes") is None
+    header = Header(1, 4096, RECORD.size, 3, 1, 4711, 17)
+    assert parse_header(header.pack(), IDENTITY and __import__("pathlib").Path("x")) == header
+    assert struct.calcsize("<8s") == 8

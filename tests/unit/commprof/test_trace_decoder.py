@@ -1,0 +1,172 @@
+"""Reading rank files: whole, cut off, damaged and hostile."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.rank_files import write_rank
+
+from commprof.errors import SchemaError, TraceError
+from commprof.schema import COLLECTIVES, RECORD
+from commprof.trace.decoder import read_rank
+from commprof.trace.events import parse_events
+from commprof.trace.writer import PAGE
+
+
+def test_a_whole_rank_reads_back(tmp_path):
+    trace = read_rank(write_rank(tmp_path, rank=1, world=4, records=12))
+    rows = trace.tables["collectives"].to_pylist()
+    assert [row["seq"] for row in rows] == list(range(12))
+    assert rows[7] == {
+        **dict.fromkeys(COLLECTIVES.names),
+        "rank": 1,
+        "attempt": 0,
+        "pid": 4_000_001,
+        "seq": 7,
+        "step": 1,
+        "micro_step": 0,
+        "phase": "backward",
+        "op": "all_reduce",
+        "api": "all_reduce",
+        "backend_method": "allreduce",
+        "backend": "gloo",
+        "device": "cpu",
+        "reduce_op": "SUM",
+        "dtype": "float32",
+        "num_tensors": 1,
+        "sizes": "8",
+        "numel": 8,
+        "input_bytes": 32,
+        "output_bytes": 32,
+        "payload_bytes": 32,
+        "pg": "0",
+        "pg_seq": 7,
+        "group_desc": "default_pg",
+        "group_ranks": "0-3",
+        "group_size": 4,
+        "group_rank": 1,
+        "peer": -1,
+        "is_async": False,
+        "is_p2p": False,
+        "captured": False,
+        "call_site": "train.py:7 step",
+        "thread": "MainThread",
+        "layer": "process_group",
+        "status": "ok",
+        "issue_ns": 7010,
+        "return_ns": 7020,
+        "wait_begin_ns": 7020,
+        "wait_end_ns": 7090,
+        "exposed_ns": 70,
+    }
+    assert [step["step"] for step in trace.tables["steps"].to_pylist()] == [0, 1, 2]
+    assert trace.entry["ended"] and trace.entry["records"] == 12 and trace.entry["torn"] == 0
+
+
+def test_every_table_has_the_columns_of_the_schema(tmp_path):
+    from commprof.schema import TABLES
+
+    trace = read_rank(write_rank(tmp_path))
+    for name, table in trace.tables.items():
+        assert tuple(table.column_names) == TABLES[name].names
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cut=st.integers(0, PAGE + 20 * RECORD.size))
+def test_a_file_cut_anywhere_keeps_what_stands_before_the_cut(tmp_path_factory, cut):
+    stem = write_rank(tmp_path_factory.mktemp("run"), records=20)
+    file = stem.with_name(stem.name + ".records")
+    file.write_bytes(file.read_bytes()[:cut])
+    try:
+        trace = read_rank(stem)
+    except TraceError as error:
+        assert cut < 64 and "cut off" in str(error)
+        return
+    assert trace.entry["records"] == max(0, cut - PAGE) // RECORD.size
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    damage=st.lists(
+        st.tuples(st.integers(0, PAGE + 8 * RECORD.size - 1), st.integers(0, 255)), min_size=1, max_size=12
+    )
+)
+def test_damaged_records_are_read_or_refused_and_never_crash(tmp_path_factory, damage):
+    stem = write_rank(tmp_path_factory.mktemp("run"), records=8)
+    file = stem.with_name(stem.name + ".records")
+    data = bytearray(file.read_bytes())
+    for position, value in damage:
+        data[position] = value
+    file.write_bytes(data)
+    try:
+        trace = read_rank(stem)
+    except TraceError:
+        return
+    assert trace.entry["records"] + trace.entry["torn"] <= 8
+    assert len(trace.tables["collectives"]) == trace.entry["records"]
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_damaged_events_are_read_or_left_out_and_never_crash(tmp_path_factory, data):
+    stem = write_rank(tmp_path_factory.mktemp("run"), records=8)
+    file = stem.with_name(stem.name + ".events")
+    lines = [json.loads(line) for line in file.read_bytes().splitlines()]
+    row = data.draw(st.sampled_from(lines))
+    key = data.draw(st.sampled_from(sorted(row)))
+    row[key] = data.draw(_JSON)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    try:
+        trace = read_rank(stem)
+    except TraceError:
+        return
+    assert trace.entry["records"] + trace.entry["torn"] == 8
+
+
+@given(st.binary(max_size=300))
+def test_anything_at_all_parses_as_events(data):
+    events = parse_events(data)
+    assert events.torn <= data.count(b"\n") + 1
+
+
+def test_a_torn_line_and_a_torn_record_are_counted(tmp_path):
+    stem = write_rank(tmp_path, records=6, ended=False)
+    events = stem.with_name(stem.name + ".events")
+    events.write_bytes(events.read_bytes() + b'{"kind":"metr')
+    records = stem.with_name(stem.name + ".records")
+    data = bytearray(records.read_bytes())
+    data[PAGE + 3 * RECORD.size - 4 : PAGE + 3 * RECORD.size] = bytes(4)  # the third record's commit word
+    records.write_bytes(data)
+    trace = read_rank(stem)
+    assert (trace.entry["records"], trace.entry["torn"], trace.entry["torn_events"]) == (5, 1, 1)
+    assert not trace.entry["ended"]
+    assert [row["seq"] for row in trace.tables["collectives"].to_pylist()] == [0, 1, 3, 4, 5]
+
+
+def test_another_version_is_refused_by_name(tmp_path):
+    stem = write_rank(tmp_path)
+    file = stem.with_name(stem.name + ".records")
+    data = bytearray(file.read_bytes())
+    data[8:12] = (99).to_bytes(4, "little")
+    file.write_bytes(data)
+    with pytest.raises(SchemaError, match="schema version 99"):
+        read_rank(stem)
+
+
+def test_what_is_no_records_file_is_refused(tmp_path):
+    stem = write_rank(tmp_path)
+    stem.with_name(stem.name + ".records").write_bytes(b"GIF89a" + bytes(5000))
+    with pytest.raises(TraceError, match="damaged"):
+        read_rank(stem)
+    with pytest.raises(TraceError, match="is not the name"):
+        read_rank(tmp_path / "model")

@@ -1,0 +1,264 @@
+"""Run directories: manifests, finalising once and for all, and what is said about what is missing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+from datetime import datetime
+
+import pytest
+from support.rank_files import write_rank
+
+from commprof.errors import SchemaError, TraceError, UsageError
+from commprof.schema import TABLES
+from commprof.trace import finaliser
+from commprof.trace.directory import default_run_directory, find_runs, is_run, resolve
+from commprof.trace.finaliser import finalise
+from commprof.trace.manifest import Manifest, create_run, read_manifest, write_manifest
+from commprof.trace.process import start_ticks
+from commprof.trace.reader import open_run
+from commprof.trace.tables import conform, pa, read_table, table_from_rows, write_table
+
+NOW = datetime(2026, 3, 4, 5, 6, 7)
+
+
+def two_ranks(run, **options):
+    for rank in range(2):
+        write_rank(run, rank, 2, records=10, **options)
+    return run
+
+
+def test_names_of_new_runs(tmp_path):
+    first = default_run_directory("examples/train_gpt.py", NOW, tmp_path)
+    assert first == tmp_path / "train_gpt-20260304-050607"
+    first.mkdir()
+    assert default_run_directory("examples/train_gpt.py", NOW, tmp_path).name == "train_gpt-20260304-050607-2"
+    assert default_run_directory("package.module", NOW, tmp_path).name == "module-20260304-050607"
+
+
+def test_finding_and_resolving_runs(tmp_path):
+    for name, started in (("b", 5), ("a/x", 9), ("a/y", 7)):
+        create_run(tmp_path / name, Manifest(started_realtime_ns=started))
+    (tmp_path / "empty").mkdir()
+    assert [str(run.relative_to(tmp_path)) for run in find_runs(tmp_path)] == ["a/x", "a/y", "b"]
+    assert resolve("latest", tmp_path) == tmp_path / "a/x"
+    assert resolve(tmp_path / "b") == tmp_path / "b"
+    assert not is_run(tmp_path / "empty")
+    for path, words in (
+        (tmp_path / "nowhere", "does not exist"),
+        (tmp_path / "empty", "Record a run with"),
+        (tmp_path / "a", "holds 2 run"),
+        (tmp_path / "b" / "run.json", "is a file"),
+    ):
+        with pytest.raises(TraceError, match=words):
+            resolve(path)
+    with pytest.raises(TraceError, match="no run in"):
+        resolve("latest", tmp_path / "empty")
+
+
+def test_a_manifest_reads_back_with_keys_of_others(tmp_path):
+    create_run(
+        tmp_path / "r", Manifest(script="train.py", nproc=2, sweep={"name": "s", "point": {}, "repeat": 0})
+    )
+    file = tmp_path / "r" / "run.json"
+    content = json.loads(file.read_text())
+    content["later"] = {"a": 1}
+    file.write_text(json.dumps(content))
+    manifest = read_manifest(tmp_path / "r")
+    assert manifest.script == "train.py" and manifest.extra == {"later": {"a": 1}}
+    write_manifest(tmp_path / "r", manifest)
+    assert json.loads(file.read_text())["later"] == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "words"),
+    [
+        ("", TraceError, "not valid JSON"),
+        ('{"schema_version": 1, "ranks": ', TraceError, "not valid JSON"),
+        ("[]", TraceError, "no schema_version"),
+        ('{"schema_version": 1, "ranks": 5}', TraceError, "ranks is int"),
+        ('{"schema_version": 99, "commprof_version": "9.9"}', SchemaError, "commprof 9.9"),
+    ],
+)
+def test_manifests_that_cannot_be_used(tmp_path, text, error, words):
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(error, match=words):
+        open_run(tmp_path)
+
+
+def test_nothing_is_overwritten_without_force_and_only_ever_a_run(tmp_path):
+    create_run(tmp_path / "r", Manifest(script="old"))
+    with pytest.raises(UsageError, match="--force"):
+        create_run(tmp_path / "r", Manifest(script="new"))
+    assert read_manifest(tmp_path / "r").script == "old"
+    create_run(tmp_path / "r", Manifest(script="new"), force=True)
+    assert read_manifest(tmp_path / "r").script == "new"
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("x")
+    with pytest.raises(UsageError, match="is not a run"):
+        create_run(tmp_path / "home", Manifest(), force=True)
+    assert (tmp_path / "home" / "thesis.tex").exists()
+    (tmp_path / "r" / "model.pt").write_text("x")
+    with pytest.raises(UsageError, match=r"model\.pt"):
+        create_run(tmp_path / "r", Manifest(), force=True)
+    assert (tmp_path / "r" / "model.pt").exists()
+
+
+def test_finalising_keeps_every_row_and_may_be_repeated(tmp_path):
+    run = two_ranks(tmp_path / "run")
+    health = finalise(run)
+    assert (health.records, health.ranks_recorded, health.state) == (20, 2, "complete")
+    assert not list(run.glob("rank-*"))
+    first = {name: open_run(run).table(name) for name in TABLES}
+    assert len(first["collectives"]) == 20 and len(first["steps"]) == 4 and len(first["groups"]) == 2
+    assert finalise(run) == health
+    for name, table in first.items():
+        assert open_run(run).table(name).equals(table)
+    assert read_manifest(run).state == "complete" and len(read_manifest(run).ranks) == 2
+
+
+@pytest.mark.parametrize("moment", ["write_parquet", "_check_copy", "_extend", "write_manifest", "unlink"])
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_crash_while_finalising_loses_and_doubles_nothing(tmp_path, monkeypatch, moment, after):
+    run = two_ranks(tmp_path / "run")
+    target = finaliser.Path if moment == "unlink" else finaliser
+    original = getattr(target, moment)
+    calls = []
+
+    def crash(*args, **kwargs):
+        calls.append(1)
+        if len(calls) > after:
+            raise KeyboardInterrupt
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(target, moment, crash)
+    with contextlib.suppress(KeyboardInterrupt):
+        finalise(run)
+    assert calls
+    monkeypatch.undo()
+    opened = open_run(run)
+    assert opened.health.records == len(opened.table("collectives")) == 20
+    assert len(opened.table("steps")) == 4 and len(opened.table("groups")) == len(opened.table("clocks")) == 2
+    assert not list(run.glob("rank-*"))
+
+
+def test_two_processes_finalise_at_once(tmp_path):
+    run = two_ranks(tmp_path / "run")
+    children = []
+    for _ in range(3):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                code = 0 if finalise(run).records == 20 else 2
+            finally:
+                os._exit(code)
+        children.append(pid)
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0, 0, 0]
+    opened = open_run(run)
+    assert len(opened.table("collectives")) == 20 and len(opened.table("steps")) == 4
+
+
+def test_a_copy_that_differs_keeps_the_binary_files(tmp_path, monkeypatch):
+    run = two_ranks(tmp_path / "run")
+    read = finaliser.read_parquet
+    monkeypatch.setattr(finaliser, "read_parquet", lambda path, name: read(path, name).slice(1))
+    with pytest.raises(TraceError, match="binary files"):
+        finalise(run)
+    monkeypatch.undo()
+    assert len(list(run.glob("rank-*.records"))) == 2
+
+
+def test_missing_and_killed_ranks_are_named(tmp_path):
+    run = tmp_path / "run"
+    write_rank(run, 0, 4, records=5)
+    write_rank(run, 2, 4, records=5, ended=False)
+    for file in run.glob("rank-*"):
+        os.utime(file, (1, 1))
+    health = open_run(run).health
+    assert health.missing_ranks == (1, 3) and health.ranks_expected == 4 and health.state == "killed"
+    assert any("ranks 1, 3 of 4 left no trace" in note for note in health.notes)
+    assert any("rank 2 ended without saying so" in note for note in health.notes)
+    assert any("run.json was missing" in note for note in health.notes)
+
+
+def test_a_run_that_still_works_is_left_alone(tmp_path):
+    run = tmp_path / "run"
+    mine = {"pid": os.getpid(), "host": socket.gethostname(), "start_ticks": start_ticks(os.getpid())}
+    write_rank(run, 0, 1, records=5, ended=False, **mine)
+    opened = open_run(run)
+    assert opened.health.state == "running" and len(opened.table("collectives")) == 5
+    assert len(list(run.glob("rank-*"))) == 2 and not (run / "collectives").exists()
+    assert not (run / "run.json").exists()
+
+
+def test_a_directory_that_cannot_be_written_to_is_read_as_it_is(tmp_path, monkeypatch):
+    run = two_ranks(tmp_path / "run")
+
+    def refuse(run):
+        raise TraceError(f"{run} cannot be written to")
+
+    monkeypatch.setattr(finaliser, "_locked", refuse)
+    opened = open_run(run)
+    assert opened.health.records == len(opened.table("collectives")) == 20
+    assert len(opened.table("steps")) == 4
+
+
+def test_one_damaged_rank_does_not_hide_the_others(tmp_path):
+    run = two_ranks(tmp_path / "run")
+    next(run.glob("rank-00001-*.records")).write_bytes(b"x" * 5000)
+    opened = open_run(run)
+    assert opened.health.records == 10
+    assert any("rank 1" in note and "cannot be read" in note for note in opened.health.notes)
+    assert list(run.glob("rank-00001-*.records"))  # kept for whoever can repair it
+    shutil.rmtree(run)
+    write_rank(run, 0, 1)
+    next(run.glob("*.records")).write_bytes(b"")
+    with pytest.raises(TraceError, match="holds 0 bytes"):
+        open_run(run)
+
+
+def test_tables_of_others_are_checked_against_the_schema(tmp_path):
+    rows = [
+        {"host": "h", "device": "lo", "kind": "interface", "time_ns": 1, "sent_bytes": 2, "received_bytes": 3}
+    ]
+    table = table_from_rows("wire", rows)
+    write_table(tmp_path, "wire", table)
+    assert read_table(tmp_path, "wire").to_pylist() == rows
+    assert len(read_table(tmp_path, "samples")) == 0
+    with pytest.raises(SchemaError, match="does not have column"):
+        conform("wire", table.append_column("speed", pa.array([1])))
+    with pytest.raises(SchemaError, match="lacks column device"):
+        conform("wire", table.drop_columns(["device"]))
+    with pytest.raises(TraceError, match="there is no table 'wires'"):
+        read_table(tmp_path, "wires")
+    (tmp_path / "wire.parquet").write_bytes(b"PAR1 nonsense")
+    with pytest.raises(TraceError, match=r"wire\.parquet cannot be read"):
+        read_table(tmp_path, "wire")
+
+
+def test_wire_samples_become_a_table(tmp_path):
+    run = two_ranks(tmp_path / "run")
+    row = {
+        "host": "h",
+        "device": "lo",
+        "kind": "interface",
+        "time_ns": 1,
+        "sent_bytes": 2,
+        "received_bytes": 3,
+    }
+    (run / "wire.jsonl").write_text(json.dumps(row) + "\n" + '{"host": "h", "dev')
+    assert open_run(run).table("wire").to_pylist() == [row]
+    assert not (run / "wire.jsonl").exists()
+    assert open_run(run).table("wire").to_pylist() == [row]
+
+
+def test_disk_space_per_record(tmp_path):
+    run = tmp_path / "run"
+    write_rank(run, 0, 1, records=20_000)
+    finalise(run)
+    size = sum(file.stat().st_size for file in run.rglob("*") if file.is_file())
+    assert size / 20_000 < 40
