@@ -28,7 +28,7 @@ def heading(text: str) -> None:
 def run(*arguments: str | Path) -> None:
     """Show a command and run it; stop the demo with its exit code when it fails."""
     command = [str(argument) for argument in arguments]
-    shown = ["commprof" if part == "-m" else part for part in command[1:] if part != "commprof"]
+    shown = command[2:] if command[1] == "-m" else ["python", *command[1:]]
     print("$ " + " ".join(shown), flush=True)
     code = subprocess.run([sys.executable, *command[1:]], check=False).returncode
     if code:
@@ -77,8 +77,7 @@ def main() -> None:
         "--",
         *script,
     )
-    runs = sorted(path.parent for path in out.rglob("run.json"))
-    first = runs[0]
+    first = min(path.parent for path in out.rglob("run.json"))
 
     heading("3. A run beside its NCCL log (GENERATED from the run: gloo writes no such log)")
     logs = out / "generated-nccl-log"
@@ -89,7 +88,7 @@ def main() -> None:
     commprof("export", first, "--format", "csv", "--out", out / "csv")
 
     heading("5. Requested against issued")
-    commprof("compare", *runs)
+    commprof("compare", out)
     print(f"\nLook at it:  .venv/bin/commprof dashboard {out}   (then open http://127.0.0.1:8050)")
 
 
