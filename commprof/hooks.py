@@ -61,13 +61,12 @@ class Position:
 class _ThreadState:
     """The open tags of one thread, and what the recorder remembers of that thread."""
 
-    __slots__ = ("current", "outer", "recorder", "recorder_number")
+    __slots__ = ("current", "outer", "recorder_number")
 
     def __init__(self) -> None:
         self.current: tag | None = None
         self.outer: list[tag | None] = []
-        self.recorder: object = None
-        self.recorder_number = 0
+        self.recorder_number = 0  # of the thread's name, while something records
 
 
 class _ThreadLocal(threading.local):

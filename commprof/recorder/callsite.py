@@ -76,6 +76,10 @@ class CallSites:
         """Whether ``code`` is held, so that its address can stand for it."""
         return id(code) in self.kinds
 
+    def is_program(self, code: CodeType) -> bool:
+        """Whether ``code`` is the program's, and held."""
+        return self.kinds.get(id(code)) == PROGRAM
+
     def _add(self, frame: FrameType | None, key: Key, api: CodeType | None) -> int:
         site = None
         if frame is not None:

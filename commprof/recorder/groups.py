@@ -30,7 +30,6 @@ class Group:
         "rank",
         "ranks",
         "size",
-        "special",
         "unseen",
     )
 
@@ -45,7 +44,6 @@ class Group:
         self.collectives = itertools.count()  # issue order, collectives
         self.messages = itertools.count()  # issue order, sends and receives
         self.coalesce_id = 0  # of the open coalescing block; 0 outside
-        self.special = False  # the hot path must look closer: an accelerator, or a coalescing block
         self.extra = 0  # what the backend counts beyond one for each call; see commprof.recorder.sequence
         self.unseen = 0
 

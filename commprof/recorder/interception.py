@@ -79,7 +79,7 @@ class Interception:
                 group = self.groups.find(pg)
                 self._blocks += 1
                 group.coalesce_id = self._blocks
-                group.special = True
+                self.journal.look_closer(group)
                 self._begun[group.name] = count_of(group.collectives)
             except Exception as error:
                 self.journal.fault(error)
@@ -92,7 +92,7 @@ class Interception:
             try:
                 group = self.groups.find(pg)
                 group.coalesce_id = 0
-                group.special = group.accelerated
+                self.journal.look_closer(group)
                 issued = count_of(group.collectives) - self._begun.pop(group.name, 0)
                 if issued > 1:
                     group.extra -= (

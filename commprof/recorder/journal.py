@@ -10,7 +10,10 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+import torch
+
 from commprof import hooks
+from commprof.recorder.groups import Group
 from commprof.schema import LAYERS, OPS, PHASES, PURPOSES, Layer, Phase, Purpose
 from commprof.trace.writer import (
     NO_WORDS,
@@ -18,21 +21,16 @@ from commprof.trace.writer import (
     RecordFile,
     Segment,
     Words,
-    position_word,
-    state_word,
+    pack_tail,
 )
 
 _MOST_INTERNED: Final = 200_000
-_PROCESS_GROUP_LAYER: Final = LAYERS.index(Layer.PROCESS_GROUP)
-_STATE_WORDS: Final = {name: state_word(number, _PROCESS_GROUP_LAYER) for number, name in enumerate(PHASES)}
-
+_LAYER: Final = LAYERS.index(Layer.PROCESS_GROUP)
+_PHASE_NUMBERS: Final = {name: number for number, name in enumerate(PHASES)}
 _NO_SEGMENT: Final = Segment(None, 0)
+_is_capturing: Final = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
-Place = tuple[Iterator[int], int, Any, Any, int, int]
-
-
-def _state_of(phase: str) -> int:
-    return _STATE_WORDS.get(phase, _STATE_WORDS[Phase.OTHER])
+Place = tuple[Iterator[int], int, Any, Any, bytes]
 
 
 class Journal:
@@ -42,11 +40,12 @@ class Journal:
         self.key = object()  # stands for this journal in a tag's cache
         self.records: RecordFile | None = None
         self.events: EventFile | None = None
-        self._position = position_word(hooks.position.step, hooks.position.micro_step)
-        self._state = _state_of(hooks.position.phase)
-        # What the hot path needs in one attribute: offsets, end, mapping and words of the open segment, and the
-        # position and state words. Replaced as a whole when one of them changes.
-        self.place: Place = (itertools.repeat(0), 0, None, None, self._position, self._state)
+        self._step, self._micro_step = hooks.position.step, hooks.position.micro_step
+        self._phase = _phase_number(hooks.position.phase)
+        self._special: set[str] = set()  # groups with a coalescing block, or with tensors of an accelerator
+        # What the hot path needs in one attribute: offsets, end, mapping and words of the open segment, and the tail
+        # that all records have now. Replaced as a whole when one of them changes.
+        self.place: Place = (itertools.repeat(0), 0, None, None, b"")
         self.faults = 0
         self.first_fault: str | None = None
         self.raised = 0
@@ -56,6 +55,7 @@ class Journal:
         self.cost_samples = 0
         self.cost_ns = 0
         self._lock = threading.RLock()
+        self._threads: list[Any] = []  # states of the threads that were given a number
         self._interned: dict[tuple[Any, ...], int] = {}
         self._next_id = 1
 
@@ -66,22 +66,36 @@ class Journal:
         self._refresh()
 
     def _refresh(self) -> None:
-        segment = _NO_SEGMENT if self.records is None else self.records.segment
+        segment = _NO_SEGMENT if self.records is None or self._special else self.records.segment
         self.place = (
-            segment.offsets,
+            segment.offsets if segment.end else itertools.repeat(0),
             segment.end,
             segment.map,
             segment.words,
-            self._position,
-            self._state,
+            pack_tail(self._step, self._micro_step, 0, self._phase, _LAYER),
         )
 
-    def append(self, *fields: int) -> tuple[Words, int]:
-        """Keep one record (the fields of ``ISSUE``) where the open segment has no room, or count it as lost."""
+    def append(self, group: Group, *fields: int) -> tuple[Words, int]:
+        """Keep one record (the fields of ``ISSUE`` before the tail), or count it as lost.
+
+        For where the open segment has no room, and while some group needs a closer look.
+        """
         if self.records is None:
             self.lost += 1
             return NO_WORDS, 0
-        return self.records.append(*fields)
+        tail = self.place[-1]
+        if group.coalesce_id or group.accelerated:
+            captured = group.accelerated and is_capturing()
+            tail = pack_tail(self._step, self._micro_step, group.coalesce_id, self._phase, _LAYER, captured)
+        return self.records.append(*fields, tail)
+
+    def look_closer(self, group: Group) -> None:
+        """``group`` has opened or closed a coalescing block, or was seen to carry tensors of an accelerator."""
+        if group.coalesce_id or group.accelerated:
+            self._special.add(group.name)
+        else:
+            self._special.discard(group.name)
+        self._refresh()
 
     def refuse(self, reason: str) -> None:
         """No file could be opened: count what comes as lost."""
@@ -89,12 +103,12 @@ class Journal:
 
     def move(self, step: int, micro_step: int) -> None:
         """The training is at this step now."""
-        self._position = position_word(step, micro_step)
+        self._step, self._micro_step = step, micro_step
         self._refresh()
 
     def enter_phase(self, name: str) -> None:
         """The training is in this phase now; one that the schema does not know counts as ``other``."""
-        self._state = _state_of(name)
+        self._phase = _phase_number(name)
         self._refresh()
 
     def write(self, kind: str, row: Mapping[str, Any]) -> None:
@@ -140,7 +154,9 @@ class Journal:
         """The number of the current thread's name."""
         number = self.intern("thread", {"name": threading.current_thread().name})
         state = hooks._thread.state
-        state.recorder, state.recorder_number = self.key, number
+        state.recorder_number = number
+        with self._lock:
+            self._threads.append(state)
         return number
 
     def fault(self, error: BaseException) -> None:
@@ -151,14 +167,30 @@ class Journal:
 
     def close(self, totals: Mapping[str, Any]) -> None:
         """Write the totals and let go of the files."""
+        self._forget_threads()
         if self.records is not None:
             self.records.close(totals)
         if self.events is not None:
             self.events.close()
 
+    def _forget_threads(self) -> None:
+        for state in self._threads:
+            state.recorder_number = 0
+        self._threads.clear()
+
     def drop(self) -> None:
         """Let go of the files in a forked child, without touching their content."""
+        self._forget_threads()
         if self.records is not None:
             self.records.drop()
         if self.events is not None:
             self.events.close()
+
+
+def _phase_number(name: str) -> int:
+    return _PHASE_NUMBERS.get(name, _PHASE_NUMBERS[Phase.OTHER])
+
+
+def is_capturing() -> bool:
+    """Whether the current stream records a CUDA graph."""
+    return _is_capturing is not None and torch.cuda.is_initialized() and bool(_is_capturing())

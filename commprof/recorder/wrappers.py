@@ -10,15 +10,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from operator import attrgetter
-from types import CodeType, FrameType, FunctionType
+from types import FrameType
 from typing import Any, Final
 
 import torch
-from torch._C._distributed_c10d import ReduceOp
-from torch.distributed import c10d_logger, distributed_c10d
 
 from commprof import hooks
+from commprof.recorder.arguments import OPTION_KEYS, ApiFunction, HeldReductions, find_api_function
 from commprof.recorder.callsite import CallSites
 from commprof.recorder.groups import Group
 from commprof.recorder.journal import Journal
@@ -40,21 +38,7 @@ _MOST_SIGNATURES: Final = 20_000  # distinct calls of one method on one group, r
 # One call in 251 times our own code (CPU time: reading that clock is dear). Odd, since segments hold multiples of 512.
 _COST_SAMPLE: Final = 251
 _HAS_ACCELERATOR: Final = torch.accelerator.is_available()  # without one, every tensor is on the CPU
-_MOST_REDUCTIONS: Final = 64
-_CAPTURED: Final = 1 << 24
 _UNSAMPLED_NS: Final = 1_300  # what a call spends before its sample begins and in the wait, measured once
-_REDUCTIONS: Final = type(ReduceOp.SUM)
-
-# What of a call's options its signature depends on, for the methods that torch.distributed calls all the time.
-_OPTION_KEYS: Final[dict[str, Callable[[Any], Any]]] = {
-    "allreduce": lambda options: (hash(options.reduceOp), options.asyncOp),
-    "broadcast": attrgetter("asyncOp", "rootRank"),
-    "reduce": lambda options: (hash(options.reduceOp), options.asyncOp, options.rootRank),
-    "_allgather_base": attrgetter("asyncOp"),
-    "all_gather_single": attrgetter("asyncOp"),
-    "_reduce_scatter_base": lambda options: (hash(options.reduceOp), options.asyncOp),
-    "reduce_scatter_single": lambda options: (hash(options.reduceOp), options.asyncOp),
-}
 
 # One group, as one method sees it: the signature of a key, the group, what numbers its calls, all signatures. A plain
 # tuple, since unpacking it is half the cost of unpacking a named one.
@@ -77,8 +61,8 @@ class Wrappers:
         self.pending: dict[int, Token] = {}
         self._find_group = find_group
         self._entries: list[dict[int, Entry]] = []
-        self._calls: dict[Any, Known] = {}
-        self._reductions = _HeldReductions()
+        self._calls: list[dict[Any, Known]] = []
+        self._reductions = HeldReductions()
         self._sites = CallSites(lambda row: journal.intern("site", row))
         self._issue = _bind_issue(journal, self._sites)
         self._settle = _bind_settle(journal, self.pending)
@@ -87,23 +71,19 @@ class Wrappers:
         """The ProcessGroup at ``address`` is gone; another may get its address."""
         for entries in self._entries:
             entries.pop(address, None)
-        for key in [key for key in self._calls if key[0] == address]:
-            del self._calls[key]
+        for calls in self._calls:
+            for key in [key for key in calls if key[0] == address]:
+                del calls[key]
 
     def wrap(self, method: Method, original: Any) -> Any:
         """What stands in for ``original``, the ProcessGroup method that ``method`` describes."""
         entries: dict[int, Entry] = {}
         self._entries.append(entries)
         general = self._wrap_general(method, original, entries)
-        if method.name not in _OPTION_KEYS:
+        if method.name not in OPTION_KEYS:
             return general
-        if method.shape is Shape.OUTPUTS_INPUTS:
-            return self._wrap_pair(method, original, entries, general)
-        usual = self._wrap_buffers(method, original, entries, general)
-        api_code = _all_reduce_code()
-        if method.name != "allreduce" or api_code is None:
-            return usual
-        return self._wrap_all_reduce(method, original, entries, usual, api_code)
+        api = find_api_function(method.name)
+        return general if api is None else self._wrap_direct(method, original, entries, general, api)
 
     def _enter(self, method: Method, entries: dict[int, Entry], pg: Any) -> Entry:
         """The entry of ``pg``, made at its first call of ``method``."""
@@ -119,7 +99,8 @@ class Wrappers:
         """The number of a call's signature."""
         row = describe(method, group, args, kwargs)
         if row["device"] not in (None, "cpu"):
-            group.accelerated = group.special = True
+            group.accelerated = True
+            self.journal.look_closer(group)
         return self.journal.intern("signature", row)
 
     def _wrap_general(self, method: Method, original: Any, entries: dict[int, Entry]) -> Any:
@@ -160,54 +141,10 @@ class Wrappers:
 
         return call
 
-    def _wrap_buffers(self, method: Method, original: Any, entries: dict[int, Entry], general: Any) -> Any:
-        """``method([tensor], options)``, as torch.distributed calls it; any other form goes to ``general``."""
-        journal, issue, settle = self.journal, self._issue, self._settle
-        get_frame, cpu_clock = sys._getframe, time.thread_time_ns
-        option_key = _OPTION_KEYS[method.name]
-
-        def call(
-            pg: Any, tensors: Any = _MISSING, options: Any = _MISSING, /, *rest: Any, **kwargs: Any
-        ) -> Any:
-            if rest or kwargs or options is _MISSING or type(tensors) is not list or len(tensors) != 1:
-                return general(pg, *_given(tensors, options), *rest, **kwargs)
-            try:
-                tensor = tensors[0]
-                key = (tensor.shape, tensor.dtype, tensor.get_device(), option_key(options))
-            except AttributeError:  # another overload: a reduction or a root in place of the options
-                return general(pg, tensors, options)
-            token = None
-            start = 0
-            try:
-                lookup, group, counter, signatures = entries.get(id(pg)) or self._enter(method, entries, pg)
-                seq = next(counter)
-                if not seq % _COST_SAMPLE:
-                    start = cpu_clock()
-                number = lookup(key)
-                if number is None:
-                    start = 0  # what is done once is no sample of what each call costs
-                    number = self._sign(method, group, (tensors, options), {})
-                    _remember(signatures, key, number)
-                token = issue(get_frame(1), group, seq, number)
-                if start:
-                    start = cpu_clock() - start
-            except Exception as error:
-                journal.fault(error)
-            try:
-                work = original(pg, tensors, options)
-            except BaseException:
-                self._record_raised(pg, token)
-                raise
-            if token is not None:
-                settle(token, work, start)
-            return work
-
-        return call
-
-    def _wrap_all_reduce(  # noqa: C901 - one flat function: each call that it makes is paid for by every all_reduce
-        self, method: Method, original: Any, entries: dict[int, Entry], general: Any, api_code: CodeType
+    def _wrap_direct(
+        self, method: Method, original: Any, entries: dict[int, Entry], general: Any, api: ApiFunction
     ) -> Any:
-        """The same for the collective that programs issue most, when ``torch.distributed.all_reduce`` calls it.
+        """``method`` as the one function of torch.distributed calls it that calls it all the time; else ``general``.
 
         Signature and call site are looked up together; see Note [the reduction, from torch's own frame].
         """
@@ -219,21 +156,38 @@ class Wrappers:
             journal.key,
             RETURN_WORD,
         )
-        calls, learn = self._calls, self._learn
+        calls: dict[Any, Known] = {}
+        self._calls.append(calls)
+        learn = self._learn
+        api_code, arguments = api
+        option_key = OPTION_KEYS[method.name]
+        paired = method.shape is Shape.OUTPUTS_INPUTS
 
-        def call(
-            pg: Any, tensors: Any = _MISSING, options: Any = _MISSING, /, *rest: Any, **kwargs: Any
+        def call(  # noqa: C901 - flat: each call of a function that it makes is paid for by every collective
+            pg: Any,
+            first: Any = _MISSING,
+            second: Any = _MISSING,
+            third: Any = _MISSING,
+            /,
+            *rest: Any,
+            **kwargs: Any,
         ) -> Any:
             frame = get_frame(1)
-            if rest or kwargs or options is _MISSING or frame.f_code is not api_code:
-                return general(pg, *_given(tensors, options), *rest, **kwargs)
-            token = None
-            start = 0
+            if rest or kwargs or frame.f_code is not api_code:
+                return general(pg, *_given(first, second, third), *rest, **kwargs)
+            token = start = None
             try:
-                (tensor,) = tensors
-                arguments = frame.f_locals
-                reduction, is_async = arguments["op"], arguments["async_op"]
                 caller = get_frame(3)  # torch's logging wrapper stands between its functions and the program
+                if arguments is None:
+                    reduction = None
+                    is_async = root = option_key(third if paired else second)
+                else:
+                    reduction, is_async, root = arguments(frame.f_locals)
+                if paired:
+                    tensor = second
+                    root = root, first.shape, first.dtype
+                else:
+                    (tensor,) = first
                 key = (
                     id(pg),
                     tensor.shape,
@@ -241,12 +195,14 @@ class Wrappers:
                     tensor.get_device() if _HAS_ACCELERATOR else -1,
                     id(reduction),
                     is_async,
+                    root,
                     id(caller.f_code),
                     caller.f_lasti,
                 )
                 known = calls.get(key)
                 if known is None:
-                    known = learn(method, entries, pg, key, (tensors, options), frame, caller, reduction)
+                    given = _given(first, second, third)
+                    known = learn(method, entries, calls, pg, key, given, frame, caller, reduction)
                 number, site, group, counter = known
                 seq = next(counter)
                 if not seq % _COST_SAMPLE:
@@ -259,38 +215,21 @@ class Wrappers:
                     interned = tag.interned
                     fresh = interned is None or interned[0] is not journal_key
                     tag_number = journal.intern_tag(tag) if fresh else interned[1]  # type: ignore[index]
-                thread = mine.recorder_number if mine.recorder is journal_key else journal.intern_thread()
-                offsets, end, area, words, position, state = journal.place
-                coalesce = 0
-                if group.special:
-                    coalesce, state = look_closer(group, state)
+                thread = mine.recorder_number or journal.intern_thread()
+                offsets, end, area, words, tail = journal.place
                 offset = next(offsets)
                 if offset < end:
                     base = offset >> 3
-                    pack(
-                        area,
-                        offset,
-                        clock(),
-                        seq,
-                        number,
-                        tag_number,
-                        site,
-                        thread,
-                        position,
-                        coalesce,
-                        state,
-                    )
+                    pack(area, offset, clock(), seq, number, tag_number, site, thread, tail)
                 else:
-                    words, base = journal.append(
-                        clock(), seq, number, tag_number, site, thread, position, coalesce, state
-                    )
+                    words, base = journal.append(group, clock(), seq, number, tag_number, site, thread)
                 token = words, base, is_async
                 if start:
                     start = cpu_clock() - start
             except Exception as error:
                 journal.fault(error)
             try:
-                work = original(pg, tensors, options)
+                work = original(pg, first, second, third) if paired else original(pg, first, second)
             except BaseException:
                 self._record_raised(pg, token)
                 raise
@@ -311,6 +250,7 @@ class Wrappers:
         self,
         method: Method,
         entries: dict[int, Entry],
+        calls: dict[Any, Known],
         pg: Any,
         key: Any,
         args: Any,
@@ -318,71 +258,23 @@ class Wrappers:
         caller: FrameType,
         reduction: Any,
     ) -> Known:
-        """What is to be known about an all_reduce that is issued for the first time from its place in the program."""
-        _, group, counter, _ = self._enter(method, entries, pg)
-        known = (self._sign(method, group, args, {}), self._sites.find(frame), group, counter)
-        # The addresses in the key are sound while what they belong to is held, or watched by a weak reference.
-        if self._sites.holds(caller.f_code) and self._reductions.hold(reduction):
-            if len(self._calls) > _MOST_SIGNATURES:
-                self._calls.clear()
-            self._calls[key] = known
+        """What is to be known about a call that is issued for the first time from its place in the program.
+
+        The addresses in the key are sound while what they belong to is held, or watched by a weak reference. A call that
+        the program makes through more of torch is not remembered: the frame in the key is not the program's then.
+        """
+        _, group, counter, signatures = self._enter(method, entries, pg)
+        held = reduction is None or self._reductions.hold(reduction)
+        signature_key = key[1:-2]
+        number = signatures.get(signature_key) if held else None
+        if number is None:
+            number = self._sign(method, group, args, {})
+            if held:
+                _remember(signatures, signature_key, number)
+        known = (number, self._sites.find(frame), group, counter)
+        if held and self._sites.is_program(caller.f_code):
+            _remember(calls, key, known)
         return known
-
-    def _wrap_pair(self, method: Method, original: Any, entries: dict[int, Entry], general: Any) -> Any:
-        """``method(output, input, options)`` with one tensor each, as torch.distributed calls it; else ``general``."""
-        journal, issue, settle = self.journal, self._issue, self._settle
-        get_frame, cpu_clock = sys._getframe, time.thread_time_ns
-        option_key = _OPTION_KEYS[method.name]
-
-        def call(
-            pg: Any,
-            output: Any = _MISSING,
-            tensor: Any = _MISSING,
-            options: Any = _MISSING,
-            /,
-            *rest: Any,
-            **kwargs: Any,
-        ) -> Any:
-            if rest or kwargs or options is _MISSING:
-                return general(pg, *_given(output, tensor, options), *rest, **kwargs)
-            try:
-                key = (
-                    tensor.shape,
-                    tensor.dtype,
-                    tensor.get_device(),
-                    output.shape,
-                    output.dtype,
-                    option_key(options),
-                )
-            except AttributeError:
-                return general(pg, output, tensor, options)
-            token = None
-            start = 0
-            try:
-                lookup, group, counter, signatures = entries.get(id(pg)) or self._enter(method, entries, pg)
-                seq = next(counter)
-                if not seq % _COST_SAMPLE:
-                    start = cpu_clock()
-                number = lookup(key)
-                if number is None:
-                    start = 0
-                    number = self._sign(method, group, (output, tensor, options), {})
-                    _remember(signatures, key, number)
-                token = issue(get_frame(1), group, seq, number)
-                if start:
-                    start = cpu_clock() - start
-            except Exception as error:
-                journal.fault(error)
-            try:
-                work = original(pg, output, tensor, options)
-            except BaseException:
-                self._record_raised(pg, token)
-                raise
-            if token is not None:
-                settle(token, work, start)
-            return work
-
-        return call
 
     def _record_raised(self, pg: Any, token: Token | None) -> None:
         """The caller's call raised: it was most likely refused before the backend counted it."""
@@ -420,50 +312,10 @@ class Wrappers:
         return wait
 
 
-# Note [the reduction, from torch's own frame]
-# Reading ``options.reduceOp`` costs 0.65 us of the 3 that a collective may cost: pybind ties the new object to the
-# options (keep_alive). torch's all_reduce has the same value in its argument ``op``, and ``async_op`` beside
-# it, so when the caller is exactly that function its arguments are read instead (0.4 us for both). They only
-# make the key: the columns always come from the options. ``op`` is known by its address, which is sound because
-# each enum value whose address is part of a key is held; with any other object nothing is remembered.
-
-
-def _all_reduce_code() -> CodeType | None:
-    """The code of torch's all_reduce, which is what calls ``ProcessGroup.allreduce``.
-
-    None where it is not as it was when this was written: with these arguments, and in one logging wrapper.
-    """
-    function = distributed_c10d.all_reduce
-    inner = getattr(function, "__wrapped__", None)
-    if (
-        not isinstance(function, FunctionType)
-        or not isinstance(inner, FunctionType)
-        or hasattr(inner, "__wrapped__")
-    ):
-        return None
-    logged = function.__code__.co_filename == c10d_logger.__file__
-    arguments = inner.__code__.co_varnames[: inner.__code__.co_argcount]
-    return inner.__code__ if logged and {"op", "async_op"} <= set(arguments) else None
-
-
-class _HeldReductions:
-    """Keeps the enum values alive whose addresses are keys."""
-
-    def __init__(self) -> None:
-        self._held: dict[int, Any] = {}
-
-    def hold(self, reduction: Any) -> bool:
-        """Whether the address of ``reduction`` may be part of a key: it is held from now on."""
-        if type(reduction) is not _REDUCTIONS or len(self._held) > _MOST_REDUCTIONS:
-            return False
-        self._held[id(reduction)] = reduction
-        return True
-
-
-def _remember(signatures: dict[Any, int], key: Any, number: int) -> None:
-    if len(signatures) > _MOST_SIGNATURES:
-        signatures.clear()
-    signatures[key] = number
+def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(known) > _MOST_SIGNATURES:
+        known.clear()
+    known[key] = value
 
 
 def _given(*values: Any) -> list[Any]:
@@ -514,29 +366,9 @@ def _bind_issue(journal: Journal, sites: CallSites) -> Callable[[Any, Group, int
             interned = tag.interned
             fresh = interned is None or interned[0] is not journal_key
             tag_number = journal.intern_tag(tag) if fresh else interned[1]  # type: ignore[index]
-        thread = mine.recorder_number if mine.recorder is journal_key else journal.intern_thread()
+        thread = mine.recorder_number or journal.intern_thread()
         site = find_site(frame)
-        offsets, end, area, words, position, state = journal.place
-        coalesce, state = look_closer(group, state)
-        offset = next(offsets)
-        if offset >= end:
-            words, base = journal.append(
-                clock(), seq, signature, tag_number, site, thread, position, coalesce, state
-            )
-            return words, base, True
-        ISSUE.pack_into(
-            area, offset, clock(), seq, signature, tag_number, site, thread, position, coalesce, state
-        )
-        return words, offset >> 3, True
+        words, base = journal.append(group, clock(), seq, signature, tag_number, site, thread)
+        return words, base, True
 
     return issue
-
-
-_is_capturing: Final = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
-
-
-def look_closer(group: Group, state: int) -> tuple[int, int]:
-    """The coalescing block that a call belongs to, and its state word with the mark of a captured CUDA graph."""
-    if group.accelerated and _is_capturing is not None and torch.cuda.is_initialized() and _is_capturing():
-        state |= _CAPTURED
-    return group.coalesce_id, state

@@ -42,7 +42,8 @@ LARGEST_SEGMENT_BYTES: Final = 4 << 20
 # The record as the hot path packs it: fields that are zero at issue are padding (the mapping is zeroed by
 # pack_into), and neighbours that change together are one word. Equal to schema.RECORD byte for byte (a test
 # says so).
-ISSUE: Final = struct.Struct("<q48xqIIIIqqq")
+ISSUE: Final = struct.Struct("<q48xqIIII24s")
+_TAIL: Final = struct.Struct("<iiiiBBBBI")
 RETURN_WORD: Final = record_offset("return_ns") // 8
 WAIT_BEGIN_WORD: Final = record_offset("wait_begin_ns") // 8
 WAIT_END_WORD: Final = record_offset("wait_end_ns") // 8
@@ -52,15 +53,19 @@ _STATUS_SHIFT: Final = 8 * (record_offset("status") - record_offset("phase"))
 _CANNOT_RESERVE: Final = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV}
 
 
-def state_word(phase: int, layer: int, captured: int = 0) -> int:
-    """The record's last eight bytes: phase, layer, status incomplete, captured, and the commit word."""
+def pack_tail(
+    step: int, micro_step: int, coalesce_id: int, phase: int, layer: int, captured: bool = False
+) -> bytes:
+    """The record's last bytes, from ``step`` to the commit word: what is equal in many records. Status: incomplete.
+
+    Numbers that do not fit their fields are cut to what fits.
+    """
     status = STATUSES.index(Status.INCOMPLETE)
-    return phase | layer << 8 | status << _STATUS_SHIFT | captured << 24 | COMMIT << 32
+    return _TAIL.pack(_fit(step), _fit(micro_step), coalesce_id, 0, phase, layer, status, captured, COMMIT)
 
 
-def position_word(step: int, micro_step: int) -> int:
-    """Step and micro step as one word."""
-    return (step & 0xFFFFFFFF) | (micro_step & 0x7FFFFFFF) << 32
+def _fit(number: int) -> int:
+    return max(-(1 << 31), min(number, (1 << 31) - 1))
 
 
 class Words(Protocol):
@@ -164,7 +169,7 @@ class RecordFile:
         else:
             self._grow()
 
-    def append(self, *fields: int) -> tuple[Words, int]:
+    def append(self, *fields: int | bytes) -> tuple[Words, int]:
         """Keep one record (the fields of :data:`ISSUE`) where the open segment has no room."""
         with self._lock:
             while self.stopped_reason is None and not self._writes_through:
@@ -179,7 +184,7 @@ class RecordFile:
             self.lost += 1
             return NO_WORDS, 0
 
-    def _write_through(self, fields: tuple[int, ...]) -> tuple[Words, int]:
+    def _write_through(self, fields: tuple[int | bytes, ...]) -> tuple[Words, int]:
         data = ISSUE.pack(*fields)
         offset = self._end + self._written * RECORD.size
         if not self.overwrite(offset, data):

@@ -7,7 +7,7 @@ from typing import Any
 
 from commprof.schema import SCHEMA_VERSION
 from commprof.trace.layout import RankFile
-from commprof.trace.writer import RETURN_WORD, WAIT_END_WORD, EventFile, RecordFile, position_word, state_word
+from commprof.trace.writer import RETURN_WORD, WAIT_END_WORD, EventFile, RecordFile, pack_tail
 
 SIGNATURE = {
     "op": "all_reduce",
@@ -56,7 +56,7 @@ def write_rank(
     for n in range(records):
         if n % 5 == 0:
             events.write("step", {"step": n // 5, "micro_step": 0, "time_ns": 1000 * n + 1, "cpu_ns": n})
-        words, base = file.append(1000 * n + 10, n, 1, 0, 2, 3, position_word(n // 5, 0), 0, state_word(2, 0))
+        words, base = file.append(1000 * n + 10, n, 1, 0, 2, 3, pack_tail(n // 5, 0, 0, 2, 0))
         words[base + RETURN_WORD] = 1000 * n + 20
         words[base + WAIT_END_WORD] = 1000 * n + 90
     if ended:

@@ -19,8 +19,7 @@ from commprof.trace.writer import (
     EventFile,
     RecordFile,
     mark_raised,
-    position_word,
-    state_word,
+    pack_tail,
 )
 
 IDENTITY = RankFile(3, 1, 4711, 1)
@@ -38,8 +37,8 @@ def records_of(file: RecordFile) -> list[dict[str, int]]:
 
 
 def test_what_is_packed_at_issue_reads_back_through_the_declared_record():
-    state = state_word(PHASES.index("optimizer"), LAYERS.index("backend"), captured=1)
-    fields = (11, 22, 33, 44, 55, 66, position_word(-1, 7), 77, state)
+    tail = pack_tail(-1, 7, 77, PHASES.index("optimizer"), LAYERS.index("backend"), captured=True)
+    fields = (11, 22, 33, 44, 55, 66, tail)
     assert ISSUE.size == RECORD.size
     assert unpack(ISSUE.pack(*fields)) == {
         "issue_ns": 11,
@@ -68,7 +67,7 @@ def test_what_is_packed_at_issue_reads_back_through_the_declared_record():
 
 def test_a_record_is_completed_in_place(tmp_path):
     file = RecordFile(tmp_path / "r", IDENTITY)
-    words, base = file.append(1, 2, 3, 4, 5, 6, position_word(8, 0), 0, state_word(0, 0))
+    words, base = file.append(1, 2, 3, 4, 5, 6, pack_tail(8, 0, 0, 0, 0))
     words[base + RETURN_WORD] = 100
     words[base + WAIT_BEGIN_WORD] = 200
     words[base + WAIT_END_WORD] = 300
@@ -92,7 +91,9 @@ def test_many_threads_fill_many_segments_and_every_record_stands_once(tmp_path, 
 
     def write(thread):
         for n in range(per_thread):
-            words, base = file.append(thread * per_thread + n + 1, 0, 1, 0, 0, thread, 0, 0, state_word(0, 0))
+            words, base = file.append(
+                thread * per_thread + n + 1, 0, 1, 0, 0, thread, pack_tail(0, 0, 0, 0, 0)
+            )
             words[base + RETURN_WORD] = thread * per_thread + n + 1
 
     threads = [threading.Thread(target=write, args=(k,)) for k in range(4)]
