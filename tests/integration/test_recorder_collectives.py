@@ -407,3 +407,31 @@ def test_tags_steps_phases_and_metrics_stand_in_the_tables(tmp_path):
     buckets = [row for row in run.table("buckets").to_pylist() if row["rank"] == 0]
     assert [(b["step"], b["micro_step"], b["numel"]) for b in buckets] == [(0, 1, 2), (1, 1, 2)]
     assert len(run.table("clocks")) >= 4
+
+
+def test_each_line_of_the_program_is_its_own_call_site_through_any_depth_of_torch(tmp_path):
+    def body(rank, world):
+        import torch.distributed.nn.functional as differentiable
+
+        def reduce_here():
+            return differentiable.all_reduce(ones(2))
+
+        def gather_here():
+            dist.all_gather_into_tensor(ones(4), ones(2))
+
+        for _ in range(3):  # what was remembered of the first round must not blur the next
+            reduce_here()
+            differentiable.all_reduce(ones(2))
+            gather_here()
+            dist.all_gather_into_tensor(ones(4), ones(2))
+            dist.all_reduce(ones(2))
+
+    run, _ = record(tmp_path / "run", 2, body)
+    names = [site.rsplit(".", 1)[-1] for site in calls(run, 1, "call_site")]
+    lines = [int(site.split()[0].rsplit(":", 1)[1]) for site in calls(run, 1, "call_site")]
+    assert names == ["reduce_here", "body", "gather_here", "body", "body"] * 3
+    assert lines == lines[:5] * 3 and len(set(lines[:5])) == 5
+    assert set(calls(run, 1, "op", "api")) == {
+        ("all_reduce", "all_reduce"),
+        ("all_gather", "all_gather_into_tensor"),
+    }
