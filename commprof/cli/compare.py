@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 _WIRE: Final = "wire_"
 LEGEND: Final = (
-    "requested: what the config asks for to reduce gradients. issued: what was issued to do so, and (in parentheses) what "
-    "that stands for; with (no purposes), the program does not say what its collectives are for, and all of a step are "
-    "listed. Bytes and times are of one training step: payload, S of nccl-tests; wire, modelled, mean bytes that "
+    "requested: what the config asks for to reduce gradients. issued: what was issued to do so, and what it stands for "
+    "where that is another; with (no purposes), the program does not say what its collectives are for, and all of a step "
+    "are listed. Bytes and times are of one training step: payload, S of nccl-tests; wire, modelled, mean bytes that "
     "a rank sends, in all collectives; time, median without the first step, with its 95 % interval."
 )
 
@@ -60,15 +60,15 @@ def show_comparison(frame: pd.DataFrame) -> None:
     if not all(rendering.fits(part) for part in parts):
         marks = [_mark(position) for position in range(len(rows))]
         legend = rendering.facts(zip(marks, labels, strict=True))
-        parts = _tables(rows, marks)
+        parts = _tables(rows, marks, "")
         rendering.show(legend, "")
     rendering.show(*parts, rendering.paragraph(LEGEND))
 
 
-def _tables(rows: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> list[Rows]:
+def _tables(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], heading: str = "setting") -> list[Rows]:
     by_operation = operations_table(rows, labels)
     some = len(by_operation.headings) > 1
-    return [comparison_table(rows, labels), *([by_operation] if some else [])]
+    return [comparison_table(rows, labels, heading), *([by_operation] if some else [])]
 
 
 def _mark(position: int) -> str:
@@ -80,10 +80,12 @@ def _mark(position: int) -> str:
     )
 
 
-def comparison_table(rows: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> Rows:
+def comparison_table(
+    rows: Sequence[Mapping[str, Any]], labels: Sequence[str], heading: str = "setting"
+) -> Rows:
     """One row per setting: the operations, the bytes, the time, the loss."""
     headings = (
-        Heading("setting"),
+        Heading(heading),
         Heading("requested"),
         Heading("issued"),
         Heading("payload", number=True),
@@ -110,7 +112,7 @@ def _issued(row: Mapping[str, Any]) -> str:
     issued, intended = rendering.text(row["issued_op"]), rendering.text(row["intended_op"])
     if not rendering.is_missing(row["issued_reason"]):
         return f"{issued.replace(', ', chr(10))}\n(no purposes)"
-    return issued if intended in (rendering.MISSING, issued) else f"{issued}\n({intended})"
+    return issued if intended in (rendering.MISSING, issued) else f"{issued} for\n{intended}"
 
 
 def operations_table(rows: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> Rows:

@@ -132,10 +132,16 @@ def loss(value: Any) -> str:
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> str:
-    """Names and values below each other, the values in one column."""
+    """Names and values below each other, the values in one column; on a terminal folded within that column."""
     listed = [(name, value) for name, value in pairs if value]
     width = max((len(name) for name, _ in listed), default=0)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in listed)
+    lines = [f"{name:<{width}}  {value}" for name, value in listed]
+    if not sys.stdout.isatty():
+        return "\n".join(lines)
+    fold = textwrap.TextWrapper(
+        _console().width, subsequent_indent=" " * (width + 2), break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(fold.fill(line) for line in lines)
 
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:

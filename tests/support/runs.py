@@ -277,6 +277,7 @@ class SyntheticRun:
                     "rank": rank,
                     "attempt": attempt,
                     "pid": self.pid(rank, attempt),
+                    "file": f"rank-{rank:05d}-{attempt}-{self.pid(rank, attempt)}",
                     "host": HOST,
                     "world_size": self.world_size,
                     "records": records.count((rank, attempt)),
@@ -321,8 +322,7 @@ class SyntheticRun:
                 [{column: row.get(column) for column in table.column_names} for row in rows],
                 schema=table.schema,
             )
-            name = f"rank-{entry['rank']:05d}-{entry['attempt']}-{entry['pid']}.parquet"
-            pq.write_table(part, directory / name, compression="zstd")
+            pq.write_table(part, directory / f"{entry['file']}.parquet", compression="zstd")
 
     def open(self, path: Path = Path("synthetic")) -> SimpleNamespace:
         """What ``commprof.trace.reader.open_run`` would give, straight from memory."""
