@@ -34,8 +34,8 @@ def train(
     )
     import torch
     import torch.distributed as dist
-    import zero_runtime
 
+    import zero_runtime
     from commprof import hooks
 
     spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLE)

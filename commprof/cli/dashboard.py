@@ -42,6 +42,7 @@ def dashboard(
     runs = find_runs(directory)
     with needed("dash", "for the dashboard"):
         import waitress
+
         from commprof_dash.app import create_app
 
         listening = _listen(host, port)

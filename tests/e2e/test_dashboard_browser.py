@@ -11,6 +11,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+
 from support.browser import Watched, browser, drawn_bars, served, watched  # noqa: F401 - browser is a fixture
 from support.ranks import run_ranks
 

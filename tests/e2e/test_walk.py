@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from support.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,8 +32,8 @@ CONFIG = {
 
 def train(rank: int, world: int, out: str) -> None:
     import torch
-    import zero_runtime
 
+    import zero_runtime
     from commprof import hooks
 
     hooks.attach(out)

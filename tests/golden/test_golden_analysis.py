@@ -13,9 +13,8 @@ HERE = Path(__file__).parent
 if __name__ == "__main__":
     sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
 
-from support.runs import SyntheticRun  # noqa: E402 - the path is set above when this is run by itself
-
 from commprof.analysis import api  # noqa: E402
+from support.runs import SyntheticRun  # noqa: E402 - the path is set above when this is run by itself
 
 BY = ("attempt", "step", "phase", "op", "intended_op", "purpose", "pg", "group_ranks", "group_size")
 

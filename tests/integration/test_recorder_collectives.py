@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+
 from support.recording import calls, record
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::FutureWarning")]

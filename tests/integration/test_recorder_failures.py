@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+
 from support.ranks import run_ranks
 from support.recording import calls, record
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.process_group_log import logged
-from support.ranks import run_ranks
 from torch import nn
 
 from commprof.requested import Parameter, expected, micro_steps
+from support.process_group_log import logged
+from support.ranks import run_ranks
 
 OPS = {
     "allreduce": "all_reduce",

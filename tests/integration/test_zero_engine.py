@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+
 import zero_runtime
 from support.process_group_log import logged
 from support.ranks import run_ranks

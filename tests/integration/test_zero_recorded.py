@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
+
 from support import recorded
 from support.ranks import run_ranks
 

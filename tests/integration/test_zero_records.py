@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+
 import zero_runtime
+from commprof import hooks
+from commprof.trace.reader import open_run
 from support.process_group_log import logged
 from support.ranks import run_ranks
 from support.recorded_models import make_batch, make_model
-
-from commprof import hooks
-from commprof.trace.reader import open_run
 
 pytestmark = pytest.mark.ranks
 

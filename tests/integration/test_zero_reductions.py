@@ -6,6 +6,7 @@ import functools
 from itertools import product
 
 import pytest
+
 import zero_runtime
 from support.process_group_log import logged
 from support.ranks import run_ranks

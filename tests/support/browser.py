@@ -62,8 +62,9 @@ def _close_sockets(server: Any) -> None:
 @contextmanager
 def served(directory: Path) -> Iterator[str]:
     """The dashboard of the runs below ``directory``, on a free port; the address without a trailing slash."""
-    from commprof_dash.app import create_app
     from waitress.server import create_server
+
+    from commprof_dash.app import create_app
 
     logging.getLogger("waitress.queue").setLevel(logging.ERROR)
     server = create_server(create_app(directory).server, host="127.0.0.1", port=0, threads=8)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 import zero_runtime
 from support.process_group_log import Call, logged
 from support.recorded_models import make_batch, make_model

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support import planted_nccl
-from support.runs import SyntheticRun
 
 from commprof.align.matching import align
 from commprof.align.sequences import common_pairs
 from commprof.nccl.parser import parse_logs
+from support import planted_nccl
+from support.runs import SyntheticRun
 
 GROUPS = {"0": (0, 1, 2, 3), "dp": (0, 1, 2, 3), "even": (0, 2), "odd": (1, 3), "pair": (0, 1)}
 ROOTED = {"broadcast", "reduce", "gather", "scatter"}

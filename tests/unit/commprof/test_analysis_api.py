@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from support.runs import SyntheticRun
 
 from commprof import schema
 from commprof.analysis import api
 from commprof.analysis.answers import ANSWERS, GROUPINGS
 from commprof.errors import TraceError, UsageError
+from support.runs import SyntheticRun
 
 
 def zero(**keys):

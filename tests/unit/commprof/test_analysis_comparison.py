@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from support.runs import SyntheticRun
 
 from commprof.analysis import api
 from commprof.analysis.answers import COMPARISON, TRAFFIC_BY_SETTING
+from support.runs import SyntheticRun
 
 
 def zero(**keys):

@@ -2,7 +2,6 @@
 
 import pandas as pd
 import pytest
-from support.runs import SyntheticRun
 
 from commprof.analysis.settings import (
     differing_keys,
@@ -14,6 +13,7 @@ from commprof.analysis.settings import (
     short_names,
     value_text,
 )
+from support.runs import SyntheticRun
 
 
 def zero(**keys):

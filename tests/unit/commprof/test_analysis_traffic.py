@@ -4,11 +4,11 @@ import random
 
 import pandas as pd
 import pytest
-from support.runs import SyntheticRun
 
 from commprof.analysis.answers import GROUPINGS, TRAFFIC
 from commprof.analysis.traffic import operations, traffic
 from commprof.errors import UsageError
+from support.runs import SyntheticRun
 
 
 def ask(run: SyntheticRun, *by: str) -> pd.DataFrame:

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from support.runs import SyntheticRun
 
 from commprof.cli import execute
+from support.runs import SyntheticRun
 
 
 def synthetic(reduce_scatter: bool, op: str, intended: str | None = None) -> SyntheticRun:

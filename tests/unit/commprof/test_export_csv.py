@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from support.runs import SyntheticRun
 
 from commprof import schema
 from commprof.analysis import api
 from commprof.errors import TraceError, UsageError
 from commprof.export.csv import export_csv
+from support.runs import SyntheticRun
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:

@@ -12,11 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.planted_nccl import BYTES_OF_TYPE, Communicator, Operation, Writer
 
 from commprof import schema
 from commprof.errors import LogError, UsageError
 from commprof.nccl.parser import parse_logs, write
+from support.planted_nccl import BYTES_OF_TYPE, Communicator, Operation, Writer
 
 TERM = {
     "AllReduce": "all_reduce", "Reduce": "reduce", "Broadcast": "broadcast", "AllGather": "all_gather",

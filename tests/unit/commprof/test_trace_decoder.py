@@ -7,13 +7,13 @@ import json
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.rank_files import write_rank
 
 from commprof.errors import SchemaError, TraceError
 from commprof.schema import COLLECTIVES, RECORD
 from commprof.trace.decoder import read_rank
 from commprof.trace.events import parse_events
 from commprof.trace.writer import PAGE
+from support.rank_files import write_rank
 
 
 def test_a_whole_rank_reads_back(tmp_path):

@@ -10,7 +10,6 @@ import socket
 from datetime import datetime
 
 import pytest
-from support.rank_files import write_rank
 
 from commprof.errors import SchemaError, TraceError, UsageError
 from commprof.schema import TABLES
@@ -21,6 +20,7 @@ from commprof.trace.manifest import Manifest, create_run, read_manifest, write_m
 from commprof.trace.process import start_ticks
 from commprof.trace.reader import open_run
 from commprof.trace.tables import conform, pa, read_table, table_from_rows, write_table
+from support.rank_files import write_rank
 
 NOW = datetime(2026, 3, 4, 5, 6, 7)
 

@@ -1,8 +1,9 @@
 """The state of a page in its address."""
 
-from commprof_dash import address
 from hypothesis import given
 from hypothesis import strategies as st
+
+from commprof_dash import address
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=30)
 

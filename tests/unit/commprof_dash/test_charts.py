@@ -4,6 +4,7 @@ import math
 
 import pandas as pd
 import pytest
+
 from commprof_dash.charts import axes, labels, loss, series, times, traffic
 from commprof_dash.measures import COUNT, MEASURES, WIRE
 

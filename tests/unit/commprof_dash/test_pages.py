@@ -4,12 +4,13 @@ import json
 import os
 
 import pytest
+from dash import dcc
+
 from commprof_dash.address import link
 from commprof_dash.app import create_app, draw_page, find_page
 from commprof_dash.components.graph import GRAPH_CONFIG
 from commprof_dash.data import Runs
 from commprof_dash.pages import PAGES
-from dash import dcc
 from support.runs import SyntheticRun
 
 HOSTILE = "<script>alert(1)</script>"

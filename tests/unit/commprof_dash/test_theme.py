@@ -3,9 +3,9 @@
 from itertools import combinations
 
 import pytest
-from commprof_dash import theme
 
 from commprof import schema
+from commprof_dash import theme
 
 # Simulation of full dichromacy on linear RGB: Machado, Oliveira and Fernandes, IEEE TVCG 15(6), 2009, severity 1.
 DICHROMACY = {

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from zero_runtime.buckets import Bucketer, Entry, Scaling
 from zero_runtime.layout import group_layout
 

@@ -6,6 +6,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+
 from zero_runtime import config as configuration
 from zero_runtime import keys
 from zero_runtime.buckets import Scaling

@@ -7,6 +7,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from zero_runtime import document
 from zero_runtime.errors import ConfigError
 

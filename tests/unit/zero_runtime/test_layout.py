@@ -7,6 +7,7 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from zero_runtime.layout import (
     Run,
     balanced_rounds,

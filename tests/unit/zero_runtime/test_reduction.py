@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+
 from support.process_group_log import logged
 from support.ranks import run_ranks
 from zero_runtime.buckets import Bucket, Scaling
