@@ -111,7 +111,7 @@ def decode(
         "collectives": collectives,
         "groups": _side_table("groups", groups.values(), same),
         "steps": _side_table("steps", step_table.rows, same),
-        "metrics": _side_table("metrics", map(_metric, events.rows["metrics"]), same),
+        "metrics": _side_table("metrics", [_metric(row, step_table) for row in events.rows["metrics"]], same),
         "parameters": _side_table("parameters", events.rows["parameters"], {}),
         "buckets": _side_table("buckets", events.rows["buckets"], same),
         "clocks": _side_table(
@@ -158,11 +158,15 @@ def _groups(identity: RankFile, events: Events) -> dict[str, dict[str, Any]]:
     return groups
 
 
-def _metric(row: Mapping[str, Any]) -> dict[str, Any]:
+def _metric(row: Mapping[str, Any], steps: StepTable) -> dict[str, Any]:
+    step = row.get("step")
+    if isinstance(step, int):
+        step = steps.void.get(step, step)
     try:
-        return {**row, "value": float(row.get("value", "nan"))}  # not-a-number and infinity come as text
+        value = float(row.get("value", "nan"))  # not-a-number and infinity come as text
     except (TypeError, ValueError):
-        return {**row, "value": float("nan")}
+        value = float("nan")
+    return {**row, "step": step, "value": value}
 
 
 def _side_table(name: str, rows: Iterable[Mapping[str, Any]], same: Mapping[str, Any]) -> pa.Table:

@@ -45,7 +45,7 @@ def build_steps(identity: RankFile, events: Events) -> StepTable:
         void = {max(automatic): max(automatic) - 1}
     begins = [row for row in boundaries if row["step"] is None or row.get("micro_step", 0) == 0]
     micro = _micro_steps(boundaries)
-    metrics = _metrics(events.rows["metrics"])
+    metrics = _metrics(events.rows["metrics"], void)
     rows = []
     for begin, end in itertools.pairwise([*begins, None]):
         step = None if begin is None else begin["step"]
@@ -83,7 +83,7 @@ def _difference(begin: Any, end: Any) -> int | None:
     return end - begin if isinstance(begin, int) and isinstance(end, int) else None
 
 
-def _metrics(rows: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
+def _metrics(rows: Iterable[Mapping[str, Any]], void: Mapping[int, int]) -> dict[int, dict[str, float]]:
     """loss, grad_norm and loss_scale: the last value in the step; samples: their sum."""
     found: dict[int, dict[str, float]] = {}
     for row in rows:
@@ -94,7 +94,7 @@ def _metrics(rows: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
             value = float(row.get("value", math.nan))
         except (TypeError, ValueError):
             continue
-        values = found.setdefault(step, {})
+        values = found.setdefault(void.get(step, step), {})
         if name in ("loss", "grad_norm", "loss_scale"):
             values[name] = value
         elif name == "samples":

@@ -109,3 +109,11 @@ def test_a_call_site_is_interned_once_per_place():
     assert written[0]["call_site"].endswith("here") and "test_recorder_parts.py:" in written[0]["call_site"]
     assert written[0]["api"] is None
     assert sites.find(None) == 2 and written[1] == {"call_site": None, "api": None}
+
+
+def test_a_counter_is_read_without_being_used():
+    from commprof.trace.writer import count_of
+
+    counter = itertools.count(0, 104)
+    assert [next(counter), count_of(counter), count_of(counter), next(counter)] == [0, 104, 104, 104]
+    assert count_of(itertools.count()) == 0
