@@ -51,7 +51,6 @@ class Journal:
         self.raised = 0
         self.lost = 0  # collectives for which there was no file
         self.refused_metrics = 0  # metrics that were no Python numbers
-        self.refused: str | None = None  # why no file could be opened
         self.cost_samples = 0
         self.cost_ns = 0
         self._lock = threading.RLock()
@@ -96,10 +95,6 @@ class Journal:
         else:
             self._special.discard(group.name)
         self._refresh()
-
-    def refuse(self, reason: str) -> None:
-        """No file could be opened: count what comes as lost."""
-        self.refused = reason
 
     def move(self, step: int, micro_step: int) -> None:
         """The training is at this step now."""

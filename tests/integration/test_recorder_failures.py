@@ -460,12 +460,21 @@ def test_ranks_of_one_launcher_share_a_directory_by_default(tmp_path):
         "dist.init_process_group('gloo', store=dist.FileStore(sys.argv[2], 2), rank=int(sys.argv[1]), world_size=2)\n"
         "dist.all_reduce(torch.ones(1))\n"
     )
-    ranks = [
-        subprocess.Popen([sys.executable, str(script), str(rank), str(tmp_path / "store")], cwd=tmp_path)
-        for rank in range(2)
-    ]
-    assert [process.wait(100) for process in ranks] == [0, 0]
-    (directory,) = find_runs(tmp_path / "traces")
-    assert directory.name.startswith("train_net-20")
-    run = open_run(directory)
-    assert run.health.ranks_recorded == 2 and run.health.records == 2 and run.manifest.world_size == 2
+    for job in range(2):  # one after the other from one parent, as from a shell
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, str(script), str(rank), str(tmp_path / f"store-{job}")],
+                cwd=tmp_path,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        errors = [process.communicate(timeout=100)[1] for process in ranks]
+        assert [process.returncode for process in ranks] == [0, 0]
+        assert "next: commprof report traces/train_net-20" in errors[0] and errors[1] == ""
+    first, second = find_runs(tmp_path / "traces")
+    assert first.name.startswith("train_net-20") and second.name == f"{first.name}-2"
+    for directory in (first, second):
+        run = open_run(directory)
+        assert run.health.ranks_recorded == 2 and run.health.records == 2 and run.manifest.world_size == 2

@@ -1,0 +1,134 @@
+"""Opening a rank's files: which run directory, which names, and what is said about the process at the beginning."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from commprof import __version__
+from commprof.schema import SCHEMA_VERSION
+from commprof.trace.directory import COLLECTIVES_DIRECTORY, TRACES, run_name
+from commprof.trace.layout import RankFile, parse_stem
+from commprof.trace.manifest import Manifest, describe_process, write_manifest_if_absent
+from commprof.trace.process import process_start_ns, start_ticks
+from commprof.trace.writer import EventFile, RecordFile
+
+RUN_VARIABLE: Final = "COMMPROF_RUN"
+
+
+class Rank(NamedTuple):
+    """Which rank this process is."""
+
+    rank: int
+    world_size: int
+    attempt: int  # restarts of an elastic job before this one
+
+
+class Opened(NamedTuple):
+    """A rank's open files."""
+
+    directory: Path
+    identity: RankFile
+    records: RecordFile
+    events: EventFile
+
+
+def this_rank() -> Rank:
+    """This process's rank: torch's word when it is initialised, else the launcher's."""
+    attempt = _number(os.environ.get("TORCHELASTIC_RESTART_COUNT"), 0)
+    if dist.is_initialized():
+        return Rank(dist.get_rank(), dist.get_world_size(), attempt)
+    return Rank(_number(os.environ.get("RANK"), 0), _number(os.environ.get("WORLD_SIZE"), 1), attempt)
+
+
+def _number(text: str | None, default: int) -> int:
+    return int(text) if text is not None and text.isdigit() else default
+
+
+def find_directory(out: str | os.PathLike[str] | None, rank: Rank) -> Path:
+    """The run directory: ``out``, else COMMPROF_RUN, else one below ``traces/`` that all ranks of a launcher share.
+
+    Ranks of one launcher have one parent, and the moment at which it started names the run for all of them. A
+    shell may be the parent of one job after another, so a directory that holds this rank already (of another
+    process, and not of an earlier attempt) is another job's: the next number is taken, by every rank alike.
+    """
+    given = out or os.environ.get(RUN_VARIABLE)
+    if given:
+        return Path(given).absolute()
+    parent = os.getppid() if rank.world_size > 1 else os.getpid()
+    started = process_start_ns(parent) or process_start_ns(os.getpid()) or time.time_ns()
+    main = sys.modules.get("__main__")
+    script = getattr(main, "__file__", None) or (sys.argv[0] if sys.argv else "") or "run"
+    first = (TRACES / run_name(script, datetime.fromtimestamp(started / 1e9))).absolute()
+    number, candidate = 1, first
+    while _belongs_to_another_job(candidate, rank):
+        number += 1
+        candidate = first.with_name(f"{first.name}-{number}")
+    return candidate
+
+
+def _belongs_to_another_job(directory: Path, rank: Rank) -> bool:
+    files = [*directory.glob("rank-*"), *(directory / COLLECTIVES_DIRECTORY).glob("rank-*")]
+    identities = [identity for file in files if (identity := parse_stem(file.stem)) is not None]
+    return any(i.rank == rank.rank and i.attempt == rank.attempt and i.pid != os.getpid() for i in identities)
+
+
+def open_files(directory: Path, rank: Rank, first_seq: int) -> Opened:
+    """Make the run directory, its manifest unless there is one, and both files of this process.
+
+    Raises:
+        OSError: the directory cannot be made or written to.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    _write_manifest(directory, rank)
+    part = 1
+    while True:
+        identity = RankFile(rank.rank, rank.attempt, os.getpid(), part)
+        stem = directory / identity.stem
+        if not (directory / COLLECTIVES_DIRECTORY / f"{identity.stem}.parquet").exists():
+            try:
+                events = EventFile(stem)
+            except FileExistsError:
+                pass  # an earlier recording of this process
+            else:
+                return Opened(directory, identity, RecordFile(stem, identity, first_seq), events)
+        part += 1
+
+
+def _write_manifest(directory: Path, rank: Rank) -> None:
+    fields = describe_process()
+    manifest = Manifest(
+        script=sys.argv[0] if sys.argv else None,
+        started_realtime_ns=time.time_ns(),
+        world_size=rank.world_size,
+        hosts=[socket.gethostname()],
+        torch=torch.__version__,
+        **fields,
+    )
+    write_manifest_if_absent(directory, manifest)
+
+
+def begin_row(identity: RankFile, world_size: int) -> dict[str, Any]:
+    """What the first line of the events file says about the process."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "commprof_version": __version__,
+        "rank": identity.rank,
+        "attempt": identity.attempt,
+        "pid": identity.pid,
+        "part": identity.part,
+        "world_size": world_size,
+        "host": socket.gethostname(),
+        "start_ticks": start_ticks(identity.pid),
+        "time_ns": time.perf_counter_ns(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
