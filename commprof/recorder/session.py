@@ -37,13 +37,19 @@ class Session:
 
     Args:
         out: run directory; default: ``COMMPROF_RUN``, else one that all ranks of a launcher share, below ``traces/``.
+        quiet: do not say where the trace is. What is lost is always said.
         selfcheck: compare the groups' own counts with the records, once a step.
     """
 
     def __init__(
-        self, out: str | os.PathLike[str] | None = None, selfcheck: bool = True, armed: bool = False
+        self,
+        out: str | os.PathLike[str] | None = None,
+        quiet: bool = False,
+        selfcheck: bool = True,
+        armed: bool = False,
     ) -> None:
         self.armed = armed
+        self._quiet = quiet
         self.opened: Opened | None = None
         self.journal = Journal()
         self.interception = Interception(self.journal, self._on_group)
@@ -96,7 +102,7 @@ class Session:
             self.journal.close(totals)
             _first_seq[0] += totals["records"]
         self._complain(identity.rank, totals["lost"], totals["stopped_reason"])
-        if not self.armed and not self._out and identity.rank == 0:
+        if not self.armed and not self._quiet and not self._out and identity.rank == 0:
             place = os.path.relpath(self.opened.directory)
             _say(f"recorded {records.kept} collectives of rank 0 into {place}  next: commprof report {place}")
 
