@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import pandas as pd
 
@@ -27,8 +27,10 @@ from commprof.trace.reader import Run, open_run
 __all__ = [
     "TABLES",
     "TRAFFIC_BY",
+    "Comparison",
     "Run",
     "compare",
+    "compare_both",
     "describe_columns",
     "find_runs",
     "format_bytes",
@@ -185,6 +187,19 @@ def compare(runs: Sequence[AnyRun]) -> pd.DataFrame:
 def traffic_by_setting(runs: Sequence[AnyRun]) -> pd.DataFrame:
     """Bytes of a training step by setting, issued op, intended op and purpose: :func:`compare` in the form for a chart."""
     return comparison.traffic_by_setting(_measured(runs))
+
+
+class Comparison(NamedTuple):
+    """Both forms of one comparison: :func:`compare` and :func:`traffic_by_setting`."""
+
+    settings: pd.DataFrame
+    traffic: pd.DataFrame
+
+
+def compare_both(runs: Sequence[AnyRun]) -> Comparison:
+    """:func:`compare` and :func:`traffic_by_setting` of the same runs, reading each run once."""
+    measured = _measured(runs)
+    return Comparison(comparison.compare(measured), comparison.traffic_by_setting(measured))
 
 
 def table(run: AnyRun, name: str) -> pd.DataFrame:

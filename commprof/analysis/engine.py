@@ -7,12 +7,24 @@ registering the tables and starting the engine is particular to DuckDB, and that
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
+from typing import Final
 
 import duckdb
 import pyarrow as pa
+
+
+class _Connection(threading.local):
+    """One engine for each thread: starting one takes longer than most questions."""
+
+    def __init__(self) -> None:
+        self.engine = duckdb.connect()
+
+
+_connection: Final = _Connection()
 
 
 @cache
@@ -30,10 +42,11 @@ def ask(question: str, tables: Mapping[str, pa.Table], **clauses: str) -> pa.Tab
         clauses: text to put in the place of ``{name}`` in the query; made of checked column names only.
     """
     text = query_text(question)
-    connection = duckdb.connect()
+    engine = _connection.engine
     try:
         for name, table in tables.items():
-            connection.register(name, table)
-        return connection.sql(text.format(**clauses) if clauses else text).to_arrow_table()
+            engine.register(name, table)
+        return engine.sql(text.format(**clauses) if clauses else text).to_arrow_table()
     finally:
-        connection.close()
+        for name in tables:
+            engine.unregister(name)  # so that no table outlives its question

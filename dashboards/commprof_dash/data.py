@@ -101,7 +101,7 @@ class Runs:
 
     def comparison(self, names: Sequence[str]) -> pd.DataFrame:
         """One row per setting: see ``api.compare``; its ``runs`` are the names that this class knows them by."""
-        frame = self._of_runs("comparison", names, api.compare)
+        frame = self._of_runs("comparison", names, api.compare_both).settings
         labels = self._of_runs("settings", names, api.settings)["label"]
         of_label: dict[str, list[str]] = {}
         for name, label in zip(names, labels, strict=True):
@@ -110,9 +110,7 @@ class Runs:
 
     def traffic_by_setting(self, names: Sequence[str]) -> pd.DataFrame:
         """Mean traffic of a training step, one row per setting, op, intended op and purpose, with its ``series``."""
-        return self._of_runs(
-            "traffic_by_setting", names, lambda paths: with_series(api.traffic_by_setting(paths))
-        )
+        return with_series(self._of_runs("comparison", names, api.compare_both).traffic)
 
     def loss_curves(self, labels: Mapping[str, str]) -> pd.DataFrame:
         """The loss of each step: label, step, loss. ``labels``: for each label the name of the run to show."""

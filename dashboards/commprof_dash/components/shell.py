@@ -35,7 +35,16 @@ def layout(pages: Sequence[Page]) -> Component:
                             [
                                 html.Div(id=ids.HEADING, className="page-head"),
                                 html.Div(id=ids.CONTROLS, className="controls"),
-                                html.Div(id=ids.BODY, className="page-body"),
+                                html.Div(
+                                    # Stands until the first drawing; many runs take a few seconds to read.
+                                    html.P(
+                                        "Reading the runs ...",
+                                        role="status",
+                                        style={"color": "var(--mantine-color-dimmed)"},
+                                    ),
+                                    id=ids.BODY,
+                                    className="page-body",
+                                ),
                             ],
                             id=ids.PAGE,
                             className="page",
