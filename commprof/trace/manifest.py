@@ -25,7 +25,16 @@ FAILED: Final = "failed"
 KILLED: Final = "killed"
 
 _OUR_NAMES: Final = frozenset(
-    {MANIFEST_NAME, COLLECTIVES_DIRECTORY, "config.json", "nccl", "wire", "samples", "wire.jsonl", "export"}
+    {
+        MANIFEST_NAME,
+        COLLECTIVES_DIRECTORY,
+        "config.json",
+        "nccl",
+        "wire",
+        "samples",
+        "wire.jsonl",
+        "processes.jsonl",
+    }
 )
 # The variables that change what a collective does; nothing else of the environment is kept.
 _KEPT_VARIABLES: Final = ("NCCL_", "TORCH_", "OMP_", "GLOO_")
