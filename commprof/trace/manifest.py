@@ -34,6 +34,7 @@ _OUR_NAMES: Final = frozenset(
         "samples",
         "wire.jsonl",
         "processes.jsonl",
+        "output.txt",
     }
 )
 # The variables that change what a collective does; nothing else of the environment is kept.
