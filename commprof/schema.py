@@ -171,7 +171,7 @@ COLLECTIVES: Final = Table(
         Column("numel", "int64", "elements behind payload_bytes", unit="elements", source=_S),
         Column("input_bytes", "int64", "what this rank contributes; 0 for a pure receiver", unit="bytes", source=_S),
         Column("output_bytes", "int64", "what this rank's output buffers hold", unit="bytes", source=_S),
-        Column("payload_bytes", "int64", "S of nccl-tests: the whole buffer, total output of an all_gather, total input of a reduce_scatter or all_to_all, the message of a send or recv", unit="bytes", source=_S),
+        Column("payload_bytes", "int64", "S of nccl-tests: the whole buffer, total output of an all_gather, total input of a reduce_scatter or all_to_all, the root's buffer of a gather or scatter, the message of a send or recv", unit="bytes", source=_S),
         Column("pg", "string", "name of the process group, unique in the job", source=_S),
         Column("pg_seq", "int64", "issue order within the group, collectives and point-to-point apart, counted from 0; equal on all ranks of the group", source=_R),
         Column("group_desc", "string", "torch's description of the group", True, source=_G),
@@ -485,13 +485,18 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 def wire_bytes(op: str, payload_bytes: int, group_size: int) -> float:
     """Mean bytes that each rank of a group of ``group_size`` sends for ``op``, in the bandwidth-optimal model.
 
-    all_reduce 2(n-1)/n S; reduce, broadcast, all_gather, reduce_scatter, all_to_all, gather, scatter (n-1)/n S;
-    send S; recv and barrier 0. S is ``payload_bytes``. Source: nccl-tests, doc/PERFORMANCE.md (the bus bandwidth factors
-    of the rooted operations are stated there per link; here it is the mean over the ranks).
+    all_reduce 2(n-1)/n S; reduce, broadcast, all_gather, reduce_scatter, all_to_all (n-1)/n S; gather, scatter
+    (n-1)/n^2 S, since n-1 pieces of S/n cross in all; send S; recv and barrier 0. S is ``payload_bytes``. Source:
+    nccl-tests, doc/PERFORMANCE.md (the bus bandwidth factors of the rooted operations are stated there per link; here it
+    is the mean over the ranks).
     """
     if op == Op.SEND:
         return float(payload_bytes)
     if op in (Op.RECV, Op.BARRIER) or group_size < 2:
         return 0.0
     factor = (group_size - 1) / group_size
-    return factor * payload_bytes * (2 if op == Op.ALL_REDUCE else 1)
+    if op == Op.ALL_REDUCE:
+        factor *= 2
+    elif op in (Op.GATHER, Op.SCATTER):
+        factor /= group_size
+    return factor * payload_bytes

@@ -131,5 +131,9 @@ select
         when op = 'all_reduce' then 2 * (group_size - 1) * payload_bytes
         else (group_size - 1) * payload_bytes
     end as wire_share,
-    case when op = 'send' or group_size < 2 then 1 else group_size end as wire_ranks
+    case
+        when op = 'send' or group_size < 2 then 1
+        when op in ('gather', 'scatter') then group_size * group_size
+        else group_size
+    end as wire_ranks
 from operations o
