@@ -10,6 +10,8 @@
     ├── MissingExtraError    exit 1    a package of an extra that is not installed
     └── LaunchError          exit 125  commprof's own failure while it runs somebody's program
 
+Parts with errors of their own keep them beside their code, as subclasses of these (``commprof.requested.errors``).
+
 A message says what happened, with values; what was expected; and what to do. The command line prints
 it on one line and exits; no traceback reaches the user.
 """
