@@ -186,7 +186,6 @@ def main() -> None:
             engine.step()
         loss_value = loss.item()
         commprof.metric("loss", loss_value)
-        commprof.metric("samples", micro_batch * engine.gradient_accumulation_steps())
         show(step, f"loss {loss_value:.4f}")
     validation_loss = validate(engine, validation_text, args, device)
     commprof.metric("validation_loss", validation_loss)
