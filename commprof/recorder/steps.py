@@ -157,8 +157,12 @@ def _resources() -> dict[str, int | None]:
     """Resident memory, memory allocated on the device, and CPU time of the process, now."""
     rss = None
     try:
-        with open("/proc/self/statm", "rb") as stream:  # noqa: PTH123 - no Path object per step
-            rss = int(stream.read().split()[1]) * _PAGE
+        # Four times as fast as a file object, and this is once a step.
+        descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            rss = int(os.read(descriptor, 128).split()[1]) * _PAGE
+        finally:
+            os.close(descriptor)
     except (OSError, ValueError, IndexError):
         pass
     device = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else None

@@ -304,6 +304,10 @@ def _reason(what: str, error: OSError) -> str:
     return f"could not {what} space in the trace: {error.strerror or error} ({code})"
 
 
+# One encoder for all lines: json.dumps makes a new one each time, which takes longer than most rows.
+_encode: Final = json.JSONEncoder(separators=(",", ":"), default=str).encode
+
+
 class EventFile:
     """The ``.events`` file of one rank: JSON lines, each written whole by one ``write``."""
 
@@ -317,7 +321,7 @@ class EventFile:
 
     def write(self, kind: str, row: Mapping[str, Any]) -> bool:
         """Append one line; False when it could not be written whole, after which nothing more is written."""
-        line = json.dumps({"kind": kind, **row}, separators=(",", ":"), default=str).encode() + b"\n"
+        line = _encode({"kind": kind, **row}).encode() + b"\n"
         with self._lock:
             if self.stopped_reason is not None:
                 self.lost += 1
