@@ -111,7 +111,7 @@ def _first_manifest(
     of_process = manifest.describe_process()
     return manifest.Manifest(
         **{**of_process, "command": program.command_line(["python"])},
-        script=None if program.kind is Kind.COMMAND else program.target,
+        script=program.script,
         started_realtime_ns=time.time_ns(),
         nproc=ranks,
         world_size=ranks,

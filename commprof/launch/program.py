@@ -40,10 +40,16 @@ class Program(NamedTuple):
         if self.kind is Kind.MODULE:
             return self.target.removesuffix(".__main__").rpartition(".")[2] or "module"
         if self.kind is Kind.COMMAND:
-            scripts = [word for word in self.arguments if word.endswith(".py")]
-            return Path(scripts[0] if scripts else self.target).stem or "command"
+            return Path(self.script or self.target).stem or "command"
         path = Path(self.target)
         return (path.resolve().name if path.is_dir() else path.stem.strip(".")) or "script"
+
+    @property
+    def script(self) -> str | None:
+        """What the ranks run: the script or module, behind a launcher the first word that looks like a script."""
+        if self.kind is not Kind.COMMAND:
+            return self.target
+        return next((word for word in self.arguments if word.endswith(".py")), None)
 
     def command_line(self, python: Sequence[str]) -> list[str]:
         """The words to execute, with ``python`` (interpreter and its flags) where Python runs it."""

@@ -61,15 +61,18 @@ class Session:
         self._refused: str | None = None  # why no file could be opened
         self._lock = threading.RLock()
 
-    def start(self) -> None:
-        """Begin to watch. Files are opened at once when torch.distributed is initialised, else when it is."""
+    def start(self, forked: bool = False) -> None:
+        """Begin to watch. Files are opened at once when torch.distributed is initialised, else when it is.
+
+        A forked child sees its parent's groups and is no rank for that: its files wait for its first collective.
+        """
         if self.selfcheck is not None:
             self.selfcheck.start()
         self.interception.install()
         self.lifecycle.install()
         self.steps.install()
         hooks.listen(self)
-        for group in live_groups()[:1]:
+        for group in [] if forked else live_groups()[:1]:
             self.interception.groups.find(group)
 
     def stop(self) -> None:
@@ -215,7 +218,7 @@ def attach(out: str | os.PathLike[str] | None = None, **options: Any) -> None:
     _begin(out, options, armed=False)
 
 
-def arm() -> None:
+def arm(forked: bool = False) -> None:
     """Record this process as ``commprof run`` asks it to, by ``COMMPROF_RUN`` and ``COMMPROF_OPTIONS``.
 
     Called once torch.distributed has been imported. A process that never initialises it leaves no file.
@@ -227,7 +230,7 @@ def arm() -> None:
     except ValueError as error:
         _say(f"{OPTIONS_VARIABLE} is ignored: it is not a JSON object ({error})")
         options = {}
-    _begin(None, options, armed=True)
+    _begin(None, options, armed=True, forked=forked)
 
 
 def detach() -> None:
@@ -241,7 +244,9 @@ def detach() -> None:
             _say(f"could not end the recording: {type(error).__name__}: {error}")
 
 
-def _begin(out: str | os.PathLike[str] | None, options: Mapping[str, Any], armed: bool) -> None:
+def _begin(
+    out: str | os.PathLike[str] | None, options: Mapping[str, Any], armed: bool, forked: bool = False
+) -> None:
     global _session
     if _session is not None:
         return
@@ -252,7 +257,7 @@ def _begin(out: str | os.PathLike[str] | None, options: Mapping[str, Any], armed
             _say("nothing is recorded: this torch was built without torch.distributed")
             return
         session = Session(out, armed=armed, **options)
-        session.start()
+        session.start(forked)
     except Exception as error:
         _say(f"nothing is recorded: {type(error).__name__}: {error}. The training goes on")
         return
@@ -271,7 +276,7 @@ def _after_fork() -> None:
     except Exception as error:
         _say(f"after fork: {type(error).__name__}: {error}")
     if session.armed:
-        arm()
+        arm(forked=True)
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -142,8 +142,9 @@ def _unseen(groups: Sequence[Mapping[str, Any]]) -> list[str]:
             key = (str(row["pg"]), str(row.get("group_desc") or row["pg"]), str(row["group_ranks"]))
             by_group[key] = max(by_group.get(key, 0), row["unseen"])
     return [
-        f"{count} collectives were issued unseen in group {desc} (ranks {ranks}): they were started in C++ "
-        "(DDP's reducer, for example), below the layer that this version records"
+        f"{count} {'collective was' if count == 1 else 'collectives were'} issued unseen in group {desc} (on each of ranks "
+        f"{ranks}): started in C++ (DDP's reducer) or as functional collectives (DTensor, torch.compile), beside the "
+        "layer that this version records"
         for (_, desc, ranks), count in by_group.items()
     ]
 

@@ -449,6 +449,39 @@ def test_ranks_that_the_program_itself_starts(tmp_path, method):
     assert run.health.state == "complete" and run.health.ranks_recorded == 2  # each said that it had ended
 
 
+_WORKERS = """
+import multiprocessing, sys, torch, torch.distributed as dist
+from commprof.recorder.session import arm
+
+def work():
+    pass
+
+arm()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(2))
+worker = multiprocessing.get_context("fork").Process(target=work)
+worker.start()
+worker.join()
+dist.all_reduce(torch.ones(2))
+"""
+
+
+def test_a_data_loader_s_worker_is_no_rank(tmp_path):
+    from commprof.trace.reader import open_run
+
+    script = tmp_path / "program.py"
+    script.write_text(_WORKERS)
+    environment = {**os.environ, "COMMPROF_RUN": str(tmp_path / "run")}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    run = open_run(tmp_path / "run")
+    assert calls(run, 0, "op") == ["all_reduce"] * 2
+    assert (run.health.state, run.health.notes) == ("complete", ())
+    assert len(run.manifest.ranks) == 1
+
+
 def test_ranks_of_one_launcher_share_a_directory_by_default(tmp_path):
     from commprof.trace.directory import find_runs
     from commprof.trace.reader import open_run

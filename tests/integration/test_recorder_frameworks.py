@@ -38,8 +38,9 @@ def test_the_collectives_of_ddp_are_counted_as_unseen(tmp_path):
         (group,) = [row for row in run.table("groups").to_pylist() if row["rank"] == rank]
         assert group["unseen"] == issued - steps
     assert run.health.notes == (
-        f"{issued - steps} collectives were issued unseen in group default_pg (ranks 0-1): they were started in C++ "
-        "(DDP's reducer, for example), below the layer that this version records",
+        f"{issued - steps} collectives were issued unseen in group default_pg (on each of ranks 0-1): started in C++ "
+        "(DDP's reducer) or as functional collectives (DTensor, torch.compile), beside the layer that this version "
+        "records",
     )
     assert [row["step"] for row in run.table("steps").to_pylist() if row["rank"] == 0] == list(range(steps))
 
