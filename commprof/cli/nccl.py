@@ -85,13 +85,14 @@ def _total_bytes(logs: list[str]) -> int | None:
 
 
 def operations(parsed: ParsedLogs) -> Rows:
-    """Lines and bytes by operation and kind of line."""
+    """Whole lines and their bytes by operation and kind of line."""
     lines: Counter[tuple[str, str]] = Counter()
     sent: Counter[tuple[str, str]] = Counter()
-    columns: dict[str, list[Any]] = parsed.ops.select(["op", "kind", "message_bytes"]).to_pydict()
-    for op, kind, size in zip(columns["op"], columns["kind"], columns["message_bytes"], strict=True):
-        lines[op, kind] += 1
-        sent[op, kind] += size or 0
+    columns: dict[str, list[Any]] = parsed.ops.select(["op", "kind", "message_bytes", "state"]).to_pydict()
+    for op, kind, size, state in zip(*columns.values(), strict=True):
+        if state == "whole":
+            lines[op, kind] += 1
+            sent[op, kind] += size or 0
     headings = (
         Heading("operation"),
         Heading("line"),

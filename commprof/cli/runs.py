@@ -34,12 +34,13 @@ def opened(text: str) -> Run:
 
 
 def each_opened(texts: list[str]) -> list[Run]:
-    """The runs that ``texts`` name; a directory that holds several stands for all of them."""
+    """The runs that ``texts`` name, each once; a directory that holds several stands for all of them."""
     from commprof.trace.directory import find_runs, is_run, resolve
 
-    found: list[Run] = []
+    found: dict[Path, Path] = {}
     for text in texts:
         path = Path(text)
         below = [] if text == "latest" or not path.is_dir() or is_run(path) else find_runs(path)
-        found.extend(opened(str(run)) for run in (below or [resolve(text)]))
-    return found
+        for run in below or [resolve(text)]:
+            found.setdefault(run.resolve(), run)
+    return [opened(str(run)) for run in found.values()]

@@ -40,6 +40,25 @@ def shared_directory(program: Program, environ: Mapping[str, str], parent_start_
     return directory.TRACES / f"{program.stem}-{re.sub(r'[^A-Za-z0-9._-]+', '_', job_id)}"
 
 
+def not_before(run: Path, since_ns: int) -> Path:
+    """``run``, or the first of ``run-2``, ``run-3``, ... that no job from before ``since_ns`` has made.
+
+    A job's id may be used again. Every rank comes to the same answer, before and after rank 0 has made the directory.
+    """
+    candidate, number = run, 1
+    while _is_older(candidate, since_ns):
+        number += 1
+        candidate = run.with_name(f"{run.name}-{number}")
+    return candidate
+
+
+def _is_older(run: Path, since_ns: int) -> bool:
+    try:
+        return manifest.read_manifest(run).started_realtime_ns < since_ns
+    except (CommprofError, OSError):
+        return False
+
+
 def run_foreign_rank(job: Job, place: environment.Place, say: Callable[[str], None]) -> Finished:
     """Run this rank of somebody else's job and record it.
 
@@ -52,16 +71,14 @@ def run_foreign_rank(job: Job, place: environment.Place, say: Callable[[str], No
             "(RANK and WORLD_SIZE are set). Leave --nproc out, or unset RANK"
         )
     parent = os.getppid()
-    job = replace(
-        job, out=job.out or shared_directory(job.program, os.environ, (process_start_ns(parent) or 0))
-    )
-    run = job.out
-    assert run is not None
+    since_ns = process_start_ns(parent) or 0
+    run = job.out or not_before(shared_directory(job.program, os.environ, since_ns), since_ns)
+    job = replace(job, out=run)
     if place.rank == 0:
         _make_directory(job, run, parent, place)
         say(f"recording rank 0 of {place.world_size} and those beside it into {summary.shown(run)}")
     else:
-        _await_directory(run, (process_start_ns(parent) or 0))
+        _await_directory(run, since_ns)
     command_line = job.program.command_line(environment.python_command())
     child = Rank(place.rank, command_line, injection.injected(os.environ, run), reads_stdin=True)
     group = RankGroup([child], say)
