@@ -326,6 +326,135 @@ NCCL_OPS: Final = Table(
         Column("file", "string", "log file"),
         Column("line", "int64", "line number within it, from 1"),
         Column("state", "string", "whole or torn", values=("whole", "torn")),
+        Column("twin_line", "int64", "line number of the other of the two lines that NCCL prints for one call (COLL and CALL)", True),
+        Column("launch", "int64", "operations of one thread between ncclGroupStart and ncclGroupEnd share one number; needs CALL lines", True),
+    ),
+)
+
+NCCL_COMMUNICATORS: Final = Table(
+    "nccl_communicators",
+    "One row per use of one communicator address in one process of an NCCL log.",
+    (
+        Column("host", "string", "host as printed"),
+        Column("pid", "int32", "process id as printed"),
+        Column("comm", "string", "communicator pointer"),
+        Column("comm_epoch", "int32", "how often the pointer was in use before, in that process"),
+        Column("comm_id", "string", "commId: the same on all ranks of the communicator", True),
+        Column("family", "int32", "equal for the members of one communicator of the job; null where that is not known", True),
+        Column("rank", "int32", "rank within the communicator", True),
+        Column("nranks", "int32", "ranks in the communicator", True),
+        Column("global_rank", "int32", "rank in the job, where it can be known", True),
+        Column("cuda_device", "int32", "CUDA device of the communicator", True),
+        Column("parent", "string", "pointer of the communicator that it was split from", True),
+        Column("color", "int32", "colour of the split", True),
+        Column("pg", "string", "process group, as torch's own line names it", True),
+        Column("pg_description", "string", "torch's description of that group", True),
+        Column("operations", "int64", "whole operation lines, COLL and CALL"),
+        Column("ended", "string", "destroy or abort; null when no line says so", True),
+        Column("version", "string", "NCCL version, from the banner or inferred", True),
+        Column("reason", "string", "why rank, family or global_rank is null", True),
+        Column("file", "string", "log file of the first line that names it"),
+        Column("line", "int64", "that line's number, from 1"),
+    ),
+)
+
+# The lines of topology and tuning name no communicator: comm and comm_epoch are that of the initialisation (or, with
+# connections made late, of the operation) that the same process was in, and null where that is not certain.
+NCCL_RINGS: Final = Table(
+    "nccl_rings",
+    "One row per ring line of an NCCL log: the whole order (printed by rank 0), or one rank with its neighbours.",
+    (
+        Column("host", "string", "host as printed"),
+        Column("pid", "int32", "process id as printed"),
+        Column("comm", "string", "communicator pointer", True),
+        Column("comm_epoch", "int32", "how often the pointer was in use before, in that process", True),
+        Column("channel", "int32", "channel"),
+        Column("channels", "int32", "channels in all", True),
+        Column("ranks", "string", "ranks in ring order, joined by a blank", True),
+        Column("rank", "int32", "the rank whose neighbours are given", True),
+        Column("previous", "int32", "rank that it receives from", True),
+        Column("next", "int32", "rank that it sends to", True),
+        Column("file", "string", "log file"),
+        Column("line", "int64", "line number within it, from 1"),
+    ),
+)
+
+NCCL_TREES: Final = Table(
+    "nccl_trees",
+    "One row per tree and rank of an NCCL log.",
+    (
+        Column("host", "string", "host as printed"),
+        Column("pid", "int32", "process id as printed"),
+        Column("comm", "string", "communicator pointer", True),
+        Column("comm_epoch", "int32", "how often the pointer was in use before, in that process", True),
+        Column("tree", "int32", "number of the tree (the channel)"),
+        Column("rank", "int32", "rank within the communicator"),
+        Column("parent", "int32", "rank above it; null at the root", True),
+        Column("children", "string", "ranks below it, joined by a blank"),
+        Column("file", "string", "log file"),
+        Column("line", "int64", "line number within it, from 1"),
+    ),
+)
+
+NCCL_LINKS: Final = Table(
+    "nccl_links",
+    "One row per channel, pair of ranks and transport of an NCCL log, as one process printed it.",
+    (
+        Column("host", "string", "host as printed"),
+        Column("pid", "int32", "process id as printed"),
+        Column("comm", "string", "communicator pointer", True),
+        Column("comm_epoch", "int32", "how often the pointer was in use before, in that process", True),
+        Column("channel", "int32", "channel"),
+        Column("connection", "int32", "connection index within the channel", True),
+        Column("from_rank", "int32", "sending rank within the communicator"),
+        Column("to_rank", "int32", "receiving rank within the communicator"),
+        Column("from_device", "string", "its device as printed: bus id (hexadecimal) up to 2.18.1, NVML index after", True),
+        Column("to_device", "string", "device of the receiver as printed", True),
+        Column("transport", "string", "as printed: P2P/CUMEM/read, SHM/direct/direct, NET/IB/0/GDRDMA"),
+        Column("kind", "string", "its first word: P2P, SHM, NET, COLLNET, ..."),
+        Column("direction", "string", "send or receive, where the line says which end it is", True, values=("send", "receive")),
+        Column("lines", "int64", "lines that say the same"),
+        Column("file", "string", "log file of the first of them"),
+        Column("line", "int64", "its line number, from 1"),
+    ),
+)
+
+NCCL_TUNING: Final = Table(
+    "nccl_tuning",
+    "One row per operation whose algorithm NCCL printed (2.20 and newer, rank 0 of the communicator in most versions).",
+    (
+        Column("host", "string", "host as printed"),
+        Column("pid", "int32", "process id as printed"),
+        Column("tid", "int32", "thread id as printed"),
+        Column("comm", "string", "communicator pointer of the operation, where order and bytes leave no choice", True),
+        Column("op", "string", "operation; null where the version does not print it", True, values=OPS),
+        Column("bytes", "int64", "bytes as printed: the whole operation up to 2.23, one rank's part after", unit="bytes"),
+        Column("algorithm", "string", "TREE, RING, COLLNET_DIRECT, COLLNET_CHAIN, NVLS, NVLS_TREE, PAT, or the kernel as printed", True),
+        Column("protocol", "string", "LL, LL128, SIMPLE", True),
+        Column("first_channel", "int32", "first channel that it may use", True),
+        Column("last_channel", "int32", "last channel that it may use", True),
+        Column("predicted_us", "float64", "time by NCCL's model, no measurement", True, unit="us"),
+        Column("op_line", "int64", "line number of the COLL line that it belongs to, where order and bytes leave no choice", True),
+        Column("file", "string", "log file"),
+        Column("line", "int64", "line number within it, from 1"),
+    ),
+)
+
+NCCL_MESSAGES: Final = Table(
+    "nccl_messages",
+    "Warnings of an NCCL log, and the traces of the errors behind them.",
+    (
+        Column("host", "string", "host as printed"),
+        Column("pid", "int32", "process id as printed"),
+        Column("tid", "int32", "thread id as printed"),
+        Column("device", "int32", "CUDA device as printed", True),
+        Column("level", "string", "warn, abort, or trace (a file.cc:NNN -> R line)", values=("warn", "abort", "trace")),
+        Column("source", "string", "file:line in NCCL's source", True),
+        Column("function", "string", "function in NCCL's source (2.30.7 and newer)", True),
+        Column("result", "int32", "ncclResult of a trace", True),
+        Column("text", "string", "the message"),
+        Column("file", "string", "log file"),
+        Column("line", "int64", "line number within it, from 1"),
     ),
 )
 
@@ -333,7 +462,7 @@ MATCHES: Final = Table(
     "matches",
     "Records beside NCCL lines: one row per pair, and one per record or line without its pair.",
     (
-        Column("state", "string", "matched, missing (a record without line), extra (a line without record)", values=("matched", "missing", "extra")),
+        Column("state", "string", "matched; missing (a record without line); extra (a line without record); ambiguous (a record or a line with several equal partners); torn (a torn line)", values=("matched", "missing", "extra", "ambiguous", "torn")),
         Column("rank", "int32", "global rank of the record", True),
         Column("attempt", "int32", "restart of the job", True),
         Column("record_pid", "int32", "process of the record", True),
@@ -347,6 +476,56 @@ MATCHES: Final = Table(
         Column("file", "string", "log file of the line", True),
         Column("line", "int64", "line number within it", True),
         Column("reason", "string", "why there is no pair", True),
+        Column("part", "int32", "which of the lines that the record leaves this is, from 0", True),
+        Column("parts", "int32", "how many lines the record leaves", True),
+        Column("host", "string", "host of the line", True),
+        Column("line_pid", "int32", "process of the line", True),
+        Column("comm_epoch", "int32", "which use of the communicator pointer", True),
+    ),
+)
+
+COMM_MATCHES: Final = Table(
+    "comm_matches",
+    "One row per communicator of an NCCL log: the process group that it serves, and how its lines fared in the alignment.",
+    (
+        Column("host", "string", "host as printed"),
+        Column("pid", "int32", "process id as printed"),
+        Column("comm", "string", "communicator pointer"),
+        Column("comm_epoch", "int32", "which use of the pointer"),
+        Column("comm_id", "string", "commId: the same on all ranks of the communicator", True),
+        Column("nranks", "int32", "ranks in the communicator", True),
+        Column("rank", "int32", "global rank of the process", True),
+        Column("pg", "string", "process group", True),
+        Column("group_ranks", "string", "global ranks of the group", True),
+        Column("confidence", "string", "certain: torch or the ranks leave no choice; likely: the operations decide; none", values=("certain", "likely", "none")),
+        Column("basis", "string", "what ties the communicator to the group", True),
+        Column("reason", "string", "why nothing does", True),
+        Column("matched", "int64", "lines with a record"),
+        Column("missing", "int64", "expected lines that are not there"),
+        Column("extra", "int64", "lines without a record"),
+        Column("ambiguous", "int64", "lines with several equal records"),
+        Column("torn", "int64", "torn lines of the process that name this communicator or can only belong to it"),
+    ),
+)
+
+FLIGHT: Final = Table(
+    "flight",
+    "What torch's Flight Recorder kept in each rank when recording ended: the backend's own list, newest entries only.",
+    (
+        Column("rank", "int32", "global rank"),
+        Column("attempt", "int32", "restart of the job"),
+        Column("pid", "int32", "process id"),
+        Column("pg", "string", "name of the process group"),
+        Column("group_desc", "string", "torch's description of the group", True),
+        Column("seq", "int64", "the backend's own number: of collectives, or of messages where is_p2p"),
+        Column("op_id", "int64", "number within the group of both kinds together", True),
+        Column("is_p2p", "bool", "send or recv"),
+        Column("name", "string", "as the backend calls it: gloo:all_reduce"),
+        Column("op", "string", "the operation that name stands for", True, values=OPS),
+        Column("input_bytes", "int64", "bytes of its inputs", True, unit="bytes"),
+        Column("output_bytes", "int64", "bytes of its outputs", True, unit="bytes"),
+        Column("state", "string", "as the backend says: scheduled, started, completed", True),
+        Column("time_realtime_ns", "int64", "when the entry was made, CLOCK_REALTIME", True, unit="ns"),
     ),
 )
 
@@ -360,6 +539,7 @@ WIRE: Final = Table(
         Column("time_ns", "int64", "when it was read", unit="ns"),
         Column("sent_bytes", "int64", "bytes sent since the counter began", unit="bytes"),
         Column("received_bytes", "int64", "bytes received since the counter began", unit="bytes"),
+        Column("step", "int32", "the training step that had just ended (-1: the first was about to begin); null for a reading at intervals", True),
     ),
     key=("host", "device", "time_ns"),
 )
@@ -402,7 +582,15 @@ TABLES: Final[dict[str, Table]] = {
         STEPS,
         METRICS,
         NCCL_OPS,
+        NCCL_COMMUNICATORS,
+        NCCL_RINGS,
+        NCCL_TREES,
+        NCCL_LINKS,
+        NCCL_TUNING,
+        NCCL_MESSAGES,
         MATCHES,
+        COMM_MATCHES,
+        FLIGHT,
         WIRE,
         SAMPLES,
         CLOCKS,

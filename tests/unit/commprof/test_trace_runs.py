@@ -227,7 +227,7 @@ def test_tables_of_others_are_checked_against_the_schema(tmp_path):
     ]
     table = table_from_rows("wire", rows)
     write_table(tmp_path, "wire", table)
-    assert read_table(tmp_path, "wire").to_pylist() == rows
+    assert read_table(tmp_path, "wire").to_pylist() == [{**row, "step": None} for row in rows]
     assert len(read_table(tmp_path, "samples")) == 0
     with pytest.raises(SchemaError, match="does not have column"):
         conform("wire", table.append_column("speed", pa.array([1])))
@@ -251,9 +251,9 @@ def test_wire_samples_become_a_table(tmp_path):
         "received_bytes": 3,
     }
     (run / "wire.jsonl").write_text(json.dumps(row) + "\n" + '{"host": "h", "dev')
-    assert open_run(run).table("wire").to_pylist() == [row]
+    assert open_run(run).table("wire").to_pylist() == [{**row, "step": None}]
     assert not (run / "wire.jsonl").exists()
-    assert open_run(run).table("wire").to_pylist() == [row]
+    assert open_run(run).table("wire").to_pylist() == [{**row, "step": None}]
 
 
 def test_disk_space_per_record(tmp_path):

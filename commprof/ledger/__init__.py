@@ -1,0 +1,1 @@
+"""The ledger of a run: what was requested, issued, executed and moved, and whether the four explain each other."""
