@@ -109,6 +109,11 @@ class Groups:
         self._references.pop(address, None)
         self._on_forget(address)
 
+    def unique_name(self, name: str) -> str:
+        """The name under which the group that torch calls ``name`` now is recorded."""
+        group = self._by_name.get(name)
+        return _numbered(name, self._generations.get(name, 1)) if group is None else group.name
+
     def every(self) -> list[Group]:
         """Every group that was ever seen, destroyed ones included."""
         return list(self._all)
@@ -128,14 +133,16 @@ class Groups:
             ranks = list(c10d.get_process_group_ranks(pg))
         except Exception:
             ranks = list(range(pg.size()))  # not made through torch.distributed
-        generation = self._generations.get(name, 1)
-        # torch counts names from 0 again after destroy_process_group; a second group of a name gets a suffix,
-        # on every rank.
-        unique = name if generation == 1 else f"{name}#{generation}"
+        unique = _numbered(name, self._generations.get(name, 1))
         desc = getattr(pg, "group_desc", None)
         return Group(
             unique, None if desc in ("", "undefined") else desc, ranks, pg.rank(), backends_by_device(pg)
         )
+
+
+def _numbered(name: str, generation: int) -> str:
+    # torch counts names from 0 again after destroy_process_group; a second group of a name gets a suffix, on every rank.
+    return name if generation == 1 else f"{name}#{generation}"
 
 
 def backends_by_device(pg: Any) -> dict[str, str]:

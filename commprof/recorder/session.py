@@ -19,6 +19,8 @@ from multiprocessing import util as multiprocessing_util
 from typing import Any, Final
 
 from commprof import hooks
+from commprof.recorder.counters import step_readings
+from commprof.recorder.flight import FlightDump
 from commprof.recorder.groups import Group, live_groups
 from commprof.recorder.interception import Interception
 from commprof.recorder.journal import Journal
@@ -54,9 +56,12 @@ class Session:
         self.journal = Journal()
         self.interception = Interception(self.journal, self._on_group)
         groups = self.interception.groups
-        self.lifecycle = GroupLifecycle(groups.find, self._check, self._on_destroy, self.journal.fault)
+        self.lifecycle = GroupLifecycle(
+            groups.find, self._before_destroy, self._on_destroy, self.journal.fault
+        )
         self.steps = Steps(self.journal, self._check)
         self.selfcheck = SelfCheck(self.journal, groups) if selfcheck else None
+        self.flight = FlightDump(self.journal, groups.unique_name)
         self._out = out
         self._refused: str | None = None  # why no file could be opened
         self._lock = threading.RLock()
@@ -79,6 +84,7 @@ class Session:
         """Write what is left, take every wrapper out, and close the files."""
         self._check()
         self._unwatch()
+        self.flight.write()
         self._close()
 
     def drop(self) -> None:
@@ -134,7 +140,7 @@ class Session:
             "raised": journal.raised,
             "faults": journal.faults,
             "first_fault": journal.first_fault,
-            "recorder_ns": round(cost * calls) + self.steps.cost_ns,
+            "recorder_ns": round(cost * calls) + self.steps.cost_ns + self.flight.cost_ns,
             "stopped_reason": opened.records.stopped_reason or opened.events.stopped_reason,
         }
 
@@ -168,6 +174,10 @@ class Session:
                 self._open()
         self.journal.write("group", group.row())
 
+    def _before_destroy(self) -> None:
+        self._check()
+        self.flight.write()
+
     def _on_destroy(self, name: str | None) -> None:
         self.interception.groups.retire(name)
         if self.selfcheck is not None:
@@ -192,6 +202,7 @@ class Session:
             return
         self.journal.open(self.opened.records, self.opened.events)
         self.journal.write("begin", begin_row(self.opened.identity, rank.world_size))
+        self.steps.readings = step_readings(os.environ, directory)
         self.steps.start()
         # multiprocessing ends its children without running atexit handlers.
         multiprocessing_util.Finalize(None, detach, exitpriority=10)

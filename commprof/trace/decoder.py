@@ -114,6 +114,7 @@ def decode(
         "metrics": _side_table("metrics", [_metric(row, step_table) for row in events.rows["metrics"]], same),
         "parameters": _side_table("parameters", events.rows["parameters"], {}),
         "buckets": _side_table("buckets", events.rows["buckets"], same),
+        "flight": _side_table("flight", events.rows["flight"], same),
         "clocks": _side_table(
             "clocks", events.rows["clock"], {**same, "host": (events.last("begin") or {}).get("host", "")}
         ),

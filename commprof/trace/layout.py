@@ -41,6 +41,7 @@ EVENT_KINDS: Final[tuple[str, ...]] = (
     "buckets",
     "config",
     "clock",  # monotonic and real-time clock read together
+    "flight",  # an entry of torch's Flight Recorder
     "unseen",  # a self-check found collectives without records
     "note",  # a sentence for the person who reads the trace
     "end",  # recording ended in an orderly way; totals

@@ -1,0 +1,201 @@
+"""What torch's Flight Recorder kept, asked for at the end: the backend's own list, beside which the records can be laid.
+
+It is asked for as JSON, never as the pickle that torch offers too. gloo's and NCCL's lists are rings of 2,000 entries by
+default (``TORCH_FR_BUFFER_SIZE``), so they hold the newest operations only. gloo lists no sends and receives, and names
+what it really ran: its reduce_scatter is an all_reduce.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from commprof.recorder.journal import Journal
+from commprof.schema import Op
+
+SIZE_VARIABLE: Final = "TORCH_FR_BUFFER_SIZE"
+MOST_ENTRIES: Final = 2_000  # kept of one dump, the newest
+_LARGEST_RING: Final = 20_000  # torch takes about 10 us an entry, holding the interpreter
+_MOST_NS: Final = 250_000_000  # for writing them down
+
+# torch's functions, by preference: NCCL has a recorder of its own beside that of all other backends.
+DUMPS: Final = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+
+# The words after ``gloo:`` or ``nccl:`` without a leading ``_``. What is not here has no operation, as ``nccl:coalesced``.
+OPERATIONS: Final[dict[str, Op]] = {
+    "all_reduce": Op.ALL_REDUCE,
+    "allreduce_coalesced": Op.ALL_REDUCE,
+    "all_reduce_coalesced": Op.ALL_REDUCE,
+    "all_reduce_sparse": Op.ALL_REDUCE,
+    "sparse_all_reduce": Op.ALL_REDUCE,
+    "all_reduce_barrier": Op.BARRIER,
+    "barrier": Op.BARRIER,
+    "broadcast": Op.BROADCAST,
+    "broadcast_oop": Op.BROADCAST,
+    "reduce": Op.REDUCE,
+    "reduce_oop": Op.REDUCE,
+    "all_gather": Op.ALL_GATHER,
+    "all_gather_base": Op.ALL_GATHER,
+    "allgather_base": Op.ALL_GATHER,
+    "allgather_coalesced": Op.ALL_GATHER,
+    "all_gather_into_tensor_coalesced": Op.ALL_GATHER,
+    "allgather_into_tensor_coalesced": Op.ALL_GATHER,
+    "reduce_scatter": Op.REDUCE_SCATTER,
+    "reduce_scatter_base": Op.REDUCE_SCATTER,
+    "reduce_scatter_tensor_coalesced": Op.REDUCE_SCATTER,
+    "all_to_all": Op.ALL_TO_ALL,
+    "alltoall_base": Op.ALL_TO_ALL,
+    "gather": Op.GATHER,
+    "scatter": Op.SCATTER,
+    "send": Op.SEND,
+    "recv": Op.RECV,
+    "recvAnySource": Op.RECV,
+    "recv_any_source": Op.RECV,
+}
+
+_ITEM_BYTES: Final[dict[str, int]] = {
+    **dict.fromkeys(("Bool", "Byte", "Char", "QInt8", "QUInt8"), 1),
+    **dict.fromkeys(
+        ("Float8_e5m2", "Float8_e4m3fn", "Float8_e5m2fnuz", "Float8_e4m3fnuz", "Float8_e8m0fnu"), 1
+    ),
+    **dict.fromkeys(("Short", "UInt16", "Half", "BFloat16"), 2),
+    **dict.fromkeys(("Int", "UInt32", "Float", "QInt32", "ComplexHalf"), 4),
+    **dict.fromkeys(("Long", "UInt64", "Double", "ComplexFloat"), 8),
+    "ComplexDouble": 16,
+}
+
+
+class FlightDump:
+    """Writes the Flight Recorder's entries into the rank's events file, each of them once.
+
+    Args:
+        journal: what they are written to.
+        group_name: the recorder's name of the group that torch calls so now; torch uses names again.
+    """
+
+    def __init__(self, journal: Journal, group_name: Callable[[str], str]) -> None:
+        self.cost_ns = 0
+        self._journal = journal
+        self._group_name = group_name
+        self._since_ns = time.time_ns()
+        self._seen: dict[str, int] = {}  # by torch's function: the newest entry that was written
+        self._noted: set[str] = set()
+
+    def write(self) -> None:
+        """Write what is new. Never raises; what prevents it is written as a note."""
+        if self._journal.events is None:
+            return
+        begin = time.perf_counter_ns()
+        try:
+            self._write(begin + _MOST_NS)
+        except Exception as error:
+            self._note(f"torch's Flight Recorder could not be read: {type(error).__name__}: {error}")
+        self.cost_ns += time.perf_counter_ns() - begin
+
+    def _write(self, deadline_ns: int) -> None:
+        module = getattr(torch._C, "_distributed_c10d", None)
+        present = [name for name in DUMPS if hasattr(module, name)]
+        if not present:
+            self._note(f"torch {torch.__version__} has no Flight Recorder that answers in JSON")
+            return
+        size = ring_size(os.environ)
+        if size == 0:
+            self._note(f"torch's Flight Recorder was off ({SIZE_VARIABLE}=0)")
+            return
+        if size is not None and size > _LARGEST_RING:
+            self._note(
+                f"torch's Flight Recorder was not read: with {SIZE_VARIABLE}={size} that could hold up the end of the "
+                f"program; at most {_LARGEST_RING} are read"
+            )
+            return
+        for name in present:
+            self._write_entries(name, json.loads(getattr(module, name)()), deadline_ns)
+
+    def _write_entries(self, source: str, dump: Mapping[str, Any], deadline_ns: int) -> None:
+        seen = self._seen.get(source, -1)
+        fresh = [
+            entry
+            for entry in dump.get("entries") or ()
+            if entry["record_id"] > seen and entry["time_created_ns"] >= self._since_ns
+        ]
+        fresh.sort(key=lambda entry: int(entry["record_id"]))
+        kept = fresh[-MOST_ENTRIES:]
+        if len(kept) < len(fresh):
+            self._note(f"of torch's Flight Recorder only the newest {MOST_ENTRIES} entries are kept")
+        for entry in kept:
+            if time.perf_counter_ns() > deadline_ns:
+                self._note("of torch's Flight Recorder not all entries could be written in time")
+                break
+            row = flight_row(entry)
+            row["pg"] = self._group_name(row["pg"])
+            self._journal.write("flight", row)
+        if fresh:
+            self._seen[source] = int(fresh[-1]["record_id"])
+
+    def _note(self, text: str) -> None:
+        if text not in self._noted:
+            self._noted.add(text)
+            self._journal.write("note", {"text": text})
+
+
+def ring_size(environment: Mapping[str, str]) -> int | None:
+    """How many entries torch keeps, as the environment says; None for torch's default."""
+    for name in (SIZE_VARIABLE, "TORCH_NCCL_TRACE_BUFFER_SIZE"):
+        text = environment.get(name, "")
+        if text.isdigit():
+            return int(text)
+    return None
+
+
+def flight_row(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """One row of ``flight`` from an entry of torch's dump, less the columns that name the process.
+
+    Raises:
+        KeyError, ValueError: the entry is not of the form that torch writes (version 2.x of its dump).
+    """
+    name, description = entry["process_group"]
+    is_p2p = bool(entry["is_p2p"])
+    title = str(entry["profiling_name"])
+    return {
+        "pg": str(name),
+        "group_desc": None if description in ("", "undefined") else str(description),
+        "seq": int(entry["p2p_seq_id" if is_p2p else "collective_seq_id"]),
+        "op_id": int(entry["op_id"]) if "op_id" in entry else None,
+        "is_p2p": is_p2p,
+        "name": title,
+        "op": operation_of(title),
+        "input_bytes": bytes_of(entry.get("input_sizes"), entry.get("input_dtypes")),
+        "output_bytes": bytes_of(entry.get("output_sizes"), entry.get("output_dtypes")),
+        "state": entry.get("state"),
+        "time_realtime_ns": entry.get("time_created_ns"),
+    }
+
+
+def operation_of(name: str) -> str | None:
+    """The operation that a backend's name stands for.
+
+    >>> operation_of("nccl:_reduce_scatter_base"), operation_of("nccl:send 0->1"), operation_of("nccl:coalesced")
+    ('reduce_scatter', 'send', None)
+    """
+    words = name.rpartition(":")[2].split()
+    operation = OPERATIONS.get(words[0].lstrip("_")) if words else None
+    return None if operation is None else operation.value
+
+
+def bytes_of(sizes: Sequence[Sequence[int]] | None, dtypes: Sequence[str] | None) -> int | None:
+    """Bytes of tensors of these shapes and of torch's C++ dtype names; None where a dtype is not known."""
+    if sizes is None or dtypes is None:
+        return None
+    if len(dtypes) != len(sizes):
+        if len(set(dtypes)) != 1:
+            return None
+        dtypes = [dtypes[0]] * len(sizes)
+    if any(dtype not in _ITEM_BYTES for dtype in dtypes):
+        return None
+    return sum(math.prod(shape) * _ITEM_BYTES[dtype] for shape, dtype in zip(sizes, dtypes, strict=True))
