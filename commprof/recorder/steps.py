@@ -12,6 +12,7 @@ import torch
 
 from commprof import hooks
 from commprof.recorder.clocks import read_clocks
+from commprof.recorder.counters import StepReadings
 from commprof.recorder.journal import Journal
 
 _CLOCK_INTERVAL_NS: Final = 60_000_000_000
@@ -32,6 +33,7 @@ class Steps:
     def __init__(self, journal: Journal, check: Callable[[], None]) -> None:
         self.journal = journal
         self.cost_ns = 0
+        self.readings: StepReadings | None = None  # of the host's counters, where this rank takes them
         self._check = check
         self._next_clock_ns = 0
         self._explicit = False
@@ -70,6 +72,8 @@ class Steps:
             self.remove()
         if micro_step == 0:
             self._check()
+            if self.readings is not None:
+                self.readings.begin(step)
         self.journal.move(step, micro_step)
         self.journal.write(
             "step",
@@ -88,6 +92,8 @@ class Steps:
     def finish(self) -> None:
         """Recording ends: the last step's resources and the clocks."""
         now = time.perf_counter_ns()
+        if self.readings is not None:
+            self.readings.finish()
         self.journal.write("step", {"step": None, "micro_step": 0, "time_ns": now, **_resources()})
         self._write_clock(now)
 

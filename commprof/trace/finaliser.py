@@ -19,7 +19,6 @@ from typing import Any, Final
 import pyarrow as pa
 
 from commprof.errors import TraceError
-from commprof.schema import TABLES
 from commprof.trace.decoder import RankTrace, read_rank
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, MANIFEST_NAME
 from commprof.trace.health import Health, assess
@@ -30,13 +29,10 @@ from commprof.trace.tables import (
     arrow_schema,
     read_metadata,
     read_parquet,
-    table_from_rows,
     write_parquet,
 )
+from commprof.trace.wire import write_wire
 
-WIRE_SAMPLES: Final = "wire.jsonl"
-WIRE_DIRECTORY: Final = "wire"
-_WIRE_COLUMNS: Final = [column.name for column in TABLES["wire"].columns]
 _LOCK_SECONDS: Final = 120
 _ENTRY_KEY: Final = b"commprof.rank"
 _STEMS_KEY: Final = b"commprof.rank_files"
@@ -60,7 +56,7 @@ def finalise(path: str | os.PathLike[str]) -> Health:
         alive = still_working(run, manifest, traces)
         if not alive:
             _remove_converted(run)
-            _write_wire(run)
+            write_wire(run)
             if traces:
                 _convert(run, manifest, traces)
             elif manifest.state == RUNNING and (run / MANIFEST_NAME).exists():
@@ -258,56 +254,6 @@ def _group_rows(run: Path, traces: Sequence[RankTrace]) -> list[dict[str, Any]]:
     for table in tables:
         rows += table.to_pylist()
     return rows
-
-
-def wire_sources(run: Path) -> list[Path]:
-    """The files of readings that are no table yet: the launcher's, and those of the ranks that read at steps."""
-    return [
-        file
-        for file in (run / WIRE_SAMPLES, *sorted((run / WIRE_DIRECTORY).glob("*.jsonl")))
-        if file.exists()
-    ]
-
-
-def _write_wire(run: Path) -> None:
-    """The readings as the ``wire`` table, beside those that it holds; their files are removed once it holds them."""
-    sources = wire_sources(run)
-    if not sources:
-        return
-    file = run / "wire.parquet"
-    present = [read_parquet(file, "wire")] if file.exists() else []
-    # A file whose rows the table holds already is there again where its removal failed.
-    table = pa.concat_tables([*present, read_wire_samples(sources)]).group_by(_WIRE_COLUMNS).aggregate([])
-    table = table.sort_by([("host", "ascending"), ("device", "ascending"), ("time_ns", "ascending")])
-    write_parquet(file, table.select(_WIRE_COLUMNS).cast(arrow_schema("wire")))
-    if len(read_parquet(file, "wire")) == len(table):
-        for source in sources:
-            source.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            (run / WIRE_DIRECTORY).rmdir()
-
-
-def read_wire_samples(sources: Sequence[Path]) -> pa.Table:
-    """The rows of ``sources``; a line that was cut off is left out."""
-    rows: list[dict[str, Any]] = []
-    for source in sources:
-        for line in source.read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError):
-                row = json.loads(line)
-                if isinstance(row, dict):
-                    rows.append(row)
-    try:
-        return table_from_rows("wire", rows)
-    except TraceError:
-        return table_from_rows("wire", [row for row in rows if _is_reading(row)])
-
-
-def _is_reading(row: dict[str, Any]) -> bool:
-    try:
-        table_from_rows("wire", [row])
-    except TraceError:
-        return False
-    return True
 
 
 @contextlib.contextmanager

@@ -13,20 +13,19 @@ from commprof.errors import SchemaError, TraceError
 from commprof.trace.decoder import RankTrace
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, resolve
 from commprof.trace.finaliser import (
-    WIRE_SAMPLES,
     entries_of,
     finalise,
     load_manifest,
     merge,
     pending_traces,
-    read_wire_samples,
     stems_in,
     still_working,
 )
 from commprof.trace.health import Health, assess
 from commprof.trace.layout import rank_files
 from commprof.trace.manifest import Manifest
-from commprof.trace.tables import arrow_schema, read_parquet, read_table, table_from_rows
+from commprof.trace.tables import arrow_schema, read_parquet, read_table
+from commprof.trace.wire import read_readings, reading_files
 
 
 @dataclass(slots=True)
@@ -59,8 +58,8 @@ class Run:
             tables = [read_parquet(file, name) for file in files if file.stem not in pending]
         else:
             tables = [read_table(self.path, name)]
-        if name == "wire" and (self.path / WIRE_SAMPLES).exists():
-            tables.append(table_from_rows(name, read_wire_samples(self.path / WIRE_SAMPLES)))
+        if name == "wire":
+            tables.append(read_readings(reading_files(self.path)))
         held = stems_in(self.path, name) if name != "collectives" else set()
         tables += [t.tables[name] for t in self.pending if name in t.tables and t.identity.stem not in held]
         return merge(name, [schema.empty_table(), *tables])
@@ -82,7 +81,7 @@ def open_run(path: str | os.PathLike[str]) -> Run:
     except OSError as error:
         raise TraceError(f"{run} cannot be read: {error.strerror}") from None
     manifest = load_manifest(run)
-    if has_rank_files or (run / WIRE_SAMPLES).exists():
+    if has_rank_files or reading_files(run):
         try:
             finalise(run)
             manifest = load_manifest(run)

@@ -2,7 +2,14 @@
 --
 -- Input: wire
 -- A counter that went down began anew: what it shows then was moved since.
-with readings as (
+-- Where a host was read at intervals and at steps, by two processes, two readings at one moment may stand in the
+-- wrong order and would look like a counter that began anew. So only one of the two is taken.
+with taken as (
+    select *
+    from wire
+    where step is null or host not in (select host from wire where step is null)
+),
+readings as (
     select
         host,
         kind,
@@ -12,7 +19,7 @@ with readings as (
         received_bytes,
         lag(sent_bytes) over (partition by host, kind, device order by time_ns) as sent_before,
         lag(received_bytes) over (partition by host, kind, device order by time_ns) as received_before
-    from wire
+    from taken
 )
 select
     host,
