@@ -6,13 +6,16 @@ which rank and how many ranks it stands for, until the communicator is destroyed
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 import pyarrow as pa
 
-from commprof.nccl.heads import Origin
-from commprof.nccl.lines import CollLine, EndLine, InitLine, TorchCommLine
+if TYPE_CHECKING:
+    from commprof.nccl.heads import Origin
+    from commprof.nccl.lines import CollLine, EndLine, InitLine, TorchCommLine
 
 
 @dataclass(slots=True)
@@ -26,6 +29,14 @@ class Process:
     banner: str | None = None
     forms: set[str] = field(default_factory=set)
     typed_bytewise_op_seen: bool = False
+
+
+class Place(NamedTuple):
+    """Where a line stands: number of the file, number of the line, and the thread that printed it."""
+
+    file: int
+    line: int
+    tid: int
 
 
 @dataclass(slots=True)
@@ -49,6 +60,7 @@ class Communicator:
     split: str | None = None
     color: int | None = None
     stages: set[str] = field(default_factory=set)
+    completed: Place | None = None
     ended: str | None = None
     operations: int = 0
     pg: str | None = None
@@ -67,6 +79,8 @@ class Registry:
         self._open: dict[tuple[int, bytes], Communicator] = {}
         self._uses: dict[tuple[int, bytes], int] = {}
         self._torch: dict[tuple[int, bytes], list[TorchCommLine]] = {}
+        self._alive: dict[int, dict[bytes, Communicator]] = {}
+        self._initialising: dict[int, list[tuple[int, Communicator]]] = {}
 
     def process(self, origin: Origin, file: int) -> Process:
         """The process that wrote a message."""
@@ -99,6 +113,7 @@ class Registry:
         if communicator is None or not _same_initialisation(communicator, line, comm_id):
             communicator = self._begin(process, line.comm, file, number)
         communicator.stages.add(line.stage)
+        self._follow(communicator, Place(file, number, line.origin.tid), line.stage)
         communicator.rank, communicator.nranks = line.rank, line.nranks
         communicator.comm_id = communicator.comm_id or comm_id
         if line.cuda_device is not None:
@@ -113,11 +128,40 @@ class Registry:
         process.forms.add(line.form)
         return communicator
 
+    def current_initialisation(self, process: Process, tid: int) -> Communicator | None:
+        """The communicator that a line of topology belongs to, which names none; None where that is not certain.
+
+        It is the initialisation that began last in that thread and has not completed, else the only one open in the
+        process. Connections that are made late come from any thread, after the initialisation: then it is the only
+        communicator of a process that prints when an initialisation starts.
+        """
+        running = self._initialising.get(process.index, [])
+        for thread, communicator in reversed(running):
+            if thread == tid:
+                return communicator
+        if running:
+            return running[0][1] if len(running) == 1 else None
+        alive = self._alive.get(process.index, {})
+        if len(alive) != 1:
+            return None
+        only = next(iter(alive.values()))
+        return only if "start" in only.stages else None
+
+    def _follow(self, communicator: Communicator, place: Place, stage: str) -> None:
+        """Keep track of which initialisations are running in which thread."""
+        running = self._initialising.setdefault(communicator.process, [])
+        if stage == "start":
+            running.append((place.tid, communicator))
+        elif stage == "complete":
+            communicator.completed = place
+            running[:] = [entry for entry in running if entry[1] is not communicator]
+
     def end(self, process: Process, line: EndLine) -> None:
         """Close the communicator at this address, if one is open."""
         communicator = self._open.pop((process.index, line.comm), None)
         if communicator is not None:
             communicator.ended = line.how
+            self._forget(communicator)
 
     def torch_line(self, line: TorchCommLine, file: int) -> None:
         """Keep torch's word on an address until all lines are read: it names no process."""
@@ -141,8 +185,41 @@ class Registry:
         self._uses[key] = epoch + 1
         communicator = Communicator(len(self.communicators), process.index, comm.decode(), epoch, file, line)
         self.communicators.append(communicator)
+        if key in self._open:
+            self._forget(self._open[key])
         self._open[key] = communicator
+        self._alive.setdefault(process.index, {})[comm] = communicator
         return communicator
+
+    def _forget(self, communicator: Communicator) -> None:
+        """Take a communicator whose address is free again out of the lists of what lives."""
+        self._alive.get(communicator.process, {}).pop(communicator.comm.encode(), None)
+        running = self._initialising.get(communicator.process, [])
+        running[:] = [entry for entry in running if entry[1] is not communicator]
+
+
+class Completions:
+    """Initialisations that print their end and not their start (2.4.6 to 2.18.1), by thread.
+
+    What such a thread prints up to the end of an initialisation belongs to it, if nothing else was begun there.
+    """
+
+    def __init__(self, communicators: Sequence[Communicator]) -> None:
+        self._ends: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+        for communicator in communicators:
+            if communicator.completed is not None and "start" not in communicator.stages:
+                file, line, tid = communicator.completed
+                self._ends.setdefault((communicator.process, tid, file), []).append(
+                    (line, communicator.index)
+                )
+        for ends in self._ends.values():
+            ends.sort()
+
+    def next_of(self, process: int, tid: int, file: int, line: int) -> int | None:
+        """Number of the communicator whose initialisation is the next to end in this thread."""
+        ends = self._ends.get((process, tid, file), [])
+        position = bisect_left(ends, (line, -1))
+        return ends[position][1] if position < len(ends) else None
 
 
 def note_operation_form(process: Process, line: CollLine, bytewise: bool) -> None:

@@ -1,0 +1,118 @@
+"""Warnings of NCCL, and the lines by which an error climbs from the function that met it to the one that was called.
+
+Formats of ``src/debug.cc`` and ``src/include/checks.h`` of NVIDIA/nccl. Pure: bytes in, tuples out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from commprof.nccl.communicators import Communicator, Process
+from commprof.trace.tables import table_from_rows
+
+
+class Message(NamedTuple):
+    """One warning, abort or trace. ``result`` is the ncclResult of a trace; ``function`` is printed since 2.30.7."""
+
+    level: str
+    source: str | None
+    function: str | None
+    result: int | None
+    text: str
+
+
+_WHERE = re.compile(rb"([^\s:()\[\]]{1,200}+:\d{1,9})(?: \(([^\s()]{1,200}+)\))?")
+_TRACE = re.compile(
+    rb"([^\s:()\[\]]{1,200}+:\d{1,9}) -> (\d{1,3})(?: \[(?:Async thread|Proxy Thread|Progress Thread)\])?",
+    re.IGNORECASE,
+)
+
+
+def read_warning(head_extra: bytes, body: bytes, level: str = "warn") -> Message | None:
+    """The warning behind a head of level WARN (or ABORT).
+
+    Args:
+        head_extra: what stands between ``[device]`` and ``NCCL WARN``: ``init.cc:123`` or ``init.cc:123 (function)``;
+            empty for what a plugin prints.
+        body: the text behind ``NCCL WARN ``.
+        level: ``warn`` or ``abort``.
+
+    Returns:
+        None where ``head_extra`` is neither: then the head is torn.
+    """
+    where = _WHERE.fullmatch(head_extra.strip())
+    if where is None and head_extra.strip():
+        return None
+    return Message(
+        level,
+        None if where is None else _text(where[1]),
+        None if where is None or where[2] is None else _text(where[2]),
+        None,
+        _text(body.strip()),
+    )
+
+
+def read_trace(body: bytes) -> Message | None:
+    """The trace of an error: ``init.cc:1234 -> 3``, with the thread's kind where it is not the caller's.
+
+    >>> read_trace(b"misc/socket.cc:47 -> 3").result
+    3
+    """
+    if b" -> " not in body[:260]:
+        return None
+    body = body.rstrip()
+    found = _TRACE.fullmatch(body)
+    if found is None:
+        return None
+    return Message("trace", _text(found[1]), None, int(found[2]), _text(body))
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "replace")
+
+
+class MessageRows:
+    """Collects warnings and traces for the table ``nccl_messages``."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, int | None, int | None, int, int, Message]] = []
+
+    def add(
+        self,
+        process: int,
+        communicator: int | None,
+        record: Message,
+        file: int,
+        line: int,
+        lines: int = 1,
+        tid: int | None = None,
+        device: int | None = None,
+    ) -> None:
+        """Add one line; ``process`` and ``file`` by number. A message belongs to no communicator: it is not kept."""
+        del communicator
+        self._rows.extend([(process, tid, device, file, line, record)] * lines)
+
+    def table(
+        self, processes: Sequence[Process], communicators: Sequence[Communicator], files: Sequence[str]
+    ) -> pa.Table:
+        """The table ``nccl_messages``, in the order in which the lines were added."""
+        del communicators
+        return table_from_rows(
+            "nccl_messages",
+            [
+                message._asdict()
+                | {
+                    "host": processes[process].host,
+                    "pid": processes[process].pid,
+                    "tid": tid,
+                    "device": device,
+                    "file": files[file],
+                    "line": line,
+                }
+                for process, tid, device, file, line, message in self._rows
+            ],
+        )

@@ -1,0 +1,311 @@
+"""The lines of a log that say how NCCL joined the ranks of a communicator: rings, trees, and the link of each pair.
+
+Formats of NCCL 2.4 to 2.30, from ``src/init.cc``, ``src/graph/connect.cc`` and ``src/transport/*.cc`` of NVIDIA/nccl.
+RCCL appends the communicator's address to some of them. A message fits a form from its first byte to its last, or it is
+none of ours: torn ones leave nothing.
+
+Pure: bytes in, tuples out. ``-1`` in a tree or a ring means that there is no such rank, and becomes None.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from commprof.nccl.communicators import Communicator, Completions, Process
+from commprof.trace.tables import table_from_rows
+
+
+class RingOrder(NamedTuple):
+    """``Channel 00/02 : 0 1``: all ranks in the order of the ring, printed by rank 0."""
+
+    channel: int
+    channels: int | None
+    ranks: tuple[int, ...]
+
+
+class RingNeighbours(NamedTuple):
+    """``Ring 00 : 1 -> 0 -> 1``: one rank with the rank that it receives from and the rank that it sends to."""
+
+    channel: int
+    previous: int | None
+    rank: int
+    next: int | None
+
+
+class TreeLine(NamedTuple):
+    """One rank of one tree: the rank above it, None at the root, and the ranks below it."""
+
+    tree: int
+    rank: int
+    parent: int | None
+    children: tuple[int, ...]
+
+
+class Link(NamedTuple):
+    """``Channel 00/0 : 0[0] -> 1[1] [send] via NET/IB/0``: how one rank reaches another in one channel."""
+
+    channel: int
+    connection: int | None
+    from_rank: int
+    to_rank: int
+    from_device: str | None
+    to_device: str | None
+    transport: str
+    kind: str
+    direction: str | None
+
+
+Topology = RingOrder | RingNeighbours | tuple[TreeLine, ...] | Link
+
+# Repeats are bounded or possessive: a line of megabytes is read in linear time.
+_RCCL_TAIL = rb"(?: comm 0x[0-9a-f]{1,16} nRanks \d{1,9}(?: busId [0-9a-f]{1,16})?)?"
+_RING_ORDER = re.compile(rb"Channel (\d{1,4})(?:/(\d{1,4}))? :((?: ++\d{1,9}+)++)")
+_NEIGHBOURS = re.compile(rb"Ring (\d{1,4}) : (-?\d{1,9}) -> (\d{1,9}) -> (-?\d{1,9})" + _RCCL_TAIL)
+_BELOW = rb"-?\d{1,9}(?:/-?\d{1,9}){1,3}"
+_TREE = re.compile(rb"Tree (\d{1,4}) : (-?\d{1,9}) -> (\d{1,9}) -> (" + _BELOW + rb")" + _RCCL_TAIL)
+# 2.8 and newer: below->rank->above; 2.4: above->rank->below; 2.5 to 2.7: the tree up and the tree down.
+_TREES_ENTRY = re.compile(
+    rb" \[(\d{1,4})\] (?:"
+    rb"(?P<below>" + _BELOW + rb")->(?P<rank>\d{1,9})->(?P<above>-?\d{1,9})"
+    rb"(?:\|(?P<down_above>-?\d{1,9})->(?P<down_rank>\d{1,9})->(?P<down_below>" + _BELOW + rb"))?"
+    rb"|(?P<old_above>-?\d{1,9})->(?P<old_rank>\d{1,9})->(?P<old_below>" + _BELOW + rb"))(?= |$)"
+)
+_TAIL = re.compile(_RCCL_TAIL)
+# The transports are spelled out, so that one that was cut is not taken for another.
+_TRANSPORT = (
+    rb"P2P/(?:direct pointer|direct|IPC|CUMEM|MNNVL|indirect/\d{1,9}\[[0-9a-f]{1,16}\])(?:/read)?(?:/CE)?"
+    rb"|SHM(?:/(?:direct|CE)){0,2}|direct shared memory"
+    rb"|(?:COLL)?NET/[^/\[\]]{1,60}/\d{1,6}(?:\(-?\d{1,9}\))?(?:/(?:GDRDMA(?:\([A-Z0-9]{1,12}\))?|Shared|Direct)){0,3}"
+)
+_LINK = re.compile(
+    rb"(?:Channel|Ring) (\d{1,4})(?:/(\d{1,4}))? : (\d{1,9})(?:\[([0-9a-f]{1,16})\])? -> "
+    rb"(\d{1,9})(?:\[([0-9a-f]{1,16})\])?(?: \[(send|receive)\])? via (" + _TRANSPORT + rb")" + _RCCL_TAIL
+)
+
+
+def read_topology(body: bytes) -> Topology | None:
+    """The ring, trees or link of one message; None for any other, and for one that is not whole.
+
+    Args:
+        body: the text behind ``NCCL INFO ``.
+
+    >>> read_topology(b"Ring 00 : 1 -> 0 -> 1")
+    RingNeighbours(channel=0, previous=1, rank=0, next=1)
+    """
+    if body.startswith((b"Channel ", b"Ring ")):
+        body = body.rstrip()
+        return _link(body) or _ring_order(body) or _neighbours(body)
+    if body.startswith(b"Trees "):
+        return _trees(body.rstrip())
+    if body.startswith(b"Tree "):
+        return _tree(body.rstrip())
+    return None
+
+
+def _link(body: bytes) -> Link | None:
+    found = _LINK.fullmatch(body)
+    if found is None:
+        return None
+    channel, connection, sender, sender_device, receiver, receiver_device, direction, transport = (
+        None if group is None else group.decode("utf-8", "replace") for group in found.groups()
+    )
+    assert channel is not None and sender is not None and receiver is not None and transport is not None
+    return Link(
+        int(channel),
+        None if connection is None else int(connection),
+        int(sender),
+        int(receiver),
+        sender_device,
+        receiver_device,
+        transport,
+        "SHM" if transport == "direct shared memory" else transport.partition("/")[0],
+        direction,
+    )
+
+
+def _ring_order(body: bytes) -> RingOrder | None:
+    found = _RING_ORDER.fullmatch(body)
+    if found is None:
+        return None
+    ranks = tuple(map(int, found[3].split()))
+    # A ring holds every rank once; one that does not was cut.
+    if sorted(ranks) != list(range(len(ranks))):
+        return None
+    return RingOrder(int(found[1]), None if found[2] is None else int(found[2]), ranks)
+
+
+def _neighbours(body: bytes) -> RingNeighbours | None:
+    found = _NEIGHBOURS.fullmatch(body)
+    if found is None:
+        return None
+    return RingNeighbours(int(found[1]), _rank(found[2]), int(found[3]), _rank(found[4]))
+
+
+def _tree(body: bytes) -> tuple[TreeLine, ...] | None:
+    found = _TREE.fullmatch(body)
+    if found is None:
+        return None
+    return (_tree_line(found[1], found[2], found[3], found[4]),)
+
+
+def _trees(body: bytes) -> tuple[TreeLine, ...] | None:
+    found: list[TreeLine] = []
+    position = len(b"Trees")
+    while entry := _TREES_ENTRY.match(body, position):
+        position = entry.end()
+        number = entry[1]
+        if entry["old_rank"] is not None:
+            found.append(_tree_line(number, entry["old_above"], entry["old_rank"], entry["old_below"]))
+            continue
+        up = _tree_line(number, entry["above"], entry["rank"], entry["below"])
+        found.append(up)
+        if entry["down_rank"] is not None:
+            down = _tree_line(number, entry["down_above"], entry["down_rank"], entry["down_below"])
+            if down != up:
+                found.append(down)
+    if not found or _TAIL.fullmatch(body, position) is None:
+        return None
+    return tuple(found)
+
+
+def _tree_line(number: bytes, above: bytes, rank: bytes, below: bytes) -> TreeLine:
+    children = tuple(child for child in map(int, below.split(b"/")) if child >= 0)
+    return TreeLine(int(number), int(rank), _rank(above), children)
+
+
+def _rank(text: bytes) -> int | None:
+    number = int(text)
+    return None if number < 0 else number
+
+
+class _Place(NamedTuple):
+    """Where a line stands: numbers of process and communicator (None: not known when it was read), thread, file, line."""
+
+    process: int
+    communicator: int | None
+    tid: int | None
+    file: int
+    line: int
+
+
+class TopologyRows:
+    """Collects the lines of :func:`read_topology` for the tables of rings, trees and links."""
+
+    def __init__(self) -> None:
+        self._rings: dict[tuple[object, ...], tuple[_Place, RingOrder | RingNeighbours]] = {}
+        self._trees: dict[tuple[object, ...], tuple[_Place, TreeLine]] = {}
+        self._links: dict[tuple[object, ...], tuple[_Place, Link, int]] = {}
+
+    def add(
+        self,
+        process: int,
+        communicator: int | None,
+        record: Topology,
+        file: int,
+        line: int,
+        lines: int = 1,
+        tid: int | None = None,
+    ) -> None:
+        """Add one line, or ``lines`` equal ones of which this is the first.
+
+        Args:
+            process: its number in the registry.
+            communicator: number of the communicator that it belongs to; None where that is not known yet: then the
+                thread decides once all lines are read (see :class:`commprof.nccl.communicators.Completions`).
+            record: what :func:`read_topology` returned.
+            file: number of the file.
+            line: number of the line in it.
+            lines: how many lines say the same.
+            tid: the thread that printed it.
+        """
+        place = _Place(process, communicator, tid, file, line)
+        if isinstance(record, Link):
+            key = (process, communicator, *_unbound(place), record)
+            first, _, count = self._links.get(key, (place, record, 0))
+            self._links[key] = (first, record, count + lines)
+        elif isinstance(record, RingOrder | RingNeighbours):
+            self._rings.setdefault((file, line, process, record), (place, record))
+        else:
+            for tree in record:
+                self._trees.setdefault((process, communicator, *_unbound(place), *tree), (place, tree))
+
+    def tables(
+        self, processes: Sequence[Process], communicators: Sequence[Communicator], files: Sequence[str]
+    ) -> dict[str, pa.Table]:
+        """The tables ``nccl_rings``, ``nccl_trees`` and ``nccl_links``."""
+        owners = _Owners(processes, communicators, files)
+        links: dict[tuple[object, ...], dict[str, Any]] = {}
+        for place, link, lines in self._links.values():
+            row = owners.row(place) | link._asdict()
+            merged = links.setdefault(
+                (place.process, row["comm"], row["comm_epoch"], link), row | {"lines": 0}
+            )
+            merged["lines"] += lines
+        trees: dict[tuple[object, ...], dict[str, Any]] = {}
+        for place, tree in self._trees.values():
+            row = owners.row(place) | tree._asdict() | {"children": _join(tree.children)}
+            trees.setdefault((place.process, row["comm"], row["comm_epoch"], *tree), row)
+        return {
+            "nccl_rings": table_from_rows("nccl_rings", self._ring_rows(owners)),
+            "nccl_trees": table_from_rows("nccl_trees", trees.values()),
+            "nccl_links": table_from_rows("nccl_links", links.values()),
+        }
+
+    def _ring_rows(self, owners: _Owners) -> Iterable[Mapping[str, Any]]:
+        for place, ring in self._rings.values():
+            row = owners.row(place)
+            if isinstance(ring, RingNeighbours):
+                yield row | ring._asdict()
+                continue
+            size = owners.size(place)
+            # NCCL cuts long lines, and the first ranks of a ring in natural order look like a smaller ring.
+            whole = size is None or size == len(ring.ranks)
+            yield row | ring._asdict() | {"ranks": _join(ring.ranks) if whole else None}
+
+
+class _Owners:
+    """Names the process and the communicator of a place."""
+
+    def __init__(
+        self, processes: Sequence[Process], communicators: Sequence[Communicator], files: Sequence[str]
+    ) -> None:
+        self._processes = processes
+        self._communicators = communicators
+        self._files = files
+        self._completions = Completions(communicators)
+
+    def row(self, place: _Place) -> dict[str, Any]:
+        """The columns that all three tables share."""
+        process, owner = self._processes[place.process], self._owner(place)
+        return {
+            "host": process.host,
+            "pid": process.pid,
+            "comm": None if owner is None else owner.comm,
+            "comm_epoch": None if owner is None else owner.epoch,
+            "file": self._files[place.file],
+            "line": place.line,
+        }
+
+    def size(self, place: _Place) -> int | None:
+        """How many ranks the communicator of ``place`` has."""
+        owner = self._owner(place)
+        return None if owner is None else owner.nranks
+
+    def _owner(self, place: _Place) -> Communicator | None:
+        number = place.communicator
+        if number is None and place.tid is not None:
+            number = self._completions.next_of(place.process, place.tid, place.file, place.line)
+        return None if number is None else self._communicators[number]
+
+
+def _unbound(place: _Place) -> tuple[int | None, ...]:
+    """What keeps lines of different initialisations apart as long as their communicator is not known."""
+    return (place.tid, place.file, place.line) if place.communicator is None else ()
+
+
+def _join(ranks: tuple[int, ...]) -> str:
+    return " ".join(map(str, ranks))

@@ -1,0 +1,192 @@
+"""The lines of a log that say which algorithm NCCL chose for an operation, and the table of its model.
+
+Formats of ``src/enqueue.cc`` and ``src/graph/tuning.cc`` of NVIDIA/nccl. One line per operation exists since 2.20.3. Up to
+2.23 it gives the bytes of the whole operation and a time that the model predicts, which is no measurement; from 2.24 on
+the bytes of one rank's count, and names instead of numbers. No line names its communicator.
+
+Pure: bytes in, tuples out.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from commprof.nccl.communicators import Communicator, Process
+from commprof.nccl.spelling import OPERATIONS
+from commprof.schema import Op
+from commprof.trace.tables import conform
+
+ALGORITHMS: Final = ("TREE", "RING", "COLLNET_DIRECT", "COLLNET_CHAIN", "NVLS", "NVLS_TREE", "PAT")
+PROTOCOLS: Final = ("LL", "LL128", "SIMPLE")
+
+
+class TuningLine(NamedTuple):
+    """The choice for one operation. ``op`` is None where the version prints no name (2.20 to 2.22)."""
+
+    op: Op | None
+    num_bytes: int
+    algorithm: str | None
+    protocol: str | None
+    first_channel: int | None
+    last_channel: int | None
+    predicted_us: float | None
+
+
+class TuningModelLine(NamedTuple):
+    """A row of the model's table, printed when a communicator begins: its title and its cells."""
+
+    title: str
+    cells: tuple[str, ...]
+
+
+_BYTES = rb"(\d{1,18}) Bytes -> "
+_NUMBERED = re.compile(
+    rb"(?:(\w{1,40}+): )?" + _BYTES + rb"Algo (\d{1,3}) proto (\d{1,3}) time (\d{1,18}(?:\.\d{1,9})?|inf|nan)"
+)
+_NAMED = re.compile(
+    rb"(\w{1,40}+): " + _BYTES + rb"Algo (\w{1,40}) proto (\w{1,40})"
+    rb" channel\{Lo\.\.Hi\}=\{(-?\d{1,6})\.\.(-?\d{1,6})\}"
+)
+_SYMMETRIC = re.compile(
+    rb"(\w{1,40}+) \[Symmetric\]: "
+    + _BYTES
+    + rb"Kernel (\S{1,120}) nchannels \d{1,6} nthreads \d{1,6}(?: nWorks \d{1,9})?"
+)
+_COPY_ENGINE = re.compile(
+    rb"(\w{1,40}+) \[(?:Copy Engine|Hierarchical CE)\]: " + _BYTES + rb"(cudaMemcpy\w{0,60}|RMA proxy \+ CE)"
+)
+_MODEL = re.compile(
+    rb" {0,80}(Algorithm|Protocol|Latency/AlgBw|Max NThreads|AllReduce|AllGather|ReduceScatter|Broadcast|Reduce)"
+    rb" {0,80}\|((?:[^|]{1,80}\|)++)"
+)
+_THRESHOLDS = re.compile(rb"(threadThresholds) ((?:[\d/]{1,40}+(?: \| )?+)++)")
+
+
+def read_tuning(body: bytes) -> TuningLine | TuningModelLine | None:
+    """The choice, or the row of the model, in one message; None for any other, and for one that is not whole.
+
+    Args:
+        body: the text behind ``NCCL INFO ``.
+
+    >>> read_tuning(b"262144 Bytes -> Algo 0 proto 1 time 54.7").algorithm
+    'TREE'
+    """
+    if b" Bytes -> " in body[:200]:
+        return _choice(body.rstrip())
+    if b"|" in body[:200]:
+        return _model(body.rstrip())
+    return None
+
+
+def _choice(body: bytes) -> TuningLine | None:
+    if numbered := _NUMBERED.fullmatch(body):
+        name, size, algorithm, protocol, time = numbered.groups()
+        op = None if name is None else OPERATIONS.get(name)
+        if name is not None and op is None:
+            return None
+        return TuningLine(
+            op,
+            int(size),
+            _name(ALGORITHMS, int(algorithm)),
+            _name(PROTOCOLS, int(protocol)),
+            None,
+            None,
+            float(time),
+        )
+    if named := _NAMED.fullmatch(body):
+        name, size, algorithm, protocol, first, last = named.groups()
+        if name not in OPERATIONS:
+            return None
+        return TuningLine(
+            OPERATIONS[name],
+            int(size),
+            algorithm.decode(),
+            protocol.decode(),
+            _channel(first),
+            _channel(last),
+            None,
+        )
+    other = _SYMMETRIC.fullmatch(body) or _COPY_ENGINE.fullmatch(body)
+    if other is None or other[1] not in OPERATIONS:
+        return None
+    how = other[3].decode("utf-8", "replace")
+    return TuningLine(OPERATIONS[other[1]], int(other[2]), how, None, None, None, None)
+
+
+def _model(body: bytes) -> TuningModelLine | None:
+    found = _MODEL.fullmatch(body) or _THRESHOLDS.fullmatch(body)
+    if found is None:
+        return None
+    cells = found[2].decode("utf-8", "replace").removesuffix("|").split("|")
+    return TuningModelLine(found[1].decode(), tuple(cell.strip() for cell in cells))
+
+
+def _name(names: tuple[str, ...], number: int) -> str | None:
+    return names[number] if number < len(names) else None
+
+
+def _channel(text: bytes) -> int | None:
+    number = int(text)
+    return None if number < 0 else number
+
+
+class TuningRows:
+    """Collects choices for the table ``nccl_tuning``; about 40 bytes a row, as logs hold millions of them."""
+
+    def __init__(self) -> None:
+        self._records: dict[TuningLine, int] = {}
+        self._columns = {name: array("q") for name in ("process", "tid", "file", "line", "record")}
+
+    def add(
+        self,
+        process: int,
+        communicator: int | None,
+        record: TuningLine | TuningModelLine,
+        file: int,
+        line: int,
+        lines: int = 1,
+        tid: int | None = None,
+    ) -> None:
+        """Add one line; ``process`` and ``file`` by number. Rows of the model are in no table and are not kept.
+
+        :func:`commprof.nccl.attribution.attribute_tuning` tells the communicator, once all lines are read.
+        """
+        del communicator
+        if isinstance(record, TuningModelLine):
+            return
+        number = self._records.setdefault(record, len(self._records))
+        values = (process, 0 if tid is None else tid, file, line, number)
+        for _ in range(lines):
+            for column, value in zip(self._columns.values(), values, strict=True):
+                column.append(value)
+
+    def table(
+        self, processes: Sequence[Process], communicators: Sequence[Communicator], files: Sequence[str]
+    ) -> pa.Table:
+        """The table ``nccl_tuning``, in the order in which the lines were added; ``comm`` and ``op_line`` are null."""
+        del communicators
+        numbers = {name: np.frombuffer(column, np.int64) for name, column in self._columns.items()}
+        columns = {
+            "host": _take([process.host for process in processes], pa.string(), numbers["process"]),
+            "pid": _take([process.pid for process in processes], pa.int32(), numbers["process"]),
+            "tid": pa.array(numbers["tid"]),
+            "file": _take(files, pa.string(), numbers["file"]),
+            "line": pa.array(numbers["line"]),
+        }
+        types = {"op": pa.string(), "num_bytes": pa.int64(), "predicted_us": pa.float64()}
+        types |= {"algorithm": pa.string(), "protocol": pa.string()}
+        types |= {"first_channel": pa.int32(), "last_channel": pa.int32()}
+        for name, arrow_type in types.items():
+            values = [getattr(record, name) for record in self._records]
+            columns["bytes" if name == "num_bytes" else name] = _take(values, arrow_type, numbers["record"])
+        return conform("nccl_tuning", pa.table(columns))
+
+
+def _take(values: Sequence[object], arrow_type: pa.DataType, numbers: np.ndarray) -> pa.Array:
+    return pa.array(values, type=arrow_type).take(pa.array(numbers))
