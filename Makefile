@@ -81,6 +81,7 @@ bench: $(STAMPS)/dev ## the benchmarks: a table and JSON each
 	$(BIN)/python benchmarks/trace_size.py
 	$(BIN)/python benchmarks/start_time.py
 	$(BIN)/python benchmarks/training_step.py
+	$(BIN)/python benchmarks/nccl_parse.py --size 20000000 --rounds 3
 
 .PHONY: clean
 clean: ## remove the environment and what was built; runs are kept

@@ -19,7 +19,7 @@ import json
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,11 +78,12 @@ class Block(NamedTuple):
 class Job:
     """All processes, and the blocks that their output is put together from."""
 
-    def __init__(self, ranks: int, layout: str, seed: int) -> None:
+    def __init__(self, ranks: int, layout: str, seed: int, names: Container[str] | None) -> None:
         if ranks % TENSOR_PARALLEL or not 2 * TENSOR_PARALLEL <= ranks <= 64:
             raise SystemExit(f"{ranks} ranks: expected a multiple of {TENSOR_PARALLEL} from 8 to 64")
         self.random = random.Random(seed)
         self.layout = layout
+        self.calls = {place: call for place, call in enumerate(STEP) if names is None or call.name in names}
         self.counted: Counter[str] = Counter()
         self.processes = [Process(rank, ranks, self.counted) for rank in range(ranks)]
         self.epoch_begin = self._block(lambda process: process.init())
@@ -96,7 +97,7 @@ class Job:
         self.steps = [self._block(self._step) for _ in range(4)]
 
     def _step(self, process: Process) -> list[str]:
-        texts = process.step()
+        texts = process.step(self.calls)
         for _ in range(self.noise):
             place = self.random.randrange(len(texts) + 1)
             texts.insert(place, process.chatter(self.random.randrange(96)))
@@ -157,7 +158,7 @@ class Output:
     def put_step(self, number: int) -> None:
         """One step: counts repeat from step to step within a small set, addresses and opCounts move."""
         values = {b"s": number, b"n": self.random.randrange(100_000, 999_999)}
-        for place, call in enumerate(STEP):
+        for place, call in self.job.calls.items():
             count = call.count if call.count < 2 else call.count - 512 * (number % 5) * (call.count > 512)
             printed = count * BYTES_OF_TYPE[call.datatype]
             values[b"a%d" % place] = (self.random.randrange(64) << 16) + place
@@ -179,9 +180,25 @@ class Output:
             self.truth.message_bytes[name] += ranks * printed * (size if call.name in PER_RANK else 1)
 
 
-def generate(out: Path, num_bytes: int, ranks: int = 16, layout: str = "stream", seed: int = 0) -> Truth:
-    """Write at least ``num_bytes`` bytes (at most one step more): one file, or a directory of them."""
-    job = Job(ranks, layout, seed)
+def generate(
+    out: Path,
+    num_bytes: int,
+    ranks: int = 16,
+    layout: str = "stream",
+    seed: int = 0,
+    names: Container[str] | None = None,
+) -> Truth:
+    """Write a log of at least ``num_bytes`` bytes (one block more at most).
+
+    Args:
+        out: the file, or the directory where ``layout`` is ``files``: then it gets one file per process.
+        num_bytes: of all files together.
+        ranks: processes; a multiple of 4 from 8 to 64.
+        layout: ``stream`` or ``files``.
+        seed: the same seed gives the same bytes.
+        names: operations to leave in, as NCCL spells them; None for all.
+    """
+    job = Job(ranks, layout, seed, names)
     paths = [out]
     if layout == "files":
         out.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ and ``src/transport`` (topology) of NVIDIA/nccl at v2.28.9-1; nothing of commpro
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -138,10 +138,10 @@ class Process:
             )
         )
 
-    def step(self) -> list[str]:
-        """The operations of one step, groups as torch opens them."""
+    def step(self, calls: Mapping[int, Call]) -> list[str]:
+        """The operations of one step by their number, groups as torch opens them."""
         texts: list[str] = []
-        for number, call in enumerate(STEP):
+        for number, call in calls.items():
             text = self.operation(number, call)
             if call.name == "Send":
                 text = self.call("ncclGroupStart()") + text
