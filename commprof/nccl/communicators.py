@@ -6,11 +6,11 @@ which rank and how many ranks it stands for, until the communicator is destroyed
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
 if TYPE_CHECKING:
@@ -215,11 +215,11 @@ class Completions:
         for ends in self._ends.values():
             ends.sort()
 
-    def next_of(self, process: int, tid: int, file: int, line: int) -> int | None:
-        """Number of the communicator whose initialisation is the next to end in this thread."""
+    def owners(self, process: int, tid: int, file: int, lines: np.ndarray) -> np.ndarray:
+        """For each of ``lines``, the number of the communicator whose initialisation is the next to end there; else -1."""
         ends = self._ends.get((process, tid, file), [])
-        position = bisect_left(ends, (line, -1))
-        return ends[position][1] if position < len(ends) else None
+        numbers = np.array([*(communicator for _, communicator in ends), -1], np.int64)
+        return numbers[np.searchsorted(np.array([line for line, _ in ends], np.int64), lines)]
 
 
 def note_operation_form(process: Process, line: CollLine, bytewise: bool) -> None:

@@ -2,7 +2,7 @@
 
 Formats of NCCL 2.4 to 2.30, from ``src/init.cc``, ``src/graph/connect.cc`` and ``src/transport/*.cc`` of NVIDIA/nccl.
 RCCL appends the communicator's address to some of them. A message fits a form from its first byte to its last, or it is
-none of ours: torn ones leave nothing.
+none of ours: torn ones leave nothing. :mod:`commprof.nccl.topology_tables` collects them.
 
 Pure: bytes in, tuples out. ``-1`` in a tree or a ring means that there is no such rank, and becomes None.
 """
@@ -10,13 +10,7 @@ Pure: bytes in, tuples out. ``-1`` in a tree or a ring means that there is no su
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
-
-import pyarrow as pa
-
-from commprof.nccl.communicators import Communicator, Completions, Process
-from commprof.trace.tables import table_from_rows
+from typing import NamedTuple
 
 
 class RingOrder(NamedTuple):
@@ -180,132 +174,3 @@ def _tree_line(number: bytes, above: bytes, rank: bytes, below: bytes) -> TreeLi
 def _rank(text: bytes) -> int | None:
     number = int(text)
     return None if number < 0 else number
-
-
-class _Place(NamedTuple):
-    """Where a line stands: numbers of process and communicator (None: not known when it was read), thread, file, line."""
-
-    process: int
-    communicator: int | None
-    tid: int | None
-    file: int
-    line: int
-
-
-class TopologyRows:
-    """Collects the lines of :func:`read_topology` for the tables of rings, trees and links."""
-
-    def __init__(self) -> None:
-        self._rings: dict[tuple[object, ...], tuple[_Place, RingOrder | RingNeighbours]] = {}
-        self._trees: dict[tuple[object, ...], tuple[_Place, TreeLine]] = {}
-        self._links: dict[tuple[object, ...], tuple[_Place, Link, int]] = {}
-
-    def add(
-        self,
-        process: int,
-        communicator: int | None,
-        record: Topology,
-        file: int,
-        line: int,
-        lines: int = 1,
-        tid: int | None = None,
-    ) -> None:
-        """Add one line, or ``lines`` equal ones of which this is the first.
-
-        Args:
-            process: its number in the registry.
-            communicator: number of the communicator that it belongs to; None where that is not known yet: then the
-                thread decides once all lines are read (see :class:`commprof.nccl.communicators.Completions`).
-            record: what :func:`read_topology` returned.
-            file: number of the file.
-            line: number of the line in it.
-            lines: how many lines say the same.
-            tid: the thread that printed it.
-        """
-        place = _Place(process, communicator, tid, file, line)
-        if isinstance(record, Link):
-            key = (process, communicator, *_unbound(place), record)
-            first, _, count = self._links.get(key, (place, record, 0))
-            self._links[key] = (first, record, count + lines)
-        elif isinstance(record, RingOrder | RingNeighbours):
-            self._rings.setdefault((file, line, process, record), (place, record))
-        else:
-            for tree in record:
-                self._trees.setdefault((process, communicator, *_unbound(place), *tree), (place, tree))
-
-    def tables(
-        self, processes: Sequence[Process], communicators: Sequence[Communicator], files: Sequence[str]
-    ) -> dict[str, pa.Table]:
-        """The tables ``nccl_rings``, ``nccl_trees`` and ``nccl_links``."""
-        owners = _Owners(processes, communicators, files)
-        links: dict[tuple[object, ...], dict[str, Any]] = {}
-        for place, link, lines in self._links.values():
-            row = owners.row(place) | link._asdict()
-            merged = links.setdefault(
-                (place.process, row["comm"], row["comm_epoch"], link), row | {"lines": 0}
-            )
-            merged["lines"] += lines
-        trees: dict[tuple[object, ...], dict[str, Any]] = {}
-        for place, tree in self._trees.values():
-            row = owners.row(place) | tree._asdict() | {"children": _join(tree.children)}
-            trees.setdefault((place.process, row["comm"], row["comm_epoch"], *tree), row)
-        return {
-            "nccl_rings": table_from_rows("nccl_rings", self._ring_rows(owners)),
-            "nccl_trees": table_from_rows("nccl_trees", trees.values()),
-            "nccl_links": table_from_rows("nccl_links", links.values()),
-        }
-
-    def _ring_rows(self, owners: _Owners) -> Iterable[Mapping[str, Any]]:
-        for place, ring in self._rings.values():
-            row = owners.row(place)
-            if isinstance(ring, RingNeighbours):
-                yield row | ring._asdict()
-                continue
-            size = owners.size(place)
-            # NCCL cuts long lines, and the first ranks of a ring in natural order look like a smaller ring.
-            whole = size is None or size == len(ring.ranks)
-            yield row | ring._asdict() | {"ranks": _join(ring.ranks) if whole else None}
-
-
-class _Owners:
-    """Names the process and the communicator of a place."""
-
-    def __init__(
-        self, processes: Sequence[Process], communicators: Sequence[Communicator], files: Sequence[str]
-    ) -> None:
-        self._processes = processes
-        self._communicators = communicators
-        self._files = files
-        self._completions = Completions(communicators)
-
-    def row(self, place: _Place) -> dict[str, Any]:
-        """The columns that all three tables share."""
-        process, owner = self._processes[place.process], self._owner(place)
-        return {
-            "host": process.host,
-            "pid": process.pid,
-            "comm": None if owner is None else owner.comm,
-            "comm_epoch": None if owner is None else owner.epoch,
-            "file": self._files[place.file],
-            "line": place.line,
-        }
-
-    def size(self, place: _Place) -> int | None:
-        """How many ranks the communicator of ``place`` has."""
-        owner = self._owner(place)
-        return None if owner is None else owner.nranks
-
-    def _owner(self, place: _Place) -> Communicator | None:
-        number = place.communicator
-        if number is None and place.tid is not None:
-            number = self._completions.next_of(place.process, place.tid, place.file, place.line)
-        return None if number is None else self._communicators[number]
-
-
-def _unbound(place: _Place) -> tuple[int | None, ...]:
-    """What keeps lines of different initialisations apart as long as their communicator is not known."""
-    return (place.tid, place.file, place.line) if place.communicator is None else ()
-
-
-def _join(ranks: tuple[int, ...]) -> str:
-    return " ".join(map(str, ranks))
