@@ -10,9 +10,12 @@ import typer
 
 from commprof.cli.console import say
 from commprof.errors import CommprofError, LaunchError, UsageError
+from commprof.launch.nccl_log import Mode
 from commprof.launch.program import Kind, check_program, parse_program
 
 NPROC_HELP = "Ranks to start. Default: the visible GPUs, else 2."
+NCCL_LOG_HELP = "Have NCCL write a log into the run. auto: where a GPU is visible."
+WIRE_HELP = "Read the interface counters at each step too, once per host."
 
 
 def run(
@@ -32,6 +35,8 @@ def run(
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", "-f", help="Replace an earlier run in --out.")] = False,
+    nccl_log: Annotated[Mode, typer.Option("--nccl-log", help=NCCL_LOG_HELP)] = Mode.AUTO,
+    wire: Annotated[bool, typer.Option("--wire", help=WIRE_HELP)] = False,
 ) -> int:
     """Run a program on every rank and record its collectives.
 
@@ -48,7 +53,7 @@ def run(
     from commprof.launch.foreign import run_foreign_rank
     from commprof.launch.job import Job, run_job
 
-    job = Job(program=parsed, ranks=ranks, out=out, force=force)
+    job = Job(program=parsed, ranks=ranks, out=out, force=force, nccl_log=nccl_log, wire=wire)
     here = place(os.environ)
     try:
         if here is not None and parsed.kind is not Kind.COMMAND:

@@ -15,8 +15,9 @@ import typer
 from commprof.cli import rendering
 from commprof.cli.console import say
 from commprof.cli.extras import needed
-from commprof.cli.run import NPROC_HELP, parse_ranks
+from commprof.cli.run import NCCL_LOG_HELP, NPROC_HELP, WIRE_HELP, parse_ranks
 from commprof.errors import CommprofError, UsageError
+from commprof.launch.nccl_log import Mode
 from commprof.launch.program import check_program, parse_program
 from commprof.launch.sweep import Turn, derive, label, points, turns
 
@@ -76,6 +77,8 @@ def sweep(
         bool,
         typer.Option("--show-output", help="Let the program print here, not into output.txt of each run."),
     ] = False,
+    nccl_log: Annotated[Mode, typer.Option("--nccl-log", help=NCCL_LOG_HELP)] = Mode.AUTO,
+    wire: Annotated[bool, typer.Option("--wire", help=WIRE_HELP)] = False,
 ) -> int:
     """Run a program once for each combination of config values, and compare the runs.
 
@@ -104,6 +107,8 @@ def sweep(
         out=directory,
         ranks=ranks,
         show_output=show_output,
+        nccl_log=nccl_log,
+        wire=wire,
     )
     return _carry_out(campaign, fail_fast)
 

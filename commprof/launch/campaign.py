@@ -16,6 +16,7 @@ from commprof.errors import CommprofError, TraceError, UsageError
 from commprof.launch import environment, injection
 from commprof.launch.configuration import ConfigFile, read_config
 from commprof.launch.job import CONFIG_NAME, OUTPUT_NAME, Finished, Job, run_job
+from commprof.launch.nccl_log import Mode
 from commprof.launch.program import CONFIG_ARGUMENTS, Program, find_argument, replace_argument
 from commprof.launch.sweep import Turn, derive, label, mismatches
 from commprof.trace import directory
@@ -38,6 +39,8 @@ class Campaign:
     out: Path
     ranks: int | None = None
     show_output: bool = False
+    nccl_log: Mode = Mode.AUTO
+    wire: bool = False
 
 
 class TurnResult(NamedTuple):
@@ -124,6 +127,8 @@ def carry_out(campaign: Campaign, say: Callable[[str], None]) -> Iterator[TurnRe
             derived=campaign.config._replace(content=content),
             sweep={"name": campaign.out.name, "point": turn.point, "repeat": turn.repeat},
             keep_output=not campaign.show_output,
+            nccl_log=campaign.nccl_log,
+            wire=campaign.wire,
         )
         said: list[str] = []
         finished = run_job(job, say if campaign.show_output else said.append)

@@ -16,10 +16,20 @@ from pathlib import Path
 from typing import Final
 
 from commprof.errors import CommprofError, UsageError
-from commprof.launch import environment, injection, summary
-from commprof.launch.job import Finished, Job, close_manifest, create, describe_failure, sample_and_wait
+from commprof.launch import environment, injection, nccl_files, nccl_log, summary
+from commprof.launch.job import (
+    Finished,
+    Job,
+    close_manifest,
+    create,
+    describe_failure,
+    request_log,
+    sample_and_wait,
+    tell_cost,
+    tell_log,
+)
 from commprof.launch.program import Program
-from commprof.launch.ranks import Rank, RankGroup
+from commprof.launch.ranks import Outcome, Rank, RankGroup
 from commprof.trace import directory, manifest
 from commprof.trace.process import process_start_ns, start_ticks
 
@@ -74,32 +84,54 @@ def run_foreign_rank(job: Job, place: environment.Place, say: Callable[[str], No
     since_ns = process_start_ns(parent) or 0
     run = job.out or not_before(shared_directory(job.program, os.environ, since_ns), since_ns)
     job = replace(job, out=run)
+    log = request_log(job, run)
     if place.rank == 0:
-        _make_directory(job, run, parent, place)
+        _make_directory(job, run, parent, place, log)
         say(f"recording rank 0 of {place.world_size} and those beside it into {summary.shown(run)}")
     else:
         _await_directory(run, since_ns)
-    command_line = job.program.command_line(environment.python_command())
-    child = Rank(place.rank, command_line, injection.injected(os.environ, run), reads_stdin=True)
-    group = RankGroup([child], say)
-    group.start()
-    outcome = sample_and_wait(run, group) if place.rank == 0 else group.wait()
+    # On a host that does not share the run directory, NCCL needs one as well.
+    tell_log(log, run, say if place.rank == 0 else _say_nothing)
+    outcome = _run_child(job, run, place, log, say)
     if outcome.exit_code:
         say(describe_failure(outcome))
     if place.rank == 0:
         _await_siblings(parent)
         failed = outcome.first_failed_rank
         close_manifest(run, exit_code=outcome.exit_code, first_failed_rank=failed)
+        tell_cost(log, run, say)
         say(summary.last_line(run))
         injection.forget_notes(run)
     return Finished(run, outcome.exit_code, outcome.first_failed_rank)
 
 
-def _make_directory(job: Job, run: Path, parent: int, place: environment.Place) -> None:
+def _run_child(
+    job: Job, run: Path, place: environment.Place, log: nccl_log.Request, say: Callable[[str], None]
+) -> Outcome:
+    variables = {**injection.injected(os.environ, run, wire=job.wire), **log.set}
+    command_line = job.program.command_line(environment.python_command())
+    group = RankGroup([Rank(place.rank, command_line, variables, reads_stdin=True)], say)
+    started_ns = time.time_ns()
+    group.start()
+    pids = group.pids
+    outcome = sample_and_wait(run, group) if place.rank == 0 else group.wait()
+    # A file of all processes is copied by one of them.
+    if log.own_file is not None and ("%p" in log.own_file or os.environ.get("LOCAL_RANK", "0") == "0"):
+        nccl_files.collect(log.own_file, run, started_ns, pids)
+    return outcome
+
+
+def _say_nothing(text: str) -> None:
+    pass
+
+
+def _make_directory(
+    job: Job, run: Path, parent: int, place: environment.Place, log: nccl_log.Request
+) -> None:
     launcher = {"pid": parent, "start_ticks": start_ticks(parent) or 0}
     if _is_restart(run, launcher):
         return
-    create(job, run, ranks=place.world_size, launcher=launcher, say=lambda text: None)
+    create(job, run, ranks=place.world_size, launcher=launcher, log=log, say=_say_nothing)
 
 
 def _is_restart(run: Path, launcher: Mapping[str, int]) -> bool:

@@ -16,16 +16,18 @@ from typing import Any, Final
 DIRECTORY: Final = Path(__file__).resolve().parent / "inject"
 NOTES: Final = "processes.jsonl"
 RUN_VARIABLE: Final = "COMMPROF_RUN"
+WIRE_VARIABLE: Final = "COMMPROF_WIRE"
 WATCHED_FILE_VARIABLE: Final = "COMMPROF_WATCHED_FILE"
 
 
 def injected(
-    environment: Mapping[str, str], run: Path, *, watched_file: Path | None = None
+    environment: Mapping[str, str], run: Path, *, watched_file: Path | None = None, wire: bool = False
 ) -> dict[str, str]:
     """``environment`` with the recorder in it, for processes that record into ``run``.
 
     Args:
         watched_file: have each process note whether it opened this file.
+        wire: have one rank of each host read the interface counters at each step.
     """
     paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path != str(DIRECTORY)]
     # An empty entry means the working directory, so an empty variable must not become one.
@@ -36,6 +38,9 @@ def injected(
         "PYTHONPATH": f"{DIRECTORY}{os.pathsep}{inherited}" if inherited else str(DIRECTORY),
     }
     changed.pop(WATCHED_FILE_VARIABLE, None)
+    changed.pop(WIRE_VARIABLE, None)
+    if wire:
+        changed[WIRE_VARIABLE] = "1"
     if watched_file is not None:
         changed[WATCHED_FILE_VARIABLE] = str(watched_file.absolute())
     return changed

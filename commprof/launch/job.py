@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from commprof.errors import CommprofError, LaunchError, UsageError
-from commprof.launch import environment, injection, summary
+from commprof.launch import environment, injection, nccl_files, nccl_log, summary
 from commprof.launch.configuration import ConfigFile, find_config
 from commprof.launch.program import Kind, Program
 from commprof.launch.ranks import GRACE_SECONDS, Outcome, Rank, RankGroup
@@ -37,6 +37,7 @@ class Job:
 
     ``derived``, ``sweep`` and ``keep_output`` are set by a sweep: the config that it made for this run, in place of the one
     that the script was given; which point of which sweep this is; and that what the program prints goes into the run.
+    ``wire``: read the interface counters at each step.
     """
 
     program: Program
@@ -46,6 +47,8 @@ class Job:
     derived: ConfigFile | None = None
     sweep: Mapping[str, Any] | None = None
     keep_output: bool = False
+    nccl_log: nccl_log.Mode = nccl_log.Mode.AUTO
+    wire: bool = False
 
 
 class Finished(NamedTuple):
@@ -71,24 +74,62 @@ def run_job(job: Job, say: Callable[[str], None]) -> Finished:
     _check_ranks(job)
     run = job.out or directory.default_run_directory(job.program.stem, datetime.now())
     ranks = _rank_count(job)
-    create(job, run, ranks=ranks, launcher=_this_process(), say=say)
-    return _run_ranks(job, run, _plan_ranks(job, run, ranks, say), say)
+    log = request_log(job, run)
+    create(job, run, ranks=ranks, launcher=_this_process(), log=log, say=say)
+    planned = _plan_ranks(job, run, ranks, log, say)
+    tell_log(log, run, say)
+    return _run_ranks(job, run, planned, log, say)
+
+
+def request_log(job: Job, run: Path) -> nccl_log.Request:
+    """What NCCL is asked to print in the ranks of ``job``."""
+    mode = job.nccl_log
+    gpus = mode is nccl_log.Mode.AUTO and environment.visible_gpus(os.environ) > 0
+    known = nccl_log.with_user_file(os.environ, nccl_log.user_file(os.environ))
+    return nccl_log.request(known, run, mode, gpus=gpus)
+
+
+def tell_log(log: nccl_log.Request, run: Path, say: Callable[[str], None]) -> None:
+    """Say what was set for the log of NCCL, and make the directory that it goes to."""
+    if nccl_log.FILE in log.set:
+        nccl_files.make_directory(run)
+    for sentence in log.sentences(summary.shown(run)):
+        say(sentence)
+
+
+def tell_cost(log: nccl_log.Request, run: Path, say: Callable[[str], None]) -> None:
+    """Say how much NCCL has printed. Where it was asked and has printed nothing, say that, and what that may mean."""
+    cost = nccl_files.measure(run)
+    if cost is not None:
+        note_in_manifest(run, log, cost)
+        say(cost.sentence(summary.shown(run)))
+    elif log.set:
+        say(
+            "NCCL log: nothing was written: no process initialised NCCL, or what is set differently keeps it from printing"
+        )
 
 
 def create(
-    job: Job, run: Path, *, ranks: int | None, launcher: Mapping[str, int], say: Callable[[str], None]
+    job: Job,
+    run: Path,
+    *,
+    ranks: int | None,
+    launcher: Mapping[str, int],
+    log: nccl_log.Request,
+    say: Callable[[str], None],
 ) -> None:
     """Make directory ``run`` with its manifest and the config file that the program was given.
 
     Args:
         launcher: pid and start_ticks of the process with which the job lives and dies.
+        log: what NCCL is asked to print.
 
     Raises:
         UsageError: the directory is not empty, and ``job.force`` does not help.
         TraceError: it cannot be made.
     """
     found = job.derived or find_config(job.program)
-    manifest.create_run(run, _first_manifest(job, found, ranks, launcher), force=job.force)
+    manifest.create_run(run, _first_manifest(job, found, ranks, launcher, log), force=job.force)
     _keep_config(run, job, found)
     if found is not None and found.problem is not None:
         say(
@@ -105,10 +146,10 @@ def _check_ranks(job: Job) -> None:
 
 
 def _first_manifest(
-    job: Job, found: ConfigFile | None, ranks: int | None, launcher: Mapping[str, int]
+    job: Job, found: ConfigFile | None, ranks: int | None, launcher: Mapping[str, int], log: nccl_log.Request
 ) -> manifest.Manifest:
     program = job.program
-    of_process = manifest.describe_process()
+    of_process = manifest.describe_process({**os.environ, **log.set})
     return manifest.Manifest(
         **{**of_process, "command": program.command_line(["python"])},
         script=program.script,
@@ -116,7 +157,12 @@ def _first_manifest(
         nproc=ranks,
         world_size=ranks,
         hosts=[socket.gethostname()],
-        launcher={**launcher, "host": socket.gethostname()},
+        launcher={
+            **launcher,
+            "host": socket.gethostname(),
+            "nccl_log": log.described(),
+            "wire": job.wire,
+        },
         torch=_torch_version(),
         config=found.content if found else None,
         config_path=str(found.path) if found else None,
@@ -154,9 +200,11 @@ def _keep_config(run: Path, job: Job, found: ConfigFile | None) -> None:
         raise LaunchError(f"{run / CONFIG_NAME} cannot be written: {error.strerror}") from error
 
 
-def _plan_ranks(job: Job, run: Path, count: int | None, say: Callable[[str], None]) -> list[Rank]:
+def _plan_ranks(
+    job: Job, run: Path, count: int | None, log: nccl_log.Request, say: Callable[[str], None]
+) -> list[Rank]:
     watched = run / CONFIG_NAME if job.derived is not None else None
-    inherited = injection.injected(os.environ, run, watched_file=watched)
+    inherited = {**injection.injected(os.environ, run, watched_file=watched, wire=job.wire), **log.set}
     command_line = job.program.command_line(environment.python_command())
     if count is None:
         say(f"recording {job.program.target} into {summary.shown(run)}")
@@ -176,9 +224,12 @@ def _plan_ranks(job: Job, run: Path, count: int | None, say: Callable[[str], Non
     ]
 
 
-def _run_ranks(job: Job, run: Path, ranks: list[Rank], say: Callable[[str], None]) -> Finished:
+def _run_ranks(
+    job: Job, run: Path, ranks: list[Rank], log: nccl_log.Request, say: Callable[[str], None]
+) -> Finished:
     # A launcher of the user's ends its own ranks when it is told to stop, and could not if it were killed.
     is_command = job.program.kind is Kind.COMMAND
+    started_ns = time.time_ns()
     with _output(run, job) as output:
         planned = [rank._replace(output=output) for rank in ranks]
         group = RankGroup(planned, say, death_signal=signal.SIGTERM if is_command else signal.SIGKILL)
@@ -192,6 +243,9 @@ def _run_ranks(job: Job, run: Path, ranks: list[Rank], say: Callable[[str], None
         say(describe_failure(outcome))
     first_failed = None if is_command else outcome.first_failed_rank
     close_manifest(run, exit_code=outcome.exit_code, first_failed_rank=first_failed)
+    if log.own_file is not None:
+        nccl_files.collect(log.own_file, run, started_ns, nccl_files.rank_processes(run))
+    tell_cost(log, run, say)
     say(summary.last_line(run))
     if job.derived is None:
         injection.forget_notes(run)
@@ -228,6 +282,16 @@ def describe_failure(outcome: Outcome) -> str:
         listed = ", ".join(map(str, outcome.stopped_ranks))
         text += f". Still running {GRACE_SECONDS:g} s later, and stopped: {listed}"
     return text
+
+
+def note_in_manifest(run: Path, log: nccl_log.Request, cost: nccl_files.Cost) -> None:
+    """Write into the manifest how much NCCL has printed."""
+    try:
+        described = manifest.read_manifest(run)
+        written = {"nccl_log": {**log.described(), "written": cost._asdict()}}
+        manifest.write_manifest(run, replace(described, launcher={**(described.launcher or {}), **written}))
+    except (CommprofError, OSError):
+        pass
 
 
 def close_manifest(run: Path, *, exit_code: int, first_failed_rank: int | None) -> None:

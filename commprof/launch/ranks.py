@@ -124,6 +124,11 @@ class RankGroup:
             self._running[rank.number] = process
             self._watch(rank.number, process.pid)
 
+    @property
+    def pids(self) -> frozenset[int]:
+        """The processes that are running."""
+        return frozenset(process.pid for process in self._running.values())
+
     def _spawn(self, rank: Rank, leader: int) -> subprocess.Popen[bytes]:
         prctl = _prctl()
         parent, death_signal, mask = os.getpid(), int(self._death_signal), self._old_mask - set(_WATCHED)
