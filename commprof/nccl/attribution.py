@@ -80,7 +80,8 @@ def _collective(ops: pa.Table) -> pa.ChunkedArray:
 
 def _runs(tuning: pa.Table, calls: pa.Table) -> tuple[np.ndarray, np.ndarray]:
     """The run of each choice and of each operation: numbers that are equal within one run of one thread."""
-    keys = pa.concat_tables([table.select([*_THREAD, "line"]) for table in (calls, tuning)])
+    names = [*_THREAD, "line"]
+    keys = pa.concat_tables([pa.table([table[name] for name in names], names) for table in (calls, tuning)])
     thread = _codes(keys)
     is_choice = np.arange(keys.num_rows) >= calls.num_rows
     order = np.lexsort((is_choice, keys["line"].to_numpy(), thread))
