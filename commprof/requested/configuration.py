@@ -11,14 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from commprof.requested.errors import RequestedError
+from commprof.requested.keys import choice, count, dtype, flag, number, section, wrong
 
 REDUCTION_NAMES: Final = ("all_reduce", "multi_rank_all_reduce", "reduce_to_owner", "reduce_scatter")
 REDUCE_SCATTER_IMPLS: Final = ("auto", "native", "all_to_all")
-DTYPES: Final[dict[str, str]] = {
-    **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "float32"),
-    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "float16"),
-    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bfloat16"),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,12 +107,12 @@ class Configuration:
     @property
     def reduces_in_backward_order(self) -> bool:
         """Whether gradients enter buckets as backward produces them, rather than in the order of the groups."""
-        return self.stage == 2 or (self.stage == 1 and self.overlap_comm)
+        return self.stage >= 2 or (self.stage == 1 and self.overlap_comm)
 
     @property
     def reduces_every_micro_step(self) -> bool:
         """Whether gradients are reduced in each micro-batch, rather than once per step."""
-        return self.stage == 2
+        return self.stage >= 2
 
 
 def read_configuration(config: Mapping[str, Any]) -> Configuration:
@@ -129,127 +125,61 @@ def read_configuration(config: Mapping[str, Any]) -> Configuration:
         raise RequestedError(
             f"the config is {config!r}; expected an object with keys, as in a DeepSpeed config file"
         )
-    zero = _zero_section(config)
+    zero = zero_section(config)
     bf16_name = "bf16" if "bf16" in config or "bfloat16" not in config else "bfloat16"
-    bf16, fp16 = _section(config, bf16_name), _section(config, "fp16")
+    bf16, fp16 = section(config, bf16_name), section(config, "fp16")
     model_dtype = None
-    if _flag(fp16, "fp16.enabled", False):
+    if flag(fp16, "fp16.enabled", False):
         model_dtype = "float16"
-    elif _flag(bf16, f"{bf16_name}.enabled", False):
+    elif flag(bf16, f"{bf16_name}.enabled", False):
         model_dtype = "bfloat16"
-    stage = _count(zero, "zero_optimization.stage", 0, least=0)
+    stage = count(zero, "zero_optimization.stage", 0, least=0)
     if stage is None or stage > 3:
         raise RequestedError(f"zero_optimization.stage is {stage}; expected 0, 1, 2 or 3")
     overlap = zero.get("overlap_comm")
     return Configuration(
         stage=stage,
         model_dtype=model_dtype,
-        communication_dtype=_dtype(config, "communication_data_type") or model_dtype or "float32",
-        accumulation_dtype=_dtype(_section(config, "data_types"), "data_types.grad_accum_dtype"),
-        reduce_scatter=_flag(zero, "zero_optimization.reduce_scatter", True),
-        use_multi_rank_bucket_allreduce=_flag(
-            zero, "zero_optimization.use_multi_rank_bucket_allreduce", True
-        ),
-        contiguous_gradients=_flag(zero, "zero_optimization.contiguous_gradients", True),
-        overlap_comm=stage == 3 if overlap is None else _flag(zero, "zero_optimization.overlap_comm", False),
-        reduce_bucket_size=_count(zero, "zero_optimization.reduce_bucket_size", 500_000_000, least=1) or 0,
-        round_robin_gradients=_flag(zero, "zero_optimization.round_robin_gradients", False),
-        parameter_alignment=_flag(zero, "zero_optimization.parameter_alignment", False),
-        compute_grad_norm=_flag(zero, "zero_optimization.compute_grad_norm", True),
-        gradient_reduction=_choice(zero, "zero_optimization.gradient_reduction", ("auto", *REDUCTION_NAMES)),
-        reduce_scatter_impl=_choice(zero, "zero_optimization.reduce_scatter_impl", REDUCE_SCATTER_IMPLS),
-        gather_by_broadcast=_flag(config, "disable_allgather", False)
-        or not _flag(zero, "zero_optimization.allgather_partitions", True),
-        allgather_bucket_size=_count(zero, "zero_optimization.allgather_bucket_size", None, least=0),
-        gradient_clipping=_number(config, "gradient_clipping", 1.0),
+        communication_dtype=dtype(config, "communication_data_type") or model_dtype or "float32",
+        accumulation_dtype=dtype(section(config, "data_types"), "data_types.grad_accum_dtype"),
+        reduce_scatter=flag(zero, "zero_optimization.reduce_scatter", True),
+        use_multi_rank_bucket_allreduce=flag(zero, "zero_optimization.use_multi_rank_bucket_allreduce", True),
+        contiguous_gradients=flag(zero, "zero_optimization.contiguous_gradients", True),
+        overlap_comm=stage == 3 if overlap is None else flag(zero, "zero_optimization.overlap_comm", False),
+        reduce_bucket_size=count(zero, "zero_optimization.reduce_bucket_size", 500_000_000, least=1) or 0,
+        round_robin_gradients=flag(zero, "zero_optimization.round_robin_gradients", False),
+        parameter_alignment=flag(zero, "zero_optimization.parameter_alignment", False),
+        compute_grad_norm=flag(zero, "zero_optimization.compute_grad_norm", True),
+        gradient_reduction=choice(zero, "zero_optimization.gradient_reduction", ("auto", *REDUCTION_NAMES)),
+        reduce_scatter_impl=choice(zero, "zero_optimization.reduce_scatter_impl", REDUCE_SCATTER_IMPLS),
+        gather_by_broadcast=flag(config, "disable_allgather", False)
+        or not flag(zero, "zero_optimization.allgather_partitions", True),
+        allgather_bucket_size=count(zero, "zero_optimization.allgather_bucket_size", None, least=0),
+        gradient_clipping=number(config, "gradient_clipping", 1.0),
         check_overflow=model_dtype == "float16"
-        or (model_dtype == "bfloat16" and _flag(bf16, f"{bf16_name}.check_grad_overflow", True)),
+        or (model_dtype == "bfloat16" and flag(bf16, f"{bf16_name}.check_grad_overflow", True)),
         offload_device=_offload_device(zero),
-        train_batch_size=_count(config, "train_batch_size", None, least=1),
-        micro_batch_size=_count(config, "train_micro_batch_size_per_gpu", None, least=1),
-        accumulation_steps=_count(config, "gradient_accumulation_steps", None, least=1),
-        managed_accumulation=_flag(config, "managed_gradient_accumulation", True),
+        train_batch_size=count(config, "train_batch_size", None, least=1),
+        micro_batch_size=count(config, "train_micro_batch_size_per_gpu", None, least=1),
+        accumulation_steps=count(config, "gradient_accumulation_steps", None, least=1),
+        managed_accumulation=flag(config, "managed_gradient_accumulation", True),
     )
 
 
-def _zero_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def zero_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The keys of ``zero_optimization``."""
     value = config.get("zero_optimization")
     if isinstance(value, bool):  # the oldest form of the key: stage 1, on or off
         return {"stage": int(value)}
-    return _section(config, "zero_optimization")
-
-
-def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = config.get(key)
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise _wrong(key, value, "an object with keys of its own")
-    return value
+    return section(config, "zero_optimization")
 
 
 def _offload_device(zero: Mapping[str, Any]) -> str:
-    if _flag(zero, "zero_optimization.cpu_offload", False):
+    if flag(zero, "zero_optimization.cpu_offload", False):
         return "cpu"
-    section = _section(zero, "offload_optimizer")
-    device = section.get("device")
+    device = section(zero, "offload_optimizer").get("device")
     if device is None:
         return "none"
     if device not in ("none", "cpu", "nvme"):
-        raise _wrong("zero_optimization.offload_optimizer.device", device, "none, cpu or nvme")
+        raise wrong("zero_optimization.offload_optimizer.device", device, "none, cpu or nvme")
     return str(device)
-
-
-def _flag(section: Mapping[str, Any], key: str, default: bool) -> bool:
-    value = _value(section, key)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise _wrong(key, value, "true or false")
-    return value
-
-
-def _number(section: Mapping[str, Any], key: str, default: float) -> float:
-    value = _value(section, key)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise _wrong(key, value, "a number that is not negative")
-    return float(value)
-
-
-def _count(section: Mapping[str, Any], key: str, default: int | None, *, least: int) -> int | None:
-    value = _value(section, key)
-    if value is None:
-        return default
-    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    if isinstance(value, bool) or not whole or value < least:
-        raise _wrong(key, value, f"a whole number, {least} or more")
-    return int(value)
-
-
-def _choice(section: Mapping[str, Any], key: str, choices: tuple[str, ...]) -> str:
-    value = _value(section, key)
-    if value is None:
-        return "auto"
-    if value not in choices:
-        raise _wrong(key, value, f"one of {', '.join(choices)}")
-    return str(value)
-
-
-def _dtype(section: Mapping[str, Any], key: str) -> str | None:
-    value = _value(section, key)
-    if value is None:
-        return None
-    if not isinstance(value, str) or value.lower() not in DTYPES:
-        raise _wrong(key, value, "fp32, fp16 or bf16")
-    return DTYPES[value.lower()]
-
-
-def _value(section: Mapping[str, Any], key: str) -> Any:
-    # Any: a value of a JSON file, which the caller checks.
-    return section.get(key.rpartition(".")[2])
-
-
-def _wrong(key: str, value: object, wanted: str) -> RequestedError:
-    return RequestedError(f"{key} is {value!r} in the config; expected {wanted}")

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from commprof.requested.errors import UnsupportedError
 
+MUON_OPTIMIZERS: Final = ("muon",)
+
 
 def refuse_unsupported(config: Mapping[str, Any], stage: int) -> None:
-    """Raise UnsupportedError, naming the key, when ``config`` asks for more than stages 0, 1 and 2 by themselves."""
-    if stage > 2:
-        raise UnsupportedError(
-            "zero_optimization.stage",
-            stage,
-            "stage 3 gathers parameters in an order that only a run can show",
-        )
+    """Raise UnsupportedError, naming the key, when ``config`` asks for more than the four stages by themselves."""
     zero = _mapping(config.get("zero_optimization"))
     if stage and zero.get("zenflow"):
         raise UnsupportedError(
@@ -34,7 +30,37 @@ def refuse_unsupported(config: Mapping[str, Any], stage: int) -> None:
         raise UnsupportedError(
             "data_types.keep_in_fp32_modules", kept, "the element types of the model are then mixed"
         )
+    if stage == 3:
+        _refuse_with_stage_3(config, zero)
     _refuse_parallel(config)
+
+
+def _refuse_with_stage_3(config: Mapping[str, Any], zero: Mapping[str, Any]) -> None:
+    quantised = "values are then quantised, and travel with scales whose sizes the sources do not state"
+    for name in (
+        "zero_quantized_weights",
+        "zero_quantized_nontrainable_weights",
+        "zero_quantized_gradients",
+    ):
+        if zero.get(name):
+            raise UnsupportedError(f"zero_optimization.{name}", zero[name], quantised)
+    secondary = zero.get("zero_hpz_partition_size")
+    if _above(secondary, 1):
+        reason = "which gathers stay within a part of the ranks depends on what was given back before them"
+        raise UnsupportedError("zero_optimization.zero_hpz_partition_size", secondary, reason)
+    for prefix in ("stage3_", ""):
+        granularity = zero.get(f"{prefix}module_granularity_threshold")
+        if _above(granularity, 0):
+            key = f"zero_optimization.{prefix}module_granularity_threshold"
+            reason = "which modules are then fetched as one depends on the code of the model"
+            raise UnsupportedError(key, granularity, reason)
+    optimizer = _mapping(config.get("optimizer")).get("type")
+    if isinstance(optimizer, str) and optimizer.lower() in MUON_OPTIMIZERS:
+        raise UnsupportedError("optimizer.type", optimizer, "Muon gathers matrices within the step")
+
+
+def _above(value: object, limit: int) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > limit
 
 
 def _refuse_parallel(config: Mapping[str, Any]) -> None:

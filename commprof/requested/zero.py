@@ -1,24 +1,28 @@
-"""What ZeRO stages 0, 1 and 2 should send, per step and purpose.
+"""What each ZeRO stage should send, per step and purpose.
 
 :func:`expected` follows one training step: the broadcasts at the start, the gradients bucket by bucket, the overflow
-check, the norm, and the gathering of the updated parameters. Bytes are schema.py's: ``payload_bytes`` is the S of
-nccl-tests, ``wire_bytes`` the model of what each rank sends on average.
+check, the norm, and the gathering of the updated parameters. Stage 3 has rules of its own, in ``stage3``; its first two
+micro-batches send more than later ones, so :func:`expected_in_step` says what a step by its number sends.
+Bytes are schema.py's: ``payload_bytes`` is the S of nccl-tests, ``wire_bytes`` the model of what each rank sends on
+average.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import Any, Final, Literal, get_args
 
-from commprof.requested.configuration import Configuration, read_configuration
-from commprof.requested.errors import RequestedError
+from commprof.requested.configuration import Configuration, read_configuration, zero_section
+from commprof.requested.errors import RequestedError, UnsupportedError
+from commprof.requested.expectation import Expectation, When, row, summed
 from commprof.requested.explanation import (
     describe,
     describe_configuration,
     requested_gradient_op,
     requested_op,
 )
+from commprof.requested.fetch_configuration import read_fetch_configuration
 from commprof.requested.gradients import (
     GradientMessages,
     bucketed_gradients,
@@ -27,51 +31,25 @@ from commprof.requested.gradients import (
 )
 from commprof.requested.parameters import Parameter, check_parameters, item_bytes, trained_groups
 from commprof.requested.partition import Layout, lay_out
+from commprof.requested.stage3 import Training, stage3_expectations
 from commprof.requested.support import refuse_unsupported
-from commprof.schema import Op, Purpose, wire_bytes
+from commprof.schema import Op, Purpose
 
 __all__ = [
     "Expectation",
     "Parameter",
     "describe",
     "expected",
+    "expected_in_step",
     "micro_steps",
     "requested_gradient_op",
 ]
 
-When = Literal["init", "micro_step", "step"]
 Runtime = Literal["zero_runtime", "deepspeed"]
 
 FLAG_BYTES: Final = 1  # one uint8
 NORM_BYTES: Final = 4  # one fp32
-
-
-class Expectation(NamedTuple):
-    """The messages of one purpose.
-
-    Attributes:
-        when: what ``count`` and the bytes are for: the start of training, one micro-batch, or one optimizer step.
-        purpose: a value of schema.Purpose.
-        requested_op: what the words of the config ask for.
-        issued_op: what the rules of the runtime then send.
-        intended_op: what the issued operation stands for, where it is another.
-        count: messages.
-        payload_bytes: sum of their payloads.
-        wire_bytes: sum of the mean bytes that each rank sends for them.
-        exact: False where ``count`` depends on the order in which the gradients arrive and that was not given.
-        note: what a reader should know; empty when there is nothing.
-    """
-
-    when: When
-    purpose: str
-    requested_op: str
-    issued_op: str
-    intended_op: str | None
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody calls on a record
-    payload_bytes: int
-    wire_bytes: float
-    exact: bool
-    note: str
+STEADY: Final = 2  # the first micro-batch that sends what all later ones do
 
 
 def expected(
@@ -81,6 +59,9 @@ def expected(
     gradient_order: Sequence[str] | None = None,
     backend: str = "gloo",
     runtime: Runtime = "zero_runtime",
+    *,
+    iteration: int | None = None,
+    zero_init: bool = False,
 ) -> list[Expectation]:
     """What ``config`` should send for a model with ``parameters`` on ``world_size`` ranks.
 
@@ -93,6 +74,9 @@ def expected(
         backend: backend of the group; gloo has no reduce_scatter of its own.
         runtime: whose rules say what is issued. DeepSpeed does not know zero_runtime's two keys, and ignores those that
             say how parameters are gathered.
+        iteration: number of the micro-batch since training started, from 0, that the rows of ``"micro_step"`` are for.
+            Only at stage 3 do the first two differ from later ones, of which None is any.
+        zero_init: whether the model was made within ``deepspeed.zero.Init`` (stage 3), which broadcasts it once less.
 
     Raises:
         UnsupportedError: the config asks for a feature whose rules are not stated here; it names the key.
@@ -107,6 +91,76 @@ def expected(
     if world_size < 1:
         raise RequestedError(f"the world size is {world_size}; expected 1 or more")
     check_parameters(parameters)
+    if configuration.stage == 3:
+        _refuse_runtimes_own_keys(configuration)
+        training = Training(
+            parameters,
+            world_size,
+            gradient_order,
+            micro_steps(config, world_size),
+            STEADY if iteration is None else iteration,
+            zero_init,
+        )
+        fetching = read_fetch_configuration(zero_section(config))
+        return stage3_expectations(configuration, fetching, training)
+    return _expected_of_flat_stages(configuration, parameters, world_size, gradient_order, backend, runtime)
+
+
+def expected_in_step(
+    config: Mapping[str, Any],
+    parameters: Sequence[Parameter],
+    world_size: int,
+    step: int,
+    gradient_order: Sequence[str] | None = None,
+    backend: str = "gloo",
+    runtime: Runtime = "zero_runtime",
+    *,
+    zero_init: bool = False,
+) -> list[Expectation]:
+    """All that optimizer step number ``step`` sends, its micro-batches added up, one row per purpose and operations.
+
+    Args:
+        step: number of the step since training started, from 0; negative for what comes before it.
+
+    The other arguments and the errors are those of :func:`expected`. Rows have ``when`` ``"step"``, or ``"init"``.
+    """
+    passes = micro_steps(config, world_size)
+    rows: list[Expectation] = []
+    for iteration in range(step * passes, (step + 1) * passes) if step >= 0 else (0,):
+        sent = expected(
+            config,
+            parameters,
+            world_size,
+            gradient_order,
+            backend,
+            runtime,
+            iteration=iteration,
+            zero_init=zero_init,
+        )
+        if step < 0:
+            return [each for each in sent if each.when == "init"]
+        ends = iteration + 1 == (step + 1) * passes
+        rows += [each for each in sent if each.when == "micro_step" or (each.when == "step" and ends)]
+    return summed(rows, "step")
+
+
+def _refuse_runtimes_own_keys(configuration: Configuration) -> None:
+    if configuration.gradient_reduction != "auto":
+        raise UnsupportedError(
+            "zero_optimization.gradient_reduction",
+            configuration.gradient_reduction,
+            "zero_runtime, whose key this is, has no stage 3",
+        )
+
+
+def _expected_of_flat_stages(
+    configuration: Configuration,
+    parameters: Sequence[Parameter],
+    world_size: int,
+    gradient_order: Sequence[str] | None,
+    backend: str,
+    runtime: Runtime,
+) -> list[Expectation]:
     groups = trained_groups(parameters) if configuration.partitions else []
     layout = lay_out(
         groups,
@@ -136,7 +190,7 @@ def expected(
             _partition_norms(configuration, layout, world_size),
             _parameter_gather(configuration, layout, world_size, runtime),
         ]
-    return [row for row in rows if row is not None and row.count]
+    return [each for each in rows if each is not None and each.count]
 
 
 def micro_steps(config: Mapping[str, Any], world_size: int) -> int:
@@ -161,22 +215,13 @@ def micro_steps(config: Mapping[str, Any], world_size: int) -> int:
     return total // (micro * world_size)
 
 
-def _row(
-    when: When, purpose: Purpose, op: Op, payloads: Sequence[int], world_size: int, note: str = ""
-) -> Expectation:
-    """Messages that the config and the parameter list determine and no key renames."""
-    total = sum(payloads)
-    wire = wire_bytes(op, total, world_size)
-    return Expectation(when, str(purpose), str(op), str(op), None, len(payloads), total, wire, True, note)
-
-
 def _parameter_broadcast(
     configuration: Configuration, parameters: Sequence[Parameter], world_size: int
 ) -> Expectation:
     payloads = [
         parameter.numel * item_bytes(configuration.model_dtype or parameter.dtype) for parameter in parameters
     ]
-    return _row("init", Purpose.PARAMETER_BROADCAST, Op.BROADCAST, payloads, world_size)
+    return row("init", Purpose.PARAMETER_BROADCAST, Op.BROADCAST, payloads, world_size)
 
 
 def _gradient_reduce(
@@ -189,7 +234,7 @@ def _gradient_reduce(
     payloads = [message.numel * size for message in gradients.messages]
     note = "; ".join([describe_configuration(configuration), *gradients.notes])
     when: When = "micro_step" if configuration.reduces_every_micro_step else "step"
-    return _row(when, Purpose.GRADIENT_REDUCE, op, payloads, world_size, note)._replace(
+    return row(when, Purpose.GRADIENT_REDUCE, op, payloads, world_size, note)._replace(
         requested_op=str(requested_op(configuration)),
         intended_op=str(Op.REDUCE_SCATTER) if op == Op.ALL_TO_ALL else None,
         exact=gradients.exact,
@@ -203,14 +248,14 @@ def _clipping_norm(
     if configuration.gradient_clipping == 0 or configuration.model_dtype is not None or not trains:
         return None
     note = "gradients are equal on all ranks already; clipping sends their norm all the same"
-    return _row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, [NORM_BYTES], world_size, note)
+    return row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, [NORM_BYTES], world_size, note)
 
 
 def _overflow_check(configuration: Configuration, layout: Layout, world_size: int) -> Expectation | None:
     if not configuration.check_overflow or not layout.groups:
         return None
     note = "a step whose gradients overflow ends here, without norm and without gathering"
-    return _row("step", Purpose.OVERFLOW_CHECK, Op.ALL_REDUCE, [FLAG_BYTES], world_size, note)
+    return row("step", Purpose.OVERFLOW_CHECK, Op.ALL_REDUCE, [FLAG_BYTES], world_size, note)
 
 
 def _partition_norms(configuration: Configuration, layout: Layout, world_size: int) -> Expectation | None:
@@ -222,7 +267,7 @@ def _partition_norms(configuration: Configuration, layout: Layout, world_size: i
         else "sent although clipping is off; compute_grad_norm: false drops it"
     )
     payloads = [NORM_BYTES for _ in layout.groups]
-    return _row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, payloads, world_size, note)
+    return row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, payloads, world_size, note)
 
 
 def _parameter_gather(
@@ -244,8 +289,8 @@ def _parameter_gather(
             payloads += [
                 part * world_size * size for part in _gathered_parts(group.piece_numel, split, world_size)
             ]
-    row = _row("step", Purpose.PARAMETER_GATHER, issued, payloads, world_size, note)
-    return row._replace(requested_op=str(asked))
+    gathered = row("step", Purpose.PARAMETER_GATHER, issued, payloads, world_size, note)
+    return gathered._replace(requested_op=str(asked))
 
 
 def _gathered_parts(piece_numel: int, bucket_size: int | None, world_size: int) -> list[int]:

@@ -113,7 +113,14 @@ def test_a_value_that_cannot_be_used_is_named_with_what_was_expected(config, par
 @pytest.mark.parametrize(
     ("config", "key"),
     [
-        (stage(3), "zero_optimization.stage"),
+        (stage(3, zero_quantized_weights=True), "zero_optimization.zero_quantized_weights"),
+        (stage(3, zero_hpz_partition_size=2), "zero_optimization.zero_hpz_partition_size"),
+        (
+            stage(3, stage3_module_granularity_threshold=5),
+            "zero_optimization.stage3_module_granularity_threshold",
+        ),
+        (stage(3) | {"optimizer": {"type": "Muon"}}, "optimizer.type"),
+        (stage(3, gradient_reduction="reduce_scatter"), "zero_optimization.gradient_reduction"),
         (stage(2, zenflow={"topk_ratio": 0.1}), "zero_optimization.zenflow"),
         (stage(1) | {"torch_autocast": {"enabled": True}}, "torch_autocast.enabled"),
         (stage(1) | {"compile": {"deepcompile": True}}, "compile.deepcompile"),

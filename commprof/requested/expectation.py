@@ -1,0 +1,75 @@
+"""What is expected to be sent for one purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+from commprof.schema import Op, Purpose, wire_bytes
+
+When = Literal["init", "micro_step", "step"]
+
+
+class Expectation(NamedTuple):
+    """The messages of one purpose.
+
+    Attributes:
+        when: what ``count`` and the bytes are for: the start of training, one micro-batch, or one optimizer step.
+        purpose: a value of schema.Purpose.
+        requested_op: what the words of the config ask for.
+        issued_op: what the rules of the runtime then send.
+        intended_op: what the issued operation stands for, where it is another.
+        count: messages.
+        payload_bytes: sum of their payloads.
+        wire_bytes: sum of the mean bytes that each rank sends for them.
+        exact: False where ``count`` depends on the order in which the gradients arrive and that was not given.
+        note: what a reader should know; empty when there is nothing.
+    """
+
+    when: When
+    purpose: str
+    requested_op: str
+    issued_op: str
+    intended_op: str | None
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody calls on a record
+    payload_bytes: int
+    wire_bytes: float
+    exact: bool
+    note: str
+
+
+def row(
+    when: When, purpose: Purpose, op: Op, payloads: Sequence[int], world_size: int, note: str = ""
+) -> Expectation:
+    """Messages that the config and the parameter list determine and no key renames.
+
+    Args:
+        when: what they belong to.
+        purpose: why they are sent.
+        op: what is sent.
+        payloads: bytes of each message.
+        world_size: ranks among which they are sent.
+        note: what a reader should know.
+    """
+    total = sum(payloads)
+    wire = wire_bytes(op, total, world_size)
+    return Expectation(when, str(purpose), str(op), str(op), None, len(payloads), total, wire, True, note)
+
+
+def summed(rows: Iterable[Expectation], when: When) -> list[Expectation]:
+    """``rows`` as one per purpose and operations, in the order of the first of each."""
+    sums: dict[tuple[str, str, str, str | None], Expectation] = {}
+    for each in rows:
+        key = (each.purpose, each.requested_op, each.issued_op, each.intended_op)
+        before = sums.get(key)
+        if before is None:
+            sums[key] = each._replace(when=when)
+            continue
+        sums[key] = before._replace(
+            count=before.count + each.count,
+            payload_bytes=before.payload_bytes + each.payload_bytes,
+            wire_bytes=before.wire_bytes + each.wire_bytes,
+            exact=before.exact and each.exact,
+            note="; ".join(dict.fromkeys(note for note in (before.note, each.note) if note)),
+        )
+    return list(sums.values())

@@ -1,0 +1,96 @@
+"""The keys that decide when stage 3 gathers parameters, with DeepSpeed 0.19's defaults.
+
+Each of them may be written with or without ``stage3_``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from commprof.requested.keys import count, flag, section, wrong
+
+UNLIMITED: Final = 2**63 - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FetchConfiguration:
+    """What the config says about the parameters of stage 3. All limits are in elements.
+
+    Attributes:
+        prefetch_bucket_size: how much is gathered ahead at a time; 0 turns that off.
+        persistence_threshold: parameters up to this size stay gathered between steps.
+        model_persistence_threshold: the most that all parameters that stay gathered may have together.
+        max_live_parameters: gathering ahead stops where this much is gathered.
+        max_reuse_distance: a parameter is kept that is used again within this much of the recorded order.
+        sub_group_size: how much of a rank's slices is optimised at a time; one norm is sent for each.
+        sequential: each parameter in a message of its own.
+        fetches_by_all_reduce: several parameters are fetched by an all_reduce of a buffer of zeros.
+        sanity_checks: the ids of each gradient bucket are compared between the ranks.
+        leaf_names: modules that are fetched as one unit with all that is in them.
+        leaf_suffixes: the same, by the end of their names.
+        leaf_classes: whether modules are leaves by their class, which a list of parameters does not tell.
+        weight_before_bias: whether the gradient of a linear layer's weight comes before that of its bias.
+    """
+
+    prefetch_bucket_size: int
+    persistence_threshold: int
+    model_persistence_threshold: int
+    max_live_parameters: int
+    max_reuse_distance: int
+    sub_group_size: int
+    sequential: bool
+    fetches_by_all_reduce: bool
+    sanity_checks: bool
+    leaf_names: tuple[str, ...]
+    leaf_suffixes: tuple[str, ...]
+    leaf_classes: bool
+    weight_before_bias: bool
+
+    def is_leaf(self, module: str) -> bool:
+        """Whether the module of this name is fetched as one unit."""
+        return module in self.leaf_names or any(module.endswith(suffix) for suffix in self.leaf_suffixes)
+
+
+def read_fetch_configuration(zero: Mapping[str, Any]) -> FetchConfiguration:
+    """Read the keys of ``zero_optimization`` that only stage 3 has.
+
+    Raises:
+        RequestedError: a key has a value of the wrong type or outside its range.
+    """
+    sequential = flag(zero, _key(zero, "allgather_sequential"), False)
+    prefetch = _limit(zero, "prefetch_bucket_size", 50_000_000)
+    leaf = section(zero, "leaf_module")
+    return FetchConfiguration(
+        prefetch_bucket_size=1 if sequential else prefetch,
+        persistence_threshold=_limit(zero, "param_persistence_threshold", 100_000),
+        model_persistence_threshold=_limit(zero, "model_persistence_threshold", UNLIMITED),
+        max_live_parameters=_limit(zero, "max_live_parameters", 1_000_000_000),
+        max_reuse_distance=_limit(zero, "max_reuse_distance", 1_000_000_000),
+        sub_group_size=_limit(zero, "sub_group_size", 1_000_000_000),
+        sequential=sequential,
+        fetches_by_all_reduce=flag(zero, _key(zero, "use_all_reduce_for_fetch_params"), False),
+        sanity_checks=flag(zero, "zero_optimization.enable_sanity_checks", False),
+        leaf_names=_names(leaf, "names"),
+        leaf_suffixes=_names(leaf, "name_suffixes"),
+        leaf_classes=bool(_names(leaf, "classes")),
+        weight_before_bias=flag(zero, "zero_optimization.memory_efficient_linear", True),
+    )
+
+
+def _key(zero: Mapping[str, Any], name: str) -> str:
+    prefixed = f"stage3_{name}"
+    return f"zero_optimization.{prefixed if prefixed in zero else name}"
+
+
+def _limit(zero: Mapping[str, Any], name: str, default: int) -> int:
+    value = count(zero, _key(zero, name), default, least=0)
+    return default if value is None else value
+
+
+def _names(leaf: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    value = leaf.get(key) or ()
+    if isinstance(value, str) or not isinstance(value, list | tuple):
+        raise wrong(f"zero_optimization.leaf_module.{key}", value, "a list of names")
+    return tuple(str(name) for name in value)

@@ -1,0 +1,183 @@
+"""Which parameters stage 3 gathers at which module, micro-batch by micro-batch.
+
+The first micro-batch records the order of the modules: each module gathers what it lacks and gives all of it back when it
+is done. From the second on the order is known: each module also gathers ahead, and keeps what is used again soon. Source:
+reference measurements of DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from commprof.requested.fetch_configuration import FetchConfiguration
+from commprof.requested.modules import Module, Visit, module_tree, training_visits
+from commprof.requested.parameters import Parameter
+
+BEFORE_ANY_USE = -1
+
+
+class Fetch(NamedTuple):
+    """Parameters that are gathered together.
+
+    Attributes:
+        parameters: in model order.
+        forward: in the forward pass, rather than in the backward pass.
+    """
+
+    parameters: tuple[Parameter, ...]
+    forward: bool
+
+
+class Fetches(NamedTuple):
+    """All that one micro-batch gathers.
+
+    Attributes:
+        fetches: in the order of issue.
+        exact: whether they are the same whatever the order in which the modules run.
+        modules: calls of modules in both passes.
+        uses: parameters of those calls.
+    """
+
+    fetches: tuple[Fetch, ...]
+    exact: bool
+    modules: int
+    uses: int
+
+
+def persistent_parameters(
+    parameters: Sequence[Parameter], configuration: FetchConfiguration
+) -> list[Parameter]:
+    """The parameters, in model order, that stay gathered between steps."""
+    kept: list[Parameter] = []
+    numel = 0
+    for parameter in parameters:
+        fits = numel + parameter.numel <= configuration.model_persistence_threshold
+        if fits and parameter.numel <= configuration.persistence_threshold:
+            kept.append(parameter)
+            numel += parameter.numel
+    return kept
+
+
+def fetches_of(
+    parameters: Sequence[Parameter], configuration: FetchConfiguration, micro_steps: int, iteration: int
+) -> Fetches:
+    """What micro-batch number ``iteration`` of a training gathers.
+
+    Args:
+        parameters: those that the model uses, in model order.
+        configuration: what the config says about fetching.
+        micro_steps: micro-batches in a step; the parameters that stay gathered are so from the end of the first step.
+        iteration: number of the micro-batch since training started, from 0.
+    """
+    model = module_tree(parameters, configuration.is_leaf)
+    visits = training_visits(model)
+    entered = [visit for visit in visits if visit.enters]
+    order = [(use, number) for number, visit in enumerate(entered) for use in visit.module.parameters]
+    if iteration == 0:
+        fetches, exact = _recording(visits), False
+    else:
+        persistent = {p.name for p in persistent_parameters(parameters, configuration)}
+        step_ended = micro_steps == 1
+        known = _KnownOrder(configuration, [visit.module for visit in entered], order, persistent)
+        # Two passes show all there is: what stays gathered is gathered in the second micro-batch at the latest.
+        present = set(persistent) if step_ended else set()
+        fetches, exact = known.run(visits, present)
+        if iteration > 1 and not step_ended:
+            fetches, exact = known.run(visits, set(persistent))
+    exact = exact and not configuration.leaf_classes
+    return Fetches(tuple(fetches), exact, len(entered), len(order))
+
+
+def _recording(visits: Sequence[Visit]) -> list[Fetch]:
+    return [
+        Fetch(visit.module.parameters, visit.forward)
+        for visit in visits
+        if visit.enters and visit.module.parameters
+    ]
+
+
+@dataclass
+class _KnownOrder:
+    """Fetching along an order that has been recorded.
+
+    Attributes:
+        calls: the modules in the order in which they are entered in both passes.
+        uses: each parameter with the number of the call that uses it.
+        persistent: names of the parameters that stay gathered.
+        given_back: what a module gives back after a number of calls; DeepSpeed decides that once and keeps to it.
+    """
+
+    configuration: FetchConfiguration
+    calls: Sequence[Module]
+    uses: Sequence[tuple[Parameter, int]]
+    persistent: set[str]
+    given_back: dict[tuple[str, int], frozenset[str]] = field(default_factory=dict)
+
+    def run(self, visits: Sequence[Visit], present: set[str]) -> tuple[list[Fetch], bool]:
+        """One micro-batch that starts with the parameters ``present``, and whether its first module fetched everything."""
+        queue = deque(self.uses)
+        planned: dict[str, int] = defaultdict(lambda: BEFORE_ANY_USE)
+        fetches: list[Fetch] = []
+        live = call = 0
+        everything_at_once = False
+        for module, enters, forward in visits:
+            if not enters:
+                gone = present & self._given_back(module, call, planned)
+                live -= sum(p.numel for p in module.parameters if p.name in gone)
+                present -= gone
+                continue
+            missing = tuple(p for p in module.parameters if p.name not in present)
+            live += sum(p.numel for p in missing)
+            present |= {p.name for p in missing}
+            self._take_own(module, call, queue, planned)
+            ahead = self._ahead(queue, planned, present, live)
+            live += sum(p.numel for p in ahead)
+            present |= {p.name for p in ahead}
+            fetches += [Fetch(each, forward) for each in (missing, ahead) if each]
+            everything_at_once |= call == 0 and not queue
+            call += 1
+        only_persistent = all(use.name in self.persistent for use, _ in self.uses)
+        return fetches, everything_at_once or (only_persistent and not fetches)
+
+    def _take_own(
+        self, module: Module, call: int, queue: deque[tuple[Parameter, int]], planned: dict[str, int]
+    ) -> None:
+        due = {p.name for p in module.parameters if planned[p.name] < call}
+        taken: set[str] = set()
+        while queue and len(taken) < len(due):
+            use, number = queue.popleft()
+            planned[use.name] = number
+            taken.add(use.name)
+
+    def _ahead(
+        self, queue: deque[tuple[Parameter, int]], planned: dict[str, int], present: set[str], live: int
+    ) -> tuple[Parameter, ...]:
+        """What is gathered ahead; the last of it may run past the limit."""
+        limit = min(self.configuration.max_live_parameters - live, self.configuration.prefetch_bucket_size)
+        ahead: dict[str, Parameter] = {}
+        numel = 0
+        while queue and numel < limit:
+            use, number = queue.popleft()
+            planned[use.name] = max(planned[use.name], number)
+            if use.name not in present and use.name not in ahead:
+                ahead[use.name] = use
+                numel += use.numel
+        return tuple(ahead.values())
+
+    def _given_back(self, module: Module, call: int, planned: dict[str, int]) -> frozenset[str]:
+        decided = self.given_back.get((module.name, call))
+        if decided is not None:
+            return decided
+        names = {p.name for p in module.parameters if p.name not in self.persistent}
+        names -= {name for name in names if planned[name] > call}
+        traversed = 0
+        for later in self.calls[call:]:
+            if traversed >= self.configuration.max_reuse_distance:
+                break
+            for parameter in later.parameters:
+                names.discard(parameter.name)
+                traversed += parameter.numel
+        return self.given_back.setdefault((module.name, call), frozenset(names))

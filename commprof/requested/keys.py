@@ -1,0 +1,85 @@
+"""Reading one key of a DeepSpeed config: the type that it must have, and the error that names it otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from commprof.requested.errors import RequestedError
+
+DTYPES: Final[dict[str, str]] = {
+    **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "float32"),
+    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "float16"),
+    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bfloat16"),
+}
+
+
+def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The object under ``key``; empty where it is not set."""
+    value = config.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise wrong(key, value, "an object with keys of its own")
+    return value
+
+
+def flag(values: Mapping[str, Any], key: str, default: bool) -> bool:
+    """True or false under the last part of the dotted ``key``."""
+    value = _value(values, key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise wrong(key, value, "true or false")
+    return value
+
+
+def number(values: Mapping[str, Any], key: str, default: float) -> float:
+    """A number that is not negative."""
+    value = _value(values, key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise wrong(key, value, "a number that is not negative")
+    return float(value)
+
+
+def count(values: Mapping[str, Any], key: str, default: int | None, *, least: int) -> int | None:
+    """A whole number of at least ``least``, also written as ``5e8``."""
+    value = _value(values, key)
+    if value is None:
+        return default
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if isinstance(value, bool) or not whole or value < least:
+        raise wrong(key, value, f"a whole number, {least} or more")
+    return int(value)
+
+
+def choice(values: Mapping[str, Any], key: str, choices: tuple[str, ...]) -> str:
+    """One of ``choices``, the first where the key is not set."""
+    value = _value(values, key)
+    if value is None:
+        return choices[0]
+    if value not in choices:
+        raise wrong(key, value, f"one of {', '.join(choices)}")
+    return str(value)
+
+
+def dtype(values: Mapping[str, Any], key: str) -> str | None:
+    """An element type by any of its names, as torch spells it; None where the key is not set."""
+    value = _value(values, key)
+    if value is None:
+        return None
+    if not isinstance(value, str) or value.lower() not in DTYPES:
+        raise wrong(key, value, "fp32, fp16 or bf16")
+    return DTYPES[value.lower()]
+
+
+def _value(values: Mapping[str, Any], key: str) -> Any:
+    # Any: a value of a JSON file, which the caller checks.
+    return values.get(key.rpartition(".")[2])
+
+
+def wrong(key: str, value: object, wanted: str) -> RequestedError:
+    """The error for a value that cannot be used."""
+    return RequestedError(f"{key} is {value!r} in the config; expected {wanted}")

@@ -1,0 +1,105 @@
+"""The modules that hold a list of parameters, and the order in which a training step runs them.
+
+A parameter list names modules, not their order. What is taken here: each module runs once per forward pass, where its first
+parameter stands in the model; backward runs them in reverse; a module that only numbers its children is a list, which
+runs nothing by itself. A run of the model may show another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from commprof.requested.parameters import Parameter
+
+
+class Module(NamedTuple):
+    """A module of the model.
+
+    Attributes:
+        name: qualified name; empty for the model itself.
+        parameters: its own, in model order; those of all that is in it where it is a leaf.
+        children: the modules in it, in model order.
+        runs: whether it is called, rather than only holding its children.
+    """
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    children: tuple[Module, ...]
+    runs: bool
+
+
+class Visit(NamedTuple):
+    """A module is entered (``enters``) or left, in the ``forward`` or the backward pass."""
+
+    module: Module
+    enters: bool
+    forward: bool
+
+
+def module_tree(
+    parameters: Sequence[Parameter], is_leaf: Callable[[str], bool] = lambda name: False
+) -> Module:
+    """The model whose parameters, in model order, are ``parameters``.
+
+    Args:
+        parameters: all parameters of the model, in model order.
+        is_leaf: whether the module of a name is taken as one unit with all that is in it.
+    """
+    return _module("", [(parameter.name.split("."), parameter) for parameter in parameters], is_leaf)
+
+
+def _module(name: str, contents: list[tuple[list[str], Parameter]], is_leaf: Callable[[str], bool]) -> Module:
+    if name and is_leaf(name):
+        return Module(name, tuple(parameter for _, parameter in contents), (), True)
+    own = tuple(parameter for path, parameter in contents if len(path) == 1)
+    inner: dict[str, list[tuple[list[str], Parameter]]] = {}
+    for path, parameter in contents:
+        if len(path) > 1:
+            inner.setdefault(path[0], []).append((path[1:], parameter))
+    children = tuple(
+        _module(f"{name}.{child}" if name else child, within, is_leaf) for child, within in inner.items()
+    )
+    only_numbers = bool(name) and not own and all(child.isdecimal() for child in inner)
+    return Module(name, own, children, not only_numbers)
+
+
+def training_visits(model: Module) -> list[Visit]:
+    """One forward and one backward pass through ``model``.
+
+    Backward does not reach a module before which, and in which, nothing is trained.
+    """
+    return [*_forward(model), *_backward(model, _untrained_start(model))]
+
+
+def _forward(module: Module) -> list[Visit]:
+    inner = [visit for child in module.children for visit in _forward(child)]
+    if not module.runs:
+        return inner
+    return [Visit(module, True, True), *inner, Visit(module, False, True)]
+
+
+def _backward(module: Module, unreached: frozenset[str]) -> list[Visit]:
+    if module.name in unreached:
+        return []
+    inner = [visit for child in reversed(module.children) for visit in _backward(child, unreached)]
+    if not module.runs:
+        return inner
+    return [Visit(module, True, False), *inner, Visit(module, False, False)]
+
+
+def _untrained_start(model: Module) -> frozenset[str]:
+    unreached = []
+    for visit in _forward(model):
+        if visit.enters and _trains(visit.module):
+            if any(parameter.requires_grad for parameter in visit.module.parameters):
+                break
+        elif visit.enters:
+            unreached.append(visit.module.name)
+    return frozenset(unreached)
+
+
+def _trains(module: Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters) or any(
+        _trains(child) for child in module.children
+    )

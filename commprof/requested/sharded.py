@@ -1,0 +1,181 @@
+"""Stage 3: the parameters are partitioned too, each by itself, and gathered where modules need them.
+
+Each parameter is padded to a multiple of the ranks; rank r keeps the r-th part. Source: reference measurements of
+DeepSpeed 0.19.8, whose rules these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
+
+from commprof.requested.buckets import Bucket, buckets_within
+from commprof.requested.configuration import Configuration
+from commprof.requested.fetch_configuration import FetchConfiguration
+from commprof.requested.fetching import Fetches
+from commprof.requested.parameters import Parameter, in_gradient_order, in_model_order, item_bytes
+from commprof.requested.partition import padded
+from commprof.schema import Op
+
+ID_BYTES: Final = 8  # one int64
+MODULE_ORDER_NOTE: Final = (
+    "modules are taken to run once each in the order of the parameter list; a run may show another order"
+)
+GRADIENT_ORDER_NOTE: Final = (
+    "the split into buckets is that of gradients in reverse parameter order; a run may show another"
+)
+
+
+class Sent(NamedTuple):
+    """Messages of one operation.
+
+    Attributes:
+        op: what is issued.
+        payloads: bytes of each message.
+        exact: False where the number of messages, or what they hold, depends on an order that was not given.
+        notes: what a reader should know.
+    """
+
+    op: Op
+    payloads: tuple[int, ...]
+    exact: bool = True
+    notes: tuple[str, ...] = ()
+
+
+def padded_bytes(parameter: Parameter, world_size: int, dtype: str | None) -> int:
+    """Bytes of a parameter, or of its gradient, with its padding; ``dtype`` None takes that of the parameter."""
+    return padded(parameter.numel, world_size) * item_bytes(dtype or parameter.dtype)
+
+
+def used_parameters(parameters: Sequence[Parameter], gradient_order: Sequence[str] | None) -> list[Parameter]:
+    """In model order, without the trained ones that got no gradient: their modules did not run."""
+    listed = in_model_order(parameters)
+    if gradient_order is None:
+        return listed
+    arrived = set(gradient_order)
+    return [p for p in listed if not p.requires_grad or p.name in arrived]
+
+
+def fetched(
+    fetches: Fetches, configuration: Configuration, fetching: FetchConfiguration, world_size: int
+) -> list[Sent]:
+    """The messages that gather parameters for the modules of one micro-batch, by operation."""
+    payloads: dict[Op, list[int]] = {Op.ALL_GATHER: [], Op.ALL_REDUCE: []}
+    for fetch in fetches.fetches if world_size > 1 else ():
+        sizes: dict[str, list[int]] = {}
+        for parameter in fetch.parameters:
+            dtype = configuration.model_dtype or parameter.dtype
+            sizes.setdefault(dtype, []).append(padded_bytes(parameter, world_size, dtype))
+        if fetching.sequential:
+            payloads[Op.ALL_GATHER] += [size for each in sizes.values() for size in each]
+            continue
+        several = len(fetch.parameters) > 1
+        op = Op.ALL_REDUCE if fetching.fetches_by_all_reduce and several else Op.ALL_GATHER
+        payloads[op] += [sum(each) for each in sizes.values()]
+    notes = () if fetches.exact else (MODULE_ORDER_NOTE,)
+    return [Sent(op, tuple(each), fetches.exact, notes) for op, each in payloads.items() if each]
+
+
+def order_checks(fetches: Fetches, iteration: int) -> Sent | None:
+    """The broadcasts by which the ranks agree on the order of modules, before it is recorded and after.
+
+    Each list is sent as its length and its contents: first an empty one, then the modules, the parameters that they
+    use, and the last use of each.
+    """
+    if iteration > 1:
+        return None
+    lists = [0] if iteration == 0 else [fetches.modules, fetches.uses, fetches.uses]
+    payloads = [size for length in lists for size in (ID_BYTES, length * ID_BYTES)]
+    if iteration == 0:
+        return Sent(Op.BROADCAST, tuple(payloads), True, ("the order of modules is recorded from here",))
+    note = (
+        "all ranks must have recorded the same order; modules without parameters are not in a parameter list"
+    )
+    return Sent(Op.BROADCAST, tuple(payloads), False, (note,))
+
+
+def bucket_checks(buckets: Sequence[Bucket], exact: bool) -> Sent:
+    """The two broadcasts for each gradient bucket that compare its parameters between the ranks."""
+    payloads = [size for bucket in buckets for size in (ID_BYTES, len(bucket) * ID_BYTES)]
+    return Sent(Op.BROADCAST, tuple(payloads), exact, ("enable_sanity_checks: true asks for them",))
+
+
+def gradient_buckets(
+    configuration: Configuration,
+    fetching: FetchConfiguration,
+    trained: Sequence[Parameter],
+    gradient_order: Sequence[str] | None,
+) -> tuple[list[Bucket], bool, tuple[str, ...]]:
+    """Which gradients travel together in each micro-batch, whether that is certain, and notes about it."""
+    capacity = configuration.reduce_bucket_size
+    if gradient_order is not None:
+        arrived, missing = in_gradient_order(trained, gradient_order)
+        note = f"parameters that got no gradient are left out: {', '.join(missing)}"
+        return buckets_within(arrived, capacity), True, (note,) if missing else ()
+    buckets = buckets_within(_assumed_order(trained, fetching.weight_before_bias), capacity)
+    exact = len(buckets) < 2
+    return buckets, exact, () if exact else (GRADIENT_ORDER_NOTE,)
+
+
+def _assumed_order(trained: Sequence[Parameter], weight_before_bias: bool) -> list[Parameter]:
+    """Reverse model order; DeepSpeed's own linear layer hands out the gradient of its weight first."""
+    order = in_model_order(trained)[::-1]
+    if not weight_before_bias:
+        return order
+    for place in range(1, len(order)):
+        bias, weight = order[place - 1 : place + 1]
+        if _are_of_a_linear_layer(weight, bias):
+            order[place - 1 : place + 1] = [weight, bias]
+    return order
+
+
+def _are_of_a_linear_layer(weight: Parameter, bias: Parameter) -> bool:
+    layer, _, kind = weight.name.rpartition(".")
+    same = kind == "weight" and bias.name == (f"{layer}.bias" if layer else "bias")
+    return same and 0 < bias.numel < weight.numel and weight.numel % bias.numel == 0
+
+
+def reduced_gradients(
+    configuration: Configuration,
+    buckets: Sequence[Bucket],
+    world_size: int,
+    *,
+    exact: bool,
+    notes: Iterable[str] = (),
+) -> list[Sent]:
+    """The messages that reduce the gradients of one micro-batch, by operation.
+
+    A reduce_scatter carries each gradient with its padding. ``reduce_scatter: false`` is honoured only for a bucket that
+    fits into the contiguous buffer.
+    """
+    dtype = configuration.communication_dtype
+    payloads: dict[Op, list[int]] = {Op.REDUCE_SCATTER: [], Op.ALL_REDUCE: []}
+    for bucket in buckets:
+        numel = sum(parameter.numel for parameter in bucket)
+        fits = configuration.contiguous_gradients and numel <= configuration.reduce_bucket_size
+        if configuration.reduce_scatter or not fits:
+            padded_sum = sum(padded_bytes(parameter, world_size, dtype) for parameter in bucket)
+            payloads[Op.REDUCE_SCATTER].append(padded_sum)
+        else:
+            payloads[Op.ALL_REDUCE].append(numel * item_bytes(dtype))
+    return [Sent(op, tuple(each), exact, tuple(notes)) for op, each in payloads.items() if each]
+
+
+def sub_groups(groups: Sequence[Sequence[Parameter]], size: int, world_size: int) -> int:
+    """How many parts of each rank's slices are optimised one after the other.
+
+    A part is closed once it has ``size`` elements, and at the end of an optimizer parameter group.
+    """
+    count = 0
+    for group in groups:
+        slices = [-(-parameter.numel // world_size) for parameter in group]
+        if sum(slices) <= size:
+            count += 1
+            continue
+        numel = 0
+        for index, each in enumerate(slices):
+            numel += each
+            if numel >= size or index == len(slices) - 1:
+                count += 1
+                numel = 0
+    return count

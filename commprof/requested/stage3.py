@@ -1,0 +1,158 @@
+"""The expectations of stage 3, per purpose: what :mod:`commprof.requested.sharded` says in messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
+
+from commprof.requested.configuration import Configuration
+from commprof.requested.expectation import Expectation, When, row
+from commprof.requested.explanation import describe_configuration, requested_op
+from commprof.requested.fetch_configuration import FetchConfiguration
+from commprof.requested.fetching import fetches_of, persistent_parameters
+from commprof.requested.parameters import Parameter, in_model_order, item_bytes, trained_groups
+from commprof.requested.sharded import (
+    Sent,
+    bucket_checks,
+    fetched,
+    gradient_buckets,
+    order_checks,
+    padded_bytes,
+    reduced_gradients,
+    sub_groups,
+    used_parameters,
+)
+from commprof.schema import Op, Purpose
+
+FLAG_BYTES: Final = 1  # one uint8
+NORM_BYTES: Final = 8  # one float64
+OFFLOADED_NORM_BYTES: Final = 4  # one fp32
+
+
+class Training(NamedTuple):
+    """What stage 3 trains, and which of its micro-batches is looked at.
+
+    Attributes:
+        parameters: all parameters of the model.
+        world_size: ranks that share each of them.
+        gradient_order: names in the order in which gradients arrived; None where it was not observed.
+        micro_steps: micro-batches in a step.
+        iteration: number of the micro-batch since training started.
+        zero_init: whether the model was made within ``deepspeed.zero.Init``.
+    """
+
+    parameters: Sequence[Parameter]
+    world_size: int
+    gradient_order: Sequence[str] | None
+    micro_steps: int
+    iteration: int
+    zero_init: bool
+
+
+def stage3_expectations(
+    configuration: Configuration, fetching: FetchConfiguration, training: Training
+) -> list[Expectation]:
+    """All that stage 3 sends at the start, in one micro-batch and at the end of a step.
+
+    Its three barriers at the start move no bytes and are left out.
+    """
+    return [
+        *_start(configuration, training),
+        *_micro_step(configuration, fetching, training),
+        *_step_end(configuration, fetching, training),
+    ]
+
+
+def _rows(when: When, purpose: Purpose, sent: Iterable[Sent | None], world_size: int) -> list[Expectation]:
+    return [
+        row(when, purpose, each.op, each.payloads, world_size, "; ".join(each.notes))._replace(
+            exact=each.exact
+        )
+        for each in sent
+        if each is not None and each.payloads
+    ]
+
+
+def _start(configuration: Configuration, training: Training) -> list[Expectation]:
+    world, dtype = training.world_size, configuration.model_dtype
+    listed = in_model_order(training.parameters)
+    once = [parameter.numel * item_bytes(dtype or parameter.dtype) for parameter in listed]
+    broadcast = Sent(
+        Op.BROADCAST,
+        tuple(once if training.zero_init else once * 2),
+        notes=() if training.zero_init else ("once as the model, once more as parameters of stage 3",),
+    )
+    hooked = Sent(
+        Op.ALL_GATHER,
+        tuple(padded_bytes(parameter, world, dtype) for parameter in listed if parameter.requires_grad),
+        notes=("each trained parameter once, to attach the hook that sees its gradient",),
+    )
+    return [
+        *_rows("init", Purpose.PARAMETER_BROADCAST, [broadcast], world),
+        *_rows("init", Purpose.PARAMETER_GATHER, [hooked], world),
+    ]
+
+
+def _micro_step(
+    configuration: Configuration, fetching: FetchConfiguration, training: Training
+) -> list[Expectation]:
+    world, order = training.world_size, training.gradient_order
+    used = used_parameters(training.parameters, order)
+    fetches = fetches_of(used, fetching, training.micro_steps, training.iteration)
+    trained = [parameter for group in trained_groups(training.parameters) for parameter in group]
+    buckets, exact, notes = gradient_buckets(configuration, fetching, trained, order)
+    said = (describe_configuration(configuration), *notes)
+    gradients = reduced_gradients(configuration, buckets, world, exact=exact, notes=said)
+    checks = [order_checks(fetches, training.iteration)]
+    if fetching.sanity_checks:
+        checks.append(bucket_checks(buckets, exact))
+    gathered = _rows(
+        "micro_step", Purpose.PARAMETER_GATHER, fetched(fetches, configuration, fetching, world), world
+    )
+    reduced = _rows("micro_step", Purpose.GRADIENT_REDUCE, gradients, world)
+    asked_fetch = str(Op.ALL_REDUCE if fetching.fetches_by_all_reduce else Op.ALL_GATHER)
+    return [
+        *_rows("micro_step", Purpose.TRACE_CHECK, checks, world),
+        *(
+            each._replace(
+                requested_op=asked_fetch,
+                intended_op=str(Op.ALL_GATHER) if each.issued_op == Op.ALL_REDUCE else None,
+            )
+            for each in gathered
+        ),
+        *(each._replace(requested_op=str(requested_op(configuration))) for each in reduced),
+    ]
+
+
+def _step_end(
+    configuration: Configuration, fetching: FetchConfiguration, training: Training
+) -> list[Expectation]:
+    world = training.world_size
+    groups = trained_groups(training.parameters)
+    flag = Sent(
+        Op.ALL_REDUCE,
+        (FLAG_BYTES,) if configuration.model_dtype == "float16" and groups else (),
+        notes=("a step whose gradients overflow ends here, without norm and without gathering",),
+    )
+    offloads = configuration.offload_device != "none"
+    norm_bytes = OFFLOADED_NORM_BYTES if offloads else NORM_BYTES
+    parts = sub_groups(groups, fetching.sub_group_size, world)
+    norm = Sent(
+        Op.ALL_REDUCE,
+        (norm_bytes,) * parts,
+        notes=() if configuration.gradient_clipping else ("sent although clipping is off",),
+    )
+    kept = persistent_parameters(in_model_order(training.parameters), fetching) if world > 1 else []
+    regathered = Sent(
+        Op.ALL_GATHER,
+        tuple(padded_bytes(parameter, world, configuration.model_dtype) for parameter in kept),
+        notes=(
+            "parameters of at most stage3_param_persistence_threshold elements stay gathered: after a step each "
+            "is gathered in a message of its own",
+        ),
+    )
+    return [
+        *_rows("step", Purpose.OVERFLOW_CHECK, [flag], world),
+        *_rows("step", Purpose.GRADIENT_NORM, [norm], world),
+        *_rows("step", Purpose.PARAMETER_GATHER, [regathered], world),
+    ]
