@@ -21,6 +21,8 @@ from commprof.analysis.csv_text import frame_csv, write_csv
 from commprof.analysis.frames import from_arrow
 from commprof.analysis.units import format_bytes, format_ns
 from commprof.errors import UsageError
+from commprof.ledger import verification
+from commprof.ledger.levels import Verdict
 from commprof.schema import TABLES, Column
 from commprof.trace.reader import Run, open_run
 
@@ -45,6 +47,7 @@ __all__ = [
     "table",
     "traffic",
     "traffic_by_setting",
+    "verify",
     "write_csv",
 ]
 
@@ -122,6 +125,11 @@ def requested(run: AnyRun) -> pd.DataFrame:
     )
     frame.attrs["reason"] = reason
     return frame
+
+
+def verify(run: AnyRun) -> Verdict:
+    """The ledger of a run: what was requested, issued, executed and moved, and whether every byte is explained."""
+    return verification.verify(_opened(run))
 
 
 def overview(run: AnyRun) -> dict[str, Any]:

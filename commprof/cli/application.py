@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import typer
 
-from commprof.cli import align, compare, dashboard, doctor, export, nccl, report, run, sweep
+from commprof.cli import align, check, compare, dashboard, doctor, export, nccl, report, run, sweep, verify
 from commprof.cli.console import error
 from commprof.launch.program import split_arguments
 
@@ -33,6 +33,8 @@ def build() -> typer.Typer:
     app.command("sweep")(sweep.sweep)
     app.add_typer(nccl.app, name="nccl")
     app.command("align")(align.align)
+    app.command("verify")(verify.verify)
+    app.command("check")(check.check)
     app.command("export")(export.export)
     app.command("dashboard")(dashboard.dashboard)
     app.command("doctor")(doctor.doctor)

@@ -1,0 +1,76 @@
+"""``commprof check``: a run held to a budget, for continuous integration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from commprof.cli import rendering
+from commprof.cli.console import say
+from commprof.cli.extras import needed
+from commprof.cli.runs import RunArgument, opened
+from commprof.errors import UsageError
+
+
+def check(
+    run: RunArgument,
+    budget: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The limits, as TOML (docs/verify.md).", show_default=False),
+    ] = None,
+    write_budget: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write the tightest budget that this run meets.", show_default=False
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The violations as JSON.")] = False,
+) -> int:
+    """Hold a run to a budget: bytes and operations of a step, no new operation, nothing that the config does not ask for.
+
+    Exits with 0 when the run keeps to it and 1 when it does not.
+    """
+    if (budget is None) == (write_budget is None):
+        raise UsageError("give either --budget FILE, to check against, or --write-budget FILE, to write one")
+    if write_budget is not None:
+        return _write(run, write_budget)
+    with needed("analysis", "to check a run"):
+        from commprof.ledger.budget import violations
+        from commprof.ledger.limits import read_budget
+    limits = read_budget(Path(str(budget)))
+    found = opened(run)
+    broken = violations(found, limits)
+    if as_json:
+        rendering.show_json(
+            {
+                "run": str(found.path),
+                "budget": str(budget),
+                "holds": not broken,
+                "violations": [violation._asdict() for violation in broken],
+            }
+        )
+    elif broken:
+        lines = [f"{violation.key}: {violation.text}" for violation in broken]
+        plural = "limit is" if len(lines) == 1 else "limits are"
+        rendering.show(*lines, f"{found.path}: {len(lines)} {plural} broken of {budget}")
+    else:
+        rendering.show(f"{found.path} keeps to {budget}")
+    return 1 if broken else 0
+
+
+def _write(run: str, path: Path) -> int:
+    if path.exists():
+        raise UsageError(f"{path} exists already and is not overwritten; choose another name or remove it")
+    found = opened(run)
+    with needed("analysis", "to check a run"):
+        from commprof.ledger.budget import budget_of
+    text = budget_of(found)
+    try:
+        with path.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}; choose another place") from None
+    say(f"{path}  next: commprof check RUN --budget {path}")
+    return 0

@@ -1,0 +1,175 @@
+"""``commprof verify``: the ledger of a run: requested, issued, executed, moved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from commprof.cli import rendering
+from commprof.cli.extras import needed
+from commprof.cli.rendering import Heading, Rows
+from commprof.cli.runs import RunArgument, opened
+
+if TYPE_CHECKING:
+    from commprof.ledger.levels import LedgerRow, Unexplained, Verdict
+
+STATES: Final = {
+    "closed": "closed: everything is explained",
+    "mismatch": "mismatch: see what is unexplained",
+    "unknown": "cannot tell",
+}
+_HEADINGS: Final = (
+    Heading("purpose, level"),
+    Heading("operation"),
+    Heading("calls", number=True),
+    Heading("payload", number=True),
+    Heading("wire", number=True),
+    Heading(""),
+)
+LEGEND: Final = (
+    "requested: what the config's words ask for. issued: what was handed to torch.distributed. executed: what the "
+    "backend ran. payload: S of nccl-tests. wire: modelled, mean bytes that a rank sends."
+)
+_MOST_LISTED: Final = 20
+
+
+def verify(
+    run: RunArgument,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The same as JSON, bytes as they are, everything listed.")
+    ] = False,
+) -> int:
+    """Close the ledger of a run: what its config requested, what was issued, executed and moved, and why they differ.
+
+    Exits with 0 when everything is explained, 1 when something is not, 3 when that cannot be told.
+    """
+    found = opened(run)
+    with needed("analysis", "to verify a run"):
+        from commprof.analysis import api
+
+        verdict = api.verify(found)
+    if as_json:
+        rendering.show_json({"run": str(found.path), **asdict(verdict), "exit_code": verdict.exit_code})
+        return verdict.exit_code
+    rendering.show(
+        rendering.facts(
+            [("run", str(found.path)), ("ledger", STATES[verdict.state]), *verdict.sources.items()]
+        ),
+        "",
+        *_tables(verdict),
+        *_listing(verdict),
+        *map(rendering.paragraph, verdict.sentences),
+        "",
+        rendering.paragraph(LEGEND),
+    )
+    return verdict.exit_code
+
+
+def _tables(verdict: Verdict) -> list[Rows]:
+    before = [row for row in verdict.rows if not row.steps]
+    inside = [row for row in verdict.rows if row.steps]
+    tables = []
+    if before:
+        tables.append(_table("Before the first step, in total", before, 1))
+    if inside:
+        steps = inside[0].steps
+        name = "Training: the one step" if steps == 1 else f"Per training step, mean of {steps} steps"
+        tables.append(_table(name, inside, steps))
+    return tables
+
+
+def _table(title: str, rows: Sequence[LedgerRow], steps: int) -> Rows:
+    cells: list[Sequence[str]] = []
+    last: str | None = ""
+    for row in rows:
+        if row.purpose != last:
+            cells.append((row.purpose or "(no purpose given)", *[""] * 5))
+            last = row.purpose
+        cells += _levels(row, steps)
+    return Rows(_HEADINGS, cells, title=title)
+
+
+def _levels(row: LedgerRow, steps: int) -> list[Sequence[str]]:
+    cells: list[Sequence[str]] = []
+    if row.requested_op is not None:
+        same = row.requested_op == row.expected_op
+        cells.append(
+            (
+                "  requested",
+                row.requested_op,
+                _mean(row.expected_count, steps) if same else rendering.MISSING,
+                _bytes(row.expected_payload_bytes, steps),
+                _bytes(row.requested_wire_bytes, steps),
+                "" if same else f"by the rules: {row.expected_op}",
+            )
+        )
+    cells.append(
+        (
+            "  issued",
+            row.issued_op or "nothing",
+            _mean(row.issued_count, steps),
+            _bytes(row.issued_payload_bytes, steps),
+            _bytes(row.issued_wire_bytes, steps),
+            _explanation(row),
+        )
+    )
+    if row.issued_op is not None:
+        cells.append(
+            (
+                "  executed",
+                row.executed_op or "not known",
+                _mean(row.executed_count, steps),
+                rendering.MISSING if row.executed_op is None else _bytes(row.issued_payload_bytes, steps),
+                _bytes(row.executed_wire_bytes, steps),
+                "",
+            )
+        )
+    return cells
+
+
+def _explanation(row: LedgerRow) -> str:
+    if row.explained_by is None:
+        return "unexplained"
+    if row.explained_bytes < row.issued_payload_bytes:
+        return "in part unexplained"
+    if row.expected_payload_bytes is not None and row.issued_payload_bytes < row.expected_payload_bytes:
+        return "less than asked"
+    return {"config": "as the rules say", "tag": "by its tag", "barrier": "barrier"}[row.explained_by]
+
+
+def _mean(value: int | None, steps: int) -> str:
+    return rendering.MISSING if value is None else rendering.count(value / steps)
+
+
+def _bytes(value: float | None, steps: int) -> str:
+    return rendering.MISSING if value is None else rendering.number_of_bytes(round(value / steps))
+
+
+def _listing(verdict: Verdict) -> list[Rows | str]:
+    if not verdict.unexplained:
+        return []
+    headings = (
+        Heading("steps"),
+        Heading("operation, purpose, group"),
+        Heading("calls", number=True),
+        Heading("bytes", number=True),
+        Heading("call site, reason"),
+    )
+    cells: list[Sequence[str]] = []
+    for item in verdict.unexplained[:_MOST_LISTED]:
+        cells.append(
+            (item.steps, item.op, rendering.count(item.count), f"{item.payload_bytes:,}", _where(item))
+        )
+        cells.append(("", f"{item.purpose or '(no purpose)'} {item.group_ranks or ''}", "", "", item.reason))
+    more = len(verdict.unexplained) - _MOST_LISTED
+    parts: list[Rows | str] = [Rows(headings, cells, title="Unexplained and missing")]
+    if more > 0:
+        parts.append(f"and {more:,} more; commprof verify --json lists all")
+    return parts
+
+
+def _where(item: Unexplained) -> str:
+    return "missing" if item.kind == "missing" else rendering.text(item.call_site)

@@ -1,0 +1,178 @@
+"""A run held to a budget: which limits it breaks, by how much and where; and the budget that a run itself would meet."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Final, NamedTuple
+
+from commprof.ledger.issue import Issued, Message, StepKey, issued_by
+from commprof.ledger.levels import State
+from commprof.ledger.limits import UNTAGGED, Budget, Limit
+from commprof.ledger.request import RecordedRun
+from commprof.ledger.verification import gaps, verify
+from commprof.schema import wire_bytes
+
+_SITES: Final = 2
+
+
+class Violation(NamedTuple):
+    """One limit that a run breaks: the ``key`` in the file, what was found, and where."""
+
+    key: str
+    text: str
+
+
+class _Scope(NamedTuple):
+    """The messages of one step, of the time before the first, or of the run."""
+
+    name: str
+    messages: Mapping[Message, int]
+
+
+def violations(run: RecordedRun, budget: Budget) -> list[Violation]:
+    """Every limit of ``budget`` that ``run`` breaks, or that its records do not suffice to check."""
+    found = [
+        Violation("records", f"{text}, so no limit can be shown to hold")
+        for text in gaps(run, run.table("collectives").num_rows)
+    ]
+    scopes = _scopes(issued_by(run.table("collectives")))
+    wanted = {limit.scope for limit in budget.limits} | set(budget.allowed_ops)
+    if "step" in wanted and not scopes["step"]:
+        found.append(
+            Violation("step", "the run has no training step, so what a step may send cannot be checked")
+        )
+    for limit in budget.limits:
+        found += _broken(limit, scopes[limit.scope])
+    for scope, ops in budget.allowed_ops.items():
+        found += _new_ops(scope, ops, scopes[scope])
+    if budget.only_requested:
+        found += _not_requested(run)
+    return found
+
+
+def _scopes(issued: Issued) -> dict[str, list[_Scope]]:
+    init = [_Scope(_name(key), messages) for key, messages in sorted(issued.items()) if key.step < 0]
+    steps = [_Scope(_name(key), messages) for key, messages in sorted(issued.items()) if key.step >= 0]
+    whole: dict[Message, int] = defaultdict(int)
+    for messages in issued.values():
+        for message, count in messages.items():
+            whole[message] += count
+    return {"init": init, "step": steps, "run": [_Scope("the run", whole)] if whole else []}
+
+
+def _name(key: StepKey) -> str:
+    name = "before the first step" if key.step < 0 else f"step {key.step}"
+    return f"{name} of attempt {key.attempt}" if key.attempt else name
+
+
+def _selected(limit: Limit, messages: Mapping[Message, int]) -> dict[Message, int]:
+    return {
+        message: count
+        for message, count in messages.items()
+        if (limit.op is None or message.op == limit.op)
+        and (limit.purpose is None or (message.purpose or UNTAGGED) == limit.purpose)
+    }
+
+
+def measured(measure: str, messages: Mapping[Message, int]) -> int:
+    """One measure of ``messages``: collectives, or bytes rounded up."""
+    if measure == "max_collectives":
+        return sum(messages.values())
+    if measure == "max_payload_bytes":
+        return sum(message.payload_bytes * count for message, count in messages.items())
+    return math.ceil(
+        sum(wire_bytes(m.op, m.payload_bytes, m.group_size) * count for m, count in messages.items())
+    )
+
+
+def _broken(limit: Limit, scopes: Iterable[_Scope]) -> list[Violation]:
+    over = []
+    for scope in scopes:
+        messages = _selected(limit, scope.messages)
+        value = measured(limit.measure, messages)
+        if value > limit.most:
+            over.append((value, scope.name, messages))
+    if not over:
+        return []
+    value, name, messages = max(over, key=lambda item: item[0])
+    more = f" and {len(over) - 1} more" if len(over) > 1 else ""
+    text = f"{value:,} is more than {limit.most:,} in {name}{more}; {_largest(messages)}"
+    return [Violation(limit.key, text)]
+
+
+def _largest(messages: Mapping[Message, int]) -> str:
+    """The call sites that send most."""
+    sizes: dict[tuple[str, str], int] = defaultdict(int)
+    counts: dict[tuple[str, str], int] = defaultdict(int)
+    for message, count in messages.items():
+        key = (message.op, message.call_site or "an unknown place")
+        sizes[key] += message.payload_bytes * count
+        counts[key] += count
+    ranked = sorted(sizes, key=lambda key: (-sizes[key], key))
+    listed = [f"{counts[key]} {key[0]} at {key[1]}" for key in ranked[:_SITES]]
+    return "mostly " + ", ".join(listed) if len(ranked) > _SITES else ", ".join(listed)
+
+
+def _new_ops(scope: str, allowed: frozenset[str], scopes: Iterable[_Scope]) -> list[Violation]:
+    seen: dict[str, tuple[str, dict[Message, int]]] = {}
+    for part in scopes:
+        for op in {message.op for message in part.messages} - allowed - seen.keys():
+            seen[op] = (part.name, {m: count for m, count in part.messages.items() if m.op == op})
+    return [
+        Violation(
+            f"{scope}.allowed_ops",
+            f"{op} is not among {', '.join(sorted(allowed)) or 'none'}: first in {name}, {_largest(messages)}",
+        )
+        for op, (name, messages) in sorted(seen.items())
+    ]
+
+
+def _not_requested(run: RecordedRun) -> list[Violation]:
+    verdict = verify(run)
+    if verdict.request_reason is not None:
+        return [Violation("only_requested", f"what was requested is not known: {verdict.request_reason}")]
+    found = [
+        Violation(
+            "only_requested",
+            f"{item.count:,} {item.op} ({item.payload_bytes:,} bytes, purpose {item.purpose or UNTAGGED}) in "
+            f"{'steps ' if item.steps != 'init' else ''}{item.steps} at {item.call_site or 'an unknown place'}: "
+            f"{item.reason}",
+        )
+        for item in verdict.unexplained
+        if item.kind == "unexplained"
+    ]
+    return found if found or verdict.state != State.UNKNOWN else []
+
+
+def budget_of(run: RecordedRun) -> str:
+    """The tightest budget that ``run`` itself meets, as TOML."""
+    scopes = _scopes(issued_by(run.table("collectives")))
+    verdict = verify(run)
+    clean = verdict.request_reason is None and not verdict.unexplained
+    lines = [f"# The tightest budget that {run.path.name} meets: see docs/verify.md."]
+    lines += [f"only_requested = {'true' if clean else 'false'}"]
+    for scope in ("init", "step"):
+        lines += _written(scope, scopes[scope])
+    return "\n".join(lines) + "\n"
+
+
+def _written(scope: str, scopes: list[_Scope]) -> list[str]:
+    if not scopes:
+        return []
+    ops = sorted({message.op for part in scopes for message in part.messages})
+    purposes = sorted({message.purpose or UNTAGGED for part in scopes for message in part.messages})
+    lines = ["", f"[{scope}]", *_most(Limit(scope, None, None, "", 0), scopes)]
+    lines.append(f"allowed_ops = {json.dumps(ops)}")
+    for purpose in purposes:
+        lines += ["", f"[{scope}.purpose.{purpose}]", *_most(Limit(scope, None, purpose, "", 0), scopes)]
+    return lines
+
+
+def _most(limit: Limit, scopes: list[_Scope]) -> list[str]:
+    return [
+        f"{measure} = {max(measured(measure, _selected(limit, part.messages)) for part in scopes)}"
+        for measure in ("max_payload_bytes", "max_wire_bytes", "max_collectives")
+    ]

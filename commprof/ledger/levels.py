@@ -1,0 +1,111 @@
+"""What the ledger is made of: one entry for each purpose and level, and the verdict over them.
+
+Bytes are whole numbers, except ``wire_bytes``, the modelled mean that a rank sends (``schema.wire_bytes``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+
+class State(StrEnum):
+    """How the ledger stands."""
+
+    CLOSED = "closed"  # every byte that was issued is explained, and nothing that was expected is missing
+    MISMATCH = "mismatch"  # some record has no explanation, or some expectation no record
+    UNKNOWN = "unknown"  # what was asked for, or a part of what was issued, is not known
+
+
+EXIT_CODES: Final[dict[State, int]] = {State.CLOSED: 0, State.MISMATCH: 1, State.UNKNOWN: 3}
+
+INIT: Final = "init"
+STEPS: Final = "steps"
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRow:
+    """One purpose before the first step, or in all training steps together.
+
+    A level that is not known has None in each of its fields. ``expected_*`` is what the rules of the runtime make of the
+    words of the config; ``requested_wire_bytes`` is what the words themselves would have cost: the same payload, sent by
+    ``requested_op``.
+    """
+
+    when: str  # init or steps
+    steps: int  # training steps that the sums are over; 0 for init
+    purpose: str | None
+    requested_op: str | None
+    expected_op: str | None
+    expected_count: int | None
+    expected_payload_bytes: int | None
+    requested_wire_bytes: float | None
+    issued_op: str | None
+    issued_count: int
+    issued_payload_bytes: int
+    issued_wire_bytes: float
+    executed_op: str | None
+    executed_count: int | None
+    executed_wire_bytes: float | None
+    explained_bytes: int  # of issued_payload_bytes
+    explained_by: str | None  # config, tag or barrier
+
+
+class Unexplained(NamedTuple):
+    """Records without an expectation, or an expectation without records: ``kind`` is unexplained or missing."""
+
+    kind: str
+    steps: str  # "init", "4" or "0-3,7"
+    purpose: str | None
+    op: str
+    group_ranks: str | None
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody calls on a record
+    payload_bytes: int
+    call_site: str | None
+    reason: str
+
+
+class Moved(NamedTuple):
+    """Counters of one host beside the model of what was executed, over the same time.
+
+    ``expected_bytes`` is None, with its ``reason``, where the two cannot be compared.
+    """
+
+    host: str
+    device: str
+    when: str  # "steps" or "run"
+    steps: int
+    sent_bytes: int
+    received_bytes: int
+    expected_bytes: float | None
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The ledger of one run.
+
+    Attributes:
+        sentences: what was asked for, issued, executed and moved, and why these differ.
+        issued_bytes: payload of all collectives, each counted once.
+        explained_bytes: how much of it an expectation, or the user's own tag, explains.
+        unexplained: every record without explanation, grouped, and every expectation without its record.
+        sources: level -> where it was taken from, or why it is not known.
+        request_reason: why it is not known what was requested; None when it is.
+    """
+
+    state: State
+    sentences: tuple[str, ...]
+    rows: tuple[LedgerRow, ...]
+    moved: tuple[Moved, ...]
+    issued_bytes: int
+    explained_bytes: int
+    unexplained: tuple[Unexplained, ...]
+    sources: dict[str, str]
+    request_reason: str | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """0 closed, 1 mismatch, 3 cannot tell."""
+        return EXIT_CODES[self.state]

@@ -1,0 +1,150 @@
+"""A budget as a file: the limits that ``commprof check`` holds a run to.
+
+::
+
+    only_requested = true                   # everything is asked for by the config, or tagged by the program itself
+
+    [step]                                  # in each training step; [init] before the first; [run] in all
+    max_payload_bytes = 8_000_000
+    max_wire_bytes = 8_000_000
+    max_collectives = 12
+    allowed_ops = ["all_gather", "all_reduce", "barrier"]
+
+    [step.op.all_reduce]                    # the same limits for one operation
+    max_collectives = 6
+
+    [step.purpose.gradient_reduce]          # and for one purpose; "untagged" is that of calls without one
+    max_wire_bytes = 7_000_000
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from commprof.errors import UsageError
+from commprof.schema import OPS, PURPOSES
+
+SCOPES: Final = ("step", "init", "run")
+MEASURES: Final = ("max_payload_bytes", "max_wire_bytes", "max_collectives")
+UNTAGGED: Final = "untagged"
+
+
+class Limit(NamedTuple):
+    """The most of one measure that one scope, or one operation or purpose in it, may have."""
+
+    scope: str
+    op: str | None
+    purpose: str | None
+    measure: str
+    most: int
+
+    @property
+    def key(self) -> str:
+        """The limit as the file names it."""
+        part = f".op.{self.op}" if self.op else f".purpose.{self.purpose}" if self.purpose else ""
+        return f"{self.scope}{part}.{self.measure}"
+
+
+class Budget(NamedTuple):
+    """The limits of one file. ``allowed_ops`` has the operations that each scope may issue, where the file says so."""
+
+    limits: tuple[Limit, ...]
+    allowed_ops: Mapping[str, frozenset[str]]
+    only_requested: bool
+
+
+def read_budget(path: Path) -> Budget:
+    """The budget in TOML file ``path``.
+
+    Raises:
+        UsageError: the file cannot be read, is no TOML, or has a key or value that no budget has.
+    """
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}; --budget wants a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not valid TOML: {error}") from None
+    return parse_budget(content, str(path))
+
+
+def parse_budget(content: Mapping[str, Any], name: str) -> Budget:
+    """The budget that ``content`` of file ``name`` states.
+
+    Raises:
+        UsageError: a key or value is not one of a budget's.
+    """
+    _known(content, ("only_requested", *SCOPES), name, "")
+    only = content.get("only_requested", False)
+    if not isinstance(only, bool):
+        raise UsageError(f"{name}: only_requested is {only!r}; expected true or false")
+    limits: list[Limit] = []
+    allowed: dict[str, frozenset[str]] = {}
+    for scope in SCOPES:
+        section = _section(content.get(scope, {}), name, scope)
+        _known(section, (*MEASURES, "allowed_ops", "op", "purpose"), name, scope)
+        limits += _limits(section, name, scope, None, None)
+        if "allowed_ops" in section:
+            allowed[scope] = _allowed(section["allowed_ops"], name, scope)
+        limits += _of_parts(section, "op", OPS, name, scope)
+        limits += _of_parts(section, "purpose", (*PURPOSES, UNTAGGED), name, scope)
+    if not limits and not allowed and not only:
+        raise UsageError(
+            f"{name} limits nothing; give only_requested = true, or a limit in [step], [init] or [run]"
+        )
+    return Budget(tuple(limits), allowed, only)
+
+
+def _of_parts(
+    section: Mapping[str, Any], part: str, names: Iterable[str], file: str, scope: str
+) -> list[Limit]:
+    found: list[Limit] = []
+    parts = _section(section.get(part, {}), file, f"{scope}.{part}")
+    _known(parts, tuple(names), file, f"{scope}.{part}")
+    for name, values in parts.items():
+        where = f"{scope}.{part}.{name}"
+        values = _section(values, file, where)
+        _known(values, MEASURES, file, where)
+        op, purpose = (name, None) if part == "op" else (None, name)
+        found += _limits(values, file, scope, op, purpose)
+    return found
+
+
+def _limits(
+    section: Mapping[str, Any], file: str, scope: str, op: str | None, purpose: str | None
+) -> list[Limit]:
+    found = []
+    for measure in MEASURES:
+        if measure in section:
+            limit = Limit(scope, op, purpose, measure, 0)
+            most = section[measure]
+            if isinstance(most, bool) or not isinstance(most, int) or most < 0:
+                raise UsageError(f"{file}: {limit.key} is {most!r}; expected a whole number, 0 or more")
+            found.append(limit._replace(most=most))
+    return found
+
+
+def _allowed(value: Any, file: str, scope: str) -> frozenset[str]:
+    if not isinstance(value, list) or not all(isinstance(op, str) for op in value):
+        raise UsageError(f"{file}: {scope}.allowed_ops is {value!r}; expected a list of operations")
+    _known(dict.fromkeys(value), OPS, file, f"{scope}.allowed_ops")
+    return frozenset(value)
+
+
+def _section(value: Any, file: str, key: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise UsageError(f"{file}: {key} is {value!r}; expected a table, as in [{key}]")
+    return value
+
+
+def _known(section: Mapping[str, Any], names: tuple[str, ...], file: str, where: str) -> None:
+    for key in section:
+        if key not in names:
+            near = get_close_matches(key, names, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            place = f" in [{where}]" if where else ""
+            raise UsageError(f"{file}: unknown key {key!r}{place}: {hint}expected one of {', '.join(names)}")

@@ -1,0 +1,214 @@
+"""The requested level: what the config asks for in each step, by the rules of ``commprof.requested``.
+
+No collective is read for it. The buckets that the runtime published only tell the order in which gradients arrived,
+which decides how they are split, not how many bytes they are.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Protocol
+
+import pyarrow as pa
+
+from commprof.errors import CommprofError
+from commprof.ledger.issue import StepKey
+from commprof.requested import zero
+from commprof.requested.configuration import Configuration, read_configuration
+
+NO_CONFIG: Final = "no config was recorded"
+NOT_ZERO: Final = (
+    "the config is not one of DeepSpeed's: it has neither zero_optimization nor a batch size per GPU"
+)
+NO_PARAMETERS: Final = "the run published no parameters, so nothing can be computed from their sizes"
+_DEEPSPEED_KEYS: Final = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
+# Resolved by the engine in its effective config, or without influence on what is sent.
+_RESOLVED: Final = (
+    "gradient_reduction",
+    "reduce_scatter_impl",
+    "train_batch_size",
+    "micro_batch_size",
+    "accumulation_steps",
+    "check_overflow",
+)
+
+
+class RecordedRun(Protocol):
+    """What the ledger needs of a run; ``commprof.trace.reader.Run`` has it."""
+
+    @property
+    def path(self) -> Any:
+        """The run directory."""
+
+    @property
+    def manifest(self) -> Any:
+        """``commprof.trace.manifest.Manifest``."""
+
+    @property
+    def health(self) -> Any:
+        """``commprof.trace.health.Health``."""
+
+    def table(self, name: str) -> pa.Table:
+        """A table of the schema."""
+
+
+@dataclass
+class Request:
+    """What a run asked for, or ``reason``: why that is not known.
+
+    Attributes:
+        config: the config that the rules read, and ``source``: where it comes from.
+        differences: keys in which the engine's own config is another than the file.
+    """
+
+    reason: str | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    configuration: Configuration | None = None
+    source: str = ""
+    differences: tuple[str, ...] = ()
+    parameters: Sequence[zero.Parameter] = ()
+    world_size: int = 1
+    backend: str = "gloo"
+    runtime: zero.Runtime = "zero_runtime"
+    micro_steps: int = 1
+    orders: Mapping[StepKey, Sequence[tuple[str, ...]]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    _rows: dict[tuple[str, ...] | None, list[zero.Expectation]] = field(default_factory=dict)
+
+    def expectations(self, key: StepKey) -> list[tuple[zero.Expectation, int]]:
+        """What step ``key`` should send (the time before the first step: step -1), each with how often.
+
+        Raises:
+            CommprofError: the rules do not cover the config.
+        """
+        if key.step < 0:
+            return [(row, 1) for row in self._by_order(None) if row.when == "init"]
+        orders: Sequence[tuple[str, ...] | None] = self.orders.get(key) or [None]
+        found = [(row, 1) for row in self._by_order(orders[0]) if row.when == "step"]
+        for micro in range(self.micro_steps):
+            rows = self._by_order(orders[min(micro, len(orders) - 1)])
+            found += [(row, 1) for row in rows if row.when == "micro_step"]
+        return found
+
+    def _by_order(self, order: tuple[str, ...] | None) -> list[zero.Expectation]:
+        if order not in self._rows:
+            self._rows[order] = self._expected(order)
+        return self._rows[order]
+
+    def _expected(self, order: tuple[str, ...] | None) -> list[zero.Expectation]:
+        try:
+            return zero.expected(
+                self.config, self.parameters, self.world_size, order, self.backend, self.runtime
+            )
+        except CommprofError as error:
+            if order is None:
+                raise
+            self.notes.append(f"the order of gradients that the run published was not used: {error}")
+            return zero.expected(
+                self.config, self.parameters, self.world_size, None, self.backend, self.runtime
+            )
+
+
+def request_of(run: RecordedRun) -> Request:
+    """What ``run``'s config asks for."""
+    manifest = run.manifest
+    config, source, reason = _chosen_config(manifest.config, manifest.effective_config)
+    if reason is not None or config is None:
+        return Request(reason=reason or NO_CONFIG)
+    parameters = run.table("parameters")
+    if not parameters.num_rows:
+        return Request(reason=NO_PARAMETERS, config=config, source=source)
+    listed = [
+        zero.Parameter(*(row[name] for name in zero.Parameter._fields)) for row in parameters.to_pylist()
+    ]
+    world_size = manifest.world_size or run.health.ranks_expected or 1
+    request = Request(
+        config=config,
+        source=source,
+        differences=_differences(config, manifest.effective_config),
+        parameters=listed,
+        world_size=world_size,
+        backend=_backend(run.table("collectives")),
+        runtime="deepspeed" if str(manifest.engine or "").lower().startswith("deepspeed") else "zero_runtime",
+        orders=gradient_orders(run.table("buckets")),
+    )
+    try:
+        request.configuration = read_configuration(config)
+        request.micro_steps = zero.micro_steps(config, world_size)
+        request.expectations(StepKey(0, -1))
+    except CommprofError as error:
+        request.reason = str(error)
+    return request
+
+
+def _chosen_config(
+    written: Mapping[str, Any] | None, effective: Mapping[str, Any] | None
+) -> tuple[Mapping[str, Any] | None, str, str | None]:
+    """The config to read, where it comes from, and why there is none."""
+    if written is not None and any(key in written for key in _DEEPSPEED_KEYS):
+        try:
+            read_configuration(written)
+        except CommprofError as error:
+            if effective is None:
+                return None, "", str(error)
+        else:
+            return written, "the config file", None
+    if effective is not None:
+        return as_asked(effective), "the engine's own config", None
+    return None, "", NO_CONFIG if written is None else NOT_ZERO
+
+
+def as_asked(effective: Mapping[str, Any]) -> dict[str, Any]:
+    """``effective`` without the gradient_reduction that its other keys lead to: nobody need have asked for that."""
+    section = effective.get("zero_optimization")
+    if not isinstance(section, Mapping):
+        return dict(effective)
+    kept = {name: value for name, value in section.items() if name != "gradient_reduction"}
+    asked = {**effective, "zero_optimization": kept}
+    try:
+        followed = read_configuration(asked).reduction
+    except CommprofError:
+        return dict(effective)
+    return asked if followed == section.get("gradient_reduction") else dict(effective)
+
+
+def _differences(config: Mapping[str, Any], effective: Mapping[str, Any] | None) -> tuple[str, ...]:
+    if effective is None:
+        return ()
+    try:
+        written, used = asdict(read_configuration(config)), asdict(read_configuration(effective))
+    except CommprofError:
+        return ()
+    return tuple(
+        f"{name} is {written[name]} in the config and {used[name]} in the engine"
+        for name in written
+        if name not in _RESOLVED and written[name] != used[name]
+    )
+
+
+def _backend(collectives: pa.Table) -> str:
+    """The backend of most records of the largest groups."""
+    counts = collectives.group_by(["backend", "group_size"]).aggregate([("seq", "count")]).to_pylist()
+    known = [row for row in counts if row["backend"]]
+    largest = max(known, key=lambda row: (row["group_size"], row["seq_count"]), default=None)
+    return str(largest["backend"]) if largest else "gloo"
+
+
+def gradient_orders(buckets: pa.Table) -> dict[StepKey, list[tuple[str, ...]]]:
+    """The order in which gradients arrived, for each micro-batch of a step, as the lowest rank published it."""
+    if not buckets.num_rows:
+        return {}
+    columns = ["rank", "attempt", "step", "micro_step", "bucket", "parameters"]
+    rows = buckets.select(columns).to_pylist()
+    lowest = min(row["rank"] for row in rows)
+    found: dict[tuple[StepKey, int], list[str]] = defaultdict(list)
+    mine = [row for row in rows if row["rank"] == lowest and row["parameters"]]
+    for row in sorted(mine, key=lambda row: (row["attempt"], row["step"], row["micro_step"], row["bucket"])):
+        names = row["parameters"].split(",")
+        found[StepKey(row["attempt"], row["step"]), row["micro_step"]] += names
+    orders: dict[StepKey, list[tuple[str, ...]]] = defaultdict(list)
+    for (key, _), names in sorted(found.items()):
+        orders[key].append(tuple(dict.fromkeys(names)))
+    return dict(orders)
