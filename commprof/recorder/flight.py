@@ -141,7 +141,7 @@ class FlightDump:
     def _note(self, text: str) -> None:
         if text not in self._noted:
             self._noted.add(text)
-            self._journal.write("note", {"text": text})
+            self._journal.note(text)
 
 
 def ring_size(environment: Mapping[str, str]) -> int | None:

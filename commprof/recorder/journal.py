@@ -54,6 +54,7 @@ class Journal:
         self.cost_samples = 0
         self.cost_ns = 0
         self._lock = threading.RLock()
+        self._notes: list[str] = []  # said before there was a file
         self._threads: list[Any] = []  # states of the threads that were given a number
         self._interned: dict[tuple[Any, ...], int] = {}
         self._next_id = 1
@@ -63,6 +64,9 @@ class Journal:
         self.records, self.events = records, events
         records.on_segment = self._refresh
         self._refresh()
+        for text in self._notes:
+            self.write("note", {"text": text})
+        self._notes.clear()
 
     def _refresh(self) -> None:
         segment = _NO_SEGMENT if self.records is None or self._special else self.records.segment
@@ -113,6 +117,13 @@ class Journal:
             return
         if not events.write(kind, row) and records is not None and events.stopped_reason is not None:
             records.stop(events.stopped_reason)
+
+    def note(self, text: str) -> None:
+        """Leave a sentence for the person who reads the trace."""
+        if self.events is None:
+            self._notes.append(text)
+        else:
+            self.write("note", {"text": text})
 
     def intern(self, kind: str, row: Mapping[str, Any]) -> int:
         """The number of a row of values, written to the events file at its first appearance."""

@@ -19,6 +19,7 @@ from multiprocessing import util as multiprocessing_util
 from typing import Any, Final
 
 from commprof import hooks
+from commprof.recorder.adapters.deepspeed import DeepSpeedAdapter
 from commprof.recorder.counters import step_readings
 from commprof.recorder.flight import FlightDump
 from commprof.recorder.groups import Group, live_groups
@@ -62,6 +63,7 @@ class Session:
         self.steps = Steps(self.journal, self._check)
         self.selfcheck = SelfCheck(self.journal, groups) if selfcheck else None
         self.flight = FlightDump(self.journal, groups.unique_name)
+        self.adapter = DeepSpeedAdapter(self.journal, self.steps.explicit)
         self._out = out
         self._refused: str | None = None  # why no file could be opened
         self._lock = threading.RLock()
@@ -77,6 +79,7 @@ class Session:
         self.lifecycle.install()
         self.steps.install()
         hooks.listen(self)
+        self.adapter.install()
         for group in [] if forked else live_groups()[:1]:
             self.interception.groups.find(group)
 
@@ -94,6 +97,7 @@ class Session:
 
     def _unwatch(self) -> None:
         hooks.listen(None)
+        self.adapter.remove()
         self.steps.remove()
         self.lifecycle.remove()
         self.interception.remove()

@@ -42,6 +42,10 @@ class Steps:
         self._cycle = OptimizerCycle()
         self._begun = False
 
+    def explicit(self) -> bool:
+        """Whether the program names its steps itself."""
+        return self._explicit
+
     def install(self) -> None:
         """Listen to optimizers and to the first forward."""
         from torch.nn.modules.module import register_module_forward_pre_hook

@@ -1,0 +1,1 @@
+"""What frameworks that know nothing of commprof would have said through its hooks, said for them."""

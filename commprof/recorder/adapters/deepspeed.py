@@ -1,0 +1,137 @@
+"""The real DeepSpeed, recorded as zero_runtime records itself: its steps, phases, parameters, configuration and purposes.
+
+DeepSpeed knows nothing of commprof, so its methods are wrapped when its modules are imported, by the process itself. The
+wrappers pass arguments, results and exceptions on as they are. A version outside the range that was read is left alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Final
+
+from commprof import hooks
+from commprof.recorder.adapters.deepspeed_buckets import BUCKETS, Buckets
+from commprof.recorder.adapters.deepspeed_engine import ENGINE_MODULE, Engines
+from commprof.recorder.adapters.deepspeed_methods import FIRST_VERSION, LAST_VERSION, METHODS, Method
+from commprof.recorder.adapters.imports import ImportWatch
+from commprof.recorder.adapters.patching import Patches, tagged
+from commprof.recorder.journal import Journal
+
+_PACKAGE: Final = "deepspeed"
+_VERSION_MODULE: Final = "deepspeed.git_version_info"
+_MODULES: Final = frozenset({_PACKAGE, _VERSION_MODULE, ENGINE_MODULE, *(m.module for m in METHODS)})
+
+
+class DeepSpeedAdapter:
+    """Wraps DeepSpeed's methods as its modules come, and unwraps them.
+
+    Args:
+        journal: hears of faults and of what could not be wrapped.
+        explicit: whether the program names its steps itself, by ``hooks.step``.
+    """
+
+    def __init__(self, journal: Journal, explicit: Callable[[], bool]) -> None:
+        self._journal = journal
+        self._explicit = explicit
+        self._patches = Patches()
+        self._watch = ImportWatch(_MODULES, self._on_import, journal.fault)
+        self._waiting: list[ModuleType] = []  # imported before the version was known
+        self._version: tuple[int, ...] | None = None
+        self._refused = False
+        names: dict[int, str] = {}
+        self._engines = Engines(names, explicit, journal.fault)
+        self._buckets = Buckets(names, journal.fault)
+
+    def install(self) -> None:
+        """Wrap what is imported already, and the rest when it comes."""
+        self._watch.start()
+
+    def remove(self) -> None:
+        """Take every wrapper out."""
+        self._watch.stop()
+        self._patches.remove()
+        self._waiting.clear()
+
+    def _on_import(self, module: ModuleType) -> None:
+        if self._refused:
+            return
+        self._waiting.append(module)
+        if self._version is None:
+            text = _version_text()
+            if text is None:
+                return
+            self._version = parse_version(text)
+            if not is_supported(self._version):
+                self._refuse(text)
+                return
+            self._engines.version = text
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            self._wrap_module(each)
+
+    def _refuse(self, text: str) -> None:
+        self._refused = True
+        self._waiting.clear()
+        self._watch.stop()
+        first, last = (".".join(map(str, version)) for version in (FIRST_VERSION, LAST_VERSION))
+        said = (
+            f"DeepSpeed {text} is not one that commprof knows ({first} to {last}): its collectives are recorded without "
+            "purposes, parameters and configuration"
+        )
+        self._journal.note(said)
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"commprof: {said}\n")
+
+    def _wrap_module(self, module: ModuleType) -> None:
+        missing = []
+        if module.__name__ == ENGINE_MODULE:
+            missing += self._engines.wrap(module, self._patches)
+        for bucket in BUCKETS:
+            if bucket.module == module.__name__ and not self._buckets.wrap(module, bucket, self._patches):
+                missing.append(bucket.path)
+        for method in METHODS:
+            if method.module == module.__name__ and not self._wrap_method(module, method):
+                missing.append(method.path)
+        if missing:
+            shown = ".".join(map(str, self._version or ()))
+            self._journal.note(
+                f"DeepSpeed {shown}: {len(missing)} of the methods that commprof knows are not in {module.__name__}, so "
+                f"collectives may stay without purpose: {', '.join(missing)}"
+            )
+
+    def _wrap_method(self, module: ModuleType, method: Method) -> bool:
+        """Whether the method was wrapped, or is none of this version's."""
+        tag = hooks.tag(method.purpose.value)
+        if self._patches.wrap(module, method.path, lambda original: tagged(original, tag)):
+            return True
+        version = self._version or ()
+        later = version < parse_version(method.since)
+        return later or bool(method.until and version >= parse_version(method.until))
+
+
+def _version_text() -> str | None:
+    """DeepSpeed's version, as far as its modules say it by now."""
+    for name, attribute in ((_PACKAGE, "__version__"), (_VERSION_MODULE, "version")):
+        text = getattr(sys.modules.get(name), attribute, None)
+        if isinstance(text, str):
+            return text
+    return None
+
+
+def parse_version(text: str) -> tuple[int, ...]:
+    """The leading numbers of a version.
+
+    >>> parse_version("0.19.8+unknown"), parse_version("0.15"), parse_version("next")
+    ((0, 19, 8), (0, 15), ())
+    """
+    found = re.match(r"\d+(?:\.\d+)*", text)
+    return tuple(map(int, found[0].split("."))) if found else ()
+
+
+def is_supported(version: tuple[int, ...]) -> bool:
+    """Whether the methods of this version were read."""
+    return FIRST_VERSION <= version[:2] <= LAST_VERSION

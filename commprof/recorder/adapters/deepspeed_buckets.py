@@ -1,0 +1,138 @@
+"""The gradient buckets of DeepSpeed: which parameters travel together, as its optimizers and its engine flush them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from types import ModuleType
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from commprof import hooks
+from commprof.recorder.adapters.patching import Patches
+
+
+class Flush(NamedTuple):
+    """A method that reduces a whole bucket."""
+
+    module: str
+    path: str
+    of_engine: bool  # the bucket is the first argument, a list of gradients; else it is the optimizer's own
+
+
+BUCKETS: Final = (
+    Flush("deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer.reduce_ipg_grads", False),
+    Flush(
+        "deepspeed.runtime.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads",
+        False,
+    ),
+    Flush("deepspeed.runtime.engine", "DeepSpeedEngine.allreduce_bucket", True),
+)
+
+
+class Content(NamedTuple):
+    """What is in a bucket that is about to be reduced."""
+
+    numel: int
+    dtype: torch.dtype
+    capacity: int | None
+    names: tuple[str, ...]
+
+
+class Buckets:
+    """Numbers the buckets within each step, and publishes them.
+
+    Args:
+        names: the parameters' names by their ``id``.
+        on_fault: called with what our own code raised.
+    """
+
+    def __init__(self, names: Mapping[int, str], on_fault: Callable[[Exception], None]) -> None:
+        self._names = names
+        self._on_fault = on_fault
+        self._step = hooks.position.step
+        self._next = 0
+
+    def wrap(self, module: ModuleType, flush: Flush, patches: Patches) -> bool:
+        """Wrap the method; False where this version has no such method."""
+        read = self._engine_content if flush.of_engine else self._optimizer_content
+        return patches.wrap(module, flush.path, lambda original: self._numbered(original, read))
+
+    def _numbered(
+        self,
+        original: Callable[..., Any],
+        read: Callable[[Any, tuple[Any, ...], dict[str, Any]], Content | None],
+    ) -> Callable[..., Any]:
+        def flush(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            tag = None
+            try:
+                content = read(owner, args, kwargs)
+                tag = None if content is None else self._open(content)
+            except Exception as error:
+                self._on_fault(error)
+            with tag or _NO_BUCKET:
+                return original(owner, *args, **kwargs)
+
+        return flush
+
+    def _open(self, content: Content) -> hooks.tag:
+        if hooks.position.step != self._step:
+            self._step, self._next = hooks.position.step, 0
+        number, self._next = self._next, self._next + 1
+        nbytes = content.numel * content.dtype.itemsize
+        hooks.describe_bucket(
+            bucket=number,
+            numel=content.numel,
+            bytes=nbytes,
+            capacity=content.capacity,
+            dtype=str(content.dtype).removeprefix("torch."),
+            owners=None,
+            parameters=",".join(content.names) or None,
+            flush_reason=None,
+        )
+        return _tag(number, content.names, nbytes)
+
+    def _engine_content(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Content | None:
+        gradients = kwargs.get("bucket", args[0] if args else None)
+        if not gradients:
+            return None
+        return Content(sum(g.numel() for g in gradients), engine.communication_data_type, None, ())
+
+    def _optimizer_content(
+        self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Content | None:
+        """The one bucket that is not empty; None where there is none, or several of different dtypes."""
+        buckets = getattr(optimizer, "ipg_buckets", None)
+        if buckets is None:  # before DeepSpeed 0.18
+            entries: Sequence[Any] = optimizer.params_in_ipg_bucket
+            dtype, numel = optimizer.communication_data_type, optimizer.elements_in_ipg_bucket
+        else:
+            asked = next((d for d in (*args, *kwargs.values()) if isinstance(d, torch.dtype)), None)
+            filled = [d for d in ([asked] if asked is not None else buckets) if buckets[d].params]
+            if len(filled) != 1:
+                return None
+            dtype = filled[0]
+            entries, numel = buckets[dtype].params, buckets[dtype].elements
+        if not entries:
+            return None
+        names = [self._names.get(id(_parameter(optimizer, entry)), "?") for entry in entries]
+        return Content(int(numel), dtype, int(optimizer.reduce_bucket_size), tuple(names))
+
+
+def _parameter(optimizer: Any, entry: Any) -> Any:
+    """The parameter of an entry: itself, or at stages 1 and 2 (group, position or parameter, id)."""
+    if not isinstance(entry, tuple | list):
+        return entry
+    group, position = entry[0], entry[1]
+    return optimizer.bit16_groups[group][position] if isinstance(position, int) else position
+
+
+_NO_BUCKET: Final = hooks.tag("gradient_reduce")
+
+
+@lru_cache(maxsize=4096)
+def _tag(number: int, names: tuple[str, ...], nbytes: int) -> hooks.tag:
+    # The same buckets come back every step, and a tag that is kept is cheaper for the recorder.
+    return hooks.tag("gradient_reduce", number, None, names, None, nbytes)

@@ -1,0 +1,302 @@
+"""DeepSpeed's engine: where the training is, what the model's parameters are, and which configuration is in force."""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Final
+
+import torch
+
+from commprof import hooks
+from commprof.recorder.adapters.patching import Patches, tagged
+
+ENGINE_MODULE: Final = "deepspeed.runtime.engine"
+_ENGINE: Final = "DeepSpeedEngine"
+_OPTIMIZER_MAKERS: Final = (
+    "_configure_zero_optimizer",
+    "_configure_bf16_optimizer",
+    "_configure_fp16_optimizer",
+)
+_CHECKPOINTS: Final = ("save_checkpoint", "load_checkpoint", "save_16bit_model")
+_CONFIG_KEYS: Final = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "managed_gradient_accumulation",
+    "gradient_clipping",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+    "gradient_allreduce_op",
+    "disable_allgather",
+)
+
+Call = Callable[..., Any]
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far one engine is."""
+
+    micro_step: int = 0  # backward passes since the last step
+    announced: tuple[int, int] | None = None
+    inside_backward: bool = False
+    groups: list[tuple[torch.nn.Parameter, int]] = field(
+        default_factory=list
+    )  # while the engine is being made
+
+
+class Engines:
+    """Wraps the methods of DeepSpeedEngine.
+
+    Args:
+        names: filled with the parameters' names, by their ``id``.
+        explicit: whether the program names its steps itself.
+        on_fault: called with what our own code raised.
+    """
+
+    def __init__(
+        self, names: dict[int, str], explicit: Callable[[], bool], on_fault: Callable[[Exception], None]
+    ) -> None:
+        self.version = ""
+        self._names = names
+        self._explicit = explicit
+        self._on_fault = on_fault
+        self._progress: weakref.WeakKeyDictionary[Any, _Progress] = weakref.WeakKeyDictionary()
+        self._speaker: weakref.ref[Any] | None = None  # the engine whose steps are the training's
+
+    def wrap(self, module: ModuleType, patches: Patches) -> list[str]:
+        """Wrap what the engine has; the names of what every known version should have and this one has not."""
+        wrappers: dict[str, Callable[[Call], Call]] = {
+            "__init__": self._wrap_init,
+            "forward": self._wrap_forward,
+            "backward": self._wrap_backward,
+            "_take_model_step": self._wrap_step,
+            **dict.fromkeys(_OPTIMIZER_MAKERS, self._wrap_optimizer_maker),
+            **dict.fromkeys(_CHECKPOINTS, _wrap_checkpoint),
+        }
+        missing = [
+            f"{_ENGINE}.{name}"
+            for name, wrap in wrappers.items()
+            if not patches.wrap(module, f"{_ENGINE}.{name}", wrap)
+        ]
+        # Newer versions take loss.backward() too, and have these.
+        patches.wrap(module, f"{_ENGINE}._backward_prologue", self._wrap_prologue)
+        patches.wrap(module, f"{_ENGINE}._backward_epilogue", self._wrap_epilogue)
+        return missing
+
+    def _wrap_init(self, original: Call) -> Call:
+        construct = tagged(original, hooks.tag("other"))
+
+        def construct_and_publish(engine: Any, *args: Any, **kwargs: Any) -> None:
+            hooks.phase("init")
+            construct(engine, *args, **kwargs)
+            self._guarded(self._publish, engine)
+            hooks.phase("other")
+
+        return construct_and_publish
+
+    def _wrap_optimizer_maker(self, original: Call) -> Call:
+        def make(engine: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            self._guarded(self._keep_groups, engine, optimizer)
+            return original(engine, optimizer, *args, **kwargs)
+
+        return make
+
+    def _wrap_forward(self, original: Call) -> Call:
+        def forward(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            self._guarded(self._announce, engine)
+            hooks.phase("forward")
+            try:
+                return original(engine, *args, **kwargs)
+            finally:
+                hooks.phase("other")
+
+        return forward
+
+    def _wrap_backward(self, original: Call) -> Call:
+        def backward(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            progress = self._of(engine)
+            hooks.phase("backward")
+            progress.inside_backward = True
+            try:
+                return original(engine, *args, **kwargs)
+            finally:
+                progress.inside_backward = False
+                progress.micro_step += 1
+                hooks.phase("other")
+
+        return backward
+
+    def _wrap_prologue(self, original: Call) -> Call:
+        def prologue(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._of(engine).inside_backward:
+                hooks.phase("backward")
+            return original(engine, *args, **kwargs)
+
+        return prologue
+
+    def _wrap_epilogue(self, original: Call) -> Call:
+        def epilogue(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(engine, *args, **kwargs)
+            finally:
+                progress = self._of(engine)
+                if not progress.inside_backward:
+                    progress.micro_step += 1
+                    hooks.phase("other")
+
+        return epilogue
+
+    def _wrap_step(self, original: Call) -> Call:
+        def take_model_step(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            hooks.phase("optimizer")
+            try:
+                result = original(engine, *args, **kwargs)
+                self._guarded(_publish_metrics, engine)
+                return result
+            finally:
+                self._of(engine).micro_step = 0
+                hooks.phase("other")
+
+        return take_model_step
+
+    def _of(self, engine: Any) -> _Progress:
+        progress = self._progress.get(engine)
+        if progress is None:
+            progress = self._progress[engine] = _Progress()
+        return progress
+
+    def _guarded(self, act: Callable[..., None], *args: Any) -> None:
+        """Do what is ours alone: the training never hears of what it raises."""
+        try:
+            act(*args)
+        except Exception as error:
+            self._on_fault(error)
+
+    def _announce(self, engine: Any) -> None:
+        """Say which step and micro-batch this is, once for each, unless the program or another engine does."""
+        if not engine.training or not torch.is_grad_enabled():
+            return
+        speaker = None if self._speaker is None else self._speaker()
+        if speaker is None:
+            if self._speaker is None and self._explicit():
+                return
+            self._speaker = weakref.ref(engine)
+        elif speaker is not engine:
+            return
+        progress = self._of(engine)
+        now = (int(engine.global_steps), progress.micro_step)
+        if now != progress.announced:
+            progress.announced = now
+            hooks.step(*now)
+            hooks.metric("samples", float(engine.train_micro_batch_size_per_gpu()))
+
+    def _keep_groups(self, engine: Any, optimizer: Any) -> None:
+        """The optimizer's parameters by group, before DeepSpeed puts flat partitions in their place."""
+        progress = self._of(engine)
+        if not progress.groups:
+            progress.groups = [
+                (p, n) for n, group in enumerate(_groups_of(optimizer)) for p in group["params"]
+            ]
+
+    def _publish(self, engine: Any) -> None:
+        progress = self._of(engine)
+        grouped, progress.groups = progress.groups, []
+        if not grouped:
+            optimizer = getattr(engine, "optimizer", None)
+            grouped = [(p, n) for n, group in enumerate(_groups_of(optimizer)) for p in group["params"]]
+        named = list(engine.module.named_parameters())
+        self._names.update({id(parameter): name for name, parameter in named})
+        hooks.describe_config(effective_config(engine), f"deepspeed {self.version}")
+        hooks.describe_parameters(parameter_rows(named, {id(p): number for p, number in grouped}))
+
+
+def _groups_of(optimizer: Any) -> Sequence[Mapping[str, Any]]:
+    return getattr(optimizer, "param_groups", None) or ()
+
+
+def _wrap_checkpoint(original: Call) -> Call:
+    call = tagged(original, hooks.tag("checkpoint"))
+
+    def checkpoint(*args: Any, **kwargs: Any) -> Any:
+        hooks.phase("checkpoint")
+        try:
+            return call(*args, **kwargs)
+        finally:
+            hooks.phase("other")
+
+    return checkpoint
+
+
+def _publish_metrics(engine: Any) -> None:
+    """The norm of the gradients, where it is a Python number already."""
+    norm = getattr(engine, "_global_grad_norm", None)
+    if isinstance(norm, float):
+        hooks.metric("grad_norm", norm)
+
+
+def parameter_rows(
+    named: Sequence[tuple[str, torch.nn.Parameter]], group_of: Mapping[int, int]
+) -> Iterator[dict[str, Any]]:
+    """Rows of ``parameters``, in the order of the optimizer's groups, those that it has not last.
+
+    Args:
+        named: the model's parameters. Of those that stage 3 has cut up, the whole shape is told.
+        group_of: the optimizer's group by the ``id`` of the parameter, in the optimizer's order.
+    """
+    index = {id(parameter): number for number, (_, parameter) in enumerate(named)}
+    order = [index[key] for key in group_of if key in index]
+    order += [number for number, (_, parameter) in enumerate(named) if id(parameter) not in group_of]
+    for number in order:
+        name, parameter = named[number]
+        yield {
+            "name": name,
+            "shape": "x".join(map(str, getattr(parameter, "ds_shape", parameter.shape))),
+            "dtype": str(parameter.dtype).removeprefix("torch."),
+            "numel": int(getattr(parameter, "ds_numel", parameter.numel())),
+            "param_group": group_of.get(id(parameter), -1),
+            "requires_grad": parameter.requires_grad,
+            "module": name.rpartition(".")[0],
+            "forward_index": number,
+        }
+
+
+def effective_config(engine: Any) -> dict[str, Any]:
+    """The configuration that ``engine`` really uses, under the keys of a DeepSpeed config file."""
+    settings = engine._config
+    config = plain(getattr(settings, "_param_dict", None) or {})
+    for key in _CONFIG_KEYS:
+        if hasattr(settings, key):
+            config[key] = plain(getattr(settings, key))
+    config["zero_optimization"] = plain(settings.zero_config)
+    config["communication_data_type"] = plain(engine.communication_data_type)
+    config.pop("bfloat16", None)
+    for key, section, enabled in (
+        ("bf16", "bfloat16_config", "bfloat16_enabled"),
+        ("fp16", "float16_config", "fp16_enabled"),
+    ):
+        values = plain(getattr(settings, section, None) or config.get(key) or {})
+        config[key] = {**values, "enabled": bool(getattr(engine, enabled)())}
+    return dict(config)
+
+
+def plain(value: Any) -> Any:
+    """``value`` as JSON can say it: sections as mappings, dtypes by name, all else as text."""
+    if isinstance(value, enum.Enum):
+        return plain(value.value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(each) for each in value]
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    dump = getattr(value, "model_dump", None) or getattr(value, "dict", None)
+    if callable(dump):
+        return plain(dump(by_alias=True))
+    return str(value)

@@ -1,0 +1,82 @@
+"""Hearing of modules as they are imported, without importing any."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+class ImportWatch:
+    """A finder that finds nothing itself: it tells when one of ``names`` has been executed.
+
+    A module is told of when it is whole, though its package may still be on its way: torch is imported by deepspeed's
+    own ``__init__``, so recording mostly begins in the middle of that.
+
+    Args:
+        names: full names of modules.
+        on_import: called with each of them that is there or comes.
+        on_fault: called with what ``on_import`` raised.
+    """
+
+    def __init__(
+        self,
+        names: Iterable[str],
+        on_import: Callable[[ModuleType], None],
+        on_fault: Callable[[Exception], None],
+    ) -> None:
+        self._names = frozenset(names)
+        self._on_import = on_import
+        self._on_fault = on_fault
+
+    def start(self) -> None:
+        """Tell of those that are there already, and listen for the others."""
+        sys.meta_path.insert(0, self)
+        for name in sorted(self._names):
+            module = sys.modules.get(name)
+            if module is not None and not _is_loading(module):
+                self._tell(module)
+
+    def stop(self) -> None:
+        """Listen no more."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """The spec that the other finders give, its loader made to tell; None for all other names."""
+        if name not in self._names:
+            return None
+        for finder in sys.meta_path:
+            find = None if finder is self else getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = find(name, path, target) if find is not None else None
+            if spec is not None:
+                self._watch(spec)
+                return spec
+        return None
+
+    def _watch(self, spec: ModuleSpec) -> None:
+        loader = spec.loader
+        if loader is None or not hasattr(loader, "__dict__"):
+            return
+        execute = loader.exec_module
+
+        def execute_and_tell(module: ModuleType) -> None:
+            vars(loader).pop("exec_module", None)
+            execute(module)
+            if self in sys.meta_path:
+                self._tell(module)
+
+        # On the instance, which belongs to this one module: its loader stays what it is for everybody else.
+        loader.exec_module = execute_and_tell  # type: ignore[method-assign]
+
+    def _tell(self, module: ModuleType) -> None:
+        try:
+            self._on_import(module)
+        except Exception as error:
+            self._on_fault(error)
+
+
+def _is_loading(module: ModuleType) -> bool:
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))

@@ -1,0 +1,61 @@
+"""Putting wrappers in place of a framework's functions, and taking them out again."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from commprof import hooks
+
+
+class Patches:
+    """The wrappers of one adapter, in the order in which they were put in."""
+
+    def __init__(self) -> None:
+        self._installed: list[tuple[Any, str, Any, Any]] = []
+
+    def wrap(self, owner: Any, path: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
+        """Replace what ``path`` (``function`` or ``Class.method``) names within ``owner``; False where it has no such thing.
+
+        What a class only inherits is left to the class that defines it. Static and class methods stay what they are.
+        """
+        *parents, name = path.split(".")
+        for parent in parents:
+            owner = vars(owner).get(parent)
+            if owner is None:
+                return False
+        original = vars(owner).get(name)
+        if isinstance(original, staticmethod | classmethod):
+            wrapper: Any = type(original)(_dressed(original.__func__, wrap))
+        elif callable(original):
+            wrapper = _dressed(original, wrap)
+        else:
+            return False
+        setattr(owner, name, wrapper)
+        self._installed.append((owner, name, original, wrapper))
+        return True
+
+    def remove(self) -> None:
+        """Put the originals back, except where somebody else has wrapped ours since."""
+        for owner, name, original, wrapper in reversed(self._installed):
+            if vars(owner).get(name) is wrapper:
+                setattr(owner, name, original)
+        self._installed.clear()
+
+
+def _dressed(original: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+    return functools.wraps(original)(wrap(original))
+
+
+def tagged(original: Callable[..., Any], tag: hooks.tag) -> Callable[..., Any]:
+    """``original``, its collectives being issued under ``tag``. A tag of the same purpose around it says more and stays."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        outer = hooks.current_tag()
+        if outer is not None and outer.purpose == tag.purpose:
+            return original(*args, **kwargs)
+        with tag:
+            return original(*args, **kwargs)
+
+    return call
