@@ -36,7 +36,7 @@ tensor = torch.ones(1000)
 for _ in range(int(sys.argv[1])):
     dist.all_reduce(tensor)
 dist.broadcast(tensor, src=1)
-print(f"{dist.get_rank()} {tensor[0].item()}")
+print(f"{dist.get_rank()} {tensor[0].item()}\\n", end="")  # one write, also where Python is told not to buffer
 dist.destroy_process_group()
 """
 
