@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+
+from commprof.trace.tables import arrow_schema
 
 if TYPE_CHECKING:
     from commprof.nccl.heads import Origin
@@ -20,7 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Process:
-    """One process of the log, by host and pid, and what its lines tell about the NCCL that wrote them."""
+    """One process of one file, by host and pid, and what its lines tell about the NCCL that wrote them.
+
+    ``namesake`` is the first process of the same host and pid, itself if there is none before it: containers on one
+    machine share host names and pids, and so do the parts of a log that was rotated.
+    """
 
     index: int
     host: str
@@ -29,6 +35,7 @@ class Process:
     banner: str | None = None
     forms: set[str] = field(default_factory=set)
     typed_bytewise_op_seen: bool = False
+    namesake: int = 0
 
 
 class Place(NamedTuple):
@@ -61,6 +68,12 @@ class Communicator:
     color: int | None = None
     stages: set[str] = field(default_factory=set)
     completed: Place | None = None
+    namesake: int = 0
+    api: str | None = None
+    bus_id: str | None = None
+    parent_missing: bool = False
+    family_reason: str | None = None
+    global_rank_reason: str | None = None
     ended: str | None = None
     operations: int = 0
     pg: str | None = None
@@ -75,7 +88,9 @@ class Registry:
     def __init__(self) -> None:
         self.processes: list[Process] = []
         self.communicators: list[Communicator] = []
-        self._by_name: dict[tuple[bytes, int], Process] = {}
+        self._by_name: dict[tuple[bytes, int], list[Process]] = {}
+        self._by_file: dict[tuple[bytes, int, int], Process] = {}
+        self._continued: dict[int, int] = {}
         self._open: dict[tuple[int, bytes], Communicator] = {}
         self._uses: dict[tuple[int, bytes], int] = {}
         self._torch: dict[tuple[int, bytes], list[TorchCommLine]] = {}
@@ -83,20 +98,23 @@ class Registry:
         self._initialising: dict[int, list[tuple[int, Communicator]]] = {}
 
     def process(self, origin: Origin, file: int) -> Process:
-        """The process that wrote a message."""
-        process = self._by_name.get((origin.host, origin.pid))
+        """The process that wrote a message: host and pid within one file, until a file is seen to go on with another."""
+        process = self._by_file.get((origin.host, origin.pid, file))
         if process is None:
             process = Process(len(self.processes), origin.host.decode("utf-8", "replace"), origin.pid)
+            namesakes = self._by_name.setdefault((origin.host, origin.pid), [])
+            namesakes.append(process)
+            process.namesake = namesakes[0].index
+            process.files.add(file)
             self.processes.append(process)
-            self._by_name[origin.host, origin.pid] = process
-        process.files.add(file)
+            self._by_file[origin.host, origin.pid, file] = process
         return process
 
     def operation(
         self, process: Process, comm: bytes, nranks: int | None, file: int, line: int
     ) -> Communicator:
         """The communicator that an operation line of ``process`` names."""
-        communicator = self._open.get((process.index, comm))
+        communicator = self._find(process, comm)
         if communicator is None or (
             nranks is not None and communicator.nranks is not None and communicator.nranks != nranks
         ):
@@ -109,7 +127,7 @@ class Registry:
     def init(self, process: Process, line: InitLine, file: int, number: int) -> Communicator:
         """Open a communicator, or add to the one that an earlier line of the same initialisation opened."""
         comm_id = None if line.comm_id is None else line.comm_id.decode()
-        communicator = self._open.get((process.index, line.comm))
+        communicator = self._open.get((self._number(process), line.comm))
         if communicator is None or not _same_initialisation(communicator, line, comm_id):
             communicator = self._begin(process, line.comm, file, number)
         communicator.stages.add(line.stage)
@@ -118,9 +136,13 @@ class Registry:
         communicator.comm_id = communicator.comm_id or comm_id
         if line.cuda_device is not None:
             communicator.cuda_device = line.cuda_device
+        communicator.api = communicator.api or (None if line.api is None else line.api.decode())
+        if line.bus_id is not None:
+            communicator.bus_id = line.bus_id.decode()
         if line.parent is not None and communicator.parent is None:
-            parent = self._open.get((process.index, line.parent))
+            parent = self._find(process, line.parent)
             communicator.parent = None if parent is None else parent.index
+            communicator.parent_missing = parent is None
         if line.split is not None:
             communicator.split = line.split.decode()
         if line.color is not None:
@@ -135,13 +157,13 @@ class Registry:
         process. Connections that are made late come from any thread, after the initialisation: then it is the only
         communicator of a process that prints when an initialisation starts.
         """
-        running = self._initialising.get(process.index, [])
+        running = self._initialising.get(self._number(process), [])
         for thread, communicator in reversed(running):
             if thread == tid:
                 return communicator
         if running:
             return running[0][1] if len(running) == 1 else None
-        alive = self._alive.get(process.index, {})
+        alive = self._alive.get(self._number(process), {})
         if len(alive) != 1:
             return None
         only = next(iter(alive.values()))
@@ -158,8 +180,9 @@ class Registry:
 
     def end(self, process: Process, line: EndLine) -> None:
         """Close the communicator at this address, if one is open."""
-        communicator = self._open.pop((process.index, line.comm), None)
+        communicator = self._find(process, line.comm)
         if communicator is not None:
+            del self._open[communicator.process, line.comm]
             communicator.ended = line.how
             self._forget(communicator)
 
@@ -179,16 +202,54 @@ class Registry:
             for communicator, line in zip(communicators, lines, strict=True):
                 _apply_torch_line(communicator, line)
 
+    def _number(self, process: Process) -> int:
+        """Number of the process that this one is, where its file was seen to go on with that of another."""
+        return self._continued.get(process.index, process.index)
+
+    def _find(self, process: Process, comm: bytes) -> Communicator | None:
+        """The communicator that is open at this address.
+
+        A process that names an address which only a namesake in an earlier file has initialised is that namesake: its
+        log goes on in this file.
+        """
+        communicator = self._open.get((self._number(process), comm))
+        if communicator is not None or process.namesake == process.index:
+            return communicator
+        origin = (process.host.encode(), process.pid)
+        numbers = {self._number(namesake) for namesake in self._by_name.get(origin, ())} - {process.index}
+        held = [self._open[number, comm] for number in numbers if (number, comm) in self._open]
+        if len(held) != 1 or not held[0].stages:
+            return None
+        self._continue(process, held[0].process)
+        return held[0]
+
+    def _continue(self, process: Process, earlier: int) -> None:
+        """Take ``process`` for ``earlier``, with whatever it has begun."""
+        late = self._number(process)
+        for number, known in self._continued.items():
+            if known == late:
+                self._continued[number] = earlier
+        self._continued[late] = earlier
+        for communicator in self.communicators:
+            if communicator.process == late:
+                communicator.process = earlier
+        for _, comm in [key for key in self._open if key[0] == late]:
+            self._open[earlier, comm] = self._open.pop((late, comm))
+        self._alive.setdefault(earlier, {}).update(self._alive.pop(late, {}))
+        self._initialising.setdefault(earlier, []).extend(self._initialising.pop(late, []))
+
     def _begin(self, process: Process, comm: bytes, file: int, line: int) -> Communicator:
-        key = (process.index, comm)
-        epoch = self._uses.get(key, 0)
-        self._uses[key] = epoch + 1
-        communicator = Communicator(len(self.communicators), process.index, comm.decode(), epoch, file, line)
+        number = self._number(process)
+        # Namesakes share the count, so that host, pid, address and epoch name one communicator of the logs.
+        epoch = self._uses.get((process.namesake, comm), 0)
+        self._uses[process.namesake, comm] = epoch + 1
+        communicator = Communicator(len(self.communicators), number, comm.decode(), epoch, file, line)
+        communicator.namesake = process.namesake
         self.communicators.append(communicator)
-        if key in self._open:
-            self._forget(self._open[key])
-        self._open[key] = communicator
-        self._alive.setdefault(process.index, {})[comm] = communicator
+        if (number, comm) in self._open:
+            self._forget(self._open[number, comm])
+        self._open[number, comm] = communicator
+        self._alive.setdefault(number, {})[comm] = communicator
         return communicator
 
     def _forget(self, communicator: Communicator) -> None:
@@ -261,35 +322,53 @@ def _apply_torch_line(communicator: Communicator, line: TorchCommLine) -> None:
         communicator.global_rank = line.rank
 
 
-def communicators_table(
-    entries: Sequence[Communicator], processes: Sequence[Process], files: Sequence[str]
-) -> pa.Table:
-    """The communicators as a table: one row per use of an address in a process.
+NO_INIT_LINE: Final = (
+    "no init line for this communicator: NCCL_DEBUG_SUBSYS had COLL without INIT, or the log begins late"
+)
+NO_WORLD: Final = "no communicator of the log holds every process once, so no rank in it is a rank of the job"
 
-    ``family`` is equal for the members of one communicator of the job, null where that is not known.
+
+def _reason(communicator: Communicator) -> str | None:
+    """Why rank, family or global_rank is null."""
+    if communicator.rank is None:
+        return NO_INIT_LINE
+    reasons = []
+    if communicator.family is None and communicator.family_reason is not None:
+        reasons.append(f"family: {communicator.family_reason}")
+    if communicator.global_rank is None:
+        reasons.append(f"global_rank: {communicator.global_rank_reason or NO_WORLD}")
+    return "; ".join(reasons) or None
+
+
+def communicators_table(
+    entries: Sequence[Communicator],
+    processes: Sequence[Process],
+    files: Sequence[str],
+    versions: Sequence[str | None] | None = None,
+) -> pa.Table:
+    """The table ``nccl_communicators``: one row per use of an address in a process.
+
+    Args:
+        entries: the communicators.
+        processes: the processes that they count.
+        files: the files that they count.
+        versions: the version of each process, as text.
     """
     owners = [processes[entry.process] for entry in entries]
-    parents = [None if c.parent is None else entries[c.parent].comm for c in entries]
-    text, number = pa.string(), pa.int64()
-    return pa.table(
-        {
-            "host": pa.array([process.host for process in owners], text),
-            "pid": pa.array([process.pid for process in owners], number),
-            "comm": pa.array([c.comm for c in entries], text),
-            "comm_epoch": pa.array([c.epoch for c in entries], number),
-            "comm_id": pa.array([c.comm_id for c in entries], text),
-            "family": pa.array([c.family for c in entries], number),
-            "rank": pa.array([c.rank for c in entries], number),
-            "nranks": pa.array([c.nranks for c in entries], number),
-            "global_rank": pa.array([c.global_rank for c in entries], number),
-            "cuda_device": pa.array([c.cuda_device for c in entries], number),
-            "parent": pa.array(parents, text),
-            "color": pa.array([c.color for c in entries], number),
-            "pg": pa.array([c.pg for c in entries], text),
-            "pg_description": pa.array([c.pg_description for c in entries], text),
-            "operations": pa.array([c.operations for c in entries], number),
-            "ended": pa.array([c.ended for c in entries], text),
-            "file": pa.array([files[c.file] for c in entries], text),
-            "line": pa.array([c.line for c in entries], number),
-        }
-    )
+    names = versions if versions is not None else [process.banner for process in processes]
+    columns: dict[str, list[object]] = {
+        "host": [process.host for process in owners],
+        "pid": [process.pid for process in owners],
+        "comm_epoch": [c.epoch for c in entries],
+        "parent": [None if c.parent is None else entries[c.parent].comm for c in entries],
+        "version": [names[c.process] for c in entries],
+        "reason": [_reason(c) for c in entries],
+        "file": [files[c.file] for c in entries],
+    }
+    for name in (
+        "comm", "comm_id", "family", "rank", "nranks", "global_rank", "cuda_device", "color", "pg", "pg_description",
+        "operations", "ended", "line",
+    ):  # fmt: skip
+        columns[name] = [getattr(c, name) for c in entries]
+    schema = arrow_schema("nccl_communicators")
+    return pa.table([pa.array(columns[field.name], field.type) for field in schema], schema=schema)
