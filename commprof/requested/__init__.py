@@ -1,41 +1,43 @@
 """What a configuration should send, by rules alone: the second opinion.
 
-A statement of ZeRO's rules of its own, from a DeepSpeed config and the list of parameters. It knows
-nothing of a running job, imports nothing of the runtime and is imported by nothing of it, so that the two can be compared.
+A statement of ZeRO's rules of its own, from a DeepSpeed config and the list of parameters. It knows nothing of a running
+job, imports nothing of the runtime and is imported by nothing of it, so that the two can be compared.
 
-================== ===========================================================================================
-``parameters``     the one input beside the config: what is known of each parameter
-``configuration``  the keys that decide what is sent, with DeepSpeed's defaults
+======================= ======================================================================================
+``parameters``          the one input beside the config: what is known of each parameter
+``configuration``       the keys that decide what is sent, with DeepSpeed's defaults
 ``fetch_configuration`` those that only stage 3 has
-``keys``           reading one key of a config
-``partition``      the flat buffers of a parameter group, and who owns which part
-``buckets``        which gradients travel together
-``reductions``     the gradient reductions: a bucket becomes messages
-``gradients``      all gradients of a reduction, in the order in which they come
-``modules``        the modules that hold the parameters, and the order in which they run
-``fetching``       what stage 3 gathers at which module
-``sharded``        the messages of stage 3
-``stage3``         the same per purpose
-``expectation``    one line of the answer
-``zero``           :func:`~commprof.requested.zero.expected`, all of it per step and purpose
-``explanation``    the same in one sentence
-``support``        what a config may ask for that is not stated here
-================== ===========================================================================================
+``keys``                reading one key of a config
+``partition``           the flat buffers of a parameter group, and who owns which part
+``buckets``             which gradients travel together
+``reductions``          the gradient reductions: a bucket becomes messages
+``gradients``           all gradients of a reduction, in the order in which they come
+``modules``             the modules that hold the parameters, and the order in which they run
+``fetching``            what stage 3 gathers at which module
+``sharded``             the messages of stage 3
+``stage3``              the same per purpose
+``expectation``         one line of the answer
+``zero``                :func:`~commprof.requested.zero.expected`, all of it per step and purpose
+``explanation``         the same in one sentence
+``support``             what a config may ask for that is not stated here
+======================= ======================================================================================
 """
 
 from commprof.requested.errors import RequestedError, UnsupportedError
-from commprof.requested.explanation import describe, requested_gradient_op
+from commprof.requested.explanation import ReductionShare, describe, reduction_share, requested_gradient_op
 from commprof.requested.parameters import Parameter
 from commprof.requested.zero import Expectation, expected, expected_in_step, micro_steps
 
 __all__ = [
     "Expectation",
     "Parameter",
+    "ReductionShare",
     "RequestedError",
     "UnsupportedError",
     "describe",
     "expected",
     "expected_in_step",
     "micro_steps",
+    "reduction_share",
     "requested_gradient_op",
 ]

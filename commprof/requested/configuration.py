@@ -89,6 +89,8 @@ class Configuration:
         """The gradient reduction that takes place, one of :data:`REDUCTION_NAMES`."""
         if not self.partitions or self.reduces_flat_groups:
             return "all_reduce"
+        if self.stage == 3:
+            return "reduce_scatter" if self.reduce_scatter or not self.contiguous_gradients else "all_reduce"
         if self.gradient_reduction != "auto":
             return self.gradient_reduction
         if not self.buffers_are_contiguous or not self.reduce_scatter:

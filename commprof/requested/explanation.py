@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
 
 from commprof.requested.configuration import Configuration, read_configuration
 from commprof.requested.errors import RequestedError
-from commprof.schema import Op
+from commprof.schema import Op, wire_bytes
 
 # What each value of zero_optimization.gradient_reduction names.
 NAMED_OPS: Final[dict[str, Op]] = {
@@ -23,6 +24,22 @@ SENT: Final[dict[str, str]] = {
     "reduce_to_owner": "one reduce per bucket and owner",
     "reduce_scatter": "one reduce_scatter per bucket (on gloo an all_to_all and a local sum)",
 }
+
+
+class ReductionShare(NamedTuple):
+    """Bytes that each rank sends to reduce gradients, per byte of gradients.
+
+    Attributes:
+        requested: as the words of the config ask for.
+        issued: as the runtime then does it.
+        requested_op: the operation asked for.
+        issued_op: the operation issued.
+    """
+
+    requested: float
+    issued: float
+    requested_op: str
+    issued_op: str
 
 
 def requested_op(configuration: Configuration) -> Op:
@@ -63,8 +80,7 @@ def describe_configuration(configuration: Configuration) -> str:
     if configuration.stage == 0:
         return "stage 0 partitions nothing: one all_reduce of all gradients per step, whatever reduce_scatter says"
     if configuration.stage == 3:
-        asked = "true" if configuration.reduce_scatter else "false"
-        return f"stage 3 with reduce_scatter: {asked} partitions the parameters too; its messages follow the order of a run"
+        return _describe_stage_3(configuration)
     if configuration.reduces_flat_groups:
         return (
             "bf16 at stage 1 with fp32 gradient accumulation reduces all gradients in one all_reduce; "
@@ -88,6 +104,50 @@ def _describe_deepspeed_keys(configuration: Configuration) -> str:
     return (
         f"reduce_scatter: true with use_multi_rank_bucket_allreduce: {value} asks for a reduce_scatter; "
         f"DeepSpeed 0.19 sends {SENT[configuration.reduction]} in its place"
+    )
+
+
+def _describe_stage_3(configuration: Configuration) -> str:
+    if configuration.reduce_scatter:
+        return (
+            "reduce_scatter: true asks for a reduce_scatter; at stage 3 DeepSpeed 0.19 sends one per bucket in "
+            "each micro-batch"
+        )
+    asked = "reduce_scatter: false asks for an all_reduce; at stage 3"
+    if not configuration.contiguous_gradients:
+        return f"{asked} contiguous_gradients: false overrides it, and DeepSpeed 0.19 sends one reduce_scatter per bucket"
+    return (
+        f"{asked} DeepSpeed 0.19 sends one per bucket in each micro-batch, but a reduce_scatter for a parameter larger "
+        "than reduce_bucket_size"
+    )
+
+
+def reduction_share(
+    config: Mapping[str, Any], world_size: int, backend: str = "gloo", runtime: str = "deepspeed"
+) -> ReductionShare:
+    """What each rank sends to reduce gradients, per byte of gradients: as asked for, and as issued.
+
+    On 4 ranks 0.75 for a reduce_scatter and 1.5 for an all_reduce, by :func:`commprof.schema.wire_bytes`. Padding is not
+    counted, nor a parameter that is larger than a bucket.
+
+    Args:
+        config: the config file as DeepSpeed reads it.
+        world_size: ranks among which the gradients are reduced.
+        backend: backend of the group; gloo has no reduce_scatter of its own, which zero_runtime knows.
+        runtime: ``"deepspeed"`` or ``"zero_runtime"``, whose ``gradient_reduction`` DeepSpeed does not know.
+
+    Raises:
+        RequestedError: the config cannot be read.
+    """
+    configuration = read_configuration(config)
+    if runtime == "deepspeed":
+        configuration = replace(configuration, gradient_reduction="auto")
+    requested, issued = requested_op(configuration), NAMED_OPS[configuration.reduction]
+    if configuration.stage < 3 and issued == Op.REDUCE_SCATTER:
+        exchanges = configuration.reduce_scatter_on(backend) == "all_to_all"
+        issued = Op.ALL_TO_ALL if exchanges else issued
+    return ReductionShare(
+        wire_bytes(requested, 1, world_size), wire_bytes(issued, 1, world_size), str(requested), str(issued)
     )
 
 
