@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from commprof.ledger.issue import Issued, Message, StepKey
-from commprof.requested.zero import Expectation
+from commprof.requested.expectation import Expectation
 from commprof.schema import Op, Purpose, Status, format_ranks
 
 # What a program sends for ends of its own, when it says so.
@@ -71,14 +71,14 @@ class Finding:
 Findings = dict[StepKey, dict[Class, Finding]]
 
 
-def wants(expectations: Iterable[tuple[Expectation, int]], world_size: int) -> dict[Class, Want]:
+def wants(expectations: Iterable[Expectation], world_size: int) -> dict[Class, Want]:
     """The expectations of one step by class."""
     found: dict[Class, Want] = {}
     ranks = format_ranks(list(range(world_size)))
-    for row, times in expectations:
+    for row in expectations:
         want = found.setdefault(Class(row.purpose, row.issued_op, ranks), Want(row.requested_op))
-        want.count += row.count * times
-        want.payload_bytes += row.payload_bytes * times
+        want.count += row.count
+        want.payload_bytes += row.payload_bytes
         want.exact &= row.exact
     return found
 

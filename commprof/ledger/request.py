@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Protocol
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final, NamedTuple, Protocol
 
 import pyarrow as pa
 
@@ -17,6 +17,8 @@ from commprof.errors import CommprofError
 from commprof.ledger.issue import StepKey
 from commprof.requested import zero
 from commprof.requested.configuration import Configuration, read_configuration
+from commprof.requested.expectation import Expectation
+from commprof.requested.zero import STEADY
 
 NO_CONFIG: Final = "no config was recorded"
 NOT_ZERO: Final = (
@@ -30,8 +32,6 @@ _RESOLVED: Final = (
     "reduce_scatter_impl",
     "train_batch_size",
     "micro_batch_size",
-    "accumulation_steps",
-    "check_overflow",
 )
 
 
@@ -52,6 +52,14 @@ class RecordedRun(Protocol):
 
     def table(self, name: str) -> pa.Table:
         """A table of the schema."""
+
+
+class _Pass(NamedTuple):
+    """What the rules are asked about: arguments of ``zero.expected``."""
+
+    order: tuple[str, ...] | None
+    iteration: int | None
+    zero_init: bool
 
 
 @dataclass
@@ -75,40 +83,51 @@ class Request:
     micro_steps: int = 1
     orders: Mapping[StepKey, Sequence[tuple[str, ...]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    _rows: dict[tuple[str, ...] | None, list[zero.Expectation]] = field(default_factory=dict)
+    _rows: dict[_Pass, list[Expectation]] = field(default_factory=dict)
 
-    def expectations(self, key: StepKey) -> list[tuple[zero.Expectation, int]]:
-        """What step ``key`` should send (the time before the first step: step -1), each with how often.
+    def expectations(self, key: StepKey, ordinal: int = 0, *, zero_init: bool = False) -> list[Expectation]:
+        """What step ``key`` should send; the time before the first step is step -1.
+
+        Args:
+            ordinal: number of the step since this attempt began: stage 3 sends more in its first two micro-batches.
+            zero_init: the model was made within ``zero.Init``, which broadcasts it once less at stage 3.
 
         Raises:
             CommprofError: the rules do not cover the config.
         """
         if key.step < 0:
-            return [(row, 1) for row in self._by_order(None) if row.when == "init"]
+            return [row for row in self._expected(_Pass(None, None, zero_init)) if row.when == "init"]
         orders: Sequence[tuple[str, ...] | None] = self.orders.get(key) or [None]
-        found = [(row, 1) for row in self._by_order(orders[0]) if row.when == "step"]
+        found = [row for row in self._expected(_Pass(orders[0], None, False)) if row.when == "step"]
         for micro in range(self.micro_steps):
-            rows = self._by_order(orders[min(micro, len(orders) - 1)])
-            found += [(row, 1) for row in rows if row.when == "micro_step"]
+            order = orders[min(micro, len(orders) - 1)]
+            iteration = min(ordinal * self.micro_steps + micro, STEADY)
+            rows = self._expected(_Pass(order, iteration, False))
+            found += [row for row in rows if row.when == "micro_step"]
         return found
 
-    def _by_order(self, order: tuple[str, ...] | None) -> list[zero.Expectation]:
-        if order not in self._rows:
-            self._rows[order] = self._expected(order)
-        return self._rows[order]
+    def _expected(self, asked: _Pass) -> list[Expectation]:
+        if asked not in self._rows:
+            try:
+                self._rows[asked] = self._by_rules(asked)
+            except CommprofError as error:
+                if asked.order is None:
+                    raise
+                self.notes.append(f"the order of gradients that the run published was not used: {error}")
+                self._rows[asked] = self._by_rules(asked._replace(order=None))
+        return self._rows[asked]
 
-    def _expected(self, order: tuple[str, ...] | None) -> list[zero.Expectation]:
-        try:
-            return zero.expected(
-                self.config, self.parameters, self.world_size, order, self.backend, self.runtime
-            )
-        except CommprofError as error:
-            if order is None:
-                raise
-            self.notes.append(f"the order of gradients that the run published was not used: {error}")
-            return zero.expected(
-                self.config, self.parameters, self.world_size, None, self.backend, self.runtime
-            )
+    def _by_rules(self, asked: _Pass) -> list[Expectation]:
+        return zero.expected(
+            self.config,
+            self.parameters,
+            self.world_size,
+            asked.order,
+            self.backend,
+            self.runtime,
+            iteration=asked.iteration,
+            zero_init=asked.zero_init,
+        )
 
 
 def request_of(run: RecordedRun) -> Request:
@@ -127,7 +146,6 @@ def request_of(run: RecordedRun) -> Request:
     request = Request(
         config=config,
         source=source,
-        differences=_differences(config, manifest.effective_config),
         parameters=listed,
         world_size=world_size,
         backend=_backend(run.table("collectives")),
@@ -135,12 +153,18 @@ def request_of(run: RecordedRun) -> Request:
         orders=gradient_orders(run.table("buckets")),
     )
     try:
-        request.configuration = read_configuration(config)
+        request.configuration = _as_runtime_reads(read_configuration(config), request.runtime)
         request.micro_steps = zero.micro_steps(config, world_size)
-        request.expectations(StepKey(0, -1))
+        request.expectations(StepKey(0, 0))
+        request.differences = _differences(request, manifest.effective_config)
     except CommprofError as error:
         request.reason = str(error)
     return request
+
+
+def _as_runtime_reads(configuration: Configuration, runtime: zero.Runtime) -> Configuration:
+    """DeepSpeed does not know ``gradient_reduction``."""
+    return configuration if runtime == "zero_runtime" else replace(configuration, gradient_reduction="auto")
 
 
 def _chosen_config(
@@ -174,11 +198,18 @@ def as_asked(effective: Mapping[str, Any]) -> dict[str, Any]:
     return asked if followed == section.get("gradient_reduction") else dict(effective)
 
 
-def _differences(config: Mapping[str, Any], effective: Mapping[str, Any] | None) -> tuple[str, ...]:
+def _differences(request: Request, effective: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Keys that the engine read otherwise than the config has them, where that changes what should be sent."""
     if effective is None:
         return ()
+    engine = replace(request, config=as_asked(effective), orders={}, _rows={}, notes=[])
     try:
-        written, used = asdict(read_configuration(config)), asdict(read_configuration(effective))
+        written, used = asdict(read_configuration(request.config)), asdict(read_configuration(effective))
+        engine.micro_steps = zero.micro_steps(engine.config, engine.world_size)
+        plain = replace(request, orders={}, _rows={}, notes=[])
+        keys = (StepKey(0, -1), StepKey(0, 0))
+        if all(_sums(plain.expectations(key)) == _sums(engine.expectations(key)) for key in keys):
+            return ()
     except CommprofError:
         return ()
     return tuple(
@@ -186,6 +217,10 @@ def _differences(config: Mapping[str, Any], effective: Mapping[str, Any] | None)
         for name in written
         if name not in _RESOLVED and written[name] != used[name]
     )
+
+
+def _sums(rows: Sequence[Expectation]) -> set[tuple[str, str, int, int]]:
+    return {(row.purpose, row.issued_op, row.count, row.payload_bytes) for row in rows}
 
 
 def _backend(collectives: pa.Table) -> str:

@@ -20,24 +20,20 @@ def gradient_sentence(
     """What was asked for the gradients and what came of it, with its factor of the gradient bytes; None without them."""
     mine = [row for row in rows if row.when == STEPS and row.purpose == Purpose.GRADIENT_REDUCE]
     issued = [row for row in mine if row.issued_count]
-    if not issued or issued[0].requested_op is None:
+    if not issued:
         return None
-    row = issued[0]
-    requested = str(row.requested_op)
-    asked = f"{_asking_words(config, configuration)} asked for {_article(requested)}"
-    used, wanted = (_factor(op, world_size) for op in (row.issued_op, requested))
-    if row.issued_op == requested:
-        return (
-            f"{asked}, and {_article(requested)} was issued: {used:.2f} of the gradient bytes on the wire per rank "
-            f"at n = {world_size} (modelled)."
-        )
-    amount = (
-        f"{used:.2f} instead of {wanted:.2f}"
-        if f"{used:.2f}" != f"{wanted:.2f}"
-        else f"{used:.2f}, as asked,"
-    )
-    cause = _turning_words(config, configuration, str(row.issued_op))
-    return f"{asked}; {cause}: {amount} of the gradient bytes on the wire per rank at n = {world_size} (modelled)."
+    row = max(issued, key=lambda row: row.issued_payload_bytes)
+    if row.requested_op is None or row.issued_op is None:
+        return None
+    asked = f"{_asking_words(config, configuration)} asked for {_article(row.requested_op)}"
+    used, wanted = (f"{_factor(op, world_size):.2f}" for op in (row.issued_op, row.requested_op))
+    share = f"of the gradient bytes on the wire per rank at n = {world_size} (modelled)"
+    if row.issued_op == row.requested_op:
+        return f"{asked}, and {_article(row.issued_op)} was issued: {used} {share}."
+    cause = _turning_words(config, configuration, row.issued_op)
+    if used == wanted:
+        return f"{asked}; {cause}: {used} {share}, as much as was asked for."
+    return f"{asked}; {cause}: {used} instead of {wanted} {share}."
 
 
 def _asking_words(config: Mapping[str, Any], configuration: Configuration) -> str:
@@ -61,7 +57,9 @@ def _turning_words(config: Mapping[str, Any], configuration: Configuration, issu
             if configuration.reduce_scatter_impl != "auto"
             else ", since gloo has no reduce_scatter of its own"
         )
-    if configuration.gradient_reduction != "auto" or configuration.stage > 2:
+    if configuration.stage > 2:
+        return f"stage 3, where it is overridden or a parameter is larger than a bucket, turned it into {issued_op}"
+    if configuration.gradient_reduction != "auto":
         return f"the runtime turned it into {issued_op}"
     if not configuration.buffers_are_contiguous:
         return f"contiguous_gradients: false overrides it and turned it into {issued_op}"
@@ -86,22 +84,25 @@ def _factor(op: str | None, world_size: int) -> float:
     return 0.0 if op is None else wire_bytes(op, _UNIT, world_size) / _UNIT
 
 
-def execution_sentences(rows: Sequence[LedgerRow], world_size: int) -> list[str]:
-    """Where the backend ran another operation than was issued, with the factor that this costs."""
-    found = {}
+def execution_sentences(rows: Sequence[LedgerRow]) -> list[str]:
+    """Where the backend ran another operation than was issued, or sends more for it than its model: with the factor."""
+    found: dict[tuple[str, str], str] = {}
     for row in rows:
-        if row.executed_op is None or row.issued_op in (None, row.executed_op, Op.BARRIER):
+        if row.issued_op is None or row.executed_op is None or not row.issued_payload_bytes:
             continue
-        ratio = (
-            row.executed_wire_bytes / row.issued_wire_bytes
-            if row.executed_wire_bytes and row.issued_wire_bytes
-            else 1
+        ran, issued = (
+            (value or 0.0) / row.issued_payload_bytes
+            for value in (row.executed_wire_bytes, row.issued_wire_bytes)
         )
-        found[row.issued_op, row.executed_op] = (
-            f"The backend ran {row.issued_op} as {row.executed_op}: {ratio:.2f} times the modelled bytes of "
-            f"{_article(str(row.issued_op))} ({_factor(row.executed_op, world_size):.2f} instead of "
-            f"{_factor(row.issued_op, world_size):.2f} of the payload per rank at n = {world_size})."
-        )
+        amount = f"{ran:.2f} instead of {issued:.2f} of the payload per rank"
+        if row.executed_op != row.issued_op:
+            found[row.issued_op, row.executed_op] = (
+                f"The backend ran {row.issued_op} as {row.executed_op}: {amount}."
+            )
+        elif f"{ran:.2f}" != f"{issued:.2f}":
+            found[row.issued_op, row.executed_op] = (
+                f"The backend sends more for {_article(row.issued_op)} than the best algorithm would: {amount}."
+            )
     return list(found.values())
 
 

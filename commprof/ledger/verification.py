@@ -13,6 +13,7 @@ from commprof.ledger.executed import Executed, executed
 from commprof.ledger.issue import Issued, Message, StepKey, disagreements, issued, once_per_collective
 from commprof.ledger.levels import INIT, STEPS, LedgerRow, Moved, State, Unexplained, Verdict
 from commprof.ledger.request import RecordedRun, Request, request_of
+from commprof.requested.expectation import Expectation
 from commprof.schema import Op, Purpose, wire_bytes
 
 _AFTER_OVERFLOW: Final = frozenset({Purpose.GRADIENT_NORM, Purpose.PARAMETER_GATHER})
@@ -80,21 +81,23 @@ def _wanted(
         key = StepKey(row["attempt"], row["step"])
         ended[key] = ended.get(key, True) and row["end_ns"] is not None
     attempts = {key.attempt for key in (*steps, *ended)} or {0}
-    keys = [*(StepKey(attempt, -1) for attempt in sorted(attempts)), *sorted(k for k in ended if k.step >= 0)]
-    wanted, partial, overflowed = {}, set(), []
+    wanted: dict[StepKey, dict[Class, Want]] = {}
+    partial, overflowed = set(), []
     try:
-        for key in keys:
-            expectations = request.expectations(key)
-            if _overflowed(key, request, steps):
-                overflowed.append(key)
-                expectations = [item for item in expectations if item[0].purpose not in _AFTER_OVERFLOW]
-            wanted[key] = attribution.wants(expectations, request.world_size)
-            if key.step >= 0 and not ended.get(key, True):
-                partial.add(key)
+        for attempt in sorted(attempts):
+            wanted[StepKey(attempt, -1)] = _wanted_before(request, StepKey(attempt, -1), steps)
+            keys = sorted(key for key in ended if key.attempt == attempt and key.step >= 0)
+            for ordinal, key in enumerate(keys):
+                expectations = request.expectations(key, ordinal)
+                if _overflowed(key, request, steps):
+                    overflowed.append(key)
+                    expectations = [row for row in expectations if row.purpose not in _AFTER_OVERFLOW]
+                elif not ended[key] or (key == keys[-1] and _unfinished(expectations, steps.get(key, {}))):
+                    partial.add(key)
+                wanted[key] = attribution.wants(expectations, request.world_size)
     except CommprofError as error:
         request.reason = str(error)
         return {}, frozenset(), []
-    partial |= _unfinished(steps, wanted, request, keys) - set(overflowed)
     remarks = [f"{text[0].upper()}{text[1:]}." for text in dict.fromkeys(request.notes)]
     if overflowed:
         remarks.append(
@@ -102,9 +105,24 @@ def _wanted(
         )
     if partial:
         remarks.append(
-            f"{_step_list(partial)}: did not reach the end; what is not there yet is not counted as missing."
+            f"{_step_list(sorted(partial))}: did not reach the end; what is not there is not counted as missing."
         )
     return wanted, frozenset(partial), remarks
+
+
+def _wanted_before(request: Request, key: StepKey, steps: Issued) -> dict[Class, Want]:
+    """What should be sent before the first step; a model made within ``zero.Init`` is broadcast once less."""
+    plain, lean = (
+        attribution.wants(request.expectations(key, zero_init=made), request.world_size)
+        for made in (False, True)
+    )
+    if plain == lean:
+        return plain
+    sent = attribution.attribute({key: steps.get(key, {})}, {key: lean}, frozenset())[key]
+    if all(finding.closes for finding in sent.values()):
+        request.notes.append("before the first step was sent what a model made within zero.Init needs")
+        return lean
+    return plain
 
 
 def _overflowed(key: StepKey, request: Request, steps: Issued) -> bool:
@@ -115,22 +133,11 @@ def _overflowed(key: StepKey, request: Request, steps: Issued) -> bool:
     return Purpose.OVERFLOW_CHECK in purposes and not purposes & _AFTER_OVERFLOW
 
 
-def _unfinished(
-    steps: Issued, wanted: Mapping[StepKey, Mapping[Class, Want]], request: Request, keys: Sequence[StepKey]
-) -> set[StepKey]:
-    """The last step of an attempt, where nothing was sent of what ends a step: the script stopped within it."""
-    found = set()
-    for attempt in {key.attempt for key in keys}:
-        last = max((key for key in keys if key.attempt == attempt), key=lambda key: key.step)
-        ends = {
-            row.purpose
-            for row, _ in request.expectations(last)
-            if row.when == "step" and row.purpose not in (Purpose.GRADIENT_REDUCE, Purpose.OVERFLOW_CHECK)
-        }
-        purposes = {message.purpose for message in steps.get(last, {})}
-        if last.step >= 0 and ends and not purposes & ends and last in wanted:
-            found.add(last)
-    return found
+def _unfinished(expectations: Sequence[Expectation], messages: Mapping[Message, int]) -> bool:
+    """Whether nothing was sent of what ends a step: the script stopped within it. Asked of an attempt's last step only."""
+    ends = {row.purpose for row in expectations if row.when == "step"}
+    ends -= {Purpose.GRADIENT_REDUCE, Purpose.OVERFLOW_CHECK}
+    return bool(ends) and not {message.purpose for message in messages} & ends
 
 
 def _without_request(findings: Findings) -> Findings:
@@ -291,7 +298,7 @@ def _told(request: Request, rows: Sequence[LedgerRow], steps: Issued, moved: Seq
         )
         told += [sentence] if sentence else []
         told += [f"The config and the engine differ: {text}." for text in request.differences]
-    told += sentences.execution_sentences(rows, request.world_size)
+    told += sentences.execution_sentences(rows)
     told += [sentences.moved_sentence(row) for row in moved]
     return told
 
