@@ -313,7 +313,7 @@ def _total(
     extra = sum(item.count for item in unexplained if item.kind == "unexplained")
     missing = sum(item.payload_bytes for item in unexplained if item.kind == "missing")
     if extra:
-        text += f"; {extra:,} collectives have no explanation"
+        text += f"; {extra:,} collective{' has' if extra == 1 else 's have'} no explanation"
     if missing:
         text += f"; {missing:,} bytes that the config asks for were not issued"
     return text + "."

@@ -271,6 +271,7 @@ class SyntheticRun:
             "config_path": None if self.config is None else "ds.json",
             "config_argument": None if self.config is None else "--config",
             "effective_config": self.effective_config,
+            "engine": None,
             "sweep": self.sweep,
             "ranks": [
                 {

@@ -1,0 +1,363 @@
+"""The ledger of runs written by hand, whose every byte is computed here."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from commprof.analysis import api
+from commprof.cli import execute
+from support.runs import SyntheticRun
+
+# Two matrices of 600 and 400 elements on 4 ranks: a flat buffer of 1000, a multiple of 2 x 4, in pieces of 250.
+SIZES = {"a.weight": 600, "b.weight": 400}
+GRADIENT_BYTES = 4000
+DEEPSPEED_DEFAULT = {"zero_optimization": {"stage": 2}}
+
+
+def init(run: SyntheticRun) -> None:
+    for numel in SIZES.values():
+        run.add_collective(
+            "broadcast",
+            payload_bytes=4 * numel,
+            step=-1,
+            phase="init",
+            purpose="parameter_broadcast",
+            peer=0,
+            dtype="uint8",
+        )
+
+
+def end_of_step(run: SyntheticRun, step: int) -> None:
+    run.add_collective("all_reduce", payload_bytes=4, step=step, phase="optimizer", purpose="gradient_norm")
+    run.add_collective(
+        "all_gather",
+        payload_bytes=GRADIENT_BYTES,
+        step=step,
+        phase="optimizer",
+        purpose="parameter_gather",
+    )
+
+
+def gradients(
+    run: SyntheticRun, step: int, op: str = "all_reduce", payload_bytes: int = GRADIENT_BYTES
+) -> None:
+    run.add_collective(
+        op, payload_bytes=payload_bytes, step=step, purpose="gradient_reduce", call_site="engine.py:9 reduce"
+    )
+
+
+def zero2(steps: int = 3, config=DEEPSPEED_DEFAULT, op: str = "all_reduce", **keys) -> SyntheticRun:
+    run = SyntheticRun(world_size=4, config=config, **keys)
+    run.add_parameters(SIZES)
+    init(run)
+    for step in range(steps):
+        run.add_step(step)
+        gradients(run, step, op)
+        end_of_step(run, step)
+    return run
+
+
+def row(verdict, purpose: str):
+    (found,) = [row for row in verdict.rows if row.purpose == purpose]
+    return found
+
+
+def sentence(verdict, words: str) -> str:
+    (found,) = [text for text in verdict.sentences if words in text]
+    return found
+
+
+def test_a_ledger_closes_to_the_byte():
+    verdict = api.verify(zero2().open())
+    assert (verdict.state, verdict.exit_code, verdict.unexplained) == ("closed", 0, ())
+    total = 4000 + 3 * (4000 + 4 + 4000)
+    assert (verdict.issued_bytes, verdict.explained_bytes) == (total, total)
+    reduced = row(verdict, "gradient_reduce")
+    assert (reduced.requested_op, reduced.issued_op, reduced.executed_op) == (
+        "reduce_scatter",
+        "all_reduce",
+        "all_reduce",
+    )
+    assert (reduced.steps, reduced.expected_count, reduced.issued_count) == (3, 3, 3)
+    assert reduced.requested_wire_bytes == 3 * 3 / 4 * 4000
+    assert reduced.issued_wire_bytes == reduced.executed_wire_bytes == 3 * 3 / 2 * 4000
+
+
+def test_the_sentence_names_the_key_that_did_it_and_what_it_costs():
+    said = sentence(api.verify(zero2().open()), "asked for")
+    assert said == (
+        "reduce_scatter, true by default, asked for a reduce_scatter; use_multi_rank_bucket_allreduce, true by default, "
+        "turned it into all_reduce: 1.50 instead of 0.75 of the gradient bytes on the wire per rank at n = 4 (modelled)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"stage": 2, "reduce_scatter": True}, "reduce_scatter: true asked for a reduce_scatter"),
+        (
+            {"stage": 2, "reduce_scatter": False},
+            "reduce_scatter: false asked for an all_reduce, and an all_reduce was issued: 1.50",
+        ),
+        (
+            {"stage": 2, "contiguous_gradients": False},
+            "contiguous_gradients: false overrides it and turned it into all_reduce: 1.50 instead of 0.75",
+        ),
+    ],
+)
+def test_each_combination_of_keys_has_its_sentence(section, words):
+    verdict = api.verify(zero2(config={"zero_optimization": section}).open())
+    assert verdict.state == "closed"
+    assert words in sentence(verdict, "asked for")
+
+
+def test_reduces_to_the_owners_cost_on_gloo_more_than_their_model():
+    config = {"zero_optimization": {"stage": 2, "use_multi_rank_bucket_allreduce": False}}
+    run = SyntheticRun(world_size=4, config=config)
+    run.add_parameters(SIZES)
+    init(run)
+    run.add_step(0)
+    for _ in range(4):
+        gradients(run, 0, "reduce", 1000)
+    end_of_step(run, 0)
+    verdict = api.verify(run.open())
+    assert verdict.state == "closed"
+    assert "one reduce for each owner: 0.75 of the gradient bytes" in sentence(verdict, "asked for")
+    assert row(verdict, "gradient_reduce").executed_wire_bytes == 15 / 16 * 4000
+    assert "0.94 instead of 0.75" in sentence(verdict, "sends more")
+
+
+def test_gloo_runs_a_reduce_scatter_as_an_all_reduce():
+    section = {"stage": 2, "gradient_reduction": "reduce_scatter", "reduce_scatter_impl": "native"}
+    verdict = api.verify(zero2(config={"zero_optimization": section}, op="reduce_scatter").open())
+    assert verdict.state == "closed"
+    assert row(verdict, "gradient_reduce").executed_op == "all_reduce"
+    assert row(verdict, "gradient_reduce").executed_wire_bytes == 3 * 1.5 * 4000
+    assert "ran reduce_scatter as all_reduce: 1.50 instead of 0.75" in sentence(verdict, "The backend ran")
+
+
+def test_a_planted_record_without_purpose_is_listed_with_its_call_site():
+    run = zero2()
+    for step in (0, 1):
+        run.add_collective("all_reduce", payload_bytes=44, step=step, call_site="train.py:7 main")
+    verdict = api.verify(run.open())
+    assert (verdict.state, verdict.exit_code) == ("mismatch", 1)
+    (found,) = verdict.unexplained
+    assert (found.kind, found.steps, found.op, found.group_ranks) == (
+        "unexplained",
+        "0-1",
+        "all_reduce",
+        "0-3",
+    )
+    assert (found.count, found.payload_bytes, found.call_site) == (2, 88, "train.py:7 main")
+    assert verdict.issued_bytes - verdict.explained_bytes == 88
+
+
+def test_a_planted_record_with_a_purpose_is_singled_out():
+    run = zero2()
+    run.add_collective(
+        "all_reduce", payload_bytes=512, step=1, purpose="gradient_reduce", call_site="train.py:8 sneak"
+    )
+    (found,) = api.verify(run.open()).unexplained
+    assert (found.steps, found.count, found.payload_bytes, found.call_site) == (
+        "1",
+        1,
+        512,
+        "train.py:8 sneak",
+    )
+
+
+def test_what_is_missing_is_listed():
+    run = zero2(steps=2)
+    run.add_step(2)
+    end_of_step(run, 2)
+    verdict = api.verify(run.open())
+    (found,) = verdict.unexplained
+    assert verdict.state == "mismatch"
+    assert (found.kind, found.steps, found.op, found.count, found.payload_bytes) == (
+        "missing",
+        "2",
+        "all_reduce",
+        1,
+        4000,
+    )
+
+
+def test_another_operation_than_the_rules_say_is_both_unexplained_and_missing():
+    verdict = api.verify(zero2(op="reduce_scatter").open())
+    assert [(item.kind, item.op, item.steps) for item in verdict.unexplained] == [
+        ("missing", "all_reduce", "0-2"),
+        ("unexplained", "reduce_scatter", "0-2"),
+    ]
+
+
+def test_what_the_program_tagged_itself_and_barriers_are_explained():
+    run = zero2()
+    run.add_collective("all_reduce", payload_bytes=8, step=2, purpose="metric")
+    run.add_collective("all_gather", payload_bytes=80, step=2, purpose="checkpoint")
+    run.add_collective("barrier", step=-1, phase="init")
+    verdict = api.verify(run.open())
+    assert verdict.state == "closed"
+    assert row(verdict, "metric").explained_by == "tag"
+
+
+@pytest.mark.parametrize("what", ["lost", "torn", "unseen"])
+def test_with_records_missing_nothing_can_be_told(what):
+    verdict = api.verify(zero2(**{what: 5}).open())
+    assert (verdict.state, verdict.exit_code) == ("unknown", 3)
+    assert sentence(verdict, "Cannot tell").startswith("Cannot tell: 5 ")
+
+
+def test_a_rank_without_records_cannot_be_told():
+    verdict = api.verify(zero2(recorded_ranks=(0, 1, 2)).open())
+    assert verdict.exit_code == 3
+    assert "ranks 3 left no records" in sentence(verdict, "Cannot tell")
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [(None, "no config was recorded"), ({"model": "gpt"}, "neither zero_optimization")],
+)
+def test_without_a_config_of_zero_the_other_levels_are_told(config, reason):
+    verdict = api.verify(zero2(config=config).open())
+    assert (verdict.state, verdict.exit_code, verdict.unexplained) == ("unknown", 3, ())
+    assert reason in sentence(verdict, "What was asked for")
+    assert row(verdict, "gradient_reduce").executed_op == "all_reduce"
+    assert row(verdict, "gradient_reduce").requested_op is None
+
+
+def test_the_engines_config_stands_in_for_a_script_without_a_file():
+    verdict = api.verify(zero2(config=None, effective_config=DEEPSPEED_DEFAULT).open())
+    assert verdict.state == "closed"
+    assert "the engine's own config" in verdict.sources["requested"]
+
+
+def test_a_script_that_changes_the_stage_is_found_out():
+    run = zero2(config={"zero_optimization": {"stage": 0}}, effective_config=DEEPSPEED_DEFAULT)
+    verdict = api.verify(run.open())
+    assert verdict.state == "mismatch"
+    assert "stage is 0 in the config and 2 in the engine" in sentence(verdict, "differ")
+
+
+def test_the_last_step_of_a_killed_run_lacks_nothing():
+    run = zero2(steps=2)
+    run.add_step(2, end_ns=None)
+    gradients(run, 2)
+    verdict = api.verify(run.open())
+    assert verdict.state == "closed"
+    assert sentence(verdict, "Step 2").endswith("not counted as missing.")
+
+
+def test_a_step_ends_at_the_overflow_check():
+    run = SyntheticRun(world_size=4, config={"zero_optimization": {"stage": 2}, "fp16": {"enabled": True}})
+    run.add_parameters(SIZES)
+    for numel in SIZES.values():
+        run.add_collective(
+            "broadcast", payload_bytes=2 * numel, step=-1, purpose="parameter_broadcast", peer=0
+        )
+    for step in range(2):
+        run.add_step(step)
+        gradients(run, step, payload_bytes=2000)
+        run.add_collective("all_reduce", payload_bytes=1, dtype="uint8", step=step, purpose="overflow_check")
+    run.add_collective("all_reduce", payload_bytes=4, step=1, purpose="gradient_norm")
+    run.add_collective("all_gather", payload_bytes=2000, step=1, purpose="parameter_gather")
+    verdict = api.verify(run.open())
+    assert verdict.state == "closed"
+    assert "Step 0: ended at the overflow check" in sentence(verdict, "overflow")
+
+
+def test_buckets_make_the_counts_exact():
+    config = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 600}}
+    run = SyntheticRun(world_size=4, config=config)
+    run.add_parameters(SIZES)
+    init(run)
+    run.add_step(0)
+    for number, name in enumerate(SIZES):
+        size = 4 * SIZES[name]
+        run.add(
+            "buckets",
+            rank=0, attempt=0, pid=1000, step=0, micro_step=0, bucket=number, numel=SIZES[name], bytes=size,
+            dtype="float32", parameters=name, flush_reason="full", time_ns=1,
+        )  # fmt: skip
+        gradients(run, 0, payload_bytes=size)
+    end_of_step(run, 0)
+    assert api.verify(run.open()).state == "closed"
+    gradients(run, 0, payload_bytes=0)
+    assert api.verify(run.open()).state == "mismatch"
+
+
+def test_ranks_that_issue_different_things_are_a_mismatch():
+    run = zero2()
+    run.add_collective("barrier", step=2, ranks=(0, 1), pg_seq=99)
+    verdict = api.verify(run.open())
+    assert verdict.state == "mismatch"
+    assert "did not issue the same: barrier in step 2 1, 1, 0, 0 times" in sentence(verdict, "Mismatch")
+
+
+def wire(
+    run: SyntheticRun, *readings: tuple[int | None, int], device: str = "lo", host: str = "host-a"
+) -> None:
+    for number, (step, count) in enumerate(readings):
+        run.add(
+            "wire", host=host, device=device, kind="interface", time_ns=number, sent_bytes=count,
+            received_bytes=count, step=step,
+        )  # fmt: skip
+
+
+def test_counters_of_one_host_agree_with_all_that_its_ranks_send():
+    sizes = {"a.weight": 600_000, "b.weight": 400_000}
+    run = SyntheticRun(world_size=4, config=DEEPSPEED_DEFAULT)
+    run.add_parameters(sizes)
+    for numel in sizes.values():
+        run.add_collective(
+            "broadcast", payload_bytes=4 * numel, step=-1, purpose="parameter_broadcast", peer=0
+        )
+    run.add_step(0)
+    gradients(run, 0, payload_bytes=4_000_000)
+    run.add_collective("all_reduce", payload_bytes=4, step=0, purpose="gradient_norm")
+    run.add_collective("all_gather", payload_bytes=4_000_000, step=0, purpose="parameter_gather")
+    # 4 ranks x (1.5 x 4,000,000 + 1.5 x 4 + 0.75 x 4,000,000); the broadcasts were before the first reading.
+    wire(run, (None, 0), (-1, 12_000_000), (0, 12_000_000 + 36_100_000), (None, 90_000_000))
+    (moved,) = api.verify(run.open()).moved
+    assert (moved.device, moved.when, moved.steps, moved.sent_bytes) == ("lo", "steps", 1, 36_100_000)
+    assert moved.expected_bytes == 36_000_024
+    run.rows["wire"][2]["sent_bytes"] -= 3_000_000
+    verdict = api.verify(run.open())
+    assert verdict.state == "mismatch"
+    assert "less moved than the model" in sentence(verdict, "Host host-a")
+
+
+def test_an_untrue_flight_list_is_a_mismatch():
+    run = zero2(steps=1)
+    for number, op in enumerate(["broadcast", "broadcast", "reduce", "all_reduce", "all_gather"], 1):
+        run.add(
+            "flight", rank=0, attempt=0, pid=1000, pg="0", seq=number, op_id=number, is_p2p=False,
+            name=f"gloo:{op}", op=op,
+        )  # fmt: skip
+    verdict = api.verify(run.open())
+    assert verdict.state == "mismatch"
+    assert "lists reduce where all_reduce is known to run (4 of 5 agree)" in sentence(verdict, "Flight")
+
+
+def test_the_command_says_it_all_within_100_columns(capsys, tmp_path):
+    run = zero2().write(tmp_path / "run")
+    assert execute(["verify", str(run)]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100
+    words = [line.split() for line in text.splitlines()]
+    assert ["issued", "all_reduce", "1", "3.91", "KiB", "5.86", "KiB", "as", "the", "rules", "say"] in words
+    assert execute(["verify", str(run), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["state"], answer["exit_code"], answer["issued_bytes"]) == ("closed", 0, 28012)
+
+
+def test_the_command_lists_what_is_unexplained(capsys, tmp_path):
+    run = zero2()
+    run.add_collective("all_reduce", payload_bytes=44, step=1, call_site="train.py:7 main")
+    assert execute(["verify", str(run.write(tmp_path / "run"))]) == 1
+    text = capsys.readouterr().out
+    assert "train.py:7 main" in text
+    assert "; 1 collective has no explanation." in " ".join(text.split())
+    assert "100.000 %" not in text
