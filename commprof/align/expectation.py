@@ -48,6 +48,7 @@ class Call(NamedTuple):
     peer: int
     group_ranks: str
     group_rank: int
+    coalesced: bool = False
 
 
 class Dialect(NamedTuple):

@@ -1,94 +1,127 @@
-"""The rows of the ``matches`` table while an alignment finds them."""
+"""The rows of the ``matches`` table while an alignment finds them, column by column."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from commprof.align.streams import Part
-from commprof.trace.tables import table_from_rows
+from commprof.align.edits import Codes
+from commprof.align.streams import Expectation
+from commprof.trace.tables import conform
 
+STATES: Final = ("matched", "missing", "extra", "ambiguous", "torn")
+MATCHED, MISSING, EXTRA, LIKELY_EITHER, TORN = range(len(STATES))
+NOBODY: Final = -1
 UNCLEAR: Final = (
     "torch turns this call into sends and receives whose sizes the record does not hold; "
     "its lines are not looked for"
 )
-_RECORD_COLUMNS: Final = ("rank", "attempt", "pid", "seq", "pg", "op", "payload_bytes")
-_LINE_COLUMNS: Final = ("comm", "comm_id", "op", "message_bytes", "file", "line")
-_TORN_COLUMNS: Final = ("state", "op", "pid", "file", "line")
+SILENT: Final = "nothing was sent: the call leaves no line"
+TORN_LINE: Final = "the line is torn: what it said cannot be known"
+_RECORD_COLUMNS: Final = {
+    "rank": "rank", "attempt": "attempt", "record_pid": "pid", "seq": "seq", "pg": "pg",
+    "record_bytes": "payload_bytes",
+}  # fmt: skip
+_LINE_COLUMNS: Final = {
+    "comm": "comm", "comm_id": "comm_id", "line_bytes": "message_bytes", "file": "file", "line": "line",
+    "host": "host", "line_pid": "pid", "comm_epoch": "comm_epoch",
+}  # fmt: skip
 
 
 class MatchRows:
-    """Collects the rows: pairs, records without a line, lines without a record."""
+    """Collects the rows: pairs, and records or lines without one."""
 
     def __init__(self, collectives: pa.Table, ops: pa.Table) -> None:
-        self._records = {name: collectives[name].to_pylist() for name in _RECORD_COLUMNS}
-        self._lines = {name: ops[name].to_pylist() for name in _LINE_COLUMNS}
-        self._torn = _torn_lines(ops)
-        self._rows: list[dict[str, Any]] = []
-        self.unclear = 0
+        self._collectives, self._ops = collectives, ops
+        self._blocks: list[tuple[int, Codes, Codes, Codes, Codes, Codes]] = []
+        self._reasons: dict[str, int] = {}
 
-    def add_matched(self, part: Part, line: int) -> None:
-        """A line that belongs to a record."""
-        self._rows.append({"state": "matched", **self._record(part.record), **self._line(line)})
+    def add_matched(self, expectation: Expectation, places: Codes, lines: Codes) -> None:
+        """Lines that belong to the records at ``places`` of the expectation."""
+        part, parts = expectation.part[places], expectation.parts[places]
+        self._add(MATCHED, expectation.records[places], lines, part, parts, None)
 
-    def add_missing(self, part: Part, op: str, reason: str | None) -> None:
-        """A line that a record should have left; ``op`` is the line's operation."""
-        if reason is None:
-            reason = "the log has no line for it at this place"
-            if part.of > 1:
-                reason = f"line {part.number + 1} of the {part.of} that it leaves ({op}) is not in the log"
-            torn = self._torn.get((self._records["pid"][part.record], op), [])
-            if torn:
-                reason += f"; it may be a torn line of this process: {', '.join(torn[:3])}"
-        self._rows.append({"state": "missing", **self._record(part.record), "reason": reason})
+    def add_expected(self, state: int, expectation: Expectation, places: Codes, reason: str) -> None:
+        """Lines that records should have left, and that are missing or ambiguous."""
+        records = expectation.records[places]
+        nowhere = np.full(len(places), NOBODY)
+        self._add(state, records, nowhere, expectation.part[places], expectation.parts[places], reason)
 
-    def add_unclear(self, record: int) -> None:
-        """A record that does not determine the lines that it leaves."""
-        self.unclear += 1
-        self._rows.append({"state": "missing", **self._record(record), "reason": UNCLEAR})
+    def add_records(self, state: int, records: Codes, reason: str) -> None:
+        """Records that have no lines to look for."""
+        nobody = np.full(len(records), NOBODY)
+        self._add(
+            state, records, nobody, nobody, np.full(len(records), 0 if state == MATCHED else -1), reason
+        )
 
-    def add_extra(self, line: int, reason: str) -> None:
-        """A line without a record."""
-        row = {"state": "extra", "op": self._lines["op"][line], **self._line(line), "reason": reason}
-        self._rows.append(row)
+    def add_lines(self, state: int, lines: Codes, reason: str) -> None:
+        """Lines without a record, or with several that may be theirs, or torn ones."""
+        nobody = np.full(len(lines), NOBODY)
+        self._add(state, nobody, lines, nobody, nobody, reason)
+
+    def name_of(self, record: int) -> str:
+        """A record in words, for people."""
+        row = self._collectives.select(["seq", "op", "step"]).slice(record, 1).to_pylist()[0]
+        return f"seq {row['seq']} {row['op']} (step {row['step']}):"
 
     def table(self) -> pa.Table:
-        """The rows as table ``matches``, records first in their order of issue, then extra lines in that of the log."""
-        records = [row for row in self._rows if row["state"] != "extra"]
-        extras = [row for row in self._rows if row["state"] == "extra"]
-        records.sort(key=lambda row: (row["rank"], row["attempt"], row["record_pid"], row["seq"]))
-        extras.sort(key=lambda row: (row["file"], row["line"]))
-        return table_from_rows("matches", records + extras)
-
-    def _record(self, record: int) -> dict[str, Any]:
-        columns = self._records
-        return {
-            "rank": columns["rank"][record],
-            "attempt": columns["attempt"][record],
-            "record_pid": columns["pid"][record],
-            "seq": columns["seq"][record],
-            "pg": columns["pg"][record],
-            "op": columns["op"][record],
-            "record_bytes": columns["payload_bytes"][record],
+        """The rows as table ``matches``, records first in their order of issue, then lines in that of the log."""
+        states = np.concatenate(
+            [np.full(len(block[1]), block[0]) for block in self._blocks] or [np.empty(0, np.int64)]
+        )
+        records, lines, part, parts, reasons = (
+            np.concatenate([block[column] for block in self._blocks] or [np.empty(0, np.int64)]).astype(
+                np.int64
+            )
+            for column in range(1, 6)
+        )
+        order = self._order(records, lines, part)
+        states, records, lines = states[order], records[order], lines[order]
+        columns = {
+            name: _taken(self._collectives[source], records) for name, source in _RECORD_COLUMNS.items()
         }
+        columns |= {name: _taken(self._ops[source], lines) for name, source in _LINE_COLUMNS.items()}
+        columns["op"] = pc.coalesce(_taken(self._collectives["op"], records), _taken(self._ops["op"], lines))
+        columns["state"] = pa.array(STATES).take(pa.array(states.astype(np.int64)))
+        columns["part"], columns["parts"] = (_nullable(values[order]) for values in (part, parts))
+        columns["reason"] = _taken(
+            pa.chunked_array([pa.array(list(self._reasons), pa.string())]), reasons[order]
+        )
+        return conform("matches", pa.table(columns))
 
-    def _line(self, line: int) -> dict[str, Any]:
-        columns = self._lines
-        return {
-            "comm": columns["comm"][line],
-            "comm_id": columns["comm_id"][line],
-            "line_bytes": columns["message_bytes"][line],
-            "file": columns["file"][line],
-            "line": columns["line"][line],
-        }
+    def _add(
+        self, state: int, records: Codes, lines: Codes, part: Codes, parts: Codes, reason: str | None
+    ) -> None:
+        if len(records):
+            number = NOBODY if reason is None else self._reasons.setdefault(reason, len(self._reasons))
+            self._blocks.append((state, records, lines, part, parts, np.full(len(records), number)))
+
+    def _order(self, records: Codes, lines: Codes, part: Codes) -> Codes:
+        positions = np.zeros(self._collectives.num_rows + 1, np.int64)
+        ranks = [
+            np.asarray(self._collectives[name]).astype(np.int64) for name in ("seq", "pid", "attempt", "rank")
+        ]
+        positions[np.lexsort(ranks)] = np.arange(self._collectives.num_rows)
+        positions[-1] = self._collectives.num_rows  # lines without a record, behind all records
+        return np.asarray(np.lexsort((part, lines, positions[records])))
 
 
-def _torn_lines(ops: pa.Table) -> dict[tuple[int, str], list[str]]:
+def _taken(column: pa.ChunkedArray, rows: Codes) -> pa.ChunkedArray:
+    return column.take(pa.array(rows, mask=rows < 0))
+
+
+def _nullable(values: Codes) -> pa.Array:
+    return pa.array(values, pa.int32(), mask=values < 0)
+
+
+def torn_lines(ops: pa.Table) -> dict[tuple[int, str], list[str]]:
     """Where the torn lines of each process and operation are, as ``file:line``."""
     torn: dict[tuple[int, str], list[str]] = {}
-    columns = (ops[name].to_pylist() for name in _TORN_COLUMNS)
-    for state, op, pid, file, line in zip(*columns, strict=True):
-        if state == "torn" and pid is not None:
-            torn.setdefault((pid, op), []).append(f"{file}:{line}")
+    rows = ops.filter(pc.equal(ops["state"], "torn")).select(["pid", "op", "file", "line"])
+    for row in rows.to_pylist():
+        if row["pid"] is not None:
+            torn.setdefault((row["pid"], row["op"]), []).append(f"{row['file']}:{row['line']}")
     return torn

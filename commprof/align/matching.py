@@ -2,138 +2,145 @@
 
 Communicators are tied to process groups first (:mod:`commprof.align.pairing`), then within one process and group the
 lines are aligned with what the records should leave (:mod:`commprof.align.expectation`): by order, operation, bytes and
-root. A line that was lost, or one too many, shows as exactly that and shifts nothing else. opCount takes no part: it is
-no sequence number in any version.
+root. A line that was lost, or one too many, shows as exactly that and shifts nothing else; where several records or
+lines could be the one, all of them are ambiguous. opCount takes no part: it is no sequence number in any version.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, Final, Protocol
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from commprof.align.expectation import PLAIN_DIALECT, Expected
-from commprof.align.match_rows import MatchRows
-from commprof.align.pairing import Pairing, pair_communicators, pair_processes
-from commprof.align.sequences import common_pairs
+from commprof.align.communicators import comm_matches
+from commprof.align.divergence import Divergence
+from commprof.align.groups import GroupAlignment
+from commprof.align.match_rows import STATES, TORN, TORN_LINE, MatchRows
+from commprof.align.pairing import pair_communicators
+from commprof.align.processes import distrust_small_worlds, pair_processes
 from commprof.align.streams import (
-    GroupKey,
-    LineStream,
     RecordStream,
     RunProcess,
+    Vocabulary,
     line_streams,
     record_streams,
+    torn_rows,
 )
+from commprof.errors import LogError
+
+LOGS: Final = "nccl"
 
 
 class RecordedRun(Protocol):
     """What an alignment reads of a run."""
 
     @property
+    def path(self) -> Path:
+        """Its directory."""
+
+    @property
     def manifest(self) -> Any:
-        """Has ``ranks``: one mapping per rank file, with rank, attempt, pid and host."""
+        """Has ``world_size``, and ``ranks``: one mapping per rank file, with rank, attempt, pid and host."""
 
     def table(self, name: str) -> pa.Table:
         """A table of the schema, by name."""
 
 
-class CommunicatorMatch(NamedTuple):
-    """How one communicator of the log fared. ``basis`` says what ties it to the group; ``reason`` why nothing does."""
-
-    host: str
-    pid: int
-    comm: str
-    comm_epoch: int
-    comm_id: str | None
-    nranks: int | None
-    kind: str
-    rank: int | None
-    pg: str | None
-    group_ranks: str | None
-    matched: int
-    missing: int
-    extra: int
-    basis: str | None
-    reason: str | None
-
-
 @dataclass(frozen=True, slots=True)
 class MatchReport:
-    """The result of an alignment. Counts are lines: a record that leaves several lines counts once for each.
+    """The result of an alignment. Counts are rows of ``matches``: a record that leaves several lines has a row for each.
 
     Attributes:
-        matches: table ``matches``: one row per pair, and one per record or line without a partner.
-        communicators: the same by communicator, in the order of the log. A record of a group without communicator
-            is missing in the total, and in none of these.
-        matched, missing, extra: rows of ``matches`` by state.
-        torn: torn lines of the log; they are nobody's partner, and no extras.
+        matches: table ``matches``: every part of a record and every line once (a COLL and its CALL line are one).
+        comm_matches: table ``comm_matches``: the same by communicator, in the order of the log. A record of a group
+            without communicator is in the first, and in none of these.
+        matched, missing, extra, ambiguous, torn: rows of ``matches`` by state.
         unclear: records, counted in ``missing``, that do not determine the lines they leave.
+        divergences: for each rank and group whose records and lines part, the first place where they do.
         notes: sentences for the reader.
     """
 
     matches: pa.Table
-    communicators: tuple[CommunicatorMatch, ...]
+    comm_matches: pa.Table
     matched: int
     missing: int
     extra: int
+    ambiguous: int
     torn: int
     unclear: int
+    divergences: tuple[Divergence, ...]
     notes: tuple[str, ...]
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Rows of ``matches`` by state."""
+        return {state: getattr(self, state) for state in STATES}
 
-def align(run: RecordedRun, ops: pa.Table) -> MatchReport:
+
+def align(run: RecordedRun, ops: pa.Table, communicators: pa.Table | None = None) -> MatchReport:
     """Align the records of ``run`` with the operation lines of its NCCL logs.
 
     Args:
         run: a run, as ``commprof.trace.reader.open_run`` returns it.
         ops: table ``nccl_ops`` of :func:`commprof.nccl.parser.parse_logs`.
+        communicators: its table ``nccl_communicators``, which holds what torch says about each address.
     """
     collectives = run.table("collectives")
-    streams = record_streams(collectives)
-    lines = line_streams(ops)
-    _distrust_small_worlds(lines, streams.values(), run.manifest.world_size)
+    vocabulary = Vocabulary()
+    streams = record_streams(collectives, vocabulary)
+    lines = line_streams(ops, vocabulary, communicators)
+    distrust_small_worlds(lines, streams.values(), run.manifest.world_size)
     processes = pair_processes(lines, {process for process, _ in streams}, _hosts(run.manifest.ranks))
-    pairing = pair_communicators(lines, streams, processes)
+    pairing = pair_communicators(lines, streams, processes, vocabulary)
     rows = MatchRows(collectives, ops)
-    outcomes = _align_groups(streams, lines, pairing, rows)
-    for number, reason in sorted(pairing.reasons.items()):
-        for row in lines[number].rows:
-            rows.add_extra(row, reason)
-        outcomes[number] = Counter(extra=len(lines[number].rows))
+    alignment = GroupAlignment(streams, lines, pairing, vocabulary, rows, ops)
+    alignment.run()
+    torn = torn_rows(ops)
+    rows.add_lines(TORN, torn, TORN_LINE)
     matches = rows.table()
     states = Counter(matches["state"].to_pylist())
-    torn = ops.filter(pc.equal(ops["state"], "torn")).num_rows
     return MatchReport(
         matches,
-        tuple(_communicator(number, line, pairing, outcomes[number]) for number, line in enumerate(lines)),
-        states["matched"],
-        states["missing"],
-        states["extra"],
-        torn,
-        rows.unclear,
-        _notes(streams, states, torn, rows.unclear),
+        comm_matches(lines, pairing, alignment.outcomes, ops, torn),
+        **{state: states[state] for state in STATES},
+        unclear=alignment.unclear,
+        divergences=tuple(alignment.divergences),
+        notes=_notes(streams, states, alignment.unclear),
     )
 
 
-def _distrust_small_worlds(
-    lines: Sequence[LineStream], streams: Iterable[RecordStream], world_size: int | None
-) -> None:
-    """Forget the global ranks of a log whose largest communicator is smaller than the job.
+def align_run(run: RecordedRun) -> MatchReport:
+    """Align a run with the logs in its directory ``nccl``.
 
-    The log alone cannot know that: where only sub-groups communicate, the largest looks like the world.
+    Raises:
+        LogError: there are none.
     """
-    if world_size is None:
-        world_size = max((stream.group_size for stream in streams), default=0)
-    if max((line.nranks or 0 for line in lines), default=0) != world_size:
-        for line in lines:
-            line.global_rank = None
+    from commprof.nccl.parser import parse_logs
+
+    parsed = parse_logs([logs_of(run.path)])
+    return align(run, parsed.ops, getattr(parsed, "tables", {}).get("nccl_communicators"))
 
 
-def _hosts(ranks: Sequence[Mapping[str, Any]]) -> dict[RunProcess, str]:
+def logs_of(path: Path) -> Path:
+    """The directory with the NCCL logs of the run at ``path``.
+
+    Raises:
+        LogError: it has none.
+    """
+    logs = path / LOGS
+    if not logs.is_dir() or not any(entry.is_file() for entry in logs.rglob("*")):
+        raise LogError(
+            f"{path} holds no NCCL logs (in {LOGS}/): the run was not on NCCL, or was recorded with --nccl-log off. "
+            f"Name the logs: commprof align {path} LOG..."
+        )
+    return logs
+
+
+def _hosts(ranks: Any) -> dict[RunProcess, str]:
     """The host of each process, where the manifest has it."""
     return {
         RunProcess(entry["rank"], entry["attempt"], entry["pid"]): entry["host"]
@@ -142,122 +149,30 @@ def _hosts(ranks: Sequence[Mapping[str, Any]]) -> dict[RunProcess, str]:
     }
 
 
-def _align_groups(
-    streams: Mapping[tuple[RunProcess, GroupKey], RecordStream],
-    lines: Sequence[LineStream],
-    pairing: Pairing,
-    rows: MatchRows,
-) -> dict[int, Counter[str]]:
-    """Align every process and group that has records; returns the outcome by communicator."""
-    members: dict[tuple[RunProcess, GroupKey], list[int]] = {}
-    for number in sorted(pairing.groups, key=lambda n: lines[n].first):
-        members.setdefault(pairing.groups[number], []).append(number)
-    outcomes: dict[int, Counter[str]] = {number: Counter() for number in range(len(lines))}
-    todo = dict(streams)
-    for process, group in [key for key in members if key[1].peer is not None]:
-        whole = (process, group._replace(peer=None))
-        pair = todo[whole].messages_with(group.peer if group.peer is not None else -1)
-        todo[process, group] = pair
-        todo[whole] = todo[whole].without(set(pair.records))
-    heard = {process for process, _ in members}
-    for key, stream in todo.items():
-        numbers = members.get(key, [])
-        reason = _no_communicator(stream, key[0] in heard) if not numbers else None
-        _align_group(stream, [lines[n] for n in numbers], [outcomes[n] for n in numbers], rows, reason)
-    return outcomes
-
-
-def _no_communicator(stream: RecordStream, heard: bool) -> str:
-    process = stream.process
-    if not heard:
-        return f"the log has no operation of rank {process.rank} (process {process.pid})"
-    return f"no communicator of the log fits group {stream.group.pg} (ranks {stream.group.group_ranks})"
-
-
-def _align_group(
-    stream: RecordStream,
-    lines: Sequence[LineStream],
-    outcomes: Sequence[Counter[str]],
-    rows: MatchRows,
-    reason: str | None,
-) -> None:
-    """Align one stream of records with its communicators: usually one, more when it was created anew."""
-    dialect_source = max(lines, key=lambda line: len(line.rows), default=None)
-    dialect = PLAIN_DIALECT if dialect_source is None else dialect_source.dialect(stream.calls)
-    expected, parts, unclear = stream.expect(dialect)
-    printed = [line for communicator in lines for line in communicator.printed]
-    owners = [(row, n) for n, communicator in enumerate(lines) for row in communicator.rows]
-    codes: dict[Expected, int] = {}
-    pairs = common_pairs(_encode(expected, codes), _encode(printed, codes))
-    partner = dict(pairs)
-    owner = 0
-    for position, part in enumerate(parts):
-        if position in partner:
-            row, owner = owners[partner[position]]
-            rows.add_matched(part, row)
-            outcomes[owner]["matched"] += 1
-        else:
-            rows.add_missing(part, expected[position].op, reason)
-            if outcomes:
-                outcomes[owner]["missing"] += 1
-    for record in unclear:
-        rows.add_unclear(record)
-        if outcomes:
-            outcomes[0]["missing"] += 1
-    found = set(partner.values())
-    for position, (row, owner) in enumerate(owners):
-        if position not in found:
-            rows.add_extra(
-                row, f"no record of group {stream.group.pg} (ranks {stream.group.group_ranks}) fits here"
-            )
-            outcomes[owner]["extra"] += 1
-
-
-def _encode(lines: Sequence[Expected], codes: dict[Expected, int]) -> list[int]:
-    return [codes.setdefault(line, len(codes)) for line in lines]
-
-
-def _communicator(
-    number: int, line: LineStream, pairing: Pairing, outcome: Counter[str]
-) -> CommunicatorMatch:
-    process, group = pairing.groups.get(number, (None, None))
-    return CommunicatorMatch(
-        line.process.host,
-        line.process.pid,
-        line.comm,
-        line.comm_epoch,
-        line.comm_id,
-        line.nranks,
-        line.kind,
-        None if process is None else process.rank,
-        None if group is None else group.pg,
-        None if group is None else group.group_ranks,
-        outcome["matched"],
-        outcome["missing"],
-        outcome["extra"],
-        pairing.basis.get(number),
-        pairing.reasons.get(number),
-    )
-
-
 def _notes(
-    streams: Mapping[tuple[RunProcess, GroupKey], RecordStream], states: Counter[str], torn: int, unclear: int
+    streams: Mapping[tuple[RunProcess, Any], RecordStream], states: Counter[str], unclear: int
 ) -> tuple[str, ...]:
     notes = []
     foreign = {stream.backend for stream in streams.values()} - {"nccl", None}
+    names = ", ".join(sorted(str(backend) for backend in foreign))
     if foreign and states["matched"]:
-        names = ", ".join(sorted(str(backend) for backend in foreign))
         notes.append(
             f"The run used {names}, which NCCL never sees: the lines that match come from a generated log, or from "
             "another run of the same program."
         )
     elif foreign:
-        names = ", ".join(sorted(str(backend) for backend in foreign))
         notes.append(f"The run used {names}: its collectives leave no line in an NCCL log.")
     if not states["matched"] and streams and states["extra"]:
         notes.append("Nothing matches: the log is of another run, or of other processes of this one.")
-    if torn:
-        notes.append(f"{torn} lines are torn; each may be the line of a record that is counted as missing.")
+    if states["torn"]:
+        notes.append(
+            f"{states['torn']} lines are torn; each may be the line of a record that is counted as missing."
+        )
+    if states["ambiguous"]:
+        notes.append(
+            f"{states['ambiguous']} records and lines are ambiguous: they have several equal partners, of which some were "
+            "lost or doubled, and the log cannot tell which."
+        )
     if unclear:
         notes.append(f"{unclear} of the missing records do not determine the lines that they leave.")
     return tuple(notes)

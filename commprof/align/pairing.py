@@ -1,95 +1,84 @@
-"""Which process of a log is which process of the run, and which communicator is which process group.
+"""Which communicator of a log is which process group of the run, and how sure that is.
 
-A communicator fits a group when its rank and size are those of the process in the group. Where several groups fit (a
-default group and a data-parallel group with equal ranks are different communicators), what both did and the order of
-their first use decide. A communicator that no rank or size ties to one group is left alone when nothing it did agrees.
+Torch's own line names the group of an address. Without it a communicator fits a group when its rank and size are those of
+the process in the group, on every rank that shares a commId. Where several groups fit (a default group and a
+data-parallel group with equal ranks are different communicators), what both did decides, then the order of use. Where
+that leaves a choice, nothing is guessed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, NamedTuple
 
-from commprof.align.streams import GroupKey, LineStream, LogProcess, RecordStream, RunProcess
+import numpy as np
+
+from commprof.align.edits import Codes, common_prefix, common_suffix
+from commprof.align.expectation import Dialect
+from commprof.align.streams import GroupKey, LineStream, LogProcess, RecordStream, RunProcess, Vocabulary
 
 Streams = Mapping[tuple[RunProcess, GroupKey], RecordStream]
+Confidence = Literal["certain", "likely", "none"]
+TWO_GROUPS: Final = (
+    "groups {groups} have equal ranks and did the same: nothing tells their communicators apart"
+)
 
 
-def pair_processes(
-    lines: Sequence[LineStream],
-    processes: Collection[RunProcess],
-    hosts: Mapping[RunProcess, str],
-) -> dict[LogProcess, list[RunProcess]]:
-    """The processes of the run that each process of the log may be, usually one.
+@dataclass(slots=True)
+class Pairing:
+    """Which stream of records each communicator belongs to, by position in the list of communicators.
 
-    By process id (and host, where the run recorded it), unless the rank that the log knows contradicts it; else by
-    that rank. A process of the log that holds several ranks is told apart by communicator, not here.
+    Attributes:
+        streams: the stream of records.
+        confidence, basis: how sure that is, and what it rests on.
+        reasons: why there is none.
+        undecided: the streams between which nothing decides, for communicators that belong to one of them.
     """
-    ranks: dict[LogProcess, set[int]] = {}
-    for stream in lines:
-        known = ranks.setdefault(stream.process, set())
-        if stream.global_rank is not None:
-            known.add(stream.global_rank)
-    paired = {}
-    for process, known in ranks.items():
-        same_pid = [
-            candidate
-            for candidate in processes
-            if candidate.pid == process.pid
-            and (not known or candidate.rank in known)
-            and _same_host(hosts.get(candidate), process.host)
-        ]
-        if len(same_pid) != 1 and len(known) < 2:
-            # Recorded without host, in another pid namespace, or in a log whose host names were edited.
-            same_pid = same_pid or [
-                c for c in processes if c.pid == process.pid and (not known or c.rank in known)
-            ]
-        paired[process] = same_pid or [c for c in processes if c.rank in known]
-    return paired
 
-
-def _same_host(recorded: str | None, printed: str) -> bool:
-    """NCCL prints the host up to its first dot."""
-    return recorded is None or recorded.partition(".")[0] == printed.partition(".")[0]
-
-
-class Pairing(NamedTuple):
-    """Which stream of records each communicator belongs to, by position in the list of communicators."""
-
-    groups: dict[int, tuple[RunProcess, GroupKey]]
-    basis: dict[int, str]
-    reasons: dict[int, str]
+    streams: dict[int, RecordStream] = field(default_factory=dict)
+    confidence: dict[int, Confidence] = field(default_factory=dict)
+    basis: dict[int, str] = field(default_factory=dict)
+    reasons: dict[int, str] = field(default_factory=dict)
+    undecided: dict[int, tuple[RecordStream, ...]] = field(default_factory=dict)
 
 
 class _Family(NamedTuple):
-    """Communicators that must belong to the same group: those with one commId, else a single one."""
+    """Communicators that must belong to one group: those with one commId, else a single one."""
 
     members: tuple[int, ...]
-    candidates: dict[GroupKey, int]  # agreement with each group that fits
+    agreement: dict[
+        GroupKey, tuple[int, int]
+    ]  # lines that the group could have left; those in order at either end
+    named: bool  # torch's line says which group it is
 
 
 def pair_communicators(
-    lines: Sequence[LineStream], streams: Streams, processes: Mapping[LogProcess, list[RunProcess]]
+    lines: Sequence[LineStream],
+    streams: Streams,
+    processes: Mapping[LogProcess, list[RunProcess]],
+    vocabulary: Vocabulary,
 ) -> Pairing:
-    """Assign communicators to groups: first one to one, then what is left to the group it continues."""
+    """Assign communicators to groups: first one to one, then what is left to the group that it continues."""
     by_process: dict[RunProcess, list[RecordStream]] = {}
     for (process, _), stream in streams.items():
         by_process.setdefault(process, []).append(stream)
     fits: dict[int, dict[GroupKey, RecordStream]] = {}
-    pairing = Pairing({}, {}, {})
+    pairing = Pairing()
     for number, line in enumerate(lines):
         candidates = [c for c in processes.get(line.process, []) if line.global_rank in (None, c.rank)]
         if len(candidates) != 1:
             pairing.reasons[number] = _no_process(line, len(candidates))
             continue
-        fits[number] = _fitting(line, by_process.get(candidates[0], []))
-        if not fits[number]:
+        found = _fitting(line, by_process.get(candidates[0], []), vocabulary)
+        if found:
+            fits[number] = found
+        else:
             pairing.reasons[number] = (
                 f"no group of rank {candidates[0].rank} has {line.nranks} ranks and this process as number {line.rank}"
             )
-    families = _families(lines, {number: groups for number, groups in fits.items() if groups})
-    _assign(lines, fits, families, pairing)
+    _Assignment(lines, fits, vocabulary, pairing).decide()
     return pairing
 
 
@@ -99,99 +88,210 @@ def _no_process(line: LineStream, candidates: int) -> str:
     return f"the run has no process {line.process.pid} on {line.process.host}, and the log does not tell its rank"
 
 
-def _fitting(line: LineStream, streams: Sequence[RecordStream]) -> dict[GroupKey, RecordStream]:
-    """The streams of one process that ``line`` may belong to by size and rank."""
-    found = {
-        stream.group: stream
+def _fitting(
+    line: LineStream, streams: Sequence[RecordStream], vocabulary: Vocabulary
+) -> dict[GroupKey, RecordStream]:
+    """The streams of one process that ``line`` may belong to: by torch's word, else by size and rank."""
+    sized = [
+        stream
         for stream in streams
         if line.nranks in (None, stream.group_size) and line.rank in (None, stream.group_rank)
-    }
-    if line.nranks == 2 and line.only_messages:
-        for stream in streams:
-            if stream.group_size == 2:
+    ]
+    named = [stream for stream in sized if line.pg is not None and stream.group.pg == line.pg]
+    found = {stream.group: stream for stream in named or sized}
+    if line.nranks not in (None, 1, 2) or not line.only_messages(vocabulary):
+        return found
+    for stream in streams:
+        for peer in stream.peers(vocabulary):
+            pair = stream.messages_with(vocabulary, peer)
+            if line.nranks not in (None, pair.group_size) or line.rank not in (None, pair.group_rank):
                 continue
-            for peer in {call.peer for call in stream.calls if call.op in ("send", "recv")}:
-                pair = stream.messages_with(peer)
-                if line.rank in (None, pair.group_rank):
-                    found[pair.group] = pair
+            # A group of two that sent nothing but these messages is the same stream; else the pair has its own.
+            if len(pair.records) < len(stream.records):
+                found[pair.group] = pair
+                if stream.group_size == pair.group_size:
+                    found.pop(stream.group, None)
     return found
 
 
-def _families(lines: Sequence[LineStream], fits: Mapping[int, dict[GroupKey, RecordStream]]) -> list[_Family]:
-    """Communicators that belong together, with the groups that fit all of them and how well."""
-    members: dict[tuple[object, ...], list[int]] = {}
-    uses: Counter[tuple[object, ...]] = Counter()
-    for number in fits:
-        line = lines[number]
-        if line.comm_id is None:
-            members["single", number] = [number]
-            continue
-        # A split with the same colour repeats its commId: the n-th use on one rank is the n-th on all.
-        use = (line.process, line.rank, line.comm_id)
-        members.setdefault(("id", line.comm_id, uses[use]), []).append(number)
-        uses[use] += 1
-    families = []
-    for numbers in members.values():
-        common = set.intersection(*(set(fits[number]) for number in numbers)) or set()
-        scores = dict.fromkeys(common, 0)
-        if len(members) > 1 or len(common) > 1 or any(lines[number].rank is None for number in numbers):
-            for group in common:
-                scores[group] = sum(_agreement(lines[number], fits[number][group]) for number in numbers)
-        families.append(_Family(tuple(numbers), scores))
-    return families
+class _Assignment:
+    """The choice of a group for each family of communicators."""
 
+    def __init__(
+        self,
+        lines: Sequence[LineStream],
+        fits: Mapping[int, dict[GroupKey, RecordStream]],
+        vocabulary: Vocabulary,
+        pairing: Pairing,
+    ) -> None:
+        self._lines, self._fits = lines, fits
+        self._vocabulary, self._pairing = vocabulary, pairing
+        self._expected: dict[tuple[RunProcess, GroupKey, Dialect], Codes] = {}
+        self._families = [self._family(members) for members in self._members()]
+        self._group_of: dict[int, GroupKey] = {}
+        self._again: set[int] = set()
 
-def _agreement(line: LineStream, stream: RecordStream) -> int:
-    """How many lines of the communicator could be records of the stream, order aside."""
-    expected = Counter(stream.expect(line.dialect(stream.calls))[0])
-    return (expected & Counter(line.printed)).total()
+    def decide(self) -> None:
+        self._place()
+        tied = self._tied()
+        for number, family in enumerate(self._families):
+            group = self._group_of.get(number)
+            for member in family.members:
+                if number in tied:
+                    self._leave_open(member, tied[number])
+                elif group is None:
+                    self._pairing.reasons[member] = (
+                        "nothing that went through it agrees with a group of the run"
+                    )
+                else:
+                    self._settle(number, member, group)
 
-
-def _assign(
-    lines: Sequence[LineStream],
-    fits: Mapping[int, dict[GroupKey, RecordStream]],
-    families: Sequence[_Family],
-    pairing: Pairing,
-) -> None:
-    first_use = {
-        group: index
-        for index, group in enumerate(dict.fromkeys(g for f in families for g in _in_order(f, fits)))
-    }
-    proposals = sorted(
-        (-score, number, first_use[group], group)
-        for number, family in enumerate(families)
-        for group, score in family.candidates.items()
-    )
-    placed: set[int] = set()
-    taken: set[tuple[RunProcess, GroupKey]] = set()
-    for again in (False, True):
-        for score, number, _, group in proposals:
-            family = families[number]
-            keys = {(fits[member][group].process, group) for member in family.members}
-            certain = all(lines[member].rank is not None for member in family.members)
-            if number in placed or (not again and keys & taken) or (score == 0 and (again or not certain)):
+    def _members(self) -> list[tuple[int, ...]]:
+        members: dict[tuple[object, ...], list[int]] = {}
+        uses: Counter[tuple[object, ...]] = Counter()
+        for number in self._fits:
+            line = self._lines[number]
+            if line.comm_id is None:
+                key = ("single", number) if line.family is None else ("family", line.family)
+                members.setdefault(key, []).append(number)
                 continue
-            placed.add(number)
-            taken |= keys
-            for member in family.members:
-                pairing.groups[member] = (fits[member][group].process, group)
-                pairing.basis[member] = _basis(certain, len(family.candidates), again)
-    for number, family in enumerate(families):
-        if number not in placed:
-            for member in family.members:
-                pairing.reasons[member] = "nothing that went through it agrees with a group of the run"
+            # A split with the same colour repeats its commId: the n-th use on one rank is the n-th on all.
+            use = (line.process, line.rank, line.comm_id)
+            members.setdefault(("id", line.comm_id, uses[use]), []).append(number)
+            uses[use] += 1
+        return [tuple(numbers) for numbers in members.values()]
+
+    def _family(self, members: tuple[int, ...]) -> _Family:
+        common = set.intersection(*(set(self._fits[number]) for number in members))
+        agreement = {}
+        for group in common:
+            each = [self._agreement(number, self._fits[number][group]) for number in members]
+            agreement[group] = sum(score for score, _ in each), sum(ends for _, ends in each)
+        named = all(
+            self._lines[number].pg is not None and all(group.pg == self._lines[number].pg for group in common)
+            for number in members
+        )
+        return _Family(members, agreement, named and len(common) == 1)
+
+    def _agreement(self, number: int, stream: RecordStream) -> tuple[int, int]:
+        """How many lines of the communicator could be records of the stream, and how many stand alike at the ends."""
+        line = self._lines[number]
+        dialect = line.dialect(self._vocabulary, stream.calls.tolist())
+        key = (stream.process, stream.group, dialect)
+        if key not in self._expected:
+            self._expected[key] = stream.expect(self._vocabulary, dialect).codes
+        expected, size = self._expected[key], len(self._vocabulary.lines)
+        counts = np.minimum(
+            np.bincount(expected, minlength=size), np.bincount(line.codes, minlength=size)
+        ).sum()
+        ends = common_prefix(expected, line.codes) + common_suffix(expected, line.codes)
+        return int(counts), ends
+
+    def _place(self) -> None:
+        """Give each family the group that it agrees with best; equal ones in the order of first use."""
+        first_use = {group: rank for rank, group in enumerate(self._groups_by_use())}
+        proposals = [
+            (agreement, number, group)
+            for number, family in enumerate(self._families)
+            for group, agreement in family.agreement.items()
+        ]
+        proposals.sort(key=lambda p: (-p[0][0], -p[0][1], p[1], first_use[p[2]]))
+        taken: set[tuple[RunProcess, GroupKey]] = set()
+        for again in (False, True):
+            for (score, _), number, group in proposals:
+                family = self._families[number]
+                keys = {(self._fits[member][group].process, group) for member in family.members}
+                ranked = all(self._lines[member].rank is not None for member in family.members)
+                useless = score == 0 and (again or not (ranked or family.named))
+                if number in self._group_of or (not again and keys & taken) or useless:
+                    continue
+                self._group_of[number] = group
+                if again:
+                    self._again.add(number)
+                taken |= keys
+
+    def _groups_by_use(self) -> list[GroupKey]:
+        first: dict[GroupKey, int] = {}
+        for fitting in self._fits.values():
+            for group, stream in fitting.items():
+                use = int(stream.records[0]) if len(stream.records) else -1
+                first[group] = min(use, first.get(group, use))
+        return sorted(first, key=lambda group: (first[group], group.pg, group.group_ranks))
+
+    def _tied(self) -> dict[int, tuple[GroupKey, ...]]:
+        """Families that could as well trade their groups, or serve one that has no communicator in the log."""
+        tied: dict[int, tuple[GroupKey, ...]] = {}
+        held = {group: number for number, group in self._group_of.items() if number not in self._again}
+        for number, group in list(self._group_of.items()):
+            family = self._families[number]
+            if number in self._again or family.named:
+                continue
+            for other, agreement in family.agreement.items():
+                if other == group or agreement != family.agreement[group] or not agreement[0]:
+                    continue
+                holder = held.get(other)
+                if holder is None:
+                    tied[number] = (group, other)
+                    continue
+                back = self._families[holder].agreement
+                if holder > number and not self._families[holder].named and back.get(group) == back[other]:
+                    own, traded = self._order(number, holder, group, other)
+                    if own == traded:
+                        tied[number] = tied[holder] = (group, other)
+                    elif traded > own:
+                        self._group_of[number], self._group_of[holder] = other, group
+                        held[group], held[other] = holder, number
+                        break
+        return tied
+
+    def _order(self, number: int, holder: int, group: GroupKey, other: GroupKey) -> tuple[int, int]:
+        """How well the order of use, at both ends, fits the assignment as it is, and the other way round."""
+        own = traded = 0
+        by_process = {self._lines[member].process: member for member in self._families[holder].members}
+        for member in self._families[number].members:
+            partner = by_process.get(self._lines[member].process)
+            if partner is None:
+                continue
+            recorded = _labels(*(self._fits[member][key].records for key in (group, other)))
+            printed = _labels(self._lines[member].rows, self._lines[partner].rows)
+            if len(recorded) and len(printed) and len(recorded) == len(printed):
+                own += int((recorded == printed).sum())
+                traded += int((recorded != printed).sum())
+            else:
+                own += common_prefix(recorded, printed) + common_suffix(recorded, printed)
+                traded += common_prefix(1 - recorded, printed) + common_suffix(1 - recorded, printed)
+        return own, traded
+
+    def _settle(self, number: int, member: int, group: GroupKey) -> None:
+        family, line = self._families[number], self._lines[member]
+        confidence, basis = self._confidence(number, family, line)
+        self._pairing.streams[member] = self._fits[member][group]
+        self._pairing.confidence[member] = confidence
+        if number in self._again:
+            basis += ", continues a group that had a communicator before"
+        self._pairing.basis[member] = basis
+
+    def _confidence(self, number: int, family: _Family, line: LineStream) -> tuple[Confidence, str]:
+        if family.named:
+            return "certain", "torch's line names the group"
+        if line.rank is None:
+            return "likely", "operations"
+        if len(family.agreement) > 1:
+            return "likely", "rank and size, operations and order of first use"
+        score = next(iter(family.agreement.values()))[0]
+        everybody = len({self._lines[member].process for member in family.members})
+        if score and (everybody == line.nranks or line.global_rank is not None):
+            return "certain", "rank and size, on all ranks" if everybody == line.nranks else "rank and size"
+        return "likely", "rank and size"
+
+    def _leave_open(self, member: int, groups: tuple[GroupKey, ...]) -> None:
+        names = " and ".join(sorted({group.pg for group in groups}))
+        self._pairing.reasons[member] = TWO_GROUPS.format(groups=names)
+        self._pairing.undecided[member] = tuple(self._fits[member][group] for group in groups)
 
 
-def _in_order(family: _Family, fits: Mapping[int, dict[GroupKey, RecordStream]]) -> list[GroupKey]:
-    """The candidates of a family by first use in the run."""
-    first = fits[family.members[0]]
-    return sorted(family.candidates, key=lambda group: first[group].records[:1])
-
-
-def _basis(certain: bool, candidates: int, again: bool) -> str:
-    words = ["rank and size" if certain else "operations"]
-    if candidates > 1 and certain:
-        words.append("operations and order of first use")
-    if again:
-        words.append("continues a group that had a communicator before")
-    return ", ".join(words)
+def _labels(first: Codes, second: Codes) -> Codes:
+    """0 and 1 for the elements of two rising lists, in their common order."""
+    places = np.concatenate((first, second))
+    labels = np.repeat(np.array([0, 1]), (len(first), len(second)))
+    return labels[np.argsort(places, kind="stable")]

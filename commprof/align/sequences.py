@@ -1,122 +1,169 @@
-"""Which elements of two sequences belong together when some are missing from either: a longest common subsequence.
+"""Which elements of two sequences belong together when some are missing from either, and which might or might not.
 
-Myers, "An O(ND) Difference Algorithm and Its Variations", Algorithmica 1 (1986): the cost follows the number of
-differences, not the length, so a hundred thousand operations with a handful of lost lines take milliseconds. Where the
-sequences differ much, the search goes on from a good partial solution, and stays linear in the length.
+A pair is certain when every longest common subsequence has it (:mod:`commprof.align.edits`). What has several equally good
+partners is ambiguous: nothing is guessed. The work is cut into pieces at elements that both sides hold exactly once, and
+at stretches of certain pairs, so that time and memory follow the length and not its square.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-Pair = tuple[int, int]
-Codes = NDArray[np.int64]
+from commprof.align.edits import (
+    ALONE,
+    AMBIGUOUS,
+    Codes,
+    Partners,
+    certain_partners,
+    common_prefix,
+    common_suffix,
+    furthest_points,
+)
 
-# Differences that one search explores, and how many of them are kept when it has to stop there: its last steps
-# are the ones that a longer search would revise.
-SEARCHED_DIFFERENCES: Final = 400
-KEPT_DIFFERENCES: Final = 300
-_BLOCK: Final = 4096
+UNSEARCHED: Final = -3  # too much differs here for a search
+
+# Elements without partner that one search allows; a longer sequence is searched piece by piece.
+SEARCHED_DIFFERENCES: Final = 64
+# A piece ends within a stretch of that many certain pairs.
+_STRETCH: Final = 16
+# Pieces that one alignment may take: what lies behind them differs too much to be told.
+_MOST_PIECES: Final = 400
 
 
-def common_pairs(first: Sequence[int], second: Sequence[int]) -> list[Pair]:
-    """Positions of equal elements, increasing in both sequences, as many as possible.
+def find_partners(first: Codes, second: Codes) -> Partners:
+    """For each element its certain partner, or ALONE, AMBIGUOUS, UNSEARCHED."""
+    a_places = np.flatnonzero(_holds(second, first))
+    b_places = np.flatnonzero(_holds(first, second))
+    found = Partners(np.full(len(first), ALONE, np.int64), np.full(len(second), ALONE, np.int64))
+    a, b = first[a_places], second[b_places]
+    pieces = _MOST_PIECES
+    if np.array_equal(a, b):
+        found.first[a_places], found.second[b_places] = b_places, a_places
+        return found
+    for x0, x1, y0, y1 in _between_anchors(a, b):
+        piece, pieces = _search(a[x0:x1], b[y0:y1], pieces)
+        _put(found.first, piece.first, a_places[x0:x1], b_places[y0:y1])
+        _put(found.second, piece.second, b_places[y0:y1], a_places[x0:x1])
+    return found
 
-    Elements that the other sequence does not have at all are set aside first; they can have no partner.
+
+def _holds(values: Codes, elements: Codes) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Whether each of ``elements`` is among ``values``."""
+    return np.asarray(np.isin(elements, np.unique(values)))
+
+
+def _put(target: Codes, piece: Codes, places: Codes, partners: Codes) -> None:
+    """Write the verdicts of one piece to where its elements stand in the whole."""
+    paired = piece >= 0
+    target[places[~paired]] = piece[~paired]
+    target[places[paired]] = partners[piece[paired]]
+
+
+def _between_anchors(a: Codes, b: Codes) -> Iterator[tuple[int, int, int, int]]:
+    """The pieces between anchors, anchors included: ``a[x0:x1]`` belongs to ``b[y0:y1]``.
+
+    An anchor stands exactly once in either sequence, and no other such element crosses it.
     """
-    a, b = np.asarray(first, np.int64), np.asarray(second, np.int64)
-    a_places, b_places = np.flatnonzero(np.isin(a, b)), np.flatnonzero(np.isin(b, a))
-    pairs = _align(a[a_places], b[b_places])
-    return [(int(a_places[x]), int(b_places[y])) for x, y in pairs]
+    xs, ys = _anchors(a, b)
+    # Neighbouring anchors with nothing between them need no search: only gaps start a new piece.
+    gaps = np.flatnonzero((np.diff(xs) > 1) | (np.diff(ys) > 1))
+    x0 = y0 = 0
+    for gap in gaps:
+        x1, y1 = int(xs[gap]) + 1, int(ys[gap]) + 1
+        yield x0, x1, y0, y1
+        x0, y0 = x1, y1
+    yield x0, len(a), y0, len(b)
 
 
-def _align(a: Codes, b: Codes) -> list[Pair]:
-    pairs: list[Pair] = []
+def _anchors(a: Codes, b: Codes) -> tuple[Codes, Codes]:
+    """Positions of the anchors in either sequence, rising in both."""
+    a_values, a_first, a_counts = np.unique(a, return_index=True, return_counts=True)
+    b_values, b_first, b_counts = np.unique(b, return_index=True, return_counts=True)
+    once, in_a, in_b = np.intersect1d(
+        a_values[a_counts == 1], b_values[b_counts == 1], assume_unique=True, return_indices=True
+    )
+    if not len(once):
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    xs, ys = a_first[a_counts == 1][in_a], b_first[b_counts == 1][in_b]
+    order = np.argsort(xs)
+    xs, ys = xs[order], ys[order]
+    highest = np.maximum.accumulate(ys)
+    lowest = np.minimum.accumulate(ys[::-1])[::-1]
+    straight = (ys == highest) & (ys == lowest)
+    return xs[straight], ys[straight]
+
+
+def _search(a: Codes, b: Codes, pieces: int) -> tuple[Partners, int]:
+    """The verdicts for one piece, cut further where it holds too many differences; how many cuts are left."""
+    if len(a) == len(b) and np.array_equal(a, b):
+        return Partners(np.arange(len(a)), np.arange(len(b))), pieces
+    result = Partners(np.full(len(a), UNSEARCHED, np.int64), np.full(len(b), UNSEARCHED, np.int64))
     x = y = 0
-    while x < len(a) and y < len(b):
-        steps, x, y = _search(a, b, x, y)
-        pairs.extend(steps)
-    return pairs
+    while pieces > 0 and (x < len(a) or y < len(b)):
+        part = certain_partners(a[x:], b[y:], SEARCHED_DIFFERENCES) or one_gap(a[x:], b[y:])
+        width, height = len(a) - x, len(b) - y
+        if part is None:
+            pieces -= 1
+            width, height = _cut(a[x:], b[y:])
+            part = certain_partners(a[x : x + width], b[y : y + height], SEARCHED_DIFFERENCES)
+            if part is None:  # the cut lies on a path with fewer differences than that
+                break
+            end = _last_certain(part)
+            if end is None:
+                x, y = x + width, y + height
+                continue
+            width, height = end
+        paired = part.first[:width] >= 0
+        result.first[x : x + width] = np.where(paired, part.first[:width] + y, part.first[:width])
+        paired = part.second[:height] >= 0
+        result.second[y : y + height] = np.where(paired, part.second[:height] + x, part.second[:height])
+        x, y = x + width, y + height
+    return result, pieces
 
 
-def _search(a: Codes, b: Codes, x0: int, y0: int) -> tuple[list[Pair], int, int]:
-    """Pairs from ``(x0, y0)`` on, and where the next search begins."""
-    a, b = a[x0:], b[y0:]
+def one_gap(a: Codes, b: Codes) -> Partners | None:
+    """Verdicts where one sequence is the other with one block left out; None where it is not.
+
+    The block may slide over a stretch that repeats with the length of the block. What it may cover is ambiguous.
+    """
+    if len(a) < len(b):
+        mirrored = one_gap(b, a)
+        return None if mirrored is None else Partners(mirrored.second, mirrored.first)
     n, m = len(a), len(b)
+    latest = common_prefix(a, b)
+    earliest = m - common_suffix(a, b)
+    if earliest > latest:
+        return None
+    first = np.full(n, AMBIGUOUS, np.int64)
+    second = np.full(m, AMBIGUOUS, np.int64)
+    first[:earliest] = second[:earliest] = np.arange(earliest)
+    first[latest : earliest + n - m] = ALONE
+    first[latest + n - m :] = np.arange(latest, m)
+    second[latest:] = np.arange(latest + n - m, n)
+    return Partners(first, second)
+
+
+def _cut(a: Codes, b: Codes) -> tuple[int, int]:
+    """Where to end a piece that holds too many differences: as far as half of them lead."""
+    history, _ = furthest_points(a, b, SEARCHED_DIFFERENCES)
     middle = SEARCHED_DIFFERENCES + 1
-    furthest = [0] * (2 * middle + 1)  # by diagonal x - y + middle: the largest x that is reached
-    history: list[list[int]] = []
-    for differences in range(SEARCHED_DIFFERENCES + 1):
-        history.append(furthest.copy())
-        for k in range(-differences, differences + 1, 2):
-            if k == -differences or (
-                k != differences and furthest[middle + k - 1] < furthest[middle + k + 1]
-            ):
-                x = furthest[middle + k + 1]
-            else:
-                x = furthest[middle + k - 1] + 1
-            x += _common_prefix(a, b, x, x - k)
-            furthest[middle + k] = x
-            if x >= n and x - k >= m:
-                pairs = _path(history, differences, k, x, middle)
-                return [(x0 + i, y0 + j) for i, j in pairs], x0 + n, y0 + m
-    return _partial(history, furthest, (n, m), (x0, y0), middle)
-
-
-def _partial(
-    history: list[list[int]], furthest: list[int], ends: Pair, begins: Pair, middle: int
-) -> tuple[list[Pair], int, int]:
-    """What a search that ran out of differences keeps: the front of the path that came furthest."""
-    reached = [
-        (2 * furthest[middle + k] - k, k)
-        for k in range(-SEARCHED_DIFFERENCES, SEARCHED_DIFFERENCES + 1, 2)
-        if furthest[middle + k] <= ends[0] and furthest[middle + k] - k <= ends[1]
+    half = SEARCHED_DIFFERENCES // 2
+    points = [
+        (2 * history[half][middle + k] - k, history[half][middle + k], k) for k in range(-half, half + 1, 2)
     ]
-    _, k = max(reached)
-    x = furthest[middle + k]
-    differences = SEARCHED_DIFFERENCES
-    while differences > KEPT_DIFFERENCES:
-        k, x = _came_from(history[differences], differences, k, middle)
-        differences -= 1
-    pairs = _path(history, differences, k, x, middle)
-    return [(begins[0] + i, begins[1] + j) for i, j in pairs], begins[0] + x, begins[1] + x - k
+    _, x, k = max(point for point in points if point[1] <= len(a) and point[1] - point[2] <= len(b))
+    return x, x - k
 
 
-def _came_from(before: list[int], differences: int, k: int, middle: int) -> tuple[int, int]:
-    """The diagonal, and the x on it, from which the path entered diagonal ``k``."""
-    if k == -differences or (k != differences and before[middle + k - 1] < before[middle + k + 1]):
-        return k + 1, before[middle + k + 1]
-    return k - 1, before[middle + k - 1]
-
-
-def _path(history: list[list[int]], differences: int, k: int, x: int, middle: int) -> list[Pair]:
-    """The equal elements on the path that ends at ``x`` on diagonal ``k`` after so many differences."""
-    pairs: list[Pair] = []
-    for d in range(differences, 0, -1):
-        came_k, came_x = _came_from(history[d], d, k, middle)
-        entered = came_x if came_k > k else came_x + 1
-        pairs.extend((i, i - k) for i in range(x - 1, entered - 1, -1))
-        k, x = came_k, came_x
-    pairs.extend((i, i) for i in range(x - 1, -1, -1))
-    pairs.reverse()
-    return pairs
-
-
-def _common_prefix(a: Codes, b: Codes, x: int, y: int) -> int:
-    """How many elements of ``a`` from ``x`` on equal those of ``b`` from ``y`` on."""
-    length = min(len(a) - x, len(b) - y)
-    if length <= 0 or y < 0 or a[x] != b[y]:
-        return 0
-    done = 0
-    while done < length:
-        size = min(_BLOCK, length - done)
-        unequal = a[x + done : x + done + size] != b[y + done : y + done + size]
-        position = int(unequal.argmax())
-        if unequal[position]:
-            return done + position
-        done += size
-    return length
+def _last_certain(part: Partners) -> tuple[int, int] | None:
+    """Where to begin anew: within the last long stretch of certain pairs; None where there is none."""
+    paired = part.first >= 0
+    straight = np.concatenate(([0], np.cumsum(paired)))
+    full = np.flatnonzero(straight[_STRETCH:] - straight[:-_STRETCH] == _STRETCH)
+    if not len(full):
+        return None
+    x = int(full[-1]) + _STRETCH // 2
+    return x, int(part.first[x])

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, TypeVar
 
+import numpy as np
 import pyarrow as pa
 
+from commprof.align.distinct import distinct_rows, split_by
+from commprof.align.edits import Codes
 from commprof.align.expectation import Call, Dialect, Expected, expected_lines
 from commprof.schema import Op
+
+_Item = TypeVar("_Item")
 
 
 class RunProcess(NamedTuple):
@@ -22,78 +26,11 @@ class RunProcess(NamedTuple):
 
 
 class GroupKey(NamedTuple):
-    """One process group of the run; ``peer`` is set for messages that have a communicator of their own."""
+    """One process group of the run; ``pair`` names two ranks whose messages have a communicator of their own."""
 
     pg: str
     group_ranks: str
-    peer: int | None = None
-
-
-class Part(NamedTuple):
-    """One expected line: which record it belongs to, and which of the record's lines it is."""
-
-    record: int
-    number: int
-    of: int
-
-
-@dataclass(slots=True)
-class RecordStream:
-    """The records of one process in one group, in the order of issue."""
-
-    process: RunProcess
-    group: GroupKey
-    group_size: int
-    group_rank: int
-    backend: str | None
-    records: list[int] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
-
-    def expect(self, dialect: Dialect) -> tuple[list[Expected], list[Part], list[int]]:
-        """The lines that the records should leave, the part of a record that each is, and records that do not say."""
-        lines: list[Expected] = []
-        parts: list[Part] = []
-        unclear: list[int] = []
-        cache: dict[Call, tuple[Expected, ...] | None] = {}
-        for record, call in zip(self.records, self.calls, strict=True):
-            if call not in cache:
-                cache[call] = expected_lines(call, dialect)
-            expected = cache[call]
-            if expected is None:
-                unclear.append(record)
-                continue
-            lines.extend(expected)
-            parts.extend(Part(record, number, len(expected)) for number in range(len(expected)))
-        return lines, parts, unclear
-
-    def messages_with(self, peer: int) -> RecordStream:
-        """The sends and receives with one peer, as a stream of their own; pairs number the lower rank 0."""
-        pair = RecordStream(
-            self.process,
-            self.group._replace(peer=peer),
-            2,
-            int(self.process.rank > peer),
-            self.backend,
-        )
-        ranks = f"{min(self.process.rank, peer)},{max(self.process.rank, peer)}"
-        for record, call in zip(self.records, self.calls, strict=True):
-            if call.op in (Op.SEND, Op.RECV) and call.peer == peer:
-                pair.records.append(record)
-                pair.calls.append(call._replace(group_ranks=ranks))
-        return pair
-
-    def without(self, records: set[int]) -> RecordStream:
-        """The stream without some of its records."""
-        kept = [(r, c) for r, c in zip(self.records, self.calls, strict=True) if r not in records]
-        return RecordStream(
-            self.process,
-            self.group,
-            self.group_size,
-            self.group_rank,
-            self.backend,
-            [record for record, _ in kept],
-            [call for _, call in kept],
-        )
+    pair: str | None = None
 
 
 class LogProcess(NamedTuple):
@@ -103,9 +40,200 @@ class LogProcess(NamedTuple):
     pid: int
 
 
+class Vocabulary:
+    """Numbers for lines, equal where two lines are equal, so that streams are arrays; and the calls behind records."""
+
+    def __init__(self) -> None:
+        self.lines: list[Expected] = []
+        self.calls: list[Call] = []
+        self._line_codes: dict[Expected, int] = {}
+        self._call_codes: dict[Call, int] = {}
+        self._expected: dict[tuple[int, Dialect], tuple[int, ...] | None] = {}
+
+    def line(self, line: Expected) -> int:
+        """The number of a line."""
+        return _number(line, self.lines, self._line_codes)
+
+    def call(self, call: Call) -> int:
+        """The number of a call."""
+        return _number(call, self.calls, self._call_codes)
+
+    def expected(self, call: int, dialect: Dialect) -> tuple[int, ...] | None:
+        """The numbers of the lines that a call leaves; None when it does not determine them."""
+        key = call, dialect
+        if key not in self._expected:
+            lines = expected_lines(self.calls[call], dialect)
+            self._expected[key] = None if lines is None else tuple(map(self.line, lines))
+        return self._expected[key]
+
+
+def _number(item: _Item, items: list[_Item], numbers: dict[_Item, int]) -> int:
+    number = numbers.get(item)
+    if number is None:
+        number = numbers[item] = len(items)
+        items.append(item)
+    return number
+
+
+class Expectation(NamedTuple):
+    """The lines that a stream of records should leave, by position.
+
+    Attributes:
+        codes: the line, as a number of the vocabulary.
+        records: row of the record that leaves it.
+        part, parts: which of the record's lines it is, and how many there are.
+        unclear: rows of records that do not determine their lines.
+        silent: rows of records that leave none.
+    """
+
+    codes: Codes
+    records: Codes
+    part: Codes
+    parts: Codes
+    unclear: Codes
+    silent: Codes
+
+
+@dataclass(frozen=True, slots=True)
+class RecordStream:
+    """The records of one process in one group, in the order of issue; ``calls`` are numbers of the vocabulary."""
+
+    process: RunProcess
+    group: GroupKey
+    group_size: int
+    group_rank: int
+    backend: str | None
+    records: Codes
+    calls: Codes
+
+    def expect(self, vocabulary: Vocabulary, dialect: Dialect) -> Expectation:
+        """The lines that the records should leave."""
+        used = np.unique(self.calls)
+        size = int(used[-1]) + 1 if len(used) else 0
+        counts = np.zeros(size, np.int64)
+        starts = np.zeros(size, np.int64)
+        unclear = np.zeros(size, np.bool_)
+        flat: list[int] = []
+        for call in used.tolist():
+            lines = vocabulary.expected(call, dialect)
+            unclear[call] = lines is None
+            starts[call], counts[call] = len(flat), len(lines or ())
+            flat.extend(lines or ())
+        parts = counts[self.calls]
+        number = _count_up(parts)
+        codes = np.asarray(flat, np.int64)[np.repeat(starts[self.calls], parts) + number]
+        silent = (parts == 0) & ~unclear[self.calls]
+        return Expectation(
+            codes,
+            np.repeat(self.records, parts),
+            number,
+            np.repeat(parts, parts),
+            self.records[unclear[self.calls]],
+            self.records[silent],
+        )
+
+    def selected(self, vocabulary: Vocabulary, wanted: Callable[[Call], bool]) -> Codes:
+        """Positions of the records whose call is wanted."""
+        chosen = [call for call in np.unique(self.calls).tolist() if wanted(vocabulary.calls[call])]
+        return np.flatnonzero(np.isin(self.calls, chosen))
+
+    def peers(self, vocabulary: Vocabulary) -> set[int]:
+        """Global ranks that messages outside of coalesced blocks go to or come from."""
+        calls = (vocabulary.calls[call] for call in np.unique(self.calls).tolist())
+        return {call.peer for call in calls if _is_lone_message(call)}
+
+    def messages_with(self, vocabulary: Vocabulary, peer: int) -> RecordStream:
+        """The lone sends and receives with one peer, as a stream of their own; pairs number the lower rank 0."""
+        places = self.selected(vocabulary, lambda call: _is_lone_message(call) and call.peer == peer)
+        pair = sorted({self.process.rank, peer})
+        ranks = ",".join(map(str, pair))
+        renumbered = {
+            call: vocabulary.call(vocabulary.calls[call]._replace(group_ranks=ranks))
+            for call in np.unique(self.calls[places]).tolist()
+        }
+        calls = np.asarray([renumbered[call] for call in self.calls[places].tolist()], np.int64)
+        return RecordStream(
+            self.process,
+            self.group._replace(pair=ranks),
+            len(pair),
+            pair.index(self.process.rank),
+            self.backend,
+            self.records[places],
+            calls,
+        )
+
+    def without(self, records: Codes) -> RecordStream:
+        """The stream without some of its records."""
+        kept = ~np.isin(self.records, records)
+        return RecordStream(
+            self.process,
+            self.group,
+            self.group_size,
+            self.group_rank,
+            self.backend,
+            self.records[kept],
+            self.calls[kept],
+        )
+
+
+def _is_lone_message(call: Call) -> bool:
+    return call.op in (Op.SEND, Op.RECV) and not call.coalesced and call.peer >= 0
+
+
+def _count_up(counts: Codes) -> Codes:
+    """0, 1, ... for each of ``counts`` in turn.
+
+    >>> _count_up(np.array([2, 0, 3])).tolist()
+    [0, 1, 0, 1, 2]
+    """
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+
+
+_STREAM_COLUMNS: Final = ("rank", "attempt", "pid", "pg", "group_ranks")
+_FACT_COLUMNS: Final = ("group_size", "group_rank", "backend")
+_CALL_COLUMNS: Final = tuple(name for name in Call._fields if name != "coalesced")
+
+
+def record_streams(
+    collectives: pa.Table, vocabulary: Vocabulary
+) -> dict[tuple[RunProcess, GroupKey], RecordStream]:
+    """The records of a run by process and group, in the order of first use."""
+    if not collectives.num_rows:
+        return {}
+    batched = collectives["coalesce_id"].is_valid()
+    calls, samples = distinct_rows(collectives.append_column("coalesced", batched), Call._fields)
+    columns = collectives.select(_CALL_COLUMNS).take(samples).to_pylist()
+    flags = batched.take(pa.array(samples)).to_pylist()
+    numbers = np.asarray(
+        [vocabulary.call(Call(**row, coalesced=flag)) for row, flag in zip(columns, flags, strict=True)],
+        np.int64,
+    )
+    streams: dict[tuple[RunProcess, GroupKey], RecordStream] = {}
+    order = np.argsort(np.asarray(collectives["seq"]), kind="stable")
+    keys, _ = distinct_rows(collectives, _STREAM_COLUMNS)
+    for rows in split_by(keys, order):
+        first = collectives.select([*_STREAM_COLUMNS, *_FACT_COLUMNS]).slice(int(rows[0]), 1).to_pylist()[0]
+        process = RunProcess(first["rank"], first["attempt"], first["pid"])
+        group = GroupKey(first["pg"], first["group_ranks"])
+        streams[process, group] = RecordStream(
+            process,
+            group,
+            first["group_size"],
+            first["group_rank"],
+            first["backend"],
+            rows,
+            numbers[calls[rows]],
+        )
+    return streams
+
+
 @dataclass(slots=True)
 class LineStream:
-    """The whole lines of one communicator in one process, in the order of the log: COLL where there are any, else CALL."""
+    """The calls that the whole lines of one communicator of one process tell, in the order of the log.
+
+    ``rows`` are rows of ``nccl_ops``: the COLL line of a pair of twins, else the only line that there is.
+    """
 
     process: LogProcess
     comm: str
@@ -116,81 +244,109 @@ class LineStream:
     nranks: int | None
     kind: str
     first: tuple[str, int]
-    rows: list[int] = field(default_factory=list)
-    printed: list[Expected] = field(default_factory=list)
+    rows: Codes
+    codes: Codes
+    pg: str | None = None
+    pg_description: str | None = None
+    family: int | None = None
 
-    @property
-    def only_messages(self) -> bool:
-        """Whether nothing but sends and receives went through it."""
-        return all(line.op in (Op.SEND, Op.RECV) for line in self.printed)
-
-    def dialect(self, calls: Sequence[Call]) -> Dialect:
+    def dialect(self, vocabulary: Vocabulary, calls: Iterable[int]) -> Dialect:
         """How these lines write what ``calls`` may have caused."""
-        ops = {line.op for line in self.printed}
+        printed = dict(zip(*np.unique(self.codes, return_counts=True), strict=True))
+        lines = {vocabulary.lines[code]: count for code, count in printed.items()}
+        ops = {line.op for line in lines}
         single = frozenset(ops & {Op.ALL_TO_ALL, Op.GATHER, Op.SCATTER})
-        sizes = Counter(line.message_bytes for line in self.printed if line.op == Op.ALL_REDUCE)
-        own = sum(call.op == Op.ALL_REDUCE and call.payload_bytes == 1 for call in calls)
-        return Dialect(single, 1 if sizes[1] > own else 4)
+        bytewise = sum(
+            count for line, count in lines.items() if line.op == Op.ALL_REDUCE and line.message_bytes == 1
+        )
+        own = sum(
+            vocabulary.calls[call].op == Op.ALL_REDUCE and vocabulary.calls[call].payload_bytes == 1
+            for call in calls
+        )
+        return Dialect(single, 1 if bytewise > own else 4)
+
+    def only_messages(self, vocabulary: Vocabulary) -> bool:
+        """Whether nothing but sends and receives went through it."""
+        return all(vocabulary.lines[code].op in (Op.SEND, Op.RECV) for code in np.unique(self.codes).tolist())
 
 
-_CALL_COLUMNS = Call._fields
-_RECORD_COLUMNS = ("rank", "attempt", "pid", "seq", "pg", "group_size", "backend", *_CALL_COLUMNS)
+_COMM_COLUMNS: Final = ("host", "pid", "comm", "comm_epoch")
+_LINE_COLUMNS: Final = ("op", "message_bytes", "root", "peer")
+_IDENTITY_COLUMNS: Final = ("comm_id", "rank", "global_rank", "nranks")
 
 
-def record_streams(collectives: pa.Table) -> dict[tuple[RunProcess, GroupKey], RecordStream]:
-    """The records of a run by process and group."""
-    columns = {name: collectives[name].to_pylist() for name in _RECORD_COLUMNS}
-    order = sorted(range(collectives.num_rows), key=lambda row: columns["seq"][row])
-    streams: dict[tuple[RunProcess, GroupKey], RecordStream] = {}
-    processes = list(map(RunProcess, columns["rank"], columns["attempt"], columns["pid"]))
-    groups = list(map(GroupKey, columns["pg"], columns["group_ranks"]))
-    calls = list(map(Call, *(columns[name] for name in _CALL_COLUMNS)))
-    for row in order:
-        key = (processes[row], groups[row])
-        stream = streams.get(key)
-        if stream is None:
-            stream = streams[key] = RecordStream(
-                *key, columns["group_size"][row], columns["group_rank"][row], columns["backend"][row]
+def line_streams(
+    ops: pa.Table, vocabulary: Vocabulary, communicators: pa.Table | None = None
+) -> list[LineStream]:
+    """The calls of a log by communicator, in the order of their first line.
+
+    Args:
+        ops: table ``nccl_ops``.
+        vocabulary: where equal lines get equal numbers.
+        communicators: table ``nccl_communicators``: which group torch says that a communicator is.
+    """
+    chosen = calls_told(ops)
+    if not len(chosen):
+        return []
+    told = _told_by_torch(communicators)
+    lines, samples = distinct_rows(ops, _LINE_COLUMNS)
+    numbers = np.asarray(
+        [vocabulary.line(_line(row)) for row in ops.select(_LINE_COLUMNS).take(samples).to_pylist()], np.int64
+    )
+    keys, _ = distinct_rows(ops, _COMM_COLUMNS)
+    streams = []
+    wanted = [*_COMM_COLUMNS, *_IDENTITY_COLUMNS, "file", "line"]
+    for rows in split_by(keys, chosen):
+        first = ops.select(wanted).slice(int(rows[0]), 1).to_pylist()[0]
+        kinds = ops["kind"].take(pa.array(rows)).unique().to_pylist()
+        place = tuple(first[name] for name in _COMM_COLUMNS)
+        streams.append(
+            LineStream(
+                LogProcess(first["host"], first["pid"]),
+                first["comm"],
+                first["comm_epoch"],
+                first["comm_id"],
+                first["rank"],
+                first["global_rank"],
+                first["nranks"],
+                "coll" if "coll" in kinds else "call",
+                (first["file"], first["line"]),
+                rows,
+                numbers[lines[rows]],
+                *told.get(place, (None, None, None)),
             )
-        stream.records.append(row)
-        stream.calls.append(calls[row])
+        )
     return streams
 
 
-_LINE_COLUMNS = (
-    "state", "kind", "host", "pid", "comm", "comm_epoch", "comm_id", "rank", "global_rank", "nranks", "file", "line",
-    "op", "bytes", "message_bytes", "root", "peer",
-)  # fmt: skip
+def calls_told(ops: pa.Table) -> Codes:
+    """Rows of whole lines, one for each call: a CALL line counts only where its COLL line is not there."""
+    whole = np.asarray(ops["state"].to_numpy() == "whole")
+    call = np.asarray(ops["kind"].to_numpy() == "call")
+    twin = np.asarray(ops["twin_line"].is_valid())
+    kept = whole & ~(call & twin)
+    if not twin.any() and call.any():  # tables of earlier versions do not join twins: COLL lines are enough
+        keys, _ = distinct_rows(ops, _COMM_COLUMNS)
+        kept &= ~(call & np.isin(keys, np.unique(keys[kept & ~call])))
+    return np.flatnonzero(kept)
 
-_IDENTITY_COLUMNS = ("comm_id", "rank", "global_rank", "nranks")
+
+def _told_by_torch(communicators: pa.Table | None) -> dict[tuple[Any, ...], tuple[Any, ...]]:
+    if communicators is None:
+        return {}
+    columns = (*_COMM_COLUMNS, "pg", "pg_description", "family")
+    return {
+        tuple(row[name] for name in _COMM_COLUMNS): (row["pg"], row["pg_description"], row["family"])
+        for row in communicators.select(columns).to_pylist()
+    }
 
 
-def line_streams(ops: pa.Table) -> list[LineStream]:
-    """The whole lines of a log by communicator, in the order of their first line."""
-    columns = {name: ops[name].to_pylist() for name in _LINE_COLUMNS}
-    streams: dict[tuple[object, ...], LineStream] = {}
-    places = zip(
-        *(columns[name] for name in ("state", "kind", "host", "pid", "comm", "comm_epoch")), strict=True
-    )
-    for row, (state, kind, host, pid, comm, epoch) in enumerate(places):
-        if state != "whole":
-            continue
-        key = (host, pid, comm, epoch, kind)
-        stream = streams.get(key)
-        if stream is None:
-            comm_id, rank, global_rank, nranks = (columns[name][row] for name in _IDENTITY_COLUMNS)
-            first = (columns["file"][row], columns["line"][row])
-            stream = streams[key] = LineStream(
-                LogProcess(host, pid), comm, epoch, comm_id, rank, global_rank, nranks, kind, first
-            )
-        message, other = columns["message_bytes"][row], columns["root"][row]
-        stream.rows.append(row)
-        stream.printed.append(
-            Expected(
-                columns["op"][row],
-                -1 if message is None else message,
-                columns["peer"][row] if other is None else other,
-            )
-        )
-    twins = {key[:4] for key in streams if key[4] == "coll"}
-    return [stream for key, stream in streams.items() if key[4] == "coll" or key[:4] not in twins]
+def _line(row: Mapping[str, Any]) -> Expected:
+    message = row["message_bytes"]
+    other = row["peer"] if row["root"] is None else row["root"]
+    return Expected(row["op"], -1 if message is None else message, other)
+
+
+def torn_rows(ops: pa.Table) -> Codes:
+    """Rows of torn lines."""
+    return np.flatnonzero(ops["state"].to_numpy() == "torn")

@@ -2,92 +2,141 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from commprof.cli import rendering
 from commprof.cli.console import say
 from commprof.cli.extras import needed
-from commprof.cli.nccl import LogsArgument, read_logs
+from commprof.cli.nccl import read_logs
 from commprof.cli.rendering import Heading, Rows
 from commprof.cli.runs import RunArgument, opened
 from commprof.errors import TraceError, UsageError
 
 if TYPE_CHECKING:
+    from commprof.align.divergence import Divergence
     from commprof.align.matching import MatchReport
     from commprof.nccl.parser import ParsedLogs
     from commprof.trace.reader import Run
 
+OwnLogsArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[LOG]...",
+        help="Log files, directories of them, or -; without any, the logs that the run holds in nccl/.",
+        show_default=False,
+    ),
+]
+_SHOWN_DIVERGENCES: Final = 4
+
 
 def align(
     run: RunArgument,
-    logs: LogsArgument,
+    logs: OwnLogsArgument = None,
     force: Annotated[
-        bool, typer.Option("--force", "-f", help="Replace an earlier alignment of this run.")
+        bool,
+        typer.Option(
+            "--force",
+            "-f",
+            help="Replace an earlier alignment of this run; keep one in which nothing matches.",
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The counts as JSON.")] = False,
 ) -> int:
-    """Match each record of a run with its NCCL log line: matched, missing in the log, extra in the log.
+    """Match each record of a run with its NCCL log line: matched, missing, extra, ambiguous or torn.
 
-    The tables nccl_ops and matches are kept in the run.
+    The tables of the log, matches and comm_matches are kept in the run, unless nothing matches.
     """
     found = opened(run)
     if not force and found.table("matches").num_rows:
         raise UsageError(f"{found.path} holds an alignment already; give --force to replace it")
-    parsed = read_logs(logs)
     with needed("analysis", "to align a run"):
         from commprof.align import matching
-
-        report = matching.align(found, parsed.ops)
+    parsed = read_logs(logs or [str(matching.logs_of(found.path))])
+    tables = _tables(parsed)
+    report = matching.align(found, parsed.ops, tables.get("nccl_communicators"))
     if as_json:
-        counts = {name: getattr(report, name) for name in ("matched", "missing", "extra", "torn", "unclear")}
-        communicators = [communicator._asdict() for communicator in report.communicators]
-        rendering.show_json(
-            {**counts, "communicators": communicators, "notes": report.notes, "generated": parsed.generated}
-        )
+        rendering.show_json(_facts(parsed, report))
     else:
         rendering.show(*_parts(parsed, report))
-    _keep(found, parsed, report)
+    if report.matched or force:
+        _keep(found, {**tables, "nccl_ops": parsed.ops}, report)
+    else:
+        say(f"nothing matches: no alignment is kept in {found.path}; --force keeps it all the same")
     return 0
 
 
+def _tables(parsed: ParsedLogs) -> dict[str, Any]:
+    return dict(getattr(parsed, "tables", {}))
+
+
+def _facts(parsed: ParsedLogs, report: MatchReport) -> dict[str, Any]:
+    return {
+        **report.counts,
+        "unclear": report.unclear,
+        "communicators": report.comm_matches.to_pylist(),
+        "divergences": [
+            divergence._asdict() | {"sides": [side._asdict() for side in divergence.sides]}
+            for divergence in report.divergences
+        ],
+        "notes": report.notes,
+        "generated": parsed.generated,
+    }
+
+
 def _parts(parsed: ParsedLogs, report: MatchReport) -> list[Rows | str]:
-    total = f"matched {report.matched:,}, missing {report.missing:,}, extra {report.extra:,}, torn {report.torn:,}"
+    total = ", ".join(f"{state} {count:,}" for state, count in report.counts.items())
     legend = (
-        "missing: a record without its line. extra: a line without its record. Counted in lines of the log."
+        "missing: a record without its line. extra: a line without its record. ambiguous: several could be the one. "
+        "Counted in lines of the log; a COLL line and its CALL line are one."
     )
     notes = [rendering.paragraph(note) for note in dict.fromkeys((*parsed.notes, *report.notes))]
-    return [_communicators(report), total, rendering.paragraph(legend), *notes]
+    shown = [_divergence(divergence) for divergence in report.divergences[:_SHOWN_DIVERGENCES]]
+    more = len(report.divergences) - len(shown)
+    rest = [f"{more} more ranks and groups diverge; --json lists them"] if more else []
+    return [_communicators(report), total, rendering.paragraph(legend), *shown, *rest, *notes]
 
 
 def _communicators(report: MatchReport) -> Rows:
+    counts = ("matched", "missing", "extra", "ambiguous", "torn")
     headings = (
         Heading("communicator"),
         Heading("rank", number=True),
         Heading("group"),
-        Heading("matched", number=True),
-        Heading("missing", number=True),
-        Heading("extra", number=True),
+        Heading("confidence"),
+        *(Heading(name, number=True) for name in counts),
     )
     cells: list[tuple[str, ...]] = []
-    for found in report.communicators:
-        group = rendering.text(found.pg)
-        if found.group_ranks:
-            group += f" ({found.group_ranks})"
-        counts = (rendering.count(value) for value in (found.matched, found.missing, found.extra))
-        cells.append((found.comm, rendering.text(found.rank), group, *counts))
-        if found.reason:
-            cells.append((f"  {found.reason}", *[""] * 5))
+    for row in report.comm_matches.to_pylist():
+        group = rendering.text(row["pg"])
+        if row["group_ranks"]:
+            group += f" ({row['group_ranks']})"
+        numbers = (rendering.count(row[name]) for name in counts)
+        cells.append((row["comm"], rendering.text(row["rank"]), group, row["confidence"], *numbers))
+        if row["reason"]:
+            cells.append((f"  {row['reason']}", *[""] * (len(headings) - 1)))
     return Rows(headings, cells)
 
 
-def _keep(run: Run, parsed: ParsedLogs, report: MatchReport) -> None:
+def _divergence(divergence: Divergence) -> Rows:
+    title = (
+        f"rank {divergence.rank}, group {divergence.pg} ({divergence.group_ranks}): first divergence after "
+        f"{divergence.matched_before:,} matched"
+    )
+    headings = (Heading("state"), Heading("record"), Heading("line"))
+    cells = [(side.state, side.record or "", side.line or "") for side in divergence.sides]
+    return Rows(headings, cells, title)
+
+
+def _keep(run: Run, tables: dict[str, Any], report: MatchReport) -> None:
     from commprof.trace.tables import write_table
 
     try:
-        write_table(run.path, "nccl_ops", parsed.ops)
+        for name, table in tables.items():
+            write_table(run.path, name, table)
         write_table(run.path, "matches", report.matches)
+        write_table(run.path, "comm_matches", report.comm_matches)
     except TraceError as error:
         say(f"the tables could not be kept in the run: {error}")
         return

@@ -1,0 +1,234 @@
+"""The alignment of each process and group: its records with the lines of the communicators that serve it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+
+from commprof.align.divergence import Divergence, first_difference, surroundings
+from commprof.align.edits import ALONE, AMBIGUOUS, Codes, Partners
+from commprof.align.expectation import PLAIN_DIALECT, Expected
+from commprof.align.match_rows import (
+    EXTRA,
+    LIKELY_EITHER,
+    MATCHED,
+    MISSING,
+    SILENT,
+    UNCLEAR,
+    MatchRows,
+    torn_lines,
+)
+from commprof.align.pairing import Pairing
+from commprof.align.sequences import UNSEARCHED, find_partners
+from commprof.align.streams import Expectation, GroupKey, LineStream, RecordStream, RunProcess, Vocabulary
+
+TOO_DIFFERENT: Final = (
+    "too much differs between the records and the lines of this group to tell which belong together"
+)
+Key = tuple[RunProcess, GroupKey]
+
+
+class GroupAlignment:
+    """Aligns every group of every process; collects rows, outcomes by communicator, and first divergences."""
+
+    def __init__(
+        self,
+        streams: Mapping[Key, RecordStream],
+        lines: Sequence[LineStream],
+        pairing: Pairing,
+        vocabulary: Vocabulary,
+        rows: MatchRows,
+        ops: pa.Table,
+    ) -> None:
+        self._streams, self._lines, self._pairing = dict(streams), lines, pairing
+        self._vocabulary, self._rows, self._ops = vocabulary, rows, ops
+        self._torn = torn_lines(ops)
+        self.outcomes: dict[int, Counter[str]] = {number: Counter() for number in range(len(lines))}
+        self.divergences: list[Divergence] = []
+        self.unclear = 0
+
+    def run(self) -> None:
+        """Give every part of every record and every line its row."""
+        members: dict[Key, list[int]] = {}
+        for number, stream in sorted(
+            self._pairing.streams.items(), key=lambda item: self._lines[item[0]].rows[0]
+        ):
+            key = stream.process, stream.group
+            members.setdefault(key, []).append(number)
+            if key not in self._streams:  # messages with a communicator of their own leave their group
+                whole = stream.process, stream.group._replace(pair=None)
+                self._streams[whole] = self._streams[whole].without(stream.records)
+                self._streams[key] = stream
+        undecided = self._leave_undecided()
+        heard = {key[0] for key in members} | {key[0] for key in undecided}
+        for key, stream in self._streams.items():
+            if key in members:
+                self._align(stream, members[key])
+            elif key not in undecided:
+                self._miss(stream, heard)
+        for number, reason in sorted(self._pairing.reasons.items()):
+            if number not in self._pairing.undecided:
+                self._rows.add_lines(EXTRA, self._lines[number].rows, reason)
+                self.outcomes[number]["extra"] += len(self._lines[number].rows)
+
+    def _leave_undecided(self) -> set[Key]:
+        """Lines and records of groups that nothing tells apart are ambiguous, all of them."""
+        done: set[Key] = set()
+        for number, streams in sorted(self._pairing.undecided.items()):
+            line, reason = self._lines[number], self._pairing.reasons[number]
+            self._rows.add_lines(LIKELY_EITHER, line.rows, reason)
+            self.outcomes[number]["ambiguous"] += len(line.rows)
+            for stream in streams:
+                key = stream.process, stream.group
+                if key not in done:
+                    done.add(key)
+                    expectation = self._expect(stream, [line])
+                    everything = np.arange(len(expectation.codes))
+                    self._rows.add_expected(LIKELY_EITHER, expectation, everything, reason)
+        return done
+
+    def _expect(self, stream: RecordStream, lines: Sequence[LineStream]) -> Expectation:
+        source = max(lines, key=lambda line: len(line.rows), default=None)
+        calls = np.unique(stream.calls).tolist()
+        dialect = PLAIN_DIALECT if source is None else source.dialect(self._vocabulary, calls)
+        expectation = stream.expect(self._vocabulary, dialect)
+        self._rows.add_records(MISSING, expectation.unclear, UNCLEAR)
+        self._rows.add_records(MATCHED, expectation.silent, SILENT)
+        self.unclear += len(expectation.unclear)
+        return expectation
+
+    def _miss(self, stream: RecordStream, heard: set[RunProcess]) -> None:
+        process = stream.process
+        if process in heard:
+            reason = (
+                f"no communicator of the log fits group {stream.group.pg} (ranks {stream.group.group_ranks})"
+            )
+        else:
+            reason = f"the log has no operation of rank {process.rank} (process {process.pid})"
+        expectation = self._expect(stream, [])
+        self._rows.add_expected(MISSING, expectation, np.arange(len(expectation.codes)), reason)
+
+    def _align(self, stream: RecordStream, numbers: Sequence[int]) -> None:
+        """Align one stream of records with its communicators: usually one, more when it was created anew."""
+        lines = [self._lines[number] for number in numbers]
+        expectation = self._expect(stream, lines)
+        printed = np.concatenate([line.codes for line in lines])
+        rows = np.concatenate([line.rows for line in lines])
+        owners = np.repeat(np.arange(len(lines)), [len(line.rows) for line in lines])
+        partners = find_partners(expectation.codes, printed)
+        paired = np.flatnonzero(partners.first >= 0)
+        self._rows.add_matched(expectation, paired, rows[partners.first[paired]])
+        self._add_missing(stream, expectation, np.flatnonzero(partners.first == ALONE))
+        extra = np.flatnonzero(partners.second == ALONE)
+        fits = f"no record of group {stream.group.pg} (ranks {stream.group.group_ranks}) fits here"
+        self._rows.add_lines(EXTRA, rows[extra], fits)
+        self._add_ambiguous(expectation, partners, rows)
+        self._count(numbers, owners, partners, len(expectation.unclear))
+        self._show(stream, lines[0], expectation, partners, rows)
+
+    def _add_missing(self, stream: RecordStream, expectation: Expectation, places: Codes) -> None:
+        columns = np.stack(
+            [values[places] for values in (expectation.codes, expectation.part, expectation.parts)]
+        )
+        kinds, of = np.unique(columns, axis=1, return_inverse=True)
+        for number, (code, part, parts) in enumerate(kinds.T.tolist()):
+            line = self._vocabulary.lines[code]
+            reason = self._missing(stream.process, line, part, parts)
+            self._rows.add_expected(MISSING, expectation, places[of.reshape(-1) == number], reason)
+
+    def _missing(self, process: RunProcess, line: Expected, part: int, parts: int) -> str:
+        reason = "the log has no line for it at this place"
+        if parts > 1:
+            reason = f"line {part + 1} of the {parts} that it leaves ({line.op}) is not in the log"
+        torn = self._torn.get((process.pid, line.op), [])
+        if torn:
+            reason += f"; it may be a torn line of this process: {', '.join(torn[:3])}"
+        return reason
+
+    def _add_ambiguous(self, expectation: Expectation, partners: Partners, rows: Codes) -> None:
+        for verdict in (UNSEARCHED, AMBIGUOUS):
+            xs = np.flatnonzero(partners.first == verdict)
+            ys = np.flatnonzero(partners.second == verdict)
+            if verdict == UNSEARCHED:
+                self._rows.add_expected(LIKELY_EITHER, expectation, xs, TOO_DIFFERENT)
+                self._rows.add_lines(LIKELY_EITHER, rows[ys], TOO_DIFFERENT)
+                continue
+            # Between the same two certain pairs: equal counts of pairs before.
+            of_record = np.cumsum(partners.first >= 0)[xs]
+            of_line = np.cumsum(partners.second >= 0)[ys]
+            for place in np.union1d(of_record, of_line).tolist():
+                here = xs[slice(*np.searchsorted(of_record, (place, place + 1)))]
+                there = ys[slice(*np.searchsorted(of_line, (place, place + 1)))]
+                reason = either(len(here), len(there))
+                self._rows.add_expected(LIKELY_EITHER, expectation, here, reason)
+                self._rows.add_lines(LIKELY_EITHER, rows[there], reason)
+
+    def _count(self, numbers: Sequence[int], owners: Codes, partners: Partners, unclear: int) -> None:
+        """Count lines where they stand, and missing ones at the communicator of the pair before."""
+        for place, number in enumerate(numbers):
+            own: Codes = partners.second[owners == place]
+            outcome = self.outcomes[number]
+            outcome["matched"] += int((own >= 0).sum())
+            outcome["extra"] += int((own == ALONE).sum())
+            outcome["ambiguous"] += int((own <= AMBIGUOUS).sum())
+        before = np.maximum.accumulate(np.concatenate(([0], partners.first)))[1:]
+        missed = owners[before[partners.first == ALONE]] if len(owners) else owners
+        for owner, count in Counter(missed.tolist()).items():
+            self.outcomes[numbers[owner]]["missing"] += count
+        self.outcomes[numbers[0]]["missing"] += unclear
+
+    def _show(
+        self,
+        stream: RecordStream,
+        line: LineStream,
+        expectation: Expectation,
+        partners: Partners,
+        rows: Codes,
+    ) -> None:
+        place = first_difference(partners)
+        if place is None:
+            return
+        vocabulary, ops = self._vocabulary, self._ops
+
+        def record_text(position: int) -> str:
+            text = f"{_words(vocabulary.lines[expectation.codes[position]])}"
+            if expectation.parts[position] > 1:
+                text += f" ({expectation.part[position] + 1} of {expectation.parts[position]})"
+            return f"{self._rows.name_of(int(expectation.records[position]))} {text}"
+
+        def line_text(position: int) -> str:
+            row = (
+                ops.slice(int(rows[position]), 1)
+                .select(["file", "line", "op", "message_bytes"])
+                .to_pylist()[0]
+            )
+            return f"{row['file']}:{row['line']} {row['op']} {row['message_bytes']} B"
+
+        self.divergences.append(
+            Divergence(
+                stream.process.rank,
+                stream.group.pg,
+                stream.group.pair or stream.group.group_ranks,
+                line.comm,
+                line.process.host,
+                line.process.pid,
+                place[0],
+                surroundings(partners, place, record_text, line_text),
+            )
+        )
+
+
+def either(records: int, lines: int) -> str:
+    """The sentence for ``records`` and ``lines`` that may belong together in several ways."""
+    return (
+        f"{records} expected and {lines} printed lines stand here between certain neighbours and fit each other in several "
+        "ways: which was lost or doubled cannot be told"
+    )
+
+
+def _words(line: Expected) -> str:
+    return f"{line.op} {line.message_bytes} B"

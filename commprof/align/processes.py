@@ -1,0 +1,59 @@
+"""Which process of a log is which process of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from commprof.align.streams import LineStream, LogProcess, RecordStream, RunProcess
+
+
+def distrust_small_worlds(
+    lines: Sequence[LineStream], streams: Iterable[RecordStream], world_size: int | None
+) -> None:
+    """Forget the global ranks of a log whose largest communicator is smaller than the job.
+
+    The log alone cannot know that: where only sub-groups communicate, the largest looks like the world.
+    """
+    if world_size is None:
+        world_size = max((stream.group_size for stream in streams), default=0)
+    if max((line.nranks or 0 for line in lines), default=0) != world_size:
+        for line in lines:
+            line.global_rank = None
+
+
+def pair_processes(
+    lines: Sequence[LineStream],
+    processes: Collection[RunProcess],
+    hosts: Mapping[RunProcess, str],
+) -> dict[LogProcess, list[RunProcess]]:
+    """The processes of the run that each process of the log may be, usually one.
+
+    By process id (and host, where the run recorded it), unless the rank that the log knows contradicts it; else by
+    that rank. A process of the log that holds several ranks is told apart by communicator, not here.
+    """
+    ranks: dict[LogProcess, set[int]] = {}
+    for stream in lines:
+        known = ranks.setdefault(stream.process, set())
+        if stream.global_rank is not None:
+            known.add(stream.global_rank)
+    paired = {}
+    for process, known in ranks.items():
+        same_pid = [
+            candidate
+            for candidate in processes
+            if candidate.pid == process.pid
+            and (not known or candidate.rank in known)
+            and _same_host(hosts.get(candidate), process.host)
+        ]
+        if len(same_pid) != 1 and len(known) < 2:
+            # Recorded without host, in another pid namespace, or in a log whose host names were edited.
+            same_pid = same_pid or [
+                c for c in processes if c.pid == process.pid and (not known or c.rank in known)
+            ]
+        paired[process] = same_pid or [c for c in processes if c.rank in known]
+    return paired
+
+
+def _same_host(recorded: str | None, printed: str) -> bool:
+    """NCCL prints the host up to its first dot."""
+    return recorded is None or recorded.partition(".")[0] == printed.partition(".")[0]
