@@ -1,0 +1,203 @@
+"""Four hosts with a rank each: what their interfaces sent is what was executed, and gloo's reduce_scatter is found out.
+
+The expected factors are written here by hand, from the algorithms (a ring sends a piece of S/n to one neighbour in each of
+its n-1 rounds), and not taken from the package under test.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from commprof.trace.reader import open_run
+from support import hosts as network
+
+ROOT = Path(__file__).parents[2]
+HOSTS = 4
+TOLERANCE = 0.02
+WHY_NOT = network.why_impossible()
+PORT = "29511"
+
+pytestmark = [pytest.mark.root, pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")]
+
+# Each step is one collective between two barriers, so that nothing of it is under way when the counters are read.
+PLAIN = """
+import torch, torch.distributed as dist
+from commprof import hooks
+
+dist.init_process_group("gloo")
+world, rank = dist.get_world_size(), dist.get_rank()
+whole, part = torch.ones(4 * 2**20), torch.ones(2**20)
+calls = [
+    lambda: dist.all_reduce(whole),
+    lambda: dist.reduce_scatter_tensor(part, whole),
+    lambda: dist.all_gather_into_tensor(whole, part),
+    lambda: dist.all_to_all_single(torch.empty_like(whole), whole),
+]
+for call in calls:  # connections are made at the first use
+    call()
+for step, call in enumerate(call for call in calls for _ in range(3)):
+    dist.barrier()
+    hooks.step(step)
+    call()
+    dist.barrier()
+hooks.step(step + 1)
+dist.destroy_process_group()
+"""
+PLAIN_BYTES = 4 * 4 * 2**20
+# Bytes that a rank sends for S bytes: reduce-scatter and all-gather of a ring, (n-1)/n S each.
+PLAIN_STEPS = {
+    "all_reduce": (range(3), 2 * (HOSTS - 1) / HOSTS),
+    "reduce_scatter": (range(3, 6), 2 * (HOSTS - 1) / HOSTS),  # gloo runs an all_reduce
+    "all_gather": (range(6, 9), (HOSTS - 1) / HOSTS),
+    "all_to_all": (range(9, 12), (HOSTS - 1) / HOSTS),
+}
+
+ZERO = """
+import sys
+import torch, torch.distributed as dist
+import zero_runtime
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(4)))
+engine, *_ = zero_runtime.initialize(
+    model=model, model_parameters=model.parameters(), config=sys.argv[sys.argv.index("--config") + 1]
+)
+dist.barrier()
+for _ in range(3):
+    loss = engine(torch.randn(2, 1024)).square().mean()
+    engine.backward(loss)
+    engine.step()
+dist.barrier()
+dist.destroy_process_group()
+"""
+ZERO_BYTES = 4 * 4 * 1024 * 1024  # of the gradients, and of the parameters
+GATHER = (HOSTS - 1) / HOSTS  # the updated parameters
+ZERO_FACTORS = {
+    "all_reduce": 2 * (HOSTS - 1) / HOSTS,
+    "multi_rank_all_reduce": 2 * (HOSTS - 1) / HOSTS,
+    # a reduce-scatter, whose parts all but the owner then send to the owner: the mean over the ranks
+    "reduce_to_owner": (HOSTS - 1) / HOSTS + (HOSTS - 1) / HOSTS**2,
+    "reduce_scatter": (HOSTS - 1) / HOSTS,  # an all_to_all and a sum
+}
+
+
+def record(directory, program, *arguments):
+    """Run ``program`` on every host, one rank each, into one directory that they share."""
+    script = directory / "train.py"
+    script.write_text(textwrap.dedent(program))
+    run = directory / "run"
+    with network.hosts(HOSTS) as machines:
+        started = [
+            machine.start(
+                [
+                    sys.executable,
+                    "-m",
+                    "commprof",
+                    "run",
+                    "--wire",
+                    "--out",
+                    str(run),
+                    str(script),
+                    *arguments,
+                ],
+                environment(rank, machines[0].address),
+                cwd=directory,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank, machine in enumerate(machines)
+        ]
+        try:
+            said = [process.communicate(timeout=200)[1] for process in started]
+        finally:
+            for process in started:
+                process.kill()
+    assert [process.returncode for process in started] == [0] * HOSTS, said
+    return run, [machine.name for machine in machines]
+
+
+def environment(rank, address):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("COMMPROF_", "NCCL_"))}
+    return kept | {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(HOSTS),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": PORT,
+        "GLOO_SOCKET_IFNAME": network.INTERFACE,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "runtime")]),
+    }
+
+
+def sent_until(run, host):
+    """Step -> bytes that ``host`` had sent when it ended."""
+    rows = open_run(run).table("wire").to_pylist()
+    return {
+        row["step"]: row["sent_bytes"]
+        for row in rows
+        if row["host"] == host and row["device"] == network.INTERFACE and row["step"] is not None
+    }
+
+
+def verify(run):
+    """Exit code and text, in one line, of ``commprof verify``."""
+    words = [sys.executable, "-m", "commprof", "verify", str(run)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert "Traceback" not in done.stderr
+    return done.returncode, " ".join(done.stdout.split())
+
+
+def agreements(text):
+    """Host -> what verify says that the host sent, relative to the model."""
+    found = re.findall(
+        r"Host (\S+) sent [\d,]+ bytes through eth0 .*?: ([\d.]+) of the [\d,]+ modelled", text
+    )
+    return {host: float(ratio) for host, ratio in found}
+
+
+def test_the_interfaces_send_what_was_executed(tmp_path):
+    run, names = record(tmp_path, PLAIN)
+    opened = open_run(run)
+    assert (opened.health.ranks_recorded, opened.health.lost, opened.health.unseen) == (HOSTS, 0, 0)
+    assert {entry["host"] for entry in opened.manifest.ranks} == set(names)
+    for name in names:
+        sent = sent_until(run, name)
+        assert sorted(sent) == list(range(-1, 13))
+        for op, (steps, factor) in PLAIN_STEPS.items():
+            moved = sent[steps[-1]] - sent[steps[0] - 1]
+            assert moved == pytest.approx(len(steps) * factor * PLAIN_BYTES, rel=TOLERANCE), (name, op)
+    code, text = verify(run)
+    assert code == 3  # nothing says what was asked for
+    assert "ran reduce_scatter as all_reduce: 1.50 instead of 0.75" in text
+    assert set(agreements(text)) == set(names)
+    assert all(abs(ratio - 1) <= TOLERANCE for ratio in agreements(text).values())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("reduction", ZERO_FACTORS)
+def test_zero_stage_2_moves_what_its_reduction_executes(tmp_path, reduction):
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 2, "gradient_reduction": reduction, "reduce_bucket_size": 1_048_576},
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    run, names = record(tmp_path, ZERO, "--config", "ds.json")
+    totals = {}
+    for name in names:
+        sent = sent_until(run, name)
+        assert sorted(sent) == [-1, 0, 1, 2]
+        totals[name] = sent[2] - sent[-1]
+    expected = 3 * (ZERO_FACTORS[reduction] + GATHER) * ZERO_BYTES
+    assert sum(totals.values()) / HOSTS == pytest.approx(expected, rel=TOLERANCE), totals
+    code, text = verify(run)
+    assert code == 0, text
+    assert "100.000 % of the issued payload is explained" in text
+    assert set(agreements(text)) == set(names)
+    assert all(abs(ratio - 1) <= TOLERANCE for ratio in agreements(text).values()), text

@@ -1,0 +1,96 @@
+"""Several hosts on one machine: network namespaces, joined by veth pairs to a bridge, each with a host name of its own.
+
+Needs root and ip(8). Nothing outside the namespaces is changed; they are removed when the block is left, whatever happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+INTERFACE = "eth0"
+
+
+class Host(NamedTuple):
+    """A network namespace: its name is the host's name as well."""
+
+    name: str
+    address: str
+
+    def command(self, words: Sequence[str]) -> list[str]:
+        """``words`` as they are run on this host."""
+        script = f"hostname {shlex.quote(self.name)} && exec {shlex.join(words)}"
+        return ["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", script]
+
+    def start(self, words: Sequence[str], environment: Mapping[str, str], **options) -> subprocess.Popen:
+        """Start ``words`` on this host."""
+        return subprocess.Popen(self.command(words), env=dict(environment), **options)
+
+
+def why_impossible() -> str | None:
+    """Why there can be no such hosts here; None where there can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in ("ip", "unshare", "hostname", "sh") if shutil.which(tool) is None]
+    if missing:
+        return f"network namespaces need {', '.join(missing)}"
+    probe = f"commprof-{os.getpid()}-probe"
+    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False)
+    if made.returncode:
+        return f"no network namespace can be made: {made.stderr.strip()}"
+    try:
+        linked = subprocess.run(
+            ["ip", "-n", probe, "link", "add", "veth0", "type", "veth", "peer", "name", "veth1"],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        return f"no veth pair can be made: {linked.stderr.strip()}" if linked.returncode else None
+    finally:
+        subprocess.run(["ip", "netns", "delete", probe], check=False)
+
+
+@contextlib.contextmanager
+def hosts(count: int) -> Iterator[list[Host]]:
+    """``count`` hosts in one network, 10.77.0.1 and up, each with interface ``eth0``."""
+    prefix = f"commprof-{os.getpid()}"
+    switch = f"{prefix}-switch"
+    made = [Host(f"{prefix}-{number}", f"10.77.0.{number + 1}") for number in range(count)]
+    try:
+        _ip("netns", "add", switch)
+        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", switch, "link", "set", "bridge", "up")
+        for number, host in enumerate(made):
+            port = f"port{number}"
+            _ip("netns", "add", host.name)
+            _ip(
+                "-n",
+                host.name,
+                "link",
+                "add",
+                INTERFACE,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                port,
+                "netns",
+                switch,
+            )
+            _ip("-n", switch, "link", "set", port, "master", "bridge", "up")
+            _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", INTERFACE)
+            _ip("-n", host.name, "link", "set", INTERFACE, "up")
+            _ip("-n", host.name, "link", "set", "lo", "up")
+        yield made
+    finally:
+        for name in (*(host.name for host in made), switch):
+            if Path("/run/netns", name).exists():
+                subprocess.run(["ip", "netns", "delete", name], check=False)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, timeout=20)
