@@ -69,6 +69,7 @@ class Communicator:
     stages: set[str] = field(default_factory=set)
     completed: Place | None = None
     namesake: int = 0
+    host: str = ""
     api: str | None = None
     bus_id: str | None = None
     parent_missing: bool = False
@@ -244,7 +245,7 @@ class Registry:
         epoch = self._uses.get((process.namesake, comm), 0)
         self._uses[process.namesake, comm] = epoch + 1
         communicator = Communicator(len(self.communicators), number, comm.decode(), epoch, file, line)
-        communicator.namesake = process.namesake
+        communicator.namesake, communicator.host = process.namesake, process.host
         self.communicators.append(communicator)
         if (number, comm) in self._open:
             self._forget(self._open[number, comm])

@@ -2,18 +2,27 @@
 
 A family is one communicator of the job: its members are the uses of it in each process. The world is the largest
 family that holds every process once; its ranks are the global ranks. Nothing is guessed: communicators that fit two
-families stay without one.
+families stay without one, with the reason.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from commprof.nccl.communicators import Communicator
 
 FamilyKey = tuple[object, ...]
+
+LOOK_ALIKE: Final = "other communicators of as many ranks look alike, and no commId tells them apart"
+INCOMPLETE: Final = "not every rank of it is in the logs, and no commId tells who else is in it"
+NO_PARENT: Final = "the communicator that it was split from has no init line"
+PARENT_UNKNOWN: Final = "the family of the communicator that it was split from is not known"
+RENUMBERED: Final = (
+    "two communicators hold every process and number them differently: the job may have restarted"
+)
+CROWDED: Final = "several ranks share a process and a device, so which is which cannot be told"
 
 
 class Membership(NamedTuple):
@@ -24,11 +33,11 @@ class Membership(NamedTuple):
 
 
 def find_families(communicators: Sequence[Communicator]) -> Membership:
-    """Group communicators into families, set ``family`` on each member.
+    """Group communicators into families, set ``family`` on each member, or ``family_reason``.
 
     By commId where there is one; by parent, number of the split and colour for split communicators; else by size and
-    order of appearance within each process. Two members with one rank in a family that has no commId mean that two
-    communicators look alike: then none of them gets a family.
+    order of appearance within each process, where every rank is there exactly once. Two members with one rank in a family
+    mean that communicators look alike: then none of them gets a family, nor does what was split from them.
     """
     members: dict[FamilyKey, list[Communicator]] = {}
     keys: dict[int, FamilyKey] = {}
@@ -40,15 +49,74 @@ def find_families(communicators: Sequence[Communicator]) -> Membership:
             members.setdefault(key, []).append(communicator)
     families: list[tuple[int, ...]] = []
     ambiguous: list[int] = []
-    for group in members.values():
-        ranks = [communicator.rank for communicator in group]
-        if len(set(ranks)) < len(ranks):
+    refused: set[FamilyKey] = set()
+    for key, group in members.items():
+        reason = _objection(key, group, communicators, refused)
+        attempts = (
+            _attempts(group, communicators) if reason == LOOK_ALIKE and key[0] == ("plain",) else [group]
+        )
+        if reason is not None and len(attempts) == 1:
+            refused.add(key)
+            for communicator in group:
+                communicator.family_reason = reason
             ambiguous.extend(communicator.index for communicator in group)
             continue
-        for communicator in group:
-            communicator.family = len(families)
-        families.append(tuple(communicator.index for communicator in group))
+        for family in attempts:
+            for communicator in family:
+                communicator.family = len(families)
+            families.append(tuple(communicator.index for communicator in family))
     return Membership(tuple(families), tuple(ambiguous))
+
+
+def _objection(
+    key: FamilyKey,
+    group: Sequence[Communicator],
+    communicators: Sequence[Communicator],
+    refused: set[FamilyKey],
+) -> str | None:
+    """Why the communicators of one key may be more than one family; None where they are one."""
+    identity = key[0]
+    assert isinstance(identity, tuple)
+    if identity[0] == "split" and identity[1] in refused:
+        return PARENT_UNKNOWN
+    ranks = {communicator.rank for communicator in group}
+    if len(ranks) < len(group):
+        return LOOK_ALIKE
+    if identity[0] in ("plain", "grow") and not _is_complete(group):
+        # The first and largest communicator of every process of the logs is taken for one, as the remarks say.
+        processes = {communicator.process for communicator in communicators if communicator.rank is not None}
+        largest = max(communicator.nranks or 0 for communicator in communicators)
+        if key[2] == 0 and group[0].nranks == largest and {c.process for c in group} == processes:
+            return None
+        return INCOMPLETE
+    return None
+
+
+def _attempts(group: list[Communicator], communicators: Sequence[Communicator]) -> list[list[Communicator]]:
+    """``group`` by start of the job, where each start has every rank once; else ``group`` alone.
+
+    A restart puts a new process on a card that an earlier process of the same file had. Two processes that live at one
+    time have two cards.
+    """
+    cards: dict[tuple[object, ...], list[int]] = {}
+    attempt: dict[int, int] = {}
+    for communicator in communicators:
+        if communicator.rank is None or communicator.process in attempt:
+            continue
+        card = (communicator.file, communicator.host, communicator.bus_id, communicator.cuda_device)
+        users = cards.setdefault(card, [])
+        users.append(communicator.process)
+        attempt[communicator.process] = len(users) - 1
+    parts: dict[int, list[Communicator]] = {}
+    for communicator in group:
+        parts.setdefault(attempt[communicator.process], []).append(communicator)
+    return list(parts.values()) if all(_is_complete(part) for part in parts.values()) else [group]
+
+
+def _is_complete(group: Sequence[Communicator]) -> bool:
+    """Whether every rank is there exactly once."""
+    size = group[0].nranks or 0
+    return len(group) == size and {communicator.rank for communicator in group} == set(range(size))
 
 
 def _family_key(
@@ -57,16 +125,20 @@ def _family_key(
     """What is equal in all members of one family, and differs between families; None where that is not known."""
     if communicator.rank is None or communicator.nranks is None:
         return None
-    if communicator.comm_id is not None:
-        identity: FamilyKey = ("id", communicator.comm_id)
+    if communicator.api == "ncclCommGrow":
+        # Old members name a parent, new ones the id that they came by.
+        identity: FamilyKey = ("grow",)
+    elif communicator.comm_id is not None:
+        identity = ("id", communicator.comm_id)
     elif communicator.color is not None:
         if communicator.parent is None or communicator.parent not in keys:
+            communicator.family_reason = NO_PARENT
             return None
         identity = ("split", keys[communicator.parent], communicator.split, communicator.color)
     else:
-        identity = ("plain", communicator.nranks)
+        identity = ("plain",)
     # A process may hold several ranks, hence the rank; and a split with the same colour repeats its commId.
-    use = ("use", communicator.process, communicator.rank, identity)
+    use = ("use", communicator.process, communicator.rank, communicator.nranks, identity)
     nth = earlier.get(use, 0)
     earlier[use] = nth + 1
     return (identity, communicator.nranks, nth)
@@ -79,14 +151,15 @@ class World(NamedTuple):
     members: int
 
 
-# A process, and the CUDA device where one process holds several ranks.
-Seat = tuple[int, int | None]
+# A process, and the device where one process holds several ranks.
+Seat = tuple[int, int | None, str | None]
 
 
 def find_global_ranks(communicators: Sequence[Communicator], membership: Membership) -> tuple[World, ...]:
-    """Set ``global_rank`` wherever it can be known; returns the world of each job in the logs.
+    """Set ``global_rank`` wherever it can be known, else ``global_rank_reason``; returns the world of each job in the logs.
 
-    Processes that share a family belong to one job. A process with several ranks is told apart by CUDA device.
+    Processes that share a family belong to one job. A process with several ranks is told apart by device and bus.
+    Namesakes (equal host and pid in two files) are two processes where a family holds both, else one.
     """
     seats = _seats(communicators, membership)
     worlds = []
@@ -94,30 +167,71 @@ def find_global_ranks(communicators: Sequence[Communicator], membership: Members
         known: dict[Seat, int | None] = {
             seats[c.index]: c.global_rank for c in job if c.global_rank is not None
         }
-        world = _find_world(job, communicators, membership, seats)
-        if world:
+        candidates = _worlds(job, communicators, membership, seats)
+        numbering = {tuple((seats[c.index], c.rank) for c in _by_rank(world)) for world in candidates}
+        reason = None
+        if len(numbering) > 1:
+            reason = RENUMBERED
+        elif candidates:
+            world = candidates[0]
             worlds.append(World(world[0].nranks or len(world), len(world)))
             known = {seats[member.index]: member.rank for member in world} | known
+        elif _is_crowded(job, membership, seats):
+            reason = CROWDED
         for communicator in job:
             if communicator.global_rank is None:
                 communicator.global_rank = known.get(seats[communicator.index])
+                communicator.global_rank_reason = reason
     return tuple(worlds)
+
+
+def _by_rank(family: Sequence[Communicator]) -> list[Communicator]:
+    return sorted(family, key=lambda communicator: communicator.rank or 0)
+
+
+def _persons(communicators: Sequence[Communicator], membership: Membership) -> dict[int, int]:
+    """For each process the one that it is: its namesake, unless a family holds two of that name."""
+    names = {c.process: c.namesake for c in communicators}
+    distinct = set()
+    for family in membership.families:
+        processes = {communicators[index].process for index in family}
+        held = Counter(names[process] for process in processes)
+        distinct |= {name for name, count in held.items() if count > 1}
+    return {process: process if name in distinct else name for process, name in names.items()}
 
 
 def _seats(communicators: Sequence[Communicator], membership: Membership) -> dict[int, Seat]:
     """The seat of each communicator, by index."""
+    persons = _persons(communicators, membership)
     held = Counter(
-        (number, communicators[index].process)
+        (number, persons[communicators[index].process])
         for number, family in enumerate(membership.families)
         for index in family
     )
     crowded = {process for (_, process), count in held.items() if count > 1}
-    return {c.index: (c.process, c.cuda_device if c.process in crowded else None) for c in communicators}
+    return {
+        c.index: (
+            (persons[c.process], c.cuda_device, c.bus_id)
+            if persons[c.process] in crowded
+            else (persons[c.process], None, None)
+        )
+        for c in communicators
+    }
+
+
+def _is_crowded(job: Sequence[Communicator], membership: Membership, seats: Mapping[int, Seat]) -> bool:
+    """Whether two ranks of one family share a seat."""
+    for number in {c.family for c in job if c.family is not None}:
+        held = [seats[index] for index in membership.families[number]]
+        if len(set(held)) < len(held):
+            return True
+    return False
 
 
 def _jobs(communicators: Sequence[Communicator], membership: Membership) -> list[list[Communicator]]:
     """The communicators of each job: processes joined by families."""
-    joined = {communicator.process: communicator.process for communicator in communicators}
+    persons = _persons(communicators, membership)
+    joined = {person: person for person in persons.values()}
 
     def root(process: int) -> int:
         while joined[process] != process:
@@ -126,27 +240,29 @@ def _jobs(communicators: Sequence[Communicator], membership: Membership) -> list
         return process
 
     for family in membership.families:
-        first = root(communicators[family[0]].process)
+        first = root(persons[communicators[family[0]].process])
         for index in family[1:]:
-            joined[root(communicators[index].process)] = first
+            joined[root(persons[communicators[index].process])] = first
     jobs: dict[int, list[Communicator]] = {}
     for communicator in communicators:
-        jobs.setdefault(root(communicator.process), []).append(communicator)
+        jobs.setdefault(root(persons[communicator.process]), []).append(communicator)
     return list(jobs.values())
 
 
-def _find_world(
+def _worlds(
     job: Sequence[Communicator],
     communicators: Sequence[Communicator],
     membership: Membership,
     seats: Mapping[int, Seat],
-) -> list[Communicator]:
-    """The largest family of ``job`` that holds every seat once, the earliest where several do; else empty."""
-    taken = {seats[c.index] for c in job}
-    numbers = {c.family for c in job if c.family is not None}
-    families = [[communicators[index] for index in membership.families[number]] for number in sorted(numbers)]
-    for family in sorted(families, key=lambda members: -(members[0].nranks or 0)):
+) -> list[list[Communicator]]:
+    """The families of ``job`` that hold every seat once and are the largest, the earliest first."""
+    taken = {seats[c.index] for c in job if c.rank is not None or seats[c.index][1:] == (None, None)}
+    numbers = sorted({c.family for c in job if c.family is not None})
+    found: list[list[Communicator]] = []
+    for number in numbers:
+        family = [communicators[index] for index in membership.families[number]]
         held = [seats[member.index] for member in family]
         if len(held) == len(taken) and set(held) == taken:
-            return family
-    return []
+            found.append(family)
+    largest = max((family[0].nranks or 0 for family in found), default=0)
+    return [family for family in found if family[0].nranks == largest]
