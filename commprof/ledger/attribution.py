@@ -3,6 +3,10 @@
 A class of messages is a purpose, an operation and a group. Where count and bytes of a class are those expected, all its
 messages are explained. Where they are not, the messages that have no counterpart in a step that closed are singled out;
 where no step closes, the whole class is named, since its messages cannot be told apart.
+
+Stage 3 leaves two things that only a run can show. What it sends to check the order of modules is an estimate, since modules
+without parameters are in no list. And an evaluation gathers the parameters once more: messages that repeat those of
+a step that closes, in a class whose count no rule fixes, are explained as that. Both are remarked upon.
 """
 
 from __future__ import annotations
@@ -43,6 +47,7 @@ class Want:
     count: int = 0
     payload_bytes: int = 0
     exact: bool = True
+    estimated: bool = False  # the bytes too are the rules' best guess
 
 
 @dataclass
@@ -61,6 +66,7 @@ class Finding:
     lacking_count: int = 0
     lacking_bytes: int = 0
     reason: str = ""
+    remark: str = ""  # why it is explained although it is not what was expected
 
     @property
     def closes(self) -> bool:
@@ -80,6 +86,7 @@ def wants(expectations: Iterable[Expectation], world_size: int) -> dict[Class, W
         want.count += row.count
         want.payload_bytes += row.payload_bytes
         want.exact &= row.exact
+        want.estimated |= row.purpose == Purpose.TRACE_CHECK and not row.exact
     return found
 
 
@@ -124,6 +131,10 @@ def _judge(kind: Class, messages: Counter[Message], wants: Mapping[Class, Want],
         return Finding(want, messages, "config", total)
     finding = Finding(want, messages, "config", min(total, want.payload_bytes))
     finding.reason = _difference(count, total, want)
+    if want.estimated and messages:
+        finding.explained_bytes = total
+        finding.remark = f"{finding.reason}: an estimate, since modules without parameters are in no list"
+        return finding
     if total > want.payload_bytes or (total == want.payload_bytes and count > want.count):
         finding.surplus = raised or messages.copy()
     elif not partial:
@@ -160,19 +171,29 @@ def _single_out(findings: Findings) -> None:
     models: dict[tuple[Class, int, int], Counter[Message]] = {}
     for step in findings.values():
         for kind, finding in step.items():
-            if finding.want is not None and finding.messages and finding.closes:
-                models.setdefault((kind, finding.want.count, finding.want.payload_bytes), finding.messages)
+            if finding.want is not None and finding.messages and finding.closes and not finding.remark:
+                want = finding.want
+                models.setdefault((kind, want.count, want.payload_bytes), finding.messages)
     for step in findings.values():
         for kind, finding in step.items():
-            if finding.want is None or not finding.surplus:
-                continue
-            want = finding.want
-            extra_bytes = payload(finding.messages) - want.payload_bytes
-            extra = finding.messages - models.get((kind, want.count, want.payload_bytes), Counter())
-            single = [message for message in finding.messages if message.payload_bytes == extra_bytes]
-            if payload(extra) == extra_bytes and extra:
-                finding.surplus = extra
-            elif len(single) == 1 and sum(finding.messages.values()) == want.count + 1:
-                finding.surplus = Counter(single)
-            else:
-                finding.reason += "; which of these are too many cannot be told"
+            if finding.want is not None and finding.surplus:
+                want = finding.want
+                _narrow(finding, want, models.get((kind, want.count, want.payload_bytes), Counter()))
+
+
+def _narrow(finding: Finding, want: Want, model: Counter[Message]) -> None:
+    """Narrow the surplus of ``finding`` down to what ``model``, the same class in a step that closes, does not have."""
+    extra_bytes = payload(finding.messages) - want.payload_bytes
+    extra = finding.messages - model
+    single = [message for message in finding.messages if message.payload_bytes == extra_bytes]
+    if extra and payload(extra) == extra_bytes:
+        if not want.exact and extra.keys() <= model.keys():
+            finding.remark = f"{finding.reason}: the rest repeats what a step sends, as an evaluation does"
+            finding.surplus = Counter()
+            finding.explained_bytes = payload(finding.messages)
+        else:
+            finding.surplus = extra
+    elif len(single) == 1 and sum(finding.messages.values()) == want.count + 1:
+        finding.surplus = Counter(single)
+    else:
+        finding.reason += "; which of these are too many cannot be told"

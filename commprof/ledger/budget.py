@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 from commprof.ledger.issue import Issued, Message, StepKey, issued_by
-from commprof.ledger.levels import State
+from commprof.ledger.levels import INIT, State
 from commprof.ledger.limits import UNTAGGED, Budget, Limit
 from commprof.ledger.request import RecordedRun
 from commprof.ledger.verification import gaps, verify
@@ -60,11 +60,11 @@ def _scopes(issued: Issued) -> dict[str, list[_Scope]]:
     for messages in issued.values():
         for message, count in messages.items():
             whole[message] += count
-    return {"init": init, "step": steps, "run": [_Scope("the run", whole)] if whole else []}
+    return {"init": init, "step": steps, "run": [_Scope("in the run", whole)] if whole else []}
 
 
 def _name(key: StepKey) -> str:
-    name = "before the first step" if key.step < 0 else f"step {key.step}"
+    name = "before the first step" if key.step < 0 else f"in step {key.step}"
     return f"{name} of attempt {key.attempt}" if key.attempt else name
 
 
@@ -99,7 +99,7 @@ def _broken(limit: Limit, scopes: Iterable[_Scope]) -> list[Violation]:
         return []
     value, name, messages = max(over, key=lambda item: item[0])
     more = f" and {len(over) - 1} more" if len(over) > 1 else ""
-    text = f"{value:,} is more than {limit.most:,} in {name}{more}; {_largest(messages)}"
+    text = f"{value:,} is more than {limit.most:,} {name}{more}; {_largest(messages)}"
     return [Violation(limit.key, text)]
 
 
@@ -124,7 +124,7 @@ def _new_ops(scope: str, allowed: frozenset[str], scopes: Iterable[_Scope]) -> l
     return [
         Violation(
             f"{scope}.allowed_ops",
-            f"{op} is not among {', '.join(sorted(allowed)) or 'none'}: first in {name}, {_largest(messages)}",
+            f"{op} is not among {', '.join(sorted(allowed)) or 'none'}: first {name}, {_largest(messages)}",
         )
         for op, (name, messages) in sorted(seen.items())
     ]
@@ -138,7 +138,7 @@ def _not_requested(run: RecordedRun) -> list[Violation]:
         Violation(
             "only_requested",
             f"{item.count:,} {item.op} ({item.payload_bytes:,} bytes, purpose {item.purpose or UNTAGGED}) in "
-            f"{'steps ' if item.steps != 'init' else ''}{item.steps} at {item.call_site or 'an unknown place'}: "
+            f"{'' if item.steps == INIT else 'step ' if item.steps.isdigit() else 'steps '}{item.steps} at {item.call_site or 'an unknown place'}: "
             f"{item.reason}",
         )
         for item in verdict.unexplained

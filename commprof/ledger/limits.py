@@ -145,6 +145,6 @@ def _known(section: Mapping[str, Any], names: tuple[str, ...], file: str, where:
     for key in section:
         if key not in names:
             near = get_close_matches(key, names, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            hint = f"did you mean {str(near[0])!r}? " if near else ""
             place = f" in [{where}]" if where else ""
             raise UsageError(f"{file}: unknown key {key!r}{place}: {hint}expected one of {', '.join(names)}")

@@ -47,6 +47,7 @@ def verify(run: RecordedRun) -> Verdict:
     told = [
         *_told(request, rows, steps, moved),
         *remarks,
+        *_remarks(findings),
         *(f"Cannot tell: {text}." for text in doubts),
         *(f"Mismatch: {text}." for text in problems),
         _total(request, issued_bytes, explained_bytes, unexplained),
@@ -213,6 +214,16 @@ def _ran(messages: Mapping[Message, int]) -> tuple[str | None, float | None]:
             sent = wire_bytes(str(same), message.payload_bytes, message.group_size)
         total += sent * count
     return "+".join(sorted(str(op) for op in ops)), total
+
+
+def _remarks(findings: Findings) -> list[str]:
+    """What is explained although it is not what was expected, a sentence for each purpose and difference."""
+    found: dict[str, list[StepKey]] = defaultdict(list)
+    for key, step in findings.items():
+        for kind, finding in step.items():
+            if finding.remark:
+                found[f"{kind.purpose}: {finding.remark}."].append(key)
+    return [f"{_step_list(keys)}, {text}" for text, keys in found.items()]
 
 
 def _unexplained(findings: Findings) -> Iterable[Unexplained]:
