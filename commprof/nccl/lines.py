@@ -26,6 +26,7 @@ class CollLine(NamedTuple):
     op: Op
     opcount: int
     sendbuff: bytes
+    recvbuff: bytes
     elements: int
     datatype: int
     reduction: int
@@ -42,6 +43,7 @@ class CallLine(NamedTuple):
     origin: Origin
     op: Op
     sendbuff: bytes
+    recvbuff: bytes
     elements: int
     datatype: int
     reduction: int
@@ -106,6 +108,13 @@ class UnknownOpLine(NamedTuple):
     name: str
 
 
+class GroupLine(NamedTuple):
+    """``ncclGroupStart()`` (``step`` 1) or ``ncclGroupEnd()`` (-1): operations between them are launched together."""
+
+    origin: Origin
+    step: int
+
+
 class FragmentLine(NamedTuple):
     """The rest of a torn line: fields of an operation without its name. Its head was counted where it stands."""
 
@@ -119,6 +128,7 @@ Line = (
     | TorchCommLine
     | TornLine
     | UnknownOpLine
+    | GroupLine
     | FragmentLine
 )
 
@@ -129,8 +139,9 @@ _ADDRESS = rb"0x[0-9a-f]{1,16}+"
 _COLL = re.compile(
     rb"(?:\[\d+\] )?(\w+): opCount ([0-9a-f]{1,15}) sendbuff ("
     + _POINTER
-    + rb") recvbuff "
+    + rb") recvbuff ("
     + _POINTER
+    + rb")"
     # acc is RCCL's, and so are task and globalrank
     + rb"(?: acc \S{1,20})? count (\d{1,18}) datatype (\d{1,3}) op (\d{1,10}) root (-?\d{1,9})"
     rb" comm (" + _ADDRESS + rb") \[nranks=(\d{1,9})\] stream (" + _POINTER + rb")(?!\w)"
@@ -140,7 +151,7 @@ _COLL_BEGIN = re.compile(
     rb"\s{0,200}(?:\[\d+\] )?(\w{1,40}+): (?:opCount(?: |$)|o(?:p(?:C(?:o(?:u(?:n)?)?)?)?)?$)"
 )
 _CALL = re.compile(
-    rb"nccl(\w+)\(([0-9a-f]{1,16}),[0-9a-f]{1,16},(\d{1,18}),(\d{1,3}),(\d{1,10}),(-?\d{1,9}),("
+    rb"nccl(\w+)\(([0-9a-f]{1,16}),([0-9a-f]{1,16}),(\d{1,18}),(\d{1,3}),(\d{1,10}),(-?\d{1,9}),("
     + _ADDRESS
     + rb"),("
     + _POINTER
@@ -171,19 +182,14 @@ _TORCH = re.compile(
     rb"(?:\[PG (?:ID )?(\S{1,40}?)(?: PG GUID \S{1,40}?)? ?(?:\(([^)]{0,80})\))? Rank (\d{1,9})\]|\[Rank (\d{1,9})\])"
     rb" ?ProcessGroupNCCL created ncclComm_ (" + _ADDRESS + rb") on"
 )
+GROUP_STEPS = {b"ncclGroupStart()": 1, b"ncclGroupEnd()": -1}
 _COLOURS = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")
 _CONTROLS = bytes(range(32)).replace(b"\t", b"") + b"\x7f"
 
 
-def is_relevant(line: bytes) -> bool:
-    """Whether :func:`read_line` can find anything in ``line``; cheap, and the first test that every line meets."""
-    return (
-        b": o" in line
-        or b"NCCL CALL nccl" in line
-        or b"comm 0x" in line
-        or b"NCCL version" in line
-        or b" created ncclComm_ " in line
-    )
+def may_speak_headless(line: bytes) -> bool:
+    """Whether :func:`read_line` may find anything in a line without a head; cheap."""
+    return b": o" in line or b"[nranks=" in line or b"NCCL version" in line or b" created ncclComm_ " in line
 
 
 def clean_line(line: bytes) -> bytes:
@@ -205,15 +211,20 @@ def read_line(line: bytes, hosts: KnownHosts) -> list[Line]:
     found: list[Line] = []
     first = pieces[0].start if pieces else len(line)
     if first:
-        found.extend(_headless(line[:first]))
+        found.extend(read_headless(line[:first]))
     for piece in pieces:
-        message = (_call if piece.is_call else _info)(piece.origin, piece.body)
+        message = read_message(piece.origin, piece.body, piece.is_call)
         if message is not None:
             found.append(message)
     return found
 
 
-def _headless(text: bytes) -> list[Line]:
+def read_message(origin: Origin, body: bytes, is_call: bool) -> Line | None:
+    """The message behind one head, None when it says nothing about operations and communicators."""
+    return (_call if is_call else _info)(origin, body)
+
+
+def read_headless(text: bytes) -> list[Line]:
     """What stands in front of the first head: banners, torch's lines, and lines that lost their head."""
     found: list[Line] = []
     found.extend(VersionLine(None, banner[1].decode()) for banner in _VERSION.finditer(text))
@@ -236,7 +247,9 @@ def _info(origin: Origin, body: bytes) -> Line | None:
     """A message of level INFO (or one that stands like one)."""
     whole = _COLL.match(body)
     if whole:
-        name, opcount, sendbuff, count, datatype, reduction, root, comm, nranks, stream, rank = whole.groups()
+        name, opcount, sendbuff, recvbuff, count, datatype, reduction, root, comm, nranks, stream, rank = (
+            whole.groups()
+        )
         op = OPERATIONS.get(name)
         if op is None:
             return UnknownOpLine(name.decode())
@@ -245,6 +258,7 @@ def _info(origin: Origin, body: bytes) -> Line | None:
             op,
             int(opcount, 16),
             sendbuff,
+            recvbuff,
             int(count),
             int(datatype),
             int(reduction),
@@ -316,12 +330,12 @@ def _call(origin: Origin, body: bytes) -> Line | None:
     """A message of level CALL."""
     whole = _CALL.match(body)
     if whole:
-        name, sendbuff, count, datatype, reduction, root, comm, stream = whole.groups()
+        name, sendbuff, recvbuff, count, datatype, reduction, root, comm, stream = whole.groups()
         op = OPERATIONS.get(name)
         if op is None:
             return UnknownOpLine(name.decode())
         return CallLine(
-            origin, op, sendbuff, int(count), int(datatype), int(reduction), int(root), comm, stream
+            origin, op, sendbuff, recvbuff, int(count), int(datatype), int(reduction), int(root), comm, stream
         )
     if init := _INIT_CALL.match(body):
         comm, nranks, comm_id, rank, device = init.groups()
@@ -335,6 +349,8 @@ def _call(origin: Origin, body: bytes) -> Line | None:
             origin, "call", b"ncclCommSplit", comm, int(rank), int(nranks), None, None, None,
             parent, None, int(color), "call",
         )  # fmt: skip
+    if body in GROUP_STEPS:
+        return GroupLine(origin, GROUP_STEPS[body])
     begin = _CALL_BEGIN.match(body)
     if begin and begin[1] in OPERATIONS:
         return TornLine(origin, OPERATIONS[begin[1]], "call")

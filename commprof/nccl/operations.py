@@ -1,97 +1,38 @@
 """Operation lines as rows of the ``nccl_ops`` table.
 
-Rows are collected as plain tuples and packed into Arrow batches as they come. What only the whole log can tell (ranks,
-versions, sizes of communicators) is joined at the end, by the number of the communicator.
+Rows come as numbers, some hundred thousand at a time. What only the whole log can tell (ranks, versions, sizes of
+communicators) is joined to them here, by the number of the communicator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from commprof.nccl.communicators import Communicator, Process
-from commprof.nccl.spelling import DATATYPES, POINT_TO_POINT, ROOTED, message_bytes, reduction_name
-from commprof.nccl.versions import BYTE_TYPED_OPS
-from commprof.schema import Op
-from commprof.trace.tables import conform
-
-BATCH_ROWS: Final = 65_536
-_INT64_MAX: Final = 2**63 - 1
-
-
-class OperationRow(NamedTuple):
-    """One operation line: numbers of its file, process and communicator (-1: not known), and what it prints."""
-
-    file: int
-    line: int
-    process: int
-    communicator: int
-    tid: int | None
-    device: int | None
-    op: str
-    kind: str
-    state: str
-    opcount: int | None = None
-    elements: int | None = None
-    datatype: int | None = None
-    reduction: int | None = None
-    root: int | None = None
-    stream: str | None = None
-    global_rank: int | None = None
-
-
-_ROW_SCHEMA: Final = pa.schema(
-    [
-        ("file", pa.int32()),
-        ("line", pa.int64()),
-        ("process", pa.int32()),
-        ("communicator", pa.int32()),
-        ("tid", pa.int32()),
-        ("device", pa.int32()),
-        ("op", pa.dictionary(pa.int32(), pa.string())),
-        ("kind", pa.dictionary(pa.int32(), pa.string())),
-        ("state", pa.dictionary(pa.int32(), pa.string())),
-        ("opcount", pa.int64()),
-        ("elements", pa.int64()),
-        ("datatype", pa.int32()),
-        ("reduction", pa.int64()),
-        ("root", pa.int32()),
-        ("stream", pa.dictionary(pa.int32(), pa.string())),
-        ("global_rank", pa.int32()),
-    ]
+from commprof.nccl.rows import KINDS, NONE, OPS, STATES, TORN, WHOLE, Column, Rows, RowStore
+from commprof.nccl.spelling import (
+    COUNTED_PER_RANK,
+    DATATYPES,
+    POINT_TO_POINT,
+    PRE_MULTIPLIED,
+    REDUCING,
+    REDUCTIONS,
+    ROOTED,
 )
+from commprof.nccl.versions import BYTE_TYPED_OPS
+from commprof.schema import NCCL_OPS, Op
+from commprof.trace.tables import arrow_schema, conform, empty_table
 
-
-class OperationRows:
-    """Collects rows; holds Arrow batches and at most ``BATCH_ROWS`` tuples."""
-
-    def __init__(self) -> None:
-        self._batches: list[pa.RecordBatch] = []
-        self._rows: list[OperationRow] = []
-
-    def append(self, row: OperationRow) -> None:
-        """Add one row."""
-        self._rows.append(row)
-        if len(self._rows) == BATCH_ROWS:
-            self._pack()
-
-    def table(self) -> pa.Table:
-        """All rows so far, in order, with the numbers of files, processes and communicators still in them."""
-        if self._rows:
-            self._pack()
-        return pa.Table.from_batches(self._batches, schema=_ROW_SCHEMA)
-
-    def _pack(self) -> None:
-        columns = zip(*self._rows, strict=True)
-        arrays = [
-            pa.array(column, type=field.type) for column, field in zip(columns, _ROW_SCHEMA, strict=True)
-        ]
-        self._batches.append(pa.RecordBatch.from_arrays(arrays, schema=_ROW_SCHEMA))
-        self._rows = []
+_INT64_MAX: Final = 2**63 - 1
+Numbers = npt.NDArray[np.int64]
 
 
 class Versions(NamedTuple):
@@ -101,128 +42,161 @@ class Versions(NamedTuple):
     prints_bytes: Sequence[bool]
 
 
-def nccl_ops_table(
-    rows: pa.Table,
-    files: Sequence[str],
-    processes: Sequence[Process],
-    communicators: Sequence[Communicator],
-    versions: Versions,
-) -> pa.Table:
-    """Join ``rows`` with what the log tells about processes and communicators: a table of ``schema.NCCL_OPS``."""
-    process = _Lookup(rows["process"])
-    communicator = _Lookup(rows["communicator"])
-    nranks = [c.nranks for c in communicators]
-    columns = {
-        "rank": communicator.take([c.rank for c in communicators], pa.int32()),
-        "global_rank": pc.coalesce(
-            rows["global_rank"], communicator.take([c.global_rank for c in communicators], pa.int32())
-        ),
-        "comm": communicator.take([c.comm for c in communicators], pa.string()),
-        "comm_id": communicator.take([c.comm_id for c in communicators], pa.string()),
-        "comm_epoch": communicator.take([c.epoch for c in communicators], pa.int32()),
-        "op": rows["op"].cast(pa.string()),
-        "kind": rows["kind"].cast(pa.string()),
-        "count": rows["elements"],
-        "opcount": rows["opcount"],
-        "nranks": communicator.take(nranks, pa.int32()),
-        "stream": rows["stream"].cast(pa.string()),
-        "host": process.take([p.host for p in processes], pa.string()),
-        "pid": process.take([p.pid for p in processes], pa.int32()),
-        "tid": rows["tid"],
-        "device": rows["device"],
-        "version": process.take(versions.texts, pa.string()),
-        "file": _Lookup(rows["file"]).take(files, pa.string()),
-        "line": rows["line"],
-        "state": rows["state"].cast(pa.string()),
-    }
-    columns |= _interpreted(rows, nranks, versions)
-    columns["rank_reason"] = _reasons(columns, [bool(c.stages) for c in communicators], communicator)
-    return conform("nccl_ops", pa.table(columns))
+class OperationTable:
+    """The table ``nccl_ops`` out of rows of numbers, some hundred thousand rows at a time.
 
+    Strings are dictionaries: they are few, and repeated millions of times.
+    """
 
-class _Lookup:
-    """Takes values by a column of numbers, where -1 means none."""
+    def __init__(
+        self,
+        files: Sequence[str],
+        processes: Sequence[Process],
+        communicators: Sequence[Communicator],
+        versions: Versions,
+        streams: Sequence[str],
+    ) -> None:
+        self._files, self._processes, self._communicators = files, processes, communicators
+        self._versions, self._streams = versions, streams
+        self._nranks = np.array(
+            [NONE if c.nranks is None else c.nranks for c in communicators] + [NONE], np.int64
+        )
 
-    def __init__(self, numbers: pa.ChunkedArray) -> None:
-        self.numbers = numbers.to_numpy().astype(np.int64)
+    def table(self, rows: Rows) -> pa.Table:
+        """The rows of ``nccl_ops`` for some rows."""
+        process, owner = rows["process"].astype(np.int64), rows["communicator"].astype(np.int64)
+        communicators, processes = self._communicators, self._processes
+        ranks = _numbers([c.rank for c in communicators])[owner]
+        printed = rows["global_rank"].astype(np.int64)
+        world = _numbers([c.global_rank for c in communicators])[owner]
+        global_ranks = np.where(printed == NONE, world, printed)
+        columns = {
+            "rank": _nullable(ranks, pa.int32()),
+            "global_rank": _nullable(global_ranks, pa.int32()),
+            "rank_reason": self._reasons(rows, owner, ranks == NONE, global_ranks == NONE),
+            "comm": _taken([c.comm for c in communicators], owner),
+            "comm_id": _taken([c.comm_id for c in communicators], owner),
+            "comm_epoch": _nullable(_numbers([c.epoch for c in communicators])[owner], pa.int32()),
+            "op": _taken([str(op) for op in OPS], rows["op"]),
+            "kind": _taken(KINDS, rows["kind"]),
+            "count": _nullable(rows["elements"], pa.int64()),
+            "opcount": _nullable(rows["opcount"], pa.int64()),
+            "nranks": _nullable(self._nranks[owner], pa.int32()),
+            "stream": _taken(self._streams, rows["stream"]),
+            "host": _taken([p.host for p in processes], process),
+            "pid": _nullable(_numbers([p.pid for p in processes])[process], pa.int32()),
+            "tid": _nullable(rows["tid"], pa.int32()),
+            "device": _nullable(rows["device"], pa.int32()),
+            "version": _taken(self._versions.texts, process),
+            "file": _taken(self._files, rows["file"]),
+            "line": pa.array(rows["line"]),
+            "state": _taken(STATES, rows["state"]),
+            "twin_line": _nullable(rows["twin_line"], pa.int64(), -1),
+            "launch": _nullable(rows["launch"], pa.int64(), -1),
+        }
+        columns |= self._interpreted(rows, process, owner)
+        return pa.table({name: columns[name] for name in NCCL_OPS.names})
 
-    def take(self, values: Sequence[object], arrow_type: pa.DataType) -> pa.Array:
-        padded = pa.array([*values, None], type=arrow_type)
-        return padded.take(pa.array(np.where(self.numbers < 0, len(values), self.numbers)))
-
-
-class _Meaning(NamedTuple):
-    """What one combination of operation, type, reduction and root means; equal for all lines that print it."""
-
-    dtype: str | None
-    item_bytes: int | None
-    reduce_op: str | None
-    root: int | None
-    peer: int | None
-
-
-def _meaning(
-    op: Op, datatype: int | None, reduction: int | None, root: int | None, bytewise: bool
-) -> _Meaning:
-    if datatype is None or reduction is None:
-        return _Meaning(None, None, None, None, None)
-    known = DATATYPES[datatype] if datatype < len(DATATYPES) else None
-    hidden = bytewise and datatype == 0 and op in BYTE_TYPED_OPS
-    return _Meaning(
-        None if known is None or hidden else known.name,
-        None if known is None else known.size,
-        reduction_name(op, reduction),
-        root if op in ROOTED else None,
-        root if op in POINT_TO_POINT else None,
-    )
-
-
-def _interpreted(rows: pa.Table, nranks: Sequence[int | None], versions: Versions) -> dict[str, pa.Array]:
-    """The columns that follow from what a line prints, its version and the size of its communicator."""
-    cache: dict[tuple[object, ...], _Meaning] = {}
-    meanings, sizes, messages = [], [], []
-    numbers = (rows[name].to_pylist() for name in ("op", "datatype", "reduction", "root", "process"))
-    for op, datatype, reduction, root, process, count, communicator in zip(
-        *numbers, rows["elements"].to_pylist(), rows["communicator"].to_pylist(), strict=True
-    ):
-        key = (op, datatype, reduction, root, process)
-        meaning = cache.get(key)
-        if meaning is None:
-            bytewise = process >= 0 and versions.prints_bytes[process]
-            meaning = cache[key] = _meaning(Op(op), datatype, reduction, root, bytewise)
-        meanings.append(meaning)
-        size = None if meaning.item_bytes is None else count * meaning.item_bytes
-        message = None
-        if size is not None:
-            message = message_bytes(op, size, nranks[communicator] if communicator >= 0 else None)
-        sizes.append(size)
+    def _interpreted(self, rows: Rows, process: Numbers, owner: Numbers) -> dict[str, pa.Array]:
+        """The columns that follow from what a line prints, its version and the size of its communicator."""
+        op, datatype = rows["op"], rows["datatype"].astype(np.int64)
+        known = (datatype >= 0) & (datatype < len(DATATYPES))
+        code = np.where(known, datatype, -1)
+        bytewise = np.array([*self._versions.prints_bytes, False], bool)[process]
+        hidden = bytewise & (datatype == 0) & _IS_BYTE_TYPED[op]
+        sizes = np.where(known, rows["elements"] * _ITEM_BYTES[code], NONE)
+        nranks = self._nranks[owner]
+        factor = np.where(_IS_COUNTED_PER_RANK[op], nranks, 1)
         # An edited line may print numbers that no communicator has.
-        messages.append(message if message is None or message <= _INT64_MAX else None)
-    return {
-        "dtype": pa.array([m.dtype for m in meanings], pa.string()),
-        "bytes": pa.array(sizes, pa.int64()),
-        "message_bytes": pa.array(messages, pa.int64()),
-        "reduce_op": pa.array([m.reduce_op for m in meanings], pa.string()),
-        "root": pa.array([m.root for m in meanings], pa.int32()),
-        "peer": pa.array([m.peer for m in meanings], pa.int32()),
-    }
+        fits = known & (factor != NONE) & (sizes <= _INT64_MAX // np.maximum(factor, 1))
+        reduction = np.clip(rows["reduction"], -1, len(REDUCTIONS))
+        root = rows["root"]
+        whole = rows["state"] == WHOLE
+        return {
+            "dtype": _taken([datatype.name for datatype in DATATYPES], np.where(hidden, -1, code)),
+            "bytes": _nullable(sizes, pa.int64()),
+            "message_bytes": _nullable(np.where(fits, sizes * np.where(fits, factor, 1), NONE), pa.int64()),
+            "reduce_op": _taken(_REDUCTION_NAMES, np.where(_IS_REDUCING[op] & whole, reduction, -1)),
+            "root": _nullable(np.where(_IS_ROOTED[op], root, NONE), pa.int32()),
+            "peer": _nullable(np.where(_IS_POINT_TO_POINT[op], root, NONE), pa.int32()),
+        }
 
+    def _reasons(
+        self, rows: Rows, owner: Numbers, no_rank: npt.NDArray[np.bool_], no_world: npt.NDArray[np.bool_]
+    ) -> pa.Array:
+        """Why ``rank`` or ``global_rank`` is null, row by row."""
+        has_init = np.array([*(bool(c.stages) for c in self._communicators), False], bool)[owner]
+        conditions = [rows["state"] == TORN, no_rank & ~has_init, no_world]
+        return _taken((TORN_LINE, NO_INIT_LINE, NO_WORLD), np.select(conditions, [0, 1, 2], -1))
+
+
+class Operations:
+    """The operation lines of a parse, as table ``nccl_ops``."""
+
+    def __init__(self, rows: RowStore, table: OperationTable) -> None:
+        self._rows, self._table = rows, table
+        self._whole: pa.Table | None = None
+        self.num_rows = rows.num_rows
+
+    def batches(self) -> Iterator[pa.Table]:
+        """The rows in order, some hundred thousand at a time; strings are dictionaries."""
+        for rows in self._rows.batches():
+            yield self._table.table(rows)
+
+    def table(self) -> pa.Table:
+        """All rows, in memory; built once."""
+        if self._whole is None:
+            parts = [conform("nccl_ops", part) for part in self.batches()]
+            self._whole = pa.concat_tables(parts) if parts else empty_table("nccl_ops")
+        return self._whole
+
+    def write(self, path: Path) -> None:
+        """Write the rows as Parquet, some hundred thousand at a time."""
+        schema = arrow_schema("nccl_ops")
+        texts = [item.name for item in schema if pa.types.is_string(item.type)]
+        with ExitStack() as opened:
+            writer = None
+            for part in self.batches():
+                if writer is None:
+                    writer = opened.enter_context(
+                        pq.ParquetWriter(
+                            path, part.schema, compression="zstd", compression_level=1,
+                            use_dictionary=texts, store_schema=False, write_statistics=False,
+                        )
+                    )  # fmt: skip
+                writer.write_table(part)
+            if writer is None:
+                pq.write_table(empty_table("nccl_ops"), path)
+
+
+def _numbers(values: Sequence[int | None]) -> Numbers:
+    """``values`` and, for the number -1 of nobody, one entry more; NONE for what is not known."""
+    return np.array([*(NONE if value is None else value for value in values), NONE], np.int64)
+
+
+def _nullable(values: Column, kind: pa.DataType, none: int = NONE) -> pa.Array:
+    return pa.array(values.astype(kind.to_pandas_dtype(), copy=False), mask=values == none)
+
+
+def _taken(texts: Sequence[str | None], numbers: Column) -> pa.DictionaryArray:
+    """``texts`` by number, null for negative numbers."""
+    distinct = list(dict.fromkeys(text for text in texts if text is not None))
+    place = {text: number for number, text in enumerate(distinct)}
+    codes = np.array([*(-1 if text is None else place[text] for text in texts), -1], np.int32)
+    found = codes[np.where(numbers < 0, len(texts), numbers)]
+    indices = pa.array(found, mask=found < 0)
+    return pa.DictionaryArray.from_arrays(indices, pa.array(distinct, pa.string()))
+
+
+def _flags(ops: Collection[Op]) -> npt.NDArray[np.bool_]:
+    return np.array([op in ops for op in OPS], bool)
+
+
+_IS_BYTE_TYPED, _IS_COUNTED_PER_RANK = _flags(BYTE_TYPED_OPS), _flags(COUNTED_PER_RANK)
+_IS_REDUCING, _IS_ROOTED, _IS_POINT_TO_POINT = _flags(REDUCING), _flags(ROOTED), _flags(POINT_TO_POINT)
+_ITEM_BYTES: Final = np.array([*(datatype.size for datatype in DATATYPES), 0], np.int64)
+_REDUCTION_NAMES: Final = (*REDUCTIONS, PRE_MULTIPLIED)
 
 NO_INIT_LINE: Final = "no init line for this communicator: NCCL_DEBUG_SUBSYS had COLL without INIT"
 NO_WORLD: Final = "no communicator of the log holds every process once, so no rank in it is a rank of the job"
-TORN: Final = "the line is torn"
-
-
-def _reasons(columns: dict[str, pa.Array], has_init: Sequence[bool], communicator: _Lookup) -> pa.Array:
-    """Why ``rank`` or ``global_rank`` is null, row by row."""
-    torn = pc.equal(columns["state"], "torn")
-    no_rank = pc.is_null(columns["rank"])
-    no_init = pc.and_(no_rank, pc.invert(pc.fill_null(communicator.take(has_init, pa.bool_()), False)))
-    no_world = pc.is_null(columns["global_rank"])
-    return pc.case_when(
-        pc.make_struct(torn, no_init, no_world),
-        pa.scalar(TORN),
-        pa.scalar(NO_INIT_LINE),
-        pa.scalar(NO_WORLD),
-        pa.scalar(None, pa.string()),
-    )
+TORN_LINE: Final = "the line is torn"

@@ -79,8 +79,8 @@ class LogSource:
         self.overlong = 0
         self.trouble: str | None = None
 
-    def blocks(self) -> Iterator[list[bytes]]:
-        """The lines in order, without their newline, some thousands at a time.
+    def blocks(self) -> Iterator[bytes]:
+        """The log as blocks of whole lines; the last line may lack its newline.
 
         Raises:
             LogError: the file cannot be opened.
@@ -92,25 +92,29 @@ class LogSource:
                 raise LogError(
                     f"cannot read {self.path}: {error.strerror or error}; expected a readable file"
                 ) from error
-            yield from self._lines(self._raw_blocks(stream))
+            yield from self._whole_lines(self._raw_blocks(stream))
 
-    def _lines(self, raw_blocks: Iterator[bytes]) -> Iterator[list[bytes]]:
-        rest = b""
-        skipping = False
+    def _whole_lines(self, raw_blocks: Iterator[bytes]) -> Iterator[bytes]:
+        """Cut at newlines. A line that is too long leaves an empty one, so that lines keep their numbers."""
+        rest: list[bytes] = []
+        length, skipping = 0, False
         for block in raw_blocks:
-            lines = (rest + block).split(b"\n")
-            if skipping and len(lines) > 1:
-                lines[0] = b""  # the end of an overlong line keeps its number
-                skipping = False
-            rest = b"" if skipping else lines.pop()
-            if skipping:
-                continue
-            if len(rest) > LONGEST_LINE_BYTES:
-                rest, skipping = b"", True
+            end = block.rfind(b"\n") + 1
+            if end and skipping:
+                begin = block.find(b"\n")
+                yield block[begin:end]
+                rest, length, skipping = [block[end:]], len(block) - end, False
+            elif end:
+                yield b"".join([*rest, block[:end]])
+                rest, length = [block[end:]], len(block) - end
+            elif not skipping:
+                rest.append(block)
+                length += len(block)
+            if length > LONGEST_LINE_BYTES and not skipping:
+                rest, length, skipping = [], 0, True
                 self.overlong += 1
-            yield lines
-        if rest or skipping:
-            yield [rest]
+        if length or skipping:
+            yield b"".join(rest) or b"\n"
 
     def _raw_blocks(self, stream: io.BufferedIOBase) -> Iterator[bytes]:
         while True:

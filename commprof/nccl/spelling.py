@@ -51,30 +51,13 @@ DATATYPES: Final[tuple[Datatype, ...]] = (
 
 REDUCTIONS: Final[tuple[str, ...]] = ("SUM", "PRODUCT", "MAX", "MIN", "AVG")
 
+# Numbers from 5 on are made by ncclRedOpCreatePreMulSum; they are mixed with a hash of the communicator's address, so
+# they differ from rank to rank and only the kind can be told.
+PRE_MULTIPLIED: Final = "PREMUL_SUM"
+
 REDUCING: Final = frozenset({Op.ALL_REDUCE, Op.REDUCE, Op.REDUCE_SCATTER})
 ROOTED: Final = frozenset({Op.BROADCAST, Op.REDUCE, Op.GATHER, Op.SCATTER})
 POINT_TO_POINT: Final = frozenset({Op.SEND, Op.RECV})
 
 # NCCL prints the count of one rank for these; the collective moves it once per rank.
 COUNTED_PER_RANK: Final = frozenset({Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_TO_ALL, Op.GATHER, Op.SCATTER})
-
-
-def reduction_name(op: Op, number: int) -> str | None:
-    """The reduction behind NCCL's number, None where the operation reduces nothing.
-
-    Numbers from 5 on are made by ``ncclRedOpCreatePreMulSum``; they are mixed with a hash of the communicator's
-    address, so they differ from rank to rank and only the kind can be told.
-    """
-    if op not in REDUCING:
-        return None
-    return REDUCTIONS[number] if number < len(REDUCTIONS) else "PREMUL_SUM"
-
-
-def message_bytes(op: Op, printed_bytes: int, nranks: int | None) -> int | None:
-    """Bytes of the whole collective (``payload_bytes`` of a record) from the bytes that the line prints.
-
-    None where the line counts per rank and the number of ranks is not known.
-    """
-    if op not in COUNTED_PER_RANK:
-        return printed_bytes
-    return None if nranks is None else printed_bytes * nranks

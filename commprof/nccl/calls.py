@@ -1,0 +1,127 @@
+"""What belongs together among the operation lines of one thread: the two lines of one call, and the calls of a group.
+
+COLL and CALL lines of one call follow each other directly. Between ``ncclGroupStart`` and the ``ncclGroupEnd`` that
+closes it, all operations of a thread are launched together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from commprof.nccl.rows import CALL, COLL, WHOLE, Column
+
+Numbers = npt.NDArray[np.int64]
+
+# What the two lines of one call have in common.
+_SAME: Final = ("op", "sendbuff", "recvbuff", "elements", "datatype", "reduction", "root", "comm", "stream")
+
+
+class _Last(NamedTuple):
+    """The last operation line of a thread in what was read so far."""
+
+    row: int
+    line: int
+    fields: tuple[int, ...] | None
+
+
+class Twins:
+    """Joins COLL and CALL lines, block by block."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, _Last] = {}
+
+    def forget(self) -> None:
+        """A new log begins."""
+        self._last.clear()
+
+    def join(
+        self, columns: Mapping[str, Column], threads: Numbers, first_row: int
+    ) -> tuple[Numbers, list[tuple[int, int]]]:
+        """The other line of each row's call, -1 where there is none.
+
+        Args:
+            columns: rows of one block, in order.
+            threads: the number of each row's thread, -1 where it is not known.
+            first_row: the number of the first row in the whole parse.
+
+        Returns:
+            Line numbers, and pairs of a row of an earlier block and the line of this one that is its twin.
+        """
+        lines = columns["line"].astype(np.int64)
+        twins = np.full(len(lines), -1, np.int64)
+        if not len(lines):
+            return twins, []
+        order = np.argsort(threads, kind="stable")
+        before, after = order[:-1], order[1:]
+        same = (threads[before] == threads[after]) & (threads[before] >= 0)
+        same &= (columns["kind"][before] == COLL) & (columns["kind"][after] == CALL)
+        same &= (columns["state"][before] == WHOLE) & (columns["state"][after] == WHOLE)
+        for name in _SAME:
+            same &= columns[name][before] == columns[name][after]
+        twins[before[same]], twins[after[same]] = lines[after[same]], lines[before[same]]
+        late = []
+        begins = np.flatnonzero(np.append(True, threads[before] != threads[after]))
+        closes = np.append(begins[1:], len(order)) - 1
+        for first, last in zip(order[begins].tolist(), order[closes].tolist(), strict=True):
+            thread = int(threads[first])
+            known = self._last.get(thread)
+            if known and known.fields is not None and known.fields == _fields(columns, first, CALL):
+                twins[first] = known.line
+                late.append((known.row, int(lines[first])))
+            if thread >= 0:
+                self._last[thread] = _Last(first_row + last, int(lines[last]), _fields(columns, last, COLL))
+        return twins, late
+
+
+def _fields(columns: Mapping[str, Column], row: int, kind: int) -> tuple[int, ...] | None:
+    if columns["kind"][row] != kind or columns["state"][row] != WHOLE:
+        return None
+    return tuple(int(columns[name][row]) for name in _SAME)
+
+
+class Launches:
+    """Numbers the groups of operations, block by block."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, tuple[int, int]] = {}  # by thread: depth, number of the launch
+        self._launches = 0
+
+    def forget(self) -> None:
+        """A new log begins."""
+        self._open.clear()
+
+    def number(
+        self, threads: Numbers, places: Numbers, group_threads: Numbers, group_places: Numbers, steps: Numbers
+    ) -> Numbers:
+        """The launch of each row, -1 where it is in none.
+
+        Args:
+            threads: the number of each row's thread.
+            places: where each row stands in the block.
+            group_threads: the thread of each start and end of a group.
+            group_places: where it stands.
+            steps: 1 for a start, -1 for an end.
+        """
+        launches = np.full(len(threads), -1, np.int64)
+        for thread in sorted({*group_threads.tolist(), *self._open}):
+            if thread < 0:
+                continue
+            rows, marks = np.flatnonzero(threads == thread), np.flatnonzero(group_threads == thread)
+            depth, current = self._open.pop(thread, (0, -1))
+            order = np.argsort(np.append(places[rows], group_places[marks]), kind="stable")
+            step = np.append(np.zeros(len(rows), np.int64), steps[marks])[order]
+            level = depth + np.cumsum(step)
+            # An end without a start, in a log that begins late, counts for nothing.
+            level -= np.minimum(np.minimum.accumulate(level), 0)
+            began = (step > 0) & (level == 1)
+            number = np.where(np.cumsum(began) > 0, self._launches - 1 + np.cumsum(began), current)
+            inside = (order < len(rows)) & (level > 0)
+            launches[rows[order[inside]]] = number[inside]
+            self._launches += int(began.sum())
+            if level[-1] > 0:
+                self._open[thread] = (int(level[-1]), int(number[-1]))
+        return launches

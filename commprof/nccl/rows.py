@@ -1,0 +1,134 @@
+"""Rows of operation lines as they are read: numbers only, in memory while they are few and on disk when they are many."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy.typing as npt
+import pyarrow as pa
+
+from commprof.errors import LogError
+from commprof.schema import Op
+
+# Ops are numbered by their place here.
+OPS: Final[tuple[Op, ...]] = tuple(Op)
+OP_NUMBER: Final = {op: number for number, op in enumerate(OPS)}
+COLL, CALL = range(2)
+KINDS: Final = ("coll", "call")
+WHOLE, TORN = range(2)
+STATES: Final = ("whole", "torn")
+# What stands for a number that a line does not have: no line prints it in any of these places.
+NONE: Final = -(2**31)
+
+ROW_TYPES: Final[dict[str, pa.DataType]] = {
+    "file": pa.int32(),
+    "line": pa.int64(),
+    "process": pa.int32(),
+    "communicator": pa.int32(),
+    "tid": pa.int32(),
+    "device": pa.int32(),
+    "op": pa.int8(),
+    "kind": pa.int8(),
+    "state": pa.int8(),
+    "opcount": pa.int64(),
+    "elements": pa.int64(),
+    "datatype": pa.int32(),
+    "reduction": pa.int64(),
+    "root": pa.int32(),
+    "stream": pa.int32(),
+    "global_rank": pa.int32(),
+    "twin_line": pa.int64(),
+    "launch": pa.int64(),
+}
+_SCHEMA: Final = pa.schema(list(ROW_TYPES.items()))
+_MOST_IN_MEMORY: Final = 1 << 18
+Column = npt.NDArray[Any]
+Rows = dict[str, Column]
+
+
+class RowStore:
+    """Keeps batches of rows in order; beyond a quarter of a million of them, in a file that is gone with the store."""
+
+    def __init__(self, scratch: Path | None = None) -> None:
+        """
+        Args:
+            scratch: an existing directory for the file, the system's for temporary files by default.
+        """
+        self.num_rows = 0
+        self._scratch = scratch
+        self._pending: list[pa.RecordBatch] = []
+        self._pending_rows = 0
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._writer: pa.RecordBatchFileWriter | None = None
+        self._late: dict[int, int] = {}
+
+    def append(self, rows: Mapping[str, Column]) -> None:
+        """Add rows: one column for each of ``ROW_TYPES``."""
+        arrays = [
+            pa.array(rows[name].astype(kind.to_pandas_dtype(), copy=False))
+            for name, kind in ROW_TYPES.items()
+        ]
+        batch = pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA)
+        if not batch.num_rows:
+            return
+        self._pending.append(batch)
+        self._pending_rows += batch.num_rows
+        self.num_rows += batch.num_rows
+        if self._pending_rows >= _MOST_IN_MEMORY:
+            self._spill()
+
+    def set_twin(self, row: int, line: int) -> None:
+        """Say afterwards which line is the twin of a row that is in the store already."""
+        self._late[row] = line
+
+    def batches(self) -> Iterator[Rows]:
+        """All rows in order, some hundred thousand at a time; more may be appended only when it is exhausted."""
+        start = 0
+        for batch in self._batches():
+            rows: Rows = {
+                name: column.to_numpy(zero_copy_only=False)
+                for name, column in zip(ROW_TYPES, batch.columns, strict=True)
+            }
+            late = [
+                (row - start, line) for row, line in self._late.items() if 0 <= row - start < batch.num_rows
+            ]
+            if late:
+                rows["twin_line"] = rows["twin_line"].copy()
+                for row, line in late:
+                    rows["twin_line"][row] = line
+            start += batch.num_rows
+            yield rows
+
+    def _batches(self) -> Iterator[pa.RecordBatch]:
+        if self._writer is not None:
+            if self._pending:
+                self._spill()
+            self._writer.close()
+            with pa.memory_map(str(self._path())) as source, pa.ipc.open_file(source) as reader:
+                for number in range(reader.num_record_batches):
+                    yield reader.get_batch(number)
+        elif self._pending:
+            yield pa.Table.from_batches(self._pending).combine_chunks().to_batches()[0]
+
+    def _path(self) -> Path:
+        if self._directory is None:
+            self._directory = tempfile.TemporaryDirectory(prefix="commprof-", dir=self._scratch)
+        return Path(self._directory.name) / "rows.arrow"
+
+    def _spill(self) -> None:
+        try:
+            if self._writer is None:
+                self._writer = pa.ipc.new_file(
+                    str(self._path()), _SCHEMA, options=pa.ipc.IpcWriteOptions(compression="lz4")
+                )
+            table = pa.Table.from_batches(self._pending).combine_chunks()
+            self._writer.write_table(table)
+        except OSError as error:
+            raise LogError(
+                f"cannot keep rows in {self._path().parent}: {error}; expected room there, or name another directory "
+                "with TMPDIR"
+            ) from error
+        self._pending, self._pending_rows = [], 0

@@ -1,0 +1,358 @@
+"""One block of log lines, read column by column where its lines are regular and one by one where they are not.
+
+Heads and messages repeat: each distinct one is looked at once. Pure but for its caches: the same block gives the same
+result in any process, so blocks can be read side by side. What depends on earlier blocks (which hosts are known,
+which communicator an address means) is left to the caller.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from commprof.nccl import lines as nccl_lines
+from commprof.nccl.fields import Flags, Positions, Text
+from commprof.nccl.heads import HEAD, KnownHosts, Origin
+from commprof.nccl.layouts import Bodies, read_call, read_coll
+from commprof.nccl.rows import Rows
+from commprof.nccl.spelling import OPERATIONS
+from commprof.schema import Op
+
+_MOST_REMEMBERED: Final = 100_000
+_NAME: Final = re.compile(rb"(?:\[\d+\] )?(\w+): |nccl(\w+)\(")
+_LEVEL_LENGTH: Final = len(b" NCCL INFO ")
+
+
+class Head(NamedTuple):
+    """What stands in front of the fields of a regular line: who wrote it, the operation, if it is one, and the level."""
+
+    origin: Origin
+    op: Op | None
+    is_call: bool
+
+
+class SlowLine(NamedTuple):
+    """A line that was read by itself: its number in the block and its messages.
+
+    ``raw`` is set instead where the messages depend on the hosts that earlier blocks know.
+    """
+
+    line: int
+    messages: tuple[nccl_lines.Line, ...]
+    raw: bytes | None = None
+
+
+class Scan(NamedTuple):
+    """What one block says.
+
+    Attributes:
+        lines: how many it has.
+        heads: the distinct heads of regular lines, by number.
+        operations: columns of ``layouts.FIELDS``, and of ``line`` and ``head``, in the order of lines.
+        slow: lines that were read by themselves and say something, in order.
+        hosts: hosts that were seen for certain, with a process: first line, host, pid; in order.
+        groups: columns line, head, and step: 1 for ncclGroupStart, -1 for ncclGroupEnd.
+    """
+
+    lines: int
+    heads: list[Head]
+    operations: Rows
+    slow: list[SlowLine]
+    hosts: list[tuple[int, bytes, int]]
+    groups: Rows
+
+
+class _Witness(KnownHosts):
+    """Notes which hosts lines show, and whether the present line can be read without knowing others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hosts: list[tuple[int, bytes, int]] = []
+        self.pids: set[int] = set()
+        self.asked = False
+        self._shown: list[tuple[bytes, int]] = []
+
+    def add(self, host: bytes, pid: int) -> None:
+        self._shown.append((host, pid))
+        self.pids.add(pid)
+
+    def end_of(self, token: bytes, pid: int, any_process: bool) -> bytes | None:
+        self.asked = True
+        self.pids.add(pid)
+        return None
+
+    def read(self, number: int, line: bytes) -> SlowLine:
+        """Read line ``number`` of the block."""
+        self.asked = False
+        self._shown.clear()
+        messages = nccl_lines.read_line(line, self)
+        if self.asked:
+            return SlowLine(number, (), line)
+        self.hosts += [(number, host, pid) for host, pid in self._shown]
+        return SlowLine(number, tuple(messages))
+
+
+class Scanner:
+    """Reads blocks; remembers what distinct heads and messages mean."""
+
+    def __init__(self, careful: bool = False) -> None:
+        """
+        Args:
+            careful: read every line by itself.
+        """
+        self._careful = careful
+        self._heads: dict[bytes, Head | None] = {}
+        self._bodies: dict[bytes, int] = {}
+
+    def scan(self, data: bytes) -> Scan:
+        """Read a block of whole lines; the last may lack its newline."""
+        if data and not data.endswith(b"\n"):
+            data += b"\n"
+        return _Block(data, self).read(self._careful)
+
+    def head(self, text: bytes) -> Head | None:
+        """The head that ``text`` is, up to where the fields begin; None where that takes a closer look."""
+        try:
+            return self._heads[text]
+        except KeyError:
+            if len(self._heads) >= _MOST_REMEMBERED:
+                self._heads.clear()
+            head = self._heads[text] = _read_head(text)
+            return head
+
+    def body(self, text: bytes) -> int:
+        """What a message of this text is: one of the numbers below."""
+        try:
+            return self._bodies[text]
+        except KeyError:
+            if len(self._bodies) >= _MOST_REMEMBERED:
+                self._bodies.clear()
+            meaning = self._bodies[text] = _read_body(text.rstrip(b"\r\n"))
+            return meaning
+
+
+IGNORED, MESSAGE, GROUP_START, GROUP_END = range(4)
+_NOBODY: Final = Origin(b"-", 0, 0, None, True)
+
+
+def _read_body(text: bytes) -> int:
+    if text == b"ncclGroupStart()":
+        return GROUP_START
+    if text == b"ncclGroupEnd()":
+        return GROUP_END
+    says = (nccl_lines.read_message(_NOBODY, text, is_call) for is_call in (False, True))
+    return MESSAGE if any(message is not None for message in says) else IGNORED
+
+
+def _read_head(text: bytes) -> Head | None:
+    found = HEAD.search(text)
+    if found is None:
+        return None
+    name = text[found.end() :]
+    op = None
+    if name:
+        named = _NAME.fullmatch(name)
+        op = OPERATIONS.get(named[1] or named[2]) if named else None
+        if named is None or op is None or bool(named[2]) != (found["call"] is not None):
+            return None
+    start = found.start()
+    if start and nccl_lines.read_headless(text[:start]):
+        return None
+    host, pid, tid, device, _ = found.groups()
+    clean = start == 0 or text[start - 1 : start].isspace()
+    origin = Origin(host, int(pid), int(tid), None if device is None else int(device), clean)
+    return Head(origin, op, found["call"] is not None)
+
+
+class _Block:
+    """The state of reading one block. Positions count bytes of ``data``; lines and rows count from 0."""
+
+    def __init__(self, data: bytes, scanner: Scanner) -> None:
+        self.data, self.scanner = data, scanner
+        self.bytes = np.frombuffer(data, np.uint8)
+        self._words = np.ndarray((max(len(data) - 7, 0),), "<u8", data, strides=(1,))
+        self._find_lines()
+        self._find_heads()
+
+    def _find_lines(self) -> None:
+        """Where lines begin and end (at their newline), which end with a return, and which hold control bytes."""
+        low = np.flatnonzero(self.bytes < ord(" "))
+        values = self.bytes[low]
+        self.ends = low[values == ord("\n")]
+        self.size = len(self.ends)
+        self.begins = np.append(0, self.ends[:-1] + 1)[: self.size]
+        odd = low[(values != ord("\n")) & (values != ord("\t"))]
+        self.returns = np.zeros(self.size, bool)
+        if len(odd):
+            at_end = (self.bytes[odd] == ord("\r")) & (self.bytes[odd + 1] == ord("\n"))
+            self.returns[np.searchsorted(self.ends, odd[at_end])] = True
+            odd = odd[~at_end]
+        if b"\x7f" in self.data:
+            odd = np.append(odd, np.flatnonzero(self.bytes == 0x7F))
+        self.controls = np.zeros(self.size, bool)
+        self.controls[np.searchsorted(self.ends, odd)] = True
+
+    def _places(self, text: bytes) -> Positions:
+        """Where ``text`` stands, of up to 8 bytes, the first two of which are rare together."""
+        at = np.flatnonzero((self.bytes[:-1] == text[0]) & (self.bytes[1:] == text[1]))
+        at = at[at < len(self._words)]
+        mask = np.uint64((1 << 8 * len(text)) - 1)
+        found: Positions = at[self._words[at] & mask == np.uint64(int.from_bytes(text, "little"))]
+        return found
+
+    def _lines_of(self, positions: Positions) -> Positions:
+        """The lines that hold ``positions``, which are in order."""
+        if len(positions) == self.size and bool(
+            ((self.begins <= positions) & (positions <= self.ends)).all()
+        ):
+            return np.arange(self.size)
+        return np.searchsorted(self.ends, positions)
+
+    def _find_heads(self) -> None:
+        """Which lines have one head and nothing odd, and where its message begins; which lines have no head."""
+        places = self._places(b" NCCL ")
+        lines = self._lines_of(places)
+        times = np.bincount(lines, minlength=self.size)
+        self.headless = (times == 0) & ~self.controls
+        self.messages = self.begins.copy()
+        self.messages[lines] = places + _LEVEL_LENGTH
+        self.regular = (times == 1) & ~self.controls & (self.messages <= self.ends)
+        self.is_call = np.zeros(self.size, bool)
+        rows = np.flatnonzero(self.regular)
+        begins = self.messages[rows]
+        is_info = self._level(begins, b"INFO ")
+        self.is_call[rows] = is_call = self._level(begins, b"CALL ")
+        self.regular[rows] = is_info | is_call
+
+    def _level(self, begins: Positions, level: bytes) -> Flags:
+        same = np.ones(len(begins), bool)
+        for distance, letter in enumerate(reversed(level), 1):
+            same &= self.bytes[begins - distance] == letter
+        return same
+
+    def read(self, careful: bool) -> Scan:
+        """Sort the lines into those that are read together and those that are read one by one."""
+        if careful:
+            self.regular[:], self.headless[:] = False, False
+        operations, is_operation, begins = self._find_operations()
+        number = len(operations["line"])
+        valid = np.repeat(self.regular, 2)
+        valid[1::2] &= ~is_operation
+        texts, head_codes, body_codes = self._encode(begins, valid)
+        heads = {code: self.scanner.head(texts[code]) for code in _distinct(head_codes, len(texts))}
+        meaning = np.zeros(len(texts) + 1, np.int8)
+        for code in _distinct(body_codes, len(texts)):
+            meaning[code] = self.scanner.body(texts[code])
+        fits = np.zeros((2, len(texts) + 1), bool)
+        for code, head in heads.items():
+            fits[:, code] = head is not None, head is not None and head.op is not None
+        meanings = meaning[body_codes]
+        fast = self.regular & fits[0][head_codes] & (is_operation == fits[1][head_codes])
+        fast &= meanings != MESSAGE
+        witness = _Witness()
+        slow = self._read_slowly(~fast & (~self.headless | self._speaking()), witness)
+        known = {code: head for code, head in heads.items() if head is not None}
+        contested = witness.pids | {head.origin.pid for head in known.values() if head.origin.clean}
+        unsure = [c for c, h in known.items() if not h.origin.clean and h.origin.pid in contested]
+        if unsure:
+            doubtful = fast & np.isin(head_codes, unsure)
+            fast &= ~doubtful
+            slow = sorted(slow + self._read_slowly(doubtful, witness), key=lambda entry: entry.line)
+        first = np.full(len(texts) + 1, self.size)
+        first[head_codes[::-1]] = np.arange(self.size)[::-1]
+        numbering = np.full(len(texts) + 1, -1, np.int32)
+        numbering[list(known)] = np.arange(len(known))
+        line_heads = numbering[head_codes]
+        if number:
+            keep = fast[operations["line"]]
+            operations = {name: column[keep] for name, column in operations.items()}
+        operations["head"] = line_heads[operations["line"]]
+        hosts = witness.hosts + [
+            (int(first[code]), head.origin.host, head.origin.pid)
+            for code, head in known.items()
+            if head.origin.clean
+        ]
+        grouping = np.flatnonzero(fast & self.is_call & (meanings >= GROUP_START))
+        groups: Rows = {
+            "line": grouping,
+            "head": line_heads[grouping],
+            "step": np.where(meanings[grouping] == GROUP_START, 1, -1),
+        }
+        return Scan(self.size, list(known.values()), operations, slow, sorted(hosts), groups)
+
+    def _encode(self, begins: Positions, valid: Flags) -> tuple[list[bytes], Positions, Positions]:
+        """The distinct texts among heads and messages, and the number of each line's (the last of all: none)."""
+        encoded = self._segments(begins, valid).dictionary_encode()
+        numbers = np.frombuffer(encoded.indices.buffers()[1], np.int32)[: 2 * self.size]
+        texts: list[bytes] = encoded.dictionary.to_pylist()
+        codes = np.where(valid, numbers, len(texts))
+        return texts, codes[::2], codes[1::2]
+
+    def _segments(self, begins: Positions, valid: Flags | None = None) -> pa.Array:
+        """Head and message of every line, one behind the other, without a copy."""
+        offsets = np.empty(2 * self.size + 1, np.int32)
+        offsets[:-1:2], offsets[1::2], offsets[-1] = self.begins, begins, len(self.data)
+        shown = None if valid is None else pa.py_buffer(np.packbits(valid, bitorder="little"))
+        buffers = [shown, pa.py_buffer(offsets), pa.py_buffer(self.data)]
+        return pa.Array.from_buffers(pa.binary(), 2 * self.size, buffers)
+
+    def _find_operations(self) -> tuple[Rows, Flags, Positions]:
+        """The operation lines among the regular ones: their fields, which they are, and where fields begin."""
+        begins = np.where(self.regular, self.messages, self.begins)
+        places = self._places(b"pCount ") - 1
+        lines = self._lines_of(places)
+        is_coll = np.bincount(lines, minlength=self.size) == 1
+        is_coll &= self.regular & ~self.is_call
+        is_coll[lines[places < begins[lines]]] = False
+        inside = is_coll[lines]
+        starts = begins.copy()
+        starts[lines[inside]] = places[inside]
+        segments = self._segments(starts)
+        coll_rows, call_rows = np.flatnonzero(is_coll), np.flatnonzero(self.regular & self.is_call)
+        coll, right = read_coll(self._bodies(segments, coll_rows))
+        starts[coll_rows[~right]] = begins[coll_rows[~right]]
+        calls = self._bodies(segments, call_rows)
+        call, exact, arguments = read_call(calls)
+        starts[call_rows[exact]] += (arguments - calls.begin)[exact]
+        lines = np.concatenate([coll_rows[right], call_rows[exact]])
+        order = np.argsort(lines, kind="stable")
+        columns = {name: np.concatenate([coll[name][right], call[name][exact]])[order] for name in coll}
+        columns["line"] = lines[order]
+        is_operation = np.zeros(self.size, bool)
+        is_operation[lines] = True
+        return columns, is_operation, starts
+
+    def _bodies(self, segments: pa.Array, rows: Positions) -> Bodies:
+        """The messages of some lines, copied one behind the other."""
+        wanted = np.zeros(2 * self.size, bool)
+        wanted[2 * rows + 1] = True
+        chosen = segments.filter(pa.array(wanted))
+        if not len(rows):
+            return Bodies(Text(np.zeros(0, np.uint8)), rows, rows)
+        offsets = np.frombuffer(chosen.buffers()[1], np.int32)[: len(rows) + 1].astype(np.int64)
+        text = np.frombuffer(chosen.buffers()[2], np.uint8)[: offsets[-1]]
+        return Bodies(Text(text), offsets[:-1], offsets[1:] - 1 - self.returns[rows])
+
+    def _speaking(self) -> Flags:
+        """The lines without a head that may say something nevertheless."""
+        flags = np.zeros(self.size, bool)
+        rows = np.flatnonzero(self.headless & (self.ends > self.begins))
+        spans = zip(rows.tolist(), self.begins[rows].tolist(), self.ends[rows].tolist(), strict=True)
+        for row, begin, end in spans:
+            flags[row] = nccl_lines.may_speak_headless(self.data[begin:end])
+        return flags
+
+    def _read_slowly(self, chosen: Flags, witness: _Witness) -> list[SlowLine]:
+        rows = np.flatnonzero(chosen)
+        spans = zip(rows.tolist(), self.begins[rows].tolist(), self.ends[rows].tolist(), strict=True)
+        read = (witness.read(row, nccl_lines.clean_line(self.data[begin:end])) for row, begin, end in spans)
+        return [line for line in read if line.messages or line.raw is not None]
+
+
+def _distinct(codes: Positions, none: int) -> list[int]:
+    """The numbers that occur in ``codes``, but for ``none``."""
+    present: list[int] = np.flatnonzero(np.bincount(codes, minlength=none + 1)[:none]).tolist()
+    return present
