@@ -106,11 +106,11 @@ def _fitting(
             pair = stream.messages_with(vocabulary, peer)
             if line.nranks not in (None, pair.group_size) or line.rank not in (None, pair.group_rank):
                 continue
-            # A group of two that sent nothing but these messages is the same stream; else the pair has its own.
-            if len(pair.records) < len(stream.records):
-                found[pair.group] = pair
-                if stream.group_size == pair.group_size:
-                    found.pop(stream.group, None)
+            if stream.group_size == pair.group_size and len(pair.records) == len(stream.records):
+                continue  # a group of two that sent nothing but these messages: the same stream
+            found[pair.group] = pair
+            if stream.group_size == pair.group_size:
+                found.pop(stream.group, None)
     return found
 
 

@@ -1,13 +1,16 @@
 """Logs as NCCL would write them, planted from known truth: what was called, what was dropped, added or torn.
 
-    python tests/support/planted_nccl.py RUN_DIR --out DIR [--version 2.27.3] [--drop N] [--extra N] [--tear N] [--call]
+    python tests/support/planted_nccl.py RUN_DIR --out DIR [--version 2.27.3] [--drop N] [--extra N] [--tear N]
+        [--duplicate N] [--renew N] [--frozen] [--one-stream] [--call]
 
 writes one file per process of a recorded run, in the formats of NVIDIA/nccl, and ``planted-truth.json`` beside them. The
 files say of themselves that they are generated: nobody can take them for the output of NCCL.
 
-A second opinion on purpose: nothing is imported from commprof.nccl or commprof.align. Formats: src/debug.cc (heads),
-src/enqueue.cc (operations), src/init.cc (communicators) at the release tags. Operations behind a call:
-torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp.
+A second opinion on purpose: nothing is imported from commprof.nccl or commprof.align. Each rule names its section of the
+project's reference of NCCL's logs (written from src/debug.cc, src/enqueue.cc and src/init.cc at the release tags, and from
+torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp): 1 heads and banner, 3.1 operation lines, 3.2 their counts and roots, 3.4
+opCount, 4 CALL lines and their order, 5 life of communicators, 7.5 communicators of torch's groups, 7.7 order of lines, 9
+operations behind torch's calls, 10 torn lines.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ BYTES_OF_TYPE = (1, 1, 4, 4, 8, 8, 2, 4, 8, 2)
 NUMBER_OF_REDUCTION = {"SUM": 0, "PRODUCT": 1, "MAX": 2, "MIN": 3, "AVG": 4}
 
 FLOAT32 = 7
+ITEM_BYTES = 4  # of FLOAT32
 PRIMES = (104_729, 104_743, 104_759, 104_761, 104_773, 104_779, 104_789, 104_801, 104_803, 104_827)
 
 
@@ -67,6 +71,7 @@ class Writer:
     version: tuple[int, int, int]
     device: int = 0
     prefix: str = ""
+    frozen: bool = False  # 3.4: opCount stays 0 in 2.8.3, and for ever on one node in 2.9 to 2.11
     lines: list[str] = field(default_factory=list)
 
     def say(self, text: str, tid: int | None = None) -> int:
@@ -166,12 +171,12 @@ class Writer:
                     f"nccl{name}({first},{second},{count},{datatype},{reduction},{root},0x{comm.address:x},0x{comm.stream:x})"
                 )
             )
-        comm.opcount += 1
+        comm.opcount += not self.frozen
         return written
 
 
 def operations_of(record: Mapping[str, Any]) -> list[Operation]:
-    """The calls of NCCL that torch makes for one record, on the rank of the record."""
+    """The calls of NCCL that torch makes for one record, on the rank of the record (9; roots and peers 3.2)."""
     op, nranks, rank = record["op"], int(record["group_size"]), int(record["group_rank"])
     datatype = NUMBER_OF_TYPE.get(record["dtype"] or "float32", 1)
     size = BYTES_OF_TYPE[datatype]
@@ -179,7 +184,8 @@ def operations_of(record: Mapping[str, Any]) -> list[Operation]:
     reduction = NUMBER_OF_REDUCTION.get(record["reduce_op"] or "SUM", 0)
     inputs, outputs = elements(record["sizes"])
     peers = range(nranks)
-    root = ranks_of(record["group_ranks"]).index(int(record["peer"])) if int(record["peer"]) >= 0 else 0
+    members = communicator_ranks(record)
+    root = members.index(int(record["peer"])) if int(record["peer"]) >= 0 else 0
     if op == "barrier":
         return [Operation("AllReduce", 1, FLOAT32)]
     if op == "all_reduce":
@@ -215,6 +221,29 @@ def operations_of(record: Mapping[str, Any]) -> list[Operation]:
     return [Operation(op.capitalize(), total, datatype, 0, root)]
 
 
+def communicator_ranks(record: Mapping[str, Any]) -> list[int]:
+    """The global ranks of the communicator that torch uses (7.5): messages outside of a group have one of two ranks."""
+    if record["op"] in ("send", "recv") and record.get("coalesce_id") in (None, ""):
+        return sorted({int(record["rank"]), int(record["peer"])})
+    return ranks_of(record["group_ranks"])
+
+
+def primes(count: int) -> list[int]:
+    """The first primes from 101 on: sizes that tell each operation from every other."""
+    found: list[int] = []
+    number = 101
+    while len(found) < count:
+        if all(number % divisor for divisor in range(2, int(number**0.5) + 1)):
+            found.append(number)
+        number += 2
+    return found
+
+
+def watermark(prime: int, nranks: int) -> int:
+    """Payload bytes that carry a prime and divide by the ranks of a group."""
+    return ITEM_BYTES * nranks * prime
+
+
 def elements(sizes: str | None) -> tuple[list[int], list[int]]:
     """Elements of each input and output tensor: ``4x16;2->8``."""
     inputs, _, outputs = (sizes or "").partition("->")
@@ -238,7 +267,11 @@ def ranks_of(text: str) -> list[int]:
 
 @dataclass
 class Planted:
-    """The logs by file name, and the truth about them."""
+    """The logs by file name, and the truth about them.
+
+    ``said`` has an entry for each whole operation line: which part of which record it belongs to; None for one that was
+    added. ``lost`` names the parts of records that have no whole line at all.
+    """
 
     files: dict[str, list[str]]
     records: int
@@ -246,9 +279,32 @@ class Planted:
     dropped: list[dict[str, Any]]
     extra: list[dict[str, Any]]
     torn: list[dict[str, Any]]
+    duplicated: list[dict[str, Any]] = field(default_factory=list)
+    said: dict[tuple[str, int], dict[str, Any] | None] = field(default_factory=dict)
+    lost: list[dict[str, Any]] = field(default_factory=list)
 
     def truth(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("records", "lines", "dropped", "extra", "torn")}
+        names = ("records", "lines", "dropped", "extra", "torn", "duplicated", "lost")
+        return {name: getattr(self, name) for name in names}
+
+
+class Spoiling(NamedTuple):
+    """How many operation lines to leave out, cut short, double and add, each at a random place."""
+
+    drop: int = 0
+    tear: int = 0
+    duplicate: int = 0
+    extra: int = 0
+
+
+@dataclass
+class _Line:
+    """One line to write: its text, whether it tells an operation, and whose."""
+
+    text: str
+    operation: bool = False
+    said: dict[str, Any] | None = None
+    torn: bool = False
 
 
 def plant(
@@ -258,89 +314,165 @@ def plant(
     drop: int = 0,
     extra: int = 0,
     tear: int = 0,
+    duplicate: int = 0,
     call: bool = False,
     coll: bool = True,
     init: bool = True,
+    frozen: bool = False,
+    renew: int = 0,
+    one_stream: bool = False,
+    spoil_twins: bool = False,
     seed: int = 0,
     origin: str = "records",
     host: str = "node-0",
 ) -> Planted:
-    """Logs for ``records``, with some operation lines left out, put in and torn."""
+    """Logs for ``records``, spoiled.
+
+    Args:
+        frozen: opCount stays 0.
+        renew: make each communicator anew, at the same address, after so many records (0: never).
+        one_stream: all processes write to one log, mixed at random (7.7: only the order within one is kept).
+        spoil_twins: spoil CALL lines too; otherwise only the COLL lines where there are both.
+    """
     chance = random.Random(seed)
-    planted = Planted({}, len(records), 0, [], [], [])
+    logs: dict[str, list[_Line]] = {}
+    comm_ids: dict[tuple[Any, ...], int] = {}
+    for (rank, attempt, pid), calls in sorted(_by_process(records).items()):
+        writer = Writer(host, pid, version, device=rank, frozen=frozen)
+        if rank == 0 or version >= (2, 22, 3):
+            writer.banner()
+        process = _Process(writer, attempt, comm_ids, chance, init, renew)
+        said: dict[int, dict[str, Any]] = {}
+        for record in calls:
+            comm = process.communicator(record)
+            whose = {column: int(record[column]) for column in ("rank", "attempt", "pid", "seq")}
+            whose["op"] = record["op"]
+            for part, operation in enumerate(operations_of(record)):
+                for index in writer.operation(comm, operation, call=call, coll=coll):
+                    said[index] = whose | {"part": part}
+        logs[f"{host}.{pid}.log"] = [
+            _Line(text, index in said, said.get(index)) for index, text in enumerate(writer.lines)
+        ]
+    planted = Planted(
+        {}, len(records), sum(line.operation for log in logs.values() for line in log), [], [], []
+    )
+    parts = {_key(line.said): line.said for log in logs.values() for line in log if line.said is not None}
+    logs = _spoil(planted, logs, Spoiling(drop, tear, duplicate, extra), chance, spoil_twins)
+    kept = {
+        _key(line.said) for log in logs.values() for line in log if line.said is not None and not line.torn
+    }
+    planted.lost = [whose for key, whose in parts.items() if key not in kept]
+    for name, log in (_mixed(logs, chance) if one_stream else logs).items():
+        planted.files[name] = [f"# GENERATED by planted_nccl.py from {origin}; not the output of NCCL"]
+        for line in log:
+            planted.files[name].append(line.text)
+            if line.operation and not line.torn:
+                planted.said[name, len(planted.files[name])] = line.said
+    return planted
+
+
+def _by_process(records: list[dict[str, Any]]) -> dict[tuple[int, int, int], list[dict[str, Any]]]:
     processes: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
     for record in sorted(records, key=lambda r: int(r["seq"])):
         key = (int(record["rank"]), int(record["attempt"]), int(record["pid"]))
         processes.setdefault(key, []).append(record)
-    comm_ids: dict[tuple[Any, ...], int] = {}
-    written: list[tuple[str, int, dict[str, Any]]] = []
-    for (rank, attempt, pid), calls in sorted(processes.items()):
-        writer = Writer(host, pid, version, device=rank)
-        writer.lines.append(f"# GENERATED by planted_nccl.py from {origin}; not the output of NCCL")
-        if rank == 0 or version >= (2, 22, 3):
-            writer.banner()
-        comms: dict[tuple[Any, ...], Communicator] = {}
-        name = f"{host}.{pid}.log"
-        for record in calls:
-            key = (attempt, record["pg"], record["group_ranks"])
-            if key not in comms:
-                ident = comm_ids.setdefault(key, chance.getrandbits(64))
-                address = 0x55A000000000 + pid * 0x10000 + len(comms) * 0x1000
-                comms[key] = Communicator(
-                    address, int(record["group_rank"]), int(record["group_size"]), ident
-                )
-                if init:
-                    writer.init(comms[key])
-            said = {column: int(record[column]) for column in ("rank", "attempt", "pid", "seq")}
-            for operation in operations_of(record):
-                indices = writer.operation(comms[key], operation, call=call, coll=coll)
-                written.extend((name, index, said | {"op": record["op"]}) for index in indices)
-        planted.files[name] = writer.lines
-    planted.lines = len(written)
-    _spoil(planted, written, chance, drop, extra, tear)
-    return planted
+    return processes
+
+
+def _key(said: Mapping[str, Any]) -> tuple[int, ...]:
+    return tuple(said[name] for name in ("rank", "attempt", "pid", "seq", "part"))
+
+
+@dataclass
+class _Process:
+    """The communicators of one process: made at first use (7.5), ended and made anew where that is asked for (5)."""
+
+    writer: Writer
+    attempt: int
+    comm_ids: dict[tuple[Any, ...], int]
+    chance: random.Random
+    init: bool
+    renew: int
+    comms: dict[tuple[Any, ...], Communicator] = field(default_factory=dict)
+    uses: dict[tuple[Any, ...], int] = field(default_factory=dict)
+
+    def communicator(self, record: Mapping[str, Any]) -> Communicator:
+        ranks = communicator_ranks(record)
+        lone = ranks != ranks_of(record["group_ranks"]) or record.get("coalesce_id") in (None, "")
+        message = lone and record["op"] in ("send", "recv")
+        key = (self.attempt, record["pg"], tuple(ranks), message)
+        use = self.uses[key] = self.uses.get(key, -1) + 1
+        if key in self.comms and not (self.renew and use % self.renew == 0):
+            return self.comms[key]
+        address = 0x55A000000000 + self.writer.pid * 0x10000 + len(self.comms) * 0x1000
+        if key in self.comms:
+            address = self.comms[key].address
+            self.writer.end(self.comms[key])
+        life = use // self.renew if self.renew else 0
+        ident = self.comm_ids.setdefault((*key, life), self.chance.getrandbits(64))
+        comm = Communicator(address, ranks.index(int(record["rank"])), len(ranks), ident)
+        self.comms[key] = comm
+        if self.init:
+            self.writer.init(comm)
+        return comm
+
+
+def _mixed(logs: Mapping[str, list[_Line]], chance: random.Random) -> dict[str, list[_Line]]:
+    """All logs in one, in a random order that keeps that of each."""
+    turns = [name for name, log in logs.items() for _ in log]
+    chance.shuffle(turns)
+    rest = {name: iter(log) for name, log in logs.items()}
+    return {"all.log": [next(rest[name]) for name in turns]}
 
 
 def _spoil(
-    planted: Planted,
-    written: list[tuple[str, int, dict[str, Any]]],
-    chance: random.Random,
-    drop: int,
-    extra: int,
-    tear: int,
-) -> None:
-    """Leave out, tear and add lines at random places; an added line has a size that no other line has.
-
-    Where COLL lines have CALL twins, only the COLL lines are spoiled: it is they that count.
-    """
-    coll = [entry for entry in written if "opCount " in planted.files[entry[0]][entry[1]]]
-    written = coll or written
-    chosen = chance.sample(written, min(len(written), drop + tear))
-    edits: dict[tuple[str, int], list[str]] = {}
-    for name, index, said in chosen[:drop]:
-        edits[name, index] = []
-        planted.dropped.append(said)
-    for name, index, said in chosen[drop:]:
-        line = planted.files[name][index]
-        body = line.index("opCount ") + 8 if "opCount " in line else line.index("(") + 1
-        end = line.index(" stream ") if "opCount " in line else len(line) - 1
-        edits[name, index] = [line[: chance.randrange(body, end)]]
-        planted.torn.append(said)
-    for number in range(extra):
-        name, index, _ = chance.choice(written)
-        line = planted.files[name][index]
-        count = PRIMES[number % len(PRIMES)] * (1 + number // len(PRIMES))
-        if " count " in line:
-            before, _, after = line.partition(" count ")
-            added = f"{before} count {count} {after.partition(' ')[2]}"
+    planted: Planted, logs: Mapping[str, list[_Line]], amount: Spoiling, chance: random.Random, twins: bool
+) -> dict[str, list[_Line]]:
+    """Leave out, tear, double and add lines at random places; an added line has a size that no other line has."""
+    places = [(name, index) for name, log in logs.items() for index, line in enumerate(log) if line.operation]
+    coll = [(name, index) for name, index in places if "opCount " in logs[name][index].text]
+    places = places if twins else coll or places
+    chosen = chance.sample(places, min(len(places), amount.drop + amount.tear + amount.duplicate))
+    edits: dict[tuple[str, int], list[_Line]] = {}
+    for number, (name, index) in enumerate(chosen):
+        line = logs[name][index]
+        assert line.said is not None
+        if number < amount.drop:
+            edits[name, index] = []
+            planted.dropped.append(line.said)
+        elif number < amount.drop + amount.tear:
+            edits[name, index] = [_Line(_torn(line.text, chance), True, line.said, torn=True)]
+            planted.torn.append(line.said)
         else:
-            before, _, after = line.partition("(")
-            fields = after.split(",")
-            added = f"{before}({','.join([*fields[:2], str(count), *fields[3:]])}"
-        edits.setdefault((name, index), [line]).append(added)
-        planted.extra.append({"file": name, "text": added})
-    for name, lines in planted.files.items():
-        planted.files[name] = [text for i, line in enumerate(lines) for text in edits.get((name, i), [line])]
+            edits[name, index] = [line, line]
+            planted.duplicated.append(line.said)
+    for number in range(amount.extra if places else 0):
+        name, index = chance.choice(places)
+        count = PRIMES[number % len(PRIMES)] * (1 + number // len(PRIMES))
+        text = _with_count(logs[name][index].text, count)
+        edits.setdefault((name, index), [logs[name][index]]).append(_Line(text, True))
+        planted.extra.append({"file": name, "text": text})
+    return {
+        name: [new for index, line in enumerate(log) for new in edits.get((name, index), [line])]
+        for name, log in logs.items()
+    }
+
+
+def _torn(line: str, chance: random.Random) -> str:
+    """The line, cut where it still tells which operation it was (10)."""
+    begin = line.index("opCount ") + 8 if "opCount " in line else line.index("(") + 1
+    end = line.index(" stream ") if "opCount " in line else len(line) - 1
+    return line[: chance.randrange(begin, end)]
+
+
+def _with_count(line: str, count: int) -> str:
+    """The line with another count."""
+    if " count " in line:
+        before, _, after = line.partition(" count ")
+        return f"{before} count {count} {after.partition(' ')[2]}"
+    before, _, after = line.partition("(")
+    fields = after.split(",")
+    return f"{before}({','.join([*fields[:2], str(count), *fields[3:]])}"
 
 
 def read_records(run: Path) -> list[dict[str, Any]]:
@@ -362,6 +494,10 @@ def main() -> int:
     parser.add_argument("--drop", type=int, default=0)
     parser.add_argument("--extra", type=int, default=0)
     parser.add_argument("--tear", type=int, default=0)
+    parser.add_argument("--duplicate", type=int, default=0)
+    parser.add_argument("--renew", type=int, default=0, metavar="N", help="new communicators every N records")
+    parser.add_argument("--frozen", action="store_true", help="opCount stays 0")
+    parser.add_argument("--one-stream", action="store_true", help="all processes in one log")
     parser.add_argument("--call", action="store_true", help="CALL lines as well")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -373,6 +509,10 @@ def main() -> int:
         drop=options.drop,
         extra=options.extra,
         tear=options.tear,
+        duplicate=options.duplicate,
+        renew=options.renew,
+        frozen=options.frozen,
+        one_stream=options.one_stream,
         call=options.call,
         seed=options.seed,
         origin=str(options.run),
