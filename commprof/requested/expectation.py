@@ -22,8 +22,9 @@ class Expectation(NamedTuple):
         count: messages.
         payload_bytes: sum of their payloads.
         wire_bytes: sum of the mean bytes that each rank sends for them.
-        exact: False where ``count`` depends on the order in which the gradients arrive and that was not given.
+        exact: False where ``count`` depends on an order that was not given: that in which gradients arrive, or modules run.
         note: what a reader should know; empty when there is nothing.
+        bytes_exact: False where the bytes depend on the order in which modules run too. Never False where ``exact`` is True.
     """
 
     when: When
@@ -36,6 +37,7 @@ class Expectation(NamedTuple):
     wire_bytes: float
     exact: bool
     note: str
+    bytes_exact: bool = True
 
 
 def row(
@@ -70,6 +72,7 @@ def summed(rows: Iterable[Expectation], when: When) -> list[Expectation]:
             payload_bytes=before.payload_bytes + each.payload_bytes,
             wire_bytes=before.wire_bytes + each.wire_bytes,
             exact=before.exact and each.exact,
+            bytes_exact=before.bytes_exact and each.bytes_exact,
             note="; ".join(dict.fromkeys(note for note in (before.note, each.note) if note)),
         )
     return list(sums.values())

@@ -28,9 +28,9 @@ class FetchConfiguration:
         sequential: each parameter in a message of its own.
         fetches_by_all_reduce: several parameters are fetched by an all_reduce of a buffer of zeros.
         sanity_checks: the ids of each gradient bucket are compared between the ranks.
-        leaf_names: modules that are fetched as one unit with all that is in them.
+        leaf_names: modules that are fetched as one unit with all that is in them. Classes of such modules are not read: a
+            list of parameters does not tell the class of a module.
         leaf_suffixes: the same, by the end of their names.
-        leaf_classes: whether modules are leaves by their class, which a list of parameters does not tell.
         weight_before_bias: whether the gradient of a linear layer's weight comes before that of its bias.
     """
 
@@ -45,7 +45,6 @@ class FetchConfiguration:
     sanity_checks: bool
     leaf_names: tuple[str, ...]
     leaf_suffixes: tuple[str, ...]
-    leaf_classes: bool
     weight_before_bias: bool
 
     def is_leaf(self, module: str) -> bool:
@@ -74,7 +73,6 @@ def read_fetch_configuration(zero: Mapping[str, Any]) -> FetchConfiguration:
         sanity_checks=flag(zero, "zero_optimization.enable_sanity_checks", False),
         leaf_names=_names(leaf, "names"),
         leaf_suffixes=_names(leaf, "name_suffixes"),
-        leaf_classes=bool(_names(leaf, "classes")),
         weight_before_bias=flag(zero, "zero_optimization.memory_efficient_linear", True),
     )
 

@@ -8,15 +8,17 @@ reference measurements of DeepSpeed 0.19.8.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from commprof.requested.fetch_configuration import FetchConfiguration
 from commprof.requested.modules import Module, Visit, module_tree, training_visits
 from commprof.requested.parameters import Parameter
 
-BEFORE_ANY_USE = -1
+BEFORE_ANY_USE: Final = -1
+# Forward, backward, and a forward that is repeated in it: so often may a pass through the model come by a parameter.
+REPEATED_USES: Final = 4
 
 
 class Fetch(NamedTuple):
@@ -37,12 +39,14 @@ class Fetches(NamedTuple):
     Attributes:
         fetches: in the order of issue.
         exact: whether they are the same whatever the order in which the modules run.
+        each_once: whether each parameter that is not there yet is gathered once, whatever that order.
         modules: calls of modules in both passes.
         uses: parameters of those calls.
     """
 
     fetches: tuple[Fetch, ...]
     exact: bool
+    each_once: bool
     modules: int
     uses: int
 
@@ -62,13 +66,18 @@ def persistent_parameters(
 
 
 def fetches_of(
-    parameters: Sequence[Parameter], configuration: FetchConfiguration, micro_steps: int, iteration: int
+    parameters: Sequence[Parameter],
+    configuration: FetchConfiguration,
+    persistent: Set[str],
+    micro_steps: int,
+    iteration: int,
 ) -> Fetches:
     """What micro-batch number ``iteration`` of a training gathers.
 
     Args:
         parameters: those that the model uses, in model order.
         configuration: what the config says about fetching.
+        persistent: names of the parameters that stay gathered between steps.
         micro_steps: micro-batches in a step; the parameters that stay gathered are so from the end of the first step.
         iteration: number of the micro-batch since training started, from 0.
     """
@@ -76,19 +85,20 @@ def fetches_of(
     visits = training_visits(model)
     entered = [visit for visit in visits if visit.enters]
     order = [(use, number) for number, visit in enumerate(entered) for use in visit.module.parameters]
+    calls = [visit.module for visit in entered]
     if iteration == 0:
-        fetches, exact = _recording(visits), False
-    else:
-        persistent = {p.name for p in persistent_parameters(parameters, configuration)}
-        step_ended = micro_steps == 1
-        known = _KnownOrder(configuration, [visit.module for visit in entered], order, persistent)
-        # Two passes show all there is: what stays gathered is gathered in the second micro-batch at the latest.
-        present = set(persistent) if step_ended else set()
-        fetches, exact = known.run(visits, present)
-        if iteration > 1 and not step_ended:
-            fetches, exact = known.run(visits, set(persistent))
-    exact = exact and not configuration.leaf_classes
-    return Fetches(tuple(fetches), exact, len(entered), len(order))
+        return Fetches(tuple(_recording(visits)), False, False, len(calls), len(order))
+    known = _KnownOrder(configuration, calls, order, persistent)
+    # What stays gathered is there from the end of the first step, or else from the second micro-batch on.
+    fetches, exact = known.run(visits, set(persistent) if micro_steps == 1 else set())
+    if iteration > 1 and micro_steps > 1:
+        fetches, exact = known.run(visits, set(persistent))
+    numel = sum(parameter.numel for parameter in parameters)
+    gathered = [parameter.name for fetch in fetches for parameter in fetch.parameters]
+    each_once = REPEATED_USES * numel <= configuration.max_reuse_distance and len(set(gathered)) == len(
+        gathered
+    )
+    return Fetches(tuple(fetches), exact, each_once, len(calls), len(order))
 
 
 def _recording(visits: Sequence[Visit]) -> list[Fetch]:
@@ -113,7 +123,7 @@ class _KnownOrder:
     configuration: FetchConfiguration
     calls: Sequence[Module]
     uses: Sequence[tuple[Parameter, int]]
-    persistent: set[str]
+    persistent: Set[str]
     given_back: dict[tuple[str, int], frozenset[str]] = field(default_factory=dict)
 
     def run(self, visits: Sequence[Visit], present: set[str]) -> tuple[list[Fetch], bool]:
@@ -174,10 +184,10 @@ class _KnownOrder:
         names = {p.name for p in module.parameters if p.name not in self.persistent}
         names -= {name for name in names if planned[name] > call}
         traversed = 0
-        for later in self.calls[call:]:
-            if traversed >= self.configuration.max_reuse_distance:
-                break
-            for parameter in later.parameters:
+        number = call
+        while names and number < len(self.calls) and traversed < self.configuration.max_reuse_distance:
+            for parameter in self.calls[number].parameters:
                 names.discard(parameter.name)
                 traversed += parameter.numel
+            number += 1
         return self.given_back.setdefault((module.name, call), frozenset(names))

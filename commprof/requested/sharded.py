@@ -21,6 +21,7 @@ ID_BYTES: Final = 8  # one int64
 MODULE_ORDER_NOTE: Final = (
     "modules are taken to run once each in the order of the parameter list; a run may show another order"
 )
+ONCE_NOTE: Final = "each parameter is gathered once; in how many messages depends on the order of the modules"
 GRADIENT_ORDER_NOTE: Final = (
     "the split into buckets is that of gradients in reverse parameter order; a run may show another"
 )
@@ -32,14 +33,16 @@ class Sent(NamedTuple):
     Attributes:
         op: what is issued.
         payloads: bytes of each message.
-        exact: False where the number of messages, or what they hold, depends on an order that was not given.
+        exact: False where the number of messages depends on an order that was not given.
         notes: what a reader should know.
+        bytes_exact: False where the sum of the payloads does so too.
     """
 
     op: Op
     payloads: tuple[int, ...]
     exact: bool = True
     notes: tuple[str, ...] = ()
+    bytes_exact: bool = True
 
 
 def padded_bytes(parameter: Parameter, world_size: int, dtype: str | None) -> int:
@@ -61,7 +64,7 @@ def fetched(
 ) -> list[Sent]:
     """The messages that gather parameters for the modules of one micro-batch, by operation."""
     payloads: dict[Op, list[int]] = {Op.ALL_GATHER: [], Op.ALL_REDUCE: []}
-    for fetch in fetches.fetches if world_size > 1 else ():
+    for fetch in fetches.fetches if world_size > 1 else ():  # one rank has all there is
         sizes: dict[str, list[int]] = {}
         for parameter in fetch.parameters:
             dtype = configuration.model_dtype or parameter.dtype
@@ -72,8 +75,10 @@ def fetched(
         several = len(fetch.parameters) > 1
         op = Op.ALL_REDUCE if fetching.fetches_by_all_reduce and several else Op.ALL_GATHER
         payloads[op] += [sum(each) for each in sizes.values()]
-    notes = () if fetches.exact else (MODULE_ORDER_NOTE,)
-    return [Sent(op, tuple(each), fetches.exact, notes) for op, each in payloads.items() if each]
+    once = fetches.each_once and not fetching.fetches_by_all_reduce
+    notes = () if fetches.exact else (ONCE_NOTE if once else MODULE_ORDER_NOTE,)
+    certain = fetches.exact or once
+    return [Sent(op, tuple(each), fetches.exact, notes, certain) for op, each in payloads.items() if each]
 
 
 def order_checks(fetches: Fetches, iteration: int) -> Sent | None:
@@ -91,7 +96,7 @@ def order_checks(fetches: Fetches, iteration: int) -> Sent | None:
     note = (
         "all ranks must have recorded the same order; modules without parameters are not in a parameter list"
     )
-    return Sent(Op.BROADCAST, tuple(payloads), False, (note,))
+    return Sent(Op.BROADCAST, tuple(payloads), False, (note,), False)
 
 
 def bucket_checks(buckets: Sequence[Bucket], exact: bool) -> Sent:

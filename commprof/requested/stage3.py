@@ -66,7 +66,7 @@ def stage3_expectations(
 def _rows(when: When, purpose: Purpose, sent: Iterable[Sent | None], world_size: int) -> list[Expectation]:
     return [
         row(when, purpose, each.op, each.payloads, world_size, "; ".join(each.notes))._replace(
-            exact=each.exact
+            exact=each.exact, bytes_exact=each.bytes_exact
         )
         for each in sent
         if each is not None and each.payloads
@@ -98,7 +98,10 @@ def _micro_step(
 ) -> list[Expectation]:
     world, order = training.world_size, training.gradient_order
     used = used_parameters(training.parameters, order)
-    fetches = fetches_of(used, fetching, training.micro_steps, training.iteration)
+    kept = {p.name for p in persistent_parameters(in_model_order(training.parameters), fetching)}
+    fetches = fetches_of(
+        used, fetching, kept & {p.name for p in used}, training.micro_steps, training.iteration
+    )
     trained = [parameter for group in trained_groups(training.parameters) for parameter in group]
     buckets, exact, notes = gradient_buckets(configuration, fetching, trained, order)
     said = (describe_configuration(configuration), *notes)

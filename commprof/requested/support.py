@@ -7,10 +7,10 @@ from typing import Any, Final
 
 from commprof.requested.errors import UnsupportedError
 
-MUON_OPTIMIZERS: Final = ("muon",)
+COMPRESSING_OPTIMIZERS: Final = ("onebitadam", "zerooneadam", "onebitlamb")
 
 
-def refuse_unsupported(config: Mapping[str, Any], stage: int) -> None:
+def refuse_unsupported(config: Mapping[str, Any], stage: int, world_size: int) -> None:
     """Raise UnsupportedError, naming the key, when ``config`` asks for more than the four stages by themselves."""
     zero = _mapping(config.get("zero_optimization"))
     if stage and zero.get("zenflow"):
@@ -30,12 +30,28 @@ def refuse_unsupported(config: Mapping[str, Any], stage: int) -> None:
         raise UnsupportedError(
             "data_types.keep_in_fp32_modules", kept, "the element types of the model are then mixed"
         )
+    if config.get("sparse_gradients") is True:
+        raise UnsupportedError(
+            "sparse_gradients", True, "the size of a sparse gradient depends on the tokens of the batch"
+        )
+    if _optimizer(config) in COMPRESSING_OPTIMIZERS:
+        raise UnsupportedError(
+            "optimizer.type",
+            config["optimizer"]["type"],
+            "it sends compressed momentum in place of gradients",
+        )
+    if _mapping(config.get("expert_parallel")).get("enabled"):
+        raise UnsupportedError(
+            "expert_parallel.enabled",
+            True,
+            "the ranks then form more groups than the one of data parallelism",
+        )
     if stage == 3:
-        _refuse_with_stage_3(config, zero)
+        _refuse_with_stage_3(config, zero, world_size)
     _refuse_parallel(config)
 
 
-def _refuse_with_stage_3(config: Mapping[str, Any], zero: Mapping[str, Any]) -> None:
+def _refuse_with_stage_3(config: Mapping[str, Any], zero: Mapping[str, Any], world_size: int) -> None:
     quantised = "values are then quantised, and travel with scales whose sizes the sources do not state"
     for name in (
         "zero_quantized_weights",
@@ -45,7 +61,7 @@ def _refuse_with_stage_3(config: Mapping[str, Any], zero: Mapping[str, Any]) -> 
         if zero.get(name):
             raise UnsupportedError(f"zero_optimization.{name}", zero[name], quantised)
     secondary = zero.get("zero_hpz_partition_size")
-    if _above(secondary, 1):
+    if _above(secondary, 1) and secondary != world_size:
         reason = "which gathers stay within a part of the ranks depends on what was given back before them"
         raise UnsupportedError("zero_optimization.zero_hpz_partition_size", secondary, reason)
     for prefix in ("stage3_", ""):
@@ -54,9 +70,18 @@ def _refuse_with_stage_3(config: Mapping[str, Any], zero: Mapping[str, Any]) -> 
             key = f"zero_optimization.{prefix}module_granularity_threshold"
             reason = "which modules are then fetched as one depends on the code of the model"
             raise UnsupportedError(key, granularity, reason)
-    optimizer = _mapping(config.get("optimizer")).get("type")
-    if isinstance(optimizer, str) and optimizer.lower() in MUON_OPTIMIZERS:
-        raise UnsupportedError("optimizer.type", optimizer, "Muon gathers matrices within the step")
+    if _optimizer(config) == "muon":
+        raise UnsupportedError("optimizer.type", "Muon", "Muon gathers matrices within the step")
+    if _above(zero.get("mics_shard_size"), 0):
+        raise UnsupportedError(
+            "zero_optimization.mics_shard_size",
+            zero["mics_shard_size"],
+            "the ranks then form shards of their own",
+        )
+
+
+def _optimizer(config: Mapping[str, Any]) -> str:
+    return str(_mapping(config.get("optimizer")).get("type")).lower()
 
 
 def _above(value: object, limit: int) -> bool:

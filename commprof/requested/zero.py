@@ -83,7 +83,7 @@ def expected(
         RequestedError: the config, the parameters or the order cannot be used as they are.
     """
     configuration = read_configuration(config)
-    refuse_unsupported(config, configuration.stage)
+    refuse_unsupported(config, configuration.stage, world_size)
     if runtime not in get_args(Runtime):
         raise RequestedError(f"runtime is {runtime!r}; expected one of {', '.join(get_args(Runtime))}")
     if runtime == "deepspeed":

@@ -156,9 +156,10 @@ def test_requested_says_why_there_is_nothing(tmp_path):
     no_config = api.requested(small_run().write(tmp_path / "no-config"))
     assert len(no_config) == 0
     assert no_config.attrs["reason"] == "no config was recorded"
-    stage_3 = api.requested(small_run(config={"zero_optimization": {"stage": 3}}).write(tmp_path / "stage-3"))
-    assert len(stage_3) == 0
-    assert "stage" in stage_3.attrs["reason"]
+    config = {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}
+    quantised = api.requested(small_run(config=config).write(tmp_path / "quantised"))
+    assert len(quantised) == 0
+    assert "zero_quantized_weights" in quantised.attrs["reason"]
 
 
 @pytest.mark.parametrize(

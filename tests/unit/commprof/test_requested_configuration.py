@@ -120,6 +120,10 @@ def test_a_value_that_cannot_be_used_is_named_with_what_was_expected(config, par
             "zero_optimization.stage3_module_granularity_threshold",
         ),
         (stage(3) | {"optimizer": {"type": "Muon"}}, "optimizer.type"),
+        (stage(3, mics_shard_size=2), "zero_optimization.mics_shard_size"),
+        (stage(1) | {"optimizer": {"type": "OneBitAdam"}}, "optimizer.type"),
+        (stage(0) | {"sparse_gradients": True}, "sparse_gradients"),
+        (stage(2) | {"expert_parallel": {"enabled": True}}, "expert_parallel.enabled"),
         (stage(3, gradient_reduction="reduce_scatter"), "zero_optimization.gradient_reduction"),
         (stage(2, zenflow={"topk_ratio": 0.1}), "zero_optimization.zenflow"),
         (stage(1) | {"torch_autocast": {"enabled": True}}, "torch_autocast.enabled"),
@@ -133,7 +137,7 @@ def test_a_value_that_cannot_be_used_is_named_with_what_was_expected(config, par
 )
 def test_a_feature_whose_rules_are_not_stated_is_refused_by_its_key(config, key):
     with pytest.raises(UnsupportedError) as caught:
-        expected(config, PARAMETERS, 2)
+        expected(config, PARAMETERS, 4)
     assert caught.value.key == key
     assert key in str(caught.value)
 
