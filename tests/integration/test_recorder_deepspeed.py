@@ -1,0 +1,240 @@
+"""DeepSpeed in a recorded process: a package of its shape always, the real one where there is an interpreter that has it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.fake_deepspeed import write_fake
+from support.ranks import run_ranks
+
+pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+REAL = "COMMPROF_DEEPSPEED_PYTHON"  # an interpreter that has the real DeepSpeed
+
+
+def methods(deepspeed):
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    return {**vars(deepspeed.DeepSpeedEngine), **vars(DeepSpeedZeroOptimizer)}
+
+
+def train(rank, world, package, run, when, text):
+    """Two steps of two micro-batches; ``when`` recording begins: before or after deepspeed is imported, or never."""
+    import commprof
+    from commprof import hooks
+
+    sys.path.insert(0, package)
+    if when == "after":
+        import deepspeed
+    if when != "never":
+        commprof.attach(run, quiet=True)
+    import deepspeed
+
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(
+        [{"params": list(model[1].parameters())}, {"params": list(model[0].parameters())}], lr=0.1
+    )
+    engine, _, _, _ = deepspeed.initialize(model, optimizer, {"train_micro_batch_size_per_gpu": 3})
+    losses = []
+    for number in range(4):
+        loss = engine(torch.full((3, 4), float(number + rank))).mean()
+        losses.append(float(engine.backward(loss).detach()))
+        engine.step()
+    raised = None
+    try:
+        engine.backward(torch.ones(2))
+    except ValueError as error:
+        raised = str(error)
+    kept = engine.save_checkpoint("here")
+    document = type(engine).backward.__doc__
+    commprof.detach()
+    wrapped = [name for name, value in methods(deepspeed).items() if hasattr(value, "__wrapped__")]
+    return {
+        "losses": losses,
+        "raised": raised,
+        "kept": kept,
+        "document": document,
+        "still_wrapped": wrapped,
+        "listening": hooks.recording() or any(type(f).__name__ == "ImportWatch" for f in sys.meta_path),
+    }
+
+
+def go(tmp_path, when="before", version="0.19.8", without=""):
+    from commprof.trace.reader import open_run
+
+    package = write_fake(tmp_path / "site", version, without)
+    outcomes = run_ranks(2, train, str(package), str(tmp_path / "run"), when, version)
+    return (None if when == "never" else open_run(tmp_path / "run")), outcomes
+
+
+def said(run, rank=0):
+    rows = sorted(
+        (row for row in run.table("collectives").to_pylist() if row["rank"] == rank), key=lambda r: r["seq"]
+    )
+    return [
+        (r["step"], r["micro_step"], r["phase"], r["op"], r["purpose"], r["bucket"], r["parameters"])
+        for r in rows
+    ]
+
+
+STEP = [
+    ("backward", "all_reduce", "gradient_reduce", 0, "1.weight,1.bias"),
+    ("backward", "all_reduce", "gradient_reduce", 1, "0.weight,0.bias"),
+    ("optimizer", "all_reduce", "gradient_norm", None, None),
+    ("optimizer", "all_reduce", "overflow_check", None, None),
+    ("optimizer", "all_gather", "parameter_gather", None, None),
+    ("optimizer", "barrier", "other", None, None),
+]
+EXPECTED = [
+    *[(-1, 0, "init", "broadcast", "parameter_broadcast", None, None)] * 4,
+    (-1, 0, "init", "barrier", "other", None, None),
+    *[(step, 1, *row) for step in (0, 1) for row in STEP],
+    (1, 1, "checkpoint", "barrier", "checkpoint", None, None),
+]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_every_collective_says_why(tmp_path, when):
+    run, outcomes = go(tmp_path, when)
+    assert said(run, 0) == said(run, 1) == EXPECTED
+    assert run.health.notes == ()
+    assert [
+        (r["name"], r["param_group"], r["shape"], r["forward_index"])
+        for r in run.table("parameters").to_pylist()
+    ] == [
+        ("1.weight", 0, "1x8", 2),
+        ("1.bias", 0, "1", 3),
+        ("0.weight", 1, "8x4", 0),
+        ("0.bias", 1, "8", 1),
+    ]
+    buckets = [row for row in run.table("buckets").to_pylist() if row["rank"] == 0]
+    assert [(b["step"], b["bucket"], b["numel"], b["bytes"], b["capacity"]) for b in buckets] == [
+        (step, *bucket) for step in (0, 1) for bucket in ((0, 9, 36, 40), (1, 40, 160, 40))
+    ]
+    assert run.manifest.engine == "deepspeed 0.19.8"
+    assert run.manifest.effective_config["zero_optimization"]["stage"] == 1
+    assert run.manifest.effective_config["train_batch_size"] == 12
+    steps = [row for row in run.table("steps").to_pylist() if row["rank"] == 0]
+    assert [(s["step"], s["micro_steps"], s["grad_norm"], s["samples"]) for s in steps] == [
+        (0, 2, 0.5, 6.0),
+        (1, 2, 0.5, 6.0),
+    ]
+    assert all(outcome["still_wrapped"] == [] and not outcome["listening"] for outcome in outcomes)
+
+
+def test_results_and_exceptions_are_those_without_a_recorder(tmp_path):
+    _, recorded = go(tmp_path / "a")
+    _, alone = go(tmp_path / "b", "never")
+    assert recorded == alone
+    assert recorded[0]["raised"] == "a loss of one element" and recorded[0]["kept"] == "here"
+    assert recorded[0]["document"] == "Docstring of backward."
+
+
+@pytest.mark.parametrize("version", ["0.13.5", "0.20.0", "1.0"])
+def test_another_version_is_recorded_without_purposes_and_told_of_once(tmp_path, version, capfd):
+    run, _ = go(tmp_path, version=version)
+    assert len(said(run)) == len(EXPECTED)
+    assert {row[4] for row in said(run)} == {None}
+    assert len(run.table("parameters")) == 0
+    line = f"DeepSpeed {version} is not one that commprof knows (0.14 to 0.19)"
+    assert capfd.readouterr().err.count(line) == 1
+    assert [note for note in run.health.notes if line in note and "rank 0" in note]
+
+
+def test_a_method_that_is_gone_costs_its_purpose_only_and_is_named(tmp_path):
+    run, _ = go(tmp_path, without="has_overflow")
+    gone = [note for note in run.health.notes if "has_overflow" in note and "1 of the methods" in note]
+    assert len(gone) == 2  # one of each rank
+    assert [
+        (*row[:4], None if row[3:5] == ("all_reduce", "overflow_check") else row[4], *row[5:])
+        for row in EXPECTED
+    ] == said(run)
+
+
+def test_a_version_that_never_had_a_method_does_not_miss_it(tmp_path):
+    run, _ = go(tmp_path, version="0.14.0", without="_muon_all_gather_partitions")
+    assert run.health.notes == ()
+    assert said(run) == EXPECTED
+
+
+# The real one.
+
+SCRIPT = """
+import json, os, sys
+import torch, deepspeed
+torch.manual_seed(0)
+torch.set_num_threads(1)
+stage, out, extra = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+deepspeed.init_distributed("gloo")
+model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32), torch.nn.Linear(32, 4))
+config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 1.0,
+          "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
+          "zero_optimization": {"stage": stage, "reduce_bucket_size": 1000, **extra}}
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+random = torch.Generator().manual_seed(int(os.environ["RANK"]))
+losses = []
+for _ in range(6):
+    value, target = torch.randn(2, 16, generator=random), torch.randn(2, 4, generator=random)
+    loss = torch.nn.functional.mse_loss(engine(value), target)
+    engine.backward(loss)
+    engine.step()
+    losses.append(loss.item())
+if os.environ["RANK"] == "0":
+    json.dump(losses, open(out, "w"))
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("stage", "extra", "gradient_ops"),
+    [
+        (0, {}, {"all_reduce"}),
+        (1, {}, {"all_reduce"}),
+        (2, {"use_multi_rank_bucket_allreduce": False, "overlap_comm": True}, {"reduce"}),
+        (2, {"reduce_scatter": False}, {"all_reduce"}),
+        (3, {"stage3_param_persistence_threshold": 0}, {"reduce_scatter"}),
+    ],
+)
+def test_the_real_deepspeed(tmp_path, stage, extra, gradient_ops):
+    python = os.environ.get(REAL)
+    if not python:
+        pytest.skip(f"{REAL} names no interpreter that has the real DeepSpeed")
+    from commprof.trace.reader import open_run
+
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+
+    def launch(name, *before):
+        out = tmp_path / f"{name}.json"
+        command = [*before, python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        command += [str(script), str(stage), str(out), json.dumps(extra)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(out.read_text())
+
+    commprof = str(Path(sys.executable).with_name("commprof"))
+    recorded = launch("recorded", commprof, "run", "--out", str(tmp_path / "run"), "--")
+    assert recorded == launch("alone")
+    run = open_run(tmp_path / "run")
+    rows = run.table("collectives").to_pylist()
+    assert run.health.notes == ()
+    assert [row for row in rows if row["purpose"] is None] == []
+    assert {row["op"] for row in rows if row["purpose"] == "gradient_reduce"} == gradient_ops
+    assert Counter(row["purpose"] for row in rows)["gradient_norm"] == 2 * 3
+    assert {row["phase"] for row in rows if row["purpose"] == "gradient_reduce"} == {"backward"}
+    assert sum(row["numel"] for row in run.table("parameters").to_pylist()) == 1732
+    assert run.manifest.engine.startswith("deepspeed 0.")
+    assert run.manifest.effective_config["zero_optimization"]["stage"] == stage
