@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -52,7 +51,7 @@ def verify(
 
         verdict = api.verify(found)
     if as_json:
-        rendering.show_json({"run": str(found.path), **asdict(verdict), "exit_code": verdict.exit_code})
+        rendering.show_json({"run": str(found.path), **verdict.as_dict()})
         return verdict.exit_code
     rendering.show(
         rendering.facts(

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 from commprof.ledger.issue import Issued, Message, StepKey, issued_by
-from commprof.ledger.levels import INIT, State
+from commprof.ledger.levels import INIT, Unexplained
 from commprof.ledger.limits import UNTAGGED, Budget, Limit
 from commprof.ledger.request import RecordedRun
 from commprof.ledger.verification import gaps, verify
@@ -134,17 +134,19 @@ def _not_requested(run: RecordedRun) -> list[Violation]:
     verdict = verify(run)
     if verdict.request_reason is not None:
         return [Violation("only_requested", f"what was requested is not known: {verdict.request_reason}")]
-    found = [
-        Violation(
-            "only_requested",
-            f"{item.count:,} {item.op} ({item.payload_bytes:,} bytes, purpose {item.purpose or UNTAGGED}) in "
-            f"{'' if item.steps == INIT else 'step ' if item.steps.isdigit() else 'steps '}{item.steps} at {item.call_site or 'an unknown place'}: "
-            f"{item.reason}",
-        )
+    return [
+        Violation("only_requested", _nobody_asked(item))
         for item in verdict.unexplained
         if item.kind == "unexplained"
     ]
-    return found if found or verdict.state != State.UNKNOWN else []
+
+
+def _nobody_asked(item: Unexplained) -> str:
+    steps = item.steps if item.steps == INIT else f"step{'' if item.steps.isdigit() else 's'} {item.steps}"
+    return (
+        f"{item.count:,} {item.op} ({item.payload_bytes:,} bytes, purpose {item.purpose or UNTAGGED}) in {steps} "
+        f"at {item.call_site or 'an unknown place'}: {item.reason}"
+    )
 
 
 def budget_of(run: RecordedRun) -> str:

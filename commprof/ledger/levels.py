@@ -5,9 +5,9 @@ Bytes are whole numbers, except ``wire_bytes``, the modelled mean that a rank se
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 
 class State(StrEnum):
@@ -109,3 +109,14 @@ class Verdict:
     def exit_code(self) -> int:
         """0 closed, 1 mismatch, 3 cannot tell."""
         return EXIT_CODES[self.state]
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as plain dictionaries and lists, the exit code included."""
+        return {
+            **{item.name: getattr(self, item.name) for item in fields(self)},
+            "state": str(self.state),
+            "rows": [asdict(row) for row in self.rows],
+            "moved": [row._asdict() for row in self.moved],
+            "unexplained": [item._asdict() for item in self.unexplained],
+            "exit_code": self.exit_code,
+        }
