@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Final, NamedTuple
 
-from commprof.nccl.membership import World
+from commprof.nccl.communicators import Communicator
+from commprof.nccl.membership import (
+    CROWDED,
+    INCOMPLETE,
+    LOOK_ALIKE,
+    NO_PARENT,
+    PARENT_UNKNOWN,
+    RENUMBERED,
+    World,
+)
 
 ASK_FOR_OPERATIONS = "set NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=INIT,COLL"
 ASK_FOR_FILES = "set NCCL_DEBUG_FILE=<directory>/%h.%p, so that each process has a file of its own"
+
+
+# What to set next time for each reason why a family or a global rank is not known.
+_ASK: Final = {
+    LOOK_ALIKE: "NCCL prints a commId since 2.16; with an older one, log each process with CALL lines too "
+    "(NCCL_DEBUG=TRACE, NCCL_DEBUG_SUBSYS=INIT,COLL,CALL, from 2.13), or align the log with a recorded run.",
+    INCOMPLETE: f"Keep the log of every process: {ASK_FOR_FILES}.",
+    NO_PARENT: "Log from the start of the job, with INIT among NCCL_DEBUG_SUBSYS.",
+    PARENT_UNKNOWN: "Log from the start of the job, with INIT among NCCL_DEBUG_SUBSYS.",
+    RENUMBERED: "Keep the log of each start of the job by itself: a directory of its own in NCCL_DEBUG_FILE.",
+    CROWDED: f"Log each process by itself: {ASK_FOR_FILES}.",
+}
 
 
 class Findings(NamedTuple):
@@ -28,8 +50,14 @@ class Findings(NamedTuple):
     troubles: tuple[str, ...]
 
 
-def remarks(found: Findings) -> tuple[str, ...]:
-    """The sentences for ``found``, the gravest first."""
+def remarks(found: Findings, communicators: Iterable[Communicator] = ()) -> tuple[str, ...]:
+    """The sentences for ``found``, the gravest first.
+
+    Args:
+        found: what the parse found.
+        communicators: after families and global ranks were sought: the reasons that they carry are told.
+    """
+    communicators = tuple(communicators)
     notes = list(found.troubles)
     if found.generated:
         notes.append("The log says of itself that it was generated: it is not the output of NCCL.")
@@ -48,9 +76,15 @@ def remarks(found: Findings) -> tuple[str, ...]:
             f"{found.torn} operation lines are torn; they are counted and kept, not repaired. NCCL does not flush "
             f"standard output per line since 2.13: {ASK_FOR_FILES}."
         )
-    if found.ambiguous:
+    notes.extend(_unknown_families(communicators))
+    if found.ambiguous and not communicators:
         notes.append(
             f"{found.ambiguous} communicators look alike and carry no commId, so which ranks share one is not known."
+        )
+    if _is_call_only(communicators):
+        notes.append(
+            "Communicators are known from CALL lines alone, which print neither device nor start: add INIT to "
+            "NCCL_DEBUG_SUBSYS next time."
         )
     notes.extend(
         f"Global ranks are those of the largest communicator, of {world.nranks} ranks, of which the logs hold "
@@ -68,3 +102,31 @@ def remarks(found: Findings) -> tuple[str, ...]:
     if found.overlong:
         notes.append(f"{found.overlong} lines are longer than 16 MiB and were skipped.")
     return tuple(notes)
+
+
+def _unknown_families(communicators: Iterable[Communicator]) -> list[str]:
+    """A sentence for each reason why a family or a global rank is not known, with the number it holds for."""
+    communicators = tuple(communicators)
+    families = Counter(c.family_reason for c in communicators if c.family is None and c.family_reason)
+    ranks = Counter(
+        c.global_rank_reason for c in communicators if c.global_rank is None and c.global_rank_reason
+    )
+    sentences = [
+        f"Which ranks share {_communicators(count)} is not known: {reason}. {_ASK[reason]}"
+        for reason, count in families.items()
+    ]
+    sentences += [
+        f"The rank in the job is not known for {_communicators(count)}: {reason}. {_ASK[reason]}"
+        for reason, count in ranks.items()
+    ]
+    return sentences
+
+
+def _communicators(count: int) -> str:
+    return "1 communicator" if count == 1 else f"{count} communicators"
+
+
+def _is_call_only(communicators: Iterable[Communicator]) -> bool:
+    """Whether every communicator that a line began is known from CALL lines alone."""
+    stages = [c.stages for c in communicators if c.stages]
+    return bool(stages) and all(stage == {"call"} for stage in stages)

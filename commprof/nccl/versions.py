@@ -1,10 +1,12 @@
 """Which NCCL wrote a log: the banner, or the releases that print lines of the forms that were seen.
 
-The table of forms is read off the release tags of NVIDIA/nccl (``src/init.cc``, ``src/enqueue.cc``).
+The table of forms is read off the release tags of NVIDIA/nccl (``src/init.cc``, ``src/enqueue.cc``, ``src/graph/``,
+``src/transport/``).
 """
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from commprof.schema import Op
@@ -38,11 +40,122 @@ FORMS: Final[dict[str, tuple[Release, Release]]] = {
     "send_in_sendbuff": ((2, 7, 3), (2, 11, 4)),
     "send_in_recvbuff": ((2, 12, 7), _LAST),
     "single_all_to_all": ((2, 28, 3), _LAST),
+    "ring_link": (_FIRST, (2, 6, 4)),
+    "channel_net": ((2, 7, 3), (2, 11, 4)),
+    "channel_p2p": ((2, 7, 3), (2, 13, 4)),
+    "channel_net_indexed": ((2, 12, 7), _LAST),
+    "channel_p2p_indexed": ((2, 14, 3), _LAST),
+    "p2p_cumem": ((2, 18, 1), _LAST),
+    "p2p_mnnvl": ((2, 20, 3), _LAST),
+    "net_gdr_mode": ((2, 26, 2), _LAST),
+    "shm_both_ends": ((2, 13, 4), _LAST),
+    "ring_order_bare": (_FIRST, (2, 4, 8)),
+    "ring_order_wide": ((2, 5, 6), (2, 22, 3)),
+    "ring_order_narrow": ((2, 23, 4), _LAST),
+    "ring_neighbours": ((2, 10, 3), _LAST),
+    "tree": ((2, 8, 3), _LAST),
+    "trees_from_above": (_FIRST, (2, 4, 8)),
+    "trees_up_and_down": ((2, 5, 6), (2, 7, 8)),
+    "trees_from_below": ((2, 8, 3), _LAST),
+    "connected": ((2, 8, 3), _LAST),
+    "connected_pxn": ((2, 24, 3), _LAST),
+    "connected_binomial": ((2, 23, 4), _LAST),
+    "channels_p2p": ((2, 7, 3), (2, 16, 5)),
+    "channels_nvls": ((2, 17, 1), (2, 19, 4)),
+    "channels_collnet": ((2, 20, 3), _LAST),
+    "launch_mode": (_FIRST, (2, 12, 12)),
+    "local_ranks": ((2, 20, 3), _LAST),
+    "timings": ((2, 22, 3), (2, 22, 3)),
+    "timings_named": ((2, 23, 4), _LAST),
+    "git_version": ((2, 29, 2), _LAST),
+    "end_complete": ((2, 12, 7), _LAST),
+    "abort_start": ((2, 28, 3), _LAST),
+    "tuning_bare": ((2, 20, 3), (2, 22, 3)),
+    "tuning_numbered": ((2, 23, 4), (2, 23, 4)),
+    "tuning_named": ((2, 24, 3), _LAST),
+    "tuning_symmetric": ((2, 27, 3), _LAST),
+    "tuning_copy_engine": ((2, 29, 2), _LAST),
+    "warn_stamped": ((2, 26, 2), _LAST),
+    "warn_with_function": ((2, 30, 7), _LAST),
 }
+
+_LINK = rb"[\d/]{1,9} : \d{1,9}(?:\[\w{1,16}\])? -> \d{1,9}(?:\[\w{1,16}\])? (?:\[\w{4,7}\] )?via "
+# What a message begins with, and the forms that such messages have; the first that fits is it.
+_SHAPES: Final[tuple[tuple[bytes, tuple[tuple[str, re.Pattern[bytes]], ...]], ...]] = tuple(
+    (begin, tuple((form, re.compile(pattern)) for form, pattern in shapes))
+    for begin, shapes in (
+        (b"Ring ", (
+            ("ring_link", rb"Ring " + _LINK),
+            ("ring_neighbours", rb"Ring \d{1,4} : -?\d{1,9} -> \d{1,9} -> -?\d"),
+        )),
+        (b"Channel ", (
+            ("p2p_cumem", rb"Channel " + _LINK + rb"P2P/CUMEM"),
+            ("p2p_mnnvl", rb"Channel " + _LINK + rb"P2P/MNNVL"),
+            ("shm_both_ends", rb"Channel " + _LINK + rb"SHM/\w{1,8}/\w"),
+            ("net_gdr_mode", rb"Channel " + _LINK + rb"NET/[^/]{1,60}/[\d()]{1,20}/GDRDMA\("),
+            ("channel_net", rb"Channel \d{1,4} : [^/]{1,60} via NET/"),
+            ("channel_net_indexed", rb"Channel \d{1,4}/\d{1,4} : [^/]{1,60} via NET/"),
+            ("channel_p2p", rb"Channel \d{1,4} : [^/]{1,60} via P2P/"),
+            ("channel_p2p_indexed", rb"Channel \d{1,4}/\d{1,4} : [^/]{1,60} via P2P/"),
+            ("ring_order_bare", rb"Channel \d{1,4} : +\d{1,9} +\d"),
+            ("ring_order_wide", rb"Channel \d{1,4}/\d{1,4} :  +0 "),
+            ("ring_order_narrow", rb"Channel \d{1,4}/\d{1,4} : 0 "),
+        )),
+        (b"Tree ", (("tree", rb"Tree \d{1,4} : -?\d{1,9} -> "),)),
+        (b"Trees [", (
+            ("trees_up_and_down", rb"Trees \[0\] [-\d/>]{5,80}\|"),
+            ("trees_from_below", rb"Trees \[0\] -?\d{1,9}/"),
+            ("trees_from_above", rb"Trees \[0\] -?\d{1,9}->\d{1,9}->-?\d{1,9}/"),
+        )),
+        (b"Connected ", (
+            ("connected_pxn", rb"Connected all rings, use ring PXN"),
+            ("connected_binomial", rb"Connected binomial trees"),
+            ("connected", rb"Connected all (?:rings|trees)\s*$"),
+        )),
+        (b"Launch mode ", (("launch_mode", rb"Launch mode (?:Group|Parallel)"),)),
+        (b"Init timings", (("timings", rb"Init timings: rank"), ("timings_named", rb"Init timings - \w"))),
+        (b"NCCL git version ", (("git_version", rb"NCCL git version "),)),
+        (b"comm 0x", (
+            ("local_ranks", rb"comm 0x[0-9a-f]{1,16} rank \d{1,9} nRanks \d{1,9} nNodes "),
+            ("end_complete", rb"comm 0x[0-9a-f]{1,16} rank .{1,160}? - (?:Destroy|Abort) COMPLETE"),
+            ("abort_start", rb"comm 0x[0-9a-f]{1,16} rank .{1,160}? - Abort START"),
+        )),
+    )
+)  # fmt: skip
+_ANYWHERE: Final = tuple(
+    (form, re.compile(pattern))
+    for form, pattern in (
+        ("tuning_bare", rb"\d{1,18} Bytes -> Algo \d{1,3} proto \d"),
+        ("tuning_numbered", rb"\w{1,40}: \d{1,18} Bytes -> Algo \d{1,3} proto \d"),
+        ("tuning_named", rb"\w{1,40}: \d{1,18} Bytes -> Algo [A-Z]"),
+        ("tuning_symmetric", rb"\w{1,40} \[Symmetric\]: \d{1,18} Bytes -> "),
+        ("tuning_copy_engine", rb"\w{1,40} \[(?:Copy Engine|Hierarchical CE)\]: \d{1,18} Bytes -> "),
+        ("channels_p2p", rb"\d{1,9} coll channels, \d{1,9} p2p channels"),
+        ("channels_nvls", rb"\d{1,9} coll channels, \d{1,9} nvls channels"),
+        ("channels_collnet", rb"\d{1,9} coll channels, \d{1,9} collnet channels"),
+    )
+)
 
 # AllGather and Broadcast: these releases rewrite the caller's type to int8 and the count to bytes before they print.
 BYTE_TYPED: Final = ((2, 7, 3), (2, 21, 5))
 BYTE_TYPED_OPS: Final = frozenset({Op.ALL_GATHER, Op.BROADCAST})
+
+
+def form_of(body: bytes) -> str | None:
+    """The form of a message that is neither an operation nor an Init line; None where it tells no version.
+
+    Args:
+        body: the text behind ``NCCL INFO ``.
+
+    >>> form_of(b"Launch mode Parallel")
+    'launch_mode'
+    """
+    for begin, shapes in _SHAPES:
+        if body.startswith(begin):
+            return next((form for form, shape in shapes if shape.match(body)), None)
+    if body[:1].isalnum() and (b" Bytes -> " in body[:80] or b" coll channels, " in body[:30]):
+        return next((form for form, shape in _ANYWHERE if shape.match(body)), None)
+    return None
 
 
 def between(first: Release, last: Release) -> frozenset[Release]:
