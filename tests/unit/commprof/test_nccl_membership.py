@@ -8,6 +8,7 @@ from commprof.nccl.communicators import Communicator, Registry, communicators_ta
 from commprof.nccl.heads import Origin
 from commprof.nccl.lines import EndLine, InitLine
 from commprof.nccl.membership import find_families, find_global_ranks
+from commprof.nccl.remarks import Findings, remarks
 
 
 class Log:
@@ -281,3 +282,36 @@ def test_before_starts_were_printed_no_line_of_topology_is_given_away_early():
     log.init(10, 0x10, 0, 2, stages=("complete",), tid=7)
     _, process = log.process(10)
     assert log.registry.current_initialisation(process, 7) is None
+
+
+def notes(log: Log) -> str:
+    log.result()
+    nothing_else = Findings(1, 0, 0, False, False, 0, 0, 0, (), False, {}, ())
+    return "\n".join(remarks(nothing_else, log.registry.communicators))
+
+
+def test_remarks_say_what_is_not_known_why_and_what_to_set():
+    log = Log()
+    for group in (0, 1):
+        for rank in (0, 1):
+            log.init(
+                10 + 2 * group + rank, 0x10 + rank, rank, 2, stages=("complete",), device=2 * group + rank
+            )
+    assert "Which ranks share 4 communicators is not known: other communicators" in notes(log)
+    assert "commId since 2.16" in notes(log)
+
+
+def test_remarks_name_a_restart_that_numbers_processes_anew():
+    log = Log()
+    for attempt, comm_id in enumerate(("0xa", "0xb")):
+        for rank in (0, 1):
+            log.init(10 + rank, 0x10 + rank, (rank + attempt) % 2, 2, comm_id, device=rank)
+    assert "The rank in the job is not known for 4 communicators" in notes(log)
+    assert "NCCL_DEBUG_FILE" in notes(log)
+
+
+def test_remarks_are_silent_where_all_is_known():
+    log = Log()
+    for rank in (0, 1):
+        log.init(10 + rank, 0x10 + rank, rank, 2, "0xa")
+    assert notes(log) == ""

@@ -17,6 +17,7 @@ from commprof.nccl.messages import MessageRows, read_trace, read_warning
 from commprof.nccl.topology import Link, RingNeighbours, RingOrder, TreeLine, read_topology
 from commprof.nccl.topology_tables import TopologyRows
 from commprof.nccl.tuning import TuningModelLine, TuningRows, read_tuning
+from commprof.nccl.versions import candidates, describe, form_of
 from commprof.trace.tables import table_from_rows
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -52,7 +53,7 @@ needs_logs = pytest.mark.skipif(not LOGS.is_dir(), reason=f"real NCCL logs are n
             b"Channel 15/1 : 7[8a000] -> 15[8a000] [send] via NET/IB/8(6)/GDRDMA/Shared",
             (15, 1, 7, 15, "8a000", "8a000", "NET/IB/8(6)/GDRDMA/Shared", "NET", "send"),
         ),
-        (b"Channel 00/0 : 0[a00] -> 1[b00] via SHM/direct/direct", (0, 0, 0, 1, "a00", "b00", "SHM/direct/direct", "SHM", None)),
+        (b"Channel 0/0 : 0[a] -> 1[b] via SHM/direct/direct", (0, 0, 0, 1, "a", "b", "SHM/direct/direct", "SHM", None)),
         (b"Channel 00/0 : 0[1a000] -> 1[1b000] via SHM/CE/CE", (0, 0, 0, 1, "1a000", "1b000", "SHM/CE/CE", "SHM", None)),
         # 2.18.3 and newer
         (b"Channel 02/0 : 7[7] -> 6[6] via P2P/CUMEM/read", (2, 0, 7, 6, "7", "6", "P2P/CUMEM/read", "P2P", None)),
@@ -239,6 +240,7 @@ def test_other_arrows_are_no_traces(body):
         b"a.cc:1 -> " + b"3" * 10_000_000,
         b"a" * 10_000_000 + b":1 -> 3",
     ],
+    ids=range(9),
 )
 def test_a_line_of_ten_megabytes_takes_linear_time(body):
     begin = time.perf_counter()
@@ -485,3 +487,40 @@ def test_an_operation_that_was_lost_leaves_its_choice_alone():
     later = [coll(5, "all_reduce", 400)]
     assert attributed(later, [(3, choice), (7, choice)]) == [(None, None), ("0x1", 5)]
     assert attributed([coll(1, "all_reduce", 400, tid=11)], [(3, choice)]) == [(None, None)]
+
+
+# By the forms of topology, tuning and other INFO lines alone; the files' names say which version really wrote them.
+INFERRED = {
+    "issue-226": "2.4.2..2.4.8",
+    "bigscience_2.7.8_allreduce": "2.7.3..2.7.8",
+    "bigscience_2.10.3": "2.8.3..2.11.4",
+    "efa_2.12": "2.12.7..2.12.12",
+    "deepspeed-issue-7128": "2.20.3..2.22.3",
+    "issue-1453": "2.20.3..2.22.3",
+    "two_gpu_2.23.4": "2.23.4",
+    "hyperpod": "2.23.4..2.30.7",
+    "ms-swift": "2.18.1..2.30.7",
+    "nccl-docs": "2.24.3..2.30.7",
+}
+
+
+@needs_logs
+@pytest.mark.parametrize("fragment", INFERRED)
+def test_the_version_follows_from_the_forms_of_lines(fragment):
+    forms = {form for _, _, body in bodies(fragment) if (form := form_of(body))}
+    assert describe(candidates(forms, False)) == f"{INFERRED[fragment]} (inferred)"
+
+
+def test_forms_of_newer_versions_that_no_public_log_holds():
+    newest = {
+        b"NCCL git version master 1a2b3c4": "git_version",
+        b"Connected all rings, use ring PXN 0 GDR 1": "connected_pxn",
+        b"comm 0x55 rank 0 nRanks 2 cudaDev 0 busId 5000 - Abort START": "abort_start",
+        b"AllReduce [Symmetric]: 4096 Bytes -> Kernel X nchannels 8 nthreads 512": "tuning_symmetric",
+        b"Channel 07/0 : 7[7] -> 15[7] [send] via NET/IB/8/GDRDMA(PCI)": "net_gdr_mode",
+        b"Channel 02/0 : 7[3] -> 8[0] via P2P/MNNVL": "p2p_mnnvl",
+        b"16 coll channels, 16 nvls channels, 16 p2p channels, 2 p2p channels per peer": "channels_nvls",
+        b"Init timings: rank 0 nranks 2 total 0.5 (kernels 0.1)": "timings",
+        b"Using network IB": None,
+    }
+    assert {body: form_of(body) for body in newest} == newest
