@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -41,13 +40,18 @@ def parse(
             "--out",
             "-o",
             metavar="DIR",
-            help="Write nccl_ops.parquet, nccl_ops.csv and communicators.csv there.",
+            help="Write nccl_ops.parquet there, and communicators, rings, trees, links, tuning, messages.",
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", "-f", help="Replace these files in --out.")] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Write each table to --out as CSV, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The counts as JSON.")] = False,
 ) -> int:
     """Turn the operation lines of NCCL logs into the table nccl_ops, and say what was read."""
+    if out is not None and not force:
+        with needed("analysis", "to read NCCL logs"):
+            from commprof.nccl.parser import refuse_taken
+        refuse_taken(out, csv)
     parsed = read_logs(logs)
     counts = parsed.counts._asdict()
     if as_json:
@@ -60,8 +64,10 @@ def parse(
     if out is not None:
         from commprof.nccl.parser import write
 
-        paths = write(parsed, out, force)
-        say(f"wrote {', '.join(str(path) for path in paths)}  next: commprof align RUN LOG...")
+        paths = write(parsed, out, force, csv)
+        say(
+            f"wrote {len(paths)} tables to {out}: {', '.join(path.name for path in paths)}  next: commprof align RUN LOG..."
+        )
     return 0
 
 
@@ -86,13 +92,7 @@ def _total_bytes(logs: list[str]) -> int | None:
 
 def operations(parsed: ParsedLogs) -> Rows:
     """Whole lines and their bytes by operation and kind of line."""
-    lines: Counter[tuple[str, str]] = Counter()
-    sent: Counter[tuple[str, str]] = Counter()
-    columns: dict[str, list[Any]] = parsed.ops.select(["op", "kind", "message_bytes", "state"]).to_pydict()
-    for op, kind, size, state in zip(*columns.values(), strict=True):
-        if state == "whole":
-            lines[op, kind] += 1
-            sent[op, kind] += size or 0
+    lines, sent = parsed.operations.totals()
     headings = (
         Heading("operation"),
         Heading("line"),

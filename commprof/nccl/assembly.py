@@ -19,8 +19,12 @@ from commprof.nccl.calls import Launches, Twins
 from commprof.nccl.communicators import Registry, note_operation_form
 from commprof.nccl.heads import KnownHosts, Origin
 from commprof.nccl.layouts import FIELDS
+from commprof.nccl.messages import Message, MessageRows
 from commprof.nccl.rows import CALL, COLL, KINDS, NONE, OP_NUMBER, TORN, WHOLE, Column, Rows, RowStore
 from commprof.nccl.scan import Scan
+from commprof.nccl.topology import Topology
+from commprof.nccl.topology_tables import TopologyRows
+from commprof.nccl.tuning import TuningLine, TuningModelLine, TuningRows
 from commprof.nccl.versions import BYTE_TYPED_OPS
 
 # A place is the line times this, plus the number of the message in the line.
@@ -55,6 +59,15 @@ class _Stretch(NamedTuple):
     rows: Numbers
 
 
+class _Remark(NamedTuple):
+    """What a line without a communicator says, and how often."""
+
+    place: int
+    origin: Origin
+    record: Topology | TuningLine | TuningModelLine | Message
+    times: int
+
+
 class Assembly:
     """The state of one parse."""
 
@@ -64,6 +77,7 @@ class Assembly:
         self.rows = RowStore(scratch)
         self.counts: Counter[str] = Counter()
         self.unknown_ops: Counter[str] = Counter()
+        self.topology, self.tuning, self.messages = TopologyRows(), TuningRows(), MessageRows()
         self.banners: dict[int, set[str]] = {}
         self.streams: dict[bytes, int] = {}
         self._comms: dict[bytes, int] = {}
@@ -84,8 +98,8 @@ class Assembly:
         """Add the next block."""
         heads = [self._resolved(head.origin) for head in scan.heads]
         operations, events = self._messages(scan)
-        said = self.counts["understood"] + len(scan.operations["line"]) + len(scan.groups["line"])
-        self.counts["understood"] = said
+        self.counts["understood"] += len(scan.operations["line"]) + len(scan.groups["line"])
+        self.counts["understood"] += int(scan.remarks["times"].sum())
         self.counts["lines"] += scan.lines
         self._meet_processes(scan, heads, operations, events)
         columns = self._columns(scan, heads, operations)
@@ -93,7 +107,7 @@ class Assembly:
         self._int8.update(np.unique(columns["process"][int8]).tolist())
         self._count(columns, events, len(scan.groups["line"]))
         self._note_forms(scan, heads, operations)
-        self._apply(columns, events)
+        self._apply(columns, events, self._repeated(scan, heads))
         columns["twin_line"], late = self._twins.join(columns, columns["thread"], self.rows.num_rows)
         for row, line in late:
             self.rows.set_twin(row, line)
@@ -111,7 +125,7 @@ class Assembly:
     ) -> None:
         """Number the processes in the order in which they say something."""
         met: list[tuple[int, Origin]] = []
-        for columns in (scan.operations, scan.groups):
+        for columns in (scan.operations, scan.groups, scan.remarks):
             used, first = np.unique(columns["head"], return_index=True)
             places = columns["line"][first] * _PER_LINE
             met += [
@@ -175,7 +189,8 @@ class Assembly:
 
     def _by_head(self, scan: Scan, heads: list[Origin]) -> dict[str, Numbers]:
         """What a head says, as columns by its number."""
-        used = set(np.unique(scan.operations["head"]).tolist()) | set(np.unique(scan.groups["head"]).tolist())
+        speaking = [scan.operations["head"], scan.groups["head"], scan.remarks["head"]]
+        used = set(np.unique(np.concatenate(speaking)).tolist())
         processes = [self._process(head) if number in used else -1 for number, head in enumerate(heads)]
         threads = [self._thread(process, head) for process, head in zip(processes, heads, strict=True)]
         return {
@@ -239,6 +254,8 @@ class Assembly:
                     self.registry.torch_line(message, self.file)
                 case nccl_lines.UnknownOpLine():
                     self.unknown_ops[message.name] += 1
+                case nccl_lines.RemarkLine():
+                    pass  # counted where it is kept
                 case _:
                     self.counts[_COUNT_OF[type(message)]] += 1
 
@@ -290,12 +307,30 @@ class Assembly:
         columns = [np.array(column, np.int64)[order] for column in (threads, places, steps)]
         return columns[0], columns[1], columns[2]
 
-    def _apply(self, columns: Rows, events: list[_Event]) -> None:
+    def _repeated(self, scan: Scan, heads: list[Origin]) -> list[_Remark]:
+        """The remarks of regular lines, each read once."""
+        records = []
+        for text in scan.texts:
+            line = nccl_lines.read_message(heads[0], text.rstrip(b"\r\n"), b"INFO")
+            records.append(line.record if isinstance(line, nccl_lines.RemarkLine) else None)
+        columns = (scan.remarks[name].tolist() for name in ("line", "head", "text", "times"))
+        return [
+            _Remark(line * _PER_LINE, heads[head], record, times)
+            for line, head, text, times in zip(*columns, strict=True)
+            if (record := records[text]) is not None
+        ]
+
+    def _apply(self, columns: Rows, events: list[_Event], remarks: list[_Remark]) -> None:
         """Tell the registry, in the order of the log, and give each row its communicator."""
         lives = [event for event in events if isinstance(event.message, _LIFE)]
         communicator = np.full(len(columns["line"]), -1, np.int64)
         stretches = self._stretches(columns, lives)
-        entries: list[_Stretch | _Event] = [*stretches, *lives]
+        remarks += [
+            _Remark(event.place, event.message.origin, event.message.record, 1)
+            for event in events
+            if isinstance(event.message, nccl_lines.RemarkLine)
+        ]
+        entries: list[_Stretch | _Event | _Remark] = [*stretches, *lives, *remarks]
         entries.sort(key=lambda entry: entry.place)
         comms = list(self._comms)
         for entry in entries:
@@ -306,6 +341,9 @@ class Assembly:
                 owner.operations += len(entry.rows) - 1
                 communicator[entry.rows] = owner.index
                 continue
+            if isinstance(entry, _Remark):
+                self._keep(entry, line)
+                continue
             message = entry.message
             if isinstance(message, nccl_lines.InitLine):
                 process = self.registry.process(message.origin, self.file)
@@ -313,6 +351,22 @@ class Assembly:
             elif isinstance(message, nccl_lines.EndLine):
                 self.registry.end(self.registry.process(message.origin, self.file), message)
         columns["communicator"] = communicator
+
+    def _keep(self, remark: _Remark, line: int) -> None:
+        """Put a remark where those of its kind are collected."""
+        process, tid = self.registry.process(remark.origin, self.file), remark.origin.tid
+        record, times, file = remark.record, remark.times, self.file
+        if isinstance(record, Message):
+            self.counts["message"] += times
+            self.messages.add(process.index, None, record, file, line, times, tid, remark.origin.device)
+        elif isinstance(record, TuningLine | TuningModelLine):
+            self.counts["tuning"] += times
+            self.tuning.add(process.index, None, record, file, line, times, tid)
+        else:
+            self.counts["topology"] += times
+            owner = self.registry.current_initialisation(process, tid)
+            number = None if owner is None else owner.index
+            self.topology.add(process.index, number, record, file, line, times, tid)
 
     def _stretches(self, columns: Rows, lives: list[_Event]) -> list[_Stretch]:
         """The rows of each communicator, cut where it may become another one."""

@@ -10,7 +10,8 @@ from typing import Final, NamedTuple
 
 HEAD: Final = re.compile(
     rb"(?<![\w.-])(?=\w)(?P<host>[\w.-]{1,64}+):(?P<pid>\d{1,9}):(?P<tid>\d{1,9}) "
-    rb"(?:\[(?P<device>-?\d{1,5})\](?: [^\s\[\]]{1,80}){0,3} NCCL (?:INFO|WARN|TRACE|ABORT)|NCCL (?P<call>CALL))(?: |$)"
+    rb"(?:\[(?P<device>-?\d{1,5})\](?P<source>(?: [^\s\[\]]{1,80}){0,3})"
+    rb" NCCL (?P<level>INFO|WARN|TRACE|ABORT)|NCCL (?P<call>CALL))(?: |$)"
 )
 
 
@@ -25,11 +26,15 @@ class Origin(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """One message of a physical line: where its head starts, the head, whether its level is CALL, and the text."""
+    """One message of a physical line: where its head starts, the head, its level, and the text.
+
+    ``source`` is what stands between the device and the level: the place in NCCL's source, for warnings.
+    """
 
     start: int
     origin: Origin
-    is_call: bool
+    level: bytes
+    source: bytes
     body: bytes
 
 
@@ -72,14 +77,14 @@ def split_messages(line: bytes, hosts: KnownHosts) -> list[Piece]:
         starts.append(_origin(line, head, hosts, glued=bool(starts)))
     ends = [start for start, _ in starts[1:]] + [len(line)]
     return [
-        Piece(start, origin, head["call"] is not None, line[head.end() : end])
+        Piece(start, origin, head["level"] or head["call"], head["source"] or b"", line[head.end() : end])
         for (start, origin), head, end in zip(starts, heads, ends, strict=True)
     ]
 
 
 def _origin(line: bytes, head: re.Match[bytes], hosts: KnownHosts, *, glued: bool) -> tuple[int, Origin]:
     """Where the head's host begins, and the head as a record; ``glued``: another message stands in front."""
-    host, pid, tid, device, _ = head.groups()
+    host, pid, tid, device = head["host"], head["pid"], head["tid"], head["device"]
     start, number = head.start(), int(pid)
     clean = not glued and (start == 0 or line[start - 1 : start].isspace())
     if not clean:

@@ -15,7 +15,10 @@ import re
 from typing import NamedTuple
 
 from commprof.nccl.heads import KnownHosts, Origin, split_messages
+from commprof.nccl.messages import Message, read_trace, read_warning
 from commprof.nccl.spelling import OPERATIONS
+from commprof.nccl.topology import Topology, read_topology
+from commprof.nccl.tuning import TuningLine, TuningModelLine, read_tuning
 from commprof.schema import Op
 
 
@@ -115,6 +118,13 @@ class GroupLine(NamedTuple):
     step: int
 
 
+class RemarkLine(NamedTuple):
+    """A line of topology or tuning, or a warning: what it says, without naming a communicator."""
+
+    origin: Origin
+    record: Topology | TuningLine | TuningModelLine | Message
+
+
 class FragmentLine(NamedTuple):
     """The rest of a torn line: fields of an operation without its name. Its head was counted where it stands."""
 
@@ -129,6 +139,7 @@ Line = (
     | TornLine
     | UnknownOpLine
     | GroupLine
+    | RemarkLine
     | FragmentLine
 )
 
@@ -213,15 +224,25 @@ def read_line(line: bytes, hosts: KnownHosts) -> list[Line]:
     if first:
         found.extend(read_headless(line[:first]))
     for piece in pieces:
-        message = read_message(piece.origin, piece.body, piece.is_call)
+        message = read_message(piece.origin, piece.body, piece.level, piece.source)
         if message is not None:
             found.append(message)
     return found
 
 
-def read_message(origin: Origin, body: bytes, is_call: bool) -> Line | None:
-    """The message behind one head, None when it says nothing about operations and communicators."""
-    return (_call if is_call else _info)(origin, body)
+def read_message(origin: Origin, body: bytes, level: bytes, source: bytes = b"") -> Line | None:
+    """The message behind one head, None when it says nothing that goes to a table."""
+    if level == b"CALL":
+        return _call(origin, body)
+    message = _info(origin, body)
+    if message is not None:
+        return message
+    record: Topology | TuningLine | TuningModelLine | Message | None
+    if level in (b"WARN", b"ABORT"):
+        record = read_warning(source, body, level.decode().lower())
+    else:
+        record = read_topology(body) or read_tuning(body) or read_trace(body)
+    return None if record is None else RemarkLine(origin, record)
 
 
 def read_headless(text: bytes) -> list[Line]:

@@ -6,6 +6,7 @@ communicators) is joined to them here, by the number of the communicator.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
 from commprof.nccl.communicators import Communicator, Process
@@ -136,12 +139,35 @@ class Operations:
     def __init__(self, rows: RowStore, table: OperationTable) -> None:
         self._rows, self._table = rows, table
         self._whole: pa.Table | None = None
+        self._totals: tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]] | None = None
         self.num_rows = rows.num_rows
 
     def batches(self) -> Iterator[pa.Table]:
         """The rows in order, some hundred thousand at a time; strings are dictionaries."""
         for rows in self._rows.batches():
             yield self._table.table(rows)
+
+    def totals(self) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
+        """Whole lines, and bytes of whole messages where they are known, by operation and kind of line."""
+        if self._totals is None:
+            self._totals = Counter(), Counter()
+            for part in self.batches():
+                self._add_up(part, *self._totals)
+        return self._totals
+
+    def _add_up(
+        self, part: pa.Table, lines: Counter[tuple[str, str]], sent: Counter[tuple[str, str]]
+    ) -> None:
+        whole = part.select(["op", "kind", "message_bytes"]).filter(pc.equal(part["state"], "whole"))
+        size = pc.fill_null(whole["message_bytes"], 0)
+        # Halves, as edited lines may print numbers whose sum is too large.
+        halves = {"high": pc.shift_right(size, 32), "low": pc.bit_wise_and(size, 0xFFFFFFFF)}
+        keys = {name: whole[name].cast(pa.string()) for name in ("op", "kind")}
+        groups = pa.table(keys | halves).group_by(["op", "kind"])
+        for row in groups.aggregate([("low", "count"), ("low", "sum"), ("high", "sum")]).to_pylist():
+            key = row["op"], row["kind"]
+            lines[key] += row["low_count"]
+            sent[key] += (row["high_sum"] << 32) + row["low_sum"]
 
     def table(self) -> pa.Table:
         """All rows, in memory; built once."""
@@ -155,8 +181,9 @@ class Operations:
         schema = arrow_schema("nccl_ops")
         texts = [item.name for item in schema if pa.types.is_string(item.type)]
         with ExitStack() as opened:
-            writer = None
+            writer, totals = None, (Counter[tuple[str, str]](), Counter[tuple[str, str]]())
             for part in self.batches():
+                self._add_up(part, *totals)
                 if writer is None:
                     writer = opened.enter_context(
                         pq.ParquetWriter(
@@ -167,6 +194,13 @@ class Operations:
                 writer.write_table(part)
             if writer is None:
                 pq.write_table(empty_table("nccl_ops"), path)
+            self._totals = totals
+
+    def write_csv(self, path: Path) -> None:
+        """Write the rows as CSV, some hundred thousand at a time."""
+        with pa_csv.CSVWriter(path, arrow_schema("nccl_ops")) as writer:
+            for part in self.batches():
+                writer.write_table(conform("nccl_ops", part))
 
 
 def _numbers(values: Sequence[int | None]) -> Numbers:

@@ -7,7 +7,7 @@ parsed.counts         what was read, by kind    parsed.notes           what is m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +17,7 @@ import pyarrow.csv as pa_csv
 
 from commprof.errors import LogError, UsageError
 from commprof.nccl.assembly import Assembly
+from commprof.nccl.choices import attribute_in_windows
 from commprof.nccl.communicators import (
     Communicator,
     Process,
@@ -28,7 +29,17 @@ from commprof.nccl.remarks import Findings, remarks
 from commprof.nccl.scan import Scanner
 from commprof.nccl.sources import LogSource, find_logs
 from commprof.nccl.versions import candidates, describe, parse_version, prints_bytes
+from commprof.trace.tables import write_parquet
 
+TABLE_NAMES = (
+    "nccl_ops",
+    "nccl_communicators",
+    "nccl_rings",
+    "nccl_trees",
+    "nccl_links",
+    "nccl_tuning",
+    "nccl_messages",
+)
 GENERATED_MARK = b"# GENERATED"
 _COUNTED_ELSEWHERE = ("files", "bytes", "unknown_op", "overlong")
 
@@ -47,6 +58,9 @@ class Counts(NamedTuple):
     banner: int
     torch: int
     group: int
+    topology: int
+    tuning: int
+    message: int
     unknown_op: int
     fragment: int
     overlong: int
@@ -66,6 +80,8 @@ class ParsedLogs:
         notes: sentences: what is missing or doubtful, and what to set next time.
         generated: a log says of itself that it was generated, and is not the output of NCCL.
         files: the log files in order; ``Communicator.file`` counts them.
+        tables: ``nccl_communicators``, ``nccl_rings``, ``nccl_trees``, ``nccl_links``, ``nccl_tuning`` and
+            ``nccl_messages``, by name.
     """
 
     operations: Operations
@@ -76,6 +92,7 @@ class ParsedLogs:
     notes: tuple[str, ...]
     generated: bool
     files: tuple[str, ...]
+    tables: Mapping[str, pa.Table]
 
     @property
     def ops(self) -> pa.Table:
@@ -147,7 +164,10 @@ class _Reader:
         worlds = find_global_ranks(registry.communicators, membership)
         versions = _versions(registry.processes, assembly.banners)
         streams = [stream.decode() for stream in assembly.streams]
-        table = OperationTable(self.files, registry.processes, registry.communicators, versions, streams)
+        operations = Operations(
+            assembly.rows,
+            OperationTable(self.files, registry.processes, registry.communicators, versions, streams),
+        )
         counted = assembly.counts
         counted["ignored"] = counted["lines"] - counted["understood"]
         counts = Counts(
@@ -159,7 +179,7 @@ class _Reader:
         )
         findings = self._findings(membership, worlds, assembly.hides_types(versions.prints_bytes))
         return ParsedLogs(
-            Operations(assembly.rows, table),
+            operations,
             tuple(registry.communicators),
             tuple(registry.processes),
             counts,
@@ -167,7 +187,23 @@ class _Reader:
             remarks(findings),
             self.generated,
             tuple(self.files),
+            self._tables(operations, versions),
         )
+
+    def _tables(self, operations: Operations, versions: Versions) -> dict[str, pa.Table]:
+        """The tables beside ``nccl_ops``."""
+        assembly, registry = self.assembly, self.assembly.registry
+        known = (registry.processes, registry.communicators, self.files)
+        communicators = communicators_table(
+            registry.communicators, registry.processes, self.files, versions.texts
+        )
+        tuning = assembly.tuning.table(*known)
+        return {
+            "nccl_communicators": communicators,
+            **assembly.topology.tables(*known),
+            "nccl_tuning": attribute_in_windows(tuning, operations.batches()),
+            "nccl_messages": assembly.messages.table(*known),
+        }
 
     def _findings(self, membership: Membership, worlds: tuple[World, ...], types_hidden: bool) -> Findings:
         communicators, counts = self.assembly.registry.communicators, self.assembly.counts
@@ -187,33 +223,63 @@ class _Reader:
         )
 
 
-def write(parsed: ParsedLogs, out_dir: str | Path, force: bool = False) -> tuple[Path, ...]:
-    """Write ``nccl_ops.parquet``, ``nccl_ops.csv`` and ``communicators.csv``; returns their paths.
+def refuse_taken(out_dir: str | Path, csv: bool = False) -> None:
+    """Make sure that :func:`write` would overwrite nothing.
+
+    Raises:
+        UsageError: a file of that name exists already.
+    """
+    directory = Path(out_dir)
+    if directory.exists() and not directory.is_dir():
+        raise UsageError(
+            f"{directory} is a file; expected a directory for the tables, or a new name, with --out"
+        )
+    taken = [path.name for path in _targets(directory, csv) if path.exists()]
+    if taken:
+        raise UsageError(
+            f"{directory} already holds {', '.join(taken)}; choose another directory with --out, or overwrite "
+            "them with --force"
+        )
+
+
+def write(
+    parsed: ParsedLogs, out_dir: str | Path, force: bool = False, csv: bool = False
+) -> tuple[Path, ...]:
+    """Write ``nccl_ops.parquet`` and one Parquet file for each of ``parsed.tables``; returns their paths.
+
+    Args:
+        parsed: what :func:`parse_logs` returned.
+        out_dir: the directory, which is made if need be.
+        force: replace files of the same names.
+        csv: write the same as CSV, too.
 
     Raises:
         UsageError: one of them exists already and ``force`` is not set.
         LogError: the directory or a file cannot be written.
     """
     directory = Path(out_dir)
-    parquet, ops, communicators = (
-        directory / name for name in ("nccl_ops.parquet", "nccl_ops.csv", "communicators.csv")
-    )
-    taken = [path.name for path in (parquet, ops, communicators) if path.exists()]
-    if taken and not force:
-        raise UsageError(
-            f"{directory} already holds {', '.join(taken)}; choose another directory with --out, or overwrite "
-            "them with --force"
-        )
+    if not force:
+        refuse_taken(directory, csv)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        parsed.operations.write(parquet)
-        pa_csv.write_csv(parsed.ops, ops)
-        pa_csv.write_csv(
-            communicators_table(parsed.communicators, parsed.processes, parsed.files), communicators
-        )
+        parsed.operations.write(directory / "nccl_ops.parquet")
+        for name, table in parsed.tables.items():
+            write_parquet(directory / f"{name}.parquet", table)
+        if csv:
+            parsed.operations.write_csv(directory / "nccl_ops.csv")
+            for name, table in parsed.tables.items():
+                pa_csv.write_csv(table, directory / f"{name}.csv")
     except OSError as error:
         raise LogError(f"cannot write the tables to {directory}: {error.strerror or error}") from error
-    return (parquet, ops, communicators)
+    return tuple(_targets(directory, csv))
+
+
+def _targets(directory: Path, csv: bool) -> list[Path]:
+    return [
+        directory / f"{name}.{kind}"
+        for kind in ("parquet", *(["csv"] if csv else []))
+        for name in TABLE_NAMES
+    ]
 
 
 def _versions(processes: Sequence[Process], banners: dict[int, set[str]]) -> Versions:

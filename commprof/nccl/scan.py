@@ -19,6 +19,7 @@ from commprof.nccl.heads import HEAD, KnownHosts, Origin
 from commprof.nccl.layouts import Bodies, read_call, read_coll
 from commprof.nccl.rows import Rows
 from commprof.nccl.spelling import OPERATIONS
+from commprof.nccl.topology import Link
 from commprof.schema import Op
 
 _MOST_REMEMBERED: Final = 100_000
@@ -55,6 +56,9 @@ class Scan(NamedTuple):
         slow: lines that were read by themselves and say something, in order.
         hosts: hosts that were seen for certain, with a process: first line, host, pid; in order.
         groups: columns line, head, and step: 1 for ncclGroupStart, -1 for ncclGroupEnd.
+        remarks: columns line, head, text and times of lines of topology, tuning and errors: the number of the message
+            in ``texts``, and how often the head says it before a communicator begins or ends.
+        texts: the distinct messages among them.
     """
 
     lines: int
@@ -63,6 +67,8 @@ class Scan(NamedTuple):
     slow: list[SlowLine]
     hosts: list[tuple[int, bytes, int]]
     groups: Rows
+    remarks: Rows
+    texts: list[bytes]
 
 
 class _Witness(KnownHosts):
@@ -134,7 +140,7 @@ class Scanner:
             return meaning
 
 
-IGNORED, MESSAGE, GROUP_START, GROUP_END = range(4)
+IGNORED, MESSAGE, GROUP_START, GROUP_END, REMARK, LINK = range(6)
 _NOBODY: Final = Origin(b"-", 0, 0, None, True)
 
 
@@ -143,8 +149,12 @@ def _read_body(text: bytes) -> int:
         return GROUP_START
     if text == b"ncclGroupEnd()":
         return GROUP_END
-    says = (nccl_lines.read_message(_NOBODY, text, is_call) for is_call in (False, True))
-    return MESSAGE if any(message is not None for message in says) else IGNORED
+    if nccl_lines.read_message(_NOBODY, text, b"CALL") is not None:
+        return MESSAGE
+    message = nccl_lines.read_message(_NOBODY, text, b"INFO")
+    if isinstance(message, nccl_lines.RemarkLine):
+        return LINK if isinstance(message.record, Link) else REMARK
+    return IGNORED if message is None else MESSAGE
 
 
 def _read_head(text: bytes) -> Head | None:
@@ -161,7 +171,7 @@ def _read_head(text: bytes) -> Head | None:
     start = found.start()
     if start and nccl_lines.read_headless(text[:start]):
         return None
-    host, pid, tid, device, _ = found.groups()
+    host, pid, tid, device = found["host"], found["pid"], found["tid"], found["device"]
     clean = start == 0 or text[start - 1 : start].isspace()
     origin = Origin(host, int(pid), int(tid), None if device is None else int(device), clean)
     return Head(origin, op, found["call"] is not None)
@@ -275,13 +285,26 @@ class _Block:
             for code, head in known.items()
             if head.origin.clean
         ]
-        grouping = np.flatnonzero(fast & self.is_call & (meanings >= GROUP_START))
+        remarking = np.flatnonzero(fast & ~self.is_call & (meanings >= REMARK))
+        remarks, said = _remarks(
+            remarking, meanings[remarking] == LINK, line_heads[remarking], body_codes[remarking], slow
+        )
+        grouping = np.flatnonzero(fast & self.is_call & ((meanings == GROUP_START) | (meanings == GROUP_END)))
         groups: Rows = {
             "line": grouping,
             "head": line_heads[grouping],
             "step": np.where(meanings[grouping] == GROUP_START, 1, -1),
         }
-        return Scan(self.size, list(known.values()), operations, slow, sorted(hosts), groups)
+        return Scan(
+            self.size,
+            list(known.values()),
+            operations,
+            slow,
+            sorted(hosts),
+            groups,
+            remarks,
+            [texts[code] for code in said],
+        )
 
     def _encode(self, begins: Positions, valid: Flags) -> tuple[list[bytes], Positions, Positions]:
         """The distinct texts among heads and messages, and the number of each line's (the last of all: none)."""
@@ -350,6 +373,32 @@ class _Block:
         spans = zip(rows.tolist(), self.begins[rows].tolist(), self.ends[rows].tolist(), strict=True)
         read = (witness.read(row, nccl_lines.clean_line(self.data[begin:end])) for row, begin, end in spans)
         return [line for line in read if line.messages or line.raw is not None]
+
+
+def _remarks(
+    lines: Positions, is_link: Flags, heads: Positions, bodies: Positions, slow: list[SlowLine]
+) -> tuple[Rows, list[int]]:
+    """All remarks; equal links of one head between two events that begin or end a communicator, once, with their number."""
+    events = [
+        entry.line
+        for entry in slow
+        if entry.raw is not None
+        or any(isinstance(m, nccl_lines.InitLine | nccl_lines.EndLine) for m in entry.messages)
+    ]
+    said, text = np.unique(bodies, return_inverse=True)
+    stage = np.searchsorted(np.array(events, np.int64), lines)
+    key = (stage * (int(heads.max(initial=0)) + 1) + heads) * max(len(said), 1) + text
+    key = np.where(is_link, key, -1 - np.arange(len(lines)))
+    _, first, times = np.unique(key, return_index=True, return_counts=True)
+    order = np.argsort(first)
+    first, times = first[order], times[order]
+    columns: Rows = {
+        "line": lines[first],
+        "head": heads[first],
+        "text": text[first],
+        "times": times,
+    }
+    return columns, said.tolist()
 
 
 def _distinct(codes: Positions, none: int) -> list[int]:

@@ -1,0 +1,49 @@
+"""Attribution of tuning lines while operations go by, so that neither has to be in memory whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+
+from commprof.nccl.attribution import attribute_tuning
+from commprof.trace.tables import conform
+
+# A choice stands close behind its operation: this many operations before a window are looked at again.
+_OVERLAP: Final = 4096
+
+
+def attribute_in_windows(tuning: pa.Table, operations: Iterable[pa.Table]) -> pa.Table:
+    """``tuning`` with ``comm`` and ``op_line`` filled as :func:`attribute_tuning` does.
+
+    Args:
+        tuning: table ``nccl_tuning``, in the order of files and lines.
+        operations: the rows of ``nccl_ops`` of the same logs, in order, some at a time.
+    """
+    if not tuning.num_rows:
+        return tuning
+    done, parts = 0, []
+    before: pa.Table | None = None
+    files = list(dict.fromkeys(tuning["file"].to_pylist()))
+    places = _places(tuning, files)
+    for part in operations:
+        ops = conform("nccl_ops", part)
+        window = ops if before is None else pa.concat_tables([before, ops])
+        last = _places(ops.slice(ops.num_rows - 1), files)[0]
+        end = int(np.searchsorted(places, last)) if last >= 0 else done
+        parts.append(attribute_tuning(tuning.slice(done, max(end - done, 0)), window))
+        done, before = max(end, done), window.slice(max(window.num_rows - _OVERLAP, 0))
+    rest = tuning.slice(done)
+    parts.append(rest if before is None else attribute_tuning(rest, before))
+    return pa.concat_tables(parts)
+
+
+def _places(table: pa.Table, files: list[str]) -> np.ndarray:
+    """A number for each row that grows with file and line; -1 for files without a choice."""
+    number = {file: place for place, file in enumerate(files)}
+    encoded = table["file"].combine_chunks().dictionary_encode()
+    codes = np.array([number.get(file, -1) for file in encoded.dictionary.to_pylist()], np.int64)
+    place = codes[encoded.indices.to_numpy()]
+    return np.where(place < 0, -1, (place << 40) + table["line"].to_numpy())
