@@ -17,7 +17,9 @@ def distinct_rows(table: pa.Table, columns: Sequence[str]) -> tuple[Codes, Codes
     first = np.zeros(min(table.num_rows, 1), np.int64)
     for name in columns:
         encoded = pc.dictionary_encode(table[name].combine_chunks(), null_encoding="encode")
-        values = max(len(encoded.dictionary), 1)
+        values = len(encoded.dictionary)
+        if values < 2 and len(first):
+            continue
         _, first, codes = np.unique(
             codes * values + encoded.indices.to_numpy(zero_copy_only=False),
             return_index=True,

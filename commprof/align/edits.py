@@ -96,8 +96,11 @@ class _Scripts:
         self._skips = np.zeros(n + 1, np.int64), np.zeros(m + 1, np.int64)  # differences of the counts
 
     def partners(self) -> Partners:
-        for k in range(-self._distance, self._distance + 1):
-            for differences in range(abs(k) % 2, self._distance + 1, 2):
+        # A diagonal costs its distance from the start's, and from the end's.
+        across = len(self._a) - len(self._b)
+        spare = (self._distance - abs(across)) // 2
+        for k in range(min(0, across) - spare, max(0, across) + spare + 1):
+            for differences in range(abs(k), self._distance - abs(across - k) + 1, 2):
                 self._count_matches(k, differences)
                 self._count_skips(k, differences)
         first = _verdicts(self._matches[0], self._skips[0])

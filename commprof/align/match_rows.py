@@ -110,6 +110,10 @@ class MatchRows:
 
 
 def _taken(column: pa.ChunkedArray, rows: Codes) -> pa.ChunkedArray:
+    if pa.types.is_string(column.type) and len(rows):  # numbers are moved, not texts
+        encoded = column.combine_chunks().dictionary_encode()
+        codes = encoded.indices.take(pa.array(rows, mask=rows < 0))
+        return pa.chunked_array([pa.DictionaryArray.from_arrays(codes, encoded.dictionary).cast(pa.string())])
     return column.take(pa.array(rows, mask=rows < 0))
 
 

@@ -102,7 +102,7 @@ def align(run: RecordedRun, ops: pa.Table, communicators: pa.Table | None = None
     torn = torn_rows(ops)
     rows.add_lines(TORN, torn, TORN_LINE)
     matches = rows.table()
-    states = Counter(matches["state"].to_pylist())
+    states = Counter({row["values"]: row["counts"] for row in matches["state"].value_counts().to_pylist()})
     return MatchReport(
         matches,
         comm_matches(lines, pairing, alignment.outcomes, ops, torn),

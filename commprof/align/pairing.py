@@ -176,7 +176,7 @@ class _Assignment:
     def _agreement(self, number: int, stream: RecordStream) -> tuple[int, int]:
         """How many lines of the communicator could be records of the stream, and how many stand alike at the ends."""
         line = self._lines[number]
-        dialect = line.dialect(self._vocabulary, stream.calls.tolist())
+        dialect = line.dialect(self._vocabulary, np.unique(stream.calls).tolist())
         key = (stream.process, stream.group, dialect)
         if key not in self._expected:
             self._expected[key] = stream.expect(self._vocabulary, dialect).codes

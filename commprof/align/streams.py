@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from commprof.align.distinct import distinct_rows, split_by
 from commprof.align.edits import Codes
@@ -321,8 +322,8 @@ def line_streams(
 
 def calls_told(ops: pa.Table) -> Codes:
     """Rows of whole lines, one for each call: a CALL line counts only where its COLL line is not there."""
-    whole = np.asarray(ops["state"].to_numpy() == "whole")
-    call = np.asarray(ops["kind"].to_numpy() == "call")
+    whole = np.asarray(pc.equal(ops["state"], "whole"))
+    call = np.asarray(pc.equal(ops["kind"], "call"))
     twin = np.asarray(ops["twin_line"].is_valid())
     kept = whole & ~(call & twin)
     if not twin.any() and call.any():  # tables of earlier versions do not join twins: COLL lines are enough
@@ -349,4 +350,4 @@ def _line(row: Mapping[str, Any]) -> Expected:
 
 def torn_rows(ops: pa.Table) -> Codes:
     """Rows of torn lines."""
-    return np.flatnonzero(ops["state"].to_numpy() == "torn")
+    return np.flatnonzero(np.asarray(pc.equal(ops["state"], "torn")))
