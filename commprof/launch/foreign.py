@@ -16,18 +16,8 @@ from pathlib import Path
 from typing import Final
 
 from commprof.errors import CommprofError, UsageError
-from commprof.launch import environment, injection, nccl_files, nccl_log, summary
-from commprof.launch.job import (
-    Finished,
-    Job,
-    close_manifest,
-    create,
-    describe_failure,
-    request_log,
-    sample_and_wait,
-    tell_cost,
-    tell_log,
-)
+from commprof.launch import environment, injection, job_log, nccl_log, summary
+from commprof.launch.job import Finished, Job, close_manifest, create, describe_failure, sample_and_wait
 from commprof.launch.program import Program
 from commprof.launch.ranks import Outcome, Rank, RankGroup
 from commprof.trace import directory, manifest
@@ -84,14 +74,14 @@ def run_foreign_rank(job: Job, place: environment.Place, say: Callable[[str], No
     since_ns = process_start_ns(parent) or 0
     run = job.out or not_before(shared_directory(job.program, os.environ, since_ns), since_ns)
     job = replace(job, out=run)
-    log = request_log(job, run)
+    log = job_log.ask(job.nccl_log, run)
     if place.rank == 0:
         _make_directory(job, run, parent, place, log)
         say(f"recording rank 0 of {place.world_size} and those beside it into {summary.shown(run)}")
     else:
         _await_directory(run, since_ns)
     # On a host that does not share the run directory, NCCL needs one as well.
-    tell_log(log, run, say if place.rank == 0 else _say_nothing)
+    job_log.begin(log, run, say if place.rank == 0 else _say_nothing)
     outcome = _run_child(job, run, place, log, say)
     if outcome.exit_code:
         say(describe_failure(outcome))
@@ -99,7 +89,7 @@ def run_foreign_rank(job: Job, place: environment.Place, say: Callable[[str], No
         _await_siblings(parent)
         failed = outcome.first_failed_rank
         close_manifest(run, exit_code=outcome.exit_code, first_failed_rank=failed)
-        tell_cost(log, run, say)
+        job_log.end(log, run, say)
         say(summary.last_line(run))
         injection.forget_notes(run)
     return Finished(run, outcome.exit_code, outcome.first_failed_rank)
@@ -117,7 +107,7 @@ def _run_child(
     outcome = sample_and_wait(run, group) if place.rank == 0 else group.wait()
     # A file of all processes is copied by one of them.
     if log.own_file is not None and ("%p" in log.own_file or os.environ.get("LOCAL_RANK", "0") == "0"):
-        nccl_files.collect(log.own_file, run, started_ns, pids)
+        job_log.collect(log, run, started_ns, pids)
     return outcome
 
 

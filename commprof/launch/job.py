@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from commprof.errors import CommprofError, LaunchError, UsageError
-from commprof.launch import environment, injection, nccl_files, nccl_log, summary
+from commprof.launch import environment, injection, job_log, nccl_log, summary
 from commprof.launch.configuration import ConfigFile, find_config
 from commprof.launch.program import Kind, Program
 from commprof.launch.ranks import GRACE_SECONDS, Outcome, Rank, RankGroup
@@ -74,39 +74,11 @@ def run_job(job: Job, say: Callable[[str], None]) -> Finished:
     _check_ranks(job)
     run = job.out or directory.default_run_directory(job.program.stem, datetime.now())
     ranks = _rank_count(job)
-    log = request_log(job, run)
+    log = job_log.ask(job.nccl_log, run)
     create(job, run, ranks=ranks, launcher=_this_process(), log=log, say=say)
     planned = _plan_ranks(job, run, ranks, log, say)
-    tell_log(log, run, say)
+    job_log.begin(log, run, say)
     return _run_ranks(job, run, planned, log, say)
-
-
-def request_log(job: Job, run: Path) -> nccl_log.Request:
-    """What NCCL is asked to print in the ranks of ``job``."""
-    mode = job.nccl_log
-    gpus = mode is nccl_log.Mode.AUTO and environment.visible_gpus(os.environ) > 0
-    known = nccl_log.with_user_file(os.environ, nccl_log.user_file(os.environ))
-    return nccl_log.request(known, run, mode, gpus=gpus)
-
-
-def tell_log(log: nccl_log.Request, run: Path, say: Callable[[str], None]) -> None:
-    """Say what was set for the log of NCCL, and make the directory that it goes to."""
-    if nccl_log.FILE in log.set:
-        nccl_files.make_directory(run)
-    for sentence in log.sentences(summary.shown(run)):
-        say(sentence)
-
-
-def tell_cost(log: nccl_log.Request, run: Path, say: Callable[[str], None]) -> None:
-    """Say how much NCCL has printed. Where it was asked and has printed nothing, say that, and what that may mean."""
-    cost = nccl_files.measure(run)
-    if cost is not None:
-        note_in_manifest(run, log, cost)
-        say(cost.sentence(summary.shown(run)))
-    elif log.set:
-        say(
-            "NCCL log: nothing was written: no process initialised NCCL, or what is set differently keeps it from printing"
-        )
 
 
 def create(
@@ -243,9 +215,8 @@ def _run_ranks(
         say(describe_failure(outcome))
     first_failed = None if is_command else outcome.first_failed_rank
     close_manifest(run, exit_code=outcome.exit_code, first_failed_rank=first_failed)
-    if log.own_file is not None:
-        nccl_files.collect(log.own_file, run, started_ns, nccl_files.rank_processes(run))
-    tell_cost(log, run, say)
+    job_log.collect(log, run, started_ns)
+    job_log.end(log, run, say)
     say(summary.last_line(run))
     if job.derived is None:
         injection.forget_notes(run)
@@ -282,16 +253,6 @@ def describe_failure(outcome: Outcome) -> str:
         listed = ", ".join(map(str, outcome.stopped_ranks))
         text += f". Still running {GRACE_SECONDS:g} s later, and stopped: {listed}"
     return text
-
-
-def note_in_manifest(run: Path, log: nccl_log.Request, cost: nccl_files.Cost) -> None:
-    """Write into the manifest how much NCCL has printed."""
-    try:
-        described = manifest.read_manifest(run)
-        written = {"nccl_log": {**log.described(), "written": cost._asdict()}}
-        manifest.write_manifest(run, replace(described, launcher={**(described.launcher or {}), **written}))
-    except (CommprofError, OSError):
-        pass
 
 
 def close_manifest(run: Path, *, exit_code: int, first_failed_rank: int | None) -> None:

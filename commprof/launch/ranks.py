@@ -234,6 +234,8 @@ class RankGroup:
         rank, code = self._first_failed
         killed_by = _signal_name(-code) if code < 0 else None
         exit_code = 128 - code if code < 0 else code
+        if self._interrupts > 1:  # the ranks were killed for it, and a shell wants to know of the interrupt
+            exit_code = 128 + signal.SIGINT
         return Outcome(exit_code, rank, killed_by, tuple(self._stopped), self._asked_to_stop)
 
 
