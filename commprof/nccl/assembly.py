@@ -66,6 +66,7 @@ class _Remark(NamedTuple):
     origin: Origin
     record: Topology | TuningLine | TuningModelLine | Message
     times: int
+    form: str | None
 
 
 class Assembly:
@@ -312,12 +313,12 @@ class Assembly:
         records = []
         for text in scan.texts:
             line = nccl_lines.read_message(heads[0], text.rstrip(b"\r\n"), b"INFO")
-            records.append(line.record if isinstance(line, nccl_lines.RemarkLine) else None)
+            records.append(line if isinstance(line, nccl_lines.RemarkLine) else None)
         columns = (scan.remarks[name].tolist() for name in ("line", "head", "text", "times"))
         return [
-            _Remark(line * _PER_LINE, heads[head], record, times)
+            _Remark(line * _PER_LINE, heads[head], remark.record, times, remark.form)
             for line, head, text, times in zip(*columns, strict=True)
-            if (record := records[text]) is not None
+            if (remark := records[text]) is not None
         ]
 
     def _apply(self, columns: Rows, events: list[_Event], remarks: list[_Remark]) -> None:
@@ -326,7 +327,7 @@ class Assembly:
         communicator = np.full(len(columns["line"]), -1, np.int64)
         stretches = self._stretches(columns, lives)
         remarks += [
-            _Remark(event.place, event.message.origin, event.message.record, 1)
+            _Remark(event.place, event.message.origin, event.message.record, 1, event.message.form)
             for event in events
             if isinstance(event.message, nccl_lines.RemarkLine)
         ]
@@ -356,6 +357,8 @@ class Assembly:
         """Put a remark where those of its kind are collected."""
         process, tid = self.registry.process(remark.origin, self.file), remark.origin.tid
         record, times, file = remark.record, remark.times, self.file
+        if remark.form is not None:
+            process.forms.add(remark.form)
         if isinstance(record, Message):
             self.counts["message"] += times
             self.messages.add(process.index, None, record, file, line, times, tid, remark.origin.device)

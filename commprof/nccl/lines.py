@@ -19,6 +19,7 @@ from commprof.nccl.messages import Message, read_trace, read_warning
 from commprof.nccl.spelling import OPERATIONS
 from commprof.nccl.topology import Topology, read_topology
 from commprof.nccl.tuning import TuningLine, TuningModelLine, read_tuning
+from commprof.nccl.versions import form_of
 from commprof.schema import Op
 
 
@@ -123,6 +124,7 @@ class RemarkLine(NamedTuple):
 
     origin: Origin
     record: Topology | TuningLine | TuningModelLine | Message
+    form: str | None = None  # which versions print the line so: a key of versions.FORMS
 
 
 class FragmentLine(NamedTuple):
@@ -242,7 +244,7 @@ def read_message(origin: Origin, body: bytes, level: bytes, source: bytes = b"")
         record = read_warning(source, body, level.decode().lower())
     else:
         record = read_topology(body) or read_tuning(body) or read_trace(body)
-    return None if record is None else RemarkLine(origin, record)
+    return None if record is None else RemarkLine(origin, record, form_of(body))
 
 
 def read_headless(text: bytes) -> list[Line]:
