@@ -7,7 +7,8 @@ parsed.counts         what was read, by kind    parsed.notes           what is m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -25,9 +26,9 @@ from commprof.nccl.communicators import (
 )
 from commprof.nccl.membership import Membership, World, find_families, find_global_ranks
 from commprof.nccl.operations import Operations, OperationTable, Versions
+from commprof.nccl.pool import default_workers, scan_blocks
 from commprof.nccl.remarks import Findings, remarks
-from commprof.nccl.scan import Scanner
-from commprof.nccl.sources import LogSource, find_logs
+from commprof.nccl.sources import Block, LogSource, find_logs
 from commprof.nccl.versions import candidates, describe, parse_version, prints_bytes
 from commprof.trace.tables import write_parquet
 
@@ -40,6 +41,8 @@ TABLE_NAMES = (
     "nccl_tuning",
     "nccl_messages",
 )
+# Smaller logs are read before other processes have started.
+PARALLEL_BYTES = 32 << 20
 GENERATED_MARK = b"# GENERATED"
 _COUNTED_ELSEWHERE = ("files", "bytes", "unknown_op", "overlong")
 
@@ -122,8 +125,8 @@ def parse_logs(
             counted.
     """
     reader = _Reader(careful, None if scratch is None else Path(scratch))
-    for path in find_logs([paths] if isinstance(paths, str | Path) else paths):
-        reader.read(LogSource(path), progress)
+    found = find_logs([paths] if isinstance(paths, str | Path) else paths)
+    reader.read([LogSource(path) for path in found], progress, workers)
     return reader.result()
 
 
@@ -132,29 +135,43 @@ class _Reader:
 
     def __init__(self, careful: bool, scratch: Path | None) -> None:
         self.files: list[str] = []
-        self.scanner = Scanner(careful)
+        self.careful = careful
         self.assembly = Assembly(scratch)
         self.troubles: list[str] = []
         self.generated = False
         self.bytes = 0
         self.overlong = 0
 
-    def read(self, source: LogSource, progress: Callable[[int], None] | None) -> None:
-        """Read one log from its first line to its last."""
-        self.files.append(str(source.path))
-        self.assembly.begin_file()
-        read_so_far = 0
-        for block in source.blocks():
-            if read_so_far == 0 and block.startswith(GENERATED_MARK):
-                self.generated = True
-            self.assembly.add(self.scanner.scan(block))
+    def read(
+        self, sources: Sequence[LogSource], progress: Callable[[int], None] | None, workers: int | None
+    ) -> None:
+        """Read the logs from the first line of the first to the last line of the last."""
+        read_by: deque[tuple[int, int]] = deque()
+        if workers is None:
+            workers = default_workers() if _num_bytes(sources) > PARALLEL_BYTES else 0
+        for scan in scan_blocks(self._blocks(sources, read_by), workers, self.careful):
+            file, num_bytes = read_by.popleft()
+            while file > self.assembly.file:
+                self.assembly.begin_file()
+            self.assembly.add(scan)
             if progress is not None:
-                progress(source.num_bytes - read_so_far)
-            read_so_far = source.num_bytes
-        self.bytes += source.num_bytes
-        self.overlong += source.overlong
-        if source.trouble:
-            self.troubles.append(source.trouble)
+                progress(num_bytes)
+        self.files = [str(source.path) for source in sources]
+        self.bytes = sum(source.num_bytes for source in sources)
+        self.overlong = sum(source.overlong for source in sources)
+        self.troubles = [source.trouble for source in sources if source.trouble]
+
+    def _blocks(self, sources: Sequence[LogSource], read_by: deque[tuple[int, int]]) -> Iterator[Block]:
+        """The blocks of all logs; for each, the number of its log and how many bytes were read for it are put into ``read_by``."""
+        for number, source in enumerate(sources):
+            read_so_far, first = 0, True
+            for block in source.spans() if source.is_plain() else source.blocks():
+                if first:
+                    self.generated |= _begins(block, GENERATED_MARK)
+                    first = False
+                read_by.append((number, source.num_bytes - read_so_far))
+                read_so_far = source.num_bytes
+                yield block
 
     def result(self) -> ParsedLogs:
         """Join what only the whole log can tell."""
@@ -184,7 +201,7 @@ class _Reader:
             tuple(registry.processes),
             counts,
             dict(assembly.unknown_ops),
-            remarks(findings),
+            remarks(findings, registry.communicators),
             self.generated,
             tuple(self.files),
             self._tables(operations, versions),
@@ -221,6 +238,18 @@ class _Reader:
             unknown_ops=dict(self.assembly.unknown_ops),
             troubles=tuple(self.troubles),
         )
+
+
+def _num_bytes(sources: Sequence[LogSource]) -> int:
+    """Bytes of the files as they are, compressed or not."""
+    return sum(source.path.stat().st_size for source in sources if source.path.is_file())
+
+
+def _begins(block: Block, mark: bytes) -> bool:
+    if isinstance(block, bytes):
+        return block.startswith(mark)
+    with block.path.open("rb") as stream:
+        return stream.read(len(mark)) == mark
 
 
 def refuse_taken(out_dir: str | Path, csv: bool = False) -> None:

@@ -287,7 +287,11 @@ class _Block:
         ]
         remarking = np.flatnonzero(fast & ~self.is_call & (meanings >= REMARK))
         remarks, said = _remarks(
-            remarking, meanings[remarking] == LINK, line_heads[remarking], body_codes[remarking], slow
+            remarking,
+            meanings[remarking] == LINK,
+            line_heads[remarking].astype(np.int64),
+            body_codes[remarking],
+            slow,
         )
         grouping = np.flatnonzero(fast & self.is_call & ((meanings == GROUP_START) | (meanings == GROUP_END)))
         groups: Rows = {

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import pyarrow as pa
 
@@ -21,6 +21,8 @@ from commprof.errors import LogError
 
 STANDARD_INPUT: Final = "-"
 BLOCK_BYTES: Final = 4 << 20
+SPAN_BYTES: Final = 8 << 20
+_LOOK_BYTES: Final = 1 << 16
 LONGEST_LINE_BYTES: Final = 16 << 20
 
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
@@ -64,6 +66,17 @@ def _nothing_found(path: Path, text: str) -> str:
     return f"no file is called or matches {text}; expected an NCCL log, a glob, a directory of logs, or -"
 
 
+class Span(NamedTuple):
+    """Whole lines of a plain file: where they begin, and how many bytes they are."""
+
+    path: Path
+    begin: int
+    length: int
+
+
+Block = Span | bytes
+
+
 class LogSource:
     """One log, read once, as blocks of lines.
 
@@ -93,6 +106,46 @@ class LogSource:
                     f"cannot read {self.path}: {error.strerror or error}; expected a readable file"
                 ) from error
             yield from self._whole_lines(self._raw_blocks(stream))
+
+    def is_plain(self) -> bool:
+        """Whether any part of the log can be read by itself: a regular file that is not compressed."""
+        try:
+            if not self.path.is_file():
+                return False
+            with self.path.open("rb") as stream:
+                magic = stream.read(4)
+        except OSError:
+            return False
+        return not magic.startswith(_GZIP) and magic != _ZSTD
+
+    def spans(self) -> Iterator[Block]:
+        """The log as spans of whole lines, where :meth:`is_plain`; the same lines as in :meth:`blocks`.
+
+        Raises:
+            LogError: the file cannot be opened.
+        """
+        try:
+            with self.path.open("rb") as stream:
+                size = stream.seek(0, io.SEEK_END)
+                begin = 0
+                while begin < size:
+                    end = _after_newline(stream, begin + SPAN_BYTES, size)
+                    line = begin
+                    if end - begin > LONGEST_LINE_BYTES:
+                        line = _last_line(stream, begin, min(begin + SPAN_BYTES, size))
+                    if end - line > LONGEST_LINE_BYTES + 1:
+                        if line > begin:
+                            yield Span(self.path, begin, line - begin)
+                        self.overlong += 1
+                        yield b"\n"
+                    else:
+                        yield Span(self.path, begin, end - begin)
+                    self.num_bytes += end - begin
+                    begin = end
+        except OSError as error:
+            raise LogError(
+                f"cannot read {self.path}: {error.strerror or error}; expected a readable file"
+            ) from error
 
     def _whole_lines(self, raw_blocks: Iterator[bytes]) -> Iterator[bytes]:
         """Cut at newlines. A line that is too long leaves an empty one, so that lines keep their numbers."""
@@ -127,6 +180,24 @@ class LogSource:
                 return
             self.num_bytes += len(block)
             yield block
+
+
+def _after_newline(stream: io.BufferedReader, position: int, size: int) -> int:
+    """Where the first line begins that begins at or after ``position``; at most ``size``."""
+    position -= 1
+    while position < size:
+        stream.seek(position)
+        found = stream.read(_LOOK_BYTES).find(b"\n")
+        if found >= 0:
+            return position + found + 1
+        position += _LOOK_BYTES
+    return size
+
+
+def _last_line(stream: io.BufferedReader, begin: int, end: int) -> int:
+    """Where the last line begins that begins in ``begin`` (which begins one) to ``end``."""
+    stream.seek(begin)
+    return begin + stream.read(end - begin).rfind(b"\n") + 1
 
 
 def _open(path: Path, opened: ExitStack) -> io.BufferedIOBase:
