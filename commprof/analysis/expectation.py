@@ -11,16 +11,10 @@ import pyarrow as pa
 from commprof.analysis.answers import REQUESTED
 from commprof.analysis.frames import from_rows
 from commprof.errors import CommprofError
+from commprof.ledger.request import NO_CONFIG, NO_PARAMETERS, NOT_ZERO, as_asked
 from commprof.requested import zero
-from commprof.requested.configuration import read_configuration
 
-NO_CONFIG: Final = "no config was recorded"
-NOT_ZERO: Final = (
-    "the config is not one of DeepSpeed's: it has neither zero_optimization nor a batch size per GPU"
-)
 UNREADABLE: Final = "the config cannot be read by ZeRO's rules"
-NO_PARAMETERS: Final = "the run published no parameters, so nothing can be computed from their sizes"
-
 # Without zero_optimization such a config is stage 0.
 _DEEPSPEED_KEYS: Final = ("zero_optimization", "train_micro_batch_size_per_gpu")
 
@@ -49,28 +43,12 @@ def requested_reduction(
         effective: the one that the engine published, for a script that has no config file.
     """
     if config is None and effective is not None:
-        config = _as_asked(effective)
+        config = as_asked(effective)
     reason = why_no_zero_config(config)
     if reason is not None:
         return Requested(None, reason)
     op = zero.requested_gradient_op(config)
     return Requested(op, None if op else UNREADABLE)
-
-
-def _as_asked(effective: Mapping[str, Any]) -> dict[str, Any]:
-    """``effective`` without the gradient_reduction that its other keys lead to: nobody need have asked for that."""
-    section = effective.get("zero_optimization")
-    if not isinstance(section, Mapping):
-        return dict(effective)
-    asked = {
-        **effective,
-        "zero_optimization": {k: v for k, v in section.items() if k != "gradient_reduction"},
-    }
-    try:
-        followed = read_configuration(asked).reduction
-    except CommprofError:
-        return dict(effective)
-    return asked if followed == section.get("gradient_reduction") else dict(effective)
 
 
 def requested(

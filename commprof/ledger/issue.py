@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
@@ -146,3 +147,27 @@ def disagreements(collectives: pa.Table) -> list[str]:
                 f"{', '.join(map(str, per_rank))} times on ranks {', '.join(map(str, sorted(ranks)))}"
             )
     return list(found.values())
+
+
+def step_text(keys: Iterable[StepKey]) -> str:
+    """``init``, ``4`` or ``0-3,7``; of the second attempt ``0-3 (attempt 1)``."""
+    parts = []
+    by_attempt: dict[int, list[int]] = defaultdict(list)
+    for key in sorted(set(keys)):
+        by_attempt[key.attempt].append(key.step)
+    for attempt, steps in by_attempt.items():
+        ranges: list[list[int]] = []
+        for step in steps:
+            if ranges and step == ranges[-1][1] + 1 and ranges[-1][0] >= 0:
+                ranges[-1][1] = step
+            else:
+                ranges.append([step, step])
+        text = ",".join("init" if a < 0 else f"{a}-{b}" if a != b else str(a) for a, b in ranges)
+        parts.append(f"{text} (attempt {attempt})" if attempt else text)
+    return "; ".join(parts)
+
+
+def step_list(keys: Iterable[StepKey]) -> str:
+    """``Step 4`` or ``Steps 0-3,7``."""
+    listed = list(keys)
+    return f"{'Step' if len(listed) == 1 else 'Steps'} {step_text(listed)}"

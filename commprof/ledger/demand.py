@@ -1,0 +1,86 @@
+"""What every step of a run should send, and which steps stopped before their end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from commprof.errors import CommprofError
+from commprof.ledger import attribution
+from commprof.ledger.attribution import Class, Want
+from commprof.ledger.issue import Issued, Message, StepKey, step_list
+from commprof.ledger.request import RecordedRun, Request
+from commprof.requested.expectation import Expectation
+from commprof.schema import Purpose
+
+_AFTER_OVERFLOW: Final = frozenset({Purpose.GRADIENT_NORM, Purpose.PARAMETER_GATHER})
+
+
+def demands(
+    run: RecordedRun, request: Request, steps: Issued
+) -> tuple[dict[StepKey, dict[Class, Want]], frozenset[StepKey], list[str]]:
+    """What each step should send, the steps that did not reach their end, and remarks about both."""
+    if request.reason is not None:
+        return {}, frozenset(), []
+    ended: dict[StepKey, bool] = {}
+    for row in run.table("steps").select(["attempt", "step", "end_ns"]).to_pylist():
+        key = StepKey(row["attempt"], row["step"])
+        ended[key] = ended.get(key, True) and row["end_ns"] is not None
+    attempts = {key.attempt for key in (*steps, *ended)} or {0}
+    wanted: dict[StepKey, dict[Class, Want]] = {}
+    partial, overflowed = set(), []
+    try:
+        for attempt in sorted(attempts):
+            wanted[StepKey(attempt, -1)] = _wanted_before(request, StepKey(attempt, -1), steps)
+            keys = sorted(key for key in ended if key.attempt == attempt and key.step >= 0)
+            for ordinal, key in enumerate(keys):
+                expectations = request.expectations(key, ordinal)
+                if _overflowed(key, request, steps):
+                    overflowed.append(key)
+                    expectations = [row for row in expectations if row.purpose not in _AFTER_OVERFLOW]
+                elif not ended[key] or (key == keys[-1] and _unfinished(expectations, steps.get(key, {}))):
+                    partial.add(key)
+                wanted[key] = attribution.wants(expectations, request.world_size)
+    except CommprofError as error:
+        request.reason = str(error)
+        return {}, frozenset(), []
+    remarks = [f"{text[0].upper()}{text[1:]}." for text in dict.fromkeys(request.notes)]
+    if overflowed:
+        remarks.append(
+            f"{step_list(overflowed)}: ended at the overflow check, without norm and without gathering."
+        )
+    if partial:
+        remarks.append(
+            f"{step_list(sorted(partial))}: did not reach the end; what is not there is not counted as missing."
+        )
+    return wanted, frozenset(partial), remarks
+
+
+def _wanted_before(request: Request, key: StepKey, steps: Issued) -> dict[Class, Want]:
+    """What should be sent before the first step; a model made within ``zero.Init`` is broadcast once less."""
+    plain, lean = (
+        attribution.wants(request.expectations(key, zero_init=made), request.world_size)
+        for made in (False, True)
+    )
+    if plain == lean:
+        return plain
+    sent = attribution.attribute({key: steps.get(key, {})}, {key: lean}, frozenset())[key]
+    if all(finding.closes for finding in sent.values()):
+        request.notes.append("before the first step was sent what a model made within zero.Init needs")
+        return lean
+    return plain
+
+
+def _overflowed(key: StepKey, request: Request, steps: Issued) -> bool:
+    """Whether the step went as far as the overflow check and no further."""
+    if request.configuration is None or not request.configuration.check_overflow:
+        return False
+    purposes = {message.purpose for message in steps.get(key, {})}
+    return Purpose.OVERFLOW_CHECK in purposes and not purposes & _AFTER_OVERFLOW
+
+
+def _unfinished(expectations: Sequence[Expectation], messages: Mapping[Message, int]) -> bool:
+    """Whether nothing was sent of what ends a step: the script stopped within it. Asked of an attempt's last step only."""
+    ends = {row.purpose for row in expectations if row.when == "step"}
+    ends -= {Purpose.GRADIENT_REDUCE, Purpose.OVERFLOW_CHECK}
+    return bool(ends) and not {message.purpose for message in messages} & ends

@@ -1,0 +1,117 @@
+"""The rows of the ledger, and the list of what is left over, from the findings of every step."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from commprof.ledger import attribution, backends
+from commprof.ledger.attribution import Finding, Findings
+from commprof.ledger.issue import Message, StepKey, step_list, step_text
+from commprof.ledger.levels import INIT, STEPS, LedgerRow, Unexplained
+from commprof.schema import Op, wire_bytes
+
+
+def ledger_rows(findings: Findings) -> tuple[LedgerRow, ...]:
+    """One row for each purpose and operation, before the first step and in all steps together."""
+    merged: dict[tuple[str, str | None, str, str], list[Finding]] = defaultdict(list)
+    numbers: dict[str, int] = Counter()
+    for key, step in findings.items():
+        when = INIT if key.step < 0 else STEPS
+        numbers[when] += 1
+        for kind, finding in step.items():
+            merged[when, kind.purpose, kind.op, kind.group_ranks].append(finding)
+    by_class: dict[tuple[str, str | None, str], list[Finding]] = defaultdict(list)
+    for (when, purpose, op, _), found in merged.items():
+        by_class[when, purpose, op] += found
+    rows = [_row(*key, numbers[STEPS] if key[0] == STEPS else 0, found) for key, found in by_class.items()]
+    return tuple(sorted(rows, key=lambda row: (row.when, row.purpose or "~", row.issued_op or "")))
+
+
+def _row(when: str, purpose: str | None, op: str, steps: int, findings: Sequence[Finding]) -> LedgerRow:
+    wants = [finding.want for finding in findings if finding.want is not None]
+    messages: Counter[Message] = Counter()
+    for finding in findings:
+        messages.update(finding.messages)
+    size = max((message.group_size for message in messages), default=1)
+    payload = attribution.payload(messages)
+    expected_payload = sum(want.payload_bytes for want in wants)
+    by = {finding.explained_by for finding in findings} - {None}
+    ran, ran_bytes = _ran(messages)
+    return LedgerRow(
+        when=when,
+        steps=steps,
+        purpose=purpose,
+        requested_op=wants[0].requested_op if wants else None,
+        expected_op=op if wants else None,
+        expected_count=sum(want.count for want in wants) if wants else None,
+        expected_payload_bytes=expected_payload if wants else None,
+        requested_wire_bytes=wire_bytes(wants[0].requested_op, expected_payload, size) if wants else None,
+        issued_op=op if messages else None,
+        issued_count=sum(messages.values()),
+        issued_payload_bytes=payload,
+        issued_wire_bytes=_wire(messages),
+        executed_op=ran,
+        executed_count=sum(messages.values()) if ran else None,
+        executed_wire_bytes=ran_bytes,
+        explained_bytes=sum(finding.explained_bytes for finding in findings),
+        explained_by=min(str(name) for name in by) if by else None,
+    )
+
+
+def _wire(messages: Mapping[Message, int]) -> float:
+    return sum(wire_bytes(m.op, m.payload_bytes, m.group_size) * count for m, count in messages.items())
+
+
+def _ran(messages: Mapping[Message, int]) -> tuple[str | None, float | None]:
+    """What ran for ``messages`` and the modelled bytes of it; None where that is not known of all of them."""
+    ops = {message.executed_op for message in messages}
+    if not messages or None in ops:
+        return None, None
+    total = 0.0
+    for message, count in messages.items():
+        if backends.known(message.backend):
+            sent = backends.execution(message.op, message.payload_bytes, message.group_size).wire_bytes
+        else:
+            plain = message.executed_op if "+" not in str(message.executed_op) else message.op
+            same = plain if plain not in (Op.SEND, Op.RECV) else message.op
+            sent = wire_bytes(str(same), message.payload_bytes, message.group_size)
+        total += sent * count
+    return "+".join(sorted(str(op) for op in ops)), total
+
+
+def remarks(findings: Findings) -> list[str]:
+    """What is explained although it is not what was expected, a sentence for each purpose and difference."""
+    found: dict[str, list[StepKey]] = defaultdict(list)
+    for key, step in findings.items():
+        for kind, finding in step.items():
+            if finding.remark:
+                found[f"{kind.purpose}: {finding.remark}."].append(key)
+    return [f"{step_list(keys)}, {text}" for text, keys in found.items()]
+
+
+def unexplained(findings: Findings) -> Iterable[Unexplained]:
+    """Everything left over or missing, grouped over the steps in which it is the same."""
+    groups: dict[tuple[Any, ...], list[tuple[StepKey, int, int]]] = defaultdict(list)
+    for key, step in findings.items():
+        for kind, finding in step.items():
+            for message, count in finding.surplus.items():
+                reason = attribution.RAISED if message.status == "raised" else finding.reason
+                group = ("unexplained", *kind, message.payload_bytes, message.call_site, reason)
+                groups[group].append((key, count, count * message.payload_bytes))
+            if finding.lacking_bytes or finding.lacking_count:
+                group = ("missing", *kind, finding.lacking_bytes, None, finding.reason)
+                groups[group].append((key, finding.lacking_count, finding.lacking_bytes))
+    for (kind_name, purpose, op, ranks, _, site, reason), found in sorted(groups.items(), key=str):
+        yield Unexplained(
+            kind=kind_name,
+            steps=step_text([key for key, _, _ in found]),
+            purpose=purpose,
+            op=op,
+            group_ranks=ranks,
+            count=sum(count for _, count, _ in found),
+            payload_bytes=sum(size for _, _, size in found),
+            call_site=site,
+            reason=reason,
+        )
