@@ -1,8 +1,8 @@
 """What torch's Flight Recorder kept, asked for at the end: the backend's own list, beside which the records can be laid.
 
-It is asked for as JSON, never as the pickle that torch offers too. gloo's and NCCL's lists are rings of 2,000 entries by
-default (``TORCH_FR_BUFFER_SIZE``), so they hold the newest operations only. gloo lists no sends and receives, and names
-what it really ran: its reduce_scatter is an all_reduce.
+Only its JSON is asked for, though torch offers another form. gloo's and NCCL's lists are rings of 2,000 entries by
+default (``TORCH_FR_BUFFER_SIZE``), so they hold the newest operations only. gloo lists no sends and receives, and
+names what it really ran: its reduce_scatter is an all_reduce.
 """
 
 from __future__ import annotations
