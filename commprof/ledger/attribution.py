@@ -6,7 +6,7 @@ where no step closes, the whole class is named, since its messages cannot be tol
 
 Stage 3 leaves two things that only a run can show. What it sends to check the order of modules is an estimate, since modules
 without parameters are in no list. And an evaluation gathers the parameters once more: messages that repeat those of
-a step that closes, in a class whose count no rule fixes, are explained as that. Both are remarked upon.
+a step that closes, where every forward gathers, are explained as that. Both are remarked upon.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class Want:
     payload_bytes: int = 0
     exact: bool = True
     estimated: bool = False  # the bytes too are the rules' best guess
+    in_each_pass: bool = False  # parameters are gathered in every forward, an evaluation's as well
 
 
 @dataclass
@@ -86,6 +87,7 @@ def wants(expectations: Iterable[Expectation], world_size: int) -> dict[Class, W
         want.count += row.count
         want.payload_bytes += row.payload_bytes
         want.exact &= row.exact
+        want.in_each_pass |= row.purpose == Purpose.PARAMETER_GATHER and row.when == "micro_step"
         want.estimated |= row.purpose == Purpose.TRACE_CHECK and not row.exact
     return found
 
@@ -187,7 +189,7 @@ def _narrow(finding: Finding, want: Want, model: Counter[Message]) -> None:
     extra = finding.messages - model
     single = [message for message in finding.messages if message.payload_bytes == extra_bytes]
     if extra and payload(extra) == extra_bytes:
-        if not want.exact and extra.keys() <= model.keys():
+        if want.in_each_pass and extra.keys() <= model.keys():
             finding.remark = f"{finding.reason}: the rest repeats what a step sends, as an evaluation does"
             finding.surplus = Counter()
             finding.explained_bytes = payload(finding.messages)
