@@ -124,3 +124,82 @@ def test_members_of_one_communicator_form_one_family_with_global_ranks(fragment,
 
 def test_the_lines_of_torch_are_understood():
     assert parse_logs(log("torch-pgnccl")).counts.torch == 8
+
+
+# Rows of (rings, trees, lines of links, tuning, messages), and how many of the first three name no communicator: counted
+# in the files with grep; trees are ranks x trees, as 2.8 and newer say each twice.
+TABLES = {
+    "issue-226": ((0, 3, 5, 0, 0), 8),  # an excerpt: no line of one process but its own
+    "bigscience_2.7.8_allreduce": ((12, 48, 100, 0, 0), 0),
+    "bigscience_2.10.3": ((4, 64, 184, 0, 0), 0),
+    "efa_2.12": ((0, 0, 4, 0, 0), 0),
+    "picotron": ((2, 6, 1, 0, 0), 0),
+    "two_gpu_2.23.4": ((4, 2, 2, 5, 1), 0),
+    "deepspeed-issue-7128": ((1, 0, 0, 0, 0), 0),
+    "issue-1453": ((0, 0, 0, 3, 0), 0),
+    "ms-swift": ((0, 0, 11, 0, 0), 11),  # no init line
+    "allgather-int8": ((0, 0, 0, 0, 1), 0),
+    "ai-on-eks": ((0, 0, 0, 1, 0), 0),
+}
+
+
+@pytest.mark.parametrize("fragment", TABLES)
+def test_tables_of_topology_tuning_and_messages_hold_what_was_counted(fragment):
+    tables = parse_logs(log(fragment)).tables
+    links = tables["nccl_links"]["lines"].to_pylist()
+    rows = [tables[f"nccl_{name}"].num_rows for name in ("rings", "trees", "tuning", "messages")]
+    nameless = sum(tables[name]["comm"].null_count for name in ("nccl_rings", "nccl_trees", "nccl_links"))
+    assert ((rows[0], rows[1], sum(links), rows[2], rows[3]), nameless) == TABLES[fragment]
+
+
+def test_choices_name_their_operation_where_the_log_holds_it():
+    tuning = parse_logs(log("two_gpu_2.23.4")).tables["nccl_tuning"].to_pylist()
+    # The operation of line 54 is left out of the excerpt: its CALL line alone stands there.
+    assert [(r["line"], r["op_line"]) for r in tuning] == [(47, 44), (54, None), (57, 55), (60, 58), (63, 61)]
+    assert {r["comm"] for r in tuning} == {"0x6171c5824800", None}
+
+
+def test_rings_of_a_real_log_hold_every_rank_of_their_communicator():
+    rings = parse_logs(log("bigscience_2.7.8_allreduce")).tables["nccl_rings"].to_pylist()
+    assert {tuple(sorted(map(int, r["ranks"].split()))) for r in rings} == {(0, 1, 2, 3)}
+    assert [r["channel"] for r in rings] == list(range(12))
+    assert {r["comm"] for r in rings} == {
+        r["comm"] for r in parse_logs(log("bigscience_2.7.8_allreduce")).tables["nccl_communicators"].to_pylist()
+        if r["rank"] == 0
+    }  # fmt: skip
+
+
+def test_the_warning_and_the_trace_of_real_logs():
+    warning = parse_logs(log("allgather-int8")).tables["nccl_messages"].to_pylist()[0]
+    assert (warning["level"], warning["source"], warning["pid"], warning["device"], warning["line"]) == (
+        "warn", "transport/net_ib.cc:667", 201805, 0, 1,
+    )  # fmt: skip
+    assert warning["text"].startswith("NET/IB : collective mismatch error local size 32768")
+    trace = parse_logs(log("two_gpu_2.23.4")).tables["nccl_messages"].to_pylist()[0]
+    assert (trace["level"], trace["source"], trace["result"], trace["tid"]) == (
+        "trace",
+        "misc/socket.cc:47",
+        3,
+        6362,
+    )
+
+
+def test_groups_that_look_alike_have_no_family_and_say_so():
+    rows = parse_logs(log("megatron")).tables["nccl_communicators"].to_pylist()
+    assert len(rows) == 16
+    assert {(r["family"], r["nranks"]) for r in rows} == {(None, 2)}
+    assert all("look alike" in r["reason"] for r in rows)
+
+
+@pytest.mark.parametrize(
+    ("fragment", "families"),
+    [("deepspeed-issue-7128", [2, 2]), ("bigscience_2.10.3", [16]), ("accelerate", [5])],
+)
+def test_families_of_real_logs(fragment, families):
+    rows = parse_logs(log(fragment)).tables["nccl_communicators"].to_pylist()
+    found = [r["family"] for r in rows]
+    assert [found.count(number) for number in range(max(found) + 1)] == families
+
+
+def test_the_version_follows_from_a_line_of_tuning_where_there_is_no_banner():
+    assert set(parse_logs(log("ai-on-eks")).ops["version"].to_pylist()) == {"2.23.4 (inferred)"}
