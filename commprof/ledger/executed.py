@@ -58,7 +58,7 @@ def executed(run: RecordedRun, once: pa.Table) -> Executed:
     agreed, of, problems = _beside_flight(run.table("flight"), run.table("collectives"))
     source = "the known behaviour of gloo"
     if of:
-        source += f", and torch's Flight Recorder, which lists {agreed:,} of {of:,} compared collectives so"
+        source += f"; torch's Flight Recorder agrees on {agreed:,} of {of:,}"
     return Executed(ops, source, problems=problems)
 
 
