@@ -8,24 +8,19 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import os
 from collections import defaultdict
 from functools import cache
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from commprof.requested import Parameter, expected, micro_steps
+from commprof.requested import expected, micro_steps
 from commprof.requested.configuration import read_configuration
 from commprof.requested.gradients import bucketed_gradients
 from commprof.requested.parameters import trained_groups
 from commprof.requested.partition import lay_out
-
-ROOT = Path(__file__).resolve().parents[2]
-RECORDED = Path(os.environ.get("COMMPROF_RECORDED_RUNS", ROOT.parent / "shared" / "data" / "deepspeed"))
+from support.requested_cases import RECORDED, parameters_of
 
 OPS = {
     "allreduce": "all_reduce",
@@ -34,56 +29,6 @@ OPS = {
     "broadcast": "broadcast",
 }
 TRAINING = ("init", "forward", "backward", "step")
-
-
-def gpt_shapes(width=64, blocks=2, vocabulary=96, context=16):
-    yield "tok.weight", (vocabulary, width)
-    yield "pos.weight", (context, width)
-    for block in range(blocks):
-        for layer, shape in (
-            ("ln1", (width,)),
-            ("qkv", (3 * width, width)),
-            ("proj", (width, width)),
-            ("ln2", (width,)),
-            ("fc1", (4 * width, width)),
-            ("fc2", (width, 4 * width)),
-        ):
-            yield f"blocks.{block}.{layer}.weight", shape
-            yield f"blocks.{block}.{layer}.bias", shape[:1]
-    yield from (("lnf.weight", (width,)), ("lnf.bias", (width,)))
-    yield from (("head.weight", (vocabulary, width)), ("head.bias", (vocabulary,)))
-
-
-def mlp_shapes(sizes=(37, 131, 257, 67, 11)):
-    for layer, (inputs, outputs) in enumerate(pairwise(sizes)):
-        yield f"layers.{layer}.weight", (outputs, inputs)
-        yield f"layers.{layer}.bias", (outputs,)
-
-
-def unused_shapes():
-    """The MLP with a layer that no batch reaches and one that is frozen."""
-    yield from mlp_shapes()
-    yield from (("never.weight", (53, 101)), ("never.bias", (53,)))
-    yield from (("frozen.weight", (37, 37)), ("frozen.bias", (37,)))
-
-
-def parameters_of(case: dict[str, Any]) -> list[Parameter]:
-    if case.get("kind") == "unused":
-        shapes = list(unused_shapes())
-    else:
-        shapes = list(mlp_shapes() if case.get("model") == "mlp" else gpt_shapes())
-    # Two groups: matrices and the rest, which is also how Muon splits a model.
-    split = case.get("two_groups") or case["config"].get("optimizer", {}).get("type") == "Muon"
-    return [
-        Parameter(
-            name,
-            math.prod(shape),
-            param_group=int(bool(split) and len(shape) == 1),
-            requires_grad=not name.startswith("frozen"),
-            forward_index=index,
-        )
-        for index, (name, shape) in enumerate(shapes)
-    ]
 
 
 def gradient_order_of(case: dict[str, Any]) -> list[str]:
