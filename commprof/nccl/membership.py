@@ -32,6 +32,36 @@ class Membership(NamedTuple):
     ambiguous: tuple[int, ...]
 
 
+class _Logs(NamedTuple):
+    """What all communicators together tell: the processes that have a rank, the largest size, starts of the job.
+
+    A restart puts a new process on a card that an earlier process of the same file had: ``attempts`` counts the
+    earlier ones, by process. Two processes that live at one time have two cards.
+    """
+
+    processes: set[int]
+    largest: int
+    attempts: dict[int, int]
+
+    @classmethod
+    def of(cls, communicators: Sequence[Communicator]) -> _Logs:
+        """Gather it from the communicators of the logs, in their order."""
+        ranked = [communicator for communicator in communicators if communicator.rank is not None]
+        cards: dict[tuple[object, ...], int] = {}
+        attempts: dict[int, int] = {}
+        for communicator in ranked:
+            if communicator.process in attempts:
+                continue
+            card = (communicator.file, communicator.host, communicator.bus_id, communicator.cuda_device)
+            attempts[communicator.process] = cards.get(card, 0)
+            cards[card] = attempts[communicator.process] + 1
+        return cls(
+            {communicator.process for communicator in ranked},
+            max((communicator.nranks or 0 for communicator in ranked), default=0),
+            attempts,
+        )
+
+
 def find_families(communicators: Sequence[Communicator]) -> Membership:
     """Group communicators into families, set ``family`` on each member, or ``family_reason``.
 
@@ -50,11 +80,10 @@ def find_families(communicators: Sequence[Communicator]) -> Membership:
     families: list[tuple[int, ...]] = []
     ambiguous: list[int] = []
     refused: set[FamilyKey] = set()
+    logs = _Logs.of(communicators)
     for key, group in members.items():
-        reason = _objection(key, group, communicators, refused)
-        attempts = (
-            _attempts(group, communicators) if reason == LOOK_ALIKE and key[0] == ("plain",) else [group]
-        )
+        reason = _objection(key, group, logs, refused)
+        attempts = _attempts(group, logs) if reason == LOOK_ALIKE and key[0] == ("plain",) else [group]
         if reason is not None and len(attempts) == 1:
             refused.add(key)
             for communicator in group:
@@ -71,7 +100,7 @@ def find_families(communicators: Sequence[Communicator]) -> Membership:
 def _objection(
     key: FamilyKey,
     group: Sequence[Communicator],
-    communicators: Sequence[Communicator],
+    logs: _Logs,
     refused: set[FamilyKey],
 ) -> str | None:
     """Why the communicators of one key may be more than one family; None where they are one."""
@@ -84,32 +113,17 @@ def _objection(
         return LOOK_ALIKE
     if identity[0] in ("plain", "grow") and not _is_complete(group):
         # The first and largest communicator of every process of the logs is taken for one, as the remarks say.
-        processes = {communicator.process for communicator in communicators if communicator.rank is not None}
-        largest = max(communicator.nranks or 0 for communicator in communicators)
-        if key[2] == 0 and group[0].nranks == largest and {c.process for c in group} == processes:
+        if key[2] == 0 and group[0].nranks == logs.largest and {c.process for c in group} == logs.processes:
             return None
         return INCOMPLETE
     return None
 
 
-def _attempts(group: list[Communicator], communicators: Sequence[Communicator]) -> list[list[Communicator]]:
-    """``group`` by start of the job, where each start has every rank once; else ``group`` alone.
-
-    A restart puts a new process on a card that an earlier process of the same file had. Two processes that live at one
-    time have two cards.
-    """
-    cards: dict[tuple[object, ...], list[int]] = {}
-    attempt: dict[int, int] = {}
-    for communicator in communicators:
-        if communicator.rank is None or communicator.process in attempt:
-            continue
-        card = (communicator.file, communicator.host, communicator.bus_id, communicator.cuda_device)
-        users = cards.setdefault(card, [])
-        users.append(communicator.process)
-        attempt[communicator.process] = len(users) - 1
+def _attempts(group: list[Communicator], logs: _Logs) -> list[list[Communicator]]:
+    """``group`` by start of the job, where each start has every rank once; else ``group`` alone."""
     parts: dict[int, list[Communicator]] = {}
     for communicator in group:
-        parts.setdefault(attempt[communicator.process], []).append(communicator)
+        parts.setdefault(logs.attempts[communicator.process], []).append(communicator)
     return list(parts.values()) if all(_is_complete(part) for part in parts.values()) else [group]
 
 
