@@ -203,3 +203,22 @@ def test_families_of_real_logs(fragment, families):
 
 def test_the_version_follows_from_a_line_of_tuning_where_there_is_no_banner():
     assert set(parse_logs(log("ai-on-eks")).ops["version"].to_pylist()) == {"2.23.4 (inferred)"}
+
+
+def test_lines_that_neither_begin_nor_end_a_communicator(tmp_path):
+    # From the formats of 2.28.7 and 2.18.1: no public log holds them.
+    prefix = "host:10:10 [0] NCCL INFO "
+    lines = [
+        "ncclCommInitRank comm 0x10 rank 0 nranks 2 cudaDev 0 nvmlDev 0 busId 5000 commId 0xa - Init START",
+        "ncclCommInitRank comm 0x10 rank 0 nranks 2 cudaDev 0 nvmlDev 0 busId 5000 commId 0xa - Init COMPLETE",
+        "Rank 0 has color with NCCL_SPLIT_NOCOLOR, not creating a new communicator",
+        "comm 0x10 rank 0 nRanks 2 cudaDev 0 busId 5000 - Revoke START",
+        "comm 0x10 rank 0 nRanks 2 cudaDev 0 busId 5000 - Revoke COMPLETE, result 0",
+        "comm 0x10 rank 0 nRanks 2 cudaDev 0 busId 5000 - Abort START",
+        "comm 0x10 rank 0 nranks 2 cudaDev 0 busId 5000 - Abort COMPLETE",
+    ]
+    for count, ended in ((6, None), (7, "abort")):
+        path = tmp_path / f"{count}.log"
+        path.write_text("".join(f"{prefix}{line}\n" for line in lines[:count]))
+        rows = parse_logs(path).tables["nccl_communicators"].to_pylist()
+        assert [(r["comm"], r["comm_epoch"], r["ended"]) for r in rows] == [("0x10", 0, ended)]
