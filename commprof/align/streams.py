@@ -325,11 +325,7 @@ def calls_told(ops: pa.Table) -> Codes:
     whole = np.asarray(pc.equal(ops["state"], "whole"))
     call = np.asarray(pc.equal(ops["kind"], "call"))
     twin = np.asarray(ops["twin_line"].is_valid())
-    kept = whole & ~(call & twin)
-    if not twin.any() and call.any():  # tables of earlier versions do not join twins: COLL lines are enough
-        keys, _ = distinct_rows(ops, _COMM_COLUMNS)
-        kept &= ~(call & np.isin(keys, np.unique(keys[kept & ~call])))
-    return np.flatnonzero(kept)
+    return np.flatnonzero(whole & ~(call & twin))
 
 
 def _told_by_torch(communicators: pa.Table | None) -> dict[tuple[Any, ...], tuple[Any, ...]]:
