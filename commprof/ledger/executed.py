@@ -14,10 +14,6 @@ from commprof.ledger.request import RecordedRun
 from commprof.schema import Op
 
 NCCL: Final = "nccl"
-NO_LOG: Final = (
-    "no NCCL log was aligned with this run: record with commprof run, which asks NCCL for one, or give the log to "
-    "commprof align"
-)
 _P2P: Final = frozenset({Op.SEND, Op.RECV})
 
 
@@ -97,16 +93,14 @@ def _alignment(run: RecordedRun) -> tuple[pa.Table | None, pa.Table, str]:
     if matches.num_rows:
         return matches, lines, ""
     from commprof.align import matching
+    from commprof.nccl.parser import parse_logs
 
-    align_run = getattr(matching, "align_run", None)
-    logs = run.path / "nccl"
-    if align_run is None or not logs.is_dir() or not any(logs.iterdir()):
-        return None, lines, NO_LOG
     try:
-        report = align_run(run)
+        parsed = parse_logs([matching.logs_of(run.path)])
+        report = matching.align(run, parsed.ops, parsed.tables.get("nccl_communicators"))
     except CommprofError as error:
-        return None, lines, str(error)
-    return report.matches, getattr(report, "ops", lines), ""
+        return None, lines, str(error).rstrip(".")
+    return report.matches, parsed.ops, ""
 
 
 def _together(ops: Sequence[str] | None) -> str | None:

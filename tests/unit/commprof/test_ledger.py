@@ -361,3 +361,33 @@ def test_the_command_lists_what_is_unexplained(capsys, tmp_path):
     assert "train.py:7 main" in text
     assert "; 1 collective has no explanation." in " ".join(text.split())
     assert "100.000 %" not in text
+
+
+def test_on_nccl_what_ran_is_what_the_log_says(tmp_path):
+    made = SyntheticRun(world_size=2, backend="nccl", config={"zero_optimization": {"stage": 0}})
+    made.add_parameters({"w": 250})
+    made.add_collective("broadcast", payload_bytes=1000, step=-1, purpose="parameter_broadcast", peer=0)
+    made.add_step(0)
+    made.add_collective("all_reduce", payload_bytes=1000, step=0, purpose="gradient_reduce")
+    made.add_collective("all_reduce", payload_bytes=4, step=0, purpose="gradient_norm")
+    run = made.write(tmp_path / "run")
+    assert api.verify(run).sources["executed"].startswith("not known: ")
+    (run / "nccl").mkdir()
+    for rank in (0, 1):
+        head = f"host-a:{1000 + rank}:{1000 + rank} [{rank}] NCCL INFO "
+        lines = [
+            f"{head}ncclCommInitRank comm 0x55{rank}0 rank {rank} nranks 2 cudaDev {rank} nvmlDev {rank} "
+            "busId 1000 commId 0x9f - Init COMPLETE"
+        ]
+        lines += [
+            f"{head}{op}: opCount {number} sendbuff 0x1 recvbuff 0x2 count {count} datatype 7 op 0 root 0 "
+            f"comm 0x55{rank}0 [nranks=2] stream 0x3"
+            for number, (op, count) in enumerate([("Broadcast", 250), ("AllReduce", 250), ("AllReduce", 1)])
+        ]
+        (run / "nccl" / f"log.{1000 + rank}").write_text("\n".join(lines) + "\n")
+    verdict = api.verify(run)
+    assert (verdict.state, verdict.sources["executed"]) == (
+        "closed",
+        "the NCCL log: 6 lines matched with records",
+    )
+    assert row(verdict, "gradient_reduce").executed_op == "all_reduce"
