@@ -113,7 +113,9 @@ def test_a_bucket_is_scattered_unless_it_fits_and_nobody_wants_that(keys, gradie
     assert {row.requested_op for row in rows} == {asked}
 
 
-@pytest.mark.parametrize(("size", "parts"), [(100, 1), (15, 1), (14, 1), (13, 2), (8, 2), (7, 2), (6, 3), (1, 4)])
+@pytest.mark.parametrize(
+    ("size", "parts"), [(100, 1), (15, 1), (14, 1), (13, 2), (8, 2), (7, 2), (6, 3), (1, 4)]
+)
 def test_slices_of_a_rank_are_optimised_in_parts(size, parts):
     # On 2 ranks: slices of 6, 2, 5 and 2, that is 15 in all.
     assert sub_groups([MODEL], size, 2) == parts
