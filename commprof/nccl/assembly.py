@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from commprof.nccl import lines as nccl_lines
-from commprof.nccl.calls import Launches, Twins
+from commprof.nccl.calls import Groups, Launches, Twins
 from commprof.nccl.communicators import Registry, note_operation_form
 from commprof.nccl.heads import KnownHosts, Origin
 from commprof.nccl.layouts import FIELDS
@@ -113,7 +113,7 @@ class Assembly:
         for row, line in late:
             self.rows.set_twin(row, line)
         groups = self._groups(scan, heads, events)
-        columns["launch"] = self._launches.number(columns["thread"], columns["place"], *groups)
+        columns["launch"] = self._launches.number(columns["thread"], columns["place"], groups)
         self.rows.append(columns)
         self.lines += scan.lines
 
@@ -289,9 +289,7 @@ class Assembly:
             else:
                 note_operation_form(process, line, line.op in BYTE_TYPED_OPS)
 
-    def _groups(
-        self, scan: Scan, heads: list[Origin], events: list[_Event]
-    ) -> tuple[Numbers, Numbers, Numbers]:
+    def _groups(self, scan: Scan, heads: list[Origin], events: list[_Event]) -> Groups:
         """Threads, places and steps of the lines that begin and end groups."""
         fast = scan.groups
         by_head = {
@@ -306,7 +304,7 @@ class Assembly:
                 steps.append(message.step)
         order = np.argsort(np.array(places, np.int64), kind="stable")
         columns = [np.array(column, np.int64)[order] for column in (threads, places, steps)]
-        return columns[0], columns[1], columns[2]
+        return Groups(columns[0], columns[1], columns[1] // _PER_LINE + self.lines + 1, columns[2])
 
     def _repeated(self, scan: Scan, heads: list[Origin]) -> list[_Remark]:
         """The remarks of regular lines, each read once."""

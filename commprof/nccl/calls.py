@@ -83,45 +83,49 @@ def _fields(columns: Mapping[str, Column], row: int, kind: int) -> tuple[int, ..
     return tuple(int(columns[name][row]) for name in _SAME)
 
 
+class Groups(NamedTuple):
+    """Lines that begin (step 1) and end (step -1) groups: thread, place in the block, line of the log."""
+
+    threads: Numbers
+    places: Numbers
+    lines: Numbers
+    steps: Numbers
+
+
 class Launches:
-    """Numbers the groups of operations, block by block."""
+    """Numbers the groups of operations, block by block: by the line of the ``ncclGroupStart`` that opens them."""
 
     def __init__(self) -> None:
         self._open: dict[int, tuple[int, int]] = {}  # by thread: depth, number of the launch
-        self._launches = 0
 
     def forget(self) -> None:
         """A new log begins."""
         self._open.clear()
 
-    def number(
-        self, threads: Numbers, places: Numbers, group_threads: Numbers, group_places: Numbers, steps: Numbers
-    ) -> Numbers:
+    def number(self, threads: Numbers, places: Numbers, groups: Groups) -> Numbers:
         """The launch of each row, -1 where it is in none.
 
         Args:
             threads: the number of each row's thread.
             places: where each row stands in the block.
-            group_threads: the thread of each start and end of a group.
-            group_places: where it stands.
-            steps: 1 for a start, -1 for an end.
+            groups: the lines that begin and end groups, in order.
         """
         launches = np.full(len(threads), -1, np.int64)
-        for thread in sorted({*group_threads.tolist(), *self._open}):
-            if thread < 0:
+        for thread in {*groups.threads.tolist(), *self._open} - {-1}:
+            rows, marks = np.flatnonzero(threads == thread), np.flatnonzero(groups.threads == thread)
+            if not len(rows) + len(marks):
                 continue
-            rows, marks = np.flatnonzero(threads == thread), np.flatnonzero(group_threads == thread)
             depth, current = self._open.pop(thread, (0, -1))
-            order = np.argsort(np.append(places[rows], group_places[marks]), kind="stable")
-            step = np.append(np.zeros(len(rows), np.int64), steps[marks])[order]
+            order = np.argsort(np.append(places[rows], groups.places[marks]), kind="stable")
+            step = np.append(np.zeros(len(rows), np.int64), groups.steps[marks])[order]
+            line = np.append(np.full(len(rows), -1), groups.lines[marks])[order]
             level = depth + np.cumsum(step)
             # An end without a start, in a log that begins late, counts for nothing.
             level -= np.minimum(np.minimum.accumulate(level), 0)
             began = (step > 0) & (level == 1)
-            number = np.where(np.cumsum(began) > 0, self._launches - 1 + np.cumsum(began), current)
+            number = np.maximum.accumulate(np.where(began, line, current))
             inside = (order < len(rows)) & (level > 0)
             launches[rows[order[inside]]] = number[inside]
-            self._launches += int(began.sum())
             if level[-1] > 0:
                 self._open[thread] = (int(level[-1]), int(number[-1]))
         return launches

@@ -87,9 +87,9 @@ def read_coll(bodies: Bodies) -> tuple[Rows, Flags]:
         rows = np.flatnonzero(number == len(layout) - 1)
         if not len(rows):
             continue
-        inner = blanks[first[rows][:, None] + np.arange(len(layout) - 1)]
-        begins = np.column_stack([bodies.begin[rows], inner + 1]).T
-        ends = np.column_stack([inner, bodies.end[rows]]).T
+        inner = blanks[first[rows] + np.arange(len(layout) - 1)[:, None]]
+        begins = np.vstack([bodies.begin[rows], inner + 1])
+        ends = np.vstack([inner, bodies.end[rows]])
         right = np.ones(len(rows), bool)
         for token, begin, end in zip(layout, begins, ends, strict=True):
             right &= _read_token(bodies.text, token, begin, end, columns, rows)

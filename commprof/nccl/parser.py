@@ -162,7 +162,7 @@ class _Reader:
         self.troubles = [source.trouble for source in sources if source.trouble]
 
     def _blocks(self, sources: Sequence[LogSource], read_by: deque[tuple[int, int]]) -> Iterator[Block]:
-        """The blocks of all logs; for each, the number of its log and how many bytes were read for it are put into ``read_by``."""
+        """The blocks of all logs; ``read_by`` gets the log's number and the bytes read for each."""
         for number, source in enumerate(sources):
             read_so_far, first = 0, True
             for block in source.spans() if source.is_plain() else source.blocks():

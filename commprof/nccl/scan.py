@@ -112,12 +112,19 @@ class Scanner:
         self._careful = careful
         self._heads: dict[bytes, Head | None] = {}
         self._bodies: dict[bytes, int] = {}
+        self._flags = np.zeros((2, 0), bool)
 
     def scan(self, data: bytes) -> Scan:
         """Read a block of whole lines; the last may lack its newline."""
         if data and not data.endswith(b"\n"):
             data += b"\n"
         return _Block(data, self).read(self._careful)
+
+    def flags(self, number: int) -> tuple[Flags, Flags]:
+        """Two arrays of ``number`` flags to write to, the same ones each time: fresh memory costs more than the work."""
+        if self._flags.shape[1] < number:
+            self._flags = np.zeros((2, number), bool)
+        return self._flags[0, :number], self._flags[1, :number]
 
     def head(self, text: bytes) -> Head | None:
         """The head that ``text`` is, up to where the fields begin; None where that takes a closer look."""
@@ -189,7 +196,8 @@ class _Block:
 
     def _find_lines(self) -> None:
         """Where lines begin and end (at their newline), which end with a return, and which hold control bytes."""
-        low = np.flatnonzero(self.bytes < ord(" "))
+        flags, _ = self.scanner.flags(len(self.bytes))
+        low = np.flatnonzero(np.less(self.bytes, ord(" "), out=flags))
         values = self.bytes[low]
         self.ends = low[values == ord("\n")]
         self.size = len(self.ends)
@@ -207,8 +215,12 @@ class _Block:
 
     def _places(self, text: bytes) -> Positions:
         """Where ``text`` stands, of up to 8 bytes, the first two of which are rare together."""
-        at = np.flatnonzero((self.bytes[:-1] == text[0]) & (self.bytes[1:] == text[1]))
-        at = at[at < len(self._words)]
+        if not len(self._words):
+            return np.zeros(0, np.int64)
+        first, second = self.scanner.flags(len(self._words))
+        np.equal(self.bytes[: len(first)], text[0], out=first)
+        np.equal(self.bytes[1 : len(first) + 1], text[1], out=second)
+        at = np.flatnonzero(np.logical_and(first, second, out=first))
         mask = np.uint64((1 << 8 * len(text)) - 1)
         found: Positions = at[self._words[at] & mask == np.uint64(int.from_bytes(text, "little"))]
         return found
