@@ -1,7 +1,8 @@
 """Time that NCCL's log adds to one all_reduce, by setting. Needs NCCL and a GPU; says so where there is none.
 
 The log cannot be switched in a running process, so each setting is a process of its own with a communicator of one rank; the
-settings take turns, and the figure is the median over the rounds. Host time per call, of calls that are queued, not waited for.
+settings take turns, and the figure is the median over the rounds. Host time per call, of calls that are queued and not
+waited for.
 """
 
 from __future__ import annotations
