@@ -11,6 +11,7 @@ from commprof.cli import rendering
 from commprof.cli.console import say
 from commprof.cli.extras import needed
 from commprof.cli.rendering import Heading, Rows
+from commprof.errors import LogError
 
 if TYPE_CHECKING:
     from commprof.nccl.parser import ParsedLogs
@@ -54,11 +55,18 @@ def parse(
         refuse_taken(out, csv)
     parsed = read_logs(logs)
     counts = parsed.counts._asdict()
+    if counts["lines"] and not parsed.is_nccl:
+        raise LogError(
+            f"none of {counts['lines']:,} lines in {', '.join(logs)} is a line of NCCL's log; expected lines like "
+            "'host:pid:tid [device] NCCL INFO ...', which NCCL prints with NCCL_DEBUG=INFO"
+        )
     if as_json:
         rendering.show_json({"counts": counts, "unknown_ops": parsed.unknown_ops, "notes": parsed.notes})
     else:
         shown = ", ".join(
-            f"{value:,} {name}" for name, value in counts.items() if value and name not in _SILENT
+            f"{value:,} {name.removesuffix('s') if value == 1 else name}"
+            for name, value in counts.items()
+            if value and name not in _SILENT
         )
         rendering.show(f"read {shown}", "", operations(parsed), *parsed.notes)
     if out is not None:

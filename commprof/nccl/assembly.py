@@ -84,6 +84,7 @@ class Assembly:
         self._comms: dict[bytes, int] = {}
         self._threads: dict[tuple[int, int], int] = {}
         self._twins, self._launches = Twins(), Launches()
+        self.has_heads = False
         self._int8: set[int] = set()
         self.file = -1
         self.lines = 0
@@ -102,6 +103,7 @@ class Assembly:
         self.counts["understood"] += len(scan.operations["line"]) + len(scan.groups["line"])
         self.counts["understood"] += int(scan.remarks["times"].sum())
         self.counts["lines"] += scan.lines
+        self.has_heads |= bool(scan.heads or scan.hosts or any(line.raw is not None for line in scan.slow))
         self._meet_processes(scan, heads, operations, events)
         columns = self._columns(scan, heads, operations)
         int8 = (columns["datatype"] == 0) & np.isin(columns["op"], _BYTE_TYPED) & (columns["state"] == WHOLE)

@@ -85,6 +85,7 @@ class ParsedLogs:
         files: the log files in order; ``Communicator.file`` counts them.
         tables: ``nccl_communicators``, ``nccl_rings``, ``nccl_trees``, ``nccl_links``, ``nccl_tuning`` and
             ``nccl_messages``, by name.
+        is_nccl: whether any line is one that NCCL, or torch about it, prints.
     """
 
     operations: Operations
@@ -96,6 +97,7 @@ class ParsedLogs:
     generated: bool
     files: tuple[str, ...]
     tables: Mapping[str, pa.Table]
+    is_nccl: bool
 
     @property
     def ops(self) -> pa.Table:
@@ -205,6 +207,7 @@ class _Reader:
             self.generated,
             tuple(self.files),
             self._tables(operations, versions),
+            assembly.has_heads or counted["understood"] > 0,
         )
 
     def _tables(self, operations: Operations, versions: Versions) -> dict[str, pa.Table]:
