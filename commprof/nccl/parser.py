@@ -118,7 +118,7 @@ def parse_logs(
     Args:
         paths: files, globs, directories (all files below them), or ``-`` for standard input.
         progress: called with the number of bytes of each block that was read.
-        workers: processes that read large files beside this one, by default one per processor, up to four; 0 for none.
+        workers: processes that read large files beside this one, by default one per processor, up to three; 0 for none.
         scratch: an existing directory for rows that are too many for memory, by default that for temporary files.
         careful: read every line by itself, which is many times slower and gives the same.
 

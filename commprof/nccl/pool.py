@@ -13,7 +13,7 @@ from commprof.errors import LogError
 from commprof.nccl.scan import Scan, Scanner
 from commprof.nccl.sources import Block
 
-MOST_WORKERS: Final = 4
+MOST_WORKERS: Final = 3
 # A worker reads one span while the next one waits for it. Bytes do not wait: both ends of a pipe would.
 _SPANS_EACH, _BYTES_EACH = 2, 1
 

@@ -44,13 +44,13 @@ ROW_TYPES: Final[dict[str, pa.DataType]] = {
     "launch": pa.int64(),
 }
 _SCHEMA: Final = pa.schema(list(ROW_TYPES.items()))
-_MOST_IN_MEMORY: Final = 1 << 18
+_MOST_IN_MEMORY: Final = 1 << 17
 Column = npt.NDArray[Any]
 Rows = dict[str, Column]
 
 
 class RowStore:
-    """Keeps batches of rows in order; beyond a quarter of a million of them, in a file that is gone with the store."""
+    """Keeps batches of rows in order; beyond some hundred thousand of them, in a file that is gone with the store."""
 
     def __init__(self, scratch: Path | None = None) -> None:
         """
