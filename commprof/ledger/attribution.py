@@ -4,9 +4,10 @@ A class of messages is a purpose, an operation and a group. Where count and byte
 messages are explained. Where they are not, the messages that have no counterpart in a step that closed are singled out;
 where no step closes, the whole class is named, since its messages cannot be told apart.
 
-Stage 3 leaves two things that only a run can show. What it sends to check the order of modules is an estimate, since modules
-without parameters are in no list. And an evaluation gathers the parameters once more: messages that repeat those of
-a step that closes, where every forward gathers, are explained as that. Both are remarked upon.
+Stage 3 leaves two things that only a run can show. Bytes that depend on the order in which modules run (the checks of
+that order; gathers under activation checkpointing or tight limits) are an estimate. And an evaluation gathers the
+parameters once more: messages that repeat those of a step that closes, where every forward gathers, are explained as
+that. Both are remarked upon.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def wants(expectations: Iterable[Expectation], world_size: int) -> dict[Class, W
         want.payload_bytes += row.payload_bytes
         want.exact &= row.exact
         want.in_each_pass |= row.purpose == Purpose.PARAMETER_GATHER and row.when == "micro_step"
-        want.estimated |= row.purpose == Purpose.TRACE_CHECK and not row.exact
+        want.estimated |= not row.bytes_exact
     return found
 
 
@@ -135,7 +136,7 @@ def _judge(kind: Class, messages: Counter[Message], wants: Mapping[Class, Want],
     finding.reason = _difference(count, total, want)
     if want.estimated and messages:
         finding.explained_bytes = total
-        finding.remark = f"{finding.reason}: an estimate, since modules without parameters are in no list"
+        finding.remark = f"{finding.reason}: an estimate, since the order in which modules run is in no list"
         return finding
     if total > want.payload_bytes or (total == want.payload_bytes and count > want.count):
         finding.surplus = raised or messages.copy()
