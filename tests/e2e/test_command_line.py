@@ -10,6 +10,7 @@ import sys
 import urllib.request
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -99,9 +100,15 @@ def test_planted_lines_are_found_missing_and_extra(recorded):
         capture_output=True,
     )
     found = json.loads(output(directory, "align", "latest", "log", "--json"))
-    assert (found["missing"], found["extra"], found["generated"]) == (3, 2, True)
+    assert found["generated"] and found["extra"] == 2
     records = json.loads(output(directory, "report", "latest", "--json"))["overview"]["records"]
-    assert found["matched"] == records - 3
+    # Broadcasts of equal parameters follow each other: which of those lost its line cannot be told, that one did can.
+    rows = pq.read_table(run / "matches.parquet").to_pylist()
+    unclear = [row for row in rows if row["state"] == "ambiguous"]
+    lost = sum((row["seq"] is not None) - (row["line"] is not None) for row in unclear)
+    assert found["missing"] + lost == 3
+    assert sum(row["seq"] is not None for row in rows) == records
+    assert sum(row["line"] is not None for row in rows) == records - 3 + 2
 
 
 @pytest.mark.ranks
