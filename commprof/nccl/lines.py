@@ -128,7 +128,7 @@ class RemarkLine(NamedTuple):
 
 
 class FragmentLine(NamedTuple):
-    """The rest of a torn line: fields of an operation without its name. Its head was counted where it stands."""
+    """A part of an operation's line where no message begins: its fields without its name, or its name without a head."""
 
 
 Line = (
@@ -171,6 +171,9 @@ _CALL = re.compile(
     + rb")\)"
 )
 _CALL_BEGIN = re.compile(rb"nccl(\w{1,40}+)\(")
+_NAMES = b"|".join(sorted(OPERATIONS, key=len, reverse=True))
+# An operation that is named in a place where no message begins: what stood in front of it was torn.
+_MENTION = re.compile(rb"(?<!\w)(?:" + _NAMES + rb"): opCount |NCCL CALL nccl(?:" + _NAMES + rb")\(")
 _COMM = re.compile(
     rb"(?P<marked>\[Rank \d+\] )?(?:(?P<api>\w+) )?comm (?P<comm>" + _ADDRESS + rb") rank (?P<rank>\d{1,9})"
     rb" n[rR]anks (?P<nranks>\d{1,9}) cudaDev (?P<device>-?\d{1,5})(?: nvmlDev (?P<nvml>-?\d{1,5}))?"
@@ -202,7 +205,13 @@ _CONTROLS = bytes(range(32)).replace(b"\t", b"") + b"\x7f"
 
 def may_speak_headless(line: bytes) -> bool:
     """Whether :func:`read_line` may find anything in a line without a head; cheap."""
-    return b": o" in line or b"[nranks=" in line or b"NCCL version" in line or b" created ncclComm_ " in line
+    return (
+        b": o" in line
+        or b"[nranks=" in line
+        or b"NCCL version" in line
+        or b"NCCL CALL nccl" in line
+        or b" created ncclComm_ " in line
+    )
 
 
 def clean_line(line: bytes) -> bytes:
@@ -234,10 +243,10 @@ def read_line(line: bytes, hosts: KnownHosts) -> list[Line]:
 
 def read_message(origin: Origin, body: bytes, level: bytes, source: bytes = b"") -> Line | None:
     """The message behind one head, None when it says nothing that goes to a table."""
-    if level == b"CALL":
-        return _call(origin, body)
-    message = _info(origin, body)
-    if message is not None:
+    message = _call(origin, body) if level == b"CALL" else _info(origin, body)
+    if message is None and _MENTION.search(body):
+        return FragmentLine()
+    if message is not None or level == b"CALL":
         return message
     record: Topology | TuningLine | TuningModelLine | Message | None
     if level in (b"WARN", b"ABORT"):
@@ -256,7 +265,7 @@ def read_headless(text: bytes) -> list[Line]:
         found.append(TorchCommLine(created[5], created[1], created[2], int(rank)))
     if begin := _COLL_BEGIN.match(text):
         found.append(_torn(None, begin[1], "coll"))
-    elif b"[nranks=" in text:
+    elif b"[nranks=" in text or _MENTION.search(text):
         found.append(FragmentLine())
     return found
 

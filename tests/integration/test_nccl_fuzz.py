@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from benchmarks.nccl_log import generate
 from commprof.nccl.parser import ParsedLogs, parse_logs
 from support.log_mutations import MUTATIONS, mutate
-from support.strict_nccl import BEGINS, BEGUN, WholeLine, printable, read_strictly, whole_messages
+from support.strict_nccl import BEGINS, MENTIONED, WholeLine, printable, read_strictly, whole_messages
 
 ROOT = Path(__file__).resolve().parents[2]
 LOGS = Path(os.environ.get("COMMPROF_NCCL_LOGS", ROOT.parent / "shared" / "data" / "nccl-logs"))
@@ -57,16 +57,22 @@ def check(text: bytes, parsed: ParsedLogs) -> Counter[str]:
     assert counts.lines == len(lines) - (lines[-1] == b"")
     assert max(rows, default=0) <= counts.lines
     outcome: Counter[str] = Counter()
+    lost = []
     for number, raw in enumerate(lines, 1):
         # most lines hold nothing and gave nothing
-        if number in rows or b": o" in raw or b"nccl" in raw:
-            outcome[check_line(raw, rows.get(number, []))] += 1
+        if number not in rows and b": o" not in raw and b"nccl" not in raw:
+            continue
+        state = check_line(printable(raw), rows.get(number, []))
+        outcome[state] += 1
+        if state == "elsewhere":
+            lost.append(raw)
+    # a head of an operation whose name is damaged may be unknown, one without its head a fragment
+    assert len(lost) <= counts.unknown_op + counts.fragment, lost[:3]
     return outcome
 
 
-def check_line(raw: bytes, rows: list[dict[str, object]]) -> str:
-    """One line and its rows; returns what became of it."""
-    text = printable(raw)
+def check_line(text: str, rows: list[dict[str, object]]) -> str:
+    """One line and its rows."""
     whole = [row for row in rows if row["state"] == "whole"]
     printed = Counter(whole_messages(text))
     for row in whole:
@@ -76,13 +82,13 @@ def check_line(raw: bytes, rows: list[dict[str, object]]) -> str:
         assert re.search(rf"(?:stream |,){re.escape(str(row['stream']))}", text), (row, text)
         assert re.search(rf"{re.escape(str(row['host']))}:0*{row['pid']}:0*{row['tid']} ", text), (row, text)
     assert len(rows) <= len(BEGINS.findall(text)), f"more rows than operations begin: {rows} in {text!r}"
-    clean = text == raw.decode("latin-1")
-    strictly = read_strictly(text) if clean else None
+    strictly = read_strictly(text)
     if strictly is not None:
         assert [identity(row) for row in rows] == [strictly], f"{rows} for the whole line {text!r}"
         return "whole"
-    assert rows or not clean or not BEGUN.search(text), f"an operation begins and is not counted: {text!r}"
-    return "torn" if rows else "ignored"
+    if rows:
+        return "torn"
+    return "elsewhere" if MENTIONED.search(text) else "ignored"
 
 
 def parse(text: bytes) -> ParsedLogs:
@@ -97,7 +103,7 @@ def test_undamaged_generated_lines_are_all_whole(generated):
     outcome = check(text, parse(text))
     # ncclGroupStart and the like are CALL lines, and no operations
     assert outcome["whole"] == sum(bool(read_strictly(printable(line))) for line in generated) > 1500
-    assert outcome["torn"] == 0
+    assert outcome["torn"] == outcome["elsewhere"] == 0
 
 
 @pytest.mark.skipif(not LOGS.is_dir(), reason=f"real NCCL logs are not at {LOGS}; set COMMPROF_NCCL_LOGS")
@@ -142,5 +148,5 @@ PIECES = [
 @given(st.lists(st.one_of(st.sampled_from(PIECES), st.binary(max_size=8)), max_size=30).map(b"".join))
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_pieces_of_lines_in_any_order(pieces):
-    text = b"log\n" + pieces  # two first bytes may say that a file is an archive
+    text = b"log\n" + pieces
     check(text, parse(text))
