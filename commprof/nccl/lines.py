@@ -171,7 +171,7 @@ _CALL = re.compile(
     + rb")\)"
 )
 _CALL_BEGIN = re.compile(rb"nccl(\w{1,40}+)\(")
-_NAMES = b"|".join(sorted(OPERATIONS, key=len, reverse=True))
+_NAMES = b"|".join(sorted(OPERATIONS, reverse=True))
 # An operation that is named in a place where no message begins: what stood in front of it was torn.
 _MENTION = re.compile(rb"(?<!\w)(?:" + _NAMES + rb"): opCount |NCCL CALL nccl(?:" + _NAMES + rb")\(")
 _COMM = re.compile(
