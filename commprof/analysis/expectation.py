@@ -11,12 +11,10 @@ import pyarrow as pa
 from commprof.analysis.answers import REQUESTED
 from commprof.analysis.frames import from_rows
 from commprof.errors import CommprofError
-from commprof.ledger.request import NO_CONFIG, NO_PARAMETERS, NOT_ZERO, as_asked
+from commprof.ledger.request import NO_PARAMETERS, as_asked, parameters_of, why_no_zero_config
 from commprof.requested import zero
 
 UNREADABLE: Final = "the config cannot be read by ZeRO's rules"
-# Without zero_optimization such a config is stage 0.
-_DEEPSPEED_KEYS: Final = ("zero_optimization", "train_micro_batch_size_per_gpu")
 
 
 class Requested(NamedTuple):
@@ -24,13 +22,6 @@ class Requested(NamedTuple):
 
     op: str | None
     reason: str | None
-
-
-def why_no_zero_config(config: Mapping[str, Any] | None) -> str | None:
-    """Why ``config`` says nothing about ZeRO; None when it does."""
-    if config is None:
-        return NO_CONFIG
-    return None if any(key in config for key in _DEEPSPEED_KEYS) else NOT_ZERO
 
 
 def requested_reduction(
@@ -65,11 +56,8 @@ def requested(
     rows: list[zero.Expectation] = []
     reason = why_no_zero_config(config) or (None if parameters.num_rows else NO_PARAMETERS)
     if reason is None and config is not None:
-        listed = [
-            zero.Parameter(*(row[name] for name in zero.Parameter._fields)) for row in parameters.to_pylist()
-        ]
         try:
-            rows = zero.expected(config, listed, world_size, backend=backend)
+            rows = zero.expected(config, parameters_of(parameters), world_size, backend=backend)
         except CommprofError as error:
             reason = str(error)
     return from_rows((row._asdict() for row in rows), REQUESTED.columns), reason

@@ -21,10 +21,9 @@ from commprof.requested.expectation import Expectation
 from commprof.requested.zero import STEADY
 
 NO_CONFIG: Final = "no config was recorded"
-NOT_ZERO: Final = (
-    "the config is not one of DeepSpeed's: it has neither zero_optimization nor a batch size per GPU"
-)
+NOT_ZERO: Final = "the config is not one of DeepSpeed's: it has neither zero_optimization nor a batch size"
 NO_PARAMETERS: Final = "the run published no parameters, so nothing can be computed from their sizes"
+# Without zero_optimization such a config is stage 0.
 _DEEPSPEED_KEYS: Final = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
 # Resolved by the engine in its effective config, or without influence on what is sent.
 _RESOLVED: Final = (
@@ -139,14 +138,11 @@ def request_of(run: RecordedRun) -> Request:
     parameters = run.table("parameters")
     if not parameters.num_rows:
         return Request(reason=NO_PARAMETERS, config=config, source=source)
-    listed = [
-        zero.Parameter(*(row[name] for name in zero.Parameter._fields)) for row in parameters.to_pylist()
-    ]
     world_size = manifest.world_size or run.health.ranks_expected or 1
     request = Request(
         config=config,
         source=source,
-        parameters=listed,
+        parameters=parameters_of(parameters),
         world_size=world_size,
         backend=_backend(run.table("collectives")),
         runtime="deepspeed" if str(manifest.engine or "").lower().startswith("deepspeed") else "zero_runtime",
@@ -171,7 +167,7 @@ def _chosen_config(
     written: Mapping[str, Any] | None, effective: Mapping[str, Any] | None
 ) -> tuple[Mapping[str, Any] | None, str, str | None]:
     """The config to read, where it comes from, and why there is none."""
-    if written is not None and any(key in written for key in _DEEPSPEED_KEYS):
+    if written is not None and why_no_zero_config(written) is None:
         try:
             read_configuration(written)
         except CommprofError as error:
@@ -181,7 +177,19 @@ def _chosen_config(
             return written, "the config file", None
     if effective is not None:
         return as_asked(effective), "the engine's own config", None
-    return None, "", NO_CONFIG if written is None else NOT_ZERO
+    return None, "", why_no_zero_config(written)
+
+
+def why_no_zero_config(config: Mapping[str, Any] | None) -> str | None:
+    """Why ``config`` says nothing about ZeRO; None when it does."""
+    if config is None:
+        return NO_CONFIG
+    return None if any(key in config for key in _DEEPSPEED_KEYS) else NOT_ZERO
+
+
+def parameters_of(table: pa.Table) -> list[zero.Parameter]:
+    """The rows of the ``parameters`` table as the rules take them."""
+    return [zero.Parameter(*(row[name] for name in zero.Parameter._fields)) for row in table.to_pylist()]
 
 
 def as_asked(effective: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ Purposes are told here from phase, operation and size alone, bytes are counted f
 from __future__ import annotations
 
 import csv
-import json
 import os
 from collections import defaultdict
 from functools import cache
@@ -20,7 +19,7 @@ from commprof.requested.configuration import read_configuration
 from commprof.requested.gradients import bucketed_gradients
 from commprof.requested.parameters import trained_groups
 from commprof.requested.partition import lay_out
-from support.requested_cases import RECORDED, parameters_of
+from support.requested_cases import RECORDED, finished_cases, parameters_of
 
 OPS = {
     "allreduce": "all_reduce",
@@ -60,16 +59,7 @@ def states_only_what_the_rules_cover(case: dict[str, Any]) -> bool:
 
 @cache
 def recorded_cases() -> dict[str, dict[str, Any]]:
-    cases = {}
-    for folder in sorted(RECORDED.glob("*/")) if RECORDED.is_dir() else ():
-        if not all((folder / name).exists() for name in ("config.json", "losses.json", "collectives.csv")):
-            continue
-        case = json.loads((folder / "config.json").read_text())
-        if states_only_what_the_rules_cover(case):
-            status = json.loads((folder / "losses.json").read_text())["status"]
-            if status == "ok":
-                cases[folder.name] = case
-    return cases
+    return {name: case for name, case in finished_cases().items() if states_only_what_the_rules_cover(case)}
 
 
 def rows_of(name: str) -> list[dict[str, str]]:

@@ -7,7 +7,6 @@ of the rules calls exact must agree in count and bytes; where only its bytes are
 from __future__ import annotations
 
 import csv
-import json
 from collections import Counter, defaultdict
 from functools import cache
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 
 from commprof.requested import UnsupportedError, expected_in_step, reduction_share
-from support.requested_cases import RECORDED, parameters_of
+from support.requested_cases import RECORDED, finished_cases, parameters_of
 
 OPS = {
     "allreduce": "all_reduce",
@@ -47,14 +46,10 @@ def refused_key(case: dict[str, Any]) -> str | None:
 def recorded_cases() -> dict[str, dict[str, Any]]:
     """The recorded runs of stage 3 that trained to their end."""
     cases = {}
-    for folder in sorted(RECORDED.glob("*/")) if RECORDED.is_dir() else ():
-        if not all((folder / name).exists() for name in ("config.json", "losses.json", "collectives.csv")):
-            continue
-        case = json.loads((folder / "config.json").read_text())
+    for name, case in finished_cases().items():
         zero = case["config"].get("zero_optimization")
-        succeeded = json.loads((folder / "losses.json").read_text())["status"] == "ok"
-        if succeeded and isinstance(zero, dict) and zero.get("stage") == 3 and trains_by_itself(case):
-            cases[folder.name] = case
+        if isinstance(zero, dict) and zero.get("stage") == 3 and trains_by_itself(case):
+            cases[name] = case
     return cases
 
 

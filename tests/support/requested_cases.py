@@ -5,6 +5,7 @@ The runs are data of the development tree, not of the repository; COMMPROF_RECOR
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from itertools import pairwise
@@ -65,3 +66,14 @@ def parameters_of(case: dict[str, Any]) -> list[Parameter]:
         )
         for index, (name, shape) in enumerate(shapes)
     ]
+
+
+def finished_cases() -> dict[str, dict[str, Any]]:
+    """The configs of the recorded runs that trained to their end and kept their collectives, by name."""
+    cases = {}
+    for folder in sorted(RECORDED.glob("*/")) if RECORDED.is_dir() else ():
+        if not all((folder / name).exists() for name in ("config.json", "losses.json", "collectives.csv")):
+            continue
+        if json.loads((folder / "losses.json").read_text())["status"] == "ok":
+            cases[folder.name] = json.loads((folder / "config.json").read_text())
+    return cases
