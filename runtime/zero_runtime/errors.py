@@ -5,7 +5,8 @@
     ZeroRuntimeError
     ├── ConfigError          also a ValueError: a configuration, or an argument of initialize, that cannot be used
     │   └── UnsupportedError known and meaningful, but not in this version
-    └── UsageError           also a RuntimeError: methods of the engine called in an order that means nothing
+    ├── UsageError           also a RuntimeError: methods of the engine called in an order that means nothing
+    └── LossScaleError       also a RuntimeError: gradients overflow at the smallest loss scale
 
 A message says what happened, with values; what was expected; and what to do.
 """
@@ -27,3 +28,7 @@ class UnsupportedError(ConfigError):
 
 class UsageError(ZeroRuntimeError, RuntimeError):
     """A method was called where it means nothing."""
+
+
+class LossScaleError(ZeroRuntimeError, RuntimeError):
+    """Gradients overflow at the smallest loss scale that the configuration allows."""

@@ -1,0 +1,122 @@
+"""The loss scale: what keeps small fp16 gradients from vanishing.
+
+The loss is multiplied by the scale before backward, and the gradients are divided by it in the step. A dynamic scale halves
+when a gradient overflows, in which case the step is skipped, and doubles after ``window`` steps without an overflow. These
+are DeepSpeed 0.19.8's rules for its ZeRO optimizers; here they hold at stage 0 too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from zero_runtime.errors import ConfigError, LossScaleError
+
+_FACTOR: Final = 2.0
+_STATE: Final = ("value", "steps", "last_overflow", "overflows_left")
+
+
+class LossScale:
+    """A factor on the loss, fixed or adapted to overflows. All ranks call ``update`` alike, so they agree on it.
+
+    Args:
+        value: the scale at the beginning.
+        dynamic: whether ``update`` changes it; the other arguments act only then.
+        window: steps without an overflow after which the scale doubles.
+        hysteresis: overflows until the scale first halves; after that each one halves it, until the hysteresis is refilled.
+        consecutive_hysteresis: refill the hysteresis in every step without an overflow, not only when the scale doubles.
+        minimum: the scale never falls below; any positive number.
+
+    Attributes:
+        dynamic: whether ``update`` changes the scale.
+    """
+
+    def __init__(
+        self,
+        value: float = 1.0,
+        *,
+        dynamic: bool = False,
+        window: int = 1000,
+        hysteresis: int = 2,
+        consecutive_hysteresis: bool = False,
+        minimum: float = 1.0,
+    ) -> None:
+        self.dynamic = dynamic
+        self._value = float(value)
+        self._window = window
+        self._hysteresis = hysteresis
+        self._consecutive = consecutive_hysteresis
+        self._minimum = minimum
+        self._steps = 0
+        self._last_overflow = -1
+        self._overflows_left = hysteresis  # until the scale halves, this one included
+        self._override: float | None = None
+
+    @property
+    def value(self) -> float:
+        """What the loss of the coming step is multiplied by; 1.0 where nothing is scaled."""
+        return self._value if self._override is None else self._override
+
+    @value.setter
+    def value(self, value: float) -> None:
+        self._value = float(value)
+
+    def override(self, value: float | None) -> None:
+        """Use ``value`` whatever ``update`` finds; None goes back to the scale's own rules."""
+        self._override = None if value is None else float(value)
+
+    def update(self, overflow: bool) -> None:
+        """Take note of a step: whether a gradient of any rank was infinite or NaN.
+
+        Raises:
+            LossScaleError: the scale should halve, and is at its minimum already. It is unchanged then.
+        """
+        if not self.dynamic:
+            return
+        if overflow:
+            self._shrink()
+            self._last_overflow = self._steps
+        else:
+            self._grow()
+        self._steps += 1
+
+    def _shrink(self) -> None:
+        if self._overflows_left > 1:
+            self._overflows_left -= 1
+            return
+        if self._value == self._minimum:
+            raise LossScaleError(
+                f"gradients overflow in fp16 at the loss scale {self._value:g}, the smallest that fp16.min_loss_scale "
+                "allows; look for infinite or NaN activations or inputs, lower the learning rate, set "
+                "fp16.min_loss_scale lower (1e-5 works), or use bf16"
+            )
+        self._value = max(self._value / _FACTOR, self._minimum)
+
+    def _grow(self) -> None:
+        if self._consecutive:
+            self._overflows_left = self._hysteresis
+        stable = self._steps - self._last_overflow - 1
+        if stable > 0 and stable % self._window == 0:
+            self._overflows_left = self._hysteresis
+            self._value *= _FACTOR
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: plain numbers."""
+        return {name: getattr(self, f"_{name}") for name in _STATE}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``. The rules stay those of this scale; a fixed scale stays as it is.
+
+        Raises:
+            ConfigError: ``state`` is not that of a loss scale.
+        """
+        missing = [name for name in _STATE if not isinstance(state.get(name), int | float)]
+        if missing:
+            raise ConfigError(
+                f"the state of a loss scale has no number for {', '.join(missing)}; expected {', '.join(_STATE)}"
+            )
+        if self.dynamic:
+            self._value = float(state["value"])
+            self._steps = int(state["steps"])
+            self._last_overflow = int(state["last_overflow"])
+            self._overflows_left = int(state["overflows_left"])
