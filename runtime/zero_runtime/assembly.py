@@ -184,7 +184,8 @@ def _replicated(
     names, trainable = [name for name, _ in named], [parameter for _, parameter in named]
     gradients = ReplicatedGradients(names, trainable, kinds.communication, policy, group, boundary)
     steps = _step_policy(config, kinds)
-    return ReplicatedOptimizer(inner, gradients, group, steps, not config.precision.bf16), gradients
+    labels = {parameter: name for name, parameter in module.named_parameters()}
+    return ReplicatedOptimizer(inner, gradients, group, steps, not config.precision.bf16, labels), gradients
 
 
 def _step_policy(config: RuntimeConfig, kinds: Precision) -> StepPolicy:

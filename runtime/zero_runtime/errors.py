@@ -32,3 +32,7 @@ class UsageError(ZeroRuntimeError, RuntimeError):
 
 class LossScaleError(ZeroRuntimeError, RuntimeError):
     """Gradients overflow at the smallest loss scale that the configuration allows."""
+
+
+class CheckpointError(ZeroRuntimeError, RuntimeError):
+    """A checkpoint cannot be written, or is not what can be loaded."""

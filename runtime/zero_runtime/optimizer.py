@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from commprof import hooks
 from zero_runtime.clip import averaged_norm, clip_factor, replicated_norm
 from zero_runtime.comm import DataParallelGroup
+from zero_runtime.fragments import Fragment, Master, Part, Source, fragments_of, load
 from zero_runtime.gradients import ParameterGroup, ShardedGradients
 from zero_runtime.precision import agree_on_overflow, any_overflow
 from zero_runtime.torch_optimizer import replace_parameters
@@ -51,6 +52,18 @@ class _Wrapper(torch.optim.Optimizer):
         """The torch optimizer's state, of this rank alone."""
         return self.optimizer.state_dict()
 
+    def held(self) -> list[Master]:
+        """The tensors that the torch optimizer updates on this rank, and which parameters they are made of."""
+        raise NotImplementedError
+
+    def fragments(self) -> Iterator[Fragment]:
+        """What this rank holds of each parameter, its state included, for a checkpoint."""
+        return fragments_of(self.optimizer, self.held())
+
+    def load_fragments(self, source: Source, states: bool = True) -> None:
+        """Fill the masters and, with ``states``, the state from a checkpoint; the model's parameters stay as they are."""
+        load(self.optimizer, self.held(), source, states)
+
 
 class ShardedOptimizer(_Wrapper):
     """Updates this rank's piece of every param group, and gathers the others' pieces.
@@ -84,7 +97,23 @@ class ShardedOptimizer(_Wrapper):
             for flat, each in zip(self._flat, groups, strict=True)
         ]
         self.masters = [own.detach().clone().float().requires_grad_() for own in self._own]
+        self._groups = groups
         replace_parameters(optimizer, [[master] for master in self.masters])
+
+    def held(self) -> list[Master]:
+        """One master for each param group: this rank's piece of it."""
+        held = []
+        for number, (each, master) in enumerate(zip(self._groups, self.masters, strict=True)):
+            parts = [
+                Part(
+                    each.names[index], each.parameters[index], number, piece.start, piece.numel, piece.offset
+                )
+                for index in each.layout.order
+                for piece in each.layout.slices(index)
+                if piece.owner == self._group.rank
+            ]
+            held.append(Master(master, tuple(parts)))
+        return held
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients; ``set_to_none`` is accepted for torch's signature."""
@@ -147,6 +176,7 @@ class ReplicatedOptimizer(_Wrapper):
         group: the data-parallel ranks.
         policy: what a step does besides the update.
         full_precision: no parameter needs a copy.
+        names: of the model's parameters.
     """
 
     def __init__(
@@ -156,6 +186,7 @@ class ReplicatedOptimizer(_Wrapper):
         group: DataParallelGroup,
         policy: StepPolicy,
         full_precision: bool,
+        names: Mapping[torch.nn.Parameter, str],
     ) -> None:
         super().__init__(optimizer)
         self._gradients = gradients
@@ -163,11 +194,25 @@ class ReplicatedOptimizer(_Wrapper):
         self._policy = policy
         groups = [[p for p in each["params"] if p.requires_grad] for each in optimizer.param_groups]
         self._parameters = [parameter for each in groups for parameter in each]
+        self._labels = [
+            (names.get(parameter, f"param_groups[{number}][{index}]"), number)
+            for number, each in enumerate(groups)
+            for index, parameter in enumerate(each)
+        ]
         self.masters = self._parameters
         if not full_precision:
             copies = [[p.detach().clone().float().requires_grad_() for p in each] for each in groups]
             self.masters = [copy for each in copies for copy in each]
             replace_parameters(optimizer, [list(each) for each in copies])
+
+    def held(self) -> list[Master]:
+        """One master for each trainable parameter: itself, or its fp32 copy."""
+        return [
+            Master(master, (Part(name, parameter, group, 0, parameter.numel(), 0),))
+            for (name, group), parameter, master in zip(
+                self._labels, self._parameters, self.masters, strict=True
+            )
+        ]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients; ``set_to_none`` is accepted for torch's signature."""
