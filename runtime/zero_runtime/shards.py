@@ -1,0 +1,146 @@
+"""Sharded parameters (stage 3): what each rank keeps of a parameter while nobody needs the whole of it.
+
+Every parameter is cut by itself: ``ceil(numel / world_size)`` elements for each rank, in rank order. The last ranks may
+hold padding, which is zero. While a parameter is not gathered its ``data`` is an empty tensor; its :class:`Shard` knows
+the shape that it really has.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Iterable
+from typing import Final
+
+import torch
+
+_ATTRIBUTE: Final = "zero_shard"
+_numbers = itertools.count()
+
+
+class Status(enum.Enum):
+    """Where the elements of a sharded parameter are. The names are DeepSpeed's (``ds_status``)."""
+
+    AVAILABLE = 1  # whole on every rank
+    NOT_AVAILABLE = 2  # each rank has its slice
+    INFLIGHT = 3  # being gathered
+
+
+def slice_numel(numel: int, world_size: int) -> int:
+    """Elements of each rank's slice of a parameter of ``numel`` elements, padding included."""
+    return -(-numel // world_size)
+
+
+class Shard:
+    """This rank's slice of one parameter, and the facts of the whole.
+
+    Attributes:
+        parameter: the parameter that carries this shard.
+        number: counts sharded parameters of the process in the order of their making; messages are sorted by it.
+        name: of the parameter in its model; empty until the model is known.
+        shape, numel, dtype: of the whole parameter.
+        slice_numel: elements of each rank's slice.
+        own: this rank's slice, 1-D, ``slice_numel`` elements in the parameter's dtype; padding is zeros.
+        secondary: a larger slice shared out inside the secondary group (hpZ), or None.
+        persistent: stays gathered between steps.
+        active: numbers of the modules that are using the parameter now.
+    """
+
+    __slots__ = (
+        "_status",
+        "active",
+        "dtype",
+        "name",
+        "number",
+        "numel",
+        "own",
+        "parameter",
+        "persistent",
+        "secondary",
+        "shape",
+        "slice_numel",
+    )
+
+    def __init__(self, parameter: torch.nn.Parameter, rank: int, world_size: int) -> None:
+        self.parameter = parameter
+        self.number = next(_numbers)
+        self.name = ""
+        self.shape = parameter.shape
+        self.numel = parameter.numel()
+        self.dtype = parameter.dtype
+        self.slice_numel = slice_numel(self.numel, world_size)
+        self.persistent = False
+        self.active: set[int] = set()
+        self.secondary: torch.Tensor | None = None
+        self.own = torch.zeros(self.slice_numel, dtype=self.dtype, device=parameter.device)
+        self._status = Status.AVAILABLE
+        self.cut(self.own, rank)
+        setattr(parameter, _ATTRIBUTE, self)
+        _tell_scripts(self)
+
+    @property
+    def available(self) -> bool:
+        """Whether the parameter is whole on this rank now."""
+        return self._status is Status.AVAILABLE
+
+    @property
+    def status(self) -> Status:
+        """Where the elements are."""
+        return self._status
+
+    @status.setter
+    def status(self, status: Status) -> None:
+        self._status = status
+        self.parameter.ds_status = status  # type: ignore[attr-defined]
+
+    def cut(self, piece: torch.Tensor, index: int) -> None:
+        """Copy slice ``index`` of the whole parameter into ``piece``, whose length says how large slices are."""
+        start = index * piece.numel()
+        numel = max(0, min(piece.numel(), self.numel - start))
+        if numel:
+            flat = self.parameter.detach().reshape(-1)
+            piece.narrow(0, 0, numel).copy_(flat.narrow(0, start, numel))
+
+    def move(self, own: torch.Tensor) -> None:
+        """Keep the slice in ``own`` (1-D, ``slice_numel`` elements), such as a part of a larger buffer, from now on."""
+        own.copy_(self.own)
+        self.own = own
+        self.parameter.ds_tensor = own  # type: ignore[attr-defined]
+
+    def fill(self, whole: torch.Tensor) -> None:
+        """Make the parameter whole. ``whole`` has at least ``numel`` elements, the first of which become its data."""
+        self.parameter.data = whole.view(-1).narrow(0, 0, self.numel).view(self.shape)
+        self.status = Status.AVAILABLE
+
+    def release(self) -> None:
+        """Give up the whole parameter, and keep the slice."""
+        self.parameter.data = torch.empty(0, dtype=self.dtype, device=self.parameter.device)
+        self.status = Status.NOT_AVAILABLE
+
+    def detach(self) -> None:
+        """Make of the parameter, which must be whole, an ordinary one again."""
+        delattr(self.parameter, _ATTRIBUTE)
+        for name in _SCRIPT_ATTRIBUTES:
+            delattr(self.parameter, name)
+
+
+def shard_of(parameter: torch.Tensor) -> Shard | None:
+    """The shard of a parameter; None where it is not sharded."""
+    return getattr(parameter, _ATTRIBUTE, None)
+
+
+def shards_of(parameters: Iterable[torch.Tensor]) -> list[Shard]:
+    """The shards of those of ``parameters`` that have one, each once, by number."""
+    found = {shard.number: shard for shard in map(shard_of, parameters) if shard is not None}
+    return [found[number] for number in sorted(found)]
+
+
+_SCRIPT_ATTRIBUTES: Final = ("ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_status", "ds_persist")
+
+
+def _tell_scripts(shard: Shard) -> None:
+    """The attributes by which scripts written for DeepSpeed know a sharded parameter."""
+    parameter = shard.parameter
+    values = (shard.number, shard.shape, shard.numel, shard.own, shard.status, shard.persistent)
+    for name, value in zip(_SCRIPT_ATTRIBUTES, values, strict=True):
+        setattr(parameter, name, value)
