@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from commprof.nccl import lines as nccl_lines
 from commprof.nccl.calls import Groups, Launches, Twins
+from commprof.nccl.census import Census
 from commprof.nccl.communicators import Registry, note_operation_form
 from commprof.nccl.heads import KnownHosts, Origin
 from commprof.nccl.layouts import FIELDS
@@ -78,6 +79,7 @@ class Assembly:
         self.rows = RowStore(scratch)
         self.counts: Counter[str] = Counter()
         self.unknown_ops: Counter[str] = Counter()
+        self.census = Census()
         self.topology, self.tuning, self.messages = TopologyRows(), TuningRows(), MessageRows()
         self.banners: dict[int, set[str]] = {}
         self.streams: dict[bytes, int] = {}
@@ -99,6 +101,7 @@ class Assembly:
     def add(self, scan: Scan) -> None:
         """Add the next block."""
         heads = [self._resolved(head.origin) for head in scan.heads]
+        self.census.add(scan.tallies, self.file, self.lines)
         operations, events = self._messages(scan)
         self.counts["understood"] += len(scan.operations["line"]) + len(scan.groups["line"])
         self.counts["understood"] += int(scan.remarks["times"].sum())
@@ -160,6 +163,8 @@ class Assembly:
                 break
             messages = line.messages if line.raw is None else nccl_lines.read_line(line.raw, self.hosts)
             self.counts["understood"] += bool(messages)
+            if line.raw is not None:
+                self.census.add_line(line.raw, messages, self.file, self.lines + line.line + 1)
             for number, message in enumerate(messages):
                 place = line.line * _PER_LINE + min(number, _PER_LINE - 1)
                 if isinstance(message, OperationLine):

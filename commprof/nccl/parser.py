@@ -18,6 +18,7 @@ import pyarrow.csv as pa_csv
 
 from commprof.errors import LogError, UsageError
 from commprof.nccl.assembly import Assembly
+from commprof.nccl.census import LineKind
 from commprof.nccl.choices import attribute_in_windows
 from commprof.nccl.communicators import (
     Communicator,
@@ -86,6 +87,7 @@ class ParsedLogs:
         tables: ``nccl_communicators``, ``nccl_rings``, ``nccl_trees``, ``nccl_links``, ``nccl_tuning`` and
             ``nccl_messages``, by name.
         is_nccl: whether any line is one that NCCL, or torch about it, prints.
+        kinds: every line of the logs is of one of these kinds; with examples of those that no table has.
     """
 
     operations: Operations
@@ -98,6 +100,7 @@ class ParsedLogs:
     files: tuple[str, ...]
     tables: Mapping[str, pa.Table]
     is_nccl: bool
+    kinds: tuple[LineKind, ...]
 
     @property
     def ops(self) -> pa.Table:
@@ -208,6 +211,7 @@ class _Reader:
             tuple(self.files),
             self._tables(operations, versions),
             assembly.has_heads or counted["understood"] > 0,
+            assembly.census.kinds(self.files, counted["lines"], self.overlong),
         )
 
     def _tables(self, operations: Operations, versions: Versions) -> dict[str, pa.Table]:

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from commprof.nccl import lines as nccl_lines
+from commprof.nccl.census import Silence, Tally, tally_block
 from commprof.nccl.fields import Flags, Positions, Text
 from commprof.nccl.heads import HEAD, KnownHosts, Origin
 from commprof.nccl.layouts import Bodies, read_call, read_coll
@@ -59,6 +60,7 @@ class Scan(NamedTuple):
         remarks: columns line, head, text and times of lines of topology, tuning and errors: the number of the message
             in ``texts``, and how often the head says it before a communicator begins or ends.
         texts: the distinct messages among them.
+        tallies: lines that gave nothing, by kind, but for those that are ``raw``.
     """
 
     lines: int
@@ -69,6 +71,7 @@ class Scan(NamedTuple):
     groups: Rows
     remarks: Rows
     texts: list[bytes]
+    tallies: dict[str, Tally]
 
 
 class _Witness(KnownHosts):
@@ -320,7 +323,31 @@ class _Block:
             groups,
             remarks,
             [texts[code] for code in said],
+            self._tallies([operations["line"], remarking, grouping], fast, body_codes, texts, slow),
         )
+
+    def _tallies(
+        self,
+        spoken: list[Positions],
+        fast: Flags,
+        codes: Positions,
+        texts: list[bytes],
+        slow: list[SlowLine],
+    ) -> dict[str, Tally]:
+        """The lines that gave nothing, by kind."""
+        silent = np.ones(self.size, bool)
+        silent[np.concatenate([*spoken, np.array([line.line for line in slow], np.int64)])] = False
+        known, rest = np.flatnonzero(silent & fast), silent & ~fast
+        silence = Silence(
+            known,
+            self.is_call[known],
+            codes[known],
+            texts,
+            np.flatnonzero(rest & ~self.headless),
+            np.flatnonzero(rest & self.headless),
+        )
+        read = [(line.line, line.messages) for line in slow if line.raw is None]
+        return tally_block(self.data, self.begins, self.ends, self.returns, silence, read)
 
     def _encode(self, begins: Positions, valid: Flags) -> tuple[list[bytes], Positions, Positions]:
         """The distinct texts among heads and messages, and the number of each line's (the last of all: none)."""

@@ -93,7 +93,7 @@ def logs(draw):
 def everything(parsed):
     tables = {name: table.to_pylist() for name, table in parsed.tables.items()}
     return (
-        parsed.ops.to_pylist(), tables, parsed.counts, parsed.unknown_ops, parsed.notes, parsed.communicators,
+        parsed.ops.to_pylist(), tables, parsed.counts, parsed.kinds, parsed.unknown_ops, parsed.notes, parsed.communicators,
         parsed.processes,
     )  # fmt: skip
 

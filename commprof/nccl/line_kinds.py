@@ -1,0 +1,203 @@
+"""What a line is that says nothing to any table: known and of no use to us, or not understood, and then why.
+
+Messages of NCCL 2.4 to 2.30 that have no table, by what they are about, from ``src/`` of NVIDIA/nccl. A message counts as
+known only if it begins like one of these; all others are of unknown form.
+
+Pure: bytes in, names out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final
+
+from commprof.nccl import lines as nccl_lines
+from commprof.nccl.heads import KnownHosts, split_messages
+
+READ: Final = "read"
+BLANK: Final = "blank"
+TORN: Final = "torn operation"
+UNKNOWN_OPERATION: Final = "operation of unknown name"
+OF_UNKNOWN_FORM: Final = {
+    b"INFO": "INFO line of unknown form",
+    b"CALL": "CALL line of unknown form",
+    b"WARN": "WARN line of unknown form",
+    b"ABORT": "ABORT line of unknown form",
+    b"TRACE": "TRACE line of unknown form",
+}
+DAMAGED_HEAD: Final = "NCCL line with a damaged head"
+NO_HEAD: Final = "line of another program"
+NOT_TEXT: Final = "binary or invalid UTF-8"
+TOO_LONG: Final = "longer than 16 MiB"
+
+# By what they are about: how such messages begin.
+_BEGINNINGS: Final[dict[str, tuple[bytes, ...]]] = {
+    "operations": (
+        rb"Launch mode ",
+        rb"stream is being captured",
+        rb"CUDA Graph helper",
+        rb"ncclRma\w",
+        rb"scheduleRmaTasks",
+        rb"SymCheck: ",
+        rb"ncclGetUniqueId\(",
+        rb"ncclGroupSimulateEnd\(",
+        rb"ncclRedOp\w{1,30}\(",
+        rb"ncclCommGrow\(",
+        rb"ncclCommInitRank\w{0,20}\(",
+    ),
+    "CollNet": (
+        rb"(?i:collnet)(?! ?/?plugin)",
+        rb"Coll Trees ",
+        rb"CollTree ",
+        rb"Connected (?i:collnet)",
+        rb"rank \d{1,9} \[coll ",
+    ),
+    "communicators": (
+        rb"bootstrapSplit: ",
+        rb"Init timings",
+        rb"Bootstrap timings",
+        rb"Rank \d{1,9}:? (?:has color|Generated)",
+        rb"ncclCommGrow: ",
+        rb"CommRevokeAsync",
+        rb"comm (?:0x[0-9a-f]{1,16}|\d{1,20}) rank \d{1,9} nRanks \d{1,9} nNodes ",
+        rb"comm 0x[0-9a-f]{1,16} .{1,160}? - (?:Abort|Destroy|Revoke) (?:START|COMPLETE)",
+    ),
+    "network and plugins": (
+        rb"Bootstrap : ",
+        rb"(?:NET|ENV|GIN|RMA|TUNER|PROFILER|CollNet|P2P|IB)/\w{1,20} ?:",
+        rb"NET ?:",
+        rb"OOB ",
+        rb"P2P plugin",
+        rb"Using (?:network|internal|non-device|\S{1,40} plugin)",
+        rb"(?:Assigned|Initialized|Loaded|Closing) \S{1,20} .{0,20}plugin",
+        rb"Plugin (?:Path|name set)",
+        rb"Successfully loaded",
+        rb"Failed to open lib",
+        rb"No plugin found",
+        rb"DMA-BUF ",
+        rb"GPU Direct ",
+        rb"socketProgress",
+        rb"Could not find: lib",
+    ),
+    "environment": (
+        rb"NCCL_\w{1,60} set (?:by|to)",
+        rb"cudaDriverVersion ",
+        rb"NCCL git version ",
+        rb"NCCL_\w{1,60}: ",
+        rb"comm config ",
+    ),
+    "topology search": (
+        rb"={3,}",
+        rb"\s{0,60}[+-] \w{1,8}\[",
+        rb"\s{0,60}\d{1,4} : (?:NET|GPU|NIC|CPU)/",
+        rb"(?:CPU|GPU|NIC|NET|PCI|NVS)/",
+        rb"Pattern \d",
+        rb"Setting affinity ",
+        rb"ncclTopo\w",
+        rb"MNNVL ",
+        rb"NVLS (?:Head|comm|multicast)",
+        rb"Attribute ",
+        rb"Affinity ",
+        rb"Topology ",
+        rb"=== System",
+    ),
+    "connections": (
+        rb"Connected ",
+        rb"\d{1,9} coll channels, ",
+        rb"New proxy ",
+        rb"P2P Chunksize ",
+        rb"UDS: ",
+        rb"\[(?:Proxy|Service|Progress)",
+        rb"proxyProgress",
+        rb"ncclPollProxy",
+        rb"ncclProxy\w",
+        rb"resp\.opId",
+        rb"Received and initiated",
+        rb"Opening channel",
+        rb"Check P2P",
+        rb"Duplicating rings",
+    ),
+    "memory": (
+        rb"Allocated ",
+        rb"MMAP allocated",
+        rb"Mem Realloc",
+        rb"MemManager",
+        rb"\S{1,80}:\d{1,9} (?:Cuda |memory stack|Mem)",
+        rb"(?:de)?register comm ",
+        rb"NVLS ",
+        rb"CUDA Dev ",
+        rb"CC (?:On|Off)",
+        rb"Cuda \w{1,20} Size",
+    ),
+    "RAS": (rb"RAS ",),
+}
+_KNOWN: Final = {about: re.compile(rb"|".join(texts)) for about, texts in _BEGINNINGS.items()}
+KNOWN: Final = tuple(_KNOWN)
+"""What messages that are known and have no table are about."""
+UNDERSTOOD: Final = frozenset({READ, BLANK, *KNOWN})
+_LOOKED_AT: Final = 300
+
+
+def kind_of_message(level: bytes, body: bytes) -> str:
+    """What a message is that no reader wants: what it is about, or why it is not understood.
+
+    Args:
+        level: ``INFO``, ``CALL``, ``WARN``, ``ABORT`` or ``TRACE``.
+        body: what stands behind the head; only its beginning is looked at.
+
+    >>> kind_of_message(b"INFO", b"Using network Socket")
+    'network and plugins'
+    """
+    return _kind_of_message(level, body[:_LOOKED_AT])
+
+
+@lru_cache(maxsize=20_000)
+def _kind_of_message(level: bytes, body: bytes) -> str:
+    for about, pattern in _KNOWN.items():
+        if pattern.match(body):
+            return about
+    return OF_UNKNOWN_FORM[level] if is_text(body) else NOT_TEXT
+
+
+def kind_of_line(raw: bytes) -> tuple[str, bytes | None]:
+    """What a line is in which no message was read, and the message that says so, None where the line has no head."""
+    line = nccl_lines.clean_line(raw)
+    pieces = split_messages(line, KnownHosts())
+    if pieces:
+        kinds = [kind_of_message(piece.level, piece.body) for piece in pieces]
+        worst = next((n for n, kind in enumerate(kinds) if kind not in UNDERSTOOD), 0)
+        return kinds[worst], pieces[worst].body[:_LOOKED_AT]
+    return kind_of_headless(raw), None
+
+
+def kind_of_headless(raw: bytes) -> str:
+    """What a line without a head is."""
+    if not raw.strip(b"\r"):
+        return BLANK
+    if b"\0" in raw or not is_text(raw):
+        return NOT_TEXT
+    return (
+        DAMAGED_HEAD if b" NCCL INFO " in raw or b" NCCL WARN " in raw or b" NCCL CALL " in raw else NO_HEAD
+    )
+
+
+def kind_of_messages(messages: Sequence[nccl_lines.Line]) -> str:
+    """What a line is in which these messages were read."""
+    if any(isinstance(message, nccl_lines.TornLine | nccl_lines.FragmentLine) for message in messages):
+        return TORN
+    if any(isinstance(message, nccl_lines.UnknownOpLine) for message in messages):
+        return UNKNOWN_OPERATION
+    return READ
+
+
+def is_text(data: bytes) -> bool:
+    """Whether ``data`` is UTF-8; a character that is cut at its end is none against it."""
+    if data.isascii():
+        return True
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        return error.end == len(data) and error.reason == "unexpected end of data"
+    return True
