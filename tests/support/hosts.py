@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 INTERFACE = "eth0"
+# What a shaped link holds back: enough that three hosts sending to one lose nothing, as on a switch with buffers.
+_BURST = "256kb"
+_LATENCY = "100ms"
 
 
 class Host(NamedTuple):
@@ -37,7 +40,7 @@ def why_impossible() -> str | None:
     """Why there can be no such hosts here; None where there can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    missing = [tool for tool in ("ip", "unshare", "hostname", "sh") if shutil.which(tool) is None]
+    missing = [tool for tool in ("ip", "tc", "unshare", "hostname", "sh") if shutil.which(tool) is None]
     if missing:
         return f"network namespaces need {', '.join(missing)}"
     probe = f"commprof-{os.getpid()}-probe"
@@ -55,8 +58,11 @@ def why_impossible() -> str | None:
 
 
 @contextlib.contextmanager
-def hosts(count: int) -> Iterator[list[Host]]:
-    """``count`` hosts in one network, 10.77.0.1 and up, each with interface ``eth0``."""
+def hosts(count: int, rate: str | None = None) -> Iterator[list[Host]]:
+    """``count`` hosts in one network, 10.77.0.1 and up, each with interface ``eth0``.
+
+    ``rate``, in the words of tc(8) ("1gbit"), limits each host's link in both directions; default: no limit.
+    """
     prefix = f"commprof-{os.getpid()}"
     switch = f"{prefix}-switch"
     made = [Host(f"{prefix}-{number}", f"10.77.0.{number + 1}") for number in range(count)]
@@ -85,11 +91,21 @@ def hosts(count: int) -> Iterator[list[Host]]:
             _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", INTERFACE)
             _ip("-n", host.name, "link", "set", INTERFACE, "up")
             _ip("-n", host.name, "link", "set", "lo", "up")
+            if rate is not None:
+                _limit(host.name, INTERFACE, rate)
+                _limit(switch, port, rate)
         yield made
     finally:
         for name in (*(host.name for host in made), switch):
             if Path("/run/netns", name).exists():
                 subprocess.run(["ip", "netns", "delete", name], check=False)
+
+
+def _limit(namespace: str, device: str, rate: str) -> None:
+    """Let ``device`` send at ``rate`` at most."""
+    bucket = ["tbf", "rate", rate, "burst", _BURST, "latency", _LATENCY]
+    words = ["ip", "netns", "exec", namespace, "tc", "qdisc", "add", "dev", device, "root", *bucket]
+    subprocess.run(words, check=True, timeout=20)
 
 
 def _ip(*words: str) -> None:

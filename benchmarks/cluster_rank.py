@@ -1,0 +1,106 @@
+"""One rank of benchmarks/cluster.py: keeps an engine for each case, and trains whichever it is told to.
+
+Runs under DeepSpeed's Python as well as under this project's. Each line on standard input is ``{"case": name, "steps": n}``;
+the answer is one line of JSON on standard output: seconds and losses of the steps, and the bytes that the host's
+interface received and sent between two barriers around them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_gpt.py"
+
+
+class Training:
+    """An engine, and the batches that it has not seen yet: the same for every case."""
+
+    def __init__(self, framework: str, config: dict[str, Any], job: dict[str, Any]) -> None:
+        example = _load(EXAMPLE)
+        model = example.GPT(**job["model"])
+        model.load_state_dict(torch.load(job["weights"], weights_only=True))
+        initialize = importlib.import_module(framework).initialize
+        self.engine = initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+        self._shape = (job["micro_batch"], job["model"]["context"])
+        self._vocabulary = job["model"]["vocabulary"]
+        self._generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def step(self) -> float:
+        """One optimizer step; the loss."""
+        first, second = (
+            torch.randint(0, self._vocabulary, self._shape, generator=self._generator) for _ in range(2)
+        )
+        loss = self.engine(
+            first, second % 64
+        )  # a part of the vocabulary, so that there is something to learn
+        self.engine.backward(loss)
+        self.engine.step()
+        return loss.item()
+
+
+def _load(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def counters(interface: str) -> tuple[int, int]:
+    """Bytes that ``interface`` has received and sent."""
+    folder = Path("/sys/class/net", interface, "statistics")
+    return tuple(int((folder / name).read_text()) for name in ("rx_bytes", "tx_bytes"))
+
+
+def measure(training: Training, steps: int, interface: str) -> dict[str, Any]:
+    """Train ``steps`` steps; what they took. The optimizer step ends when the parameters are there again."""
+    dist.barrier()
+    before = counters(interface)
+    losses, seconds = [], []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        losses.append(training.step())
+        seconds.append(time.perf_counter() - begin)
+    dist.barrier()
+    received, sent = (after - first for after, first in zip(counters(interface), before, strict=True))
+    return {"seconds": seconds, "losses": losses, "received": received / steps, "sent": sent / steps}
+
+
+def serve(job: dict[str, Any], names: list[str], framework: str, answers: TextIO) -> None:
+    """Make the engines of the cases ``names``, say so, and answer requests until standard input ends."""
+    trainings = {name: Training(framework, job["cases"][name], job) for name in names}
+    print(json.dumps({"ready": os.getpid()}), file=answers, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer = measure(trainings[request["case"]], request["steps"], job["interface"])
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def main() -> None:
+    """Join the process group and serve."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("job", type=Path)
+    parser.add_argument("framework", choices=("deepspeed", "zero_runtime"))
+    parser.add_argument("cases", nargs="+")
+    args = parser.parse_args()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the frameworks print is no answer
+    torch.set_num_threads(1)
+    importlib.import_module(args.framework).init_distributed("gloo")
+    serve(json.loads(args.job.read_text()), args.cases, args.framework, answers)
+    # Not destroy_process_group: a rank that ends while another still waits would look like a failure.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
