@@ -8,7 +8,7 @@ are DeepSpeed 0.19.8's rules for its ZeRO optimizers; here they hold at stage 0 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from zero_runtime.errors import ConfigError, LossScaleError
 
@@ -16,41 +16,52 @@ _FACTOR: Final = 2.0
 _STATE: Final = ("value", "steps", "last_overflow", "overflows_left")
 
 
+class ScaleRules(NamedTuple):
+    """How a loss scale begins, and how it adapts.
+
+    Attributes:
+        value: the scale at the beginning.
+        dynamic: whether overflows change it; what follows acts only then.
+        window: steps without an overflow until the scale doubles.
+        hysteresis: overflows until the scale halves for the first time; each one after that halves it, until the
+            hysteresis is refilled.
+        consecutive_hysteresis: refill it in every step without an overflow, not only when the scale doubles.
+        minimum: the scale never falls below; any positive number.
+    """
+
+    value: float = 1.0
+    dynamic: bool = False
+    window: int = 1000
+    hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+    minimum: float = 1.0
+
+
+UNSCALED: Final = ScaleRules()
+
+
 class LossScale:
     """A factor on the loss, fixed or adapted to overflows. All ranks call ``update`` alike, so they agree on it.
 
     Args:
-        value: the scale at the beginning.
-        dynamic: whether ``update`` changes it; the other arguments act only then.
-        window: steps without an overflow after which the scale doubles.
-        hysteresis: overflows until the scale first halves; after that each one halves it, until the hysteresis is refilled.
-        consecutive_hysteresis: refill the hysteresis in every step without an overflow, not only when the scale doubles.
-        minimum: the scale never falls below; any positive number.
+        rules: by default 1.0, which scales nothing.
 
     Attributes:
-        dynamic: whether ``update`` changes the scale.
+        rules: as given.
     """
 
-    def __init__(
-        self,
-        value: float = 1.0,
-        *,
-        dynamic: bool = False,
-        window: int = 1000,
-        hysteresis: int = 2,
-        consecutive_hysteresis: bool = False,
-        minimum: float = 1.0,
-    ) -> None:
-        self.dynamic = dynamic
-        self._value = float(value)
-        self._window = window
-        self._hysteresis = hysteresis
-        self._consecutive = consecutive_hysteresis
-        self._minimum = minimum
+    def __init__(self, rules: ScaleRules = UNSCALED) -> None:
+        self.rules = rules
+        self._value = float(rules.value)
         self._steps = 0
         self._last_overflow = -1
-        self._overflows_left = hysteresis  # until the scale halves, this one included
+        self._overflows_left = rules.hysteresis  # until the scale halves, that one included
         self._override: float | None = None
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether ``update`` changes the scale."""
+        return self.rules.dynamic
 
     @property
     def value(self) -> float:
@@ -71,7 +82,7 @@ class LossScale:
         Raises:
             LossScaleError: the scale should halve, and is at its minimum already. It is unchanged then.
         """
-        if not self.dynamic:
+        if not self.rules.dynamic:
             return
         if overflow:
             self._shrink()
@@ -84,20 +95,20 @@ class LossScale:
         if self._overflows_left > 1:
             self._overflows_left -= 1
             return
-        if self._value == self._minimum:
+        if self._value == self.rules.minimum:
             raise LossScaleError(
-                f"gradients overflow in fp16 at the loss scale {self._value:g}, the smallest that fp16.min_loss_scale "
-                "allows; look for infinite or NaN activations or inputs, lower the learning rate, set "
-                "fp16.min_loss_scale lower (1e-5 works), or use bf16"
+                f"gradients still overflow at the loss scale {self._value:g}, which is the smallest allowed "
+                "(fp16.min_loss_scale; 1 with torch_autocast); look for infinite or NaN activations, lower the learning "
+                "rate or fp16.min_loss_scale (1e-5 works), or use bf16"
             )
-        self._value = max(self._value / _FACTOR, self._minimum)
+        self._value = max(self._value / _FACTOR, self.rules.minimum)
 
     def _grow(self) -> None:
-        if self._consecutive:
-            self._overflows_left = self._hysteresis
+        if self.rules.consecutive_hysteresis:
+            self._overflows_left = self.rules.hysteresis
         stable = self._steps - self._last_overflow - 1
-        if stable > 0 and stable % self._window == 0:
-            self._overflows_left = self._hysteresis
+        if stable > 0 and stable % self.rules.window == 0:
+            self._overflows_left = self.rules.hysteresis
             self._value *= _FACTOR
 
     def state_dict(self) -> dict[str, Any]:
@@ -115,7 +126,7 @@ class LossScale:
             raise ConfigError(
                 f"the state of a loss scale has no number for {', '.join(missing)}; expected {', '.join(_STATE)}"
             )
-        if self.dynamic:
+        if self.rules.dynamic:
             self._value = float(state["value"])
             self._steps = int(state["steps"])
             self._last_overflow = int(state["last_overflow"])
