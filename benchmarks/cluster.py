@@ -20,15 +20,15 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple, TextIO
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 from results import arguments, median_interval, publish, spread
 
 from support import hosts as network
 
+ROOT = Path(__file__).resolve().parent.parent
 HOSTS = 4
 RATE = "1gbit"
 MODEL = {"width": 384, "layers": 4, "heads": 6, "context": 32, "vocabulary": 2048}  # 8.7 M parameters, fp32
