@@ -212,6 +212,23 @@ class DataParallelGroup:
         with why or _UNTAGGED:
             _all_gather_single(output, piece, group=self.group)
 
+    def start_all_gather(
+        self, output: torch.Tensor, piece: torch.Tensor, why: hooks.tag | None = None
+    ) -> dist.Work:
+        """As :meth:`all_gather_single`, but only begun: ``output`` holds the result after ``wait()`` of what this returns."""
+        with why or _UNTAGGED:
+            return _all_gather_single(output, piece, group=self.group, async_op=True)
+
+    def start_all_reduce(self, tensor: torch.Tensor, why: hooks.tag | None = None) -> dist.Work:
+        """As :meth:`all_reduce` by sum, but only begun: ``tensor`` holds the result after ``wait()`` of what this returns."""
+        with why or _UNTAGGED:
+            return dist.all_reduce(tensor, group=self.group, async_op=True)
+
+    def barrier(self, why: hooks.tag | None = None) -> None:
+        """Wait for all ranks."""
+        with why or _UNTAGGED:
+            dist.barrier(self.group)
+
     def all_gather(
         self, outputs: list[torch.Tensor], piece: torch.Tensor, why: hooks.tag | None = None
     ) -> None:
