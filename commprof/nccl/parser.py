@@ -129,9 +129,23 @@ def parse_logs(
         LogError: a path that does not exist or cannot be opened. Content never raises: what is not understood is
             counted.
     """
-    reader = _Reader(careful, None if scratch is None else Path(scratch))
     found = find_logs([paths] if isinstance(paths, str | Path) else paths)
-    reader.read([LogSource(path) for path in found], progress, workers)
+    return parse_sources(
+        [LogSource(path) for path in found], progress, workers=workers, scratch=scratch, careful=careful
+    )
+
+
+def parse_sources(
+    sources: Sequence[LogSource],
+    progress: Callable[[int], None] | None = None,
+    *,
+    workers: int | None = None,
+    scratch: str | Path | None = None,
+    careful: bool = False,
+) -> ParsedLogs:
+    """:func:`parse_logs` of logs that have been found already."""
+    reader = _Reader(careful, None if scratch is None else Path(scratch))
+    reader.read(sources, progress, workers)
     return reader.result()
 
 
@@ -161,7 +175,7 @@ class _Reader:
             self.assembly.add(scan)
             if progress is not None:
                 progress(num_bytes)
-        self.files = [str(source.path) for source in sources]
+        self.files = [source.name for source in sources]
         self.bytes = sum(source.num_bytes for source in sources)
         self.overlong = sum(source.overlong for source in sources)
         self.troubles = [source.trouble for source in sources if source.trouble]

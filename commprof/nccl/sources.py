@@ -81,13 +81,15 @@ class LogSource:
     """One log, read once, as blocks of lines.
 
     Attributes:
+        name: what the log is called, by default its path.
         num_bytes: bytes read so far, after decompression.
         overlong: lines longer than ``LONGEST_LINE_BYTES``, which are skipped.
         trouble: why reading ended early, None when it did not.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, name: str | None = None) -> None:
         self.path = path
+        self.name = str(path) if name is None else name
         self.num_bytes = 0
         self.overlong = 0
         self.trouble: str | None = None
