@@ -12,6 +12,7 @@ from commprof import hooks
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.errors import ConfigError, UnsupportedError
+from zero_runtime.flat_parameters import FlatParameters
 from zero_runtime.gradients import ParameterGroup, Policy, ShardedGradients
 from zero_runtime.layout import PARAMETER_ALIGNMENT_BYTES, group_layout
 from zero_runtime.optimizer import ReplicatedOptimizer, ShardedOptimizer, StepPolicy
@@ -137,7 +138,7 @@ def parameter_groups(
             alignment=aligned if config.zero.parameter_alignment else 1,
         )
         labels = [names.get(p, f"param_groups[{number}][{index}]") for index, p in enumerate(trainable)]
-        groups.append(ParameterGroup(tuple(labels), tuple(trainable), layout))
+        groups.append(ParameterGroup(number, tuple(labels), tuple(trainable), layout))
     return groups
 
 
@@ -163,7 +164,10 @@ def _sharded(
         dtypes = communication_dtypes(module, kinds, config.precision.autocast_modules)
         _add_foreign(dtypes, groups, kinds)
         gradients = ShardedGradients(groups, dtypes, policy, group, kinds.accumulation, boundary)
-    return ShardedOptimizer(inner, groups, gradients, group, steps), gradients
+    parameters = FlatParameters(
+        groups, group, not config.zero.allgather_partitions, config.zero.allgather_bucket_size
+    )
+    return ShardedOptimizer(inner, groups, parameters, gradients, group, steps), gradients
 
 
 def _replicated(
@@ -193,8 +197,6 @@ def _step_policy(config: RuntimeConfig, kinds: Precision) -> StepPolicy:
         clipping=config.gradient_clipping,
         compute_norm=config.zero.compute_grad_norm,
         check_overflow=kinds.check_overflow,
-        gather_by_broadcast=not config.zero.allgather_partitions,
-        gather_bucket=config.zero.allgather_bucket_size,
     )
 
 

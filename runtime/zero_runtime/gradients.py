@@ -18,15 +18,30 @@ from zero_runtime.clip import sharded_norm
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.layout import GroupLayout, balanced_rounds
 from zero_runtime.reduction import Reduction
+from zero_runtime.shard_layout import ShardLayout
 from zero_runtime.stages import Stage
 
 
 class ParameterGroup(NamedTuple):
-    """The trainable parameters of one param group of the optimizer, in its order."""
+    """Trainable parameters that the optimizer updates as one flat tensor, in the order of their param group.
 
+    Attributes:
+        number: of that param group; stage 3 may cut one into several groups.
+        names: of the parameters.
+        parameters: the parameters, all of one dtype.
+        layout: who owns what.
+    """
+
+    number: int
     names: tuple[str, ...]
     parameters: tuple[torch.nn.Parameter, ...]
-    layout: GroupLayout
+    layout: GroupLayout | ShardLayout
+
+    @property
+    def flat_layout(self) -> GroupLayout:
+        """The layout where all parameters lie in one flat buffer, as at stages 1 and 2."""
+        assert isinstance(self.layout, GroupLayout)
+        return self.layout
 
     @property
     def numel(self) -> int:
@@ -163,7 +178,7 @@ class ShardedGradients:
             None if parameter.grad is None else parameter.grad.detach().reshape(-1)
             for parameter in each.parameters
         ]
-        for segments in balanced_rounds(each.layout, self._policy.limit):
+        for segments in balanced_rounds(each.flat_layout, self._policy.limit):
             for index, piece in segments:
                 gradient = gradients[index]
                 if gradient is not None:

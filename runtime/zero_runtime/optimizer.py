@@ -6,30 +6,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from commprof import hooks
 from zero_runtime.clip import averaged_norm, clip_factor, replicated_norm
 from zero_runtime.comm import DataParallelGroup
+from zero_runtime.flat_parameters import FlatParameters
 from zero_runtime.fragments import Fragment, Master, Part, Source, fragments_of, load
 from zero_runtime.gradients import ParameterGroup, ShardedGradients
 from zero_runtime.precision import agree_on_overflow, any_overflow
+from zero_runtime.sharded_parameters import ShardedParameters
 from zero_runtime.torch_optimizer import replace_parameters
 from zero_runtime.whole_gradients import AccumulatedGradients, ReplicatedGradients
 
-_GATHER: Final = hooks.tag("parameter_gather")
-
 
 class StepPolicy(NamedTuple):
-    """What a step does besides the update. ``gather_bucket`` is in elements; None gathers each param group at once."""
+    """What a step does besides the update."""
 
     clipping: float
     compute_norm: bool
     check_overflow: bool
-    gather_by_broadcast: bool
-    gather_bucket: int | None
 
 
 class _Wrapper(torch.optim.Optimizer):
@@ -66,14 +63,14 @@ class _Wrapper(torch.optim.Optimizer):
 
 
 class ShardedOptimizer(_Wrapper):
-    """Updates this rank's piece of every param group, and gathers the others' pieces.
+    """Updates this rank's piece of every group of parameters, and shares it with the other ranks.
 
-    The parameters become views of one flat buffer for each param group. Each rank keeps its piece as a flat
-    fp32 tensor, which is all that the torch optimizer sees.
+    Each rank keeps its piece as a flat fp32 tensor, which is all that the torch optimizer sees.
 
     Args:
-        optimizer: the torch optimizer; its param groups are those of ``groups``.
-        groups: the trainable parameters.
+        optimizer: the torch optimizer.
+        groups: the trainable parameters: one or more groups for each of its param groups.
+        parameters: their pieces in the model's dtype.
         gradients: where reduced gradients come from.
         group: the data-parallel ranks.
         policy: what a step does besides the update.
@@ -83,6 +80,7 @@ class ShardedOptimizer(_Wrapper):
         self,
         optimizer: torch.optim.Optimizer,
         groups: Sequence[ParameterGroup],
+        parameters: FlatParameters | ShardedParameters,
         gradients: ShardedGradients | AccumulatedGradients,
         group: DataParallelGroup,
         policy: StepPolicy,
@@ -91,22 +89,26 @@ class ShardedOptimizer(_Wrapper):
         self._gradients = gradients
         self._group = group
         self._policy = policy
-        self._flat = [flatten(each) for each in groups]
-        self._own = [
-            flat.narrow(0, group.rank * each.layout.piece_numel, each.layout.piece_numel)
-            for flat, each in zip(self._flat, groups, strict=True)
-        ]
-        self.masters = [own.detach().clone().float().requires_grad_() for own in self._own]
+        self._parameters = parameters
         self._groups = groups
-        replace_parameters(optimizer, [[master] for master in self.masters])
+        self.masters = [own.detach().clone().float().requires_grad_() for own in parameters.own]
+        mine: list[list[torch.Tensor]] = [[] for _ in optimizer.param_groups]
+        for each, master in zip(groups, self.masters, strict=True):
+            mine[each.number].append(master)
+        replace_parameters(optimizer, mine)
 
     def held(self) -> list[Master]:
-        """One master for each param group: this rank's piece of it."""
+        """One master for each group: this rank's piece of it."""
         held = []
-        for number, (each, master) in enumerate(zip(self._groups, self.masters, strict=True)):
+        for each, master in zip(self._groups, self.masters, strict=True):
             parts = [
                 Part(
-                    each.names[index], each.parameters[index], number, piece.start, piece.numel, piece.offset
+                    each.names[index],
+                    each.parameters[index],
+                    each.number,
+                    piece.start,
+                    piece.numel,
+                    piece.offset,
                 )
                 for index in each.layout.order
                 for piece in each.layout.slices(index)
@@ -122,6 +124,7 @@ class ShardedOptimizer(_Wrapper):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take the step that the reduced gradients ask for, unless one of them overflowed."""
+        self._parameters.begin_step()
         pieces = self._gradients.pieces
         if self._policy.check_overflow:
             flag = any_overflow(pieces, pieces[0].device)
@@ -139,32 +142,11 @@ class ShardedOptimizer(_Wrapper):
             if factor is not None:
                 master.grad.mul_(factor)
         self.optimizer.step()
-        for master, own in zip(self.masters, self._own, strict=True):
+        for master, own in zip(self.masters, self._parameters.own, strict=True):
             master.grad = None
             own.copy_(master)
         self._gradients.clear()
-        self._gather()
-
-    def _gather(self) -> None:
-        if self._group.world_size == 1:
-            return
-        for flat, own in zip(self._flat, self._own, strict=True):
-            if self._policy.gather_by_broadcast:
-                for owner, piece in enumerate(flat.chunk(self._group.world_size)):
-                    self._group.broadcast(piece, owner, why=_GATHER)
-            elif self._policy.gather_bucket is not None:
-                self._gather_in_parts(flat, own, self._policy.gather_bucket)
-            else:
-                self._group.all_gather_single(flat, own, why=_GATHER)
-
-    def _gather_in_parts(self, flat: torch.Tensor, own: torch.Tensor, limit: int) -> None:
-        """Gather ``flat`` in messages of at most ``limit`` elements; each part of a piece begins at an even element."""
-        pieces = flat.chunk(self._group.world_size)
-        width = max(2, limit // self._group.world_size // 2 * 2)
-        for begin in range(0, own.numel(), width):
-            numel = min(width, own.numel() - begin)
-            parts = [piece.narrow(0, begin, numel) for piece in pieces]
-            self._group.all_gather(parts, parts[self._group.rank], why=_GATHER)
+        self._parameters.share()
 
 
 class ReplicatedOptimizer(_Wrapper):
@@ -253,14 +235,3 @@ class ReplicatedOptimizer(_Wrapper):
             master.grad = None
             parameter.copy_(master)
         return True
-
-
-def flatten(each: ParameterGroup) -> torch.Tensor:
-    """Lay the parameters of a group end to end in one new flat buffer, and make them views of it."""
-    first = each.parameters[0]
-    flat = torch.zeros(each.layout.numel, dtype=first.dtype, device=first.device)
-    for parameter, offset in zip(each.parameters, each.layout.offsets, strict=True):
-        view = flat.narrow(0, offset, parameter.numel()).view(parameter.shape)
-        view.copy_(parameter.detach())
-        parameter.data = view
-    return flat

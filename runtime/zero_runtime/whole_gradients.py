@@ -110,7 +110,7 @@ class AccumulatedGradients:
         self._at_boundary = at_boundary
         self._paused = False
         self._flat = [
-            torch.zeros(each.layout.numel, dtype=accumulation, device=each.parameters[0].device)
+            torch.zeros(each.flat_layout.numel, dtype=accumulation, device=each.parameters[0].device)
             for each in groups
         ]
         self.pieces = [flat.chunk(group.world_size)[group.rank] for flat in self._flat]
@@ -121,7 +121,7 @@ class AccumulatedGradients:
     def finish_backward(self) -> None:
         """Add this micro-batch's gradients; reduce the buffers after the last one of a step."""
         for each, flat in zip(self._groups, self._flat, strict=True):
-            for parameter, offset in zip(each.parameters, each.layout.offsets, strict=True):
+            for parameter, offset in zip(each.parameters, each.flat_layout.offsets, strict=True):
                 if parameter.grad is not None:
                     flat.narrow(0, offset, parameter.numel()).add_(parameter.grad.reshape(-1))
                     parameter.grad = None

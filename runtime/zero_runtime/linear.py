@@ -1,0 +1,71 @@
+"""The linear layer of stage 3: the same arithmetic as torch's, with a backward that needs no view of the weight.
+
+torch's own saves a transposed view of the weight for backward, which keeps the gathered weight in memory after it has
+been released. This one saves the parameter itself, whose memory comes and goes. As in DeepSpeed 0.19.8, whose
+``memory_efficient_linear`` this is, the weight's gradient comes before the bias's, which decides how gradients fall into
+buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch.nn import functional
+
+_torch_linear: Final = functional.linear
+
+
+class _Linear(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return _torch_linear(inputs, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        features, weight, bias = inputs
+        device = features.device.type
+        ctx.autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        ctx.save_for_backward(features, weight)
+        ctx.has_bias = bias is not None
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        inputs, weight = ctx.saved_tensors
+        enabled, dtype = ctx.autocast
+        of_inputs = of_weight = of_bias = None
+        with torch.autocast(inputs.device.type, dtype=dtype, enabled=enabled):
+            if ctx.needs_input_grad[0]:
+                of_inputs = gradient.matmul(weight)
+            rows = gradient.reshape(-1, gradient.shape[-1])
+            if ctx.needs_input_grad[1]:
+                of_weight = rows.t().matmul(inputs.reshape(-1, inputs.shape[-1]))
+            if ctx.has_bias and ctx.needs_input_grad[2]:
+                of_bias = rows.sum(0)
+        return of_inputs, of_weight, of_bias
+
+
+def _linear(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if not torch.is_grad_enabled() or not weight.is_leaf:
+        return _torch_linear(input, weight, bias)
+    return _Linear.apply(input, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
+
+
+@contextmanager
+def memory_efficient_linear() -> Iterator[None]:
+    """Inside, ``torch.nn.functional.linear`` is this module's, for layers and for code that calls it directly."""
+    before = functional.linear
+    functional.linear = _linear
+    try:
+        yield
+    finally:
+        functional.linear = before

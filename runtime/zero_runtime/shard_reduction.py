@@ -1,0 +1,88 @@
+"""The gradient reductions of stage 3, where every rank owns a slice of every parameter.
+
+| bucket                                                        | issued                                    | sent        |
+|---------------------------------------------------------------|-------------------------------------------|-------------|
+| ``reduce_scatter``: any                                       | 1 reduce_scatter, or all_to_all and a sum | (n-1)/n S   |
+| ``all_reduce``, where it fits the contiguous buffer, or the   | 1 all_reduce                              | 2(n-1)/n S  |
+| config names ``gradient_reduction``                           |                                           |             |
+| ``all_reduce``, otherwise                                     | as for ``reduce_scatter``                 | (n-1)/n S   |
+
+n is the number of ranks, S the bytes of the bucket. The last row is DeepSpeed 0.19.8's: ``reduce_scatter: false`` does not
+keep it from issuing reduce_scatters. A native one takes equal rows: row r holds slice r of each parameter, padded to
+ceil(numel / n) elements, in the order in which the parameters were made. An all_to_all sends the slices without padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from zero_runtime import reduction
+from zero_runtime.buckets import Bucket
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.shards import slice_numel
+
+
+@dataclass(frozen=True, slots=True)
+class ShardReduction:
+    """A :data:`zero_runtime.reduction.Reduction` for buckets of whole gradients.
+
+    Attributes:
+        numbers: of the parameters by name, in the order in which they were made.
+        all_reduce_limit: the largest bucket, in elements, that is sent by all_reduce.
+        implementation: of a reduce_scatter: ``native``, ``all_to_all``, or None for the backend's.
+    """
+
+    numbers: Mapping[str, int]
+    all_reduce_limit: int
+    implementation: str | None
+
+    def __call__(self, bucket: Bucket, group: DataParallelGroup) -> None:
+        """Sum the bucket over the ranks; afterwards this rank's slices in ``bucket.tensor`` are right."""
+        if bucket.tensor.numel() <= self.all_reduce_limit:
+            reduction.all_reduce(bucket, group)
+            return
+        implementation = self.implementation or reduction.default_implementation(group.backend)
+        if implementation == reduction.ALL_TO_ALL:
+            reduction.reduce_scatter(bucket, group, implementation)
+        else:
+            self._scatter(bucket, group)
+        if bucket.scaling.factor_after != 1.0:
+            for run in bucket.runs:
+                if run.owner == group.rank:
+                    bucket.tensor.narrow(0, run.start, run.numel).mul_(bucket.scaling.factor_after)
+
+    def _scatter(self, bucket: Bucket, group: DataParallelGroup) -> None:
+        world = group.world_size
+        parts = list(bucket.tensor.split([entry.gradient.numel() for entry in bucket.entries]))
+        order = sorted(range(len(parts)), key=lambda index: self.numbers[bucket.entries[index].name])
+        rows = [_rows(parts[index], world) for index in order]
+        outgoing = (rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)).to(bucket.dtype)
+        # A single gradient without padding is the bucket's own memory, which the caller lets us write to.
+        if bucket.scaling.divisor != 1.0:
+            outgoing.div_(bucket.scaling.divisor)
+        if bucket.scaling.factor_before != 1.0:
+            outgoing.mul_(bucket.scaling.factor_before)
+        mine = outgoing.new_empty(outgoing.shape[1])
+        group.reduce_scatter_single(mine, outgoing.view(-1), why=bucket.why())
+        position = 0
+        for index, row in zip(order, rows, strict=True):
+            own = _own_slice(parts[index], group.rank, row.shape[1])
+            own.copy_(mine.narrow(0, position, own.numel()))
+            position += row.shape[1]
+
+
+def _own_slice(gradient: torch.Tensor, rank: int, width: int) -> torch.Tensor:
+    """Slice ``rank`` of a 1-D gradient without its padding: at most ``width`` elements."""
+    start = min(rank * width, gradient.numel())
+    return gradient.narrow(0, start, min(width, gradient.numel() - start))
+
+
+def _rows(gradient: torch.Tensor, world_size: int) -> torch.Tensor:
+    """The slices of a 1-D gradient as rows of one matrix, the last ones padded with zeros."""
+    width = slice_numel(gradient.numel(), world_size)
+    missing = width * world_size - gradient.numel()
+    return (functional.pad(gradient, (0, missing)) if missing else gradient).view(world_size, width)

@@ -1,0 +1,50 @@
+"""Parameters of which each rank keeps a slice (stage 3), as an optimizer over pieces needs them.
+
+The slices of a sub-group move into one flat buffer, so that writing this rank's piece writes all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zero_runtime.gradients import ParameterGroup
+from zero_runtime.residency import Residency
+from zero_runtime.shards import shard_of
+
+
+class ShardedParameters:
+    """Lays this rank's slices of each sub-group end to end.
+
+    Args:
+        groups: the sub-groups; their parameters have shards.
+        residency: what gathers the parameters of the model.
+
+    Attributes:
+        own: for each sub-group, this rank's slices, padding included; 1-D.
+    """
+
+    def __init__(self, groups: Sequence[ParameterGroup], residency: Residency) -> None:
+        self._residency = residency
+        self.own = [_flatten(each) for each in groups]
+
+    def begin_step(self) -> None:
+        """Give up every whole parameter: it is about to change."""
+        self._residency.release_all()
+
+    def share(self) -> None:
+        """Gather the parameters that stay whole between steps; the next forward gathers the others."""
+        self._residency.parameters_changed()
+
+
+def _flatten(each: ParameterGroup) -> torch.Tensor:
+    shards = [shard_of(parameter) for parameter in each.parameters]
+    first = each.parameters[0]
+    flat = torch.zeros(each.layout.piece_numel, dtype=first.dtype, device=first.device)
+    position = 0
+    for shard in shards:
+        assert shard is not None
+        shard.move(flat.narrow(0, position, shard.slice_numel))
+        position += shard.slice_numel
+    return flat
