@@ -19,9 +19,9 @@ from commprof.nccl.calls import Groups, Launches, Twins
 from commprof.nccl.census import Census
 from commprof.nccl.communicators import Registry, note_operation_form
 from commprof.nccl.heads import KnownHosts, Origin
-from commprof.nccl.layouts import FIELDS
+from commprof.nccl.layouts import Tail
 from commprof.nccl.messages import Message, MessageRows
-from commprof.nccl.rows import CALL, COLL, KINDS, NONE, OP_NUMBER, TORN, WHOLE, Column, Rows, RowStore
+from commprof.nccl.rows import CALL, COLL, KINDS, NONE, OP_NUMBER, TORN, WHOLE, Rows, RowStore
 from commprof.nccl.scan import Scan
 from commprof.nccl.topology import Topology
 from commprof.nccl.topology_tables import TopologyRows
@@ -177,12 +177,11 @@ class Assembly:
         """All operation lines of the block as columns, in order."""
         fast = scan.operations
         by_head = self._by_head(scan, heads)
-        columns: Rows = {name: fast[name] for name in FIELDS}
+        columns: Rows = {name: fast[name] for name in ("opcount", "sendbuff", "recvbuff", "elements")}
+        columns |= {name: values[fast["tail"]] for name, values in self._by_tail(scan.tails).items()}
         columns["place"] = fast["line"] * _PER_LINE
         columns |= {name: values[fast["head"]] for name, values in by_head.items()}
         columns["state"] = np.full(len(fast["line"]), WHOLE)
-        columns["comm"] = _interned(fast["comm"], self._comms)
-        columns["stream"] = _interned(fast["stream"], self.streams)
         if operations:
             slow = [self._row(place, message) for place, message in operations]
             for name, column in columns.items():
@@ -193,6 +192,17 @@ class Assembly:
             columns = {name: column[order] for name, column in columns.items()}
         columns["line"] = columns["place"] // _PER_LINE + self.lines + 1
         columns["file"] = np.full(len(columns["line"]), self.file)
+        return columns
+
+    def _by_tail(self, tails: list[Tail]) -> dict[str, Numbers]:
+        """What a tail says, as columns by its number."""
+        columns = {
+            name: np.array([getattr(tail, name) for tail in tails], np.int64)
+            for name in ("datatype", "reduction", "root", "nranks", "global_rank")
+        }
+        for name, known in (("comm", self._comms), ("stream", self.streams)):
+            texts = (getattr(tail, name) for tail in tails)
+            columns[name] = np.array([known.setdefault(text, len(known)) for text in texts], np.int64)
         return columns
 
     def _by_head(self, scan: Scan, heads: list[Origin]) -> dict[str, Numbers]:
@@ -276,10 +286,11 @@ class Assembly:
     ) -> None:
         """Remember what operation lines tell about the version of NCCL."""
         fast = scan.operations
-        combined = fast["head"].astype(np.int64) * 4 + (fast["datatype"] != 0) * 2 + (fast["sendbuff"] == 0)
+        typed = np.array([tail.datatype != 0 for tail in scan.tails], bool)[fast["tail"]]
+        combined = fast["head"].astype(np.int64) * 4 + typed * 2 + (fast["sendbuff"] == 0)
         lines: list[nccl_lines.CollLine | nccl_lines.CallLine]
         lines = [message for _, message in operations if not isinstance(message, nccl_lines.TornLine)]
-        for code in np.unique(combined).tolist():
+        for code in np.flatnonzero(np.bincount(combined)).tolist():
             head, origin = scan.heads[code // 4], heads[code // 4]
             if head.op is not None:
                 text = b"(nil)" if code % 2 else b"0x1"
@@ -411,13 +422,6 @@ class Assembly:
             )
             for begin, end in zip(begins, np.append(begins[1:], len(rows)), strict=True)
         ]
-
-
-def _interned(addresses: Column, known: dict[bytes, int]) -> Numbers:
-    """The numbers of addresses among those that are known, by their text; new ones are added."""
-    values, inverse = np.unique(addresses, return_inverse=True)
-    texts = (b"0x%x" % value if value else b"(nil)" for value in values.tolist())
-    return np.array([known.setdefault(text, len(known)) for text in texts], np.int64)[inverse]
 
 
 def _address(text: bytes) -> int:

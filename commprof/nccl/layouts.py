@@ -1,156 +1,108 @@
-"""Operation lines of regular form, read column by column: all lines of a block at once.
+"""Operation lines of regular form, read field by field: one field of all lines of a block at once.
 
-A line belongs here when it is exactly what ``src/enqueue.cc`` of NVIDIA/nccl prints, field by field. Whatever
-differs in any way is left to :mod:`commprof.nccl.lines`, which reads one line at a time and is the definition of what
-a line means; this module only has to agree with it.
+Counts, addresses and numbers of the call differ from line to line and stand first; what follows them, the *tail*, names
+types, communicator and stream and is repeated millions of times, so each distinct tail is looked at once. The fields are
+those that ``src/enqueue.cc`` of NVIDIA/nccl prints. Whatever differs in any way is left to
+:mod:`commprof.nccl.lines`, which reads one line at a time and is the definition of what a line means; it also reads the
+tails.
 """
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from commprof.nccl import lines as nccl_lines
 from commprof.nccl.fields import Flags, Positions, Text
-from commprof.nccl.rows import NONE, Rows
+from commprof.nccl.heads import Origin
+from commprof.nccl.rows import NONE, Column
 
-# What a row holds of a line, with its type, and what stands for a field that the line does not have.
-FIELDS: Final[dict[str, tuple[type[np.generic], int]]] = {
-    "opcount": (np.int64, NONE),
-    "sendbuff": (np.uint64, 0),
-    "recvbuff": (np.uint64, 0),
-    "elements": (np.int64, NONE),
-    "datatype": (np.int32, NONE),
-    "reduction": (np.int64, NONE),
-    "root": (np.int32, NONE),
-    "comm": (np.uint64, 0),
-    "nranks": (np.int32, NONE),
-    "stream": (np.uint64, 0),
-    "global_rank": (np.int32, NONE),
-}
+# No field ends further behind the begin of the fields than this; so much text must follow.
+FIELDS_LENGTH = 192
+_NOBODY = Origin(b"", 0, 0, None, True)
 
 
-class _Token(NamedTuple):
-    """One word of a COLL line: a keyword to verify, or a field with the most digits that it may have."""
+class Varying(NamedTuple):
+    """The fields that differ from line to line, and where the tail of each line begins."""
 
-    keyword: bytes = b""
-    field: str = ""
-    digits: int = 0
-
-
-_PLAIN: Final = (
-    _Token(b"opCount"), _Token(field="opcount", digits=15),
-    _Token(b"sendbuff"), _Token(field="sendbuff"),
-    _Token(b"recvbuff"), _Token(field="recvbuff"),
-    _Token(b"count"), _Token(field="elements", digits=16),
-    _Token(b"datatype"), _Token(field="datatype", digits=3),
-    _Token(b"op"), _Token(field="reduction", digits=10),
-    _Token(b"root"), _Token(field="root", digits=9),
-    _Token(b"comm"), _Token(field="comm"),
-    _Token(field="nranks", digits=9),
-    _Token(b"stream"), _Token(field="stream"),
-)  # fmt: skip
-_ACC: Final = (_Token(b"acc"), _Token(field="acc"))
-_TASK: Final = (
-    _Token(b"task"), _Token(field="task", digits=9),
-    _Token(b"globalrank"), _Token(field="global_rank", digits=9),
-)  # fmt: skip
-# RCCL adds an accumulator, and in newer releases the task and the rank in the job.
-COLL_LAYOUTS: Final = (
-    _PLAIN,
-    _PLAIN[:6] + _ACC + _PLAIN[6:],
-    _PLAIN + _TASK,
-    _PLAIN[:6] + _ACC + _PLAIN[6:] + _TASK,
-)
-_POINTERS: Final = frozenset({"sendbuff", "recvbuff", "comm", "stream", "acc"})
+    opcount: Column
+    sendbuff: Column
+    recvbuff: Column
+    elements: Column
+    tails: Positions
 
 
-class Bodies(NamedTuple):
-    """Texts that stand one behind the other in ``text``: where each begins, and where it ends (its newline excluded)."""
+class Tail(NamedTuple):
+    """What the end of an operation line says, with the texts of addresses; NONE for what it does not say."""
 
-    text: Text
-    begin: Positions
-    end: Positions
+    datatype: int
+    reduction: int
+    root: int
+    comm: bytes
+    nranks: int
+    stream: bytes
+    global_rank: int
 
-    def delimiters(self, found: Flags) -> tuple[Positions, Positions]:
-        """Positions where ``found`` is set, and the number of the first of them for each body, with a closing one."""
-        positions = np.flatnonzero(found)
-        return positions, np.append(np.searchsorted(positions, self.begin), len(positions))
 
-
-def read_coll(bodies: Bodies) -> tuple[Rows, Flags]:
+def read_coll(text: Text, begin: Positions) -> tuple[Varying, Flags]:
     """The fields of COLL lines, from ``opCount`` on, and where they are of regular form."""
-    blanks, first = bodies.delimiters(bodies.text.data == ord(" "))
-    number = np.diff(first)
-    columns, regular = _empty(len(bodies.begin)), np.zeros(len(bodies.begin), bool)
-    for layout in COLL_LAYOUTS:
-        rows = np.flatnonzero(number == len(layout) - 1)
-        if not len(rows):
-            continue
-        inner = blanks[first[rows] + np.arange(len(layout) - 1)[:, None]]
-        begins = np.vstack([bodies.begin[rows], inner + 1])
-        ends = np.vstack([inner, bodies.end[rows]])
-        right = np.ones(len(rows), bool)
-        for token, begin, end in zip(layout, begins, ends, strict=True):
-            right &= _read_token(bodies.text, token, begin, end, columns, rows)
-        regular[rows] = right & (columns["comm"][rows] != 0)
-    return columns, regular
+    opcount = text.hexadecimal(begin + len(b"opCount "), b" ")
+    right = opcount.right & text.starts_with(begin, b"opCount ")
+    right &= text.starts_with(opcount.ends, b" sendbuff ")
+    send = text.pointer(opcount.ends + len(b" sendbuff "), b" ")
+    right &= send.right & text.starts_with(send.ends, b" recvbuff ")
+    receive = text.pointer(send.ends + len(b" recvbuff "), b" ")
+    right &= receive.right
+    ends = receive.ends
+    is_counted = text.starts_with(ends, b" count ")
+    if not is_counted.all():
+        # RCCL adds an accumulator.
+        others = np.flatnonzero(~is_counted & right)
+        accumulator = text.pointer(ends[others] + len(b" acc "), b" ")
+        found = accumulator.right & text.starts_with(ends[others], b" acc ")
+        ends[others[found]] = accumulator.ends[found]
+        right &= text.starts_with(ends, b" count ")
+    elements = text.decimal(ends + len(b" count "), b" ")
+    right &= elements.right
+    return Varying(
+        opcount.values.astype(np.int64),
+        send.values,
+        receive.values,
+        elements.values.astype(np.int64),
+        elements.ends,
+    ), right
 
 
-def _read_token(
-    text: Text, token: _Token, begin: Positions, end: Positions, columns: Rows, rows: Positions
-) -> Flags:
-    """Verify one token of all lines, and keep its numbers."""
-    if token.keyword:
-        same: Flags = end - begin == len(token.keyword)
-        return same & text.starts_with(begin, token.keyword)
-    if token.field in _POINTERS:
-        values, right = text.pointer(begin, end)
-    elif token.field == "opcount":
-        values, right = text.hexadecimal(begin, end, token.digits)
-    elif token.field == "nranks":
-        decimals, right = text.decimal(begin + len(b"[nranks="), end - 1, token.digits)
-        right &= text.starts_with(begin, b"[nranks=") & text.starts_with(end - 1, b"]")
-        columns["nranks"][rows] = decimals
-        return right
-    else:
-        decimals, right = text.decimal(begin, end, token.digits)
-        if token.field in columns:
-            columns[token.field][rows] = decimals
-        return right
-    if token.field in columns:
-        columns[token.field][rows] = values
-    return right
+def read_call(text: Text, begin: Positions) -> tuple[Varying, Flags]:
+    """The fields of CALL lines, from the first argument on, and where they are of regular form."""
+    send = text.hexadecimal(begin, b",")
+    receive = text.hexadecimal(send.ends + 1, b",")
+    elements = text.decimal(receive.ends + 1, b",")
+    return Varying(
+        np.full(len(begin), NONE),
+        send.values,
+        receive.values,
+        elements.values.astype(np.int64),
+        elements.ends,
+    ), send.right & receive.right & elements.right
 
 
-def read_call(bodies: Bodies) -> tuple[Rows, Flags, Positions]:
-    """The fields of CALL lines, from ``nccl`` on: columns, where they are regular, and where the arguments begin."""
-    data = bodies.text.data
-    marks, first = bodies.delimiters((data == ord(",")) | (data == ord("(")) | (data == ord(")")))
-    columns, regular = _empty(len(bodies.begin)), np.zeros(len(bodies.begin), bool)
-    arguments = bodies.begin.copy()
-    rows = np.flatnonzero(np.diff(first) == 9)
-    if not len(rows):
-        return columns, regular, arguments
-    text, inner = bodies.text, marks[first[rows][:, None] + np.arange(9)]
-    right = text.starts_with(bodies.begin[rows], b"nccl") & (inner[:, 8] == bodies.end[rows] - 1)
-    right &= (data[inner[:, 0]] == ord("(")) & (data[inner[:, 8]] == ord(")"))
-    right &= (data[inner[:, 1:8]] == ord(",")).all(axis=1)
-    begins, ends = inner[:, :8].T + 1, inner[:, 1:].T
-    for field, begin, end in zip(("sendbuff", "recvbuff"), begins, ends, strict=False):
-        columns[field][rows], exact = text.hexadecimal(begin, end, 16)
-        right &= exact
-    numbers = (("elements", 16), ("datatype", 3), ("reduction", 10), ("root", 9))
-    for (field, digits), begin, end in zip(numbers, begins[2:], ends[2:], strict=False):
-        columns[field][rows], exact = text.decimal(begin, end, digits)
-        right &= exact
-    for field, begin, end in zip(("comm", "stream"), begins[6:], ends[6:], strict=True):
-        columns[field][rows], exact = text.pointer(begin, end)
-        right &= exact
-    regular[rows] = right & (columns["comm"][rows] != 0)
-    arguments[rows] = begins[0]
-    return columns, regular, arguments
+def read_tail(text: bytes, is_call: bool) -> Tail | None:
+    """What a tail says; None where a line that ends so is no whole operation.
 
-
-def _empty(length: int) -> Rows:
-    return {name: np.full(length, missing, kind) for name, (kind, missing) in FIELDS.items()}
+    >>> read_tail(b",7,0,0,0x3,0x4)", True).datatype
+    7
+    """
+    level, fields = (
+        (b"CALL", b"ncclAllReduce(1,1,0")
+        if is_call
+        else (b"INFO", b"AllReduce: opCount 0 sendbuff 0x1 recvbuff 0x1 count 0")
+    )
+    line = nccl_lines.read_message(_NOBODY, fields + text, level)
+    if isinstance(line, nccl_lines.CollLine):
+        rank = NONE if line.global_rank is None else line.global_rank
+        return Tail(line.datatype, line.reduction, line.root, line.comm, line.nranks, line.stream, rank)
+    if isinstance(line, nccl_lines.CallLine):
+        return Tail(line.datatype, line.reduction, line.root, line.comm, NONE, line.stream, NONE)
+    return None

@@ -214,6 +214,19 @@ def may_speak_headless(line: bytes) -> bool:
     )
 
 
+def may_speak(body: bytes) -> bool:
+    """Whether :func:`read_message` may find anything in a message of level INFO or CALL; cheap."""
+    return (
+        b" -> " in body
+        or b": o" in body
+        or b"comm 0x" in body
+        or b"|" in body
+        or b"nccl" in body
+        or b"NCCL " in body
+        or body.startswith((b"Channel ", b"Ring ", b"Tree"))
+    )
+
+
 def clean_line(line: bytes) -> bytes:
     """``line`` without terminal colours, control bytes and whatever a carriage return has overwritten."""
     line = line.rstrip(b"\r")

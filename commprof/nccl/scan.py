@@ -17,7 +17,7 @@ from commprof.nccl import lines as nccl_lines
 from commprof.nccl.census import Silence, Tally, tally_block
 from commprof.nccl.fields import Flags, Positions, Text
 from commprof.nccl.heads import HEAD, KnownHosts, Origin
-from commprof.nccl.layouts import Bodies, read_call, read_coll
+from commprof.nccl.layouts import FIELDS_LENGTH, Tail, Varying, read_call, read_coll, read_tail
 from commprof.nccl.rows import Rows
 from commprof.nccl.spelling import OPERATIONS
 from commprof.nccl.topology import Link
@@ -26,6 +26,9 @@ from commprof.schema import Op
 _MOST_REMEMBERED: Final = 100_000
 _NAME: Final = re.compile(rb"(?:\[\d+\] )?(\w+): |nccl(\w+)\(")
 _LEVEL_LENGTH: Final = len(b" NCCL INFO ")
+_LEVELS: Final = [
+    np.uint64(int.from_bytes(level, "little")) for level in (b"INFO", b"CALL", b"WARN", b"TRAC", b"ABOR")
+]
 
 
 class Head(NamedTuple):
@@ -53,7 +56,8 @@ class Scan(NamedTuple):
     Attributes:
         lines: how many it has.
         heads: the distinct heads of regular lines, by number.
-        operations: columns of ``layouts.FIELDS``, and of ``line`` and ``head``, in the order of lines.
+        operations: columns line, head, tail, opcount, sendbuff, recvbuff and elements, in the order of lines.
+        tails: the distinct tails of operation lines, by number.
         slow: lines that were read by themselves and say something, in order.
         hosts: hosts that were seen for certain, with a process: first line, host, pid; in order.
         groups: columns line, head, and step: 1 for ncclGroupStart, -1 for ncclGroupEnd.
@@ -66,6 +70,7 @@ class Scan(NamedTuple):
     lines: int
     heads: list[Head]
     operations: Rows
+    tails: list[Tail]
     slow: list[SlowLine]
     hosts: list[tuple[int, bytes, int]]
     groups: Rows
@@ -115,6 +120,7 @@ class Scanner:
         self._careful = careful
         self._heads: dict[bytes, Head | None] = {}
         self._bodies: dict[bytes, int] = {}
+        self._tails: dict[bytes, Tail | None] = {}
         self._flags = np.zeros((2, 0), bool)
 
     def scan(self, data: bytes) -> Scan:
@@ -139,6 +145,16 @@ class Scanner:
             head = self._heads[text] = _read_head(text)
             return head
 
+    def tail(self, text: bytes) -> Tail | None:
+        """What the tail ``text`` says; None where that takes a closer look."""
+        try:
+            return self._tails[text]
+        except KeyError:
+            if len(self._tails) >= _MOST_REMEMBERED:
+                self._tails.clear()
+            tail = self._tails[text] = read_tail(text.rstrip(b"\r\n"), text.startswith(b","))
+            return tail
+
     def body(self, text: bytes) -> int:
         """What a message of this text is: one of the numbers below."""
         try:
@@ -159,6 +175,8 @@ def _read_body(text: bytes) -> int:
         return GROUP_START
     if text == b"ncclGroupEnd()":
         return GROUP_END
+    if not nccl_lines.may_speak(text):
+        return IGNORED
     if nccl_lines.read_message(_NOBODY, text, b"CALL") is not None:
         return MESSAGE
     message = nccl_lines.read_message(_NOBODY, text, b"INFO")
@@ -239,6 +257,7 @@ class _Block:
     def _find_heads(self) -> None:
         """Which lines have one head and nothing odd, and where its message begins; which lines have no head."""
         places = self._places(b" NCCL ")
+        places = places[self._is_level(places + len(b" NCCL "))]
         lines = self._lines_of(places)
         times = np.bincount(lines, minlength=self.size)
         self.headless = (times == 0) & ~self.controls
@@ -252,6 +271,14 @@ class _Block:
         self.is_call[rows] = is_call = self._level(begins, b"CALL ")
         self.regular[rows] = is_info | is_call
 
+    def _is_level(self, at: Positions) -> Flags:
+        """Whether a level may stand at each position: without one, ``NCCL`` is a word of a message."""
+        words = self._words[np.minimum(at, max(len(self._words) - 1, 0))] & np.uint64(0xFFFFFFFF)
+        found = at >= len(self._words)
+        for level in _LEVELS:
+            found |= words == level
+        return found
+
     def _level(self, begins: Positions, level: bytes) -> Flags:
         same = np.ones(len(begins), bool)
         for distance, letter in enumerate(reversed(level), 1):
@@ -262,8 +289,10 @@ class _Block:
         """Sort the lines into those that are read together and those that are read one by one."""
         if careful:
             self.regular[:], self.headless[:] = False, False
-        operations, is_operation, begins = self._find_operations()
+        operations, tails, begins = self._find_operations()
         number = len(operations["line"])
+        is_operation = np.zeros(self.size, bool)
+        is_operation[operations["line"]] = True
         valid = np.repeat(self.regular, 2)
         valid[1::2] &= ~is_operation
         texts, head_codes, body_codes = self._encode(begins, valid)
@@ -318,6 +347,7 @@ class _Block:
             self.size,
             list(known.values()),
             operations,
+            tails,
             slow,
             sorted(hosts),
             groups,
@@ -365,50 +395,67 @@ class _Block:
         buffers = [shown, pa.py_buffer(offsets), pa.py_buffer(self.data)]
         return pa.Array.from_buffers(pa.binary(), 2 * self.size, buffers)
 
-    def _find_operations(self) -> tuple[Rows, Flags, Positions]:
-        """The operation lines among the regular ones: their fields, which they are, and where fields begin."""
+    def _find_operations(self) -> tuple[Rows, list[Tail], Positions]:
+        """The operation lines among the regular ones: their fields, their tails, and where every line's message begins.
+
+        The message of an operation begins with its fields: its name goes with the head.
+        """
+        text = Text(self.data)
+        last = len(self.data) - FIELDS_LENGTH
         begins = np.where(self.regular, self.messages, self.begins)
         places = self._places(b"pCount ") - 1
         lines = self._lines_of(places)
         is_coll = np.bincount(lines, minlength=self.size) == 1
         is_coll &= self.regular & ~self.is_call
-        is_coll[lines[places < begins[lines]]] = False
-        inside = is_coll[lines]
-        starts = begins.copy()
-        starts[lines[inside]] = places[inside]
-        segments = self._segments(starts)
-        coll_rows, call_rows = np.flatnonzero(is_coll), np.flatnonzero(self.regular & self.is_call)
-        coll, right = read_coll(self._bodies(segments, coll_rows))
-        starts[coll_rows[~right]] = begins[coll_rows[~right]]
-        calls = self._bodies(segments, call_rows)
-        call, exact, arguments = read_call(calls)
-        starts[call_rows[exact]] += (arguments - calls.begin)[exact]
-        lines = np.concatenate([coll_rows[right], call_rows[exact]])
-        order = np.argsort(lines, kind="stable")
-        columns = {name: np.concatenate([coll[name][right], call[name][exact]])[order] for name in coll}
-        columns["line"] = lines[order]
-        is_operation = np.zeros(self.size, bool)
-        is_operation[lines] = True
-        return columns, is_operation, starts
+        inside = is_coll[lines] & (places >= begins[lines]) & (places <= last)
+        coll_rows, coll_begins = lines[inside], places[inside]
+        call_rows = np.flatnonzero(self.regular & self.is_call)
+        call_rows = call_rows[begins[call_rows] <= last]
+        call_begins = begins[call_rows] + len(b"nccl")
+        call_begins += text.length(call_begins, b"(") + 1
+        found: list[tuple[Positions, Positions, Varying]] = []
+        for rows, at, read in ((coll_rows, coll_begins, read_coll), (call_rows, call_begins, read_call)):
+            fields, right = read(text, at)
+            chosen = np.flatnonzero(right)
+            found.append((rows[chosen], at[chosen], Varying(*(column[chosen] for column in fields))))
+        rows = np.concatenate([entry[0] for entry in found])
+        order = np.argsort(rows, kind="stable")
+        rows, starts = rows[order], np.concatenate([entry[1] for entry in found])[order]
+        pairs = zip(*(entry[2] for entry in found), strict=True)
+        fields = Varying(*(np.concatenate(pair)[order] for pair in pairs))
+        codes, tails = self._encode_tails(rows, fields.tails)
+        whole = np.flatnonzero(codes >= 0)
+        begins[rows[whole]] = starts[whole]
+        columns: Rows = {name: column[whole] for name, column in fields._asdict().items() if name != "tails"}
+        columns["tail"], columns["line"] = codes[whole], rows[whole]
+        return columns, tails, begins
 
-    def _bodies(self, segments: pa.Array, rows: Positions) -> Bodies:
-        """The messages of some lines, copied one behind the other."""
-        wanted = np.zeros(2 * self.size, bool)
-        wanted[2 * rows + 1] = True
-        chosen = segments.filter(pa.array(wanted))
+    def _encode_tails(self, rows: Positions, begins: Positions) -> tuple[Positions, list[Tail]]:
+        """The tails of some lines: the number of each, -1 where it is none, and the distinct ones."""
         if not len(rows):
-            return Bodies(Text(np.zeros(0, np.uint8)), rows, rows)
-        offsets = np.frombuffer(chosen.buffers()[1], np.int32)[: len(rows) + 1].astype(np.int64)
-        text = np.frombuffer(chosen.buffers()[2], np.uint8)[: offsets[-1]]
-        return Bodies(Text(text), offsets[:-1], offsets[1:] - 1 - self.returns[rows])
+            return rows, []
+        offsets = np.zeros(2 * len(rows) + 1, np.int32)
+        offsets[1::2], offsets[2::2] = begins, self.ends[rows] + 1
+        shown = np.zeros(2 * len(rows), bool)
+        shown[1::2] = True
+        bits = pa.py_buffer(np.packbits(shown, bitorder="little"))
+        buffers = [bits, pa.py_buffer(offsets), pa.py_buffer(self.data)]
+        encoded = pa.Array.from_buffers(pa.binary(), 2 * len(rows), buffers).dictionary_encode()
+        codes = np.frombuffer(encoded.indices.buffers()[1], np.int32)[1 : 2 * len(rows) : 2]
+        read = [self.scanner.tail(text) for text in encoded.dictionary.to_pylist()]
+        known = np.array([tail is not None for tail in read])
+        numbers = np.where(known, np.cumsum(known) - 1, -1)
+        return numbers[codes], [tail for tail in read if tail is not None]
 
     def _speaking(self) -> Flags:
         """The lines without a head that may say something nevertheless."""
         flags = np.zeros(self.size, bool)
         rows = np.flatnonzero(self.headless & (self.ends > self.begins))
-        spans = zip(rows.tolist(), self.begins[rows].tolist(), self.ends[rows].tolist(), strict=True)
-        for row, begin, end in spans:
-            flags[row] = nccl_lines.may_speak_headless(self.data[begin:end])
+        spans = zip(self.begins[rows].tolist(), self.ends[rows].tolist(), strict=True)
+        lines = [self.data[begin:end] for begin, end in spans]
+        # Mostly none does, and one look at all of them tells.
+        if nccl_lines.may_speak_headless(b"\n".join(lines)):
+            flags[rows] = list(map(nccl_lines.may_speak_headless, lines))
         return flags
 
     def _read_slowly(self, chosen: Flags, witness: _Witness) -> list[SlowLine]:
