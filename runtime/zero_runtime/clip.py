@@ -19,19 +19,22 @@ _NORM: Final = hooks.tag("gradient_norm")
 _INVALID_NORM: Final = -1.0
 
 
-def sharded_norm(pieces: Sequence[torch.Tensor], group: DataParallelGroup) -> torch.Tensor:
+def sharded_norm(
+    pieces: Sequence[torch.Tensor], group: DataParallelGroup, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """The 2-norm of all gradients, of which each rank holds pieces: one all_reduce for each piece (param group).
 
     Args:
         pieces: this rank's piece of every param group; 1-D.
         group: the ranks that hold the others.
+        dtype: in which the squares are summed over the ranks.
 
     Returns:
-        A 0-D fp32 tensor on the pieces' device; -1 where the norm is infinite or NaN.
+        A 0-D tensor of that dtype on the pieces' device; -1 where the norm is infinite or NaN.
     """
     norms = []
     for piece in pieces:
-        squared = torch.linalg.vector_norm(piece, dtype=torch.float64).square().float()
+        squared = torch.linalg.vector_norm(piece, dtype=torch.float64).square().to(dtype)
         group.all_reduce(squared, why=_NORM)
         norms.append(_valid(squared.sqrt()))
     return torch.linalg.vector_norm(torch.stack(norms))

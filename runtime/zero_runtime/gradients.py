@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from zero_runtime.buckets import FULL, Bucket, Bucketer, Entry, Scaling
 from zero_runtime.clip import sharded_norm
@@ -60,6 +61,7 @@ class Policy(NamedTuple):
         contiguous: whether gradients are copied into a buffer as they come.
         balanced: cut gradients into rounds that hold as much of every owner, where the stage has them all
             before the first bucket.
+        norm_dtype: in which the squared norms are summed over the ranks.
     """
 
     stage: Stage
@@ -68,6 +70,14 @@ class Policy(NamedTuple):
     limit: int
     contiguous: bool
     balanced: bool
+    norm_dtype: torch.dtype = torch.float32
+
+
+class Leaf(NamedTuple):
+    """A module whose gradients enter the buckets together, when its backward is over; zeros for parameters it left out."""
+
+    module: torch.nn.Module
+    parameters: tuple[torch.nn.Parameter, ...]
 
 
 class ShardedGradients:
@@ -80,6 +90,7 @@ class ShardedGradients:
         group: the data-parallel ranks.
         accumulation: dtype of the accumulated pieces; None for the parameters' own.
         at_boundary: whether the micro-batch at hand is the last of its step.
+        leaves: modules whose gradients come together, where the stage reduces during backward.
 
     Attributes:
         pieces: for each param group, this rank's piece of the reduced gradient, 1-D; zeros where nothing came.
@@ -93,6 +104,7 @@ class ShardedGradients:
         group: DataParallelGroup,
         accumulation: torch.dtype | None,
         at_boundary: Callable[[], bool],
+        leaves: Sequence[Leaf] = (),
     ) -> None:
         self._groups = groups
         self._dtypes = dtypes
@@ -114,10 +126,29 @@ class ShardedGradients:
             )
             for each in groups
         ]
+        self._late: list[Leaf] = []
+        self._handles: list[RemovableHandle] = []
         if policy.stage.reduces_in_hooks:
-            for number, each in enumerate(groups):
-                for index, parameter in enumerate(each.parameters):
-                    parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, number, index))
+            self._install(leaves)
+
+    def _install(self, leaves: Sequence[Leaf]) -> None:
+        self._places = {
+            parameter: (number, index)
+            for number, each in enumerate(self._groups)
+            for index, parameter in enumerate(each.parameters)
+        }
+        within = {parameter for leaf in leaves for parameter in leaf.parameters}
+        for parameter, place in self._places.items():
+            if parameter not in within:
+                hook = partial(self._on_gradient, *place)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        for leaf in leaves:
+            self._handles.append(leaf.module.register_full_backward_hook(partial(self._on_leaf, leaf)))
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
 
     def begin_step(self) -> None:
         """Count buckets from 0 again."""
@@ -130,6 +161,9 @@ class ShardedGradients:
             return
         if not stage.reduces_in_hooks:
             self._add_all()
+        for leaf in self._late:
+            self._add_leaf(leaf)
+        self._late.clear()
         self._bucketer.flush()
         self._bucketer.release()
 
@@ -139,7 +173,7 @@ class ShardedGradients:
 
     def norm(self) -> torch.Tensor:
         """The norm of all gradients: one all_reduce for each param group."""
-        return sharded_norm(self.pieces, self._group)
+        return sharded_norm(self.pieces, self._group, self._policy.norm_dtype)
 
     def clear(self) -> None:
         """Forget the gradients of the step that has been taken."""
@@ -152,6 +186,20 @@ class ShardedGradients:
     def _on_gradient(self, number: int, index: int, parameter: torch.Tensor) -> None:
         if not self._paused and (self._policy.stage.shards_gradients or self._at_boundary()):
             self._add(number, index)
+
+    def _on_leaf(self, leaf: Leaf, module: torch.nn.Module, of_inputs: Any, of_outputs: Any) -> None:
+        if self._paused or not (self._policy.stage.shards_gradients or self._at_boundary()):
+            return
+        if all(gradient is None for gradient in of_inputs):
+            # Without differentiable inputs torch calls this hook before the parameters have their gradients.
+            self._late.append(leaf)
+        else:
+            self._add_leaf(leaf)
+
+    @torch.no_grad()
+    def _add_leaf(self, leaf: Leaf) -> None:
+        for parameter in leaf.parameters:
+            self._add(*self._places[parameter])
 
     def _add_all(self) -> None:
         """Every gradient there is, in forward order, or cut into balanced rounds."""
@@ -166,8 +214,10 @@ class ShardedGradients:
     def _add(self, number: int, index: int) -> None:
         each = self._groups[number]
         parameter = each.parameters[index]
-        assert parameter.grad is not None
-        gradient = parameter.grad.detach().reshape(-1)
+        if parameter.grad is None:
+            gradient = torch.zeros(each.layout.numels[index], dtype=parameter.dtype, device=parameter.device)
+        else:
+            gradient = parameter.grad.detach().reshape(-1)
         if self._policy.stage.shards_gradients:
             parameter.grad = None
         entry = Entry(each.names[index], gradient, self._slices[number][index], number)

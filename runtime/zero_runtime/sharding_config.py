@@ -1,0 +1,87 @@
+"""What ``zero_optimization`` says about sharded parameters (stage 3): the keys that act there only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from zero_runtime.errors import ConfigError
+from zero_runtime.residency import ResidencyPolicy
+
+# Keys that DeepSpeed takes with and without the prefix, and their defaults. Sizes are elements.
+PREFIXED: Final[Mapping[str, Any]] = {
+    "prefetch_bucket_size": 50_000_000,
+    "param_persistence_threshold": 100_000,
+    "model_persistence_threshold": 2**63 - 1,
+    "max_live_parameters": 1_000_000_000,
+    "max_reuse_distance": 1_000_000_000,
+    "gather_16bit_weights_on_model_save": False,
+    "module_granularity_threshold": 0,
+    "use_all_reduce_for_fetch_params": False,
+    "allgather_sequential": False,
+}
+PREFIX: Final = "stage3_"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardingConfig:
+    """The settings of stage 3.
+
+    Attributes:
+        residency: when parameters are gathered and released.
+        sub_group_size: elements of a rank's slices that the optimizer updates together.
+        memory_efficient_linear: linear layers keep no gathered weight for backward.
+        enable_sanity_checks: the ranks compare what is in each gradient bucket.
+        gather_16bit_weights_on_model_save: whether ``save_16bit_model`` may gather the model.
+    """
+
+    residency: ResidencyPolicy
+    sub_group_size: int
+    memory_efficient_linear: bool
+    enable_sanity_checks: bool
+    gather_16bit_weights_on_model_save: bool
+
+
+def read_sharding(values: Mapping[str, Any]) -> ShardingConfig:
+    """The settings of stage 3 from the checked values of ``zero_optimization``.
+
+    Raises:
+        ConfigError: a key is given with and without its prefix, and they differ.
+    """
+    named = {name: _either(values, name) for name in PREFIXED}
+    leaves = values["leaf_module"] or {}
+    residency = ResidencyPolicy(
+        prefetch=named["prefetch_bucket_size"],
+        reuse_distance=named["max_reuse_distance"],
+        max_live=named["max_live_parameters"],
+        persistence=named["param_persistence_threshold"],
+        model_persistence=named["model_persistence_threshold"],
+        sequential=named["allgather_sequential"],
+        by_all_reduce=named["use_all_reduce_for_fetch_params"],
+        secondary_size=values["zero_hpz_partition_size"],
+        leaf_classes=tuple(leaves.get("classes") or ()),
+        leaf_names=tuple(leaves.get("names") or ()),
+        leaf_suffixes=tuple(leaves.get("name_suffixes") or ()),
+        granularity=named["module_granularity_threshold"],
+        report_trace=values["log_trace_cache_warnings"],
+    )
+    saves = named["gather_16bit_weights_on_model_save"] or values["stage3_gather_fp16_weights_on_model_save"]
+    return ShardingConfig(
+        residency=residency,
+        sub_group_size=values["sub_group_size"],
+        memory_efficient_linear=values["memory_efficient_linear"],
+        enable_sanity_checks=values["enable_sanity_checks"],
+        gather_16bit_weights_on_model_save=saves,
+    )
+
+
+def _either(values: Mapping[str, Any], name: str) -> Any:
+    """The value given under ``name``, with or without its prefix."""
+    default = PREFIXED[name]
+    plain, prefixed = values[name], values[PREFIX + name]
+    if default not in (plain, prefixed) and plain != prefixed:
+        raise ConfigError(
+            f"zero_optimization has {name} {plain!r} and {PREFIX}{name} {prefixed!r}, two names of one key; keep one"
+        )
+    return plain if prefixed == default else prefixed
