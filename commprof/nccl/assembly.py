@@ -28,6 +28,8 @@ from commprof.nccl.topology_tables import TopologyRows
 from commprof.nccl.tuning import TuningLine, TuningModelLine, TuningRows
 from commprof.nccl.versions import BYTE_TYPED_OPS
 
+_NOBODY: Final = Origin(b"", 0, 0, None, True)
+_MOST_REMEMBERED: Final = 20_000
 # A place is the line times this, plus the number of the message in the line.
 _PER_LINE: Final = 1 << 12
 Numbers = npt.NDArray[np.int64]
@@ -83,6 +85,7 @@ class Assembly:
         self.topology, self.tuning, self.messages = TopologyRows(), TuningRows(), MessageRows()
         self.banners: dict[int, set[str]] = {}
         self.streams: dict[bytes, int] = {}
+        self._remarks: dict[bytes, nccl_lines.RemarkLine | None] = {}
         self._comms: dict[bytes, int] = {}
         self._threads: dict[tuple[int, int], int] = {}
         self._twins, self._launches = Twins(), Launches()
@@ -326,16 +329,22 @@ class Assembly:
 
     def _repeated(self, scan: Scan, heads: list[Origin]) -> list[_Remark]:
         """The remarks of regular lines, each read once."""
-        records = []
-        for text in scan.texts:
-            line = nccl_lines.read_message(heads[0], text.rstrip(b"\r\n"), b"INFO")
-            records.append(line if isinstance(line, nccl_lines.RemarkLine) else None)
+        records = [self._remark(text.rstrip(b"\r\n")) for text in scan.texts]
         columns = (scan.remarks[name].tolist() for name in ("line", "head", "text", "times"))
         return [
             _Remark(line * _PER_LINE, heads[head], remark.record, times, remark.form)
             for line, head, text, times in zip(*columns, strict=True)
             if (remark := records[text]) is not None
         ]
+
+    def _remark(self, text: bytes) -> nccl_lines.RemarkLine | None:
+        """What a message says, whoever prints it."""
+        if text not in self._remarks:
+            if len(self._remarks) >= _MOST_REMEMBERED:
+                self._remarks.clear()
+            line = nccl_lines.read_message(_NOBODY, text, b"INFO")
+            self._remarks[text] = line if isinstance(line, nccl_lines.RemarkLine) else None
+        return self._remarks[text]
 
     def _apply(self, columns: Rows, events: list[_Event], remarks: list[_Remark]) -> None:
         """Tell the registry, in the order of the log, and give each row its communicator."""

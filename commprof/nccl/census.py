@@ -82,12 +82,19 @@ class _Tallies:
 
     def add(self, kind: str, lines: int, examples: Sequence[Example]) -> None:
         self.lines[kind] += lines
+        if not examples:
+            self._examples.setdefault(kind, [])
+            return
         known = sorted([*self._examples.get(kind, ()), *examples], key=lambda example: example.line)
         kept: list[Example] = []
         for example in known:
             if example.message is None or all(example.message != other.message for other in kept):
                 kept.append(example)
         self._examples[kind] = kept[:MOST_EXAMPLES]
+
+    def lacks(self, kind: str) -> bool:
+        """Whether more examples of ``kind`` are wanted when lines come in order."""
+        return len(self._examples.get(kind, ())) < MOST_EXAMPLES
 
     def tallies(self) -> dict[str, Tally]:
         return {kind: Tally(count, tuple(self._examples[kind])) for kind, count in self.lines.items()}
@@ -126,13 +133,13 @@ def tally_block(
         kind = line_kinds.kind_of_messages(messages)
         if kind != READ:
             tallies.add(kind, 1, [example(line, None)])
-    said, first, times = np.unique(
-        silence.codes.astype(np.int64) * 2 + silence.is_call, return_index=True, return_counts=True
-    )
-    for code, index, count in zip(said.tolist(), first.tolist(), times.tolist(), strict=True):
+    for code, index, count in _distinct(silence.codes.astype(np.int64) * 2 + silence.is_call):
         body = silence.texts[code // 2].rstrip(b"\r\n")
         kind = line_kinds.kind_of_message(b"CALL" if code % 2 else b"INFO", body)
-        tallies.add(kind, count, [example(int(silence.lines[index]), body[:_SHOWN_BYTES])])
+        # In the order of lines, so that the first few are the examples.
+        wanted = tallies.lacks(kind)
+        first = [example(int(silence.lines[index]), body[:_SHOWN_BYTES])] if wanted else []
+        tallies.add(kind, count, first)
     for line in silence.others.tolist():
         kind, message = line_kinds.kind_of_line(text(line))
         shown = headless(line) if message is None else example(line, message[:_SHOWN_BYTES])
@@ -141,6 +148,16 @@ def tally_block(
         if len(lines):
             tallies.add(kind, len(lines), [headless(line) for line in lines[:MOST_EXAMPLES].tolist()])
     return tallies.tallies()
+
+
+def _distinct(codes: Positions) -> list[tuple[int, int, int]]:
+    """Each code, where it stands first, and how often; in the order of first places."""
+    times = np.bincount(codes)
+    first = np.empty(len(times), np.int64)
+    first[codes[::-1]] = np.arange(len(codes))[::-1]
+    found = np.flatnonzero(times)
+    found = found[np.argsort(first[found])]
+    return list(zip(found.tolist(), first[found].tolist(), times[found].tolist(), strict=True))
 
 
 def _headless(

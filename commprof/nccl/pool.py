@@ -57,15 +57,13 @@ def _bytes(block: Block) -> bytes:
     if isinstance(block, bytes):
         return block
     with block.path.open("rb", buffering=0) as stream:
-        stream.seek(block.begin)
-        data = bytearray(block.length)
-        view, filled = memoryview(data), 0
-        while filled < block.length:
-            read = stream.readinto(view[filled:])
-            if not read:
+        data = os.pread(stream.fileno(), block.length, block.begin)
+        while len(data) < block.length:
+            more = os.pread(stream.fileno(), block.length - len(data), block.begin + len(data))
+            if not more:
                 break
-            filled += read
-    return bytes(view[:filled])
+            data += more
+    return data
 
 
 class _Worker:

@@ -26,6 +26,7 @@ from commprof.schema import Op
 _MOST_REMEMBERED: Final = 100_000
 _NAME: Final = re.compile(rb"(?:\[\d+\] )?(\w+): |nccl(\w+)\(")
 _LEVEL_LENGTH: Final = len(b" NCCL INFO ")
+_DENSE: Final = 16  # as many numbers for each key are counted faster than keys are sorted
 _LEVELS: Final = [
     np.uint64(int.from_bytes(level, "little")) for level in (b"INFO", b"CALL", b"WARN", b"TRAC", b"ABOR")
 ]
@@ -475,11 +476,13 @@ def _remarks(
         if entry.raw is not None
         or any(isinstance(m, nccl_lines.InitLine | nccl_lines.EndLine) for m in entry.messages)
     ]
-    said, text = np.unique(bodies, return_inverse=True)
+    said, text = _numbered(bodies)
     stage = np.searchsorted(np.array(events, np.int64), lines)
     key = (stage * (int(heads.max(initial=0)) + 1) + heads) * max(len(said), 1) + text
-    key = np.where(is_link, key, -1 - np.arange(len(lines)))
-    _, first, times = np.unique(key, return_index=True, return_counts=True)
+    repeated = np.flatnonzero(is_link)
+    number, first, times = _first_of_each(key[repeated])
+    first = np.concatenate([repeated[first], np.flatnonzero(~is_link)])
+    times = np.concatenate([times, np.ones(len(first) - len(number), np.int64)])
     order = np.argsort(first)
     first, times = first[order], times[order]
     columns: Rows = {
@@ -488,7 +491,24 @@ def _remarks(
         "text": text[first],
         "times": times,
     }
-    return columns, said.tolist()
+    return columns, said
+
+
+def _numbered(codes: Positions) -> tuple[list[int], Positions]:
+    """The numbers that occur in ``codes``, and for each code its place among them."""
+    occurs = np.bincount(codes) > 0
+    return np.flatnonzero(occurs).tolist(), (np.cumsum(occurs) - 1)[codes]
+
+
+def _first_of_each(keys: Positions) -> tuple[Positions, Positions, Positions]:
+    """The distinct keys, where each stands first, and how often it occurs."""
+    if not len(keys) or int(keys.max()) > _DENSE * len(keys):
+        return np.unique(keys, return_index=True, return_counts=True)
+    times = np.bincount(keys)
+    first = np.empty(len(times), np.int64)
+    first[keys[::-1]] = np.arange(len(keys))[::-1]
+    found = np.flatnonzero(times)
+    return found, first[found], times[found]
 
 
 def _distinct(codes: Positions, none: int) -> list[int]:
