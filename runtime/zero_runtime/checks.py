@@ -48,6 +48,14 @@ def number(minimum: float | None = None) -> Check:
     return check
 
 
+def positive(name: str, value: Any) -> float:
+    """``value`` if it is a finite number above 0."""
+    found = number(0.0)(name, value)
+    if found == 0.0:
+        raise ConfigError(f"{name} is {value!r}; expected a number above 0")
+    return found
+
+
 def text(name: str, value: Any) -> str:
     """``value`` if it is a string."""
     if isinstance(value, str):
@@ -64,6 +72,18 @@ def choice(*values: str) -> Check:
         raise ConfigError(f"{name} is {value!r}; expected one of: {', '.join(values)}")
 
     return check
+
+
+def strings(name: str, value: Any) -> tuple[str, ...]:
+    """``value`` if it is a list of strings."""
+    if isinstance(value, list | tuple) and all(isinstance(each, str) for each in value):
+        return tuple(value)
+    raise ConfigError(f"{name} is {value!r}; expected a list of strings")
+
+
+def either(word: str, check: Check) -> Check:
+    """``check``, with the one string ``word`` allowed besides."""
+    return lambda name, value: word if value == word else check(name, value)
 
 
 def mapping(name: str, value: Any) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from zero_runtime.combinations import (
     whole_gradients,
 )
 from zero_runtime.errors import ConfigError
+from zero_runtime.precision_config import PrecisionConfig, read_precision
 from zero_runtime.stages import Stage, stage
 
 
@@ -39,19 +40,6 @@ class SchedulerConfig:
 
     type: str
     params: Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrecisionConfig:
-    """Which dtypes are used for what, by DeepSpeed's names (fp32, bf16); None where the model decides."""
-
-    bf16: bool
-    check_grad_overflow: bool
-    grad_accum_dtype: str | None
-    buffer_dtype: str | None
-    communication_data_type: str | None
-    autocast_dtype: str | None
-    autocast_modules: tuple[str, ...] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +118,7 @@ class RuntimeConfig:
             dataloader_drop_last=top["dataloader_drop_last"],
             wall_clock_breakdown=top["wall_clock_breakdown"],
             dump_state=top["dump_state"],
-            precision=_precision(top),
+            precision=read_precision(top),
             zero=zero,
             given=dict(given),
             notices=(),
@@ -178,8 +166,21 @@ class RuntimeConfig:
         return {
             **values,
             "communication_data_type": kinds["communication_data_type"],
-            "bf16": {"enabled": kinds["bf16"], "check_grad_overflow": kinds["check_grad_overflow"]},
-            "data_types": {name: kinds[name] for name in ("grad_accum_dtype", "buffer_dtype")},
+            "fp16": self.precision.effective_fp16(),
+            "bf16": {
+                "enabled": kinds["bf16"],
+                "check_grad_overflow": kinds["bf16"] and kinds["check_grad_overflow"],
+                "bf16_master_weights_and_grads": kinds["bf16_masters"],
+                "bf16_optimizer_states": kinds["bf16_masters"],
+            },
+            "fp16_override_modules": list(self.precision.fp32_modules),
+            "data_types": {
+                "grad_accum_dtype": kinds["grad_accum_dtype"],
+                "buffer_dtype": kinds["buffer_dtype"],
+                "keep_in_fp32_modules": "auto"
+                if kinds["fp32_buffers"] is None
+                else list(kinds["fp32_buffers"]),
+            },
             "torch_autocast": {"enabled": True, "dtype": autocast} if autocast else {"enabled": False},
             "zero_optimization": zero,
         }
@@ -260,35 +261,6 @@ def _scheduler(given: Mapping[str, Any] | None) -> SchedulerConfig | None:
     if values["type"] is None:
         raise ConfigError("scheduler.type is missing; expected WarmupLR or a torch.optim.lr_scheduler class")
     return SchedulerConfig(type=values["type"], params=values["params"])
-
-
-def _precision(top: Mapping[str, Any]) -> PrecisionConfig:
-    if top["bf16"] and top["bfloat16"]:
-        raise ConfigError("both bf16 and its old name bfloat16 are given; keep bf16")
-    name = "bfloat16" if top["bfloat16"] else "bf16"
-    bf16 = keys.read(name, top[name])
-    types = keys.read("data_types", top["data_types"])
-    autocast = keys.read("torch_autocast", top["torch_autocast"])
-    model = "bf16" if bf16["enabled"] else "fp32"
-    if types["param_dtype"] not in (None, model):
-        raise ConfigError(
-            f"data_types.param_dtype is {types['param_dtype']}, but the model trains in {model}; expected {model}, or "
-            "set bf16.enabled accordingly"
-        )
-    if types["grad_accum_dtype"] not in (None, model, "fp32"):
-        raise ConfigError(
-            f"data_types.grad_accum_dtype is {types['grad_accum_dtype']} for a model in {model}; expected {model} or fp32"
-        )
-    modules = autocast["lower_precision_safe_modules"]
-    return PrecisionConfig(
-        bf16=bf16["enabled"],
-        check_grad_overflow=bf16["enabled"] and bf16["check_grad_overflow"],
-        grad_accum_dtype=types["grad_accum_dtype"],
-        buffer_dtype=types["buffer_dtype"],
-        communication_data_type=top["communication_data_type"],
-        autocast_dtype=autocast["dtype"] if autocast["enabled"] else None,
-        autocast_modules=None if modules is None else tuple(modules),
-    )
 
 
 def _zero(top: Mapping[str, Any], notices: list[str]) -> ZeroConfig:

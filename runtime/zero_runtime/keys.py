@@ -18,10 +18,13 @@ from zero_runtime.checks import (
     block,
     boolean,
     choice,
+    either,
     integer,
     mapping,
     number,
     optional,
+    positive,
+    strings,
     text,
     unknown_key,
 )
@@ -169,25 +172,42 @@ ZERO: Final[Table] = {
     "leaf_module": _inert(block("classes", "names", "name_suffixes"), None, _STAGE_3),
 }  # fmt: skip
 
+FP16: Final[Table] = {
+    "enabled": _used(boolean, False),
+    "auto_cast": _used(boolean, False),
+    "loss_scale": _used(number(0.0), 0.0),
+    "initial_scale_power": _used(integer(0), 16),
+    "loss_scale_window": _used(integer(1), 1000),
+    "hysteresis": _used(integer(1), 2),
+    "consecutive_hysteresis": _used(boolean, False),
+    "min_loss_scale": _used(positive, 1.0),
+    "fp16_override_modules": _used(optional(strings)),
+    "fp16_master_weights_and_grads": _later(
+        boolean,
+        False,
+        "it needs an optimizer offloaded to the CPU, in DeepSpeed too; master weights are fp32",
+    ),
+}
+
 BF16: Final[Table] = {
     "enabled": _used(boolean, False),
     "check_grad_overflow": _used(boolean, True),
     "immediate_grad_update": _inert(boolean, False, "the gradients are the same"),
-    "bf16_master_weights_and_grads": _later(boolean, False, "master weights and gradients are fp32"),
-    "bf16_optimizer_states": _later(boolean, False, "optimizer states are fp32"),
+    "bf16_master_weights_and_grads": _used(boolean, False),
+    "bf16_optimizer_states": _used(boolean, False),
 }
 
 DATA_TYPES: Final[Table] = {
     "grad_accum_dtype": _used(optional(choice(*DTYPES))),
     "param_dtype": _used(optional(choice(*DTYPES))),
     "buffer_dtype": _used(optional(choice(*DTYPES))),
-    "keep_in_fp32_modules": _later(anything, "auto", "all parameters are cast"),
+    "keep_in_fp32_modules": _used(either("auto", strings), "auto"),
 }
 
 TORCH_AUTOCAST: Final[Table] = {
     "enabled": _used(boolean, False),
     "dtype": _used(choice("bfloat16", "bf16", "float16", "fp16"), "bfloat16"),
-    "lower_precision_safe_modules": _used(optional(anything)),
+    "lower_precision_safe_modules": _used(optional(strings)),
 }
 
 OPTIMIZER: Final[Table] = {
@@ -206,6 +226,8 @@ TOP: Final[Table] = {
     "optimizer": _used(optional(mapping)),
     "scheduler": _used(optional(mapping)),
     "zero_optimization": _used(mapping, {}),
+    "fp16": _used(mapping, {}),
+    "fp16_override_modules": _used(optional(strings)),
     "bf16": _used(mapping, {}),
     "bfloat16": _used(mapping, {}),
     "data_types": _used(mapping, {}),
@@ -229,11 +251,6 @@ TOP: Final[Table] = {
     "disable_python_gc": _later(boolean, False, "garbage collection stays on"),
     "sequence_parallel_size": _later(integer(1), 1, "sequence parallelism"),
     "use_data_before_expert_parallelism": _later(boolean, False, "expert parallelism"),
-    "fp16": _disabled(
-        "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis",
-        "consecutive_hysteresis", "min_loss_scale", "fp16_master_weights_and_grads",
-        note="fp16 and its loss scaling are not in this version yet; use bf16",
-    ),
     "comms_logger": _disabled(
         "prof_all", "prof_ops", "verbose", "debug",
         note="the communication logger is not in this version yet; `commprof run` records every collective",
@@ -319,6 +336,7 @@ TOP: Final[Table] = {
 BLOCKS: Final[Mapping[str, Table]] = {
     "": TOP,
     "zero_optimization": ZERO,
+    "fp16": FP16,
     "bf16": BF16,
     "bfloat16": BF16,
     "data_types": DATA_TYPES,

@@ -11,8 +11,9 @@ import torch
 
 from commprof import hooks
 from zero_runtime.comm import DataParallelGroup, ReduceOp
-from zero_runtime.config import PrecisionConfig
 from zero_runtime.errors import ConfigError
+from zero_runtime.fp32_modules import fp32_buffers, keep_in_fp32
+from zero_runtime.precision_config import PrecisionConfig
 
 DTYPES: Final = {
     "fp32": torch.float32,
@@ -32,40 +33,59 @@ class Precision(NamedTuple):
     Attributes:
         model: parameters and gradients; None leaves them as the model has them.
         communication: gradient messages.
+        fp32_communication: gradient messages of parameters that are kept in fp32 in a 16-bit model.
         accumulation: where reduced gradients are accumulated; None for the gradients' own.
+        masters: the copies of 16-bit parameters that the optimizer updates.
         check_overflow: whether the ranks agree before each step that no gradient is infinite or NaN.
         autocast: the dtype of torch.autocast; None without it.
+        inputs: what floating-point inputs of the model are cast to; None leaves them as they are.
     """
 
     model: torch.dtype | None
     communication: torch.dtype
+    fp32_communication: torch.dtype
     accumulation: torch.dtype | None
+    masters: torch.dtype
     check_overflow: bool
     autocast: torch.dtype | None
+    inputs: torch.dtype | None
 
 
 def precision(config: PrecisionConfig) -> Precision:
     """The dtypes that ``config`` means. Gradient messages travel in the training dtype unless it says otherwise."""
-    model = torch.bfloat16 if config.bf16 else None
-    named = config.communication_data_type
+    model = DTYPES[config.model] if config.model != "fp32" else None
+    named = DTYPES[config.communication_data_type] if config.communication_data_type else None
     return Precision(
         model=model,
-        communication=DTYPES[named] if named else model or torch.float32,
+        communication=named or model or torch.float32,
+        fp32_communication=named or torch.float32,
         accumulation=DTYPES[config.grad_accum_dtype] if config.grad_accum_dtype else None,
+        masters=torch.bfloat16 if config.bf16_masters else torch.float32,
         check_overflow=config.check_grad_overflow,
         autocast=DTYPES[config.autocast_dtype] if config.autocast_dtype else None,
+        inputs=torch.float16 if config.auto_cast else None,
     )
 
 
 def cast_module(module: torch.nn.Module, config: PrecisionConfig) -> None:
-    """Bring floating-point parameters to the model dtype, and buffers to ``buffer_dtype`` where one is given."""
-    if config.bf16:
+    """Bring floating-point parameters to the model dtype, and buffers to ``buffer_dtype`` where one is given.
+
+    What ``fp16_override_modules`` and ``data_types.keep_in_fp32_modules`` name goes to fp32 instead.
+    """
+    dtype = DTYPES[config.model]
+    patterns = config.fp32_modules if config.model != "fp32" else ()
+    kept = keep_in_fp32(module, patterns, dtype)
+    if config.model != "fp32":
         for parameter in module.parameters():
             if parameter.is_floating_point():
-                parameter.data = parameter.data.to(torch.bfloat16)
+                parameter.data = parameter.data.to(torch.float32 if parameter in kept else dtype)
+    buffers = fp32_buffers(module, config.fp32_buffers, dtype)
+    for buffer in buffers:
+        buffer.data = buffer.data.float()
     if config.buffer_dtype:
+        untouched = frozenset(buffers)
         for buffer in module.buffers():
-            if buffer.is_floating_point():
+            if buffer.is_floating_point() and buffer not in untouched:
                 buffer.data = buffer.data.to(DTYPES[config.buffer_dtype])
 
 
@@ -87,13 +107,19 @@ def communication_dtypes(
         names: qualified names of such module classes; None for Linear and the convolutions.
     """
     if kinds.autocast is None:
-        return dict.fromkeys(module.parameters(), kinds.communication)
+        return {parameter: communication_dtype(parameter, kinds) for parameter in module.parameters()}
     classes = _AUTOCAST_MODULES if names is None else tuple(_module_class(name) for name in names)
     dtypes = {parameter: parameter.dtype for parameter in module.parameters()}
     for child in module.modules():
         if type(child) in classes:
             dtypes.update(dict.fromkeys(child.parameters(recurse=False), kinds.autocast))
     return dtypes
+
+
+def communication_dtype(parameter: torch.Tensor, kinds: Precision) -> torch.dtype:
+    """The dtype in which the gradient of ``parameter`` travels without torch_autocast."""
+    kept = kinds.model is not None and parameter.dtype is torch.float32
+    return kinds.fp32_communication if kept else kinds.communication
 
 
 def _module_class(name: str) -> type:

@@ -141,6 +141,13 @@ def test_when_gradients_are_divided(top, zero, scaling):
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "for a model in fp32"),
         ({"data_types": {"param_dtype": "bf16"}}, "the model trains in fp32"),
         ({"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, "keep bf16"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "both fp16 and bf16 are enabled"),
+        ({"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}, "for a model in fp16"),
+        ({"fp16": {"enabled": True, "min_loss_scale": 0}}, "fp16.min_loss_scale is 0; expected a number above 0"),
+        ({"fp16": {"enabled": True, "loss_scale": True}}, "fp16.loss_scale is True; expected a number"),
+        ({"fp16": {"enabled": True, "loss_scale_window": 0}}, "fp16.loss_scale_window is 0"),
+        ({"fp16_override_modules": "LayerNorm"}, "expected a list of strings"),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "go together"),
     ],
 )  # fmt: skip
 def test_refused_with_the_reason(top, message):
@@ -155,7 +162,7 @@ def test_refused_with_the_reason(top, message):
         {"zero_optimization": {"stage": 3}},
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
         {"zero_optimization": {"stage": 1, "cpu_offload": True}},
-        {"fp16": {"enabled": True}},
+        {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
         {"comms_logger": {"enabled": True}},
         {"flops_profiler": {"enabled": True}},
         {"tensorboard": {"enabled": True}},
