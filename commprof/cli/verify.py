@@ -136,7 +136,12 @@ def _explanation(row: LedgerRow) -> str:
         return "in part unexplained"
     if row.expected_payload_bytes is not None and row.issued_payload_bytes < row.expected_payload_bytes:
         return "less than asked"
-    return {"config": "as the rules say", "tag": "by its tag", "barrier": "barrier"}[row.explained_by]
+    return {
+        "config": "as the rules say",
+        "tag": "by its tag",
+        "barrier": "barrier",
+        "evaluation": "an evaluation",
+    }[row.explained_by]
 
 
 def _mean(value: int | None, steps: int) -> str:

@@ -4,19 +4,19 @@ A class of messages is a purpose, an operation and a group. Where count and byte
 messages are explained. Where they are not, the messages that have no counterpart in a step that closed are singled out;
 where no step closes, the whole class is named, since its messages cannot be told apart.
 
-Stage 3 leaves two things that only a run can show. Bytes that depend on the order in which modules run (the checks of
-that order; gathers under activation checkpointing or tight limits) are an estimate. And an evaluation gathers the
-parameters once more: messages that repeat those of a step that closes, where every forward gathers, are explained as
-that. Both are remarked upon.
+Stage 3 leaves two things that only a run can show, and both are remarked upon. Bytes that depend on the order in which
+modules run (the checks of that order; gathers under activation checkpointing or tight limits) are an estimate between
+bounds. And an evaluation gathers the parameters once more (:mod:`commprof.ledger.evaluations`).
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from commprof.ledger import evaluations
 from commprof.ledger.issue import Issued, Message, StepKey
 from commprof.requested.expectation import Expectation
 from commprof.schema import Op, Purpose, Status, format_ranks
@@ -30,6 +30,8 @@ NOT_ASKED: Final = "the config's rules ask for none with this purpose"
 OTHER_OP: Final = "the config's rules ask for another operation with this purpose"
 OTHER_GROUP: Final = "the config's rules ask for it in the group of all ranks"
 RAISED: Final = "the call raised"
+# An estimate counts forward and backward. Modules that run more often than this many times of it are not believed.
+MOST_TIMES: Final = 4
 
 
 class Class(NamedTuple):
@@ -48,8 +50,10 @@ class Want:
     count: int = 0
     payload_bytes: int = 0
     exact: bool = True
+    least_bytes: int = 0
     estimated: bool = False  # the bytes too are the rules' best guess
     in_each_pass: bool = False  # parameters are gathered in every forward, an evaluation's as well
+    least_of_a_pass: int = 0  # what one of those gathers at least
 
 
 @dataclass
@@ -69,6 +73,7 @@ class Finding:
     lacking_bytes: int = 0
     reason: str = ""
     remark: str = ""  # why it is explained although it is not what was expected
+    doubt: str = ""  # why it cannot be told whether it is explained
 
     @property
     def closes(self) -> bool:
@@ -88,8 +93,11 @@ def wants(expectations: Iterable[Expectation], world_size: int) -> dict[Class, W
         want.count += row.count
         want.payload_bytes += row.payload_bytes
         want.exact &= row.exact
-        want.in_each_pass |= row.purpose == Purpose.PARAMETER_GATHER and row.when == "micro_step"
+        want.least_bytes += row.least_bytes
         want.estimated |= not row.bytes_exact
+        if row.purpose == Purpose.PARAMETER_GATHER and row.when == "micro_step":
+            least = min(row.least_bytes, want.least_of_a_pass) if want.in_each_pass else row.least_bytes
+            want.in_each_pass, want.least_of_a_pass = True, least
     return found
 
 
@@ -103,21 +111,51 @@ def attribute(
         wanted: what each step should send.
         partial: steps that did not reach their end: nothing is missing in them.
     """
+    classes = {key: _by_class(issued.get(key, {})) for key in sorted(set(issued) | set(wanted))}
+    evaluated = evaluations.of(classes, wanted)
+    wanted = evaluations.wanted_after(evaluated, wanted)
     findings: Findings = defaultdict(dict)
-    for key in sorted(set(issued) | set(wanted)):
-        classes: dict[Class, Counter[Message]] = defaultdict(Counter)
-        for message, count in issued.get(key, {}).items():
-            classes[Class(message.purpose, message.op, message.group_ranks)][message] += count
+    for key, issued_classes in classes.items():
         step_wants = wanted.get(key, {})
-        for kind in sorted({*classes, *step_wants}, key=str):
-            findings[key][kind] = _judge(
-                kind, classes.get(kind, Counter()), step_wants, partial=key in partial
-            )
+        left = evaluations.before(key, evaluated)
+        for kind in sorted({*issued_classes, *step_wants}, key=str):
+            own = issued_classes.get(kind, Counter()) - evaluated[key].get(kind, Counter())
+            if own or kind in step_wants:
+                findings[key][kind] = _judge(
+                    kind, own, step_wants, payload(left.get(kind, {})), partial=key in partial
+                )
     _single_out(findings)
+    _doubt_the_odd(findings, {key for key in classes if evaluations.before(key, evaluated)})
+    for key, by_class in evaluated.items():
+        for kind, messages in by_class.items():
+            findings[key][kind] = _with_evaluation(findings[key].get(kind), messages)
     return dict(findings)
 
 
-def _judge(kind: Class, messages: Counter[Message], wants: Mapping[Class, Want], *, partial: bool) -> Finding:
+def _by_class(messages: Mapping[Message, int]) -> dict[Class, Counter[Message]]:
+    classes: dict[Class, Counter[Message]] = defaultdict(Counter)
+    for message, count in messages.items():
+        classes[Class(message.purpose, message.op, message.group_ranks)][message] += count
+    return dict(classes)
+
+
+def _with_evaluation(finding: Finding | None, messages: Counter[Message]) -> Finding:
+    sent, count = payload(messages), sum(messages.values())
+    remark = (
+        f"{count} message{'s' * (count > 1)} ({sent:,} bytes) of an evaluation, which gathers parameters too"
+    )
+    if finding is None:
+        return Finding(None, messages, "evaluation", sent, remark=remark)
+    finding.messages = finding.messages + messages
+    finding.explained_bytes += sent
+    finding.remark = f"{finding.remark}; {remark}" if finding.remark else remark
+    return finding
+
+
+def _judge(
+    kind: Class, messages: Counter[Message], wants: Mapping[Class, Want], left_bytes: int, *, partial: bool
+) -> Finding:
+    """``left_bytes`` of the class were sent by an evaluation just before, which the step need not send again."""
     want = wants.get(kind)
     total = payload(messages)
     raised = Counter({m: n for m, n in messages.items() if m.status == Status.RAISED})
@@ -134,15 +172,27 @@ def _judge(kind: Class, messages: Counter[Message], wants: Mapping[Class, Want],
         return Finding(want, messages, "config", total)
     finding = Finding(want, messages, "config", min(total, want.payload_bytes))
     finding.reason = _difference(count, total, want)
-    if want.estimated and messages:
+    if want.estimated and total + left_bytes >= want.least_bytes:
+        return _estimated(finding, want, total)
+    if not partial and want.payload_bytes - left_bytes <= total < want.payload_bytes:
         finding.explained_bytes = total
-        finding.remark = f"{finding.reason}: an estimate, since the order in which modules run is in no list"
+        finding.remark = f"{finding.reason}: the evaluation before it had sent the rest"
         return finding
     if total > want.payload_bytes or (total == want.payload_bytes and count > want.count):
         finding.surplus = raised or messages.copy()
     elif not partial:
         finding.lacking_count = max(want.count - count, 0)
         finding.lacking_bytes = want.payload_bytes - total
+    return finding
+
+
+def _estimated(finding: Finding, want: Want, total: int) -> Finding:
+    finding.explained_bytes = total
+    finding.remark = f"{finding.reason}: an estimate, which depends on the order in which modules run"
+    if want.in_each_pass and total > MOST_TIMES * want.payload_bytes > 0:
+        finding.doubt = (
+            f"{finding.reason}; no list tells whether modules ran so often or somebody else sent a part of it"
+        )
     return finding
 
 
@@ -161,12 +211,45 @@ def _explained_without_want(kind: Class, wants: Mapping[Class, Want]) -> tuple[s
 
 def _difference(count: int, total: int, want: Want) -> str:
     about = "" if want.exact else "about "
-    return f"{count} of {total:,} bytes were issued, {about}{want.count} of {want.payload_bytes:,} bytes expected"
+    was, messages = ("was", "message") if count == 1 else ("were", "messages")
+    return f"{count} {messages} ({total:,} bytes) {was} issued, {about}{want.count} ({want.payload_bytes:,} bytes) expected"
 
 
 def payload(messages: Mapping[Message, int]) -> int:
     """Payload of all ``messages``."""
     return sum(message.payload_bytes * count for message, count in messages.items())
+
+
+def _doubt_the_odd(findings: Findings, after_evaluation: Set[StepKey]) -> None:
+    """Doubt an estimate that is another than most steps with the same estimate sent: modules mostly run in one order.
+
+    Steps that record or check that order are apart, and so are those after an evaluation.
+    """
+    alike: dict[tuple[Class, int, int], list[tuple[StepKey, Finding]]] = defaultdict(list)
+    for key, step in findings.items():
+        if key in after_evaluation or any(kind.purpose == Purpose.TRACE_CHECK for kind in step):
+            continue
+        for kind, finding in step.items():
+            if finding.want is not None and finding.want.estimated:
+                alike[kind, finding.want.count, finding.want.payload_bytes].append((key, finding))
+    for found in alike.values():
+        sizes = [_sizes(finding.messages) for _, finding in found]
+        usual = max(sizes, key=sizes.count)
+        if 2 * sizes.count(usual) <= len(found):
+            continue
+        for (_, finding), own in zip(found, sizes, strict=True):
+            if own != usual:
+                count, total = sum(usual.values()), sum(size * n for size, n in usual.items())
+                finding.doubt = (
+                    f"{finding.reason or 'as expected'}, but {count} ({total:,} bytes) in most steps like it"
+                )
+
+
+def _sizes(messages: Mapping[Message, int]) -> Counter[int]:
+    sizes: Counter[int] = Counter()
+    for message, count in messages.items():
+        sizes[message.payload_bytes] += count
+    return sizes
 
 
 def _single_out(findings: Findings) -> None:
@@ -190,12 +273,7 @@ def _narrow(finding: Finding, want: Want, model: Counter[Message]) -> None:
     extra = finding.messages - model
     single = [message for message in finding.messages if message.payload_bytes == extra_bytes]
     if extra and payload(extra) == extra_bytes:
-        if want.in_each_pass and extra.keys() <= model.keys():
-            finding.remark = f"{finding.reason}: the rest repeats what a step sends, as an evaluation does"
-            finding.surplus = Counter()
-            finding.explained_bytes = payload(finding.messages)
-        else:
-            finding.surplus = extra
+        finding.surplus = extra
     elif len(single) == 1 and sum(finding.messages.values()) == want.count + 1:
         finding.surplus = Counter(single)
     else:

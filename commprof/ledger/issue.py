@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.schema import Op
+from commprof.schema import Op, Phase
 
 INIT_STEP: Final = -1
+# Members of these may hold buffers of different sizes.
+_UNEVEN: Final = frozenset({Op.ALL_TO_ALL, Op.GATHER, Op.SCATTER})
 _GROUP: Final = ("attempt", "pg", "group_ranks")
 _KEPT: Final = (
     *_GROUP,
@@ -27,6 +29,7 @@ _KEPT: Final = (
     "payload_bytes",
     "call_site",
     "status",
+    "in_evaluation",
 )
 _CLASS: Final = (
     "attempt",
@@ -40,11 +43,15 @@ _CLASS: Final = (
     "call_site",
     "status",
     "executed_op",
+    "in_evaluation",
 )
 
 
 class Message(NamedTuple):
-    """What makes two collectives of one step equal for the ledger."""
+    """What makes two collectives of one step equal for the ledger.
+
+    ``in_evaluation``: issued in a forward pass after the optimizer had run, or before the first step.
+    """
 
     purpose: str | None
     op: str
@@ -55,6 +62,7 @@ class Message(NamedTuple):
     call_site: str | None
     status: str
     executed_op: str | None
+    in_evaluation: bool = False
 
 
 class StepKey(NamedTuple):
@@ -73,7 +81,7 @@ def once_per_collective(collectives: pa.Table) -> pa.Table:
     A message counts at its send; a recv counts where no rank recorded a send in the group. The payload of an all_to_all
     may differ between the ranks: it is their mean, rounded.
     """
-    table = collectives.select(_KEPT)
+    table = _with_evaluations(collectives).select(_KEPT)
     # A join makes every column nullable; all parts must be so to be put together again.
     table = table.cast(pa.schema([field.with_nullable(True) for field in table.schema]))
     if not table.num_rows:
@@ -87,6 +95,22 @@ def once_per_collective(collectives: pa.Table) -> pa.Table:
     with_sends = sends.group_by(list(_GROUP)).aggregate([])
     lone = received.join(with_sends, list(_GROUP), join_type="left anti").select(_KEPT)
     return pa.concat_tables([first, sends, lone])
+
+
+def _with_evaluations(collectives: pa.Table) -> pa.Table:
+    """``collectives`` and whether each was issued by an evaluation, judged by its rank's own order of phases."""
+    step = ["rank", "attempt", "pid", "step"]
+    in_optimizer = collectives.filter(pc.equal(collectives["phase"], Phase.OPTIMIZER))
+    last = in_optimizer.group_by(step).aggregate([("seq", "max")])
+    columns = collectives.select([*step, "seq", "phase"]).append_column(
+        "row", pa.array(range(collectives.num_rows), pa.int64())
+    )
+    columns = columns.cast(pa.schema([field.with_nullable(True) for field in columns.schema]))
+    joined = columns.join(last, step, join_type="left outer").sort_by("row")
+    forward = pc.is_in(joined["phase"], pa.array([Phase.FORWARD, Phase.OTHER]))
+    ended = pc.fill_null(pc.greater(joined["seq"], joined["seq_max"]), False)
+    outside = pc.or_(ended, pc.less(joined["step"], 0))
+    return collectives.append_column("in_evaluation", pc.and_(forward, outside))
 
 
 def _with_mean_payload(shared: pa.Table, table: pa.Table) -> pa.Table:
@@ -128,25 +152,36 @@ def issued_by(collectives: pa.Table) -> Issued:
 
 
 def disagreements(collectives: pa.Table) -> list[str]:
-    """Groups whose recorded members did not issue the same collectives, as sentences."""
+    """Groups whose recorded members did not issue the same collectives, or other bytes of them, as sentences."""
     shared = collectives.filter(pc.invert(pc.is_in(collectives["op"], pa.array([Op.SEND, Op.RECV]))))
-    counts = shared.group_by([*_GROUP, "rank", "op", "step"]).aggregate([("seq", "count")])
-    seen: dict[tuple[Any, ...], dict[int, int]] = defaultdict(dict)
+    sums = shared.group_by([*_GROUP, "rank", "op", "step"]).aggregate(
+        [("seq", "count"), ("payload_bytes", "sum")]
+    )
+    seen: dict[tuple[Any, ...], dict[int, tuple[int, int]]] = defaultdict(dict)
     members: dict[tuple[Any, ...], set[int]] = defaultdict(set)
-    for row in counts.to_pylist():
+    for row in sums.to_pylist():
         group = tuple(row[name] for name in _GROUP)
-        seen[(*group, row["op"], row["step"])][row["rank"]] = row["seq_count"]
+        seen[(*group, row["op"], row["step"])][row["rank"]] = row["seq_count"], row["payload_bytes_sum"]
         members[group].add(row["rank"])
     found: dict[tuple[Any, ...], str] = {}
     for key in sorted(seen, key=str):
-        group, ranks = key[:3], members[key[:3]]
-        per_rank = [seen[key].get(rank, 0) for rank in sorted(ranks)]
-        if len(set(per_rank)) > 1 and group not in found:
-            found[group] = (
-                f"the ranks of group {group[1]} ({group[2]}) did not issue the same: {key[3]} in step {key[4]} "
-                f"{', '.join(map(str, per_rank))} times on ranks {', '.join(map(str, sorted(ranks)))}"
+        ranks = sorted(members[key[:3]])
+        counts, sizes = zip(*(seen[key].get(rank, (0, 0)) for rank in ranks), strict=True)
+        differing = (
+            _of_ranks("{} times", counts) or (key[3] not in _UNEVEN and _of_ranks("{} bytes", sizes)) or ""
+        )
+        if differing and key[:3] not in found:
+            found[key[:3]] = (
+                f"the ranks of group {key[1]} ({key[2]}) did not issue the same: {key[3]} "
+                f"{'before the first step' if key[4] < 0 else f'in step {key[4]}'}: {differing} "
+                f"on ranks {', '.join(map(str, ranks))}"
             )
     return list(found.values())
+
+
+def _of_ranks(unit: str, values: Sequence[int]) -> str:
+    """``values`` with their unit where they differ; nothing where they are all the same."""
+    return unit.format(", ".join(f"{value:,}" for value in values)) if len(set(values)) > 1 else ""
 
 
 def step_text(keys: Iterable[StepKey]) -> str:
@@ -168,6 +203,8 @@ def step_text(keys: Iterable[StepKey]) -> str:
 
 
 def step_list(keys: Iterable[StepKey]) -> str:
-    """``Step 4`` or ``Steps 0-3,7``."""
+    """``Step 4`` or ``Steps 0-3,7``; ``Before the first step``."""
     listed = list(keys)
+    if set(listed) == {StepKey(0, INIT_STEP)}:
+        return "Before the first step"
     return f"{'Step' if len(listed) == 1 else 'Steps'} {step_text(listed)}"

@@ -49,7 +49,7 @@ class LedgerRow:
     executed_count: int | None
     executed_wire_bytes: float | None
     explained_bytes: int  # of issued_payload_bytes
-    explained_by: str | None  # config, tag or barrier
+    explained_by: str | None  # config, tag, barrier or evaluation
 
 
 class Unexplained(NamedTuple):

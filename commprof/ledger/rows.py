@@ -91,6 +91,16 @@ def remarks(findings: Findings) -> list[str]:
     return [f"{step_list(keys)}, {text}" for text, keys in found.items()]
 
 
+def doubtful(findings: Findings) -> list[str]:
+    """What may or may not be explained, a clause for each purpose and difference."""
+    found: dict[str, list[StepKey]] = defaultdict(list)
+    for key, step in findings.items():
+        for kind, finding in step.items():
+            if finding.doubt:
+                found[f"{kind.purpose}: {finding.doubt}"].append(key)
+    return [f"{step_list(keys)}, {text}" for text, keys in found.items()]
+
+
 def unexplained(findings: Findings) -> Iterable[Unexplained]:
     """Everything left over or missing, grouped over the steps in which it is the same."""
     groups: dict[tuple[Any, ...], list[tuple[StepKey, int, int]]] = defaultdict(list)

@@ -19,18 +19,22 @@ def gradient_sentence(
 ) -> str | None:
     """What was asked for the gradients and what came of it, with its factor of the gradient bytes; None without them."""
     mine = [row for row in rows if row.when == STEPS and row.purpose == Purpose.GRADIENT_REDUCE]
-    issued = [row for row in mine if row.issued_count]
+    issued = [row for row in mine if row.issued_payload_bytes]
     if not issued:
         return None
-    row = max(issued, key=lambda row: row.issued_payload_bytes)
+    row = max(issued, key=lambda row: (row.issued_op != row.requested_op, row.issued_payload_bytes))
     if row.requested_op is None or row.issued_op is None:
         return None
     asked = f"{_asking_words(config, configuration)} asked for {_article(row.requested_op)}"
-    used, wanted = (f"{_factor(op, world_size):.2f}" for op in (row.issued_op, row.requested_op))
+    payload = sum(each.issued_payload_bytes for each in issued)
+    used = f"{sum(each.issued_wire_bytes for each in issued) / payload:.2f}"
+    wanted = f"{_factor(row.requested_op, world_size):.2f}"
     share = f"of the gradient bytes on the wire per rank at n = {world_size} (modelled)"
     if row.issued_op == row.requested_op:
         return f"{asked}, and {_article(row.issued_op)} was issued: {used} {share}."
     cause = _turning_words(config, configuration, row.issued_op)
+    if row.issued_payload_bytes < payload:
+        cause = f"for {100 * row.issued_payload_bytes / payload:.0f} % of the bytes, {cause}"
     if used == wanted:
         return f"{asked}; {cause}: {used} {share}, as much as was asked for."
     return f"{asked}; {cause}: {used} instead of {wanted} {share}."

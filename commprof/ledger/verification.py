@@ -13,7 +13,7 @@ from commprof.ledger.executed import Executed, executed
 from commprof.ledger.issue import Issued, disagreements, issued, once_per_collective
 from commprof.ledger.levels import LedgerRow, Moved, State, Unexplained, Verdict
 from commprof.ledger.request import RecordedRun, Request, request_of
-from commprof.ledger.rows import ledger_rows, remarks, unexplained
+from commprof.ledger.rows import doubtful, ledger_rows, remarks, unexplained
 
 
 def verify(run: RecordedRun) -> Verdict:
@@ -35,7 +35,7 @@ def verify(run: RecordedRun) -> Verdict:
     moved = movement.moved(run.table("wire"), steps, [str(entry.get("host")) for entry in _latest(run)])
     left = tuple(unexplained(findings)) if request.reason is None else ()
     problems = [*disagreements(collectives), *ran.problems, *_moved_short(moved)]
-    doubts = [*gaps(run, collectives.num_rows), *ran.doubts]
+    doubts = [*gaps(run, collectives.num_rows), *ran.doubts, *doubtful(findings)]
     issued_bytes = sum(attribution.payload(messages) for messages in steps.values())
     explained_bytes = sum(finding.explained_bytes for step in findings.values() for finding in step.values())
     state = State.MISMATCH if left or problems else State.CLOSED
@@ -103,7 +103,7 @@ def _moved_short(moved: Sequence[Moved]) -> list[str]:
 def _told(request: Request, rows: Sequence[LedgerRow], steps: Issued, moved: Sequence[Moved]) -> list[str]:
     told = []
     if request.reason is not None:
-        told.append(f"What was asked for is not known: {request.reason}.")
+        told.append(f"What was asked for is not known: {request.reason.rstrip('.')}.")
     elif request.configuration is not None:
         sentence = sentences.gradient_sentence(
             request.config, request.configuration, rows, request.world_size

@@ -25,6 +25,7 @@ class Expectation(NamedTuple):
         exact: False where ``count`` depends on an order that was not given: that in which gradients arrive, or modules run.
         note: what a reader should know; empty when there is nothing.
         bytes_exact: False where the bytes depend on the order in which modules run too. Never False where ``exact`` is True.
+        least_bytes: what ``payload_bytes`` is at least, in whatever order the modules run.
     """
 
     when: When
@@ -38,6 +39,7 @@ class Expectation(NamedTuple):
     exact: bool
     note: str
     bytes_exact: bool = True
+    least_bytes: int = 0
 
 
 def row(
@@ -55,7 +57,9 @@ def row(
     """
     total = sum(payloads)
     wire = wire_bytes(op, total, world_size)
-    return Expectation(when, str(purpose), str(op), str(op), None, len(payloads), total, wire, True, note)
+    return Expectation(
+        when, str(purpose), str(op), str(op), None, len(payloads), total, wire, True, note, least_bytes=total
+    )
 
 
 def summed(rows: Iterable[Expectation], when: When) -> list[Expectation]:
@@ -73,6 +77,7 @@ def summed(rows: Iterable[Expectation], when: When) -> list[Expectation]:
             wire_bytes=before.wire_bytes + each.wire_bytes,
             exact=before.exact and each.exact,
             bytes_exact=before.bytes_exact and each.bytes_exact,
+            least_bytes=before.least_bytes + each.least_bytes,
             note="; ".join(dict.fromkeys(note for note in (before.note, each.note) if note)),
         )
     return list(sums.values())

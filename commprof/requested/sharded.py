@@ -36,6 +36,7 @@ class Sent(NamedTuple):
         exact: False where the number of messages depends on an order that was not given.
         notes: what a reader should know.
         bytes_exact: False where the sum of the payloads does so too.
+        least_bytes: what that sum is at least, whatever the order; None where it is exact.
     """
 
     op: Op
@@ -43,6 +44,7 @@ class Sent(NamedTuple):
     exact: bool = True
     notes: tuple[str, ...] = ()
     bytes_exact: bool = True
+    least_bytes: int | None = None
 
 
 def padded_bytes(parameter: Parameter, world_size: int, dtype: str | None) -> int:
@@ -78,7 +80,22 @@ def fetched(
     once = fetches.each_once and not fetching.fetches_by_all_reduce
     notes = () if fetches.exact else (ONCE_NOTE if once else MODULE_ORDER_NOTE,)
     certain = fetches.exact or once
-    return [Sent(op, tuple(each), fetches.exact, notes, certain) for op, each in payloads.items() if each]
+    # An all_reduce in place of some all_gathers leaves the sum of neither certain.
+    least = (
+        None
+        if certain
+        else 0
+        if fetching.fetches_by_all_reduce
+        else _each_once(fetches, configuration, world_size)
+    )
+    return [
+        Sent(op, tuple(each), fetches.exact, notes, certain, least) for op, each in payloads.items() if each
+    ]
+
+
+def _each_once(fetches: Fetches, configuration: Configuration, world_size: int) -> int:
+    gathered = {parameter.name: parameter for fetch in fetches.fetches for parameter in fetch.parameters}
+    return sum(padded_bytes(each, world_size, configuration.model_dtype) for each in gathered.values())
 
 
 def order_checks(fetches: Fetches, iteration: int) -> Sent | None:
@@ -96,7 +113,7 @@ def order_checks(fetches: Fetches, iteration: int) -> Sent | None:
     note = (
         "all ranks must have recorded the same order; modules without parameters are not in a parameter list"
     )
-    return Sent(Op.BROADCAST, tuple(payloads), False, (note,), False)
+    return Sent(Op.BROADCAST, tuple(payloads), False, (note,), False, len(lists) * ID_BYTES)
 
 
 def bucket_checks(buckets: Sequence[Bucket], exact: bool) -> Sent:

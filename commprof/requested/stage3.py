@@ -64,13 +64,13 @@ def stage3_expectations(
 
 
 def _rows(when: When, purpose: Purpose, sent: Iterable[Sent | None], world_size: int) -> list[Expectation]:
-    return [
-        row(when, purpose, each.op, each.payloads, world_size, "; ".join(each.notes))._replace(
-            exact=each.exact, bytes_exact=each.bytes_exact
-        )
-        for each in sent
-        if each is not None and each.payloads
-    ]
+    found = []
+    for each in sent:
+        if each is not None and each.payloads:
+            line = row(when, purpose, each.op, each.payloads, world_size, "; ".join(each.notes))
+            least = line.least_bytes if each.least_bytes is None else each.least_bytes
+            found.append(line._replace(exact=each.exact, bytes_exact=each.bytes_exact, least_bytes=least))
+    return found
 
 
 def _start(configuration: Configuration, training: Training) -> list[Expectation]:

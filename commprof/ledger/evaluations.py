@@ -1,0 +1,85 @@
+"""Evaluations at stage 3: a forward pass outside of training gathers the parameters too.
+
+What an evaluation sends comes after the optimizer of one step and before the forward of the next
+(``Message.in_evaluation``). It is told from stray messages by its amount: it gathers all that does not stay gathered. The
+step after it does not gather again what is still there, nor check again an order of modules that the evaluation
+checked. An evaluation before the first step records that order without a backward pass, so that what the steps after it
+gather depends on the order in which modules run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from commprof.ledger.issue import INIT_STEP, Message, StepKey
+from commprof.schema import Op, Purpose
+
+if TYPE_CHECKING:
+    from commprof.ledger.attribution import Class, Want
+
+PURPOSES: Final = frozenset({Purpose.PARAMETER_GATHER, Purpose.TRACE_CHECK})
+
+Evaluated = dict[StepKey, dict["Class", Counter[Message]]]
+
+
+def of(
+    classes: Mapping[StepKey, Mapping[Class, Counter[Message]]],
+    wanted: Mapping[StepKey, Mapping[Class, Want]],
+) -> Evaluated:
+    """What the evaluations after each step sent, by class; nothing where there was none."""
+    least = {
+        kind: want.least_of_a_pass
+        for wants in wanted.values()
+        for kind, want in wants.items()
+        if want.in_each_pass
+    }
+    found: Evaluated = {}
+    for key, by_class in classes.items():
+        outside = {
+            kind: Counter({message: n for message, n in messages.items() if message.in_evaluation})
+            for kind, messages in by_class.items()
+            if kind.purpose in PURPOSES
+        }
+        gathered = any(
+            kind in least and messages and _bytes(messages) >= least[kind]
+            for kind, messages in outside.items()
+        )
+        found[key] = {kind: messages for kind, messages in outside.items() if messages} if gathered else {}
+    return found
+
+
+def before(key: StepKey, evaluated: Evaluated) -> Mapping[Class, Counter[Message]]:
+    """What an evaluation between the step before ``key`` and ``key`` sent."""
+    earlier = [other for other in evaluated if other.attempt == key.attempt and other.step < key.step]
+    return evaluated[max(earlier)] if earlier else {}
+
+
+def wanted_after(
+    evaluated: Evaluated, wanted: Mapping[StepKey, Mapping[Class, Want]]
+) -> Mapping[StepKey, Mapping[Class, Want]]:
+    """``wanted``, as an estimate in attempts that began with an evaluation."""
+    attempts = {key.attempt for key, sent in evaluated.items() if key.step == INIT_STEP and sent}
+    return {
+        key: _estimates(wants) if key.attempt in attempts and key.step > INIT_STEP else wants
+        for key, wants in wanted.items()
+    }
+
+
+def _estimates(wants: Mapping[Class, Want]) -> dict[Class, Want]:
+    found = dict(wants)
+    for kind, want in wants.items():
+        if want.in_each_pass:
+            found[kind] = replace(want, estimated=True, exact=False)
+            check = kind._replace(purpose=Purpose.TRACE_CHECK, op=Op.BROADCAST)
+            empty = replace(
+                want, requested_op=str(Op.BROADCAST), count=0, payload_bytes=0, in_each_pass=False
+            )
+            found[check] = replace(wants.get(check, empty), estimated=True, exact=False, least_bytes=0)
+    return found
+
+
+def _bytes(messages: Mapping[Message, int]) -> int:
+    return sum(message.payload_bytes * count for message, count in messages.items())
