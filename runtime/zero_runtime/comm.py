@@ -161,7 +161,8 @@ class DataParallelGroup:
     """The ranks that hold the same parameters, and the collectives among them.
 
     All collectives are issued as DeepSpeed issues them in stages 0 to 2: blocking calls, in place where
-    they can be. On CUDA a blocking call only makes the current stream wait, not the host.
+    they can be. On CUDA a blocking call only makes the current stream wait, not the host. Those that are ``asynchronous``
+    are only begun: they return what is to be waited for before any of their tensors is touched.
 
     Attributes:
         group: torch's process group; None for all ranks.
@@ -190,15 +191,27 @@ class DataParallelGroup:
         members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self.global_ranks = tuple(members)
 
-    def all_reduce(self, tensor: torch.Tensor, op: Any = ReduceOp.SUM, why: hooks.tag | None = None) -> None:
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        op: Any = ReduceOp.SUM,
+        why: hooks.tag | None = None,
+        asynchronous: bool = False,
+    ) -> dist.Work | None:
         """Reduce ``tensor`` in place on every rank."""
         with why or _UNTAGGED:
-            dist.all_reduce(tensor, op=op, group=self.group)
+            return dist.all_reduce(tensor, op=op, group=self.group, async_op=asynchronous)
 
-    def reduce(self, tensor: torch.Tensor, owner: int, why: hooks.tag | None = None) -> None:
+    def reduce(
+        self,
+        tensor: torch.Tensor,
+        owner: int,
+        why: hooks.tag | None = None,
+        asynchronous: bool = False,
+    ) -> dist.Work | None:
         """Sum ``tensor`` to group member ``owner``; elsewhere its content is undefined afterwards."""
         with why or _UNTAGGED:
-            dist.reduce(tensor, self.global_ranks[owner], group=self.group)
+            return dist.reduce(tensor, self.global_ranks[owner], group=self.group, async_op=asynchronous)
 
     def broadcast(self, tensor: torch.Tensor, owner: int, why: hooks.tag | None = None) -> None:
         """Send ``tensor`` of group member ``owner`` to all, in place."""
@@ -215,12 +228,12 @@ class DataParallelGroup:
     def start_all_gather(
         self, output: torch.Tensor, piece: torch.Tensor, why: hooks.tag | None = None
     ) -> dist.Work:
-        """As :meth:`all_gather_single`, but only begun: ``output`` holds the result after ``wait()`` of what this returns."""
+        """As :meth:`all_gather_single`, but only begun: the result is there after ``wait()`` of what this returns."""
         with why or _UNTAGGED:
             return _all_gather_single(output, piece, group=self.group, async_op=True)
 
     def start_all_reduce(self, tensor: torch.Tensor, why: hooks.tag | None = None) -> dist.Work:
-        """As :meth:`all_reduce` by sum, but only begun: ``tensor`` holds the result after ``wait()`` of what this returns."""
+        """As :meth:`all_reduce` by sum, but only begun: the result is there after ``wait()`` of what this returns."""
         with why or _UNTAGGED:
             return dist.all_reduce(tensor, group=self.group, async_op=True)
 
@@ -237,18 +250,26 @@ class DataParallelGroup:
             dist.all_gather(outputs, piece, group=self.group)
 
     def reduce_scatter(
-        self, output: torch.Tensor, rows: Sequence[torch.Tensor], why: hooks.tag | None = None
-    ) -> None:
+        self,
+        output: torch.Tensor,
+        rows: Sequence[torch.Tensor],
+        why: hooks.tag | None = None,
+        asynchronous: bool = False,
+    ) -> dist.Work | None:
         """Sum row r over the ranks into ``output`` of rank r. Rows may differ in length."""
         with why or _UNTAGGED:
-            dist.reduce_scatter(output, list(rows), group=self.group)
+            return dist.reduce_scatter(output, list(rows), group=self.group, async_op=asynchronous)
 
     def reduce_scatter_single(
-        self, output: torch.Tensor, rows: torch.Tensor, why: hooks.tag | None = None
-    ) -> None:
+        self,
+        output: torch.Tensor,
+        rows: torch.Tensor,
+        why: hooks.tag | None = None,
+        asynchronous: bool = False,
+    ) -> dist.Work | None:
         """Sum ``rows`` (world_size equal rows end to end) and keep this rank's row in ``output``."""
         with why or _UNTAGGED:
-            _reduce_scatter_single(output, rows, group=self.group)
+            return _reduce_scatter_single(output, rows, group=self.group, async_op=asynchronous)
 
     def all_to_all_single(
         self,
@@ -256,7 +277,8 @@ class DataParallelGroup:
         rows: torch.Tensor,
         row_numels: Sequence[int],
         why: hooks.tag | None = None,
-    ) -> None:
+        asynchronous: bool = False,
+    ) -> dist.Work | None:
         """Send row r of ``rows`` to rank r; ``output`` gets this rank's row from every rank, end to end.
 
         Args:
@@ -266,4 +288,6 @@ class DataParallelGroup:
         """
         received = [row_numels[self.rank]] * self.world_size
         with why or _UNTAGGED:
-            dist.all_to_all_single(output, rows, received, list(row_numels), group=self.group)
+            return dist.all_to_all_single(
+                output, rows, received, list(row_numels), group=self.group, async_op=asynchronous
+            )

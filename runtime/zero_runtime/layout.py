@@ -9,6 +9,13 @@ r. A parameter may straddle one or several boundaries::
 
 The factor 2 keeps every piece of a 16-bit buffer aligned to 4 bytes. The rules are those measured on DeepSpeed
 0.19.8: order of the group, ``round_robin_gradients``, ``parameter_alignment``.
+
+A buffer may also be cut into several bands first, and each band into world_size equal rows: rank r's piece is row r of
+every band, end to end. A band is then a bucket of which every rank owns as much, which DeepSpeed's single band is not::
+
+    parameters   |   p0   | p1 |        p2         |  p3  |pad|
+    bands        |        band 0      |       band 1          |
+    rows         |rank 0|rank 1|rank 2|rank 0 |rank 1 |rank 2 |
 """
 
 from __future__ import annotations
@@ -19,6 +26,9 @@ from typing import Final, NamedTuple
 
 PIECE_ALIGNMENT: Final = 2  # elements, per rank
 PARAMETER_ALIGNMENT_BYTES: Final = 16
+BANDS: Final = 8
+SMALLEST_BAND: Final = 2**18  # elements
+LARGEST_BAND: Final = 2**23
 
 
 class Slice(NamedTuple):
@@ -40,6 +50,7 @@ class GroupLayout:
         order: positions within the group, in the order of the flat buffer.
         numel: length of the flat buffer, padding included.
         world_size: number of pieces.
+        bands: number of bands.
     """
 
     numels: tuple[int, ...]
@@ -47,28 +58,45 @@ class GroupLayout:
     order: tuple[int, ...]
     numel: int
     world_size: int
+    bands: int = 1
 
     @property
     def piece_numel(self) -> int:
         """Elements that each rank owns, padding included."""
         return self.numel // self.world_size
 
+    @property
+    def band_numel(self) -> int:
+        """Elements of a band."""
+        return self.numel // self.bands
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of a band that each rank owns."""
+        return self.piece_numel // self.bands
+
     def slices(self, index: int) -> tuple[Slice, ...]:
         """The slices of the group's parameter number ``index``, in element order; none for an empty one."""
-        piece = self.piece_numel
+        row = self.row_numel
         start, stop = self.offsets[index], self.offsets[index] + self.numels[index]
         slices = []
         position = start
         while position < stop:
-            owner = position // piece
-            end = min(stop, (owner + 1) * piece)
-            slices.append(Slice(owner, position - start, end - position, position - owner * piece))
+            number, within = divmod(position, row)
+            end = min(stop, (number + 1) * row)
+            band, owner = divmod(number, self.world_size)
+            slices.append(Slice(owner, position - start, end - position, band * row + within))
             position = end
         return tuple(slices)
 
 
 def group_layout(
-    numels: Sequence[int], world_size: int, *, round_robin: bool = False, alignment: int = 1
+    numels: Sequence[int],
+    world_size: int,
+    *,
+    round_robin: bool = False,
+    alignment: int = 1,
+    band_limit: int | None = None,
 ) -> GroupLayout:
     """Lay out the parameters of one param group.
 
@@ -78,6 +106,8 @@ def group_layout(
         round_robin: parameter i goes to list i mod world_size, and the lists follow one another, so that
             gradients that become ready together belong to different ranks.
         alignment: each parameter is padded to a multiple of this many elements.
+        band_limit: cut the buffer into bands of at most this many elements, or the fewest that a band can have;
+            None for a single one.
     """
     order = round_robin_order(len(numels), world_size) if round_robin else tuple(range(len(numels)))
     offsets = [0] * len(numels)
@@ -85,9 +115,20 @@ def group_layout(
     for index in order:
         offsets[index] = position
         position += _round_up(numels[index], alignment)
+    unit = PIECE_ALIGNMENT * world_size
+    bands = 1 if band_limit is None else -(-position // max(unit, band_limit // unit * unit)) or 1
     return GroupLayout(
-        tuple(numels), tuple(offsets), order, _round_up(position, PIECE_ALIGNMENT * world_size), world_size
+        tuple(numels), tuple(offsets), order, _round_up(position, unit * bands), world_size, bands
     )
+
+
+def band_limit(numel: int, limit: int) -> int:
+    """Elements of the largest band of a buffer of ``numel``, where a bucket may have ``limit``.
+
+    An eighth of the buffer, so that most of the exchange goes along with the backward pass; but not below what a message
+    needs to be worth its start, nor above what gains nothing any more.
+    """
+    return min(limit, max(SMALLEST_BAND, min(-(-numel // BANDS), LARGEST_BAND)))
 
 
 def round_robin_order(count: int, world_size: int) -> tuple[int, ...]:
