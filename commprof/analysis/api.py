@@ -119,10 +119,7 @@ def requested(run: AnyRun) -> pd.DataFrame:
     Where that cannot be told it has no rows, and ``frame.attrs["reason"]`` says why; that is None otherwise.
     """
     run = _opened(run)
-    backend = summary.used_backends(run.table("collectives")) or "gloo"
-    frame, reason = expectation.requested(
-        run.manifest.config, run.table("parameters"), run.manifest.world_size or 1, backend
-    )
+    frame, reason = expectation.requested(run)
     frame.attrs["reason"] = reason
     return frame
 

@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 import pandas as pd
-import pyarrow as pa
 
 from commprof.analysis.answers import REQUESTED
 from commprof.analysis.frames import from_rows
-from commprof.errors import CommprofError
-from commprof.ledger.request import NO_PARAMETERS, as_asked, parameters_of, why_no_zero_config
+from commprof.ledger.request import RecordedRun, as_asked, request_of, why_no_zero_config
 from commprof.requested import zero
 
 UNREADABLE: Final = "the config cannot be read by ZeRO's rules"
@@ -42,22 +40,11 @@ def requested_reduction(
     return Requested(op, None if op else UNREADABLE)
 
 
-def requested(
-    config: Mapping[str, Any] | None, parameters: pa.Table, world_size: int, backend: str
-) -> tuple[pd.DataFrame, str | None]:
-    """What ``config`` should send, one row per purpose (:data:`answers.REQUESTED`), and why there is none.
+def requested(run: RecordedRun) -> tuple[pd.DataFrame, str | None]:
+    """What the config of ``run`` should send, one row per purpose (:data:`answers.REQUESTED`), and why there is none.
 
-    Args:
-        config: the config as the user wrote it.
-        parameters: the ``parameters`` table of the run.
-        world_size: ranks of the data-parallel group.
-        backend: backend of that group.
+    The rules are those of the runtime that the run used, as in its ledger.
     """
-    rows: list[zero.Expectation] = []
-    reason = why_no_zero_config(config) or (None if parameters.num_rows else NO_PARAMETERS)
-    if reason is None and config is not None:
-        try:
-            rows = zero.expected(config, parameters_of(parameters), world_size, backend=backend)
-        except CommprofError as error:
-            reason = str(error)
-    return from_rows((row._asdict() for row in rows), REQUESTED.columns), reason
+    request = request_of(run)
+    rows = [] if request.reason is not None else request.rows()
+    return from_rows((row._asdict() for row in rows), REQUESTED.columns), request.reason

@@ -152,28 +152,19 @@ def _bytes(value: float | None, steps: int) -> str:
     return rendering.MISSING if value is None else rendering.number_of_bytes(round(value / steps))
 
 
-def _listing(verdict: Verdict) -> list[Rows | str]:
+def _listing(verdict: Verdict) -> list[str]:
     if not verdict.unexplained:
         return []
-    headings = (
-        Heading("steps"),
-        Heading("operation, purpose, group"),
-        Heading("calls", number=True),
-        Heading("bytes", number=True),
-        Heading("call site, reason"),
-    )
-    cells: list[Sequence[str]] = []
-    for item in verdict.unexplained[:_MOST_LISTED]:
-        cells.append(
-            (item.steps, item.op, rendering.count(item.count), f"{item.payload_bytes:,}", _where(item))
-        )
-        cells.append(("", f"{item.purpose or '(no purpose)'} {item.group_ranks or ''}", "", "", item.reason))
+    pairs = [pair for item in verdict.unexplained[:_MOST_LISTED] for pair in _described(item)]
     more = len(verdict.unexplained) - _MOST_LISTED
-    parts: list[Rows | str] = [Rows(headings, cells, title="Unexplained and missing")]
-    if more > 0:
-        parts.append(f"and {more:,} more; commprof verify --json lists all")
-    return parts
+    last = [f"and {more:,} more; commprof verify --json lists all"] if more > 0 else []
+    return ["Unexplained and missing", rendering.facts(pairs), *last, ""]
 
 
-def _where(item: Unexplained) -> str:
-    return "missing" if item.kind == "missing" else rendering.text(item.call_site)
+def _described(item: Unexplained) -> Sequence[tuple[str, str]]:
+    before = "init" in item.steps
+    steps = item.steps if before else f"step{'' if item.steps.isdigit() else 's'} {item.steps}"
+    what = f"{item.count:,} {item.op}, {item.payload_bytes:,} bytes, {item.purpose or 'no purpose given'}"
+    where = "missing" if item.kind == "missing" else f"at {item.call_site or 'an unknown place'}"
+    group = f", ranks {item.group_ranks}" if item.group_ranks else ""
+    return (f"  {steps}", what + group), ("", where), ("", item.reason)

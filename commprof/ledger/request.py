@@ -105,6 +105,14 @@ class Request:
             found += [row for row in rows if row.when == "micro_step"]
         return found
 
+    def rows(self) -> list[Expectation]:
+        """All that the rules ask for, by when it is sent, whatever order of gradients the run published.
+
+        Raises:
+            CommprofError: the rules do not cover the config.
+        """
+        return self._expected(_Pass(None, None, False))
+
     def _expected(self, asked: _Pass) -> list[Expectation]:
         if asked not in self._rows:
             try:

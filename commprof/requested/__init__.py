@@ -16,6 +16,7 @@ job, imports nothing of the runtime and is imported by nothing of it, so that th
 ``fetching``            what stage 3 gathers at which module
 ``sharded``             the messages of stage 3
 ``stage3``              the same per purpose
+``flat_stages``         the messages of stages 0 to 2 per purpose
 ``expectation``         one line of the answer
 ``zero``                :func:`~commprof.requested.zero.expected`, all of it per step and purpose
 ``explanation``         the same in one sentence

@@ -1,8 +1,7 @@
 """What each ZeRO stage should send, per step and purpose.
 
-:func:`expected` follows one training step: the broadcasts at the start, the gradients bucket by bucket, the overflow
-check, the norm, and the gathering of the updated parameters. Stage 3 has rules of its own, in ``stage3``; its first two
-micro-batches send more than later ones, so :func:`expected_in_step` says what a step by its number sends.
+The rules of stages 0 to 2 are in ``flat_stages``, those of stage 3 in ``stage3``. The first two micro-batches of stage 3
+send more than later ones, so :func:`expected_in_step` says what a step by its number sends.
 Bytes are schema.py's: ``payload_bytes`` is the S of nccl-tests, ``wire_bytes`` the model of what each rank sends on
 average.
 """
@@ -11,33 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, get_args
 
 from commprof.requested.configuration import Configuration, read_configuration, zero_section
 from commprof.requested.errors import RequestedError, UnsupportedError
-from commprof.requested.expectation import Expectation, When, row, summed
-from commprof.requested.explanation import (
-    describe,
-    describe_configuration,
-    requested_gradient_op,
-    requested_op,
-)
+from commprof.requested.expectation import Expectation, summed
+from commprof.requested.explanation import describe, requested_gradient_op
 from commprof.requested.fetch_configuration import read_fetch_configuration
-from commprof.requested.gradients import (
-    GradientMessages,
-    bucketed_gradients,
-    flat_group_gradients,
-    replicated_gradients,
-)
-from commprof.requested.parameters import Parameter, check_parameters, item_bytes, trained_groups
-from commprof.requested.partition import Layout, lay_out
+from commprof.requested.flat_stages import Runtime, flat_expectations
+from commprof.requested.parameters import Parameter, check_parameters
 from commprof.requested.stage3 import Training, stage3_expectations
 from commprof.requested.support import refuse_unsupported
-from commprof.schema import Op, Purpose
 
 __all__ = [
     "Expectation",
     "Parameter",
+    "Runtime",
     "describe",
     "expected",
     "expected_in_step",
@@ -45,10 +33,6 @@ __all__ = [
     "requested_gradient_op",
 ]
 
-Runtime = Literal["zero_runtime", "deepspeed"]
-
-FLAG_BYTES: Final = 1  # one uint8
-NORM_BYTES: Final = 4  # one fp32
 STEADY: Final = 2  # the first micro-batch that sends what all later ones do
 
 
@@ -103,7 +87,7 @@ def expected(
         )
         fetching = read_fetch_configuration(zero_section(config))
         return stage3_expectations(configuration, fetching, training)
-    return _expected_of_flat_stages(configuration, parameters, world_size, gradient_order, backend, runtime)
+    return flat_expectations(configuration, parameters, world_size, gradient_order, backend, runtime)
 
 
 def expected_in_step(
@@ -153,46 +137,6 @@ def _refuse_runtimes_own_keys(configuration: Configuration) -> None:
         )
 
 
-def _expected_of_flat_stages(
-    configuration: Configuration,
-    parameters: Sequence[Parameter],
-    world_size: int,
-    gradient_order: Sequence[str] | None,
-    backend: str,
-    runtime: Runtime,
-) -> list[Expectation]:
-    groups = trained_groups(parameters) if configuration.partitions else []
-    layout = lay_out(
-        groups,
-        world_size,
-        configuration.model_dtype,
-        round_robin=configuration.round_robin_gradients,
-        align_parameters=configuration.parameter_alignment,
-    )
-    rows: list[Expectation | None] = [_parameter_broadcast(configuration, parameters, world_size)]
-    if not configuration.partitions:
-        gradients = replicated_gradients(configuration, parameters)
-        rows += [
-            _gradient_reduce(configuration, gradients, world_size),
-            _clipping_norm(configuration, parameters, world_size),
-        ]
-    elif configuration.reduces_flat_groups:
-        gradients = flat_group_gradients(layout)
-        rows += [
-            _gradient_reduce(configuration, gradients, world_size),
-            _parameter_gather(configuration, layout, world_size, runtime),
-        ]
-    else:
-        gradients = bucketed_gradients(configuration, groups, layout, world_size, gradient_order, backend)
-        rows += [
-            _gradient_reduce(configuration, gradients, world_size),
-            _overflow_check(configuration, layout, world_size),
-            _partition_norms(configuration, layout, world_size),
-            _parameter_gather(configuration, layout, world_size, runtime),
-        ]
-    return [each for each in rows if each is not None and each.count]
-
-
 def micro_steps(config: Mapping[str, Any], world_size: int) -> int:
     """Micro-batches in one optimizer step: how often an expectation for ``"micro_step"`` counts in a step.
 
@@ -213,97 +157,3 @@ def micro_steps(config: Mapping[str, Any], world_size: int) -> int:
             f"x {world_size} ranks; change one of them, or give gradient_accumulation_steps"
         )
     return total // (micro * world_size)
-
-
-def _parameter_broadcast(
-    configuration: Configuration, parameters: Sequence[Parameter], world_size: int
-) -> Expectation:
-    payloads = [
-        parameter.numel * item_bytes(configuration.model_dtype or parameter.dtype) for parameter in parameters
-    ]
-    return row("init", Purpose.PARAMETER_BROADCAST, Op.BROADCAST, payloads, world_size)
-
-
-def _gradient_reduce(
-    configuration: Configuration, gradients: GradientMessages, world_size: int
-) -> Expectation | None:
-    if not gradients.messages:
-        return None
-    op = gradients.messages[0].op
-    size = item_bytes(configuration.communication_dtype)
-    payloads = [message.numel * size for message in gradients.messages]
-    note = "; ".join([describe_configuration(configuration), *gradients.notes])
-    when: When = "micro_step" if configuration.reduces_every_micro_step else "step"
-    return row(when, Purpose.GRADIENT_REDUCE, op, payloads, world_size, note)._replace(
-        requested_op=str(requested_op(configuration)),
-        intended_op=str(Op.REDUCE_SCATTER) if op == Op.ALL_TO_ALL else None,
-        exact=gradients.exact,
-    )
-
-
-def _clipping_norm(
-    configuration: Configuration, parameters: Sequence[Parameter], world_size: int
-) -> Expectation | None:
-    trains = any(parameter.requires_grad for parameter in parameters)
-    if configuration.gradient_clipping == 0 or configuration.model_dtype is not None or not trains:
-        return None
-    note = "gradients are equal on all ranks already; clipping sends their norm all the same"
-    return row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, [NORM_BYTES], world_size, note)
-
-
-def _overflow_check(configuration: Configuration, layout: Layout, world_size: int) -> Expectation | None:
-    if not configuration.check_overflow or not layout.groups:
-        return None
-    note = "a step whose gradients overflow ends here, without norm and without gathering"
-    return row("step", Purpose.OVERFLOW_CHECK, Op.ALL_REDUCE, [FLAG_BYTES], world_size, note)
-
-
-def _partition_norms(configuration: Configuration, layout: Layout, world_size: int) -> Expectation | None:
-    if not configuration.compute_grad_norm:
-        return None
-    note = (
-        ""
-        if configuration.gradient_clipping
-        else "sent although clipping is off; compute_grad_norm: false drops it"
-    )
-    payloads = [NORM_BYTES for _ in layout.groups]
-    return row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, payloads, world_size, note)
-
-
-def _parameter_gather(
-    configuration: Configuration, layout: Layout, world_size: int, runtime: Runtime
-) -> Expectation | None:
-    if world_size == 1:
-        return None
-    asked = Op.BROADCAST if configuration.gather_by_broadcast else Op.ALL_GATHER
-    if runtime == "deepspeed":
-        issued, split, note = Op.ALL_GATHER, None, _ignored_gather_keys(configuration)
-    else:
-        issued, split, note = asked, configuration.allgather_bucket_size, ""
-    payloads = []
-    for group in layout.groups:
-        size = item_bytes(group.dtype)
-        if issued == Op.BROADCAST:
-            payloads += [group.piece_numel * size] * world_size
-        else:
-            payloads += [
-                part * world_size * size for part in _gathered_parts(group.piece_numel, split, world_size)
-            ]
-    gathered = row("step", Purpose.PARAMETER_GATHER, issued, payloads, world_size, note)
-    return gathered._replace(requested_op=str(asked))
-
-
-def _gathered_parts(piece_numel: int, bucket_size: int | None, world_size: int) -> list[int]:
-    """How much of each piece one message gathers: even numbers of elements, ``bucket_size`` at most over all ranks."""
-    if bucket_size is None:
-        return [piece_numel]
-    width = max(2, bucket_size // world_size // 2 * 2)
-    return [min(width, piece_numel - begin) for begin in range(0, piece_numel, width)]
-
-
-def _ignored_gather_keys(configuration: Configuration) -> str:
-    if configuration.gather_by_broadcast:
-        return "DeepSpeed 0.19 ignores allgather_partitions and disable_allgather"
-    return (
-        "" if configuration.allgather_bucket_size is None else "DeepSpeed 0.19 ignores allgather_bucket_size"
-    )

@@ -152,6 +152,18 @@ def test_requested_is_from_config_and_parameters_alone(traces):
     assert frame["payload_bytes"].dtype == "int64"
 
 
+@pytest.mark.parametrize(
+    ("engine", "op"), [("zero_runtime", "all_to_all"), ("deepspeed 0.19.8", "all_reduce")]
+)
+def test_requested_is_by_the_rules_of_the_runs_own_runtime(engine, op):
+    run = small_run(config={"zero_optimization": {"stage": 2, "gradient_reduction": "reduce_scatter"}})
+    run.add_parameters({"w": 100})
+    opened = run.open()
+    opened.manifest.engine = engine
+    frame = api.requested(opened)
+    assert frame[frame["purpose"] == "gradient_reduce"]["issued_op"].tolist() == [op]
+
+
 def test_requested_says_why_there_is_nothing(tmp_path):
     no_config = api.requested(small_run().write(tmp_path / "no-config"))
     assert len(no_config) == 0

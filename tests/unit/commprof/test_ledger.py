@@ -355,10 +355,14 @@ def test_the_command_says_it_all_within_100_columns(capsys, tmp_path):
 
 def test_the_command_lists_what_is_unexplained(capsys, tmp_path):
     run = zero2()
-    run.add_collective("all_reduce", payload_bytes=44, step=1, call_site="train.py:7 main")
+    site = f"/{'long' * 30}/train.py:7 main"
+    run.add_collective("all_reduce", payload_bytes=44, step=1, call_site=site)
     assert execute(["verify", str(run.write(tmp_path / "run"))]) == 1
     text = capsys.readouterr().out
-    assert "train.py:7 main" in text
+    lines = [line.strip() for line in text.splitlines()]
+    assert "step 1  1 all_reduce, 44 bytes, no purpose given, ranks 0-3" in lines
+    assert f"at {site}" in lines
+    assert max(len(line) for line in lines if site not in line) <= 100
     assert "; 1 collective has no explanation." in " ".join(text.split())
     assert "100.000 %" not in text
 

@@ -1,0 +1,172 @@
+"""The expectations of stages 0 to 2, per purpose, where each optimizer group is one flat buffer.
+
+The model is broadcast at the start, the gradients are reduced bucket by bucket, an overflow check and the norm follow,
+and the updated parameters are gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Literal
+
+from commprof.requested.configuration import Configuration
+from commprof.requested.expectation import Expectation, When, row
+from commprof.requested.explanation import describe_configuration, requested_op
+from commprof.requested.gradients import (
+    GradientMessages,
+    bucketed_gradients,
+    flat_group_gradients,
+    replicated_gradients,
+)
+from commprof.requested.parameters import Parameter, item_bytes, trained_groups
+from commprof.requested.partition import Layout, lay_out
+from commprof.schema import Op, Purpose
+
+Runtime = Literal["zero_runtime", "deepspeed"]
+
+FLAG_BYTES: Final = 1  # one uint8
+NORM_BYTES: Final = 4  # one fp32
+
+
+def flat_expectations(
+    configuration: Configuration,
+    parameters: Sequence[Parameter],
+    world_size: int,
+    gradient_order: Sequence[str] | None,
+    backend: str,
+    runtime: Runtime,
+) -> list[Expectation]:
+    """All that stages 0 to 2 send at the start, in one micro-batch and at the end of a step.
+
+    Args:
+        configuration: what the config says.
+        parameters: all parameters of the model.
+        world_size: ranks that train on different data.
+        gradient_order: names in the order in which gradients arrived; None where it was not observed.
+        backend: backend of the group.
+        runtime: whose rules say what is issued.
+    """
+    groups = trained_groups(parameters) if configuration.partitions else []
+    layout = lay_out(
+        groups,
+        world_size,
+        configuration.model_dtype,
+        round_robin=configuration.round_robin_gradients,
+        align_parameters=configuration.parameter_alignment,
+    )
+    rows: list[Expectation | None] = [_parameter_broadcast(configuration, parameters, world_size)]
+    if not configuration.partitions:
+        gradients = replicated_gradients(configuration, parameters)
+        rows += [
+            _gradient_reduce(configuration, gradients, world_size),
+            _clipping_norm(configuration, parameters, world_size),
+        ]
+    elif configuration.reduces_flat_groups:
+        gradients = flat_group_gradients(layout)
+        rows += [
+            _gradient_reduce(configuration, gradients, world_size),
+            _parameter_gather(configuration, layout, world_size, runtime),
+        ]
+    else:
+        gradients = bucketed_gradients(configuration, groups, layout, world_size, gradient_order, backend)
+        rows += [
+            _gradient_reduce(configuration, gradients, world_size),
+            _overflow_check(configuration, layout, world_size),
+            _partition_norms(configuration, layout, world_size),
+            _parameter_gather(configuration, layout, world_size, runtime),
+        ]
+    return [each for each in rows if each is not None and each.count]
+
+
+def _parameter_broadcast(
+    configuration: Configuration, parameters: Sequence[Parameter], world_size: int
+) -> Expectation:
+    payloads = [
+        parameter.numel * item_bytes(configuration.model_dtype or parameter.dtype) for parameter in parameters
+    ]
+    return row("init", Purpose.PARAMETER_BROADCAST, Op.BROADCAST, payloads, world_size)
+
+
+def _gradient_reduce(
+    configuration: Configuration, gradients: GradientMessages, world_size: int
+) -> Expectation | None:
+    if not gradients.messages:
+        return None
+    op = gradients.messages[0].op
+    size = item_bytes(configuration.communication_dtype)
+    payloads = [message.numel * size for message in gradients.messages]
+    note = "; ".join([describe_configuration(configuration), *gradients.notes])
+    when: When = "micro_step" if configuration.reduces_every_micro_step else "step"
+    return row(when, Purpose.GRADIENT_REDUCE, op, payloads, world_size, note)._replace(
+        requested_op=str(requested_op(configuration)),
+        intended_op=str(Op.REDUCE_SCATTER) if op == Op.ALL_TO_ALL else None,
+        exact=gradients.exact,
+    )
+
+
+def _clipping_norm(
+    configuration: Configuration, parameters: Sequence[Parameter], world_size: int
+) -> Expectation | None:
+    trains = any(parameter.requires_grad for parameter in parameters)
+    if configuration.gradient_clipping == 0 or configuration.model_dtype is not None or not trains:
+        return None
+    note = "gradients are equal on all ranks already; clipping sends their norm all the same"
+    return row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, [NORM_BYTES], world_size, note)
+
+
+def _overflow_check(configuration: Configuration, layout: Layout, world_size: int) -> Expectation | None:
+    if not configuration.check_overflow or not layout.groups:
+        return None
+    note = "a step whose gradients overflow ends here, without norm and without gathering"
+    return row("step", Purpose.OVERFLOW_CHECK, Op.ALL_REDUCE, [FLAG_BYTES], world_size, note)
+
+
+def _partition_norms(configuration: Configuration, layout: Layout, world_size: int) -> Expectation | None:
+    if not configuration.compute_grad_norm:
+        return None
+    note = (
+        ""
+        if configuration.gradient_clipping
+        else "sent although clipping is off; compute_grad_norm: false drops it"
+    )
+    payloads = [NORM_BYTES for _ in layout.groups]
+    return row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, payloads, world_size, note)
+
+
+def _parameter_gather(
+    configuration: Configuration, layout: Layout, world_size: int, runtime: Runtime
+) -> Expectation | None:
+    if world_size == 1:
+        return None
+    asked = Op.BROADCAST if configuration.gather_by_broadcast else Op.ALL_GATHER
+    if runtime == "deepspeed":
+        issued, split, note = Op.ALL_GATHER, None, _ignored_gather_keys(configuration)
+    else:
+        issued, split, note = asked, configuration.allgather_bucket_size, ""
+    payloads = []
+    for group in layout.groups:
+        size = item_bytes(group.dtype)
+        if issued == Op.BROADCAST:
+            payloads += [group.piece_numel * size] * world_size
+        else:
+            payloads += [
+                part * world_size * size for part in _gathered_parts(group.piece_numel, split, world_size)
+            ]
+    gathered = row("step", Purpose.PARAMETER_GATHER, issued, payloads, world_size, note)
+    return gathered._replace(requested_op=str(asked))
+
+
+def _gathered_parts(piece_numel: int, bucket_size: int | None, world_size: int) -> list[int]:
+    """How much of each piece one message gathers: even numbers of elements, ``bucket_size`` at most over all ranks."""
+    if bucket_size is None:
+        return [piece_numel]
+    width = max(2, bucket_size // world_size // 2 * 2)
+    return [min(width, piece_numel - begin) for begin in range(0, piece_numel, width)]
+
+
+def _ignored_gather_keys(configuration: Configuration) -> str:
+    if configuration.gather_by_broadcast:
+        return "DeepSpeed 0.19 ignores allgather_partitions and disable_allgather"
+    return (
+        "" if configuration.allgather_bucket_size is None else "DeepSpeed 0.19 ignores allgather_bucket_size"
+    )
