@@ -24,6 +24,7 @@ from zero_runtime.errors import ConfigError, UsageError
 
 ReduceOp = dist.ReduceOp
 ProcessGroup = dist.ProcessGroup
+Work = dist.Work
 # New names since torch 2.13; the old ones warn there and are the only ones before.
 _all_gather_single: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single: Final = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

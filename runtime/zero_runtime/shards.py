@@ -14,6 +14,8 @@ from typing import Final
 
 import torch
 
+from zero_runtime.comm import DataParallelGroup
+
 _ATTRIBUTE: Final = "zero_shard"
 _numbers = itertools.count()
 
@@ -34,49 +36,68 @@ def slice_numel(numel: int, world_size: int) -> int:
 class Shard:
     """This rank's slice of one parameter, and the facts of the whole.
 
+    Args:
+        parameter: to be cut; it stays whole until :meth:`release`.
+        group: the ranks that share it out.
+        device: where the slice is kept; None for the parameter's device.
+
     Attributes:
         parameter: the parameter that carries this shard.
+        group: the ranks that have the other slices.
         number: counts sharded parameters of the process in the order of their making; messages are sorted by it.
         name: of the parameter in its model; empty until the model is known.
         shape, numel, dtype: of the whole parameter.
         slice_numel: elements of each rank's slice.
         own: this rank's slice, 1-D, ``slice_numel`` elements in the parameter's dtype; padding is zeros.
         secondary: a larger slice shared out inside the secondary group (hpZ), or None.
-        persistent: stays gathered between steps.
         active: numbers of the modules that are using the parameter now.
     """
 
     __slots__ = (
+        "_persistent",
         "_status",
         "active",
         "dtype",
+        "group",
         "name",
         "number",
         "numel",
         "own",
         "parameter",
-        "persistent",
         "secondary",
         "shape",
         "slice_numel",
     )
 
-    def __init__(self, parameter: torch.nn.Parameter, rank: int, world_size: int) -> None:
+    def __init__(
+        self, parameter: torch.nn.Parameter, group: DataParallelGroup, device: torch.device | None = None
+    ) -> None:
         self.parameter = parameter
+        self.group = group
         self.number = next(_numbers)
         self.name = ""
         self.shape = parameter.shape
         self.numel = parameter.numel()
         self.dtype = parameter.dtype
-        self.slice_numel = slice_numel(self.numel, world_size)
-        self.persistent = False
+        self.slice_numel = slice_numel(self.numel, group.world_size)
+        self._persistent = False
         self.active: set[int] = set()
         self.secondary: torch.Tensor | None = None
-        self.own = torch.zeros(self.slice_numel, dtype=self.dtype, device=parameter.device)
+        self.own = torch.zeros(self.slice_numel, dtype=self.dtype, device=device or parameter.device)
         self._status = Status.AVAILABLE
-        self.cut(self.own, rank)
+        self.cut(self.own, group.rank)
         setattr(parameter, _ATTRIBUTE, self)
         _tell_scripts(self)
+
+    @property
+    def persistent(self) -> bool:
+        """Whether the parameter stays gathered between steps."""
+        return self._persistent
+
+    @persistent.setter
+    def persistent(self, persistent: bool) -> None:
+        self._persistent = persistent
+        self.parameter.ds_persist = persistent  # type: ignore[attr-defined]
 
     @property
     def available(self) -> bool:
@@ -106,6 +127,14 @@ class Shard:
         own.copy_(self.own)
         self.own = own
         self.parameter.ds_tensor = own  # type: ignore[attr-defined]
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Keep the slice, and gather the parameter, in ``dtype`` from now on. Not while the parameter is whole."""
+        self.dtype = dtype
+        self.own = self.own.to(dtype)
+        self.secondary = None
+        self.parameter.ds_tensor = self.own  # type: ignore[attr-defined]
+        self.release()
 
     def fill(self, whole: torch.Tensor) -> None:
         """Make the parameter whole. ``whole`` has at least ``numel`` elements, the first of which become its data."""

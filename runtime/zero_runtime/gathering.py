@@ -1,0 +1,206 @@
+"""How slices become whole parameters: the messages of stage 3's gathering.
+
+Several parameters travel in one all_gather for each dtype: every rank lays its slices end to end, by number of the
+parameter. A single one travels by itself and needs no copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from commprof import hooks
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.shards import Shard, Status
+
+_GATHER: Final = hooks.tag("parameter_gather")
+_BROADCAST: Final = hooks.tag("parameter_broadcast")
+
+
+class _Message(NamedTuple):
+    """One message on its way, and the parameters it makes whole.
+
+    ``rows`` is the number of slices end to end in ``buffer``: each row holds a slice of every parameter. For 0 the
+    buffer holds whole, padded parameters end to end.
+    """
+
+    work: Any
+    buffer: torch.Tensor
+    shards: Sequence[Shard]
+    rows: int
+
+
+class Gathering:
+    """Parameters on their way. ``wait`` makes them whole."""
+
+    def __init__(self, messages: Sequence[_Message]) -> None:
+        self._messages = messages
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Wait for the messages, and make whole the parameters that they carry. May be called again."""
+        messages, self._messages = self._messages, ()
+        for message in messages:
+            message.work.wait()
+            if message.rows:
+                _unpack_rows(message)
+            else:
+                _unpack_whole(message)
+
+
+class Gatherer:
+    """Sends the messages that make parameters whole.
+
+    Args:
+        sequential: one message for each parameter.
+        by_all_reduce: several parameters by one all_reduce of their padded whole, each rank adding its slices.
+        secondary: the ranks that share out the secondary slices; None for none.
+        dtypes: in which dtype parameters travel, where it is not their own.
+    """
+
+    def __init__(
+        self,
+        sequential: bool = False,
+        by_all_reduce: bool = False,
+        secondary: DataParallelGroup | None = None,
+        dtypes: Mapping[torch.nn.Parameter, torch.dtype] | None = None,
+    ) -> None:
+        self._sequential = sequential
+        self._by_all_reduce = by_all_reduce
+        self._secondary = secondary
+        self._dtypes = dtypes or {}
+
+    @torch.no_grad()
+    def start(self, shards: Iterable[Shard]) -> Gathering:
+        """Begin to gather those of ``shards`` that are neither whole nor on their way; in as few messages as may be."""
+        waiting = sorted(
+            (each for each in shards if each.status is Status.NOT_AVAILABLE), key=lambda each: each.number
+        )
+        messages: list[_Message] = []
+        first = [each for each in waiting if each.secondary is not None]
+        for batch in (first, [each for each in waiting if each.secondary is None]):
+            sent = _without_messages(batch)
+            for each in sent:
+                each.status = Status.INFLIGHT
+            if self._sequential or len(sent) == 1:
+                messages += [self._send_one(each) for each in sent]
+            else:
+                messages += self._send_several(sent)
+        return Gathering(messages)
+
+    @torch.no_grad()
+    def gather_each(self, shards: Iterable[Shard]) -> None:
+        """Make whole those of ``shards`` that are not, by their primary slices, one message each, in the given order."""
+        waiting = [each for each in shards if each.status is Status.NOT_AVAILABLE]
+        # Several of one rank are no message, but a single one is, in DeepSpeed.
+        sent = waiting if len(waiting) == 1 and waiting[0].numel else _without_messages(waiting)
+        for each in sent:
+            each.status = Status.INFLIGHT
+        Gathering([self._send(each, each.own, each.group, each.dtype) for each in sent]).wait()
+
+    def keep_secondary(self, shard: Shard) -> None:
+        """Cut the secondary slice of a whole parameter, unless it has one or the setting knows none."""
+        if self._secondary is None or shard.secondary is not None or not shard.numel:
+            return
+        numel = shard.slice_numel * shard.group.world_size // self._secondary.world_size
+        piece = torch.zeros(numel, dtype=shard.dtype, device=shard.own.device)
+        shard.cut(piece, self._secondary.rank)
+        shard.secondary = piece
+
+    def _route(self, shard: Shard) -> tuple[torch.Tensor, DataParallelGroup]:
+        if shard.secondary is not None and self._secondary is not None:
+            return shard.secondary, self._secondary
+        return shard.own, shard.group
+
+    def _send_one(self, shard: Shard) -> _Message:
+        piece, group = self._route(shard)
+        return self._send(shard, piece, group, self._dtypes.get(shard.parameter, shard.dtype))
+
+    def _send(
+        self, shard: Shard, piece: torch.Tensor, group: DataParallelGroup, dtype: torch.dtype
+    ) -> _Message:
+        device = shard.parameter.device
+        buffer = torch.empty(piece.numel() * group.world_size, dtype=dtype, device=device)
+        work = group.start_all_gather(buffer, piece.to(device=device, dtype=dtype), why=_why([shard]))
+        return _Message(work, buffer, [shard], 0)
+
+    def _send_several(self, shards: Sequence[Shard]) -> list[_Message]:
+        batches: dict[tuple[str, int], list[Shard]] = {}
+        for each in shards:
+            dtype = self._dtypes.get(each.parameter, each.dtype)
+            batches.setdefault((str(dtype), id(each.group)), []).append(each)
+        return [self._send_batch(batches[key]) for key in sorted(batches, key=lambda key: key[0])]
+
+    def _send_batch(self, shards: Sequence[Shard]) -> _Message:
+        pieces, groups = zip(*map(self._route, shards), strict=True)
+        group: DataParallelGroup = groups[0]
+        first = shards[0]
+        dtype, device = self._dtypes.get(first.parameter, first.dtype), first.parameter.device
+        if self._by_all_reduce and group is first.group:
+            return _reduce_whole(shards, group, dtype, device)
+        numel = sum(piece.numel() for piece in pieces)
+        buffer = torch.empty(group.world_size * numel, dtype=dtype, device=device)
+        row = buffer.narrow(0, group.rank * numel, numel)
+        torch.cat([piece.to(device=device, dtype=dtype) for piece in pieces], out=row)
+        work = group.start_all_gather(buffer, row, why=_why(shards))
+        return _Message(work, buffer, shards, group.world_size)
+
+
+def broadcast(parameter: torch.nn.Parameter, group: DataParallelGroup, owner: int = 0) -> None:
+    """Give every rank of ``group`` the parameter of member ``owner``, which must be whole, as bytes."""
+    data = parameter.detach()
+    message = data.contiguous().view(-1).view(torch.uint8)
+    group.broadcast(message, owner, why=_BROADCAST)
+    if not data.is_contiguous():
+        data.copy_(message.view(data.dtype).view(data.shape))
+
+
+def _why(shards: Sequence[Shard]) -> hooks.tag:
+    if not hooks.recording():
+        return _GATHER
+    return hooks.tag("parameter_gather", parameters=tuple(each.name for each in shards))
+
+
+def _without_messages(shards: Sequence[Shard]) -> list[Shard]:
+    """Make whole what needs no other rank, and return the rest."""
+    rest = []
+    for each in shards:
+        if each.numel and each.group.world_size > 1:
+            rest.append(each)
+        else:
+            each.fill(each.own.to(each.parameter.device))
+    return rest
+
+
+def _reduce_whole(
+    shards: Sequence[Shard], group: DataParallelGroup, dtype: torch.dtype, device: torch.device
+) -> _Message:
+    buffer = torch.zeros(
+        sum(each.slice_numel for each in shards) * group.world_size, dtype=dtype, device=device
+    )
+    start = 0
+    for each in shards:
+        buffer.narrow(0, start + each.slice_numel * group.rank, each.slice_numel).copy_(each.own)
+        start += each.slice_numel * group.world_size
+    return _Message(group.start_all_reduce(buffer, why=_why(shards)), buffer, shards, 0)
+
+
+def _unpack_rows(message: _Message) -> None:
+    rows = message.buffer.view(message.rows, -1)
+    start = 0
+    for each in message.shards:
+        numel = each.slice_numel * each.group.world_size // message.rows
+        whole = torch.empty(message.rows, numel, dtype=each.dtype, device=rows.device)
+        whole.copy_(rows.narrow(1, start, numel))
+        each.fill(whole)
+        start += numel
+
+
+def _unpack_whole(message: _Message) -> None:
+    start = 0
+    for each in message.shards:
+        numel = each.slice_numel * each.group.world_size
+        each.fill(message.buffer.narrow(0, start, numel).to(each.dtype))
+        start += numel

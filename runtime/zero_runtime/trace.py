@@ -1,0 +1,196 @@
+"""What to gather ahead and what to keep, from the recorded order of modules (stage 3). Pure: numbers in, numbers out.
+
+An iteration is one forward pass with the backward passes after it. The first one only begins; its modules are recorded,
+gathered when they are entered and released when they are left. From the second one on the recorded order is a
+:class:`Trace`: parameters are gathered ahead in its order, and kept when it says that they are needed soon. An iteration
+that departs from the trace goes on without one, and the next is recorded again.
+"""
+
+from __future__ import annotations
+
+import enum
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+
+class Limits(NamedTuple):
+    """How far ahead parameters are gathered and how long they are kept, in elements."""
+
+    prefetch: int
+    reuse_distance: int
+    max_live: int
+
+
+class Use(NamedTuple):
+    """One parameter of the trace, and the position of the module that uses it."""
+
+    parameter: int
+    position: int
+
+
+class Trace:
+    """A recorded order of modules.
+
+    Args:
+        modules: module numbers in the order in which they were entered, forward and backward.
+        parameters_of: the parameters of a module, by number.
+        numels: elements of each parameter.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[int],
+        parameters_of: Callable[[int], Sequence[int]],
+        numels: Mapping[int, int],
+    ) -> None:
+        self.modules = tuple(modules)
+        used = [parameters_of(module) for module in self.modules]
+        self.uses = tuple(Use(p, position) for position, each in enumerate(used) for p in each)
+        self._before = [0, *accumulate(sum(numels[p] for p in each) for each in used)]
+        self._positions: dict[int, list[int]] = {}
+        for parameter, position in self.uses:
+            self._positions.setdefault(parameter, []).append(position)
+
+    def distance(self, parameter: int, position: int) -> int | None:
+        """Elements that modules from ``position`` on use before one uses ``parameter``; None where none does."""
+        positions = self._positions.get(parameter, [])
+        index = bisect_left(positions, position)
+        if index == len(positions):
+            return None
+        return self._before[positions[index]] - self._before[position]
+
+
+class Mode(enum.Enum):
+    """What an iteration does about the order of modules."""
+
+    WITHOUT = "without"
+    RECORDING = "recording"
+    FOLLOWING = "following"
+
+
+class Planner:
+    """Decides, module by module, what to gather ahead and what to release.
+
+    Args:
+        limits: how far ahead, and how long.
+        numels: elements of each parameter, by number; may grow.
+
+    Attributes:
+        mode: what the iteration at hand does about the order of modules.
+        live: elements gathered and not released in this iteration.
+    """
+
+    def __init__(self, limits: Limits, numels: Mapping[int, int]) -> None:
+        self.limits = limits
+        self.mode = Mode.WITHOUT
+        self.live = 0
+        self._numels = numels
+        self._recorded: list[int] = []
+        self._trace: Trace | None = None
+        self._position = 0  # of the next module
+        self._queue: deque[Use] = deque()  # what has not been gathered, or passed over, for its use
+        self._fetched: dict[int, int] = {}  # parameter -> the last position that it has been gathered for
+
+    def begin(self, parameters_of: Callable[[int], Sequence[int]]) -> list[list[int]]:
+        """Begin an iteration.
+
+        Returns:
+            Lists that must be the same on every rank before it goes on: none while a trace is followed.
+        """
+        compared: list[list[int]] = []
+        if self.mode is Mode.RECORDING:
+            self._trace = Trace(self._recorded, parameters_of, self._numels)
+            uses = self._trace.uses
+            compared = [
+                list(self._trace.modules),
+                [use.parameter for use in uses],
+                [use.position for use in uses],
+            ]
+            self.mode = Mode.FOLLOWING
+        elif self.mode is Mode.WITHOUT:
+            compared = [[]]
+            self.mode = Mode.RECORDING
+        self._recorded = []
+        self._queue = deque(self._trace.uses if self._trace is not None else ())
+        self._fetched = {}
+        self._position = 0
+        self.live = 0
+        return compared
+
+    def enter(self, module: int) -> bool:
+        """Tell of a module that is about to run, forward or backward. Returns whether the trace holds no longer."""
+        if self._trace is not None:
+            modules = self._trace.modules
+            if self._position >= len(modules) or modules[self._position] != module:
+                self.forget()
+                return True
+        if self.mode is Mode.RECORDING:
+            self._recorded.append(module)
+        return False
+
+    def ahead(self, parameters: Collection[int], released: Callable[[int], bool]) -> list[int] | None:
+        """What to gather ahead, once the module that was entered has its parameters; moves on to the next module.
+
+        Args:
+            parameters: of that module.
+            released: whether a parameter is neither whole nor being gathered.
+
+        Returns:
+            Parameters in the order of their next use; None where the trace does not list ``parameters`` here.
+        """
+        chosen: list[int] | None = []
+        if self._trace is not None:
+            if self._pass_over(parameters):
+                chosen = self._choose(released)
+            else:
+                self.forget()
+                chosen = None
+        self._position += 1
+        return chosen
+
+    def releasable(self, parameters: Iterable[int], persistent: Callable[[int], bool]) -> list[int]:
+        """Which parameters of a module that has run may be released; all of them without a trace."""
+        if self._trace is None:
+            return list(parameters)
+        return [p for p in parameters if not persistent(p) and not self._needed_soon(self._trace, p)]
+
+    def forget(self) -> None:
+        """Follow no trace for the rest of the iteration; the next one is recorded."""
+        self.mode = Mode.WITHOUT
+        self._trace = None
+        self._recorded = []
+        self._queue.clear()
+        self._fetched = {}
+
+    def _pass_over(self, parameters: Collection[int]) -> bool:
+        """Take from the queue what the module at hand has gathered by itself."""
+        own = {p for p in parameters if self._fetched.get(p, -1) < self._position}
+        taken: set[int] = set()
+        while self._queue and len(taken) < len(own):
+            parameter, position = self._queue.popleft()
+            self._fetched[parameter] = position
+            taken.add(parameter)
+        return taken == own
+
+    def _choose(self, released: Callable[[int], bool]) -> list[int]:
+        # The limit is asked before a parameter is added, so that the last one may pass it.
+        room = min(self.limits.max_live - self.live, self.limits.prefetch)
+        chosen: dict[int, None] = {}
+        numel = 0
+        while self._queue and numel < room:
+            parameter, position = self._queue.popleft()
+            self._fetched[parameter] = max(self._fetched.get(parameter, -1), position)
+            if parameter not in chosen and released(parameter):
+                chosen[parameter] = None
+                numel += self._numels[parameter]
+        return list(chosen)
+
+    def _needed_soon(self, trace: Trace, parameter: int) -> bool:
+        # A use that was passed over because the parameter was whole will not be gathered for again.
+        if self._fetched.get(parameter, -1) > self._position:
+            return True
+        distance = trace.distance(parameter, self._position)
+        return distance is not None and distance < self.limits.reuse_distance

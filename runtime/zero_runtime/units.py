@@ -1,0 +1,163 @@
+"""What is gathered at once: the parameters of one module (stage 3)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, Protocol
+
+import torch
+
+from zero_runtime import access
+from zero_runtime.leaves import is_leaf
+from zero_runtime.shards import Shard, shard_of
+
+_WATCH: Final = "zero_watch"
+
+
+class Host(Protocol):
+    """Who gathers for a unit."""
+
+    def read(self, unit: Unit, shard: Shard) -> None:
+        """The unit's forward pass reads a parameter that is not its own."""
+
+    def before_backward(self, unit: Unit) -> None:
+        """The gradient of an output of the unit is there."""
+
+    def after_backward(self, unit: Unit) -> None:
+        """The gradients of all inputs of the unit are there."""
+
+
+class Unit:
+    """One module and its parameters: its direct ones, all of them in a leaf module, and those used from elsewhere.
+
+    Attributes:
+        number: counts the units of a model, parents first.
+        module: the module.
+        forward, backward: what stands for this unit in ``Shard.active`` while it runs forward and backward.
+    """
+
+    __slots__ = ("_external", "_leaf", "backward", "forward", "host", "module", "number")
+
+    def __init__(self, number: int, module: torch.nn.Module, host: Host) -> None:
+        self.number = number
+        self.module = module
+        self.host = host
+        self.forward, self.backward = 2 * number, 2 * number + 1
+        self._leaf = is_leaf(module)
+        self._external = access.external_parameters(module)
+
+    def shards(self) -> list[Shard]:
+        """The shards of its parameters, each once, by number."""
+        owned = self.module.parameters() if self._leaf else self.module._parameters.values()
+        found = {shard.number: shard for p in owned if p is not None and (shard := shard_of(p)) is not None}
+        for parameter in self._external.values():
+            shard = shard_of(parameter)
+            if shard is not None:
+                found[shard.number] = shard
+        return [found[number] for number in sorted(found)]
+
+    def add_external(self, parameter: torch.nn.Parameter) -> None:
+        """Count ``parameter`` among those of this unit from now on."""
+        self._external[id(parameter)] = parameter
+
+    def read(self, shard: Shard) -> None:
+        """The forward pass of this unit reads a parameter that is not whole."""
+        self.host.read(self, shard)
+
+
+def units_of(module: torch.nn.Module, host: Host) -> list[Unit]:
+    """A unit for every module, but not for those inside leaf modules. Parents come before children."""
+    units: list[Unit] = []
+    seen: set[torch.nn.Module] = set()
+
+    def visit(module: torch.nn.Module) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        units.append(Unit(len(units), module, host))
+        if not is_leaf(module):
+            for child in module.children():
+                visit(child)
+
+    visit(module)
+    return units
+
+
+def watch_output(unit: Unit, tensor: torch.Tensor) -> None:
+    """Tell the unit's host when the gradient of its output ``tensor`` is there.
+
+    A tensor that a child returned and its parent returns again tells of the parent first.
+    """
+    watched = tensor.__dict__.get(_WATCH)
+    if watched is not None and watched[0] is tensor.grad_fn:
+        watched[1].insert(0, unit)
+        return
+    units = [unit]
+    setattr(tensor, _WATCH, (tensor.grad_fn, units))
+
+    def tell(gradient: torch.Tensor) -> None:
+        for each in units:
+            each.host.before_backward(each)
+
+    tensor.register_hook(tell)
+
+
+class _Entrance(torch.autograd.Function):
+    """Passes the inputs of a module on, and tells its unit's host when their gradients are there."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: Unit, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.unit = unit
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.unit.host.after_backward(ctx.unit)
+        return (None, *gradients)
+
+
+def watch_inputs(
+    unit: Unit, inputs: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Replace the differentiable tensors among the inputs of a module, so that the unit's host hears of their gradients.
+
+    Returns:
+        The inputs to run the module with; None where there is nothing to differentiate.
+    """
+    tensors = [each for each in tensors_in((inputs, keywords)) if each.requires_grad]
+    if not tensors:
+        return None
+    replaced = dict(zip(map(id, tensors), _Entrance.apply(unit, *tensors), strict=True))
+    return _map(inputs, replaced.get), _map(keywords, replaced.get)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested tuples, lists, mappings and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors_in(each)
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors_in(each)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))
+
+
+def _map(value: Any, replacement: Callable[[int], Any]) -> Any:
+    """``value`` with tensors replaced, in what can be made again: tuples, named or not, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        found = replacement(id(value))
+        return value if found is None else found
+    kind = type(value)
+    if kind in (list, tuple):
+        return kind(_map(each, replacement) for each in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return kind(*(_map(each, replacement) for each in value))
+    if kind is dict:
+        return {name: _map(each, replacement) for name, each in value.items()}
+    return value
