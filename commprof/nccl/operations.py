@@ -20,7 +20,7 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
 from commprof.nccl.communicators import Communicator, Process
-from commprof.nccl.rows import KINDS, NONE, OPS, STATES, TORN, WHOLE, Column, Rows, RowStore
+from commprof.nccl.rows import KINDS, NONE, OPS, STATES, TORN, WHOLE, Column, Rows, RowStore, as_arrow
 from commprof.nccl.spelling import (
     COUNTED_PER_RANK,
     DATATYPES,
@@ -92,7 +92,7 @@ class OperationTable:
             "device": _nullable(rows["device"], pa.int32()),
             "version": _taken(self._versions.texts, process),
             "file": _taken(self._files, rows["file"]),
-            "line": pa.array(rows["line"]),
+            "line": as_arrow(rows["line"], pa.int64()),
             "state": _taken(STATES, rows["state"]),
             "twin_line": _nullable(rows["twin_line"], pa.int64(), -1),
             "launch": _nullable(rows["launch"], pa.int64(), -1),
@@ -209,7 +209,7 @@ def _numbers(values: Sequence[int | None]) -> Numbers:
 
 
 def _nullable(values: Column, kind: pa.DataType, none: int = NONE) -> pa.Array:
-    return pa.array(values.astype(kind.to_pandas_dtype(), copy=False), mask=values == none)
+    return as_arrow(values, kind, values == none)
 
 
 def _taken(texts: Sequence[str | None], numbers: Column) -> pa.DictionaryArray:
@@ -218,7 +218,7 @@ def _taken(texts: Sequence[str | None], numbers: Column) -> pa.DictionaryArray:
     place = {text: number for number, text in enumerate(distinct)}
     codes = np.array([*(-1 if text is None else place[text] for text in texts), -1], np.int32)
     found = codes[np.where(numbers < 0, len(texts), numbers)]
-    indices = pa.array(found, mask=found < 0)
+    indices = as_arrow(found, pa.int32(), found < 0)
     return pa.DictionaryArray.from_arrays(indices, pa.array(distinct, pa.string()))
 
 

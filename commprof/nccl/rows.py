@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
@@ -49,6 +50,15 @@ Column = npt.NDArray[Any]
 Rows = dict[str, Column]
 
 
+def as_arrow(values: Column, kind: pa.DataType, missing: npt.NDArray[np.bool_] | None = None) -> pa.Array:
+    """``values`` as an Arrow array, null where ``missing`` is set; ``pa.array`` would import pandas first."""
+    data = np.ascontiguousarray(values, kind.to_pandas_dtype())
+    shown = None
+    if missing is not None and missing.any():
+        shown = pa.py_buffer(np.packbits(~missing, bitorder="little"))
+    return pa.Array.from_buffers(kind, len(data), [shown, pa.py_buffer(data)])
+
+
 class RowStore:
     """Keeps batches of rows in order; beyond some hundred thousand of them, in a file that is gone with the store."""
 
@@ -67,10 +77,7 @@ class RowStore:
 
     def append(self, rows: Mapping[str, Column]) -> None:
         """Add rows: one column for each of ``ROW_TYPES``."""
-        arrays = [
-            pa.array(rows[name].astype(kind.to_pandas_dtype(), copy=False))
-            for name, kind in ROW_TYPES.items()
-        ]
+        arrays = [as_arrow(rows[name], kind) for name, kind in ROW_TYPES.items()]
         batch = pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA)
         if not batch.num_rows:
             return

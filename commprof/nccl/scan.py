@@ -452,11 +452,15 @@ class _Block:
         """The lines without a head that may say something nevertheless."""
         flags = np.zeros(self.size, bool)
         rows = np.flatnonzero(self.headless & (self.ends > self.begins))
-        spans = zip(self.begins[rows].tolist(), self.ends[rows].tolist(), strict=True)
-        lines = [self.data[begin:end] for begin, end in spans]
-        # Mostly none does, and one look at all of them tells.
-        if nccl_lines.may_speak_headless(b"\n".join(lines)):
-            flags[rows] = list(map(nccl_lines.may_speak_headless, lines))
+        spans = zip(self.begins[rows].tolist(), (self.ends[rows] + 1).tolist(), strict=True)
+        text = b"".join([self.data[begin:end] for begin, end in spans])
+        ends = np.cumsum(self.ends[rows] + 1 - self.begins[rows])
+        for mark in nccl_lines.HEADLESS_MARKS:
+            at = text.find(mark)
+            while at >= 0:
+                number = int(np.searchsorted(ends, at, "right"))
+                flags[rows[number]] = True
+                at = text.find(mark, int(ends[number]))
         return flags
 
     def _read_slowly(self, chosen: Flags, witness: _Witness) -> list[SlowLine]:
