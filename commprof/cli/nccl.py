@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -11,20 +15,38 @@ from commprof.cli import rendering
 from commprof.cli.console import say
 from commprof.cli.extras import needed
 from commprof.cli.rendering import Heading, Rows
-from commprof.errors import LogError
+from commprof.errors import LogError, UsageError
 
 if TYPE_CHECKING:
+    from commprof.nccl.following import Followed
     from commprof.nccl.parser import ParsedLogs
 
 app = typer.Typer(help="Read the logs that NCCL writes with NCCL_DEBUG=INFO.", no_args_is_help=True)
 
+STANDARD_INPUT: Final = "-"
 LogsArgument = Annotated[
     list[str],
     typer.Argument(
         metavar="LOG...", help="Log files, directories of them, or - for standard input.", show_default=False
     ),
 ]
-_SILENT: Final = ("ignored",)
+# What was found, in the order in which it is told: one, and several.
+_TITLES: Final = {
+    "coll": ("COLL line", "COLL lines"),
+    "call": ("CALL line", "CALL lines"),
+    "torn": ("torn operation", "torn operations"),
+    "unknown_op": ("operation of unknown name", "operations of unknown names"),
+    "init": ("init line", "init lines"),
+    "end": ("end of a communicator", "ends of communicators"),
+    "group": ("start or end of a group", "starts and ends of groups"),
+    "topology": ("topology line", "topology lines"),
+    "tuning": ("tuning line", "tuning lines"),
+    "message": ("warning or error trace", "warnings and error traces"),
+    "banner": ("version banner", "version banners"),
+    "torch": ("line of torch", "lines of torch"),
+    "fragment": ("fragment of an operation", "fragments of operations"),
+    "overlong": ("overlong line", "overlong lines"),
+}
 
 
 @app.callback()
@@ -47,13 +69,28 @@ def parse(
     force: Annotated[bool, typer.Option("--force", "-f", help="Replace these files in --out.")] = False,
     csv: Annotated[bool, typer.Option("--csv", help="Write each table to --out as CSV, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The counts as JSON.")] = False,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow",
+            help="Wait for what is still being written, until Ctrl-C; --out is written at the end.",
+        ),
+    ] = False,
+    idle: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="With --follow: end when nothing was written for so long."),
+    ] = None,
 ) -> int:
-    """Turn the operation lines of NCCL logs into the table nccl_ops, and say what was read."""
+    """Turn NCCL logs into tables, and say what was read and what was not."""
+    if idle is not None and not follow:
+        raise UsageError("--idle says when --follow ends; give --follow, too")
+    if idle is not None and not idle >= 0:
+        raise UsageError(f"--idle is {idle:g}; expected seconds, 0 or more")
     if out is not None and not force:
         with needed("analysis", "to read NCCL logs"):
             from commprof.nccl.parser import refuse_taken
         refuse_taken(out, csv)
-    parsed = read_logs(logs)
+    parsed = follow_logs(logs, idle) if follow else read_logs(logs)
     counts = parsed.counts._asdict()
     if counts["lines"] and not parsed.is_nccl:
         raise LogError(
@@ -61,14 +98,14 @@ def parse(
             "'host:pid:tid [device] NCCL INFO ...', which NCCL prints with NCCL_DEBUG=INFO"
         )
     if as_json:
-        rendering.show_json({"counts": counts, "unknown_ops": parsed.unknown_ops, "notes": parsed.notes})
-    else:
-        shown = ", ".join(
-            f"{value:,} {name.removesuffix('s') if value == 1 else name}"
-            for name, value in counts.items()
-            if value and name not in _SILENT
+        kinds = [
+            {**kind._asdict(), "examples": [e._asdict() for e in kind.examples]} for kind in parsed.kinds
+        ]
+        rendering.show_json(
+            {"counts": counts, "kinds": kinds, "unknown_ops": parsed.unknown_ops, "notes": parsed.notes}
         )
-        rendering.show(f"read {shown}", "", operations(parsed), *parsed.notes)
+    else:
+        rendering.show(*summary(parsed))
     if out is not None:
         from commprof.nccl.parser import write
 
@@ -92,10 +129,107 @@ def read_logs(logs: list[str]) -> ParsedLogs:
         return parse_logs(logs, advance)
 
 
+def follow_logs(logs: list[str], idle: float | None) -> ParsedLogs:
+    """The logs as they are when nothing was written for ``idle`` seconds, or on Ctrl-C, parsed.
+
+    Raises:
+        LogError: one cannot be read, or there was none.
+        UsageError: standard input was named.
+        MissingExtraError: the packages that hold tables are not installed.
+    """
+    with needed("analysis", "to read NCCL logs"):
+        from commprof.nccl.following import Follower
+        from commprof.nccl.parser import parse_sources
+    if STANDARD_INPUT in logs:
+        raise UsageError(
+            "standard input is read to its end by itself; expected files with --follow, or leave it out"
+        )
+    end = "Ctrl-C ends it" if idle is None else f"{idle:g} s without a new line, or Ctrl-C, end it"
+    say(f"following {', '.join(logs)}; {end}")
+    with tempfile.TemporaryDirectory(prefix="commprof-") as scratch:
+        follower = Follower(logs, Path(scratch))
+        with _live_line() as show, contextlib.suppress(KeyboardInterrupt):
+            follower.follow(idle, lambda so_far: show(_so_far(so_far)))
+        sources = follower.sources()
+        for trouble in follower.troubles:
+            say(trouble)
+        with rendering.byte_progress(sum(source.path.stat().st_size for source in sources)) as advance:
+            return parse_sources(sources, advance)
+
+
+def _so_far(count: Followed) -> str:
+    return (
+        f"{_number(count.files, 'file')}, {rendering.number_of_bytes(count.bytes)}, {_number(count.lines, 'line')}, "
+        f"{_number(count.operations, 'operation')}"
+    )
+
+
+@contextlib.contextmanager
+def _live_line() -> Iterator[Callable[[str], None]]:
+    """Yields what shows a text on standard error in the place of the one before; nothing where that is no terminal."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    erase = "\r\x1b[K"
+
+    def show(text: str) -> None:
+        print(f"{erase}{text}", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        print(erase, end="", file=sys.stderr, flush=True)
+
+
 def _total_bytes(logs: list[str]) -> int | None:
     """The size of the named files; None where it cannot be told before (standard input, patterns, directories)."""
     paths = [Path(log) for log in logs]
     return sum(path.stat().st_size for path in paths) if all(path.is_file() for path in paths) else None
+
+
+def summary(parsed: ParsedLogs) -> list[str | Rows]:
+    """What was read, what has no table, what was not understood, and what to do about it."""
+    counts = parsed.counts._asdict()
+    read = [
+        f"{rendering.count(counts[name])} {title if counts[name] == 1 else titles}"
+        for name, (title, titles) in _TITLES.items()
+        if counts[name]
+    ]
+    size = f"{_number(counts['files'], 'file')}, {rendering.number_of_bytes(counts['bytes'])}, "
+    parts: list[str | Rows] = [rendering.paragraph(f"read {size}{_number(counts['lines'], 'line')}")]
+    if read:
+        parts.append(rendering.paragraph(f"found {', '.join(read)}"))
+    if counts["coll"] + counts["call"]:
+        parts += ["", operations(parsed)]
+    elsewhere = [
+        f"{k.kind} {rendering.count(k.lines)}" for k in parsed.kinds if k.understood and k.kind != "read"
+    ]
+    if elsewhere:
+        parts.append(rendering.paragraph(f"lines understood that are in no table: {', '.join(elsewhere)}"))
+    parts += unread(parsed)
+    if parsed.notes:
+        parts += ["", *(rendering.paragraph(note) for note in parsed.notes)]
+    return parts
+
+
+def unread(parsed: ParsedLogs) -> list[str]:
+    """How many lines were not understood, by kind, with examples."""
+    kinds = [kind for kind in parsed.kinds if not kind.understood]
+    if not kinds:
+        return ["lines not understood: 0"]
+    total = sum(kind.lines for kind in kinds)
+    found = [f"lines not understood: {rendering.count(total)} of {rendering.count(parsed.counts.lines)}"]
+    width = max(len(rendering.count(kind.lines)) for kind in kinds)
+    for kind in kinds:
+        found.append(f"  {rendering.count(kind.lines):>{width}}  {kind.kind}")
+        for example in kind.examples:
+            name = "line " if len(parsed.files) == 1 else f"{example.file}:"
+            found.append(rendering.shortened(f"  {'':{width}}    {name}{example.line}: {example.text}"))
+    return found
+
+
+def _number(value: int, thing: str) -> str:
+    return f"{rendering.count(value)} {thing if value == 1 else thing + 's'}"
 
 
 def operations(parsed: ParsedLogs) -> Rows:

@@ -52,6 +52,12 @@ def paragraph(text: str) -> str:
     return textwrap.fill(text, min(width, _READING_WIDTH), break_long_words=False, break_on_hyphens=False)
 
 
+def shortened(line: str) -> str:
+    """``line``, cut where the terminal ends."""
+    width = _console().width
+    return line if len(line) <= width else f"{line[: width - 3]}..."
+
+
 def fits(rows: Rows) -> bool:
     """Whether ``rows`` can be printed without folding a row."""
     console = _console()

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import BinaryIO, Final, NamedTuple
 
 import pyarrow as pa
 
@@ -115,10 +115,9 @@ class LogSource:
             if not self.path.is_file():
                 return False
             with self.path.open("rb") as stream:
-                magic = stream.read(4)
+                return not is_packed(stream)
         except OSError:
             return False
-        return not magic.startswith(_GZIP) and magic != _ZSTD
 
     def spans(self) -> Iterator[Block]:
         """The log as spans of whole lines, where :meth:`is_plain`; the same lines as in :meth:`blocks`.
@@ -200,6 +199,12 @@ def _last_line(stream: io.BufferedReader, begin: int, end: int) -> int:
     """Where the last line begins that begins in ``begin`` (which begins one) to ``end``."""
     stream.seek(begin)
     return begin + stream.read(end - begin).rfind(b"\n") + 1
+
+
+def is_packed(stream: BinaryIO) -> bool:
+    """Whether a file that was just opened is compressed."""
+    magic = stream.read(4)
+    return magic.startswith(_GZIP) or magic == _ZSTD
 
 
 def _open(path: Path, opened: ExitStack) -> io.BufferedIOBase:
