@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -53,6 +54,8 @@ def check(
         )
     elif broken:
         lines = [f"{violation.key}: {violation.text}" for violation in broken]
+        if sys.stdout.isatty():
+            lines = [rendering.paragraph(line) for line in lines]
         plural = "limit is" if len(lines) == 1 else "limits are"
         rendering.show(*lines, f"{found.path}: {len(lines)} {plural} broken of {budget}")
     else:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 from commprof.ledger.issue import Issued, Message, StepKey, issued_by
-from commprof.ledger.levels import INIT, Unexplained
+from commprof.ledger.levels import INIT, Unexplained, Verdict
 from commprof.ledger.limits import UNTAGGED, Budget, Limit
 from commprof.ledger.request import RecordedRun
 from commprof.ledger.verification import gaps, verify
@@ -49,7 +49,7 @@ def violations(run: RecordedRun, budget: Budget) -> list[Violation]:
     for scope, ops in budget.allowed_ops.items():
         found += _new_ops(scope, ops, scopes[scope])
     if budget.only_requested:
-        found += _not_requested(run)
+        found += _not_requested(verify(run))
     return found
 
 
@@ -130,15 +130,12 @@ def _new_ops(scope: str, allowed: frozenset[str], scopes: Iterable[_Scope]) -> l
     ]
 
 
-def _not_requested(run: RecordedRun) -> list[Violation]:
-    verdict = verify(run)
+def _not_requested(verdict: Verdict) -> list[Violation]:
     if verdict.request_reason is not None:
         return [Violation("only_requested", f"what was requested is not known: {verdict.request_reason}")]
-    return [
-        Violation("only_requested", _nobody_asked(item))
-        for item in verdict.unexplained
-        if item.kind == "unexplained"
-    ]
+    asked_by_nobody = [_nobody_asked(item) for item in verdict.unexplained if item.kind == "unexplained"]
+    unsure = [f"cannot tell: {text}" for text in verdict.unsure]
+    return [Violation("only_requested", text) for text in (*asked_by_nobody, *verdict.disagreements, *unsure)]
 
 
 def _nobody_asked(item: Unexplained) -> str:
@@ -153,7 +150,7 @@ def budget_of(run: RecordedRun) -> str:
     """The tightest budget that ``run`` itself meets, as TOML."""
     scopes = _scopes(issued_by(run.table("collectives")))
     verdict = verify(run)
-    clean = verdict.request_reason is None and not verdict.unexplained
+    clean = not _not_requested(verdict)
     lines = [f"# The tightest budget that {run.path.name} meets: see docs/verify.md."]
     lines += [f"only_requested = {'true' if clean else 'false'}"]
     for scope in ("init", "step"):

@@ -91,6 +91,8 @@ class Verdict:
         issued_bytes: payload of all collectives, each counted once.
         explained_bytes: how much of it an expectation, or the user's own tag, explains.
         unexplained: every record without explanation, grouped, and every expectation without its record.
+        disagreements: where the ranks of a group issued different things, as clauses.
+        unsure: what was issued of which it cannot be told whether it was asked for, as clauses.
         sources: level -> where it was taken from, or why it is not known.
         request_reason: why it is not known what was requested; None when it is.
     """
@@ -103,6 +105,8 @@ class Verdict:
     explained_bytes: int
     unexplained: tuple[Unexplained, ...]
     sources: dict[str, str]
+    disagreements: tuple[str, ...] = ()
+    unsure: tuple[str, ...] = ()
     request_reason: str | None = None
 
     @property

@@ -34,8 +34,9 @@ def verify(run: RecordedRun) -> Verdict:
     rows = ledger_rows(findings)
     moved = movement.moved(run.table("wire"), steps, [str(entry.get("host")) for entry in _latest(run)])
     left = tuple(unexplained(findings)) if request.reason is None else ()
-    problems = [*disagreements(collectives), *ran.problems, *_moved_short(moved)]
-    doubts = [*gaps(run, collectives.num_rows), *ran.doubts, *doubtful(findings)]
+    differing, unsure = disagreements(collectives), doubtful(findings)
+    problems = [*differing, *ran.problems, *_moved_short(moved)]
+    doubts = [*gaps(run, collectives.num_rows), *ran.doubts, *unsure]
     issued_bytes = sum(attribution.payload(messages) for messages in steps.values())
     explained_bytes = sum(finding.explained_bytes for step in findings.values() for finding in step.values())
     state = State.MISMATCH if left or problems else State.CLOSED
@@ -58,6 +59,8 @@ def verify(run: RecordedRun) -> Verdict:
         explained_bytes=explained_bytes,
         unexplained=left,
         sources=_sources(run, request, ran, moved),
+        disagreements=tuple(differing),
+        unsure=tuple(unsure),
         request_reason=request.reason,
     )
 

@@ -180,3 +180,16 @@ def test_ranks_that_send_other_bytes_are_a_mismatch():
     verdict = api.verify(run.open())
     assert verdict.state == "mismatch"
     assert "all_reduce in step 1: 8, 16 bytes on ranks 0, 1" in said(verdict, "Mismatch")
+
+
+def test_a_budget_takes_what_cannot_be_told_for_broken():
+    from commprof.ledger.budget import budget_of, violations
+    from commprof.ledger.limits import parse_budget
+
+    budget = parse_budget({"only_requested": True}, "budget.toml")
+    job = Stage3()
+    job.step(0, sizes=RECORDING * 5)
+    (broken,) = violations(job.run.open(), budget)
+    assert broken.text.startswith("cannot tell: Step 0, parameter_gather: 20 messages")
+    assert "only_requested = false" in budget_of(job.run.open())
+    assert violations(trained(0, 1).run.open(), budget) == []
