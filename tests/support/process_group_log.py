@@ -111,7 +111,8 @@ def _tensors(arguments, position):
 def logged():
     """A :class:`Log` of the collectives inside the block."""
     log = Log()
-    originals = {name: getattr(ProcessGroup, name) for name in _METHODS if hasattr(ProcessGroup, name)}
+    # From the class's own dict: what getattr gives would not be a method again when it is put back.
+    originals = {name: vars(ProcessGroup)[name] for name in _METHODS if name in vars(ProcessGroup)}
 
     def wrap(name, original):
         def call(group, *arguments, **keywords):
