@@ -5,20 +5,25 @@ Gradients enter in the order in which they become ready. A bucket is sent when t
 is not copied. There is one open bucket for each communication dtype. These are DeepSpeed 0.19.8's rules for stages 1 and 2.
 
 Contiguous buckets copy each gradient into one buffer; the others keep the gradients and join them when they are sent.
-DeepSpeed allocates ``reduce_bucket_size`` elements whatever the model; here the buffer never exceeds the model.
+DeepSpeed allocates ``reduce_bucket_size`` elements whatever the model; here the buffer never exceeds the model. Where
+buckets are sent without waiting for them there are several buffers, used in turn.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
 from commprof import hooks
 from zero_runtime.layout import Run, Slice, owner_runs
+
+if TYPE_CHECKING:
+    from zero_runtime.overlap import Flight
 
 FULL: Final = "full"
 OVERSIZED: Final = "oversized"
@@ -64,6 +69,7 @@ class Bucket:
         scaling: when gradients are divided.
         entries: what is in it.
         flush_reason: full, oversized or end_of_backward.
+        asynchronous: whether its messages are only begun.
     """
 
     number: int
@@ -74,6 +80,7 @@ class Bucket:
     scaling: Scaling
     entries: tuple[Entry, ...]
     flush_reason: str
+    asynchronous: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -110,12 +117,20 @@ def _reduction_tag(
 
 
 @dataclass(slots=True)
+class _Buffer:
+    """Memory for a bucket, and the bucket that has it last; None where it is free."""
+
+    tensor: torch.Tensor
+    flight: Flight | None = None
+
+
+@dataclass(slots=True)
 class _Open:
-    """The bucket being filled for one communication dtype."""
+    """The bucket being filled for one communication dtype. Its buffer is the first."""
 
     entries: list[Entry] = field(default_factory=list)
     numel: int = 0
-    buffer: torch.Tensor | None = None
+    buffers: deque[_Buffer] = field(default_factory=deque)
 
 
 class Bucketer:
@@ -127,7 +142,8 @@ class Bucketer:
         contiguous: copy gradients into one buffer, or keep them until the bucket is sent.
         scaling: when gradients are divided.
         send: called with every full bucket: reduces it and takes what this rank owns out of it. The bucket's memory
-            is used again when it returns.
+            is used again when that has landed; None says that it has.
+        buffers: how many contiguous buffers there are, for each communication dtype.
     """
 
     def __init__(
@@ -136,13 +152,15 @@ class Bucketer:
         buffer_numel: int,
         contiguous: bool,
         scaling: Scaling,
-        send: Callable[[Bucket], None],
+        send: Callable[[Bucket], Flight | None],
+        buffers: int = 1,
     ) -> None:
         self._limit = limit
         self._buffer_numel = min(limit, buffer_numel)
         self._contiguous = contiguous
         self._scaling = scaling
         self._send = send
+        self._buffers = buffers
         self._open: dict[torch.dtype, _Open] = {}
         self._number = 0
 
@@ -159,9 +177,8 @@ class Bucketer:
         if current.numel + numel > self._limit:
             self._flush(dtype, FULL)
         if self._contiguous and numel <= self._limit:
-            if current.buffer is None:
-                current.buffer = entry.gradient.new_empty(self._buffer_numel)
-            entry.gradient = current.buffer.narrow(0, current.numel, numel).copy_(entry.gradient)
+            buffer = self._buffer(current, entry.gradient)
+            entry.gradient = buffer.narrow(0, current.numel, numel).copy_(entry.gradient)
         current.entries.append(entry)
         current.numel += numel
 
@@ -171,18 +188,33 @@ class Bucketer:
             self._flush(dtype, reason)
 
     def release(self) -> None:
-        """Give the buffers back; they are allocated again when the next gradient comes."""
+        """Give the buffers back, once all that was sent has landed; the next gradient allocates them again."""
         for current in self._open.values():
-            current.buffer = None
+            current.buffers.clear()
+
+    def _buffer(self, current: _Open, like: torch.Tensor) -> torch.Tensor:
+        """The buffer of the open bucket: when it is begun, one that is free."""
+        if not current.entries and len(current.buffers) < self._buffers:
+            current.buffers.appendleft(_Buffer(like.new_empty(self._buffer_numel)))
+        buffer = current.buffers[0]
+        if buffer.flight is not None:
+            buffer.flight.land()
+            buffer.flight = None
+        return buffer.tensor
 
     def _flush(self, dtype: torch.dtype, reason: str) -> None:
         current = self._open[dtype]
         if not current.entries:
             return
         entries = tuple(current.entries)
+        buffered = self._contiguous and current.numel <= self._limit
+        if buffered:
+            tensor = current.buffers[0].tensor.narrow(0, 0, current.numel)
+        else:
+            tensor = joined([entry.gradient for entry in entries])
         bucket = Bucket(
             number=self._number,
-            tensor=self._joined(current),
+            tensor=tensor,
             runs=owner_runs([(piece.owner, piece.numel) for entry in entries for piece in entry.slices]),
             dtype=dtype,
             limit=self._limit,
@@ -195,12 +227,10 @@ class Bucketer:
         self._number += 1
         if hooks.recording():
             bucket.describe()
-        self._send(bucket)
-
-    def _joined(self, current: _Open) -> torch.Tensor:
-        if self._contiguous and current.buffer is not None and current.numel <= self._limit:
-            return current.buffer.narrow(0, 0, current.numel)
-        return joined([entry.gradient for entry in current.entries])
+        flight = self._send(bucket)
+        if buffered:
+            current.buffers[0].flight = flight
+            current.buffers.rotate(-1)
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -18,7 +18,8 @@ from zero_runtime.buckets import FULL, Bucket, Bucketer, Entry, Scaling
 from zero_runtime.clip import sharded_norm
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.layout import GroupLayout, balanced_rounds
-from zero_runtime.reduction import Reduction
+from zero_runtime.overlap import DEPTH, Flight, Overlap
+from zero_runtime.reduction import Finish, Reduction, then
 from zero_runtime.shard_layout import ShardLayout
 from zero_runtime.stages import Stage
 
@@ -62,6 +63,7 @@ class Policy(NamedTuple):
         balanced: cut gradients into rounds that hold as much of every owner, where the stage has them all
             before the first bucket.
         norm_dtype: in which the squared norms are summed over the ranks.
+        overlap: whether buckets travel while the backward pass goes on.
     """
 
     stage: Stage
@@ -71,6 +73,7 @@ class Policy(NamedTuple):
     contiguous: bool
     balanced: bool
     norm_dtype: torch.dtype = torch.float32
+    overlap: bool = False
 
 
 class Leaf(NamedTuple):
@@ -112,8 +115,14 @@ class ShardedGradients:
         self._group = group
         self._at_boundary = at_boundary
         self._paused = False
+        self._overlap = Overlap(group.device, policy.overlap)
         self._bucketer = Bucketer(
-            policy.limit, sum(each.numel for each in groups), policy.contiguous, policy.scaling, self._send
+            policy.limit,
+            sum(each.numel for each in groups),
+            policy.contiguous,
+            policy.scaling,
+            self._send,
+            buffers=DEPTH if policy.overlap else 1,
         )
         self._slices = [
             [each.layout.slices(index) for index in range(len(each.parameters))] for each in groups
@@ -165,6 +174,7 @@ class ShardedGradients:
             self._add_leaf(leaf)
         self._late.clear()
         self._bucketer.flush()
+        self._overlap.land_all()
         self._bucketer.release()
 
     def pause(self, paused: bool) -> None:
@@ -237,9 +247,15 @@ class ShardedGradients:
                     self._bucketer.add(entry, self._dtypes[each.parameters[index]])
             self._bucketer.flush(FULL)
 
-    def _send(self, bucket: Bucket) -> None:
-        """Reduce a full bucket and add what this rank owns to its pieces."""
-        self._policy.reduce(bucket, self._group)
+    def _send(self, bucket: Bucket) -> Flight:
+        return self._overlap.send(bucket, self._start)
+
+    def _start(self, bucket: Bucket) -> Finish | None:
+        """Reduce a full bucket and, once that is done, add what this rank owns to its pieces."""
+        return then(self._policy.reduce(bucket, self._group), lambda: self._accumulate(bucket))
+
+    @torch.no_grad()
+    def _accumulate(self, bucket: Bucket) -> None:
         position = 0
         for entry in bucket.entries:
             for owner, start, numel, offset in entry.slices:

@@ -12,6 +12,7 @@
 
 n is the number of ranks; "sent" is the mean over them in the bandwidth-optimal model. Each function takes the bucket
 and the group, and leaves the sum in ``bucket.tensor``, at least in the runs that this rank owns; the rest is undefined.
+An ``asynchronous`` bucket is only sent: the function returned is to be called before its tensor is touched.
 
 Note [rows of a reduce_scatter]. The bucket is rearranged into one row for each owner. An all_to_all_single takes rows of
 unequal length: a rank sends exactly what it does not own, and the payload of a step's buckets is the gradients'
@@ -20,9 +21,7 @@ at most 1/16 to the bucket; otherwise a reduce_scatter of a list of unequal rows
 for each row). Measured in tests/integration/test_zero_reductions.py: payload = gradient bytes, exactly, with all_to_all.
 
 Equal bytes need not mean equal time: in backward order a small bucket lies in one owner's piece, and all ranks send to
-that one. Rows are balanced at stage 1 without overlap_comm, where all gradients are there before the first bucket
-(layout.balanced_rounds), and wherever a bucket holds the whole model (the default size, up to 5e8 parameters);
-nearly so with round_robin_gradients.
+that one. So this reduction is not used on such buckets where it can be helped: see :mod:`zero_runtime.bands`.
 """
 
 from __future__ import annotations
@@ -35,51 +34,68 @@ from typing import Final
 import torch
 
 from zero_runtime.buckets import Bucket, joined
-from zero_runtime.comm import DataParallelGroup
+from zero_runtime.comm import DataParallelGroup, Work
 from zero_runtime.errors import ConfigError
 from zero_runtime.layout import Run, flushed_runs
 
-Reduction = Callable[[Bucket, DataParallelGroup], None]
+Finish = Callable[[], None]
+Reduction = Callable[[Bucket, DataParallelGroup], Finish | None]
 
 NATIVE: Final = "native"
 ALL_TO_ALL: Final = "all_to_all"
 _LARGEST_PADDING: Final = 1 / 16
 
 
-def all_reduce(bucket: Bucket, group: DataParallelGroup) -> None:
+def all_reduce(bucket: Bucket, group: DataParallelGroup) -> Finish | None:
     """Sum the whole bucket on every rank."""
     outgoing = _outgoing(bucket)
-    group.all_reduce(outgoing, why=bucket.why())
-    if bucket.scaling.factor_after != 1.0:
-        outgoing.mul_(bucket.scaling.factor_after)
-    if outgoing is not bucket.tensor:
-        bucket.tensor.copy_(outgoing)
+    work = group.all_reduce(outgoing, why=bucket.why(), asynchronous=bucket.asynchronous)
+
+    def finish() -> None:
+        if bucket.scaling.factor_after != 1.0:
+            outgoing.mul_(bucket.scaling.factor_after)
+        if outgoing is not bucket.tensor:
+            bucket.tensor.copy_(outgoing)
+
+    return after([work], finish)
 
 
-def multi_rank_all_reduce(bucket: Bucket, group: DataParallelGroup) -> None:
+def multi_rank_all_reduce(bucket: Bucket, group: DataParallelGroup) -> Finish | None:
     """Sum the slices of all owners on every rank, in messages that end once they exceed the limit."""
     outgoing = _outgoing(bucket)
+    works = []
     for batch in flushed_runs(bucket.runs, bucket.limit):
-        numel = sum(run.numel for run in batch)
-        group.all_reduce(outgoing.narrow(0, batch[0].start, numel), why=bucket.why())
-    _keep(bucket, outgoing, group.rank)
+        message = outgoing.narrow(0, batch[0].start, sum(run.numel for run in batch))
+        works.append(group.all_reduce(message, why=bucket.why(), asynchronous=bucket.asynchronous))
+    return after(works, lambda: _keep(bucket, outgoing, group.rank))
 
 
-def reduce_to_owner(bucket: Bucket, group: DataParallelGroup) -> None:
+def reduce_to_owner(bucket: Bucket, group: DataParallelGroup) -> Finish | None:
     """Sum each owner's slices to that owner."""
     outgoing = _outgoing(bucket)
+    works = []
+    mine = []
     for owner in dict.fromkeys(run.owner for run in bucket.runs):
         runs = [run for run in bucket.runs if run.owner == owner]
         for batch in flushed_runs(runs, bucket.limit):
             slices = [outgoing.narrow(0, run.start, run.numel) for run in batch]
             message = joined(slices)
-            group.reduce(message, owner, why=bucket.why(owner=group.global_ranks[owner]))
+            why = bucket.why(owner=group.global_ranks[owner])
+            works.append(group.reduce(message, owner, why=why, asynchronous=bucket.asynchronous))
             if owner == group.rank and len(slices) > 1:
-                _split(message, slices)
-    _keep(bucket, outgoing, group.rank)
+                mine.append((message, slices))
+
+    def finish() -> None:
+        for message, slices in mine:
+            _split(message, slices)
+        _keep(bucket, outgoing, group.rank)
+
+    return after(works, finish)
 
 
-def reduce_scatter(bucket: Bucket, group: DataParallelGroup, implementation: str | None = None) -> None:
+def reduce_scatter(
+    bucket: Bucket, group: DataParallelGroup, implementation: str | None = None
+) -> Finish | None:
     """Sum row r of the bucket, the slices that rank r owns, on rank r; see Note [rows of a reduce_scatter].
 
     Args:
@@ -91,12 +107,16 @@ def reduce_scatter(bucket: Bucket, group: DataParallelGroup, implementation: str
     outgoing = _outgoing(bucket)
     rows, numels = _rows(outgoing, bucket.runs, group.world_size)
     if (implementation or default_implementation(group.backend)) == ALL_TO_ALL:
-        mine = _exchange_and_sum(rows, numels, bucket, group)
+        work, mine = exchange(rows, numels, bucket, group)
     else:
-        mine = _native(rows, numels, bucket, group)
-    own = [outgoing.narrow(0, run.start, run.numel) for run in bucket.runs if run.owner == group.rank]
-    _split(mine, own)
-    _keep(bucket, outgoing, group.rank)
+        work, mine = _native(rows, numels, bucket, group)
+
+    def finish() -> None:
+        own = [outgoing.narrow(0, run.start, run.numel) for run in bucket.runs if run.owner == group.rank]
+        _split(mine(), own)
+        _keep(bucket, outgoing, group.rank)
+
+    return after([work], finish)
 
 
 def default_implementation(backend: str) -> str:
@@ -104,33 +124,78 @@ def default_implementation(backend: str) -> str:
     return ALL_TO_ALL if backend == "gloo" else NATIVE
 
 
-def _exchange_and_sum(
+# A message under way, and what gives its sum once it has arrived.
+Scattered = tuple[Work | None, Callable[[], torch.Tensor]]
+
+
+def exchange(
     rows: torch.Tensor, numels: Sequence[int], bucket: Bucket, group: DataParallelGroup
-) -> torch.Tensor:
+) -> Scattered:
+    """Send row r of ``rows`` to rank r, for this rank to add up what it gets.
+
+    Args:
+        rows: the rows end to end, 1-D.
+        numels: elements of each.
+        bucket: what they come from.
+        group: the data-parallel ranks.
+    """
     mine = numels[group.rank]
     received = rows.new_empty(group.world_size * mine)
-    group.all_to_all_single(received, rows, numels, why=bucket.why(intended_op="reduce_scatter"))
+    why = bucket.why(intended_op="reduce_scatter")
+    work = group.all_to_all_single(received, rows, numels, why=why, asynchronous=bucket.asynchronous)
     # 16-bit rows are added up in fp32: the sum is rounded once.
-    return received.view(group.world_size, mine).sum(0, dtype=torch.float32)
+    return work, lambda: received.view(group.world_size, mine).sum(0, dtype=torch.float32)
 
 
-def _native(
-    rows: torch.Tensor, numels: Sequence[int], bucket: Bucket, group: DataParallelGroup
-) -> torch.Tensor:
+def scatter(rows: torch.Tensor, bucket: Bucket, group: DataParallelGroup) -> Scattered:
+    """Sum equal ``rows``, end to end, by the backend's own reduce_scatter."""
+    output = rows.new_empty(rows.numel() // group.world_size)
+    work = group.reduce_scatter_single(output, rows, why=bucket.why(), asynchronous=bucket.asynchronous)
+    return work, lambda: output
+
+
+def _native(rows: torch.Tensor, numels: Sequence[int], bucket: Bucket, group: DataParallelGroup) -> Scattered:
     longest, mine = max(numels), numels[group.rank]
-    why = bucket.why()
     if longest * len(numels) > rows.numel() * (1 + _LARGEST_PADDING):
         output = rows.new_empty(mine)
-        group.reduce_scatter(output, rows.split(list(numels)), why=why)
-        return output
+        parts = rows.split(list(numels))
+        work = group.reduce_scatter(output, parts, why=bucket.why(), asynchronous=bucket.asynchronous)
+        return work, lambda: output
     if min(numels) < longest:
         padded = rows.new_zeros(longest * len(numels))
         for owner, row in enumerate(rows.split(list(numels))):
             padded.narrow(0, owner * longest, row.numel()).copy_(row)
         rows = padded
-    output = rows.new_empty(longest)
-    group.reduce_scatter_single(output, rows, why=why)
-    return output.narrow(0, 0, mine)
+    work, output_of = scatter(rows, bucket, group)
+    return work, lambda: output_of().narrow(0, 0, mine)
+
+
+def after(works: Sequence[Work | None], finish: Finish) -> Finish | None:
+    """Do ``finish`` now where the messages have arrived; otherwise return what waits for them and does it."""
+    under_way = [work for work in works if work is not None]
+    if not under_way:
+        finish()
+        return None
+
+    def wait_and_finish() -> None:
+        for work in under_way:
+            work.wait()
+        finish()
+
+    return wait_and_finish
+
+
+def then(first: Finish | None, second: Finish) -> Finish | None:
+    """``second`` after ``first``, which None says is done already."""
+    if first is None:
+        second()
+        return None
+
+    def both() -> None:
+        first()
+        second()
+
+    return both
 
 
 def _rows(

@@ -23,6 +23,7 @@ from torch.nn import functional
 from zero_runtime import reduction
 from zero_runtime.buckets import Bucket
 from zero_runtime.comm import DataParallelGroup
+from zero_runtime.reduction import Finish
 from zero_runtime.shards import slice_numel
 
 
@@ -40,22 +41,20 @@ class ShardReduction:
     all_reduce_limit: int
     implementation: str | None
 
-    def __call__(self, bucket: Bucket, group: DataParallelGroup) -> None:
+    def __call__(self, bucket: Bucket, group: DataParallelGroup) -> Finish | None:
         """Sum the bucket over the ranks; afterwards this rank's slices in ``bucket.tensor`` are right."""
         if bucket.tensor.numel() <= self.all_reduce_limit:
-            reduction.all_reduce(bucket, group)
-            return
+            return reduction.all_reduce(bucket, group)
         implementation = self.implementation or reduction.default_implementation(group.backend)
         if implementation == reduction.ALL_TO_ALL:
-            reduction.reduce_scatter(bucket, group, implementation)
+            scattered = reduction.reduce_scatter(bucket, group, implementation)
         else:
-            self._scatter(bucket, group)
-        if bucket.scaling.factor_after != 1.0:
-            for run in bucket.runs:
-                if run.owner == group.rank:
-                    bucket.tensor.narrow(0, run.start, run.numel).mul_(bucket.scaling.factor_after)
+            scattered = self._scatter(bucket, group)
+        if bucket.scaling.factor_after == 1.0:
+            return scattered
+        return reduction.then(scattered, lambda: _scale_own(bucket, group.rank))
 
-    def _scatter(self, bucket: Bucket, group: DataParallelGroup) -> None:
+    def _scatter(self, bucket: Bucket, group: DataParallelGroup) -> Finish | None:
         world = group.world_size
         parts = list(bucket.tensor.split([entry.gradient.numel() for entry in bucket.entries]))
         order = sorted(range(len(parts)), key=lambda index: self.numbers[bucket.entries[index].name])
@@ -66,13 +65,21 @@ class ShardReduction:
             outgoing.div_(bucket.scaling.divisor)
         if bucket.scaling.factor_before != 1.0:
             outgoing.mul_(bucket.scaling.factor_before)
-        mine = outgoing.new_empty(outgoing.shape[1])
-        group.reduce_scatter_single(mine, outgoing.view(-1), why=bucket.why())
-        position = 0
-        for index, row in zip(order, rows, strict=True):
-            own = _own_slice(parts[index], group.rank, row.shape[1])
-            own.copy_(mine.narrow(0, position, own.numel()))
-            position += row.shape[1]
+        widths = [row.shape[1] for row in rows]
+        work, sum_of = reduction.scatter(outgoing.view(-1), bucket, group)
+
+        def finish() -> None:
+            for index, mine in zip(order, sum_of().split(widths), strict=True):
+                own = _own_slice(parts[index], group.rank, mine.numel())
+                own.copy_(mine.narrow(0, 0, own.numel()))
+
+        return reduction.after([work], finish)
+
+
+def _scale_own(bucket: Bucket, rank: int) -> None:
+    for run in bucket.runs:
+        if run.owner == rank:
+            bucket.tensor.narrow(0, run.start, run.numel).mul_(bucket.scaling.factor_after)
 
 
 def _own_slice(gradient: torch.Tensor, rank: int, width: int) -> torch.Tensor:
