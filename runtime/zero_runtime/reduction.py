@@ -154,6 +154,24 @@ def scatter(rows: torch.Tensor, bucket: Bucket, group: DataParallelGroup) -> Sca
     return work, lambda: output
 
 
+def row_of_sum(
+    bucket: Bucket,
+    group: DataParallelGroup,
+    implementation: str | None,
+    take: Callable[[torch.Tensor], None],
+) -> Finish | None:
+    """Sum a bucket of one equal run for each rank, in rank order, and give this rank's run to ``take``.
+
+    The bucket is sent as it is: scaled, and in its dtype. ``implementation`` is that of :func:`reduce_scatter`.
+    """
+    if (implementation or default_implementation(group.backend)) == ALL_TO_ALL:
+        numels = [run.numel for run in bucket.runs]
+        work, total = exchange(bucket.tensor, numels, bucket, group)
+    else:
+        work, total = scatter(bucket.tensor, bucket, group)
+    return after([work], lambda: take(total()))
+
+
 def _native(rows: torch.Tensor, numels: Sequence[int], bucket: Bucket, group: DataParallelGroup) -> Scattered:
     longest, mine = max(numels), numels[group.rank]
     if longest * len(numels) > rows.numel() * (1 + _LARGEST_PADDING):
