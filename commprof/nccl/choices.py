@@ -9,10 +9,12 @@ import numpy as np
 import pyarrow as pa
 
 from commprof.nccl.attribution import attribute_tuning
-from commprof.trace.tables import conform
 
 # A choice stands close behind its operation: this many operations before a window are looked at again.
 _OVERLAP: Final = 4096
+NEEDED: Final = (
+    "op", "kind", "state", "host", "pid", "tid", "file", "line", "rank", "comm", "bytes", "message_bytes",
+)  # fmt: skip
 
 
 def attribute_in_windows(tuning: pa.Table, operations: Iterable[pa.Table]) -> pa.Table:
@@ -20,7 +22,7 @@ def attribute_in_windows(tuning: pa.Table, operations: Iterable[pa.Table]) -> pa
 
     Args:
         tuning: table ``nccl_tuning``, in the order of files and lines.
-        operations: the rows of ``nccl_ops`` of the same logs, in order, some at a time.
+        operations: the columns ``NEEDED`` of ``nccl_ops`` of the same logs, in order, some rows at a time.
     """
     if not tuning.num_rows:
         return tuning
@@ -29,7 +31,7 @@ def attribute_in_windows(tuning: pa.Table, operations: Iterable[pa.Table]) -> pa
     files = list(dict.fromkeys(tuning["file"].to_pylist()))
     places = _places(tuning, files)
     for part in operations:
-        ops = conform("nccl_ops", part)
+        ops = pa.table({name: _plain(part[name]) for name in part.column_names})
         window = ops if before is None else pa.concat_tables([before, ops])
         last = _places(ops.slice(ops.num_rows - 1), files)[0]
         end = int(np.searchsorted(places, last)) if last >= 0 else done
@@ -38,6 +40,10 @@ def attribute_in_windows(tuning: pa.Table, operations: Iterable[pa.Table]) -> pa
     rest = tuning.slice(done)
     parts.append(rest if before is None else attribute_tuning(rest, before))
     return pa.concat_tables(parts)
+
+
+def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    return column.cast(pa.string()) if pa.types.is_dictionary(column.type) else column
 
 
 def _places(table: pa.Table, files: list[str]) -> np.ndarray:

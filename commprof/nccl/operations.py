@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -15,7 +16,6 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
@@ -35,6 +35,8 @@ from commprof.schema import NCCL_OPS, Op
 from commprof.trace.tables import arrow_schema, conform, empty_table
 
 _INT64_MAX: Final = 2**63 - 1
+_SHIFTS: Final = (0, 21, 42)
+_PART: Final = (1 << 21) - 1
 Numbers = npt.NDArray[np.int64]
 
 
@@ -65,27 +67,23 @@ class OperationTable:
             [NONE if c.nranks is None else c.nranks for c in communicators] + [NONE], np.int64
         )
 
-    def table(self, rows: Rows) -> pa.Table:
-        """The rows of ``nccl_ops`` for some rows."""
+    def table(self, rows: Rows, names: Sequence[str] = NCCL_OPS.names) -> pa.Table:
+        """Columns of ``nccl_ops``, all by default, for some rows."""
         process, owner = rows["process"].astype(np.int64), rows["communicator"].astype(np.int64)
-        communicators, processes = self._communicators, self._processes
-        ranks = _numbers([c.rank for c in communicators])[owner]
-        printed = rows["global_rank"].astype(np.int64)
-        world = _numbers([c.global_rank for c in communicators])[owner]
-        global_ranks = np.where(printed == NONE, world, printed)
-        columns = {
-            "rank": _nullable(ranks, pa.int32()),
-            "global_rank": _nullable(global_ranks, pa.int32()),
-            "rank_reason": self._reasons(rows, owner, ranks == NONE, global_ranks == NONE),
-            "comm": _taken([c.comm for c in communicators], owner),
-            "comm_id": _taken([c.comm_id for c in communicators], owner),
-            "comm_epoch": _nullable(_numbers([c.epoch for c in communicators])[owner], pa.int32()),
+        columns: dict[str, pa.Array] = {}
+        for make in (self._places, self._owners, self._printed, self._interpreted):
+            if not columns.keys() >= set(names):
+                columns |= make(rows, process, owner)
+        return pa.table({name: columns[name] for name in names})
+
+    def _places(self, rows: Rows, process: Numbers, owner: Numbers) -> dict[str, pa.Array]:
+        """Where a line stands and who printed it."""
+        del owner
+        processes = self._processes
+        return {
             "op": _taken([str(op) for op in OPS], rows["op"]),
             "kind": _taken(KINDS, rows["kind"]),
-            "count": _nullable(rows["elements"], pa.int64()),
-            "opcount": _nullable(rows["opcount"], pa.int64()),
-            "nranks": _nullable(self._nranks[owner], pa.int32()),
-            "stream": _taken(self._streams, rows["stream"]),
+            "state": _taken(STATES, rows["state"]),
             "host": _taken([p.host for p in processes], process),
             "pid": _nullable(_numbers([p.pid for p in processes])[process], pa.int32()),
             "tid": _nullable(rows["tid"], pa.int32()),
@@ -93,36 +91,74 @@ class OperationTable:
             "version": _taken(self._versions.texts, process),
             "file": _taken(self._files, rows["file"]),
             "line": as_arrow(rows["line"], pa.int64()),
-            "state": _taken(STATES, rows["state"]),
             "twin_line": _nullable(rows["twin_line"], pa.int64(), -1),
             "launch": _nullable(rows["launch"], pa.int64(), -1),
         }
-        columns |= self._interpreted(rows, process, owner)
-        return pa.table({name: columns[name] for name in NCCL_OPS.names})
 
-    def _interpreted(self, rows: Rows, process: Numbers, owner: Numbers) -> dict[str, pa.Array]:
-        """The columns that follow from what a line prints, its version and the size of its communicator."""
-        op, datatype = rows["op"], rows["datatype"].astype(np.int64)
-        known = (datatype >= 0) & (datatype < len(DATATYPES))
-        code = np.where(known, datatype, -1)
-        bytewise = np.array([*self._versions.prints_bytes, False], bool)[process]
-        hidden = bytewise & (datatype == 0) & _IS_BYTE_TYPED[op]
-        sizes = np.where(known, rows["elements"] * _ITEM_BYTES[code], NONE)
-        nranks = self._nranks[owner]
-        factor = np.where(_IS_COUNTED_PER_RANK[op], nranks, 1)
-        # An edited line may print numbers that no communicator has.
-        fits = known & (factor != NONE) & (sizes <= _INT64_MAX // np.maximum(factor, 1))
-        reduction = np.clip(rows["reduction"], -1, len(REDUCTIONS))
-        root = rows["root"]
-        whole = rows["state"] == WHOLE
+    def _owners(self, rows: Rows, process: Numbers, owner: Numbers) -> dict[str, pa.Array]:
+        """What follows from the communicator."""
+        del process
+        communicators = self._communicators
+        ranks = _numbers([c.rank for c in communicators])[owner]
+        printed = rows["global_rank"].astype(np.int64)
+        world = _numbers([c.global_rank for c in communicators])[owner]
+        global_ranks = np.where(printed == NONE, world, printed)
         return {
+            "rank": _nullable(ranks, pa.int32()),
+            "global_rank": _nullable(global_ranks, pa.int32()),
+            "rank_reason": self._reasons(rows, owner, ranks == NONE, global_ranks == NONE),
+            "comm": _taken([c.comm for c in communicators], owner),
+            "comm_id": _taken([c.comm_id for c in communicators], owner),
+            "comm_epoch": _nullable(_numbers([c.epoch for c in communicators])[owner], pa.int32()),
+            "nranks": _nullable(self._nranks[owner], pa.int32()),
+        }
+
+    def _printed(self, rows: Rows, process: Numbers, owner: Numbers) -> dict[str, pa.Array]:
+        """What the line says, and how it is called."""
+        op, code = rows["op"], _type_codes(rows)
+        bytewise = np.array([*self._versions.prints_bytes, False], bool)[process]
+        hidden = bytewise & (code == 0) & _IS_BYTE_TYPED[op]
+        reduction = np.clip(rows["reduction"], -1, len(REDUCTIONS))
+        root, whole = rows["root"], rows["state"] == WHOLE
+        del owner
+        return {
+            "count": _nullable(rows["elements"], pa.int64()),
+            "opcount": _nullable(rows["opcount"], pa.int64()),
+            "stream": _taken(self._streams, rows["stream"]),
             "dtype": _taken([datatype.name for datatype in DATATYPES], np.where(hidden, -1, code)),
-            "bytes": _nullable(sizes, pa.int64()),
-            "message_bytes": _nullable(np.where(fits, sizes * np.where(fits, factor, 1), NONE), pa.int64()),
             "reduce_op": _taken(_REDUCTION_NAMES, np.where(_IS_REDUCING[op] & whole, reduction, -1)),
             "root": _nullable(np.where(_IS_ROOTED[op], root, NONE), pa.int32()),
             "peer": _nullable(np.where(_IS_POINT_TO_POINT[op], root, NONE), pa.int32()),
         }
+
+    def _interpreted(self, rows: Rows, process: Numbers, owner: Numbers) -> dict[str, pa.Array]:
+        """Sizes."""
+        del process
+        sizes, messages = self._sizes(rows, owner)
+        return {"bytes": _nullable(sizes, pa.int64()), "message_bytes": _nullable(messages, pa.int64())}
+
+    def _sizes(self, rows: Rows, owner: Numbers) -> tuple[Numbers, Numbers]:
+        """Bytes that a line prints, and bytes of the whole message; NONE where they are not known."""
+        code = _type_codes(rows)
+        sizes = np.where(code >= 0, rows["elements"] * _ITEM_BYTES[code], NONE)
+        factor = np.where(_IS_COUNTED_PER_RANK[rows["op"]], self._nranks[owner], 1)
+        # An edited line may print numbers that no communicator has.
+        fits = (code >= 0) & (factor != NONE) & (sizes <= _INT64_MAX // np.maximum(factor, 1))
+        return sizes, np.where(fits, sizes * np.where(fits, factor, 1), NONE)
+
+    def add_up(self, rows: Rows, lines: Counter[tuple[str, str]], sent: Counter[tuple[str, str]]) -> None:
+        """Add whole lines, and the bytes of their messages where they are known, by operation and kind of line."""
+        whole = np.flatnonzero(rows["state"] == WHOLE)
+        _, messages = self._sizes(rows, rows["communicator"].astype(np.int64))
+        size = np.maximum(messages[whole], 0)
+        key = rows["op"][whole].astype(np.int64) * len(KINDS) + rows["kind"][whole]
+        times = np.bincount(key)
+        # In parts, as the sums of floating point numbers are exact only so far.
+        parts = [np.bincount(key, (size >> shift) & _PART).astype(np.int64) for shift in _SHIFTS]
+        for number in np.flatnonzero(times).tolist():
+            name = str(OPS[number // len(KINDS)]), KINDS[number % len(KINDS)]
+            lines[name] += int(times[number])
+            sent[name] += sum(int(part[number]) << shift for part, shift in zip(parts, _SHIFTS, strict=True))
 
     def _reasons(
         self, rows: Rows, owner: Numbers, no_rank: npt.NDArray[np.bool_], no_world: npt.NDArray[np.bool_]
@@ -142,32 +178,18 @@ class Operations:
         self._totals: tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]] | None = None
         self.num_rows = rows.num_rows
 
-    def batches(self) -> Iterator[pa.Table]:
+    def batches(self, names: Sequence[str] = NCCL_OPS.names) -> Iterator[pa.Table]:
         """The rows in order, some hundred thousand at a time; strings are dictionaries."""
         for rows in self._rows.batches():
-            yield self._table.table(rows)
+            yield self._table.table(rows, names)
 
     def totals(self) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
         """Whole lines, and bytes of whole messages where they are known, by operation and kind of line."""
         if self._totals is None:
             self._totals = Counter(), Counter()
-            for part in self.batches():
-                self._add_up(part, *self._totals)
+            for rows in self._rows.batches():
+                self._table.add_up(rows, *self._totals)
         return self._totals
-
-    def _add_up(
-        self, part: pa.Table, lines: Counter[tuple[str, str]], sent: Counter[tuple[str, str]]
-    ) -> None:
-        whole = part.select(["op", "kind", "message_bytes"]).filter(pc.equal(part["state"], "whole"))
-        size = pc.fill_null(whole["message_bytes"], 0)
-        # Halves, as edited lines may print numbers whose sum is too large.
-        halves = {"high": pc.shift_right(size, 32), "low": pc.bit_wise_and(size, 0xFFFFFFFF)}
-        keys = {name: whole[name].cast(pa.string()) for name in ("op", "kind")}
-        groups = pa.table(keys | halves).group_by(["op", "kind"])
-        for row in groups.aggregate([("low", "count"), ("low", "sum"), ("high", "sum")]).to_pylist():
-            key = row["op"], row["kind"]
-            lines[key] += row["low_count"]
-            sent[key] += (row["high_sum"] << 32) + row["low_sum"]
 
     def table(self) -> pa.Table:
         """All rows, in memory; built once."""
@@ -181,9 +203,8 @@ class Operations:
         schema = arrow_schema("nccl_ops")
         texts = [item.name for item in schema if pa.types.is_string(item.type)]
         with ExitStack() as opened:
-            writer, totals = None, (Counter[tuple[str, str]](), Counter[tuple[str, str]]())
-            for part in self.batches():
-                self._add_up(part, *totals)
+            writer = None
+            for part in _one_ahead(self.batches()):
                 if writer is None:
                     writer = opened.enter_context(
                         pq.ParquetWriter(
@@ -194,13 +215,27 @@ class Operations:
                 writer.write_table(part)
             if writer is None:
                 pq.write_table(empty_table("nccl_ops"), path)
-            self._totals = totals
 
     def write_csv(self, path: Path) -> None:
         """Write the rows as CSV, some hundred thousand at a time."""
         with pa_csv.CSVWriter(path, arrow_schema("nccl_ops")) as writer:
             for part in self.batches():
                 writer.write_table(conform("nccl_ops", part))
+
+
+def _one_ahead(parts: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    """``parts``, each made while the one before it is used."""
+    with ThreadPoolExecutor(1) as thread:
+        coming = thread.submit(next, parts, None)
+        while (part := coming.result()) is not None:
+            coming = thread.submit(next, parts, None)
+            yield part
+
+
+def _type_codes(rows: Rows) -> Numbers:
+    """The number of each line's type, -1 for a number that no type has."""
+    datatype = rows["datatype"].astype(np.int64)
+    return np.where((datatype >= 0) & (datatype < len(DATATYPES)), datatype, -1)
 
 
 def _numbers(values: Sequence[int | None]) -> Numbers:

@@ -19,7 +19,7 @@ import pyarrow.csv as pa_csv
 from commprof.errors import LogError, UsageError
 from commprof.nccl.assembly import Assembly
 from commprof.nccl.census import LineKind
-from commprof.nccl.choices import attribute_in_windows
+from commprof.nccl.choices import NEEDED, attribute_in_windows
 from commprof.nccl.communicators import (
     Communicator,
     Process,
@@ -198,7 +198,7 @@ class _Reader:
         registry.apply_torch_lines()
         membership = find_families(registry.communicators)
         worlds = find_global_ranks(registry.communicators, membership)
-        versions = _versions(registry.processes, assembly.banners)
+        versions = _versions(registry.processes, assembly.banners, assembly.census.forms)
         streams = [stream.decode() for stream in assembly.streams]
         operations = Operations(
             assembly.rows,
@@ -239,7 +239,7 @@ class _Reader:
         return {
             "nccl_communicators": communicators,
             **assembly.topology.tables(*known),
-            "nccl_tuning": attribute_in_windows(tuning, operations.batches()),
+            "nccl_tuning": attribute_in_windows(tuning, operations.batches(NEEDED)),
             "nccl_messages": assembly.messages.table(*known),
         }
 
@@ -332,13 +332,15 @@ def _targets(directory: Path, csv: bool) -> list[Path]:
     ]
 
 
-def _versions(processes: Sequence[Process], banners: dict[int, set[str]]) -> Versions:
+def _versions(
+    processes: Sequence[Process], banners: dict[int, set[str]], forms_by_file: Mapping[int, set[str]]
+) -> Versions:
     """The version of each process: its own banner, the only one of its files, of all files, else inferred.
 
     Up to 2.21 only rank 0 prints a banner, and without a host, so it stands for the other processes of the logs.
     """
     everywhere = set().union(*banners.values())
-    forms: dict[int, set[str]] = {}
+    forms = {file: set(found) for file, found in forms_by_file.items()}
     typed: set[int] = set()
     for process in processes:
         for file in process.files:

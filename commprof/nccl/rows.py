@@ -128,9 +128,7 @@ class RowStore:
     def _spill(self) -> None:
         try:
             if self._writer is None:
-                self._writer = pa.ipc.new_file(
-                    str(self._path()), _SCHEMA, options=pa.ipc.IpcWriteOptions(compression="lz4")
-                )
+                self._writer = pa.ipc.new_file(str(self._path()), _SCHEMA)
             table = pa.Table.from_batches(self._pending).combine_chunks()
             self._writer.write_table(table)
         except OSError as error:
