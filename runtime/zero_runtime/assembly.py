@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
 from commprof import hooks
+from zero_runtime.bands import BandedGradients
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.errors import ConfigError, UnsupportedError
 from zero_runtime.flat_parameters import FlatParameters
 from zero_runtime.gradients import ParameterGroup, Policy, ShardedGradients
-from zero_runtime.layout import PARAMETER_ALIGNMENT_BYTES, group_layout
+from zero_runtime.grouping import flat_groups
+from zero_runtime.loss_scale import LossScale
 from zero_runtime.optimizer import ReplicatedOptimizer, ShardedOptimizer, StepPolicy
-from zero_runtime.precision import Precision, cast_module, communication_dtypes, precision
+from zero_runtime.precision import (
+    Precision,
+    cast_module,
+    communication_dtype,
+    communication_dtypes,
+    precision,
+)
 from zero_runtime.reduction import reduction
+from zero_runtime.residency import Residency, residency_of
+from zero_runtime.sharded_assembly import ShardedModel
+from zero_runtime.shards import shard_of
 from zero_runtime.torch_optimizer import ClientOptimizer, check_shardable, torch_optimizer
 from zero_runtime.whole_gradients import AccumulatedGradients, ReplicatedGradients
 
 _BROADCAST: Final = hooks.tag("parameter_broadcast")
-Gradients = ShardedGradients | ReplicatedGradients | AccumulatedGradients
+Gradients = ShardedGradients | BandedGradients | ReplicatedGradients | AccumulatedGradients
 
 
 @dataclass(slots=True)
@@ -37,16 +50,21 @@ class Boundary:
 
 
 class Assembly(NamedTuple):
-    """The parts of an engine. Without an optimizer the last three are None."""
+    """The parts of an engine. Without an optimizer that and the torch optimizer are None, and the loss scale is 1.
+
+    Gradients are None where nothing reduces them; the residency is that of sharded parameters.
+    """
 
     module: torch.nn.Module
     device: torch.device
     group: DataParallelGroup
     precision: Precision
     boundary: Boundary
+    loss_scale: LossScale
     torch_optimizer: torch.optim.Optimizer | None
     optimizer: Any
     gradients: Gradients | None
+    residency: Residency | None = None
 
 
 def assemble(
@@ -61,6 +79,7 @@ def assemble(
         parameters: tensors or param groups; None for all of the module.
     """
     _check_module(module)
+    close(module)
     given = list(parameters) if parameters is not None else None
     group = DataParallelGroup()
     device = group.device
@@ -74,13 +93,15 @@ def assemble(
     inner = torch_optimizer(
         config.optimizer, client, given if given is not None else list(module.parameters())
     )
+    if config.zero.stage.shards_parameters:
+        return _with_sharded_parameters(config, module, inner, kinds, group, boundary)
     if inner is None:
         if config.zero.stage.shards_optimizer:
             raise ConfigError(
                 f"zero_optimization.stage {config.zero.stage.number} shards an optimizer, and there is none; name one "
                 "in the config, or pass one to initialize"
             )
-        return Assembly(module, device, group, kinds, boundary, None, None, None)
+        return Assembly(module, device, group, kinds, boundary, LossScale(), None, None, None)
     _describe(module, inner)
     policy = Policy(
         stage=config.zero.stage,
@@ -88,58 +109,44 @@ def assemble(
         scaling=config.scaling(group.world_size),
         limit=config.zero.reduce_bucket_size,
         contiguous=config.zero.contiguous_gradients,
-        balanced=config.zero.gradient_reduction == "reduce_scatter",
+        overlap=config.zero.overlap_comm and config.zero.stage.shards_optimizer,
     )
     build = _sharded if config.zero.stage.shards_optimizer else _replicated
-    optimizer, gradients = build(config, module, inner, kinds, policy, group, boundary)
-    return Assembly(module, device, group, kinds, boundary, inner, optimizer, gradients)
+    scale = LossScale(config.precision.loss_scale)
+    optimizer, gradients = build(config, module, inner, kinds, policy, group, boundary, scale)
+    return Assembly(module, device, group, kinds, boundary, scale, inner, optimizer, gradients)
+
+
+_gradients_of: WeakKeyDictionary[torch.nn.Module, weakref.ref[ShardedGradients | BandedGradients]] = (
+    WeakKeyDictionary()
+)
+
+
+def close(module: torch.nn.Module) -> None:
+    """Undo what an earlier ``assemble`` did to ``module``: its hooks, and parameters that are not whole."""
+    earlier = _gradients_of.pop(module, None)
+    gradients = None if earlier is None else earlier()
+    if gradients is not None:
+        gradients.close()
+        gradients.clear()
+    residency = residency_of(module)
+    if residency is not None:
+        residency.shut_down()
 
 
 def broadcast_parameters(module: torch.nn.Module, group: DataParallelGroup) -> None:
-    """Give every rank the parameters of rank 0: one broadcast of its bytes for each, frozen ones included."""
+    """Give every rank the parameters of rank 0: one broadcast of its bytes for each, frozen ones included.
+
+    Those that are sharded already are of one making.
+    """
     for parameter in module.parameters():
+        if shard_of(parameter) is not None:
+            continue
         data = parameter.detach()
         message = data.contiguous().view(-1).view(torch.uint8)
         group.broadcast(message, 0, why=_BROADCAST)
         if not data.is_contiguous():
             data.copy_(message.view(data.dtype).view(data.shape))
-
-
-def parameter_groups(
-    module: torch.nn.Module, optimizer: torch.optim.Optimizer, config: RuntimeConfig, world_size: int
-) -> list[ParameterGroup]:
-    """The trainable parameters of each param group, laid out in flat buffers.
-
-    Raises:
-        ConfigError: a group without a trainable parameter or of several dtypes, or a parameter in two groups.
-    """
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    seen: set[torch.nn.Parameter] = set()
-    groups = []
-    for number, each in enumerate(optimizer.param_groups):
-        trainable = [parameter for parameter in each["params"] if parameter.requires_grad]
-        for parameter in trainable:
-            if parameter in seen:
-                name = names.get(parameter, f"a parameter of shape {tuple(parameter.shape)}")
-                raise ConfigError(f"{name} stands in more than one param group; give it to one")
-            seen.add(parameter)
-        dtypes = sorted({str(parameter.dtype) for parameter in trainable})
-        if len(dtypes) != 1:
-            found = f"parameters of {' and '.join(dtypes)}" if dtypes else "no trainable parameter"
-            raise ConfigError(
-                f"param group {number} has {found}; expected trainable parameters of one dtype in each group"
-            )
-        numels = [parameter.numel() for parameter in trainable]
-        aligned = PARAMETER_ALIGNMENT_BYTES // trainable[0].element_size()
-        layout = group_layout(
-            numels,
-            world_size,
-            round_robin=config.zero.round_robin_gradients,
-            alignment=aligned if config.zero.parameter_alignment else 1,
-        )
-        labels = [names.get(p, f"param_groups[{number}][{index}]") for index, p in enumerate(trainable)]
-        groups.append(ParameterGroup(number, tuple(labels), tuple(trainable), layout))
-    return groups
 
 
 def _sharded(
@@ -150,24 +157,42 @@ def _sharded(
     policy: Policy,
     group: DataParallelGroup,
     boundary: Boundary,
+    scale: LossScale,
 ) -> tuple[ShardedOptimizer, Gradients]:
     check_shardable(inner, config.zero.stage.number, config.zero_allow_untested_optimizer)
-    groups = parameter_groups(module, inner, config, group.world_size)
-    gradients: ShardedGradients | AccumulatedGradients
+    # With torch.autocast the gradients of a group travel in several dtypes, which a band cannot.
+    banded = config.zero.gradient_reduction == "reduce_scatter" and kinds.autocast is None
+    groups = flat_groups(module, inner.param_groups, config.zero, group.world_size, banded)
+    gradients: ShardedGradients | BandedGradients | AccumulatedGradients
     steps = _step_policy(config, kinds)
     if config.accumulates_whole:
         gradients = AccumulatedGradients(
             groups, kinds.communication, policy, group, kinds.accumulation or torch.float32, boundary
         )
-        steps = steps._replace(check_overflow=False)
+        steps = steps._replace(check_overflow=False, check_norm=True)
     else:
         dtypes = communication_dtypes(module, kinds, config.precision.autocast_modules)
         _add_foreign(dtypes, groups, kinds)
-        gradients = ShardedGradients(groups, dtypes, policy, group, kinds.accumulation, boundary)
+        gradients = (
+            BandedGradients(
+                groups,
+                dtypes,
+                policy,
+                group,
+                kinds.accumulation,
+                boundary,
+                list(module.parameters()),
+                config.zero.reduce_scatter_impl,
+            )
+            if banded
+            else ShardedGradients(groups, dtypes, policy, group, kinds.accumulation, boundary)
+        )
     parameters = FlatParameters(
         groups, group, not config.zero.allgather_partitions, config.zero.allgather_bucket_size
     )
-    return ShardedOptimizer(inner, groups, parameters, gradients, group, steps), gradients
+    if isinstance(gradients, ShardedGradients | BandedGradients):
+        _gradients_of[module] = weakref.ref(gradients)
+    return ShardedOptimizer(inner, groups, parameters, gradients, group, steps, scale), gradients
 
 
 def _replicated(
@@ -178,25 +203,74 @@ def _replicated(
     policy: Policy,
     group: DataParallelGroup,
     boundary: Boundary,
+    scale: LossScale,
 ) -> tuple[Any, ReplicatedGradients]:
-    if config.precision.bf16 and kinds.accumulation is torch.float32:
+    if kinds.model is not None and kinds.accumulation is torch.float32:
         raise ConfigError(
-            "data_types.grad_accum_dtype is fp32 for a bf16 model at stage 0, which accumulates in the model's dtype; "
-            "use stage 1 or 2, or remove the key"
+            f"data_types.grad_accum_dtype is fp32 for a {config.precision.model} model at stage 0, which accumulates in the "
+            "model's dtype; use stage 1 or 2, or remove the key"
         )
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     names, trainable = [name for name, _ in named], [parameter for _, parameter in named]
-    gradients = ReplicatedGradients(names, trainable, kinds.communication, policy, group, boundary)
-    steps = _step_policy(config, kinds)
+    dtypes = {parameter: communication_dtype(parameter, kinds) for parameter in trainable}
+    gradients = ReplicatedGradients(names, trainable, dtypes, policy, group, boundary)
+    # Every rank holds the same gradients, so there is nothing to agree on.
+    reduced = kinds.model is not None
+    steps = _step_policy(config, kinds)._replace(
+        compute_norm=reduced, check_norm=reduced, check_overflow=False
+    )
     labels = {parameter: name for name, parameter in module.named_parameters()}
-    return ReplicatedOptimizer(inner, gradients, group, steps, not config.precision.bf16, labels), gradients
+    return ReplicatedOptimizer(inner, gradients, group, steps, scale, not reduced, labels), gradients
+
+
+def _with_sharded_parameters(
+    config: RuntimeConfig,
+    module: torch.nn.Module,
+    inner: torch.optim.Optimizer | None,
+    kinds: Precision,
+    group: DataParallelGroup,
+    boundary: Boundary,
+) -> Assembly:
+    """Without an optimizer gradients are reduced all the same, and kept."""
+    if inner is not None:
+        check_shardable(inner, config.zero.stage.number, config.zero_allow_untested_optimizer)
+    groups = None if inner is None else inner.param_groups
+    sharded = ShardedModel(config, module, groups, kinds, group, boundary)
+    _gradients_of[module] = weakref.ref(sharded.gradients)
+    optimizer, scale = None, LossScale()
+    if inner is not None:
+        _describe(module, inner)
+        scale = LossScale(config.precision.loss_scale)
+        # Only a step in fp16 asks for overflows in a message of its own.
+        steps = _step_policy(config, kinds)._replace(check_overflow=config.precision.fp16)
+        optimizer = ShardedOptimizer(
+            inner, sharded.groups, sharded.parameters, sharded.gradients, group, steps, scale
+        )
+    sharded.residency.install()
+    return Assembly(
+        module,
+        group.device,
+        group,
+        kinds,
+        boundary,
+        scale,
+        inner,
+        optimizer,
+        sharded.gradients,
+        sharded.residency,
+    )
 
 
 def _step_policy(config: RuntimeConfig, kinds: Precision) -> StepPolicy:
+    norm = config.zero.compute_grad_norm
+    # Without a norm, torch.autocast in fp16 would not see an overflow.
+    scaled = config.precision.loss_scale.dynamic and not norm
     return StepPolicy(
         clipping=config.gradient_clipping,
-        compute_norm=config.zero.compute_grad_norm,
-        check_overflow=kinds.check_overflow,
+        compute_norm=norm,
+        check_overflow=kinds.check_overflow or scaled,
+        check_norm=kinds.model is not torch.bfloat16 or kinds.check_overflow,
+        masters=kinds.masters,
     )
 
 
@@ -206,7 +280,7 @@ def _add_foreign(
     """Parameters that the optimizer has and the module has not."""
     for each in groups:
         for parameter in each.parameters:
-            dtypes.setdefault(parameter, kinds.communication)
+            dtypes.setdefault(parameter, communication_dtype(parameter, kinds))
 
 
 def _check_module(module: torch.nn.Module) -> None:
@@ -225,12 +299,13 @@ def _describe(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None
     index = {parameter: (number, name) for number, (name, parameter) in enumerate(module.named_parameters())}
     group_of = {p: number for number, each in enumerate(optimizer.param_groups) for p in each["params"]}
     ordered = [p for p in group_of if p in index] + [p for p in index if p not in group_of]
+    shapes = {p: p.shape if shard is None else shard.shape for p in ordered for shard in [shard_of(p)]}
     hooks.describe_parameters(
         {
             "name": index[parameter][1],
-            "shape": "x".join(map(str, parameter.shape)),
+            "shape": "x".join(map(str, shapes[parameter])),
             "dtype": str(parameter.dtype).removeprefix("torch."),
-            "numel": parameter.numel(),
+            "numel": shapes[parameter].numel(),
             "param_group": group_of.get(parameter, -1),
             "requires_grad": parameter.requires_grad,
             "module": index[parameter][1].rpartition(".")[0],

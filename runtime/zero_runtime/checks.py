@@ -74,6 +74,16 @@ def choice(*values: str) -> Check:
     return check
 
 
+def choice_of_any_case(*values: str) -> Check:
+    """A check for one of ``values``, however its letters are written."""
+
+    def check(name: str, value: Any) -> str:
+        found = [each for each in values if isinstance(value, str) and each.lower() == value.lower()]
+        return choice(*values)(name, found[0] if found else value)
+
+    return check
+
+
 def strings(name: str, value: Any) -> tuple[str, ...]:
     """``value`` if it is a list of strings."""
     if isinstance(value, list | tuple) and all(isinstance(each, str) for each in value):

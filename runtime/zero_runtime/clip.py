@@ -15,8 +15,7 @@ from zero_runtime.comm import DataParallelGroup
 
 _EPSILON: Final = 1e-6
 _NORM: Final = hooks.tag("gradient_norm")
-# What DeepSpeed reports for a norm that is infinite or NaN.
-_INVALID_NORM: Final = -1.0
+_INVALID_NORM: Final = float("inf")
 
 
 def sharded_norm(
@@ -30,18 +29,18 @@ def sharded_norm(
         dtype: in which the squares are summed over the ranks.
 
     Returns:
-        A 0-D tensor of that dtype on the pieces' device; -1 where the norm is infinite or NaN.
+        A 0-D tensor of that dtype on the pieces' device; infinity where the norm is infinite or NaN.
     """
     norms = []
     for piece in pieces:
         squared = torch.linalg.vector_norm(piece, dtype=torch.float64).square().to(dtype)
         group.all_reduce(squared, why=_NORM)
-        norms.append(_valid(squared.sqrt()))
-    return torch.linalg.vector_norm(torch.stack(norms))
+        norms.append(squared.sqrt())
+    return _valid(torch.linalg.vector_norm(torch.stack(norms)))
 
 
 def replicated_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of gradients that every rank holds whole: nothing is sent."""
+    """The 2-norm of gradients that every rank holds whole: nothing is sent. Infinity where it is infinite or NaN."""
     norms = torch._foreach_norm([gradient.detach().float() for gradient in gradients])
     return _valid(torch.linalg.vector_norm(torch.stack(norms)))
 

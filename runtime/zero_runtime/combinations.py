@@ -18,10 +18,21 @@ WHOLE_BUCKET_NUMEL: Final = (
 
 
 def automatic_reduction(row: Stage, values: Mapping[str, Any]) -> str:
-    """What DeepSpeed's keys mean: without contiguous gradients the other two are ignored."""
+    """What DeepSpeed's keys mean: without contiguous gradients the other two are ignored, except at stage 3.
+
+    There a reduce_scatter is all that is left of ``reduce_scatter: false`` without them.
+    """
+    if row.shards_parameters:
+        whole = values["contiguous_gradients"] and not values["reduce_scatter"]
+        return "all_reduce" if whole else "reduce_scatter"
     if not row.shards_optimizer or not values["contiguous_gradients"] or not values["reduce_scatter"]:
         return "all_reduce"
     return "multi_rank_all_reduce" if values["use_multi_rank_bucket_allreduce"] else "reduce_to_owner"
+
+
+def automatic_overlap(row: Stage, reduction: str) -> bool:
+    """``overlap_comm`` where it is not given: as in DeepSpeed, and for the reduction that DeepSpeed does not have."""
+    return row.shards_parameters or (row.shards_gradients and reduction == "reduce_scatter")
 
 
 def whole_gradients(zero: ZeroConfig, notices: list[str]) -> ZeroConfig:
@@ -57,6 +68,11 @@ def check(config: RuntimeConfig) -> None:
                 )
     if config.gradient_predivide_factor == 0.0:
         raise ConfigError("gradient_predivide_factor is 0; expected a number other than 0, such as 1.0")
+    if zero.stage.shards_parameters and not averaged:
+        raise ConfigError(
+            f"gradient_allreduce_op is {config.gradient_allreduce_op}, which stage 3 does not do; set it to mean, or use "
+            "stage 1 or 2"
+        )
     if not zero.compute_grad_norm and config.gradient_clipping > 0 and zero.stage.shards_optimizer:
         raise ConfigError(
             "zero_optimization.compute_grad_norm is false, but clipping to gradient_clipping "
@@ -73,6 +89,9 @@ def note_contradictions(config: RuntimeConfig, notices: list[str]) -> None:
     """Add to ``notices`` one line for each setting that another one overrides."""
     zero, given = config.zero, config.given.get("zero_optimization", {})
     if not zero.stage.shards_optimizer:
+        return
+    if zero.stage.shards_parameters:
+        _note_stage_3(config, notices)
         return
     names = ("reduce_scatter", "use_multi_rank_bucket_allreduce")
     if zero.explicit_reduction:
@@ -102,4 +121,29 @@ def note_contradictions(config: RuntimeConfig, notices: list[str]) -> None:
         notices.append(
             "prescale_gradients and gradient_predivide_factor have no effect here: reductions to owners "
             "divide by the world size before the sum"
+        )
+
+
+_INERT_AT_STAGE_3: Final = {
+    "use_multi_rank_bucket_allreduce": True,
+    "round_robin_gradients": False,
+    "parameter_alignment": False,
+    "allgather_partitions": True,
+    "allgather_bucket_size": None,
+    "compute_grad_norm": True,
+}
+
+
+def _note_stage_3(config: RuntimeConfig, notices: list[str]) -> None:
+    zero, given = config.zero, config.given.get("zero_optimization", {})
+    idle = [
+        name for name, neutral in _INERT_AT_STAGE_3.items() if given.get(name, neutral) not in (neutral, None)
+    ]
+    if idle:
+        notices.append(f"{', '.join(idle)}: no effect at stage 3, where each parameter is cut by itself")
+    unheeded = zero.gradient_reduction == "reduce_scatter" and given.get("reduce_scatter") is False
+    if unheeded and not zero.explicit_reduction:
+        notices.append(
+            "reduce_scatter false has no effect at stage 3 without contiguous_gradients: gradients are reduced by "
+            "reduce_scatter all the same; set gradient_reduction to all_reduce to choose"
         )

@@ -16,6 +16,7 @@ from zero_runtime import document, keys
 from zero_runtime.buckets import Scaling
 from zero_runtime.combinations import (
     WHOLE_BUCKET_NUMEL,
+    automatic_overlap,
     automatic_reduction,
     check,
     note_contradictions,
@@ -23,6 +24,7 @@ from zero_runtime.combinations import (
 )
 from zero_runtime.errors import ConfigError
 from zero_runtime.precision_config import PrecisionConfig, read_precision
+from zero_runtime.sharding_config import ShardingConfig, read_sharding
 from zero_runtime.stages import Stage, stage
 
 
@@ -47,7 +49,7 @@ class ZeroConfig:
     """``zero_optimization``, resolved. Sizes are elements.
 
     ``gradient_reduction`` is one of the four names, never auto; ``explicit_reduction`` says that the config named it.
-    ``allgather_bucket_size`` is None unless the config sets it.
+    ``allgather_bucket_size`` is None unless the config sets it. ``sharding`` acts where the stage shards parameters.
     """
 
     stage: Stage
@@ -64,6 +66,8 @@ class ZeroConfig:
     compute_grad_norm: bool
     round_robin_gradients: bool
     parameter_alignment: bool
+    load_from_fp32_weights: bool
+    sharding: ShardingConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +91,7 @@ class RuntimeConfig:
     dump_state: bool
     precision: PrecisionConfig
     zero: ZeroConfig
+    checkpoint_tag_validation: str
     given: Mapping[str, Any] = field(repr=False)
     notices: tuple[str, ...] = ()
 
@@ -120,6 +125,7 @@ class RuntimeConfig:
             dump_state=top["dump_state"],
             precision=read_precision(top),
             zero=zero,
+            checkpoint_tag_validation=_tag_validation(top["checkpoint"], notices),
             given=dict(given),
             notices=(),
         )
@@ -144,9 +150,13 @@ class RuntimeConfig:
 
         The reductions to owners divide the bucket before any cast; without contiguous gradients, auto divides
         between the cast and the sum; a plain all_reduce multiplies after the sum, or as prescale and predivide say.
+        Stage 3 always divides between the cast and the sum.
         """
         if self.gradient_allreduce_op == "sum":
             return Scaling()
+        if self.zero.stage.shards_parameters:
+            factor = 1.0 if self.prescale_gradients else self.gradient_predivide_factor
+            return Scaling(divisor=world_size, factor_before=1.0 / factor, factor_after=factor)
         if self.zero.gradient_reduction != "all_reduce":
             return Scaling(bucket_divisor=world_size)
         joined = not self.zero.contiguous_gradients and not self.zero.explicit_reduction
@@ -159,7 +169,10 @@ class RuntimeConfig:
         """Everything as it is really used, under the keys of a configuration; for the record of a run."""
         values = dataclasses.asdict(self)
         zero, kinds = values.pop("zero"), values.pop("precision")
-        del values["given"], values["notices"], zero["explicit_reduction"]
+        values["checkpoint"] = {"tag_validation": values.pop("checkpoint_tag_validation")}
+        del values["given"], values["notices"], zero["explicit_reduction"], zero["sharding"]
+        if self.zero.stage.shards_parameters:
+            zero.update(self.zero.sharding.effective())
         zero["stage"] = self.zero.stage.number
         zero["reduce_scatter_impl"] = self.zero.reduce_scatter_impl or "auto"
         autocast = self.precision.autocast_dtype
@@ -263,13 +276,27 @@ def _scheduler(given: Mapping[str, Any] | None) -> SchedulerConfig | None:
     return SchedulerConfig(type=values["type"], params=values["params"])
 
 
+def _tag_validation(given: Mapping[str, Any] | None, notices: list[str]) -> str:
+    notices += [f"{name} has no effect here: {note}" for name, note in keys.inert("checkpoint", given or {})]
+    return str(keys.read("checkpoint", given or {})["tag_validation"])
+
+
 def _zero(top: Mapping[str, Any], notices: list[str]) -> ZeroConfig:
     given = top["zero_optimization"]
     values = keys.read("zero_optimization", given)
     row = stage(values["stage"], bool(values["overlap_comm"]))
     notices += [f"{name} has no effect here: {note}" for name, note in keys.inert("zero_optimization", given)]
+    if not row.shards_parameters:
+        notices += [
+            f"{name} has no effect here: it acts at stage 3 only" for name in keys.stage_3_only(given)
+        ]
     wanted = values["gradient_reduction"]
     reduction = automatic_reduction(row, values) if wanted == "auto" else wanted
+    if reduction not in row.reductions and row.shards_parameters:
+        raise ConfigError(
+            f"zero_optimization.gradient_reduction is {reduction}, but at stage 3 every rank owns a slice of every "
+            f"parameter; expected auto or {' or '.join(row.reductions)}, or stage 1 or 2"
+        )
     if reduction not in row.reductions:
         raise ConfigError(
             f"zero_optimization.gradient_reduction is {reduction}, but at stage {row.number} every rank keeps all "
@@ -294,8 +321,12 @@ def _zero(top: Mapping[str, Any], notices: list[str]) -> ZeroConfig:
         reduce_bucket_size=values["reduce_bucket_size"] if row.shards_optimizer else WHOLE_BUCKET_NUMEL,
         allgather_partitions=values["allgather_partitions"] and not top["disable_allgather"],
         allgather_bucket_size=gather,
-        overlap_comm=bool(values["overlap_comm"]),
-        compute_grad_norm=values["compute_grad_norm"],
+        overlap_comm=automatic_overlap(row, reduction)
+        if values["overlap_comm"] is None
+        else values["overlap_comm"],
+        compute_grad_norm=values["compute_grad_norm"] or row.shards_parameters,
         round_robin_gradients=values["round_robin_gradients"],
         parameter_alignment=values["parameter_alignment"],
+        load_from_fp32_weights=values["load_from_fp32_weights"],
+        sharding=read_sharding(values) if row.shards_parameters else ShardingConfig(),
     )

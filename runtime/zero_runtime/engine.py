@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -13,9 +14,15 @@ from torch.utils._pytree import tree_leaves
 from commprof import hooks
 from zero_runtime import comm
 from zero_runtime.assembly import Assembly
+from zero_runtime.checkpoint.loading import Wanted, load
+from zero_runtime.checkpoint.training import Training
+from zero_runtime.checkpoint.weights import save_weights
+from zero_runtime.checkpoint.writer import save
 from zero_runtime.clock import Clock
 from zero_runtime.config import RuntimeConfig
-from zero_runtime.errors import UnsupportedError, UsageError
+from zero_runtime.errors import UsageError
+from zero_runtime.fp32_modules import cast_floating
+from zero_runtime.linear import memory_efficient_linear
 from zero_runtime.precision import autocast
 
 _NEVER: Final = (-1, -1)
@@ -53,8 +60,15 @@ class Engine(torch.nn.Module):
         self.global_samples = 0
         self.micro_steps = 0
         self.skipped_steps = 0
+        self._group = assembly.group
         self._gradients = assembly.gradients
+        self._residency = assembly.residency
+        efficient = config.zero.stage.shards_parameters and config.zero.sharding.memory_efficient_linear
+        self._linear: Callable[[], AbstractContextManager[None]] = (
+            memory_efficient_linear if efficient else nullcontext
+        )
         self._precision = assembly.precision
+        self._scale = assembly.loss_scale
         self._boundary: bool | None = None
         self._micro_batches = 0  # backward passes since the last step
         self._announced = _NEVER
@@ -63,6 +77,7 @@ class Engine(torch.nn.Module):
         self._paused = False
         self._differentiating = False
         self._direct = False  # loss.backward() is running, not engine.backward(loss)
+        self._scaled = False  # the loss of that was given to scale()
         self._clock = Clock(config.wall_clock_breakdown and self.global_rank == 0)
         assembly.boundary.ask = self.is_gradient_accumulation_boundary
 
@@ -82,7 +97,9 @@ class Engine(torch.nn.Module):
         if self.training:
             self._announce()
         hooks.phase("forward")
-        with self._clock("forward"), autocast(self._precision.autocast, self.device):
+        if self._precision.inputs is not None:
+            inputs, kwargs = cast_floating((inputs, kwargs), self._precision.inputs)
+        with self._clock("forward"), autocast(self._precision.autocast, self.device), self._linear():
             outputs = self.module(*inputs, **kwargs)
         if self.training and self._gradients is not None:
             for leaf in tree_leaves(outputs):
@@ -96,28 +113,39 @@ class Engine(torch.nn.Module):
     ) -> torch.Tensor:
         """Accumulate the gradients of ``loss``, and reduce them when the stage says so.
 
+        The loss is multiplied by the loss scale before it is differentiated.
+
         Args:
             loss: 0-D or one-element tensor of this rank's micro-batch.
             retain_graph: keep the graph for another backward.
             scale_wrt_gas: divide the loss by the number of accumulation steps.
 
         Returns:
-            The loss as it was differentiated, divided by the accumulation steps.
+            The loss divided by the accumulation steps; not scaled.
         """
         if self._gradients is None:
             raise UsageError("backward needs an optimizer; name one in the config, or pass one to initialize")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shown = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
             raise UsageError(f"backward expects a loss of one element, found {shown}; take its mean or sum")
-        scaled = loss / self.config.gradient_accumulation_steps if scale_wrt_gas else loss
+        shared = loss / self.config.gradient_accumulation_steps if scale_wrt_gas else loss
+        scale = self._scale.value
         with self._clock("backward"):
             self._begin_backward()
             try:
-                scaled.backward(retain_graph=retain_graph)
+                with self._linear():  # for what activation checkpointing runs again
+                    (shared if scale == 1.0 else shared * scale).backward(retain_graph=retain_graph)
             finally:
                 self._differentiating = False
             self._finish_backward()
-        return scaled
+        return shared
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """``loss`` times the loss scale, for ``engine.scale(loss).backward()`` in place of ``engine.backward(loss)``."""
+        if self._gradients is None:
+            raise UsageError("scale needs an optimizer; name one in the config, or pass one to initialize")
+        self._scaled = True
+        return loss * self._scale.value
 
     def _begin_backward(self) -> None:
         assert self._gradients is not None
@@ -132,6 +160,8 @@ class Engine(torch.nn.Module):
         self._differentiating = False
         self._micro_batches += 1
         self._gradients.finish_backward()
+        if self._residency is not None:
+            self._residency.finish_backward()
         hooks.phase("other")
 
     def _on_output_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
@@ -145,6 +175,11 @@ class Engine(torch.nn.Module):
             raise UsageError(
                 "loss.backward() was called at stage 0, where its end cannot be seen; call engine.backward(loss)"
             )
+        if self._scale.value != 1.0 and not self._scaled:
+            raise UsageError(
+                f"loss.backward() was called with a loss scale of {self._scale.value:g}, which the loss has not been "
+                "multiplied by; call engine.backward(loss), or engine.scale(loss).backward()"
+            )
         if not self._direct:
             self._direct = True
             self._begin_backward()
@@ -152,7 +187,7 @@ class Engine(torch.nn.Module):
         return gradient / self.config.gradient_accumulation_steps
 
     def _finish_direct_backward(self) -> None:
-        self._direct = False
+        self._direct = self._scaled = False
         self._finish_backward()
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -292,8 +327,21 @@ class Engine(torch.nn.Module):
         return self.config.precision.bf16
 
     def fp16_enabled(self) -> bool:
-        """Whether parameters are fp16: never in this version."""
-        return False
+        """Whether parameters are fp16."""
+        return self.config.precision.fp16
+
+    def fp16_auto_cast(self) -> bool:
+        """Whether floating-point inputs are cast to fp16."""
+        return self.config.precision.auto_cast
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether overflows change the loss scale."""
+        return self._scale.dynamic
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss of the coming step is multiplied by; 1.0 where nothing is scaled."""
+        return self._scale.value
 
     def module_state_dict(self) -> dict[str, Any]:
         """The model's state, by the model's own names."""
@@ -304,18 +352,146 @@ class Engine(torch.nn.Module):
         """The dtype of gradient messages."""
         return self._precision.communication
 
-    # Not in this version.
+    # Checkpoints.
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
-        """Not in this version."""
-        raise UnsupportedError(_NO_CHECKPOINTS)
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: object = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save all that the training needs to go on, as ``save_dir/tag``. All ranks must call it.
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any]]:
-        """Not in this version."""
-        raise UnsupportedError(_NO_CHECKPOINTS)
+        Args:
+            save_dir: where checkpoints are; all ranks see it.
+            tag: name of this one; default: ``global_step`` and the number of steps.
+            client_state: values that ``load_checkpoint`` gives back; those of rank 0 are kept.
+            save_latest: make it the one that is loaded when no tag is named.
+            exclude_frozen_parameters: leave frozen parameters out.
 
+        Raises:
+            CheckpointError: on every rank, if one of them cannot; earlier checkpoints are as they were.
+        """
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        with self._checkpointing() as training:
+            save(
+                training,
+                Path(save_dir),
+                tag,
+                client_state or {},
+                tag_validation=self.config.checkpoint_tag_validation,
+                save_latest=save_latest,
+                exclude_frozen=exclude_frozen_parameters,
+            )
+        return True
 
-_NO_CHECKPOINTS: Final = (
-    "checkpoints of the engine are not in this version yet; torch.save(engine.module.state_dict(), path) on rank 0 saves "
-    "the parameters, which are whole on every rank at stages 0 to 2"
-)
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: object = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Load a checkpoint that was saved at any world size and stage. All ranks must call it.
+
+        Args:
+            load_dir: where checkpoints are.
+            tag: which one; default: the one saved last.
+            load_module_strict: refuse a checkpoint of other parameters than the model has.
+            load_optimizer_states: the optimizer's state, the loss scale and the random generators too.
+            load_lr_scheduler_states: the schedule's state too.
+            load_module_only: parameters and buffers, and nothing else.
+            custom_load_fn: called with ``src``, a state dict, and ``dst``, the model, in place of loading the model.
+
+        Returns:
+            (its directory, the client state), or (None, {}) where nothing was saved and no tag is named.
+
+        Raises:
+            CheckpointError: on every rank, if one of them cannot; the engine is as it was.
+        """
+        wanted = Wanted(
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            self.config.zero.load_from_fp32_weights,
+            custom_load_fn,
+        )
+        with self._checkpointing() as training:
+            loaded = load(training, Path(load_dir), None if tag is None else str(tag), wanted)
+        if loaded is None:
+            return None, {}
+        self.zero_grad()
+        self._micro_batches = 0
+        if loaded.counters is not None:
+            self._count_from(loaded.counters)
+        return str(loaded.directory), loaded.client_state
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save the model's weights in its own dtypes, in one file. All ranks must call it.
+
+        Args:
+            save_dir: of the file; made if need be.
+            save_filename: ending in .safetensors, or else of torch.save's format.
+            exclude_frozen_parameters: leave frozen parameters out.
+
+        Returns:
+            Whether they were saved; not at stage 3, unless gather_16bit_weights_on_model_save is true.
+
+        Raises:
+            CheckpointError: on every rank, if the file cannot be written.
+        """
+        path, zero = Path(save_dir) / save_filename, self.config.zero
+        if zero.stage.shards_parameters and not zero.sharding.gather_16bit_weights_on_model_save:
+            if self.global_rank == 0:
+                print(
+                    f"zero_runtime: {path} was not saved; set "
+                    "zero_optimization.stage3_gather_16bit_weights_on_model_save to true to have the model gathered for it",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            return False
+        with self._checkpointing() as training:
+            save_weights(training, path, exclude_frozen_parameters)
+        return True
+
+    @contextmanager
+    def _checkpointing(self) -> Iterator[Training]:
+        hooks.phase("checkpoint")
+        try:
+            yield Training(
+                self.module,
+                self.optimizer,
+                self.lr_scheduler,
+                self._scale,
+                self._group,
+                self.config.zero.stage.number,
+                self.config.zero.stage.shards_optimizer,
+                {
+                    "global_steps": self.global_steps,
+                    "global_samples": self.global_samples,
+                    "skipped_steps": self.skipped_steps,
+                    "micro_steps": self.micro_steps,
+                    "gradient_accumulation_steps": self.config.gradient_accumulation_steps,
+                },
+            )
+        finally:
+            hooks.phase("other")
+
+    def _count_from(self, counters: Mapping[str, int]) -> None:
+        self.global_steps = counters["global_steps"]
+        self.global_samples = counters["global_samples"]
+        self.skipped_steps = counters["skipped_steps"]
+        # Gradients of a window that was not finished are not kept, so it begins again.
+        windows = counters["micro_steps"] // counters["gradient_accumulation_steps"]
+        self.micro_steps = windows * self.config.gradient_accumulation_steps

@@ -18,6 +18,7 @@ from zero_runtime.checks import (
     block,
     boolean,
     choice,
+    choice_of_any_case,
     either,
     integer,
     mapping,
@@ -64,6 +65,10 @@ def _later(check: Check, default: Any = None, note: str = "") -> Key:
     return Key(check, default, Status.LATER, note)
 
 
+def _stage_3(check: Check, default: Any = None) -> Key:
+    return Key(check, default, Status.USED, _STAGE_3)
+
+
 def _removed(note: str) -> Key:
     return Key(anything, None, Status.REMOVED, note)
 
@@ -90,9 +95,9 @@ def _disabled(*names: str, note: str, enabled: str = "enabled") -> Key:
     return Key(check)
 
 
-DTYPES: Final = ("fp32", "fp16", "bf16")
 _STAGE_3: Final = "acts at stage 3 only"
-_CHECKPOINTS: Final = "acts on checkpoints only"
+DTYPES: Final = ("fp32", "fp16", "bf16")
+_ANY_LAYOUT: Final = "every checkpoint loads at any world size and stage"
 _SIZE: Final = integer(0)
 
 ZERO: Final[Table] = {
@@ -111,14 +116,14 @@ ZERO: Final[Table] = {
     "compute_grad_norm": _used(boolean, True),
     "round_robin_gradients": _used(boolean, False),
     "parameter_alignment": _used(boolean, False),
-    "load_from_fp32_weights": _inert(boolean, True, _CHECKPOINTS),
-    "elastic_checkpoint": _inert(boolean, False, _CHECKPOINTS),
+    "load_from_fp32_weights": _used(boolean, True),
+    "elastic_checkpoint": _inert(boolean, False, _ANY_LAYOUT),
     "ignore_unused_parameters": _inert(boolean, True, "acts with an offloaded optimizer only"),
-    "offload_param": _inert(
-        block("device", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory"), None, _STAGE_3
+    "offload_param": _stage_3(
+        block("device", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory")
     ),
-    "sub_group_size": _inert(_SIZE, 1_000_000_000, _STAGE_3),
-    "cpu_offload_param": _inert(optional(boolean), None, _STAGE_3),
+    "sub_group_size": _stage_3(integer(1), 1_000_000_000),
+    "cpu_offload_param": _stage_3(optional(boolean)),
     "cpu_offload_use_pin_memory": _inert(optional(boolean)),
     "offload_optimizer": _later(
         _offload(
@@ -144,7 +149,7 @@ ZERO: Final[Table] = {
     "mics_hierarchical_params_gather": _removed("MiCS has been removed from DeepSpeed; remove the key"),
     "zeropp_loco_param": _removed("LoCo has been removed from DeepSpeed; remove the key"),
     **{
-        prefix + name: _inert(check, default, _STAGE_3)
+        prefix + name: _stage_3(check, default)
         for name, check, default in (
             ("prefetch_bucket_size", _SIZE, 50_000_000),
             ("param_persistence_threshold", _SIZE, 100_000),
@@ -158,18 +163,18 @@ ZERO: Final[Table] = {
         )
         for prefix in ("", "stage3_")
     },
-    "stage3_gather_fp16_weights_on_model_save": _inert(boolean, False, _STAGE_3),
-    "zero_hpz_partition_size": _inert(_SIZE, 1, _STAGE_3),
-    "zero_quantized_weights": _inert(boolean, False, _STAGE_3),
-    "zero_quantized_nontrainable_weights": _inert(boolean, False, _STAGE_3),
-    "zero_quantized_gradients": _inert(boolean, False, _STAGE_3),
-    "memory_efficient_linear": _inert(boolean, True, _STAGE_3),
-    "pipeline_loading_checkpoint": _inert(boolean, False, _STAGE_3),
-    "override_module_apply": _inert(boolean, True, _STAGE_3),
-    "log_trace_cache_warnings": _inert(boolean, False, _STAGE_3),
-    "enable_sanity_checks": _inert(boolean, False, _STAGE_3),
-    "save_muon_momentum_buffer_in_memory": _inert(boolean, False, _STAGE_3),
-    "leaf_module": _inert(block("classes", "names", "name_suffixes"), None, _STAGE_3),
+    "stage3_gather_fp16_weights_on_model_save": _stage_3(boolean, False),
+    "zero_hpz_partition_size": _stage_3(_SIZE, 1),
+    "zero_quantized_weights": _stage_3(boolean, False),
+    "zero_quantized_nontrainable_weights": _stage_3(boolean, False),
+    "zero_quantized_gradients": _stage_3(boolean, False),
+    "memory_efficient_linear": _stage_3(boolean, True),
+    "pipeline_loading_checkpoint": _inert(boolean, False, "ranks read what they need by themselves"),
+    "override_module_apply": _inert(boolean, True, "module.apply needs no help here"),
+    "log_trace_cache_warnings": _stage_3(boolean, False),
+    "enable_sanity_checks": _stage_3(boolean, False),
+    "save_muon_momentum_buffer_in_memory": _inert(boolean, False, "acts with Muon at stage 3 only"),
+    "leaf_module": _stage_3(block("classes", "names", "name_suffixes"), None),
 }  # fmt: skip
 
 FP16: Final[Table] = {
@@ -279,14 +284,7 @@ TOP: Final[Table] = {
         None,
         "acts with a pipeline module only",
     ),
-    "checkpoint": _inert(
-        block(
-            "tag_validation", "load_universal", "use_node_local_storage", "parallel_write", "writer",
-            "checkpoint_serialization",
-        ),
-        None,
-        _CHECKPOINTS,
-    ),
+    "checkpoint": _used(optional(mapping)),
     "aio": _inert(
         block(
             "block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds"
@@ -333,6 +331,15 @@ TOP: Final[Table] = {
     "progressive_layer_drop": _removed("progressive layer drop has been removed from DeepSpeed; remove it"),
 }  # fmt: skip
 
+CHECKPOINT: Final[Table] = {
+    "tag_validation": _used(choice_of_any_case("Ignore", "Warn", "Fail"), "Warn"),
+    "load_universal": _inert(boolean, False, _ANY_LAYOUT),
+    "use_node_local_storage": _later(boolean, False, "checkpoints need a directory that all ranks see"),
+    "parallel_write": _inert(block("pipeline_stage"), None, "every rank writes its own file"),
+    "writer": _inert(mapping, None, "files are written in one way"),
+    "checkpoint_serialization": _inert(boolean, True, "files are written in one format"),
+}
+
 BLOCKS: Final[Mapping[str, Table]] = {
     "": TOP,
     "zero_optimization": ZERO,
@@ -343,6 +350,7 @@ BLOCKS: Final[Mapping[str, Table]] = {
     "torch_autocast": TORCH_AUTOCAST,
     "optimizer": OPTIMIZER,
     "scheduler": SCHEDULER,
+    "checkpoint": CHECKPOINT,
 }
 
 
@@ -382,6 +390,15 @@ def inert(block: str, given: Mapping[str, Any]) -> list[tuple[str, str]]:
         and table[name].status is Status.INERT
         and table[name].note
         and value not in (table[name].default, None)
+    ]
+
+
+def stage_3_only(given: Mapping[str, Any]) -> list[str]:
+    """Keys of ``zero_optimization`` that were set to something other than their default and act at stage 3 only."""
+    return [
+        f"zero_optimization.{name}"
+        for name, value in given.items()
+        if name in ZERO and ZERO[name].note is _STAGE_3 and value not in (ZERO[name].default, None)
     ]
 
 

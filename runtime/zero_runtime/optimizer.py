@@ -1,20 +1,25 @@
-"""The optimizer step: over flat fp32 pieces (stages 1, 2), or over replicated parameters (stage 0).
+"""The optimizer step: over flat pieces (stages 1 to 3), or over replicated parameters (stage 0).
 
-``step`` goes: agree on overflow, norm, clip, update, and, where it is sharded, gather the parameters.
+``step`` goes: agree on overflow, norm, unscale and clip, update, and, where it is sharded, gather the parameters. An
+overflow, or a norm that is infinite or NaN, ends it there: the parameters stay, and the loss scale falls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
 
+from commprof import hooks
+from zero_runtime.bands import BandedGradients
 from zero_runtime.clip import averaged_norm, clip_factor, replicated_norm
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.flat_parameters import FlatParameters
 from zero_runtime.fragments import Fragment, Master, Part, Source, fragments_of, load
 from zero_runtime.gradients import ParameterGroup, ShardedGradients
+from zero_runtime.loss_scale import UNSCALED, LossScale
 from zero_runtime.precision import agree_on_overflow, any_overflow
 from zero_runtime.sharded_parameters import ShardedParameters
 from zero_runtime.torch_optimizer import replace_parameters
@@ -22,28 +27,105 @@ from zero_runtime.whole_gradients import AccumulatedGradients, ReplicatedGradien
 
 
 class StepPolicy(NamedTuple):
-    """What a step does besides the update."""
+    """What a step does besides the update.
+
+    Attributes:
+        clipping: the largest norm of gradients; 0 where they are not clipped.
+        compute_norm: whether the norm is computed, clipped or not.
+        check_overflow: whether the ranks agree on infinite and NaN gradients in a message of its own.
+        check_norm: whether a step whose norm is infinite or NaN is skipped.
+        masters: dtype of what the optimizer updates in place of 16-bit parameters.
+    """
 
     clipping: float
     compute_norm: bool
     check_overflow: bool
+    check_norm: bool
+    masters: torch.dtype
 
 
 class _Wrapper(torch.optim.Optimizer):
     """What both optimizers share: they stand for the torch optimizer that does the arithmetic.
 
     Param groups and state are that optimizer's own objects, so that a schedule may be made over either.
+
+    Attributes:
+        overflow: whether the last step was skipped, since a gradient was infinite or NaN.
+        grad_norm: of the last step, before clipping; infinity where it was skipped; None where it is not computed.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradients: ShardedGradients | BandedGradients | AccumulatedGradients | ReplicatedGradients,
+        policy: StepPolicy,
+        scale: LossScale,
+    ) -> None:
         # Optimizer.__init__ would make param groups of its own.
         self.optimizer = optimizer
         self.defaults = optimizer.defaults
         self.param_groups = optimizer.param_groups
         self.state = optimizer.state
         self.overflow = False
-        self.loss_scale = 1.0
         self.grad_norm: torch.Tensor | None = None
+        self._gradients = gradients
+        self._policy = policy
+        self._scale = scale
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss of the coming step is multiplied by."""
+        return self._scale.value
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self._scale.value = value
+
+    @property
+    def cur_scale(self) -> float:
+        """Another name of ``loss_scale``."""
+        return self._scale.value
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether overflows change the loss scale."""
+        return self._scale.dynamic
+
+    def override_loss_scale(self, loss_scale: float) -> None:
+        """Use ``loss_scale`` from now on, whatever overflows."""
+        self._scale.override(loss_scale)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients; ``set_to_none`` is accepted for torch's signature."""
+        self._gradients.clear()
+
+    def _measured(self, overflow: bool, norm: Callable[[], torch.Tensor]) -> bool:
+        """Take note of an overflow, or of the norm of the scaled gradients, and say whether the step is to be taken.
+
+        It is not where either of them is infinite or NaN; the gradients are dropped then, and the loss scale falls.
+        """
+        if self._scale.rules is not UNSCALED:
+            hooks.metric("loss_scale", self._scale.value)
+        if self._policy.compute_norm and not overflow:
+            self.grad_norm = norm() / self._scale.value
+            if self._policy.check_norm:
+                value = float(self.grad_norm.item())
+                hooks.metric("grad_norm", value)
+                overflow = not isfinite(value)
+        elif self._policy.compute_norm:
+            self.grad_norm = torch.tensor(float("inf"))
+        self.overflow = overflow
+        if overflow:
+            self._gradients.clear()
+            self._scale.update(True)
+        return not overflow
+
+    def _factor(self) -> torch.Tensor | float | None:
+        """What the scaled gradients are multiplied by, to unscale and to clip them; None for 1."""
+        scale = self._scale.value
+        if self._policy.clipping > 0.0 and self.grad_norm is not None:
+            return clip_factor(self.grad_norm, self._policy.clipping) / scale
+        return None if scale == 1.0 else 1.0 / scale
 
     def state_dict(self) -> dict[str, Any]:
         """The torch optimizer's state, of this rank alone."""
@@ -51,6 +133,10 @@ class _Wrapper(torch.optim.Optimizer):
 
     def held(self) -> list[Master]:
         """The tensors that the torch optimizer updates on this rank, and which parameters they are made of."""
+        raise NotImplementedError
+
+    def trained(self) -> dict[str, tuple[torch.nn.Parameter, int]]:
+        """The parameters that are updated, on all ranks together, with their param groups."""
         raise NotImplementedError
 
     def fragments(self) -> Iterator[Fragment]:
@@ -74,6 +160,7 @@ class ShardedOptimizer(_Wrapper):
         gradients: where reduced gradients come from.
         group: the data-parallel ranks.
         policy: what a step does besides the update.
+        scale: what the loss was multiplied by.
     """
 
     def __init__(
@@ -81,17 +168,17 @@ class ShardedOptimizer(_Wrapper):
         optimizer: torch.optim.Optimizer,
         groups: Sequence[ParameterGroup],
         parameters: FlatParameters | ShardedParameters,
-        gradients: ShardedGradients | AccumulatedGradients,
+        gradients: ShardedGradients | BandedGradients | AccumulatedGradients,
         group: DataParallelGroup,
         policy: StepPolicy,
+        scale: LossScale,
     ) -> None:
-        super().__init__(optimizer)
-        self._gradients = gradients
+        super().__init__(optimizer, gradients, policy, scale)
+        self._reduced = gradients
         self._group = group
-        self._policy = policy
         self._parameters = parameters
         self._groups = groups
-        self.masters = [own.detach().clone().float().requires_grad_() for own in parameters.own]
+        self.masters = [_master(own, policy.masters) for own in parameters.own]
         mine: list[list[torch.Tensor]] = [[] for _ in optimizer.param_groups]
         for each, master in zip(groups, self.masters, strict=True):
             mine[each.number].append(master)
@@ -117,31 +204,31 @@ class ShardedOptimizer(_Wrapper):
             held.append(Master(master, tuple(parts)))
         return held
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients; ``set_to_none`` is accepted for torch's signature."""
-        self._gradients.clear()
+    def trained(self) -> dict[str, tuple[torch.nn.Parameter, int]]:
+        """The parameters of all groups."""
+        return {
+            name: (parameter, each.number)
+            for each in self._groups
+            for name, parameter in zip(each.names, each.parameters, strict=True)
+        }
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take the step that the reduced gradients ask for, unless one of them overflowed."""
         self._parameters.begin_step()
-        pieces = self._gradients.pieces
-        if self._policy.check_overflow:
-            flag = any_overflow(pieces, pieces[0].device)
-            self.overflow = agree_on_overflow(flag, self._group)
-            if self.overflow:
-                self._gradients.clear()
-                return
-        factor = None
-        if self._policy.compute_norm:
-            self.grad_norm = self._gradients.norm()
-            if self._policy.clipping > 0.0:
-                factor = clip_factor(self.grad_norm, self._policy.clipping)
+        pieces = self._reduced.pieces
+        overflow = self._policy.check_overflow and agree_on_overflow(
+            any_overflow(pieces, pieces[0].device), self._group
+        )
+        if not self._measured(overflow, self._reduced.norm):
+            return
+        factor = self._factor()
         for master, piece in zip(self.masters, pieces, strict=True):
-            master.grad = piece.float()
+            master.grad = piece.to(master.dtype)
             if factor is not None:
                 master.grad.mul_(factor)
         self.optimizer.step()
+        self._scale.update(False)
         for master, own in zip(self.masters, self._parameters.own, strict=True):
             master.grad = None
             own.copy_(master)
@@ -157,6 +244,7 @@ class ReplicatedOptimizer(_Wrapper):
         gradients: where reduced gradients come from.
         group: the data-parallel ranks.
         policy: what a step does besides the update.
+        scale: what the loss was multiplied by.
         full_precision: no parameter needs a copy.
         names: of the model's parameters.
     """
@@ -167,13 +255,12 @@ class ReplicatedOptimizer(_Wrapper):
         gradients: ReplicatedGradients,
         group: DataParallelGroup,
         policy: StepPolicy,
+        scale: LossScale,
         full_precision: bool,
         names: Mapping[torch.nn.Parameter, str],
     ) -> None:
-        super().__init__(optimizer)
-        self._gradients = gradients
+        super().__init__(optimizer, gradients, policy, scale)
         self._group = group
-        self._policy = policy
         groups = [[p for p in each["params"] if p.requires_grad] for each in optimizer.param_groups]
         self._parameters = [parameter for each in groups for parameter in each]
         self._labels = [
@@ -183,7 +270,7 @@ class ReplicatedOptimizer(_Wrapper):
         ]
         self.masters = self._parameters
         if not full_precision:
-            copies = [[p.detach().clone().float().requires_grad_() for p in each] for each in groups]
+            copies = [[_master(parameter, policy.masters) for parameter in each] for each in groups]
             self.masters = [copy for each in copies for copy in each]
             replace_parameters(optimizer, [list(each) for each in copies])
 
@@ -196,42 +283,53 @@ class ReplicatedOptimizer(_Wrapper):
             )
         ]
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients; ``set_to_none`` is accepted for torch's signature."""
-        self._gradients.clear()
+    def trained(self) -> dict[str, tuple[torch.nn.Parameter, int]]:
+        """The parameters of all param groups."""
+        return {
+            name: (parameter, group)
+            for (name, group), parameter in zip(self._labels, self._parameters, strict=True)
+        }
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Take the step that the reduced gradients ask for."""
-        if self.masters is self._parameters:
-            self._clip_in_place()
-            self.optimizer.step()
-        elif not self._step_through_copies():
-            return
-        self._gradients.clear()
+        """Take the step that the reduced gradients ask for, unless one of them overflowed."""
+        taken = self._step_in_place() if self.masters is self._parameters else self._step_through_copies()
+        if taken:
+            self._scale.update(False)
+            self._gradients.clear()
 
-    def _clip_in_place(self) -> None:
+    def _step_in_place(self) -> bool:
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if self._scale.rules is not UNSCALED:
+            # Every rank holds the same gradients, so there is nothing to agree on.
+            overflow = bool(any_overflow(gradients, self._group.device).item())
+            if not self._measured(overflow, lambda: replicated_norm(gradients)):
+                return False
+            torch._foreach_mul_(gradients, 1.0 / self._scale.value)
         # In fp32 the norm is computed for clipping only, and never reported, as in DeepSpeed.
         if self._policy.clipping > 0.0:
-            gradients = [p.grad for p in self._parameters if p.grad is not None]
             factor = clip_factor(averaged_norm(gradients, self._group), self._policy.clipping)
             torch._foreach_mul_(gradients, factor)
+        self.optimizer.step()
+        return True
 
     def _step_through_copies(self) -> bool:
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
-        # Every rank holds the same gradients, so there is nothing to agree on.
-        self.overflow = bool(any_overflow(gradients, gradients[0].device).item())
-        if self.overflow:
-            self._gradients.clear()
+        if not self._measured(False, lambda: replicated_norm(gradients)):
             return False
-        self.grad_norm = replicated_norm(gradients)
         for master, gradient in zip(self.masters, gradients, strict=True):
-            master.grad = gradient.float()
-        if self._policy.clipping > 0.0:
-            factor = clip_factor(self.grad_norm, self._policy.clipping)
+            master.grad = gradient.to(master.dtype)
+        factor = self._factor()
+        if factor is not None:
             torch._foreach_mul_([master.grad for master in self.masters if master.grad is not None], factor)
         self.optimizer.step()
         for master, parameter in zip(self.masters, self._parameters, strict=True):
             master.grad = None
             parameter.copy_(master)
         return True
+
+
+def _master(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What the optimizer updates instead of ``parameter``: a copy of at least ``dtype``."""
+    wide = torch.promote_types(parameter.dtype, dtype)
+    return parameter.detach().clone().to(wide).requires_grad_()

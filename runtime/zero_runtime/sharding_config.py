@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
-from zero_runtime.errors import ConfigError
+from zero_runtime.errors import ConfigError, UnsupportedError
 from zero_runtime.residency import ResidencyPolicy
 
 # Keys that DeepSpeed takes with and without the prefix, and their defaults. Sizes are elements.
@@ -22,6 +22,11 @@ PREFIXED: Final[Mapping[str, Any]] = {
     "allgather_sequential": False,
 }
 PREFIX: Final = "stage3_"
+_QUANTIZED: Final = (
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,11 +41,39 @@ class ShardingConfig:
         gather_16bit_weights_on_model_save: whether ``save_16bit_model`` may gather the model.
     """
 
-    residency: ResidencyPolicy
-    sub_group_size: int
-    memory_efficient_linear: bool
-    enable_sanity_checks: bool
-    gather_16bit_weights_on_model_save: bool
+    residency: ResidencyPolicy = field(default_factory=ResidencyPolicy)
+    sub_group_size: int = 1_000_000_000
+    memory_efficient_linear: bool = True
+    enable_sanity_checks: bool = False
+    gather_16bit_weights_on_model_save: bool = False
+
+    def effective(self) -> dict[str, Any]:
+        """The settings under the keys of a configuration."""
+        policy = self.residency
+        named = {
+            "prefetch_bucket_size": policy.prefetch,
+            "param_persistence_threshold": policy.persistence,
+            "model_persistence_threshold": policy.model_persistence,
+            "max_live_parameters": policy.max_live,
+            "max_reuse_distance": policy.reuse_distance,
+            "gather_16bit_weights_on_model_save": self.gather_16bit_weights_on_model_save,
+            "module_granularity_threshold": policy.granularity,
+            "use_all_reduce_for_fetch_params": policy.by_all_reduce,
+            "allgather_sequential": policy.sequential,
+        }
+        return {
+            **{PREFIX + name: value for name, value in named.items()},
+            "sub_group_size": self.sub_group_size,
+            "memory_efficient_linear": self.memory_efficient_linear,
+            "enable_sanity_checks": self.enable_sanity_checks,
+            "zero_hpz_partition_size": policy.secondary_size,
+            "log_trace_cache_warnings": policy.report_trace,
+            "leaf_module": {
+                "classes": list(policy.leaf_classes),
+                "names": list(policy.leaf_names),
+                "name_suffixes": list(policy.leaf_suffixes),
+            },
+        }
 
 
 def read_sharding(values: Mapping[str, Any]) -> ShardingConfig:
@@ -48,7 +81,20 @@ def read_sharding(values: Mapping[str, Any]) -> ShardingConfig:
 
     Raises:
         ConfigError: a key is given with and without its prefix, and they differ.
+        UnsupportedError: what stage 3 does not do in this version.
     """
+    for name in _QUANTIZED:
+        if values[name]:
+            raise UnsupportedError(
+                f"zero_optimization.{name} is true: quantized messages are not in this version yet; remove the key, or use "
+                "bf16 with communication_data_type"
+            )
+    offload = (values["offload_param"] or {}).get("device") or "none"
+    if offload not in ("none", "cpu"):
+        raise UnsupportedError(
+            f"zero_optimization.offload_param.device is {offload!r}; expected none or cpu: parameters on NVMe are not in "
+            "this version yet"
+        )
     named = {name: _either(values, name) for name in PREFIXED}
     leaves = values["leaf_module"] or {}
     residency = ResidencyPolicy(
@@ -65,6 +111,7 @@ def read_sharding(values: Mapping[str, Any]) -> ShardingConfig:
         leaf_suffixes=tuple(leaves.get("name_suffixes") or ()),
         granularity=named["module_granularity_threshold"],
         report_trace=values["log_trace_cache_warnings"],
+        remote_device="cpu" if offload == "cpu" or values["cpu_offload_param"] else None,
     )
     saves = named["gather_16bit_weights_on_model_save"] or values["stage3_gather_fp16_weights_on_model_save"]
     return ShardingConfig(

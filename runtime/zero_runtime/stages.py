@@ -5,6 +5,7 @@
 | 0     | on every rank    | whole, until the step                            | replicated | once a step, after backward   |
 | 1     | sharded          | whole, until the step                            | replicated | once a step                   |
 | 2     | sharded          | own part; the rest is freed bucket by bucket     | replicated | in every micro-batch          |
+| 3     | sharded          | own slices; the rest is freed bucket by bucket   | sharded    | in every micro-batch          |
 
 Everything else is shared; no other module asks which stage it is.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from zero_runtime.errors import ConfigError, UnsupportedError
+from zero_runtime.errors import ConfigError
 
 
 class Stage(NamedTuple):
@@ -26,6 +27,9 @@ class Stage(NamedTuple):
         bool  # as gradients become ready, in backward order; otherwise after backward, in forward order
     )
     reductions: tuple[str, ...]  # which gradient reductions mean something
+    shards_parameters: bool = (
+        False  # each rank keeps a slice of every parameter, instead of pieces of flat buffers
+    )
 
 
 _SHARDED: Final = ("all_reduce", "multi_rank_all_reduce", "reduce_to_owner", "reduce_scatter")
@@ -34,6 +38,7 @@ STAGES: Final[dict[int, Stage]] = {
     0: Stage(0, False, False, False, ("all_reduce",)),
     1: Stage(1, True, False, False, _SHARDED),
     2: Stage(2, True, True, True, _SHARDED),
+    3: Stage(3, True, True, True, ("all_reduce", "reduce_scatter"), shards_parameters=True),
 }
 
 
@@ -41,14 +46,9 @@ def stage(number: int, overlap_comm: bool = False) -> Stage:
     """The row of stage ``number``. ``overlap_comm`` moves the reduction of a sharded stage into the hooks.
 
     Raises:
-        UnsupportedError: for stage 3.
         ConfigError: for a number that is no stage.
     """
-    if number == 3:
-        raise UnsupportedError(
-            "zero_optimization.stage 3 (sharded parameters) is not in this version yet; use stage 0, 1 or 2"
-        )
     if number not in STAGES:
-        raise ConfigError(f"zero_optimization.stage is {number}; expected 0, 1 or 2")
+        raise ConfigError(f"zero_optimization.stage is {number}; expected 0, 1, 2 or 3")
     row = STAGES[number]
     return row._replace(reduces_in_hooks=row.reduces_in_hooks or (row.shards_optimizer and overlap_comm))

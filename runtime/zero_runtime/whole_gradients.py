@@ -7,7 +7,7 @@ of 5e8 elements, which a message exceeds by its last tensor (DeepSpeed 0.19.8's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -27,7 +27,7 @@ class ReplicatedGradients:
     Args:
         names: of the trainable parameters, in the model's order.
         parameters: the trainable parameters.
-        dtype: in which gradients travel.
+        dtypes: in which each parameter's gradient travels.
         policy: how they are reduced.
         group: the data-parallel ranks.
         at_boundary: whether the micro-batch at hand is the last of its step.
@@ -37,14 +37,14 @@ class ReplicatedGradients:
         self,
         names: Sequence[str],
         parameters: Sequence[torch.nn.Parameter],
-        dtype: torch.dtype,
+        dtypes: Mapping[torch.nn.Parameter, torch.dtype],
         policy: Policy,
         group: DataParallelGroup,
         at_boundary: Callable[[], bool],
     ) -> None:
         self._names = names
         self._parameters = parameters
-        self._dtype = dtype
+        self._dtypes = dtypes
         self._policy = policy
         self._group = group
         self._at_boundary = at_boundary
@@ -57,17 +57,17 @@ class ReplicatedGradients:
         """Reduce all gradients, after the last micro-batch of a step."""
         if self._paused or not self._at_boundary():
             return
-        by_dtype: dict[torch.dtype, list[Entry]] = {}
+        by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[Entry]] = {}
         for name, parameter in zip(self._names, self._parameters, strict=True):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad = parameter.grad.contiguous()
             if parameter.numel():
                 entry = Entry(name, parameter.grad.detach().view(-1), ())
-                by_dtype.setdefault(parameter.dtype, []).append(entry)
+                by_dtypes.setdefault((parameter.dtype, self._dtypes[parameter]), []).append(entry)
         number = 0
-        for entries in by_dtype.values():
-            number = _reduce(entries, number, self._dtype, self._policy, self._group)
+        for (_, dtype), entries in by_dtypes.items():
+            number = _reduce(entries, number, dtype, self._policy, self._group)
 
     def pause(self, paused: bool) -> None:
         """Whether gradients only accumulate for now (``no_sync``)."""

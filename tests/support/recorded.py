@@ -22,6 +22,7 @@ import torch
 import zero_runtime
 from support.process_group_log import Call, logged
 from support.recorded_models import make_batch, make_model
+from zero_runtime.residency import residency_of
 
 ROOT = Path(
     os.environ.get("COMMPROF_RECORDED_RUNS")
@@ -32,8 +33,9 @@ MISSING = f"no recorded runs at {ROOT}; set COMMPROF_RECORDED_RUNS to the direct
 # Flags of a case that say how it was recorded, or that ``_engine`` and ``_SCRIPTS`` know.
 _KNOWN_FLAGS = {
     *("name", "world", "config", "model", "steps", "timeout", "profile", "shm", "backend"),
-    *("two_groups", "client_opt", "kind", "args"),
+    *("two_groups", "client_opt", "kind", "args", "force_fp16"),
 }
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _OPTIMIZERS = {"adam", "adamw", "adagrad", "sgd", "rmsprop"}
 
 
@@ -113,7 +115,7 @@ def all_cases() -> list[Case]:
 
 
 def known_features(case: Case) -> bool:
-    """Whether the case trains with ``initialize``, forward, backward and step, at stage 0 to 2, in fp32 or bf16."""
+    """Whether the case trains with ``initialize``, forward, backward and step, at stage 0 to 2."""
     config, zero = case.config, case.zero
     optimizer = config.get("optimizer", {"type": "SGD"})["type"].lower()
     return (
@@ -121,12 +123,16 @@ def known_features(case: Case) -> bool:
         and case.script in _SCRIPTS
         and zero.get("stage", 0) <= 2
         and optimizer in _OPTIMIZERS
-        and not config.get("fp16", {}).get("enabled")
         and not _offloads(zero)
         and not config.get("comms_logger", {}).get("enabled")
         and not any(config.get(block, {}).get("enabled") for block in ("flops_profiler", "csv_monitor"))
         and not {"checkpoint", "activation_checkpointing", "compile", "tensor_parallel"} & set(config)
     )
+
+
+def precision_of(case: Case) -> str:
+    """What the parameters of the case are: fp16, bf16 or fp32."""
+    return next((name for name in ("fp16", "bf16") if case.config.get(name, {}).get("enabled")), "fp32")
 
 
 def _offloads(zero: Mapping[str, Any]) -> bool:
@@ -139,11 +145,11 @@ def differs(case: Case) -> bool:
     """Whether DeepSpeed ignores a key of the case that zero_runtime does not, or refuses one that it accepts.
 
     These are rows of docs/deepspeed-differences.md: keys of the parameter gathering, which work as they say; unknown
-    keys; SGD with ZeRO.
+    keys; SGD with ZeRO; fp16 on a CPU.
     """
     config, zero = case.config, case.zero
     if not case.succeeded:
-        return config.get("optimizer", {}).get("type") == "SGD"
+        return config.get("optimizer", {}).get("type") == "SGD" or precision_of(case) == "fp16"
     unknown = {"no_such_key", "no_such_top_key"} & {*zero, *config}
     return gathers_otherwise(case) or bool(unknown)
 
@@ -182,7 +188,7 @@ def features(case: Case) -> frozenset[tuple[str, Any]]:
         "overlap": bool(zero.get("overlap_comm")),
         "bucket": "small" if size <= 20_000 else "large",
         "gas": config.get("gradient_accumulation_steps", 1),
-        "bf16": bool(config.get("bf16", {}).get("enabled")),
+        "precision": precision_of(case),
         "clip": config.get("gradient_clipping", "absent"),
         "two_groups": bool(case.flags.get("two_groups")),
     }
@@ -216,6 +222,7 @@ class Replay:
     grad_norms: list[float | None] | None
     parameters: dict[str, list[float]]
     optimizer_numel: int
+    loss_scales: list[float] | None = None
     error: str | None = None
     error_kind: str | None = None
 
@@ -226,17 +233,18 @@ def replay_all(rank: int, world: int, cases: list[Case]) -> dict[str, Replay]:
     for case in cases:
         with logged() as log:
             replays[case.name] = _replay(case, rank, log)
-            replays[case.name].calls = log.calls
+            replays[case.name].calls = [call for call in log.calls if call.phase != "report"]
     return replays
 
 
 def _replay(case: Case, rank: int, log) -> Replay:
     try:
         engine = _engine(case)
-        losses, norms = _SCRIPTS[case.script](case, engine, rank, log)
+        losses, norms, *scales = _SCRIPTS[case.script](case, engine, rank, log)
+        log.at("report")
     except zero_runtime.ZeroRuntimeError as error:
-        return Replay([], [], [], {}, 0, str(error), type(error).__name__)
-    return Replay([], losses, norms, _parameters(engine), _state_numel(engine))
+        return Replay([], [], [], {}, 0, None, str(error), type(error).__name__)
+    return Replay([], losses, norms, _parameters(engine), _state_numel(engine), scales[0] if scales else None)
 
 
 def _engine(case: Case):
@@ -261,7 +269,7 @@ def _engine(case: Case):
 
 def _train(case: Case, engine, rank: int, log):
     accumulation = case.config.get("gradient_accumulation_steps", 1)
-    losses, norms = [], []
+    losses, norms, scales = [], [], []
     for step in range(case.flags.get("steps", 3)):
         row = []
         for micro in range(accumulation):
@@ -275,7 +283,8 @@ def _train(case: Case, engine, rank: int, log):
         losses.append(row if accumulation > 1 else row[0])
         norm = engine.get_global_grad_norm()
         norms.append(None if norm is None else float(norm))
-    return losses, norms
+        scales.append(engine.loss_scale)
+    return losses, norms, scales
 
 
 def _train_without_sync(case: Case, engine, rank: int, log):
@@ -316,8 +325,7 @@ def _evaluate(case: Case, engine, rank: int, log):
 
 
 def _forward(case: Case, engine, rank: int, log, step: int, micro: int):
-    low_precision = case.config.get("bf16", {}).get("enabled")
-    batch = make_batch(case.model, step, micro, rank, torch.bfloat16 if low_precision else torch.float32)
+    batch = make_batch(case.model, step, micro, rank, _DTYPES[precision_of(case)])
     log.at("forward", step, micro)
     return engine(*batch)
 
@@ -332,6 +340,9 @@ _SCRIPTS = {
 
 
 def _parameters(engine) -> dict[str, list[float]]:
+    residency = residency_of(engine.module)
+    if residency is not None:
+        residency.gather(engine.module.parameters())
     found = {}
     for name, parameter in engine.module.named_parameters():
         values = parameter.detach().float()

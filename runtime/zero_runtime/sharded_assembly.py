@@ -1,0 +1,100 @@
+"""Puts together what stage 3 adds: residency of the parameters, gradients in slices, an optimizer over sub-groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.config import RuntimeConfig
+from zero_runtime.gradients import Leaf, ParameterGroup, Policy, ShardedGradients
+from zero_runtime.grouping import shard_groups
+from zero_runtime.leaves import get_z3_leaf_modules
+from zero_runtime.precision import Precision, communication_dtypes
+from zero_runtime.residency import Residency
+from zero_runtime.shard_reduction import ShardReduction
+from zero_runtime.sharded_parameters import ShardedParameters
+from zero_runtime.shards import shards_of
+
+
+class ShardedModel:
+    """A model whose parameters are sharded, with its gradients.
+
+    Args:
+        config: the configuration.
+        module: the model, on its device and in its dtype; alike on all ranks unless it is sharded already.
+        param_groups: those of the optimizer; without one, all parameters in one group.
+        kinds: the dtypes.
+        group: the data-parallel ranks.
+        at_boundary: whether the micro-batch at hand is the last of its step.
+
+    Attributes:
+        residency: gathers and releases the parameters; its hooks are not installed yet.
+        groups: the trainable parameters, in sub-groups.
+        gradients: reduces and accumulates their gradients.
+        parameters: this rank's slices of them.
+    """
+
+    def __init__(
+        self,
+        config: RuntimeConfig,
+        module: torch.nn.Module,
+        param_groups: Sequence[dict[str, Any]] | None,
+        kinds: Precision,
+        group: DataParallelGroup,
+        at_boundary: Callable[[], bool],
+    ) -> None:
+        sharding = config.zero.sharding
+        dtypes = communication_dtypes(module, kinds, config.precision.autocast_modules)
+        lower = {p: dtype for p, dtype in dtypes.items() if dtype is not p.dtype} if kinds.autocast else None
+        self.residency = Residency(module, group, sharding.residency, lower)
+        self.residency.shard()
+        self.groups = shard_groups(
+            module,
+            param_groups or [{"params": list(module.parameters())}],
+            sharding.sub_group_size,
+            group.world_size,
+        )
+        policy = Policy(
+            stage=config.zero.stage,
+            reduce=_reduction(config, self.groups),
+            scaling=config.scaling(group.world_size),
+            limit=config.zero.reduce_bucket_size,
+            contiguous=config.zero.contiguous_gradients,
+            balanced=False,
+            norm_dtype=torch.float64,
+        )
+        self.gradients = ShardedGradients(
+            self.groups, dtypes, policy, group, kinds.accumulation, at_boundary, _leaves(module, self.groups)
+        )
+        self.parameters = ShardedParameters(self.groups, self.residency)
+
+
+def _reduction(config: RuntimeConfig, groups: Sequence[ParameterGroup]) -> ShardReduction:
+    zero = config.zero
+    limit = -1
+    if zero.gradient_reduction == "all_reduce":
+        # What does not fit the contiguous buffer goes in a reduce_scatter, unless the config says all_reduce itself.
+        limit = 2**63 - 1 if zero.explicit_reduction else zero.reduce_bucket_size
+    return ShardReduction(_numbers(groups), limit, zero.reduce_scatter_impl)
+
+
+def _numbers(groups: Sequence[ParameterGroup]) -> Mapping[str, int]:
+    names = {p: name for each in groups for name, p in zip(each.names, each.parameters, strict=True)}
+    return {names[shard.parameter]: shard.number for shard in shards_of(names)}
+
+
+def _leaves(module: torch.nn.Module, groups: Sequence[ParameterGroup]) -> list[Leaf]:
+    """The leaf modules with their trainable parameters in the order of the groups; outer ones take the inner ones'."""
+    trained = [parameter for each in groups for parameter in each.parameters]
+    taken: set[torch.nn.Parameter] = set()
+    leaves = []
+    for leaf in get_z3_leaf_modules(module):
+        inside = set(leaf.parameters()) - taken
+        taken |= inside
+        parameters = tuple(parameter for parameter in trained if parameter in inside)
+        if parameters:
+            leaves.append(Leaf(leaf, parameters))
+    return leaves
