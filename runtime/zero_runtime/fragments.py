@@ -64,7 +64,7 @@ class Fragment(NamedTuple):
 
     Attributes:
         name, parameter, group, start, numel: as in :class:`Part`.
-        master: 1-D, of ``numel`` elements; a view of the master where that is contiguous.
+        master: the elements, 1-D; where they are a whole tensor that is not contiguous, that tensor itself.
         state: the optimizer's state tensors that have an element for each of the master's, cut alike.
         scalars: its state values that are one number, or none.
         whole: its state tensors of other shapes; only where the part is the whole parameter.
@@ -112,13 +112,11 @@ def fragments_of(optimizer: torch.optim.Optimizer, masters: Sequence[Master]) ->
     for master in masters:
         values = optimizer.state.get(master.tensor, {})
         elementwise, scalars, whole = _sorted_state(values, master)
-        flat = master.tensor.detach().reshape(-1)
-        flat_state = {name: value.detach().reshape(-1) for name, value in elementwise.items()}
         for part in master.parts:
             yield Fragment(
                 *part[:5],
-                master=flat.narrow(0, part.offset, part.numel),
-                state={name: value.narrow(0, part.offset, part.numel) for name, value in flat_state.items()},
+                master=_cut(master.tensor, part),
+                state={name: _cut(value, part) for name, value in elementwise.items()},
                 scalars=scalars,
                 whole=whole,
             )
@@ -174,6 +172,15 @@ def _load_state(
             values[state] = saved.to(tensor.device)
     if values:
         optimizer.state[tensor] = values
+    else:
+        optimizer.state.pop(tensor, None)
+
+
+def _cut(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+    tensor = tensor.detach()
+    if part.numel == tensor.numel() and not tensor.is_contiguous():
+        return tensor
+    return tensor.reshape(-1).narrow(0, part.offset, part.numel)
 
 
 class _Flat:

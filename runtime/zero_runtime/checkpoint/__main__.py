@@ -1,0 +1,59 @@
+"""``python -m zero_runtime.checkpoint DIR OUT [--tag T]``: one fp32 state dict out of a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from zero_runtime.checkpoint.consolidation import PICKLED, SAFETENSORS, open_checkpoint, write_state_dict
+from zero_runtime.errors import ZeroRuntimeError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; 0, or 2 where it could not be done."""
+    parser = argparse.ArgumentParser(
+        prog="python -m zero_runtime.checkpoint",
+        description="Write the whole model of a checkpoint into one file, in fp32.",
+    )
+    parser.add_argument(
+        "dir", type=Path, help="the directory that checkpoints were saved to, or one checkpoint"
+    )
+    parser.add_argument(
+        "out",
+        type=Path,
+        help="a .safetensors file; .bin, .pt and .pth write torch.save's format; a directory gets "
+        "model.safetensors",
+    )
+    parser.add_argument("--tag", help="which checkpoint; default: the one saved last")
+    parser.add_argument(
+        "--exclude-frozen", action="store_true", help="leave out parameters that were not trainable"
+    )
+    parser.add_argument("--force", action="store_true", help="replace OUT if it is there")
+    given = parser.parse_args(arguments)
+    out = given.out
+    if out.suffix not in (SAFETENSORS, *PICKLED):
+        out = out / f"model{SAFETENSORS}"
+    if out.exists() and not given.force:
+        return _fail(f"{out} is there already; pass --force to replace it")
+    try:
+        checkpoint = open_checkpoint(given.dir, given.tag)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_state_dict(checkpoint, out, given.exclude_frozen)
+    except (ZeroRuntimeError, OSError) as error:
+        return _fail(str(error))
+    manifest = checkpoint.manifest
+    numel = sum(math.prod(each.shape) for each in checkpoint.parameters.values())
+    print(f"{out}: {numel} elements of {manifest.tag}, step {manifest.counters.get('global_steps')}")
+    return 0
+
+
+def _fail(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

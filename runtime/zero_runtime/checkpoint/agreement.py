@@ -1,0 +1,110 @@
+"""How ranks that save or load together learn of each other's failures, so that none waits for one that gave up."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+import torch
+
+from commprof import hooks
+from zero_runtime.checkpoint.tensor_file import Written
+from zero_runtime.comm import DataParallelGroup, ReduceOp
+from zero_runtime.comm import barrier as all_ranks_barrier
+from zero_runtime.errors import CheckpointError
+
+CHECKPOINT: Final = hooks.tag("checkpoint")
+Result = TypeVar("Result")
+
+
+def attempt(function: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    """What ``function`` returns, and None; or None, and what it raised."""
+    try:
+        return function(), None
+    except Exception as error:
+        return None, error
+
+
+def barrier(group: DataParallelGroup) -> None:
+    """Wait for all ranks."""
+    with CHECKPOINT:
+        all_ranks_barrier(group.group)
+
+
+def agree(group: DataParallelGroup, error: Exception | None, doing: str) -> None:
+    """Go on if no rank has failed: one all_reduce MAX of one number.
+
+    Args:
+        group: the ranks.
+        error: what went wrong on this one.
+        doing: what all were doing, for the message.
+
+    Raises:
+        CheckpointError: on every rank, if one has failed; ``error`` itself on that one.
+    """
+    failed = torch.tensor([0 if error is None else group.rank + 1], dtype=torch.int64, device=group.device)
+    group.all_reduce(failed, ReduceOp.MAX, why=CHECKPOINT)
+    _raise(error, int(failed.item()) - 1, doing)
+
+
+def exchange(
+    group: DataParallelGroup, written: Written | None, error: Exception | None, doing: str
+) -> list[Written]:
+    """Tell all ranks what each has written: one all_gather of three numbers. Raises as :func:`agree` does."""
+    told = written or Written(0, 0)
+    mine = torch.tensor([error is not None, *told], dtype=torch.int64, device=group.device)
+    everybody = mine.new_empty(3 * group.world_size)
+    group.all_gather_single(everybody, mine, why=CHECKPOINT)
+    rows = everybody.view(-1, 3).tolist()
+    failed = [rank for rank, row in enumerate(rows) if row[0]]
+    _raise(error, failed[-1] if failed else -1, doing)
+    return [Written(*row[1:]) for row in rows]
+
+
+def same_everywhere(group: DataParallelGroup, number: int) -> bool:
+    """Whether all ranks have the same ``number``, of up to 62 bits: one all_reduce MAX of two."""
+    pair = torch.tensor([number, -number], dtype=torch.int64, device=group.device)
+    group.all_reduce(pair, ReduceOp.MAX, why=CHECKPOINT)
+    highest, lowest = pair.tolist()
+    return bool(highest == -lowest)
+
+
+def validate_tag(group: DataParallelGroup, tag: str, mode: str) -> None:
+    """See to it that all ranks save the same tag: all_reduce MAX and MIN of its hash of 20 bytes.
+
+    Args:
+        group: the ranks.
+        tag: this rank's.
+        mode: ``checkpoint.tag_validation``: Ignore sends nothing, Warn tells rank 0's stderr, Fail raises.
+
+    Raises:
+        CheckpointError: on every rank, where tags differ and ``mode`` is Fail.
+    """
+    if mode.lower() == "ignore":
+        return
+    digest = list(hashlib.sha1(tag.encode(), usedforsecurity=False).digest())
+    highest = torch.tensor(digest, dtype=torch.uint8, device=group.device)
+    lowest = highest.clone()
+    group.all_reduce(highest, ReduceOp.MAX, why=CHECKPOINT)
+    group.all_reduce(lowest, ReduceOp.MIN, why=CHECKPOINT)
+    if torch.equal(highest, lowest):
+        return
+    message = (
+        f"the ranks save different tags; rank {group.rank} has {tag!r}. A checkpoint needs one tag on all ranks: make it of "
+        "values that are the same everywhere, such as the number of steps"
+    )
+    if mode.lower() == "fail":
+        raise CheckpointError(message)
+    if group.rank == 0:
+        print(f"zero_runtime: {message}", file=sys.stderr, flush=True)
+
+
+def _raise(error: Exception | None, failed: int, doing: str) -> None:
+    if isinstance(error, CheckpointError):
+        raise error
+    if error is not None:
+        raise CheckpointError(f"{doing} failed: {type(error).__name__}: {error}") from error
+    if failed >= 0:
+        raise CheckpointError(f"{doing} failed on rank {failed}, whose own message says why")

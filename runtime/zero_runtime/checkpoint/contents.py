@@ -1,0 +1,129 @@
+"""What one rank puts into its file: tensors under keys that say what they are of, and scalars in the header.
+
+====================================  ============================================================================
+key                                   tensor
+====================================  ============================================================================
+``value/<start>/<name>``              elements from <start> of parameter <name>: of its fp32 master where it is trained
+``state.<state>/<start>/<name>``      the same elements of one tensor of the optimizer's state
+``whole.<state>/0/<name>``            a state tensor of another shape than the parameter, whole
+``buffer/<name>``                     a persistent buffer
+``random/<generator>``                the state of a random generator
+``json/<number>``                     a tensor inside client state, options or the state of a schedule
+====================================  ============================================================================
+
+Every element of every parameter is written by exactly one rank: by the one whose optimizer holds it, or, where all ranks
+hold all of it, by the one that has the least to write so far.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import torch
+
+from commprof import hooks
+from zero_runtime.checkpoint import random_state
+from zero_runtime.checkpoint.tensor_file import Entry, as_bytes, held
+from zero_runtime.checkpoint.training import Training, buffers, parameters, whole_shape
+from zero_runtime.checkpoint.values import Encoder
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.fragments import Fragment, NumberTensor
+from zero_runtime.shards import shard_of
+
+METADATA: Final = "zero_runtime"
+_CHECKPOINT: Final = hooks.tag("checkpoint")
+
+
+def entries(training: Training, excluded: Iterable[str]) -> tuple[list[Entry], dict[str, str]]:
+    """This rank's tensors, and the metadata of its file. ``excluded`` parameters are left out.
+
+    Raises:
+        CheckpointError: a state that cannot be kept.
+    """
+    rank = training.group.rank
+    writers = _writers(training)
+    found: list[Entry] = []
+    scalars: dict[str, list[str]] = {}
+    if training.optimizer is not None:
+        for fragment in training.optimizer.fragments():
+            if training.sharded or writers[fragment.name] == rank:
+                found += _fragment_entries(fragment)
+                scalars.setdefault(_scalars_text(fragment), []).append(fragment.name)
+    trained, left_out = training.trained, set(excluded)
+    for name, parameter in parameters(training).items():
+        if name not in trained and name not in left_out:
+            found += _parameter_entries(name, parameter, training.group.rank, writers[name])
+    found += [
+        held(f"random/{name}", state) for name, state in random_state.collect(training.group.device).items()
+    ]
+    told = [
+        {"parameters": names, "scalars": json.loads(text)} for text, names in scalars.items() if text != "{}"
+    ]
+    content = {"rank": rank, "world_size": training.group.world_size, "scalars": told}
+    return found, {METADATA: json.dumps(content)}
+
+
+def buffer_entries(module: torch.nn.Module, group: DataParallelGroup) -> list[Entry]:
+    """The buffers of rank 0, and of every rank whose own differ: one broadcast of 8 bytes, if there are any."""
+    named = buffers(module)
+    if not named:
+        return []
+    crc = 0
+    for buffer in named.values():
+        crc = zlib.crc32(as_bytes(buffer), crc)
+    agreed = torch.tensor([crc], dtype=torch.int64, device=group.device)
+    group.broadcast(agreed, 0, why=_CHECKPOINT)
+    if group.rank != 0 and int(agreed.item()) == crc:
+        return []
+    return [held(f"buffer/{name}", buffer) for name, buffer in named.items()]
+
+
+def _writers(training: Training) -> dict[str, int]:
+    """For each parameter the rank that writes it where all ranks hold all of it."""
+    loads = [0] * training.group.world_size
+    writers = {}
+    for name, parameter in parameters(training).items():
+        writers[name] = loads.index(min(loads))
+        loads[writers[name]] += torch.Size(whole_shape(parameter)).numel()
+    return writers
+
+
+def _fragment_entries(fragment: Fragment) -> list[Entry]:
+    if fragment.numel == 0:
+        return []
+    place = f"{fragment.start}/{fragment.name}"
+    shape = (fragment.numel,)
+    return [
+        held(f"value/{place}", fragment.master, shape),
+        *(held(f"state.{name}/{place}", tensor, shape) for name, tensor in fragment.state.items()),
+        *(held(f"whole.{name}/0/{fragment.name}", tensor) for name, tensor in fragment.whole.items()),
+    ]
+
+
+def _parameter_entries(name: str, parameter: torch.nn.Parameter, rank: int, writer: int) -> list[Entry]:
+    """A parameter that the optimizer has not: this rank's slice where it is sharded, else the whole from one rank."""
+    shard = shard_of(parameter)
+    if shard is None:
+        if rank != writer or parameter.numel() == 0:
+            return []
+        return [held(f"value/0/{name}", parameter, (parameter.numel(),))]
+    start = rank * shard.slice_numel
+    numel = min(shard.slice_numel, shard.numel - start)
+    return [held(f"value/{start}/{name}", shard.own.narrow(0, 0, numel))] if numel > 0 else []
+
+
+def _scalars_text(fragment: Fragment) -> str:
+    encoder = Encoder()
+    found: Mapping[str, Any] = {
+        name: {
+            "value": encoder.encode(f"state {name!r} of {fragment.name}", value.value),
+            "dtype": str(value.dtype).removeprefix("torch."),
+        }
+        if isinstance(value, NumberTensor)
+        else {"value": encoder.encode(f"state {name!r} of {fragment.name}", value)}
+        for name, value in fragment.scalars.items()
+    }
+    return json.dumps(found)

@@ -1,0 +1,285 @@
+"""Loading a checkpoint into an engine of any world size, stage and layout.
+
+First everything that can be wrong is looked at, on all ranks; then the engine is changed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from zero_runtime.checkpoint import agreement, random_state
+from zero_runtime.checkpoint.manifest import read_latest
+from zero_runtime.checkpoint.reader import Checkpoint
+from zero_runtime.checkpoint.training import Training, buffers, extra_states, parameters, whole_shape
+from zero_runtime.errors import CheckpointError
+from zero_runtime.fragments import IMPLEMENTATION
+from zero_runtime.residency import residency_of
+from zero_runtime.shards import shard_of
+
+# Optimizers whose states mean the same.
+_ALIKE: Final = (frozenset({"Adam", "AdamW"}),)
+
+
+class Wanted(NamedTuple):
+    """What is loaded; the arguments of ``engine.load_checkpoint``.
+
+    Attributes:
+        strict: whether the model must have exactly the parameters and buffers that were saved.
+        optimizer_states: the optimizer's state, the options of its param groups, the loss scale and the random states.
+        scheduler_states: the schedule's.
+        module_only: parameters and buffers, and nothing else.
+        from_fp32: fill fp32 masters with what was kept in fp32, not with the model's dtype.
+        custom: called with ``src``, the state dict, and ``dst``, the model, instead of loading parameters and buffers.
+    """
+
+    strict: bool = True
+    optimizer_states: bool = True
+    scheduler_states: bool = True
+    module_only: bool = False
+    from_fp32: bool = True
+    custom: Callable[..., Any] | None = None
+
+
+class Loaded(NamedTuple):
+    """What has been loaded: the directory, the client state, and the counters (None with ``module_only``)."""
+
+    directory: Path
+    client_state: dict[str, Any]
+    counters: dict[str, int] | None
+
+
+def load(training: Training, load_dir: Path, tag: str | None, wanted: Wanted) -> Loaded | None:
+    """Load a checkpoint into ``training``. All ranks must call it.
+
+    Args:
+        training: what is loaded into.
+        load_dir: where checkpoints are.
+        tag: which one; None for the one saved last.
+        wanted: what of it.
+
+    Returns:
+        None where ``tag`` is None and nothing has been saved there.
+
+    Raises:
+        CheckpointError: on every rank, if one of them cannot; the engine is as it was, except after a failure to
+            read what was there a moment before.
+    """
+    group = training.group
+    doing = f"loading {load_dir if tag is None else load_dir / tag}"
+    found, error = agreement.attempt(lambda: _open(training, load_dir, tag, wanted))
+    agreement.agree(group, error, doing)
+    if not agreement.same_everywhere(group, 0 if found is None else _identity(found)):
+        raise CheckpointError(
+            f"{doing} failed: the ranks find different checkpoints there (rank {group.rank}: "
+            f"{'none' if found is None else found.directory}); load one that all of them see, and name its tag"
+        )
+    if found is None:
+        return None
+    residency = residency_of(training.module)
+    if residency is not None:
+        residency.release_all()
+    loaded, error = agreement.attempt(lambda: _restore(training, found, wanted))
+    agreement.agree(group, error, doing)
+    if residency is not None:
+        residency.parameters_changed()
+    return loaded
+
+
+def _open(training: Training, load_dir: Path, tag: str | None, wanted: Wanted) -> Checkpoint | None:
+    """The checkpoint, once it fits ``training`` and this rank's share of its files has the right checksums."""
+    if tag is None:
+        tag = read_latest(load_dir)
+        if tag is None:
+            if training.group.rank == 0:
+                print(
+                    f"zero_runtime: {load_dir / 'latest'} does not exist, so nothing was loaded; name a tag to load one",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            return None
+    checkpoint = Checkpoint(load_dir / tag, round_masters=not wanted.from_fp32)
+    _check_fits(training, checkpoint, wanted)
+    files = len(checkpoint.manifest.files)
+    checkpoint.verify(range(training.group.rank, files, training.group.world_size))
+    return checkpoint
+
+
+def _identity(checkpoint: Checkpoint) -> int:
+    """A number that tells checkpoints apart."""
+    crc = 1
+    for each in checkpoint.manifest.files:
+        crc = (crc * 31 + each.crc32) % (1 << 61)
+    return crc + 1
+
+
+def _check_fits(training: Training, checkpoint: Checkpoint, wanted: Wanted) -> None:
+    model = parameters(training)
+    where = checkpoint.directory
+    if wanted.custom is None:
+        for name, parameter in model.items():
+            if checkpoint.has(name):
+                kept = checkpoint.parameters[checkpoint.name_of(name)].shape
+                if kept != whole_shape(parameter):
+                    raise CheckpointError(
+                        f"parameter {name!r} has shape {whole_shape(parameter)} in the model and {kept} in {where}; load it "
+                        "into the model that was saved, or with custom_load_fn"
+                    )
+        if wanted.strict:
+            _check_names(training, checkpoint)
+    saved_by = checkpoint.manifest.optimizer
+    if training.optimizer is None or wanted.module_only or not wanted.optimizer_states or saved_by is None:
+        return
+    kind = type(training.optimizer.optimizer).__name__
+    if kind != saved_by and not any({kind, saved_by} <= alike for alike in _ALIKE):
+        raise CheckpointError(
+            f"{where} holds the optimizer state of {saved_by}, and the engine has {kind}; use the same optimizer, or "
+            "pass load_optimizer_states=False"
+        )
+
+
+def _check_names(training: Training, checkpoint: Checkpoint) -> None:
+    manifest = checkpoint.manifest
+    kept = {*checkpoint.parameters, *manifest.buffers, *manifest.aliases}
+    aliased = {checkpoint.name_of(name) for name in manifest.aliases}
+    wanted = {*parameters(training), *buffers(training.module)}
+    missing = sorted(wanted - kept - set(manifest.excluded))
+    found = {checkpoint.name_of(name) for name in wanted}
+    unexpected = sorted(
+        name for name in {*checkpoint.parameters, *manifest.buffers} - aliased if name not in found
+    )
+    unexpected += sorted(name for name in aliased if name not in found)
+    if missing or unexpected:
+        parts = [
+            f"{what} {', '.join(map(repr, names[:5]))}{' and others' if len(names) > 5 else ''}"
+            for what, names in (("it lacks", missing), ("the model lacks", unexpected))
+            if names
+        ]
+        raise CheckpointError(
+            f"{checkpoint.directory} is of another model: {'; '.join(parts)}; pass load_module_strict=False to load what "
+            "both have"
+        )
+
+
+@torch.no_grad()
+def _restore(training: Training, checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
+    manifest = checkpoint.manifest
+    if wanted.custom is None:
+        _restore_module(training, checkpoint)
+    else:
+        _restore_by(wanted.custom, training, checkpoint)
+    optimizer = training.optimizer
+    states = wanted.optimizer_states and not wanted.module_only
+    if optimizer is not None and wanted.custom is None:
+        optimizer.load_fragments(checkpoint, states and manifest.optimizer is not None)
+    if states:
+        if optimizer is not None and manifest.optimizer is not None:
+            _restore_options(training, checkpoint)
+        scale = checkpoint.decode(manifest.loss_scale)
+        if scale is not None and hasattr(training.loss_scale, "load_state_dict"):
+            training.loss_scale.load_state_dict(scale)
+        if len(manifest.files) == training.group.world_size:
+            random_state.restore(checkpoint.random_states(training.group.rank), training.group.device)
+    if wanted.scheduler_states and not wanted.module_only and training.scheduler is not None:
+        state = checkpoint.decode(manifest.lr_scheduler)
+        if state is not None:
+            training.scheduler.load_state_dict(state)
+    client_state = checkpoint.decode(manifest.client_state)
+    return Loaded(checkpoint.directory, client_state, None if wanted.module_only else dict(manifest.counters))
+
+
+def _restore_module(training: Training, checkpoint: Checkpoint) -> None:
+    """Fill parameters, this rank's slices of sharded ones, and buffers."""
+    optimizer = training.optimizer
+    masters = set() if optimizer is None else {id(each.tensor) for each in optimizer.held()}
+    for name, parameter in parameters(training).items():
+        if not checkpoint.has(name) or id(parameter) in masters:
+            continue
+        shard = shard_of(parameter)
+        if shard is not None:
+            start = training.group.rank * shard.slice_numel
+            numel = max(0, min(shard.slice_numel, shard.numel - start))
+            checkpoint.read_value(name, start, shard.own.narrow(0, 0, numel))
+        elif parameter.is_contiguous():
+            checkpoint.read_value(name, 0, parameter.detach().view(-1))
+        else:
+            whole = torch.empty(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
+            checkpoint.read_value(name, 0, whole)
+            parameter.copy_(whole.view(parameter.shape))
+    rank = training.group.rank if len(checkpoint.manifest.files) == training.group.world_size else 0
+    kept = {*checkpoint.manifest.buffers, *checkpoint.manifest.aliases}
+    for name, buffer in buffers(training.module).items():
+        if name in kept:
+            saved = checkpoint.buffer(name, rank)
+            if saved.shape != buffer.shape:
+                raise CheckpointError(
+                    f"buffer {name!r} has shape {tuple(buffer.shape)} in the model and {tuple(saved.shape)} in "
+                    f"{checkpoint.directory}; load it into the model that was saved"
+                )
+            buffer.copy_(saved)
+    extra = checkpoint.decode(checkpoint.manifest.extra_state)
+    for name, child in extra_states(training.module):
+        if name in extra:
+            child.set_extra_state(extra[name])
+
+
+def _restore_by(custom: Callable[..., Any], training: Training, checkpoint: Checkpoint) -> None:
+    """Let the client's function load a whole state dict in the model's dtypes, then take masters from the model."""
+    from zero_runtime.checkpoint.consolidation import state_dict
+
+    if any(shard_of(parameter) is not None for parameter in training.module.parameters()):
+        raise CheckpointError(
+            "custom_load_fn needs whole parameters, and stage 3 shards them; load without it, or at another stage"
+        )
+    custom(src=state_dict(checkpoint, fp32=False), dst=training.module)
+    if training.optimizer is not None:
+        training.optimizer.load_fragments(_Whole(parameters(training)), states=False)
+
+
+class _Whole:
+    """The parameters of the model itself, as a source of masters."""
+
+    def __init__(self, named: Mapping[str, torch.nn.Parameter]) -> None:
+        self._named = named
+
+    def has(self, name: str) -> bool:
+        return name in self._named
+
+    def read_master(self, name: str, start: int, target: torch.Tensor) -> None:
+        target.copy_(self._named[name].detach().reshape(-1).narrow(0, start, target.numel()))
+
+
+def _restore_options(training: Training, checkpoint: Checkpoint) -> None:
+    """Give each param group the options that its parameters were saved with; where they differ, it keeps its own."""
+    saved = checkpoint.decode(checkpoint.manifest.param_groups)
+    members: dict[int, set[int]] = {}
+    for name, (_, number) in training.trained.items():
+        if checkpoint.has(name):
+            before = checkpoint.parameters[checkpoint.name_of(name)].group
+            if before is not None:
+                members.setdefault(number, set()).add(before)
+    for number, befores in members.items():
+        first, *others = [saved[before] for before in sorted(befores)]
+        group = training.optimizer.param_groups[number]
+        for option, value in first.items():
+            alike = all(option in other and _same(other[option], value) for other in others)
+            if option not in IMPLEMENTATION and alike:
+                _put(group, option, value)
+
+
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
+        return torch.equal(torch.as_tensor(first), torch.as_tensor(second))
+    return bool(first == second)
+
+
+def _put(group: dict[str, Any], option: str, value: Any) -> None:
+    current = group.get(option)
+    if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor | float | int):
+        current.fill_(float(value))
+    else:
+        group[option] = value

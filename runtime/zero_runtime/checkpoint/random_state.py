@@ -1,0 +1,75 @@
+"""The states of the random generators of one process: Python's, NumPy's where it is loaded, torch's on CPU and CUDA."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from zero_runtime.errors import CheckpointError
+
+
+def collect(device: torch.device) -> dict[str, torch.Tensor]:
+    """The states as tensors, by name. What is not one array of numbers is appended to it as numbers."""
+    version, words, following = random.getstate()
+    states = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor([version, *words], dtype=torch.int64),
+    }
+    if following is not None:
+        states["python_gauss"] = torch.tensor([following], dtype=torch.float64)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, array, position, has_gauss, gauss = numpy.random.get_state()
+        if kind == "MT19937":
+            numbers = [*map(int, array), position, has_gauss]
+            states["numpy"] = torch.tensor(numbers, dtype=torch.int64)
+            states["numpy_gauss"] = torch.tensor([gauss], dtype=torch.float64)
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Put the generators into ``states``. A generator that has no state there keeps its own.
+
+    Raises:
+        CheckpointError: the states are not ones that :func:`collect` makes.
+    """
+    try:
+        for name, put in _restorers(states, device).items():
+            if name in states:
+                put(states[name])
+    except (ValueError, TypeError, IndexError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the random states in the checkpoint cannot be used: {error}; it was changed after it was written"
+        ) from None
+
+
+def _restorers(
+    states: Mapping[str, torch.Tensor], device: torch.device
+) -> dict[str, Callable[[torch.Tensor], Any]]:
+    def python(state: torch.Tensor) -> None:
+        version, *words = state.tolist()
+        following = states["python_gauss"].item() if "python_gauss" in states else None
+        random.setstate((version, tuple(words), following))
+
+    def numpy(state: torch.Tensor) -> None:
+        module = sys.modules.get("numpy")
+        if module is not None:
+            *words, position, has_gauss = state.tolist()
+            array = module.array(words, dtype=module.uint32)
+            gauss = states["numpy_gauss"].item()
+            module.random.set_state(("MT19937", array, position, has_gauss, gauss))
+
+    restorers: dict[str, Callable[[torch.Tensor], Any]] = {
+        "torch": torch.set_rng_state,
+        "python": python,
+        "numpy": numpy,
+    }
+    if device.type == "cuda":
+        restorers["cuda"] = lambda state: torch.cuda.set_rng_state(state, device)
+    return restorers

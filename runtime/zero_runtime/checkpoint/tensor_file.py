@@ -1,0 +1,192 @@
+"""Writing a safetensors file tensor by tensor.
+
+The format is 8 bytes (length of the header, little-endian), a JSON header that says dtype, shape and place of each tensor,
+and their bytes end to end. The safetensors package reads these files here; it writes only what is all in memory at once
+and on the CPU, and neither syncs nor sums up what it wrote, so writing is done here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from zero_runtime.errors import CheckpointError
+
+NAMES: Final = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+DTYPES: Final = {name: dtype for dtype, name in NAMES.items()}
+_CHUNK: Final = 1 << 24  # bytes handed to the kernel at once
+
+
+class Entry(NamedTuple):
+    """A tensor to be written.
+
+    Attributes:
+        key: its name in the file.
+        dtype: of its elements.
+        shape: of the tensor.
+        produce: makes it, on any device; called once, when its turn has come.
+    """
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    produce: Callable[[], torch.Tensor]
+
+
+class Written(NamedTuple):
+    """What is known of a file that has been written: its length in bytes, and the CRC-32 of them."""
+
+    num_bytes: int
+    crc32: int
+
+
+def held(key: str, tensor: torch.Tensor, shape: Sequence[int] | None = None) -> Entry:
+    """The entry of a tensor that is there, in ``shape`` where that is given."""
+    found = tuple(tensor.shape) if shape is None else tuple(shape)
+    return Entry(key, tensor.dtype, found, lambda: tensor)
+
+
+def write(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> Written:
+    """Write ``entries`` to a new file at ``path``, one tensor in memory at a time, and sync it to the disk.
+
+    Raises:
+        CheckpointError: the disk is full, or the file cannot be written; it is removed then. Also for a dtype that
+            the format has not.
+    """
+    with removed_on_failure(path), path.open("wb") as file:
+        crc = 0
+        for chunk in _chunks(_in_file_order(entries), metadata):
+            file.write(chunk)
+            crc = zlib.crc32(chunk, crc)
+        file.flush()
+        os.fsync(file.fileno())
+        return Written(file.tell(), crc)
+
+
+@contextmanager
+def removed_on_failure(path: Path) -> Iterator[None]:
+    """Inside, the file at ``path`` is being written; where that fails, it is removed, and CheckpointError says why."""
+    try:
+        yield
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise CheckpointError(could_not(path, error)) from None
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def could_not(path: Path, error: OSError) -> str:
+    """The message for a file that cannot be written."""
+    return (
+        f"{path} could not be written: {error.strerror or error}; make room or choose another directory. What was there "
+        "before is as it was"
+    )
+
+
+def data(entry: Entry) -> memoryview:
+    """The bytes of the tensor of ``entry``, on the CPU."""
+    tensor = entry.produce()
+    if tensor.dtype != entry.dtype or tensor.numel() != math.prod(entry.shape):
+        raise CheckpointError(
+            f"{entry.key} was announced as {entry.shape} of {entry.dtype}, and is {tuple(tensor.shape)} of {tensor.dtype}"
+        )
+    return as_bytes(tensor)
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor: those that it has, where it is contiguous and on the CPU."""
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    array: Any = flat.view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """The header of a file of ``entries``, and by key the place of each tensor in the file, in bytes."""
+    told: dict[str, object] = {"__metadata__": dict(metadata)}
+    starts = {}
+    position = 0
+    for entry in _in_file_order(entries):
+        if entry.dtype not in NAMES:
+            raise CheckpointError(
+                f"{entry.key} is of {entry.dtype}, which a safetensors file cannot hold; convert it"
+            )
+        end = position + math.prod(entry.shape) * entry.dtype.itemsize
+        told[entry.key] = {
+            "dtype": NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [position, end],
+        }
+        starts[entry.key] = position
+        position = end
+    text = json.dumps(told, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    begin = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {key: begin + start for key, start in starts.items()}
+
+
+def _in_file_order(entries: Sequence[Entry]) -> list[Entry]:
+    # Wide elements first, so that every tensor begins at a multiple of its element size.
+    return sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.key))
+
+
+def _chunks(entries: Sequence[Entry], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+    yield header(entries, metadata)[0]
+    for entry in entries:
+        content = data(entry)
+        for begin in range(0, len(content), _CHUNK):
+            yield content[begin : begin + _CHUNK]
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in ``path`` last, as far as the file system can."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        pass  # some file systems know no sync of directories
+    finally:
+        os.close(descriptor)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Give the file at ``path`` the content ``text``, all at once: readers see the old one or the new one.
+
+    Raises:
+        CheckpointError: it cannot be written; the old one is as it was.
+    """
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with fresh.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+        sync_directory(path.parent)
+    except OSError as error:
+        fresh.unlink(missing_ok=True)
+        raise CheckpointError(could_not(path, error)) from None

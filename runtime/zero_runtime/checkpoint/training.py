@@ -1,0 +1,104 @@
+"""What a checkpoint is made from and loaded into: the parts of an engine, and the names of what its model has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from zero_runtime.checkpoint.manifest import ParameterFacts
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.shards import shard_of
+
+
+class Training(NamedTuple):
+    """The parts of an engine that a checkpoint keeps.
+
+    Attributes:
+        module: the model.
+        optimizer: its optimizer (``held``, ``trained``, ``fragments``, ``load_fragments``); None without one.
+        scheduler: the learning-rate schedule, or None.
+        loss_scale: the scale of the loss, or None.
+        group: the data-parallel ranks.
+        stage: the ZeRO stage.
+        sharded: whether each rank's optimizer holds another part of the parameters.
+        counters: as in the manifest.
+    """
+
+    module: torch.nn.Module
+    optimizer: Any
+    scheduler: Any
+    loss_scale: Any
+    group: DataParallelGroup
+    stage: int
+    sharded: bool
+    counters: Mapping[str, int]
+
+    @property
+    def trained(self) -> dict[str, tuple[torch.nn.Parameter, int]]:
+        """The parameters that the optimizer updates, on all ranks together, with their param groups."""
+        return {} if self.optimizer is None else self.optimizer.trained()
+
+
+def parameters(training: Training) -> dict[str, torch.nn.Parameter]:
+    """All parameters by name: those of the model, and those that only the optimizer has."""
+    named = dict(training.module.named_parameters())
+    known = set(named.values())
+    others = {name: each for name, (each, _) in training.trained.items() if each not in known}
+    return {**named, **others}
+
+
+def whole_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
+    """The shape of the whole parameter, gathered or not."""
+    shard = shard_of(parameter)
+    return tuple(parameter.shape if shard is None else shard.shape)
+
+
+def facts(training: Training) -> dict[str, ParameterFacts]:
+    """What the manifest says of each parameter."""
+    trained = training.trained
+    return {
+        name: ParameterFacts(
+            whole_shape(parameter),
+            str(parameter.dtype).removeprefix("torch."),
+            trained[name][1] if name in trained else None,
+            parameter.requires_grad,
+        )
+        for name, parameter in parameters(training).items()
+    }
+
+
+def buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The persistent buffers, each under its first name."""
+    found: dict[torch.Tensor, str] = {}
+    for name, buffer in _persistent_buffers(module):
+        found.setdefault(buffer, name)
+    return {name: buffer for buffer, name in found.items()}
+
+
+def aliases(module: torch.nn.Module) -> dict[str, str]:
+    """Further names of tied parameters and shared buffers, and their first names."""
+    first: dict[torch.Tensor, str] = {}
+    further = {}
+    everything = [*module.named_parameters(remove_duplicate=False), *_persistent_buffers(module)]
+    for name, tensor in everything:
+        if tensor in first:
+            further[name] = first[tensor]
+        else:
+            first[tensor] = name
+    return further
+
+
+def extra_states(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The modules that keep state besides parameters and buffers (``get_extra_state``), by name."""
+    for name, child in module.named_modules():
+        if type(child).get_extra_state is not torch.nn.Module.get_extra_state:
+            yield name, child
+
+
+def _persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        for name, buffer in child._buffers.items():
+            if buffer is not None and name not in child._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer

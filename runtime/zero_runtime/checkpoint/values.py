@@ -1,0 +1,124 @@
+"""Values that a checkpoint keeps as JSON: client state, options of param groups, the state of schedules.
+
+What JSON has not is written as an object of one key that begins with ``$``::
+
+    (1, 2)                    {"$tuple": [1, 2]}
+    {0: "a"}                  {"$pairs": [[0, "a"]]}       a dict with keys other than strings, or one that begins with $
+    Counter({30: 1})          {"$counter": [[30, 1]]}
+    tensor                    {"$tensor": "json/7"}        the key of the tensor in the file of rank 0
+    inf, nan                  {"$float": "inf"}
+    torch.float32             {"$dtype": "float32"}
+
+Anything else is refused, because it could be kept as pickle only, and reading pickle runs whatever code is in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from zero_runtime.errors import CheckpointError
+
+
+class Encoder:
+    """Turns values into JSON, and collects the tensors in them.
+
+    Attributes:
+        tensors: by the key under which each is to be written.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def encode(self, where: str, value: Any) -> Any:
+        """``value`` as JSON.
+
+        Args:
+            where: what it is, for messages: ``client_state``, and keys in brackets on the way down.
+            value: None, booleans, numbers, strings, tensors, and lists, tuples and dicts of them.
+
+        Raises:
+            CheckpointError: anything else, naming its place.
+        """
+        if value is None or isinstance(value, bool | str):
+            return value if not isinstance(value, str) else str(value)
+        if isinstance(value, int):
+            return int(value)
+        if isinstance(value, float):
+            return float(value) if math.isfinite(value) else {"$float": str(float(value))}
+        if isinstance(value, torch.Tensor):
+            return {"$tensor": self._keep(where, value)}
+        if isinstance(value, torch.dtype):
+            return {"$dtype": str(value).removeprefix("torch.")}
+        if isinstance(value, list | tuple):
+            items = [self.encode(f"{where}[{index}]", each) for index, each in enumerate(value)]
+            return {"$tuple": items} if isinstance(value, tuple) else items
+        if isinstance(value, Mapping):
+            return self._mapping(where, value)
+        raise CheckpointError(
+            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint does not keep: expected "
+            "None, booleans, numbers, strings, tensors, and lists, tuples and dicts of them. Convert it, or save it yourself"
+        )
+
+    def _mapping(self, where: str, value: Mapping[Any, Any]) -> Any:
+        plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
+        if plain and not isinstance(value, Counter):
+            return {str(key): self.encode(f"{where}[{key!r}]", each) for key, each in value.items()}
+        pairs = []
+        for key, each in value.items():
+            if not isinstance(key, str | int | float | bool | tuple | None):
+                raise CheckpointError(
+                    f"{where} has the key {key!r} of type {type(key).__qualname__}, which a checkpoint does not keep; "
+                    "use strings or numbers"
+                )
+            pairs.append(
+                [self.encode(f"key {key!r} of {where}", key), self.encode(f"{where}[{key!r}]", each)]
+            )
+        return {"$counter" if isinstance(value, Counter) else "$pairs": pairs}
+
+    def _keep(self, where: str, tensor: torch.Tensor) -> str:
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            raise CheckpointError(
+                f"{where} is a tensor of layout {tensor.layout}, which a checkpoint does not keep; "
+                "convert it with to_dense()"
+            )
+        key = f"json/{len(self.tensors)}"
+        self.tensors[key] = tensor.detach()
+        return key
+
+
+def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+    """The value that :meth:`Encoder.encode` was given; ``tensor`` reads one by its key.
+
+    Raises:
+        CheckpointError: JSON that no value is written as.
+    """
+    if isinstance(value, list):
+        return [decode(each, tensor) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) != 1 or not next(iter(value)).startswith("$"):
+        return {key: decode(each, tensor) for key, each in value.items()}
+    (kind, content), *_ = value.items()
+    try:
+        if kind == "$tuple":
+            return tuple(decode(each, tensor) for each in content)
+        if kind in ("$pairs", "$counter"):
+            pairs = {decode(key, tensor): decode(each, tensor) for key, each in content}
+            return Counter(pairs) if kind == "$counter" else pairs
+        if kind == "$tensor":
+            return tensor(content)
+        if kind == "$float":
+            return float(content)
+        if kind == "$dtype" and isinstance(dtype := getattr(torch, content, None), torch.dtype):
+            return dtype
+    except (TypeError, ValueError):
+        pass
+    raise CheckpointError(
+        f"a value of the checkpoint is written as {kind}: {content!r}, which means nothing to this version; it was "
+        "written by a newer one, or changed"
+    )

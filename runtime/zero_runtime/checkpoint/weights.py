@@ -1,0 +1,149 @@
+"""``save_16bit_model``: the model's weights in its own dtypes, in one file that rank 0 writes.
+
+A name ending in ``.safetensors`` gets that format, written as the parameters come: at stage 3, layer by layer. Any other
+gets torch.save's, for which rank 0 collects the model on the CPU first, as DeepSpeed does.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero_runtime.checkpoint import agreement
+from zero_runtime.checkpoint.tensor_file import Entry, data, header, removed_on_failure, sync_directory
+from zero_runtime.checkpoint.training import Training, aliases, buffers, whole_shape
+from zero_runtime.shards import shard_of
+from zero_runtime.zero import GatheredParameters
+
+
+def save_weights(training: Training, path: Path, exclude_frozen: bool = False) -> None:
+    """Write the model's weights to ``path``. All ranks must call it.
+
+    Raises:
+        CheckpointError: on every rank, if rank 0 cannot write it; what was there before is as it was.
+    """
+    doing = f"saving {path}"
+    writing = training.group.rank == 0
+    names = _names(training.module, exclude_frozen)
+    sink: Any = None
+    error: Exception | None = None
+    if writing:
+        sink, error = agreement.attempt(lambda: _sink(path, training.module, names))
+    for parameters in _layers(training.module):
+        # Ranks gather together, so that one which cannot write still takes part.
+        with _gathered(parameters):
+            if sink is not None and error is None:
+                _, error = agreement.attempt(lambda found=parameters: _put(sink, names, found))  # type: ignore[misc]
+    if sink is not None:
+        found = buffers(training.module)
+        if error is None:
+            _, error = agreement.attempt(lambda: _put(sink, names, list(found.values())))
+        _, closing = agreement.attempt(lambda: sink.close(error is None))
+        error = error or closing
+    agreement.agree(training.group, error, doing)
+
+
+def _names(module: torch.nn.Module, exclude_frozen: bool) -> dict[torch.Tensor, list[str]]:
+    """All names of each parameter and persistent buffer, in the order of the model."""
+    first = {**dict(module.named_parameters()), **buffers(module)}
+    names = {
+        tensor: [name]
+        for name, tensor in first.items()
+        if not (exclude_frozen and isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad)
+    }
+    for alias, name in aliases(module).items():
+        if first[name] in names:
+            names[first[name]].append(alias)
+    return names
+
+
+def _layers(module: torch.nn.Module) -> Iterator[list[torch.nn.Parameter]]:
+    for child in module.modules():
+        own = list(child.parameters(recurse=False))
+        if own:
+            yield own
+
+
+def _gathered(parameters: list[torch.nn.Parameter]) -> Any:
+    return GatheredParameters(parameters, modifier_rank=0, enabled=shard_of(parameters[0]) is not None)
+
+
+def _put(sink: Any, names: dict[torch.Tensor, list[str]], tensors: list[torch.Tensor]) -> None:
+    for tensor in tensors:
+        for name in names.get(tensor, ()):
+            sink.put(name, tensor.detach())
+
+
+def _sink(path: Path, module: torch.nn.Module, names: dict[torch.Tensor, list[str]]) -> Any:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.writing")
+    if path.suffix != ".safetensors":
+        return _Collected(path, fresh)
+    entries = []
+    for tensor, all_names in names.items():
+        shape = whole_shape(tensor) if isinstance(tensor, torch.nn.Parameter) else tuple(tensor.shape)
+        entries += [Entry(name, tensor.dtype, shape, _never) for name in all_names]
+    return _Streamed(path, fresh, entries)
+
+
+def _never() -> torch.Tensor:
+    raise AssertionError("the tensor is handed over when it has been gathered")
+
+
+class _Streamed:
+    """A safetensors file into which tensors are put in any order."""
+
+    def __init__(self, path: Path, fresh: Path, entries: list[Entry]) -> None:
+        self._path, self._fresh = path, fresh
+        self._entries = {entry.key: entry for entry in entries}
+        text, self._starts = header(entries, {"format": "pt"})
+        with removed_on_failure(fresh):
+            self._file = fresh.open("wb")
+            self._file.write(text)
+            self._file.truncate(
+                len(text) + sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries)
+            )
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        entry = self._entries[name]._replace(produce=lambda: tensor)
+        with removed_on_failure(self._fresh):
+            self._file.seek(self._starts[name])
+            self._file.write(data(entry))
+
+    def close(self, complete: bool) -> None:
+        with removed_on_failure(self._fresh), self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        _finish(self._path, self._fresh, complete)
+
+
+class _Collected:
+    """A file of torch.save's, made of all tensors at once."""
+
+    def __init__(self, path: Path, fresh: Path) -> None:
+        self._path, self._fresh = path, fresh
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        self._tensors[name] = tensor.cpu().clone()
+
+    def close(self, complete: bool) -> None:
+        if complete:
+            with removed_on_failure(self._fresh), self._fresh.open("wb") as file:
+                torch.save(self._tensors, file)
+                file.flush()
+                os.fsync(file.fileno())
+        _finish(self._path, self._fresh, complete)
+
+
+def _finish(path: Path, fresh: Path, complete: bool) -> None:
+    if not complete:
+        fresh.unlink(missing_ok=True)
+        return
+    fresh.replace(path)
+    sync_directory(path.parent)
