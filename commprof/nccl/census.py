@@ -30,10 +30,14 @@ class Example(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """How many lines of a block are of one kind, and the first of them whose messages differ."""
+    """How many lines of a block are of one kind, and the first of them whose messages differ.
+
+    ``forms`` are keys of :data:`commprof.nccl.versions.FORMS`: what these lines tell about the version of NCCL.
+    """
 
     lines: int
     examples: tuple[Example, ...]
+    forms: frozenset[str] = frozenset()
 
 
 class Place(NamedTuple):
@@ -79,6 +83,13 @@ class _Tallies:
     def __init__(self) -> None:
         self.lines: Counter[str] = Counter()
         self._examples: dict[str, list[Example]] = {}
+        self._forms: dict[str, set[str]] = {}
+
+    def note(self, kind: str, message: bytes | None) -> None:
+        """Remember what a message of this kind tells about the version."""
+        form = None if message is None else line_kinds.form_of_message(message)
+        if form is not None:
+            self._forms.setdefault(kind, set()).add(form)
 
     def add(self, kind: str, lines: int, examples: Sequence[Example]) -> None:
         self.lines[kind] += lines
@@ -97,7 +108,10 @@ class _Tallies:
         return len(self._examples.get(kind, ())) < MOST_EXAMPLES
 
     def tallies(self) -> dict[str, Tally]:
-        return {kind: Tally(count, tuple(self._examples[kind])) for kind, count in self.lines.items()}
+        return {
+            kind: Tally(count, tuple(self._examples[kind]), frozenset(self._forms.get(kind, ())))
+            for kind, count in self.lines.items()
+        }
 
 
 def tally_block(
@@ -140,10 +154,12 @@ def tally_block(
         wanted = tallies.lacks(kind)
         first = [example(int(silence.lines[index]), body[:_SHOWN_BYTES])] if wanted else []
         tallies.add(kind, count, first)
+        tallies.note(kind, body)
     for line in silence.others.tolist():
         kind, message = line_kinds.kind_of_line(text(line))
         shown = headless(line) if message is None else example(line, message[:_SHOWN_BYTES])
         tallies.add(kind, 1, [shown])
+        tallies.note(kind, message)
     for kind, lines in _headless(data, begins, ends, returns, silence.headless):
         if len(lines):
             tallies.add(kind, len(lines), [headless(line) for line in lines[:MOST_EXAMPLES].tolist()])
@@ -175,10 +191,11 @@ def _headless(
 
 
 class Census:
-    """Adds up the tallies of blocks, in any number of files."""
+    """Adds up the tallies of blocks, in any number of files; ``forms`` tells, by file, of the version."""
 
     def __init__(self) -> None:
         self._by_file: dict[int, _Tallies] = {}
+        self.forms: dict[int, set[str]] = {}
 
     def add(self, tallies: Mapping[str, Tally], file: int, lines_before: int) -> None:
         """Add a block of ``file`` in front of which that file has ``lines_before`` lines."""
@@ -186,6 +203,7 @@ class Census:
         for kind, tally in tallies.items():
             moved = [example._replace(line=example.line + lines_before + 1) for example in tally.examples]
             known.add(kind, tally.lines, moved)
+            self.forms.setdefault(file, set()).update(tally.forms)
 
     def add_line(self, raw: bytes, messages: Sequence[nccl_lines.Line], file: int, line: int) -> None:
         """Add a line, counted from 1, that was read apart from its block."""
@@ -196,6 +214,12 @@ class Census:
             known = self._by_file.setdefault(file, _Tallies())
             shown = None if message is None else message[:_SHOWN_BYTES]
             known.add(kind, 1, [Example(line, raw[:_SHOWN_BYTES], shown)])
+            form = None if message is None else line_kinds.form_of_message(message)
+            if form is not None:
+                self.forms.setdefault(file, set()).add(form)
+            form = None if message is None else line_kinds.form_of_message(message)
+            if form is not None:
+                self.forms.setdefault(file, set()).add(form)
 
     def kinds(self, files: Sequence[str], lines: int, overlong: int = 0) -> tuple[LineKind, ...]:
         """All kinds: what was read first, what was understood next, then what was not, each the most frequent first.

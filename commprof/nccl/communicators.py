@@ -181,6 +181,8 @@ class Registry:
 
     def end(self, process: Process, line: EndLine) -> None:
         """Close the communicator at this address, if one is open."""
+        if line.form is not None:
+            process.forms.add(line.form)
         communicator = self._find(process, line.comm)
         if communicator is not None:
             del self._open[communicator.process, line.comm]

@@ -15,6 +15,7 @@ from typing import Final
 
 from commprof.nccl import lines as nccl_lines
 from commprof.nccl.heads import KnownHosts, split_messages
+from commprof.nccl.versions import form_of
 
 READ: Final = "read"
 BLANK: Final = "blank"
@@ -159,6 +160,12 @@ def _kind_of_message(level: bytes, body: bytes) -> str:
     if found := _ANY_KNOWN.match(body):
         return KNOWN[(found.lastindex or 1) - 1]
     return OF_UNKNOWN_FORM[level] if is_text(body) else NOT_TEXT
+
+
+@lru_cache(maxsize=20_000)
+def form_of_message(body: bytes) -> str | None:
+    """The form of such a message, where it tells the version."""
+    return form_of(body[:_LOOKED_AT])
 
 
 def kind_of_line(raw: bytes) -> tuple[str, bytes | None]:

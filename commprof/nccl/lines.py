@@ -80,6 +80,7 @@ class EndLine(NamedTuple):
     origin: Origin
     how: str
     comm: bytes
+    form: str | None = None  # which versions print the line so: a key of versions.FORMS
 
 
 class VersionLine(NamedTuple):
@@ -263,7 +264,10 @@ def read_message(origin: Origin, body: bytes, level: bytes, source: bytes = b"")
         record = read_warning(source, body, level.decode().lower())
     else:
         record = read_topology(body) or read_tuning(body) or read_trace(body)
-    return None if record is None else RemarkLine(origin, record, form_of(body))
+    if record is None:
+        return None
+    named = isinstance(record, Message) and record.function is not None
+    return RemarkLine(origin, record, "warn_with_function" if named else form_of(body))
 
 
 def read_headless(text: bytes) -> list[Line]:
@@ -326,9 +330,9 @@ def _comm(origin: Origin, body: bytes) -> Line | None:
         return None
     event = match["event"]
     if event.endswith(b"Destroy COMPLETE"):
-        return EndLine(origin, "destroy", match["comm"])
+        return EndLine(origin, "destroy", match["comm"], "end_complete")
     if event.endswith(b"Abort COMPLETE"):
-        return EndLine(origin, "abort", match["comm"])
+        return EndLine(origin, "abort", match["comm"], "end_complete")
     # Only 2.4.2 prints the start of a communicator without saying so.
     stage = "complete" if event.endswith(b"COMPLETE") else "start"
     color = match["color"]

@@ -149,3 +149,38 @@ def test_json_has_every_kind_with_its_examples(tmp_path, capsys):
             "examples": [{"file": str(path), "line": 2, "text": "hello"}],
         },
     ]
+
+
+@pytest.mark.parametrize(
+    ("lines", "version"),
+    [
+        ([b"n:1:1 [0] NCCL INFO Launch mode Parallel"], "2.4.2..2.12.12 (inferred)"),
+        (
+            [b"n:1:1 [0] NCCL INFO Launch mode Group/CGMD", b"n:1:1 [0] NCCL INFO Connected all rings"],
+            "2.8.3..2.12.12",
+        ),
+        (
+            [b"n:1:1 [0] NCCL INFO 2 coll channels, 0 nvls channels, 2 p2p channels"],
+            "2.17.1..2.19.4 (inferred)",
+        ),
+        (
+            [b"\x1b[1mn:1:1 [0] NCCL INFO Connected all rings, use ring PXN 0 GDR 1"],
+            "2.24.3..2.30.7 (inferred)",
+        ),
+        (
+            [b"n:1:1 [0] NCCL INFO comm 0x3 rank 0 nRanks 2 nNodes 1 localRanks 2 localRank 0 MNNVL 0"],
+            "2.20.3..2.30.7",
+        ),
+        (
+            [b"n:1:1 [0] NCCL INFO comm 0x9 rank 0 nranks 2 cudaDev 0 busId 1000 - Destroy COMPLETE"],
+            "2.12.7..2.30.7",
+        ),
+        ([b"n:1:1 [0] init.cc:12 (ncclCommInit) NCCL WARN no good"], "2.30.7 (inferred)"),
+    ],
+)
+@pytest.mark.parametrize("careful", [False, True])
+def test_the_version_is_inferred_from_lines_that_no_table_has(tmp_path, lines, version, careful):
+    path = tmp_path / "nccl.log"
+    path.write_bytes(b"\n".join([COLL, *lines]) + b"\n")
+    (found,) = parse_logs(path, careful=careful).ops["version"].to_pylist()
+    assert found.startswith(version)
