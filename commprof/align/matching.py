@@ -9,7 +9,6 @@ lines could be the one, all of them are ambiguous. opCount takes no part: it is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -20,10 +19,10 @@ from commprof.align.communicators import comm_matches
 from commprof.align.divergence import Divergence
 from commprof.align.groups import GroupAlignment
 from commprof.align.match_rows import STATES, TORN, TORN_LINE, MatchRows
+from commprof.align.notes import notes
 from commprof.align.pairing import pair_communicators
 from commprof.align.processes import distrust_small_worlds, pair_processes
 from commprof.align.streams import (
-    RecordStream,
     RunProcess,
     Vocabulary,
     line_streams,
@@ -109,7 +108,7 @@ def align(run: RecordedRun, ops: pa.Table, communicators: pa.Table | None = None
         **{state: states[state] for state in STATES},
         unclear=alignment.unclear,
         divergences=tuple(alignment.divergences),
-        notes=_notes(streams, states, alignment.unclear),
+        notes=notes(streams, lines, run.manifest.world_size, states, alignment.unclear),
     )
 
 
@@ -147,32 +146,3 @@ def _hosts(ranks: Any) -> dict[RunProcess, str]:
         for entry in ranks
         if entry.get("host") and {"rank", "attempt", "pid"} <= set(entry)
     }
-
-
-def _notes(
-    streams: Mapping[tuple[RunProcess, Any], RecordStream], states: Counter[str], unclear: int
-) -> tuple[str, ...]:
-    notes = []
-    foreign = {stream.backend for stream in streams.values()} - {"nccl", None}
-    names = ", ".join(sorted(str(backend) for backend in foreign))
-    if foreign and states["matched"]:
-        notes.append(
-            f"The run used {names}, which NCCL never sees: the lines that match come from a generated log, or from "
-            "another run of the same program."
-        )
-    elif foreign:
-        notes.append(f"The run used {names}: its collectives leave no line in an NCCL log.")
-    if not states["matched"] and streams and states["extra"]:
-        notes.append("Nothing matches: the log is of another run, or of other processes of this one.")
-    if states["torn"]:
-        notes.append(
-            f"{states['torn']} lines are torn; each may be the line of a record that is counted as missing."
-        )
-    if states["ambiguous"]:
-        notes.append(
-            f"{states['ambiguous']} records and lines are ambiguous: they have several equal partners, of which some were "
-            "lost or doubled, and the log cannot tell which."
-        )
-    if unclear:
-        notes.append(f"{unclear} of the missing records do not determine the lines that they leave.")
-    return tuple(notes)

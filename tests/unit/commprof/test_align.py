@@ -210,6 +210,44 @@ def test_the_log_of_another_run_matches_nothing_and_says_so(tmp_path):
     assert any("another run" in note for note in report.notes)
 
 
+def job(ranks: int, sizes=(4000, 8000, 1200), pid: int = 1000) -> SyntheticRun:
+    """Four steps of the same all_reduces and a barrier."""
+    run = SyntheticRun(world_size=ranks, backend="nccl")
+    for step in range(4):
+        for size in sizes:
+            run.add_collective("all_reduce", payload_bytes=size, step=step)
+        run.add_collective("barrier", step=step)
+    for row in run.rows["collectives"]:
+        row["pid"] += pid - 1000
+    return run
+
+
+@pytest.mark.parametrize(
+    ("logged", "matched", "words"),
+    [
+        (job(4), 0, "The log has a communicator of 4 ranks and the run has 3: the log is of a larger job."),
+        (job(2), 0, "Its largest communicator has 2 ranks; the run has 3."),
+        # Barriers are alike in all runs; what differs in bytes is never a pair.
+        (
+            job(3, sizes=(4004, 8004, 1204)),
+            3 * 4,
+            "More is missing (36) than matches (12), and 36 lines are extra",
+        ),
+        (job(3, pid=7000), 3 * 16, "No process of the log has the process id of a rank"),
+        (job(3), 3 * 16, None),
+    ],
+    ids=["larger", "smaller", "other-bytes", "other-processes", "its-own"],
+)
+def test_a_log_that_may_be_of_another_run_is_told_as_one(tmp_path, logged, matched, words):
+    planted = planted_nccl.plant(logged.table("collectives").to_pylist())
+    for name, lines in planted.files.items():
+        (tmp_path / name).write_text("\n".join(lines))
+    report = align(job(3).open(), parse_logs(tmp_path).ops)
+    assert report.matched == matched
+    assert report.matched + report.missing == 3 * 16 and report.ambiguous == 0
+    assert any(words in note for note in report.notes) if words else report.notes == ()
+
+
 def test_a_run_on_gloo_is_matched_with_a_word_of_warning(tmp_path):
     _, report = plant_and_align(tmp_path, a_run(6, 20, backend="gloo"))
     assert (report.missing, report.extra) == (0, 0)

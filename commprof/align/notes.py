@@ -1,0 +1,84 @@
+"""What a reader should know of an alignment, in sentences; above all whether the log is of this run. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from commprof.align.streams import LineStream, RecordStream, RunProcess
+
+
+def notes(
+    streams: Mapping[tuple[RunProcess, Any], RecordStream],
+    lines: Sequence[LineStream],
+    world_size: int | None,
+    states: Mapping[str, int],
+    unclear: int,
+) -> tuple[str, ...]:
+    """Sentences about an alignment.
+
+    Args:
+        streams: the records by process and group.
+        lines: the communicators of the log.
+        world_size: ranks of the run, where that is known.
+        states: rows of ``matches`` by state.
+        unclear: missing records that do not determine the lines they leave.
+    """
+    world = world_size or max((stream.group_size for stream in streams.values()), default=0)
+    found = _of_backends({stream.backend for stream in streams.values()}, states)
+    if streams and lines:
+        found += _of_jobs({process for process, _ in streams}, lines, world, states)
+    if states["torn"]:
+        found.append(
+            f"{states['torn']} lines are torn; each may be the line of a record that is counted as missing."
+        )
+    if states["ambiguous"]:
+        found.append(
+            f"{states['ambiguous']} records and lines are ambiguous: they have several equal partners, of which some were "
+            "lost or doubled, and the log cannot tell which."
+        )
+    if unclear:
+        found.append(f"{unclear} of the missing records do not determine the lines that they leave.")
+    return tuple(found)
+
+
+def _of_backends(backends: Collection[str | None], states: Mapping[str, int]) -> list[str]:
+    foreign = sorted(str(backend) for backend in set(backends) - {"nccl", None})
+    if not foreign:
+        return []
+    if not states["matched"]:
+        return [f"The run used {', '.join(foreign)}: its collectives leave no line in an NCCL log."]
+    return [
+        f"The run used {', '.join(foreign)}, which NCCL never sees: the lines that match come from a generated log, or "
+        "from another run of the same program."
+    ]
+
+
+def _of_jobs(
+    processes: Collection[RunProcess], lines: Sequence[LineStream], world: int, states: Mapping[str, int]
+) -> list[str]:
+    """Whether the log can be of this run: by the sizes of its communicators, its process ids, and what matches."""
+    found = []
+    largest = max((line.nranks or 0 for line in lines), default=0)
+    if largest > world:
+        found.append(
+            f"The log has a communicator of {largest} ranks and the run has {world}: the log is of a larger job."
+        )
+    if not states["matched"] and states["extra"]:
+        found.append("Nothing matches: the log is of another run, or of other processes of this one.")
+        if 0 < largest < world:
+            found.append(
+                f"Its largest communicator has {largest} rank{'s' * (largest > 1)}; the run has {world}."
+            )
+        return found
+    if not {line.process.pid for line in lines} & {process.pid for process in processes}:
+        found.append(
+            "No process of the log has the process id of a rank: the log may be of another run of the same program. "
+            "Processes were matched by rank."
+        )
+    elif states["missing"] > states["matched"] and states["extra"]:
+        found.append(
+            f"More is missing ({states['missing']:,}) than matches ({states['matched']:,}), and {states['extra']:,} lines "
+            "are extra: the log may be of another run, or of other processes."
+        )
+    return found
