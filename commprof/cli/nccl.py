@@ -199,6 +199,9 @@ def summary(parsed: ParsedLogs) -> list[str | Rows]:
     parts: list[str | Rows] = [rendering.paragraph(f"read {size}{_number(counts['lines'], 'line')}")]
     if read:
         parts.append(rendering.paragraph(f"found {', '.join(read)}"))
+    versions = parsed.tables["nccl_communicators"]["version"].unique().drop_null().to_pylist()
+    if versions:
+        parts.append(rendering.paragraph(f"version of NCCL: {', '.join(sorted(versions))}"))
     if counts["coll"] + counts["call"]:
         parts += ["", operations(parsed)]
     elsewhere = [

@@ -392,7 +392,7 @@ class Assembly:
             self.tuning.add(process.index, None, record, file, line, times, tid)
         else:
             self.counts["topology"] += times
-            owner = self.registry.current_initialisation(process, tid)
+            owner = self.registry.current_initialisation(process, tid, record)
             number = None if owner is None else owner.index
             self.topology.add(process.index, number, record, file, line, times, tid)
 

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from commprof.nccl.topology import Link, RingNeighbours, RingOrder
 from commprof.trace.tables import arrow_schema
 
 if TYPE_CHECKING:
     from commprof.nccl.heads import Origin
     from commprof.nccl.lines import CollLine, EndLine, InitLine, TorchCommLine
+    from commprof.nccl.topology import Topology
 
 
 @dataclass(slots=True)
@@ -151,24 +153,33 @@ class Registry:
         process.forms.add(line.form)
         return communicator
 
-    def current_initialisation(self, process: Process, tid: int) -> Communicator | None:
+    def current_initialisation(
+        self, process: Process, tid: int, record: Topology | None = None
+    ) -> Communicator | None:
         """The communicator that a line of topology belongs to, which names none; None where that is not certain.
 
         It is the initialisation that began last in that thread and has not completed, else the only one open in the
         process. Connections that are made late come from any thread, after the initialisation: then it is the only
-        communicator of a process that prints when an initialisation starts.
+        communicator of a process that prints when an initialisation starts, or the only one in which this process has a
+        rank that the line names.
+
+        Args:
+            process: the process that printed the line.
+            tid: the thread that printed it.
+            record: what the line says; without it only a communicator without rivals is given.
         """
         running = self._initialising.get(self._number(process), [])
         for thread, communicator in reversed(running):
             if thread == tid:
                 return communicator
         if running:
-            return running[0][1] if len(running) == 1 else None
-        alive = self._alive.get(self._number(process), {})
-        if len(alive) != 1:
-            return None
-        only = next(iter(alive.values()))
-        return only if "start" in only.stages else None
+            rivals = [communicator for _, communicator in running]
+        else:
+            rivals = list(self._alive.get(self._number(process), {}).values())
+            if any("start" not in communicator.stages for communicator in rivals):
+                return None
+        fitting = [communicator for communicator in rivals if _may_print(communicator, record)]
+        return fitting[0] if len(fitting) == 1 else None
 
     def _follow(self, communicator: Communicator, place: Place, stage: str) -> None:
         """Keep track of which initialisations are running in which thread."""
@@ -300,6 +311,24 @@ def note_operation_form(process: Process, line: CollLine, bytewise: bool) -> Non
         process.forms.add("send_in_recvbuff" if line.sendbuff == b"(nil)" else "send_in_sendbuff")
     elif line.op == "all_to_all":
         process.forms.add("single_all_to_all")
+
+
+def _may_print(communicator: Communicator, record: Topology | None) -> bool:
+    """Whether this rank of ``communicator`` prints such a line: each rank prints its own place, and its own links."""
+    rank, nranks = communicator.rank, communicator.nranks
+    if record is None or rank is None or nranks is None:
+        return True
+    match record:
+        case Link():
+            ends = {None: (record.from_rank, record.to_rank), "send": (record.from_rank,)}
+            return rank in ends.get(record.direction, (record.to_rank,)) and (
+                max(record.from_rank, record.to_rank) < nranks
+            )
+        case RingNeighbours():
+            return record.rank == rank
+        case RingOrder():
+            return rank == 0 and len(record.ranks) <= nranks
+    return all(tree.rank == rank for tree in record)
 
 
 def _same_initialisation(communicator: Communicator, line: InitLine, comm_id: str | None) -> bool:

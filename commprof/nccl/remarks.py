@@ -67,14 +67,15 @@ def remarks(found: Findings, communicators: Iterable[Communicator] = ()) -> tupl
         notes.append(f"No whole operation line was found. NCCL prints none by default: {ASK_FOR_OPERATIONS}.")
     if found.without_init:
         notes.append(
-            f"{found.without_init} of {found.communicators} communicators have no init line, so their ranks are not "
-            "known: NCCL_DEBUG_SUBSYS had COLL without INIT, or the log begins late. "
+            f"{_without_init(found.without_init, found.communicators)} no init line, so ranks are not known there: "
+            "NCCL_DEBUG_SUBSYS had COLL without INIT, or the log begins late. "
             "Next time set NCCL_DEBUG_SUBSYS=INIT,COLL."
         )
     if found.torn:
         notes.append(
-            f"{found.torn} operation lines are torn; they are counted and kept, not repaired. NCCL does not flush "
-            f"standard output per line since 2.13: {ASK_FOR_FILES}."
+            f"{_torn(found.torn)} counted and kept, not repaired. Processes that share a stream write into each other's "
+            "lines, and since 2.13 NCCL does not flush standard output per line; lines at the end of a file may be "
+            f"cut: {ASK_FOR_FILES}."
         )
     notes.extend(_unknown_families(communicators))
     if found.ambiguous and not communicators:
@@ -100,8 +101,24 @@ def remarks(found: Findings, communicators: Iterable[Communicator] = ()) -> tupl
         names = ", ".join(f"{name} ({count})" for name, count in sorted(found.unknown_ops.items()))
         notes.append(f"Operations that are not in the table, counted and left out: {names}.")
     if found.overlong:
-        notes.append(f"{found.overlong} lines are longer than 16 MiB and were skipped.")
+        notes.append(
+            "1 line is longer than 16 MiB and was skipped."
+            if found.overlong == 1
+            else f"{found.overlong} lines are longer than 16 MiB and were skipped."
+        )
     return tuple(notes)
+
+
+def _without_init(number: int, communicators: int) -> str:
+    if communicators == 1:
+        return "The only communicator has"
+    return f"{number} of {communicators} communicators {'has' if number == 1 else 'have'}"
+
+
+def _torn(number: int) -> str:
+    return (
+        "1 operation line is torn; it is" if number == 1 else f"{number} operation lines are torn; they are"
+    )
 
 
 def _unknown_families(communicators: Iterable[Communicator]) -> list[str]:

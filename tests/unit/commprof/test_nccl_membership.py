@@ -9,6 +9,7 @@ from commprof.nccl.heads import Origin
 from commprof.nccl.lines import EndLine, InitLine
 from commprof.nccl.membership import find_families, find_global_ranks
 from commprof.nccl.remarks import Findings, remarks
+from commprof.nccl.topology import read_topology
 
 
 class Log:
@@ -275,6 +276,27 @@ def test_lines_of_topology_belong_to_the_initialisation_of_their_thread():
     assert current(process, 9) is None  # a late connection, of either
     log.end(10, 0x20)
     assert current(process, 9) is first
+
+
+def test_a_late_connection_belongs_to_the_only_communicator_in_which_the_process_has_that_rank():
+    log = Log()
+    world = log.init(10, 0x10, 3, 8, "0xa", stages=("start", "complete"), tid=7)
+    pair = log.init(10, 0x20, 1, 2, "0xb", stages=("start", "complete"), tid=7)
+    _, process = log.process(10)
+
+    def owner(text: bytes):
+        return log.registry.current_initialisation(process, 9, read_topology(text))
+
+    assert owner(b"Channel 00/0 : 3[3] -> 4[4] via P2P/CUMEM") is world
+    assert owner(b"Channel 00/0 : 1[3] -> 0[2] via P2P/CUMEM") is pair
+    assert owner(b"Channel 00/0 : 2[0] -> 3[1] [receive] via NET/IB/0") is world
+    assert owner(b"Channel 00/0 : 3[0] -> 1[1] [receive] via NET/IB/0") is None  # nobody's
+    assert owner(b"Channel 00/0 : 1[0] -> 3[1] via P2P/IPC") is world  # a communicator of two has no rank 3
+    log.init(10, 0x30, 3, 4, "0xc", stages=("start", "complete"), tid=7)
+    assert owner(b"Channel 00/0 : 3[3] -> 4[4] via P2P/CUMEM") is world
+    assert owner(b"Channel 00/0 : 3[3] -> 2[2] via P2P/CUMEM") is None  # of either
+    log.op(10, 0x40, 2)
+    assert owner(b"Channel 00/0 : 3[3] -> 4[4] via P2P/CUMEM") is None  # of one that is not known, perhaps
 
 
 def test_before_starts_were_printed_no_line_of_topology_is_given_away_early():
