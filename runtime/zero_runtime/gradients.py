@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from zero_runtime.buckets import FULL, Bucket, Bucketer, Entry, Scaling
+from zero_runtime.buckets import Bucket, Bucketer, Entry, Scaling
 from zero_runtime.clip import sharded_norm
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.layout import GroupLayout, balanced_rounds
+from zero_runtime.layout import GroupLayout
 from zero_runtime.overlap import DEPTH, Flight, Overlap
 from zero_runtime.reduction import Finish, Reduction, then
 from zero_runtime.shard_layout import ShardLayout
@@ -60,8 +60,6 @@ class Policy(NamedTuple):
         scaling: when gradients are divided.
         limit: elements of a bucket.
         contiguous: whether gradients are copied into a buffer as they come.
-        balanced: cut gradients into rounds that hold as much of every owner, where the stage has them all
-            before the first bucket.
         norm_dtype: in which the squared norms are summed over the ranks.
         overlap: whether buckets travel while the backward pass goes on.
     """
@@ -71,7 +69,6 @@ class Policy(NamedTuple):
     scaling: Scaling
     limit: int
     contiguous: bool
-    balanced: bool
     norm_dtype: torch.dtype = torch.float32
     overlap: bool = False
 
@@ -212,11 +209,8 @@ class ShardedGradients:
             self._add(*self._places[parameter])
 
     def _add_all(self) -> None:
-        """Every gradient there is, in forward order, or cut into balanced rounds."""
+        """Every gradient there is, in forward order."""
         for number, each in enumerate(self._groups):
-            if self._policy.balanced:
-                self._add_rounds(number, each)
-                continue
             for index, parameter in enumerate(each.parameters):
                 if parameter.grad is not None:
                     self._add(number, index)
@@ -232,20 +226,6 @@ class ShardedGradients:
             parameter.grad = None
         entry = Entry(each.names[index], gradient, self._slices[number][index], number)
         self._bucketer.add(entry, self._dtypes[parameter])
-
-    def _add_rounds(self, number: int, each: ParameterGroup) -> None:
-        gradients = [
-            None if parameter.grad is None else parameter.grad.detach().reshape(-1)
-            for parameter in each.parameters
-        ]
-        for segments in balanced_rounds(each.flat_layout, self._policy.limit):
-            for index, piece in segments:
-                gradient = gradients[index]
-                if gradient is not None:
-                    part = gradient.narrow(0, piece.start, piece.numel)
-                    entry = Entry(each.names[index], part, (piece._replace(start=0),), number)
-                    self._bucketer.add(entry, self._dtypes[each.parameters[index]])
-            self._bucketer.flush(FULL)
 
     def _send(self, bucket: Bucket) -> Flight:
         return self._overlap.send(bucket, self._start)

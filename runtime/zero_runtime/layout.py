@@ -20,7 +20,7 @@ every band, end to end. A band is then a bucket of which every rank owns as much
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -138,43 +138,6 @@ def round_robin_order(count: int, world_size: int) -> tuple[int, ...]:
     (0, 2, 4, 1, 3)
     """
     return tuple(index for first in range(world_size) for index in range(first, count, world_size))
-
-
-class Segment(NamedTuple):
-    """A part of one parameter of a group. Counts are elements."""
-
-    parameter: int  # its position within the group
-    slice: Slice
-
-
-def balanced_rounds(layout: GroupLayout, limit: int) -> Iterator[tuple[Segment, ...]]:
-    """Cut a group into rounds of at most ``limit`` elements that hold as much of every owner's piece.
-
-    Round k holds elements [k w, (k + 1) w) of each piece, owner after owner, with w = limit // world_size. Only the
-    last owners' rows are shorter, by the padding of the flat buffer. This needs all gradients before the first bucket.
-    """
-    width = max(1, limit // layout.world_size)
-    for begin in range(0, layout.piece_numel, width):
-        end = min(begin + width, layout.piece_numel)
-        segments = []
-        for owner in range(layout.world_size):
-            segments += _segments(layout, owner, begin, end)
-        if segments:
-            yield tuple(segments)
-
-
-def _segments(layout: GroupLayout, owner: int, begin: int, end: int) -> list[Segment]:
-    """The segments within elements [begin, end) of ``owner``'s piece, in the order of the flat buffer."""
-    first = owner * layout.piece_numel
-    segments = []
-    for index in layout.order:
-        start = max(layout.offsets[index], first + begin)
-        stop = min(layout.offsets[index] + layout.numels[index], first + end)
-        if start < stop:
-            segments.append(
-                Segment(index, Slice(owner, start - layout.offsets[index], stop - start, start - first))
-            )
-    return segments
 
 
 class Run(NamedTuple):

@@ -63,8 +63,8 @@ class ShardedModel:
             scaling=config.scaling(group.world_size),
             limit=config.zero.reduce_bucket_size,
             contiguous=config.zero.contiguous_gradients,
-            balanced=False,
             norm_dtype=torch.float64,
+            overlap=config.zero.overlap_comm,
         )
         self.gradients = ShardedGradients(
             self.groups, dtypes, policy, group, kinds.accumulation, at_boundary, _leaves(module, self.groups)
@@ -78,7 +78,9 @@ def _reduction(config: RuntimeConfig, groups: Sequence[ParameterGroup]) -> Shard
     if zero.gradient_reduction == "all_reduce":
         # What does not fit the contiguous buffer goes in a reduce_scatter, unless the config says all_reduce itself.
         limit = 2**63 - 1 if zero.explicit_reduction else zero.reduce_bucket_size
-    return ShardReduction(_numbers(groups), limit, zero.reduce_scatter_impl)
+    return ShardReduction(
+        _numbers(groups), limit, zero.reduce_scatter_impl, zero.sharding.enable_sanity_checks
+    )
 
 
 def _numbers(groups: Sequence[ParameterGroup]) -> Mapping[str, int]:
