@@ -17,9 +17,13 @@ from commprof.nccl import lines as nccl_lines
 from commprof.nccl.fields import Flags, Positions, Text
 from commprof.nccl.heads import Origin
 from commprof.nccl.rows import NONE, Column
+from commprof.nccl.spelling import OPERATIONS
 
 # No field ends further behind the begin of the fields than this; so much text must follow.
 FIELDS_LENGTH = 192
+_ONE, _BRACKET = np.uint64(0xFF), np.uint64(ord("["))
+# The first eight letters of each name, as a word.
+_NAMES_BEGIN = sorted({np.uint64(int.from_bytes((name + b": opCoun")[:8], "little")) for name in OPERATIONS})
 _NOBODY = Origin(b"", 0, 0, None, True)
 
 
@@ -43,6 +47,26 @@ class Tail(NamedTuple):
     nranks: int
     stream: bytes
     global_rank: int
+
+
+def find_coll(text: Text, lines: Positions, begins: Positions) -> tuple[Positions, Positions]:
+    """Which of ``lines`` are COLL lines, by how their messages begin, and where the fields of these begin.
+
+    Args:
+        text: the block.
+        lines: numbers of lines of level INFO.
+        begins: where the message of each line of the block begins.
+    """
+    beginnings = text.words(begins[lines])
+    chosen = (beginnings & _ONE) == _BRACKET  # RCCL puts the rank in front
+    for first in _NAMES_BEGIN:
+        chosen |= beginnings == first
+    lines = lines[chosen]
+    at = begins[lines]
+    ranked = np.flatnonzero((beginnings[chosen] & _ONE) == _BRACKET)
+    at[ranked] += text.length(at[ranked], b"]") + len(b"] ")
+    fields = at + text.length(at, b":") + len(b": ")
+    return lines, fields
 
 
 def read_coll(text: Text, begin: Positions) -> tuple[Varying, Flags]:

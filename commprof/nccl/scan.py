@@ -17,7 +17,7 @@ from commprof.nccl import lines as nccl_lines
 from commprof.nccl.census import Silence, Tally, tally_block
 from commprof.nccl.fields import Flags, Positions, Text
 from commprof.nccl.heads import HEAD, KnownHosts, Origin
-from commprof.nccl.layouts import FIELDS_LENGTH, Tail, Varying, read_call, read_coll, read_tail
+from commprof.nccl.layouts import FIELDS_LENGTH, Tail, Varying, find_coll, read_call, read_coll, read_tail
 from commprof.nccl.rows import Rows
 from commprof.nccl.spelling import OPERATIONS
 from commprof.nccl.topology import Link
@@ -27,9 +27,15 @@ _MOST_REMEMBERED: Final = 100_000
 _NAME: Final = re.compile(rb"(?:\[\d+\] )?(\w+): |nccl(\w+)\(")
 _LEVEL_LENGTH: Final = len(b" NCCL INFO ")
 _DENSE: Final = 16  # as many numbers for each key are counted faster than keys are sorted
-_LEVELS: Final = [
-    np.uint64(int.from_bytes(level, "little")) for level in (b"INFO", b"CALL", b"WARN", b"TRAC", b"ABOR")
-]
+_FOUR, _FIVE = np.uint64((1 << 32) - 1), np.uint64((1 << 40) - 1)
+
+
+def _word(text: bytes) -> np.uint64:
+    return np.uint64(int.from_bytes(text, "little"))
+
+
+_LEVELS: Final = np.array([_word(level) for level in (b"INFO", b"CALL", b"WARN", b"TRAC", b"ABOR")])
+_INFO, _CALL = _word(b"INFO "), _word(b"CALL ")
 
 
 class Head(NamedTuple):
@@ -158,13 +164,12 @@ class Scanner:
 
     def body(self, text: bytes) -> int:
         """What a message of this text is: one of the numbers below."""
-        try:
-            return self._bodies[text]
-        except KeyError:
+        meaning = self._bodies.get(text)
+        if meaning is None:
             if len(self._bodies) >= _MOST_REMEMBERED:
                 self._bodies.clear()
             meaning = self._bodies[text] = _read_body(text.rstrip(b"\r\n"))
-            return meaning
+        return meaning
 
 
 IGNORED, MESSAGE, GROUP_START, GROUP_END, REMARK, LINK = range(6)
@@ -258,7 +263,10 @@ class _Block:
     def _find_heads(self) -> None:
         """Which lines have one head and nothing odd, and where its message begins; which lines have no head."""
         places = self._places(b" NCCL ")
-        places = places[self._is_level(places + len(b" NCCL "))]
+        levels = self._words[np.minimum(places + len(b" NCCL "), max(len(self._words) - 1, 0))]
+        # Without a level, NCCL is a word of a message. The last bytes of a block are left to a closer look.
+        is_head = np.isin(levels & _FOUR, _LEVELS) | (places + len(b" NCCL ") >= len(self._words))
+        places, levels = places[is_head], levels[is_head] & _FIVE
         lines = self._lines_of(places)
         times = np.bincount(lines, minlength=self.size)
         self.headless = (times == 0) & ~self.controls
@@ -266,25 +274,11 @@ class _Block:
         self.messages[lines] = places + _LEVEL_LENGTH
         self.regular = (times == 1) & ~self.controls & (self.messages <= self.ends)
         self.is_call = np.zeros(self.size, bool)
-        rows = np.flatnonzero(self.regular)
-        begins = self.messages[rows]
-        is_info = self._level(begins, b"INFO ")
-        self.is_call[rows] = is_call = self._level(begins, b"CALL ")
-        self.regular[rows] = is_info | is_call
-
-    def _is_level(self, at: Positions) -> Flags:
-        """Whether a level may stand at each position: without one, ``NCCL`` is a word of a message."""
-        words = self._words[np.minimum(at, max(len(self._words) - 1, 0))] & np.uint64(0xFFFFFFFF)
-        found = at >= len(self._words)
-        for level in _LEVELS:
-            found |= words == level
-        return found
-
-    def _level(self, begins: Positions, level: bytes) -> Flags:
-        same = np.ones(len(begins), bool)
-        for distance, letter in enumerate(reversed(level), 1):
-            same &= self.bytes[begins - distance] == letter
-        return same
+        self.is_call[lines[levels == _CALL]] = True
+        is_info = np.zeros(self.size, bool)
+        is_info[lines[levels == _INFO]] = True
+        self.regular &= is_info | self.is_call
+        self.is_call &= self.regular
 
     def read(self, careful: bool) -> Scan:
         """Sort the lines into those that are read together and those that are read one by one."""
@@ -299,8 +293,8 @@ class _Block:
         texts, head_codes, body_codes = self._encode(begins, valid)
         heads = {code: self.scanner.head(texts[code]) for code in _distinct(head_codes, len(texts))}
         meaning = np.zeros(len(texts) + 1, np.int8)
-        for code in _distinct(body_codes, len(texts)):
-            meaning[code] = self.scanner.body(texts[code])
+        distinct = _distinct(body_codes, len(texts))
+        meaning[distinct] = [self.scanner.body(texts[code]) for code in distinct]
         fits = np.zeros((2, len(texts) + 1), bool)
         for code, head in heads.items():
             fits[:, code] = head is not None, head is not None and head.op is not None
@@ -404,12 +398,8 @@ class _Block:
         text = Text(self.data)
         last = len(self.data) - FIELDS_LENGTH
         begins = np.where(self.regular, self.messages, self.begins)
-        places = self._places(b"pCount ") - 1
-        lines = self._lines_of(places)
-        is_coll = np.bincount(lines, minlength=self.size) == 1
-        is_coll &= self.regular & ~self.is_call
-        inside = is_coll[lines] & (places >= begins[lines]) & (places <= last)
-        coll_rows, coll_begins = lines[inside], places[inside]
+        coll_rows = np.flatnonzero(self.regular & ~self.is_call)
+        coll_rows, coll_begins = find_coll(text, coll_rows[begins[coll_rows] <= last], begins)
         call_rows = np.flatnonzero(self.regular & self.is_call)
         call_rows = call_rows[begins[call_rows] <= last]
         call_begins = begins[call_rows] + len(b"nccl")

@@ -122,6 +122,7 @@ _SHAPES: Final[tuple[tuple[bytes, tuple[tuple[str, re.Pattern[bytes]], ...]], ..
         )),
     )
 )  # fmt: skip
+_BEGINNINGS: Final = tuple(begin for begin, _ in _SHAPES)
 _ANYWHERE: Final = tuple(
     (form, re.compile(pattern))
     for form, pattern in (
@@ -150,7 +151,7 @@ def form_of(body: bytes) -> str | None:
     >>> form_of(b"Launch mode Parallel")
     'launch_mode'
     """
-    for begin, shapes in _SHAPES:
+    for begin, shapes in _SHAPES if body.startswith(_BEGINNINGS) else ():
         if body.startswith(begin):
             return next((form for form, shape in shapes if shape.match(body)), None)
     if body[:1].isalnum() and (b" Bytes -> " in body[:80] or b" coll channels, " in body[:30]):
