@@ -50,6 +50,7 @@ class LedgerRow:
     executed_wire_bytes: float | None
     explained_bytes: int  # of issued_payload_bytes
     explained_by: str | None  # config, tag, barrier or evaluation
+    group_size: int  # ranks of the largest group among them
 
 
 class Unexplained(NamedTuple):

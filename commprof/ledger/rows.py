@@ -57,6 +57,7 @@ def _row(when: str, purpose: str | None, op: str, steps: int, findings: Sequence
         executed_wire_bytes=ran_bytes,
         explained_bytes=sum(finding.explained_bytes for finding in findings),
         explained_by=min(str(name) for name in by) if by else None,
+        group_size=size,
     )
 
 

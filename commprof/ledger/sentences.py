@@ -92,13 +92,14 @@ def execution_sentences(rows: Sequence[LedgerRow]) -> list[str]:
     """Where the backend ran another operation than was issued, or sends more for it than its model: with the factor."""
     found: dict[tuple[str, str], str] = {}
     for row in rows:
-        if row.issued_op is None or row.executed_op is None or not row.issued_payload_bytes:
+        if row.issued_op is None or row.executed_op is None or not row.issued_wire_bytes:
             continue
         ran, issued = (
             (value or 0.0) / row.issued_payload_bytes
             for value in (row.executed_wire_bytes, row.issued_wire_bytes)
         )
-        amount = f"{ran:.2f} instead of {issued:.2f} of the payload per rank"
+        share = f"of the payload on the wire per rank at n = {row.group_size} (modelled)"
+        amount = f"{ran:.2f} instead of {issued:.2f} {share}"
         if row.executed_op != row.issued_op:
             found[row.issued_op, row.executed_op] = (
                 f"The backend ran {row.issued_op} as {row.executed_op}: {amount}."

@@ -126,7 +126,9 @@ def test_reduces_to_the_owners_cost_on_gloo_more_than_their_model():
     assert verdict.state == "closed"
     assert "one reduce for each owner: 0.75 of the gradient bytes" in sentence(verdict, "asked for")
     assert row(verdict, "gradient_reduce").executed_wire_bytes == 15 / 16 * 4000
-    assert "0.94 instead of 0.75" in sentence(verdict, "sends more")
+    assert "0.94 instead of 0.75 of the payload on the wire per rank at n = 4 (modelled)." in sentence(
+        verdict, "sends more"
+    )
 
 
 def test_gloo_runs_a_reduce_scatter_as_an_all_reduce():
@@ -395,3 +397,24 @@ def test_on_nccl_what_ran_is_what_the_log_says(tmp_path):
         "the NCCL log: 6 lines matched with records",
     )
     assert row(verdict, "gradient_reduce").executed_op == "all_reduce"
+
+
+def test_one_rank_sends_nothing_and_no_sentence_says_otherwise():
+    run = SyntheticRun(world_size=1, config={"zero_optimization": {"stage": 0}})
+    run.add_parameters({"w": 250})
+    run.add_step(0)
+    run.add_collective("reduce_scatter", payload_bytes=1000, purpose="metric")
+    assert not [text for text in api.verify(run.open()).sentences if "backend" in text]
+
+
+def test_what_the_words_of_a_config_cost_is_over_all_operations_that_came_of_them():
+    config = {"zero_optimization": {"stage": 3, "reduce_scatter": False, "reduce_bucket_size": 500}}
+    run = SyntheticRun(world_size=2, config=config)
+    run.add_parameters(SIZES)
+    run.add_step(0)
+    gradients(run, 0, "all_reduce", 1600)
+    gradients(run, 0, "reduce_scatter", 2400)
+    said = sentence(api.verify(run.open()), "asked for")
+    # 2400 bytes at 0.5 and 1600 at 1.
+    assert "for 60 % of the bytes, stage 3" in said
+    assert "turned it into reduce_scatter: 0.70 instead of 1.00 of the gradient bytes" in said
