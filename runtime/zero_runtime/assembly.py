@@ -22,6 +22,7 @@ from zero_runtime.loss_scale import LossScale
 from zero_runtime.optimizer import ReplicatedOptimizer, ShardedOptimizer, StepPolicy
 from zero_runtime.precision import (
     Precision,
+    accumulate_in,
     cast_module,
     communication_dtype,
     communication_dtypes,
@@ -173,6 +174,8 @@ def _sharded(
     else:
         dtypes = communication_dtypes(module, kinds, config.precision.autocast_modules)
         _add_foreign(dtypes, groups, kinds)
+        if not config.zero.stage.shards_gradients:
+            accumulate_in((p for each in groups for p in each.parameters), kinds.accumulation)
         gradients = (
             BandedGradients(
                 groups,

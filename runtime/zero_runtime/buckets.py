@@ -30,6 +30,10 @@ OVERSIZED: Final = "oversized"
 END_OF_BACKWARD: Final = "end_of_backward"
 
 
+# The dtype in which a bucket travels, and that of the gradients in it: a buffer holds gradients of one dtype.
+_Dtypes = tuple[torch.dtype, torch.dtype]
+
+
 class Scaling(NamedTuple):
     """When and by how much gradients are scaled; the order decides the last bit. 1.0 means not at all."""
 
@@ -161,7 +165,7 @@ class Bucketer:
         self._scaling = scaling
         self._send = send
         self._buffers = buffers
-        self._open: dict[torch.dtype, _Open] = {}
+        self._open: dict[_Dtypes, _Open] = {}
         self._number = 0
 
     def begin_step(self) -> None:
@@ -173,9 +177,10 @@ class Bucketer:
         numel = entry.gradient.numel()
         if numel == 0:
             return
-        current = self._open.setdefault(dtype, _Open())
+        dtypes = dtype, entry.gradient.dtype
+        current = self._open.setdefault(dtypes, _Open())
         if current.numel + numel > self._limit:
-            self._flush(dtype, FULL)
+            self._flush(dtypes, FULL)
         if self._contiguous and numel <= self._limit:
             buffer = self._buffer(current, entry.gradient)
             entry.gradient = buffer.narrow(0, current.numel, numel).copy_(entry.gradient)
@@ -184,8 +189,8 @@ class Bucketer:
 
     def flush(self, reason: str = END_OF_BACKWARD) -> None:
         """Send every bucket that holds something, in the alphabetical order of the dtypes."""
-        for dtype in sorted(self._open, key=str):
-            self._flush(dtype, reason)
+        for dtypes in sorted(self._open, key=str):
+            self._flush(dtypes, reason)
 
     def release(self) -> None:
         """Give the buffers back, once all that was sent has landed; the next gradient allocates them again."""
@@ -202,8 +207,8 @@ class Bucketer:
             buffer.flight = None
         return buffer.tensor
 
-    def _flush(self, dtype: torch.dtype, reason: str) -> None:
-        current = self._open[dtype]
+    def _flush(self, dtypes: _Dtypes, reason: str) -> None:
+        current = self._open[dtypes]
         if not current.entries:
             return
         entries = tuple(current.entries)
@@ -216,7 +221,7 @@ class Bucketer:
             number=self._number,
             tensor=tensor,
             runs=owner_runs([(piece.owner, piece.numel) for entry in entries for piece in entry.slices]),
-            dtype=dtype,
+            dtype=dtypes[0],
             limit=self._limit,
             scaling=self._scaling,
             entries=entries,

@@ -87,6 +87,16 @@ def cast_module(module: torch.nn.Module, config: PrecisionConfig) -> None:
         for buffer in module.buffers():
             if buffer.is_floating_point() and buffer not in untouched:
                 buffer.data = buffer.data.to(DTYPES[config.buffer_dtype])
+    accumulate_in(module.parameters(), None)
+
+
+def accumulate_in(parameters: Iterable[torch.Tensor], dtype: torch.dtype | None) -> None:
+    """Let autograd add up the gradients of ``parameters`` in ``dtype``; None for the parameters' own."""
+    for parameter in parameters:
+        wanted = dtype or parameter.dtype
+        if parameter.requires_grad and parameter.grad_dtype != wanted:
+            parameter.grad = None
+            parameter.grad_dtype = wanted
 
 
 def autocast(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
