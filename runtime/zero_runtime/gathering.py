@@ -74,7 +74,7 @@ class Gatherer:
 
     @torch.no_grad()
     def start(self, shards: Iterable[Shard]) -> Gathering:
-        """Begin to gather those of ``shards`` that are neither whole nor on their way; in as few messages as may be."""
+        """Begin to gather those of ``shards`` that are neither whole nor on their way, in as few messages as may be."""
         waiting = sorted(
             (each for each in shards if each.status is Status.NOT_AVAILABLE), key=lambda each: each.number
         )
@@ -88,11 +88,18 @@ class Gatherer:
                 messages += [self._send_one(each) for each in sent]
             else:
                 messages += self._send_several(sent)
-        return Gathering(messages)
+        gathering = Gathering(messages)
+        for message in messages:
+            for each in message.shards:
+                each.gathering = gathering
+        return gathering
 
     @torch.no_grad()
     def gather_each(self, shards: Iterable[Shard]) -> None:
         """Make whole those of ``shards`` that are not, by their primary slices, one message each, in the given order."""
+        shards = list(shards)
+        for each in shards:
+            each.wait()
         waiting = [each for each in shards if each.status is Status.NOT_AVAILABLE]
         # Several of one rank are no message, but a single one is, in DeepSpeed.
         sent = waiting if len(waiting) == 1 and waiting[0].numel else _without_messages(waiting)

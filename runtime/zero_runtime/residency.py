@@ -27,7 +27,7 @@ from commprof import hooks
 from zero_runtime import access, comm, leaves
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import ConfigError, UnsupportedError, UsageError
-from zero_runtime.gathering import Gatherer, Gathering, broadcast
+from zero_runtime.gathering import Gatherer, broadcast
 from zero_runtime.shards import Shard, Status, shard_of, shards_of
 from zero_runtime.trace import Limits, Planner
 from zero_runtime.units import Unit, tensors_in, units_of, watch_inputs, watch_output
@@ -97,7 +97,7 @@ class Residency:
         prefetch = min(policy.prefetch, 1) if policy.sequential else policy.prefetch
         limits = Limits(prefetch, policy.reuse_distance, policy.max_live)
         self._planner = Planner(limits, self._numels)
-        self._inflight: dict[int, Gathering] = {}
+        self._inflight: dict[int, Shard] = {}  # gathered, or being gathered, ahead of its use
         self._backward: dict[int, Unit] = {}  # units whose backward pass has begun and not ended
         self._unseen: dict[int, Unit] = {}  # units whose outputs show no tensor to wait for
         self._units: list[Unit] = []
@@ -115,6 +115,10 @@ class Residency:
         device = remote(policy.remote_device)
         for name, parameter in self._module.named_parameters():
             shard = shard_of(parameter)
+            if torch.nn.parameter.is_lazy(parameter):
+                raise ConfigError(
+                    f"{name} has no shape yet (a lazy module); run the model on one batch before initialize"
+                )
             if shard is None:
                 broadcast(parameter, self._group)
                 shard = Shard(parameter, self._group, device)
@@ -216,7 +220,6 @@ class Residency:
         unit.add_external(shard.parameter)
         shard.active.add(unit.forward)
         with torch.inference_mode(False), torch.no_grad():
-            self._await(shard)
             self._gatherer.gather_each([shard])
 
     @torch.inference_mode(False)
@@ -260,7 +263,8 @@ class Residency:
         self._start(shards)
         for shard in shards:
             shard.active.add(use)
-            self._await(shard)
+            self._inflight.pop(shard.number, None)
+            shard.wait()
         ahead = self._planner.ahead([shard.number for shard in shards], self._is_released)
         if ahead is None:
             self._forget(unit)
@@ -284,15 +288,10 @@ class Residency:
     def _start(self, shards: Sequence[Shard]) -> None:
         missing = [shard for shard in shards if shard.status is Status.NOT_AVAILABLE]
         if missing:
-            gathering = self._gatherer.start(missing)
+            self._gatherer.start(missing)
             for shard in missing:
                 self._planner.live += shard.numel
-                self._inflight[shard.number] = gathering
-
-    def _await(self, shard: Shard) -> None:
-        gathering = self._inflight.pop(shard.number, None)
-        if gathering is not None:
-            gathering.wait()
+                self._inflight[shard.number] = shard
 
     def _release(self, shard: Shard) -> None:
         if shard.available and not shard.active:
@@ -302,9 +301,9 @@ class Residency:
 
     def _drain(self) -> None:
         """Wait for what is on its way, and release it unless somebody uses it."""
-        for number, gathering in self._inflight.items():
-            gathering.wait()
-            self._release(self._shards[number])
+        for shard in self._inflight.values():
+            shard.wait()
+            self._release(shard)
         self._inflight.clear()
 
     def _forget(self, unit: Unit) -> None:
@@ -335,10 +334,7 @@ class Residency:
 
     def gather(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Make ``parameters`` whole, one all_gather each, by number; those that are whole or not sharded stay."""
-        shards = shards_of(parameters)
-        for shard in shards:
-            self._await(shard)
-        self._gatherer.gather_each(shards)
+        self._gatherer.gather_each(shards_of(parameters))
 
     def release(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Make of ``parameters`` slices again, unless a module is using them."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
@@ -26,6 +26,13 @@ class Status(enum.Enum):
     AVAILABLE = 1  # whole on every rank
     NOT_AVAILABLE = 2  # each rank has its slice
     INFLIGHT = 3  # being gathered
+
+
+class OnItsWay(Protocol):
+    """Messages that make parameters whole."""
+
+    def wait(self) -> None:
+        """Wait until the parameters are whole."""
 
 
 def slice_numel(numel: int, world_size: int) -> int:
@@ -50,14 +57,18 @@ class Shard:
         slice_numel: elements of each rank's slice.
         own: this rank's slice, 1-D, ``slice_numel`` elements in the parameter's dtype; padding is zeros.
         secondary: a larger slice shared out inside the secondary group (hpZ), or None.
-        active: numbers of the modules that are using the parameter now.
+        active: who is using the parameter now: modules by number, contexts of scripts by negative numbers.
+        gathering: the messages that the parameter is on its way in, or None.
+        changed: a script has changed the slice since ``changed`` was last set to False; copies of it are out of date.
     """
 
     __slots__ = (
         "_persistent",
         "_status",
         "active",
+        "changed",
         "dtype",
+        "gathering",
         "group",
         "name",
         "number",
@@ -83,6 +94,8 @@ class Shard:
         self._persistent = False
         self.active: set[int] = set()
         self.secondary: torch.Tensor | None = None
+        self.gathering: OnItsWay | None = None
+        self.changed = False
         self.own = torch.zeros(self.slice_numel, dtype=self.dtype, device=device or parameter.device)
         self._status = Status.AVAILABLE
         self.cut(self.own, group.rank)
@@ -121,6 +134,18 @@ class Shard:
         if numel:
             flat = self.parameter.detach().reshape(-1)
             piece.narrow(0, 0, numel).copy_(flat.narrow(0, start, numel))
+
+    def keep(self) -> None:
+        """Take the values of the whole parameter, which a script has changed, over into the slice."""
+        self.cut(self.own, self.group.rank)
+        self.secondary = None
+        self.changed = True
+
+    def wait(self) -> None:
+        """Wait until the parameter is whole, if it is on its way."""
+        gathering, self.gathering = self.gathering, None
+        if gathering is not None:
+            gathering.wait()
 
     def move(self, own: torch.Tensor) -> None:
         """Keep the slice in ``own`` (1-D, ``slice_numel`` elements), such as a part of a larger buffer, from now on."""

@@ -1,33 +1,198 @@
-"""The names of sharded parameters (stage 3), which this version does not have: using one says so."""
+"""Sharded parameters in scripts (stage 3): make a model in slices, and look at or change whole parameters.
+
+::
+
+    with zero_runtime.zero.Init(config_dict_or_path="ds.json"):
+        model = Model()
+    with zero_runtime.zero.GatheredParameters(model.head.weight, modifier_rank=0):
+        if rank == 0:
+            model.head.weight.zero_()
+
+The names and signatures are DeepSpeed's.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any, Final
 
-from zero_runtime.errors import UnsupportedError
+import torch
+
+from zero_runtime import comm
+from zero_runtime import config as configuration
+from zero_runtime.access import register_external_parameter, unregister_external_parameter
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.construction import Cutter, constructing
+from zero_runtime.errors import ConfigError, UnsupportedError, UsageError
+from zero_runtime.gathering import Gatherer, broadcast
+from zero_runtime.leaves import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+)
+from zero_runtime.residency import remote
+from zero_runtime.shards import Shard, shards_of
+from zero_runtime.shards import Status as ZeroParamStatus
+
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "ZeroParamStatus",
+    "get_z3_leaf_modules",
+    "register_external_parameter",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "unregister_external_parameter",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+]
+
+_contexts: Final = itertools.count(1)
+_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Init:
-    """Would make a model whose parameters are sharded from the start; stage 3."""
+    """Makes the parameters of modules that are constructed inside, or of ``module``, slices at once.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise UnsupportedError(_message("zero.Init"))
+    Rank 0's values count: each parameter is broadcast as it is made. Contexts may be nested. A config whose stage is
+    not 3 makes the context do nothing, so that the same script runs at every stage.
+
+    Args:
+        module: a whole model, to be cut now; then there is no need to enter the context.
+        data_parallel_group: the ranks that share the parameters out; default: all.
+        mem_efficient_linear: accepted; the key ``memory_efficient_linear`` decides.
+        remote_device: where slices are kept: ``cpu``, or ``none`` for where parameters are used.
+        pin_memory: accepted; slices on the CPU are not pinned.
+        config_dict_or_path: the configuration, for dtype, stage and ``offload_param``.
+        config: another name of ``config_dict_or_path``.
+        enabled: False makes the context do nothing.
+        dtype: of the parameters; default: the config's, and without one as they are made.
+        mpu: model parallelism, not in this version.
+
+    Raises:
+        ConfigError: an argument or the configuration cannot be used.
+        UnsupportedError: for what is not in this version.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module | None = None,
+        data_parallel_group: comm.ProcessGroup | None = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        **others: Any,
+    ) -> None:
+        for name, value in {"mpu": mpu, **others}.items():
+            if value is not None and value is not False:
+                raise UnsupportedError(f"{name} of zero.Init is not in this version yet; leave it out")
+        if dtype is not None and dtype not in _DTYPES:
+            raise ConfigError(
+                f"dtype of zero.Init is {dtype}; expected one of {', '.join(map(str, _DTYPES))}"
+            )
+        given = _read(config_dict_or_path if config_dict_or_path is not None else config)
+        zero = _block(given, "zero_optimization")
+        self._enabled = enabled and zero.get("stage", 3) == 3
+        self._stack = ExitStack()
+        if not self._enabled:
+            return
+        comm.init_distributed()
+        offload = (zero.get("offload_param") or {}).get("device")
+        self._gathers_in_apply = zero.get("override_module_apply", True)
+        self._cutter = Cutter(
+            DataParallelGroup(data_parallel_group), remote(offload or remote_device), dtype or _dtype(given)
+        )
+        if module is not None:
+            self._cutter.cut(module, recurse=True)
+
+    def __enter__(self) -> Init:
+        if self._enabled:
+            self._stack.enter_context(constructing(self._cutter, self._gathers_in_apply))
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._stack.close()
 
 
 class GatheredParameters:
-    """Would gather sharded parameters for a while; stage 3."""
+    """Makes parameters whole for a while.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise UnsupportedError(_message("zero.GatheredParameters"))
+    Contexts may be nested, over the same parameters too. Parameters that are not sharded, or whole anyway, are left alone.
+
+    Args:
+        params: a parameter, or several.
+        modifier_rank: the rank (of the parameters' group) whose changes every rank takes over at the end; None where nothing
+            is changed, and then changes are lost.
+        fwd_module: the module whose forward pass uses the parameters without owning them, from now on.
+        enabled: False makes the context do nothing.
+    """
+
+    def __init__(
+        self,
+        params: torch.Tensor | Iterable[torch.Tensor],
+        modifier_rank: int | None = None,
+        fwd_module: torch.nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        given = [params] if isinstance(params, torch.Tensor) else list(params)
+        self._shards: list[Shard] = shards_of(given) if enabled else []
+        self._modifier = modifier_rank
+        self._gathered: list[Shard] = []
+        self._token = -next(_contexts)
+        for shard in self._shards:
+            if modifier_rank is not None and not 0 <= modifier_rank < shard.group.world_size:
+                raise UsageError(
+                    f"modifier_rank is {modifier_rank}; expected a rank from 0 to {shard.group.world_size - 1}, or None"
+                )
+            if fwd_module is not None:
+                register_external_parameter(fwd_module, shard.parameter)
+
+    def __enter__(self) -> None:
+        self._gathered = [shard for shard in self._shards if shard.status is ZeroParamStatus.NOT_AVAILABLE]
+        Gatherer().gather_each(self._shards)
+        for shard in self._shards:
+            shard.active.add(self._token)
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._modifier is not None and exception[0] is None:
+            for shard in self._shards:
+                broadcast(shard.parameter, shard.group, self._modifier)
+                shard.keep()
+        for shard in self._shards:
+            shard.active.discard(self._token)
+        for shard in self._gathered:
+            if shard.available and not shard.active:
+                shard.release()
 
 
-def register_external_parameter(*args: Any, **kwargs: Any) -> None:
-    """Would tell stage 3 of a parameter used outside its module."""
-    raise UnsupportedError(_message("zero.register_external_parameter"))
+def _read(config: Any) -> Mapping[str, Any]:
+    return {} if config is None else configuration.load(config)
 
 
-def _message(name: str) -> str:
-    return (
-        f"{name} belongs to stage 3 (sharded parameters), which is not in this version yet; at stages 0 to 2 "
-        "parameters are whole on every rank, so remove it"
-    )
+def _block(given: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
+    for name in names:
+        found = given.get(name)
+        if isinstance(found, Mapping):
+            return found
+    return {}
+
+
+def _dtype(given: Mapping[str, Any]) -> torch.dtype | None:
+    """The parameters' dtype by the config. Without one they are made as the script makes them."""
+    if not given:
+        return None
+    half, brain = _block(given, "fp16"), _block(given, "bf16", "bfloat16")
+    if half.get("enabled") is True and brain.get("enabled") is True:
+        raise ConfigError("fp16 and bf16 are both enabled; enable one")
+    if brain.get("enabled") is True:
+        return torch.bfloat16
+    return torch.float16 if half.get("enabled") is True else None

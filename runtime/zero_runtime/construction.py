@@ -1,0 +1,208 @@
+"""Making a model whose parameters are cut as soon as they exist, so that no rank ever holds the whole of it (stage 3).
+
+While :func:`constructing` is entered, every module cuts its own parameters when its ``__init__`` has returned, and
+``module.apply(function)`` gathers the parameters of each module around the call of ``function``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.gathering import Gatherer, broadcast
+from zero_runtime.shards import Shard, shard_of, shards_of
+
+Module: Final = torch.nn.Module
+_FACTORIES: Final = frozenset(
+    (torch.tensor, torch.empty, torch.zeros, torch.ones, torch.full, torch.arange, torch.eye, torch.randn)
+)
+_cutters: list[Cutter] = []  # of the contexts that are entered, innermost last
+
+
+class Cutter:
+    """Cuts the parameters of new modules.
+
+    Args:
+        group: the ranks that share them out.
+        device: where slices are kept; None for the group's device.
+        dtype: of the parameters; None to leave it.
+    """
+
+    def __init__(
+        self, group: DataParallelGroup, device: torch.device | None, dtype: torch.dtype | None
+    ) -> None:
+        self.group = group
+        self.device = device
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def cut(self, module: torch.nn.Module, recurse: bool = False) -> None:
+        """Cut the parameters of ``module`` that are whole: one broadcast from rank 0 for each, so that all ranks agree."""
+        for parameter in module.parameters(recurse=recurse):
+            if shard_of(parameter) is not None or is_lazy(parameter) or parameter.is_meta:
+                continue  # without elements: cut when it has some
+            wanted = self.dtype if parameter.is_floating_point() else None
+            parameter.data = parameter.data.to(device=self.group.device, dtype=wanted)
+            broadcast(parameter, self.group)
+            Shard(parameter, self.group, self.device).release()
+
+
+@contextmanager
+def constructing(cutter: Cutter, gather_in_apply: bool = True) -> Iterator[None]:
+    """Cut the parameters of every module that is made inside.
+
+    Contexts may be nested; the outermost one cuts.
+    """
+    with ExitStack() as stack:
+        if not _cutters:
+            stack.enter_context(_cutting_after_init())
+            if gather_in_apply:
+                stack.enter_context(_replaced(Module, "apply", _gathering_apply(Module.apply)))
+            stack.enter_context(_replaced(Module, "to_empty", _cutting_to_empty(Module.to_empty)))
+            if cutter.dtype is not None:
+                stack.enter_context(_OfDtype(cutter.dtype))
+            if cutter.group.device.type != "cpu":
+                stack.enter_context(cutter.group.device)
+        _cutters.append(cutter)
+        stack.callback(_cutters.pop)
+        yield
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Make whole modules inside, such as those that an engine makes for itself."""
+    held, _cutters[:] = _cutters[:], []
+    try:
+        yield
+    finally:
+        _cutters[:] = held
+
+
+class _OfDtype(TorchFunctionMode):
+    """Makes floating-point tensors in one dtype, also where another is asked for."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function in _FACTORIES and _cutters and result.is_floating_point():
+            return result.to(self._dtype)
+        return result
+
+
+@contextmanager
+def _cutting_after_init() -> Iterator[None]:
+    """Wrap ``__init__`` of every module class there is, and of those that are defined inside."""
+    originals: dict[type, Callable[..., None]] = {}
+    building: set[int] = set()
+
+    def wrap(kind: type) -> None:
+        original = kind.__dict__.get("__init__")
+        if original is not None and kind not in originals:
+            originals[kind] = original
+            kind.__init__ = _cutting_init(original, building)  # type: ignore[misc]
+
+    before = Module.__dict__.get("__init_subclass__")
+
+    def on_subclass(kind: Any, /, **keywords: Any) -> None:
+        if before is None:
+            super(Module, kind).__init_subclass__(**keywords)
+        else:
+            before.__get__(None, kind)(**keywords)
+        wrap(kind)
+
+    for kind in _subclasses(Module):
+        wrap(kind)
+    with _replaced(Module, "__init_subclass__", classmethod(on_subclass)):
+        try:
+            yield
+        finally:
+            for kind, original in originals.items():
+                kind.__init__ = original  # type: ignore[misc]
+
+
+def _cutting_init(original: Callable[..., None], building: set[int]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(module: torch.nn.Module, *args: Any, **keywords: Any) -> None:  # noqa: N807 - it is one
+        # Only the class that was called cuts; by then its bases have made and filled the parameters.
+        outermost = id(module) not in building
+        building.add(id(module))
+        try:
+            original(module, *args, **keywords)
+        finally:
+            if outermost:
+                building.discard(id(module))
+        if outermost and _cutters and "_parameters" in module.__dict__:
+            _cutters[0].cut(module)
+
+    return __init__
+
+
+def _gathering_apply(original: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(module: torch.nn.Module, function: Callable[[torch.nn.Module], None]) -> Any:
+        wrapped = function if isinstance(function, _Gathering) else _Gathering(function)
+        return original(module, wrapped)
+
+    return apply
+
+
+class _Gathering:
+    """A function of a module, called while the module's own parameters are whole; what rank 0 makes of them counts."""
+
+    def __init__(self, function: Callable[[torch.nn.Module], None]) -> None:
+        self._function = function
+
+    def __call__(self, module: torch.nn.Module) -> None:
+        shards = [each for each in shards_of(module.parameters(recurse=False)) if not each.available]
+        gatherer = Gatherer()
+        for shard in shards:
+            gatherer.gather_each([shard])
+        self._function(module)
+        for shard in shards:
+            broadcast(shard.parameter, shard.group)
+        for shard in shards:
+            shard.keep()
+            shard.release()
+
+
+def _cutting_to_empty(original: Callable[..., Any]) -> Callable[..., Any]:
+    def to_empty(module: torch.nn.Module, *args: Any, **keywords: Any) -> Any:
+        result = original(module, *args, **keywords)
+        if _cutters:
+            _cutters[0].cut(module, recurse=True)
+        return result
+
+    return to_empty
+
+
+@contextmanager
+def _replaced(owner: type, name: str, value: Any) -> Iterator[None]:
+    own = owner.__dict__.get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+
+def _subclasses(kind: type) -> list[type]:
+    found: dict[type, None] = {}
+    pending = [kind]
+    while pending:
+        each = pending.pop()
+        if each not in found:
+            found[each] = None
+            pending += each.__subclasses__()
+    return list(found)
