@@ -22,6 +22,7 @@ PARENT_UNKNOWN: Final = "the family of the communicator that it was split from i
 RENUMBERED: Final = (
     "two communicators hold every process and number them differently: the job may have restarted"
 )
+CUT_OUT: Final = "the largest communicator of the job was split from one that the logs do not show"
 CROWDED: Final = "several ranks share a process and a device, so which is which cannot be told"
 
 
@@ -181,7 +182,8 @@ def find_global_ranks(communicators: Sequence[Communicator], membership: Members
         known: dict[Seat, int | None] = {
             seats[c.index]: c.global_rank for c in job if c.global_rank is not None
         }
-        candidates = _worlds(job, communicators, membership, seats)
+        largest = _worlds(job, communicators, membership, seats)
+        candidates = [family for family in largest if not any(member.parent_missing for member in family)]
         numbering = {tuple((seats[c.index], c.rank) for c in _by_rank(world)) for world in candidates}
         reason = None
         if len(numbering) > 1:
@@ -190,6 +192,8 @@ def find_global_ranks(communicators: Sequence[Communicator], membership: Members
             world = candidates[0]
             worlds.append(World(world[0].nranks or len(world), len(world)))
             known = {seats[member.index]: member.rank for member in world} | known
+        elif largest:
+            reason = CUT_OUT
         elif _is_crowded(job, membership, seats):
             reason = CROWDED
         for communicator in job:

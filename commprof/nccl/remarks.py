@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 from commprof.nccl.communicators import Communicator
 from commprof.nccl.membership import (
     CROWDED,
+    CUT_OUT,
     INCOMPLETE,
     LOOK_ALIKE,
     NO_PARENT,
@@ -28,6 +29,7 @@ _ASK: Final = {
     INCOMPLETE: f"Keep the log of every process: {ASK_FOR_FILES}.",
     NO_PARENT: "Log from the start of the job, with INIT among NCCL_DEBUG_SUBSYS.",
     PARENT_UNKNOWN: "Log from the start of the job, with INIT among NCCL_DEBUG_SUBSYS.",
+    CUT_OUT: "Log from the start of the job, with INIT among NCCL_DEBUG_SUBSYS.",
     RENUMBERED: "Keep the log of each start of the job by itself: a directory of its own in NCCL_DEBUG_FILE.",
     CROWDED: f"Log each process by itself: {ASK_FOR_FILES}.",
 }

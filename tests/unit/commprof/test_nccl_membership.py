@@ -278,6 +278,16 @@ def test_lines_of_topology_belong_to_the_initialisation_of_their_thread():
     assert current(process, 9) is first
 
 
+def test_the_ranks_of_a_split_are_not_those_of_the_job_where_the_log_does_not_show_what_was_split():
+    log = Log()
+    for rank in (0, 1):
+        log.init(10 + rank, 0x20 + rank, rank, 2, "0xb", parent=b"0x%x" % (0x10 + rank), color=0)
+    rows = log.result()
+    assert [row["rank"] for row in rows] == [0, 1]
+    assert [row["global_rank"] for row in rows] == [None, None]
+    assert all("split from one that the logs do not show" in row["reason"] for row in rows)
+
+
 def test_a_late_connection_belongs_to_the_only_communicator_in_which_the_process_has_that_rank():
     log = Log()
     world = log.init(10, 0x10, 3, 8, "0xa", stages=("start", "complete"), tid=7)
