@@ -75,6 +75,7 @@ class Communicator:
     api: str | None = None
     bus_id: str | None = None
     parent_missing: bool = False
+    parent_comm: str | None = None
     family_reason: str | None = None
     global_rank_reason: str | None = None
     ended: str | None = None
@@ -146,6 +147,7 @@ class Registry:
             parent = self._find(process, line.parent)
             communicator.parent = None if parent is None else parent.index
             communicator.parent_missing = parent is None
+            communicator.parent_comm = None if line.parent == b"(nil)" else line.parent.decode()
         if line.split is not None:
             communicator.split = line.split.decode()
         if line.color is not None:
@@ -392,7 +394,7 @@ def communicators_table(
         "host": [process.host for process in owners],
         "pid": [process.pid for process in owners],
         "comm_epoch": [c.epoch for c in entries],
-        "parent": [None if c.parent is None else entries[c.parent].comm for c in entries],
+        "parent": [c.parent_comm for c in entries],
         "version": [names[c.process] for c in entries],
         "reason": [_reason(c) for c in entries],
         "file": [files[c.file] for c in entries],

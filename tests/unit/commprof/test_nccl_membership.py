@@ -285,6 +285,7 @@ def test_the_ranks_of_a_split_are_not_those_of_the_job_where_the_log_does_not_sh
     rows = log.result()
     assert [row["rank"] for row in rows] == [0, 1]
     assert [row["global_rank"] for row in rows] == [None, None]
+    assert [row["parent"] for row in rows] == ["0x10", "0x11"]  # as printed
     assert all("split from one that the logs do not show" in row["reason"] for row in rows)
 
 
