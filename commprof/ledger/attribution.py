@@ -87,8 +87,7 @@ Findings = dict[StepKey, dict[Class, Finding]]
 def wants(expectations: Iterable[Expectation], world_size: int) -> dict[Class, Want]:
     """The expectations of one step by class."""
     found: dict[Class, Want] = {}
-    ranks = format_ranks(list(range(world_size)))
-    for row in expectations:
+    for row, ranks in ((each, ranks) for each in expectations for ranks in _groups(each, world_size)):
         want = found.setdefault(Class(row.purpose, row.issued_op, ranks), Want(row.requested_op))
         want.count += row.count
         want.payload_bytes += row.payload_bytes
@@ -99,6 +98,11 @@ def wants(expectations: Iterable[Expectation], world_size: int) -> dict[Class, W
             least = min(row.least_bytes, want.least_of_a_pass) if want.in_each_pass else row.least_bytes
             want.in_each_pass, want.least_of_a_pass = True, least
     return found
+
+
+def _groups(row: Expectation, world_size: int) -> list[str]:
+    size = row.group_size or world_size
+    return [format_ranks(list(range(first, first + size))) for first in range(0, world_size, size)]
 
 
 def attribute(

@@ -100,10 +100,15 @@ class Request:
         found = [row for row in self._expected(_Pass(orders[0], None, False)) if row.when == "step"]
         for micro in range(self.micro_steps):
             order = orders[min(micro, len(orders) - 1)]
-            iteration = min(ordinal * self.micro_steps + micro, STEADY)
+            iteration = self._alike(ordinal * self.micro_steps + micro)
             rows = self._expected(_Pass(order, iteration, False))
             found += [row for row in rows if row.when == "micro_step"]
         return found
+
+    def _alike(self, iteration: int) -> int:
+        """The first micro-batch that the rules treat as they treat number ``iteration``."""
+        steady = -(-STEADY // self.micro_steps) * self.micro_steps
+        return iteration if iteration < steady else steady + iteration % self.micro_steps
 
     def rows(self) -> list[Expectation]:
         """All that the rules ask for, by when it is sent, whatever order of gradients the run published.

@@ -53,29 +53,3 @@ def owned_slices(bucket: Bucket, layout: Layout) -> list[OwnedSlice]:
             else:
                 merged.append(OwnedSlice(piece.owner, piece.numel))
     return merged
-
-
-def balanced_rounds(
-    parameters: Iterable[Parameter], layout: Layout, capacity: int, world_size: int
-) -> list[list[OwnedSlice]]:
-    """Buckets of at most ``capacity`` elements that hold as much of each owner's piece, group by group.
-
-    This is how zero_runtime fills a reduce_scatter when all gradients are there before the first bucket. Round k holds
-    elements [k w, (k + 1) w) of each piece, w being capacity // ranks; padding does not travel.
-    """
-    width = max(1, capacity // world_size)
-    rounds: dict[tuple[int, int], dict[int, int]] = {}
-    for parameter in parameters:
-        group = layout.places[parameter.name][0]
-        for owner, numel, offset in layout.slices(parameter):
-            end = offset + numel
-            while offset < end:
-                number = offset // width
-                stop = min(end, (number + 1) * width)
-                rows = rounds.setdefault((group, number), {})
-                rows[owner] = rows.get(owner, 0) + stop - offset
-                offset = stop
-    return [
-        [OwnedSlice(owner, numel) for owner, numel in sorted(rows.items())]
-        for _, rows in sorted(rounds.items())
-    ]

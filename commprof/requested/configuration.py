@@ -97,6 +97,11 @@ class Configuration:
             return "all_reduce"
         return "multi_rank_all_reduce" if self.use_multi_rank_bucket_allreduce else "reduce_to_owner"
 
+    @property
+    def reduces_bands(self) -> bool:
+        """Whether the flat buffers are cut into bands, each reduced to the owners of its rows."""
+        return self.stage in (1, 2) and self.reduction == "reduce_scatter"
+
     def reduce_scatter_on(self, backend: str) -> str:
         """How a reduce_scatter is made on ``backend``: ``native`` or ``all_to_all``.
 

@@ -26,6 +26,8 @@ class Expectation(NamedTuple):
         note: what a reader should know; empty when there is nothing.
         bytes_exact: False where the bytes depend on the order in which modules run too. Never False where ``exact`` is True.
         least_bytes: what ``payload_bytes`` is at least, in whatever order the modules run.
+        group_size: None for the group of all ranks; else the ranks are split, in order, into groups of this size, and each
+            of these sends that.
     """
 
     when: When
@@ -40,6 +42,7 @@ class Expectation(NamedTuple):
     note: str
     bytes_exact: bool = True
     least_bytes: int = 0
+    group_size: int | None = None
 
 
 def row(
@@ -64,9 +67,9 @@ def row(
 
 def summed(rows: Iterable[Expectation], when: When) -> list[Expectation]:
     """``rows`` as one per purpose and operations, in the order of the first of each."""
-    sums: dict[tuple[str, str, str, str | None], Expectation] = {}
+    sums: dict[tuple[str, str, str, str | None, int | None], Expectation] = {}
     for each in rows:
-        key = (each.purpose, each.requested_op, each.issued_op, each.intended_op)
+        key = (each.purpose, each.requested_op, each.issued_op, each.intended_op, each.group_size)
         before = sums.get(key)
         if before is None:
             sums[key] = each._replace(when=when)

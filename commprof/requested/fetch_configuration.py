@@ -25,6 +25,8 @@ class FetchConfiguration:
         max_live_parameters: gathering ahead stops where this much is gathered.
         max_reuse_distance: a parameter is kept that is used again within this much of the recorded order.
         sub_group_size: how much of a rank's slices is optimised at a time; one norm is sent for each.
+        secondary_size: ranks that together keep a second copy of all parameters, from which they gather what was gathered
+            since the last step before; 1 is none.
         sequential: each parameter in a message of its own.
         fetches_by_all_reduce: several parameters are fetched by an all_reduce of a buffer of zeros.
         sanity_checks: the ids of each gradient bucket are compared between the ranks.
@@ -40,6 +42,7 @@ class FetchConfiguration:
     max_live_parameters: int
     max_reuse_distance: int
     sub_group_size: int
+    secondary_size: int
     sequential: bool
     fetches_by_all_reduce: bool
     sanity_checks: bool
@@ -68,6 +71,7 @@ def read_fetch_configuration(zero: Mapping[str, Any]) -> FetchConfiguration:
         max_live_parameters=_limit(zero, "max_live_parameters", 1_000_000_000),
         max_reuse_distance=_limit(zero, "max_reuse_distance", 1_000_000_000),
         sub_group_size=_limit(zero, "sub_group_size", 1_000_000_000),
+        secondary_size=count(zero, "zero_optimization.zero_hpz_partition_size", 1, least=0) or 1,
         sequential=sequential,
         fetches_by_all_reduce=flag(zero, _key(zero, "use_all_reduce_for_fetch_params"), False),
         sanity_checks=flag(zero, "zero_optimization.enable_sanity_checks", False),

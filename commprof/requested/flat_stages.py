@@ -14,6 +14,7 @@ from commprof.requested.expectation import Expectation, When, row
 from commprof.requested.explanation import describe_configuration, requested_op
 from commprof.requested.gradients import (
     GradientMessages,
+    banded_gradients,
     bucketed_gradients,
     flat_group_gradients,
     replicated_gradients,
@@ -53,6 +54,7 @@ def flat_expectations(
         configuration.model_dtype,
         round_robin=configuration.round_robin_gradients,
         align_parameters=configuration.parameter_alignment,
+        bucket_size=configuration.reduce_bucket_size if configuration.reduces_bands else None,
     )
     rows: list[Expectation | None] = [_parameter_broadcast(configuration, parameters, world_size)]
     if not configuration.partitions:
@@ -68,7 +70,10 @@ def flat_expectations(
             _parameter_gather(configuration, layout, world_size, runtime),
         ]
     else:
-        gradients = bucketed_gradients(configuration, groups, layout, world_size, gradient_order, backend)
+        if configuration.reduces_bands:
+            gradients = banded_gradients(configuration, layout, backend)
+        else:
+            gradients = bucketed_gradients(configuration, groups, layout, gradient_order)
         rows += [
             _gradient_reduce(configuration, gradients, world_size),
             _overflow_check(configuration, layout, world_size),
@@ -147,21 +152,20 @@ def _parameter_gather(
     for group in layout.groups:
         size = item_bytes(group.dtype)
         if issued == Op.BROADCAST:
-            payloads += [group.piece_numel * size] * world_size
+            payloads += [group.row_numel * size] * world_size * group.bands
         else:
-            payloads += [
-                part * world_size * size for part in _gathered_parts(group.piece_numel, split, world_size)
-            ]
+            parts = _gathered_parts(group.row_numel, split, world_size)
+            payloads += [part * world_size * size for part in parts] * group.bands
     gathered = row("step", Purpose.PARAMETER_GATHER, issued, payloads, world_size, note)
     return gathered._replace(requested_op=str(asked))
 
 
-def _gathered_parts(piece_numel: int, bucket_size: int | None, world_size: int) -> list[int]:
-    """How much of each piece one message gathers: even numbers of elements, ``bucket_size`` at most over all ranks."""
+def _gathered_parts(row_numel: int, bucket_size: int | None, world_size: int) -> list[int]:
+    """How much of each rank's row of a band one message gathers: even numbers, ``bucket_size`` at most over all ranks."""
     if bucket_size is None:
-        return [piece_numel]
+        return [row_numel]
     width = max(2, bucket_size // world_size // 2 * 2)
-    return [min(width, piece_numel - begin) for begin in range(0, piece_numel, width)]
+    return [min(width, row_numel - begin) for begin in range(0, row_numel, width)]
 
 
 def _ignored_gather_keys(configuration: Configuration) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
-from commprof.requested.buckets import balanced_rounds, buckets_within, owned_slices, runs_past
+from commprof.requested.buckets import buckets_within, owned_slices, runs_past
 from commprof.requested.configuration import Configuration
 from commprof.requested.parameters import Parameter, in_gradient_order, in_model_order
 from commprof.requested.partition import Layout
-from commprof.requested.reductions import Message, reduction
+from commprof.requested.reductions import DEEPSPEED_REDUCTIONS, Message
 from commprof.schema import Op
 
 WHOLE_MODEL_BUCKET: Final = 500_000_000  # elements; DeepSpeed's constant where reduce_bucket_size is not used
@@ -50,13 +50,23 @@ def _whole(sizes: Iterable[int]) -> list[Message]:
     return [Message(Op.ALL_REDUCE, numel) for numel in runs_past(sizes, WHOLE_MODEL_BUCKET)]
 
 
+def banded_gradients(configuration: Configuration, layout: Layout, backend: str) -> GradientMessages:
+    """Stages 1 and 2 with ``reduce_scatter``: one message for each band, padding included, whatever order gradients come in.
+
+    A parameter that got no gradient sends zeros. ``backend`` is that of the group.
+    """
+    exchanges = configuration.reduce_scatter_on(backend) == "all_to_all"
+    op = Op.ALL_TO_ALL if exchanges else Op.REDUCE_SCATTER
+    return GradientMessages(
+        [Message(op, group.band_numel) for group in layout.groups for _ in range(group.bands) if group.numel]
+    )
+
+
 def bucketed_gradients(
     configuration: Configuration,
     groups: Sequence[Sequence[Parameter]],
     layout: Layout,
-    world_size: int,
     gradient_order: Sequence[str] | None,
-    backend: str,
 ) -> GradientMessages:
     """Stages 1 and 2: gradients in buckets, each reduced as the config says.
 
@@ -64,17 +74,12 @@ def bucketed_gradients(
         configuration: what the config says.
         groups: the trained parameters of each optimizer group, in the order of the group.
         layout: who owns what.
-        world_size: ranks among which the gradients are reduced.
         gradient_order: names in the order in which gradients arrived; None where it was not observed.
-        backend: backend of the group.
     """
-    name, capacity = configuration.reduction, configuration.reduce_bucket_size
-    reduce = reduction(name, configuration.reduce_scatter_on(backend), world_size)
+    capacity = configuration.reduce_bucket_size
+    reduce = DEEPSPEED_REDUCTIONS[configuration.reduction]
     arrived, exact, notes = _bucket_order(configuration, groups, gradient_order)
-    if name == "reduce_scatter" and not configuration.reduces_in_backward_order:
-        buckets = balanced_rounds(arrived, layout, capacity, world_size)
-    else:
-        buckets = [owned_slices(bucket, layout) for bucket in buckets_within(arrived, capacity)]
+    buckets = [owned_slices(bucket, layout) for bucket in buckets_within(arrived, capacity)]
     messages = [message for slices in buckets for message in reduce(slices, capacity)]
     return GradientMessages(messages, exact, notes)
 

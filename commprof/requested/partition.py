@@ -3,6 +3,9 @@
 The trained parameters of an optimizer group lie one after the other in a flat buffer whose length is rounded up to a
 multiple of 2 x ranks; rank r owns the r-th of as many equal pieces. Boundaries fall where they fall: one parameter may
 have several owners. Source: reference measurements of DeepSpeed 0.19.8; the factor 2 aligns 16-bit elements to 4 bytes.
+
+For ``gradient_reduction: reduce_scatter``, which DeepSpeed has not, zero_runtime first cuts the buffer into equal bands, which
+are the buckets; rank r owns the r-th of the equal rows of every band, and its piece is those rows end to end.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ from commprof.requested.parameters import Parameter, item_bytes
 
 ALIGNMENT_ELEMENTS: Final = 2  # of each rank's piece of a flat buffer
 PARAMETER_ALIGNMENT_BYTES: Final = 16  # of each parameter, with parameter_alignment
+BANDS: Final = 8  # of a buffer, unless a band would get too small or too large
+SMALLEST_BAND: Final = 2**18  # elements, where reduce_bucket_size allows as much
+LARGEST_BAND: Final = 2**23
 
 
 class OwnedSlice(NamedTuple):
@@ -38,11 +44,23 @@ class FlatGroup(NamedTuple):
         numel: elements, padding included; a multiple of 2 x ranks.
         piece_numel: elements that each rank owns.
         dtype: element type of the model.
+        bands: how many there are.
     """
 
     numel: int
     piece_numel: int
     dtype: str
+    bands: int = 1
+
+    @property
+    def band_numel(self) -> int:
+        """Elements of a band."""
+        return self.numel // self.bands
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of a band that each rank owns."""
+        return self.piece_numel // self.bands
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +78,14 @@ class Layout:
     def slices(self, parameter: Parameter) -> list[OwnedSlice]:
         """``parameter`` cut at the boundaries between the owners, in order."""
         number, start = self.places[parameter.name]
-        piece = self.groups[number].piece_numel
+        flat = self.groups[number]
         end = start + parameter.numel
         cut = []
         while start < end:
-            owner = start // piece
-            stop = min(end, (owner + 1) * piece)
-            cut.append(OwnedSlice(owner, stop - start, start - owner * piece))
+            band, within_band = divmod(start, flat.band_numel)
+            owner, within_row = divmod(within_band, flat.row_numel)
+            stop = min(end, start - within_row + flat.row_numel)
+            cut.append(OwnedSlice(owner, stop - start, band * flat.row_numel + within_row))
             start = stop
         return cut
 
@@ -88,6 +107,7 @@ def lay_out(
     *,
     round_robin: bool = False,
     align_parameters: bool = False,
+    bucket_size: int | None = None,
 ) -> Layout:
     """Lay out the flat buffer of each group.
 
@@ -97,6 +117,7 @@ def lay_out(
         model_dtype: element type of the model; None takes that of the group's first parameter.
         round_robin: the key ``round_robin_gradients``.
         align_parameters: the key ``parameter_alignment``: each parameter takes up a multiple of 16 bytes.
+        bucket_size: ``reduce_bucket_size`` where buffers are cut into bands; None where each is a single one.
     """
     flat: list[FlatGroup] = []
     places: dict[str, tuple[int, int]] = {}
@@ -107,6 +128,16 @@ def lay_out(
         for parameter in dealt(group, world_size) if round_robin else group:
             places[parameter.name] = (number, offset)
             offset += padded(parameter.numel, unit)
-        numel = padded(offset, ALIGNMENT_ELEMENTS * world_size)
-        flat.append(FlatGroup(numel, numel // world_size, dtype))
+        unit = ALIGNMENT_ELEMENTS * world_size
+        bands = 1
+        if bucket_size is not None and offset:
+            largest = _largest_band(sum(parameter.numel for parameter in group), bucket_size)
+            bands = -(-offset // max(unit, largest // unit * unit))
+        numel = padded(offset, unit * bands)
+        flat.append(FlatGroup(numel, numel // world_size, dtype, bands))
     return Layout(tuple(flat), places)
+
+
+def _largest_band(numel: int, bucket_size: int) -> int:
+    """An eighth of a buffer, but not so little that a message is not worth its start; ``bucket_size`` at most."""
+    return min(bucket_size, max(SMALLEST_BAND, min(-(-numel // BANDS), LARGEST_BAND)))

@@ -37,6 +37,7 @@ class Sent(NamedTuple):
         notes: what a reader should know.
         bytes_exact: False where the sum of the payloads does so too.
         least_bytes: what that sum is at least, whatever the order; None where it is exact.
+        group_size: as of an Expectation.
     """
 
     op: Op
@@ -45,6 +46,7 @@ class Sent(NamedTuple):
     notes: tuple[str, ...] = ()
     bytes_exact: bool = True
     least_bytes: int | None = None
+    group_size: int | None = None
 
 
 def padded_bytes(parameter: Parameter, world_size: int, dtype: str | None) -> int:
@@ -62,35 +64,65 @@ def used_parameters(parameters: Sequence[Parameter], gradient_order: Sequence[st
 
 
 def fetched(
-    fetches: Fetches, configuration: Configuration, fetching: FetchConfiguration, world_size: int
+    fetches: Fetches,
+    configuration: Configuration,
+    fetching: FetchConfiguration,
+    world_size: int,
+    *,
+    first_of_step: bool = True,
 ) -> list[Sent]:
-    """The messages that gather parameters for the modules of one micro-batch, by operation."""
-    payloads: dict[Op, list[int]] = {Op.ALL_GATHER: [], Op.ALL_REDUCE: []}
+    """The messages that gather parameters for the modules of one micro-batch, by operation and group.
+
+    With ``zero_hpz_partition_size`` each small group of ranks keeps a copy of what was gathered since the last step:
+    ``first_of_step`` says that there is none yet. What is in the copy and what is not never travel in one message.
+    """
+    split = fetching.secondary_size if 1 < fetching.secondary_size < world_size else None
+    copied: set[str] | None = set() if split and first_of_step else None
+    payloads: dict[tuple[Op, int | None], list[int]] = {}
     for fetch in fetches.fetches if world_size > 1 else ():  # one rank has all there is
-        sizes: dict[str, list[int]] = {}
-        for parameter in fetch.parameters:
-            dtype = configuration.model_dtype or parameter.dtype
-            sizes.setdefault(dtype, []).append(padded_bytes(parameter, world_size, dtype))
-        if fetching.sequential:
-            payloads[Op.ALL_GATHER] += [size for each in sizes.values() for size in each]
-            continue
-        several = len(fetch.parameters) > 1
-        op = Op.ALL_REDUCE if fetching.fetches_by_all_reduce and several else Op.ALL_GATHER
-        payloads[op] += [sum(each) for each in sizes.values()]
+        for near, parameters in _by_copy(fetch.parameters, copied, split):
+            for op, each in _messages(parameters, configuration, fetching, world_size):
+                payloads.setdefault((op, split if near else None), []).append(each)
     once = fetches.each_once and not fetching.fetches_by_all_reduce
     notes = () if fetches.exact else (ONCE_NOTE if once else MODULE_ORDER_NOTE,)
     certain = fetches.exact or once
-    # An all_reduce in place of some all_gathers leaves the sum of neither certain.
-    least = (
-        None
-        if certain
-        else 0
-        if fetching.fetches_by_all_reduce
-        else _each_once(fetches, configuration, world_size)
-    )
+    # An all_reduce in place of some all_gathers, or a second group, leaves the sum of neither certain.
+    several = fetching.fetches_by_all_reduce or len({group for _, group in payloads}) > 1
+    least = None if certain else 0 if several else _each_once(fetches, configuration, world_size)
     return [
-        Sent(op, tuple(each), fetches.exact, notes, certain, least) for op, each in payloads.items() if each
+        Sent(op, tuple(each), fetches.exact, notes, certain, least, group)
+        for (op, group), each in payloads.items()
     ]
+
+
+def _by_copy(
+    parameters: Sequence[Parameter], copied: set[str] | None, split: int | None
+) -> list[tuple[bool, list[Parameter]]]:
+    """``parameters`` that a small group has a copy of (True), and those that it has not; None has a copy of all."""
+    if split is None:
+        return [(False, list(parameters))]
+    near = [each for each in parameters if copied is None or each.name in copied]
+    far = [each for each in parameters if copied is not None and each.name not in copied]
+    if copied is not None:
+        copied |= {each.name for each in far}
+    return [(is_near, each) for is_near, each in ((False, far), (True, near)) if each]
+
+
+def _messages(
+    parameters: Sequence[Parameter],
+    configuration: Configuration,
+    fetching: FetchConfiguration,
+    world_size: int,
+) -> list[tuple[Op, int]]:
+    """The messages that gather ``parameters`` together: one for each element type, or for each parameter."""
+    sizes: dict[str, list[int]] = {}
+    for parameter in parameters:
+        dtype = configuration.model_dtype or parameter.dtype
+        sizes.setdefault(dtype, []).append(padded_bytes(parameter, world_size, dtype))
+    if fetching.sequential:
+        return [(Op.ALL_GATHER, size) for each in sizes.values() for size in each]
+    op = Op.ALL_REDUCE if fetching.fetches_by_all_reduce and len(parameters) > 1 else Op.ALL_GATHER
+    return [(op, sum(each)) for each in sizes.values()]
 
 
 def _each_once(fetches: Fetches, configuration: Configuration, world_size: int) -> int:

@@ -67,9 +67,17 @@ def _rows(when: When, purpose: Purpose, sent: Iterable[Sent | None], world_size:
     found = []
     for each in sent:
         if each is not None and each.payloads:
-            line = row(when, purpose, each.op, each.payloads, world_size, "; ".join(each.notes))
+            ranks = each.group_size or world_size
+            line = row(when, purpose, each.op, each.payloads, ranks, "; ".join(each.notes))
             least = line.least_bytes if each.least_bytes is None else each.least_bytes
-            found.append(line._replace(exact=each.exact, bytes_exact=each.bytes_exact, least_bytes=least))
+            found.append(
+                line._replace(
+                    exact=each.exact,
+                    bytes_exact=each.bytes_exact,
+                    least_bytes=least,
+                    group_size=each.group_size,
+                )
+            )
     return found
 
 
@@ -109,9 +117,10 @@ def _micro_step(
     checks = [order_checks(fetches, training.iteration)]
     if fetching.sanity_checks:
         checks.append(bucket_checks(buckets, exact))
-    gathered = _rows(
-        "micro_step", Purpose.PARAMETER_GATHER, fetched(fetches, configuration, fetching, world), world
-    )
+    # What attaches the hooks before the first step has gathered everything already.
+    new_step = training.iteration % training.micro_steps == 0 and training.iteration >= training.micro_steps
+    sent = fetched(fetches, configuration, fetching, world, first_of_step=new_step)
+    gathered = _rows("micro_step", Purpose.PARAMETER_GATHER, sent, world)
     reduced = _rows("micro_step", Purpose.GRADIENT_REDUCE, gradients, world)
     asked_fetch = str(Op.ALL_REDUCE if fetching.fetches_by_all_reduce else Op.ALL_GATHER)
     return [

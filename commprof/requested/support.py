@@ -61,8 +61,8 @@ def _refuse_with_stage_3(config: Mapping[str, Any], zero: Mapping[str, Any], wor
         if zero.get(name):
             raise UnsupportedError(f"zero_optimization.{name}", zero[name], quantised)
     secondary = zero.get("zero_hpz_partition_size")
-    if _above(secondary, 1) and secondary != world_size:
-        reason = "which gathers stay within a part of the ranks depends on what was given back before them"
+    if isinstance(secondary, int) and secondary > 1 and world_size % secondary:
+        reason = f"it does not divide the {world_size} ranks, which the runtime refuses"
         raise UnsupportedError("zero_optimization.zero_hpz_partition_size", secondary, reason)
     for prefix in ("stage3_", ""):
         granularity = zero.get(f"{prefix}module_granularity_threshold")

@@ -9,6 +9,7 @@ import pytest
 
 from commprof.requested import Parameter, describe, expected, expected_in_step, reduction_share
 from commprof.requested.sharded import sub_groups
+from support.requested_cases import parameters_of
 
 SIZES = {"first.weight": 12, "first.bias": 3, "second.weight": 9, "second.bias": 3}
 MODEL = [Parameter(name, numel, forward_index=index) for index, (name, numel) in enumerate(SIZES.items())]
@@ -177,3 +178,39 @@ def test_a_reduce_scatter_of_zero_runtime_is_an_exchange_on_gloo():
 def test_a_sentence_says_what_stage_3_makes_of_reduce_scatter(keys, parts):
     for part in parts:
         assert part in describe(stage_3(**keys))
+
+
+def gathers(config, step, world=4):
+    rows = expected_in_step(config, MODEL, world, step, ARRIVED, runtime="deepspeed")
+    return {
+        row.group_size: (row.count, row.payload_bytes, row.wire_bytes)
+        for row in rows
+        if row.purpose == "parameter_gather"
+    }
+
+
+def test_a_second_copy_serves_what_the_step_gathered_before():
+    config = stage_3(zero_hpz_partition_size=2)
+    padded = (12 + 4 + 12 + 4) * 4
+    # The hooks gathered everything: the first step reads the copies alone, 1/2 of each message sent.
+    assert gathers(config, 0) == {2: (4, 2 * padded, padded)}
+    # Later ones gather it once, from all four ranks.
+    assert gathers(config, 3) == {None: (1, padded, padded * 3 / 4)}
+    twice = gathers(config | {"gradient_accumulation_steps": 2}, 3)
+    assert twice == {None: (1, padded, padded * 3 / 4), 2: (1, padded, padded / 2)}
+    assert gathers(stage_3(zero_hpz_partition_size=4), 0) == {None: (4, 2 * padded, 2 * padded * 3 / 4)}
+
+
+def test_a_second_copy_under_tight_limits_sends_what_was_measured():
+    """Reference run B_s3_hpz2_tight_w4: 15 + 11 gathers of 146,272 + 181,504 bytes contributed per rank."""
+    tight = {
+        "stage3_max_live_parameters": 20_000,
+        "stage3_prefetch_bucket_size": 1000,
+        "stage3_max_reuse_distance": 0,
+    }
+    rows = expected(
+        stage_3(zero_hpz_partition_size=2, **tight), parameters_of({"config": {}}), 4, runtime="deepspeed"
+    )
+    mine = [row for row in rows if row.purpose == "parameter_gather" and row.when == "micro_step"]
+    assert sum(row.count for row in mine) == 15 + 11
+    assert sum(row.payload_bytes // (row.group_size or 4) for row in mine) == 146_272 + 181_504
