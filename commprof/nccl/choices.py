@@ -22,7 +22,8 @@ def attribute_in_windows(tuning: pa.Table, operations: Iterable[pa.Table]) -> pa
 
     Args:
         tuning: table ``nccl_tuning``, in the order of files and lines.
-        operations: the columns ``NEEDED`` of ``nccl_ops`` of the same logs, in order, some rows at a time.
+        operations: the columns ``NEEDED`` of the COLL lines of the processes that print choices, in order, some rows at
+            a time.
     """
     if not tuning.num_rows:
         return tuning

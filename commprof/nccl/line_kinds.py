@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Final
 
 from commprof.nccl import lines as nccl_lines
@@ -152,17 +151,12 @@ def kind_of_message(level: bytes, body: bytes) -> str:
     >>> kind_of_message(b"INFO", b"Using network Socket")
     'network and plugins'
     """
-    return _kind_of_message(level, body[:_LOOKED_AT])
-
-
-@lru_cache(maxsize=20_000)
-def _kind_of_message(level: bytes, body: bytes) -> str:
+    body = body[:_LOOKED_AT]
     if found := _ANY_KNOWN.match(body):
         return KNOWN[(found.lastindex or 1) - 1]
     return OF_UNKNOWN_FORM[level] if is_text(body) else NOT_TEXT
 
 
-@lru_cache(maxsize=20_000)
 def form_of_message(body: bytes) -> str | None:
     """The form of such a message, where it tells the version."""
     return form_of(body[:_LOOKED_AT])

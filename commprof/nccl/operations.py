@@ -20,7 +20,7 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
 from commprof.nccl.communicators import Communicator, Process
-from commprof.nccl.rows import KINDS, NONE, OPS, STATES, TORN, WHOLE, Column, Rows, RowStore, as_arrow
+from commprof.nccl.rows import COLL, KINDS, NONE, OPS, STATES, TORN, WHOLE, Column, Rows, RowStore, as_arrow
 from commprof.nccl.spelling import (
     COUNTED_PER_RANK,
     DATATYPES,
@@ -182,6 +182,14 @@ class Operations:
         """The rows in order, some hundred thousand at a time; strings are dictionaries."""
         for rows in self._rows.batches():
             yield self._table.table(rows, names)
+
+    def calls(self, processes: Sequence[int], names: Sequence[str]) -> Iterator[pa.Table]:
+        """The whole COLL lines of some processes, by number, in order."""
+        wanted = np.array(processes, np.int64)
+        for rows in self._rows.batches():
+            chosen = (rows["kind"] == COLL) & (rows["state"] == WHOLE) & np.isin(rows["process"], wanted)
+            if chosen.any():
+                yield self._table.table({name: column[chosen] for name, column in rows.items()}, names)
 
     def totals(self) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
         """Whole lines, and bytes of whole messages where they are known, by operation and kind of line."""

@@ -236,10 +236,13 @@ class _Reader:
             registry.communicators, registry.processes, self.files, versions.texts
         )
         tuning = assembly.tuning.table(*known)
+        names = tuning.group_by(["host", "pid"]).aggregate([])
+        chosen = set(zip(names["host"].to_pylist(), names["pid"].to_pylist(), strict=True))
+        choosing = [p.index for p in registry.processes if (p.host, p.pid) in chosen]
         return {
             "nccl_communicators": communicators,
             **assembly.topology.tables(*known),
-            "nccl_tuning": attribute_in_windows(tuning, operations.batches(NEEDED)),
+            "nccl_tuning": attribute_in_windows(tuning, operations.calls(choosing, NEEDED)),
             "nccl_messages": assembly.messages.table(*known),
         }
 

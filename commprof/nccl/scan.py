@@ -164,6 +164,9 @@ class Scanner:
 
     def body(self, text: bytes) -> int:
         """What a message of this text is: one of the numbers below."""
+        # Most distinct messages are never seen again, and mean nothing.
+        if not nccl_lines.may_speak(text):
+            return IGNORED
         meaning = self._bodies.get(text)
         if meaning is None:
             if len(self._bodies) >= _MOST_REMEMBERED:
@@ -181,8 +184,6 @@ def _read_body(text: bytes) -> int:
         return GROUP_START
     if text == b"ncclGroupEnd()":
         return GROUP_END
-    if not nccl_lines.may_speak(text):
-        return IGNORED
     if nccl_lines.read_message(_NOBODY, text, b"CALL") is not None:
         return MESSAGE
     message = nccl_lines.read_message(_NOBODY, text, b"INFO")
