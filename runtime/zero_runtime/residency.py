@@ -169,7 +169,7 @@ class Residency:
             return watch_inputs(unit, inputs, keywords) if torch.is_grad_enabled() else None
 
         def after(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-            self._after_forward(unit, output)
+            self._after_forward(unit, output, torch.is_grad_enabled())
 
         self._handles.append(unit.module.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(unit.module.register_forward_hook(after, always_call=True))
@@ -194,15 +194,15 @@ class Residency:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _after_forward(self, unit: Unit, output: Any) -> None:
+    def _after_forward(self, unit: Unit, output: Any, differentiates: bool) -> None:
         while access.running and access.running.pop() is not unit:
             pass  # of modules that an exception has left
         tensors = list(tensors_in(output))
         self._hand_over(unit, tensors)
-        differentiable = [tensor for tensor in tensors if tensor.requires_grad]
-        for tensor in differentiable:
-            watch_output(unit, tensor)
-        if torch.is_grad_enabled() and not differentiable and output is not None and not tensors:
+        for tensor in tensors:
+            if tensor.requires_grad:
+                watch_output(unit, tensor)
+        if differentiates and not tensors and output is not None:
             self._unseen[unit.forward] = unit
             return
         self._leave(unit, unit.forward)

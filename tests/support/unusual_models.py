@@ -1,0 +1,283 @@
+"""Models that use their parameters in unusual ways, for the residency of stage 3.
+
+Each class has ``forward(batch) -> loss`` over a (4, WIDTH) batch; ``make(name)`` gives the same weights every time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 6
+
+
+class Tied(nn.Module):
+    """One weight in two modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.last.weight = self.first.weight
+
+    def forward(self, batch):
+        return self.last(torch.relu(self.middle(self.first(batch)))).square().mean()
+
+
+class Borrowed(nn.Module):
+    """A parent reads the weights of a child that it has already run, and of one that it never runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.never = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, batch):
+        hidden = torch.relu(self.first(batch))
+        return (F.linear(hidden, self.first.weight) + hidden @ self.never.weight).square().mean()
+
+
+class Hidden(nn.Module):
+    """A weight kept where reading it cannot be seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.kept = [self.first.weight]
+
+    def forward(self, batch):
+        return F.linear(self.first(batch), self.kept[0]).square().mean()
+
+
+class Returned(nn.Module):
+    """A child that returns its bias, to be added by the parent."""
+
+    class Child(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+            self.bias = nn.Parameter(torch.randn(WIDTH))
+
+        def forward(self, hidden):
+            return F.linear(hidden, self.weight), self.bias
+
+    def __init__(self):
+        super().__init__()
+        self.child = self.Child()
+
+    def forward(self, batch):
+        hidden, bias = self.child(batch)
+        return (torch.tanh(hidden) * bias).square().mean()
+
+
+class Attention(nn.Module):
+    """torch's attention never calls its own output projection."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, batch):
+        hidden = self.norm(batch).unsqueeze(0)
+        return self.attention(hidden, hidden, hidden)[0].square().mean()
+
+
+class Recurrent(nn.Module):
+    """torch's LSTM keeps a list of its parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
+
+    def forward(self, batch):
+        hidden, (state, _) = self.cell(batch.unsqueeze(0))
+        return hidden.square().mean() + state.square().mean()
+
+
+class Repeated(nn.Module):
+    """One module three times in a row, and a shared activation that writes in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.activation = nn.ReLU(inplace=True)
+
+    def forward(self, batch):
+        hidden = batch
+        for _ in range(3):
+            hidden = hidden + self.activation(self.layer(hidden))
+        return hidden.square().mean()
+
+
+@dataclasses.dataclass
+class Record:
+    hidden: torch.Tensor
+    note: str
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+class Opaque:
+    def __init__(self, hidden):
+        self.hidden = hidden
+
+
+class Containers(nn.Module):
+    """Inputs by keyword, and outputs in a dict, a list, a dataclass, a named tuple and an object that shows nothing."""
+
+    class Layer(nn.Module):
+        def __init__(self, wrap):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.scale = nn.Parameter(torch.randn(WIDTH))
+            self.wrap = wrap
+
+        def forward(self, *, hidden, factor=1.0):
+            return self.wrap(self.linear(hidden) * self.scale * factor)
+
+    def __init__(self):
+        super().__init__()
+        wraps = (
+            lambda hidden: {"hidden": hidden},
+            lambda hidden: [hidden, None, 3],
+            lambda hidden: Record(hidden, "kept"),
+            lambda hidden: Pair(hidden, hidden * 2),
+            Opaque,
+        )
+        self.layers = nn.ModuleList(self.Layer(wrap) for wrap in wraps)
+
+    def forward(self, batch):
+        hidden = self.layers[0](hidden=batch)["hidden"]
+        hidden = self.layers[1](hidden=hidden, factor=2.0)[0]
+        hidden = self.layers[2](hidden=hidden).hidden
+        left, right = self.layers[3](hidden=hidden)
+        return self.layers[4](hidden=left + right).hidden.square().mean()
+
+
+class Sizes(nn.Module):
+    """A scalar, an empty parameter, a frozen one, an unused one, and one of a single element."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.nothing = nn.Parameter(torch.zeros(0, 5))
+        self.single = nn.Parameter(torch.ones(1))
+        self.frozen = nn.Linear(WIDTH, WIDTH)
+        self.frozen.requires_grad_(False)
+        self.unused = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, 1, bias=False)
+        self.transposed = nn.Parameter(torch.randn(WIDTH, 3).t())
+
+    def forward(self, batch):
+        hidden = self.last(self.frozen(batch)) * self.scale + self.single + self.nothing.sum()
+        return hidden.square().mean() + (batch @ self.transposed.t()).square().mean()
+
+
+class Changing(nn.Module):
+    """Runs its layers in another order every other time."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.calls = 0
+
+    def forward(self, batch):
+        self.calls += 1
+        order = list(self.layers)
+        if self.calls % 3 == 0:
+            order.reverse()
+        if self.calls % 4 == 0:
+            order.pop()
+        for layer in order:
+            batch = torch.tanh(layer(batch))
+        return batch.square().mean()
+
+
+class Recomputed(nn.Module):
+    """Activations computed again during backward."""
+
+    reentrant = False
+
+    def __init__(self):
+        super().__init__()
+        block = (nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(type(each)(*_size(each)) for each in block)) for _ in range(3)
+        )
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, batch):
+        hidden = self.first(batch)
+        for block in self.blocks:
+            hidden = hidden + checkpoint(block, hidden, use_reentrant=self.reentrant)
+        return hidden.square().mean()
+
+
+def _size(module):
+    if isinstance(module, nn.Linear):
+        return WIDTH, WIDTH
+    return (WIDTH,) if isinstance(module, nn.LayerNorm) else ()
+
+
+class RecomputedReentrant(Recomputed):
+    reentrant = True
+
+
+class Twice(nn.Module):
+    """A model whose outputs of two calls meet in one loss; see ``passes``."""
+
+    passes = 2
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, batch):
+        return self.body(batch).square().mean()
+
+
+class Experts(nn.Module):
+    """A leaf module whose children run in an order that the data decide."""
+
+    class Mixture(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, hidden):
+            chosen = int(hidden.sum().item() * 1000) % 3
+            return self.experts[chosen](hidden) + 0 * sum(e.weight.sum() + e.bias.sum() for e in self.experts)
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.mixture = self.Mixture()
+
+    def forward(self, batch):
+        return self.mixture(self.first(batch)).square().mean()
+
+
+MODELS = {
+    each.__name__: each
+    for each in (
+        *(Tied, Borrowed, Hidden, Returned, Attention, Recurrent, Repeated, Containers, Sizes, Changing),
+        *(Recomputed, RecomputedReentrant, Twice, Experts),
+    )
+}
+
+
+def make(name):
+    torch.manual_seed(7)
+    return MODELS[name]()
+
+
+def batch(step, rank):
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
