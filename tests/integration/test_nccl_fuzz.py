@@ -55,6 +55,8 @@ def check(text: bytes, parsed: ParsedLogs) -> Counter[str]:
     assert states["coll", "torn"] + states["call", "torn"] == counts.torn
     lines = text.split(b"\n")
     assert counts.lines == len(lines) - (lines[-1] == b"")
+    assert sum(kind.lines for kind in parsed.kinds) == counts.lines
+    assert all(kind.lines > 0 and all(e.text.isprintable() for e in kind.examples) for kind in parsed.kinds)
     assert max(rows, default=0) <= counts.lines
     outcome: Counter[str] = Counter()
     lost = []
