@@ -204,7 +204,7 @@ def step_text(keys: Iterable[StepKey]) -> str:
 
 def step_list(keys: Iterable[StepKey]) -> str:
     """``Step 4`` or ``Steps 0-3,7``; ``Before the first step``."""
-    listed = list(keys)
-    if set(listed) == {StepKey(0, INIT_STEP)}:
+    listed = set(keys)
+    if listed == {StepKey(0, INIT_STEP)}:
         return "Before the first step"
     return f"{'Step' if len(listed) == 1 else 'Steps'} {step_text(listed)}"

@@ -193,3 +193,26 @@ def test_a_budget_takes_what_cannot_be_told_for_broken():
     assert broken.text.startswith("cannot tell: Step 0, parameter_gather: 20 messages")
     assert "only_requested = false" in budget_of(job.run.open())
     assert violations(trained(0, 1).run.open(), budget) == []
+
+
+def test_each_small_group_of_a_second_copy_is_expected_to_gather():
+    job = Stage3()
+    job.run = SyntheticRun(
+        world_size=4,
+        config={"zero_optimization": CONFIG["zero_optimization"] | {"zero_hpz_partition_size": 2}},
+    )
+    job.run.add_parameters(SIZES)
+    for size in (A, B, A, B):
+        job.send("broadcast", size, -1, "init", "parameter_broadcast", peer=0)
+    for size in (A, B):
+        job.send("all_gather", size, -1, "init", "parameter_gather")
+    job.run.add_step(0)
+    job.check(0, 8, 0)
+    for pg, group in (("1", (0, 1)), ("2", (2, 3))):
+        for size in RECORDING:
+            job.send("all_gather", size, 0, "forward", "parameter_gather", group=group, pg=pg)
+    job.finish(0)
+    job.step(1)
+    verdict = job.verify()
+    assert (verdict.state, verdict.unexplained) == ("closed", ())
+    assert not [text for text in verdict.sentences if "Step" in text]
