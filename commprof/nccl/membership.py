@@ -16,6 +16,7 @@ from commprof.nccl.communicators import Communicator
 FamilyKey = tuple[object, ...]
 
 LOOK_ALIKE: Final = "other communicators of as many ranks look alike, and no commId tells them apart"
+REPEATED: Final = "two processes claim one rank with one commId: a log may be there twice"
 INCOMPLETE: Final = "not every rank of it is in the logs, and no commId tells who else is in it"
 NO_PARENT: Final = "the communicator that it was split from has no init line"
 PARENT_UNKNOWN: Final = "the family of the communicator that it was split from is not known"
@@ -111,7 +112,7 @@ def _objection(
         return PARENT_UNKNOWN
     ranks = {communicator.rank for communicator in group}
     if len(ranks) < len(group):
-        return LOOK_ALIKE
+        return REPEATED if identity[0] == "id" else LOOK_ALIKE
     if identity[0] in ("plain", "grow") and not _is_complete(group):
         # The first and largest communicator of every process of the logs is taken for one, as the remarks say.
         if key[2] == 0 and group[0].nranks == logs.largest and {c.process for c in group} == logs.processes:

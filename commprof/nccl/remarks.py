@@ -15,6 +15,7 @@ from commprof.nccl.membership import (
     NO_PARENT,
     PARENT_UNKNOWN,
     RENUMBERED,
+    REPEATED,
     World,
 )
 
@@ -27,6 +28,7 @@ _ASK: Final = {
     LOOK_ALIKE: "NCCL prints a commId since 2.16; with an older one, log each process with CALL lines too "
     "(NCCL_DEBUG=TRACE, NCCL_DEBUG_SUBSYS=INIT,COLL,CALL, from 2.13), or align the log with a recorded run.",
     INCOMPLETE: f"Keep the log of every process: {ASK_FOR_FILES}.",
+    REPEATED: "Name each log once, and the logs of one start of the job at a time.",
     NO_PARENT: "Log from the start of the job, with INIT among NCCL_DEBUG_SUBSYS.",
     PARENT_UNKNOWN: "Log from the start of the job, with INIT among NCCL_DEBUG_SUBSYS.",
     CUT_OUT: "Log from the start of the job, with INIT among NCCL_DEBUG_SUBSYS.",

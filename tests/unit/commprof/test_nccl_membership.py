@@ -334,6 +334,14 @@ def test_remarks_say_what_is_not_known_why_and_what_to_set():
     assert "commId since 2.16" in notes(log)
 
 
+def test_remarks_name_a_log_that_is_there_twice():
+    log = Log()
+    for pid in (10, 20):
+        log.init(pid, 0x10, 0, 2, "0xa")
+    assert "2 communicators is not known: two processes claim one rank with one commId" in notes(log)
+    assert "Name each log once" in notes(log)
+
+
 def test_remarks_name_a_restart_that_numbers_processes_anew():
     log = Log()
     for attempt, comm_id in enumerate(("0xa", "0xb")):
