@@ -142,6 +142,10 @@ def load(
 def _load_state(
     optimizer: torch.optim.Optimizer, tensor: torch.Tensor, parts: Sequence[Part], source: Source
 ) -> None:
+    if tensor.numel() == 0:
+        # Stages disagree on whether it has a state; the optimizer makes one when it wants it.
+        optimizer.state.pop(tensor, None)
+        return
     names = {part.name: None for part in parts}
     dtypes = {state: dtype for name in names for state, dtype in source.state_dtypes(name).items()}
     values: dict[str, Any] = {}

@@ -49,7 +49,7 @@ def entries(training: Training, excluded: Iterable[str]) -> tuple[list[Entry], d
     scalars: dict[str, list[str]] = {}
     if training.optimizer is not None:
         for fragment in training.optimizer.fragments():
-            if training.sharded or writers[fragment.name] == rank:
+            if fragment.numel and (training.sharded or writers[fragment.name] == rank):
                 found += _fragment_entries(fragment)
                 scalars.setdefault(_scalars_text(fragment), []).append(fragment.name)
     trained, left_out = training.trained, set(excluded)
@@ -92,8 +92,6 @@ def _writers(training: Training) -> dict[str, int]:
 
 
 def _fragment_entries(fragment: Fragment) -> list[Entry]:
-    if fragment.numel == 0:
-        return []
     place = f"{fragment.start}/{fragment.name}"
     shape = (fragment.numel,)
     return [

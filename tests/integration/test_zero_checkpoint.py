@@ -1,0 +1,244 @@
+"""Checkpoints: training goes on from one as if it had not stopped, at any world size, stage and reduction."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from support import recorded
+from support.checkpoint_training import differences, everything_in, make_engine, train
+from support.process_group_log import logged
+from support.ranks import run_ranks
+from support.recorded_models import make_batch, make_model
+
+pytestmark = pytest.mark.ranks
+
+STAGES = (0, 1, 2)
+SETTINGS = {
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "stage 0, bf16": {"stage": 0, "precision": "bf16"},
+    "stage 2, bf16": {"stage": 2, "precision": "bf16"},
+    "stage 1, fp16": {"stage": 1, "precision": "fp16"},
+    "stage 2, SGD with momentum": {"stage": 2, "optimizer": "SGD"},
+    "stage 1, Adagrad, no schedule": {"stage": 1, "optimizer": "Adagrad", "schedule": False},
+    "stage 0, SGD": {"stage": 0, "optimizer": "SGD", "precision": "bf16"},
+    "stage 2, round robin, 2 micro-batches": {
+        "stage": 2,
+        "gradient_accumulation_steps": 2,
+        "zero": {"round_robin_gradients": True, "gradient_reduction": "reduce_scatter"},
+    },
+    "stage 2, a schedule of torch's": {
+        "stage": 2,
+        "schedule": False,
+        "scheduler": {"type": "MultiStepLR", "params": {"milestones": [1, 4], "gamma": 0.5}},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The directory of each setting's checkpoint of 2 ranks, and what they did from there."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    return root, run_ranks(2, save_and_resume, str(root), timeout=280)
+
+
+def save_and_resume(rank, world, root):
+    """For every setting: the losses after a save, and those of a fresh engine after loading it."""
+    results = {}
+    for name, setting in SETTINGS.items():
+        precision = setting.get("precision", "fp32")
+        torch.manual_seed(100 + rank)
+        engine = make_engine(dropout=0.2, **setting)
+        train(engine, rank, 0, 3, precision)
+        engine.save_checkpoint(Path(root) / name, client_state={"epoch": 3, "seen": (1, torch.ones(2))})
+        at_save = (engine.global_steps, engine.global_samples, engine.micro_steps, engine.module.calls)
+        went_on = train(engine, rank, 3, 3, precision)
+        rates = engine.get_lr()
+
+        torch.manual_seed(7)
+        engine = make_engine(dropout=0.2, **setting)
+        train(engine, rank, 50, 1, precision)
+        path, client = engine.load_checkpoint(Path(root) / name)
+        after = (engine.global_steps, engine.global_samples, engine.micro_steps, engine.module.calls)
+        resumed = train(engine, rank, 3, 3, precision)
+        assert path == str(Path(root) / name / "global_step3")
+        assert client["epoch"] == 3
+        assert isinstance(client["seen"], tuple)
+        assert torch.equal(client["seen"][1], torch.ones(2))
+        results[name] = (went_on, resumed, at_save, after, rates, engine.get_lr())
+    return results
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_training_goes_on_bit_by_bit(saved, name):
+    for result in saved[1]:
+        went_on, resumed, at_save, after, rates, rates_after = result[name]
+        assert resumed == went_on
+        assert after == at_save
+        assert rates_after == rates
+        assert len(set(went_on)) == len(went_on)
+
+
+CROSSINGS = [
+    (name, stage, world)
+    for index, name in enumerate(("stage 0", "stage 1", "stage 2", "stage 2, bf16", "stage 0, bf16"))
+    for world in (1, 2, 3)
+    for stage in STAGES
+    if (index + stage + world) % 2 or name == "stage 2"
+]
+
+
+def load_and_save_again(rank, world, root, again, crossings):
+    results = {}
+    for name, stage, _ in crossings:
+        precision = SETTINGS[name].get("precision", "fp32")
+        more = {"zero": {"gradient_reduction": "reduce_to_owner"}} if stage else {}
+        engine = make_engine(stage, precision, **more)
+        engine.load_checkpoint(Path(root) / name)
+        engine.save_checkpoint(Path(again) / f"{name} as {stage} of {world}", tag="again")
+        results[name, stage] = (train(engine, rank, 3, 1, precision)[0], engine.get_lr())
+    return results
+
+
+@pytest.fixture(scope="module")
+def crossed(saved, tmp_path_factory):
+    again = tmp_path_factory.mktemp("again")
+    outcomes = {
+        world: run_ranks(
+            world,
+            load_and_save_again,
+            str(saved[0]),
+            str(again),
+            [each for each in CROSSINGS if each[2] == world],
+            timeout=280,
+        )
+        for world in (1, 2, 3)
+    }
+    return again, outcomes
+
+
+@pytest.mark.parametrize(("name", "stage", "world"), CROSSINGS)
+def test_any_world_size_and_stage_loads_every_bit(saved, crossed, name, stage, world):
+    before = everything_in(saved[0] / name / "global_step3")
+    after = everything_in(crossed[0] / f"{name} as {stage} of {world}" / "again")
+    assert differences(before, after) == []
+    assert any(isinstance(key, tuple) and key[1] == "exp_avg" for key in before)
+
+
+def test_the_next_loss_is_the_same_everywhere(crossed):
+    for name in {each[0] for each in CROSSINGS}:
+        found = {
+            outcome[0][crossing, stage][0]
+            for outcome in crossed[1].values()
+            for crossing, stage in outcome[0]
+            if crossing == name  # of rank 0: its data and its buffers are the same everywhere
+        }
+        assert max(found) - min(found) <= 1e-6 * max(found), name
+
+
+# Against what DeepSpeed did.
+
+needs_recordings = pytest.mark.skipif(not recorded.ROOT.is_dir(), reason=recorded.MISSING)
+
+
+def recorded_case(name):
+    return recorded.Case(recorded.ROOT / name)
+
+
+def train_recorded(engine, rank, steps):
+    losses = []
+    for step in steps:
+        loss = engine(*make_batch("gpt", step, 0, rank))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def recorded_engine(case, **changes):
+    import zero_runtime
+
+    model = make_model("gpt")
+    config = {**case.config, **changes}
+    engine, *_ = zero_runtime.initialize(
+        model=model, model_parameters=model.parameters(), config=config, dist_init_required=True
+    )
+    return engine
+
+
+def save_recorded(rank, world, root, names):
+    calls = {}
+    for name in names:
+        engine = recorded_engine(recorded_case(name))
+        losses = train_recorded(engine, rank, range(3))
+        with logged() as log:
+            engine.save_checkpoint(Path(root) / name, tag="t1", client_state={"my": 7})
+        calls[name] = (
+            losses,
+            [(each.method, each.numel_in, each.dtype, each.reduction) for each in log.calls],
+        )
+    return calls
+
+
+def load_recorded(rank, world, root, pairs):
+    results = {}
+    for source, name in pairs:
+        engine = recorded_engine(recorded_case(name), checkpoint={"load_universal": True})
+        with torch.no_grad():
+            for parameter in engine.module.parameters():
+                parameter.zero_()
+        engine.load_checkpoint(Path(root) / source, tag="t1")
+        results[name] = (train_recorded(engine, rank, (10, 11)), engine.global_steps)
+    return results
+
+
+@functools.cache
+def recorded_loads():
+    root = tempfile.mkdtemp()
+    saves = [f"C_ckptx_a_save_s{stage}_w2" for stage in (1, 2)]
+    run_ranks(2, save_recorded, root, saves, timeout=200)
+    pairs = [(f"C_ckptx_a_save_s{stage}_w2", f"C_ckptx_b_loaduniv_s{stage}_as_w{{}}") for stage in (1, 2)]
+    outcomes = {}
+    for world in (1, 2, 3):
+        mine = [(source, name.format(world)) for source, name in pairs]
+        if world == 2:
+            mine.append((saves[0], "C_ckptx_c_s1_as_s2_w2"))
+        if world == 3:
+            mine.append((saves[1], "C_ckptx_c_univ_s2_as_s1_w3"))
+        outcomes[world] = run_ranks(world, load_recorded, root, mine, timeout=200)
+    return outcomes
+
+
+@needs_recordings
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_losses_after_loading_are_those_that_deepspeed_had(world):
+    for rank, outcome in enumerate(recorded_loads()[world]):
+        assert outcome
+        for name, (losses, steps) in outcome.items():
+            results = recorded_case(name).results
+            assert losses == pytest.approx(results["losses"][str(rank)], rel=1e-6), name
+            assert steps == results["extra_rank0"]["global_steps"]
+
+
+@needs_recordings
+def test_saving_sends_what_deepspeed_sends_and_two_agreements(tmp_path):
+    names = ["C_ckpt_s0_w2", "C_ckpt_s2_w2"]
+    for rank, outcome in enumerate(run_ranks(2, save_recorded, str(tmp_path), names)):
+        for name in names:
+            losses, calls = outcome[name]
+            case = recorded_case(name)
+            assert losses == pytest.approx(case.results["losses"][str(rank)], rel=1e-6)
+            wanted = [
+                (each.method, each.numel_in, each.dtype, each.reduction)
+                for each in case.expected_calls(rank)
+                if each.phase == "save_checkpoint"
+            ]
+            # docs/deepspeed-differences.md: an all_gather of what each rank wrote, and an agreement on the manifest.
+            ours = [*wanted[:-1], ("all_gather_single", 3, "int64", ""), ("allreduce", 1, "int64", "MAX")]
+            assert calls == [*ours, wanted[-1]]
