@@ -114,7 +114,8 @@ class RowStore:
             if self._pending:
                 self._spill()
             self._writer.close()
-            with pa.memory_map(str(self._path())) as source, pa.ipc.open_file(source) as reader:
+            # Not mapped: pages of the file would count as memory of this process.
+            with pa.OSFile(str(self._path()), "rb") as source, pa.ipc.open_file(source) as reader:
                 for number in range(reader.num_record_batches):
                     yield reader.get_batch(number)
         elif self._pending:

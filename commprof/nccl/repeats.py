@@ -1,0 +1,34 @@
+"""Numbers that occur again and again, counted without sorting them where they are small."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from commprof.nccl.fields import Positions
+
+_DENSE: Final = 16  # as many numbers for each key are counted faster than keys are sorted
+
+
+def numbered(codes: Positions) -> tuple[list[int], Positions]:
+    """The numbers that occur in ``codes``, and for each code its place among them."""
+    occurs = np.bincount(codes) > 0
+    return np.flatnonzero(occurs).tolist(), (np.cumsum(occurs) - 1)[codes]
+
+
+def first_of_each(keys: Positions) -> tuple[Positions, Positions, Positions]:
+    """The distinct keys, where each stands first, and how often it occurs."""
+    if not len(keys) or int(keys.max()) > _DENSE * len(keys):
+        return np.unique(keys, return_index=True, return_counts=True)
+    times = np.bincount(keys)
+    first = np.empty(len(times), np.int64)
+    first[keys[::-1]] = np.arange(len(keys))[::-1]
+    found = np.flatnonzero(times)
+    return found, first[found], times[found]
+
+
+def distinct(codes: Positions, none: int) -> list[int]:
+    """The numbers that occur in ``codes``, but for ``none``."""
+    present: list[int] = np.flatnonzero(np.bincount(codes, minlength=none + 1)[:none]).tolist()
+    return present
