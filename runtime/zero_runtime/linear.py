@@ -23,7 +23,10 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return _torch_linear(inputs, weight, bias)
+        # Bias apart from the product, unless one operation does both for this shape: the order of roundings is DeepSpeed's.
+        if bias is None or inputs.dim() == 2:
+            return _torch_linear(inputs, weight, bias)
+        return inputs.matmul(weight.t()).add_(bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -46,7 +49,7 @@ class _Linear(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 of_weight = rows.t().matmul(inputs.reshape(-1, inputs.shape[-1]))
             if ctx.has_bias and ctx.needs_input_grad[2]:
-                of_bias = rows.sum(0)
+                of_bias = gradient.sum(tuple(range(gradient.dim() - 1))) if gradient.dim() > 1 else gradient
         return of_inputs, of_weight, of_bias
 
 
@@ -55,8 +58,6 @@ def _linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    if not torch.is_grad_enabled() or not weight.is_leaf:
-        return _torch_linear(input, weight, bias)
     return _Linear.apply(input, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
 
 

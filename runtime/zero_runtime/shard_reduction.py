@@ -21,8 +21,10 @@ import torch
 from torch.nn import functional
 
 from zero_runtime import reduction
+from zero_runtime.agreement import same_as_first
 from zero_runtime.buckets import Bucket
 from zero_runtime.comm import DataParallelGroup
+from zero_runtime.errors import UsageError
 from zero_runtime.reduction import Finish
 from zero_runtime.shards import slice_numel
 
@@ -35,14 +37,22 @@ class ShardReduction:
         numbers: of the parameters by name, in the order in which they were made.
         all_reduce_limit: the largest bucket, in elements, that is sent by all_reduce.
         implementation: of a reduce_scatter: ``native``, ``all_to_all``, or None for the backend's.
+        compares: whether the ranks make sure before each bucket that they hold the same parameters in it.
     """
 
     numbers: Mapping[str, int]
     all_reduce_limit: int
     implementation: str | None
+    compares: bool = False
 
     def __call__(self, bucket: Bucket, group: DataParallelGroup) -> Finish | None:
-        """Sum the bucket over the ranks; afterwards this rank's slices in ``bucket.tensor`` are right."""
+        """Sum the bucket over the ranks; afterwards this rank's slices in ``bucket.tensor`` are right.
+
+        Raises:
+            UsageError: rank 0 has other parameters in it.
+        """
+        if self.compares:
+            self._compare(bucket, group)
         if bucket.tensor.numel() <= self.all_reduce_limit:
             return reduction.all_reduce(bucket, group)
         implementation = self.implementation or reduction.default_implementation(group.backend)
@@ -53,6 +63,14 @@ class ShardReduction:
         if bucket.scaling.factor_after == 1.0:
             return scattered
         return reduction.then(scattered, lambda: _scale_own(bucket, group.rank))
+
+    def _compare(self, bucket: Bucket, group: DataParallelGroup) -> None:
+        names = [entry.name for entry in bucket.entries]
+        if not same_as_first([self.numbers[name] for name in names], group):
+            raise UsageError(
+                f"gradient bucket {bucket.number} of rank {group.rank} holds {', '.join(names[:4])}..., that of rank 0 other "
+                "parameters; every rank must run the same modules, or flag those that differ with set_z3_leaf_modules"
+            )
 
     def _scatter(self, bucket: Bucket, group: DataParallelGroup) -> Finish | None:
         world = group.world_size

@@ -21,7 +21,8 @@ import torch
 
 import zero_runtime
 from support.process_group_log import Call, logged
-from support.recorded_models import make_batch, make_model
+from support.recorded_models import CLASSES, make_batch, make_model
+from support.stated_differences import shown_difference
 from zero_runtime.residency import residency_of
 
 ROOT = Path(
@@ -36,6 +37,7 @@ _KNOWN_FLAGS = {
     *("two_groups", "client_opt", "kind", "args", "force_fp16"),
 }
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 _OPTIMIZERS = {"adam", "adamw", "adagrad", "sgd", "rmsprop"}
 
 
@@ -71,7 +73,8 @@ class Case:
 
     @property
     def model(self) -> str:
-        return "partly_used" if self.script == "unused" else self.flags.get("model", "gpt")
+        by_script = {"unused": "partly_used", "actckpt": f"{self.flags.get('args', {}).get('mode')}_gpt"}
+        return by_script.get(self.script) or self.flags.get("model", "gpt")
 
     @property
     def script(self) -> str:
@@ -115,18 +118,19 @@ def all_cases() -> list[Case]:
 
 
 def known_features(case: Case) -> bool:
-    """Whether the case trains with ``initialize``, forward, backward and step, at stage 0 to 2."""
+    """Whether the case trains with ``initialize``, forward, backward and step."""
     config, zero = case.config, case.zero
     optimizer = config.get("optimizer", {"type": "SGD"})["type"].lower()
     return (
         set(case.flags) <= _KNOWN_FLAGS
         and case.script in _SCRIPTS
-        and zero.get("stage", 0) <= 2
         and optimizer in _OPTIMIZERS
+        and not any(zero.get(name) for name in _QUANTIZED)
         and not _offloads(zero)
         and not config.get("comms_logger", {}).get("enabled")
         and not any(config.get(block, {}).get("enabled") for block in ("flops_profiler", "csv_monitor"))
-        and not {"checkpoint", "activation_checkpointing", "compile", "tensor_parallel"} & set(config)
+        and not {"checkpoint", "compile", "tensor_parallel"} & set(config)
+        and case.flags.get("args", {}).get("mode") in (None, "reentrant", "nonreentrant")
     )
 
 
@@ -141,37 +145,19 @@ def _offloads(zero: Mapping[str, Any]) -> bool:
     )
 
 
-def differs(case: Case) -> bool:
-    """Whether DeepSpeed ignores a key of the case that zero_runtime does not, or refuses one that it accepts.
-
-    These are rows of docs/deepspeed-differences.md: keys of the parameter gathering, which work as they say; unknown
-    keys; SGD with ZeRO; fp16 on a CPU.
-    """
-    config, zero = case.config, case.zero
-    if not case.succeeded:
-        return config.get("optimizer", {}).get("type") == "SGD" or precision_of(case) == "fp16"
-    unknown = {"no_such_key", "no_such_top_key"} & {*zero, *config}
-    return gathers_otherwise(case) or bool(unknown)
-
-
-def gathers_otherwise(case: Case) -> bool:
-    """Whether a key asks for another gathering of the parameters than one all_gather for each param group."""
-    config, zero = case.config, case.zero
-    return (
-        "allgather_bucket_size" in zero
-        or not zero.get("allgather_partitions", True)
-        or bool(config.get("disable_allgather"))
-    )
+def difference(case: Case) -> str | None:
+    """How the run differs by a row of docs/deepspeed-differences.md; None where it should not."""
+    return shown_difference(case.config, case.succeeded)
 
 
 def replayable(case: Case) -> bool:
     """Whether the case ran to its end with features that zero_runtime has and treats alike."""
-    return known_features(case) and not differs(case) and case.succeeded
+    return known_features(case) and difference(case) is None and case.succeeded
 
 
 def refused(case: Case) -> bool:
     """Whether DeepSpeed refused a configuration of features that zero_runtime has and treats alike."""
-    return known_features(case) and not differs(case) and not case.succeeded
+    return known_features(case) and difference(case) is None and not case.succeeded
 
 
 def features(case: Case) -> frozenset[tuple[str, Any]]:
@@ -262,9 +248,20 @@ def _engine(case: Case):
         arguments["optimizer"] = torch.optim.SGD(model.parameters(), lr=1e-2)
         parameters = None
     engine, *_ = zero_runtime.initialize(
-        model=model, model_parameters=parameters, config=json.loads(json.dumps(case.config)), **arguments
+        model=model, model_parameters=parameters, config=_config(case), **arguments
     )
     return engine
+
+
+def _config(case: Case) -> dict[str, Any]:
+    """The case's own config. At stage 3 it says how to issue a reduce_scatter, and names the classes of the models here."""
+    config = json.loads(json.dumps(case.config))
+    zero = config.get("zero_optimization", {})
+    if zero.get("stage") == 3:
+        zero.setdefault("reduce_scatter_impl", "native")
+    if "leaf_module" in zero:
+        zero["leaf_module"]["classes"] = [CLASSES.get(name, name) for name in zero["leaf_module"]["classes"]]
+    return config
 
 
 def _train(case: Case, engine, rank: int, log):
@@ -321,18 +318,19 @@ def _train_from_the_loss(case: Case, engine, rank: int, log):
 def _evaluate(case: Case, engine, rank: int, log):
     engine.eval()
     with torch.no_grad():
-        return [_forward(case, engine, rank, log, step, 0).item() for step in range(3)], None
+        return [_forward(case, engine, rank, log, step, 0, "eval").item() for step in range(3)], None
 
 
-def _forward(case: Case, engine, rank: int, log, step: int, micro: int):
+def _forward(case: Case, engine, rank: int, log, step: int, micro: int, phase: str = "forward"):
     batch = make_batch(case.model, step, micro, rank, _DTYPES[precision_of(case)])
-    log.at("forward", step, micro)
+    log.at(phase, step, micro)
     return engine(*batch)
 
 
 _SCRIPTS = {
     "std": _train,
     "unused": _train,
+    "actckpt": _train,
     "no_sync": _train_without_sync,
     "torch_backward": _train_from_the_loss,
     "eval_forward": _evaluate,

@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 VOCABULARY, CONTEXT, MICRO_BATCH = 96, 16, 4
 WIDTH, HEADS, LAYERS = 64, 4, 2
@@ -50,9 +51,25 @@ class Transformer(nn.Module):
     def forward(self, tokens, targets):
         hidden = self.tok(tokens) + self.pos(torch.arange(tokens.shape[1]))
         for block in self.blocks:
-            hidden = block(hidden)
+            hidden = self.run(block, hidden)
         logits = self.head(self.lnf(hidden))
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    def run(self, block, hidden):
+        return block(hidden)
+
+
+class CheckpointedTransformer(Transformer):
+    """``gpt`` whose blocks run again in the backward pass."""
+
+    reentrant = False
+
+    def run(self, block, hidden):
+        return checkpoint(block, hidden, use_reentrant=self.reentrant)
+
+
+class ReentrantTransformer(CheckpointedTransformer):
+    reentrant = True
 
 
 class Perceptron(nn.Module):
@@ -81,7 +98,15 @@ class PartlyUsed(Perceptron):
         return super().forward(self.frozen(features), targets)
 
 
-MODELS = {"gpt": Transformer, "mlp": Perceptron, "partly_used": PartlyUsed}
+MODELS = {
+    "gpt": Transformer,
+    "mlp": Perceptron,
+    "partly_used": PartlyUsed,
+    "nonreentrant_gpt": CheckpointedTransformer,
+    "reentrant_gpt": ReentrantTransformer,
+}
+# Classes that recorded configs name, and what they are called here.
+CLASSES = {"models.Block": f"{Layer.__module__}.{Layer.__name__}"}
 
 
 def make_model(name: str) -> nn.Module:
@@ -91,7 +116,7 @@ def make_model(name: str) -> nn.Module:
 
 def make_batch(name: str, step: int, micro: int, rank: int, dtype: torch.dtype = torch.float32):
     generator = torch.Generator().manual_seed(100_000 * step + 1_000 * micro + rank)
-    if name == "gpt":
+    if name.endswith("gpt"):
         shape = (MICRO_BATCH, CONTEXT)
         tokens = torch.randint(0, VOCABULARY, shape, generator=generator)
         return tokens, torch.randint(0, VOCABULARY, shape, generator=generator)

@@ -159,7 +159,7 @@ def test_refused_with_the_reason(top, message):
 @pytest.mark.parametrize(
     "top",
     [
-        {"zero_optimization": {"stage": 3}},
+        {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
         {"zero_optimization": {"stage": 1, "cpu_offload": True}},
         {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},

@@ -1,0 +1,23 @@
+"""Whether all ranks have come to the same list of numbers: two broadcasts from rank 0, its length and its contents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from commprof import hooks
+from zero_runtime.comm import DataParallelGroup
+
+_CHECK: Final = hooks.tag("trace_check")
+
+
+def same_as_first(numbers: Sequence[int], group: DataParallelGroup) -> bool:
+    """Whether ``numbers`` are those of the first rank of ``group``. Ranks that find another length send nothing more."""
+    for mine in ([len(numbers)], numbers):
+        theirs = torch.tensor(mine, dtype=torch.int64, device=group.device)
+        group.broadcast(theirs, 0, why=_CHECK)
+        if theirs.tolist() != list(mine):
+            return False
+    return True

@@ -1,0 +1,82 @@
+"""The differences from DeepSpeed that docs/deepspeed-differences.md states, as far as a recorded run can show them.
+
+The last column of its first table says how: ``other messages``, ``accepted here`` (refused or broken there), ``refused
+here``, or ``-`` where a run does not show it. The first column holds the settings in backquotes, and the stages where
+they matter.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zero_runtime import keys
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "deepspeed-differences.md"
+KINDS = ("other messages", "accepted here", "refused here", "-")
+UNKNOWN = "any unknown key"
+_ANY = object()
+
+
+class Difference(NamedTuple):
+    """A row: what a config must have for it (one of ``settings``, at one of ``stages``), and how a run shows it."""
+
+    text: str
+    settings: tuple[tuple[str, Any], ...]
+    stages: frozenset[int]
+    shown: str
+
+    def holds_for(self, config: Mapping[str, Any]) -> bool:
+        if config.get("zero_optimization", {}).get("stage", 0) not in self.stages:
+            return False
+        if self.text == UNKNOWN:
+            return _has_unknown_key(config)
+        return any(_is_set(config, name, value) for name, value in self.settings)
+
+
+@cache
+def stated_differences() -> tuple[Difference, ...]:
+    """The rows of the first table of the document."""
+    lines = DOCUMENT.read_text().splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("| key |"))
+    rows = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert len(cells) == 4 and cells[3] in KINDS, (
+            f"a row needs four cells, the last one of {KINDS}: {line}"
+        )
+        settings = re.findall(r"`([a-z_0-9.]+)(?:: ([^`]+))?`", cells[0])
+        parsed = tuple((name, json.loads(value) if value else _ANY) for name, value in settings)
+        named = re.search(r"at stages? ([0-3, and]+)", cells[0])
+        stages = frozenset(map(int, re.findall("[0-3]", named[1]))) if named else frozenset(range(4))
+        rows.append(Difference(cells[0], parsed, stages, cells[3]))
+    return tuple(rows)
+
+
+def shown_difference(config: Mapping[str, Any], succeeded: bool) -> str | None:
+    """How a run of ``config``, which DeepSpeed ended well or not, differs here; None where it should not."""
+    shown = {row.shown for row in stated_differences() if row.holds_for(config)}
+    possible = {"other messages", "refused here"} if succeeded else {"accepted here"}
+    return next(iter(sorted(shown & possible)), None)
+
+
+def _is_set(config: Mapping[str, Any], name: str, value: Any) -> bool:
+    found: Any = config
+    for part in name.split("."):
+        if not isinstance(found, Mapping) or part not in found:
+            return False
+        found = found[part]
+    return value is _ANY or found == value
+
+
+def _has_unknown_key(config: Mapping[str, Any]) -> bool:
+    blocks = {name: config if not name else config.get(name) or {} for name in keys.BLOCKS}
+    return any(
+        not {*given} <= {*keys.BLOCKS[name]} for name, given in blocks.items() if isinstance(given, Mapping)
+    )
