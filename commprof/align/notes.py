@@ -28,6 +28,10 @@ def notes(
     found = _of_backends({stream.backend for stream in streams.values()}, states)
     if streams and lines:
         found += _of_jobs({process for process, _ in streams}, lines, world, states)
+    elif streams and not states["torn"]:
+        found.append(
+            "The log has no line of an operation: NCCL prints them with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=INIT,COLL."
+        )
     if states["torn"]:
         found.append(
             f"{states['torn']} lines are torn; each may be the line of a record that is counted as missing."

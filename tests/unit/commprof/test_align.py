@@ -248,6 +248,15 @@ def test_a_log_that_may_be_of_another_run_is_told_as_one(tmp_path, logged, match
     assert any(words in note for note in report.notes) if words else report.notes == ()
 
 
+def test_a_log_without_operations_says_what_to_set(tmp_path):
+    writer = planted_nccl.Writer("node-0", 1000, (2, 27, 3))
+    writer.init(planted_nccl.Communicator(0x55A000001000, 0, 3, 5))
+    (tmp_path / "a.log").write_text("\n".join(writer.lines))
+    report = align(job(3).open(), parse_logs(tmp_path).ops)
+    assert (report.matched, report.missing, report.extra) == (0, 3 * 16, 0)
+    assert any("NCCL_DEBUG_SUBSYS=INIT,COLL" in note for note in report.notes)
+
+
 def test_a_run_on_gloo_is_matched_with_a_word_of_warning(tmp_path):
     _, report = plant_and_align(tmp_path, a_run(6, 20, backend="gloo"))
     assert (report.missing, report.extra) == (0, 0)
