@@ -51,15 +51,18 @@ def _whole(sizes: Iterable[int]) -> list[Message]:
 
 
 def banded_gradients(configuration: Configuration, layout: Layout, backend: str) -> GradientMessages:
-    """Stages 1 and 2 with ``reduce_scatter``: one message for each band, padding included, whatever order gradients come in.
+    """Stages 1 and 2 with ``reduce_scatter``: one message for each band, whatever order gradients come in.
 
-    A parameter that got no gradient sends zeros. ``backend`` is that of the group.
+    A parameter that got no gradient sends zeros. An all_to_all leaves out the padding at the end of the last band.
+    ``backend`` is that of the group.
     """
     exchanges = configuration.reduce_scatter_on(backend) == "all_to_all"
-    op = Op.ALL_TO_ALL if exchanges else Op.REDUCE_SCATTER
-    return GradientMessages(
-        [Message(op, group.band_numel) for group in layout.groups for _ in range(group.bands) if group.numel]
-    )
+    messages = []
+    for group in layout.groups:
+        for start in range(0, group.end, group.band_numel or 1):
+            sent = min(group.band_numel, group.end - start) if exchanges else group.band_numel
+            messages.append(Message(Op.ALL_TO_ALL if exchanges else Op.REDUCE_SCATTER, sent))
+    return GradientMessages(messages)
 
 
 def bucketed_gradients(

@@ -4,8 +4,8 @@ The trained parameters of an optimizer group lie one after the other in a flat b
 multiple of 2 x ranks; rank r owns the r-th of as many equal pieces. Boundaries fall where they fall: one parameter may
 have several owners. Source: reference measurements of DeepSpeed 0.19.8; the factor 2 aligns 16-bit elements to 4 bytes.
 
-For ``gradient_reduction: reduce_scatter``, which DeepSpeed has not, zero_runtime first cuts the buffer into equal bands, which
-are the buckets; rank r owns the r-th of the equal rows of every band, and its piece is those rows end to end.
+For ``gradient_reduction: reduce_scatter``, which DeepSpeed has not, zero_runtime first cuts the buffer into equal bands,
+which are the buckets; rank r owns the r-th of the equal rows of every band, and its piece is those rows end to end.
 """
 
 from __future__ import annotations
@@ -42,12 +42,14 @@ class FlatGroup(NamedTuple):
 
     Attributes:
         numel: elements, padding included; a multiple of 2 x ranks.
+        end: where the padding begins.
         piece_numel: elements that each rank owns.
         dtype: element type of the model.
         bands: how many there are.
     """
 
     numel: int
+    end: int
     piece_numel: int
     dtype: str
     bands: int = 1
@@ -124,9 +126,10 @@ def lay_out(
     for number, group in enumerate(groups):
         dtype = model_dtype or group[0].dtype
         unit = PARAMETER_ALIGNMENT_BYTES // item_bytes(dtype) if align_parameters else 1
-        offset = 0
+        offset = end = 0
         for parameter in dealt(group, world_size) if round_robin else group:
             places[parameter.name] = (number, offset)
+            end = max(end, offset + parameter.numel)
             offset += padded(parameter.numel, unit)
         unit = ALIGNMENT_ELEMENTS * world_size
         bands = 1
@@ -134,7 +137,7 @@ def lay_out(
             largest = _largest_band(sum(parameter.numel for parameter in group), bucket_size)
             bands = -(-offset // max(unit, largest // unit * unit))
         numel = padded(offset, unit * bands)
-        flat.append(FlatGroup(numel, numel // world_size, dtype, bands))
+        flat.append(FlatGroup(numel, end, numel // world_size, dtype, bands))
     return Layout(tuple(flat), places)
 
 

@@ -45,6 +45,7 @@ class Band:
         group: the group's number.
         number: of the band within the group.
         numel: elements, padding included.
+        end: where the padding begins, if it has some.
         dtype: in which it travels.
         members: what lies in it.
         waiting: parameters whose gradients have not come yet in this pass.
@@ -54,6 +55,7 @@ class Band:
     group: int
     number: int
     numel: int
+    end: int
     dtype: torch.dtype
     members: tuple[Member, ...]
     waiting: set[torch.nn.Parameter]
@@ -229,7 +231,10 @@ class BandedGradients:
         bucket = Bucket(
             number=self._number,
             tensor=buffer,
-            runs=tuple(Run(owner, owner * row, row) for owner in range(self._group.world_size)),
+            runs=tuple(
+                Run(owner, owner * row, max(0, min(row, band.end - owner * row)))
+                for owner in range(self._group.world_size)
+            ),
             dtype=band.dtype,
             limit=self._policy.limit,
             scaling=Scaling(),
@@ -248,9 +253,9 @@ class BandedGradients:
     @torch.no_grad()
     def _take(self, mine: torch.Tensor, total: torch.Tensor) -> None:
         if self._empty:
-            mine.copy_(total)
+            mine.narrow(0, 0, total.numel()).copy_(total)
         else:
-            mine.add_(total)
+            mine.narrow(0, 0, total.numel()).add_(total)
 
 
 def bands(
@@ -279,6 +284,7 @@ def bands(
                 number,
                 index,
                 layout.band_numel,
+                min(layout.band_numel, layout.end - index * layout.band_numel),
                 dtypes[each.parameters[0]],
                 tuple(inside),
                 {member.parameter for member in inside},

@@ -66,6 +66,11 @@ class GroupLayout:
         return self.numel // self.world_size
 
     @property
+    def end(self) -> int:
+        """Where the last parameter ends in the flat buffer; the rest is padding."""
+        return max(map(sum, zip(self.offsets, self.numels, strict=True)), default=0)
+
+    @property
     def band_numel(self) -> int:
         """Elements of a band."""
         return self.numel // self.bands

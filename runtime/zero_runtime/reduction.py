@@ -160,13 +160,14 @@ def row_of_sum(
     implementation: str | None,
     take: Callable[[torch.Tensor], None],
 ) -> Finish | None:
-    """Sum a bucket of one equal run for each rank, in rank order, and give this rank's run to ``take``.
+    """Sum a bucket of one run for each rank, in rank order, and give this rank's run to ``take``.
 
-    The bucket is sent as it is: scaled, and in its dtype. ``implementation`` is that of :func:`reduce_scatter`.
+    The bucket is sent as it is: scaled, and in its dtype. Runs that begin at equal distances may end before the next begins;
+    what is between them is padding, which an all_to_all leaves out. ``implementation`` is that of :func:`reduce_scatter`.
     """
     if (implementation or default_implementation(group.backend)) == ALL_TO_ALL:
         numels = [run.numel for run in bucket.runs]
-        work, total = exchange(bucket.tensor, numels, bucket, group)
+        work, total = exchange(bucket.tensor.narrow(0, 0, sum(numels)), numels, bucket, group)
     else:
         work, total = scatter(bucket.tensor, bucket, group)
     return after([work], lambda: take(total()))

@@ -182,7 +182,7 @@ def test_each_gradient_message_has_the_recorded_size(name):
         align_parameters=configuration.parameter_alignment,
     )
     order = gradient_order_of(case)
-    messages = bucketed_gradients(configuration, groups, layout, case["world"], order, "gloo").messages
+    messages = bucketed_gradients(configuration, groups, layout, order).messages
     by_reduction = defaultdict(list)
     for row in rows_of(name):
         if purpose_of(row) == "gradient_reduce":

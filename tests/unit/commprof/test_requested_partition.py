@@ -7,12 +7,11 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commprof.requested.buckets import balanced_rounds, buckets_within, owned_slices, runs_past
+from commprof.requested.buckets import buckets_within, owned_slices, runs_past
 from commprof.requested.parameters import Parameter
 from commprof.requested.partition import OwnedSlice, lay_out
 from commprof.requested.reductions import (
     multi_rank_all_reduce,
-    native_reduce_scatter,
     reduce_to_owner,
 )
 
@@ -125,22 +124,33 @@ def test_slices_of_one_owner_travel_together_in_the_order_of_the_first():
     assert [message.numel for message in reduce_to_owner(slices, 4)] == [5, 2, 7]
 
 
-def test_rows_are_padded_to_equal_length_only_where_that_costs_little():
-    assert native_reduce_scatter([OwnedSlice(0, 100), OwnedSlice(1, 97)], 1000, 2)[0].numel == 200
-    assert native_reduce_scatter([OwnedSlice(0, 100), OwnedSlice(1, 50)], 1000, 2)[0].numel == 150
-
-
 @QUICK
 @given(SIZES.filter(any), WORLDS, st.integers(1, 60), st.booleans())
-def test_balanced_rounds_hold_every_element_once_and_as_much_of_each_piece(
-    sizes, world_size, capacity, aligned
-):
-    layout = lay_out([named(sizes)], world_size, align_parameters=aligned)
-    rounds = balanced_rounds(named(sizes), layout, capacity, world_size)
-    assert sum(row.numel for slices in rounds for row in slices) == sum(sizes)
-    for slices in rounds:
-        assert sum(row.numel for row in slices) <= max(capacity, world_size)
-    for owner in range(world_size):
-        held = sum(row.numel for slices in rounds for row in slices if row.owner == owner)
-        owned = sum(s.numel for p in named(sizes) for s in layout.slices(p) if s.owner == owner)
-        assert held == owned
+def test_every_rank_owns_a_row_of_every_band(sizes, world_size, capacity, aligned):
+    layout = lay_out([named(sizes)], world_size, align_parameters=aligned, bucket_size=capacity)
+    flat = layout.groups[0]
+    assert flat.numel == flat.bands * world_size * flat.row_numel
+    assert flat.band_numel <= max(capacity, 2 * world_size)
+    taken = set()
+    for parameter in named(sizes):
+        start = layout.places[parameter.name][1]
+        for owner, numel, offset in layout.slices(parameter):
+            for each in range(numel):
+                band, within = divmod(start, flat.band_numel)
+                assert (owner, offset + each) == (
+                    within // flat.row_numel,
+                    band * flat.row_numel + within % flat.row_numel,
+                )
+                taken.add((owner, offset + each))
+                start += 1
+    assert len(taken) == sum(sizes)
+
+
+def test_a_buffer_has_eight_bands_unless_they_would_be_too_small_or_too_large():
+    def bands(numel, bucket_size=500_000_000):
+        return lay_out([[Parameter("p", numel)]], 4, bucket_size=bucket_size).groups[0].bands
+
+    assert [bands(numel) for numel in (1, 2**18, 2**18 + 8, 2**20, 2**24, 2**26, 2**28)] == [
+        1, 1, 2, 4, 8, 8, 32,
+    ]  # fmt: skip
+    assert bands(2**20, bucket_size=2**16) == 16

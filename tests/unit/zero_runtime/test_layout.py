@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zero_runtime.layout import (
     Run,
-    balanced_rounds,
+    band_limit,
     flushed_runs,
     group_layout,
     owner_runs,
@@ -68,19 +68,27 @@ def test_alignment_pads_each_parameter():
 
 
 @given(NUMELS, WORLDS, st.integers(1, 60), st.booleans())
-def test_balanced_rounds_hold_every_element_once_and_as_much_of_each_owner(numels, world, limit, round_robin):
-    layout = group_layout(numels, world, round_robin=round_robin)
-    seen = []
-    for segments in balanced_rounds(layout, limit):
-        rows = [0] * world
-        for index, part in segments:
-            rows[part.owner] += part.numel
-            assert owned_elements(layout, index)[part.start] == (part.owner, part.offset)
-            seen += [(index, part.start + each) for each in range(part.numel)]
-        assert sum(rows) <= max(limit, world)
-        # Only padding makes a row shorter.
-        assert max(rows) - min(rows) <= layout.numel - sum(numels)
-    assert sorted(seen) == [(index, each) for index, numel in enumerate(numels) for each in range(numel)]
+def test_every_rank_owns_a_row_of_every_band(numels, world, limit, round_robin):
+    layout = group_layout(numels, world, round_robin=round_robin, band_limit=limit)
+    assert layout.numel == layout.bands * layout.band_numel == layout.bands * world * layout.row_numel
+    assert layout.band_numel <= max(limit, 2 * world) and layout.row_numel % 2 == 0
+    assert layout.numel - sum(numels) < 2 * world * layout.bands
+    for index, numel in enumerate(numels):
+        expected = []
+        for position in range(layout.offsets[index], layout.offsets[index] + numel):
+            band, within = divmod(position, layout.band_numel)
+            owner, column = divmod(within, layout.row_numel)
+            expected.append((owner, band * layout.row_numel + column))
+        assert [
+            (part.owner, part.offset + each) for part in layout.slices(index) for each in range(part.numel)
+        ] == expected
+
+
+def test_a_band_is_an_eighth_of_the_buffer_within_bounds():
+    assert [band_limit(numel, 500_000_000) for numel in (1000, 2**20, 2**24, 2**40)] == [
+        2**18, 2**18, 2**21, 2**23,
+    ]  # fmt: skip
+    assert band_limit(2**24, 1000) == 1000
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=12))
