@@ -265,11 +265,34 @@ class Experts(nn.Module):
         return self.mixture(self.first(batch)).square().mean()
 
 
+class Leaking(nn.Module):
+    """A module that leaves a function of its parameters for the loss, beside what it returns."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+            self.bias = nn.Parameter(torch.randn(WIDTH))
+
+        def forward(self, hidden):
+            self.penalty = self.bias.sum()
+            return F.linear(hidden, self.weight, self.bias)
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(2))
+
+    def forward(self, batch):
+        for layer in self.layers:
+            batch = torch.tanh(layer(batch))
+        return batch.square().mean() + sum(layer.penalty for layer in self.layers)
+
+
 MODELS = {
     each.__name__: each
     for each in (
         *(Tied, Borrowed, Hidden, Returned, Attention, Recurrent, Repeated, Containers, Sizes, Changing),
-        *(Recomputed, RecomputedReentrant, Twice, Experts),
+        *(Recomputed, RecomputedReentrant, Twice, Experts, Leaking),
     )
 }
 

@@ -1,0 +1,235 @@
+"""Gathering and releasing sharded parameters while a model runs forward and backward (stage 3).
+
+The hooks of :mod:`zero_runtime.residency` come here; :mod:`zero_runtime.trace` says what to gather ahead and what to keep.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+
+from commprof import hooks
+from zero_runtime import access
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.errors import UsageError
+from zero_runtime.gathering import Gatherer
+from zero_runtime.shards import Shard, Status, shards_of
+from zero_runtime.trace import Limits, Planner
+from zero_runtime.units import Unit, tensors_in, watch_output
+
+_TRACE_CHECK: Final = hooks.tag("trace_check")
+
+
+class Iteration:
+    """A forward pass of a model with the backward passes after it, again and again.
+
+    Args:
+        group: the data-parallel ranks.
+        gatherer: what sends the messages.
+        limits: how far ahead parameters are gathered, and how long they are kept.
+        report_trace: say on stderr when the recorded order of modules no longer holds.
+
+    Attributes:
+        shards: of the parameters, by number.
+    """
+
+    def __init__(
+        self, group: DataParallelGroup, gatherer: Gatherer, limits: Limits, report_trace: bool
+    ) -> None:
+        self._group = group
+        self._gatherer = gatherer
+        self._report_trace = report_trace
+        self.shards: dict[int, Shard] = {}
+        self._numels: dict[int, int] = {}
+        self._planner = Planner(limits, self._numels)
+        self._inflight: dict[int, Shard] = {}  # gathered, or being gathered, ahead of their use
+        self._backward: dict[int, Unit] = {}  # whose backward pass has begun and not ended
+        self._unseen: dict[int, Unit] = {}  # whose outputs show no tensor to wait for
+        self._strays: list[Shard] = []  # gathered for nothing but their gradient
+
+    def add(self, shard: Shard) -> None:
+        """Count the parameter of ``shard`` among those of the model."""
+        self.shards[shard.number] = shard
+        self._numels[shard.number] = shard.numel
+
+    def begin(self, units: Sequence[Unit]) -> None:
+        """The forward pass of the whole model, which has ``units``, begins."""
+        self.drain()
+        self._leave_unseen()
+        for numbers in self._planner.begin(lambda number: [shard.number for shard in units[number].shards()]):
+            self._compare(numbers)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def before_forward(self, unit: Unit) -> bool:
+        """A module is about to run: gather for it. Returns whether there is anything to gather."""
+        access.running.append(unit)
+        return self._enter(unit, unit.forward)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def after_forward(self, unit: Unit, output: Any, differentiates: bool) -> None:
+        """A module has run: release what it used, and wait for the gradients of its outputs."""
+        while access.running and access.running.pop() is not unit:
+            pass  # of modules that an exception has left
+        tensors = list(tensors_in(output))
+        self._hand_over(unit, tensors)
+        for tensor in tensors:
+            if tensor.requires_grad:
+                watch_output(unit, tensor)
+        if differentiates and not tensors and output is not None:
+            self._unseen[unit.forward] = unit
+            return
+        self._leave(unit, unit.forward)
+
+    def _hand_over(self, unit: Unit, outputs: Sequence[torch.Tensor]) -> None:
+        """Parameters that a module returns are used by the module that called it."""
+        caller = access.running[-1] if access.running else None
+        for shard in shards_of(outputs):
+            if isinstance(caller, Unit):
+                self._borrow(caller, shard)
+
+    def read(self, unit: Unit, shard: Shard) -> None:
+        """A module reads, in its forward pass, a parameter that is not whole: from now on one of those it uses."""
+        self._borrow(unit, shard)
+        with torch.inference_mode(False), torch.no_grad():
+            self._gatherer.gather_each([shard])
+
+    def _borrow(self, unit: Unit, shard: Shard) -> None:
+        """``unit``, whose forward pass is running, uses a parameter that it does not own."""
+        unit.add_external(shard.parameter)
+        shard.active.add(unit.forward)
+        self.add(shard)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def before_backward(self, unit: Unit) -> None:
+        """The gradient of an output is there: gather for the backward pass of the module."""
+        self._backward.pop(unit.number, None)
+        self._backward[unit.number] = unit
+        self._enter(unit, unit.backward)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def after_backward(self, unit: Unit) -> None:
+        """The gradients of all inputs are there: the backward pass of the module has ended."""
+        self._backward.pop(unit.number, None)
+        self._leave(unit, unit.backward)
+
+    @torch.no_grad()
+    def finish_backward(self) -> None:
+        """Release what the modules without differentiable inputs have left whole. Call it after each backward pass."""
+        for unit in reversed(list(self._backward.values())):
+            for shard in unit.shards():
+                shard.active.discard(unit.backward)
+                if not shard.persistent:
+                    self.release(shard)
+        self._backward.clear()
+        for shard in self._strays:
+            self.release(shard)
+        self._strays.clear()
+        self._leave_unseen()
+
+    @torch.no_grad()
+    def before_gradient(self, shard: Shard) -> None:
+        """A gradient is about to be accumulated, which needs a whole parameter, also where its module is not running."""
+        if not shard.available:
+            self._gatherer.gather_each([shard])
+            self._strays.append(shard)
+
+    def _leave_unseen(self) -> None:
+        for unit in self._unseen.values():
+            self._leave(unit, unit.forward)
+        self._unseen.clear()
+
+    def stop(self) -> None:
+        """Nobody uses any parameter any more: make slices of all of them."""
+        self.drain()
+        self._backward.clear()
+        self._unseen.clear()
+        self._strays.clear()
+        for shard in self.shards.values():
+            shard.active.clear()
+            self.release(shard)
+
+    # One module.
+
+    def _enter(self, unit: Unit, use: int) -> bool:
+        """Gather what ``unit`` needs, wait for it, and begin to gather what comes next. Returns whether it needs any."""
+        if self._planner.enter(unit.number):
+            self._forget(unit)
+        shards = unit.shards()
+        self._start(shards)
+        for shard in shards:
+            if shard.number not in self.shards:  # of another model, named by register_external_parameter
+                self.add(shard)
+            shard.active.add(use)
+            self._inflight.pop(shard.number, None)
+            shard.wait()
+        ahead = self._planner.ahead([shard.number for shard in shards], self._is_released)
+        if ahead is None:
+            self._forget(unit)
+        elif ahead:
+            self._start([self.shards[number] for number in ahead])
+        return bool(shards)
+
+    def _leave(self, unit: Unit, use: int) -> None:
+        """``unit`` has run: release what nobody needs soon."""
+        shards = {shard.number: shard for shard in unit.shards()}
+        for shard in shards.values():
+            shard.active.discard(use)
+        for number in self._planner.releasable(shards, self._is_persistent):
+            self.release(shards[number])
+
+    def _is_released(self, number: int) -> bool:
+        return self.shards[number].status is Status.NOT_AVAILABLE
+
+    def _is_persistent(self, number: int) -> bool:
+        return self.shards[number].persistent
+
+    def _start(self, shards: Sequence[Shard]) -> None:
+        missing = [shard for shard in shards if shard.status is Status.NOT_AVAILABLE]
+        if missing:
+            self._gatherer.start(missing)
+            for shard in missing:
+                self._planner.live += shard.numel
+                self._inflight[shard.number] = shard
+
+    def release(self, shard: Shard) -> None:
+        """Make of a parameter its slices again, unless somebody uses it."""
+        if shard.available and not shard.active:
+            self._gatherer.keep_secondary(shard)
+            shard.release()
+            self._planner.live -= shard.numel
+
+    def drain(self) -> None:
+        """Wait for what is on its way, and release it unless somebody uses it."""
+        for shard in self._inflight.values():
+            shard.wait()
+            self.release(shard)
+        self._inflight.clear()
+
+    def _forget(self, unit: Unit) -> None:
+        self.drain()
+        if self._report_trace and self._group.rank == 0:
+            what = f"{type(unit.module).__name__} (module {unit.number})"
+            print(
+                f"zero_runtime: {what} does not run in the recorded order of modules; recording again",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _compare(self, numbers: Sequence[int]) -> None:
+        """Make sure that rank 0 has the same ``numbers``. Raises UsageError."""
+        for mine in ([len(numbers)], numbers):
+            theirs = torch.tensor(mine, dtype=torch.int64, device=self._group.device)
+            self._group.broadcast(theirs, 0, why=_TRACE_CHECK)
+            if theirs.tolist() != list(mine):
+                raise UsageError(
+                    f"rank {self._group.rank} ran its modules in another order than rank 0 ({list(mine)[:8]}... against "
+                    f"{theirs.tolist()[:8]}...); stage 3 needs one order on all ranks. Flag modules whose children run "
+                    "in varying order with set_z3_leaf_modules"
+                )
