@@ -1,15 +1,11 @@
-"""Blocks put together in the order of the log: communicators followed through their lives, rows numbered and kept.
-
-Operations that name one address between two events of that address belong to one communicator, so the registry is
-asked once for each such stretch and not for each line.
-"""
+"""Blocks put together in the order of the log: processes and threads numbered, rows completed, counted and kept."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,25 +13,18 @@ import numpy.typing as npt
 from commprof.nccl import lines as nccl_lines
 from commprof.nccl.calls import Groups, Launches, Twins
 from commprof.nccl.census import Census
+from commprof.nccl.chronicle import PER_LINE, Chronicle, Event
 from commprof.nccl.communicators import Registry, note_operation_form
 from commprof.nccl.heads import KnownHosts, Origin
 from commprof.nccl.layouts import Tail
-from commprof.nccl.messages import Message, MessageRows
+from commprof.nccl.repeats import first_of_each, numbered
 from commprof.nccl.rows import CALL, COLL, KINDS, NONE, OP_NUMBER, TORN, WHOLE, Rows, RowStore
 from commprof.nccl.scan import Scan
-from commprof.nccl.topology import Topology
-from commprof.nccl.topology_tables import TopologyRows
-from commprof.nccl.tuning import TuningLine, TuningModelLine, TuningRows
 from commprof.nccl.versions import BYTE_TYPED_OPS
 
-_NOBODY: Final = Origin(b"", 0, 0, None, True)
-_MOST_REMEMBERED: Final = 20_000
-# A place is the line times this, plus the number of the message in the line.
-_PER_LINE: Final = 1 << 12
 Numbers = npt.NDArray[np.int64]
 OperationLine = nccl_lines.CollLine | nccl_lines.CallLine | nccl_lines.TornLine
 _BYTE_TYPED: Final = [OP_NUMBER[op] for op in BYTE_TYPED_OPS]
-_LIFE: Final = (nccl_lines.InitLine, nccl_lines.EndLine)
 _KIND_OF: Final = {nccl_lines.CollLine: "coll", nccl_lines.CallLine: "call"}
 _COUNT_OF: Final = {
     nccl_lines.InitLine: "init",
@@ -43,33 +32,6 @@ _COUNT_OF: Final = {
     nccl_lines.GroupLine: "group",
     nccl_lines.FragmentLine: "fragment",
 }
-
-
-class _Event(NamedTuple):
-    """A message that is no whole operation, and where it stands in its block."""
-
-    place: int
-    message: nccl_lines.Line
-
-
-class _Stretch(NamedTuple):
-    """Rows of one block that name one communicator."""
-
-    place: int
-    process: int
-    comm: int
-    nranks: int | None
-    rows: Numbers
-
-
-class _Remark(NamedTuple):
-    """What a line without a communicator says, and how often."""
-
-    place: int
-    origin: Origin
-    record: Topology | TuningLine | TuningModelLine | Message
-    times: int
-    form: str | None
 
 
 class Assembly:
@@ -82,10 +44,9 @@ class Assembly:
         self.counts: Counter[str] = Counter()
         self.unknown_ops: Counter[str] = Counter()
         self.census = Census()
-        self.topology, self.tuning, self.messages = TopologyRows(), TuningRows(), MessageRows()
+        self.chronicle = Chronicle(self.registry, self.counts)
         self.banners: dict[int, set[str]] = {}
         self.streams: dict[bytes, int] = {}
-        self._remarks: dict[bytes, nccl_lines.RemarkLine | None] = {}
         self._comms: dict[bytes, int] = {}
         self._threads: dict[tuple[int, int], int] = {}
         self._twins, self._launches = Twins(), Launches()
@@ -113,10 +74,12 @@ class Assembly:
         self._meet_processes(scan, heads, operations, events)
         columns = self._columns(scan, heads, operations)
         int8 = (columns["datatype"] == 0) & np.isin(columns["op"], _BYTE_TYPED) & (columns["state"] == WHOLE)
-        self._int8.update(np.unique(columns["process"][int8]).tolist())
+        self._int8.update(numbered(columns["process"][int8])[0])
         self._count(columns, events, len(scan.groups["line"]))
         self._note_forms(scan, heads, operations)
-        self._apply(columns, events, self._repeated(scan, heads))
+        self.chronicle.begin_block(self.file, self.lines)
+        remarks = self.chronicle.repeated(scan, heads)
+        columns["communicator"] = self.chronicle.communicators(columns, self._comms, events, remarks)
         columns["twin_line"], late = self._twins.join(columns, columns["thread"], self.rows.num_rows)
         for row, line in late:
             self.rows.set_twin(row, line)
@@ -130,13 +93,13 @@ class Assembly:
         scan: Scan,
         heads: list[Origin],
         operations: list[tuple[int, OperationLine]],
-        events: list[_Event],
+        events: list[Event],
     ) -> None:
         """Number the processes in the order in which they say something."""
         met: list[tuple[int, Origin]] = []
         for columns in (scan.operations, scan.groups, scan.remarks):
-            used, first = np.unique(columns["head"], return_index=True)
-            places = columns["line"][first] * _PER_LINE
+            used, first, _ = first_of_each(columns["head"])
+            places = columns["line"][first] * PER_LINE
             met += [
                 (int(place), heads[head]) for head, place in zip(used.tolist(), places.tolist(), strict=True)
             ]
@@ -152,10 +115,10 @@ class Assembly:
         known = None if origin.clean else self.hosts.end_of(origin.host, origin.pid, any_process=False)
         return origin if known is None else origin._replace(host=known, clean=True)
 
-    def _messages(self, scan: Scan) -> tuple[list[tuple[int, OperationLine]], list[_Event]]:
+    def _messages(self, scan: Scan) -> tuple[list[tuple[int, OperationLine]], list[Event]]:
         """The messages of lines that were read by themselves: operations, and all others; hosts become known."""
         operations: list[tuple[int, OperationLine]] = []
-        events: list[_Event] = []
+        events: list[Event] = []
         hosts = iter([*scan.hosts, (scan.lines, b"", 0)])
         seen = next(hosts)
         for line in [*scan.slow, None]:
@@ -169,11 +132,11 @@ class Assembly:
             if line.raw is not None:
                 self.census.add_line(line.raw, messages, self.file, self.lines + line.line + 1)
             for number, message in enumerate(messages):
-                place = line.line * _PER_LINE + min(number, _PER_LINE - 1)
+                place = line.line * PER_LINE + min(number, PER_LINE - 1)
                 if isinstance(message, OperationLine):
                     operations.append((place, message))
                 else:
-                    events.append(_Event(place, message))
+                    events.append(Event(place, message))
         return operations, events
 
     def _columns(self, scan: Scan, heads: list[Origin], operations: list[tuple[int, OperationLine]]) -> Rows:
@@ -182,7 +145,7 @@ class Assembly:
         by_head = self._by_head(scan, heads)
         columns: Rows = {name: fast[name] for name in ("opcount", "sendbuff", "recvbuff", "elements")}
         columns |= {name: values[fast["tail"]] for name, values in self._by_tail(scan.tails).items()}
-        columns["place"] = fast["line"] * _PER_LINE
+        columns["place"] = fast["line"] * PER_LINE
         columns |= {name: values[fast["head"]] for name, values in by_head.items()}
         columns["state"] = np.full(len(fast["line"]), WHOLE)
         if operations:
@@ -193,7 +156,7 @@ class Assembly:
                 columns[name] = np.concatenate([column.astype(kind), more])
             order = np.argsort(columns["place"], kind="stable")
             columns = {name: column[order] for name, column in columns.items()}
-        columns["line"] = columns["place"] // _PER_LINE + self.lines + 1
+        columns["line"] = columns["place"] // PER_LINE + self.lines + 1
         columns["file"] = np.full(len(columns["line"]), self.file)
         return columns
 
@@ -211,7 +174,7 @@ class Assembly:
     def _by_head(self, scan: Scan, heads: list[Origin]) -> dict[str, Numbers]:
         """What a head says, as columns by its number."""
         speaking = [scan.operations["head"], scan.groups["head"], scan.remarks["head"]]
-        used = set(np.unique(np.concatenate(speaking)).tolist())
+        used = set(numbered(np.concatenate(speaking))[0])
         processes = [self._process(head) if number in used else -1 for number, head in enumerate(heads)]
         threads = [self._thread(process, head) for process, head in zip(processes, heads, strict=True)]
         return {
@@ -256,7 +219,7 @@ class Assembly:
             row |= {} if line.global_rank is None else {"global_rank": line.global_rank}
         return row
 
-    def _count(self, columns: Rows, events: list[_Event], groups: int) -> None:
+    def _count(self, columns: Rows, events: list[Event], groups: int) -> None:
         """Count messages by kind, and keep what belongs to no communicator."""
         whole = columns["state"] == WHOLE
         self.counts["coll"] += int((whole & (columns["kind"] == COLL)).sum())
@@ -293,7 +256,7 @@ class Assembly:
         combined = fast["head"].astype(np.int64) * 4 + typed * 2 + (fast["sendbuff"] == 0)
         lines: list[nccl_lines.CollLine | nccl_lines.CallLine]
         lines = [message for _, message in operations if not isinstance(message, nccl_lines.TornLine)]
-        for code in np.flatnonzero(np.bincount(combined)).tolist():
+        for code in numbered(combined)[0]:
             head, origin = scan.heads[code // 4], heads[code // 4]
             if head.op is not None:
                 text = b"(nil)" if code % 2 else b"0x1"
@@ -310,14 +273,12 @@ class Assembly:
             else:
                 note_operation_form(process, line, line.op in BYTE_TYPED_OPS)
 
-    def _groups(self, scan: Scan, heads: list[Origin], events: list[_Event]) -> Groups:
+    def _groups(self, scan: Scan, heads: list[Origin], events: list[Event]) -> Groups:
         """Threads, places and steps of the lines that begin and end groups."""
         fast = scan.groups
-        by_head = {
-            n: self._thread(self._process(heads[n]), heads[n]) for n in np.unique(fast["head"]).tolist()
-        }
+        by_head = {n: self._thread(self._process(heads[n]), heads[n]) for n in numbered(fast["head"])[0]}
         threads = [by_head[number] for number in fast["head"].tolist()]
-        places, steps = (fast["line"] * _PER_LINE).tolist(), fast["step"].tolist()
+        places, steps = (fast["line"] * PER_LINE).tolist(), fast["step"].tolist()
         for place, message in events:
             if isinstance(message, nccl_lines.GroupLine):
                 threads.append(self._thread(self._process(message.origin), message.origin))
@@ -325,112 +286,7 @@ class Assembly:
                 steps.append(message.step)
         order = np.argsort(np.array(places, np.int64), kind="stable")
         columns = [np.array(column, np.int64)[order] for column in (threads, places, steps)]
-        return Groups(columns[0], columns[1], columns[1] // _PER_LINE + self.lines + 1, columns[2])
-
-    def _repeated(self, scan: Scan, heads: list[Origin]) -> list[_Remark]:
-        """The remarks of regular lines, each read once."""
-        records = [self._remark(text.rstrip(b"\r\n")) for text in scan.texts]
-        columns = (scan.remarks[name].tolist() for name in ("line", "head", "text", "times"))
-        return [
-            _Remark(line * _PER_LINE, heads[head], remark.record, times, remark.form)
-            for line, head, text, times in zip(*columns, strict=True)
-            if (remark := records[text]) is not None
-        ]
-
-    def _remark(self, text: bytes) -> nccl_lines.RemarkLine | None:
-        """What a message says, whoever prints it."""
-        if text not in self._remarks:
-            if len(self._remarks) >= _MOST_REMEMBERED:
-                self._remarks.clear()
-            line = nccl_lines.read_message(_NOBODY, text, b"INFO")
-            self._remarks[text] = line if isinstance(line, nccl_lines.RemarkLine) else None
-        return self._remarks[text]
-
-    def _apply(self, columns: Rows, events: list[_Event], remarks: list[_Remark]) -> None:
-        """Tell the registry, in the order of the log, and give each row its communicator."""
-        lives = [event for event in events if isinstance(event.message, _LIFE)]
-        communicator = np.full(len(columns["line"]), -1, np.int64)
-        stretches = self._stretches(columns, lives)
-        remarks += [
-            _Remark(event.place, event.message.origin, event.message.record, 1, event.message.form)
-            for event in events
-            if isinstance(event.message, nccl_lines.RemarkLine)
-        ]
-        entries: list[_Stretch | _Event | _Remark] = [*stretches, *lives, *remarks]
-        entries.sort(key=lambda entry: entry.place)
-        comms = list(self._comms)
-        for entry in entries:
-            line = entry.place // _PER_LINE + self.lines + 1
-            if isinstance(entry, _Stretch):
-                process = self.registry.processes[entry.process]
-                owner = self.registry.operation(process, comms[entry.comm], entry.nranks, self.file, line)
-                owner.operations += len(entry.rows) - 1
-                communicator[entry.rows] = owner.index
-                continue
-            if isinstance(entry, _Remark):
-                self._keep(entry, line)
-                continue
-            message = entry.message
-            if isinstance(message, nccl_lines.InitLine):
-                process = self.registry.process(message.origin, self.file)
-                self.registry.init(process, message, self.file, line)
-            elif isinstance(message, nccl_lines.EndLine):
-                self.registry.end(self.registry.process(message.origin, self.file), message)
-        columns["communicator"] = communicator
-
-    def _keep(self, remark: _Remark, line: int) -> None:
-        """Put a remark where those of its kind are collected."""
-        process, tid = self.registry.process(remark.origin, self.file), remark.origin.tid
-        record, times, file = remark.record, remark.times, self.file
-        if remark.form is not None:
-            process.forms.add(remark.form)
-        if isinstance(record, Message):
-            self.counts["message"] += times
-            self.messages.add(process.index, None, record, file, line, times, tid, remark.origin.device)
-        elif isinstance(record, TuningLine | TuningModelLine):
-            self.counts["tuning"] += times
-            self.tuning.add(process.index, None, record, file, line, times, tid)
-        else:
-            self.counts["topology"] += times
-            owner = self.registry.current_initialisation(process, tid, record)
-            number = None if owner is None else owner.index
-            self.topology.add(process.index, number, record, file, line, times, tid)
-
-    def _stretches(self, columns: Rows, lives: list[_Event]) -> list[_Stretch]:
-        """The rows of each communicator, cut where it may become another one."""
-        rows = np.flatnonzero(columns["state"] == WHOLE)
-        if not len(rows):
-            return []
-        key = columns["process"][rows].astype(np.int64) * len(self._comms) + columns["comm"][rows]
-        order = np.argsort(key, kind="stable")
-        rows, key = rows[order], key[order]
-        place, nranks = columns["place"][rows], columns["nranks"][rows]
-        cut = np.append(True, key[1:] != key[:-1])
-        for event in lives:
-            message = event.message
-            code = self._comms.get(message.comm) if isinstance(message, _LIFE) else None
-            if code is None or not isinstance(message, _LIFE):
-                continue
-            wanted = self._process(message.origin) * len(self._comms) + code
-            low, high = np.searchsorted(key, wanted), np.searchsorted(key, wanted, "right")
-            at = low + np.searchsorted(place[low:high], event.place)
-            if at < high:
-                cut[at] = True
-        # CALL lines do not say how many ranks there are: they go with the COLL line in front of them.
-        told = np.where(cut | (nranks != NONE), np.arange(len(rows)), 0)
-        size = nranks[np.maximum.accumulate(told)]
-        cut[1:] |= size[1:] != size[:-1]
-        begins = np.flatnonzero(cut)
-        return [
-            _Stretch(
-                int(place[begin]),
-                int(columns["process"][rows[begin]]),
-                int(columns["comm"][rows[begin]]),
-                None if size[begin] == NONE else int(size[begin]),
-                rows[begin:end],
-            )
-            for begin, end in zip(begins, np.append(begins[1:], len(rows)), strict=True)
-        ]
+        return Groups(columns[0], columns[1], columns[1] // PER_LINE + self.lines + 1, columns[2])
 
 
 def _address(text: bytes) -> int:

@@ -12,6 +12,7 @@ from commprof.nccl import line_kinds
 from commprof.nccl.fields import Flags, Positions
 from commprof.nccl.line_kinds import BLANK, NO_HEAD, NOT_TEXT, READ, TOO_LONG, UNDERSTOOD
 from commprof.nccl.lines import clean_line
+from commprof.nccl.repeats import first_of_each
 
 if TYPE_CHECKING:
     from commprof.nccl import lines as nccl_lines
@@ -168,12 +169,10 @@ def tally_block(
 
 def _distinct(codes: Positions) -> list[tuple[int, int, int]]:
     """Each code, where it stands first, and how often; in the order of first places."""
-    times = np.bincount(codes)
-    first = np.empty(len(times), np.int64)
-    first[codes[::-1]] = np.arange(len(codes))[::-1]
-    found = np.flatnonzero(times)
-    found = found[np.argsort(first[found])]
-    return list(zip(found.tolist(), first[found].tolist(), times[found].tolist(), strict=True))
+    found, first, times = first_of_each(codes)
+    order = np.argsort(first)
+    columns = (column[order].tolist() for column in (found, first, times))
+    return list(zip(*columns, strict=True))
 
 
 def _headless(

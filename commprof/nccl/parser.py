@@ -235,15 +235,15 @@ class _Reader:
         communicators = communicators_table(
             registry.communicators, registry.processes, self.files, versions.texts
         )
-        tuning = assembly.tuning.table(*known)
+        tuning = assembly.chronicle.tuning.table(*known)
         names = tuning.group_by(["host", "pid"]).aggregate([])
         chosen = set(zip(names["host"].to_pylist(), names["pid"].to_pylist(), strict=True))
         choosing = [p.index for p in registry.processes if (p.host, p.pid) in chosen]
         return {
             "nccl_communicators": communicators,
-            **assembly.topology.tables(*known),
+            **assembly.chronicle.topology.tables(*known),
             "nccl_tuning": attribute_in_windows(tuning, operations.calls(choosing, NEEDED)),
-            "nccl_messages": assembly.messages.table(*known),
+            "nccl_messages": assembly.chronicle.messages.table(*known),
         }
 
     def _findings(self, membership: Membership, worlds: tuple[World, ...], types_hidden: bool) -> Findings:
