@@ -68,8 +68,9 @@ class ShardReduction:
         names = [entry.name for entry in bucket.entries]
         if not same_as_first([self.numbers[name] for name in names], group):
             raise UsageError(
-                f"gradient bucket {bucket.number} of rank {group.rank} holds {', '.join(names[:4])}..., that of rank 0 other "
-                "parameters; every rank must run the same modules, or flag those that differ with set_z3_leaf_modules"
+                f"gradient bucket {bucket.number} of rank {group.rank} holds {', '.join(names[:4])}..., that of rank 0 "
+                "other parameters; every rank must run the same modules, or flag those that differ with "
+                "set_z3_leaf_modules"
             )
 
     def _scatter(self, bucket: Bucket, group: DataParallelGroup) -> Finish | None:

@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from support import recorded
-from support.ranks import run_ranks
+from support.ranks import RankError, run_ranks
 
 pytestmark = [
     pytest.mark.ranks,
@@ -33,16 +33,46 @@ SHORT = [case for cases in BY_STAGE.values() for case in recorded.varied(cases, 
 LONG = [case for case in REPLAYABLE if case not in SHORT]
 
 
+BATCH = 20  # cases that one set of ranks replays
+
+
+def batches(cases: list[recorded.Case]) -> list[tuple[recorded.Case, ...]]:
+    """``cases`` in sets of one world size."""
+    found = []
+    for world in sorted({case.world for case in cases}):
+        alike = [case for case in cases if case.world == world]
+        found += [tuple(alike[first : first + BATCH]) for first in range(0, len(alike), BATCH)]
+    return found
+
+
+BATCHES = {
+    case: batch
+    for cases in ([*SHORT, *REFUSED, *DIFFERENT], LONG)
+    for batch in batches(cases)
+    for case in batch
+}
+
+
 @functools.cache
-def replays(world: int, long: bool) -> list[dict[str, recorded.Replay]]:
-    """What each rank did; one set of ranks replays all cases of a world size."""
-    cases = [case for case in (LONG if long else [*SHORT, *REFUSED, *DIFFERENT]) if case.world == world]
-    return run_ranks(world, recorded.replay_all, cases, timeout=280)
+def run(batch: tuple[recorded.Case, ...]) -> list[dict[str, recorded.Replay]] | RankError:
+    """What each rank did; an error is kept too, so that one batch fails once."""
+    try:
+        return run_ranks(batch[0].world, recorded.replay_all, list(batch), timeout=200)
+    except RankError as error:
+        return error
 
 
-def check(case: recorded.Case, long: bool) -> None:
+def replays(case: recorded.Case) -> list[recorded.Replay]:
+    """What each rank did in ``case``."""
+    outcome = run(BATCHES[case])
+    if isinstance(outcome, RankError):
+        raise outcome
+    return [each[case.name] for each in outcome]
+
+
+def check(case: recorded.Case) -> None:
     tolerance = TOLERANCES[recorded.precision_of(case)]
-    for rank, replay in enumerate(each[case.name] for each in replays(case.world, long)):
+    for rank, replay in enumerate(replays(case)):
         assert replay.error is None
         wanted = [call for call in case.expected_calls(rank) if call.phase in TRAINING_PHASES]
         assert replay.calls == wanted, f"collectives of rank {rank}"
@@ -57,7 +87,7 @@ def check(case: recorded.Case, long: bool) -> None:
     final = case.results.get("params_rank0")
     if final and recorded.precision_of(case) == "fp32":
         # Where a gradient is rounding noise, Adam makes a full step of it: 8e-6 after 3 steps with DeepSpeed's own Adam.
-        mine = replays(case.world, long)[0][case.name].parameters
+        mine = replays(case)[0].parameters
         assert mine == {name: pytest.approx(values, rel=1e-5, abs=2e-5) for name, values in final.items()}
 
 
@@ -69,18 +99,18 @@ def approximately(values, tolerance):
 
 @pytest.mark.parametrize("case", SHORT, ids=lambda case: case.name)
 def test_recorded_run(case):
-    check(case, long=False)
+    check(case)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", LONG, ids=lambda case: case.name)
 def test_recorded_run_long(case):
-    check(case, long=True)
+    check(case)
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
 def test_refused_configuration(case):
-    for replay in (each[case.name] for each in replays(case.world, False)):
+    for replay in replays(case):
         assert replay.error_kind in ("ConfigError", "UnsupportedError", "UsageError"), case.results["errors"]
 
 
@@ -88,7 +118,7 @@ def test_refused_configuration(case):
 def test_stated_difference(case):
     """As docs/deepspeed-differences.md says; other messages are those that gather parameters, of as many elements."""
     shown = recorded.difference(case)
-    for rank, replay in enumerate(each[case.name] for each in replays(case.world, False)):
+    for rank, replay in enumerate(replays(case)):
         if shown == "accepted here":
             assert replay.error is None and len(replay.losses) == 3
         elif shown == "refused here":
