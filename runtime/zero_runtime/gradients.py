@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -132,24 +132,22 @@ class ShardedGradients:
             )
             for each in groups
         ]
-        self._late: list[Leaf] = []
+        self._leaves = {leaf.module: leaf for leaf in leaves}
         self._handles: list[RemovableHandle] = []
         if policy.stage.reduces_in_hooks:
-            self._install(leaves)
+            self._install()
 
-    def _install(self, leaves: Sequence[Leaf]) -> None:
+    def _install(self) -> None:
         self._places = {
             parameter: (number, index)
             for number, each in enumerate(self._groups)
             for index, parameter in enumerate(each.parameters)
         }
-        within = {parameter for leaf in leaves for parameter in leaf.parameters}
+        within = {parameter for leaf in self._leaves.values() for parameter in leaf.parameters}
         for parameter, place in self._places.items():
             if parameter not in within:
                 hook = partial(self._on_gradient, *place)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
-        for leaf in leaves:
-            self._handles.append(leaf.module.register_full_backward_hook(partial(self._on_leaf, leaf)))
 
     def close(self) -> None:
         """Take the hooks away."""
@@ -167,9 +165,9 @@ class ShardedGradients:
             return
         if not stage.reduces_in_hooks:
             self._add_all()
-        for leaf in self._late:
-            self._add_leaf(leaf)
-        self._late.clear()
+        for leaf in self._leaves.values():
+            if any(parameter.grad is not None for parameter in leaf.parameters):
+                self._add_leaf(leaf)
         self._bucketer.flush()
         self._overlap.land_all()
         self._bucketer.release()
@@ -194,13 +192,13 @@ class ShardedGradients:
         if not self._paused and (self._policy.stage.shards_gradients or self._at_boundary()):
             self._add(number, index)
 
-    def _on_leaf(self, leaf: Leaf, module: torch.nn.Module, of_inputs: Any, of_outputs: Any) -> None:
-        if self._paused or not (self._policy.stage.shards_gradients or self._at_boundary()):
-            return
-        if all(gradient is None for gradient in of_inputs):
-            # Without differentiable inputs torch calls this hook before the parameters have their gradients.
-            self._late.append(leaf)
-        else:
+    def leaf_done(self, module: torch.nn.Module) -> None:
+        """The backward pass of ``module`` has ended; nothing happens unless it is a leaf module.
+
+        What leaf modules without differentiable inputs have left is taken by ``finish_backward``.
+        """
+        leaf = self._leaves.get(module)
+        if leaf is not None and not self._paused:
             self._add_leaf(leaf)
 
     @torch.no_grad()

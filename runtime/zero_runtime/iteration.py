@@ -6,7 +6,7 @@ The hooks of :mod:`zero_runtime.residency` come here; :mod:`zero_runtime.trace` 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -49,6 +49,9 @@ class Iteration:
         self._backward: dict[int, Unit] = {}  # whose backward pass has begun and not ended
         self._unseen: dict[int, Unit] = {}  # whose outputs show no tensor to wait for
         self._strays: list[Shard] = []  # gathered for nothing but their gradient
+        self.listener: Callable[[torch.nn.Module], None] | None = (
+            None  # hears of backward passes that have ended
+        )
 
     def add(self, shard: Shard) -> None:
         """Count the parameter of ``shard`` among those of the model."""
@@ -117,6 +120,8 @@ class Iteration:
     def after_backward(self, unit: Unit) -> None:
         """The gradients of all inputs are there: the backward pass of the module has ended."""
         self._backward.pop(unit.number, None)
+        if self.listener is not None:
+            self.listener(unit.module)
         self._leave(unit, unit.backward)
 
     @torch.no_grad()

@@ -18,7 +18,7 @@ The life of a model under stage 3, in order::
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -96,6 +96,10 @@ class Residency:
         limits = Limits(prefetch, policy.reuse_distance, policy.max_live)
         self._iteration = Iteration(group, self._gatherer, limits, policy.report_trace)
         self._handles: list[Any] = []
+
+    def listen(self, listener: Callable[[torch.nn.Module], None]) -> None:
+        """Call ``listener`` with each module whose backward pass has ended, if its inputs are differentiable."""
+        self._iteration.listener = listener
 
     @torch.no_grad()
     def shard(self) -> None:

@@ -69,6 +69,7 @@ class ShardedModel:
         self.gradients = ShardedGradients(
             self.groups, dtypes, policy, group, kinds.accumulation, at_boundary, _leaves(module, self.groups)
         )
+        self.residency.listen(self.gradients.leaf_done)
         self.parameters = ShardedParameters(self.groups, self.residency)
 
 
