@@ -23,7 +23,6 @@ import zero_runtime
 from support.process_group_log import Call, logged
 from support.recorded_models import CLASSES, make_batch, make_model
 from support.stated_differences import shown_difference
-from zero_runtime.residency import residency_of
 
 ROOT = Path(
     os.environ.get("COMMPROF_RECORDED_RUNS")
@@ -34,7 +33,7 @@ MISSING = f"no recorded runs at {ROOT}; set COMMPROF_RECORDED_RUNS to the direct
 # Flags of a case that say how it was recorded, or that ``_engine`` and ``_SCRIPTS`` know.
 _KNOWN_FLAGS = {
     *("name", "world", "config", "model", "steps", "timeout", "profile", "shm", "backend"),
-    *("two_groups", "client_opt", "kind", "args", "force_fp16"),
+    *("two_groups", "client_opt", "kind", "args", "force_fp16", "zero_init"),
 }
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
@@ -234,7 +233,8 @@ def _replay(case: Case, rank: int, log) -> Replay:
 
 
 def _engine(case: Case):
-    model = make_model(case.model)
+    with zero_runtime.zero.Init(config_dict_or_path=_config(case), enabled=bool(case.flags.get("zero_init"))):
+        model = make_model(case.model)
     parameters: Any = model.parameters()
     arguments: dict[str, Any] = {}
     if case.flags.get("two_groups"):
@@ -338,13 +338,11 @@ _SCRIPTS = {
 
 
 def _parameters(engine) -> dict[str, list[float]]:
-    residency = residency_of(engine.module)
-    if residency is not None:
-        residency.gather(engine.module.parameters())
     found = {}
-    for name, parameter in engine.module.named_parameters():
-        values = parameter.detach().float()
-        found[name] = [values.norm().item(), values.flatten()[0].item()]
+    with zero_runtime.zero.GatheredParameters(engine.module.parameters()):
+        for name, parameter in engine.module.named_parameters():
+            values = parameter.detach().float()
+            found[name] = [values.norm().item(), values.flatten()[0].item()]
     return found
 
 
