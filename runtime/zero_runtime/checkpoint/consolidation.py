@@ -16,7 +16,7 @@ import torch
 
 from zero_runtime.checkpoint.manifest import check_tag, read_latest
 from zero_runtime.checkpoint.reader import Checkpoint
-from zero_runtime.checkpoint.tensor_file import Entry, write
+from zero_runtime.checkpoint.tensor_file import Entry, discard, write
 from zero_runtime.errors import CheckpointError
 
 SAFETENSORS: Final = ".safetensors"
@@ -160,7 +160,7 @@ def _write(checkpoint: Checkpoint, tensors: list[_Tensor], path: Path) -> None:
             write(fresh, entries, {"format": "pt"})
         fresh.replace(path)
     except (OSError, RuntimeError) as error:
-        fresh.unlink(missing_ok=True)
+        discard(fresh)
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(

@@ -102,7 +102,8 @@ def _open(training: Training, load_dir: Path, tag: str | None, wanted: Wanted) -
                     flush=True,
                 )
             return None
-    checkpoint = Checkpoint(load_dir / tag, round_masters=not wanted.from_fp32)
+    dtypes = {name: each.dtype for name, each in parameters(training).items()}
+    checkpoint = Checkpoint(load_dir / tag, rounding={} if wanted.from_fp32 else dtypes)
     _check_fits(training, checkpoint, wanted)
     files = len(checkpoint.manifest.files)
     checkpoint.verify(range(training.group.rank, files, training.group.world_size))

@@ -40,7 +40,7 @@ class Checkpoint:
 
     Args:
         directory: of the checkpoint.
-        round_masters: whether ``read_master`` rounds to the model's dtype (``load_from_fp32_weights`` false).
+        rounding: by parameter, the dtype to which ``read_master`` rounds; empty for none.
 
     Attributes:
         manifest: what it says of itself.
@@ -49,10 +49,10 @@ class Checkpoint:
         CheckpointError: it is not a checkpoint, or a damaged one; with what is wrong and what to do.
     """
 
-    def __init__(self, directory: Path, round_masters: bool = False) -> None:
+    def __init__(self, directory: Path, rounding: Mapping[str, torch.dtype] | None = None) -> None:
         self.directory = directory
         self.manifest = read_manifest(directory)
-        self._round_masters = round_masters
+        self._rounding = rounding or {}
         self._pieces: dict[tuple[str, str], list[_Piece]] = {}
         self._scalars: dict[str, dict[str, Scalar | NumberTensor]] = {}
         self._states: dict[str, dict[str, torch.dtype]] = {}
@@ -109,9 +109,8 @@ class Checkpoint:
     def read_master(self, name: str, start: int, target: torch.Tensor) -> None:
         """As ``read_value``, for the tensor that an optimizer updates."""
         self.read_value(name, start, target)
-        if self._round_masters:
-            dtype = getattr(torch, self.manifest.parameters[self.name_of(name)].dtype)
-            target.copy_(target.to(dtype))
+        if name in self._rounding:
+            target.copy_(target.to(self._rounding[name]))
 
     # The optimizer's state.
 

@@ -12,7 +12,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -91,11 +91,17 @@ def removed_on_failure(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        path.unlink(missing_ok=True)
+        discard(path)
         raise CheckpointError(could_not(path, error)) from None
     except BaseException:
-        path.unlink(missing_ok=True)
+        discard(path)
         raise
+
+
+def discard(path: Path) -> None:
+    """Remove a file that was begun, or is not needed any more, as far as that can be done."""
+    with suppress(OSError):
+        path.unlink()
 
 
 def could_not(path: Path, error: OSError) -> str:
@@ -179,7 +185,7 @@ def replace_file(path: Path, text: str) -> None:
     Raises:
         CheckpointError: it cannot be written; the old one is as it was.
     """
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh = path.with_name(f".{path.name}.writing")
     try:
         with fresh.open("w", encoding="utf-8") as file:
             file.write(text)
@@ -188,5 +194,5 @@ def replace_file(path: Path, text: str) -> None:
         fresh.replace(path)
         sync_directory(path.parent)
     except OSError as error:
-        fresh.unlink(missing_ok=True)
+        discard(fresh)
         raise CheckpointError(could_not(path, error)) from None

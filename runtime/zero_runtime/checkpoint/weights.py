@@ -15,7 +15,14 @@ from typing import Any
 import torch
 
 from zero_runtime.checkpoint import agreement
-from zero_runtime.checkpoint.tensor_file import Entry, data, header, removed_on_failure, sync_directory
+from zero_runtime.checkpoint.tensor_file import (
+    Entry,
+    data,
+    discard,
+    header,
+    removed_on_failure,
+    sync_directory,
+)
 from zero_runtime.checkpoint.training import Training, aliases, buffers, whole_shape
 from zero_runtime.shards import shard_of
 from zero_runtime.zero import GatheredParameters
@@ -143,7 +150,7 @@ class _Collected:
 
 def _finish(path: Path, fresh: Path, complete: bool) -> None:
     if not complete:
-        fresh.unlink(missing_ok=True)
+        discard(fresh)
         return
     fresh.replace(path)
     sync_directory(path.parent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from zero_runtime.checkpoint.manifest import (
     write_latest,
     write_manifest,
 )
-from zero_runtime.checkpoint.tensor_file import Entry, Written, held, sync_directory, write
+from zero_runtime.checkpoint.tensor_file import Entry, Written, discard, held, sync_directory, write
 from zero_runtime.checkpoint.training import Training, aliases, buffers, extra_states, facts
 from zero_runtime.checkpoint.values import Encoder
 from zero_runtime.errors import CheckpointError
@@ -66,14 +67,14 @@ def save(
         written, error = agreement.attempt(draft.write_rank_file)
     try:
         files = agreement.exchange(group, written, error, doing)
+        error = None
+        if group.rank == 0 and draft is not None:
+            _, error = agreement.attempt(lambda: draft.commit(files, save_latest))
+        agreement.agree(group, error, doing)
     except CheckpointError:
         if draft is not None:
-            draft.path.unlink(missing_ok=True)
+            draft.abandon()
         raise
-    error = None
-    if group.rank == 0 and draft is not None:
-        _, error = agreement.attempt(lambda: draft.commit(files, save_latest))
-    agreement.agree(group, error, doing)
     agreement.barrier(group)
 
 
@@ -98,7 +99,7 @@ class _Draft:
         self._manifest = _manifest(
             training, tag, next_generation(self._directory), encoder, client_state, list(excluded)
         )
-        self.path = self._directory / rank_file_name(self._rank, self._manifest.generation)
+        self._path = self._directory / rank_file_name(self._rank, self._manifest.generation)
         entries, self._metadata = contents.entries(training, excluded)
         values = [held(key, tensor) for key, tensor in encoder.tensors.items()] if self._rank == 0 else []
         self._entries = [*entries, *more, *values]
@@ -111,7 +112,7 @@ class _Draft:
             raise CheckpointError(
                 f"{self._directory} cannot be made: {error.strerror}; choose another directory"
             ) from None
-        written = write(self.path, self._entries, self._metadata)
+        written = write(self._path, self._entries, self._metadata)
         sync_directory(self._directory)
         return written
 
@@ -133,7 +134,15 @@ class _Draft:
         named = {each.name for each in files}
         for path in self._directory.iterdir():
             if is_rank_file(path.name) and path.name not in named:
-                path.unlink(missing_ok=True)
+                discard(path)
+
+    def abandon(self) -> None:
+        """Remove this rank's file, unless the manifest names it already and only ``latest`` could not be written."""
+        if next_generation(self._directory) > self._manifest.generation:
+            return
+        discard(self._path)
+        with suppress(OSError):
+            self._directory.rmdir()  # if nothing else is in it
 
 
 def next_generation(directory: Path) -> int:
