@@ -150,17 +150,20 @@ class _Block:
         first = np.full(len(texts) + 1, self.index.size)
         first[head_codes[::-1]] = np.arange(self.index.size)[::-1]
         numbering = np.full(len(texts) + 1, -1, np.int32)
-        numbering[list(known)] = np.arange(len(known))
+        # What stands in front of a head, as a time, makes texts differ that say the same.
+        heads_met: dict[Head, int] = {}
+        numbering[list(known)] = [heads_met.setdefault(head, len(heads_met)) for head in known.values()]
         line_heads = numbering[head_codes]
         if number:
             keep = fast[operations["line"]]
             operations = {name: column[keep] for name, column in operations.items()}
         operations["head"] = line_heads[operations["line"]]
-        hosts = witness.hosts + [
-            (int(first[code]), head.origin.host, head.origin.pid)
-            for code, head in known.items()
-            if head.origin.clean
-        ]
+        shown: dict[tuple[bytes, int], int] = {}
+        for code, head in known.items():
+            if head.origin.clean:
+                host = head.origin.host, head.origin.pid
+                shown[host] = min(shown.get(host, self.index.size), int(first[code]))
+        hosts = witness.hosts + [(line, *host) for host, line in shown.items()]
         remarking = np.flatnonzero(fast & ~self.index.is_call & (meanings >= REMARK))
         remarks, said = _remarks(
             remarking,
@@ -179,7 +182,7 @@ class _Block:
         }
         return Scan(
             self.index.size,
-            list(known.values()),
+            list(heads_met),
             operations,
             tails,
             slow,
