@@ -25,11 +25,13 @@ def refuse_unsupported(config: Mapping[str, Any], stage: int, world_size: int) -
         )
     if _mapping(config.get("compile")).get("deepcompile"):
         raise UnsupportedError("compile.deepcompile", True, "DeepCompile replaces the gradient reduction")
-    kept = _mapping(config.get("data_types")).get("keep_in_fp32_modules", "auto")
-    if isinstance(kept, list) and kept:
-        raise UnsupportedError(
-            "data_types.keep_in_fp32_modules", kept, "the element types of the model are then mixed"
-        )
+    for block, key in (
+        (config, "fp16_override_modules"),
+        (_mapping(config.get("fp16")), "fp16.fp16_override_modules"),
+    ):
+        kept = block.get("fp16_override_modules")
+        if kept:
+            raise UnsupportedError(key, kept, "the element types of the model are then mixed")
     if config.get("sparse_gradients") is True:
         raise UnsupportedError(
             "sparse_gradients", True, "the size of a sparse gradient depends on the tokens of the batch"

@@ -130,6 +130,7 @@ class Engine(torch.nn.Module):
             raise UsageError(f"backward expects a loss of one element, found {shown}; take its mean or sum")
         shared = loss / self.config.gradient_accumulation_steps if scale_wrt_gas else loss
         scale = self._scale.value
+        self._scaled = False
         with self._clock("backward"):
             self._begin_backward()
             try:
@@ -338,10 +339,13 @@ class Engine(torch.nn.Module):
         """Whether overflows change the loss scale."""
         return self._scale.dynamic
 
-    @property
     def loss_scale(self) -> float:
-        """What the loss of the coming step is multiplied by; 1.0 where nothing is scaled."""
-        return self._scale.value
+        """The loss scale of the configuration, 0 where it is dynamic; ``optimizer.cur_scale`` is the one in use."""
+        return 0.0 if self._scale.dynamic else self._scale.rules.value
+
+    def _get_optimizer_loss_scale(self) -> float | None:
+        """The loss scale in use, by the name under which DeepSpeed's users read it."""
+        return None if self.optimizer is None else self._scale.value
 
     def module_state_dict(self) -> dict[str, Any]:
         """The model's state, by the model's own names."""

@@ -155,7 +155,7 @@ def overflow(rank, world):
                             "applied": engine.was_step_applied(),
                             "same": all(map(torch.equal, before, after)),
                             "norm": engine.get_global_grad_norm(),
-                            "scale": engine.loss_scale,
+                            "scale": engine.optimizer.cur_scale,
                             "lr": engine.get_lr()[0],
                             "calls": [
                                 (call.method, call.numel_in, call.dtype, call.reduction)
@@ -223,7 +223,8 @@ def at_the_minimum(rank, world):
         engine = engine_for(configuration(stage, fp16={"enabled": True, **rules}))
         for step in range(2):
             take(engine, rank, step, math.nan)
-        assert engine.loss_scale == engine.optimizer.cur_scale == 0.75
+        assert engine.optimizer.loss_scale == engine.optimizer.cur_scale == 0.75
+        assert engine.dynamic_loss_scale() and engine.loss_scale() == 0
         with pytest.raises(LossScaleError) as error:
             take(engine, rank, 2, math.nan)
         messages.append(str(error.value))

@@ -280,7 +280,7 @@ def _train(case: Case, engine, rank: int, log):
         losses.append(row if accumulation > 1 else row[0])
         norm = engine.get_global_grad_norm()
         norms.append(None if norm is None else float(norm))
-        scales.append(engine.loss_scale)
+        scales.append(engine.optimizer.cur_scale)
     return losses, norms, scales
 
 

@@ -132,7 +132,8 @@ def test_a_value_that_cannot_be_used_is_named_with_what_was_expected(config, par
         (stage(0) | {"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size"),
         (stage(1) | {"tensor_parallel": {"tp": {"tp_size": 4}}}, "tensor_parallel.tp.tp_size"),
         (stage(1) | {"pipeline": {"stages": 2}}, "pipeline.stages"),
-        (stage(1) | {"data_types": {"keep_in_fp32_modules": ["norm"]}}, "data_types.keep_in_fp32_modules"),
+        (stage(1) | {"fp16_override_modules": ["LayerNorm"]}, "fp16_override_modules"),
+        (stage(1) | {"fp16": {"fp16_override_modules": ["norm"]}}, "fp16.fp16_override_modules"),
     ],
 )
 def test_a_feature_whose_rules_are_not_stated_is_refused_by_its_key(config, key):
@@ -148,7 +149,7 @@ def test_a_feature_whose_rules_are_not_stated_is_refused_by_its_key(config, key)
         stage(0) | {"torch_autocast": {"enabled": True}},
         stage(2) | {"torch_autocast": {"enabled": False}, "pipeline": {"stages": "auto"}, "compile": {}},
         stage(2, offload_optimizer={"device": "cpu"}, zenflow=None) | {"sequence_parallel_size": 1},
-        stage(1, offload_param={"device": "cpu"}) | {"data_types": {"keep_in_fp32_modules": "auto"}},
+        stage(1, offload_param={"device": "cpu"}) | {"data_types": {"keep_in_fp32_modules": ["norm"]}},
         {"zero_optimization": True},
         {"zero_optimization": None, "fp16": None},
     ],
