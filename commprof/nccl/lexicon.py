@@ -37,6 +37,12 @@ class Lexicon:
         try:
             return self._heads[text]
         except KeyError:
+            begin = _begin_of_head(text)
+            if begin and not nccl_lines.may_speak_headless(text[:begin]):
+                # A time in front of a head makes it a text of its own, but says nothing.
+                head = self.head(text[begin:])
+                if head is not None and head.origin.clean:
+                    return head
             if len(self._heads) >= _MOST_REMEMBERED:
                 self._heads.clear()
             head = self._heads[text] = _read_head(text)
@@ -80,6 +86,14 @@ def _read_body(text: bytes) -> int:
     if isinstance(message, nccl_lines.RemarkLine):
         return LINK if isinstance(message.record, Link) else REMARK
     return IGNORED if message is None else MESSAGE
+
+
+def _begin_of_head(text: bytes) -> int:
+    """Where the words begin that a head has by right: ``host:pid:tid [device]``, or one word in front of CALL."""
+    end = text.rfind(b" NCCL ")
+    if not text.startswith(b" NCCL CALL", end):
+        end = text.rfind(b" ", 0, max(end, 0))
+    return text.rfind(b" ", 0, max(end, 0)) + 1
 
 
 def _read_head(text: bytes) -> Head | None:
