@@ -8,20 +8,28 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from support import recorded
 from support.checkpoint_training import differences, everything_in, make_engine, train
 from support.process_group_log import logged
 from support.ranks import run_ranks
 from support.recorded_models import make_batch, make_model
+from zero_runtime.checkpoint import consolidated_state_dict
 
 pytestmark = pytest.mark.ranks
 
-STAGES = (0, 1, 2)
+STAGES = (0, 1, 2, 3)
 SETTINGS = {
     "stage 0": {"stage": 0},
     "stage 1": {"stage": 1},
     "stage 2": {"stage": 2},
+    "stage 3": {"stage": 3},
+    "stage 3, bf16, sub-groups, nothing persistent": {
+        "stage": 3,
+        "precision": "bf16",
+        "zero": {"sub_group_size": 50, "stage3_param_persistence_threshold": 0},
+    },
     "stage 0, bf16": {"stage": 0, "precision": "bf16"},
     "stage 2, bf16": {"stage": 2, "precision": "bf16"},
     "stage 1, fp16": {"stage": 1, "precision": "fp16"},
@@ -87,10 +95,12 @@ def test_training_goes_on_bit_by_bit(saved, name):
 
 CROSSINGS = [
     (name, stage, world)
-    for index, name in enumerate(("stage 0", "stage 1", "stage 2", "stage 2, bf16", "stage 0, bf16"))
+    for index, name in enumerate(
+        ("stage 0", "stage 1", "stage 2, bf16", "stage 3", "stage 3, bf16, sub-groups, nothing persistent")
+    )
     for world in (1, 2, 3)
     for stage in STAGES
-    if (index + stage + world) % 2 or name == "stage 2"
+    if (index + stage + world) % 2 or index == 3
 ]
 
 
@@ -98,7 +108,7 @@ def load_and_save_again(rank, world, root, again, crossings):
     results = {}
     for name, stage, _ in crossings:
         precision = SETTINGS[name].get("precision", "fp32")
-        more = {"zero": {"gradient_reduction": "reduce_to_owner"}} if stage else {}
+        more = {"zero": {"gradient_reduction": "reduce_to_owner"}} if stage in (1, 2) else {}
         engine = make_engine(stage, precision, **more)
         engine.load_checkpoint(Path(root) / name)
         engine.save_checkpoint(Path(again) / f"{name} as {stage} of {world}", tag="again")
@@ -179,11 +189,18 @@ def save_recorded(rank, world, root, names):
         losses = train_recorded(engine, rank, range(3))
         with logged() as log:
             engine.save_checkpoint(Path(root) / name, tag="t1", client_state={"my": 7})
-        calls[name] = (
-            losses,
-            [(each.method, each.numel_in, each.dtype, each.reduction) for each in log.calls],
-        )
+        saving = seen(log.calls)
+        with logged() as log:
+            kept = engine.save_16bit_model(Path(root) / name, "weights.safetensors")
+        calls[name] = (losses, saving, kept, seen(log.calls))
     return calls
+
+
+def seen(calls):
+    """Collectives without their place in the run."""
+    return [
+        (each.method, each.root, each.numel_in, each.numel_out, each.dtype, each.reduction) for each in calls
+    ]
 
 
 def load_recorded(rank, world, root, pairs):
@@ -201,9 +218,9 @@ def load_recorded(rank, world, root, pairs):
 @functools.cache
 def recorded_loads():
     root = tempfile.mkdtemp()
-    saves = [f"C_ckptx_a_save_s{stage}_w2" for stage in (1, 2)]
+    saves = [f"C_ckptx_a_save_s{stage}_w2" for stage in (1, 2, 3)]
     run_ranks(2, save_recorded, root, saves, timeout=200)
-    pairs = [(f"C_ckptx_a_save_s{stage}_w2", f"C_ckptx_b_loaduniv_s{stage}_as_w{{}}") for stage in (1, 2)]
+    pairs = [(f"C_ckptx_a_save_s{stage}_w2", f"C_ckptx_b_loaduniv_s{stage}_as_w{{}}") for stage in (1, 2, 3)]
     outcomes = {}
     for world in (1, 2, 3):
         mine = [(source, name.format(world)) for source, name in pairs]
@@ -226,19 +243,40 @@ def test_losses_after_loading_are_those_that_deepspeed_had(world):
             assert steps == results["extra_rank0"]["global_steps"]
 
 
+@pytest.fixture(scope="module")
+def recorded_saves(tmp_path_factory):
+    root = tmp_path_factory.mktemp("recorded")
+    return root, run_ranks(2, save_recorded, str(root), RECORDED_SAVES, timeout=200)
+
+
+RECORDED_SAVES = ["C_ckpt_s0_w2", "C_ckpt_s2_w2", "C_ckpt_s3_w2", "C_ckpt_s3_gather16_w2"]
+
+
 @needs_recordings
-def test_saving_sends_what_deepspeed_sends_and_two_agreements(tmp_path):
-    names = ["C_ckpt_s0_w2", "C_ckpt_s2_w2"]
-    for rank, outcome in enumerate(run_ranks(2, save_recorded, str(tmp_path), names)):
-        for name in names:
-            losses, calls = outcome[name]
-            case = recorded_case(name)
-            assert losses == pytest.approx(case.results["losses"][str(rank)], rel=1e-6)
-            wanted = [
-                (each.method, each.numel_in, each.dtype, each.reduction)
-                for each in case.expected_calls(rank)
-                if each.phase == "save_checkpoint"
-            ]
-            # docs/deepspeed-differences.md: an all_gather of what each rank wrote, and an agreement on the manifest.
-            ours = [*wanted[:-1], ("all_gather_single", 3, "int64", ""), ("allreduce", 1, "int64", "MAX")]
-            assert calls == [*ours, wanted[-1]]
+@pytest.mark.parametrize("name", RECORDED_SAVES)
+def test_saving_sends_what_deepspeed_sends_and_agreements(recorded_saves, name):
+    case = recorded_case(name)
+    for rank, outcome in enumerate(recorded_saves[1]):
+        losses, saving, kept, gathering = outcome[name]
+        assert losses == pytest.approx(case.results["losses"][str(rank)], rel=1e-6)
+        calls = case.expected_calls(rank)
+        wanted = seen(call for call in calls if call.phase == "save_checkpoint")
+        # docs/deepspeed-differences.md: an all_gather of what each rank wrote, and agreements on the outcome.
+        report = ("all_gather_single", None, 3, 6, "int64", "")
+        agreement = ("allreduce", None, 1, 1, "int64", "MAX")
+        assert saving == [*wanted[:-1], report, agreement, wanted[-1]]
+        assert kept == case.results["extra_rank0"]["save_16bit_model"]
+        wanted = seen(call for call in calls if call.phase == "save_16bit_model")
+        assert gathering == [*wanted, agreement] if kept else not gathering
+
+
+@needs_recordings
+def test_gathered_weights_are_those_of_the_state_dict(recorded_saves):
+    directory = recorded_saves[0] / "C_ckpt_s3_gather16_w2"
+    weights = load_file(directory / "weights.safetensors")
+    wanted = consolidated_state_dict(directory)
+    told = recorded_case("C_ckpt_s3_gather16_w2").results["extra_rank0"]["zero_to_fp32"]
+    assert weights.keys() == wanted.keys() == told.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, wanted[name])
+        assert list(tensor.shape) == told[name][0]
