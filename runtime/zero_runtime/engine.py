@@ -299,6 +299,13 @@ class Engine(torch.nn.Module):
         """The learning rate of each param group."""
         return [] if self.optimizer is None else [group["lr"] for group in self.optimizer.param_groups]
 
+    def get_mom(self) -> list[Any]:
+        """The betas of each param group, or its momentum with SGD and RMSprop; 0.0 for a group without them."""
+        if self.optimizer is None:
+            return []
+        name = "momentum" if type(self.basic_optimizer).__name__ in ("SGD", "RMSprop") else "betas"
+        return [group.get(name, 0.0) for group in self.optimizer.param_groups]
+
     def zero_optimization_stage(self) -> int:
         """0, 1 or 2."""
         return self.config.zero.stage.number

@@ -1,0 +1,67 @@
+"""The schedule that a training uses: the client's, or the one that the configuration names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any, Final
+
+import torch
+
+from zero_runtime.config import SchedulerConfig
+from zero_runtime.errors import ConfigError
+from zero_runtime.schedules.one_cycle import OneCycle
+from zero_runtime.schedules.range_test import LRRangeTest
+from zero_runtime.schedules.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
+from zero_runtime.signatures import check_arguments
+
+_OWN: Final[Mapping[str, type]] = {
+    each.__name__: each for each in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
+}
+
+
+def schedule(config: SchedulerConfig | None, client: Any, optimizer: torch.optim.Optimizer) -> Any:
+    """The schedule over ``optimizer``: the client's, or from the config; None where neither has one.
+
+    Args:
+        config: the ``scheduler`` block.
+        client: a scheduler, or a function that makes one of the optimizer; it wins over the config.
+        optimizer: whose learning rates are set.
+
+    Raises:
+        ConfigError: an unknown type, or arguments that it does not take.
+    """
+    if client is not None:
+        made = client(optimizer) if callable(client) and not hasattr(client, "step") else client
+        if not hasattr(made, "step"):
+            raise ConfigError(
+                f"lr_scheduler is a {type(client).__name__}; expected a scheduler with a step method, or a function that "
+                "makes one of the optimizer"
+            )
+        return made
+    if config is None:
+        return None
+    kind = _kind(config.type)
+    check_arguments("scheduler.params", kind, config.params)
+    try:
+        return kind(optimizer, **config.params)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"scheduler.params {dict(config.params)!r} do not fit {config.type}: {error}"
+        ) from None
+
+
+def _kind(name: str) -> type:
+    known = dict(_OWN)
+    for other, value in vars(torch.optim.lr_scheduler).items():
+        if isinstance(value, type) and issubclass(value, torch.optim.lr_scheduler.LRScheduler):
+            known.setdefault(other, value)
+    if name not in known or name == "LRScheduler":
+        near = get_close_matches(name, known, 1, 0.0)
+        raise ConfigError(
+            f"scheduler.type {name!r} is unknown; did you mean {near[0]!r}? It is one of {', '.join(_OWN)}, or a class of "
+            "torch.optim.lr_scheduler"
+        )
+    return known[name]

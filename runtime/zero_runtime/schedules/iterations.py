@@ -1,0 +1,99 @@
+"""What DeepSpeed's schedules share: a count of steps, and learning rates that are a function of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from zero_runtime.errors import ConfigError
+
+
+class IterationSchedule:
+    """Sets the learning rate of each param group after each optimizer step.
+
+    ``last_batch_iteration`` is the number of the step taken last, from 0; -1 before the first.
+
+    Args:
+        optimizer: whose ``lr`` is set.
+        last_batch_iteration: where to go on; only at -1 are the optimizer's learning rates set at once.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1) -> None:
+        self.optimizer = optimizer
+        self.last_batch_iteration = whole_number("last_batch_iteration", last_batch_iteration, -1)
+        self._last_lr = [float(group["lr"]) for group in optimizer.param_groups]
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each param group now."""
+        raise NotImplementedError
+
+    def get_last_lr(self) -> list[float]:
+        """The learning rates set last."""
+        return list(self._last_lr)
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """One more step has been taken; or ``last_batch_iteration`` + 1 of them."""
+        if last_batch_iteration is None:
+            last_batch_iteration = self.last_batch_iteration + 1
+        self.last_batch_iteration = last_batch_iteration
+        self._apply()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What ``load_state_dict`` needs."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where ``state`` was taken."""
+        self.last_batch_iteration = state["last_batch_iteration"]
+        if self.last_batch_iteration >= 0:
+            self._apply()
+
+    def _apply(self) -> None:
+        self._set(self.get_lr())
+
+    def _set(self, rates: Sequence[float]) -> None:
+        self._last_lr = list(rates)
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+
+def for_each_group(name: str, value: float | Sequence[float], count: int) -> list[float]:
+    """``value`` for each of ``count`` param groups: one number for all, or one for each.
+
+    Raises:
+        ConfigError: another number of values.
+    """
+    rates = [float(value)] * count if isinstance(value, int | float) else [float(each) for each in value]
+    if len(rates) != count:
+        raise ConfigError(
+            f"scheduler.params.{name} has {len(rates)} values for {count} param groups; give one, or one for each"
+        )
+    return rates
+
+
+def whole_number(name: str, value: Any, least: int) -> int:
+    """``value``, which must be a whole number from ``least``.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"scheduler.params.{name} is {value!r}; expected a whole number from {least}")
+    return value
+
+
+def at_least(name: str, value: float, least: float, exclusive: bool = False) -> float:
+    """``value``, which must be a number from ``least`` or, where ``exclusive``, above it.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not value >= least or (exclusive and value == least):
+        bound = "above" if exclusive else "from"
+        raise ConfigError(f"scheduler.params.{name} is {value!r}; expected a number {bound} {least:g}")
+    return value

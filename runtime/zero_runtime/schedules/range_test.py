@@ -1,0 +1,53 @@
+"""DeepSpeed's LRRangeTest: a learning rate that only rises, to find the largest that trains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from zero_runtime.schedules.iterations import IterationSchedule, for_each_group, whole_number
+
+
+class LRRangeTest(IterationSchedule):
+    """Multiplies a minimum by 1 + rate * interval, where the interval is the number of steps over the step size.
+
+    From Smith, "A disciplined approach to neural network hyper-parameters: Part 1" (arXiv:1803.09820).
+
+    Args:
+        optimizer: whose ``lr`` is set.
+        lr_range_test_min_lr: where each group begins; one for all, or one for each.
+        lr_range_test_step_size: steps in an interval.
+        lr_range_test_step_rate: growth in each interval, in minimums.
+        lr_range_test_staircase: grow at once at the end of each interval, rather than a little in each step.
+        last_batch_iteration: steps already taken, minus one.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        lr_range_test_min_lr: float | Sequence[float] = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        count = len(optimizer.param_groups)
+        self.min_lr = for_each_group("lr_range_test_min_lr", lr_range_test_min_lr, count)
+        self.step_size = whole_number("lr_range_test_step_size", lr_range_test_step_size, 1)
+        self.step_rate = lr_range_test_step_rate
+        self.staircase = lr_range_test_staircase
+        if last_batch_iteration == -1:
+            self._set(self.min_lr)
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each param group now."""
+        interval = (self.last_batch_iteration + 1) / self.step_size
+        growth = 1 + self.step_rate * (math.floor(interval) if self.staircase else interval)
+        return [low * growth for low in self.min_lr]
+
+    def step(self, batch_iteration: int | None = None) -> None:
+        """One more step has been taken; or ``batch_iteration`` + 1 of them."""
+        super().step(batch_iteration)

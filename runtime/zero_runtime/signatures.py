@@ -1,0 +1,70 @@
+"""Whether the arguments that a configuration gives fit the class that they are for."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+
+from zero_runtime.errors import ConfigError
+
+
+def check_arguments(
+    block: str, kind: Callable[..., Any], given: Mapping[str, Any], reserved: Sequence[str] = ()
+) -> None:
+    """Refuse arguments that ``kind`` does not take, lacks, or cannot be of the type that its defaults have.
+
+    Args:
+        block: where they stand in the configuration, such as ``optimizer.params``.
+        kind: the class; its first parameter is not the configuration's.
+        given: the arguments.
+        reserved: further parameters that are not the configuration's.
+
+    Raises:
+        ConfigError: naming the key, the value and what the class takes.
+    """
+    _, *parameters = inspect.signature(kind).parameters.values()
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+        return
+    known = {each.name: each.default for each in parameters if each.name not in reserved}
+    name = kind.__name__
+    takes = f"{name} takes {', '.join(known)}"
+    for key, value in given.items():
+        if key not in known:
+            near = get_close_matches(key, known, 1)
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{block}.{key} = {value!r} is not an argument of {name}{meant} {takes}")
+        wanted = _mismatch(known[key], value)
+        if wanted:
+            raise ConfigError(f"{block}.{key} is {value!r}; {name} expects {wanted}")
+    for key, default in known.items():
+        if default is inspect.Parameter.empty and key not in given:
+            raise ConfigError(f"{block} lacks {key!r}, without which there is no {name}; {takes}")
+
+
+def _mismatch(default: Any, value: Any) -> str | None:
+    """What is expected where ``value`` cannot stand for ``default``; None where it can."""
+    if value is None or default is None or default is inspect.Parameter.empty:
+        return None
+    if isinstance(default, bool):
+        return None if isinstance(value, bool) else "true or false"
+    if isinstance(default, int | float):
+        # A list has a value for each param group, where the class takes one.
+        return None if _is_number(value) or _are_numbers(value) else "a number"
+    if isinstance(default, tuple) and _are_numbers(default):
+        fits = _are_numbers(value) and len(value) == len(default)
+        return None if fits else f"{len(default)} numbers"
+    if isinstance(default, str):
+        return None if isinstance(value, str) else "a word"
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | torch.Tensor) and not isinstance(value, bool)
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(_is_number(each) for each in value)
