@@ -75,16 +75,6 @@ def constructing(cutter: Cutter, gather_in_apply: bool = True) -> Iterator[None]
         yield
 
 
-@contextmanager
-def suspended() -> Iterator[None]:
-    """Make whole modules inside, such as those that an engine makes for itself."""
-    held, _cutters[:] = _cutters[:], []
-    try:
-        yield
-    finally:
-        _cutters[:] = held
-
-
 class _OfDtype(TorchFunctionMode):
     """Makes floating-point tensors in one dtype, also where another is asked for."""
 

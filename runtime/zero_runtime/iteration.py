@@ -18,7 +18,7 @@ from zero_runtime.errors import UsageError
 from zero_runtime.gathering import Gatherer
 from zero_runtime.shards import Shard, Status, shards_of
 from zero_runtime.trace import Limits, Planner
-from zero_runtime.units import Unit, tensors_in, watch_output
+from zero_runtime.units import Unit, tensors_in, watch_outputs
 
 _TRACE_CHECK: Final = hooks.tag("trace_check")
 
@@ -48,6 +48,7 @@ class Iteration:
         self._inflight: dict[int, Shard] = {}  # gathered, or being gathered, ahead of their use
         self._backward: dict[int, Unit] = {}  # whose backward pass has begun and not ended
         self._unseen: dict[int, Unit] = {}  # whose outputs show no tensor to wait for
+        self._returned: set[int] = set()  # by a module: who uses them how long cannot be seen
         self._strays: list[Shard] = []  # gathered for nothing but their gradient
         self.listener: Callable[[torch.nn.Module], None] | None = (
             None  # hears of backward passes that have ended
@@ -62,7 +63,9 @@ class Iteration:
         """The forward pass of the whole model, which has ``units``, begins."""
         self.drain()
         self._leave_unseen()
-        for numbers in self._planner.begin(lambda number: [shard.number for shard in units[number].shards()]):
+        for numbers in self._planner.begin(
+            lambda number, deep=None: [shard.number for shard in units[number].shards(deep)]
+        ):
             self._compare(numbers)
 
     @torch.inference_mode(False)
@@ -72,21 +75,25 @@ class Iteration:
         access.running.append(unit)
         return self._enter(unit, unit.forward)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def after_forward(self, unit: Unit, output: Any, differentiates: bool) -> None:
-        """A module has run: release what it used, and wait for the gradients of its outputs."""
+    def after_forward(self, unit: Unit, output: Any) -> Any:
+        """A module has run: release what it used, and wait for the gradients of its outputs.
+
+        Returns:
+            What it is to return instead; None for ``output``.
+        """
         while access.running and access.running.pop() is not unit:
             pass  # of modules that an exception has left
         tensors = list(tensors_in(output))
-        self._hand_over(unit, tensors)
-        for tensor in tensors:
-            if tensor.requires_grad:
-                watch_output(unit, tensor)
-        if differentiates and not tensors and output is not None:
-            self._unseen[unit.forward] = unit
-            return
-        self._leave(unit, unit.forward)
+        replaced = None
+        if torch.is_grad_enabled():
+            self._hand_over(unit, tensors)
+            replaced = watch_outputs(unit, output, tensors)
+            if not tensors and output is not None:
+                self._unseen[unit.forward] = unit
+                return None
+        with torch.inference_mode(False), torch.no_grad():
+            self._leave(unit, unit.forward)
+        return replaced
 
     def _hand_over(self, unit: Unit, outputs: Sequence[torch.Tensor]) -> None:
         """Parameters that a module returns are used by the module that called it."""
@@ -94,6 +101,7 @@ class Iteration:
         for shard in shards_of(outputs):
             if isinstance(caller, Unit):
                 self._borrow(caller, shard)
+                self._returned.add(shard.number)
 
     def read(self, unit: Unit, shard: Shard) -> None:
         """A module reads, in its forward pass, a parameter that is not whole: from now on one of those it uses."""
@@ -130,7 +138,7 @@ class Iteration:
         for unit in reversed(list(self._backward.values())):
             for shard in unit.shards():
                 shard.active.discard(unit.backward)
-                if not shard.persistent:
+                if not shard.persistent and shard.number not in self._returned:
                     self.release(shard)
         self._backward.clear()
         for shard in self._strays:
@@ -186,8 +194,9 @@ class Iteration:
         shards = {shard.number: shard for shard in unit.shards()}
         for shard in shards.values():
             shard.active.discard(use)
-        for number in self._planner.releasable(shards, self._is_persistent):
-            self.release(shards[number])
+        for number in self._planner.releasable(unit.number, list(shards), self._is_persistent, unit.is_leaf):
+            if number in shards and number not in self._returned:
+                self.release(shards[number])
 
     def _is_released(self, number: int) -> bool:
         return self.shards[number].status is Status.NOT_AVAILABLE

@@ -176,8 +176,8 @@ class Residency:
             gathers = iteration.before_forward(unit)
             return watch_inputs(unit, inputs, keywords) if gathers and torch.is_grad_enabled() else None
 
-        def after(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-            iteration.after_forward(unit, output, torch.is_grad_enabled())
+        def after(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+            return iteration.after_forward(unit, output)
 
         self._handles.append(unit.module.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(unit.module.register_forward_hook(after, always_call=True))

@@ -11,9 +11,9 @@ from __future__ import annotations
 import enum
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 
 class Limits(NamedTuple):
@@ -31,36 +31,62 @@ class Use(NamedTuple):
     position: int
 
 
+class Modules(Protocol):
+    """The parameters of modules, by number."""
+
+    def __call__(self, module: int, deep: bool | None = None) -> Sequence[int]:
+        """What is gathered with ``module``; or, if ``deep`` is not None, its parameters with or without its children's."""
+
+
+class _Reach:
+    """When parameters are used next, in elements that other modules use before."""
+
+    def __init__(self, used: Sequence[Sequence[int]], numels: Mapping[int, int]) -> None:
+        self._before = [0, *accumulate(sum(numels[p] for p in each) for each in used)]
+        self._positions: dict[int, list[int]] = {}
+        for position, each in enumerate(used):
+            for parameter in each:
+                self._positions.setdefault(parameter, []).append(position)
+
+    def distance(self, parameter: int, position: int) -> int | None:
+        positions = self._positions.get(parameter, [])
+        index = bisect_left(positions, position)
+        if index == len(positions):
+            return None
+        return self._before[positions[index]] - self._before[position]
+
+
 class Trace:
     """A recorded order of modules.
 
     Args:
         modules: module numbers in the order in which they were entered, forward and backward.
-        parameters_of: the parameters of a module, by number.
+        parameters_of: the parameters of a module.
         numels: elements of each parameter.
     """
 
     def __init__(
         self,
         modules: Sequence[int],
-        parameters_of: Callable[[int], Sequence[int]],
+        parameters_of: Modules,
         numels: Mapping[int, int],
     ) -> None:
         self.modules = tuple(modules)
-        used = [parameters_of(module) for module in self.modules]
-        self.uses = tuple(Use(p, position) for position, each in enumerate(used) for p in each)
-        self._before = [0, *accumulate(sum(numels[p] for p in each) for each in used)]
-        self._positions: dict[int, list[int]] = {}
-        for parameter, position in self.uses:
-            self._positions.setdefault(parameter, []).append(position)
+        self.uses = tuple(Use(p, at) for at, module in enumerate(self.modules) for p in parameters_of(module))
+        self._parameters_of = parameters_of
+        self._numels = numels
+        self._reaches: dict[bool, _Reach] = {}
 
-    def distance(self, parameter: int, position: int) -> int | None:
-        """Elements that modules from ``position`` on use before one uses ``parameter``; None where none does."""
-        positions = self._positions.get(parameter, [])
-        index = bisect_left(positions, position)
-        if index == len(positions):
-            return None
-        return self._before[positions[index]] - self._before[position]
+    def distance(self, parameter: int, position: int, deep: bool = False) -> int | None:
+        """Elements that modules from ``position`` on use before one uses ``parameter``; None where none does.
+
+        Modules count with their own parameters or, if ``deep``, with those inside them too.
+        """
+        reach = self._reaches.get(deep)
+        if reach is None:
+            reach = _Reach([self._parameters_of(module, deep) for module in self.modules], self._numels)
+            self._reaches[deep] = reach
+        return reach.distance(parameter, position)
 
 
 class Mode(enum.Enum):
@@ -92,9 +118,10 @@ class Planner:
         self._trace: Trace | None = None
         self._position = 0  # of the next module
         self._queue: deque[Use] = deque()  # what has not been gathered, or passed over, for its use
+        self._decided: dict[tuple[int, int], list[int]] = {}  # what to release, by module and position
         self._fetched: dict[int, int] = {}  # parameter -> the last position that it has been gathered for
 
-    def begin(self, parameters_of: Callable[[int], Sequence[int]]) -> list[list[int]]:
+    def begin(self, parameters_of: Modules) -> list[list[int]]:
         """Begin an iteration.
 
         Returns:
@@ -151,11 +178,27 @@ class Planner:
         self._position += 1
         return chosen
 
-    def releasable(self, parameters: Iterable[int], persistent: Callable[[int], bool]) -> list[int]:
-        """Which parameters of a module that has run may be released; all of them without a trace."""
-        if self._trace is None:
-            return list(parameters)
-        return [p for p in parameters if not persistent(p) and not self._needed_soon(self._trace, p)]
+    def releasable(
+        self,
+        module: int,
+        parameters: Sequence[int],
+        persistent: Callable[[int], bool],
+        leaf: bool = False,
+    ) -> Sequence[int]:
+        """Which parameters of a module that has run may be released; all of them without a trace.
+
+        When a leaf module is released, other modules count with what is inside them. What is decided for a module at a
+        position of the trace is decided for good, for a later trace too. Both as in DeepSpeed.
+        """
+        trace = self._trace
+        if trace is None:
+            return parameters
+        place = module, self._position
+        decided = self._decided.get(place)
+        if decided is None:
+            decided = [p for p in parameters if not persistent(p) and not self._needed_soon(trace, p, leaf)]
+            self._decided[place] = decided
+        return decided
 
     def forget(self) -> None:
         """Follow no trace for the rest of the iteration; the next one is recorded."""
@@ -188,9 +231,9 @@ class Planner:
                 numel += self._numels[parameter]
         return list(chosen)
 
-    def _needed_soon(self, trace: Trace, parameter: int) -> bool:
+    def _needed_soon(self, trace: Trace, parameter: int, deep: bool) -> bool:
         # A use that was passed over because the parameter was whole will not be gathered for again.
         if self._fetched.get(parameter, -1) > self._position:
             return True
-        distance = trace.distance(parameter, self._position)
+        distance = trace.distance(parameter, self._position, deep)
         return distance is not None and distance < self.limits.reuse_distance

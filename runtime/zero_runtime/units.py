@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import torch
@@ -34,22 +34,26 @@ class Unit:
     Attributes:
         number: counts the units of a model, parents first.
         module: the module.
+        is_leaf: everything inside is gathered with it.
         forward, backward: what stands for this unit in ``Shard.active`` while it runs forward and backward.
+        awaited: differentiable inputs of the last forward pass whose gradients have not come, negative for earlier ones.
     """
 
-    __slots__ = ("_external", "_leaf", "backward", "forward", "host", "module", "number")
+    __slots__ = ("_external", "awaited", "backward", "forward", "host", "is_leaf", "module", "number")
 
     def __init__(self, number: int, module: torch.nn.Module, host: Host) -> None:
         self.number = number
         self.module = module
         self.host = host
         self.forward, self.backward = 2 * number, 2 * number + 1
-        self._leaf = is_leaf(module)
+        self.is_leaf = is_leaf(module)
+        self.awaited = 0
         self._external = access.external_parameters(module)
 
-    def shards(self) -> list[Shard]:
-        """The shards of its parameters, each once, by number."""
-        owned = self.module.parameters() if self._leaf else self.module._parameters.values()
+    def shards(self, deep: bool | None = None) -> list[Shard]:
+        """The shards of its parameters, each once, by number; with those inside it if ``deep``, as a rule for a leaf."""
+        deep = self.is_leaf if deep is None else deep
+        owned = self.module.parameters() if deep else self.module._parameters.values()
         found = {shard.number: shard for p in owned if p is not None and (shard := shard_of(p)) is not None}
         for parameter in self._external.values():
             shard = shard_of(parameter)
@@ -84,11 +88,24 @@ def units_of(module: torch.nn.Module, host: Host) -> list[Unit]:
     return units
 
 
-def watch_output(unit: Unit, tensor: torch.Tensor) -> None:
-    """Tell the unit's host when the gradient of its output ``tensor`` is there.
+def watch_outputs(unit: Unit, output: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Tell the unit's host when the gradient of an output is there: of each of ``tensors``, which are in ``output``.
 
-    A tensor that a child returned and its parent returns again tells of the parent first.
+    Returns:
+        What the module is to return instead; None for what it did.
     """
+    replaced = {}
+    for tensor in tensors:
+        if tensor.requires_grad and tensor.grad_fn is not None:
+            _watch(unit, tensor)
+        elif tensor.requires_grad:
+            # A hook on a parameter would outlive the iteration.
+            replaced[id(tensor)] = _Exit.apply(unit, tensor)  # type: ignore[no-untyped-call]
+    return _map(output, replaced.get) if replaced else None
+
+
+def _watch(unit: Unit, tensor: torch.Tensor) -> None:
+    """A tensor that a child returned and its parent returns again tells of the parent first."""
     watched = tensor.__dict__.get(_WATCH)
     if watched is not None and watched[0] is tensor.grad_fn:
         watched[1].insert(0, unit)
@@ -103,18 +120,36 @@ def watch_output(unit: Unit, tensor: torch.Tensor) -> None:
     tensor.register_hook(tell)
 
 
+class _Exit(torch.autograd.Function):
+    """Passes an output of a module on, and tells its unit's host when its gradient is there."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: Unit, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.unit = unit
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:  # type: ignore[override]
+        ctx.unit.host.before_backward(ctx.unit)
+        return None, gradient
+
+
 class _Entrance(torch.autograd.Function):
     """Passes the inputs of a module on, and tells its unit's host when their gradients are there."""
 
     @staticmethod
     def forward(ctx: Any, unit: Unit, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.unit = unit
+        ctx.unit, ctx.inputs = unit, len(tensors)
         ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.unit.host.after_backward(ctx.unit)
+        # A module that has run several times is done after its last run, whose backward pass is the first; of what the
+        # others gather again nothing is released before the end.
+        ctx.unit.awaited -= ctx.inputs
+        if ctx.unit.awaited == 0:
+            ctx.unit.host.after_backward(ctx.unit)
         return (None, *gradients)
 
 
@@ -127,6 +162,7 @@ def watch_inputs(
         The inputs to run the module with; None where there is nothing to differentiate.
     """
     tensors = [each for each in tensors_in((inputs, keywords)) if each.requires_grad]
+    unit.awaited = len(tensors)
     if not tensors:
         return None
     replaced = dict(zip(map(id, tensors), _Entrance.apply(unit, *tensors), strict=True))

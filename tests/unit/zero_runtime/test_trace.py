@@ -24,7 +24,7 @@ class Driver:
         self.log = []
 
     def begin(self):
-        return self.planner.begin(self.owned.__getitem__)
+        return self.planner.begin(lambda module, deep=None: self.owned[module])
 
     def gather(self, what, parameters):
         missing = [each for each in parameters if each not in self.whole]
@@ -46,7 +46,7 @@ class Driver:
             self.log.append("left the trace")
 
     def leave(self, module):
-        for each in self.planner.releasable(self.owned[module], self.persistent.__contains__):
+        for each in self.planner.releasable(module, self.owned[module], self.persistent.__contains__):
             if each in self.whole:
                 self.whole.remove(each)
                 self.log.append(("release", each))
@@ -181,8 +181,16 @@ def test_a_parameter_that_the_trace_does_not_know_ends_it():
 
 
 def test_shared_parameter_is_listed_for_every_use():
-    trace = Trace([1, 2, 1], {1: [10, 30], 2: [20, 30]}.__getitem__, NUMELS)
+    owned = {1: [10, 30], 2: [20, 30]}
+    trace = Trace([1, 2, 1], lambda module, deep=None: owned[module], NUMELS)
     assert [use.parameter for use in trace.uses] == [10, 30, 20, 30, 10, 30]
     assert trace.distance(30, 0) == 0
     assert trace.distance(10, 1) == 500
     assert trace.distance(20, 2) is None
+
+
+def test_release_of_a_leaf_module_looks_inside_the_others():
+    inside = {0: [10, 20, 30], 1: [10], 2: [20], 3: [30]}
+    trace = Trace([0, 3, 2], lambda module, deep=None: (inside if deep else OWNED)[module], NUMELS)
+    assert trace.distance(20, 0) == 300
+    assert trace.distance(20, 0, deep=True) == 0
