@@ -249,7 +249,7 @@ def _with_sharded_parameters(
         optimizer = ShardedOptimizer(
             inner, sharded.groups, sharded.parameters, sharded.gradients, group, steps, scale
         )
-    sharded.residency.install()
+    sharded.residency.install(sharded.trained)
     return Assembly(
         module,
         group.device,

@@ -72,6 +72,11 @@ class ShardedModel:
         self.residency.listen(self.gradients.leaf_done)
         self.parameters = ShardedParameters(self.groups, self.residency)
 
+    @property
+    def trained(self) -> list[torch.nn.Parameter]:
+        """The trainable parameters in the order of the groups."""
+        return [parameter for each in self.groups for parameter in each.parameters]
+
 
 def _reduction(config: RuntimeConfig, groups: Sequence[ParameterGroup]) -> ShardReduction:
     zero = config.zero

@@ -1,0 +1,264 @@
+"""Stage 3 against stage 0 on the same data: the parameters are in slices, and nothing else is different."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zero_runtime
+from support import unusual_models
+from support.process_group_log import logged
+from support.ranks import run_ranks
+from zero_runtime.shards import shard_of
+
+pytestmark = pytest.mark.ranks
+
+WIDTH = 10
+STEPS = 3
+
+
+class Chain(nn.Module):
+    """Odd sizes, an embedding, a parameter of no elements, one that is used twice, and one of the root module itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, WIDTH)
+        self.first = nn.Linear(WIDTH, 2 * WIDTH + 1)
+        self.second = nn.Linear(2 * WIDTH + 1, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.nothing = nn.Parameter(torch.zeros(0))
+
+    def forward(self, tokens):
+        hidden = self.table(tokens)
+        for _ in range(2):
+            hidden = self.norm(self.second(torch.tanh(self.first(hidden)))) * self.scale.sum()
+        return (hidden.square().mean(dim=-1) - tokens).square().mean() + self.nothing.sum()
+
+
+def make(kind: type[nn.Module] = Chain, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return kind()
+
+
+def batch(step: int, micro: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+    return torch.randint(0, 7, (4, 3), generator=generator)
+
+
+def config(stage: int, gas: int = 1, **zero) -> dict:
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": gas,
+        # Not Adam, which makes a full step of a gradient that is rounding noise.
+        "optimizer": {"type": "SGD", "params": {"lr": 0.02, "momentum": 0.9}},
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": stage, **(small() if stage == 3 else {}), **zero},
+    }
+
+
+def small() -> dict:
+    """Sizes at which a tiny model is gathered, released and reduced in several messages."""
+    return {
+        "reduce_bucket_size": 150,
+        "stage3_param_persistence_threshold": 12,
+        "stage3_prefetch_bucket_size": 60,
+        "stage3_max_live_parameters": 300,
+        "stage3_max_reuse_distance": 100,
+    }
+
+
+def start(stage_or_config, model, **arguments):
+    settings = stage_or_config if isinstance(stage_or_config, dict) else config(stage_or_config)
+    arguments.setdefault("model_parameters", model.parameters())
+    return zero_runtime.initialize(model=model, config=settings, **arguments)[0]
+
+
+def train(engine, rank: int, steps=range(STEPS), data=batch) -> list[float]:
+    losses = []
+    for step in steps:
+        for micro in range(engine.gradient_accumulation_steps()):
+            loss = engine(data(step, micro, rank))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    return losses
+
+
+def state(model: nn.Module) -> dict[str, torch.Tensor]:
+    with zero_runtime.zero.GatheredParameters(list(model.parameters())):
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def same(one, other, tolerance: float = 1e-5) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(
+            value, other[name], rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def compare(rank: int, settings: dict, kind=Chain, data=batch, reference: dict | None = None) -> None:
+    gas = settings.get("gradient_accumulation_steps", 1)
+    plain, sliced = make(kind), make(kind)
+    wanted = train(start(reference or config(0, gas), plain), rank, data=data)
+    engine = start(settings, sliced)
+    assert train(engine, rank, data=data) == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+    same(state(sliced), state(plain))
+
+
+# Each story runs on every rank of one set.
+
+
+def settings_change_no_result(rank: int, world: int) -> None:
+    for zero in (
+        {},
+        {"reduce_scatter_impl": "native"},
+        {"reduce_scatter": False},
+        {"reduce_scatter": False, "contiguous_gradients": False},
+        {"gradient_reduction": "all_reduce"},
+        {"overlap_comm": False, "sub_group_size": 40},
+        {"memory_efficient_linear": False, "enable_sanity_checks": True},
+    ):
+        compare(rank, config(3, 2, **zero))
+
+
+def predivision_by_the_number_of_ranks(rank: int, world: int) -> None:
+    for factor in (float(world), 4.0):
+        for contiguous in (True, False):
+            settings = config(3, reduce_scatter=False, contiguous_gradients=contiguous)
+            compare(rank, {**settings, "gradient_predivide_factor": factor})
+    compare(rank, {**config(3, reduce_scatter=False), "prescale_gradients": True})
+
+
+def unusual(rank: int, world: int) -> None:
+    def data(step, micro, rank):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        return torch.randn(4, unusual_models.WIDTH, generator=generator)
+
+    for name in unusual_models.MODELS:
+        if name == "Hidden":  # whose weight cannot be seen, and is refused
+            continue
+        compare(rank, config(3), lambda name=name: unusual_models.make(name), data)
+
+
+def several_param_groups(rank: int, world: int) -> None:
+    def groups(model):
+        model.table.weight.requires_grad_(False)
+        return [
+            {
+                "params": [p for p in model.parameters() if p.dim() > 1 and p.requires_grad],
+                "weight_decay": 0.1,
+            },
+            {"params": [model.table.weight]},
+            {"params": [p for p in model.parameters() if p.dim() <= 1], "lr": 0.05},
+        ]
+
+    settings = {
+        **config(3, sub_group_size=30),
+        "optimizer": {"type": "SGD", "params": {"lr": 0.02, "momentum": 0.9}},
+    }
+    plain, sliced = make(), make()
+    reference = {**settings, "zero_optimization": {"stage": 0}}
+    wanted = train(start(reference, plain, model_parameters=groups(plain)), rank)
+    engine = start(settings, sliced, model_parameters=groups(sliced))
+    assert train(engine, rank) == pytest.approx(wanted, rel=1e-5)
+    assert len(engine.optimizer.param_groups) == 3 and engine.get_lr() == [0.02, 0.02, 0.05]
+    same(state(sliced), state(plain))
+
+
+def stage_after_stage(rank: int, world: int) -> None:
+    model, plain = make(), make()
+    step = 0
+    for stage, gas in ((2, 1), (3, 1), (3, 2), (1, 1), (3, 1), (0, 2)):
+        for each, settings in ((plain, config(0, gas)), (model, config(stage, gas))):
+            engine = start(settings, each)
+            train(engine, rank, range(step, step + 2))
+        same(state(model), state(plain))
+        step += 2
+    assert all(shard_of(parameter) is None for parameter in model.parameters())
+    assert all(parameter.numel() or name == "nothing" for name, parameter in model.named_parameters())
+
+
+def two_models_in_turn(rank: int, world: int) -> None:
+    losses = {}
+    for stage in (0, 3):
+        engines = [start(config(stage, gas), make(seed=gas)) for gas in (1, 2)]
+        losses[stage] = [
+            train(engine, rank, range(step, step + 1)) for step in range(STEPS) for engine in engines
+        ]
+    assert losses[3] == [pytest.approx(each, rel=1e-5) for each in losses[0]]
+
+
+def without_an_optimizer(rank: int, world: int) -> None:
+    settings = config(3)
+    del settings["optimizer"]
+    model = make()
+    engine = start(settings, model)
+    assert engine.optimizer is None
+    loss = engine(batch(0, 0, rank))
+    engine.backward(loss)
+    with pytest.raises(zero_runtime.UsageError, match="optimizer"):
+        engine.step()
+    assert engine(batch(0, 0, rank)).item() == loss.item()
+
+
+def unused_parameters_stand_still(rank: int, world: int) -> None:
+    class Choice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3)
+            self.second = False
+
+        def forward(self, batch):
+            return (self.two if self.second else self.one)(batch).square().mean()
+
+    settings = {**config(3), "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    model = make(Choice)
+    engine = start(settings, model)
+    data = torch.ones(2, WIDTH)
+    for second in (False, True):
+        model.second = second
+        before = state(model)
+        engine.backward(engine(data))
+        engine.step()
+        after = state(model)
+        moved = {name for name in after if not torch.equal(before[name], after[name])}
+        assert moved == ({"two.weight", "two.bias"} if second else {"one.weight", "one.bias"})
+
+
+def a_rank_sends_what_verification_expects(rank: int, world: int) -> None:
+    model = make()
+    engine = start(config(3, reduce_scatter_impl="native"), model)
+    train(engine, rank, range(2))
+    with logged() as log:
+        train(engine, rank, range(2, 3))
+    norms = [call for call in log.calls if call.dtype == "float64"]
+    assert [call.numel_in for call in norms] == [1]
+    numel = sum(-(-p.numel() // world) * world for p in state(model).values())
+    reduced = [call for call in log.calls if call.method == "reduce_scatter_single"]
+    assert sum(call.numel_in for call in reduced) == numel and len(reduced) > 1
+
+
+STORIES = (
+    settings_change_no_result,
+    predivision_by_the_number_of_ranks,
+    unusual,
+    several_param_groups,
+    stage_after_stage,
+    two_models_in_turn,
+    without_an_optimizer,
+    unused_parameters_stand_still,
+    a_rank_sends_what_verification_expects,
+)
+
+
+@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
+def test_two_ranks(story):
+    run_ranks(2, lambda rank, world: story(rank, world), timeout=60)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_other_numbers_of_ranks(world):
+    run_ranks(world, lambda rank, world: compare(rank, config(3, 2)), timeout=60)
