@@ -23,7 +23,7 @@ from zero_runtime.comm import DataParallelGroup
 from zero_runtime.gradients import ParameterGroup, Policy
 from zero_runtime.layout import Run, Slice
 from zero_runtime.overlap import Flight, Overlap
-from zero_runtime.reduction import Finish, row_of_sum
+from zero_runtime.reduction import NATIVE, Finish, default_implementation, row_of_sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class BandedGradients:
         self._policy = policy
         self._group = group
         self._at_boundary = at_boundary
-        self._implementation = implementation
+        self._implementation = implementation or default_implementation(group.backend)
         self._paused = False
         self._number = 0
         self._overlap = Overlap(group.device, policy.overlap)
@@ -228,9 +228,11 @@ class BandedGradients:
             Entry(member.name, buffer.narrow(0, member.position, member.numel), (), band.group)
             for member in band.members
         )
+        # Only a native reduce_scatter wants the padding.
+        whole = self._implementation == NATIVE
         bucket = Bucket(
             number=self._number,
-            tensor=buffer,
+            tensor=buffer if whole else buffer.narrow(0, 0, band.end),
             runs=tuple(
                 Run(owner, owner * row, max(0, min(row, band.end - owner * row)))
                 for owner in range(self._group.world_size)

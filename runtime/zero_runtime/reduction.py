@@ -157,17 +157,17 @@ def scatter(rows: torch.Tensor, bucket: Bucket, group: DataParallelGroup) -> Sca
 def row_of_sum(
     bucket: Bucket,
     group: DataParallelGroup,
-    implementation: str | None,
+    implementation: str,
     take: Callable[[torch.Tensor], None],
 ) -> Finish | None:
     """Sum a bucket of one run for each rank, in rank order, and give this rank's run to ``take``.
 
     The bucket is sent as it is: scaled, and in its dtype. Runs that begin at equal distances may end before the next begins;
-    what is between them is padding, which an all_to_all leaves out. ``implementation`` is that of :func:`reduce_scatter`.
+    what is between them is padding, which an all_to_all leaves out. ``implementation`` is ``native`` or ``all_to_all``.
     """
-    if (implementation or default_implementation(group.backend)) == ALL_TO_ALL:
+    if implementation == ALL_TO_ALL:
         numels = [run.numel for run in bucket.runs]
-        work, total = exchange(bucket.tensor.narrow(0, 0, sum(numels)), numels, bucket, group)
+        work, total = exchange(bucket.tensor, numels, bucket, group)
     else:
         work, total = scatter(bucket.tensor, bucket, group)
     return after([work], lambda: take(total()))
