@@ -159,7 +159,9 @@ def _load_state(
         if isinstance(value, NumberTensor):
             values[key] = torch.tensor(value.value, dtype=value.dtype, device=device)
     for state, dtype in dtypes.items():
-        filled = torch.zeros_like(tensor, dtype=tensor.dtype if dtype.is_floating_point else dtype)
+        filled = _zeros_like(
+            tensor, tensor.dtype if dtype.is_floating_point else dtype, optimizer.state[tensor].get(state)
+        )
         with _Flat(filled) as flat:
             for part in parts:
                 if state in source.state_dtypes(part.name):
@@ -178,6 +180,13 @@ def _load_state(
         optimizer.state[tensor] = values
     else:
         optimizer.state.pop(tensor, None)
+
+
+def _zeros_like(tensor: torch.Tensor, dtype: torch.dtype, used: Any) -> torch.Tensor:
+    """Zeros of the shape of ``tensor``, in the memory of ``used`` where that fits."""
+    if isinstance(used, torch.Tensor) and used.shape == tensor.shape and used.dtype is dtype:
+        return used.detach().zero_()
+    return torch.zeros_like(tensor, dtype=dtype)
 
 
 def _cut(tensor: torch.Tensor, part: Part) -> torch.Tensor:

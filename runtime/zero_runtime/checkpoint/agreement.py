@@ -63,11 +63,13 @@ def exchange(
     return [Written(*row[1:]) for row in rows]
 
 
-def same_everywhere(group: DataParallelGroup, number: int) -> bool:
-    """Whether all ranks have the same ``number``, of up to 62 bits: one all_reduce MAX of two."""
-    pair = torch.tensor([number, -number], dtype=torch.int64, device=group.device)
-    group.all_reduce(pair, ReduceOp.MAX, why=CHECKPOINT)
-    highest, lowest = pair.tolist()
+def agree_on(group: DataParallelGroup, error: Exception | None, number: int, doing: str) -> bool:
+    """As :func:`agree`, and whether all ranks have the same ``number``, of up to 62 bits; still one all_reduce MAX."""
+    failed = 0 if error is None else group.rank + 1
+    told = torch.tensor([failed, number, -number], dtype=torch.int64, device=group.device)
+    group.all_reduce(told, ReduceOp.MAX, why=CHECKPOINT)
+    failed, highest, lowest = told.tolist()
+    _raise(error, failed - 1, doing)
     return bool(highest == -lowest)
 
 

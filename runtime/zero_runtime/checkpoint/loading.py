@@ -72,8 +72,7 @@ def load(training: Training, load_dir: Path, tag: str | None, wanted: Wanted) ->
     group = training.group
     doing = f"loading {load_dir if tag is None else load_dir / tag}"
     found, error = agreement.attempt(lambda: _open(training, load_dir, tag, wanted))
-    agreement.agree(group, error, doing)
-    if not agreement.same_everywhere(group, 0 if found is None else _identity(found)):
+    if not agreement.agree_on(group, error, 0 if found is None else _identity(found), doing):
         raise CheckpointError(
             f"{doing} failed: the ranks find different checkpoints there (rank {group.rank}: "
             f"{'none' if found is None else found.directory}); load one that all of them see, and name its tag"

@@ -19,7 +19,7 @@ from zero_runtime.checkpoint.tensor_file import DTYPES
 from zero_runtime.errors import CheckpointError
 from zero_runtime.fragments import NumberTensor, Scalar
 
-_CHUNK: Final = 1 << 24
+_CHUNK: Final = 1 << 20  # bytes that are summed up at once
 
 
 class _Piece(NamedTuple):
@@ -73,9 +73,10 @@ class Checkpoint:
         for rank in ranks:
             each = self.manifest.files[rank]
             crc = 0
-            with (self.directory / each.name).open("rb") as file:
-                while chunk := file.read(_CHUNK):
-                    crc = zlib.crc32(chunk, crc)
+            buffer = memoryview(bytearray(_CHUNK))
+            with (self.directory / each.name).open("rb", buffering=0) as file:
+                while count := file.readinto(buffer):
+                    crc = zlib.crc32(buffer[:count], crc)
             if crc != each.crc32:
                 raise CheckpointError(
                     f"{self.directory / each.name} has the checksum {crc:08x}, and was written with {each.crc32:08x}: it is "
