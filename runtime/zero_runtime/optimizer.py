@@ -7,8 +7,9 @@ overflow, or a norm that is infinite or NaN, ends it there: the parameters stay,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -20,10 +21,13 @@ from zero_runtime.flat_parameters import FlatParameters
 from zero_runtime.fragments import Fragment, Master, Part, Source, fragments_of, load
 from zero_runtime.gradients import ParameterGroup, ShardedGradients
 from zero_runtime.loss_scale import UNSCALED, LossScale
+from zero_runtime.optimizers.lamb import Division, Lamb, Segment
 from zero_runtime.precision import agree_on_overflow, any_overflow
 from zero_runtime.sharded_parameters import ShardedParameters
 from zero_runtime.torch_optimizer import replace_parameters
 from zero_runtime.whole_gradients import AccumulatedGradients, ReplicatedGradients
+
+_NORM: Final = hooks.tag("gradient_norm")
 
 
 class StepPolicy(NamedTuple):
@@ -183,6 +187,17 @@ class ShardedOptimizer(_Wrapper):
         for each, master in zip(groups, self.masters, strict=True):
             mine[each.number].append(master)
         replace_parameters(optimizer, mine)
+        if isinstance(optimizer, Lamb):
+            optimizer.divide(self._division())
+
+    def _division(self) -> Division:
+        """Where the parameters lie in the masters."""
+        numbers = {name: number for number, name in enumerate(self.trained())}
+        segments = {
+            master.tensor: [Segment(numbers[part.name], part.offset, part.numel) for part in master.parts]
+            for master in self.held()
+        }
+        return Division(segments, len(numbers), partial(self._group.all_reduce, why=_NORM))
 
     def held(self) -> list[Master]:
         """One master for each group: this rank's piece of it."""

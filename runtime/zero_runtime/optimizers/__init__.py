@@ -1,0 +1,9 @@
+"""Optimizers that torch does not have, as torch optimizers: they work on whole parameters and on flat pieces of them."""
+
+from __future__ import annotations
+
+from zero_runtime.optimizers.adam import UncorrectedAdam
+from zero_runtime.optimizers.lamb import Lamb
+from zero_runtime.optimizers.lion import Lion
+
+__all__ = ["Lamb", "Lion", "UncorrectedAdam"]

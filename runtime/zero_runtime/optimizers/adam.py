@@ -1,0 +1,54 @@
+"""Adam without bias correction, which torch's own does not offer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zero_runtime.optimizers.states import StatefulOptimizer, check_hyperparameters
+
+
+class UncorrectedAdam(StatefulOptimizer):
+    """Adam or AdamW whose running means are used as they are, though they begin at zero.
+
+    Args:
+        params: tensors or param groups.
+        lr: learning rate.
+        betas: of the means of the gradient and of its square.
+        eps: added to the root of the latter.
+        weight_decay: decoupled, or added to the gradient.
+        decoupled: which of them; true is AdamW.
+    """
+
+    moments = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        decoupled: bool = True,
+    ) -> None:
+        check_hyperparameters(lr, betas, weight_decay)
+        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+        self._decoupled = decoupled
+
+    def update(self, group: dict[str, Any], tensors: list[torch.Tensor]) -> None:
+        """Update ``tensors`` of ``group``, which have gradients."""
+        means, squares = self.moments_of(tensors)
+        gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
+        rate, decay, (beta1, beta2) = float(group["lr"]), group["weight_decay"], group["betas"]
+        if decay and not self._decoupled:
+            gradients = list(torch._foreach_add(gradients, tensors, alpha=decay))
+        torch._foreach_lerp_(means, gradients, 1.0 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, value=1.0 - beta2)
+        if decay and self._decoupled:
+            torch._foreach_mul_(tensors, 1.0 - rate * decay)
+        divisors = torch._foreach_sqrt(squares)
+        torch._foreach_add_(divisors, group["eps"])
+        torch._foreach_addcdiv_(tensors, means, divisors, value=-rate)

@@ -1,0 +1,70 @@
+"""What the optimizers of this package have in common: parameters with gradients, and state of their shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from zero_runtime.errors import ConfigError
+
+
+class StatefulOptimizer(torch.optim.Optimizer):
+    """A torch optimizer whose groups are updated one by one, all tensors of a group at once.
+
+    Attributes:
+        moments: names of the state tensors, each of the shape of its parameter.
+    """
+
+    moments: tuple[str, ...] = ()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: computes the loss again, and its gradients.
+
+        Returns:
+            What it returned, if there is one.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            tensors = [each for each in group["params"] if each.grad is not None]
+            if tensors:
+                self.update(group, tensors)
+        return loss
+
+    def update(self, group: dict[str, Any], tensors: list[torch.Tensor]) -> None:
+        """Update ``tensors`` of ``group``, which have gradients."""
+        raise NotImplementedError
+
+    def moments_of(self, tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """For each of ``moments``, that state of ``tensors``; zeros where there is none yet."""
+        for tensor in tensors:
+            state = self.state[tensor]
+            for name in self.moments:
+                if name not in state:
+                    state[name] = torch.zeros_like(tensor, requires_grad=False)
+        for name in self.moments:
+            yield [self.state[tensor][name] for tensor in tensors]
+
+
+def check_hyperparameters(lr: float, betas: tuple[float, float], weight_decay: float) -> None:
+    """Refuse values outside of the ranges in which they mean something.
+
+    Raises:
+        ConfigError: naming the value and the range.
+    """
+    if not lr >= 0.0:
+        raise ConfigError(f"optimizer.params.lr is {lr!r}; expected a number from 0")
+    if not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ConfigError(
+            f"optimizer.params.betas are {list(betas)!r}; expected two numbers from 0 and below 1"
+        )
+    if not weight_decay >= 0.0:
+        raise ConfigError(f"optimizer.params.weight_decay is {weight_decay!r}; expected a number from 0")
