@@ -121,6 +121,7 @@ def assemble(
 _gradients_of: WeakKeyDictionary[torch.nn.Module, weakref.ref[ShardedGradients | BandedGradients]] = (
     WeakKeyDictionary()
 )
+_parameters_of: WeakKeyDictionary[torch.nn.Module, weakref.ref[FlatParameters]] = WeakKeyDictionary()
 
 
 def close(module: torch.nn.Module) -> None:
@@ -130,6 +131,10 @@ def close(module: torch.nn.Module) -> None:
     if gradients is not None:
         gradients.close()
         gradients.clear()
+    flat = _parameters_of.pop(module, None)
+    parameters = None if flat is None else flat()
+    if parameters is not None:
+        parameters.close()
     residency = residency_of(module)
     if residency is not None:
         residency.shut_down()
@@ -191,8 +196,13 @@ def _sharded(
             else ShardedGradients(groups, dtypes, policy, group, kinds.accumulation, boundary)
         )
     parameters = FlatParameters(
-        groups, group, not config.zero.allgather_partitions, config.zero.allgather_bucket_size
+        groups,
+        group,
+        not config.zero.allgather_partitions,
+        config.zero.allgather_bucket_size,
+        module if config.zero.overlap_parameter_gather else None,
     )
+    _parameters_of[module] = weakref.ref(parameters)
     if isinstance(gradients, ShardedGradients | BandedGradients):
         _gradients_of[module] = weakref.ref(gradients)
     return ShardedOptimizer(inner, groups, parameters, gradients, group, steps, scale), gradients

@@ -10,7 +10,8 @@ from zero_runtime.errors import ConfigError
 from zero_runtime.stages import Stage
 
 if TYPE_CHECKING:
-    from zero_runtime.config import RuntimeConfig, ZeroConfig
+    from zero_runtime.config import RuntimeConfig
+    from zero_runtime.zero_config import ZeroConfig
 
 WHOLE_BUCKET_NUMEL: Final = (
     500_000_000  # where gradients are sent whole; no key changes it, in DeepSpeed either
@@ -66,6 +67,11 @@ def check(config: RuntimeConfig) -> None:
                     f"{name} is {value}, which stage {zero.stage.number} does not do when it reduces to owners; set "
                     "zero_optimization.reduce_scatter to false, or remove the key"
                 )
+    if zero.overlap_parameter_gather and not zero.allgather_partitions:
+        raise ConfigError(
+            "zero_optimization.overlap_parameter_gather needs parameters that are gathered, and allgather_partitions "
+            "false (or disable_allgather) has each piece broadcast; remove one of the two keys"
+        )
     if config.gradient_predivide_factor == 0.0:
         raise ConfigError("gradient_predivide_factor is 0; expected a number other than 0, such as 1.0")
     if zero.stage.shards_parameters and not averaged:
@@ -130,6 +136,7 @@ _INERT_AT_STAGE_3: Final = {
     "parameter_alignment": False,
     "allgather_partitions": True,
     "allgather_bucket_size": None,
+    "overlap_parameter_gather": False,
     "compute_grad_norm": True,
 }
 

@@ -220,11 +220,15 @@ class DataParallelGroup:
             dist.broadcast(tensor, self.global_ranks[owner], group=self.group)
 
     def all_gather_single(
-        self, output: torch.Tensor, piece: torch.Tensor, why: hooks.tag | None = None
-    ) -> None:
+        self,
+        output: torch.Tensor,
+        piece: torch.Tensor,
+        why: hooks.tag | None = None,
+        asynchronous: bool = False,
+    ) -> Work | None:
         """Gather every rank's ``piece`` (n elements) into ``output`` (world_size x n)."""
         with why or _UNTAGGED:
-            _all_gather_single(output, piece, group=self.group)
+            return _all_gather_single(output, piece, group=self.group, async_op=asynchronous)
 
     def start_all_gather(
         self, output: torch.Tensor, piece: torch.Tensor, why: hooks.tag | None = None
@@ -244,11 +248,15 @@ class DataParallelGroup:
             dist.barrier(self.group)
 
     def all_gather(
-        self, outputs: list[torch.Tensor], piece: torch.Tensor, why: hooks.tag | None = None
-    ) -> None:
+        self,
+        outputs: list[torch.Tensor],
+        piece: torch.Tensor,
+        why: hooks.tag | None = None,
+        asynchronous: bool = False,
+    ) -> Work | None:
         """Gather every rank's ``piece`` into ``outputs``, one tensor for each rank."""
         with why or _UNTAGGED:
-            dist.all_gather(outputs, piece, group=self.group)
+            return dist.all_gather(outputs, piece, group=self.group, async_op=asynchronous)
 
     def reduce_scatter(
         self,

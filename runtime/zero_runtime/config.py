@@ -14,18 +14,10 @@ from typing import Any
 
 from zero_runtime import document, keys
 from zero_runtime.buckets import Scaling
-from zero_runtime.combinations import (
-    WHOLE_BUCKET_NUMEL,
-    automatic_overlap,
-    automatic_reduction,
-    check,
-    note_contradictions,
-    whole_gradients,
-)
+from zero_runtime.combinations import check, note_contradictions, whole_gradients
 from zero_runtime.errors import ConfigError
 from zero_runtime.precision_config import PrecisionConfig, read_precision
-from zero_runtime.sharding_config import ShardingConfig, read_sharding
-from zero_runtime.stages import Stage, stage
+from zero_runtime.zero_config import ZeroConfig, read_zero
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,29 +37,12 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ZeroConfig:
-    """``zero_optimization``, resolved. Sizes are elements.
+class MonitorConfig:
+    """Where a monitor writes: the directory ``output_path``/``job_name``."""
 
-    ``gradient_reduction`` is one of the four names, never auto; ``explicit_reduction`` says that the config named it.
-    ``allgather_bucket_size`` is None unless the config sets it. ``sharding`` acts where the stage shards parameters.
-    """
-
-    stage: Stage
-    contiguous_gradients: bool
-    reduce_scatter: bool
-    use_multi_rank_bucket_allreduce: bool
-    gradient_reduction: str
-    explicit_reduction: bool
-    reduce_scatter_impl: str | None
-    reduce_bucket_size: int
-    allgather_partitions: bool
-    allgather_bucket_size: int | None
-    overlap_comm: bool
-    compute_grad_norm: bool
-    round_robin_gradients: bool
-    parameter_alignment: bool
-    load_from_fp32_weights: bool
-    sharding: ShardingConfig
+    enabled: bool
+    output_path: str
+    job_name: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +63,11 @@ class RuntimeConfig:
     steps_per_print: int | None
     dataloader_drop_last: bool
     wall_clock_breakdown: bool
+    memory_breakdown: bool
+    disable_python_gc: bool
     dump_state: bool
+    csv_monitor: MonitorConfig
+    tensorboard: MonitorConfig
     precision: PrecisionConfig
     zero: ZeroConfig
     checkpoint_tag_validation: str
@@ -103,9 +82,14 @@ class RuntimeConfig:
             ConfigError: what is wrong, with the values, what was expected and what to do.
             UnsupportedError: what exists in DeepSpeed but not in this version.
         """
-        top = keys.read("", given)
-        notices = [f"{name} has no effect here: {note}" for name, note in keys.inert("", given)]
-        zero = _zero(top, notices)
+        notices: list[str] = []
+        given = _modern(given, notices)
+        top = keys.read(given)
+        notices += [f"{name} has no effect here: {note}" for name, note in keys.inert_keys(given)]
+        zero = read_zero(top["zero_optimization"], top["disable_allgather"])
+        if not zero.stage.shards_parameters:
+            idle = keys.stage_3_only(given)
+            notices += [f"{name} has no effect here: it acts at stage 3 only" for name in idle]
         micro, accumulation, batch = _batch_sizes(top, world_size)
         config = cls(
             train_batch_size=batch,
@@ -122,10 +106,14 @@ class RuntimeConfig:
             steps_per_print=top["steps_per_print"],
             dataloader_drop_last=top["dataloader_drop_last"],
             wall_clock_breakdown=top["wall_clock_breakdown"],
+            memory_breakdown=top["memory_breakdown"],
+            disable_python_gc=top["disable_python_gc"],
+            csv_monitor=MonitorConfig(**top["csv_monitor"]),
+            tensorboard=MonitorConfig(**top["tensorboard"]),
             dump_state=top["dump_state"],
             precision=read_precision(top),
             zero=zero,
-            checkpoint_tag_validation=_tag_validation(top["checkpoint"], notices),
+            checkpoint_tag_validation=top["checkpoint"]["tag_validation"],
             given=dict(given),
             notices=(),
         )
@@ -170,7 +158,12 @@ class RuntimeConfig:
         values = dataclasses.asdict(self)
         zero, kinds = values.pop("zero"), values.pop("precision")
         values["checkpoint"] = {"tag_validation": values.pop("checkpoint_tag_validation")}
-        del values["given"], values["notices"], zero["explicit_reduction"], zero["sharding"]
+        del (
+            values["given"],
+            values["notices"],
+            zero["explicit_reduction"],
+            zero["sharding"],
+        )
         if self.zero.stage.shards_parameters:
             zero.update(self.zero.sharding.effective())
         zero["stage"] = self.zero.stage.number
@@ -261,72 +254,30 @@ def _batch_sizes(top: Mapping[str, Any], world_size: int) -> tuple[int, int, int
 def _optimizer(given: Mapping[str, Any] | None) -> OptimizerConfig | None:
     if given is None:
         return None
-    values = keys.read("optimizer", given)
-    if values["type"] is None:
+    if given["type"] is None:
         raise ConfigError("optimizer.type is missing; expected Adam, AdamW, SGD or another torch.optim class")
-    return OptimizerConfig(type=values["type"], params=values["params"])
+    return OptimizerConfig(type=given["type"], params=given["params"])
 
 
 def _scheduler(given: Mapping[str, Any] | None) -> SchedulerConfig | None:
     if given is None:
         return None
-    values = keys.read("scheduler", given)
-    if values["type"] is None:
+    if given["type"] is None:
         raise ConfigError("scheduler.type is missing; expected WarmupLR or a torch.optim.lr_scheduler class")
-    return SchedulerConfig(type=values["type"], params=values["params"])
+    return SchedulerConfig(type=given["type"], params=given["params"])
 
 
-def _tag_validation(given: Mapping[str, Any] | None, notices: list[str]) -> str:
-    notices += [f"{name} has no effect here: {note}" for name, note in keys.inert("checkpoint", given or {})]
-    return str(keys.read("checkpoint", given or {})["tag_validation"])
-
-
-def _zero(top: Mapping[str, Any], notices: list[str]) -> ZeroConfig:
-    given = top["zero_optimization"]
-    values = keys.read("zero_optimization", given)
-    row = stage(values["stage"], bool(values["overlap_comm"]))
-    notices += [f"{name} has no effect here: {note}" for name, note in keys.inert("zero_optimization", given)]
-    if not row.shards_parameters:
-        notices += [
-            f"{name} has no effect here: it acts at stage 3 only" for name in keys.stage_3_only(given)
-        ]
-    wanted = values["gradient_reduction"]
-    reduction = automatic_reduction(row, values) if wanted == "auto" else wanted
-    if reduction not in row.reductions and row.shards_parameters:
-        raise ConfigError(
-            f"zero_optimization.gradient_reduction is {reduction}, but at stage 3 every rank owns a slice of every "
-            f"parameter; expected auto or {' or '.join(row.reductions)}, or stage 1 or 2"
+def _modern(given: Mapping[str, Any], notices: list[str]) -> Mapping[str, Any]:
+    """``given`` in the present form of what also has an old one: a bool for zero_optimization, and bfloat16."""
+    given = dict(given)
+    old = given.get("zero_optimization")
+    if isinstance(old, bool):
+        given["zero_optimization"] = {"stage": int(old)}
+        notices.append(
+            f'zero_optimization {str(old).lower()} is an old form, read as {{"stage": {int(old)}}}'
         )
-    if reduction not in row.reductions:
-        raise ConfigError(
-            f"zero_optimization.gradient_reduction is {reduction}, but at stage {row.number} every rank keeps all "
-            f"gradients, so nobody owns a part; expected auto or {' or '.join(row.reductions)}, or stage 1 or 2"
-        )
-    gather = values["allgather_bucket_size"]
-    if row.shards_optimizer and gather is not None and gather % 2:
-        raise ConfigError(
-            f"zero_optimization.allgather_bucket_size is {gather}; expected an even number of elements, since pieces "
-            "are aligned to 2 elements"
-        )
-    return ZeroConfig(
-        stage=row,
-        contiguous_gradients=values["contiguous_gradients"],
-        reduce_scatter=values["reduce_scatter"],
-        use_multi_rank_bucket_allreduce=values["use_multi_rank_bucket_allreduce"],
-        gradient_reduction=reduction,
-        explicit_reduction=wanted != "auto",
-        reduce_scatter_impl=None
-        if values["reduce_scatter_impl"] == "auto"
-        else values["reduce_scatter_impl"],
-        reduce_bucket_size=values["reduce_bucket_size"] if row.shards_optimizer else WHOLE_BUCKET_NUMEL,
-        allgather_partitions=values["allgather_partitions"] and not top["disable_allgather"],
-        allgather_bucket_size=gather,
-        overlap_comm=automatic_overlap(row, reduction)
-        if values["overlap_comm"] is None
-        else values["overlap_comm"],
-        compute_grad_norm=values["compute_grad_norm"] or row.shards_parameters,
-        round_robin_gradients=values["round_robin_gradients"],
-        parameter_alignment=values["parameter_alignment"],
-        load_from_fp32_weights=values["load_from_fp32_weights"],
-        sharding=read_sharding(values) if row.shards_parameters else ShardingConfig(),
-    )
+    if "bfloat16" in given:
+        if given.get("bf16"):
+            raise ConfigError("both bf16 and its old name bfloat16 are given; keep bf16")
+        given["bf16"] = given.pop("bfloat16")
+    return given

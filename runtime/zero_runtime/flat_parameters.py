@@ -6,16 +6,29 @@ rank's piece of every group in the model's dtype; ``begin_step`` before the piec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
 
 import torch
 
 from commprof import hooks
-from zero_runtime.comm import DataParallelGroup
+from zero_runtime.arrivals import Arrivals
+from zero_runtime.comm import DataParallelGroup, Work
 from zero_runtime.gradients import ParameterGroup
 
 _GATHER: Final = hooks.tag("parameter_gather")
+
+
+class _Part(NamedTuple):
+    """What one message gathers.
+
+    Attributes:
+        whole: the rows end to end; None where they lie apart.
+        rows: of each rank.
+    """
+
+    whole: torch.Tensor | None
+    rows: tuple[torch.Tensor, ...]
 
 
 class FlatParameters:
@@ -25,7 +38,9 @@ class FlatParameters:
         groups: the trainable parameters.
         group: the data-parallel ranks.
         by_broadcast: share the pieces by one broadcast each, instead of by an all_gather.
-        bucket: elements of the largest message of such an all_gather; None sends each group at once.
+        bucket: elements of the largest message of such an all_gather; None sends each band at once.
+        module: the model, where ``share`` only begins to gather the pieces, and the model's parameters are waited for
+            as they are needed; None where they are there when it returns.
 
     Attributes:
         own: for each group, this rank's piece of the flat buffer, 1-D: a part of it, or where it has several bands a
@@ -38,24 +53,34 @@ class FlatParameters:
         group: DataParallelGroup,
         by_broadcast: bool = False,
         bucket: int | None = None,
+        module: torch.nn.Module | None = None,
     ) -> None:
         self._group = group
         self._by_broadcast = by_broadcast
         self._bucket = bucket
-        self._flat = [flatten(each) for each in groups]
-        self._bands = [
-            band
-            for flat, each in zip(self._flat, groups, strict=True)
-            for band in flat.chunk(each.flat_layout.bands)
-        ]
+        flats = [flatten(each) for each in groups]
         self._rows = [
             flat.view(each.flat_layout.bands, group.world_size, -1).select(1, group.rank)
-            for flat, each in zip(self._flat, groups, strict=True)
+            for flat, each in zip(flats, groups, strict=True)
         ]
         self.own = [rows.reshape(-1) for rows in self._rows]
+        self._parts = [
+            part
+            for flat, each in zip(flats, groups, strict=True)
+            for band in flat.chunk(each.flat_layout.bands)
+            for part in self._cut(band)
+        ]
+        self._arrivals = None if module is None else Arrivals(module, self._carriers(groups))
+
+    def close(self) -> None:
+        """Wait for what is under way, and take the hooks away."""
+        if self._arrivals is not None:
+            self._arrivals.close()
 
     def begin_step(self) -> None:
-        """Nothing to do: the pieces are part of what the model uses."""
+        """The pieces are part of what the model uses: they must have arrived before they are written again."""
+        if self._arrivals is not None:
+            self._arrivals.land_all()
 
     def share(self) -> None:
         """Send this rank's pieces to the others, and get theirs."""
@@ -64,35 +89,58 @@ class FlatParameters:
                 rows.copy_(own.view_as(rows))
         if self._group.world_size == 1:
             return
-        if self._by_broadcast or self._bucket is not None or len(self._bands) == len(self._flat):
-            for band in self._bands:
-                self._share(band)
+        if self._by_broadcast:
+            for part in self._parts:
+                for owner, piece in enumerate(part.rows):
+                    self._group.broadcast(piece, owner, why=_GATHER)
             return
         # Several at once keep the wire busy while one of them begins or ends.
-        works = [self._group.start_all_gather(band, self._row(band), why=_GATHER) for band in self._bands]
-        for work in works:
-            work.wait()
-
-    def _row(self, band: torch.Tensor) -> torch.Tensor:
-        return band.chunk(self._group.world_size)[self._group.rank]
-
-    def _share(self, band: torch.Tensor) -> None:
-        if self._by_broadcast:
-            for owner, piece in enumerate(band.chunk(self._group.world_size)):
-                self._group.broadcast(piece, owner, why=_GATHER)
-        elif self._bucket is not None:
-            self._gather_in_parts(band, self._bucket)
+        asynchronous = self._arrivals is not None or len(self._parts) > len(self._rows)
+        works = [self._gather(part, asynchronous) for part in self._parts]
+        under_way = [work for work in works if work is not None]
+        if self._arrivals is not None:
+            self._arrivals.expect(under_way)
         else:
-            self._group.all_gather_single(band, self._row(band), why=_GATHER)
+            for work in under_way:
+                work.wait()
 
-    def _gather_in_parts(self, band: torch.Tensor, limit: int) -> None:
-        """Gather ``band`` in messages of at most ``limit`` elements; each part of a row begins at an even element."""
+    def _cut(self, band: torch.Tensor) -> Iterator[_Part]:
+        """The messages in which ``band`` is gathered; each part of a row begins at an even element."""
         rows = band.chunk(self._group.world_size)
-        width = max(2, limit // self._group.world_size // 2 * 2)
+        if self._bucket is None or self._by_broadcast:
+            yield _Part(band, rows)
+            return
+        width = self._width()
         for begin in range(0, rows[0].numel(), width):
-            numel = min(width, rows[0].numel() - begin)
-            parts = [row.narrow(0, begin, numel) for row in rows]
-            self._group.all_gather(parts, parts[self._group.rank], why=_GATHER)
+            yield _Part(None, tuple(row[begin : begin + width] for row in rows))
+
+    def _width(self) -> int:
+        assert self._bucket is not None
+        return max(2, self._bucket // self._group.world_size // 2 * 2)
+
+    def _gather(self, part: _Part, asynchronous: bool) -> Work | None:
+        own = part.rows[self._group.rank]
+        if part.whole is not None:
+            return self._group.all_gather_single(part.whole, own, why=_GATHER, asynchronous=asynchronous)
+        return self._group.all_gather(list(part.rows), own, why=_GATHER, asynchronous=asynchronous)
+
+    def _carriers(self, groups: Sequence[ParameterGroup]) -> dict[torch.nn.Parameter, tuple[int, ...]]:
+        """The numbers of the messages that carry a part of each parameter."""
+        found = {}
+        first = 0
+        for each in groups:
+            row = each.flat_layout.row_numel
+            width = row if self._bucket is None else self._width()
+            in_a_band = -(-row // width) if width else 0
+            for index, parameter in enumerate(each.parameters):
+                carriers: set[int] = set()
+                for piece in each.layout.slices(index):
+                    band, within = divmod(piece.offset, row)
+                    last = (within + piece.numel - 1) // width
+                    carriers.update(first + band * in_a_band + n for n in range(within // width, last + 1))
+                found[parameter] = tuple(sorted(carriers))
+            first += each.flat_layout.bands * in_a_band
+        return found
 
 
 def flatten(each: ParameterGroup) -> torch.Tensor:

@@ -1,0 +1,126 @@
+"""Updated parameters that arrive while the next forward pass has begun (``overlap_parameter_gather``).
+
+After a step the gathering is only begun. While some of it is under way, reading a parameter from its module, by name
+or by going through the parameters, waits for the messages that carry a part of it, and so does the forward pass of a module
+that owns it, since some modules keep their parameters in lists as well. Only a tensor that the program has kept elsewhere
+can be read too early; so can ``parameter.data`` of such a one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
+from typing import Any, Protocol
+
+import torch
+
+
+class Message(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Any:
+        """Wait until it is done."""
+
+
+class Arrivals:
+    """Knows which messages carry which parameters, and waits for them when a parameter is needed.
+
+    Args:
+        module: the model.
+        carriers: numbers of the messages that carry a part of each parameter.
+    """
+
+    def __init__(self, module: torch.nn.Module, carriers: Mapping[torch.nn.Parameter, Sequence[int]]) -> None:
+        self._carriers = carriers
+        self._under_way: dict[int, Message] = {}
+        self._owners = [
+            (owner, owner._parameters)
+            for owner in module.modules()
+            if any(parameter in carriers for parameter in owner.parameters(recurse=False))
+        ]
+        self._handles = [owner.register_forward_pre_hook(self._before_forward) for owner, _ in self._owners]
+
+    def close(self) -> None:
+        """Wait for everything, and take the hooks away."""
+        self.land_all()
+        for handle in self._handles:
+            handle.remove()
+
+    def expect(self, messages: Sequence[Message]) -> None:
+        """Messages number 0 and up have been begun."""
+        self._under_way = dict(enumerate(messages))
+        for owner, plain in self._owners:
+            owner._parameters = _Watched(plain, self)
+
+    def land(self, parameter: torch.nn.Parameter | None) -> None:
+        """Wait for what carries ``parameter``."""
+        if not self._under_way or parameter is None:
+            return
+        for number in self._carriers.get(parameter, ()):
+            message = self._under_way.pop(number, None)
+            if message is not None:
+                message.wait()
+        if not self._under_way:
+            self._restore()
+
+    def land_all(self) -> None:
+        """Wait for everything under way."""
+        if not self._under_way:
+            return
+        for number in sorted(self._under_way):
+            self._under_way.pop(number).wait()
+        self._restore()
+
+    def _restore(self) -> None:
+        for owner, plain in self._owners:
+            watched = owner._parameters
+            if isinstance(watched, _Watched):
+                plain.clear()
+                plain.update(watched.without_waiting())
+                owner._parameters = plain
+
+    def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
+        if self._under_way:
+            for parameter in list(module._parameters.values()):
+                self.land(parameter)
+
+
+class _Watched(dict[str, Any]):
+    """The parameters of a module while some are under way."""
+
+    def __init__(self, plain: Mapping[str, Any], arrivals: Arrivals) -> None:
+        super().__init__(plain)
+        self._arrivals = arrivals
+
+    def without_waiting(self) -> dict[str, Any]:
+        """A plain copy."""
+        return dict(super().items())
+
+    def __getitem__(self, name: str) -> Any:
+        parameter = super().__getitem__(name)
+        self._arrivals.land(parameter)
+        return parameter
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As of a dict."""
+        parameter = super().get(name, default)
+        if name in self:
+            self._arrivals.land(parameter)
+        return parameter
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        """As of a dict."""
+        self._land_mine()
+        return super().items()
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        """As of a dict."""
+        self._land_mine()
+        return super().values()
+
+    def _land_mine(self) -> None:
+        for parameter in list(super().values()):
+            self._arrivals.land(parameter)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[type[dict[str, Any]], tuple[Iterator[Any]]]:
+        # A copy, or what is written to a file, has arrived and is plain.
+        return dict, (list(self.items()),)  # type: ignore[return-value]
