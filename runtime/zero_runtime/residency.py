@@ -172,14 +172,14 @@ class Residency:
     def _add_hooks(self, unit: Unit) -> None:
         iteration = self._iteration
 
-        def before(module: torch.nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        def before(module: torch.nn.Module, inputs: tuple[Any, ...]) -> Any:
             gathers = iteration.before_forward(unit)
-            return watch_inputs(unit, inputs, keywords) if gathers and torch.is_grad_enabled() else None
+            return watch_inputs(unit, inputs) if gathers and torch.is_grad_enabled() else None
 
         def after(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
             return iteration.after_forward(unit, output)
 
-        self._handles.append(unit.module.register_forward_pre_hook(before, with_kwargs=True))
+        self._handles.append(unit.module.register_forward_pre_hook(before))
         self._handles.append(unit.module.register_forward_hook(after, always_call=True))
 
     def gather(self, parameters: Iterable[torch.nn.Parameter]) -> None:

@@ -101,7 +101,7 @@ def watch_outputs(unit: Unit, output: Any, tensors: Sequence[torch.Tensor]) -> A
         elif tensor.requires_grad:
             # A hook on a parameter would outlive the iteration.
             replaced[id(tensor)] = _Exit.apply(unit, tensor)  # type: ignore[no-untyped-call]
-    return _map(output, replaced.get) if replaced else None
+    return _map(output, lambda tensor: replaced.get(id(tensor), tensor)) if replaced else None
 
 
 def _watch(unit: Unit, tensor: torch.Tensor) -> None:
@@ -153,20 +153,37 @@ class _Entrance(torch.autograd.Function):
         return (None, *gradients)
 
 
-def watch_inputs(
-    unit: Unit, inputs: tuple[Any, ...], keywords: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Replace the differentiable tensors among the inputs of a module, so that the unit's host hears of their gradients.
+def watch_inputs(unit: Unit, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Replace the differentiable tensors among the positional inputs of a module, so that the host hears of their gradients.
+
+    A tensor that is passed twice becomes two, as in DeepSpeed: torch's attention then projects its three inputs apart.
 
     Returns:
         The inputs to run the module with; None where there is nothing to differentiate.
     """
-    tensors = [each for each in tensors_in((inputs, keywords)) if each.requires_grad]
-    unit.awaited = len(tensors)
-    if not tensors:
+    tensors = list(tensors_in(inputs))
+    distinct = len(set(map(id, tensors))) == len(tensors)
+    differentiable: list[torch.Tensor] = []
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            differentiable.append(tensor)
+        return tensor
+
+    _map(inputs, collect)
+    unit.awaited = len(differentiable)
+    if not differentiable and distinct:
         return None
-    replaced = dict(zip(map(id, tensors), _Entrance.apply(unit, *tensors), strict=True))
-    return _map(inputs, replaced.get), _map(keywords, replaced.get)
+    watched = _Entrance.apply(unit, *differentiable) if differentiable else ()  # type: ignore[no-untyped-call]
+    replaced = iter(watched)
+
+    def replace(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            return next(replaced)
+        return tensor if distinct else tensor.detach()
+
+    changed: tuple[Any, ...] = _map(inputs, replace)
+    return changed
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -184,16 +201,15 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, field.name, None))
 
 
-def _map(value: Any, replacement: Callable[[int], Any]) -> Any:
-    """``value`` with tensors replaced, in what can be made again: tuples, named or not, lists and dicts."""
+def _map(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``value`` with ``function`` of its tensors, in what can be made again: tuples, named or not, lists and dicts."""
     if isinstance(value, torch.Tensor):
-        found = replacement(id(value))
-        return value if found is None else found
+        return function(value)
     kind = type(value)
     if kind in (list, tuple):
-        return kind(_map(each, replacement) for each in value)
+        return kind([_map(each, function) for each in value])
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return kind(*(_map(each, replacement) for each in value))
+        return kind(*(_map(each, function) for each in value))
     if kind is dict:
-        return {name: _map(each, replacement) for name, each in value.items()}
+        return {name: _map(each, function) for name, each in value.items()}
     return value

@@ -87,6 +87,18 @@ class Attention(nn.Module):
         return self.attention(hidden, hidden, hidden)[0].square().mean()
 
 
+class AttentionFirst(nn.Module):
+    """Attention over data, which need no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, batch):
+        hidden = batch.unsqueeze(0)
+        return self.attention(hidden, hidden, hidden, need_weights=False)[0].square().mean()
+
+
 class Recurrent(nn.Module):
     """torch's LSTM keeps a list of its parameters."""
 
@@ -292,7 +304,7 @@ MODELS = {
     each.__name__: each
     for each in (
         *(Tied, Borrowed, Hidden, Returned, Attention, Recurrent, Repeated, Containers, Sizes, Changing),
-        *(Recomputed, RecomputedReentrant, Twice, Experts, Leaking),
+        *(Recomputed, RecomputedReentrant, Twice, Experts, Leaking, AttentionFirst),
     )
 }
 
