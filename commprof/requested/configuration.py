@@ -89,7 +89,7 @@ class Configuration:
         """The gradient reduction that takes place, one of :data:`REDUCTION_NAMES`."""
         if not self.partitions or self.reduces_flat_groups:
             return "all_reduce"
-        if self.stage == 3:
+        if self.stage == 3 and self.gradient_reduction == "auto":
             return "reduce_scatter" if self.reduce_scatter or not self.contiguous_gradients else "all_reduce"
         if self.gradient_reduction != "auto":
             return self.gradient_reduction

@@ -79,7 +79,7 @@ def describe_configuration(configuration: Configuration) -> str:
     """The sentence of :func:`describe` for a config that has been read."""
     if configuration.stage == 0:
         return "stage 0 partitions nothing: one all_reduce of all gradients per step, whatever reduce_scatter says"
-    if configuration.stage == 3:
+    if configuration.stage == 3 and configuration.gradient_reduction == "auto":
         return _describe_stage_3(configuration)
     if configuration.reduces_flat_groups:
         return (
@@ -143,7 +143,7 @@ def reduction_share(
     if runtime == "deepspeed":
         configuration = replace(configuration, gradient_reduction="auto")
     requested, issued = requested_op(configuration), NAMED_OPS[configuration.reduction]
-    if configuration.stage < 3 and issued == Op.REDUCE_SCATTER:
+    if runtime != "deepspeed" and issued == Op.REDUCE_SCATTER:
         exchanges = configuration.reduce_scatter_on(backend) == "all_to_all"
         issued = Op.ALL_TO_ALL if exchanges else issued
     return ReductionShare(

@@ -196,23 +196,33 @@ def reduced_gradients(
     *,
     exact: bool,
     notes: Iterable[str] = (),
+    exchanges: bool = False,
 ) -> list[Sent]:
     """The messages that reduce the gradients of one micro-batch, by operation.
 
-    A reduce_scatter carries each gradient with its padding. ``reduce_scatter: false`` is honoured only for a bucket that
-    fits into the contiguous buffer.
+    A reduce_scatter carries each gradient with its padding; an all_to_all in its place (``exchanges``) carries none.
+    ``reduce_scatter: false`` is honoured only for a bucket that fits into the contiguous buffer; zero_runtime's
+    ``gradient_reduction`` always.
     """
     dtype = configuration.communication_dtype
-    payloads: dict[Op, list[int]] = {Op.REDUCE_SCATTER: [], Op.ALL_REDUCE: []}
+    payloads: dict[Op, list[int]] = {Op.REDUCE_SCATTER: [], Op.ALL_TO_ALL: [], Op.ALL_REDUCE: []}
     for bucket in buckets:
         numel = sum(parameter.numel for parameter in bucket)
-        fits = configuration.contiguous_gradients and numel <= configuration.reduce_bucket_size
-        if configuration.reduce_scatter or not fits:
+        if _goes_in_an_all_reduce(numel, configuration):
+            payloads[Op.ALL_REDUCE].append(numel * item_bytes(dtype))
+        elif exchanges:
+            payloads[Op.ALL_TO_ALL].append(numel * item_bytes(dtype))
+        else:
             padded_sum = sum(padded_bytes(parameter, world_size, dtype) for parameter in bucket)
             payloads[Op.REDUCE_SCATTER].append(padded_sum)
-        else:
-            payloads[Op.ALL_REDUCE].append(numel * item_bytes(dtype))
     return [Sent(op, tuple(each), exact, tuple(notes)) for op, each in payloads.items() if each]
+
+
+def _goes_in_an_all_reduce(numel: int, configuration: Configuration) -> bool:
+    if configuration.gradient_reduction != "auto":
+        return configuration.gradient_reduction == "all_reduce"
+    fits = configuration.contiguous_gradients and numel <= configuration.reduce_bucket_size
+    return fits and not configuration.reduce_scatter
 
 
 def sub_groups(groups: Sequence[Sequence[Parameter]], size: int, world_size: int) -> int:

@@ -39,6 +39,7 @@ class Training(NamedTuple):
         micro_steps: micro-batches in a step.
         iteration: number of the micro-batch since training started.
         zero_init: whether the model was made within ``deepspeed.zero.Init``.
+        exchanges: whether a reduce_scatter is made of an all_to_all and a local sum, as zero_runtime does on gloo.
     """
 
     parameters: Sequence[Parameter]
@@ -47,6 +48,7 @@ class Training(NamedTuple):
     micro_steps: int
     iteration: int
     zero_init: bool
+    exchanges: bool = False
 
 
 def stage3_expectations(
@@ -113,7 +115,9 @@ def _micro_step(
     trained = [parameter for group in trained_groups(training.parameters) for parameter in group]
     buckets, exact, notes = gradient_buckets(configuration, fetching, trained, order)
     said = (describe_configuration(configuration), *notes)
-    gradients = reduced_gradients(configuration, buckets, world, exact=exact, notes=said)
+    gradients = reduced_gradients(
+        configuration, buckets, world, exact=exact, notes=said, exchanges=training.exchanges
+    )
     checks = [order_checks(fetches, training.iteration)]
     if fetching.sanity_checks:
         checks.append(bucket_checks(buckets, exact))
@@ -132,7 +136,13 @@ def _micro_step(
             )
             for each in gathered
         ),
-        *(each._replace(requested_op=str(requested_op(configuration))) for each in reduced),
+        *(
+            each._replace(
+                requested_op=str(requested_op(configuration)),
+                intended_op=str(Op.REDUCE_SCATTER) if each.issued_op == Op.ALL_TO_ALL else None,
+            )
+            for each in reduced
+        ),
     ]
 
 

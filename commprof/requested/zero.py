@@ -76,7 +76,7 @@ def expected(
         raise RequestedError(f"the world size is {world_size}; expected 1 or more")
     check_parameters(parameters)
     if configuration.stage == 3:
-        _refuse_runtimes_own_keys(configuration)
+        _refuse_reductions_of_pieces(configuration)
         training = Training(
             parameters,
             world_size,
@@ -84,6 +84,7 @@ def expected(
             micro_steps(config, world_size),
             STEADY if iteration is None else iteration,
             zero_init,
+            runtime == "zero_runtime" and configuration.reduce_scatter_on(backend) == "all_to_all",
         )
         fetching = read_fetch_configuration(zero_section(config))
         return stage3_expectations(configuration, fetching, training)
@@ -128,12 +129,12 @@ def expected_in_step(
     return summed(rows, "step")
 
 
-def _refuse_runtimes_own_keys(configuration: Configuration) -> None:
-    if configuration.gradient_reduction != "auto":
+def _refuse_reductions_of_pieces(configuration: Configuration) -> None:
+    if configuration.gradient_reduction in ("multi_rank_all_reduce", "reduce_to_owner"):
         raise UnsupportedError(
             "zero_optimization.gradient_reduction",
             configuration.gradient_reduction,
-            "zero_runtime, whose key this is, has no stage 3",
+            "at stage 3 every rank owns a part of every parameter, and the runtime refuses it",
         )
 
 

@@ -12,7 +12,13 @@ from support.runs import SyntheticRun
 
 SIZES = {"a.weight": 600, "b.weight": 400}
 A, B = 2400, 1600
-CONFIG = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+CONFIG = {
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "reduce_scatter_impl": "native",
+    }
+}
 # The first micro-batch gathers for each module, forward and backward; later ones gather all at the root.
 RECORDING, KNOWN = (A, B, B, A), (A + B,)
 

@@ -124,7 +124,7 @@ def test_a_value_that_cannot_be_used_is_named_with_what_was_expected(config, par
         (stage(1) | {"optimizer": {"type": "OneBitAdam"}}, "optimizer.type"),
         (stage(0) | {"sparse_gradients": True}, "sparse_gradients"),
         (stage(2) | {"expert_parallel": {"enabled": True}}, "expert_parallel.enabled"),
-        (stage(3, gradient_reduction="reduce_scatter"), "zero_optimization.gradient_reduction"),
+        (stage(3, gradient_reduction="reduce_to_owner"), "zero_optimization.gradient_reduction"),
         (stage(2, zenflow={"topk_ratio": 0.1}), "zero_optimization.zenflow"),
         (stage(1) | {"torch_autocast": {"enabled": True}}, "torch_autocast.enabled"),
         (stage(1) | {"compile": {"deepcompile": True}}, "compile.deepcompile"),

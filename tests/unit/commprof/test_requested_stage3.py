@@ -18,7 +18,8 @@ ARRIVED = ["second.bias", "second.weight", "first.bias", "first.weight"]
 
 
 def stage_3(**keys):
-    return {"zero_optimization": {"stage": 3, "param_persistence_threshold": 0, **keys}}
+    own = {"param_persistence_threshold": 0, "reduce_scatter_impl": "native"}
+    return {"zero_optimization": {"stage": 3, **own, **keys}}
 
 
 def sent(rows):
@@ -112,6 +113,31 @@ def test_a_bucket_is_scattered_unless_it_fits_and_nobody_wants_that(keys, gradie
     assert {row.issued_op: (row.count, row.payload_bytes) for row in rows} == gradients
     asked = "reduce_scatter" if keys.get("reduce_scatter", True) else "all_reduce"
     assert {row.requested_op for row in rows} == {asked}
+
+
+@pytest.mark.parametrize(
+    ("keys", "sent_here"),
+    [
+        # 27 elements; an all_to_all carries no padding.
+        ({}, {"all_to_all": 27 * 4}),
+        ({"reduce_scatter_impl": "native"}, {"reduce_scatter": PADDED_BYTES}),
+        ({"gradient_reduction": "all_reduce"}, {"all_reduce": 27 * 4}),
+        ({"gradient_reduction": "reduce_scatter", "reduce_scatter": False}, {"all_to_all": 27 * 4}),
+        ({"reduce_scatter": False, "contiguous_gradients": False}, {"all_to_all": 27 * 4}),
+    ],
+)
+def test_zero_runtime_reduces_as_its_own_keys_say(keys, sent_here):
+    config = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 20, **keys}}
+    rows = [row for row in expected(config, MODEL, 2, ARRIVED) if row.purpose == "gradient_reduce"]
+    assert {row.issued_op: row.payload_bytes for row in rows} == sent_here
+    exchanged = [row.intended_op for row in rows if row.issued_op == "all_to_all"]
+    assert exchanged in ([], ["reduce_scatter"])
+    theirs = [
+        row
+        for row in expected(config, MODEL, 2, ARRIVED, runtime="deepspeed")
+        if row.purpose == "gradient_reduce"
+    ]
+    assert "all_to_all" not in {row.issued_op for row in theirs}
 
 
 @pytest.mark.parametrize(
