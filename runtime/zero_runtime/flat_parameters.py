@@ -77,10 +77,15 @@ class FlatParameters:
         if self._arrivals is not None:
             self._arrivals.close()
 
-    def begin_step(self) -> None:
-        """The pieces are part of what the model uses: they must have arrived before they are written again."""
+    def begin_step(self) -> Sequence[tuple[int, slice]]:
+        """The pieces are part of what the model uses: they must have arrived before they are written again.
+
+        Returns:
+            Nothing: parts of which copies are out of date are not known here.
+        """
         if self._arrivals is not None:
             self._arrivals.land_all()
+        return ()
 
     def share(self) -> None:
         """Send this rank's pieces to the others, and get theirs."""

@@ -230,7 +230,8 @@ class ShardedOptimizer(_Wrapper):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take the step that the reduced gradients ask for, unless one of them overflowed."""
-        self._parameters.begin_step()
+        for index, part in self._parameters.begin_step():
+            self.masters[index][part] = self._parameters.own[index][part]
         pieces = self._reduced.pieces
         overflow = self._policy.check_overflow and agree_on_overflow(
             any_overflow(pieces, pieces[0].device), self._group

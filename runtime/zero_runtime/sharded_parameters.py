@@ -11,7 +11,7 @@ import torch
 
 from zero_runtime.gradients import ParameterGroup
 from zero_runtime.residency import Residency
-from zero_runtime.shards import shard_of
+from zero_runtime.shards import Shard, shard_of
 
 
 class ShardedParameters:
@@ -27,24 +27,36 @@ class ShardedParameters:
 
     def __init__(self, groups: Sequence[ParameterGroup], residency: Residency) -> None:
         self._residency = residency
-        self.own = [_flatten(each) for each in groups]
+        self._places: list[tuple[Shard, int, int]] = []  # sub-group and offset of each slice
+        self.own = [self._flatten(index, each) for index, each in enumerate(groups)]
 
-    def begin_step(self) -> None:
-        """Give up every whole parameter: it is about to change."""
+    def begin_step(self) -> Sequence[tuple[int, slice]]:
+        """Give up every whole parameter: it is about to change.
+
+        Returns:
+            What a script has changed in ``own`` since the last call: number of the sub-group, and part of it.
+        """
         self._residency.release_all()
+        changed = []
+        for shard, index, start in self._places:
+            if shard.changed:
+                shard.changed = False
+                changed.append((index, slice(start, start + shard.slice_numel)))
+        return changed
 
     def share(self) -> None:
         """Gather the parameters that stay whole between steps; the next forward gathers the others."""
         self._residency.parameters_changed()
 
-
-def _flatten(each: ParameterGroup) -> torch.Tensor:
-    shards = [shard_of(parameter) for parameter in each.parameters]
-    first = each.parameters[0]
-    flat = torch.zeros(each.layout.piece_numel, dtype=first.dtype, device=first.device)
-    position = 0
-    for shard in shards:
-        assert shard is not None
-        shard.move(flat.narrow(0, position, shard.slice_numel))
-        position += shard.slice_numel
-    return flat
+    def _flatten(self, index: int, each: ParameterGroup) -> torch.Tensor:
+        first = each.parameters[0]
+        flat = torch.zeros(each.layout.piece_numel, dtype=first.dtype, device=first.device)
+        position = 0
+        for parameter in each.parameters:
+            shard = shard_of(parameter)
+            assert shard is not None
+            shard.move(flat.narrow(0, position, shard.slice_numel))
+            shard.changed = False
+            self._places.append((shard, index, position))
+            position += shard.slice_numel
+        return flat

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import zero_runtime
 from support.process_group_log import logged
 from support.ranks import run_ranks
 from zero_runtime import errors, zero
@@ -252,6 +253,52 @@ def borrow_from_another_model(rank, world):
         torch.testing.assert_close(borrower.own.grad, expected.own.grad)
 
 
+def change_between_steps(rank, world):
+    for dtype in (torch.float32, torch.bfloat16):
+        made = whole_model()
+        engine, *_ = zero_runtime.initialize(
+            model=made,
+            model_parameters=made.parameters(),
+            config={
+                "train_micro_batch_size_per_gpu": 2,
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-6, "torch_adam": True}},
+                "bf16": {"enabled": dtype is torch.bfloat16},
+                "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 7},
+            },
+        )
+        for step in range(4):
+            engine.backward(engine(torch.ones(2, 3, dtype=dtype)))
+            if step == 2:  # between backward and step, and of a persistent parameter too
+                with zero.GatheredParameters([made.second.weight, made.scale], modifier_rank=1):
+                    if rank == 1:
+                        made.second.weight.data.fill_(5.0)
+                        made.scale.data.fill_(7.0)
+            engine.step()
+        with zero.GatheredParameters(made.parameters()):
+            assert made.second.weight.mean().item() == pytest.approx(5.0, abs=1e-4)
+            assert made.scale.mean().item() == pytest.approx(7.0, abs=1e-4)
+
+
+def initialize_what_was_made_in_slices(rank, world):
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    losses = []
+    for context in (zero.Init(config_dict_or_path=config), zero.Init(enabled=False)):
+        with context:
+            made = whole_model()
+        engine, *_ = zero_runtime.initialize(model=made, model_parameters=made.parameters(), config=config)
+        losses.append([])
+        for step in range(3):
+            loss = engine(torch.full((2, 3), step + rank + 1.0))
+            engine.backward(loss)
+            engine.step()
+            losses[-1].append(loss.item())
+    assert losses[0] == losses[1]
+
+
 def shard_again(rank, world):
     made, whole = whole_model(), whole_model()
     for policy in (ALWAYS_CUT, ResidencyPolicy(), ALWAYS_CUT):
@@ -280,6 +327,7 @@ def refuse_lazy(rank, world):
 STORIES = (
     *(construct, construct_disabled, construct_in_16_bits, construct_with_apply, construct_empty, convert),
     *(look, change, run_while_gathered, evaluate_then_train, fail_and_go_on, grow, two_models),
+    *(change_between_steps, initialize_what_was_made_in_slices),
     *(borrow_from_another_model, shard_again, cast_after_cutting, refuse_lazy),
 )
 
