@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ast
+import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from commprof import schema
+
+if TYPE_CHECKING:
+    from zero_runtime.key_table import Key
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -56,6 +61,51 @@ def command_line_page() -> str:
     return command_reference()
 
 
+def config_page() -> str:
+    """docs/config.md: every key of the configuration, as declared in the tables behind zero_runtime/keys.py."""
+    from zero_runtime.keys import BLOCKS
+
+    lines = [
+        "# Configuration",
+        "",
+        "Generated from `zero_runtime/keys.py` by `make docs`; do not edit.",
+        "",
+        "The configuration is DeepSpeed 0.19.8's: a JSON file, or a dictionary, given to `initialize` as `config`, or as",
+        "`args.deepspeed_config`. A key that is in no table below is an error that names the nearest one, at every level.",
+        "Where a key means something else than in DeepSpeed, [the differences](deepspeed-differences.md) say so. Sizes are",
+        "elements.",
+        "",
+        "Status: *implemented*; *no effect*, with the reason: the value is checked, and a line says so where it is not the",
+        "default; *later*: it belongs to the part named, which is not in this version, and whatever switches that part on",
+        "is refused; *refused*, with the reason, mostly as in DeepSpeed.",
+    ]
+    for name, table in BLOCKS.items():
+        lines += [
+            "",
+            f"## `{name}`" if name else "## Top level",
+            "",
+            "| key | type | default | meaning | status |",
+            "|---|---|---|---|---|",
+            *(_config_row(key_name, key) for key_name, key in table.items()),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _config_row(name: str, key: Key) -> str:
+    statuses = {
+        "used": "implemented",
+        "inert": f"no effect: {key.note}",
+        "later": f"later: {key.note}",
+        "waiting": f"later: {key.note}",
+        "refused": f"refused: {key.note}",
+    }
+    instead = f" ({key.instead})" if key.instead else ""
+    stage = "stage 3: " if key.stage_3_only else ""
+    default = "-" if key.status == "refused" else f"`{json.dumps(key.default)}`"
+    meaning = f"{stage}{key.meaning}"
+    return f"| `{name}` | {key.check.expected} | {default} | {meaning} | {statuses[key.status]}{instead} |"
+
+
 def architecture_page() -> str:
     """docs/ARCHITECTURE.md with its list of modules renewed."""
     text = (DOCS / "ARCHITECTURE.md").read_text()
@@ -86,7 +136,12 @@ def first_line(path: Path) -> str:
     return " ".join(doc.split("\n\n")[0].split())
 
 
-PAGES = {"schema.md": schema_page, "cli.md": command_line_page, "ARCHITECTURE.md": architecture_page}
+PAGES = {
+    "schema.md": schema_page,
+    "cli.md": command_line_page,
+    "config.md": config_page,
+    "ARCHITECTURE.md": architecture_page,
+}
 
 
 def main() -> int:

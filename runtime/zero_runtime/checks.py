@@ -6,19 +6,29 @@ All raise ConfigError with the name, the value and what was expected.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
-from typing import Any
+from difflib import SequenceMatcher
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 from zero_runtime.errors import ConfigError
 
-Check = Callable[[str, Any], Any]
 
+class Check(NamedTuple):
+    """A check, called with the key's full name and the value.
 
-def boolean(name: str, value: Any) -> bool:
-    """``value`` if it is a bool."""
-    if isinstance(value, bool):
-        return value
-    raise ConfigError(f"{name} is {value!r}; expected true or false{_auto(value)}")
+    Attributes:
+        expected: what passes, for the documentation.
+        function: the check itself.
+        table: for an object with known keys: those.
+    """
+
+    expected: str
+    function: Callable[[str, Any], Any]
+    table: Mapping[str, Any] | None = None
+
+    def __call__(self, name: str, value: Any) -> Any:
+        """The value to use. Raises ConfigError."""
+        return self.function(name, value)
 
 
 def integer(minimum: int = 0) -> Check:
@@ -32,7 +42,7 @@ def integer(minimum: int = 0) -> Check:
             )
         return int(value)
 
-    return check
+    return Check(f"int >= {minimum}" if minimum > -(2**63) else "int", check)
 
 
 def number(minimum: float | None = None) -> Check:
@@ -45,22 +55,7 @@ def number(minimum: float | None = None) -> Check:
             raise ConfigError(f"{name} is {value!r}; expected a number{least}{_auto(value)}")
         return float(value)
 
-    return check
-
-
-def positive(name: str, value: Any) -> float:
-    """``value`` if it is a finite number above 0."""
-    found = number(0.0)(name, value)
-    if found == 0.0:
-        raise ConfigError(f"{name} is {value!r}; expected a number above 0")
-    return found
-
-
-def text(name: str, value: Any) -> str:
-    """``value`` if it is a string."""
-    if isinstance(value, str):
-        return value
-    raise ConfigError(f"{name} is {value!r}; expected a string")
+    return Check("number" if minimum is None else f"number >= {minimum:g}", check)
 
 
 def choice(*values: str) -> Check:
@@ -71,7 +66,7 @@ def choice(*values: str) -> Check:
             return str(value)
         raise ConfigError(f"{name} is {value!r}; expected one of: {', '.join(values)}")
 
-    return check
+    return Check(" or ".join(f"`{value}`" for value in values), check)
 
 
 def choice_of_any_case(*values: str) -> Check:
@@ -79,61 +74,77 @@ def choice_of_any_case(*values: str) -> Check:
 
     def check(name: str, value: Any) -> str:
         found = [each for each in values if isinstance(value, str) and each.lower() == value.lower()]
-        return choice(*values)(name, found[0] if found else value)
+        return str(choice(*values)(name, found[0] if found else value))
 
-    return check
+    return Check(choice(*values).expected, check)
 
 
-def strings(name: str, value: Any) -> tuple[str, ...]:
-    """``value`` if it is a list of strings."""
+def either(word: str, check: Check) -> Check:
+    """``check``, with the one string ``word`` allowed besides."""
+    return Check(
+        f"`{word}` or {check.expected}",
+        lambda name, value: word if value == word else check(name, value),
+    )
+
+
+def optional(check: Check) -> Check:
+    """``check``, with null allowed."""
+    return Check(
+        f"{check.expected} or null",
+        lambda name, value: None if value is None else check(name, value),
+        check.table,
+    )
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise ConfigError(f"{name} is {value!r}; expected true or false{_auto(value)}")
+
+
+def _positive(name: str, value: Any) -> float:
+    found = float(number(0.0)(name, value))
+    if found == 0.0:
+        raise ConfigError(f"{name} is {value!r}; expected a number above 0")
+    return found
+
+
+def _text(name: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    raise ConfigError(f"{name} is {value!r}; expected a string")
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, list | tuple) and all(isinstance(each, str) for each in value):
         return tuple(value)
     raise ConfigError(f"{name} is {value!r}; expected a list of strings")
 
 
-def either(word: str, check: Check) -> Check:
-    """``check``, with the one string ``word`` allowed besides."""
-    return lambda name, value: word if value == word else check(name, value)
-
-
-def mapping(name: str, value: Any) -> dict[str, Any]:
-    """``value`` if it is a JSON object."""
+def _mapping(name: str, value: Any) -> dict[str, Any]:
     if isinstance(value, Mapping):
         return dict(value)
     raise ConfigError(f"{name} is {value!r}; expected an object {{...}}")
-
-
-def anything(name: str, value: Any) -> Any:
-    """``value`` as it is."""
-    return value
-
-
-def optional(check: Check) -> Check:
-    """``check``, with null allowed."""
-    return lambda name, value: None if value is None else check(name, value)
 
 
 def _auto(value: Any) -> str:
     return " ('auto' is filled in by some launchers; write the value itself here)" if value == "auto" else ""
 
 
-def block(*names: str) -> Check:
-    """A check for an object, or null, that holds no other keys than ``names``."""
-
-    def check(name: str, value: Any) -> dict[str, Any] | None:
-        if value is None:
-            return None
-        found = mapping(name, value)
-        for key in found:
-            if key not in names:
-                raise ConfigError(unknown_key(f"{name}.{key}", key, names, name))
-        return found
-
-    return check
+boolean: Final = Check("bool", _boolean)
+positive: Final = Check("number > 0", _positive)
+text: Final = Check("string", _text)
+strings: Final = Check("list of strings", _strings)
+mapping: Final = Check("object", _mapping)
+anything: Final = Check("any", lambda name, value: value)
 
 
 def unknown_key(
-    full: str, key: str, known: Iterable[str], block: str, elsewhere: Mapping[str, str] | None = None
+    full: str,
+    key: str,
+    known: Iterable[str],
+    block: str,
+    elsewhere: Mapping[str, str] | None = None,
 ) -> str:
     """What to say of key ``key`` (``full`` with its block), which is in no table.
 
@@ -146,11 +157,14 @@ def unknown_key(
     """
     known, elsewhere = list(known), elsewhere or {}
     prefix = f"{block}." if block else ""
-    here = get_close_matches(key, known, 1, 0.6)
-    if here:
-        return f"unknown key {full!r}; did you mean {prefix + here[0]!r}?"
-    there = get_close_matches(key, elsewhere, 1, 0.75)
-    if there:
-        return f"unknown key {full!r}; did you mean {elsewhere[there[0]]!r}?"
-    nearest = get_close_matches(key, known, 1, 0.0)
-    return f"unknown key {full!r}; the nearest known key there is {prefix + nearest[0]!r}"
+    candidates = [(_likeness(key, each), prefix + each) for each in known]
+    # A key of another block, written in this one, must be nearer than a slip within this one may be.
+    candidates += [(_likeness(key, each) - 0.15, name) for each, name in elsewhere.items()]
+    likeness, nearest = max(candidates, key=lambda candidate: candidate[0])
+    if likeness >= 0.6:
+        return f"unknown key {full!r}; did you mean {nearest!r}?"
+    return f"unknown key {full!r}; the nearest known key there is {prefix + max(known, key=partial(_likeness, key))!r}"
+
+
+def _likeness(one: str, other: str) -> float:
+    return 1.15 if one == other else SequenceMatcher(None, one, other).ratio()

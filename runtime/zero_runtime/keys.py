@@ -2,8 +2,8 @@
 
 ``USED`` keys act. ``INERT`` keys act neither here nor in DeepSpeed at stages 0 to 3; their values are checked, and nothing
 else. ``LATER`` keys belong to parts that are not in this version: whatever switches such a part on is refused with its name.
-``WAITING`` keys stand beside those and are checked. ``REFUSED`` keys are refused with the reason, mostly as DeepSpeed does. A key in no
-table is an error that names the nearest known one, at every level.
+``WAITING`` keys stand beside those and are checked. ``REFUSED`` keys are refused with the reason, mostly as DeepSpeed does.
+A key in no table is an error that names the nearest known one, at every level.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _refuse_unknown(block: str, given: Mapping[str, Any]) -> None:
         if name not in table:
             elsewhere = {
                 key: _full(other, key)
-                for other, keys in reversed(BLOCKS.items())
+                for other, keys in reversed(list(BLOCKS.items()))
                 if other != block
                 for key in keys
             }

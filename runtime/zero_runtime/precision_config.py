@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from math import log2
 from typing import Any
 
-from zero_runtime import keys
 from zero_runtime.errors import ConfigError
 from zero_runtime.loss_scale import UNSCALED, ScaleRules
 
@@ -63,19 +62,14 @@ def read_precision(top: Mapping[str, Any]) -> PrecisionConfig:
     Raises:
         ConfigError: keys that contradict each other.
     """
-    if top["bf16"] and top["bfloat16"]:
-        raise ConfigError("both bf16 and its old name bfloat16 are given; keep bf16")
-    name = "bfloat16" if top["bfloat16"] else "bf16"
-    fp16, bf16 = keys.read("fp16", top["fp16"]), keys.read(name, top[name])
-    types = keys.read("data_types", top["data_types"])
-    autocast = keys.read("torch_autocast", top["torch_autocast"])
+    fp16, bf16, types, autocast = top["fp16"], top["bf16"], top["data_types"], top["torch_autocast"]
     if fp16["enabled"] and bf16["enabled"]:
-        raise ConfigError(f"both fp16 and {name} are enabled, and a model has one dtype; disable one of them")
+        raise ConfigError("both fp16 and bf16 are enabled, and a model has one dtype; disable one of them")
     model = "fp16" if fp16["enabled"] else "bf16" if bf16["enabled"] else "fp32"
     _check_types(types, model)
     if bf16["bf16_master_weights_and_grads"] != bf16["bf16_optimizer_states"]:
         raise ConfigError(
-            f"{name}.bf16_master_weights_and_grads and {name}.bf16_optimizer_states go together, as long as the optimizer "
+            "bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states go together, as long as the optimizer "
             "is not offloaded; set both, or neither"
         )
     modules = autocast["lower_precision_safe_modules"]

@@ -1,0 +1,242 @@
+"""The keys of the blocks around the training itself: monitors, profilers, checkpoints, and parts that are still to come."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from zero_runtime.checks import (
+    Check,
+    anything,
+    boolean,
+    choice,
+    choice_of_any_case,
+    integer,
+    mapping,
+    number,
+    optional,
+    strings,
+    text,
+)
+from zero_runtime.key_table import Key, Table, inert, inside, later, refused, used, waiting
+from zero_runtime.zero_keys import ANY_LAYOUT
+
+_SIZE: Final = integer(0)
+_NAME: Final = optional(text)
+
+
+def _part(
+    part: str,
+    keys: dict[str, tuple[Check, object, str]],
+    switch: str = "enabled",
+    instead: str = "",
+) -> Key:
+    """A block of a part that is still to come: it passes unless ``switch`` is true in it."""
+    table = {
+        switch: later(boolean, False, f"switch {part} on", part, instead),
+        **{name: waiting(check, default, meaning, part) for name, (check, default, meaning) in keys.items()},
+    }
+    return waiting(inside(table), {}, part, part)
+
+
+def _remote(service: str, keys: dict[str, tuple[Check, object, str]]) -> Key:
+    """A monitor that sends what it is given to a service on the net."""
+    why = f"there is no monitoring by {service}; use csv_monitor or tensorboard, which write files"
+    table = {
+        "enabled": refused(why, f"send to {service}"),
+        **{name: inert(check, default, meaning, why) for name, (check, default, meaning) in keys.items()},
+    }
+    return inert(inside(table), {}, f"monitoring by {service}", why)
+
+
+def _monitor(what: str) -> Table:
+    return {
+        "enabled": used(boolean, False, f"write {what}"),
+        "output_path": used(text, "", "directory of the files"),
+        "job_name": used(text, "DeepSpeedJobName", "subdirectory of this training"),
+    }
+
+
+CHECKPOINT: Final[Table] = {
+    "tag_validation": used(
+        choice_of_any_case("Ignore", "Warn", "Fail"), "Warn", "what happens where ranks name different tags"
+    ),
+    "load_universal": inert(boolean, False, "load a universal checkpoint", ANY_LAYOUT),
+    "use_node_local_storage": later(
+        boolean, False, "each host keeps its own files", "checkpoints on local disks",
+        "checkpoints need a directory that all ranks see",
+    ),
+    "parallel_write": inert(
+        optional(inside({"pipeline_stage": inert(boolean, False, "each stage writes its layers", "there are no stages")})),
+        None, "how ranks share the writing", "every rank writes its own file",
+    ),
+    "writer": inert(optional(mapping), None, "how files are written", "files are written in one way"),
+    "checkpoint_serialization": inert(boolean, True, "files in a newer format", "files are written in one format"),
+}  # fmt: skip
+
+CSV_MONITOR: Final[Table] = _monitor("one CSV file for each quantity")
+TENSORBOARD: Final[Table] = _monitor("TensorBoard event files; needs the package tensorboard")
+
+FEATURES: Final[Table] = {
+    "checkpoint": used(inside(CHECKPOINT), {}, "how checkpoints are saved"),
+    "csv_monitor": used(inside(CSV_MONITOR), {}, "learning rate, loss and loss scale of each step as CSV files"),
+    "tensorboard": used(inside(TENSORBOARD), {}, "the same for TensorBoard"),
+    "wandb": _remote("Weights & Biases", {
+        "group": (_NAME, None, "of runs"),
+        "team": (_NAME, None, "of people"),
+        "project": (text, "deepspeed", "of runs"),
+    }),
+    "comet": _remote("Comet", {
+        "samples_log_interval": (_SIZE, 100, "samples between two reports"),
+        "project": (_NAME, None, "of runs"),
+        "workspace": (_NAME, None, "of people"),
+        "api_key": (_NAME, None, "of the account"),
+        "experiment_name": (_NAME, None, "of this run"),
+        "experiment_key": (_NAME, None, "of this run"),
+        "online": (optional(boolean), None, "send at once"),
+        "mode": (_NAME, None, "begin a run or go on with one"),
+    }),
+    "comms_logger": _part("the communication logger", {
+        "prof_all": (boolean, True, "log every operation"),
+        "prof_ops": (strings, (), "operations to log"),
+        "verbose": (boolean, False, "print each one"),
+        "debug": (boolean, False, "name the caller"),
+    }, instead="`commprof run` records every collective"),
+    "flops_profiler": _part("the flops profiler", {
+        "recompute_fwd_factor": (number(), 0.0, "of operations run again in the backward pass"),
+        "profile_step": (_SIZE, 1, "which step"),
+        "module_depth": (integer(-1), -1, "how deep modules are listed"),
+        "top_modules": (_SIZE, 1, "how many of each depth"),
+        "detailed": (boolean, True, "print the whole tree"),
+        "output_file": (_NAME, None, "where it is printed"),
+    }),
+    "activation_checkpointing": _part("activation checkpointing", {
+        "number_checkpoints": (optional(_SIZE), None, "checkpoints of the model"),
+        "contiguous_memory_optimization": (boolean, False, "copy checkpoints into one buffer"),
+        "synchronize_checkpoint_boundary": (boolean, False, "wait for the device at each checkpoint"),
+        "profile": (boolean, False, "time the checkpoints"),
+        "cpu_checkpointing": (boolean, False, "keep checkpoints in host memory"),
+    }, switch="partition_activations", instead="torch.utils.checkpoint works"),
+    "pipeline": inert(optional(inside({
+        name: waiting(check, default, meaning, "pipelines")
+        for name, (check, default, meaning) in {
+            "stages": (anything, "auto", "number of stages"),
+            "partition": (anything, "best", "how layers are dealt out"),
+            "seed_layers": (boolean, False, "seed each layer by itself"),
+            "activation_checkpoint_interval": (_SIZE, 0, "layers between two activation checkpoints"),
+            "pipe_partitioned": (boolean, True, "share activations among model-parallel ranks"),
+            "grad_partitioned": (boolean, True, "share their gradients likewise"),
+            "use_reentrant": (boolean, True, "which kind of activation checkpoint"),
+        }.items()
+    })), None, "settings of a pipeline", "acts with a pipeline module only"),
+    "aio": inert(optional(inside({
+        name: waiting(check, default, meaning, "offload")
+        for name, (check, default, meaning) in {
+            "block_size": (_SIZE, 1_048_576, "bytes of a request"),
+            "queue_depth": (_SIZE, 8, "requests at once"),
+            "intra_op_parallelism": (_SIZE, 1, "threads of one operation"),
+            "thread_count": (_SIZE, 1, "old name of intra_op_parallelism"),
+            "single_submit": (boolean, False, "submit requests one by one"),
+            "overlap_events": (boolean, True, "submit and complete at the same time"),
+            "use_gds": (boolean, False, "from the GPU to NVMe directly"),
+        }.items()
+    })), None, "reading and writing of NVMe files", "acts with offload to NVMe only"),
+    "timers": inert(optional(inside({
+        "throughput": inert(optional(inside({
+            "enabled": inert(boolean, True, "measure samples per second", "there are no throughput timers"),
+            "synchronized": inert(boolean, True, "wait for the device first", "there are no throughput timers"),
+        })), None, "samples per second", "there are no throughput timers"),
+    })), None, "timers of the engine", "there are no throughput timers"),
+    "autotuning": _part("autotuning", {
+        "fast": (boolean, True, "try ZeRO stages and micro-batches only"),
+        "start_profile_step": (_SIZE, 3, "first step measured"),
+        "end_profile_step": (_SIZE, 5, "last step measured"),
+        "metric": (text, "throughput", "what is best"),
+        "metric_path": (_NAME, None, "where it is written"),
+        "arg_mappings": (optional(mapping), None, "options of the script that stand for keys"),
+        "tuner_type": (text, "gridsearch", "order of trials"),
+        "tuner_early_stopping": (_SIZE, 5, "trials without gain before it ends"),
+        "tuner_num_trials": (_SIZE, 50, "trials at most"),
+        "results_dir": (_NAME, None, "of the results"),
+        "exps_dir": (_NAME, None, "of the trials"),
+        "overwrite": (boolean, True, "run trials again"),
+        "max_train_batch_size": (optional(_SIZE), None, "largest batch"),
+        "min_train_batch_size": (_SIZE, 1, "smallest batch"),
+        "max_train_micro_batch_size_per_gpu": (_SIZE, 1024, "largest micro-batch"),
+        "min_train_micro_batch_size_per_gpu": (_SIZE, 1, "smallest micro-batch"),
+        "num_tuning_micro_batch_sizes": (_SIZE, 3, "micro-batches tried"),
+        "mp_size": (_SIZE, 1, "model-parallel ranks"),
+        "model_info": (optional(mapping), None, "what is known of the model"),
+        "model_info_path": (_NAME, None, "where it is written"),
+    }, instead="`commprof sweep` varies settings"),
+    "compile": _part("DeepCompile", {
+        "autoep_non_moe": (boolean, False, "compile what is not an expert"),
+        "free_activation": (boolean, False, "free activations early"),
+        "free_activation_threshold": (_SIZE, 10_485_760, "bytes from which"),
+        "offload_activation": (boolean, False, "move activations to the host"),
+        "offload_activation_pin_memory": (boolean, True, "to page-locked memory"),
+        "offload_opt_states": (boolean, False, "move optimizer state to the host"),
+        "double_buffer": (boolean, True, "two buffers for messages"),
+        "symmetric_memory": (boolean, False, "gather through symmetric memory"),
+        "debug_log": (boolean, False, "print what is done"),
+        "offload_parameters": (boolean, False, "move parameters to the host"),
+        "sync_before_reduce": (boolean, False, "wait before each reduction"),
+        "sync_after_reduce": (boolean, False, "wait after each reduction"),
+        "sync_before_allgather": (boolean, False, "wait before each gathering"),
+        "sync_after_allgather": (boolean, False, "wait after each gathering"),
+        "keep_int_input_tensors": (boolean, True, "keep integer inputs"),
+        "keep_all_input_tensors": (boolean, False, "keep all inputs"),
+        "passes": (optional(strings), None, "compiler passes"),
+    }, switch="deepcompile", instead="engine.compile() compiles the model with torch.compile"),
+    "hybrid_engine": _part("the hybrid engine", {
+        "max_out_tokens": (integer(1), 512, "tokens of an answer"),
+        "inference_tp_size": (_SIZE, 1, "tensor-parallel ranks"),
+        "release_inference_cache": (boolean, False, "free its cache"),
+        "pin_parameters": (boolean, True, "page-locked parameters"),
+        "tp_gather_partition_size": (_SIZE, 8, "layers gathered together"),
+        "enable_cuda_graph": (boolean, False, "replay CUDA graphs"),
+    }),
+    "data_efficiency": _part("data efficiency", {
+        "seed": (_SIZE, 1234, "of the sampling"),
+        "data_sampling": (mapping, {}, "curriculum learning and dynamic batches"),
+        "data_routing": (mapping, {}, "random layerwise token dropping"),
+    }),
+    "tensor_parallel": waiting(inside({
+        "autotp_size": later(integer(0), 0, "tensor-parallel ranks", "tensor parallelism"),
+        **{
+            name: waiting(check, default, meaning, "tensor parallelism")
+            for name, (check, default, meaning) in {
+                "dtype": (anything, None, "of the layers"),
+                "tp": (optional(mapping), None, "size and group"),
+                "tensor_parallel": (optional(mapping), None, "old name of tp"),
+                "tp_overlap_comm": (boolean, False, "reduce beside the computation"),
+                "vocab_parallel_lm_head": (optional(boolean), None, "cut the output layer too"),
+                "vocab_parallel_ce_backend": (choice("torch", "liger"), "torch", "of its loss"),
+                "injection_policy_tuple": (anything, None, "layers to cut"),
+                "partition_config": (optional(mapping), None, "how they are cut"),
+                "preset_model": (_NAME, None, "a known model"),
+                "keep_module_on_host": (boolean, False, "cut in host memory"),
+                "replace_with_kernel_inject": (boolean, False, "other kernels"),
+            }.items()
+        },
+    }), {}, "tensor parallelism", "tensor parallelism"),
+    "expert_parallel": later(mapping, None, "experts on several ranks", "expert parallelism"),
+    "use_data_before_expert_parallelism": later(boolean, False, "order of the groups of ranks", "expert parallelism"),
+    "sequence_parallel_size": later(integer(1), 1, "ranks that share a sequence", "sequence parallelism"),
+    "weight_quantization": later(mapping, None, "quantized weights for inference", "compression"),
+    "datastates": later(mapping, None, "checkpoints by DataStates", "checkpoints by DataStates"),
+    "gradient_compression": later(
+        mapping, None, "send fewer or smaller gradients. Not a key of DeepSpeed", "compression",
+        "communication_data_type bf16 halves the bytes",
+    ),
+    "compress_communication": later(
+        boolean, False, "the same with default settings. Not a key of DeepSpeed", "compression",
+        "communication_data_type bf16 halves the bytes",
+    ),
+    "communication": later(
+        mapping, None, "collectives that know which links are slow. Not a key of DeepSpeed", "topology-aware communication"
+    ),
+    "pipeline_parallel": later(mapping, None, "stages of a pipeline. Not a key of DeepSpeed", "pipelines"),
+    "partition_methods": later(
+        anything, None, "how layers are dealt out to stages. Not a key of DeepSpeed", "pipelines"
+    ),
+}  # fmt: skip

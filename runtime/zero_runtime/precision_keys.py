@@ -1,0 +1,70 @@
+"""The keys about dtypes: the blocks fp16, bf16, data_types and torch_autocast."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from zero_runtime.checks import (
+    boolean,
+    choice,
+    either,
+    integer,
+    number,
+    optional,
+    positive,
+    strings,
+)
+from zero_runtime.key_table import Table, inert, later, used
+
+DTYPES: Final = ("fp32", "fp16", "bf16")
+
+FP16: Final[Table] = {
+    "enabled": used(boolean, False, "parameters and gradients in fp16, with fp32 master weights"),
+    "auto_cast": used(boolean, False, "cast floating-point inputs to fp16"),
+    "loss_scale": used(number(0.0), 0.0, "what the loss is multiplied by; 0 follows the overflows, by the next five keys"),
+    "initial_scale_power": used(integer(0), 16, "the loss scale begins at 2 to this power"),
+    "loss_scale_window": used(integer(1), 1000, "steps without overflow after which it doubles"),
+    "hysteresis": used(integer(1), 2, "overflows before it is halved"),
+    "consecutive_hysteresis": used(boolean, False, "a step without overflow fills the hysteresis again"),
+    "min_loss_scale": used(positive, 1.0, "an overflow at this scale ends the training"),
+    "fp16_override_modules": used(optional(strings), None, "another place for fp16_override_modules"),
+    "fp16_master_weights_and_grads": later(
+        boolean, False, "master weights in fp16", "offload", "it needs an optimizer offloaded to the CPU, in DeepSpeed too"
+    ),
+}  # fmt: skip
+
+BF16: Final[Table] = {
+    "enabled": used(boolean, False, "parameters and gradients in bf16, with fp32 master weights"),
+    "check_grad_overflow": used(boolean, True, "agree on infinite gradients before each step"),
+    "immediate_grad_update": inert(
+        boolean,
+        False,
+        "add gradients to fp32 ones in the backward pass",
+        "the gradients are the same",
+    ),
+    "bf16_master_weights_and_grads": used(
+        boolean, False, "master weights in bf16; goes with bf16_optimizer_states"
+    ),
+    "bf16_optimizer_states": used(
+        boolean,
+        False,
+        "optimizer state in bf16; goes with bf16_master_weights_and_grads",
+    ),
+}
+
+DATA_TYPES: Final[Table] = {
+    "grad_accum_dtype": used(optional(choice(*DTYPES)), None, "in which gradients are accumulated; null is the model's"),
+    "param_dtype": used(optional(choice(*DTYPES)), None, "of the parameters; must agree with fp16 and bf16"),
+    "buffer_dtype": used(optional(choice(*DTYPES)), None, "of the model's buffers; null is the model's"),
+    "keep_in_fp32_modules": used(
+        either("auto", strings), "auto", "buffers that stay in fp32; auto asks the model for its own list"
+    ),
+}  # fmt: skip
+
+TORCH_AUTOCAST: Final[Table] = {
+    "enabled": used(boolean, False, "run the forward pass under torch.autocast; parameters stay fp32"),
+    "dtype": used(choice("bfloat16", "bf16", "float16", "fp16"), "bfloat16", "of the lower-precision operations"),
+    "lower_precision_safe_modules": used(
+        optional(strings), None, "classes whose gradients travel in that dtype; null is linear and convolution layers"
+    ),
+}  # fmt: skip

@@ -1,0 +1,85 @@
+"""The block ``zero_optimization``, typed, with every default filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zero_runtime.combinations import WHOLE_BUCKET_NUMEL, automatic_overlap, automatic_reduction
+from zero_runtime.errors import ConfigError
+from zero_runtime.sharding_config import ShardingConfig, read_sharding
+from zero_runtime.stages import Stage, stage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZeroConfig:
+    """``zero_optimization``, resolved. Sizes are elements.
+
+    ``gradient_reduction`` is one of the four names, never auto; ``explicit_reduction`` says that the config named it.
+    ``allgather_bucket_size`` is None unless the config sets it. ``sharding`` acts where the stage shards parameters.
+    """
+
+    stage: Stage
+    contiguous_gradients: bool
+    reduce_scatter: bool
+    use_multi_rank_bucket_allreduce: bool
+    gradient_reduction: str
+    explicit_reduction: bool
+    reduce_scatter_impl: str | None
+    reduce_bucket_size: int
+    allgather_partitions: bool
+    allgather_bucket_size: int | None
+    overlap_comm: bool
+    compute_grad_norm: bool
+    overlap_parameter_gather: bool
+    round_robin_gradients: bool
+    parameter_alignment: bool
+    load_from_fp32_weights: bool
+    sharding: ShardingConfig
+
+
+def read_zero(values: Mapping[str, Any], disable_allgather: bool) -> ZeroConfig:
+    """The checked ``values`` of the block, resolved. Raises ConfigError where the stage cannot do what they ask for."""
+    row = stage(values["stage"], bool(values["overlap_comm"]))
+    wanted = values["gradient_reduction"]
+    reduction = automatic_reduction(row, values) if wanted == "auto" else wanted
+    if reduction not in row.reductions and row.shards_parameters:
+        raise ConfigError(
+            f"zero_optimization.gradient_reduction is {reduction}, but at stage 3 every rank owns a slice of every "
+            f"parameter; expected auto or {' or '.join(row.reductions)}, or stage 1 or 2"
+        )
+    if reduction not in row.reductions:
+        raise ConfigError(
+            f"zero_optimization.gradient_reduction is {reduction}, but at stage {row.number} every rank keeps all "
+            f"gradients, so nobody owns a part; expected auto or {' or '.join(row.reductions)}, or stage 1 or 2"
+        )
+    gather = values["allgather_bucket_size"]
+    if row.shards_optimizer and gather is not None and gather % 2:
+        raise ConfigError(
+            f"zero_optimization.allgather_bucket_size is {gather}; expected an even number of elements, since pieces "
+            "are aligned to 2 elements"
+        )
+    return ZeroConfig(
+        stage=row,
+        contiguous_gradients=values["contiguous_gradients"],
+        reduce_scatter=values["reduce_scatter"],
+        use_multi_rank_bucket_allreduce=values["use_multi_rank_bucket_allreduce"],
+        gradient_reduction=reduction,
+        explicit_reduction=wanted != "auto",
+        reduce_scatter_impl=None
+        if values["reduce_scatter_impl"] == "auto"
+        else values["reduce_scatter_impl"],
+        reduce_bucket_size=values["reduce_bucket_size"] if row.shards_optimizer else WHOLE_BUCKET_NUMEL,
+        allgather_partitions=values["allgather_partitions"] and not disable_allgather,
+        allgather_bucket_size=gather,
+        overlap_comm=automatic_overlap(row, reduction)
+        if values["overlap_comm"] is None
+        else values["overlap_comm"],
+        compute_grad_norm=values["compute_grad_norm"] or row.shards_parameters,
+        overlap_parameter_gather=values["overlap_parameter_gather"],
+        round_robin_gradients=values["round_robin_gradients"],
+        parameter_alignment=values["parameter_alignment"],
+        load_from_fp32_weights=values["load_from_fp32_weights"],
+        sharding=read_sharding(values) if row.shards_parameters else ShardingConfig(),
+    )

@@ -1,0 +1,253 @@
+"""The keys of ``zero_optimization``: DeepSpeed 0.19.8's, and two of this runtime's own."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from zero_runtime.checks import (
+    anything,
+    boolean,
+    choice,
+    integer,
+    mapping,
+    number,
+    optional,
+    strings,
+    text,
+)
+from zero_runtime.key_table import (
+    Table,
+    inert,
+    inside,
+    later,
+    later_at_stage_3,
+    refused,
+    stage_3,
+    used,
+    waiting,
+)
+
+_SIZE: Final = integer(0)
+_OFFLOAD: Final = "offload"
+_ZENFLOW: Final = "ZenFlow"
+ANY_LAYOUT: Final = "every checkpoint loads at any world size and stage"
+
+OFFLOAD_OPTIMIZER: Final[Table] = {
+    "device": later(
+        choice("none", "cpu", "nvme"),
+        "none",
+        "where the optimizer's state is kept",
+        _OFFLOAD,
+        "the optimizer stays on the device",
+    ),
+    "nvme_path": waiting(optional(text), None, "directory of the swap files", _OFFLOAD),
+    "buffer_count": waiting(_SIZE, 4, "buffers for swapping", _OFFLOAD),
+    "pin_memory": waiting(boolean, True, "page-locked host memory", _OFFLOAD),
+    "pipeline_read": waiting(boolean, False, "read the next piece during the update", _OFFLOAD),
+    "pipeline_write": waiting(boolean, False, "write the last piece during the update", _OFFLOAD),
+    "fast_init": waiting(boolean, False, "quicker set-up of swapping", _OFFLOAD),
+    "ratio": waiting(number(0.0), 1.0, "share of the parameters that is updated on the CPU", _OFFLOAD),
+    "super_offload": waiting(boolean, False, "SuperOffload", _OFFLOAD),
+    "cpuadam_cores_perc": waiting(number(0.0), 0.8, "share of the cores for the update", _OFFLOAD),
+}
+
+OFFLOAD_PARAM: Final[Table] = {
+    "device": used(
+        choice("none", "cpu", "nvme"),
+        "none",
+        "where slices of parameters are kept; nvme is refused, and belongs to offload",
+    ),
+    "nvme_path": waiting(optional(text), None, "directory of the swap files", _OFFLOAD),
+    "buffer_count": waiting(_SIZE, 5, "buffers for swapping", _OFFLOAD),
+    "buffer_size": waiting(_SIZE, 100_000_000, "elements of a buffer", _OFFLOAD),
+    "max_in_cpu": waiting(_SIZE, 1_000_000_000, "elements kept in host memory beside NVMe", _OFFLOAD),
+    "pin_memory": waiting(boolean, True, "page-locked host memory", _OFFLOAD),
+}
+
+ZENFLOW: Final[Table] = {
+    "topk_ratio": later(number(0.0), 0.1, "share of the gradients that is updated at once", _ZENFLOW),
+    "select_strategy": later(text, "auto", "when that share is chosen anew", _ZENFLOW),
+    "select_interval": later(anything, "auto", "steps between two choices", _ZENFLOW),
+    "update_interval": later(anything, "auto", "steps between two updates of the rest", _ZENFLOW),
+    "overlap_step": later(boolean, False, "update the rest beside the training", _ZENFLOW),
+    "offload": later(boolean, False, "keep gradients in host memory", _ZENFLOW),
+    "auto_ratio": later(number(0.0), 0.99, "threshold of the automatic interval", _ZENFLOW),
+    "full_warm_up_rounds": later(_SIZE, 0, "steps before the share is chosen", _ZENFLOW),
+    "pt_reserved_cores_perc": later(number(0.0), 0.5, "share of the cores that stays torch's", _ZENFLOW),
+    "steps_per_epoch": later(optional(_SIZE), None, "steps of an epoch", _ZENFLOW),
+}
+
+LEAF_MODULE: Final[Table] = {
+    "classes": stage_3(strings, (), "classes of modules that are gathered as one"),
+    "names": stage_3(strings, (), "names of such modules"),
+    "name_suffixes": stage_3(strings, (), "ends of the names of such modules"),
+}
+
+ZERO: Final[Table] = {
+    "stage": used(
+        integer(0),
+        0,
+        "what is sharded: nothing (0), optimizer state (1), gradients too (2), parameters too (3)",
+    ),
+    "contiguous_gradients": used(
+        boolean, True, "copy gradients into one buffer; false overrides the next two keys"
+    ),
+    "reduce_scatter": used(
+        boolean, True, "stages 1 and 2: reduce to the owners, by the next key; stage 3: by reduce_scatter"
+    ),
+    "use_multi_rank_bucket_allreduce": used(
+        boolean,
+        True,
+        "stages 1 and 2: one all_reduce over all owners' slices, instead of one reduce for each owner",
+    ),
+    "gradient_reduction": used(
+        choice("auto", "all_reduce", "multi_rank_all_reduce", "reduce_to_owner", "reduce_scatter"),
+        "auto",
+        "how gradients are reduced; auto follows the three keys above. Not a key of DeepSpeed",
+    ),
+    "reduce_scatter_impl": used(
+        choice("auto", "native", "all_to_all"),
+        "auto",
+        "what a reduce_scatter is made of; auto is all_to_all and a local sum on gloo. Not a key of DeepSpeed",
+    ),
+    "reduce_bucket_size": used(integer(1), 500_000_000, "elements of a gradient bucket; not used at stage 0"),
+    "allgather_partitions": used(boolean, True, "stages 1 and 2: false broadcasts each rank's piece instead"),
+    "allgather_bucket_size": used(
+        optional(integer(2)),
+        None,
+        "stages 1 and 2: elements of a message that gathers parameters; null is all at once",
+    ),
+    "overlap_comm": used(optional(boolean), None, "reduce during the backward pass; null is true at stage 3"),
+    "compute_grad_norm": used(
+        boolean, True, "stages 1 and 2: the norm of gradients also where nothing is clipped"
+    ),
+    "overlap_parameter_gather": used(
+        boolean,
+        False,
+        "stages 1 and 2: gather updated parameters beside the next forward pass. Not a key of DeepSpeed",
+    ),
+    "round_robin_gradients": used(boolean, False, "stages 1 and 2: deal parameters out to the ranks in turn"),
+    "parameter_alignment": used(boolean, False, "stages 1 and 2: pad each parameter to 16 bytes"),
+    "load_from_fp32_weights": used(boolean, True, "load master weights from a checkpoint's fp32 copy"),
+    "elastic_checkpoint": inert(boolean, False, "checkpoints without padding", ANY_LAYOUT),
+    "ignore_unused_parameters": inert(
+        boolean,
+        True,
+        "leave parameters without gradient out of the norm",
+        "acts with an offloaded optimizer only",
+    ),
+    "offload_param": stage_3(optional(inside(OFFLOAD_PARAM)), None, "slices of parameters in host memory"),
+    "offload_params": later(
+        optional(mapping), None, "another spelling of offload_param", _OFFLOAD, "write offload_param"
+    ),
+    "offload_optimizer": waiting(
+        optional(inside(OFFLOAD_OPTIMIZER)), None, "optimizer state in host memory or on NVMe", _OFFLOAD
+    ),
+    "cpu_offload": later(
+        optional(boolean),
+        None,
+        "old form of offload_optimizer.device cpu",
+        _OFFLOAD,
+        "the optimizer stays on the device",
+    ),
+    "cpu_offload_param": stage_3(optional(boolean), None, "old form of offload_param.device cpu"),
+    "cpu_offload_use_pin_memory": inert(
+        optional(boolean), None, "page-locked host memory", "it has no effect in DeepSpeed either"
+    ),
+    "zenflow": later(optional(inside(ZENFLOW)), None, "update the most important gradients first", _ZENFLOW),
+    "sub_group_size": stage_3(integer(1), 1_000_000_000, "elements that the optimizer updates together"),
+    **{
+        prefix + name: stage_3(check, default, meaning if prefix else f"another name of stage3_{name}")
+        for name, check, default, meaning in (
+            ("prefetch_bucket_size", _SIZE, 50_000_000, "elements that are gathered ahead; 0 for none"),
+            (
+                "param_persistence_threshold",
+                _SIZE,
+                100_000,
+                "parameters of up to so many elements stay gathered",
+            ),
+            ("model_persistence_threshold", _SIZE, 2**63 - 1, "total of the elements that stay gathered"),
+            (
+                "max_live_parameters",
+                _SIZE,
+                1_000_000_000,
+                "nothing is gathered ahead beyond so many elements",
+            ),
+            (
+                "max_reuse_distance",
+                _SIZE,
+                1_000_000_000,
+                "keep a parameter that is used again within so many elements",
+            ),
+            ("gather_16bit_weights_on_model_save", boolean, False, "save_16bit_model may gather the model"),
+            (
+                "module_granularity_threshold",
+                integer(-(2**63)),
+                0,
+                "modules of fewer elements per layer are gathered as one",
+            ),
+            (
+                "use_all_reduce_for_fetch_params",
+                boolean,
+                False,
+                "gather by an all_reduce of a buffer of zeros",
+            ),
+            ("allgather_sequential", boolean, False, "one all_gather for each parameter"),
+        )
+        for prefix in ("stage3_", "")
+    },
+    "stage3_gather_fp16_weights_on_model_save": stage_3(
+        boolean, False, "old name of stage3_gather_16bit_weights_on_model_save"
+    ),
+    "zero_hpz_partition_size": stage_3(
+        _SIZE, 1, "ranks of the second, smaller group that gathers for the backward pass"
+    ),
+    "zero_quantized_weights": later_at_stage_3(boolean, False, "gather quantized parameters", "compression"),
+    "zero_quantized_nontrainable_weights": later_at_stage_3(
+        boolean, False, "gather quantized frozen parameters", "compression"
+    ),
+    "zero_quantized_gradients": later_at_stage_3(
+        boolean,
+        False,
+        "reduce quantized gradients",
+        "compression",
+        "communication_data_type bf16 halves the bytes",
+    ),
+    "memory_efficient_linear": stage_3(
+        boolean, True, "linear layers keep no gathered weight for the backward pass"
+    ),
+    "log_trace_cache_warnings": stage_3(
+        boolean, False, "say when modules run in another order than recorded"
+    ),
+    "enable_sanity_checks": stage_3(boolean, False, "the ranks compare what is in each gradient bucket"),
+    "leaf_module": stage_3(optional(inside(LEAF_MODULE)), None, "modules that are gathered as one"),
+    "pipeline_loading_checkpoint": inert(
+        boolean, False, "load a checkpoint rank by rank", "ranks read what they need by themselves"
+    ),
+    "override_module_apply": inert(
+        boolean, True, "module.apply gathers parameters", "module.apply needs no help here"
+    ),
+    "save_muon_momentum_buffer_in_memory": inert(
+        boolean, False, "keep Muon's momentum off NVMe", "acts with an offloaded optimizer only"
+    ),
+    "legacy_stage1": refused(
+        "the old ZeRO stage 1 does not exist any more, in DeepSpeed either; use stage 1",
+        "an old ZeRO stage 1",
+    ),
+    "mics_shard_size": refused(
+        "MiCS has been removed from DeepSpeed; use stage 1, 2 or 3 without it", "MiCS"
+    ),
+    "mics_hierarchical_params_gather": refused(
+        "MiCS has been removed from DeepSpeed; remove the key", "MiCS"
+    ),
+    "zeropp_loco_param": refused("LoCo has been removed from DeepSpeed; remove the key", "LoCo"),
+    "zero_allowed_param_types": later(
+        strings, None, "shard parameters of these modules only", "custom partitioning"
+    ),
+    "zero_force_param_types": later(
+        strings, None, "never shard parameters of these modules", "custom partitioning"
+    ),
+    "hierarchical_compress": later(
+        boolean, False, "compress between hosts only", "compression", "see zero_hpz_partition_size"
+    ),
+}
