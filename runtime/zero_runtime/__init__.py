@@ -8,7 +8,7 @@
         engine.backward(loss)
         engine.step()
 
-Stages 0, 1 and 2; fp32 and bf16. What differs from DeepSpeed stands in ``docs/deepspeed-differences.md``.
+Stages 0 to 3; fp32, bf16 and fp16. What differs from DeepSpeed stands in ``docs/deepspeed-differences.md``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zero_runtime import comm, zero
 from zero_runtime.arguments import add_config_arguments
 from zero_runtime.comm import init_distributed
 from zero_runtime.engine import Engine
-from zero_runtime.errors import ConfigError, UnsupportedError, UsageError, ZeroRuntimeError
+from zero_runtime.errors import ConfigError, LossScaleError, UnsupportedError, UsageError, ZeroRuntimeError
 from zero_runtime.initialization import initialize
 from zero_runtime.version import VERSION
 
@@ -28,6 +28,7 @@ __all__ = [
     "ConfigError",
     "DeepSpeedEngine",
     "Engine",
+    "LossScaleError",
     "UnsupportedError",
     "UsageError",
     "ZeroRuntimeError",

@@ -14,8 +14,7 @@ import zero_runtime
 from commprof import hooks
 from support.process_group_log import logged
 from support.ranks import run_ranks
-from zero_runtime import UsageError
-from zero_runtime.errors import LossScaleError
+from zero_runtime import LossScaleError, UsageError
 
 pytestmark = pytest.mark.ranks
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from zero_runtime.config import RuntimeConfig
 from zero_runtime.errors import ConfigError
 from zero_runtime.fp32_modules import cast_floating, fp32_buffers, keep_in_fp32
 from zero_runtime.precision import cast_module
-from zero_runtime.precision_config import read_precision
 
 
 class Block(nn.Module):
@@ -40,12 +40,11 @@ class Model(nn.Module):
 
 
 def prepared(*patterns, dtype="fp16", **top):
-    model = Model()
-    given = {"fp16": {}, "bf16": {}, "bfloat16": {}, "data_types": {}, "torch_autocast": {}}
-    given |= {"communication_data_type": None, "fp16_override_modules": patterns or None, **top}
-    if dtype != "fp32":
-        given[dtype] = {"enabled": True}
-    cast_module(model, read_precision(given))
+    return cast(Model(), **{dtype: {"enabled": True}, "fp16_override_modules": list(patterns), **top})
+
+
+def cast(model, **given):
+    cast_module(model, RuntimeConfig.from_mapping({"train_batch_size": 1, **given}, 1).precision)
     return model
 
 
@@ -91,9 +90,7 @@ def test_patterns_and_borders(patterns, expected, dtype):
 
 def test_prepared_again_without_patterns_the_borders_are_gone():
     model = prepared("LayerNorm")
-    given = {"fp16": {"enabled": True}, "bf16": {}, "bfloat16": {}, "data_types": {}, "torch_autocast": {}}
-    given |= {"communication_data_type": None, "fp16_override_modules": None}
-    cast_module(model, read_precision(given))
+    cast(model, fp16={"enabled": True})
     assert wide(model) == set()
     assert model(torch.arange(3)).dtype == torch.float16
 
@@ -131,10 +128,12 @@ def test_casting_reaches_into_nested_values_and_leaves_the_rest():
         "b": Pair(flag, "text"),
         "c": None,
     }
-    cast = cast_floating(values, torch.float16)
-    assert cast["a"][0].dtype == cast["a"][1][0].dtype == torch.float16
-    assert cast["a"][1][1] is whole and cast["b"].x is flag and cast["b"].y == "text" and cast["c"] is None
-    assert isinstance(cast["b"], Pair) and values["a"][0].dtype == torch.float32
+    found = cast_floating(values, torch.float16)
+    assert found["a"][0].dtype == found["a"][1][0].dtype == torch.float16
+    assert (
+        found["a"][1][1] is whole and found["b"].x is flag and found["b"].y == "text" and found["c"] is None
+    )
+    assert isinstance(found["b"], Pair) and values["a"][0].dtype == torch.float32
 
 
 class Gate(nn.Module):
@@ -179,10 +178,8 @@ def test_buffers_that_stay(patterns, dtype, expected):
 def test_buffers_that_stay_are_widened_and_not_cast():
     model = Gated()
     model.gate.other.data = model.gate.other.data.half()
-    given = {"fp16": {"enabled": True}, "bf16": {}, "bfloat16": {}, "torch_autocast": {}}
-    given |= {"communication_data_type": None, "fp16_override_modules": None}
-    given["data_types"] = {"buffer_dtype": "bf16", "keep_in_fp32_modules": ["gate"]}
-    cast_module(model, read_precision(given))
+    types = {"buffer_dtype": "bf16", "keep_in_fp32_modules": ["gate"]}
+    cast(model, fp16={"enabled": True}, data_types=types)
     found = {name: buffer.dtype for name, buffer in model.named_buffers()}
     assert found.pop("rotary.angle") == torch.bfloat16
     assert set(found.values()) == {torch.float32}
