@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 
 from commprof import hooks
 from zero_runtime.bands import BandedGradients
+from zero_runtime.combinations import WHOLE_BUCKET_NUMEL
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.errors import ConfigError, UnsupportedError
@@ -32,6 +34,7 @@ from zero_runtime.reduction import reduction
 from zero_runtime.residency import Residency, residency_of
 from zero_runtime.sharded_assembly import ShardedModel
 from zero_runtime.shards import shard_of
+from zero_runtime.stages import stage
 from zero_runtime.torch_optimizer import ClientOptimizer, check_shardable, torch_optimizer
 from zero_runtime.whole_gradients import AccumulatedGradients, ReplicatedGradients
 
@@ -53,7 +56,7 @@ class Boundary:
 class Assembly(NamedTuple):
     """The parts of an engine. Without an optimizer that and the torch optimizer are None, and the loss scale is 1.
 
-    Gradients are None where nothing reduces them; the residency is that of sharded parameters.
+    The residency is that of sharded parameters.
     """
 
     module: torch.nn.Module
@@ -64,7 +67,7 @@ class Assembly(NamedTuple):
     loss_scale: LossScale
     torch_optimizer: torch.optim.Optimizer | None
     optimizer: Any
-    gradients: Gradients | None
+    gradients: Gradients
     residency: Residency | None = None
 
 
@@ -97,12 +100,8 @@ def assemble(
     if config.zero.stage.shards_parameters:
         return _with_sharded_parameters(config, module, inner, kinds, group, boundary)
     if inner is None:
-        if config.zero.stage.shards_optimizer:
-            raise ConfigError(
-                f"zero_optimization.stage {config.zero.stage.number} shards an optimizer, and there is none; name one "
-                "in the config, or pass one to initialize"
-            )
-        return Assembly(module, device, group, kinds, boundary, LossScale(), None, None, None)
+        kept = _unused_gradients(config, module, kinds, group, boundary)
+        return Assembly(module, device, group, kinds, boundary, LossScale(), None, None, kept)
     _describe(module, inner)
     policy = Policy(
         stage=config.zero.stage,
@@ -234,6 +233,29 @@ def _replicated(
     )
     labels = {parameter: name for name, parameter in module.named_parameters()}
     return ReplicatedOptimizer(inner, gradients, group, steps, scale, not reduced, labels), gradients
+
+
+def _unused_gradients(
+    config: RuntimeConfig,
+    module: torch.nn.Module,
+    kinds: Precision,
+    group: DataParallelGroup,
+    boundary: Boundary,
+) -> ReplicatedGradients:
+    """Gradients where no optimizer takes them: with nothing to shard, stages 1 and 2 reduce them as stage 0 does."""
+    zero = dataclasses.replace(
+        config.zero, stage=stage(0, False), gradient_reduction="all_reduce", explicit_reduction=True
+    )
+    policy = Policy(
+        stage=zero.stage,
+        reduce=reduction("all_reduce", None),
+        scaling=dataclasses.replace(config, zero=zero).scaling(group.world_size),
+        limit=WHOLE_BUCKET_NUMEL,
+        contiguous=True,
+    )
+    named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    dtypes = {parameter: communication_dtype(parameter, kinds) for parameter in named.values()}
+    return ReplicatedGradients(list(named), list(named.values()), dtypes, policy, group, boundary)
 
 
 def _with_sharded_parameters(

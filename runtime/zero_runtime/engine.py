@@ -101,7 +101,7 @@ class Engine(torch.nn.Module):
             inputs, kwargs = cast_floating((inputs, kwargs), self._precision.inputs)
         with self._clock("forward"), autocast(self._precision.autocast, self.device), self._linear():
             outputs = self.module(*inputs, **kwargs)
-        if self.training and self._gradients is not None:
+        if self.training:
             for leaf in tree_leaves(outputs):
                 if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                     leaf.register_hook(self._on_output_gradient)
@@ -113,6 +113,9 @@ class Engine(torch.nn.Module):
     ) -> torch.Tensor:
         """Accumulate the gradients of ``loss``, and reduce them when the stage says so.
 
+        Without an optimizer they stay until the next accumulation window begins: in each parameter's ``grad``, on all ranks
+        alike, also at stages 1 and 2, where there is nothing to shard; at stage 3 in slices.
+
         The loss is multiplied by the loss scale before it is differentiated.
 
         Args:
@@ -123,8 +126,6 @@ class Engine(torch.nn.Module):
         Returns:
             The loss divided by the accumulation steps; not scaled.
         """
-        if self._gradients is None:
-            raise UsageError("backward needs an optimizer; name one in the config, or pass one to initialize")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shown = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
             raise UsageError(f"backward expects a loss of one element, found {shown}; take its mean or sum")
@@ -143,27 +144,34 @@ class Engine(torch.nn.Module):
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss`` times the loss scale, for ``engine.scale(loss).backward()`` in place of ``engine.backward(loss)``."""
-        if self._gradients is None:
-            raise UsageError("scale needs an optimizer; name one in the config, or pass one to initialize")
         self._scaled = True
         return loss * self._scale.value
 
     def _begin_backward(self) -> None:
-        assert self._gradients is not None
         hooks.phase("backward")
         self._differentiating = True
         if self._micro_batches == 0:
+            if self.optimizer is None:
+                self._gradients.clear()
             self._gradients.begin_step()
 
     @torch.no_grad()
     def _finish_backward(self) -> None:
-        assert self._gradients is not None
         self._differentiating = False
         self._micro_batches += 1
         self._gradients.finish_backward()
         if self._residency is not None:
             self._residency.finish_backward()
+        if self.optimizer is None:
+            self._count_backward()
         hooks.phase("other")
+
+    def _count_backward(self) -> None:
+        """Without an optimizer nobody calls ``step``: the last backward pass of a window ends it, and its gradients stay."""
+        if self.is_gradient_accumulation_boundary():
+            self.global_steps += 1
+            self._micro_batches = 0
+        self.micro_steps += 1
 
     def _on_output_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """The gradient of an output of ``forward``, in ``loss.backward()`` as well as in ``engine.backward(loss)``.
@@ -196,8 +204,12 @@ class Engine(torch.nn.Module):
 
         With managed_gradient_accumulation false every call takes a step.
         """
-        if self.optimizer is None or self._gradients is None:
-            raise UsageError("step needs an optimizer; name one in the config, or pass one to initialize")
+        if self.optimizer is None:
+            where = "in slices" if self._residency is not None else "in the grad of each parameter"
+            raise UsageError(
+                f"step needs an optimizer, and there is none: the gradients of the last backward pass are kept {where}, "
+                "reduced over the ranks; name an optimizer in the config, or pass one to initialize"
+            )
         if self._paused:
             raise UsageError("step was called inside no_sync, where gradients are not reduced; call it after")
         self._step_applied = False
@@ -214,7 +226,7 @@ class Engine(torch.nn.Module):
         self.micro_steps += 1
 
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
-        assert self.optimizer is not None and self._gradients is not None
+        assert self.optimizer is not None
         if not self.config.managed_gradient_accumulation and not self.config.zero.stage.shards_gradients:
             with torch.no_grad():
                 self._gradients.finish_backward()
@@ -250,7 +262,7 @@ class Engine(torch.nn.Module):
         if self._boundary is not None:
             return self._boundary
         if not self.config.managed_gradient_accumulation:
-            return self._stepping
+            return self._stepping or self.optimizer is None
         return (self.micro_steps + 1) % self.config.gradient_accumulation_steps == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
@@ -270,8 +282,8 @@ class Engine(torch.nn.Module):
                 f"no_sync means nothing at ZeRO stage {self.zero_optimization_stage()}, which reduces and frees "
                 "gradients in every micro-batch; use stage 0 or 1"
             )
-        if self._gradients is None or self._paused:
-            raise UsageError("no_sync needs an optimizer, and cannot be nested")
+        if self._paused:
+            raise UsageError("no_sync was entered inside no_sync; leave the inner one out")
         self._paused = True
         self._gradients.pause(True)
         try:
@@ -282,8 +294,7 @@ class Engine(torch.nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients; ``set_to_none`` is accepted for torch's signature."""
-        if self._gradients is not None:
-            self._gradients.clear()
+        self._gradients.clear()
 
     def was_step_applied(self) -> bool:
         """Whether the last call of ``step`` changed the parameters."""
