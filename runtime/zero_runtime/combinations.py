@@ -94,6 +94,8 @@ def check(config: RuntimeConfig) -> None:
 def note_contradictions(config: RuntimeConfig, notices: list[str]) -> None:
     """Add to ``notices`` one line for each setting that another one overrides."""
     zero, given = config.zero, config.given.get("zero_optimization", {})
+    if config.precision.fp32_modules and config.precision.model == "fp32":
+        notices.append("fp16_override_modules has no effect here: the whole model trains in fp32")
     if not zero.stage.shards_optimizer:
         return
     if zero.stage.shards_parameters:

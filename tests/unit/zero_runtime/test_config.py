@@ -242,3 +242,19 @@ def test_a_configuration_comes_as_a_dict_a_path_or_in_args(tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             configuration.load(config, args)
+
+
+def test_modules_in_fp32_mean_nothing_in_fp32():
+    told = make(fp16_override_modules=["LayerNorm"]).notices
+    assert told == ("fp16_override_modules has no effect here: the whole model trains in fp32",)
+    assert make(fp16_override_modules=["LayerNorm"], bf16={"enabled": True}).notices == ()
+
+
+def test_the_fp16_block_as_it_is_used():
+    """What is said to be used means the same when it is given."""
+    fixed = make(fp16={"enabled": True, "loss_scale": 128, "auto_cast": True})
+    assert fixed.effective()["fp16"] == {"enabled": True, "auto_cast": True, "loss_scale": 128.0}
+    dynamic = make(fp16={"enabled": True, "initial_scale_power": 8, "min_loss_scale": 1e-5, "hysteresis": 3})
+    again = make(fp16=dynamic.effective()["fp16"])
+    assert again.precision == dynamic.precision
+    assert dynamic.precision.loss_scale[:2] == (256.0, True) and dynamic.precision.loss_scale.minimum == 1e-5
