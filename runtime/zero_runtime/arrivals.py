@@ -37,7 +37,8 @@ class Arrivals:
             for owner in module.modules()
             if any(parameter in carriers for parameter in owner.parameters(recurse=False))
         ]
-        self._handles = [owner.register_forward_pre_hook(self._before_forward) for owner, _ in self._owners]
+        hook = _BeforeForward(self)
+        self._handles = [owner.register_forward_pre_hook(hook) for owner, _ in self._owners]
 
     def close(self) -> None:
         """Wait for everything, and take the hooks away."""
@@ -78,10 +79,26 @@ class Arrivals:
                 plain.update(watched.without_waiting())
                 owner._parameters = plain
 
-    def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
-        if self._under_way:
-            for parameter in list(module._parameters.values()):
-                self.land(parameter)
+
+class _BeforeForward:
+    """The hook of modules that own parameters. A copy of one, in a copy of a module, does nothing."""
+
+    def __init__(self, arrivals: Arrivals) -> None:
+        self._arrivals = arrivals
+
+    def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
+        for parameter in list(module._parameters.values()):
+            self._arrivals.land(parameter)
+
+    def __reduce__(self) -> tuple[type[_Nothing], tuple[()]]:
+        return _Nothing, ()
+
+
+class _Nothing:
+    """A hook that does nothing."""
+
+    def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
+        """Do nothing."""
 
 
 class _Watched(dict[str, Any]):
