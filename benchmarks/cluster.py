@@ -73,6 +73,9 @@ CASES = {
     "zero_runtime, stage 2, reduce_scatter, bf16 messages": Case(
         "zero_runtime", "zero_runtime", SCATTER, {"communication_data_type": "bf16"}
     ),
+    "zero_runtime, stage 2, reduce_scatter, gather into forward": Case(
+        "zero_runtime", "zero_runtime", {**SCATTER, "overlap_parameter_gather": True}
+    ),
     "zero_runtime, stage 3": Case("zero_runtime", "zero_runtime stage 3", {"stage": 3}),
 }
 
