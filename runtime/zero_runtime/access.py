@@ -29,7 +29,21 @@ running: Final[
 
 
 class WatchedParameters(dict[str, Any]):
-    """The parameters of a module (``module._parameters``); reading one that is not whole in a forward pass gathers it."""
+    """The parameters of a module (``module._parameters``); reading one that is not whole in a forward pass gathers it.
+
+    Attributes:
+        version: counts the changes.
+    """
+
+    version = 0
+
+    def __setitem__(self, name: str, parameter: Any) -> None:
+        super().__setitem__(name, parameter)
+        self.version += 1
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        self.version += 1
 
     def __getitem__(self, name: str) -> Any:
         parameter = super().__getitem__(name)

@@ -38,6 +38,7 @@ class Gathering:
     def __init__(self, messages: Sequence[_Message]) -> None:
         self._messages = messages
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def wait(self) -> None:
         """Wait for the messages, and make whole the parameters that they carry. May be called again."""
@@ -72,6 +73,7 @@ class Gatherer:
         self._secondary = secondary
         self._dtypes = dtypes or {}
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def start(self, shards: Iterable[Shard]) -> Gathering:
         """Begin to gather those of ``shards`` that are neither whole nor on their way, in as few messages as may be."""
@@ -94,6 +96,7 @@ class Gatherer:
                 each.gathering = gathering
         return gathering
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def gather_each(self, shards: Iterable[Shard]) -> None:
         """Make whole those of ``shards`` that are not, by their primary slices, one message each, in the given order."""
@@ -149,9 +152,11 @@ class Gatherer:
             return _reduce_whole(shards, group, dtype, device)
         numel = sum(piece.numel() for piece in pieces)
         buffer = torch.empty(group.world_size * numel, dtype=dtype, device=device)
-        row = buffer.narrow(0, group.rank * numel, numel)
-        torch.cat([piece.to(device=device, dtype=dtype) for piece in pieces], out=row)
-        work = group.start_all_gather(buffer, row, why=_why(shards))
+        row = _end_to_end(pieces, numel)
+        if row is None:
+            row = buffer.narrow(0, group.rank * numel, numel)
+            torch.cat([piece.to(device=device, dtype=dtype) for piece in pieces], out=row)
+        work = group.start_all_gather(buffer, row.to(device=device, dtype=dtype), why=_why(shards))
         return _Message(work, buffer, shards, group.world_size)
 
 
@@ -179,6 +184,18 @@ def _without_messages(shards: Sequence[Shard]) -> list[Shard]:
         else:
             each.fill(each.own.to(each.parameter.device))
     return rest
+
+
+def _end_to_end(pieces: Sequence[torch.Tensor], numel: int) -> torch.Tensor | None:
+    """The pieces as one tensor, where they lie in memory as they are to be sent; else None."""
+    first = pieces[0]
+    storage, end = first.untyped_storage().data_ptr(), first.storage_offset()
+    for piece in pieces:
+        apart = piece.untyped_storage().data_ptr() != storage or piece.storage_offset() != end
+        if apart or piece.dtype != first.dtype:
+            return None
+        end += piece.numel()
+    return first.as_strided((numel,), (1,))
 
 
 def _reduce_whole(

@@ -63,13 +63,14 @@ class Iteration:
         """The forward pass of the whole model, which has ``units``, begins."""
         self.drain()
         self._leave_unseen()
-        for numbers in self._planner.begin(
-            lambda number, deep=None: [shard.number for shard in units[number].shards(deep)]
-        ):
+
+        def parameters_of(module: int, deep: bool | None = None) -> list[int]:
+            unit = units[module]
+            return [shard.number for shard in (unit.shards() if deep is None else unit.find(deep))]
+
+        for numbers in self._planner.begin(parameters_of):
             self._compare(numbers)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def before_forward(self, unit: Unit) -> bool:
         """A module is about to run: gather for it. Returns whether there is anything to gather."""
         access.running.append(unit)
@@ -83,7 +84,7 @@ class Iteration:
         """
         while access.running and access.running.pop() is not unit:
             pass  # of modules that an exception has left
-        tensors = list(tensors_in(output))
+        tensors = [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))
         replaced = None
         if torch.is_grad_enabled():
             self._hand_over(unit, tensors)
@@ -91,8 +92,7 @@ class Iteration:
             if not tensors and output is not None:
                 self._unseen[unit.forward] = unit
                 return None
-        with torch.inference_mode(False), torch.no_grad():
-            self._leave(unit, unit.forward)
+        self._leave(unit, unit.forward)
         return replaced
 
     def _hand_over(self, unit: Unit, outputs: Sequence[torch.Tensor]) -> None:
@@ -106,8 +106,7 @@ class Iteration:
     def read(self, unit: Unit, shard: Shard) -> None:
         """A module reads, in its forward pass, a parameter that is not whole: from now on one of those it uses."""
         self._borrow(unit, shard)
-        with torch.inference_mode(False), torch.no_grad():
-            self._gatherer.gather_each([shard])
+        self._gatherer.gather_each([shard])
 
     def _borrow(self, unit: Unit, shard: Shard) -> None:
         """``unit``, whose forward pass is running, uses a parameter that it does not own."""
@@ -115,16 +114,12 @@ class Iteration:
         shard.active.add(unit.forward)
         self.add(shard)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def before_backward(self, unit: Unit) -> None:
         """The gradient of an output is there: gather for the backward pass of the module."""
         self._backward.pop(unit.number, None)
         self._backward[unit.number] = unit
         self._enter(unit, unit.backward)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def after_backward(self, unit: Unit) -> None:
         """The gradients of all inputs are there: the backward pass of the module has ended."""
         self._backward.pop(unit.number, None)
@@ -132,7 +127,6 @@ class Iteration:
             self.listener(unit.module)
         self._leave(unit, unit.backward)
 
-    @torch.no_grad()
     def finish_backward(self) -> None:
         """Release what the modules without differentiable inputs have left whole. Call it after each backward pass."""
         for unit in reversed(list(self._backward.values())):
@@ -146,7 +140,6 @@ class Iteration:
         self._strays.clear()
         self._leave_unseen()
 
-    @torch.no_grad()
     def before_gradient(self, shard: Shard) -> None:
         """A gradient is about to be accumulated, which needs a whole parameter, also where its module is not running."""
         if not shard.available:
@@ -167,6 +160,11 @@ class Iteration:
         for shard in self.shards.values():
             shard.active.clear()
             self.release(shard)
+
+    def restart(self) -> None:
+        """As :meth:`stop`, and forget the order of modules."""
+        self.stop()
+        self._planner.forget()
 
     # One module.
 
@@ -191,12 +189,17 @@ class Iteration:
 
     def _leave(self, unit: Unit, use: int) -> None:
         """``unit`` has run: release what nobody needs soon."""
-        shards = {shard.number: shard for shard in unit.shards()}
-        for shard in shards.values():
+        shards = unit.shards()
+        if not shards:
+            return
+        for shard in shards:
             shard.active.discard(use)
-        for number in self._planner.releasable(unit.number, list(shards), self._is_persistent, unit.is_leaf):
-            if number in shards and number not in self._returned:
-                self.release(shards[number])
+        releasable = self._planner.releasable(
+            unit.number, [shard.number for shard in shards], self._is_persistent, unit.is_leaf
+        )
+        for shard in shards:
+            if shard.number in releasable and shard.number not in self._returned:
+                self.release(shard)
 
     def _is_released(self, number: int) -> bool:
         return self.shards[number].status is Status.NOT_AVAILABLE

@@ -63,6 +63,7 @@ class Shard:
     """
 
     __slots__ = (
+        "_empty",
         "_persistent",
         "_status",
         "active",
@@ -96,6 +97,7 @@ class Shard:
         self.secondary: torch.Tensor | None = None
         self.gathering: OnItsWay | None = None
         self.changed = False
+        self._empty: torch.Tensor | None = None
         self.own = torch.zeros(self.slice_numel, dtype=self.dtype, device=device or parameter.device)
         self._status = Status.AVAILABLE
         self.cut(self.own, group.rank)
@@ -168,7 +170,11 @@ class Shard:
 
     def release(self) -> None:
         """Give up the whole parameter, and keep the slice."""
-        self.parameter.data = torch.empty(0, dtype=self.dtype, device=self.parameter.device)
+        empty = self._empty
+        if empty is None or empty.dtype != self.dtype or empty.device != self.parameter.device:
+            with torch.inference_mode(False):
+                empty = self._empty = torch.empty(0, dtype=self.dtype, device=self.parameter.device)
+        self.parameter.data = empty
         self.status = Status.NOT_AVAILABLE
 
     def detach(self) -> None:

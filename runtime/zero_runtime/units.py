@@ -39,7 +39,18 @@ class Unit:
         awaited: differentiable inputs of the last forward pass whose gradients have not come, negative for earlier ones.
     """
 
-    __slots__ = ("_external", "awaited", "backward", "forward", "host", "is_leaf", "module", "number")
+    __slots__ = (
+        "_external",
+        "_seen",
+        "_shards",
+        "awaited",
+        "backward",
+        "forward",
+        "host",
+        "is_leaf",
+        "module",
+        "number",
+    )
 
     def __init__(self, number: int, module: torch.nn.Module, host: Host) -> None:
         self.number = number
@@ -49,10 +60,21 @@ class Unit:
         self.is_leaf = is_leaf(module)
         self.awaited = 0
         self._external = access.external_parameters(module)
+        self._shards: list[Shard] = []
+        self._seen: tuple[int, int] | None = None  # when it had these shards
 
-    def shards(self, deep: bool | None = None) -> list[Shard]:
-        """The shards of its parameters, each once, by number; with those inside it if ``deep``, as a rule for a leaf."""
-        deep = self.is_leaf if deep is None else deep
+    def shards(self) -> list[Shard]:
+        """The shards of its parameters, each once, by number."""
+        parameters = self.module._parameters
+        if self.is_leaf or not isinstance(parameters, access.WatchedParameters):
+            return self.find(self.is_leaf)
+        now = parameters.version, len(self._external)
+        if now != self._seen:
+            self._shards, self._seen = self.find(False), now
+        return self._shards
+
+    def find(self, deep: bool) -> list[Shard]:
+        """The shards of the module's parameters, with or without those of the modules inside it, and of borrowed ones."""
         owned = self.module.parameters() if deep else self.module._parameters.values()
         found = {shard.number: shard for p in owned if p is not None and (shard := shard_of(p)) is not None}
         for parameter in self._external.values():
