@@ -83,6 +83,10 @@ class FlatParameters:
         Returns:
             Nothing: parts of which copies are out of date are not known here.
         """
+        return self.changes()
+
+    def changes(self) -> Sequence[tuple[int, slice]]:
+        """Wait for what is under way; the rest as in ``begin_step``."""
         if self._arrivals is not None:
             self._arrivals.land_all()
         return ()

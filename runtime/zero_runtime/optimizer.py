@@ -143,6 +143,9 @@ class _Wrapper(torch.optim.Optimizer):
         """The parameters that are updated, on all ranks together, with their param groups."""
         raise NotImplementedError
 
+    def settle(self) -> None:
+        """Wait for parameters that are under way, and take over what a script has changed in them."""
+
     def fragments(self) -> Iterator[Fragment]:
         """What this rank holds of each parameter, its state included, for a checkpoint."""
         return fragments_of(self.optimizer, self.held())
@@ -228,10 +231,18 @@ class ShardedOptimizer(_Wrapper):
         }
 
     @torch.no_grad()
+    def settle(self) -> None:
+        """Wait for parameters that are under way, and bring what a script has changed in its slices into the masters."""
+        self._take_over(self._parameters.changes())
+
+    def _take_over(self, changes: Sequence[tuple[int, slice]]) -> None:
+        for index, part in changes:
+            self.masters[index][part] = self._parameters.own[index][part]
+
+    @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take the step that the reduced gradients ask for, unless one of them overflowed."""
-        for index, part in self._parameters.begin_step():
-            self.masters[index][part] = self._parameters.own[index][part]
+        self._take_over(self._parameters.begin_step())
         pieces = self._reduced.pieces
         overflow = self._policy.check_overflow and agree_on_overflow(
             any_overflow(pieces, pieces[0].device), self._group

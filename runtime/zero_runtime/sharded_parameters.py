@@ -37,6 +37,10 @@ class ShardedParameters:
             What a script has changed in ``own`` since the last call: number of the sub-group, and part of it.
         """
         self._residency.release_all()
+        return self.changes()
+
+    def changes(self) -> Sequence[tuple[int, slice]]:
+        """What ``begin_step`` returns, without giving anything up."""
         changed = []
         for shard, index, start in self._places:
             if shard.changed:

@@ -71,6 +71,7 @@ def load(training: Training, load_dir: Path, tag: str | None, wanted: Wanted) ->
     """
     group = training.group
     doing = f"loading {load_dir if tag is None else load_dir / tag}"
+    training.settle()
     found, error = agreement.attempt(lambda: _open(training, load_dir, tag, wanted))
     if not agreement.agree_on(group, error, 0 if found is None else _identity(found), doing):
         raise CheckpointError(

@@ -40,6 +40,11 @@ class Training(NamedTuple):
         """The parameters that the optimizer updates, on all ranks together, with their param groups."""
         return {} if self.optimizer is None else self.optimizer.trained()
 
+    def settle(self) -> None:
+        """Let the optimizer's masters and the model's parameters be of one moment."""
+        if self.optimizer is not None:
+            self.optimizer.settle()
+
 
 def parameters(training: Training) -> dict[str, torch.nn.Parameter]:
     """All parameters by name: those of the model, and those that only the optimizer has."""

@@ -34,6 +34,7 @@ def save_weights(training: Training, path: Path, exclude_frozen: bool = False) -
     Raises:
         CheckpointError: on every rank, if rank 0 cannot write it; what was there before is as it was.
     """
+    training.settle()
     doing = f"saving {path}"
     writing = training.group.rank == 0
     names = _names(training.module, exclude_frozen)

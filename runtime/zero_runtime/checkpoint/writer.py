@@ -54,6 +54,7 @@ def save(
         CheckpointError: on every rank, if one of them cannot; the checkpoints that were there are as they were.
     """
     group = training.group
+    training.settle()
     agreement.barrier(group)
     agreement.validate_tag(group, tag, tag_validation)
     directory = save_dir / tag
