@@ -35,6 +35,7 @@ from zero_runtime.residency import Residency, residency_of
 from zero_runtime.sharded_assembly import ShardedModel
 from zero_runtime.shards import shard_of
 from zero_runtime.stages import stage
+from zero_runtime.timed_group import TimedGroup
 from zero_runtime.torch_optimizer import ClientOptimizer, check_shardable, torch_optimizer
 from zero_runtime.whole_gradients import AccumulatedGradients, ReplicatedGradients
 
@@ -85,7 +86,7 @@ def assemble(
     _check_module(module)
     close(module)
     given = list(parameters) if parameters is not None else None
-    group = DataParallelGroup()
+    group = TimedGroup() if config.wall_clock_breakdown else DataParallelGroup()
     device = group.device
     if device.type == "cuda":
         torch.cuda.set_device(device)

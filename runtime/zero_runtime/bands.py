@@ -128,12 +128,24 @@ class BandedGradients:
         if self._paused or not (stage.shards_gradients or self._at_boundary()):
             return
         if not stage.reduces_in_hooks:
-            for band in self._bands:
-                for member in band.members:
-                    if member.parameter.grad is not None:
-                        self._put(band, member, member.parameter.grad)
-                self._send(band)
+            self._put_all()
         self._finish_pass()
+
+    @torch.no_grad()
+    def reduce_accumulated(self) -> None:
+        """Reduce what several backward passes have left while paused."""
+        self._put_all()
+        self._finish_pass()
+        if self._policy.stage.shards_gradients:
+            for parameter in self._of:
+                parameter.grad = None
+
+    def _put_all(self) -> None:
+        for band in self._bands:
+            for member in band.members:
+                if member.parameter.grad is not None:
+                    self._put(band, member, member.parameter.grad)
+            self._send(band)
 
     def pause(self, paused: bool) -> None:
         """Whether gradients only accumulate for now (``no_sync``)."""

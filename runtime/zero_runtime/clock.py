@@ -1,33 +1,94 @@
-"""Host time in each part of a step, for ``wall_clock_breakdown``."""
+"""Where the time of a step goes, for ``wall_clock_breakdown``: its parts, and the communication within each."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Final, NamedTuple
+
+import torch
+
+_OFF: Final = nullcontext()
+
+
+class Part(NamedTuple):
+    """A part of a step, or the communication of one purpose within it."""
+
+    name: str
+    purpose: str | None = None
 
 
 class Clock:
-    """Adds up host time by part; does nothing unless ``running``. Device work may go on after a part has ended."""
+    """Adds up the time of each part. On CUDA it is the device's, by events that nobody waits for until they are read.
 
-    def __init__(self, running: bool) -> None:
-        self._running = running
-        self._seconds: dict[str, float] = {}
+    Args:
+        running: otherwise nothing is measured.
+        device: of the computation.
+    """
+
+    def __init__(self, running: bool, device: torch.device | None = None) -> None:
+        self.running = running
+        self._cuda = running and device is not None and device.type == "cuda"
+        self._seconds: dict[Part, float] = {}
+        self._events: list[tuple[Part, torch.cuda.Event, torch.cuda.Event]] = []
+        self._open: list[str] = []
+
+    def __call__(self, name: str) -> AbstractContextManager[None]:
+        """Count the block as part ``name``."""
+        return self._part(name) if self.running else _OFF
 
     @contextmanager
-    def __call__(self, part: str) -> Iterator[None]:
-        """Count the block as ``part``."""
-        if not self._running:
-            yield
-            return
-        begin = time.perf_counter()
-        yield
-        self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - begin
+    def _part(self, name: str) -> Iterator[None]:
+        self._open.append(name)
+        try:
+            with self._measured(Part(name)):
+                yield
+        finally:
+            self._open.remove(name)
 
-    def report(self, step: int) -> None:
-        """Print the times and begin again."""
-        if self._running:
-            parts = ", ".join(f"{part} {seconds * 1e3:.2f} ms" for part, seconds in self._seconds.items())
-            print(f"step {step}: {parts}", file=sys.stderr, flush=True)
-            self._seconds = {}
+    def communication(self, purpose: str) -> AbstractContextManager[None]:
+        """Count the block as communication for ``purpose`` within the part that is going on."""
+        if not self.running:
+            return _OFF
+        return self._measured(Part(self._open[-1] if self._open else "between", purpose))
+
+    @contextmanager
+    def _measured(self, part: Part) -> Iterator[None]:
+        if self._cuda:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            yield
+            end.record()
+            self._events.append((part, begin, end))
+            return
+        start = time.perf_counter()
+        yield
+        self._add(part, time.perf_counter() - start)
+
+    def _add(self, part: Part, seconds: float) -> None:
+        self._seconds[part] = self._seconds.get(part, 0.0) + seconds
+
+    def read(self) -> dict[Part, float]:
+        """Seconds of each part since the last call, in the order in which parts ended first. Waits for the device."""
+        for part, begin, end in self._events:
+            end.synchronize()
+            self._add(part, begin.elapsed_time(end) / 1e3)
+        self._events.clear()
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+
+def shown(seconds: dict[Part, float], steps: int) -> str:
+    """Milliseconds of a step by part, with the communication within each in brackets: means of ``steps`` steps."""
+    sentences = []
+    for name in dict.fromkeys(part.name for part in seconds):
+        inside = [
+            f"{part.purpose} {value / steps * 1e3:.2f}"
+            for part, value in seconds.items()
+            if part.name == name and part.purpose is not None
+        ]
+        whole = seconds.get(Part(name))
+        text = name if whole is None else f"{name} {whole / steps * 1e3:.2f}"
+        sentences.append(f"{text} ({', '.join(inside)})" if inside else text)
+    return ", ".join(sentences)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,22 +14,27 @@ from torch.utils._pytree import tree_leaves
 
 from commprof import hooks
 from zero_runtime import comm
+from zero_runtime.accumulation import Window
 from zero_runtime.assembly import Assembly
+from zero_runtime.batches import evaluate, train
 from zero_runtime.checkpoint.loading import Wanted, load
 from zero_runtime.checkpoint.training import Training
 from zero_runtime.checkpoint.weights import save_weights
 from zero_runtime.checkpoint.writer import save
-from zero_runtime.clock import Clock
 from zero_runtime.config import RuntimeConfig
+from zero_runtime.data import TRAIN, RankLoader, RepeatingLoader, rank_loader
 from zero_runtime.errors import UsageError
 from zero_runtime.fp32_modules import cast_floating
 from zero_runtime.linear import memory_efficient_linear
 from zero_runtime.precision import autocast
+from zero_runtime.reporting import Progress, Report
+from zero_runtime.settings import Settings
+from zero_runtime.timed_group import clock_of
 
 _NEVER: Final = (-1, -1)
 
 
-class Engine(torch.nn.Module):
+class Engine(Settings, torch.nn.Module):
     """A model that trains under ZeRO. Made by :func:`zero_runtime.initialize`.
 
     Attributes:
@@ -37,7 +43,6 @@ class Engine(torch.nn.Module):
         lr_scheduler: the learning-rate schedule, or None.
         training_dataloader: batches of this rank's share of ``training_data``, or None.
         global_steps: optimizer steps taken, skipped ones included.
-        micro_steps: calls of ``step``.
         skipped_steps: steps skipped because a gradient overflowed.
         device: of the parameters.
         local_rank: this process's number on its host.
@@ -52,13 +57,13 @@ class Engine(torch.nn.Module):
         self.basic_optimizer = assembly.torch_optimizer
         self.lr_scheduler = lr_scheduler
         self.training_dataloader = dataloader
+        self.collate_fn = getattr(dataloader, "collate_fn", None)
         self.device = assembly.device
         self.local_rank = comm.get_local_rank()
         self.global_rank = comm.get_rank()
         self.world_size = assembly.group.world_size
         self.global_steps = 0
         self.global_samples = 0
-        self.micro_steps = 0
         self.skipped_steps = 0
         self._group = assembly.group
         self._gradients = assembly.gradients
@@ -69,16 +74,19 @@ class Engine(torch.nn.Module):
         )
         self._precision = assembly.precision
         self._scale = assembly.loss_scale
-        self._boundary: bool | None = None
-        self._micro_batches = 0  # backward passes since the last step
+        self._window = Window(config.managed_gradient_accumulation, assembly.optimizer is not None)
         self._announced = _NEVER
-        self._stepping = False
         self._step_applied = False
-        self._paused = False
         self._differentiating = False
-        self._direct = False  # loss.backward() is running, not engine.backward(loss)
+        self._direct = ExitStack()  # what ends with a loss.backward()
+        self._is_direct = False  # that is running, not engine.backward(loss)
         self._scaled = False  # the loss of that was given to scale()
-        self._clock = Clock(config.wall_clock_breakdown and self.global_rank == 0)
+        self._batches: Iterator[Any] | None = None
+        self._clock = clock_of(assembly.group)
+        self._report = Report(config, self._clock, self.global_rank)
+        if config.disable_python_gc:
+            gc.collect()
+            gc.disable()
         assembly.boundary.ask = self.is_gradient_accumulation_boundary
 
     def __getattr__(self, name: str) -> Any:
@@ -106,6 +114,7 @@ class Engine(torch.nn.Module):
                 if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                     leaf.register_hook(self._on_output_gradient)
         hooks.phase("other")
+        self._report.see_memory("after forward")
         return outputs
 
     def backward(
@@ -140,6 +149,8 @@ class Engine(torch.nn.Module):
             finally:
                 self._differentiating = False
             self._finish_backward()
+        self._report.see_loss(loss)
+        self._report.see_memory("after backward")
         return shared
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -150,7 +161,7 @@ class Engine(torch.nn.Module):
     def _begin_backward(self) -> None:
         hooks.phase("backward")
         self._differentiating = True
-        if self._micro_batches == 0:
+        if self._window.passes == 0:
             if self.optimizer is None:
                 self._gradients.clear()
             self._gradients.begin_step()
@@ -158,7 +169,7 @@ class Engine(torch.nn.Module):
     @torch.no_grad()
     def _finish_backward(self) -> None:
         self._differentiating = False
-        self._micro_batches += 1
+        self._window.passes += 1
         self._gradients.finish_backward()
         if self._residency is not None:
             self._residency.finish_backward()
@@ -170,15 +181,15 @@ class Engine(torch.nn.Module):
         """Without an optimizer nobody calls ``step``: the last backward pass of a window ends it, and its gradients stay."""
         if self.is_gradient_accumulation_boundary():
             self.global_steps += 1
-            self._micro_batches = 0
-        self.micro_steps += 1
+            self._window.passes = 0
+        self._window.micro_steps += 1
 
     def _on_output_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """The gradient of an output of ``forward``, in ``loss.backward()`` as well as in ``engine.backward(loss)``.
 
         In the former nothing else says that a backward pass begins, and its end is known to autograd alone.
         """
-        if self._differentiating and not self._direct:
+        if self._differentiating and not self._is_direct:
             return None
         if not self.zero_optimization():
             raise UsageError(
@@ -189,15 +200,18 @@ class Engine(torch.nn.Module):
                 f"loss.backward() was called with a loss scale of {self._scale.value:g}, which the loss has not been "
                 "multiplied by; call engine.backward(loss), or engine.scale(loss).backward()"
             )
-        if not self._direct:
-            self._direct = True
+        if not self._is_direct:
+            self._is_direct = True
+            self._direct.enter_context(self._clock("backward"))
             self._begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_direct_backward)
         return gradient / self.config.gradient_accumulation_steps
 
     def _finish_direct_backward(self) -> None:
-        self._direct = self._scaled = False
+        self._is_direct = self._scaled = False
         self._finish_backward()
+        self._direct.close()
+        self._report.see_memory("after backward")
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Take an optimizer step if the micro-batch is the last of its accumulation window; otherwise only count it.
@@ -210,20 +224,25 @@ class Engine(torch.nn.Module):
                 f"step needs an optimizer, and there is none: the gradients of the last backward pass are kept {where}, "
                 "reduced over the ranks; name an optimizer in the config, or pass one to initialize"
             )
-        if self._paused:
-            raise UsageError("step was called inside no_sync, where gradients are not reduced; call it after")
+        if self._window.held:
+            raise UsageError(
+                "step was called inside no_sync or coalesce_grad_reduction, where gradients are not reduced; call it after"
+            )
         self._step_applied = False
-        self._stepping = True
+        self._window.stepping = True
         try:
-            if self.is_gradient_accumulation_boundary():
+            last = self.is_gradient_accumulation_boundary()
+            if last:
                 hooks.phase("optimizer")
-                with self._clock("step"):
+                with self._clock("optimizer"):
                     self._take_step(lr_kwargs or {})
-                self._clock.report(self.global_steps)
                 hooks.phase("other")
         finally:
-            self._stepping = False
-        self.micro_steps += 1
+            self._window.stepping = False
+        self._window.count_step(self.config.gradient_accumulation_steps)
+        if last:
+            self._report.see_memory("after step")
+            self._report.see_step(self._progress())
 
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
         assert self.optimizer is not None
@@ -239,19 +258,80 @@ class Engine(torch.nn.Module):
             self.skipped_steps += 1
         self.global_steps += 1
         per_micro_batch = self.config.train_micro_batch_size_per_gpu * self.world_size
-        self.global_samples += per_micro_batch * self._micro_batches
-        self._micro_batches = 0
-        every = self.config.steps_per_print
-        if every and self.global_steps % every == 0 and self.global_rank == 0:
-            print(
-                f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}",
-                file=sys.stderr,
-                flush=True,
-            )
+        self.global_samples += per_micro_batch * self._window.passes
+        self._window.passes = 0
+
+    def _progress(self) -> Progress:
+        return Progress(
+            self.global_steps,
+            self.skipped_steps,
+            self.global_samples,
+            self.get_lr(),
+            self.get_mom(),
+            self._scale.value if self.fp16_enabled() else None,
+        )
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """Take one whole step: forward, backward and step of as many micro-batches as are accumulated.
+
+        Args:
+            data_iter: of batches (see :func:`zero_runtime.batches.loss_of`); default: the training data, again and again.
+
+        Returns:
+            The mean loss of the micro-batches of all ranks, 0-D.
+        """
+        if not self.training:
+            raise UsageError("train_batch was called in eval mode; call engine.train() first")
+        return train(self, data_iter or self._own_batches(), self._group)
+
+    def eval_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """The mean loss of as many micro-batches as a step has, over all ranks, 0-D; nothing changes."""
+        return evaluate(self, data_iter or self._own_batches(), self._group)
+
+    def _own_batches(self) -> Iterator[Any]:
+        if self._batches is None:
+            if self.training_dataloader is None:
+                raise UsageError(
+                    "there is no training data; give an iterator of batches, or training_data to initialize"
+                )
+            self._batches = RepeatingLoader(self.training_dataloader)
+        return self._batches
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = TRAIN,
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> RankLoader:
+        """A loader of this rank's share of ``dataset``.
+
+        Args:
+            dataset: what is loaded.
+            batch_size: samples of a batch; default: those of a micro-batch.
+            route: train shuffles; eval and predict do not.
+            pin_memory: page-locked host memory, where there is a GPU.
+            data_sampler: chooses this rank's samples instead.
+            collate_fn: makes a batch of a list of samples; default: that given to ``initialize``.
+            num_local_io_workers: processes that load; default: none.
+        """
+        return rank_loader(
+            dataset,
+            batch_size or self.config.train_micro_batch_size_per_gpu,
+            drop_last=self.config.dataloader_drop_last,
+            shuffle=route == TRAIN,
+            sampler=data_sampler,
+            collate_fn=collate_fn or self.collate_fn,
+            workers=num_local_io_workers or 0,
+            pin_memory=pin_memory,
+        )
 
     def _announce(self) -> None:
         """Say which step and micro-batch this is, once for each."""
-        now = (self.global_steps, self._micro_batches)
+        now = (self.global_steps, self._window.passes)
         if now != self._announced:
             self._announced = now
             hooks.step(*now)
@@ -259,20 +339,16 @@ class Engine(torch.nn.Module):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch at hand is the last of its step. Without managed accumulation: only during step()."""
-        if self._boundary is not None:
-            return self._boundary
-        if not self.config.managed_gradient_accumulation:
-            return self._stepping or self.optimizer is None
-        return (self.micro_steps + 1) % self.config.gradient_accumulation_steps == 0
+        return self._window.is_last(self.config.gradient_accumulation_steps)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the coming micro-batch is the last of its step, instead of counting."""
-        if not self.config.managed_gradient_accumulation:
-            raise UsageError(
-                "set_gradient_accumulation_boundary was called with managed_gradient_accumulation false, where "
-                "every step() is a boundary; remove the call"
-            )
-        self._boundary = is_boundary
+        self._window.say(is_boundary)
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches that ``step`` has counted."""
+        return self._window.micro_steps
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -282,14 +358,45 @@ class Engine(torch.nn.Module):
                 f"no_sync means nothing at ZeRO stage {self.zero_optimization_stage()}, which reduces and frees "
                 "gradients in every micro-batch; use stage 0 or 1"
             )
-        if self._paused:
-            raise UsageError("no_sync was entered inside no_sync; leave the inner one out")
-        self._paused = True
+        with self._held("no_sync"):
+            yield
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Inside, gradients only accumulate on each rank; at the end they are reduced once, and ``step`` may follow.
+
+        One block makes one step, however many backward passes it holds. Stages 1 to 3.
+        """
+        if not self.zero_optimization():
+            raise UsageError(
+                "coalesce_grad_reduction works at stages 1 to 3, and the stage is 0, which reduces gradients once a step "
+                "anyway; remove it, or use no_sync"
+            )
+        if not self.config.managed_gradient_accumulation:
+            raise UsageError(
+                "coalesce_grad_reduction was called with managed_gradient_accumulation false, where step() reduces once "
+                "anyway; remove one of the two"
+            )
+        with self._held("coalesce_grad_reduction"):
+            yield
+        hooks.phase("backward")
+        with self._clock("backward"), torch.no_grad():
+            self._gradients.reduce_accumulated()
+        hooks.phase("other")
+        self._window.complete()
+
+    @contextmanager
+    def _held(self, name: str) -> Iterator[None]:
+        if self._window.held:
+            raise UsageError(
+                f"{name} was entered inside another block that holds gradients back; leave one out"
+            )
+        self._window.held = True
         self._gradients.pause(True)
         try:
             yield
         finally:
-            self._paused = False
+            self._window.held = False
             self._gradients.pause(False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -317,42 +424,6 @@ class Engine(torch.nn.Module):
         name = "momentum" if type(self.basic_optimizer).__name__ in ("SGD", "RMSprop") else "betas"
         return [group.get(name, 0.0) for group in self.optimizer.param_groups]
 
-    def zero_optimization_stage(self) -> int:
-        """0, 1 or 2."""
-        return self.config.zero.stage.number
-
-    def zero_optimization(self) -> bool:
-        """Whether anything is sharded."""
-        return self.config.zero.stage.shards_optimizer
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches in a step."""
-        return self.config.gradient_accumulation_steps
-
-    def train_batch_size(self) -> int:
-        """Samples in a step, over all ranks."""
-        return self.config.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples in a micro-batch of one rank."""
-        return self.config.train_micro_batch_size_per_gpu
-
-    def gradient_clipping(self) -> float:
-        """The largest norm of gradients; 0 where they are not clipped."""
-        return self.config.gradient_clipping
-
-    def bfloat16_enabled(self) -> bool:
-        """Whether parameters are bf16."""
-        return self.config.precision.bf16
-
-    def fp16_enabled(self) -> bool:
-        """Whether parameters are fp16."""
-        return self.config.precision.fp16
-
-    def fp16_auto_cast(self) -> bool:
-        """Whether floating-point inputs are cast to fp16."""
-        return self.config.precision.auto_cast
-
     def dynamic_loss_scale(self) -> bool:
         """Whether overflows change the loss scale."""
         return self._scale.dynamic
@@ -364,6 +435,21 @@ class Engine(torch.nn.Module):
     def _get_optimizer_loss_scale(self) -> float | None:
         """The loss scale in use, by the name under which DeepSpeed's users read it."""
         return None if self.optimizer is None else self._scale.value
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Milliseconds of each part of the last step; empty without wall_clock_breakdown."""
+        return dict(self._report.milliseconds)
+
+    def compile(
+        self, *arguments: Any, compile_kwargs: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        """Compile the model with torch.compile, whose arguments these are; ``compile_kwargs`` are more of them."""
+        self.module.compile(*arguments, **options, **(compile_kwargs or {}))
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether ``compile`` was called."""
+        return getattr(self.module, "_compiled_call_impl", None) is not None
 
     def module_state_dict(self) -> dict[str, Any]:
         """The model's state, by the model's own names."""
@@ -449,7 +535,7 @@ class Engine(torch.nn.Module):
         if loaded is None:
             return None, {}
         self.zero_grad()
-        self._micro_batches = 0
+        self._window.passes = 0
         if loaded.counters is not None:
             self._count_from(loaded.counters)
         return str(loaded.directory), loaded.client_state
@@ -516,4 +602,4 @@ class Engine(torch.nn.Module):
         self.skipped_steps = counters["skipped_steps"]
         # Gradients of a window that was not finished are not kept, so it begins again.
         windows = counters["micro_steps"] // counters["gradient_accumulation_steps"]
-        self.micro_steps = windows * self.config.gradient_accumulation_steps
+        self._window.restart(windows * self.config.gradient_accumulation_steps)

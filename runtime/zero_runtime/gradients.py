@@ -168,6 +168,14 @@ class ShardedGradients:
         for leaf in self._leaves.values():
             if any(parameter.grad is not None for parameter in leaf.parameters):
                 self._add_leaf(leaf)
+        self._finish()
+
+    def reduce_accumulated(self) -> None:
+        """Reduce what several backward passes have left while paused: all gradients, in forward order."""
+        self._add_all()
+        self._finish()
+
+    def _finish(self) -> None:
         self._bucketer.flush()
         self._overlap.land_all()
         self._bucketer.release()
@@ -207,10 +215,16 @@ class ShardedGradients:
             self._add(*self._places[parameter])
 
     def _add_all(self) -> None:
-        """Every gradient there is, in forward order."""
+        """Every gradient there is, in forward order, and with one of a leaf module those of all its parameters."""
+        used = {
+            parameter
+            for leaf in self._leaves.values()
+            if any(each.grad is not None for each in leaf.parameters)
+            for parameter in leaf.parameters
+        }
         for number, each in enumerate(self._groups):
             for index, parameter in enumerate(each.parameters):
-                if parameter.grad is not None:
+                if parameter.grad is not None or parameter in used:
                     self._add(number, index)
 
     def _add(self, number: int, index: int) -> None:

@@ -13,6 +13,7 @@ from zero_runtime import comm
 from zero_runtime import config as configuration
 from zero_runtime.assembly import assemble
 from zero_runtime.config import RuntimeConfig
+from zero_runtime.data import rank_loader
 from zero_runtime.engine import Engine
 from zero_runtime.errors import ConfigError, UnsupportedError
 from zero_runtime.schedules import schedule
@@ -40,7 +41,8 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
 
     Args:
         args: may carry ``deepspeed_config``; its ``local_rank`` is set.
-        model: the model; its parameters are moved to the device, and at stages 1 and 2 become views of flat buffers.
+        model: the model; its parameters are moved to the device; at stages 1 and 2 they become views of flat buffers, at
+            stage 3 slices. Given a second time, it leaves its earlier engine, which can train it no longer.
         optimizer: a torch optimizer, or a function that makes one of the parameters; else the config's.
         model_parameters: tensors or param groups; default: all parameters of the model.
         training_data: a dataset, to be shared out over the ranks.
@@ -79,7 +81,14 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     scheduler = None
     if assembly.torch_optimizer is not None:
         scheduler = schedule(checked.scheduler, lr_scheduler, assembly.torch_optimizer)
-    loader = None if training_data is None else _dataloader(checked, training_data, collate_fn)
+    loader = None
+    if training_data is not None:
+        loader = rank_loader(
+            training_data,
+            checked.train_micro_batch_size_per_gpu,
+            drop_last=checked.dataloader_drop_last,
+            collate_fn=collate_fn,
+        )
     engine = Engine(checked, assembly, scheduler, loader)
     hooks.describe_config(checked.effective(), engine=f"zero_runtime {VERSION}")
     hooks.phase("other")
@@ -94,17 +103,3 @@ def _notify(config: RuntimeConfig) -> None:
     if config.dump_state:
         for name, value in config.effective().items():
             print(f"zero_runtime: {name} = {value}", file=sys.stderr, flush=True)
-
-
-def _dataloader(config: RuntimeConfig, dataset: Any, collate_fn: Any) -> Any:
-    """Batches of this rank's share of ``dataset``, shuffled alike on all ranks."""
-    sampler: torch.utils.data.Sampler[int] = torch.utils.data.DistributedSampler(
-        dataset, num_replicas=comm.get_world_size(), rank=comm.get_rank()
-    )
-    return torch.utils.data.DataLoader(
-        dataset,
-        batch_size=config.train_micro_batch_size_per_gpu,
-        sampler=sampler,
-        collate_fn=collate_fn,
-        drop_last=config.dataloader_drop_last,
-    )

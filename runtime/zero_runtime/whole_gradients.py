@@ -55,8 +55,11 @@ class ReplicatedGradients:
 
     def finish_backward(self) -> None:
         """Reduce all gradients, after the last micro-batch of a step."""
-        if self._paused or not self._at_boundary():
-            return
+        if not self._paused and self._at_boundary():
+            self.reduce_accumulated()
+
+    def reduce_accumulated(self) -> None:
+        """Reduce all gradients, once."""
         by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[Entry]] = {}
         for name, parameter in zip(self._names, self._parameters, strict=True):
             if parameter.grad is None:
@@ -125,8 +128,11 @@ class AccumulatedGradients:
                 if parameter.grad is not None:
                     flat.narrow(0, offset, parameter.numel()).add_(parameter.grad.reshape(-1))
                     parameter.grad = None
-        if self._paused or not self._at_boundary():
-            return
+        if not self._paused and self._at_boundary():
+            self.reduce_accumulated()
+
+    def reduce_accumulated(self) -> None:
+        """Reduce the buffers, once."""
         entries = [
             Entry(",".join(each.names), flat, ()) for each, flat in zip(self._groups, self._flat, strict=True)
         ]

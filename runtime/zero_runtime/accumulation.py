@@ -1,0 +1,66 @@
+"""The window of micro-batches whose gradients make one step."""
+
+from __future__ import annotations
+
+from zero_runtime.errors import UsageError
+
+
+class Window:
+    """Counts micro-batches, and knows which one is the last of its step.
+
+    Args:
+        managed: whether they are counted; otherwise every call of ``step`` ends the window.
+        steps: whether anything steps: without an optimizer the backward passes are what is counted.
+
+    Attributes:
+        micro_steps: windows' micro-batches that ``step`` has ended, over the whole training.
+        passes: backward passes since the last step.
+        held: gradients only accumulate for now (``no_sync``, ``coalesce_grad_reduction``).
+        stepping: ``step`` is running.
+    """
+
+    def __init__(self, managed: bool, steps: bool) -> None:
+        self.micro_steps = 0
+        self.passes = 0
+        self.held = False
+        self.stepping = False
+        self._managed = managed
+        self._steps = steps
+        self._said: bool | None = None
+        self._complete = False
+
+    def is_last(self, size: int) -> bool:
+        """Whether the micro-batch at hand is the last of a window of ``size``."""
+        if self._complete:
+            return True
+        if self._said is not None:
+            return self._said
+        if not self._managed:
+            return self.stepping or not self._steps
+        return (self.micro_steps + 1) % size == 0
+
+    def say(self, is_last: bool) -> None:
+        """Say whether the coming micro-batch is the last, instead of counting. Raises UsageError where nobody counts."""
+        if not self._managed:
+            raise UsageError(
+                "set_gradient_accumulation_boundary was called with managed_gradient_accumulation false, where "
+                "every step() is a boundary; remove the call"
+            )
+        self._said = is_last
+
+    def complete(self) -> None:
+        """All gradients of the step have been reduced: the next ``step`` ends the window, whatever was counted."""
+        self._complete = True
+
+    def count_step(self, size: int) -> None:
+        """``step`` has run; in a window of ``size`` that was complete before its time, the next one begins."""
+        self.micro_steps += 1
+        if self._complete:
+            self.micro_steps += -self.micro_steps % size
+            self._complete = False
+
+    def restart(self, micro_steps: int) -> None:
+        """Go on from ``micro_steps``, with nothing accumulated."""
+        self.micro_steps = micro_steps
+        self.passes = 0
+        self._complete = False

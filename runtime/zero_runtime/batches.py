@@ -1,0 +1,100 @@
+"""Whole steps from an iterator of batches, for ``engine.train_batch`` and ``engine.eval_batch``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.utils._pytree import tree_map
+
+from commprof import hooks
+from zero_runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from zero_runtime.comm import DataParallelGroup
+    from zero_runtime.engine import Engine
+
+_LOSS: Final = hooks.tag("metric")
+
+
+def train(engine: Engine, batches: Iterator[Any], group: DataParallelGroup) -> torch.Tensor:
+    """One step: as many micro-batches as are accumulated, and the update. Returns the mean loss of all ranks, 0-D."""
+    total = torch.zeros((), device=engine.device)
+    for _ in range(engine.gradient_accumulation_steps()):
+        loss = loss_of(engine, _next(batches, engine))
+        engine.backward(loss)
+        total += loss.detach().float()
+        engine.step()
+    return _mean(total / engine.gradient_accumulation_steps(), group)
+
+
+@torch.no_grad()
+def evaluate(engine: Engine, batches: Iterator[Any], group: DataParallelGroup) -> torch.Tensor:
+    """The mean loss of as many micro-batches as a step has, over all ranks, 0-D; the model is in eval mode meanwhile."""
+    training = engine.training
+    engine.eval()
+    try:
+        losses = [
+            loss_of(engine, _next(batches, engine)).detach().float()
+            for _ in range(engine.gradient_accumulation_steps())
+        ]
+    finally:
+        engine.train(training)
+    return _mean(torch.stack(losses).mean(), group)
+
+
+def loss_of(engine: Engine, batch: Any) -> torch.Tensor:
+    """The loss of one batch.
+
+    A model with a ``loss_fn`` gets the first of two, and ``loss_fn`` its output and the second. Any other model gets a
+    mapping as keyword arguments, a tuple or list as arguments, anything else as its one argument; its loss is the output
+    itself, ``output.loss``, ``output["loss"]`` or the first of several outputs.
+
+    Raises:
+        UsageError: none of these is a tensor of one element.
+    """
+    batch = tree_map(lambda leaf: leaf.to(engine.device) if isinstance(leaf, torch.Tensor) else leaf, batch)
+    loss_function = getattr(engine.module, "loss_fn", None)
+    if callable(loss_function) and isinstance(batch, tuple | list) and len(batch) == 2:
+        loss = loss_function(engine(batch[0]), batch[1])
+    elif isinstance(batch, Mapping):
+        loss = _loss_in(engine(**batch))
+    else:
+        loss = _loss_in(engine(*batch) if isinstance(batch, tuple | list) else engine(batch))
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shown = (
+            f"a tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, torch.Tensor)
+            else type(loss).__name__
+        )
+        raise UsageError(
+            f"the loss of a batch is {shown}; expected a model that returns a loss of one element, or one with a "
+            "loss_fn(output, target)"
+        )
+    return loss
+
+
+def _loss_in(outputs: Any) -> Any:
+    if isinstance(outputs, Mapping) and "loss" in outputs:
+        return outputs["loss"]
+    if getattr(outputs, "loss", None) is not None:
+        return outputs.loss
+    return outputs[0] if isinstance(outputs, tuple | list) and outputs else outputs
+
+
+def _next(batches: Iterator[Any], engine: Engine) -> Any:
+    try:
+        return next(batches)
+    except StopIteration:
+        raise UsageError(
+            f"the iterator of batches has ended within a step of {engine.gradient_accumulation_steps()} micro-batches; "
+            "give one that goes on, such as RepeatingLoader(loader)"
+        ) from None
+
+
+def _mean(loss: torch.Tensor, group: DataParallelGroup) -> torch.Tensor:
+    if group.world_size > 1:
+        group.all_reduce(loss, why=_LOSS)
+        loss /= group.world_size
+    return loss

@@ -1,0 +1,100 @@
+"""Data loaders: each rank's share of a dataset, in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+
+from zero_runtime import comm
+from zero_runtime.errors import ConfigError
+
+TRAIN: Final = "train"
+
+
+class RankLoader(DataLoader[Any]):
+    """Batches of this rank's share of a dataset.
+
+    Every pass over it is shuffled alike, as with DeepSpeed's loader, until ``set_epoch`` is called.
+    """
+
+    @property
+    def data_sampler(self) -> Any:
+        """What chooses the samples of this rank."""
+        return self.sampler
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle the next pass by ``epoch``; call it on all ranks with the same number."""
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+
+class RepeatingLoader:
+    """An iterator over a loader that begins it again whenever it ends.
+
+    Args:
+        loader: what is iterated, again and again; it must hold something.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.data_iter = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.data_iter)
+        except StopIteration:
+            self.data_iter = iter(self.loader)
+            return next(self.data_iter)
+
+
+def rank_loader(
+    dataset: Any,
+    batch_size: int,
+    *,
+    drop_last: bool,
+    shuffle: bool = True,
+    sampler: Sampler[Any] | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    workers: int = 0,
+    pin_memory: bool = False,
+) -> RankLoader:
+    """A loader of this rank's share of ``dataset``.
+
+    Args:
+        dataset: with ``__len__`` and ``__getitem__``, or one that is iterated, which is given to each rank whole.
+        batch_size: samples of a batch.
+        drop_last: leave out a last batch that is not full.
+        shuffle: deal the samples out in random order, the same on all ranks.
+        sampler: chooses this rank's samples instead.
+        collate_fn: makes a batch of a list of samples.
+        workers: processes that load.
+        pin_memory: page-locked host memory, where there is a GPU.
+
+    Raises:
+        ConfigError: ``dataset`` is neither.
+    """
+    iterated = isinstance(dataset, IterableDataset)
+    if not iterated and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise ConfigError(
+            f"training_data is a {type(dataset).__name__}; expected a dataset with __len__ and __getitem__, or an "
+            "IterableDataset"
+        )
+    if sampler is None and not iterated:
+        sampler = DistributedSampler(
+            dataset, num_replicas=comm.get_world_size(), rank=comm.get_rank(), shuffle=shuffle
+        )
+    return RankLoader(
+        dataset,
+        batch_size=batch_size,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        drop_last=drop_last,
+        num_workers=workers,
+        pin_memory=pin_memory and torch.cuda.is_available(),
+    )

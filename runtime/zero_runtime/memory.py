@@ -1,0 +1,131 @@
+"""How much memory is in use, on the device and on the host."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+
+from zero_runtime import comm
+
+_GIB: Final = 2**30
+_STATUS: Final = Path("/proc/self/statm")
+_HOST: Final = Path("/proc/meminfo")
+
+
+class Memory(NamedTuple):
+    """Bytes in use. Those of the device are 0 where there is none.
+
+    Attributes:
+        allocated: by tensors on the device.
+        peak: the most of that since the last reset.
+        reserved: by torch's allocator on the device.
+        resident: by this process in host memory.
+        peak_resident: the most of that.
+        host_used: of host memory, by all processes.
+        host: host memory in all.
+    """
+
+    allocated: int
+    peak: int
+    reserved: int
+    resident: int
+    peak_resident: int
+    host_used: int
+    host: int
+
+    def shown(self) -> str:
+        """The figures in GiB."""
+        device = ""
+        if self.reserved:
+            device = f"device {_gib(self.allocated)} allocated (peak {_gib(self.peak)}), {_gib(self.reserved)} reserved; "
+        process = f"process {_gib(self.resident)} resident (peak {_gib(self.peak_resident)})"
+        host = f"; host {_gib(self.host_used)} of {_gib(self.host)}" if self.host else ""
+        return f"{device}{process}{host}"
+
+
+def memory_in_use() -> Memory:
+    """What is in use now. Waits for nothing."""
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    peak_resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    host, free = _host()
+    return Memory(
+        torch.cuda.memory_allocated() if cuda else 0,
+        torch.cuda.max_memory_allocated() if cuda else 0,
+        torch.cuda.memory_reserved() if cuda else 0,
+        _resident(peak_resident),
+        peak_resident,
+        host - free,
+        host,
+    )
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Print ``message`` and the memory in use, on rank 0; nothing without ``force``.
+
+    Garbage is collected first, so that what is printed is what is kept. The device's peak begins anew after it.
+    """
+    if not force or (comm.is_initialized() and comm.get_rank() != 0):
+        return
+    gc.collect()
+    print(f"{message}: {memory_in_use().shown()}", flush=True)
+    _reset_peak()
+
+
+_last = (0, 0)
+
+
+def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
+    """Print the device's memory in use, and what has come since the last call.
+
+    Args:
+        msg: printed before it.
+        print_rank: the one rank that prints; -1 for all.
+        reset_max: let the peak begin anew first.
+    """
+    global _last
+    rank = comm.get_rank() if comm.is_initialized() else 0
+    if print_rank not in (-1, rank):
+        return
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    if reset_max:
+        _reset_peak()
+    now = memory_in_use()
+    allocated, reserved = now.allocated - _last[0], now.reserved - _last[1]
+    _last = now.allocated, now.reserved
+    print(
+        f"rank {rank}, {msg}: {now.shown()}; since the last time {allocated / _GIB:+.4f} GiB allocated, "
+        f"{reserved / _GIB:+.4f} GiB reserved",
+        flush=True,
+    )
+
+
+def _reset_peak() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _resident(otherwise: int) -> int:
+    try:
+        pages = int(_STATUS.read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return otherwise
+    return pages * os.sysconf("SC_PAGESIZE")
+
+
+def _host() -> tuple[int, int]:
+    """(all, available) bytes of host memory; zeros where the system does not say."""
+    try:
+        lines = dict(line.split(":", 1) for line in _HOST.read_text().splitlines() if ":" in line)
+        return tuple(int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))  # type: ignore[return-value]
+    except (OSError, KeyError, ValueError):
+        return 0, 0
+
+
+def _gib(count: int) -> str:
+    return f"{count / _GIB:.2f} GiB"

@@ -1,0 +1,188 @@
+"""How much memory the states of a model need under ZeRO 2 and 3, before anything is run.
+
+The formulas are those of DeepSpeed 0.19.8. For each parameter it counts 2 bytes for itself in 16 bits, and 18 that are
+sharded: its gradient in 16 and in 32 bits, its copy in 32 bits, and the two moments of Adam. Activations and buffers come
+on top.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from zero_runtime.shards import shard_of
+
+
+class Estimate(NamedTuple):
+    """Bytes, and the settings they are for.
+
+    Attributes:
+        host: of host memory, for each host.
+        device: for each device.
+        options: the settings.
+    """
+
+    host: int
+    device: int
+    options: str
+
+
+def estimate_zero2_model_states_mem_needs(
+    total_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    additional_buffer_factor: float = 1.5,
+) -> tuple[int, int]:
+    """(host, device) bytes that the states of ``total_params`` parameters need under ZeRO 2."""
+    devices = num_nodes * num_gpus_per_node
+    if cpu_offload:
+        return int(total_params * max(4 * devices, 16) * additional_buffer_factor), 2 * total_params
+    host = total_params * 4 * num_gpus_per_node * additional_buffer_factor
+    return int(host), 2 * total_params + int(18 * total_params / devices)
+
+
+def estimate_zero3_model_states_mem_needs(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    cpu_offload_params: bool = True,
+    zero_init: bool = True,
+    additional_buffer_factor: float = 1.5,
+) -> tuple[int, int, int]:
+    """(host, device, largest layer) bytes under ZeRO 3; the last is part of the second.
+
+    Args:
+        total_params: parameters of the model.
+        largest_layer_params: of the module that holds the most by itself, which is gathered whole.
+        num_gpus_per_node: devices of a host.
+        num_nodes: hosts.
+        cpu_offload: the optimizer's state is in host memory.
+        cpu_offload_params: the parameters are, too.
+        zero_init: the model is made within zero.Init, never whole on a rank.
+        additional_buffer_factor: for host memory.
+    """
+    largest = 4 * largest_layer_params
+    share = 1 / num_nodes
+    kept = 0 if not cpu_offload else 18 if cpu_offload_params else 16  # bytes of a parameter on the host
+    on_device = 18 if not cpu_offload else 0 if cpu_offload_params else 2
+    whole = total_params * 4 * num_gpus_per_node  # while each rank makes the model by itself
+    host = total_params * kept * share
+    if not zero_init:
+        host = max(whole, host)
+    elif not cpu_offload:
+        host = largest_layer_params * 4 * num_gpus_per_node
+    device = largest + int(on_device * total_params / (num_nodes * num_gpus_per_node))
+    return int(host * additional_buffer_factor), device, largest
+
+
+def estimate_zero2_model_states_mem_needs_all_cold(
+    total_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> None:
+    """Print what ZeRO 2 needs for ``total_params`` parameters, with and without offload."""
+    estimates = [
+        Estimate(
+            *estimate_zero2_model_states_mem_needs(
+                total_params, num_gpus_per_node, num_nodes, offload, additional_buffer_factor
+            ),
+            f"offload_optimizer={_device(offload)}",
+        )
+        for offload in (True, False)
+    ]
+    _show(f"{_millions(total_params)} parameters", num_gpus_per_node, num_nodes, estimates)
+
+
+def estimate_zero2_model_states_mem_needs_all_live(
+    model: torch.nn.Module,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> None:
+    """The same for ``model``."""
+    total, _ = count_parameters(model)
+    estimate_zero2_model_states_mem_needs_all_cold(
+        total, num_gpus_per_node, num_nodes, additional_buffer_factor
+    )
+
+
+def estimate_zero3_model_states_mem_needs_all_cold(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> None:
+    """Print what ZeRO 3 needs, for each way to offload and to make the model."""
+    estimates = []
+    for optimizer, parameters in ((True, True), (True, False), (False, False)):
+        for zero_init in (True, False):
+            host, device, _ = estimate_zero3_model_states_mem_needs(
+                total_params,
+                largest_layer_params,
+                num_gpus_per_node,
+                num_nodes,
+                optimizer,
+                parameters,
+                zero_init,
+                additional_buffer_factor,
+            )
+            options = (
+                f"offload_param={_device(parameters)}, offload_optimizer={_device(optimizer)}, "
+                f"zero_init={int(zero_init)}"
+            )
+            estimates.append(Estimate(host, device, options))
+    what = f"{_millions(total_params)} parameters, {_millions(largest_layer_params)} in the largest layer"
+    _show(what, num_gpus_per_node, num_nodes, estimates)
+
+
+def estimate_zero3_model_states_mem_needs_all_live(
+    model: torch.nn.Module,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> None:
+    """The same for ``model``."""
+    estimate_zero3_model_states_mem_needs_all_cold(
+        *count_parameters(model), num_gpus_per_node, num_nodes, additional_buffer_factor
+    )
+
+
+def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
+    """(elements of all parameters, each once; elements of the module that holds the most by itself)."""
+    total = sum(_numel(parameter) for parameter in model.parameters())
+    layers = (
+        sum(_numel(parameter) for parameter in module.parameters(recurse=False)) for module in model.modules()
+    )
+    return total, max(layers, default=0)
+
+
+def _numel(parameter: torch.nn.Parameter) -> int:
+    shard = shard_of(parameter)
+    return parameter.numel() if shard is None else shard.numel
+
+
+def _show(what: str, devices: int, hosts: int, estimates: list[Estimate]) -> None:
+    print(
+        f"Memory that the states of {what} need, on {_some(hosts, 'host')} with {_some(devices, 'device')} each:"
+    )
+    print("  per host   | per device | options")
+    for each in estimates:
+        print(f"{each.host / 2**30:8.2f} GiB |{each.device / 2**30:7.2f} GiB | {each.options}")
+
+
+def _some(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' if count > 1 else ''}"
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:.1f} M"
+
+
+def _device(offloaded: bool) -> str:
+    return "cpu" if offloaded else "none"
