@@ -22,6 +22,7 @@ from zero_runtime.gradients import ParameterGroup, Policy, ShardedGradients
 from zero_runtime.grouping import flat_groups
 from zero_runtime.loss_scale import LossScale
 from zero_runtime.optimizer import ReplicatedOptimizer, ShardedOptimizer, StepPolicy
+from zero_runtime.optimizers.muon import mark_matrices
 from zero_runtime.precision import (
     Precision,
     accumulate_in,
@@ -95,6 +96,8 @@ def assemble(
     module.to(device)
     broadcast_parameters(module, group)
     boundary = Boundary()
+    if config.optimizer is not None and config.optimizer.type.lower() == "muon":
+        mark_matrices(module)
     inner = torch_optimizer(
         config.optimizer, client, given if given is not None else list(module.parameters())
     )
@@ -282,6 +285,7 @@ def _with_sharded_parameters(
         optimizer = ShardedOptimizer(
             inner, sharded.groups, sharded.parameters, sharded.gradients, group, steps, scale
         )
+        optimizer.grow = sharded.add
     sharded.residency.install(sharded.trained)
     return Assembly(
         module,

@@ -11,7 +11,7 @@ import torch
 
 from zero_runtime.config import OptimizerConfig
 from zero_runtime.errors import ConfigError, UnsupportedError
-from zero_runtime.optimizers import Lamb, Lion, UncorrectedAdam
+from zero_runtime.optimizers import Lamb, Lion, Muon, UncorrectedAdam
 from zero_runtime.signatures import check_arguments
 
 Parameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
@@ -32,7 +32,8 @@ _UNUSABLE: Final = {
     "LBFGS": "computes the loss several times in a step, which engine.step() cannot",
     "SparseAdam": "needs sparse gradients, which are not in this version",
 }
-_FUSED: Final = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+# Not Adagrad, which makes full steps of gradients that are rounding noise: fused, they would not be DeepSpeed's.
+_FUSED: Final = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
 def torch_optimizer(
@@ -123,8 +124,8 @@ def _class_of_torch(name: str) -> type[torch.optim.Optimizer]:
     if name not in known:
         near = get_close_matches(name, known, 1, 0.4) or get_close_matches(name.upper(), known, 1, 0.0)
         raise ConfigError(
-            f"optimizer.type {name!r} is unknown; did you mean {near[0]!r}? It is Adam, AdamW, Adagrad, Lamb, Lion or a "
-            "class of torch.optim"
+            f"optimizer.type {name!r} is unknown; did you mean {near[0]!r}? It is Adam, AdamW, Adagrad, Lamb, "
+            "Lion, Muon or a class of torch.optim"
         )
     return known[name]
 
@@ -162,11 +163,21 @@ def _lion(arguments: dict[str, Any], name: str) -> _Made:
     return Lion, arguments
 
 
+def _muon(arguments: dict[str, Any], name: str) -> _Made:
+    _flag(arguments, "torch_adam", False)
+    if _flag(arguments, "per_head_muon", False):
+        raise UnsupportedError(
+            "optimizer.params.per_head_muon is not in this version: whole matrices are orthogonalized"
+        )
+    return Muon, arguments
+
+
 _OWN: Final[Mapping[str, Callable[[dict[str, Any], str], _Made]]] = {
     **dict.fromkeys(_ADAM, _adam),
     "adagrad": _adagrad,
     "lamb": _lamb,
     "lion": _lion,
+    "muon": _muon,
 }
 
 

@@ -5,5 +5,6 @@ from __future__ import annotations
 from zero_runtime.optimizers.adam import UncorrectedAdam
 from zero_runtime.optimizers.lamb import Lamb
 from zero_runtime.optimizers.lion import Lion
+from zero_runtime.optimizers.muon import Muon
 
-__all__ = ["Lamb", "Lion", "UncorrectedAdam"]
+__all__ = ["Lamb", "Lion", "Muon", "UncorrectedAdam"]

@@ -1,0 +1,161 @@
+"""Muon: momentum whose steps in matrices are orthogonal; everything else is trained by Adam."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+import torch
+
+from zero_runtime.errors import ConfigError
+from zero_runtime.optimizers.newton_schulz import METHODS, orthogonalized
+from zero_runtime.shards import shard_of
+
+MOMENTUM: Final = "momentum_buffer"
+_NOT_BY_NAME: Final = ("embed", "lm_head")
+_OF_MATRICES: Final = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "ns_method": "gram"}
+_OF_OTHERS: Final = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon of Jordan et al. (2024) for the parameters marked ``use_muon``, AdamW or Adam for the others.
+
+    The gradient of a flat piece of matrices is taken for the update itself: whoever makes the pieces has to orthogonalize
+    (:mod:`zero_runtime.matrix_updates`).
+
+    Args:
+        params: tensors or param groups; each group becomes one of matrices and one of the others.
+        lr: learning rate of both; default 0.02 and 3e-4.
+        muon_lr: of the matrices, over ``lr``.
+        adam_lr: of the others, over ``lr``.
+        momentum: of the matrices.
+        weight_decay: decoupled.
+        ns_method: how matrices are orthogonalized: gram or standard.
+        betas: of Adam.
+        eps: of Adam.
+        adam_w_mode: whether Adam's weight decay is decoupled.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | None = None,
+        muon_lr: float | None = None,
+        adam_lr: float | None = None,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        ns_method: str = "gram",
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-10,
+        adam_w_mode: bool = True,
+    ) -> None:
+        given = {"momentum": momentum, "weight_decay": weight_decay, "ns_method": ns_method}
+        given |= {"betas": tuple(betas), "eps": eps}
+        halves = (
+            (True, _OF_MATRICES, _first(muon_lr, lr, _OF_MATRICES["lr"])),
+            (False, _OF_OTHERS, _first(adam_lr, lr, _OF_OTHERS["lr"])),
+        )
+        groups = []
+        for own, tensors in _groups(params):
+            for use_muon, defaults, rate in halves:
+                half = [each for each in tensors if each.use_muon is use_muon]
+                if not half:
+                    continue
+                if use_muon:
+                    half.sort(key=_shape, reverse=True)
+                options = {name: given.get(name, value) for name, value in defaults.items()} | {"lr": rate}
+                options |= {name: value for name, value in own.items() if name in defaults}
+                if use_muon and options["ns_method"] not in METHODS:
+                    raise ConfigError(
+                        f"optimizer.params.ns_method is {options['ns_method']!r}; expected one of: {', '.join(METHODS)}"
+                    )
+                groups.append({"params": half, "use_muon": use_muon, **options})
+        super().__init__(groups, {})
+        others = [group for group in self.param_groups if not group["use_muon"]]
+        kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+        # It shares groups and state with this optimizer.
+        self._adam = kind(others) if others else None
+        if self._adam is not None:
+            self._adam.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter; one without a gradient has one of zeros."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                if tensor.grad is None:
+                    tensor.grad = torch.zeros_like(tensor)
+                if group["use_muon"]:
+                    update = self._update(group, tensor) if tensor.dim() > 1 else tensor.grad
+                    rate = float(group["lr"])
+                    tensor.mul_(1.0 - rate * group["weight_decay"]).add_(update, alpha=-rate)
+        if self._adam is not None:
+            self._adam.step()
+        return loss
+
+    def _update(self, group: Mapping[str, Any], tensor: torch.Tensor) -> torch.Tensor:
+        assert tensor.grad is not None
+        state = self.state[tensor]
+        if MOMENTUM not in state:
+            state[MOMENTUM] = torch.zeros_like(tensor, requires_grad=False)
+        update, state[MOMENTUM] = matrix_update(tensor.grad, state[MOMENTUM], group)
+        return update
+
+
+def matrix_update(
+    gradient: torch.Tensor, momentum: torch.Tensor, group: Mapping[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The step that Muon takes in one matrix, for a learning rate of 1, and its new momentum.
+
+    Args:
+        gradient: of two or more dimensions; the filters of a convolution are laid out as rows.
+        momentum: of the same shape; not changed.
+        group: ``momentum`` and ``ns_method``.
+    """
+    momentum = momentum.lerp(gradient, 1.0 - group["momentum"])
+    blend = gradient.lerp(momentum, group["momentum"])
+    matrix = blend.flatten(1) if blend.dim() == 4 else blend
+    scale = max(1.0, gradient.size(-2) / gradient.size(-1)) ** 0.5
+    update = orthogonalized(matrix, group["ns_method"]).mul_(scale)
+    return update.to(gradient.dtype).reshape(gradient.shape), momentum
+
+
+def mark_matrices(module: torch.nn.Module) -> None:
+    """Set ``use_muon`` on every parameter that has not got it: matrices, but for embeddings and heads by name."""
+    for name, parameter in module.named_parameters():
+        if not hasattr(parameter, "use_muon"):
+            named = any(word in name.lower() for word in _NOT_BY_NAME)
+            parameter.use_muon = len(_shape(parameter)) > 1 and not named  # type: ignore[attr-defined]
+
+
+def _groups(params: Iterable[Any]) -> list[tuple[dict[str, Any], list[Any]]]:
+    """The options and trainable parameters of each group; loose tensors are a group of their own, the last."""
+    groups: list[tuple[dict[str, Any], list[Any]]] = []
+    loose = []
+    for each in params:
+        if isinstance(each, dict):
+            groups.append(({name: value for name, value in each.items() if name != "params"}, each["params"]))
+        else:
+            loose.append(each)
+    if loose:
+        groups.append(({}, loose))
+    unmarked = sum(not hasattr(each, "use_muon") for _, tensors in groups for each in tensors)
+    if unmarked:
+        raise ConfigError(
+            f"{unmarked} parameters that Muon is to train are no parameters of the model, so nothing says whether they are "
+            "matrices to orthogonalize; set use_muon to True or False on each"
+        )
+    return [(own, [each for each in tensors if each.requires_grad]) for own, tensors in groups]
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    shard = shard_of(tensor)
+    return tuple(tensor.shape if shard is None else shard.shape)
+
+
+def _first(*values: Any) -> Any:
+    return next(value for value in values if value is not None)
