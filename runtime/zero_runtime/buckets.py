@@ -91,10 +91,10 @@ class Bucket:
         """Bytes of the whole bucket as it travels."""
         return self.tensor.numel() * self.dtype.itemsize
 
-    def why(self, owner: int | None = None, intended_op: str | None = None) -> hooks.tag | None:
-        """The tag of a collective that carries this bucket; None when nobody records."""
+    def why(self, owner: int | None = None, intended_op: str | None = None) -> hooks.tag:
+        """The tag of a collective that carries this bucket; no more than its purpose when nobody records."""
         if not hooks.recording():
-            return None
+            return _UNRECORDED
         names = tuple(dict.fromkeys(entry.name for entry in self.entries))
         return _reduction_tag(self.number, owner, names, intended_op, self.num_bytes)
 
@@ -110,6 +110,9 @@ class Bucket:
             parameters=",".join(dict.fromkeys(entry.name for entry in self.entries)),
             flush_reason=self.flush_reason,
         )
+
+
+_UNRECORDED: Final = hooks.tag("gradient_reduce")
 
 
 @lru_cache(maxsize=4096)

@@ -19,7 +19,7 @@ GATHERING = ("allgather", "broadcast")
 # Of losses and norms. At stages 1 to 3 all 16-bit cases are within 1e-5 on the machine that recorded them; another one may
 # round a sum once more (2^-11 in fp16, 2^-8 in bf16). Stage 0 starts one step of weight decay apart: 8e-4 and 3e-3.
 TOLERANCES = {"fp32": 1e-6, "fp16": 1e-3, "bf16": 5e-3}
-TRAINING_PHASES = ("init", "forward", "eval", "backward", "step", "between")
+TRAINING_PHASES = ("init", "forward", "eval", "backward", "exit_ctx", "step", "between")
 
 REPLAYABLE = [case for case in recorded.all_cases() if recorded.replayable(case)]
 REFUSED = [case for case in recorded.all_cases() if recorded.refused(case)]

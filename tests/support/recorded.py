@@ -12,9 +12,10 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import combinations
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -127,7 +128,7 @@ def known_features(case: Case) -> bool:
         and not any(zero.get(name) for name in _QUANTIZED)
         and not _offloads(zero)
         and not config.get("comms_logger", {}).get("enabled")
-        and not any(config.get(block, {}).get("enabled") for block in ("flops_profiler", "csv_monitor"))
+        and not config.get("flops_profiler", {}).get("enabled")
         and not {"checkpoint", "compile", "tensor_parallel"} & set(config)
         and case.flags.get("args", {}).get("mode") in (None, "reentrant", "nonreentrant")
     )
@@ -254,14 +255,22 @@ def _engine(case: Case):
 
 
 def _config(case: Case) -> dict[str, Any]:
-    """The case's own config. At stage 3 it says how to issue a reduce_scatter, and names the classes of the models here."""
-    config = json.loads(json.dumps(case.config))
+    """The case's own config. At stage 3 it says how to issue a reduce_scatter, and names the classes of the models here.
+
+    Where it names a scratch directory, there is one of this process.
+    """
+    config = json.loads(json.dumps(case.config).replace("@SCRATCH", _scratch().name))
     zero = config.get("zero_optimization", {})
     if zero.get("stage") == 3:
         zero.setdefault("reduce_scatter_impl", "native")
     if "leaf_module" in zero:
         zero["leaf_module"]["classes"] = [CLASSES.get(name, name) for name in zero["leaf_module"]["classes"]]
     return config
+
+
+@cache
+def _scratch() -> TemporaryDirectory[str]:
+    return TemporaryDirectory(prefix="recorded-")
 
 
 def _train(case: Case, engine, rank: int, log):
@@ -284,14 +293,33 @@ def _train(case: Case, engine, rank: int, log):
     return losses, norms, scales
 
 
+def _train_coalesced(case: Case, engine, rank: int, log):
+    losses = []
+    for step in range(3):
+        with engine.coalesce_grad_reduction():
+            loss = _accumulate(case, engine, rank, log, step)
+            log.at("exit_ctx")
+        log.at("step")
+        engine.step()
+        log.at("between")
+        losses.append(loss.item())
+    return losses, None
+
+
+def _accumulate(case: Case, engine, rank: int, log, step: int):
+    """Two backward passes. Returns the last loss."""
+    for micro in range(2):
+        loss = _forward(case, engine, rank, log, step, micro)
+        log.at("backward")
+        engine.backward(loss)
+    return loss
+
+
 def _train_without_sync(case: Case, engine, rank: int, log):
     losses = []
     for step in range(3):
         with engine.no_sync():
-            for micro in range(2):
-                loss = _forward(case, engine, rank, log, step, micro)
-                log.at("backward")
-                engine.backward(loss)
+            _accumulate(case, engine, rank, log, step)
         loss = _forward(case, engine, rank, log, step, 2)
         log.at("backward")
         engine.backward(loss)
@@ -332,6 +360,7 @@ _SCRIPTS = {
     "unused": _train,
     "actckpt": _train,
     "no_sync": _train_without_sync,
+    "coalesce": _train_coalesced,
     "torch_backward": _train_from_the_loss,
     "eval_forward": _evaluate,
 }
