@@ -163,13 +163,17 @@ class Bucketer:
         buffers: int = 1,
     ) -> None:
         self._limit = limit
-        self._buffer_numel = min(limit, buffer_numel)
+        self._model_numel = buffer_numel
         self._contiguous = contiguous
         self._scaling = scaling
         self._send = send
         self._buffers = buffers
         self._open: dict[_Dtypes, _Open] = {}
         self._number = 0
+
+    def grow(self, numel: int) -> None:
+        """Make room in the contiguous buffers for gradients of ``numel`` more elements."""
+        self._model_numel += numel
 
     def begin_step(self) -> None:
         """Count buckets from 0 again."""
@@ -203,7 +207,7 @@ class Bucketer:
     def _buffer(self, current: _Open, like: torch.Tensor) -> torch.Tensor:
         """The buffer of the open bucket: when it is begun, one that is free."""
         if not current.entries and len(current.buffers) < self._buffers:
-            current.buffers.appendleft(_Buffer(like.new_empty(self._buffer_numel)))
+            current.buffers.appendleft(_Buffer(like.new_empty(min(self._limit, self._model_numel))))
         buffer = current.buffers[0]
         if buffer.flight is not None:
             buffer.flight.land()

@@ -17,7 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from zero_runtime.buckets import Bucket, Bucketer, Entry, Scaling
 from zero_runtime.clip import sharded_norm
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.layout import GroupLayout
+from zero_runtime.errors import UsageError
+from zero_runtime.layout import GroupLayout, Slice
 from zero_runtime.overlap import DEPTH, Flight, Overlap
 from zero_runtime.reduction import Finish, Reduction, then
 from zero_runtime.shard_layout import ShardLayout
@@ -94,6 +95,7 @@ class ShardedGradients:
 
     Attributes:
         pieces: for each param group, this rank's piece of the reduced gradient, 1-D; zeros where nothing came.
+        whole: by name, whole reduced gradients, 1-D, where they have been asked for.
     """
 
     def __init__(
@@ -106,56 +108,75 @@ class ShardedGradients:
         at_boundary: Callable[[], bool],
         leaves: Sequence[Leaf] = (),
     ) -> None:
-        self._groups = groups
-        self._dtypes = dtypes
+        self._groups: list[ParameterGroup] = []
+        self._dtypes: dict[torch.nn.Parameter, torch.dtype] = {}
         self._policy = policy
         self._group = group
         self._at_boundary = at_boundary
         self._paused = False
+        self._closed = False
         self._overlap = Overlap(group.device, policy.overlap)
+        self._accumulation = accumulation
         self._bucketer = Bucketer(
             policy.limit,
-            sum(each.numel for each in groups),
+            0,
             policy.contiguous,
             policy.scaling,
             self._send,
             buffers=DEPTH if policy.overlap else 1,
         )
-        self._slices = [
-            [each.layout.slices(index) for index in range(len(each.parameters))] for each in groups
-        ]
-        self.pieces = [
-            torch.zeros(
-                each.layout.piece_numel,
-                dtype=accumulation or each.parameters[0].dtype,
-                device=each.parameters[0].device,
-            )
-            for each in groups
-        ]
-        self._leaves = {leaf.module: leaf for leaf in leaves}
+        self._slices: list[list[tuple[Slice, ...]]] = []
+        self.pieces: list[torch.Tensor] = []
+        self.whole: dict[str, torch.Tensor] = {}
+        self._leaves: dict[torch.nn.Module, Leaf] = {}
+        self._places: dict[torch.nn.Parameter, tuple[int, int]] = {}
         self._handles: list[RemovableHandle] = []
-        if policy.stage.reduces_in_hooks:
-            self._install()
+        self.add(groups, dtypes, leaves)
 
-    def _install(self) -> None:
-        self._places = {
-            parameter: (number, index)
-            for number, each in enumerate(self._groups)
-            for index, parameter in enumerate(each.parameters)
-        }
+    def add(
+        self,
+        groups: Sequence[ParameterGroup],
+        dtypes: Mapping[torch.nn.Parameter, torch.dtype],
+        leaves: Sequence[Leaf] = (),
+    ) -> None:
+        """Reduce the gradients of further ``groups`` too."""
+        first = len(self._groups)
+        self._groups += groups
+        self._dtypes.update(dtypes)
+        self._leaves.update((leaf.module, leaf) for leaf in leaves)
+        self._bucketer.grow(sum(each.numel for each in groups))
+        for number, each in enumerate(groups, first):
+            self._slices.append([each.layout.slices(index) for index in range(len(each.parameters))])
+            like = each.parameters[0]
+            dtype = self._accumulation or like.dtype
+            self.pieces.append(torch.zeros(each.layout.piece_numel, dtype=dtype, device=like.device))
+            self._places.update((p, (number, index)) for index, p in enumerate(each.parameters))
+        if self._policy.stage.reduces_in_hooks:
+            self._hook([parameter for each in groups for parameter in each.parameters])
+
+    def _hook(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         within = {parameter for leaf in self._leaves.values() for parameter in leaf.parameters}
-        for parameter, place in self._places.items():
+        for parameter in parameters:
             if parameter not in within:
-                hook = partial(self._on_gradient, *place)
+                hook = partial(self._on_gradient, *self._places[parameter])
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Take the hooks away: no gradient comes any more."""
         for handle in self._handles:
             handle.remove()
+        self._closed = True
+
+    def keep_whole(self, name: str, numel: int) -> None:
+        """Keep the whole gradient of parameter ``name`` besides; the reduction must leave all of it on every rank."""
+        self.whole[name] = self.pieces[0].new_zeros(numel)
 
     def begin_step(self) -> None:
         """Count buckets from 0 again."""
+        if self._closed:
+            raise UsageError(
+                "the model of this engine was given to initialize again; train it with the engine of the last call"
+            )
         self._bucketer.begin_step()
 
     def finish_backward(self) -> None:
@@ -190,7 +211,7 @@ class ShardedGradients:
 
     def clear(self) -> None:
         """Forget the gradients of the step that has been taken."""
-        for piece in self.pieces:
+        for piece in (*self.pieces, *self.whole.values()):
             piece.zero_()
         for each in self._groups:
             for parameter in each.parameters:
@@ -254,4 +275,7 @@ class ShardedGradients:
                 if owner == self._group.rank:
                     part = bucket.tensor.narrow(0, position + start, numel)
                     self.pieces[entry.group].narrow(0, offset, numel).add_(part)
+            kept = self.whole.get(entry.name)
+            if kept is not None:
+                kept.add_(bucket.tensor.narrow(0, position, kept.numel()))
             position += entry.gradient.numel()

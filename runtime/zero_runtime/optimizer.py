@@ -17,6 +17,7 @@ from commprof import hooks
 from zero_runtime.bands import BandedGradients
 from zero_runtime.clip import averaged_norm, clip_factor, replicated_norm
 from zero_runtime.comm import DataParallelGroup
+from zero_runtime.errors import ConfigError, UsageError
 from zero_runtime.flat_parameters import FlatParameters
 from zero_runtime.fragments import Fragment, Master, Part, Source, fragments_of, load
 from zero_runtime.gradients import ParameterGroup, ShardedGradients
@@ -131,6 +132,13 @@ class _Wrapper(torch.optim.Optimizer):
             return clip_factor(self.grad_norm, self._policy.clipping) / scale
         return None if scale == 1.0 else 1.0 / scale
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused here: what is laid out once stays so."""
+        raise UsageError(
+            "add_param_group works at stage 3 only; at the other stages give the parameters to initialize, a second time "
+            "if need be"
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """The torch optimizer's state, of this rank alone."""
         return self.optimizer.state_dict()
@@ -184,7 +192,8 @@ class ShardedOptimizer(_Wrapper):
         self._reduced = gradients
         self._group = group
         self._parameters = parameters
-        self._groups = groups
+        self._groups = list(groups)
+        self.grow: Callable[[int, dict[str, Any]], list[ParameterGroup]] | None = None
         self.masters = [_master(own, policy.masters) for own in parameters.own]
         mine: list[list[torch.Tensor]] = [[] for _ in optimizer.param_groups]
         for each, master in zip(groups, self.masters, strict=True):
@@ -192,6 +201,40 @@ class ShardedOptimizer(_Wrapper):
         replace_parameters(optimizer, mine)
         if isinstance(optimizer, Lamb):
             optimizer.divide(self._division())
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Train further parameters of the model, at stage 3; those that are new in it are broadcast from rank 0.
+
+        Raises:
+            UsageError: at another stage.
+            ConfigError: a parameter is trained already, or is not the model's.
+        """
+        if self.grow is None:
+            super().add_param_group(param_group)
+            return
+        given = param_group["params"]
+        wanted: list[Any] = [given] if isinstance(given, torch.Tensor) else list(given)
+        trained = {parameter: name for name, (parameter, _) in self.trained().items()}
+        for parameter in wanted:
+            if parameter in trained:
+                raise ConfigError(f"{trained[parameter]} is trained already; give it to one param group")
+        self.optimizer.add_param_group({**param_group, "params": wanted})
+        number = len(self.param_groups) - 1
+        try:
+            groups = self.grow(number, self.param_groups[number])
+        except BaseException:
+            del self.param_groups[number]
+            raise
+        first = len(self.masters)
+        self._groups += groups
+        self.masters += [_master(own, self._policy.masters) for own in self._parameters.own[first:]]
+        self.param_groups[number]["params"] = self.masters[first:]
+        if isinstance(self.optimizer, torch.optim.Adagrad):
+            # Adagrad makes its state when it is made, not in the first step.
+            renewed = torch.optim.Adagrad([self.param_groups[number]], **self.optimizer.defaults)
+            self.state.update(renewed.state)
+        if isinstance(self.optimizer, Lamb):
+            self.optimizer.divide(self._division())
 
     def _division(self) -> Division:
         """Where the parameters lie in the masters."""

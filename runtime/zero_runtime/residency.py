@@ -156,6 +156,24 @@ class Residency:
             if shard is not None and parameter.requires_grad:
                 self._gatherer.gather_each([shard])
                 self._iteration.release(shard)
+        self._hook()
+        setattr(self._module, _ATTRIBUTE, self)
+
+    def extend(self) -> None:
+        """Cut the parameters that the model has got since, hook its modules anew, and record their order again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for module in self._module.modules():
+            access.unwatch(module)
+        self._iteration.restart()
+        self.shard()
+        self._hook()
+
+    def _hook(self) -> None:
+        for parameter in self._module.parameters():
+            shard = shard_of(parameter)
+            if shard is not None and parameter.requires_grad:
                 self._handles.append(
                     parameter.register_hook(partial(_before_gradient, self._iteration, shard))
                 )
@@ -167,7 +185,6 @@ class Residency:
             self._add_hooks(unit)
         for module in self._module.modules():
             access.watch(module)
-        setattr(self._module, _ATTRIBUTE, self)
 
     def _add_hooks(self, unit: Unit) -> None:
         iteration = self._iteration

@@ -57,9 +57,11 @@ class ShardedModel:
             sharding.sub_group_size,
             group.world_size,
         )
+        self._config, self._module, self._kinds, self._world = config, module, kinds, group.world_size
+        self._numbers = _numbers(self.groups)
         policy = Policy(
             stage=config.zero.stage,
-            reduce=_reduction(config, self.groups),
+            reduce=_reduction(config, self._numbers),
             scaling=config.scaling(group.world_size),
             limit=config.zero.reduce_bucket_size,
             contiguous=config.zero.contiguous_gradients,
@@ -72,24 +74,35 @@ class ShardedModel:
         self.residency.listen(self.gradients.leaf_done)
         self.parameters = ShardedParameters(self.groups, self.residency)
 
+    def add(self, number: int, param_group: dict[str, Any]) -> list[ParameterGroup]:
+        """Shard and train what is in a further param group, of the given number. Returns its sub-groups."""
+        self.residency.extend()
+        before: list[dict[str, Any]] = [{"params": []} for _ in range(number)]
+        groups = shard_groups(
+            self._module, [*before, param_group], self._config.zero.sharding.sub_group_size, self._world
+        )
+        self._numbers.update(_numbers(groups))
+        dtypes = communication_dtypes(self._module, self._kinds, self._config.precision.autocast_modules)
+        self.gradients.add(groups, dtypes, _leaves(self._module, groups))
+        self.parameters.add(groups)
+        return groups
+
     @property
     def trained(self) -> list[torch.nn.Parameter]:
         """The trainable parameters in the order of the groups."""
         return [parameter for each in self.groups for parameter in each.parameters]
 
 
-def _reduction(config: RuntimeConfig, groups: Sequence[ParameterGroup]) -> ShardReduction:
+def _reduction(config: RuntimeConfig, numbers: Mapping[str, int]) -> ShardReduction:
     zero = config.zero
     limit = -1
     if zero.gradient_reduction == "all_reduce":
         # What does not fit the contiguous buffer goes in a reduce_scatter, unless the config says all_reduce itself.
         limit = 2**63 - 1 if zero.explicit_reduction else zero.reduce_bucket_size
-    return ShardReduction(
-        _numbers(groups), limit, zero.reduce_scatter_impl, zero.sharding.enable_sanity_checks
-    )
+    return ShardReduction(numbers, limit, zero.reduce_scatter_impl, zero.sharding.enable_sanity_checks)
 
 
-def _numbers(groups: Sequence[ParameterGroup]) -> Mapping[str, int]:
+def _numbers(groups: Sequence[ParameterGroup]) -> dict[str, int]:
     names = {p: name for each in groups for name, p in zip(each.names, each.parameters, strict=True)}
     return {names[shard.parameter]: shard.number for shard in shards_of(names)}
 

@@ -28,7 +28,13 @@ class ShardedParameters:
     def __init__(self, groups: Sequence[ParameterGroup], residency: Residency) -> None:
         self._residency = residency
         self._places: list[tuple[Shard, int, int]] = []  # sub-group and offset of each slice
-        self.own = [self._flatten(index, each) for index, each in enumerate(groups)]
+        self.own: list[torch.Tensor] = []
+        self.add(groups)
+
+    def add(self, groups: Sequence[ParameterGroup]) -> None:
+        """Take over the slices of further sub-groups."""
+        for each in groups:
+            self.own.append(self._flatten(len(self.own), each))
 
     def begin_step(self) -> Sequence[tuple[int, slice]]:
         """Give up every whole parameter: it is about to change.

@@ -170,13 +170,16 @@ def several_param_groups(rank: int, world: int) -> None:
 
 def stage_after_stage(rank: int, world: int) -> None:
     model, plain = make(), make()
-    step = 0
+    step, earlier = 0, None
     for stage, gas in ((2, 1), (3, 1), (3, 2), (1, 1), (3, 1), (0, 2)):
         for each, settings in ((plain, config(0, gas)), (model, config(stage, gas))):
             engine = start(settings, each)
             train(engine, rank, range(step, step + 2))
+            earlier = engine if stage == 3 and each is model else earlier
         same(state(model), state(plain))
         step += 2
+    with pytest.raises(zero_runtime.UsageError, match="given to initialize again"):
+        earlier.backward(earlier(batch(0, 0, rank)))
     assert all(shard_of(parameter) is None for parameter in model.parameters())
     assert all(parameter.numel() or name == "nothing" for name, parameter in model.named_parameters())
 
@@ -241,7 +244,40 @@ def a_rank_sends_what_verification_expects(rank: int, world: int) -> None:
     assert sum(call.numel_in for call in reduced) == numel and len(reduced) > 1
 
 
+def parameters_that_come_late(rank: int, world: int) -> None:
+    """A frozen layer is trained from some step on, and so is a layer that the model gets only then."""
+
+    def story(stage: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+        model = make()
+        model.second.requires_grad_(False)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        engine = start(config(stage), model, model_parameters=trained)
+        losses = train(engine, rank)
+        torch.manual_seed(5 if rank == 0 or stage == 0 else 6)
+        model.norm = nn.Sequential(model.norm, nn.Linear(WIDTH, WIDTH))
+        model.second.requires_grad_(True)
+        late = [*model.second.parameters(), *model.norm[1].parameters()]
+        if stage == 3:
+            engine.optimizer.add_param_group({"params": late, "lr": 0.01})
+            with pytest.raises(zero_runtime.ConfigError, match="trained already"):
+                engine.optimizer.add_param_group({"params": late})
+        else:
+            # The same by hand: momentum of what was trained is kept.
+            kept = dict(engine.basic_optimizer.state)
+            engine = start(
+                config(stage), model, model_parameters=[{"params": trained}, {"params": late, "lr": 0.01}]
+            )
+            engine.basic_optimizer.state.update(kept)
+        losses += train(engine, rank, range(STEPS, 2 * STEPS))
+        return losses, state(model)
+
+    wanted, mine = story(0), story(3)
+    assert mine[0] == pytest.approx(wanted[0], rel=1e-5)
+    same(mine[1], wanted[1])
+
+
 STORIES = (
+    parameters_that_come_late,
     settings_change_no_result,
     predivision_by_the_number_of_ranks,
     unusual,
