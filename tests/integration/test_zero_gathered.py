@@ -299,6 +299,28 @@ def initialize_what_was_made_in_slices(rank, world):
     assert losses[0] == losses[1]
 
 
+def little_is_whole_at_a_time(rank, world):
+    made = nn.Sequential(*(nn.Linear(20, 20) for _ in range(8)))
+    residency = installed(made)
+    seen = []
+
+    def look(*_):
+        seen.append(sum(each.numel() for each in made.parameters()))
+
+    for layer in made:
+        layer.register_forward_pre_hook(look)
+    for _ in range(3):
+        hidden = torch.randn(2, 20)
+        for layer in made:
+            hidden = layer(hidden)
+            hidden.register_hook(look)
+        hidden.sum().backward()
+        residency.finish_backward()
+    # Only the module that runs; the gradient of an output comes when its module has been gathered for it.
+    assert max(seen) == 420 and len(seen) == 3 * 16
+    assert sum(each.ds_tensor.numel() for each in made.parameters()) == 8 * 210
+
+
 def shard_again(rank, world):
     made, whole = whole_model(), whole_model()
     for policy in (ALWAYS_CUT, ResidencyPolicy(), ALWAYS_CUT):
@@ -327,6 +349,7 @@ def refuse_lazy(rank, world):
 STORIES = (
     *(construct, construct_disabled, construct_in_16_bits, construct_with_apply, construct_empty, convert),
     *(look, change, run_while_gathered, evaluate_then_train, fail_and_go_on, grow, two_models),
+    little_is_whole_at_a_time,
     *(change_between_steps, initialize_what_was_made_in_slices),
     *(borrow_from_another_model, shard_again, cast_after_cutting, refuse_lazy),
 )
