@@ -21,6 +21,7 @@ from zero_runtime.flat_parameters import FlatParameters
 from zero_runtime.gradients import ParameterGroup, Policy, ShardedGradients
 from zero_runtime.grouping import flat_groups
 from zero_runtime.loss_scale import LossScale
+from zero_runtime.matrix_updates import check_whole_gradients
 from zero_runtime.optimizer import ReplicatedOptimizer, ShardedOptimizer, StepPolicy
 from zero_runtime.optimizers.muon import mark_matrices
 from zero_runtime.precision import (
@@ -169,6 +170,7 @@ def _sharded(
     scale: LossScale,
 ) -> tuple[ShardedOptimizer, Gradients]:
     check_shardable(inner, config.zero.stage.number, config.zero_allow_untested_optimizer)
+    check_whole_gradients(inner, config, kinds)
     # With torch.autocast the gradients of a group travel in several dtypes, which a band cannot.
     banded = config.zero.gradient_reduction == "reduce_scatter" and kinds.autocast is None
     groups = flat_groups(module, inner.param_groups, config.zero, group.world_size, banded)
@@ -283,7 +285,14 @@ def _with_sharded_parameters(
         # Only a step in fp16 asks for overflows in a message of its own.
         steps = _step_policy(config, kinds)._replace(check_overflow=config.precision.fp16)
         optimizer = ShardedOptimizer(
-            inner, sharded.groups, sharded.parameters, sharded.gradients, group, steps, scale
+            inner,
+            sharded.groups,
+            sharded.parameters,
+            sharded.gradients,
+            group,
+            steps,
+            scale,
+            config.zero.reduce_bucket_size,
         )
         optimizer.grow = sharded.add
     sharded.residency.install(sharded.trained)

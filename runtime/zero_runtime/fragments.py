@@ -103,14 +103,16 @@ class Source(Protocol):
         """The state tensors of parameter ``name`` of other shapes."""
 
 
-def fragments_of(optimizer: torch.optim.Optimizer, masters: Sequence[Master]) -> Iterator[Fragment]:
-    """Every part of ``masters`` with its share of the state of ``optimizer``, in order.
+def fragments_of(
+    states: Mapping[torch.Tensor, Mapping[str, Any]], masters: Sequence[Master]
+) -> Iterator[Fragment]:
+    """Every part of ``masters`` with its share of ``states``, an optimizer's, in order.
 
     Raises:
         CheckpointError: a state value that cannot be told by parameter.
     """
     for master in masters:
-        values = optimizer.state.get(master.tensor, {})
+        values = states.get(master.tensor, {})
         elementwise, scalars, whole = _sorted_state(values, master)
         for part in master.parts:
             yield Fragment(

@@ -20,9 +20,12 @@ from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import ConfigError, UsageError
 from zero_runtime.flat_parameters import FlatParameters
 from zero_runtime.fragments import Fragment, Master, Part, Source, fragments_of, load
+from zero_runtime.gathered_matrices import GatheredMatrices
 from zero_runtime.gradients import ParameterGroup, ShardedGradients
 from zero_runtime.loss_scale import UNSCALED, LossScale
+from zero_runtime.matrix_updates import MatrixUpdates
 from zero_runtime.optimizers.lamb import Division, Lamb, Segment
+from zero_runtime.optimizers.muon import Muon
 from zero_runtime.precision import agree_on_overflow, any_overflow
 from zero_runtime.sharded_parameters import ShardedParameters
 from zero_runtime.torch_optimizer import replace_parameters
@@ -156,7 +159,7 @@ class _Wrapper(torch.optim.Optimizer):
 
     def fragments(self) -> Iterator[Fragment]:
         """What this rank holds of each parameter, its state included, for a checkpoint."""
-        return fragments_of(self.optimizer, self.held())
+        return fragments_of(self.optimizer.state, self.held())
 
     def load_fragments(self, source: Source, states: bool = True) -> None:
         """Fill the masters and, with ``states``, the state from a checkpoint; the model's parameters stay as they are."""
@@ -166,7 +169,8 @@ class _Wrapper(torch.optim.Optimizer):
 class ShardedOptimizer(_Wrapper):
     """Updates this rank's piece of every group of parameters, and shares it with the other ranks.
 
-    Each rank keeps its piece as a flat fp32 tensor, which is all that the torch optimizer sees.
+    Each rank keeps its piece as a flat fp32 tensor, which is all that the torch optimizer sees: the parameters' own memory
+    where they are fp32.
 
     Args:
         optimizer: the torch optimizer.
@@ -176,6 +180,7 @@ class ShardedOptimizer(_Wrapper):
         group: the data-parallel ranks.
         policy: what a step does besides the update.
         scale: what the loss was multiplied by.
+        chunk: elements of the matrices that Muon gathers at a time, at stage 3.
     """
 
     def __init__(
@@ -187,6 +192,7 @@ class ShardedOptimizer(_Wrapper):
         group: DataParallelGroup,
         policy: StepPolicy,
         scale: LossScale,
+        chunk: int = 0,
     ) -> None:
         super().__init__(optimizer, gradients, policy, scale)
         self._reduced = gradients
@@ -201,6 +207,25 @@ class ShardedOptimizer(_Wrapper):
         replace_parameters(optimizer, mine)
         if isinstance(optimizer, Lamb):
             optimizer.divide(self._division())
+        self._matrices: MatrixUpdates | GatheredMatrices | None = None
+        if isinstance(optimizer, Muon) and isinstance(gradients, ShardedGradients):
+            self._matrices = (
+                MatrixUpdates(optimizer, self.held(), gradients)
+                if isinstance(parameters, FlatParameters)
+                else GatheredMatrices(optimizer, self._groups, self.masters, group, chunk)
+            )
+
+    def fragments(self) -> Iterator[Fragment]:
+        """What this rank holds of each parameter, its state included, for a checkpoint."""
+        if isinstance(self._matrices, MatrixUpdates):
+            return fragments_of(self._matrices.elementwise(), self.held())
+        return super().fragments()
+
+    def load_fragments(self, source: Source, states: bool = True) -> None:
+        """Fill the masters and, with ``states``, the state from a checkpoint; the model's parameters stay as they are."""
+        super().load_fragments(source, states)
+        if isinstance(self._matrices, MatrixUpdates) and states:
+            self._matrices.load(source)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train further parameters of the model, at stage 3; those that are new in it are broadcast from rank 0.
@@ -290,8 +315,13 @@ class ShardedOptimizer(_Wrapper):
         overflow = self._policy.check_overflow and agree_on_overflow(
             any_overflow(pieces, pieces[0].device), self._group
         )
+        commit = None
+        if self._matrices is not None and not overflow:
+            commit = self._matrices.apply(pieces, self._scale.value)
         if not self._measured(overflow, self._reduced.norm):
             return
+        if commit is not None:
+            commit()
         factor = self._factor()
         for master, piece in zip(self.masters, pieces, strict=True):
             master.grad = piece.to(master.dtype)
@@ -301,7 +331,8 @@ class ShardedOptimizer(_Wrapper):
         self._scale.update(False)
         for master, own in zip(self.masters, self._parameters.own, strict=True):
             master.grad = None
-            own.copy_(master)
+            if own.dtype is not master.dtype:
+                own.copy_(master)
         self._gradients.clear()
         self._parameters.share()
 
@@ -395,11 +426,12 @@ class ReplicatedOptimizer(_Wrapper):
         self.optimizer.step()
         for master, parameter in zip(self.masters, self._parameters, strict=True):
             master.grad = None
-            parameter.copy_(master)
+            if parameter.dtype is not master.dtype:
+                parameter.copy_(master)
         return True
 
 
 def _master(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What the optimizer updates instead of ``parameter``: a copy of at least ``dtype``."""
+    """What the optimizer updates instead of ``parameter``: a copy of at least ``dtype``, or its own memory where it is that."""
     wide = torch.promote_types(parameter.dtype, dtype)
-    return parameter.detach().clone().to(wide).requires_grad_()
+    return parameter.detach().to(wide).requires_grad_()

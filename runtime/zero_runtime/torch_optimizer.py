@@ -231,6 +231,8 @@ def check_shardable(optimizer: torch.optim.Optimizer, stage: int, untested_allow
         ConfigError: with what to do.
     """
     name = type(optimizer).__name__
+    if isinstance(optimizer, Muon):
+        return
     if name in _NOT_ELEMENTWISE:
         raise ConfigError(
             f"optimizer {name} needs whole parameters, and ZeRO stage {stage} gives each rank a flat piece; use "
