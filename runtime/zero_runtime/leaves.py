@@ -69,13 +69,19 @@ def get_z3_leaf_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def flag_configured(
     model: torch.nn.Module, classes: Iterable[str], names: Iterable[str], suffixes: Iterable[str]
-) -> None:
-    """Flag what the ``leaf_module`` block of the config names. As in DeepSpeed, it may name what the model has not."""
+) -> list[torch.nn.Module]:
+    """Flag what the ``leaf_module`` block of the config names. As in DeepSpeed, it may name what the model has not.
+
+    Returns:
+        The modules that were flagged.
+    """
     wanted, endings = set(names), tuple(suffixes)
-    _flag_classes(model, tuple(classes), True, False)
+    found = _flag_classes(model, tuple(classes), True, False)
     for name, module in model.named_modules():
         if name in wanted or (endings and name.endswith(endings)):
             set_z3_leaf_module(module, True)
+            found.append(module)
+    return found
 
 
 def flag_fine(model: torch.nn.Module, granularity: int) -> list[torch.nn.Module]:

@@ -96,6 +96,7 @@ class Residency:
         limits = Limits(prefetch, policy.reuse_distance, policy.max_live)
         self._iteration = Iteration(group, self._gatherer, limits, policy.report_trace)
         self._handles: list[Any] = []
+        self._flagged: list[torch.nn.Module] = []  # as leaf modules, by the policy
 
     def listen(self, listener: Callable[[torch.nn.Module], None]) -> None:
         """Call ``listener`` with each module whose backward pass has ended, if its inputs are differentiable."""
@@ -104,17 +105,8 @@ class Residency:
     @torch.no_grad()
     def shard(self) -> None:
         """Cut every parameter that is not a shard yet: one broadcast of its elements from rank 0 for each."""
-        policy = self._policy
-        leaves.flag_configured(self._module, policy.leaf_classes, policy.leaf_names, policy.leaf_suffixes)
-        fine = policy.granularity <= 0 or leaves.flag_fine(self._module, policy.granularity)
-        if not fine and self._group.rank == 0:
-            print(
-                f"zero_runtime: stage3_module_granularity_threshold is {policy.granularity}, and every module has more "
-                "elements per layer; there are no leaf modules by it",
-                file=sys.stderr,
-                flush=True,
-            )
-        device = remote(policy.remote_device)
+        self._flag_leaves()
+        device = remote(self._policy.remote_device)
         for name, parameter in self._module.named_parameters():
             shard = shard_of(parameter)
             if torch.nn.parameter.is_lazy(parameter):
@@ -131,6 +123,22 @@ class Residency:
             shard.name = name
             self._iteration.add(shard)
         self._mark_persistent()
+
+    def _flag_leaves(self) -> None:
+        """Flag the leaf modules that the policy names, until :meth:`shut_down`."""
+        policy, before = self._policy, set(leaves.get_z3_leaf_modules(self._module))
+        flagged = leaves.flag_configured(
+            self._module, policy.leaf_classes, policy.leaf_names, policy.leaf_suffixes
+        )
+        fine = leaves.flag_fine(self._module, policy.granularity) if policy.granularity > 0 else []
+        if policy.granularity > 0 and not fine and self._group.rank == 0:
+            print(
+                f"zero_runtime: stage3_module_granularity_threshold is {policy.granularity}, and every module has more "
+                "elements per layer; there are no leaf modules by it",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._flagged = [module for module in (*flagged, *fine) if module not in before]
 
     def _mark_persistent(self) -> None:
         """Small parameters, in the order of the model, while there is room for all of one."""
@@ -237,6 +245,8 @@ class Residency:
         self.release_all()
         for module in self._module.modules():
             access.unwatch(module)
+        for module in self._flagged:
+            leaves.set_z3_leaf_module(module, False)
         make_whole(self._module.parameters())
         self._iteration.shards.clear()
         if residency_of(self._module) is self:
