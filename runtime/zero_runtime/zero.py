@@ -34,7 +34,7 @@ from zero_runtime.leaves import (
     unset_z3_leaf_modules,
     z3_leaf_module,
 )
-from zero_runtime.residency import remote
+from zero_runtime.residency_policy import remote
 from zero_runtime.shards import Shard, shards_of
 from zero_runtime.shards import Status as ZeroParamStatus
 
