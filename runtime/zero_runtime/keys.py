@@ -33,8 +33,8 @@ from zero_runtime.zero_keys import ZERO
 __all__ = ["BLOCKS", "Key", "Status", "Table", "inert_keys", "read", "stage_3_only"]
 
 OPTIMIZER: Final[Table] = {
-    "type": used(text, None, "Adam, AdamW, Adagrad, or a class of torch.optim by its own name"),
-    "params": used(mapping, {}, "its arguments; torch_adam and adam_w_mode besides"),
+    "type": used(text, None, "Adam, AdamW, Adagrad, Lamb, Lion, Muon, or a class of torch.optim by its own name"),
+    "params": used(mapping, {}, "its arguments: see docs/optimizers.md"),
     "legacy_fusion": inert(boolean, False, "how a fused Lamb is wrapped", "there is one way"),
 }
 
