@@ -117,7 +117,11 @@ ZERO: Final[Table] = {
         None,
         "stages 1 and 2: elements of a message that gathers parameters; null is all at once",
     ),
-    "overlap_comm": used(optional(boolean), None, "reduce during the backward pass; null is true at stage 3"),
+    "overlap_comm": used(
+        optional(boolean),
+        None,
+        "reduce during the backward pass; null is true at stage 3, and at stage 2 with gradient_reduction reduce_scatter",
+    ),
     "compute_grad_norm": used(
         boolean, True, "stages 1 and 2: the norm of gradients also where nothing is clipped"
     ),
