@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from commprof import hooks
 from zero_runtime import comm
 from zero_runtime.accumulation import Window
-from zero_runtime.assembly import Assembly
+from zero_runtime.assembly import Assembly, close
 from zero_runtime.batches import evaluate, train
 from zero_runtime.checkpoint.loading import Wanted, load
 from zero_runtime.checkpoint.training import Training
@@ -435,6 +435,12 @@ class Engine(Settings, torch.nn.Module):
     def _get_optimizer_loss_scale(self) -> float | None:
         """The loss scale in use, by the name under which DeepSpeed's users read it."""
         return None if self.optimizer is None else self._scale.value
+
+    def destroy(self) -> None:
+        """Let go of the model: hooks are taken away, sharded parameters are whole again."""
+        close(self.module)
+        if self.config.disable_python_gc:
+            gc.enable()
 
     def get_wall_clock_timers(self) -> dict[str, float]:
         """Milliseconds of each part of the last step; empty without wall_clock_breakdown."""
