@@ -17,6 +17,7 @@ _EPSILON: Final = 1e-6
 _ROW: Final = 1024  # elements
 _NORM: Final = hooks.tag("gradient_norm")
 _INVALID_NORM: Final = float("inf")
+_CHUNK: Final = 2**16  # elements
 
 
 def sharded_norm(
@@ -50,6 +51,15 @@ def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
     rows = torch.linalg.vector_norm(wide[:even].view(-1, _ROW), dim=1)
     rest = torch.linalg.vector_norm(wide[even:], dtype=torch.float64)
     return rows.double().square().sum() + rest.square()
+
+
+def _sum_of_squares(piece: torch.Tensor) -> torch.Tensor:
+    """The sum of the squares of a 1-D tensor, in float64."""
+    if piece.device.type != "cpu" or piece.numel() <= _CHUNK:
+        return torch.linalg.vector_norm(piece, dtype=torch.float64).square()
+    # On a CPU torch makes a float64 copy first: of a chunk it stays in the cache, and no memory is needed.
+    norms = [torch.linalg.vector_norm(chunk, dtype=torch.float64) for chunk in piece.split(_CHUNK)]
+    return torch.stack(norms).square().sum()
 
 
 def replicated_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
