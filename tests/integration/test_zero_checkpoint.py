@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import zero_runtime
 from support import recorded
-from support.checkpoint_training import differences, everything_in, make_engine, train
+from support.checkpoint_training import FEATURES, Odd, differences, everything_in, make_engine, train
 from support.process_group_log import logged
 from support.ranks import run_ranks
 from support.recorded_models import make_batch, make_model
@@ -47,6 +47,10 @@ SETTINGS = {
         "precision": "bf16",
         "zero": {"gradient_reduction": "reduce_scatter", "reduce_bucket_size": 100},
     },
+    "stage 2, Lamb": {"stage": 2, "optimizer": "Lamb"},
+    "stage 3, Lion": {"stage": 3, "optimizer": "Lion", "zero_allow_untested_optimizer": True},
+    "stage 0, Muon": {"stage": 0, "optimizer": "Muon"},
+    "stage 1, NAdam": {"stage": 1, "optimizer": "NAdam", "zero_allow_untested_optimizer": True},
     "stage 2, parameters under way": {"stage": 2, "zero": {"overlap_parameter_gather": True}},
     "stage 2, a schedule of torch's": {
         "stage": 2,
@@ -186,6 +190,57 @@ def test_what_a_script_changes_in_slices_is_saved_and_loaded_over(tmp_path):
         assert changed == loaded
     kept = everything_in(tmp_path / "after")["second.weight"]
     assert torch.equal(kept, torch.full_like(kept, 1 / 3).bfloat16().float())
+
+
+def without_optimizer(rank, world, root):
+    losses = []
+    for stage, tag in ((0, None), (3, "none0"), (0, "none3")):
+        engine, *_ = zero_runtime.initialize(
+            model=Odd(), config={"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}}
+        )
+        if tag:
+            engine.load_checkpoint(root, tag=tag)
+        engine.save_checkpoint(root, tag=f"none{stage}")
+        engine.module.seen.zero_()
+        engine.eval()
+        with torch.no_grad():
+            losses.append(engine(torch.ones(4, FEATURES), torch.ones(4, 5)).item())
+    return losses
+
+
+def test_an_engine_without_an_optimizer_keeps_its_model(tmp_path):
+    for losses in run_ranks(2, without_optimizer, str(tmp_path)):
+        assert len(set(losses)) == 1
+
+
+def constructed_in_slices(rank, world, root, save):
+    with zero_runtime.zero.Init():
+        torch.manual_seed(9 if save else 1)
+        model = torch.nn.Sequential(torch.nn.Linear(FEATURES, 5), torch.nn.Linear(5, 3))
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    engine, *_ = zero_runtime.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    def step():
+        loss = engine(torch.ones(2, FEATURES)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    if save:
+        step()
+        engine.save_checkpoint(root)
+    else:
+        engine.load_checkpoint(root)
+    return [step(), step()]
+
+
+def test_a_model_made_in_slices_goes_on_at_another_world_size(tmp_path):
+    went_on = run_ranks(3, constructed_in_slices, str(tmp_path), True)[0]
+    assert run_ranks(2, constructed_in_slices, str(tmp_path), False)[0] == pytest.approx(went_on, rel=1e-5)
 
 
 # Against what DeepSpeed did.

@@ -154,7 +154,7 @@ def test_the_checkpoint_before_a_killed_save_loads(tmp_path):
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_checkpoint_before_any_of_50_killed_saves_loads(tmp_path, world):
     survived = check_killed_saves(tmp_path, world, 25, seed=world)
-    assert set(survived) == {0, 1, 2}
+    assert {0, 1} <= set(survived)  # the third lasts only where it is killed after it is complete
 
 
 # One rank fails.
