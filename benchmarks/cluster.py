@@ -4,6 +4,9 @@ The hosts are network namespaces of this machine: a rank each, veth pairs to a b
 root. Bytes come from the counters of the hosts' interfaces. All cases start from the same weights and see the same
 batches; their engines live side by side and train in turn, some steps each, so that a busy machine slows all alike.
 The ratio of a round is the case's mean step time by that of DeepSpeed's ZeRO-2 with default settings in the same round.
+
+DeepSpeed builds an operation at its first start; do that once outside the hosts, which reach no other network. One that was
+killed while it built leaves ``~/.cache/torch_extensions/*/deepspeed_shm_comm/lock``, for which all others wait.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
-from results import arguments, median_interval, publish, spread
+from results import Spread, arguments, median_interval, publish, spread
 
 from support import hosts as network
 
@@ -232,6 +235,10 @@ def summarise(
     """The table and its figures."""
     base = found.get(BASELINE)
     rows, figures = [], {}
+    of_stage: dict[int, str] = {}  # DeepSpeed's case of each stage, with default settings
+    for name in found:
+        if CASES[name].framework == "deepspeed":
+            of_stage.setdefault(CASES[name].zero["stage"], name)
     for name, each in found.items():
         step = spread([1e3 * value for value in each["seconds"]])
         received = median(each["received"]) / gradient_bytes
@@ -239,19 +246,25 @@ def summarise(
         figures[name] = {"step_ms": step, "received": received, "sent": sent}
         row = [name, step.text(0), f"{received:.2f}", f"{sent:.2f}"]
         if base is None:
-            rows.append([*row, "-", "-"])
+            rows.append([*row, "-", "-", "-"])
             continue
-        ratio = median_interval(
-            [mine / its for mine, its in zip(each["seconds"], base["seconds"], strict=True)]
-        )
+        ratio = _ratio(each, base)
+        peer = of_stage.get(CASES[name].zero["stage"])
+        alike = None if peer is None else _ratio(each, found[peer])
         apart = max(
             abs(mine / its - 1)
             for these, those in zip(each["losses"], base["losses"], strict=True)
             for mine, its in zip(these, those, strict=True)
         )
         figures[name] |= {"ratio": ratio, "loss_difference": apart, "final_loss": each["losses"][-1][0]}
-        rows.append([*row, ratio.text(), f"{apart:.1e}"])
+        figures[name]["ratio_same_stage"] = alike
+        rows.append([*row, ratio.text(), "-" if alike is None else alike.text(), f"{apart:.1e}"])
     return rows, figures
+
+
+def _ratio(each: Mapping[str, list[Any]], base: Mapping[str, list[Any]]) -> Spread:
+    """Step times of ``each`` by those of ``base``, round by round."""
+    return median_interval([mine / its for mine, its in zip(each["seconds"], base["seconds"], strict=True)])
 
 
 def main() -> None:
@@ -284,6 +297,7 @@ def main() -> None:
             "received, gradient bytes = 1",
             "sent",
             f"time, {BASELINE} = 1 (95 % interval)",
+            "time, DeepSpeed, same stage = 1 (95 % interval)",
             "largest relative difference of a loss",
         ],
         rows,
