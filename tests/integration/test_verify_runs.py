@@ -61,9 +61,17 @@ CONFIGS = {
         zero(2, gradient_reduction="reduce_scatter") | {"bf16": {"enabled": True}, "gradient_accumulation_steps": 2},
         "reduce_scatter", "all_to_all", "all_to_all", 0.5,
     ),
+    "stage-3": (
+        zero(3, stage3_param_persistence_threshold=300), "reduce_scatter", "all_to_all", "all_to_all", 0.5,
+    ),
+    "stage-3-all-reduce-twice": (
+        zero(3, reduce_scatter=False, stage3_prefetch_bucket_size=0) | {"gradient_accumulation_steps": 2},
+        "all_reduce", "all_reduce", "all_reduce", 1.0,
+    ),
 }  # fmt: skip
 
-LONG = ("stage-0", "stage-2-exchange-bf16-twice")  # what the others leave is tested on SyntheticRun as well
+# What the others leave is tested on SyntheticRun as well.
+LONG = ("stage-0", "stage-2-exchange-bf16-twice", "stage-3-all-reduce-twice")
 
 
 def commprof(*words: str, cwd: Path) -> subprocess.CompletedProcess:
