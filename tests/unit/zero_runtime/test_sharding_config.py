@@ -1,0 +1,103 @@
+"""The keys of stage 3."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero_runtime.config import RuntimeConfig
+from zero_runtime.errors import ConfigError, UnsupportedError
+
+
+def read(stage=3, world=2, top=None, **zero):
+    given = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage, **zero},
+        **(top or {}),
+    }
+    return RuntimeConfig.from_mapping(given, world)
+
+
+def test_defaults_are_those_of_deepspeed():
+    effective = read().effective()["zero_optimization"]
+    assert effective["stage3_prefetch_bucket_size"] == 50_000_000
+    assert effective["stage3_param_persistence_threshold"] == 100_000
+    assert effective["stage3_max_live_parameters"] == effective["stage3_max_reuse_distance"] == 1_000_000_000
+    assert effective["memory_efficient_linear"] and effective["overlap_comm"]
+    assert effective["gradient_reduction"] == "reduce_scatter"
+
+
+def test_a_key_may_do_without_its_prefix():
+    plain, prefixed = read(max_live_parameters=7), read(stage3_max_live_parameters=7)
+    assert plain.zero.sharding == prefixed.zero.sharding
+    assert plain.zero.sharding.residency.max_live == 7
+    with pytest.raises(ConfigError, match="two names of one key"):
+        read(max_live_parameters=7, stage3_max_live_parameters=8)
+
+
+@pytest.mark.parametrize(
+    ("zero", "name"),
+    [
+        ({"reduce_scatter": False}, "all_reduce"),
+        ({"reduce_scatter": False, "contiguous_gradients": False}, "reduce_scatter"),
+        ({"contiguous_gradients": False}, "reduce_scatter"),
+        ({"use_multi_rank_bucket_allreduce": False}, "reduce_scatter"),
+        ({"gradient_reduction": "all_reduce"}, "all_reduce"),
+    ],
+)
+def test_the_reduction(zero, name):
+    assert read(**zero).zero.gradient_reduction == name
+
+
+@pytest.mark.parametrize(
+    ("top", "zero", "message"),
+    [
+        ({}, {"gradient_reduction": "multi_rank_all_reduce"}, "every rank owns a slice"),
+        ({}, {"gradient_reduction": "reduce_to_owner"}, "every rank owns a slice"),
+        ({"gradient_allreduce_op": "sum"}, {}, "set it to mean"),
+        ({"gradient_predivide_factor": 4.0}, {}, "gradient_predivide_factor is 4.0"),
+        ({"prescale_gradients": True}, {}, "prescale_gradients is True"),
+        ({}, {"sub_group_size": 0}, "sub_group_size"),
+    ],
+)
+def test_refused(top, zero, message):
+    with pytest.raises(ConfigError, match=message):
+        read(top=top, **zero)
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"zero_quantized_weights": True},
+        {"zero_quantized_gradients": True},
+        {"offload_param": {"device": "nvme"}},
+    ],
+)
+def test_not_in_this_version(zero):
+    with pytest.raises(UnsupportedError, match="not in this version yet"):
+        read(**zero)
+
+
+def test_a_key_of_stage_3_says_so_at_stage_2():
+    # DeepSpeed takes these keys at stages 1 and 2, where they mean nothing.
+    (notice,) = read(stage=2, zero_quantized_weights=True).notices
+    assert "zero_quantized_weights" in notice and "stage 3 only" in notice
+
+
+def test_what_has_no_effect_at_stage_3_is_said():
+    notices = " ".join(
+        read(allgather_bucket_size=1000, compute_grad_norm=False, round_robin_gradients=True).notices
+    )
+    assert "no effect at stage 3" in notices
+    assert all(
+        name in notices for name in ("allgather_bucket_size", "compute_grad_norm", "round_robin_gradients")
+    )
+    (notice,) = read(reduce_scatter=False, contiguous_gradients=False).notices
+    assert "reduce_scatter all the same" in notice
+
+
+def test_gradients_are_divided_between_the_cast_and_the_sum():
+    assert read(world=4).scaling(4) == (1.0, 4, 1.0, 1.0)
+    predivided = read(world=4, top={"gradient_predivide_factor": 2.0}, reduce_scatter=False)
+    assert predivided.scaling(4) == (1.0, 4, 0.5, 2.0)
+    prescaled = read(world=4, top={"prescale_gradients": True}, reduce_scatter=False)
+    assert prescaled.scaling(4) == (1.0, 4, 1.0, 1.0)
