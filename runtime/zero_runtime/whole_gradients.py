@@ -20,7 +20,7 @@ from zero_runtime.layout import Run, flushed_runs
 
 
 class ReplicatedGradients:
-    """Reduces the parameters' own gradients, in place.
+    """Reduces the parameters' own gradients, which become parts of what was sent.
 
     Parameters without a gradient travel as zeros, so that every rank sends the same.
 
@@ -49,6 +49,7 @@ class ReplicatedGradients:
         self._group = group
         self._at_boundary = at_boundary
         self._paused = False
+        self._kept: dict[int, torch.Tensor] = {}
 
     def begin_step(self) -> None:
         """Nothing is counted here."""
@@ -60,17 +61,37 @@ class ReplicatedGradients:
 
     def reduce_accumulated(self) -> None:
         """Reduce all gradients, once."""
-        by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[Entry]] = {}
+        by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[tuple[torch.nn.Parameter, Entry]]] = {}
         for name, parameter in zip(self._names, self._parameters, strict=True):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad = parameter.grad.contiguous()
             if parameter.numel():
                 entry = Entry(name, parameter.grad.detach().view(-1), ())
-                by_dtypes.setdefault((parameter.dtype, self._dtypes[parameter]), []).append(entry)
+                by_dtypes.setdefault((parameter.dtype, self._dtypes[parameter]), []).append(
+                    (parameter, entry)
+                )
         number = 0
-        for (_, dtype), entries in by_dtypes.items():
-            number = _reduce(entries, number, dtype, self._policy, self._group)
+        for (_, dtype), found in by_dtypes.items():
+            entries = [entry for _, entry in found]
+            sums = _reduce(entries, number, dtype, self._policy, self._group, self._join)
+            number += len(sums)
+            parts = [part for each in sums for part in each]
+            for (parameter, _), part in zip(found, parts, strict=True):
+                parameter.grad = part.view(parameter.shape)
+
+    def _join(self, number: int, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The gradients of message ``number`` end to end. On a CPU in the same memory every step: fresh memory is slow."""
+        like, numel = gradients[0], sum(gradient.numel() for gradient in gradients)
+        if len(gradients) == 1 or like.device.type != "cpu":
+            return joined(gradients)
+        kept = self._kept.get(number)
+        if kept is None or kept.numel() != numel or kept.dtype is not like.dtype:
+            kept = self._kept[number] = like.new_empty(numel)
+        memory = kept.untyped_storage().data_ptr()
+        if any(gradient.untyped_storage().data_ptr() == memory for gradient in gradients):
+            return joined(gradients)  # they have been reduced already, and not cleared since
+        return torch.cat(list(gradients), out=kept)
 
     def pause(self, paused: bool) -> None:
         """Whether gradients only accumulate for now (``no_sync``)."""
@@ -136,7 +157,11 @@ class AccumulatedGradients:
         entries = [
             Entry(",".join(each.names), flat, ()) for each, flat in zip(self._groups, self._flat, strict=True)
         ]
-        _reduce(entries, 0, self._dtype, self._policy, self._group)
+        sums = _reduce(
+            entries, 0, self._dtype, self._policy, self._group, lambda number, flats: joined(flats)
+        )
+        if any(len(each) > 1 for each in sums):
+            torch._foreach_copy_(self._flat, [part for each in sums for part in each])
 
     def pause(self, paused: bool) -> None:
         """Whether gradients only accumulate for now (``no_sync``)."""
@@ -156,19 +181,26 @@ class AccumulatedGradients:
 
 
 def _reduce(
-    entries: Sequence[Entry], number: int, dtype: torch.dtype, policy: Policy, group: DataParallelGroup
-) -> int:
-    """Join gradients of one dtype, reduce them in place, and return the number of the next message."""
+    entries: Sequence[Entry],
+    first: int,
+    dtype: torch.dtype,
+    policy: Policy,
+    group: DataParallelGroup,
+    join: Callable[[int, Sequence[torch.Tensor]], torch.Tensor],
+) -> list[tuple[torch.Tensor, ...]]:
+    """Join gradients of one dtype and reduce them, from message ``first`` on.
+
+    Returns:
+        For each message the sums of its gradients, 1-D: parts of what ``join`` made of them.
+    """
+    sums = []
     runs = [Run(0, position, entry.gradient.numel()) for position, entry in enumerate(entries)]
-    for batch in flushed_runs(runs, policy.limit):
+    for number, batch in enumerate(flushed_runs(runs, policy.limit), first):
         sent = tuple(entries[run.start] for run in batch)
-        gradients = [entry.gradient for entry in sent]
-        tensor = joined(gradients)
+        tensor = join(number, [entry.gradient for entry in sent])
         bucket = Bucket(number, tensor, (), dtype, policy.limit, policy.scaling, sent, END_OF_BACKWARD)
         if hooks.recording():
             bucket.describe()
         policy.reduce(bucket, group)
-        if len(gradients) > 1:
-            torch._foreach_copy_(gradients, list(tensor.split([part.numel() for part in gradients])))
-        number += 1
-    return number
+        sums.append(tensor.split([run.numel for run in batch]))
+    return sums
