@@ -86,9 +86,11 @@ def check(case: recorded.Case) -> None:
             assert replay.optimizer_numel == case.results["opt_state_numel"][str(rank)]
     final = case.results.get("params_rank0")
     if final and recorded.precision_of(case) == "fp32":
-        # Where a gradient is rounding noise, Adam makes a full step of it: 8e-6 after 3 steps with DeepSpeed's own Adam.
+        # Where a gradient is rounding noise, Adam makes a full step of it: 8e-6 after 3 steps with DeepSpeed's own Adam, and
+        # with the eps of 1e-10 that Muon gives it, 4e-4 in the norm of a bias.
+        slack = 1e-3 if case.config.get("optimizer", {}).get("type") == "Muon" else 2e-5
         mine = replays(case)[0].parameters
-        assert mine == {name: pytest.approx(values, rel=1e-5, abs=2e-5) for name, values in final.items()}
+        assert mine == {name: pytest.approx(values, rel=1e-5, abs=slack) for name, values in final.items()}
 
 
 def approximately(values, tolerance):

@@ -36,6 +36,7 @@ def run_ranks(
         RankError: with every failing rank's traceback.
     """
     import torch
+    import torch._dynamo  # or every rank imports it for itself, in its optimizer's first step: seconds
 
     torch.set_num_threads(1)
     store = tempfile.mktemp(prefix="commprof-store-")

@@ -38,7 +38,7 @@ _KNOWN_FLAGS = {
 }
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
-_OPTIMIZERS = {"adam", "adamw", "adagrad", "sgd", "rmsprop"}
+_OPTIMIZERS = {"adam", "adamw", "adagrad", "sgd", "rmsprop", "muon", "lamb", "lion"}
 
 
 @dataclass(frozen=True)
