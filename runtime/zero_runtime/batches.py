@@ -1,14 +1,16 @@
-"""Whole steps from an iterator of batches, for ``engine.train_batch`` and ``engine.eval_batch``."""
+"""The engine's methods around data: whole steps from an iterator of batches, and loaders."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch.utils._pytree import tree_map
 
 from commprof import hooks
+from zero_runtime.config import RuntimeConfig
+from zero_runtime.data import TRAIN, RankLoader, RepeatingLoader, rank_loader
 from zero_runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,7 +20,76 @@ if TYPE_CHECKING:
 _LOSS: Final = hooks.tag("metric")
 
 
-def train(engine: Engine, batches: Iterator[Any], group: DataParallelGroup) -> torch.Tensor:
+class WholeSteps:
+    """Training and evaluation by the step, of an engine whose attributes these are."""
+
+    config: RuntimeConfig
+    training: bool
+    training_dataloader: RankLoader | None
+    collate_fn: Callable[[list[Any]], Any] | None
+    _group: DataParallelGroup
+    _batches: Iterator[Any] | None
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """Take one whole step: forward, backward and step of as many micro-batches as are accumulated.
+
+        Args:
+            data_iter: of batches (see :func:`loss_of`); default: the training data, again and again.
+
+        Returns:
+            The mean loss of the micro-batches of all ranks, 0-D.
+        """
+        if not self.training:
+            raise UsageError("train_batch was called in eval mode; call engine.train() first")
+        return _train(cast("Engine", self), data_iter or self._own_batches(), self._group)
+
+    def eval_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """The mean loss of as many micro-batches as a step has, over all ranks, 0-D; nothing changes."""
+        return _evaluate(cast("Engine", self), data_iter or self._own_batches(), self._group)
+
+    def _own_batches(self) -> Iterator[Any]:
+        if self._batches is None:
+            if self.training_dataloader is None:
+                raise UsageError(
+                    "there is no training data; give an iterator of batches, or training_data to initialize"
+                )
+            self._batches = RepeatingLoader(self.training_dataloader)
+        return self._batches
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = TRAIN,
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> RankLoader:
+        """A loader of this rank's share of ``dataset``.
+
+        Args:
+            dataset: what is loaded.
+            batch_size: samples of a batch; default: those of a micro-batch.
+            route: train shuffles; eval and predict do not.
+            pin_memory: page-locked host memory, where there is a GPU.
+            data_sampler: chooses this rank's samples instead.
+            collate_fn: makes a batch of a list of samples; default: that given to ``initialize``.
+            num_local_io_workers: processes that load; default: none.
+        """
+        return rank_loader(
+            dataset,
+            batch_size or self.config.train_micro_batch_size_per_gpu,
+            drop_last=self.config.dataloader_drop_last,
+            shuffle=route == TRAIN,
+            sampler=data_sampler,
+            collate_fn=collate_fn or self.collate_fn,
+            workers=num_local_io_workers or 0,
+            pin_memory=pin_memory,
+        )
+
+
+def _train(engine: Engine, batches: Iterator[Any], group: DataParallelGroup) -> torch.Tensor:
     """One step: as many micro-batches as are accumulated, and the update. Returns the mean loss of all ranks, 0-D."""
     total = torch.zeros((), device=engine.device)
     for _ in range(engine.gradient_accumulation_steps()):
@@ -30,7 +101,7 @@ def train(engine: Engine, batches: Iterator[Any], group: DataParallelGroup) -> t
 
 
 @torch.no_grad()
-def evaluate(engine: Engine, batches: Iterator[Any], group: DataParallelGroup) -> torch.Tensor:
+def _evaluate(engine: Engine, batches: Iterator[Any], group: DataParallelGroup) -> torch.Tensor:
     """The mean loss of as many micro-batches as a step has, over all ranks, 0-D; the model is in eval mode meanwhile."""
     training = engine.training
     engine.eval()

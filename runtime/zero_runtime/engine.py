@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -16,25 +14,21 @@ from commprof import hooks
 from zero_runtime import comm
 from zero_runtime.accumulation import Window
 from zero_runtime.assembly import Assembly, close
-from zero_runtime.batches import evaluate, train
-from zero_runtime.checkpoint.loading import Wanted, load
-from zero_runtime.checkpoint.training import Training
-from zero_runtime.checkpoint.weights import save_weights
-from zero_runtime.checkpoint.writer import save
+from zero_runtime.batches import WholeSteps
 from zero_runtime.config import RuntimeConfig
-from zero_runtime.data import TRAIN, RankLoader, RepeatingLoader, rank_loader
 from zero_runtime.errors import UsageError
 from zero_runtime.fp32_modules import cast_floating
 from zero_runtime.linear import memory_efficient_linear
 from zero_runtime.precision import autocast
 from zero_runtime.reporting import Progress, Report
+from zero_runtime.saving import Saving
 from zero_runtime.settings import Settings
 from zero_runtime.timed_group import clock_of
 
 _NEVER: Final = (-1, -1)
 
 
-class Engine(Settings, torch.nn.Module):
+class Engine(Settings, WholeSteps, Saving, torch.nn.Module):
     """A model that trains under ZeRO. Made by :func:`zero_runtime.initialize`.
 
     Attributes:
@@ -271,64 +265,6 @@ class Engine(Settings, torch.nn.Module):
             self._scale.value if self.fp16_enabled() else None,
         )
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """Take one whole step: forward, backward and step of as many micro-batches as are accumulated.
-
-        Args:
-            data_iter: of batches (see :func:`zero_runtime.batches.loss_of`); default: the training data, again and again.
-
-        Returns:
-            The mean loss of the micro-batches of all ranks, 0-D.
-        """
-        if not self.training:
-            raise UsageError("train_batch was called in eval mode; call engine.train() first")
-        return train(self, data_iter or self._own_batches(), self._group)
-
-    def eval_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """The mean loss of as many micro-batches as a step has, over all ranks, 0-D; nothing changes."""
-        return evaluate(self, data_iter or self._own_batches(), self._group)
-
-    def _own_batches(self) -> Iterator[Any]:
-        if self._batches is None:
-            if self.training_dataloader is None:
-                raise UsageError(
-                    "there is no training data; give an iterator of batches, or training_data to initialize"
-                )
-            self._batches = RepeatingLoader(self.training_dataloader)
-        return self._batches
-
-    def deepspeed_io(
-        self,
-        dataset: Any,
-        batch_size: int | None = None,
-        route: str = TRAIN,
-        pin_memory: bool = True,
-        data_sampler: Any = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_local_io_workers: int | None = None,
-    ) -> RankLoader:
-        """A loader of this rank's share of ``dataset``.
-
-        Args:
-            dataset: what is loaded.
-            batch_size: samples of a batch; default: those of a micro-batch.
-            route: train shuffles; eval and predict do not.
-            pin_memory: page-locked host memory, where there is a GPU.
-            data_sampler: chooses this rank's samples instead.
-            collate_fn: makes a batch of a list of samples; default: that given to ``initialize``.
-            num_local_io_workers: processes that load; default: none.
-        """
-        return rank_loader(
-            dataset,
-            batch_size or self.config.train_micro_batch_size_per_gpu,
-            drop_last=self.config.dataloader_drop_last,
-            shuffle=route == TRAIN,
-            sampler=data_sampler,
-            collate_fn=collate_fn or self.collate_fn,
-            workers=num_local_io_workers or 0,
-            pin_memory=pin_memory,
-        )
-
     def _announce(self) -> None:
         """Say which step and micro-batch this is, once for each."""
         now = (self.global_steps, self._window.passes)
@@ -465,147 +401,3 @@ class Engine(Settings, torch.nn.Module):
     def communication_data_type(self) -> torch.dtype:
         """The dtype of gradient messages."""
         return self._precision.communication
-
-    # Checkpoints.
-
-    def save_checkpoint(
-        self,
-        save_dir: str | Path,
-        tag: object = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Save all that the training needs to go on, as ``save_dir/tag``. All ranks must call it.
-
-        Args:
-            save_dir: where checkpoints are; all ranks see it.
-            tag: name of this one; default: ``global_step`` and the number of steps.
-            client_state: values that ``load_checkpoint`` gives back; those of rank 0 are kept.
-            save_latest: make it the one that is loaded when no tag is named.
-            exclude_frozen_parameters: leave frozen parameters out.
-
-        Raises:
-            CheckpointError: on every rank, if one of them cannot; earlier checkpoints are as they were.
-        """
-        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        with self._checkpointing() as training:
-            save(
-                training,
-                Path(save_dir),
-                tag,
-                client_state or {},
-                tag_validation=self.config.checkpoint_tag_validation,
-                save_latest=save_latest,
-                exclude_frozen=exclude_frozen_parameters,
-            )
-        return True
-
-    def load_checkpoint(
-        self,
-        load_dir: str | Path,
-        tag: object = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Callable[..., Any] | None = None,
-    ) -> tuple[str | None, dict[str, Any]]:
-        """Load a checkpoint that was saved at any world size and stage. All ranks must call it.
-
-        Args:
-            load_dir: where checkpoints are.
-            tag: which one; default: the one saved last.
-            load_module_strict: refuse a checkpoint of other parameters than the model has.
-            load_optimizer_states: the optimizer's state, the loss scale and the random generators too.
-            load_lr_scheduler_states: the schedule's state too.
-            load_module_only: parameters and buffers, and nothing else.
-            custom_load_fn: called with ``src``, a state dict, and ``dst``, the model, in place of loading the model.
-
-        Returns:
-            (its directory, the client state), or (None, {}) where nothing was saved and no tag is named.
-
-        Raises:
-            CheckpointError: on every rank, if one of them cannot; the engine is as it was.
-        """
-        wanted = Wanted(
-            load_module_strict,
-            load_optimizer_states,
-            load_lr_scheduler_states,
-            load_module_only,
-            self.config.zero.load_from_fp32_weights,
-            custom_load_fn,
-        )
-        with self._checkpointing() as training:
-            loaded = load(training, Path(load_dir), None if tag is None else str(tag), wanted)
-        if loaded is None:
-            return None, {}
-        self.zero_grad()
-        self._window.passes = 0
-        if loaded.counters is not None:
-            self._count_from(loaded.counters)
-        return str(loaded.directory), loaded.client_state
-
-    def save_16bit_model(
-        self,
-        save_dir: str | Path,
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Save the model's weights in its own dtypes, in one file. All ranks must call it.
-
-        Args:
-            save_dir: of the file; made if need be.
-            save_filename: ending in .safetensors, or else of torch.save's format.
-            exclude_frozen_parameters: leave frozen parameters out.
-
-        Returns:
-            Whether they were saved; not at stage 3, unless gather_16bit_weights_on_model_save is true.
-
-        Raises:
-            CheckpointError: on every rank, if the file cannot be written.
-        """
-        path, zero = Path(save_dir) / save_filename, self.config.zero
-        if zero.stage.shards_parameters and not zero.sharding.gather_16bit_weights_on_model_save:
-            if self.global_rank == 0:
-                print(
-                    f"zero_runtime: {path} was not saved; set "
-                    "zero_optimization.stage3_gather_16bit_weights_on_model_save to true to have the model gathered for it",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            return False
-        with self._checkpointing() as training:
-            save_weights(training, path, exclude_frozen_parameters)
-        return True
-
-    @contextmanager
-    def _checkpointing(self) -> Iterator[Training]:
-        hooks.phase("checkpoint")
-        try:
-            yield Training(
-                self.module,
-                self.optimizer,
-                self.lr_scheduler,
-                self._scale,
-                self._group,
-                self.config.zero.stage.number,
-                self.config.zero.stage.shards_optimizer,
-                {
-                    "global_steps": self.global_steps,
-                    "global_samples": self.global_samples,
-                    "skipped_steps": self.skipped_steps,
-                    "micro_steps": self.micro_steps,
-                    "gradient_accumulation_steps": self.config.gradient_accumulation_steps,
-                },
-            )
-        finally:
-            hooks.phase("other")
-
-    def _count_from(self, counters: Mapping[str, int]) -> None:
-        self.global_steps = counters["global_steps"]
-        self.global_samples = counters["global_samples"]
-        self.skipped_steps = counters["skipped_steps"]
-        # Gradients of a window that was not finished are not kept, so it begins again.
-        windows = counters["micro_steps"] // counters["gradient_accumulation_steps"]
-        self._window.restart(windows * self.config.gradient_accumulation_steps)

@@ -1,0 +1,183 @@
+"""The engine's methods that save and load."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from commprof import hooks
+from zero_runtime.accumulation import Window
+from zero_runtime.checkpoint.loading import Wanted, load
+from zero_runtime.checkpoint.training import Training
+from zero_runtime.checkpoint.weights import save_weights
+from zero_runtime.checkpoint.writer import save
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.config import RuntimeConfig
+from zero_runtime.loss_scale import LossScale
+
+
+class Saving:
+    """Checkpoints of an engine, whose attributes these are."""
+
+    config: RuntimeConfig
+    module: torch.nn.Module
+    optimizer: Any
+    lr_scheduler: Any
+    global_rank: int
+    global_steps: int
+    global_samples: int
+    skipped_steps: int
+    _group: DataParallelGroup
+    _scale: LossScale
+    _window: Window
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients."""
+        raise NotImplementedError
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: object = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save all that the training needs to go on, as ``save_dir/tag``. All ranks must call it.
+
+        Args:
+            save_dir: where checkpoints are; all ranks see it.
+            tag: name of this one; default: ``global_step`` and the number of steps.
+            client_state: values that ``load_checkpoint`` gives back; those of rank 0 are kept.
+            save_latest: make it the one that is loaded when no tag is named.
+            exclude_frozen_parameters: leave frozen parameters out.
+
+        Raises:
+            CheckpointError: on every rank, if one of them cannot; earlier checkpoints are as they were.
+        """
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        with self._checkpointing() as training:
+            save(
+                training,
+                Path(save_dir),
+                tag,
+                client_state or {},
+                tag_validation=self.config.checkpoint_tag_validation,
+                save_latest=save_latest,
+                exclude_frozen=exclude_frozen_parameters,
+            )
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: object = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Load a checkpoint that was saved at any world size and stage. All ranks must call it.
+
+        Args:
+            load_dir: where checkpoints are.
+            tag: which one; default: the one saved last.
+            load_module_strict: refuse a checkpoint of other parameters than the model has.
+            load_optimizer_states: the optimizer's state, the loss scale and the random generators too.
+            load_lr_scheduler_states: the schedule's state too.
+            load_module_only: parameters and buffers, and nothing else.
+            custom_load_fn: called with ``src``, a state dict, and ``dst``, the model, in place of loading the model.
+
+        Returns:
+            (its directory, the client state), or (None, {}) where nothing was saved and no tag is named.
+
+        Raises:
+            CheckpointError: on every rank, if one of them cannot; the engine is as it was.
+        """
+        wanted = Wanted(
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            self.config.zero.load_from_fp32_weights,
+            custom_load_fn,
+        )
+        with self._checkpointing() as training:
+            loaded = load(training, Path(load_dir), None if tag is None else str(tag), wanted)
+        if loaded is None:
+            return None, {}
+        self.zero_grad()
+        self._window.passes = 0
+        if loaded.counters is not None:
+            self._count_from(loaded.counters)
+        return str(loaded.directory), loaded.client_state
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save the model's weights in its own dtypes, in one file. All ranks must call it.
+
+        Args:
+            save_dir: of the file; made if need be.
+            save_filename: ending in .safetensors, or else of torch.save's format.
+            exclude_frozen_parameters: leave frozen parameters out.
+
+        Returns:
+            Whether they were saved; not at stage 3, unless gather_16bit_weights_on_model_save is true.
+
+        Raises:
+            CheckpointError: on every rank, if the file cannot be written.
+        """
+        path, zero = Path(save_dir) / save_filename, self.config.zero
+        if zero.stage.shards_parameters and not zero.sharding.gather_16bit_weights_on_model_save:
+            if self.global_rank == 0:
+                print(
+                    f"zero_runtime: {path} was not saved; set "
+                    "zero_optimization.stage3_gather_16bit_weights_on_model_save to true to have the model gathered for it",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            return False
+        with self._checkpointing() as training:
+            save_weights(training, path, exclude_frozen_parameters)
+        return True
+
+    @contextmanager
+    def _checkpointing(self) -> Iterator[Training]:
+        hooks.phase("checkpoint")
+        try:
+            yield Training(
+                self.module,
+                self.optimizer,
+                self.lr_scheduler,
+                self._scale,
+                self._group,
+                self.config.zero.stage.number,
+                self.config.zero.stage.shards_optimizer,
+                {
+                    "global_steps": self.global_steps,
+                    "global_samples": self.global_samples,
+                    "skipped_steps": self.skipped_steps,
+                    "micro_steps": self._window.micro_steps,
+                    "gradient_accumulation_steps": self.config.gradient_accumulation_steps,
+                },
+            )
+        finally:
+            hooks.phase("other")
+
+    def _count_from(self, counters: Mapping[str, int]) -> None:
+        self.global_steps = counters["global_steps"]
+        self.global_samples = counters["global_samples"]
+        self.skipped_steps = counters["skipped_steps"]
+        # Gradients of a window that was not finished are not kept, so it begins again.
+        windows = counters["micro_steps"] // counters["gradient_accumulation_steps"]
+        self._window.restart(windows * self.config.gradient_accumulation_steps)
