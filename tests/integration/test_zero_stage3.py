@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import zero_runtime
-from support import unusual_models
+from support import recorded_models, unusual_models
 from support.process_group_log import logged
 from support.ranks import run_ranks
 from zero_runtime.shards import shard_of
@@ -293,6 +293,57 @@ STORIES = (
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
 def test_two_ranks(story):
     run_ranks(2, lambda rank, world: story(rank, world), timeout=60)
+
+
+TIGHT = {
+    "stage3_max_reuse_distance": 0,
+    "stage3_max_live_parameters": 20_000,
+    "stage3_prefetch_bucket_size": 1_000,
+}
+# Measured on DeepSpeed 0.19.8 with 4 ranks: messages and bytes in of gathers forward, of gathers backward, of reductions.
+MEASURED = (
+    ("gpt", {}, (1, 113_504), (0, 0), (8, 454_016)),
+    ("mlp", {}, (1, 56_948), (0, 0), (3, 227_792)),
+    ("gpt", TIGHT, (14, 129_888), (11, 90_752), (8, 454_016)),
+    ("gpt", {**TIGHT, "zero_hpz_partition_size": 2}, (15, 146_272), (11, 181_504), (8, 454_016)),
+)
+
+
+def four_ranks(rank: int, world: int) -> list[tuple[tuple[int, int], ...]]:
+    found = []
+    for model, zero, *_ in MEASURED:
+        settings = config(3, **zero)
+        settings["zero_optimization"] = {
+            "stage": 3,
+            "reduce_bucket_size": 20_000,
+            "stage3_param_persistence_threshold": 0,
+            "reduce_scatter_impl": "native",
+            **zero,
+        }
+        engine = start(settings, recorded_models.make_model(model))
+        for step in range(3):
+            with logged() as log:
+                log.at("forward")
+                loss = engine(*recorded_models.make_batch(model, step, 0, rank))
+                log.at("backward")
+                engine.backward(loss)
+                log.at("step")
+                engine.step()
+        calls = {
+            key: [4 * call.numel_in for call in log.calls if (call.phase, call.method) == key]
+            for key in (
+                ("forward", "all_gather_single"),
+                ("backward", "all_gather_single"),
+                ("backward", "reduce_scatter_single"),
+            )
+        }
+        found.append(tuple((len(sizes), sum(sizes)) for sizes in calls.values()))
+    return found
+
+
+def test_four_ranks_send_what_was_measured():
+    wanted = [tuple(each[2:]) for each in MEASURED]
+    assert run_ranks(4, four_ranks, timeout=120) == [wanted] * 4
 
 
 @pytest.mark.parametrize("world", [1, 3])
