@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 from results import Spread, arguments, median_interval, publish, spread
+from step_time import deepspeed_python
 
 from support import hosts as network
 
@@ -130,25 +131,17 @@ class Ranks:
             process.wait()
 
 
-def python_of(framework: str, deepspeed_python: str | None) -> str | None:
-    """The Python that has ``framework``; None where there is none."""
-    return deepspeed_python if framework == "deepspeed" else sys.executable
-
-
-def chosen(deepspeed_python: str | None, words: Sequence[str]) -> dict[str, Case]:
-    """The cases whose framework there is, and whose name holds one of ``words``, and the baseline."""
+def chosen(words: Sequence[str]) -> dict[str, Case]:
+    """The cases whose name holds one of ``words``, and the baseline; without words, all."""
     return {
         name: case
         for name, case in CASES.items()
-        if python_of(case.framework, deepspeed_python)
-        and (not words or name == BASELINE or any(word in name for word in words))
+        if not words or name == BASELINE or any(word in name for word in words)
     }
 
 
 @contextlib.contextmanager
-def started(
-    cases: Mapping[str, Case], folder: Path, deepspeed_python: str | None
-) -> Iterator[dict[str, Ranks]]:
+def started(cases: Mapping[str, Case], folder: Path, python: str) -> Iterator[dict[str, Ranks]]:
     """The ranks of every case: process -> ranks. A process that does not start is left out, and said."""
     job = folder / "job.json"
     weights = folder / "weights.pt"
@@ -160,7 +153,13 @@ def started(
                 names = [name for name, case in cases.items() if case.process == process]
                 framework = cases[names[0]].framework
                 script = str(ROOT / "benchmarks" / "cluster_rank.py")
-                words = [str(python_of(framework, deepspeed_python)), script, str(job), framework, *names]
+                words = [
+                    python if framework == "deepspeed" else sys.executable,
+                    script,
+                    str(job),
+                    framework,
+                    *names,
+                ]
                 ranks = Ranks(machines, words, environment(machines[0].address, FIRST_PORT + number), log)
                 running[process] = ranks
                 try:
@@ -204,6 +203,7 @@ def environment(address: str, port: int) -> dict[str, str]:
         "LOCAL_SIZE": "1",
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
+        "DS_ACCELERATOR": "cpu",
         "GLOO_SOCKET_IFNAME": network.INTERFACE,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "runtime")]),
@@ -271,7 +271,9 @@ def main() -> None:
     """Measure, print, write."""
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--deepspeed-python", help="the Python of an environment that has DeepSpeed 0.19.8")
+    parser.add_argument(
+        "--deepspeed-python", help="the Python of an environment that has DeepSpeed; default: one is made"
+    )
     parser.add_argument(
         "--only", action="append", default=[], help="only cases whose name holds this; repeatable"
     )
@@ -279,12 +281,11 @@ def main() -> None:
     if (why := network.why_impossible()) is not None:
         print(f"cluster: no hosts can be made here: {why}", file=sys.stderr)
         raise SystemExit(CANNOT)
-    if args.deepspeed_python is None:
-        print("cluster: without --deepspeed-python there is nothing to compare with", file=sys.stderr)
-    cases = chosen(args.deepspeed_python, args.only)
+    python = deepspeed_python(args.deepspeed_python)
+    cases = chosen(args.only)
     with tempfile.TemporaryDirectory() as folder:
         parameters = write_job(Path(folder, "job.json"), Path(folder, "weights.pt"), cases)
-        with started(cases, Path(folder), args.deepspeed_python) as running:
+        with started(cases, Path(folder), python) as running:
             found = measure(cases, running, args.rounds)
     rows, figures = summarise(found, 4 * parameters)
     publish(
