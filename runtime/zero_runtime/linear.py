@@ -18,23 +18,29 @@ from torch.nn import functional
 _torch_linear: Final = functional.linear
 
 
+def _product(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    # Bias apart from the product, unless one operation does both for this shape: the order of roundings is DeepSpeed's.
+    if bias is None or inputs.dim() == 2:
+        return _torch_linear(inputs, weight, bias)
+    return inputs.matmul(weight.t()).add_(bias)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    features, weight, bias = inputs
+    device = features.device.type
+    ctx.autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    ctx.save_for_backward(features, weight)
+    ctx.has_bias = bias is not None
+
+
 class _Linear(torch.autograd.Function):
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        # Bias apart from the product, unless one operation does both for this shape: the order of roundings is DeepSpeed's.
-        if bias is None or inputs.dim() == 2:
-            return _torch_linear(inputs, weight, bias)
-        return inputs.matmul(weight.t()).add_(bias)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        features, weight, bias = inputs
-        device = features.device.type
-        ctx.autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        ctx.save_for_backward(features, weight)
-        ctx.has_bias = bias is not None
+    def forward(
+        ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        output = _product(inputs, weight, bias)
+        _remember(ctx, (inputs, weight, bias), output)
+        return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -53,12 +59,22 @@ class _Linear(torch.autograd.Function):
         return of_inputs, of_weight, of_bias
 
 
+class _TransformableLinear(_Linear):
+    """The form that torch.func and vmap want, which takes longer to call: torch looks up its signature each time."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(_product)  # type: ignore[assignment]
+    setup_context = staticmethod(_remember)
+
+
 def _linear(
     input: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    return _Linear.apply(input, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
+    transformed = torch._C._are_functorch_transforms_active()
+    function = _TransformableLinear if transformed else _Linear
+    return function.apply(input, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
 
 
 @contextmanager
