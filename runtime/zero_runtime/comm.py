@@ -161,8 +161,7 @@ def reduce_scatter_tensor(
 class DataParallelGroup:
     """The ranks that hold the same parameters, and the collectives among them.
 
-    All collectives are issued as DeepSpeed issues them in stages 0 to 2: blocking calls, in place where
-    they can be. On CUDA a blocking call only makes the current stream wait, not the host. Those that are ``asynchronous``
+    Collectives are issued as DeepSpeed issues them: blocking calls, in place where they can be. On CUDA a blocking call only makes the current stream wait, not the host. Those that are ``asynchronous``
     are only begun: they return what is to be waited for before any of their tensors is touched.
 
     Attributes:
