@@ -16,9 +16,11 @@ from __future__ import annotations
 from zero_runtime import comm, zero
 from zero_runtime.arguments import add_config_arguments
 from zero_runtime.comm import init_distributed
+from zero_runtime.data import RepeatingLoader
 from zero_runtime.engine import Engine
 from zero_runtime.errors import ConfigError, LossScaleError, UnsupportedError, UsageError, ZeroRuntimeError
 from zero_runtime.initialization import initialize
+from zero_runtime.memory import memory_status, see_memory_usage
 from zero_runtime.version import VERSION
 
 __version__ = VERSION
@@ -29,6 +31,7 @@ __all__ = [
     "DeepSpeedEngine",
     "Engine",
     "LossScaleError",
+    "RepeatingLoader",
     "UnsupportedError",
     "UsageError",
     "ZeroRuntimeError",
@@ -37,5 +40,7 @@ __all__ = [
     "comm",
     "init_distributed",
     "initialize",
+    "memory_status",
+    "see_memory_usage",
     "zero",
 ]

@@ -51,7 +51,7 @@ class Engine(Settings, WholeSteps, Saving, torch.nn.Module):
         self.basic_optimizer = assembly.torch_optimizer
         self.lr_scheduler = lr_scheduler
         self.training_dataloader = dataloader
-        self.collate_fn = getattr(dataloader, "collate_fn", None)
+        self.collate_fn = None
         self.device = assembly.device
         self.local_rank = comm.get_local_rank()
         self.global_rank = comm.get_rank()

@@ -90,6 +90,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
             collate_fn=collate_fn,
         )
     engine = Engine(checked, assembly, scheduler, loader)
+    engine.collate_fn = collate_fn
     hooks.describe_config(checked.effective(), engine=f"zero_runtime {VERSION}")
     hooks.phase("other")
     return engine, engine.optimizer, loader, scheduler
