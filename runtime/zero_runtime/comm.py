@@ -161,8 +161,9 @@ def reduce_scatter_tensor(
 class DataParallelGroup:
     """The ranks that hold the same parameters, and the collectives among them.
 
-    Collectives are issued as DeepSpeed issues them: blocking calls, in place where they can be. On CUDA a blocking call only makes the current stream wait, not the host. Those that are ``asynchronous``
-    are only begun: they return what is to be waited for before any of their tensors is touched.
+    Collectives are issued as DeepSpeed issues them: blocking calls, in place where they can be. On CUDA a blocking call only
+    makes the current stream wait, not the host. Those that are ``asynchronous`` are only begun: they return what is to
+    be waited for before any of their tensors is touched.
 
     Attributes:
         group: torch's process group; None for all ranks.
