@@ -11,12 +11,14 @@ import contextlib
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import venv
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple, TextIO
@@ -128,13 +130,15 @@ def deepspeed_python(given: str | None) -> str:
     place = cache / "commprof" / f"deepspeed-{DEEPSPEED}"
     python, made = place / "bin" / "python", place / "made"
     if not made.exists():
-        from importlib.metadata import version
-
         venv.create(place, with_pip=True, clear=True)
         torch_version = version("torch").split("+")[0]
         wanted = [f"deepspeed=={DEEPSPEED}", f"torch=={torch_version}", "numpy"]
         words = [str(python), "-m", "pip", "install", "--quiet", *wanted, "-c", str(ROOT / "constraints.txt")]
-        subprocess.run(words, env={**os.environ, "DS_BUILD_OPS": "0"}, check=True)
+        if subprocess.run(words, env={**os.environ, "DS_BUILD_OPS": "0"}).returncode:
+            raise SystemExit(
+                f"step_time: pip could not install DeepSpeed {DEEPSPEED}; give --deepspeed-python the Python of an "
+                "environment that has it"
+            )
         made.touch()
     return str(python)
 
@@ -277,20 +281,25 @@ def main() -> None:
     parser.add_argument("--model", action="append", choices=list(MODELS), help="repeatable; default: all")
     args = parser.parse_args()
     rows, figures = [], {}
-    with started(deepspeed_python(args.deepspeed_python)) as pairs:
-        for model in args.model or MODELS:
-            for stage in args.stage or STAGES:
-                found = figures[f"{model}, stage {stage}"] = measure(pairs, model, stage, args.rounds)
-                rows.append(row(model, stage, found))
-                print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
-    publish(
-        args,
-        f"A step against DeepSpeed {DEEPSPEED}: {RANKS} gloo ranks, fp32, micro-batch {MICRO_BATCH} x 128 tokens, "
-        f"{args.rounds} rounds",
-        HEADER,
-        rows,
-        figures,
-    )
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        with started(deepspeed_python(args.deepspeed_python)) as pairs:
+            for model in args.model or MODELS:
+                for stage in args.stage or STAGES:
+                    found = figures[f"{model}, stage {stage}"] = measure(pairs, model, stage, args.rounds)
+                    rows.append(row(model, stage, found))
+                    print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
+    finally:
+        # What has been measured counts, also where the rest takes too long.
+        if rows:
+            publish(
+                args,
+                f"A step against DeepSpeed {DEEPSPEED}: {RANKS} gloo ranks, fp32, micro-batch {MICRO_BATCH} x 128 tokens, "
+                f"{args.rounds} rounds",
+                HEADER,
+                rows,
+                figures,
+            )
 
 
 if __name__ == "__main__":
