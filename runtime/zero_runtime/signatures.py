@@ -35,8 +35,8 @@ def check_arguments(
     for key, value in given.items():
         if key not in known:
             near = get_close_matches(key, known, 1)
-            meant = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"{block}.{key} = {value!r} is not an argument of {name}{meant} {takes}")
+            meant = f"; did you mean {near[0]!r}? {takes}" if near else f"; {takes}"
+            raise ConfigError(f"{block}.{key} = {value!r} is not an argument of {name}{meant}")
         wanted = _mismatch(known[key], value)
         if wanted:
             raise ConfigError(f"{block}.{key} is {value!r}; {name} expects {wanted}")

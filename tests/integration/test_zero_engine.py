@@ -241,7 +241,7 @@ MISUSE = [
     ),
     (
         ConfigError,
-        "do not fit AdamW",
+        "lrate = 1 is not an argument of AdamW; AdamW takes lr, betas",
         lambda model: zero_runtime.initialize(
             model=model, config=changed(optimizer={"type": "AdamW", "params": {"lrate": 1}})
         ),
@@ -284,7 +284,6 @@ MISUSE = [
         "sparse gradients",
         lambda model: zero_runtime.initialize(model=torch.nn.Embedding(4, 4, sparse=True), config=PLAIN),
     ),
-    (UnsupportedError, "stage 3", lambda model: zero_runtime.zero.Init()),
     (UsageError, "loss of one element", lambda model: _engine(model).backward(torch.ones(2))),
     (UsageError, "found 3.0", lambda model: _engine(model).backward(3.0)),
     (UsageError, "means nothing at ZeRO stage 2", lambda model: _engine(model).no_sync().__enter__()),
@@ -293,10 +292,9 @@ MISUSE = [
         "call engine.backward",
         lambda model: _engine(model, stage=0)(*make_batch("mlp", 0, 0, 0)).backward(),
     ),
-    (UnsupportedError, "torch.save", lambda model: _engine(model).save_checkpoint("somewhere")),
     (
         UsageError,
-        "step needs an optimizer, and there is none: .* in the grad of each parameter",
+        "step needs an optimizer, and there is none",
         lambda model: _engine(model, optimizer=None).step(),
     ),
 ]
