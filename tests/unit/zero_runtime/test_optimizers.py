@@ -12,6 +12,7 @@ from zero_runtime.config import OptimizerConfig
 from zero_runtime.errors import ConfigError, UnsupportedError
 from zero_runtime.optimizers import Lamb, Lion, UncorrectedAdam
 from zero_runtime.optimizers.lamb import Division, Segment
+from zero_runtime.optimizers.newton_schulz import orthogonalized
 from zero_runtime.torch_optimizer import torch_optimizer
 
 SHAPES = ((3, 4), (5,), (2, 2))
@@ -259,3 +260,16 @@ def test_what_is_no_optimizer_is_refused():
         torch_optimizer(None, 5, parameters())
     with pytest.raises(ConfigError, match="made a list"):
         torch_optimizer(None, list, parameters())
+
+
+@pytest.mark.parametrize("method", ["gram", "standard"])
+@pytest.mark.parametrize("shape", [(12, 30), (30, 12), (16, 16), (3, 8, 20)])
+def test_muon_steps_are_nearly_orthogonal_with_the_singular_vectors_of_the_gradient(shape, method):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(5))
+    found = orthogonalized(matrix, method).float()
+    assert found.shape == matrix.shape
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    inner = left.mT @ found @ right.mT
+    values = inner.diagonal(dim1=-2, dim2=-1)
+    assert values.min() > 0.4 and values.max() < 1.4
+    torch.testing.assert_close(inner, torch.diag_embed(values), rtol=0, atol=0.05)
