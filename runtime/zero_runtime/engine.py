@@ -55,7 +55,8 @@ class Engine(Settings, WholeSteps, Saving, torch.nn.Module):
         self.device = assembly.device
         self.local_rank = comm.get_local_rank()
         self.global_rank = comm.get_rank()
-        self.world_size = assembly.group.world_size
+        self.world_size = self.dp_world_size = assembly.group.world_size
+        self.mp_world_size = 1
         self.global_steps = 0
         self.global_samples = 0
         self.skipped_steps = 0
@@ -77,6 +78,7 @@ class Engine(Settings, WholeSteps, Saving, torch.nn.Module):
         self._scaled = False  # the loss of that was given to scale()
         self._batches: Iterator[Any] | None = None
         self._clock = clock_of(assembly.group)
+        self._clock.read()  # what was sent before the first step is no step's
         self._report = Report(config, self._clock, self.global_rank)
         if config.disable_python_gc:
             gc.collect()
@@ -101,7 +103,11 @@ class Engine(Settings, WholeSteps, Saving, torch.nn.Module):
         hooks.phase("forward")
         if self._precision.inputs is not None:
             inputs, kwargs = cast_floating((inputs, kwargs), self._precision.inputs)
-        with self._clock("forward"), autocast(self._precision.autocast, self.device), self._linear():
+        with (
+            self._clock("forward" if self.training else "evaluation"),
+            autocast(self._precision.autocast, self.device),
+            self._linear(),
+        ):
             outputs = self.module(*inputs, **kwargs)
         if self.training:
             for leaf in tree_leaves(outputs):
