@@ -157,6 +157,9 @@ class _Wrapper(torch.optim.Optimizer):
     def settle(self) -> None:
         """Wait for parameters that are under way, and take over what a script has changed in them."""
 
+    def adopt(self) -> None:
+        """Make the masters copies of the model's parameters anew, whoever has changed those."""
+
     def fragments(self) -> Iterator[Fragment]:
         """What this rank holds of each parameter, its state included, for a checkpoint."""
         return fragments_of(self.optimizer.state, self.held())
@@ -303,6 +306,13 @@ class ShardedOptimizer(_Wrapper):
         """Wait for parameters that are under way, and bring what a script has changed in its slices into the masters."""
         self._take_over(self._parameters.changes())
 
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Make the masters copies of the model's parameters anew, whoever has changed those."""
+        self.settle()
+        for master, own in zip(self.masters, self._parameters.own, strict=True):
+            master.copy_(own)
+
     def _take_over(self, changes: Sequence[tuple[int, slice]]) -> None:
         for index, part in changes:
             self.masters[index][part] = self._parameters.own[index][part]
@@ -398,6 +408,13 @@ class ReplicatedOptimizer(_Wrapper):
         if taken:
             self._scale.update(False)
             self._gradients.clear()
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Make the masters copies of the model's parameters anew, whoever has changed those."""
+        if self.masters is not self._parameters:
+            for master, parameter in zip(self.masters, self._parameters, strict=True):
+                master.copy_(parameter)
 
     def _step_in_place(self) -> bool:
         gradients = [p.grad for p in self._parameters if p.grad is not None]

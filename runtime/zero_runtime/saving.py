@@ -19,6 +19,7 @@ from zero_runtime.checkpoint.writer import save
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.loss_scale import LossScale
+from zero_runtime.zero import GatheredParameters
 
 
 class Saving:
@@ -35,10 +36,7 @@ class Saving:
     _group: DataParallelGroup
     _scale: LossScale
     _window: Window
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients."""
-        raise NotImplementedError
+    zero_grad: Callable[..., None]
 
     def save_checkpoint(
         self,
@@ -150,6 +148,27 @@ class Saving:
         with self._checkpointing() as training:
             save_weights(training, path, exclude_frozen_parameters)
         return True
+
+    def load_module_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> None:
+        """Load the model's weights, which the optimizer goes on from. All ranks must call it.
+
+        Args:
+            state_dict: whole parameters and buffers, by name; at stage 3 those of rank 0 are taken.
+            strict: refuse other names than the model has.
+            custom_load_fn: called with ``src``, the state dict, and ``dst``, the model, in place of loading.
+        """
+        with GatheredParameters(list(self.module.parameters()), modifier_rank=0), torch.no_grad():
+            if custom_load_fn is not None:
+                custom_load_fn(src=state_dict, dst=self.module)
+            else:
+                self.module.load_state_dict(state_dict, strict=strict)
+        if self.optimizer is not None:
+            self.optimizer.adopt()
 
     @contextmanager
     def _checkpointing(self) -> Iterator[Training]:

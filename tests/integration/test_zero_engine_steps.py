@@ -292,3 +292,27 @@ def test_the_engine_answers_for_its_configuration():
         *(3, True, True, 20_000, 50_000_000, 100_000, "AdamW", None, None, False, True, None, {}),
         [(0.9, 0.999)],
     ]
+
+
+def loaded_weights(rank, world):
+    torch.manual_seed(1)
+    other = {name: torch.randn_like(value) / 10 for name, value in make_model("mlp").state_dict().items()}
+    found = {}
+    for stage, top in ((0, {}), (0, {"bf16": {"enabled": True}}), (1, {}), (2, {}), (3, {})):
+        engine = made(stage, 1, top={**top, "optimizer": {"type": "SGD", "params": {"lr": 0.0}}})
+        engine.load_module_state_dict(other)
+        features, targets = make_batch("mlp", 0, 0, rank)
+        engine.backward(engine(features.to(next(engine.module.parameters()).dtype), targets))
+        engine.step()  # by 0: what the optimizer holds becomes what the model has
+        with zero_runtime.zero.GatheredParameters(list(engine.module.parameters())):
+            state = {name: value.float() for name, value in engine.module_state_dict().items()}
+            found[stage, bool(top)] = max(
+                float((state[name] - value).abs().max()) for name, value in other.items()
+            )
+    return found
+
+
+def test_loaded_weights_are_what_the_optimizer_goes_on_from():
+    for found in run_ranks(2, loaded_weights):
+        assert found.pop((0, True)) < 4e-3  # bf16
+        assert set(found.values()) == {0.0}
