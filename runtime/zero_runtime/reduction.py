@@ -140,11 +140,20 @@ def exchange(
         group: the data-parallel ranks.
     """
     mine = numels[group.rank]
-    received = rows.new_empty(group.world_size * mine)
+    received = _room(group.world_size * mine, rows, bucket)
     why = bucket.why(intended_op="reduce_scatter")
     work = group.all_to_all_single(received, rows, numels, why=why, asynchronous=bucket.asynchronous)
     # 16-bit rows are added up in fp32: the sum is rounded once.
     return work, lambda: received.view(group.world_size, mine).sum(0, dtype=torch.float32)
+
+
+def _room(numel: int, rows: torch.Tensor, bucket: Bucket) -> torch.Tensor:
+    """Memory for what comes: the bucket's own where ``rows`` is a copy, since nobody reads it until the sum is there."""
+    free = bucket.tensor
+    copied = rows.untyped_storage().data_ptr() != free.untyped_storage().data_ptr()
+    if copied and rows.dtype is free.dtype and numel <= free.numel():
+        return free.narrow(0, 0, numel)
+    return rows.new_empty(numel)
 
 
 def scatter(rows: torch.Tensor, bucket: Bucket, group: DataParallelGroup) -> Scattered:
