@@ -118,7 +118,7 @@ def moved_sentence(row: Moved) -> str:
     if row.expected_bytes is None:
         return f"{head}; not compared: {row.reason}."
     ratio = row.sent_bytes / row.expected_bytes
-    text = f"{head}: {ratio:.3f} of the {round(row.expected_bytes):,} modelled from what was executed"
+    text = f"{head}: {ratio:.3f} times the {round(row.expected_bytes):,} modelled from what was executed"
     if movement.agrees(row):
         return text + "."
     if ratio > 1:

@@ -36,7 +36,7 @@ def refuse_unsupported(config: Mapping[str, Any], stage: int, world_size: int) -
         raise UnsupportedError(
             "sparse_gradients", True, "the size of a sparse gradient depends on the tokens of the batch"
         )
-    if _optimizer(config) in COMPRESSING_OPTIMIZERS:
+    if optimizer_type(config) in COMPRESSING_OPTIMIZERS:
         raise UnsupportedError(
             "optimizer.type",
             config["optimizer"]["type"],
@@ -72,7 +72,7 @@ def _refuse_with_stage_3(config: Mapping[str, Any], zero: Mapping[str, Any], wor
             key = f"zero_optimization.{prefix}module_granularity_threshold"
             reason = "which modules are then fetched as one depends on the code of the model"
             raise UnsupportedError(key, granularity, reason)
-    if _optimizer(config) == "muon":
+    if optimizer_type(config) == "muon":
         raise UnsupportedError("optimizer.type", "Muon", "Muon gathers matrices within the step")
     if _above(zero.get("mics_shard_size"), 0):
         raise UnsupportedError(
@@ -82,7 +82,8 @@ def _refuse_with_stage_3(config: Mapping[str, Any], zero: Mapping[str, Any], wor
         )
 
 
-def _optimizer(config: Mapping[str, Any]) -> str:
+def optimizer_type(config: Mapping[str, Any]) -> str:
+    """The config's ``optimizer.type`` in lower case; ``none`` without one."""
     return str(_mapping(config.get("optimizer")).get("type")).lower()
 
 

@@ -14,13 +14,14 @@ from typing import Any, Final, get_args
 
 from commprof.requested.configuration import Configuration, read_configuration, zero_section
 from commprof.requested.errors import RequestedError, UnsupportedError
-from commprof.requested.expectation import Expectation, summed
+from commprof.requested.expectation import Expectation, row, summed
 from commprof.requested.explanation import describe, requested_gradient_op
 from commprof.requested.fetch_configuration import read_fetch_configuration
 from commprof.requested.flat_stages import Runtime, flat_expectations
-from commprof.requested.parameters import Parameter, check_parameters
+from commprof.requested.parameters import Parameter, check_parameters, trained_groups
 from commprof.requested.stage3 import Training, stage3_expectations
-from commprof.requested.support import refuse_unsupported
+from commprof.requested.support import optimizer_type, refuse_unsupported
+from commprof.schema import Op, Purpose
 
 __all__ = [
     "Expectation",
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 STEADY: Final = 2  # the first micro-batch that sends what all later ones do
+RATIO_ITEM_BYTES: Final = 8  # fp64
 
 
 def expected(
@@ -87,8 +89,12 @@ def expected(
             runtime == "zero_runtime" and configuration.reduce_scatter_on(backend) == "all_to_all",
         )
         fetching = read_fetch_configuration(zero_section(config))
-        return stage3_expectations(configuration, fetching, training)
-    return flat_expectations(configuration, parameters, world_size, gradient_order, backend, runtime)
+        rows = stage3_expectations(configuration, fetching, training)
+    else:
+        rows = flat_expectations(configuration, parameters, world_size, gradient_order, backend, runtime)
+    if runtime == "zero_runtime" and configuration.partitions and optimizer_type(config) == "lamb":
+        rows.append(_trust_ratios(parameters, world_size))
+    return rows
 
 
 def expected_in_step(
@@ -127,6 +133,15 @@ def expected_in_step(
         ends = iteration + 1 == (step + 1) * passes
         rows += [each for each in sent if each.when == "micro_step" or (each.when == "step" and ends)]
     return summed(rows, "step")
+
+
+def _trust_ratios(parameters: Sequence[Parameter], world_size: int) -> Expectation:
+    """zero_runtime's Lamb scales the step of each whole parameter, of which every rank has a piece."""
+    trained = sum(len(group) for group in trained_groups(parameters))
+    note = "Lamb compares the norm of each parameter with that of its step: two numbers each"
+    return row(
+        "step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, [2 * trained * RATIO_ITEM_BYTES], world_size, note
+    )
 
 
 def _refuse_reductions_of_pieces(configuration: Configuration) -> None:

@@ -64,6 +64,7 @@ CONFIGS = [
         | {"bf16": {"enabled": True}, "gradient_accumulation_steps": 2},
         True,
     ),
+    *((sharded(stage) | {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}}, True) for stage in (1, 3)),
 ]
 
 

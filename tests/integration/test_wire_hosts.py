@@ -156,7 +156,7 @@ def verify(run):
 def agreements(text):
     """Host -> what verify says that the host sent, relative to the model."""
     found = re.findall(
-        r"Host (\S+) sent [\d,]+ bytes through eth0 .*?: ([\d.]+) of the [\d,]+ modelled", text
+        r"Host (\S+) sent [\d,]+ bytes through eth0 .*?: ([\d.]+) times the [\d,]+ modelled", text
     )
     return {host: float(ratio) for host, ratio in found}
 
