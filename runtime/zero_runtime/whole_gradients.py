@@ -49,7 +49,6 @@ class ReplicatedGradients:
         self._group = group
         self._at_boundary = at_boundary
         self._paused = False
-        self._kept: dict[int, torch.Tensor] = {}
 
     def begin_step(self) -> None:
         """Nothing is counted here."""
@@ -74,24 +73,11 @@ class ReplicatedGradients:
         number = 0
         for (_, dtype), found in by_dtypes.items():
             entries = [entry for _, entry in found]
-            sums = _reduce(entries, number, dtype, self._policy, self._group, self._join)
+            sums = _reduce(entries, number, dtype, self._policy, self._group)
             number += len(sums)
             parts = [part for each in sums for part in each]
             for (parameter, _), part in zip(found, parts, strict=True):
                 parameter.grad = part.view(parameter.shape)
-
-    def _join(self, number: int, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The gradients of message ``number`` end to end. On a CPU in the same memory every step: fresh memory is slow."""
-        like, numel = gradients[0], sum(gradient.numel() for gradient in gradients)
-        if len(gradients) == 1 or like.device.type != "cpu":
-            return joined(gradients)
-        kept = self._kept.get(number)
-        if kept is None or kept.numel() != numel or kept.dtype is not like.dtype:
-            kept = self._kept[number] = like.new_empty(numel)
-        memory = kept.untyped_storage().data_ptr()
-        if any(gradient.untyped_storage().data_ptr() == memory for gradient in gradients):
-            return joined(gradients)  # they have been reduced already, and not cleared since
-        return torch.cat(list(gradients), out=kept)
 
     def pause(self, paused: bool) -> None:
         """Whether gradients only accumulate for now (``no_sync``)."""
@@ -157,9 +143,7 @@ class AccumulatedGradients:
         entries = [
             Entry(",".join(each.names), flat, ()) for each, flat in zip(self._groups, self._flat, strict=True)
         ]
-        sums = _reduce(
-            entries, 0, self._dtype, self._policy, self._group, lambda number, flats: joined(flats)
-        )
+        sums = _reduce(entries, 0, self._dtype, self._policy, self._group)
         if any(len(each) > 1 for each in sums):
             torch._foreach_copy_(self._flat, [part for each in sums for part in each])
 
@@ -186,18 +170,17 @@ def _reduce(
     dtype: torch.dtype,
     policy: Policy,
     group: DataParallelGroup,
-    join: Callable[[int, Sequence[torch.Tensor]], torch.Tensor],
 ) -> list[tuple[torch.Tensor, ...]]:
     """Join gradients of one dtype and reduce them, from message ``first`` on.
 
     Returns:
-        For each message the sums of its gradients, 1-D: parts of what ``join`` made of them.
+        For each message the sums of its gradients, 1-D: parts of what was sent.
     """
     sums = []
     runs = [Run(0, position, entry.gradient.numel()) for position, entry in enumerate(entries)]
     for number, batch in enumerate(flushed_runs(runs, policy.limit), first):
         sent = tuple(entries[run.start] for run in batch)
-        tensor = join(number, [entry.gradient for entry in sent])
+        tensor = joined([entry.gradient for entry in sent])
         bucket = Bucket(number, tensor, (), dtype, policy.limit, policy.scaling, sent, END_OF_BACKWARD)
         if hooks.recording():
             bucket.describe()
