@@ -255,8 +255,7 @@ class ShardedGradients:
             gradient = torch.zeros(each.layout.numels[index], dtype=parameter.dtype, device=parameter.device)
         else:
             gradient = parameter.grad.detach().reshape(-1)
-        if self._policy.stage.shards_gradients:
-            parameter.grad = None
+        parameter.grad = None
         entry = Entry(each.names[index], gradient, self._slices[number][index], number)
         self._bucketer.add(entry, self._dtypes[parameter])
 
