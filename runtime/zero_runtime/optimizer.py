@@ -6,6 +6,7 @@ overflow, or a norm that is infinite or NaN, ends it there: the parameters stay,
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import isfinite
@@ -52,7 +53,7 @@ class StepPolicy(NamedTuple):
     masters: torch.dtype
 
 
-class _Wrapper(torch.optim.Optimizer):
+class _Wrapper(torch.optim.Optimizer, ABC):
     """What both optimizers share: they stand for the torch optimizer that does the arithmetic.
 
     Param groups and state are that optimizer's own objects, so that a schedule may be made over either.
@@ -146,13 +147,13 @@ class _Wrapper(torch.optim.Optimizer):
         """The torch optimizer's state, of this rank alone."""
         return self.optimizer.state_dict()
 
+    @abstractmethod
     def held(self) -> list[Master]:
         """The tensors that the torch optimizer updates on this rank, and which parameters they are made of."""
-        raise NotImplementedError
 
+    @abstractmethod
     def trained(self) -> dict[str, tuple[torch.nn.Parameter, int]]:
         """The parameters that are updated, on all ranks together, with their param groups."""
-        raise NotImplementedError
 
     def settle(self) -> None:
         """Wait for parameters that are under way, and take over what a script has changed in them."""
@@ -449,6 +450,6 @@ class ReplicatedOptimizer(_Wrapper):
 
 
 def _master(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What the optimizer updates instead of ``parameter``: a copy of at least ``dtype``, or its own memory where it is that."""
+    """What the optimizer updates instead of ``parameter``: a copy of at least ``dtype``, or itself where it is that."""
     wide = torch.promote_types(parameter.dtype, dtype)
     return parameter.detach().to(wide).requires_grad_()

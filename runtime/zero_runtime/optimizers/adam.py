@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from zero_runtime.optimizers.states import StatefulOptimizer, check_hyperparameters
+from zero_runtime.optimizers.states import GroupwiseOptimizer, check_hyperparameters
 
 
-class UncorrectedAdam(StatefulOptimizer):
+class UncorrectedAdam(GroupwiseOptimizer):
     """Adam or AdamW whose running means are used as they are, though they begin at zero.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zero_runtime.errors import ConfigError
-from zero_runtime.optimizers.states import StatefulOptimizer, check_hyperparameters
+from zero_runtime.optimizers.states import MomentOptimizer, check_hyperparameters
 
 
 class Segment(NamedTuple):
@@ -39,7 +39,7 @@ class Division(NamedTuple):
     sum_over_ranks: Callable[[torch.Tensor], object]
 
 
-class Lamb(StatefulOptimizer):
+class Lamb(MomentOptimizer):
     """Lamb of You et al., "Large Batch Optimization for Deep Learning" (arXiv:1904.00962), as DeepSpeed scales it.
 
     With the means m of the gradient and v of its square, u = m / (sqrt(v) + eps) + weight_decay p, and

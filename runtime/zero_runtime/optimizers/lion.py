@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from zero_runtime.optimizers.states import StatefulOptimizer, check_hyperparameters
+from zero_runtime.optimizers.states import GroupwiseOptimizer, check_hyperparameters
 
 
-class Lion(StatefulOptimizer):
+class Lion(GroupwiseOptimizer):
     """Lion of Chen et al., "Symbolic Discovery of Optimization Algorithms" (arXiv:2302.06675, algorithm 2).
 
     With gradient g and momentum m: p <- (1 - lr * weight_decay) p - lr * sign(beta1 m + (1 - beta1) g), then

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,14 +11,28 @@ import torch
 from zero_runtime.errors import ConfigError
 
 
-class StatefulOptimizer(torch.optim.Optimizer):
-    """A torch optimizer whose groups are updated one by one, all tensors of a group at once.
+class MomentOptimizer(torch.optim.Optimizer):
+    """A torch optimizer that keeps tensors of the shape of each parameter.
 
     Attributes:
-        moments: names of the state tensors, each of the shape of its parameter.
+        moments: names of the state tensors.
     """
 
     moments: tuple[str, ...] = ()
+
+    def moments_of(self, tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """For each of ``moments``, that state of ``tensors``; zeros where there is none yet."""
+        for tensor in tensors:
+            state = self.state[tensor]
+            for name in self.moments:
+                if name not in state:
+                    state[name] = torch.zeros_like(tensor, requires_grad=False)
+        for name in self.moments:
+            yield [self.state[tensor][name] for tensor in tensors]
+
+
+class GroupwiseOptimizer(MomentOptimizer, ABC):
+    """One whose groups are updated one by one, all tensors of a group at once."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -39,19 +54,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 self.update(group, tensors)
         return loss
 
+    @abstractmethod
     def update(self, group: dict[str, Any], tensors: list[torch.Tensor]) -> None:
         """Update ``tensors`` of ``group``, which have gradients."""
-        raise NotImplementedError
-
-    def moments_of(self, tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """For each of ``moments``, that state of ``tensors``; zeros where there is none yet."""
-        for tensor in tensors:
-            state = self.state[tensor]
-            for name in self.moments:
-                if name not in state:
-                    state[name] = torch.zeros_like(tensor, requires_grad=False)
-        for name in self.moments:
-            yield [self.state[tensor][name] for tensor in tensors]
 
 
 def check_hyperparameters(lr: float, betas: tuple[float, float], weight_decay: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from zero_runtime.errors import ConfigError
 
 
-class IterationSchedule:
+class IterationSchedule(ABC):
     """Sets the learning rate of each param group after each optimizer step.
 
     ``last_batch_iteration`` is the number of the step taken last, from 0; -1 before the first.
@@ -25,9 +26,9 @@ class IterationSchedule:
         self.last_batch_iteration = whole_number("last_batch_iteration", last_batch_iteration, -1)
         self._last_lr = [float(group["lr"]) for group in optimizer.param_groups]
 
+    @abstractmethod
     def get_lr(self) -> list[float]:
         """The learning rate of each param group now."""
-        raise NotImplementedError
 
     def get_last_lr(self) -> list[float]:
         """The learning rates set last."""
