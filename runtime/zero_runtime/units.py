@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 import torch
 
@@ -113,17 +114,32 @@ def units_of(module: torch.nn.Module, host: Host) -> list[Unit]:
 def watch_outputs(unit: Unit, output: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Tell the unit's host when the gradient of an output is there: of each of ``tensors``, which are in ``output``.
 
+    A hook on a tensor is cheap, but of several outputs one is often made of another, as a loss of logits: the hook would
+    tell of the gradient that comes from inside the module too.
+
     Returns:
         What the module is to return instead; None for what it did.
     """
-    replaced = {}
-    for tensor in tensors:
-        if tensor.requires_grad and tensor.grad_fn is not None:
+    differentiable = [tensor for tensor in tensors if tensor.requires_grad]
+    # A hook on a parameter would outlive the iteration.
+    if len(differentiable) == 1 and differentiable[0].grad_fn is not None:
+        _watch(unit, differentiable[0])
+        return None
+    if not differentiable:
+        return None
+    replaced = set()
+
+    def replace(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        replaced.add(id(tensor))
+        return cast(torch.Tensor, _Exit.apply(unit, tensor))  # type: ignore[no-untyped-call]
+
+    changed = _map(output, replace)
+    for tensor in differentiable:
+        if id(tensor) not in replaced and tensor.grad_fn is not None:
             _watch(unit, tensor)
-        elif tensor.requires_grad:
-            # A hook on a parameter would outlive the iteration.
-            replaced[id(tensor)] = _Exit.apply(unit, tensor)  # type: ignore[no-untyped-call]
-    return _map(output, lambda tensor: replaced.get(id(tensor), tensor)) if replaced else None
+    return changed if replaced else None
 
 
 def _watch(unit: Unit, tensor: torch.Tensor) -> None:
@@ -224,7 +240,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _map(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``value`` with ``function`` of its tensors, in what can be made again: tuples, named or not, lists and dicts."""
+    """``value`` with ``function`` of its tensors, in what can be made again: tuples, named or not, lists and any dicts."""
     if isinstance(value, torch.Tensor):
         return function(value)
     kind = type(value)
@@ -232,6 +248,9 @@ def _map(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         return kind([_map(each, function) for each in value])
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return kind(*(_map(each, function) for each in value))
-    if kind is dict:
-        return {name: _map(each, function) for name, each in value.items()}
+    if isinstance(value, dict):
+        made = copy.copy(value)
+        for name, each in value.items():
+            made[name] = _map(each, function)
+        return made
     return value

@@ -6,6 +6,7 @@ Each class has ``forward(batch) -> loss`` over a (4, WIDTH) batch; ``make(name)`
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from typing import NamedTuple
 
 import torch
@@ -300,11 +301,38 @@ class Leaking(nn.Module):
         return batch.square().mean() + sum(layer.penalty for layer in self.layers)
 
 
+class Derived(nn.Module):
+    """Modules that return what they have made of another output beside it, as a loss of logits."""
+
+    class Tuple(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, hidden):
+            logits = self.body(hidden)
+            return torch.tanh(logits), logits
+
+    class Dict(Tuple):
+        def forward(self, hidden):
+            changed, logits = super().forward(hidden)
+            return OrderedDict(changed=changed, logits=logits)
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = self.Tuple(), self.Dict(), self.Tuple()
+
+    def forward(self, batch):
+        hidden = self.second(self.first(batch)[0])["changed"]
+        changed, logits = self.last(hidden)
+        return (changed * logits).mean()
+
+
 MODELS = {
     each.__name__: each
     for each in (
         *(Tied, Borrowed, Hidden, Returned, Attention, Recurrent, Repeated, Containers, Sizes, Changing),
-        *(Recomputed, RecomputedReentrant, Twice, Experts, Leaking, AttentionFirst),
+        *(Recomputed, RecomputedReentrant, Twice, Experts, Leaking, AttentionFirst, Derived),
     )
 }
 
