@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any, Final
 
@@ -25,14 +26,15 @@ def schedule(config: SchedulerConfig | None, client: Any, optimizer: torch.optim
 
     Args:
         config: the ``scheduler`` block.
-        client: a scheduler, or a function that makes one of the optimizer; it wins over the config.
+        client: a scheduler, or a function or class that makes one of the optimizer; it wins over the config.
         optimizer: whose learning rates are set.
 
     Raises:
         ConfigError: an unknown type, or arguments that it does not take.
     """
     if client is not None:
-        made = client(optimizer) if callable(client) and not hasattr(client, "step") else client
+        makes = isinstance(client, type) or (callable(client) and not hasattr(client, "step"))
+        made = _of_optimizer(client, optimizer) if makes else client
         if not hasattr(made, "step"):
             raise ConfigError(
                 f"lr_scheduler is a {type(client).__name__}; expected a scheduler with a step method, or a function that "
@@ -51,6 +53,21 @@ def schedule(config: SchedulerConfig | None, client: Any, optimizer: torch.optim
         raise ConfigError(
             f"scheduler.params {dict(config.params)!r} do not fit {config.type}: {error}"
         ) from None
+
+
+def _of_optimizer(make: Callable[[torch.optim.Optimizer], Any], optimizer: torch.optim.Optimizer) -> Any:
+    """What the script's ``make`` makes. Raises ConfigError where it wants other arguments."""
+    try:
+        inspect.signature(make).bind(optimizer)
+    except TypeError as error:
+        name = getattr(make, "__name__", type(make).__name__)
+        raise ConfigError(
+            f"lr_scheduler is {name}, which cannot be called with the optimizer alone: {error}; give a scheduler, or a "
+            f"function such as lambda optimizer: {name}(optimizer, ...)"
+        ) from None
+    except ValueError:
+        pass  # written in C: it has no signature to be asked for
+    return make(optimizer)
 
 
 def _kind(name: str) -> type:

@@ -110,6 +110,15 @@ def test_a_client_schedule_wins():
         schedules.schedule(None, "WarmupLR", over)
 
 
+def test_a_class_as_client_schedule():
+    over = optimizer()
+    assert schedules.schedule(None, torch.optim.lr_scheduler.ConstantLR, over).optimizer is over
+    with pytest.raises(ConfigError, match="StepLR, which cannot .*: missing a required argument: 'step_size'"):
+        schedules.schedule(None, torch.optim.lr_scheduler.StepLR, over)
+    with pytest.raises(ConfigError, match="too many positional arguments"):
+        schedules.schedule(None, lambda: None, over)
+
+
 @pytest.mark.parametrize(
     ("name", "params", "words"),
     [
