@@ -53,7 +53,9 @@ def test_overflow_at_the_minimum_says_what_to_do():
     scale = LossScale(ScaleRules(2, True, hysteresis=1, minimum=1))
     scale.update(True)
     before = scale.state_dict()
-    with pytest.raises(LossScaleError, match=r"loss scale 1, which is the smallest.*fp16.min_loss_scale") as error:
+    with pytest.raises(
+        LossScaleError, match=r"loss scale 1, which is the smallest.*fp16.min_loss_scale"
+    ) as error:
         scale.update(True)
     assert "\n" not in str(error.value)
     assert scale.state_dict() == before
