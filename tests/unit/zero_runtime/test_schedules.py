@@ -113,7 +113,9 @@ def test_a_client_schedule_wins():
 def test_a_class_as_client_schedule():
     over = optimizer()
     assert schedules.schedule(None, torch.optim.lr_scheduler.ConstantLR, over).optimizer is over
-    with pytest.raises(ConfigError, match="StepLR, which cannot .*: missing a required argument: 'step_size'"):
+    with pytest.raises(
+        ConfigError, match=r"StepLR, which cannot .*: missing a required argument: 'step_size'"
+    ):
         schedules.schedule(None, torch.optim.lr_scheduler.StepLR, over)
     with pytest.raises(ConfigError, match="too many positional arguments"):
         schedules.schedule(None, lambda: None, over)
