@@ -33,7 +33,9 @@ from zero_runtime.zero_keys import ZERO
 __all__ = ["BLOCKS", "Key", "Status", "Table", "inert_keys", "read", "stage_3_only"]
 
 OPTIMIZER: Final[Table] = {
-    "type": used(text, None, "Adam, AdamW, Adagrad, Lamb, Lion, Muon, or a class of torch.optim by its own name"),
+    "type": used(
+        text, None, "Adam, AdamW, Adagrad, Lamb, Lion, Muon, or a class of torch.optim by its own name"
+    ),
     "params": used(mapping, {}, "its arguments: see docs/optimizers.md"),
     "legacy_fusion": inert(boolean, False, "how a fused Lamb is wrapped", "there is one way"),
 }
