@@ -23,6 +23,7 @@ from zero_runtime.precision import autocast
 from zero_runtime.reporting import Progress, Report
 from zero_runtime.saving import Saving
 from zero_runtime.settings import Settings
+from zero_runtime.shards import shard_of
 from zero_runtime.timed_group import clock_of
 
 _NEVER: Final = (-1, -1)
@@ -400,7 +401,19 @@ class Engine(Settings, WholeSteps, Saving, torch.nn.Module):
         return getattr(self.module, "_compiled_call_impl", None) is not None
 
     def module_state_dict(self) -> dict[str, Any]:
-        """The model's state, by the model's own names."""
+        """The model's state, by the model's own names.
+
+        Raises:
+            UsageError: parameters are in slices (stage 3), and would be empty in it.
+        """
+        for name, parameter in self.module.named_parameters():
+            shard = shard_of(parameter)
+            if shard is not None and not shard.available:
+                raise UsageError(
+                    f"{name} is in slices between its uses (stage 3), so that the state of the module would be empty; "
+                    "call save_16bit_model, or save_checkpoint and python -m zero_runtime.checkpoint, or do this within "
+                    "zero_runtime.zero.GatheredParameters(list(engine.module.parameters())) on all ranks"
+                )
         return self.module.state_dict()
 
     @property

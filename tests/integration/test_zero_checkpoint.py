@@ -210,7 +210,8 @@ def without_optimizer(rank, world, root):
 
 def test_an_engine_without_an_optimizer_keeps_its_model(tmp_path):
     for losses in run_ranks(2, without_optimizer, str(tmp_path)):
-        assert len(set(losses)) == 1
+        # Not bit by bit: a product may be summed in another order where a gathered weight lies otherwise in memory.
+        assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-6)
 
 
 def constructed_in_slices(rank, world, root, save):

@@ -294,6 +294,17 @@ def test_the_engine_answers_for_its_configuration():
     ]
 
 
+def state_of_slices(rank, world):
+    engine = made(3, 1, top={"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}})
+    with pytest.raises(UsageError, match=r"is in slices between its uses .*GatheredParameters"):
+        engine.module_state_dict()
+    return True
+
+
+def test_a_state_of_empty_parameters_is_refused():
+    assert all(run_ranks(2, state_of_slices))
+
+
 def loaded_weights(rank, world):
     torch.manual_seed(1)
     other = {name: torch.randn_like(value) / 10 for name, value in make_model("mlp").state_dict().items()}
