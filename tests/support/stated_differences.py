@@ -1,8 +1,8 @@
 """The differences from DeepSpeed that docs/deepspeed-differences.md states, as far as a recorded run can show them.
 
-The last column of its first table says how: ``other messages``, ``accepted here`` (refused or broken there), ``refused
-here``, or ``-`` where a run does not show it. The first column holds the settings in backquotes, and the stages where
-they matter.
+The last column of its first table says how: ``other messages``, ``other losses``, ``accepted here`` (refused or broken
+there), ``refused here``, or ``-`` where a run does not show it. The first column holds the settings in backquotes, and the
+stages where they matter; the second begins with ``refused unless`` a key is true where that key does away with it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,25 @@ from typing import Any, NamedTuple
 from zero_runtime import keys
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "deepspeed-differences.md"
-KINDS = ("other messages", "accepted here", "refused here", "-")
+KINDS = ("other messages", "other losses", "accepted here", "refused here", "-")
 UNKNOWN = "any unknown key"
 _ANY = object()
 
 
 class Difference(NamedTuple):
-    """A row: what a config must have for it (one of ``settings``, at one of ``stages``), and how a run shows it."""
+    """A row: what a config must have for it (one of ``settings``, at one of ``stages``, and ``unless`` not true), and how
+    a run shows it."""
 
     text: str
     settings: tuple[tuple[str, Any], ...]
     stages: frozenset[int]
+    unless: str | None
     shown: str
 
     def holds_for(self, config: Mapping[str, Any]) -> bool:
         if config.get("zero_optimization", {}).get("stage", 0) not in self.stages:
+            return False
+        if self.unless is not None and _is_set(config, self.unless, True):
             return False
         if self.text == UNKNOWN:
             return _has_unknown_key(config)
@@ -55,14 +59,15 @@ def stated_differences() -> tuple[Difference, ...]:
         parsed = tuple((name, json.loads(value) if value else _ANY) for name, value in settings)
         named = re.search(r"at stages? ([0-3, and]+)", cells[0])
         stages = frozenset(map(int, re.findall("[0-3]", named[1]))) if named else frozenset(range(4))
-        rows.append(Difference(cells[0], parsed, stages, cells[3]))
+        unless = re.match(r"refused unless `([a-z_0-9.]+)` is true", cells[1])
+        rows.append(Difference(cells[0], parsed, stages, unless[1] if unless else None, cells[3]))
     return tuple(rows)
 
 
 def shown_difference(config: Mapping[str, Any], succeeded: bool) -> str | None:
     """How a run of ``config``, which DeepSpeed ended well or not, differs here; None where it should not."""
     shown = {row.shown for row in stated_differences() if row.holds_for(config)}
-    possible = {"other messages", "refused here"} if succeeded else {"accepted here"}
+    possible = {"other messages", "other losses", "refused here"} if succeeded else {"accepted here"}
     return next(iter(sorted(shown & possible)), None)
 
 
