@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -12,10 +12,11 @@ from commprof.nccl import line_kinds
 from commprof.nccl.fields import Flags, Positions
 from commprof.nccl.line_kinds import BLANK, NO_HEAD, NOT_TEXT, READ, TOO_LONG, UNDERSTOOD
 from commprof.nccl.lines import clean_line
-from commprof.nccl.repeats import first_of_each
+from commprof.nccl.repeats import first_of_each, numbered
 
 if TYPE_CHECKING:
     from commprof.nccl import lines as nccl_lines
+    from commprof.nccl.line_index import Texts
 
 MOST_EXAMPLES: Final = 3
 _SHOWN_BYTES: Final = 240
@@ -66,6 +67,8 @@ class Silence(NamedTuple):
         is_call: whether these are of level CALL, otherwise INFO.
         codes: the numbers of their messages in ``texts``.
         texts: distinct messages.
+        shapes: distinct shapes of them.
+        shape_of: the number of each message's shape.
         others: lines of any other look.
         headless: lines that hold neither a head nor control characters other than a return at their end.
     """
@@ -73,7 +76,9 @@ class Silence(NamedTuple):
     lines: Positions
     is_call: Flags
     codes: Positions
-    texts: Sequence[bytes]
+    texts: Texts
+    shapes: Sequence[bytes]
+    shape_of: Positions
     others: Positions
     headless: Positions
 
@@ -86,9 +91,8 @@ class _Tallies:
         self._examples: dict[str, list[Example]] = {}
         self._forms: dict[str, set[str]] = {}
 
-    def note(self, kind: str, message: bytes | None) -> None:
+    def note(self, kind: str, form: str | None) -> None:
         """Remember what a message of this kind tells about the version."""
-        form = None if message is None else line_kinds.form_of_message(message)
         if form is not None:
             self._forms.setdefault(kind, set()).add(form)
 
@@ -148,31 +152,47 @@ def tally_block(
         kind = line_kinds.kind_of_messages(messages)
         if kind != READ:
             tallies.add(kind, 1, [example(line, None)])
-    for code, index, count in _distinct(silence.codes.astype(np.int64) * 2 + silence.is_call):
-        body = silence.texts[code // 2].rstrip(b"\r\n")
-        kind = line_kinds.kind_of_message(b"CALL" if code % 2 else b"INFO", body)
+    for kind, count, firsts, codes in _by_kind(silence, tallies):
+        tallies.add(kind, count, [])
         # In the order of lines, so that the first few are the examples.
-        wanted = tallies.lacks(kind)
-        first = [example(int(silence.lines[index]), body[:_SHOWN_BYTES])] if wanted else []
-        tallies.add(kind, count, first)
-        tallies.note(kind, body)
+        for index, code in zip(firsts, codes, strict=True):
+            if not tallies.lacks(kind):
+                break
+            body = silence.texts[int(code)].rstrip(b"\r\n")
+            tallies.add(kind, 0, [example(int(silence.lines[index]), body[:_SHOWN_BYTES])])
     for line in silence.others.tolist():
         kind, message = line_kinds.kind_of_line(text(line))
         shown = headless(line) if message is None else example(line, message[:_SHOWN_BYTES])
         tallies.add(kind, 1, [shown])
-        tallies.note(kind, message)
+        tallies.note(kind, None if message is None else line_kinds.form_of_message(message))
     for kind, lines in _headless(data, begins, ends, returns, silence.headless):
         if len(lines):
             tallies.add(kind, len(lines), [headless(line) for line in lines[:MOST_EXAMPLES].tolist()])
     return tallies.tallies()
 
 
-def _distinct(codes: Positions) -> list[tuple[int, int, int]]:
-    """Each code, where it stands first, and how often; in the order of first places."""
-    found, first, times = first_of_each(codes)
+def _by_kind(silence: Silence, tallies: _Tallies) -> Iterator[tuple[str, int, Positions, Positions]]:
+    """Each kind of lines whose head is known, how many there are, and where each of their messages stands first.
+
+    ``tallies`` gets what their forms tell.
+    """
+    if not len(silence.codes):
+        return
+    found, first, times = first_of_each(silence.codes.astype(np.int64) * 2 + silence.is_call)
     order = np.argsort(first)
-    columns = (column[order].tolist() for column in (found, first, times))
-    return list(zip(*columns, strict=True))
+    found, first, times = found[order], first[order], times[order]
+    shapes, number = numbered(silence.shape_of[found // 2] * 2 + found % 2)
+    kinds: dict[str, int] = {}
+    kind_of = np.empty(len(shapes), np.int64)
+    for place, code in enumerate(shapes):
+        body = silence.shapes[code // 2].rstrip(b"\r\n")
+        kind, form = line_kinds.kind_of_shape(b"CALL" if code % 2 else b"INFO", body)
+        kind_of[place] = kinds.setdefault(kind, len(kinds))
+        tallies.note(kind, form)
+    chosen = kind_of[number]
+    for kind, place in kinds.items():
+        members = np.flatnonzero(chosen == place)
+        yield kind, int(times[members].sum()), first[members], found[members] // 2
 
 
 def _headless(
@@ -213,9 +233,6 @@ class Census:
             known = self._by_file.setdefault(file, _Tallies())
             shown = None if message is None else message[:_SHOWN_BYTES]
             known.add(kind, 1, [Example(line, raw[:_SHOWN_BYTES], shown)])
-            form = None if message is None else line_kinds.form_of_message(message)
-            if form is not None:
-                self.forms.setdefault(file, set()).add(form)
             form = None if message is None else line_kinds.form_of_message(message)
             if form is not None:
                 self.forms.setdefault(file, set()).add(form)

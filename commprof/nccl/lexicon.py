@@ -30,6 +30,7 @@ class Lexicon:
     def __init__(self) -> None:
         self._heads: dict[bytes, Head | None] = {}
         self._bodies: dict[bytes, int] = {}
+        self._shapes: dict[bytes, bool] = {}
         self._tails: dict[bytes, Tail | None] = {}
 
     def head(self, text: bytes) -> Head | None:
@@ -58,11 +59,17 @@ class Lexicon:
             tail = self._tails[text] = read_tail(text.rstrip(b"\r\n"), text.startswith(b","))
             return tail
 
+    def may_speak(self, shape: bytes) -> bool:
+        """Whether a message of this shape may be anything but ignored. Most are never seen again, and mean nothing."""
+        speaks = self._shapes.get(shape)
+        if speaks is None:
+            if len(self._shapes) >= _MOST_REMEMBERED:
+                self._shapes.clear()
+            speaks = self._shapes[shape] = nccl_lines.may_speak(shape)
+        return speaks
+
     def body(self, text: bytes) -> int:
         """What a message of this text is: one of the numbers below."""
-        # Most distinct messages are never seen again, and mean nothing.
-        if not nccl_lines.may_speak(text):
-            return IGNORED
         meaning = self._bodies.get(text)
         if meaning is None:
             if len(self._bodies) >= _MOST_REMEMBERED:

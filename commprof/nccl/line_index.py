@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from commprof.nccl.fields import Flags, Positions
+from commprof.nccl.line_kinds import shape
 
 _LEVEL_LENGTH: Final = len(b" NCCL INFO ")
+_EMPTY: Final = np.zeros(1, np.int32)
 _FOUR, _FIVE = np.uint64((1 << 32) - 1), np.uint64((1 << 40) - 1)
 
 
@@ -32,6 +35,42 @@ class Scratch:
         if self._flags.shape[1] < number:
             self._flags = np.zeros((2, number), bool)
         return self._flags[0, :number], self._flags[1, :number]
+
+
+class Texts:
+    """Texts by number, most of which nobody looks at: they stand in one piece of memory.
+
+    Attributes:
+        data: all of them, one behind the other.
+        ends: where each of them ends.
+    """
+
+    def __init__(self, texts: pa.Array) -> None:
+        _, offsets, data = texts.buffers()
+        begin, number = texts.offset, len(texts)
+        self._offsets = np.frombuffer(offsets, np.int32)[begin : begin + number + 1] if number else _EMPTY
+        self.data = data.to_pybytes() if number and data is not None else b""
+        self.ends = self._offsets[1:]
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, number: int) -> bytes:
+        return self.data[self._offsets[number] : self._offsets[number + 1]]
+
+    def take(self, numbers: Positions) -> list[bytes]:
+        """Some of the texts."""
+        begins, ends = self._offsets[numbers].tolist(), self.ends[numbers].tolist()
+        return [self.data[begin:end] for begin, end in zip(begins, ends, strict=True)]
+
+    def shapes(self) -> tuple[list[bytes], Positions]:
+        """The distinct shapes of the texts (see :func:`commprof.nccl.line_kinds.shape`), and the number of each text's."""
+        if not len(self):
+            return [], np.zeros(0, np.int64)
+        buffers = [None, pa.py_buffer(self._offsets), pa.py_buffer(shape(self.data))]
+        encoded = pa.Array.from_buffers(pa.binary(), len(self), buffers).dictionary_encode()
+        texts: list[bytes] = encoded.dictionary.to_pylist()
+        return texts, np.frombuffer(encoded.indices.buffers()[1], np.int32)[: len(self)].astype(np.int64)
 
 
 class LineIndex:
@@ -115,11 +154,11 @@ class LineIndex:
         self.regular &= is_info | self.is_call
         self.is_call &= self.regular
 
-    def encode(self, begins: Positions, valid: Flags) -> tuple[list[bytes], Positions, Positions]:
+    def encode(self, begins: Positions, valid: Flags) -> tuple[Texts, Positions, Positions]:
         """The distinct texts among heads and messages, and the number of each line's (the last of all: none)."""
         encoded = self._segments(begins, valid).dictionary_encode()
         numbers = np.frombuffer(encoded.indices.buffers()[1], np.int32)[: 2 * self.size]
-        texts: list[bytes] = encoded.dictionary.to_pylist()
+        texts = Texts(encoded.dictionary)
         codes = np.where(valid, numbers, len(texts))
         return texts, codes[::2], codes[1::2]
 
@@ -127,19 +166,25 @@ class LineIndex:
         """Head and message of every line, one behind the other, without a copy."""
         offsets = np.empty(2 * self.size + 1, np.int32)
         offsets[:-1:2], offsets[1::2], offsets[-1] = self.begins, begins, len(self.data)
+        return self._cut(offsets, valid)
+
+    def _cut(self, offsets: npt.NDArray[np.int32], valid: Flags) -> pa.Array:
+        """The block, cut at ``offsets``; the pieces that are not valid are null."""
         shown = pa.py_buffer(np.packbits(valid, bitorder="little"))
         buffers = [shown, pa.py_buffer(offsets), pa.py_buffer(self.data)]
-        return pa.Array.from_buffers(pa.binary(), 2 * self.size, buffers)
+        return pa.Array.from_buffers(pa.binary(), len(offsets) - 1, buffers)
+
+    def whole_lines(self, rows: Positions) -> Texts:
+        """Some lines, with their newlines."""
+        offsets = np.zeros(2 * len(rows) + 1, np.int32)
+        offsets[1::2], offsets[2::2] = self.begins[rows], self.ends[rows] + 1
+        return Texts(self._cut(offsets, np.tile([False, True], len(rows))).drop_null())
 
     def encode_ends(self, rows: Positions, begins: Positions) -> tuple[list[bytes], Positions]:
         """The distinct texts among the ends of some lines, from ``begins`` on, and the number of each."""
         offsets = np.zeros(2 * len(rows) + 1, np.int32)
         offsets[1::2], offsets[2::2] = begins, self.ends[rows] + 1
-        shown = np.zeros(2 * len(rows), bool)
-        shown[1::2] = True
-        bits = pa.py_buffer(np.packbits(shown, bitorder="little"))
-        buffers = [bits, pa.py_buffer(offsets), pa.py_buffer(self.data)]
-        encoded = pa.Array.from_buffers(pa.binary(), 2 * len(rows), buffers).dictionary_encode()
+        encoded = self._cut(offsets, np.tile([False, True], len(rows))).dictionary_encode()
         numbers = np.frombuffer(encoded.indices.buffers()[1], np.int32)[1 : 2 * len(rows) : 2].astype(
             np.int64
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Final
 
 from commprof.nccl import lines as nccl_lines
@@ -66,10 +67,10 @@ _BEGINNINGS: Final[dict[str, tuple[bytes, ...]]] = {
     ),
     "network and plugins": (
         rb"Bootstrap : ",
-        rb"(?:NET|ENV|GIN|RMA|TUNER|PROFILER|CollNet|P2P|IB)/\w{1,20} ?:",
+        rb"(?:NET|ENV|GIN|RMA|TUNER|PROFILER|CollNet|P\dP|IB)/\w{1,20} ?:",
         rb"NET ?:",
         rb"OOB ",
-        rb"P2P plugin",
+        rb"P\dP plugin",
         rb"Using (?:network|internal|non-device|\S{1,40} plugin)",
         rb"(?:Assigned|Initialized|Loaded|Closing) \S{1,20} .{0,20}plugin",
         rb"Plugin (?:Path|name set)",
@@ -107,7 +108,7 @@ _BEGINNINGS: Final[dict[str, tuple[bytes, ...]]] = {
         rb"Connected ",
         rb"\d{1,9} coll channels, ",
         rb"New proxy ",
-        rb"P2P Chunksize ",
+        rb"P\dP Chunksize ",
         rb"UDS: ",
         rb"\[(?:Proxy|Service|Progress)",
         rb"proxyProgress",
@@ -116,7 +117,7 @@ _BEGINNINGS: Final[dict[str, tuple[bytes, ...]]] = {
         rb"resp\.opId",
         rb"Received and initiated",
         rb"Opening channel",
-        rb"Check P2P",
+        rb"Check P\dP",
         rb"Duplicating rings",
     ),
     "memory": (
@@ -139,6 +140,22 @@ KNOWN: Final = tuple(_BEGINNINGS)
 _ANY_KNOWN: Final = re.compile(rb"|".join(rb"(%s)" % rb"|".join(texts) for texts in _BEGINNINGS.values()))
 UNDERSTOOD: Final = frozenset({READ, BLANK, *KNOWN})
 _LOOKED_AT: Final = 300
+_DIGITS_ALIKE: Final = bytes.maketrans(b"0123456789", b"0" * 10)
+
+
+def shape(text: bytes) -> bytes:
+    """``text`` with all digits alike: what a message is about does not depend on them.
+
+    >>> shape(b"localRank 12 -> 7")
+    b'localRank 00 -> 0'
+    """
+    return text.translate(_DIGITS_ALIKE)
+
+
+@lru_cache(maxsize=1 << 14)
+def kind_of_shape(level: bytes, body: bytes) -> tuple[str, str | None]:
+    """:func:`kind_of_message` and :func:`form_of_message` of all messages of one shape, without the end of the line."""
+    return kind_of_message(level, body), form_of_message(body)
 
 
 def kind_of_message(level: bytes, body: bytes) -> str:
@@ -151,7 +168,7 @@ def kind_of_message(level: bytes, body: bytes) -> str:
     >>> kind_of_message(b"INFO", b"Using network Socket")
     'network and plugins'
     """
-    body = body[:_LOOKED_AT]
+    body = shape(body[:_LOOKED_AT])
     if found := _ANY_KNOWN.match(body):
         return KNOWN[(found.lastindex or 1) - 1]
     return OF_UNKNOWN_FORM[level] if is_text(body) else NOT_TEXT
@@ -159,7 +176,7 @@ def kind_of_message(level: bytes, body: bytes) -> str:
 
 def form_of_message(body: bytes) -> str | None:
     """The form of such a message, where it tells the version."""
-    return form_of(body[:_LOOKED_AT])
+    return form_of(shape(body[:_LOOKED_AT]))
 
 
 def kind_of_line(raw: bytes) -> tuple[str, bytes | None]:

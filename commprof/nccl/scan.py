@@ -17,7 +17,7 @@ from commprof.nccl.fields import Flags, Positions
 from commprof.nccl.heads import KnownHosts
 from commprof.nccl.layouts import Tail
 from commprof.nccl.lexicon import GROUP_END, GROUP_START, LINK, MESSAGE, REMARK, Head, Lexicon
-from commprof.nccl.line_index import LineIndex, Scratch
+from commprof.nccl.line_index import LineIndex, Scratch, Texts
 from commprof.nccl.operation_lines import find_operations
 from commprof.nccl.repeats import distinct, first_of_each, numbered
 from commprof.nccl.rows import Rows
@@ -129,9 +129,12 @@ class _Block:
         valid[1::2] &= ~is_operation
         texts, head_codes, body_codes = self.index.encode(begins, valid)
         heads = {code: self.lexicon.head(texts[code]) for code in distinct(head_codes, len(texts))}
+        shapes, shape_of = texts.shapes()
         meaning = np.zeros(len(texts) + 1, np.int8)
-        bodies = distinct(body_codes, len(texts))
-        meaning[bodies] = [self.lexicon.body(texts[code]) for code in bodies]
+        bodies = np.array(distinct(body_codes, len(texts)), np.int64)
+        speaks = np.array([self.lexicon.may_speak(text) for text in shapes], bool)
+        bodies = bodies[speaks[shape_of[bodies]]]
+        meaning[bodies] = [self.lexicon.body(text) for text in texts.take(bodies)]
         fits = np.zeros((2, len(texts) + 1), bool)
         for code, head in heads.items():
             fits[:, code] = head is not None, head is not None and head.op is not None
@@ -189,8 +192,10 @@ class _Block:
             sorted(hosts),
             groups,
             remarks,
-            [texts[code] for code in said],
-            self._tallies([operations["line"], remarking, grouping], fast, body_codes, texts, slow),
+            texts.take(np.array(said, np.int64)),
+            self._tallies(
+                [operations["line"], remarking, grouping], fast, body_codes, (texts, shapes, shape_of), slow
+            ),
         )
 
     def _tallies(
@@ -198,7 +203,7 @@ class _Block:
         spoken: list[Positions],
         fast: Flags,
         codes: Positions,
-        texts: list[bytes],
+        messages: tuple[Texts, list[bytes], Positions],
         slow: list[SlowLine],
     ) -> dict[str, Tally]:
         """The lines that gave nothing, by kind."""
@@ -209,7 +214,7 @@ class _Block:
             known,
             self.index.is_call[known],
             codes[known],
-            texts,
+            *messages,
             np.flatnonzero(rest & ~self.index.headless),
             np.flatnonzero(rest & self.index.headless),
         )
@@ -222,9 +227,8 @@ class _Block:
         """The lines without a head that may say something nevertheless."""
         flags = np.zeros(self.index.size, bool)
         rows = np.flatnonzero(self.index.headless & (self.index.ends > self.index.begins))
-        spans = zip(self.index.begins[rows].tolist(), (self.index.ends[rows] + 1).tolist(), strict=True)
-        text = b"".join([self.index.data[begin:end] for begin, end in spans])
-        ends = np.cumsum(self.index.ends[rows] + 1 - self.index.begins[rows])
+        lines = self.index.whole_lines(rows)
+        text, ends = lines.data, lines.ends
         for mark in nccl_lines.HEADLESS_MARKS:
             at = text.find(mark)
             while at >= 0:
