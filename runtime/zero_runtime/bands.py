@@ -127,8 +127,8 @@ class BandedGradients:
         stage = self._policy.stage
         if self._paused or not (stage.shards_gradients or self._at_boundary()):
             return
-        if not stage.reduces_in_hooks:
-            self._put_all()
+        if not stage.shards_gradients:
+            self._put_all()  # also what only earlier micro-batches gave, where hooks have sent the rest
         self._finish_pass()
 
     @torch.no_grad()
@@ -141,7 +141,7 @@ class BandedGradients:
                 parameter.grad = None
 
     def _put_all(self) -> None:
-        for band in self._bands:
+        for band in self._bands[self._sent :]:
             for member in band.members:
                 if member.parameter.grad is not None:
                     self._put(band, member, member.parameter.grad)
@@ -174,9 +174,7 @@ class BandedGradients:
         if any(parameter not in band.waiting for band, _ in places):
             # Its second gradient in one pass, as under reentrant checkpointing.
             self._finish_pass()
-        gradient = parameter.grad
-        if self._policy.stage.shards_gradients:
-            parameter.grad = None
+        gradient, parameter.grad = parameter.grad, None
         for band, member in places:
             self._put(band, member, gradient)
         while self._sent < len(self._bands) and not self._bands[self._sent].waiting:

@@ -184,8 +184,8 @@ class ShardedGradients:
         stage = self._policy.stage
         if self._paused or not (stage.shards_gradients or self._at_boundary()):
             return
-        if not stage.reduces_in_hooks:
-            self._add_all()
+        if not stage.shards_gradients:
+            self._add_all()  # also what only earlier micro-batches gave, where hooks have sent the rest
         for leaf in self._leaves.values():
             if any(parameter.grad is not None for parameter in leaf.parameters):
                 self._add_leaf(leaf)

@@ -155,6 +155,53 @@ def test_overlap_changes_neither_losses_nor_messages(world, number):
             assert overlapped_calls == calls
 
 
+class Branches(nn.Module):
+    """Each pass runs one of two branches, so that a step's last micro-batch leaves one without a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x, branch):
+        return self.branches[branch](self.first(x).tanh()).square().mean()
+
+
+def train_branches(rank, world, reduction, overlap):
+    settings = config(1, gradient_reduction=reduction, overlap_comm=overlap, reduce_bucket_size=500)
+    engine, *_ = zero_runtime.initialize(
+        model=Branches(),
+        config=settings
+        | {"gradient_accumulation_steps": 2, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}},
+    )
+    losses, norms = [], []
+    for step in range(3):
+        for micro in range(2):
+            generator = torch.Generator().manual_seed(10 * step + 2 * micro + rank)
+            loss = engine(torch.randn(4, WIDTH, generator=generator), (step + micro) % 2)
+            losses.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+        norms.append(float(engine.get_global_grad_norm()))
+    return losses, norms
+
+
+def train_branches_every_way(rank, world):
+    return [
+        train_branches(rank, world, reduction, overlap)
+        for reduction in REDUCTIONS
+        for overlap in (False, True)
+    ]
+
+
+def test_gradients_of_earlier_micro_batches_are_reduced_too():
+    for outcomes in run_ranks(2, train_branches_every_way):
+        for losses, norms in outcomes[1:]:
+            assert losses == pytest.approx(outcomes[0][0], rel=1e-6)
+            assert norms == pytest.approx(outcomes[0][1], rel=1e-6)
+
+
 def step_of_a_late_peer(rank, world, folder, overlap, patience):
     """Rank 1 begins to gather when rank 0's step is over. Whether that came, on rank 1; then the weights."""
     signal = Path(folder, "over")
