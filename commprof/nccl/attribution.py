@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from commprof.nccl.columns import as_arrow, codes_of, is_null, numbers_of, taken
 from commprof.trace.tables import conform
 
 _THREAD: Final = ("file", "host", "pid", "tid")
+_NONE: Final = -(2**31)
+Numbers = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+
+class _Keys(NamedTuple):
+    """What a choice and its operation have in common: the run, the operation, and bytes."""
+
+    run: Numbers
+    op: Numbers
+    size: Numbers
+
+    def filter(self, chosen: Flags | Numbers) -> _Keys:
+        return _Keys(*(column[chosen] for column in self))
 
 
 def attribute_tuning(tuning: pa.Table, ops: pa.Table) -> pa.Table:
@@ -27,99 +41,115 @@ def attribute_tuning(tuning: pa.Table, ops: pa.Table) -> pa.Table:
         tuning: table ``nccl_tuning``.
         ops: table ``nccl_ops`` of the same logs.
     """
-    calls = ops.filter(
-        pc.and_(pc.equal(ops["kind"], "coll"), pc.and_(pc.equal(ops["state"], "whole"), _collective(ops)))
-    )
-    if tuning.num_rows == 0 or calls.num_rows == 0:
+    if tuning.num_rows == 0 or ops.num_rows == 0:
         return tuning
-    choice_runs, call_runs = _runs(tuning, calls)
-    choices = pa.table(
-        {
-            "run": choice_runs,
-            "op": tuning["op"],
-            "bytes": tuning["bytes"],
-            "row": np.arange(tuning.num_rows),
-        }
-    )
-    whole = tuning["predicted_us"].is_valid()
-    every_rank = pc.and_(pc.invert(whole), pc.is_null(tuning["protocol"]))
-    named = tuning["op"].is_valid()
-    rank_zero = pc.fill_null(pc.equal(calls["rank"], 0), True)
-    comm = calls["comm"].combine_chunks().dictionary_encode()
+    chosen = _has(ops, "kind", {"coll"}) & _has(ops, "state", {"whole"}) & ~_has(ops, "op", {"send", "recv"})
+    if not chosen.any():
+        return tuning
+    choice_runs, call_runs = _runs(tuning, ops, chosen)
+    names, op = _shared_codes(tuning["op"], ops["op"], chosen)
+    whole = ~is_null(tuning["predicted_us"])
+    every_rank = ~whole & is_null(tuning["protocol"])
+    rank_zero = np.isin(numbers_of(ops["rank"], 0)[chosen], [0])
+    comm, communicators = codes_of(ops["comm"])
+    comm, line = comm[chosen], numbers_of(ops["line"], _NONE)[chosen]
+    choices = _Keys(choice_runs, names, numbers_of(tuning["bytes"], _NONE))
     owners = np.full(tuning.num_rows, -1, np.int64)
     lines = np.full(tuning.num_rows, -1, np.int64)
-    for size, of_size in (("message_bytes", whole), ("bytes", pc.invert(whole))):
-        candidates = pa.table(
-            {
-                "run": call_runs,
-                "op": calls["op"],
-                "bytes": calls[size],
-                "comm": comm.indices.cast(pa.int64()),
-                "line": calls["line"],
-            }
-        )
-        for keys, of_name in ((["run", "op", "bytes"], named), (["run", "bytes"], pc.invert(named))):
-            for ranks, of_rank in ((None, every_rank), (rank_zero, pc.invert(every_rank))):
-                wanted = choices.filter(pc.and_(of_size, pc.and_(of_name, of_rank)))
-                if wanted.num_rows:
-                    eligible = candidates if ranks is None else candidates.filter(ranks)
-                    _pair(wanted, eligible, keys, owners, lines)
-    owner = pa.array(np.where(owners < 0, 0, owners), mask=owners < 0)
+    for column, of_size in (("message_bytes", whole), ("bytes", ~whole)):
+        size = numbers_of(ops[column], _NONE)[chosen]
+        calls = _Keys(call_runs, op, size)
+        # A call whose bytes are not known fits no choice.
+        for is_named, of_name in ((True, names >= 0), (False, names < 0)):
+            for any_rank, of_rank in ((True, every_rank), (False, ~every_rank)):
+                wanted = np.flatnonzero(of_size & of_name & of_rank)
+                eligible = (size != _NONE) & (rank_zero | any_rank)
+                if len(wanted) and eligible.any():
+                    owner, place = _pair(
+                        choices.filter(wanted),
+                        calls.filter(eligible),
+                        comm[eligible],
+                        line[eligible],
+                        is_named,
+                    )
+                    owners[wanted], lines[wanted] = owner, place
     return conform(
         "nccl_tuning",
         tuning.drop_columns(["comm", "op_line"])
-        .append_column("comm", comm.dictionary.take(owner))
-        .append_column("op_line", pa.array(lines, mask=lines < 0)),
+        .append_column("comm", taken(communicators, pa.string(), owners))
+        .append_column("op_line", as_arrow(lines, pa.int64(), lines < 0)),
     )
 
 
-def _collective(ops: pa.Table) -> pa.ChunkedArray:
-    """Messages between two ranks are never tuned."""
-    return pc.invert(pc.is_in(ops["op"], value_set=pa.array(["send", "recv"])))
+def _has(ops: pa.Table, name: str, values: set[str]) -> Flags:
+    """Where column ``name`` holds one of ``values``."""
+    codes, texts = codes_of(ops[name])
+    return np.array([*(text in values for text in texts), False], bool)[codes]
 
 
-def _runs(tuning: pa.Table, calls: pa.Table) -> tuple[np.ndarray, np.ndarray]:
-    """The run of each choice and of each operation: numbers that are equal within one run of one thread."""
-    names = [*_THREAD, "line"]
-    keys = pa.concat_tables([pa.table([table[name] for name in names], names) for table in (calls, tuning)])
-    thread = _codes(keys)
-    is_choice = np.arange(keys.num_rows) >= calls.num_rows
-    order = np.lexsort((is_choice, keys["line"].to_numpy(), thread))
-    sorted_thread, sorted_choice = thread[order], is_choice[order]
-    begins = np.ones(keys.num_rows, bool)
-    begins[1:] = (sorted_thread[1:] != sorted_thread[:-1]) | (sorted_choice[:-1] & ~sorted_choice[1:])
-    run = np.empty(keys.num_rows, np.int64)
-    run[order] = np.cumsum(begins)
-    return run[calls.num_rows :], run[: calls.num_rows]
+def _shared_codes(
+    of_choices: pa.ChunkedArray, of_calls: pa.ChunkedArray, chosen: Flags
+) -> tuple[Numbers, Numbers]:
+    """A number for each value of a column, the same in both tables; -1 for null."""
+    if not pa.types.is_integer(of_choices.type):
+        (codes, texts), (others, more) = codes_of(of_choices), codes_of(of_calls)
+        place = {text: number for number, text in enumerate(dict.fromkeys([*texts, *more]))}
+        known, known_more = (np.array([*(place[text] for text in t), -1], np.int64) for t in (texts, more))
+        return known[codes], known_more[others][chosen]
+    return numbers_of(of_choices, _NONE), numbers_of(of_calls, _NONE)[chosen]
 
 
-def _codes(keys: pa.Table) -> np.ndarray:
-    """One number per thread of the log."""
-    codes = np.zeros(keys.num_rows, np.int64)
+def _runs(tuning: pa.Table, ops: pa.Table, chosen: Flags) -> tuple[Numbers, Numbers]:
+    """The run of each choice and of each chosen operation: numbers that are equal within one run of one thread."""
+    num_calls = int(chosen.sum())
+    thread = np.zeros(num_calls + tuning.num_rows, np.int64)
     for name in _THREAD:
-        column = keys[name].combine_chunks().dictionary_encode()
-        mixed = codes * (len(column.dictionary) + 1) + pc.fill_null(column.indices, -1).to_numpy() + 1
-        codes = np.unique(mixed, return_inverse=True)[1].astype(np.int64)
-    return codes
+        choices, calls = _shared_codes(tuning[name], ops[name], chosen)
+        thread = _mixed(thread, np.concatenate([calls, choices]))
+    line = np.concatenate([numbers_of(ops["line"], _NONE)[chosen], numbers_of(tuning["line"], _NONE)])
+    is_choice = np.arange(len(thread)) >= num_calls
+    order = np.lexsort((is_choice, line, thread))
+    sorted_thread, sorted_choice = thread[order], is_choice[order]
+    begins = np.ones(len(thread), bool)
+    begins[1:] = (sorted_thread[1:] != sorted_thread[:-1]) | (sorted_choice[:-1] & ~sorted_choice[1:])
+    run = np.empty(len(thread), np.int64)
+    run[order] = np.cumsum(begins)
+    return run[num_calls:], run[:num_calls]
+
+
+def _mixed(codes: Numbers, values: Numbers) -> Numbers:
+    """One number for each pair of a code and a value, from 0 on."""
+    distinct, number = np.unique(values, return_inverse=True)
+    if len(distinct) == 1:
+        return codes
+    mixed: Numbers = np.unique(codes * len(distinct) + number, return_inverse=True)[1].astype(np.int64)
+    return mixed
 
 
 def _pair(
-    choices: pa.Table, calls: pa.Table, keys: Sequence[str], owners: np.ndarray, lines: np.ndarray
-) -> None:
-    """Fill ``owners`` (communicator) and ``lines`` (of the operation) at the rows of ``choices`` that they are known for."""
-    fitting = calls.group_by(list(keys)).aggregate(
-        [("line", "count"), ("line", "min"), ("comm", "min"), ("comm", "max")]
-    )
-    competing = choices.group_by(list(keys)).aggregate([("row", "count")])
-    pairs = choices.join(fitting, list(keys), join_type="inner").join(
-        competing, list(keys), join_type="inner"
-    )
-    known = pairs.filter(
-        pc.and_(
-            pc.equal(pairs["comm_min"], pairs["comm_max"]),
-            pc.less_equal(pairs["row_count"], pairs["line_count"]),
-        )
-    )
-    owners[known["row"].to_numpy()] = known["comm_min"].to_numpy()
-    single = known.filter(pc.equal(known["line_count"], 1))
-    lines[single["row"].to_numpy()] = single["line_min"].to_numpy()
+    choices: _Keys, calls: _Keys, comm: Numbers, line: Numbers, by_name: bool
+) -> tuple[Numbers, Numbers]:
+    """The communicator and the line of the operation of each choice, -1 where that is not known.
+
+    Args:
+        choices: what is sought.
+        calls: the operations that it may be.
+        comm: the communicators of these, by number.
+        line: their lines.
+        by_name: whether the choices say the operation.
+    """
+    number = len(choices.run)
+    key = _mixed(np.concatenate([choices.run, calls.run]), np.concatenate([choices.size, calls.size]))
+    if by_name:
+        key = _mixed(key, np.concatenate([choices.op, calls.op]))
+    wanted, given = key[:number], key[number:]
+    groups = int(key.max()) + 1
+    competing, fitting = np.bincount(wanted, minlength=groups), np.bincount(given, minlength=groups)
+    lowest, highest = np.full(groups, comm.max()), np.full(groups, -1)
+    np.minimum.at(lowest, given, comm)
+    np.maximum.at(highest, given, comm)
+    is_known = (lowest == highest) & (competing <= fitting) & (fitting > 0)
+    first = np.full(groups, -1)
+    first[given] = line
+    owner = np.where(is_known, lowest, -1)[wanted]
+    return owner, np.where(is_known & (fitting == 1), first, -1)[wanted]

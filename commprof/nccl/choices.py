@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from commprof.nccl.attribution import attribute_tuning
+from commprof.nccl.columns import codes_of, numbers_of
 
 # A choice stands close behind its operation: this many operations before a window are looked at again.
 _OVERLAP: Final = 4096
@@ -29,7 +30,7 @@ def attribute_in_windows(tuning: pa.Table, operations: Iterable[pa.Table]) -> pa
         return tuning
     done, parts = 0, []
     before: pa.Table | None = None
-    files = list(dict.fromkeys(tuning["file"].to_pylist()))
+    files = codes_of(tuning["file"])[1]
     places = _places(tuning, files)
     for part in operations:
         ops = pa.table({name: _plain(part[name]) for name in part.column_names})
@@ -50,7 +51,6 @@ def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
 def _places(table: pa.Table, files: list[str]) -> np.ndarray:
     """A number for each row that grows with file and line; -1 for files without a choice."""
     number = {file: place for place, file in enumerate(files)}
-    encoded = table["file"].combine_chunks().dictionary_encode()
-    codes = np.array([number.get(file, -1) for file in encoded.dictionary.to_pylist()], np.int64)
-    place = codes[encoded.indices.to_numpy()]
-    return np.where(place < 0, -1, (place << 40) + table["line"].to_numpy())
+    codes, texts = codes_of(table["file"])
+    place = np.array([*(number.get(text, -1) for text in texts), -1], np.int64)[codes]
+    return np.where(place < 0, -1, (place << 40) + numbers_of(table["line"], 0))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from commprof.nccl.columns import from_values
 from commprof.nccl.topology import Link, RingNeighbours, RingOrder
 from commprof.trace.tables import arrow_schema
 
@@ -405,4 +406,4 @@ def communicators_table(
     ):  # fmt: skip
         columns[name] = [getattr(c, name) for c in entries]
     schema = arrow_schema("nccl_communicators")
-    return pa.table([pa.array(columns[field.name], field.type) for field in schema], schema=schema)
+    return pa.table([from_values(columns[field.name], field.type) for field in schema], schema=schema)

@@ -14,9 +14,10 @@ from typing import NamedTuple
 import numpy as np
 
 from commprof.nccl import lines as nccl_lines
+from commprof.nccl.columns import Column
 from commprof.nccl.fields import Flags, Positions, Text
 from commprof.nccl.heads import Origin
-from commprof.nccl.rows import NONE, Column
+from commprof.nccl.rows import NONE
 from commprof.nccl.spelling import OPERATIONS
 
 # No field ends further behind the begin of the fields than this; so much text must follow.

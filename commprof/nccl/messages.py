@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
+from commprof.nccl.columns import from_values
 from commprof.nccl.communicators import Communicator, Process
-from commprof.trace.tables import table_from_rows
+from commprof.trace.tables import arrow_schema, conform
 
 
 class Message(NamedTuple):
@@ -101,18 +102,18 @@ class MessageRows:
     ) -> pa.Table:
         """The table ``nccl_messages``, in the order in which the lines were added."""
         del communicators
-        return table_from_rows(
-            "nccl_messages",
-            [
-                message._asdict()
-                | {
-                    "host": processes[process].host,
-                    "pid": processes[process].pid,
-                    "tid": tid,
-                    "device": device,
-                    "file": files[file],
-                    "line": line,
-                }
-                for process, tid, device, file, line, message in self._rows
-            ],
-        )
+        rows = [
+            message._asdict()
+            | {
+                "host": processes[process].host,
+                "pid": processes[process].pid,
+                "tid": tid,
+                "device": device,
+                "file": files[file],
+                "line": line,
+            }
+            for process, tid, device, file, line, message in self._rows
+        ]
+        schema = arrow_schema("nccl_messages")
+        columns = [from_values([row[field.name] for row in rows], field.type) for field in schema]
+        return conform("nccl_messages", pa.table(columns, names=schema.names))

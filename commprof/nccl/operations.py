@@ -19,8 +19,9 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
+from commprof.nccl.columns import Column, as_arrow, from_values
 from commprof.nccl.communicators import Communicator, Process
-from commprof.nccl.rows import COLL, KINDS, NONE, OPS, STATES, TORN, WHOLE, Column, Rows, RowStore, as_arrow
+from commprof.nccl.rows import COLL, KINDS, NONE, OPS, STATES, TORN, WHOLE, Rows, RowStore
 from commprof.nccl.spelling import (
     COUNTED_PER_RANK,
     DATATYPES,
@@ -262,7 +263,7 @@ def _taken(texts: Sequence[str | None], numbers: Column) -> pa.DictionaryArray:
     codes = np.array([*(-1 if text is None else place[text] for text in texts), -1], np.int32)
     found = codes[np.where(numbers < 0, len(texts), numbers)]
     indices = as_arrow(found, pa.int32(), found < 0)
-    return pa.DictionaryArray.from_arrays(indices, pa.array(distinct, pa.string()))
+    return pa.DictionaryArray.from_arrays(indices, from_values(distinct, pa.string()))
 
 
 def _flags(ops: Collection[Op]) -> npt.NDArray[np.bool_]:

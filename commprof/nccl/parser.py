@@ -236,9 +236,7 @@ class _Reader:
             registry.communicators, registry.processes, self.files, versions.texts
         )
         tuning = assembly.chronicle.tuning.table(*known)
-        names = tuning.group_by(["host", "pid"]).aggregate([])
-        chosen = set(zip(names["host"].to_pylist(), names["pid"].to_pylist(), strict=True))
-        choosing = [p.index for p in registry.processes if (p.host, p.pid) in chosen]
+        choosing = assembly.chronicle.tuning.processes()
         return {
             "nccl_communicators": communicators,
             **assembly.chronicle.topology.tables(*known),

@@ -5,13 +5,12 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from commprof.errors import LogError
+from commprof.nccl.columns import Column, as_arrow, as_numpy
 from commprof.schema import Op
 
 # Ops are numbered by their place here.
@@ -46,17 +45,7 @@ ROW_TYPES: Final[dict[str, pa.DataType]] = {
 }
 _SCHEMA: Final = pa.schema(list(ROW_TYPES.items()))
 _MOST_IN_MEMORY: Final = 1 << 17
-Column = npt.NDArray[Any]
 Rows = dict[str, Column]
-
-
-def as_arrow(values: Column, kind: pa.DataType, missing: npt.NDArray[np.bool_] | None = None) -> pa.Array:
-    """``values`` as an Arrow array, null where ``missing`` is set; ``pa.array`` would import pandas first."""
-    data = np.ascontiguousarray(values, kind.to_pandas_dtype())
-    shown = None
-    if missing is not None and missing.any():
-        shown = pa.py_buffer(np.packbits(~missing, bitorder="little"))
-    return pa.Array.from_buffers(kind, len(data), [shown, pa.py_buffer(data)])
 
 
 class RowStore:
@@ -96,8 +85,7 @@ class RowStore:
         start = 0
         for batch in self._batches():
             rows: Rows = {
-                name: column.to_numpy(zero_copy_only=False)
-                for name, column in zip(ROW_TYPES, batch.columns, strict=True)
+                name: as_numpy(column) for name, column in zip(ROW_TYPES, batch.columns, strict=True)
             }
             late = [
                 (row - start, line) for row, line in self._late.items() if 0 <= row - start < batch.num_rows

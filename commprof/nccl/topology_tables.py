@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from commprof.nccl.columns import from_values, taken
 from commprof.nccl.communicators import Communicator, Completions, Process
 from commprof.nccl.topology import Link, RingNeighbours, RingOrder, Topology, TreeLine
 from commprof.trace.tables import conform
@@ -129,14 +130,13 @@ class _Shared:
     def columns(self, processes: Sequence[Process], files: Sequence[str]) -> dict[str, pa.Array]:
         """The shared columns by name."""
         hosts, pids = [process.host for process in processes], [process.pid for process in processes]
-        place = pa.array(self.processes, pa.int64())
         return {
-            "host": pa.array(hosts, pa.string()).take(place),
-            "pid": pa.array(pids, pa.int64()).take(place),
-            "comm": pa.array([None if o is None else o.comm for o in self.owners], pa.string()),
-            "comm_epoch": pa.array([None if o is None else o.epoch for o in self.owners], pa.int64()),
-            "file": pa.array(files, pa.string()).take(pa.array(self.files, pa.int64())),
-            "line": pa.array(self.lines, pa.int64()),
+            "host": taken(hosts, pa.string(), np.array(self.processes, np.int64)),
+            "pid": taken(pids, pa.int64(), np.array(self.processes, np.int64)),
+            "comm": from_values([None if o is None else o.comm for o in self.owners], pa.string()),
+            "comm_epoch": from_values([None if o is None else o.epoch for o in self.owners], pa.int64()),
+            "file": taken(files, pa.string(), np.array(self.files, np.int64)),
+            "line": from_values(self.lines, pa.int64()),
         }
 
 
@@ -163,9 +163,9 @@ class _Rings:
     def table(self, processes: Sequence[Process], files: Sequence[str]) -> pa.Table:
         """The table ``nccl_rings``."""
         columns = self._shared.columns(processes, files)
-        columns["ranks"] = pa.array(self._ranks, pa.string())
+        columns["ranks"] = from_values(self._ranks, pa.string())
         for name in ("channel", "channels", "rank", "previous", "next"):
-            columns[name] = pa.array([getattr(ring, name, None) for ring in self._records], pa.int64())
+            columns[name] = from_values([getattr(ring, name, None) for ring in self._records], pa.int64())
         return _in_order("nccl_rings", columns)
 
 
@@ -188,8 +188,8 @@ class _Trees:
             shared.append(group, int(group.lines[0]))
         columns = shared.columns(processes, files)
         for name in ("tree", "rank", "parent"):
-            columns[name] = pa.array([getattr(tree, name) for tree in trees], pa.int64())
-        columns["children"] = pa.array([_join(tree.children) for tree in trees], pa.string())
+            columns[name] = from_values([getattr(tree, name) for tree in trees], pa.int64())
+        columns["children"] = from_values([_join(tree.children) for tree in trees], pa.string())
         return _in_order("nccl_trees", columns)
 
 
@@ -215,10 +215,10 @@ class _Links:
             shared.append(group, int(group.lines[0]))
         columns = shared.columns(processes, files)
         for name in ("channel", "connection", "from_rank", "to_rank"):
-            columns[name] = pa.array([getattr(link, name) for link in links], pa.int64())
+            columns[name] = from_values([getattr(link, name) for link in links], pa.int64())
         for name in ("from_device", "to_device", "transport", "kind", "direction"):
-            columns[name] = pa.array([getattr(link, name) for link in links], pa.string())
-        columns["lines"] = pa.array(list(self._counts.values()), pa.int64())
+            columns[name] = from_values([getattr(link, name) for link in links], pa.string())
+        columns["lines"] = from_values(list(self._counts.values()), pa.int64())
         return _in_order("nccl_links", columns)
 
 

@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from commprof.nccl.columns import as_arrow, taken
 from commprof.nccl.communicators import Communicator, Process
 from commprof.nccl.spelling import OPERATIONS
 from commprof.schema import Op
@@ -166,6 +167,10 @@ class TuningRows:
             for column, value in zip(self._columns.values(), values, strict=True):
                 column.append(value)
 
+    def processes(self) -> list[int]:
+        """The processes that print choices, by number."""
+        return sorted(set(self._columns["process"]))
+
     def table(
         self, processes: Sequence[Process], communicators: Sequence[Communicator], files: Sequence[str]
     ) -> pa.Table:
@@ -173,20 +178,16 @@ class TuningRows:
         del communicators
         numbers = {name: np.frombuffer(column, np.int64) for name, column in self._columns.items()}
         columns = {
-            "host": _take([process.host for process in processes], pa.string(), numbers["process"]),
-            "pid": _take([process.pid for process in processes], pa.int32(), numbers["process"]),
-            "tid": pa.array(numbers["tid"]),
-            "file": _take(files, pa.string(), numbers["file"]),
-            "line": pa.array(numbers["line"]),
+            "host": taken([process.host for process in processes], pa.string(), numbers["process"]),
+            "pid": taken([process.pid for process in processes], pa.int32(), numbers["process"]),
+            "tid": as_arrow(numbers["tid"], pa.int64()),
+            "file": taken(files, pa.string(), numbers["file"]),
+            "line": as_arrow(numbers["line"], pa.int64()),
         }
         types = {"op": pa.string(), "num_bytes": pa.int64(), "predicted_us": pa.float64()}
         types |= {"algorithm": pa.string(), "protocol": pa.string()}
         types |= {"first_channel": pa.int32(), "last_channel": pa.int32()}
         for name, arrow_type in types.items():
             values = [getattr(record, name) for record in self._records]
-            columns["bytes" if name == "num_bytes" else name] = _take(values, arrow_type, numbers["record"])
+            columns["bytes" if name == "num_bytes" else name] = taken(values, arrow_type, numbers["record"])
         return conform("nccl_tuning", pa.table(columns))
-
-
-def _take(values: Sequence[object], arrow_type: pa.DataType, numbers: np.ndarray) -> pa.Array:
-    return pa.array(values, type=arrow_type).take(pa.array(numbers))
