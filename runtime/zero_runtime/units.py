@@ -173,22 +173,26 @@ class _Exit(torch.autograd.Function):
 
 
 class _Entrance(torch.autograd.Function):
-    """Passes the inputs of a module on, and tells its unit's host when their gradients are there."""
+    """Passes an input of a module on, and tells its unit's host when the gradients of all of them are there.
+
+    One for each input, as in DeepSpeed: then the gradients of a tensor that is passed twice are added in the same order,
+    which shows in 16 bits.
+    """
 
     @staticmethod
-    def forward(ctx: Any, unit: Unit, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.unit, ctx.inputs = unit, len(tensors)
+    def forward(ctx: Any, unit: Unit, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.unit = unit
         ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
+        return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, torch.Tensor | None]:  # type: ignore[override]
         # A module that has run several times is done after its last run, whose backward pass is the first; of what the
         # others gather again nothing is released before the end.
-        ctx.unit.awaited -= ctx.inputs
+        ctx.unit.awaited -= 1
         if ctx.unit.awaited == 0:
             ctx.unit.host.after_backward(ctx.unit)
-        return (None, *gradients)
+        return None, gradient
 
 
 def watch_inputs(unit: Unit, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -201,23 +205,21 @@ def watch_inputs(unit: Unit, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """
     tensors = list(tensors_in(inputs))
     distinct = len(set(map(id, tensors))) == len(tensors)
-    differentiable: list[torch.Tensor] = []
+    differentiable = 0
 
-    def collect(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad:
-            differentiable.append(tensor)
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal differentiable
+        differentiable += tensor.requires_grad
         return tensor
 
-    _map(inputs, collect)
-    unit.awaited = len(differentiable)
+    _map(inputs, count)
+    unit.awaited = differentiable
     if not differentiable and distinct:
         return None
-    watched = _Entrance.apply(unit, *differentiable) if differentiable else ()  # type: ignore[no-untyped-call]
-    replaced = iter(watched)
 
     def replace(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.requires_grad:
-            return next(replaced)
+            return cast(torch.Tensor, _Entrance.apply(unit, tensor))  # type: ignore[no-untyped-call]
         return tensor if distinct else tensor.detach()
 
     changed: tuple[Any, ...] = _map(inputs, replace)

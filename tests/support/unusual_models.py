@@ -328,11 +328,34 @@ class Derived(nn.Module):
         return (changed * logits).mean()
 
 
+class HalfUsed(nn.Module):
+    """Modules that are given two tensors, of which they use one, or one twice."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(WIDTH, WIDTH)
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, hidden, other):
+            return torch.tanh(self.body(hidden)) * self.scale
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third, self.last = (self.Layer() for _ in range(4))
+
+    def forward(self, batch):
+        one = self.first(batch, batch)
+        two = self.second(one, one)
+        three = self.third(two, one)
+        return (self.last(three, two) + one).square().mean()
+
+
 MODELS = {
     each.__name__: each
     for each in (
         *(Tied, Borrowed, Hidden, Returned, Attention, Recurrent, Repeated, Containers, Sizes, Changing),
-        *(Recomputed, RecomputedReentrant, Twice, Experts, Leaking, AttentionFirst, Derived),
+        *(Recomputed, RecomputedReentrant, Twice, Experts, Leaking, AttentionFirst, Derived, HalfUsed),
     )
 }
 
