@@ -17,6 +17,7 @@ from commprof.nccl import lines as nccl_lines
 from commprof.nccl.communicators import Registry
 from commprof.nccl.heads import Origin
 from commprof.nccl.messages import Message, MessageRows
+from commprof.nccl.repeats import numbered
 from commprof.nccl.rows import NONE, WHOLE, Rows
 from commprof.nccl.scan import Scan
 from commprof.nccl.topology import Topology
@@ -79,12 +80,48 @@ class Chronicle:
     def repeated(self, scan: Scan, heads: list[Origin]) -> list[Remark]:
         """The remarks of regular lines, each read once."""
         records = [self._remark(text.rstrip(b"\r\n")) for text in scan.texts]
-        columns = (scan.remarks[name].tolist() for name in ("line", "head", "text", "times"))
+        others = self._tune(scan, heads, records)
+        columns = (scan.remarks[name][others].tolist() for name in ("line", "head", "text", "times"))
         return [
             Remark(line * PER_LINE, heads[head], remark.record, times, remark.form)
             for line, head, text, times in zip(*columns, strict=True)
             if (remark := records[text]) is not None
         ]
+
+    def _tune(
+        self, scan: Scan, heads: list[Origin], records: list[nccl_lines.RemarkLine | None]
+    ) -> npt.NDArray[np.bool_]:
+        """Keep all remarks about tuning, which no communicator's life has to do with; says which remarks are others."""
+        is_tuning = [
+            remark is not None and isinstance(remark.record, TuningLine | TuningModelLine)
+            for remark in records
+        ]
+        chosen = np.array(is_tuning, bool)[scan.remarks["text"]]
+        if not chosen.any():
+            return ~chosen
+        line, head, text, times = (scan.remarks[name][chosen] for name in ("line", "head", "text", "times"))
+        self.counts["tuning"] += int(times.sum())
+        owners = {number: self.registry.process(heads[number], self.file) for number in numbered(head)[0]}
+        for code in numbered(head.astype(np.int64) * len(records) + text)[0]:
+            remark = records[code % len(records)]
+            if remark is not None and remark.form is not None:
+                owners[code // len(records)].forms.add(remark.form)
+        process, tid = np.zeros((2, len(heads)), np.int64)
+        for number, owner in owners.items():
+            process[number], tid[number] = owner.index, heads[number].tid
+        number_of = np.array(
+            [
+                self.tuning.number(remark.record)
+                if remark is not None and isinstance(remark.record, TuningLine | TuningModelLine)
+                else -1
+                for remark in records
+            ]
+        )
+        kept = np.repeat(np.flatnonzero(number_of[text] >= 0), times[number_of[text] >= 0])
+        files = np.full(len(kept), self.file)
+        lines = line[kept] + self.lines + 1
+        self.tuning.extend(process[head[kept]], tid[head[kept]], files, lines, number_of[text[kept]])
+        return ~chosen
 
     def _remark(self, text: bytes) -> nccl_lines.RemarkLine | None:
         """What a message says, whoever prints it."""

@@ -7,6 +7,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute
 
 from commprof.nccl.fields import Flags, Positions
 from commprof.nccl.line_kinds import shape

@@ -105,7 +105,7 @@ class TopologyRows:
                 yield _Group(key.process, owner, key.file, key.record, lines, unlisted)
                 continue
             owners = completions.owners(key.process, key.tid, key.file, lines)
-            for number in np.unique(owners):
+            for number in (np.flatnonzero(np.bincount(owners + 1)) - 1).tolist():
                 owner = None if number < 0 else communicators[number]
                 yield _Group(key.process, owner, key.file, key.record, lines[owners == number], unlisted)
                 unlisted = 0

@@ -159,13 +159,21 @@ class TuningRows:
         :func:`commprof.nccl.attribution.attribute_tuning` tells the communicator, once all lines are read.
         """
         del communicator
+        number = self.number(record)
+        if number >= 0:
+            thread = 0 if tid is None else tid
+            self.extend(*(np.full(lines, value) for value in (process, thread, file, line, number)))
+
+    def number(self, record: TuningLine | TuningModelLine) -> int:
+        """The number of a choice for :meth:`extend`; -1 for a row of the model."""
         if isinstance(record, TuningModelLine):
-            return
-        number = self._records.setdefault(record, len(self._records))
-        values = (process, 0 if tid is None else tid, file, line, number)
-        for _ in range(lines):
-            for column, value in zip(self._columns.values(), values, strict=True):
-                column.append(value)
+            return -1
+        return self._records.setdefault(record, len(self._records))
+
+    def extend(self, *columns: np.ndarray) -> None:
+        """Add many lines: their processes, threads, files, lines, and the numbers of their choices."""
+        for known, column in zip(self._columns.values(), columns, strict=True):
+            known.frombytes(np.ascontiguousarray(column, np.int64).tobytes())
 
     def processes(self) -> list[int]:
         """The processes that print choices, by number."""
@@ -174,9 +182,11 @@ class TuningRows:
     def table(
         self, processes: Sequence[Process], communicators: Sequence[Communicator], files: Sequence[str]
     ) -> pa.Table:
-        """The table ``nccl_tuning``, in the order in which the lines were added; ``comm`` and ``op_line`` are null."""
+        """The table ``nccl_tuning``, in the order of files and lines; ``comm`` and ``op_line`` are null."""
         del communicators
         numbers = {name: np.frombuffer(column, np.int64) for name, column in self._columns.items()}
+        order = np.lexsort((numbers["line"], numbers["file"]))
+        numbers = {name: column[order] for name, column in numbers.items()}
         columns = {
             "host": taken([process.host for process in processes], pa.string(), numbers["process"]),
             "pid": taken([process.pid for process in processes], pa.int32(), numbers["process"]),
