@@ -263,7 +263,8 @@ def _taken(texts: Sequence[str | None], numbers: Column) -> pa.DictionaryArray:
     distinct = list(dict.fromkeys(text for text in texts if text is not None))
     place = {text: number for number, text in enumerate(distinct)}
     codes = np.array([*(-1 if text is None else place[text] for text in texts), -1], np.int32)
-    found = codes[np.where(numbers < 0, len(texts), numbers)]
+    # The number -1 takes the last code.
+    found = codes[np.maximum(numbers, -1)]
     indices = as_arrow(found, pa.int32(), found < 0)
     return pa.DictionaryArray.from_arrays(indices, from_values(distinct, pa.string()))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -237,10 +238,13 @@ class _Reader:
         )
         tuning = assembly.chronicle.tuning.table(*known)
         choosing = assembly.chronicle.tuning.processes()
+        with ThreadPoolExecutor(1) as thread:
+            attributed = thread.submit(attribute_in_windows, tuning, operations.calls(choosing, NEEDED))
+            topology = assembly.chronicle.topology.tables(*known)
         return {
             "nccl_communicators": communicators,
-            **assembly.chronicle.topology.tables(*known),
-            "nccl_tuning": attribute_in_windows(tuning, operations.calls(choosing, NEEDED)),
+            **topology,
+            "nccl_tuning": attributed.result(),
             "nccl_messages": assembly.chronicle.messages.table(*known),
         }
 

@@ -98,7 +98,9 @@ class TopologyRows:
     def _groups(self, communicators: Sequence[Communicator]) -> Iterator[_Group]:
         completions = Completions(communicators)
         for key, collected in self._lines.items():
-            lines = np.sort(np.frombuffer(collected, np.int64))
+            lines = np.frombuffer(collected, np.int64)
+            if len(lines) > 1:
+                lines = np.sort(lines)
             unlisted = self._unlisted.get(key, 0)
             if key.communicator is not None or key.tid is None:
                 owner = None if key.communicator is None else communicators[key.communicator]
