@@ -171,6 +171,9 @@ class LineIndex:
 
     def _cut(self, offsets: npt.NDArray[np.int32], valid: Flags) -> pa.Array:
         """The block, cut at ``offsets``; the pieces that are not valid are null."""
+        # Arrow believes what it is told, and would read other memory.
+        if (np.diff(offsets) < 0).any() or offsets[-1] > len(self.data):
+            raise AssertionError("a block is to be cut outside of it, or backwards")
         shown = pa.py_buffer(np.packbits(valid, bitorder="little"))
         buffers = [shown, pa.py_buffer(offsets), pa.py_buffer(self.data)]
         return pa.Array.from_buffers(pa.binary(), len(offsets) - 1, buffers)

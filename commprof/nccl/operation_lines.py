@@ -28,7 +28,8 @@ def find_operations(index: LineIndex, lexicon: Lexicon) -> tuple[Rows, list[Tail
     found: list[tuple[Positions, Positions, Varying]] = []
     for rows, at, read in ((coll_rows, coll_begins, read_coll), (call_rows, call_begins, read_call)):
         fields, right = read(text, at)
-        chosen = np.flatnonzero(right)
+        # A line that was cut within a name may seem to go on in the next one.
+        chosen = np.flatnonzero(right & (fields.tails <= index.ends[rows]))
         found.append((rows[chosen], at[chosen], Varying(*(column[chosen] for column in fields))))
     rows = np.concatenate([entry[0] for entry in found])
     order = np.argsort(rows, kind="stable")

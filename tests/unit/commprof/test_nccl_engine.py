@@ -138,3 +138,22 @@ def test_several_processes_give_what_one_gives(tmp_path, monkeypatch):
     (tmp_path / "a.log").write_bytes(text)
     (tmp_path / "b.log.gz").write_bytes(gzip.compress(text))
     assert everything(parse_logs(tmp_path, workers=2)) == everything(parse_logs(tmp_path, workers=0))
+
+
+WHOLE = (
+    b"n:1:2 [0] NCCL INFO AllReduce: opCount 0 sendbuff 0x1 recvbuff 0x2 count 4 datatype 7 op 0 root 0 comm 0x3 "
+    b"[nranks=2] stream 0x4",
+    b"n:1:2 NCCL CALL ncclAllReduce(1,2,4,7,0,0,0x3,0x4)",
+    b"n:1:2 [0] NCCL INFO [1] AllGather: opCount a sendbuff (nil) recvbuff 0x2 acc 0x5 count 4 datatype 7 op 0 root 0 "
+    b"comm 0x3 [nranks=2] stream 0x4 task 1 globalrank 1",
+)
+
+
+@pytest.mark.parametrize("line", WHOLE, ids=["COLL", "CALL", "RCCL"])
+def test_a_line_that_goes_on_behind_its_newline_is_torn(tmp_path, line):
+    rest = b"\n" + 4 * (line + b"\n")
+    text = b"".join(line[:place] + b"\n" + line[place:] + rest for place in range(1, len(line)))
+    path = tmp_path / "nccl.log"
+    path.write_bytes(text)
+    assert everything(parse_logs(path)) == everything(parse_logs(path, careful=True))
+    assert parse_logs(path).ops.num_rows >= 4 * (len(line) - 1)
