@@ -348,7 +348,7 @@ def _comm(origin: Origin, body: bytes) -> Line | None:
         match["id"],
         match["parent"],
         match["split"],
-        None if color is None else int(color),
+        None if color is None else _color(color),
         _form(match),
     )
 
@@ -393,7 +393,7 @@ def _call(origin: Origin, body: bytes) -> Line | None:
         parent, color, comm, rank, nranks = split.groups()
         return InitLine(
             origin, "call", b"ncclCommSplit", comm, int(rank), int(nranks), None, None, None,
-            parent, None, int(color), "call",
+            parent, None, _color(color), "call",
         )  # fmt: skip
     if body in GROUP_STEPS:
         return GroupLine(origin, GROUP_STEPS[body])
@@ -401,3 +401,9 @@ def _call(origin: Origin, body: bytes) -> Line | None:
     if begin and begin[1] in OPERATIONS:
         return TornLine(origin, OPERATIONS[begin[1]], "call")
     return None
+
+
+def _color(text: bytes) -> int | None:
+    """The color of a split; None for a number that NCCL's int does not hold, which only damage makes."""
+    color = int(text)
+    return color if -(2**31) <= color < 2**31 else None

@@ -252,3 +252,16 @@ def test_the_log_of_another_run_matches_nothing_and_every_side_is_told(tmp_path,
     found = report.matches["state"].to_pylist()
     assert found.count("missing") == run.table("collectives").num_rows
     assert found.count("extra") + found.count("ambiguous") == 5
+
+
+@pytest.mark.parametrize("color", [2**31 - 1, -1, 2**31, 2**32, -(10**10) + 1])
+def test_a_color_that_no_column_holds_is_null(tmp_path, color):
+    split = "n:1:2 NCCL CALL ncclCommSplit(0x3, %d, 0, 0x7, 0, 2)\n"
+    started = (
+        "n:1:2 [0] NCCL INFO ncclCommSplit comm 0x7 rank 0 nranks 2 cudaDev 0 nvmlDev 0 busId 1000 parent 0x3 "
+        "splitCount 1 color %d key 0 - Init START\n"
+    )
+    for line in (split, started):
+        parsed = parse(tmp_path, (line % color).encode())
+        (row,) = parsed.tables["nccl_communicators"].to_pylist()
+        assert row["color"] == (color if abs(color) < 2**31 else None)
