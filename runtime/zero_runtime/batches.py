@@ -41,11 +41,21 @@ class WholeSteps:
         """
         if not self.training:
             raise UsageError("train_batch was called in eval mode; call engine.train() first")
-        return _train(cast("Engine", self), data_iter or self._own_batches(), self._group)
+        return _train(cast("Engine", self), self._checked(data_iter), self._group)
 
     def eval_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """The mean loss of as many micro-batches as a step has, over all ranks, 0-D; nothing changes."""
-        return _evaluate(cast("Engine", self), data_iter or self._own_batches(), self._group)
+        return _evaluate(cast("Engine", self), self._checked(data_iter), self._group)
+
+    def _checked(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
+        if data_iter is None:
+            return self._own_batches()
+        if not hasattr(data_iter, "__next__"):
+            raise UsageError(
+                f"the batches are a {type(data_iter).__name__}; expected an iterator of batches: make one of a loader, "
+                "once, with iter(loader) or zero_runtime.RepeatingLoader(loader), and give it in each call"
+            )
+        return data_iter
 
     def _own_batches(self) -> Iterator[Any]:
         if self._batches is None:

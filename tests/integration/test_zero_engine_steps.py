@@ -106,6 +106,8 @@ def whole_steps(rank, world):
         lambda: engine.train_batch(iter([make_batch("mlp", 0, 0, rank)])),
         lambda: made().train_batch(),
         lambda: made(model=same_weights(Split)).train_batch(iter([(torch.zeros(4, FEATURES), 1, 2)])),
+        lambda: engine.train_batch([make_batch("mlp", 0, 0, rank)]),
+        lambda: engine.eval_batch([]),
         lambda: made().eval().train_batch(batches(rank)),
     ):
         try:
@@ -127,6 +129,7 @@ def test_train_batch_is_forward_backward_and_step_of_each_micro_batch():
         assert found["counts"] == ((), 1, 16)
         assert "has ended within a step of 2 micro-batches" in errors[0]
         assert "there is no training data" in errors[1]
+        assert all("a list; expected an iterator of batches" in error for error in errors[-3:-1])
         assert "eval mode" in errors[-1]
     assert ranks[0][0]["eval"] == ranks[1][0]["eval"]  # the mean of all ranks, on each
 
