@@ -285,6 +285,11 @@ def misfit(rank, world, root):
         except CheckpointError as error:
             told[name] = str(error)
 
+    try:
+        engine.load_checkpoint(str(Path(root) / "global_step2"))
+    except CheckpointError as error:
+        told["the checkpoint itself"] = str(error)
+
     other = make_engine(0, optimizer="SGD")
     attempt("optimizer", other)
     attempt("without states", other, load_optimizer_states=False)
@@ -341,6 +346,7 @@ def misfit(rank, world, root):
 
 def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path):
     for told in run_ranks(2, misfit, str(tmp_path), timeout=200):
+        assert f"load_checkpoint({str(tmp_path)!r}, tag='global_step2')" in told["the checkpoint itself"]
         assert "optimizer state of AdamW, and the engine has SGD" in told["optimizer"]
         assert told["without states"][0] == str(tmp_path / "global_step2")
         assert told["module only"][0] == told["custom"][0] == str(tmp_path / "global_step2")

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from zero_runtime.checkpoint import agreement, random_state
-from zero_runtime.checkpoint.manifest import read_latest
+from zero_runtime.checkpoint.manifest import FILE_NAME, read_latest
 from zero_runtime.checkpoint.reader import Checkpoint
 from zero_runtime.checkpoint.training import Training, buffers, extra_states, parameters, whole_shape
 from zero_runtime.errors import CheckpointError
@@ -95,9 +95,17 @@ def _open(training: Training, load_dir: Path, tag: str | None, wanted: Wanted) -
     if tag is None:
         tag = read_latest(load_dir)
         if tag is None:
+            if (load_dir / FILE_NAME).is_file():
+                here = load_dir.absolute()
+                raise CheckpointError(
+                    f"{load_dir} is a checkpoint itself; expected the directory that holds it: "
+                    f"load_checkpoint({str(here.parent)!r}, tag={here.name!r})"
+                )
             if training.group.rank == 0:
+                missing = load_dir / "latest" if load_dir.exists() else load_dir
+                end = "; name a tag to load one" if load_dir.exists() else ""
                 print(
-                    f"zero_runtime: {load_dir / 'latest'} does not exist, so nothing was loaded; name a tag to load one",
+                    f"zero_runtime: {missing} does not exist, so nothing was loaded{end}",
                     file=sys.stderr,
                     flush=True,
                 )

@@ -178,8 +178,9 @@ def describe_foreign(directory: Path) -> str:
     if not directory.exists():
         beside = directory.parent
         tags = sorted(each.parent.name for each in beside.glob(f"*/{FILE_NAME}")) if beside.is_dir() else []
-        known = f"{beside} has {', '.join(tags)}" if tags else f"{beside} has no checkpoint at all"
-        return f"there is no checkpoint {directory}; {known}"
+        if not tags:
+            return f"there is no checkpoint {directory}, nor another one in {beside}"
+        return f"there is no checkpoint {directory}; {beside} has {', '.join(tags)}"
     if not directory.is_dir():
         return (
             f"{directory} is a file; expected the directory of a checkpoint. A file of torch.save is not loaded here, "
