@@ -98,7 +98,9 @@ def _explain_usage(problem: Any) -> int:
     if type(problem).__name__ == "NoArgsIsHelpError":
         typer.echo(context.get_help() if context is not None else problem.format_message(), err=True)
         return USAGE
-    message = str(problem.format_message()).strip().removesuffix(".")
+    message = str(problem.format_message()).strip().removesuffix(".").replace("Value error, ", "")
+    if type(problem).__name__ == "NoSuchOption" and getattr(context, "info_name", None) in PROGRAM_VERBS:
+        message += "; the options of a script stand behind it"
     end = "" if message.endswith("?") else "."
     error(f"{message}{end} See: {context.command_path if context is not None else 'commprof'} --help")
     return USAGE

@@ -56,8 +56,8 @@ def check(
         lines = [f"{violation.key}: {violation.text}" for violation in broken]
         if sys.stdout.isatty():
             lines = [rendering.paragraph(line) for line in lines]
-        plural = "limit is" if len(lines) == 1 else "limits are"
-        rendering.show(*lines, f"{found.path}: {len(lines)} {plural} broken of {budget}")
+        limits_are = f"limit of {budget} is" if len(lines) == 1 else f"limits of {budget} are"
+        rendering.show(*lines, f"{found.path}: {len(lines)} {limits_are} broken")
     else:
         rendering.show(f"{found.path} keeps to {budget}")
     return 1 if broken else 0

@@ -85,7 +85,7 @@ def test_a_broken_limit_names_value_limit_and_place(capsys, run, text, line):
     code, said = check(capsys, text)
     assert code == 1
     assert line in said
-    assert "1 limit is broken of budget.toml" in said
+    assert "1 limit of budget.toml is broken" in said
 
 
 def test_json_has_the_same(capsys, run):
