@@ -119,10 +119,15 @@ def _told(request: Request, rows: Sequence[LedgerRow], steps: Issued, moved: Seq
 
 
 def _total(request: Request, issued_bytes: int, explained_bytes: int, left: Sequence[Unexplained]) -> str:
-    share = 100.0 if not issued_bytes else 100 * explained_bytes / issued_bytes
+    share = 100 * explained_bytes / max(issued_bytes, 1)
     if request.reason is None and explained_bytes < issued_bytes:
         share = min(share, 99.999)
-    text = f"{share:.3f} % of the issued payload is explained: {explained_bytes:,} of {issued_bytes:,} bytes"
+    if issued_bytes:
+        text = (
+            f"{share:.3f} % of the issued payload is explained: {explained_bytes:,} of {issued_bytes:,} bytes"
+        )
+    else:
+        text = "No payload was issued"
     extra = sum(item.count for item in left if item.kind == "unexplained")
     missing = sum(item.payload_bytes for item in left if item.kind == "missing")
     if extra:
@@ -134,6 +139,7 @@ def _total(request: Request, issued_bytes: int, explained_bytes: int, left: Sequ
 
 def _sources(run: RecordedRun, request: Request, ran: Executed, moved: Sequence[Moved]) -> dict[str, str]:
     health = run.health
+    ranks = "1 rank" if health.ranks_recorded == 1 else f"{health.ranks_recorded} ranks"
     requested = (
         f"not known: {request.reason}"
         if request.reason is not None
@@ -142,7 +148,7 @@ def _sources(run: RecordedRun, request: Request, ran: Executed, moved: Sequence[
     )
     return {
         "requested": requested,
-        "issued": f"{health.records:,} records of {health.ranks_recorded} ranks, each collective counted once",
+        "issued": f"{health.records:,} records of {ranks}, each collective counted once",
         "executed": ran.source,
         "moved": "interface counters of the whole host, all its processes"
         if moved

@@ -94,13 +94,16 @@ def _notes(
     state: str,
 ) -> list[str]:
     notes = []
-    if missing:
+    if missing and entries:
         notes.append(
             f"{_ranks(missing)} of {expected} left no trace: killed before the first process group, or recorded on "
             "another host"
         )
     if not entries:
-        notes.append("no rank has recorded anything: the program never initialised torch.distributed")
+        notes.append(
+            "no rank has recorded anything: the program never initialised torch.distributed, was killed before that, or "
+            "ran on another host"
+        )
     unended = [entry["rank"] for entry in entries if not entry["ended"]]
     if unended and state != RUNNING:
         notes.append(

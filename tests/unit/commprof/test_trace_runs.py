@@ -11,6 +11,7 @@ from datetime import datetime
 
 import pytest
 
+from commprof.cli import execute
 from commprof.errors import SchemaError, TraceError, UsageError
 from commprof.schema import TABLES
 from commprof.trace import finaliser
@@ -170,6 +171,16 @@ def test_a_copy_that_differs_keeps_the_binary_files(tmp_path, monkeypatch):
         finalise(run)
     monkeypatch.undo()
     assert len(list(run.glob("rank-*.records"))) == 2
+
+
+def test_a_run_without_records_is_told_in_one_note(tmp_path, capsys):
+    run = tmp_path / "run"
+    create_run(run, Manifest(started_realtime_ns=5, nproc=2, ended_realtime_ns=6, exit_code=0))
+    (note,) = open_run(run).health.notes
+    assert "never initialised torch.distributed" in note
+    assert execute(["verify", str(run)]) == 3
+    said = capsys.readouterr().out
+    assert "No payload was issued." in said and "0 of 0" not in said
 
 
 def test_missing_and_killed_ranks_are_named(tmp_path):
