@@ -102,6 +102,8 @@ def assemble(
     inner = torch_optimizer(
         config.optimizer, client, given if given is not None else list(module.parameters())
     )
+    if inner is not None:
+        _check_optimizer(module, inner)
     if config.zero.stage.shards_parameters:
         return _with_sharded_parameters(config, module, inner, kinds, group, boundary)
     if inner is None:
@@ -330,6 +332,16 @@ def _add_foreign(
     for each in groups:
         for parameter in each.parameters:
             dtypes.setdefault(parameter, communication_dtype(parameter, kinds))
+
+
+def _check_optimizer(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    known = set(module.parameters())
+    updated = [parameter for each in optimizer.param_groups for parameter in each["params"]]
+    if updated and known and known.isdisjoint(updated):
+        raise ConfigError(
+            f"the optimizer updates {len(updated)} parameters, none of which is one of the {len(known)} of the model; "
+            "expected an optimizer, or model_parameters, of the same model"
+        )
 
 
 def _check_module(module: torch.nn.Module) -> None:

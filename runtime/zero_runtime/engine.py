@@ -406,6 +406,20 @@ class Engine(Settings, WholeSteps, Saving, torch.nn.Module):
         Raises:
             UsageError: parameters are in slices (stage 3), and would be empty in it.
         """
+        self._refuse_slices()
+        return self.module.state_dict()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The engine's state as a module: the model's, under ``module.``.
+
+        Raises:
+            UsageError: parameters are in slices (stage 3), and would be empty in it.
+        """
+        self._refuse_slices()
+        state: dict[str, Any] = super().state_dict(*args, **kwargs)
+        return state
+
+    def _refuse_slices(self) -> None:
         for name, parameter in self.module.named_parameters():
             shard = shard_of(parameter)
             if shard is not None and not shard.available:
@@ -414,7 +428,6 @@ class Engine(Settings, WholeSteps, Saving, torch.nn.Module):
                     "call save_16bit_model, or save_checkpoint and python -m zero_runtime.checkpoint, or do this within "
                     "zero_runtime.zero.GatheredParameters(list(engine.module.parameters())) on all ranks"
                 )
-        return self.module.state_dict()
 
     @property
     def communication_data_type(self) -> torch.dtype:

@@ -284,6 +284,13 @@ MISUSE = [
         "sparse gradients",
         lambda model: zero_runtime.initialize(model=torch.nn.Embedding(4, 4, sparse=True), config=PLAIN),
     ),
+    (
+        ConfigError,
+        "none of which is one of the 8 of the model",
+        lambda model: zero_runtime.initialize(
+            model=model, optimizer=torch.optim.SGD(make_model("mlp").parameters(), lr=0.1), config=PLAIN
+        ),
+    ),
     (UsageError, "loss of one element", lambda model: _engine(model).backward(torch.ones(2))),
     (UsageError, "found 3.0", lambda model: _engine(model).backward(3.0)),
     (UsageError, "means nothing at ZeRO stage 2", lambda model: _engine(model).no_sync().__enter__()),

@@ -301,6 +301,8 @@ def state_of_slices(rank, world):
     engine = made(3, 1, top={"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}})
     with pytest.raises(UsageError, match=r"is in slices between its uses .*GatheredParameters"):
         engine.module_state_dict()
+    with pytest.raises(UsageError, match="is in slices between its uses"):
+        engine.state_dict()
     return True
 
 
