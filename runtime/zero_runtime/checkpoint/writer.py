@@ -12,6 +12,7 @@ import torch
 
 from zero_runtime.checkpoint import agreement, contents
 from zero_runtime.checkpoint.manifest import (
+    FILE_NAME,
     Manifest,
     ParameterFacts,
     RankFile,
@@ -148,6 +149,10 @@ class _Draft:
 
 def next_generation(directory: Path) -> int:
     """The generation that a save to ``directory`` makes. All ranks see the same, since it changes in ``commit`` only."""
+    if not (
+        directory / FILE_NAME
+    ).exists():  # nor need the directory be there: another rank may be removing it
+        return 1
     try:
         return read_manifest(directory).generation + 1
     except CheckpointError:
