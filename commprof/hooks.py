@@ -124,9 +124,19 @@ class tag:  # noqa: N801 - reads as a statement: ``with tag("gradient_reduce", b
         intended_op: the collective that is meant, where another one is issued in its place
             (``reduce_scatter`` built from an all_to_all and a local sum).
         bucket_bytes: bytes of the whole bucket, of which the collective may carry a part.
+        module: qualified name of the module that it is issued for.
     """
 
-    __slots__ = ("bucket", "bucket_bytes", "intended_op", "interned", "owner", "parameters", "purpose")
+    __slots__ = (
+        "bucket",
+        "bucket_bytes",
+        "intended_op",
+        "interned",
+        "module",
+        "owner",
+        "parameters",
+        "purpose",
+    )
 
     def __init__(
         self,
@@ -136,6 +146,7 @@ class tag:  # noqa: N801 - reads as a statement: ``with tag("gradient_reduce", b
         parameters: tuple[str, ...] = (),
         intended_op: str | None = None,
         bucket_bytes: int | None = None,
+        module: str | None = None,
     ) -> None:
         self.purpose = purpose
         self.bucket = bucket
@@ -143,6 +154,7 @@ class tag:  # noqa: N801 - reads as a statement: ``with tag("gradient_reduce", b
         self.parameters = parameters
         self.intended_op = intended_op
         self.bucket_bytes = bucket_bytes
+        self.module = module
         self.interned: tuple[object, int] | None = None  # the recorder's cache: (session, id)
 
     def __enter__(self) -> tag:

@@ -77,6 +77,7 @@ class Layer(StrEnum):
     FUNCTIONAL = "functional"  # kernels of _c10d_functional
     C10D = "c10d"  # kernels of c10d
     FRAMEWORK = "framework"  # an operator of a framework's own
+    IMPORTED = "imported"  # another tool's trace, which commprof read
 
 
 # In the binary record these stand as their position here, so new members go to the end.
@@ -189,6 +190,7 @@ COLLECTIVES: Final = Table(
         Column("bucket_bytes", "int64", "bytes of that whole bucket", True, unit="bytes", source=_T),
         Column("owner", "int32", "global rank that keeps the result, as the runtime says", True, source=_T),
         Column("parameters", "string", "names of the parameters that travel, joined by ','", True, source=_T),
+        Column("module", "string", "qualified name of the module that it is issued for", True, source=_T),
         Column("call_site", "string", "first frame outside torch.distributed: file:line function", True, source=_R),
         Column("thread", "string", "name of the issuing thread", True, source=_R),
         Column("layer", "string", "which mechanism saw it", values=LAYERS, source=_R),
@@ -571,6 +573,48 @@ CLOCKS: Final = Table(
     ),
 )
 
+CLOCK_OFFSETS: Final = Table(
+    "clock_offsets",
+    "How far the monotonic clock of each host is from that of rank 0, measured by exchanges at the start and the end.",
+    (
+        Column("rank", "int32", "global rank that measured"),
+        Column("attempt", "int32", "restart of the job"),
+        Column("pid", "int32", "process id"),
+        Column("host", "string", "host name"),
+        Column("reference_rank", "int32", "rank whose clock is the reference"),
+        Column("time_ns", "int64", "when, by this rank's own clock", unit="ns"),
+        Column("offset_ns", "int64", "to be added to this rank's times to get the reference's", unit="ns"),
+        Column("error_ns", "int64", "the true offset is at most this far from offset_ns", unit="ns"),
+        Column("exchanges", "int32", "exchanges behind it"),
+    ),
+    key=("rank", "attempt", "pid", "time_ns"),
+)
+
+AGGREGATES: Final = Table(
+    "aggregates",
+    "Sums over the collectives of a step, where a run was recorded with --aggregate: such a run has no rows in collectives.",
+    (
+        Column("rank", "int32", "global rank"),
+        Column("attempt", "int32", "restart of the job"),
+        Column("pid", "int32", "process id"),
+        Column("step", "int32", "training step; -1 before the first"),
+        Column("phase", "string", "what the training was doing", values=PHASES),
+        Column("op", "string", "the operation that was issued", values=OPS),
+        Column("intended_op", "string", "the operation that the runtime meant, where it issued another", True, values=OPS),
+        Column("purpose", "string", "why, as the runtime says", True, values=PURPOSES),
+        Column("pg", "string", "name of the process group"),
+        Column("group_ranks", "string", "global ranks of the group: 0-3 or 0,2"),
+        Column("group_size", "int32", "ranks in the group"),
+        Column("is_p2p", "bool", "send or recv"),
+        Column("calls", "int64", "collectives that this rank issued"),
+        Column("payload_bytes", "int64", "their payload_bytes", unit="bytes"),
+        Column("input_bytes", "int64", "their input_bytes", unit="bytes"),
+        Column("output_bytes", "int64", "their output_bytes", unit="bytes"),
+        Column("host_ns", "int64", "their return_ns - issue_ns", unit="ns"),
+        Column("exposed_ns", "int64", "their exposed_ns", True, unit="ns"),
+    ),
+)
+
 # fmt: on
 TABLES: Final[dict[str, Table]] = {
     table.name: table
@@ -594,6 +638,8 @@ TABLES: Final[dict[str, Table]] = {
         WIRE,
         SAMPLES,
         CLOCKS,
+        CLOCK_OFFSETS,
+        AGGREGATES,
     )
 }
 

@@ -151,6 +151,7 @@ class Journal:
                 "bucket_bytes": tag.bucket_bytes,
                 "owner": tag.owner,
                 "parameters": ",".join(tag.parameters) or None,
+                "module": tag.module,
             },
         )
         tag.interned = (self.key, number)
