@@ -9,15 +9,18 @@ from typing import Annotated
 import typer
 
 from commprof.cli.console import say
+from commprof.cli.recording import recording_options
 from commprof.errors import CommprofError, LaunchError, UsageError
 from commprof.launch.nccl_log import Mode
 from commprof.launch.program import Kind, check_program, parse_program
+from commprof.recorder.options import DEFAULTS, Options
 
 NPROC_HELP = "Ranks to start. Default: the visible GPUs, else 2."
 NCCL_LOG_HELP = "Have NCCL write a log into the run. auto: where a GPU is visible."
 WIRE_HELP = "Read the interface counters at each step too, once per host."
 
 
+@recording_options
 def run(
     program: Annotated[
         list[str] | None,
@@ -37,6 +40,7 @@ def run(
     force: Annotated[bool, typer.Option("--force", "-f", help="Replace an earlier run in --out.")] = False,
     nccl_log: Annotated[Mode, typer.Option("--nccl-log", help=NCCL_LOG_HELP)] = Mode.AUTO,
     wire: Annotated[bool, typer.Option("--wire", help=WIRE_HELP)] = False,
+    recording: Options = DEFAULTS,
 ) -> int:
     """Run a program on every rank and record its collectives.
 
@@ -53,7 +57,15 @@ def run(
     from commprof.launch.foreign import run_foreign_rank
     from commprof.launch.job import Job, run_job
 
-    job = Job(program=parsed, ranks=ranks, out=out, force=force, nccl_log=nccl_log, wire=wire)
+    job = Job(
+        program=parsed,
+        ranks=ranks,
+        out=out,
+        force=force,
+        nccl_log=nccl_log,
+        wire=wire,
+        recording=recording,
+    )
     here = place(os.environ)
     try:
         if here is not None and parsed.kind is not Kind.COMMAND:

@@ -15,11 +15,13 @@ import typer
 from commprof.cli import rendering
 from commprof.cli.console import say
 from commprof.cli.extras import needed
+from commprof.cli.recording import recording_options
 from commprof.cli.run import NCCL_LOG_HELP, NPROC_HELP, WIRE_HELP, parse_ranks
 from commprof.errors import CommprofError, UsageError
 from commprof.launch.nccl_log import Mode
 from commprof.launch.program import check_program, parse_program
 from commprof.launch.sweep import Turn, derive, label, points, turns
+from commprof.recorder.options import DEFAULTS, Options
 
 if TYPE_CHECKING:
     from commprof.launch.campaign import Campaign, TurnResult
@@ -38,6 +40,7 @@ class Progress(Protocol):
         """It has ended."""
 
 
+@recording_options
 def sweep(
     settings: Annotated[
         list[str],
@@ -79,6 +82,7 @@ def sweep(
     ] = False,
     nccl_log: Annotated[Mode, typer.Option("--nccl-log", help=NCCL_LOG_HELP)] = Mode.AUTO,
     wire: Annotated[bool, typer.Option("--wire", help=WIRE_HELP)] = False,
+    recording: Options = DEFAULTS,
 ) -> int:
     """Run a program once for each combination of config values, and compare the runs.
 
@@ -109,6 +113,7 @@ def sweep(
         show_output=show_output,
         nccl_log=nccl_log,
         wire=wire,
+        recording=recording,
     )
     return _carry_out(campaign, fail_fast)
 

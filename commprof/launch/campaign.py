@@ -19,6 +19,7 @@ from commprof.launch.job import CONFIG_NAME, OUTPUT_NAME, Finished, Job, run_job
 from commprof.launch.nccl_log import Mode
 from commprof.launch.program import CONFIG_ARGUMENTS, Program, find_argument, replace_argument
 from commprof.launch.sweep import Turn, derive, label, mismatches
+from commprof.recorder.options import DEFAULTS, Options
 from commprof.trace import directory
 
 _TAIL_LINES: Final = 15
@@ -41,6 +42,7 @@ class Campaign:
     show_output: bool = False
     nccl_log: Mode = Mode.AUTO
     wire: bool = False
+    recording: Options = DEFAULTS
 
 
 class TurnResult(NamedTuple):
@@ -129,6 +131,7 @@ def carry_out(campaign: Campaign, say: Callable[[str], None]) -> Iterator[TurnRe
             keep_output=not campaign.show_output,
             nccl_log=campaign.nccl_log,
             wire=campaign.wire,
+            recording=campaign.recording,
         )
         said: list[str] = []
         finished = run_job(job, say if campaign.show_output else said.append)

@@ -98,7 +98,7 @@ def run_foreign_rank(job: Job, place: environment.Place, say: Callable[[str], No
 def _run_child(
     job: Job, run: Path, place: environment.Place, log: nccl_log.Request, say: Callable[[str], None]
 ) -> Outcome:
-    variables = {**injection.injected(os.environ, run, wire=job.wire), **log.set}
+    variables = {**injection.injected(os.environ, run, wire=job.wire, recording=job.recording), **log.set}
     command_line = job.program.command_line(environment.python_command())
     group = RankGroup([Rank(place.rank, command_line, variables, reads_stdin=True)], say)
     started_ns = time.time_ns()

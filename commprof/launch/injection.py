@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from commprof.recorder.options import DEFAULTS, OPTIONS_VARIABLE, Options, from_json
+
 DIRECTORY: Final = Path(__file__).resolve().parent / "inject"
 NOTES: Final = "processes.jsonl"
 RUN_VARIABLE: Final = "COMMPROF_RUN"
@@ -21,13 +23,19 @@ WATCHED_FILE_VARIABLE: Final = "COMMPROF_WATCHED_FILE"
 
 
 def injected(
-    environment: Mapping[str, str], run: Path, *, watched_file: Path | None = None, wire: bool = False
+    environment: Mapping[str, str],
+    run: Path,
+    *,
+    watched_file: Path | None = None,
+    wire: bool = False,
+    recording: Options = DEFAULTS,
 ) -> dict[str, str]:
     """``environment`` with the recorder in it, for processes that record into ``run``.
 
     Args:
         watched_file: have each process note whether it opened this file.
         wire: have one rank of each host read the interface counters at each step.
+        recording: how to record; where it is silent, what ``environment`` says already holds.
     """
     paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path != str(DIRECTORY)]
     # An empty entry means the working directory, so an empty variable must not become one.
@@ -39,11 +47,18 @@ def injected(
     }
     changed.pop(WATCHED_FILE_VARIABLE, None)
     changed.pop(WIRE_VARIABLE, None)
+    if recording.changed():
+        changed[OPTIONS_VARIABLE] = json.dumps({**_inherited(environment), **recording.changed()})
     if wire:
         changed[WIRE_VARIABLE] = "1"
     if watched_file is not None:
         changed[WATCHED_FILE_VARIABLE] = str(watched_file.absolute())
     return changed
+
+
+def _inherited(environment: Mapping[str, str]) -> dict[str, Any]:
+    """The options that the environment carries already, as far as they can be used."""
+    return from_json(environment.get(OPTIONS_VARIABLE))[0].changed()
 
 
 def notes(run: Path) -> list[dict[str, Any]]:

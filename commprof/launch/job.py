@@ -24,6 +24,7 @@ from commprof.launch.configuration import ConfigFile, find_config
 from commprof.launch.program import Kind, Program
 from commprof.launch.ranks import GRACE_SECONDS, Outcome, Rank, RankGroup
 from commprof.launch.wire import WireSampler
+from commprof.recorder.options import DEFAULTS, Options
 from commprof.trace import directory, manifest
 from commprof.trace.process import start_ticks
 
@@ -37,7 +38,7 @@ class Job:
 
     ``derived``, ``sweep`` and ``keep_output`` are set by a sweep: the config that it made for this run, in place of the one
     that the script was given; which point of which sweep this is; and that what the program prints goes into the run.
-    ``wire``: read the interface counters at each step.
+    ``wire``: read the interface counters at each step. ``recording``: how the ranks are recorded.
     """
 
     program: Program
@@ -49,6 +50,7 @@ class Job:
     keep_output: bool = False
     nccl_log: nccl_log.Mode = nccl_log.Mode.AUTO
     wire: bool = False
+    recording: Options = DEFAULTS
 
 
 class Finished(NamedTuple):
@@ -134,6 +136,7 @@ def _first_manifest(
             "host": socket.gethostname(),
             "nccl_log": log.described(),
             "wire": job.wire,
+            "options": job.recording.changed(),
         },
         torch=_torch_version(),
         config=found.content if found else None,
@@ -176,7 +179,10 @@ def _plan_ranks(
     job: Job, run: Path, count: int | None, log: nccl_log.Request, say: Callable[[str], None]
 ) -> list[Rank]:
     watched = run / CONFIG_NAME if job.derived is not None else None
-    inherited = {**injection.injected(os.environ, run, watched_file=watched, wire=job.wire), **log.set}
+    inherited = {
+        **injection.injected(os.environ, run, watched_file=watched, wire=job.wire, recording=job.recording),
+        **log.set,
+    }
     command_line = job.program.command_line(environment.python_command())
     if count is None:
         say(f"recording {job.program.target} into {summary.shown(run)}")

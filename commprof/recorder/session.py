@@ -9,12 +9,11 @@ program.
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing import util as multiprocessing_util
 from typing import Any, Final
 
@@ -27,11 +26,11 @@ from commprof.recorder.interception import Interception
 from commprof.recorder.journal import Journal
 from commprof.recorder.lifecycle import GroupLifecycle
 from commprof.recorder.opening import Opened, begin_row, find_directory, open_files, this_rank
+from commprof.recorder.options import DEFAULTS, OPTIONS_VARIABLE, Options, from_json, from_mapping
 from commprof.recorder.selfcheck import SelfCheck
 from commprof.recorder.steps import Steps
 from commprof.trace.writer import count_of
 
-OPTIONS_VARIABLE: Final = "COMMPROF_OPTIONS"
 _TABLES: Final = frozenset({"metrics", "parameters", "buckets", "config"})
 
 
@@ -40,19 +39,18 @@ class Session:
 
     Args:
         out: run directory; default: ``COMMPROF_RUN``, else one that all ranks of a launcher share, below ``traces/``.
-        quiet: do not say where the trace is. What is lost is always said.
-        selfcheck: compare the groups' own counts with the records, once a step.
+        options: how to record.
+        armed: by ``commprof run``, which speaks for all ranks at the end.
     """
 
     def __init__(
         self,
         out: str | os.PathLike[str] | None = None,
-        quiet: bool = False,
-        selfcheck: bool = True,
+        options: Options = DEFAULTS,
         armed: bool = False,
     ) -> None:
+        self.options = options
         self.armed = armed
-        self._quiet = quiet
         self.opened: Opened | None = None
         self.journal = Journal()
         self.interception = Interception(self.journal, self._on_group)
@@ -61,7 +59,7 @@ class Session:
             groups.find, self._before_destroy, self._on_destroy, self.journal.fault
         )
         self.steps = Steps(self.journal, self._check)
-        self.selfcheck = SelfCheck(self.journal, groups) if selfcheck else None
+        self.selfcheck = SelfCheck(self.journal, groups) if options.selfcheck else None
         self.flight = FlightDump(self.journal, groups.unique_name)
         self.adapter = DeepSpeedAdapter(self.journal, self.steps.explicit)
         self._out = out
@@ -115,7 +113,7 @@ class Session:
             self.journal.close(totals)
             _first_seq[0] += totals["records"]
         self._complain(identity.rank, totals["lost"], totals["stopped_reason"])
-        if not self.armed and not self._quiet and not self._out and identity.rank == 0:
+        if not self.armed and not self.options.quiet and not self._out and identity.rank == 0:
             place = os.path.relpath(self.opened.directory)
             _say(f"recorded {records.kept} collectives of rank 0 into {place}  next: commprof report {place}")
 
@@ -230,7 +228,7 @@ def current() -> Session | None:
 
 def attach(out: str | os.PathLike[str] | None = None, **options: Any) -> None:
     """Start recording this process. See :func:`commprof.hooks.attach`."""
-    _begin(out, options, armed=False)
+    _begin(out, *from_mapping(options), armed=False)
 
 
 def arm(forked: bool = False) -> None:
@@ -238,14 +236,7 @@ def arm(forked: bool = False) -> None:
 
     Called once torch.distributed has been imported. A process that never initialises it leaves no file.
     """
-    try:
-        options = json.loads(os.environ.get(OPTIONS_VARIABLE) or "{}")
-        if not isinstance(options, dict):
-            raise ValueError("not an object")
-    except ValueError as error:
-        _say(f"{OPTIONS_VARIABLE} is ignored: it is not a JSON object ({error})")
-        options = {}
-    _begin(None, options, armed=True, forked=forked)
+    _begin(None, *from_json(os.environ.get(OPTIONS_VARIABLE)), armed=True, forked=forked)
 
 
 def detach() -> None:
@@ -260,7 +251,11 @@ def detach() -> None:
 
 
 def _begin(
-    out: str | os.PathLike[str] | None, options: Mapping[str, Any], armed: bool, forked: bool = False
+    out: str | os.PathLike[str] | None,
+    options: Options,
+    notes: Sequence[str],
+    armed: bool,
+    forked: bool = False,
 ) -> None:
     global _session
     if _session is not None:
@@ -271,7 +266,10 @@ def _begin(
         if not dist.is_available():
             _say("nothing is recorded: this torch was built without torch.distributed")
             return
-        session = Session(out, armed=armed, **options)
+        session = Session(out, options, armed=armed)
+        for note in notes:
+            session.journal.note(note)
+            _say(note)
         session.start(forked)
     except Exception as error:
         _say(f"nothing is recorded: {type(error).__name__}: {error}. The training goes on")

@@ -1,0 +1,113 @@
+"""The options that say how a program is recorded: the same for every verb that runs one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, Final
+
+import typer
+
+from commprof.errors import UsageError
+from commprof.recorder.options import (
+    SAMPLERS,
+    Options,
+    describe_empty,
+    parse_count,
+    parse_samplers,
+    parse_seconds,
+    parse_size,
+    parse_steps,
+)
+
+PARAMETER: Final = "recording"
+
+
+def _declared(
+    steps: Annotated[
+        str | None,
+        typer.Option(
+            "--steps",
+            metavar="A:B",
+            help="Record steps A up to but not including B only, as in a slice of Python. A: goes on to the end; "
+            ":B begins at the start, with initialisation.",
+        ),
+    ] = None,
+    warmup: Annotated[
+        str | None,
+        typer.Option(
+            "--warmup", metavar="N", help="Do not record initialisation and the first N training steps."
+        ),
+    ] = None,
+    aggregate: Annotated[
+        bool,
+        typer.Option("--aggregate", help="Keep sums over each step, not each collective: for jobs of weeks."),
+    ] = False,
+    max_size: Annotated[
+        str | None,
+        typer.Option(
+            "--max-size",
+            metavar="SIZE",
+            help="What each rank may write while it runs: 500MB, 2GiB. Of what goes beyond it sums are kept.",
+        ),
+    ] = None,
+    complete: Annotated[
+        bool,
+        typer.Option(
+            "--complete",
+            help="Record below every issuer, C++ included, from the start. Slower for each call.",
+        ),
+    ] = False,
+    watchdog: Annotated[
+        str | None,
+        typer.Option(
+            "--watchdog",
+            metavar="SECONDS",
+            help="Without progress for so long, write down what every rank is waiting for.",
+        ),
+    ] = None,
+    sample: Annotated[
+        str | None,
+        typer.Option("--sample", metavar="LIST", help=f"Samplers to run beside it: {','.join(SAMPLERS)}."),
+    ] = None,
+) -> Options:
+    """The options as a verb declares them, made into what the recorder takes."""
+    options = Options(
+        steps=_parsed("--steps", steps, parse_steps),
+        warmup=_parsed("--warmup", warmup, parse_count) or 0,
+        aggregate=aggregate,
+        max_bytes=_parsed("--max-size", max_size, parse_size),
+        complete=complete,
+        watchdog=_parsed("--watchdog", watchdog, parse_seconds),
+        samplers=_parsed("--sample", sample, parse_samplers) or (),
+    )
+    if options.window is not None and options.window[1] is not None:
+        first, end = options.window
+        if first >= end:
+            raise UsageError(f"--steps {steps} --warmup {warmup}: {describe_empty(options)}")
+    return options
+
+
+def _parsed(option: str, text: str | None, parse: Callable[[object], Any]) -> Any:
+    if text is None:
+        return None
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise UsageError(f"{option} {text}: {error}") from None
+
+
+def recording_options(verb: Callable[..., int]) -> Callable[..., int]:
+    """Give ``verb`` these options; it gets them as one :class:`Options`, its parameter ``recording``."""
+    own = inspect.signature(verb, eval_str=True)
+    shared = inspect.signature(_declared, eval_str=True).parameters
+
+    @functools.wraps(verb)
+    def command(**values: Any) -> int:
+        recording = _declared(**{name: values.pop(name) for name in shared})
+        return verb(**values, **{PARAMETER: recording})
+
+    kept = [parameter for name, parameter in own.parameters.items() if name != PARAMETER]
+    command.__signature__ = own.replace(parameters=[*kept, *shared.values()])  # type: ignore[attr-defined]
+    return command

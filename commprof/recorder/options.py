@@ -1,0 +1,244 @@
+"""How a process is to be recorded: the options of a session, their text forms, and what is refused. Standard library only.
+
+They travel to the ranks as JSON in the environment, so a value that cannot be used must never end a training: there it is
+left out and named in a note. The command line refuses it at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final
+
+OPTIONS_VARIABLE: Final = "COMMPROF_OPTIONS"
+SAMPLERS: Final = ("nvml", "interfaces", "stacks")
+BEFORE_THE_FIRST: Final = -1  # the step during initialisation
+SMALLEST_MAX_BYTES: Final = 1_000_000
+
+_UNITS: Final = {
+    **{name: 1000 ** (power + 1) for power, name in enumerate(("kb", "mb", "gb", "tb"))},
+    **{name: 1024 ** (power + 1) for power, name in enumerate(("kib", "mib", "gib", "tib"))},
+    "": 1,
+    "b": 1,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The options of a session.
+
+    Attributes:
+        steps: record steps ``first`` (-1: initialisation too) up to but not including ``end`` (None: to the end) only.
+        warmup: leave out initialisation and the first so many steps.
+        aggregate: keep sums over the collectives of each step, not the collectives.
+        max_bytes: of what a rank writes while it runs; sums are kept of what goes beyond it.
+        complete: see every collective at the one place below all issuers, which is slower.
+        watchdog: seconds without progress after which the ranks' state is written down; None: never.
+        samplers: which samplers run beside the training, of ``SAMPLERS``.
+        completion_every: time the completion of one in so many of the calls that are sampled anyway; 0: of none.
+        selfcheck: compare the groups' own counts with the records, once a step.
+        quiet: do not say where the trace is. What is lost is always said.
+    """
+
+    steps: tuple[int, int | None] | None = None
+    warmup: int = 0
+    aggregate: bool = False
+    max_bytes: int | None = None
+    complete: bool = False
+    watchdog: float | None = None
+    samplers: tuple[str, ...] = ()
+    completion_every: int = 1
+    selfcheck: bool = True
+    quiet: bool = False
+
+    @property
+    def window(self) -> tuple[int, int | None] | None:
+        """The steps to record, half open, by ``steps`` and ``warmup`` together; None: all, initialisation too."""
+        if self.steps is None and not self.warmup:
+            return None
+        first, end = self.steps or (BEFORE_THE_FIRST, None)
+        return max(first, self.warmup if self.warmup else first), end
+
+    def changed(self) -> dict[str, Any]:
+        """What differs from the defaults, as JSON values."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        shown = {name: value for name, value in values.items() if value != getattr(DEFAULTS, name)}
+        if self.steps is not None:
+            shown["steps"] = format_steps(self.steps)
+        if self.samplers:
+            shown["samplers"] = list(self.samplers)
+        return shown
+
+    def to_json(self) -> str:
+        """The options as :func:`from_json` reads them."""
+        return json.dumps(self.changed())
+
+
+def from_json(text: str | None) -> tuple[Options, tuple[str, ...]]:
+    """The options in ``text``, and a note for each part of it that is ignored. Never raises."""
+    try:
+        content = json.loads(text or "{}")
+        if not isinstance(content, dict):
+            raise ValueError("not an object")
+    except (ValueError, RecursionError) as error:
+        return DEFAULTS, (f"{OPTIONS_VARIABLE} is ignored: it is not a JSON object ({error})",)
+    return from_mapping(content)
+
+
+def from_mapping(content: Mapping[str, Any]) -> tuple[Options, tuple[str, ...]]:
+    """The options in ``content``, by their names, and a note for each that is ignored. Never raises."""
+    taken: dict[str, Any] = {}
+    notes = []
+    for name, value in content.items():
+        reader = _READERS.get(name)
+        if reader is None:
+            notes.append(f"option {name!r} is ignored: there is no such option")
+            continue
+        try:
+            taken[name] = reader(value)
+        except ValueError as error:
+            notes.append(f"option {name} {value!r} is ignored: {error}")
+    options = Options(**taken)
+    window = options.window
+    if window is not None and window[1] is not None and window[0] >= window[1]:
+        notes.append(f"the options steps and warmup are ignored: {describe_empty(options)}")
+        options = replace(options, steps=None, warmup=0)
+    return options, tuple(notes)
+
+
+def describe_empty(options: Options) -> str:
+    """Why ``options`` leave no step to record."""
+    end = options.steps[1] if options.steps is not None else None
+    return f"the first {options.warmup} steps are left out, and recording ends before step {end}"
+
+
+def parse_steps(value: object) -> tuple[int, int | None] | None:
+    """``A:B`` as steps A up to but not including B, like a slice of Python; ``:B`` from the very start, ``A:`` to the end.
+
+    >>> parse_steps("10:20"), parse_steps("10:"), parse_steps(":20")
+    ((10, 20), (10, None), (-1, 20))
+
+    Raises:
+        ValueError: it is nothing of the kind, or holds no step.
+    """
+    if value is None:
+        return None
+    if isinstance(value, list | tuple) and len(value) == 2:
+        value = ":".join("" if part in (None, BEFORE_THE_FIRST) else str(part) for part in value)
+    found = re.fullmatch(r"\s*(\d{0,9})\s*:\s*(\d{0,9})\s*", value) if isinstance(value, str) else None
+    if found is None:
+        raise ValueError(
+            "A:B was expected, two step numbers of 0 or more: from step A up to but not including step B. "
+            "A left out: from the start, with initialisation; B left out: to the end"
+        )
+    first = int(found[1]) if found[1] else BEFORE_THE_FIRST
+    end = int(found[2]) if found[2] else None
+    if end is not None and max(first, 0) >= end:
+        raise ValueError(
+            f"no step is from {max(first, 0)} up to but not including {end}; the second number is left out, as in "
+            "a slice of Python"
+        )
+    return first, end
+
+
+def format_steps(steps: tuple[int, int | None]) -> str:
+    """The inverse of :func:`parse_steps`."""
+    first, end = steps
+    return f"{'' if first == BEFORE_THE_FIRST else first}:{'' if end is None else end}"
+
+
+def parse_size(value: object) -> int | None:
+    """A number of bytes: ``500MB`` (powers of 1000), ``2GiB`` (powers of 1024), ``1000000``.
+
+    >>> parse_size("500MB"), parse_size("1.5 GiB"), parse_size(2_000_000)
+    (500000000, 1610612736, 2000000)
+
+    Raises:
+        ValueError: it is nothing of the kind, or less than a run needs for its own names.
+    """
+    if value is None:
+        return None
+    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text) if isinstance(text, str) else None
+    if found is None or found[2].lower() not in _UNITS:
+        raise ValueError(
+            "a number of bytes was expected, or one with kB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB "
+            "(powers of 1024): 500MB, 2GiB"
+        )
+    size = int(float(found[1]) * _UNITS[found[2].lower()])
+    if size < SMALLEST_MAX_BYTES:
+        raise ValueError(f"at least {SMALLEST_MAX_BYTES} bytes (1MB) for each rank were expected")
+    return size
+
+
+def parse_count(value: object) -> int:
+    """A whole number of 0 or more, as number or text.
+
+    Raises:
+        ValueError: it is nothing of the kind.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if isinstance(value, str) and re.fullmatch(r"\d{1,9}", value.strip()):
+        return int(value)
+    raise ValueError("a whole number of 0 or more was expected")
+
+
+def parse_seconds(value: object) -> float | None:
+    """A number of seconds above 0, as number or text.
+
+    Raises:
+        ValueError: it is nothing of the kind.
+    """
+    if value is None:
+        return None
+    try:
+        seconds = (
+            float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else 0.0
+        )
+    except ValueError:
+        seconds = 0.0
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise ValueError("a number of seconds above 0 was expected")
+    return seconds
+
+
+def parse_samplers(value: object) -> tuple[str, ...]:
+    """Names of samplers, as a list or as text with commas between them; each once, in the order of ``SAMPLERS``.
+
+    Raises:
+        ValueError: one is none.
+    """
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, list | tuple):
+        raise ValueError(f"a list was expected, of {', '.join(SAMPLERS)}")
+    wanted = {str(name).strip() for name in names} - {""}
+    unknown = sorted(wanted - {*SAMPLERS})
+    if unknown or not wanted:
+        named = f"{', '.join(unknown)}: there is no such sampler" if unknown else "no sampler is named"
+        raise ValueError(f"{named}; there are {', '.join(SAMPLERS)}")
+    return tuple(name for name in SAMPLERS if name in wanted)
+
+
+def _parse_flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("true or false was expected")
+    return value
+
+
+DEFAULTS: Final = Options()
+_READERS: Final[dict[str, Callable[[Any], Any]]] = {
+    "steps": parse_steps,
+    "warmup": parse_count,
+    "aggregate": _parse_flag,
+    "max_bytes": parse_size,
+    "complete": _parse_flag,
+    "watchdog": parse_seconds,
+    "samplers": parse_samplers,
+    "completion_every": parse_count,
+    "selfcheck": _parse_flag,
+    "quiet": _parse_flag,
+}
