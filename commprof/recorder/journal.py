@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -25,7 +25,7 @@ from commprof.trace.writer import (
 )
 
 _MOST_INTERNED: Final = 200_000
-_LAYER: Final = LAYERS.index(Layer.PROCESS_GROUP)
+PROCESS_GROUP: Final = LAYERS.index(Layer.PROCESS_GROUP)
 _PHASE_NUMBERS: Final = {name: number for number, name in enumerate(PHASES)}
 _NO_SEGMENT: Final = Segment(None, 0)
 _is_capturing: Final = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
@@ -53,6 +53,7 @@ class Journal:
         self.refused_metrics = 0  # metrics that were no Python numbers
         self.cost_samples = 0
         self.cost_ns = 0
+        self.on_captured: Callable[[Words, int], None] | None = None  # told of each record of a CUDA graph
         self._lock = threading.RLock()
         self._notes: list[str] = []  # said before there was a file
         self._threads: list[Any] = []  # states of the threads that were given a number
@@ -75,22 +76,28 @@ class Journal:
             segment.end,
             segment.map,
             segment.words,
-            pack_tail(self._step, self._micro_step, 0, self._phase, _LAYER),
+            pack_tail(self._step, self._micro_step, 0, self._phase, PROCESS_GROUP),
         )
 
-    def append(self, group: Group, *fields: int) -> tuple[Words, int]:
+    def append(self, group: Group, *fields: int, layer: int = PROCESS_GROUP) -> tuple[Words, int]:
         """Keep one record (the fields of ``ISSUE`` before the tail), or count it as lost.
 
-        For where the open segment has no room, and while some group needs a closer look.
+        For where the open segment has no room, while some group needs a closer look, and for the other layers.
+
+        Args:
+            layer: which mechanism saw the collective, as a position in ``LAYERS``.
         """
         if self.records is None:
             self.lost += 1
             return NO_WORDS, 0
         tail = self.place[-1]
-        if group.coalesce_id or group.accelerated:
-            captured = group.accelerated and is_capturing()
-            tail = pack_tail(self._step, self._micro_step, group.coalesce_id, self._phase, _LAYER, captured)
-        return self.records.append(*fields, tail)
+        captured = group.accelerated and is_capturing()
+        if group.coalesce_id or captured or layer != PROCESS_GROUP:
+            tail = pack_tail(self._step, self._micro_step, group.coalesce_id, self._phase, layer, captured)
+        words, base = self.records.append(*fields, tail)
+        if captured and self.on_captured is not None:
+            self.on_captured(words, base)
+        return words, base
 
     def look_closer(self, group: Group) -> None:
         """``group`` has opened or closed a coalescing block, or was seen to carry tensors of an accelerator."""

@@ -19,7 +19,7 @@ from commprof import hooks
 from commprof.recorder.arguments import OPTION_KEYS, ApiFunction, HeldReductions, find_api_function
 from commprof.recorder.callsite import CallSites
 from commprof.recorder.groups import Group
-from commprof.recorder.journal import Journal
+from commprof.recorder.journal import PROCESS_GROUP, Journal
 from commprof.recorder.methods import Method, Shape
 from commprof.recorder.sequence import GLOO, GLOO_EXTRA
 from commprof.recorder.signatures import describe, freeze
@@ -55,9 +55,12 @@ class Wrappers:
     Args:
         journal: what the records go to.
         find_group: the group of a ProcessGroup; called at the first call of each method on each group.
+        layer: what the records say about who saw them, as a position in ``LAYERS``.
     """
 
-    def __init__(self, journal: Journal, find_group: Callable[[Any], Group]) -> None:
+    def __init__(
+        self, journal: Journal, find_group: Callable[[Any], Group], layer: int = PROCESS_GROUP
+    ) -> None:
         self.journal = journal
         self.pending: dict[int, Token] = {}
         self._find_group = find_group
@@ -65,7 +68,8 @@ class Wrappers:
         self._calls: list[dict[Any, Known]] = []
         self._reductions = HeldReductions()
         self._sites = CallSites(lambda row: journal.intern("site", row))
-        self._issue = _bind_issue(journal, self._sites)
+        self._layer = layer
+        self._issue = _bind_issue(journal, self._sites, layer)
         self._settle = _bind_settle(journal, self.pending)
 
     def forget(self, address: int) -> None:
@@ -81,7 +85,7 @@ class Wrappers:
         entries: dict[int, Entry] = {}
         self._entries.append(entries)
         general = self._wrap_general(method, original, entries)
-        if method.name not in OPTION_KEYS:
+        if method.name not in OPTION_KEYS or self._layer != PROCESS_GROUP:
             return general
         api = find_api_function(method.name)
         return general if api is None else self._wrap_direct(method, original, entries, general, api)
@@ -360,7 +364,7 @@ def _bind_settle(journal: Journal, pending: dict[int, Token]) -> Callable[[Token
     return settle
 
 
-def _bind_issue(journal: Journal, sites: CallSites) -> Callable[[Any, Group, int, int], Token]:
+def _bind_issue(journal: Journal, sites: CallSites, layer: int) -> Callable[[Any, Group, int, int], Token]:
     """The function that packs a record, for the methods that are not on the hot path."""
     find_site, clock = sites.find, time.perf_counter_ns
     thread_local, journal_key = hooks._thread, journal.key
@@ -375,7 +379,7 @@ def _bind_issue(journal: Journal, sites: CallSites) -> Callable[[Any, Group, int
             tag_number = journal.intern_tag(tag) if fresh else interned[1]  # type: ignore[index]
         thread = mine.recorder_number or journal.intern_thread()
         site = find_site(frame)
-        words, base = journal.append(group, clock(), seq, signature, tag_number, site, thread)
+        words, base = journal.append(group, clock(), seq, signature, tag_number, site, thread, layer=layer)
         return words, base, True
 
     return issue
