@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from commprof import schema
 
 if TYPE_CHECKING:
-    from zero_runtime.key_table import Key
+    from zero_runtime.configuration.key_table import Key
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -62,13 +62,13 @@ def command_line_page() -> str:
 
 
 def config_page() -> str:
-    """docs/config.md: every key of the configuration, as declared in the tables behind zero_runtime/keys.py."""
-    from zero_runtime.keys import BLOCKS
+    """docs/config.md: every key of the configuration, as declared in the tables of zero_runtime/configuration/."""
+    from zero_runtime.configuration.keys import BLOCKS
 
     lines = [
         "# Configuration",
         "",
-        "Generated from `zero_runtime/keys.py` by `make docs`; do not edit.",
+        "Generated from `zero_runtime/configuration/keys.py` by `make docs`; do not edit.",
         "",
         "The configuration is DeepSpeed 0.19.8's: a JSON file, or a dictionary, given to `initialize` as `config`, or as",
         "`args.deepspeed_config`. A key that is in no table below is an error that names the nearest one, at every level.",

@@ -13,16 +13,16 @@ import torch
 
 from commprof import hooks
 from zero_runtime.bands import BandedGradients
-from zero_runtime.combinations import WHOLE_BUCKET_NUMEL
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.config import RuntimeConfig
+from zero_runtime.configuration.combinations import WHOLE_BUCKET_NUMEL
 from zero_runtime.errors import ConfigError, UnsupportedError
 from zero_runtime.flat_parameters import FlatParameters
 from zero_runtime.gradients import ParameterGroup, Policy, ShardedGradients
 from zero_runtime.grouping import flat_groups
 from zero_runtime.loss_scale import LossScale
 from zero_runtime.matrix_updates import check_whole_gradients
-from zero_runtime.optimizer import ReplicatedOptimizer, ShardedOptimizer, StepPolicy
+from zero_runtime.optimizer import StepPolicy
 from zero_runtime.optimizers.muon import mark_matrices
 from zero_runtime.precision import (
     Precision,
@@ -33,9 +33,11 @@ from zero_runtime.precision import (
     precision,
 )
 from zero_runtime.reduction import reduction
-from zero_runtime.residency import Residency, residency_of
-from zero_runtime.sharded_assembly import ShardedModel
-from zero_runtime.shards import shard_of
+from zero_runtime.replicated_optimizer import ReplicatedOptimizer
+from zero_runtime.sharded_optimizer import ShardedOptimizer
+from zero_runtime.sharding.assembly import ShardedModel
+from zero_runtime.sharding.residency import Residency, residency_of
+from zero_runtime.sharding.shards import shard_of
 from zero_runtime.stages import stage
 from zero_runtime.timed_group import TimedGroup
 from zero_runtime.torch_optimizer import ClientOptimizer, check_shardable, torch_optimizer

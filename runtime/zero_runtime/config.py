@@ -1,7 +1,7 @@
 """The configuration: DeepSpeed's JSON, checked, typed and with every default filled in.
 
 ``load`` reads a path, a mapping or ``args.deepspeed_config``; ``RuntimeConfig.from_mapping`` is pure. What is known, and
-what becomes of it, stands in :mod:`zero_runtime.keys`.
+what becomes of it, stands in :mod:`zero_runtime.configuration.keys`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zero_runtime import document, keys
 from zero_runtime.buckets import Scaling
-from zero_runtime.combinations import check, note_contradictions, whole_gradients
+from zero_runtime.configuration import document, keys
+from zero_runtime.configuration.combinations import check, note_contradictions, whole_gradients
+from zero_runtime.configuration.precision import PrecisionConfig, read_precision
+from zero_runtime.configuration.zero import ZeroConfig, read_zero
 from zero_runtime.errors import ConfigError
-from zero_runtime.precision_config import PrecisionConfig, read_precision
-from zero_runtime.zero_config import ZeroConfig, read_zero
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,12 +18,12 @@ from zero_runtime.batches import WholeSteps
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.errors import UsageError
 from zero_runtime.fp32_modules import cast_floating
-from zero_runtime.linear import memory_efficient_linear
 from zero_runtime.precision import autocast
 from zero_runtime.reporting import Progress, Report
 from zero_runtime.saving import Saving
 from zero_runtime.settings import Settings
-from zero_runtime.shards import shard_of
+from zero_runtime.sharding.linear import memory_efficient_linear
+from zero_runtime.sharding.shards import shard_of
 from zero_runtime.timed_group import clock_of
 
 _NEVER: Final = (-1, -1)

@@ -1,6 +1,6 @@
 """Parameters as views of flat buffers, whole on every rank (stages 1 and 2).
 
-What an optimizer over pieces needs of the parameters, here and in :mod:`zero_runtime.sharded_parameters`: ``own``, this
+What an optimizer over pieces needs of the parameters, here and in :mod:`zero_runtime.sharding.parameters`: ``own``, this
 rank's piece of every group in the model's dtype; ``begin_step`` before the pieces are written; ``share`` after.
 """
 

@@ -14,7 +14,7 @@ import torch
 from zero_runtime.comm import DataParallelGroup, Work
 from zero_runtime.gradients import ParameterGroup
 from zero_runtime.optimizers.muon import MOMENTUM, Muon, matrix_update
-from zero_runtime.shards import shard_of, slice_numel
+from zero_runtime.sharding.shards import shard_of, slice_numel
 
 
 class GatheredMatrices:

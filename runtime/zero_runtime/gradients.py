@@ -21,7 +21,7 @@ from zero_runtime.errors import UsageError
 from zero_runtime.layout import GroupLayout, Slice
 from zero_runtime.overlap import DEPTH, Flight, Overlap
 from zero_runtime.reduction import Finish, Reduction, then
-from zero_runtime.shard_layout import ShardLayout
+from zero_runtime.sharding.layout import ShardLayout
 from zero_runtime.stages import Stage
 
 

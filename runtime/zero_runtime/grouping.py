@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from zero_runtime.configuration.zero import ZeroConfig
 from zero_runtime.errors import ConfigError
 from zero_runtime.gradients import ParameterGroup
 from zero_runtime.layout import PARAMETER_ALIGNMENT_BYTES, band_limit, group_layout
-from zero_runtime.shard_layout import shard_layout, sub_groups
-from zero_runtime.shards import shard_of
-from zero_runtime.zero_config import ZeroConfig
+from zero_runtime.sharding.layout import shard_layout, sub_groups
+from zero_runtime.sharding.shards import shard_of
 
 Named = tuple[str, torch.nn.Parameter]
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from zero_runtime.shards import shard_of
+from zero_runtime.sharding.shards import shard_of
 
 
 class Estimate(NamedTuple):

@@ -11,9 +11,9 @@ import torch
 
 from commprof import hooks
 from zero_runtime.comm import DataParallelGroup, ReduceOp
+from zero_runtime.configuration.precision import PrecisionConfig
 from zero_runtime.errors import ConfigError
 from zero_runtime.fp32_modules import fp32_buffers, keep_in_fp32
-from zero_runtime.precision_config import PrecisionConfig
 
 DTYPES: Final = {
     "fp32": torch.float32,

@@ -10,9 +10,9 @@ from typing import Any, Final
 import torch
 
 from zero_runtime.config import OptimizerConfig
+from zero_runtime.configuration.signatures import check_arguments
 from zero_runtime.errors import ConfigError, UnsupportedError
 from zero_runtime.optimizers import Lamb, Lion, Muon, UncorrectedAdam
-from zero_runtime.signatures import check_arguments
 
 Parameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 ClientOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]

@@ -22,21 +22,21 @@ import torch
 
 from zero_runtime import comm
 from zero_runtime import config as configuration
-from zero_runtime.access import register_external_parameter, unregister_external_parameter
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.construction import Cutter, constructing
 from zero_runtime.errors import ConfigError, UnsupportedError, UsageError
-from zero_runtime.gathering import Gatherer, broadcast
-from zero_runtime.leaves import (
+from zero_runtime.sharding.access import register_external_parameter, unregister_external_parameter
+from zero_runtime.sharding.construction import Cutter, constructing
+from zero_runtime.sharding.gathering import Gatherer, broadcast
+from zero_runtime.sharding.leaves import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
     set_z3_leaf_modules,
     unset_z3_leaf_modules,
     z3_leaf_module,
 )
-from zero_runtime.residency_policy import remote
-from zero_runtime.shards import Shard, shards_of
-from zero_runtime.shards import Status as ZeroParamStatus
+from zero_runtime.sharding.policy import remote
+from zero_runtime.sharding.shards import Shard, shards_of
+from zero_runtime.sharding.shards import Status as ZeroParamStatus
 
 __all__ = [
     "GatheredParameters",

@@ -13,9 +13,9 @@ from support.process_group_log import logged
 from support.ranks import run_ranks
 from zero_runtime import errors, zero
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.residency import Residency, make_whole
-from zero_runtime.residency_policy import ResidencyPolicy
-from zero_runtime.shards import shard_of
+from zero_runtime.sharding.policy import ResidencyPolicy
+from zero_runtime.sharding.residency import Residency, make_whole
+from zero_runtime.sharding.shards import shard_of
 
 pytestmark = pytest.mark.ranks
 

@@ -10,7 +10,7 @@ import zero_runtime
 from support import recorded_models, unusual_models
 from support.process_group_log import logged
 from support.ranks import run_ranks
-from zero_runtime.shards import shard_of
+from zero_runtime.sharding.shards import shard_of
 
 pytestmark = pytest.mark.ranks
 

@@ -344,7 +344,9 @@ class SyntheticRun:
             notes=(f"rank {missing[0]} left no records",) if missing else (),
         )
         manifest = SimpleNamespace(**{**self.manifest(), "ranks": ranks})
-        return SimpleNamespace(path=path, manifest=manifest, health=health, table=self.table)
+        return SimpleNamespace(
+            path=path, manifest=manifest, health=health, table=self.table, scan=self.table
+        )
 
 
 def _buffers(op: str, payload_bytes: int, size: int, rank: int, peer: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero_runtime import keys
+from zero_runtime.configuration import keys
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "deepspeed-differences.md"
 KINDS = ("other messages", "other losses", "accepted here", "refused here", "-")

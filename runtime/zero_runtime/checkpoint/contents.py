@@ -31,7 +31,7 @@ from zero_runtime.checkpoint.training import Training, buffers, parameters, whol
 from zero_runtime.checkpoint.values import Encoder
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.fragments import Fragment, NumberTensor
-from zero_runtime.shards import shard_of
+from zero_runtime.sharding.shards import shard_of
 
 METADATA: Final = "zero_runtime"
 _CHECKPOINT: Final = hooks.tag("checkpoint")

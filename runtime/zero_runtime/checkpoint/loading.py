@@ -18,8 +18,8 @@ from zero_runtime.checkpoint.reader import Checkpoint
 from zero_runtime.checkpoint.training import Training, buffers, extra_states, parameters, whole_shape
 from zero_runtime.errors import CheckpointError
 from zero_runtime.fragments import IMPLEMENTATION
-from zero_runtime.residency import residency_of
-from zero_runtime.shards import shard_of
+from zero_runtime.sharding.residency import residency_of
+from zero_runtime.sharding.shards import shard_of
 
 # Optimizers whose states mean the same.
 _ALIKE: Final = (frozenset({"Adam", "AdamW"}),)

@@ -9,7 +9,7 @@ import torch
 
 from zero_runtime.checkpoint.manifest import ParameterFacts
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.shards import shard_of
+from zero_runtime.sharding.shards import shard_of
 
 
 class Training(NamedTuple):

@@ -24,7 +24,7 @@ from zero_runtime.checkpoint.tensor_file import (
     sync_directory,
 )
 from zero_runtime.checkpoint.training import Training, aliases, buffers, whole_shape
-from zero_runtime.shards import shard_of
+from zero_runtime.sharding.shards import shard_of
 from zero_runtime.zero import GatheredParameters
 
 

@@ -9,7 +9,7 @@ import torch
 
 from zero_runtime.errors import ConfigError
 from zero_runtime.optimizers.newton_schulz import METHODS, orthogonalized
-from zero_runtime.shards import shard_of
+from zero_runtime.sharding.shards import shard_of
 
 MOMENTUM: Final = "momentum_buffer"
 _NOT_BY_NAME: Final = ("embed", "lm_head")

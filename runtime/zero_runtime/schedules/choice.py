@@ -10,11 +10,11 @@ from typing import Any, Final
 import torch
 
 from zero_runtime.config import SchedulerConfig
+from zero_runtime.configuration.signatures import check_arguments
 from zero_runtime.errors import ConfigError
 from zero_runtime.schedules.one_cycle import OneCycle
 from zero_runtime.schedules.range_test import LRRangeTest
 from zero_runtime.schedules.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
-from zero_runtime.signatures import check_arguments
 
 _OWN: Final[Mapping[str, type]] = {
     each.__name__: each for each in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)

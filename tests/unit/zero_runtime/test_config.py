@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from zero_runtime import config as configuration
-from zero_runtime import keys
 from zero_runtime.buckets import Scaling
 from zero_runtime.config import RuntimeConfig
+from zero_runtime.configuration import keys
 from zero_runtime.errors import ConfigError, UnsupportedError
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from zero_runtime.linear import memory_efficient_linear
+from zero_runtime.sharding.linear import memory_efficient_linear
 
 
 def gradients(shape, bias, dtype=torch.float64, autocast=False):

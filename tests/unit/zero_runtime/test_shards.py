@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from zero_runtime.shards import Shard, Status, shard_of, shards_of, slice_numel
+from zero_runtime.sharding.shards import Shard, Status, shard_of, shards_of, slice_numel
 
 
 def group(rank, world):

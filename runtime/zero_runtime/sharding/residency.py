@@ -24,15 +24,15 @@ from typing import Any, Final
 
 import torch
 
-from zero_runtime import access, leaves
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import ConfigError
-from zero_runtime.gathering import Gatherer, broadcast
-from zero_runtime.iteration import Iteration
-from zero_runtime.residency_policy import ResidencyPolicy, remote, secondary_group
-from zero_runtime.shards import Shard, shard_of, shards_of
-from zero_runtime.trace import Limits
-from zero_runtime.units import Unit, units_of, watch_inputs
+from zero_runtime.sharding import access, leaves
+from zero_runtime.sharding.gathering import Gatherer, broadcast
+from zero_runtime.sharding.iteration import Iteration
+from zero_runtime.sharding.policy import ResidencyPolicy, remote, secondary_group
+from zero_runtime.sharding.shards import Shard, shard_of, shards_of
+from zero_runtime.sharding.trace import Limits
+from zero_runtime.sharding.units import Unit, units_of, watch_inputs
 
 _ATTRIBUTE: Final = "zero_residency"
 

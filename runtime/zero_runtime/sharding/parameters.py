@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from zero_runtime.gradients import ParameterGroup
-from zero_runtime.residency import Residency
-from zero_runtime.shards import Shard, shard_of
+from zero_runtime.sharding.residency import Residency
+from zero_runtime.sharding.shards import Shard, shard_of
 
 
 class ShardedParameters:

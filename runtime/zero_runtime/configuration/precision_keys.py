@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from zero_runtime.checks import (
+from zero_runtime.configuration.checks import (
     boolean,
     choice,
     either,
@@ -14,7 +14,7 @@ from zero_runtime.checks import (
     positive,
     strings,
 )
-from zero_runtime.key_table import Table, inert, later, used
+from zero_runtime.configuration.key_table import Table, inert, later, used
 
 DTYPES: Final = ("fp32", "fp16", "bf16")
 

@@ -13,7 +13,7 @@ import torch
 
 from commprof import hooks
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.shards import Shard, Status
+from zero_runtime.sharding.shards import Shard, Status
 
 _GATHER: Final = hooks.tag("parameter_gather")
 _BROADCAST: Final = hooks.tag("parameter_broadcast")

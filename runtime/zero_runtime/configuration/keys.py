@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from zero_runtime import key_table
-from zero_runtime.checks import (
+from zero_runtime.configuration import key_table
+from zero_runtime.configuration.checks import (
     anything,
     boolean,
     choice,
@@ -24,11 +24,11 @@ from zero_runtime.checks import (
     text,
     unknown_key,
 )
+from zero_runtime.configuration.feature_keys import FEATURES
+from zero_runtime.configuration.key_table import Key, Status, Table, inert, inside, refused, used
+from zero_runtime.configuration.precision_keys import BF16, DATA_TYPES, DTYPES, FP16, TORCH_AUTOCAST
+from zero_runtime.configuration.zero_keys import ZERO
 from zero_runtime.errors import ConfigError
-from zero_runtime.feature_keys import FEATURES
-from zero_runtime.key_table import Key, Status, Table, inert, inside, refused, used
-from zero_runtime.precision_keys import BF16, DATA_TYPES, DTYPES, FP16, TORCH_AUTOCAST
-from zero_runtime.zero_keys import ZERO
 
 __all__ = ["BLOCKS", "Key", "Status", "Table", "inert_keys", "read", "stage_3_only"]
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zero_runtime.combinations import WHOLE_BUCKET_NUMEL, automatic_overlap, automatic_reduction
+from zero_runtime.configuration.combinations import WHOLE_BUCKET_NUMEL, automatic_overlap, automatic_reduction
+from zero_runtime.configuration.sharding import ShardingConfig, read_sharding
 from zero_runtime.errors import ConfigError
-from zero_runtime.sharding_config import ShardingConfig, read_sharding
 from zero_runtime.stages import Stage, stage
 
 

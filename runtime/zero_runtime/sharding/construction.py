@@ -16,8 +16,8 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.gathering import Gatherer, broadcast
-from zero_runtime.shards import Shard, shard_of, shards_of
+from zero_runtime.sharding.gathering import Gatherer, broadcast
+from zero_runtime.sharding.shards import Shard, shard_of, shards_of
 
 Module: Final = torch.nn.Module
 _FACTORIES: Final = frozenset(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from zero_runtime.checks import (
+from zero_runtime.configuration.checks import (
     anything,
     boolean,
     choice,
@@ -15,7 +15,7 @@ from zero_runtime.checks import (
     strings,
     text,
 )
-from zero_runtime.key_table import (
+from zero_runtime.configuration.key_table import (
     Table,
     inert,
     inside,

@@ -11,12 +11,12 @@ from zero_runtime.comm import DataParallelGroup
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.gradients import Leaf, ParameterGroup, Policy, ShardedGradients
 from zero_runtime.grouping import shard_groups
-from zero_runtime.leaves import get_z3_leaf_modules
 from zero_runtime.precision import Precision, communication_dtypes
-from zero_runtime.residency import Residency
-from zero_runtime.shard_reduction import ShardReduction
-from zero_runtime.sharded_parameters import ShardedParameters
-from zero_runtime.shards import shards_of
+from zero_runtime.sharding.leaves import get_z3_leaf_modules
+from zero_runtime.sharding.parameters import ShardedParameters
+from zero_runtime.sharding.reduction import ShardReduction
+from zero_runtime.sharding.residency import Residency
+from zero_runtime.sharding.shards import shards_of
 
 
 class ShardedModel:

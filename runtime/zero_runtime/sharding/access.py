@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from zero_runtime.shards import Shard, shard_of
+from zero_runtime.sharding.shards import Shard, shard_of
 
 _EXTERNAL: Final = "zero_external_parameters"
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from zero_runtime.checks import Check, anything, mapping
+from zero_runtime.configuration.checks import Check, anything, mapping
 from zero_runtime.errors import ConfigError, UnsupportedError
 
 

@@ -9,9 +9,9 @@ from typing import Any, Final, Protocol, cast
 
 import torch
 
-from zero_runtime import access
-from zero_runtime.leaves import is_leaf
-from zero_runtime.shards import Shard, shard_of
+from zero_runtime.sharding import access
+from zero_runtime.sharding.leaves import is_leaf
+from zero_runtime.sharding.shards import Shard, shard_of
 
 _WATCH: Final = "zero_watch"
 

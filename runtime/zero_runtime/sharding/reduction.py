@@ -26,7 +26,7 @@ from zero_runtime.buckets import Bucket
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import UsageError
 from zero_runtime.reduction import Finish
-from zero_runtime.shards import slice_numel
+from zero_runtime.sharding.shards import slice_numel
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Gathering and releasing sharded parameters while a model runs forward and backward (stage 3).
 
-The hooks of :mod:`zero_runtime.residency` come here; :mod:`zero_runtime.trace` says what to gather ahead and what to keep.
+The hooks of :mod:`zero_runtime.sharding.residency` come here; :mod:`zero_runtime.sharding.trace` says what to gather
+ahead and what to keep.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from typing import Any, Final
 import torch
 
 from commprof import hooks
-from zero_runtime import access
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import UsageError
-from zero_runtime.gathering import Gatherer
-from zero_runtime.shards import Shard, Status, shards_of
-from zero_runtime.trace import Limits, Planner
-from zero_runtime.units import Unit, tensors_in, watch_outputs
+from zero_runtime.sharding import access
+from zero_runtime.sharding.gathering import Gatherer
+from zero_runtime.sharding.shards import Shard, Status, shards_of
+from zero_runtime.sharding.trace import Limits, Planner
+from zero_runtime.sharding.units import Unit, tensors_in, watch_outputs
 
 _TRACE_CHECK: Final = hooks.tag("trace_check")
 

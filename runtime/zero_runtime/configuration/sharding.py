@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from zero_runtime.errors import ConfigError, UnsupportedError
-from zero_runtime.residency_policy import ResidencyPolicy
+from zero_runtime.sharding.policy import ResidencyPolicy
 
 # Keys that DeepSpeed takes with and without the prefix, and their defaults. Sizes are elements.
 PREFIXED: Final[Mapping[str, Any]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from zero_runtime.checks import (
+from zero_runtime.configuration.checks import (
     Check,
     anything,
     boolean,
@@ -17,8 +17,8 @@ from zero_runtime.checks import (
     strings,
     text,
 )
-from zero_runtime.key_table import Key, Table, inert, inside, later, refused, used, waiting
-from zero_runtime.zero_keys import ANY_LAYOUT
+from zero_runtime.configuration.key_table import Key, Table, inert, inside, later, refused, used, waiting
+from zero_runtime.configuration.zero_keys import ANY_LAYOUT
 
 _SIZE: Final = integer(0)
 _NAME: Final = optional(text)

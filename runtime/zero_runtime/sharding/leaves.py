@@ -13,7 +13,7 @@ from typing import Final
 import torch
 
 from zero_runtime.errors import ConfigError
-from zero_runtime.shards import shard_of
+from zero_runtime.sharding.shards import shard_of
 
 _FLAG: Final = "_z3_leaf"  # DeepSpeed's name, which model libraries set themselves
 _LARGEST: Final = 1_000_000_000  # a leaf module of more elements would hold too much at once

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from zero_runtime.layout import Slice
-from zero_runtime.shards import slice_numel
+from zero_runtime.sharding.shards import slice_numel
 
 
 @dataclass(frozen=True, slots=True)

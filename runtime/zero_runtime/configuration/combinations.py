@@ -11,7 +11,7 @@ from zero_runtime.stages import Stage
 
 if TYPE_CHECKING:
     from zero_runtime.config import RuntimeConfig
-    from zero_runtime.zero_config import ZeroConfig
+    from zero_runtime.configuration.zero import ZeroConfig
 
 WHOLE_BUCKET_NUMEL: Final = (
     500_000_000  # where gradients are sent whole; no key changes it, in DeepSpeed either

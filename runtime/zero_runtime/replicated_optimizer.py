@@ -1,0 +1,117 @@
+"""The step over parameters that every rank holds whole (stage 0)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from zero_runtime.clip import averaged_norm, clip_factor, replicated_norm
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.fragments import Master, Part
+from zero_runtime.loss_scale import UNSCALED, LossScale
+from zero_runtime.optimizer import StepPolicy, WrappedOptimizer, master_of
+from zero_runtime.precision import any_overflow
+from zero_runtime.torch_optimizer import replace_parameters
+from zero_runtime.whole_gradients import ReplicatedGradients
+
+
+class ReplicatedOptimizer(WrappedOptimizer):
+    """Updates all parameters on every rank, those of 16 bits through fp32 copies.
+
+    Args:
+        optimizer: the torch optimizer over the parameters.
+        gradients: where reduced gradients come from.
+        group: the data-parallel ranks.
+        policy: what a step does besides the update.
+        scale: what the loss was multiplied by.
+        full_precision: no parameter needs a copy.
+        names: of the model's parameters.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradients: ReplicatedGradients,
+        group: DataParallelGroup,
+        policy: StepPolicy,
+        scale: LossScale,
+        full_precision: bool,
+        names: Mapping[torch.nn.Parameter, str],
+    ) -> None:
+        super().__init__(optimizer, gradients, policy, scale)
+        self._group = group
+        groups = [[p for p in each["params"] if p.requires_grad] for each in optimizer.param_groups]
+        self._parameters = [parameter for each in groups for parameter in each]
+        self._labels = [
+            (names.get(parameter, f"param_groups[{number}][{index}]"), number)
+            for number, each in enumerate(groups)
+            for index, parameter in enumerate(each)
+        ]
+        self.masters = self._parameters
+        if not full_precision:
+            copies = [[master_of(parameter, policy.masters) for parameter in each] for each in groups]
+            self.masters = [copy for each in copies for copy in each]
+            replace_parameters(optimizer, [list(each) for each in copies])
+
+    def held(self) -> list[Master]:
+        """One master for each trainable parameter: itself, or its fp32 copy."""
+        return [
+            Master(master, (Part(name, parameter, group, 0, parameter.numel(), 0),))
+            for (name, group), parameter, master in zip(
+                self._labels, self._parameters, self.masters, strict=True
+            )
+        ]
+
+    def trained(self) -> dict[str, tuple[torch.nn.Parameter, int]]:
+        """The parameters of all param groups."""
+        return {
+            name: (parameter, group)
+            for (name, group), parameter in zip(self._labels, self._parameters, strict=True)
+        }
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take the step that the reduced gradients ask for, unless one of them overflowed."""
+        taken = self._step_in_place() if self.masters is self._parameters else self._step_through_copies()
+        if taken:
+            self._scale.update(False)
+            self._gradients.clear()
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Make the masters copies of the model's parameters anew, whoever has changed those."""
+        if self.masters is not self._parameters:
+            for master, parameter in zip(self.masters, self._parameters, strict=True):
+                master.copy_(parameter)
+
+    def _step_in_place(self) -> bool:
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if self._scale.rules is not UNSCALED:
+            # Every rank holds the same gradients, so there is nothing to agree on.
+            overflow = bool(any_overflow(gradients, self._group.device).item())
+            if not self._measured(overflow, lambda: replicated_norm(gradients)):
+                return False
+            torch._foreach_mul_(gradients, 1.0 / self._scale.value)
+        # In fp32 the norm is computed for clipping only, and never reported, as in DeepSpeed.
+        if self._policy.clipping > 0.0:
+            factor = clip_factor(averaged_norm(gradients, self._group), self._policy.clipping)
+            torch._foreach_mul_(gradients, factor)
+        self.optimizer.step()
+        return True
+
+    def _step_through_copies(self) -> bool:
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
+        if not self._measured(False, lambda: replicated_norm(gradients)):
+            return False
+        for master, gradient in zip(self.masters, gradients, strict=True):
+            master.grad = gradient.to(master.dtype)
+        factor = self._factor()
+        if factor is not None:
+            torch._foreach_mul_([master.grad for master in self.masters if master.grad is not None], factor)
+        self.optimizer.step()
+        for master, parameter in zip(self.masters, self._parameters, strict=True):
+            master.grad = None
+            if parameter.dtype is not master.dtype:
+                parameter.copy_(master)
+        return True

@@ -1,0 +1,207 @@
+"""The step over flat pieces of the parameters (stages 1 to 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from commprof import hooks
+from zero_runtime.bands import BandedGradients
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.errors import ConfigError
+from zero_runtime.flat_parameters import FlatParameters
+from zero_runtime.fragments import Fragment, Master, Part, Source, fragments_of
+from zero_runtime.gathered_matrices import GatheredMatrices
+from zero_runtime.gradients import ParameterGroup, ShardedGradients
+from zero_runtime.loss_scale import LossScale
+from zero_runtime.matrix_updates import MatrixUpdates
+from zero_runtime.optimizer import StepPolicy, WrappedOptimizer, master_of
+from zero_runtime.optimizers.lamb import Division, Lamb, Segment
+from zero_runtime.optimizers.muon import Muon
+from zero_runtime.precision import agree_on_overflow, any_overflow
+from zero_runtime.sharding.parameters import ShardedParameters
+from zero_runtime.torch_optimizer import replace_parameters
+from zero_runtime.whole_gradients import AccumulatedGradients
+
+_NORM: Final = hooks.tag("gradient_norm")
+
+
+class ShardedOptimizer(WrappedOptimizer):
+    """Updates this rank's piece of every group of parameters, and shares it with the other ranks.
+
+    Each rank keeps its piece as a flat fp32 tensor, which is all that the torch optimizer sees: the parameters' own memory
+    where they are fp32.
+
+    Args:
+        optimizer: the torch optimizer.
+        groups: the trainable parameters: one or more groups for each of its param groups.
+        parameters: their pieces in the model's dtype.
+        gradients: where reduced gradients come from.
+        group: the data-parallel ranks.
+        policy: what a step does besides the update.
+        scale: what the loss was multiplied by.
+        chunk: elements of the matrices that Muon gathers at a time, at stage 3.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        groups: Sequence[ParameterGroup],
+        parameters: FlatParameters | ShardedParameters,
+        gradients: ShardedGradients | BandedGradients | AccumulatedGradients,
+        group: DataParallelGroup,
+        policy: StepPolicy,
+        scale: LossScale,
+        chunk: int = 0,
+    ) -> None:
+        super().__init__(optimizer, gradients, policy, scale)
+        self._reduced = gradients
+        self._group = group
+        self._parameters = parameters
+        self._groups = list(groups)
+        self.grow: Callable[[int, dict[str, Any]], list[ParameterGroup]] | None = None
+        self.masters = [master_of(own, policy.masters) for own in parameters.own]
+        mine: list[list[torch.Tensor]] = [[] for _ in optimizer.param_groups]
+        for each, master in zip(groups, self.masters, strict=True):
+            mine[each.number].append(master)
+        replace_parameters(optimizer, mine)
+        if isinstance(optimizer, Lamb):
+            optimizer.divide(self._division())
+        self._matrices: MatrixUpdates | GatheredMatrices | None = None
+        if isinstance(optimizer, Muon) and isinstance(gradients, ShardedGradients):
+            self._matrices = (
+                MatrixUpdates(optimizer, self.held(), gradients)
+                if isinstance(parameters, FlatParameters)
+                else GatheredMatrices(optimizer, self._groups, self.masters, group, chunk)
+            )
+
+    def fragments(self) -> Iterator[Fragment]:
+        """What this rank holds of each parameter, its state included, for a checkpoint."""
+        if isinstance(self._matrices, MatrixUpdates):
+            return fragments_of(self._matrices.elementwise(), self.held())
+        return super().fragments()
+
+    def load_fragments(self, source: Source, states: bool = True) -> None:
+        """Fill the masters and, with ``states``, the state from a checkpoint; the model's parameters stay as they are."""
+        super().load_fragments(source, states)
+        if isinstance(self._matrices, MatrixUpdates) and states:
+            self._matrices.load(source)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Train further parameters of the model, at stage 3; those that are new in it are broadcast from rank 0.
+
+        Raises:
+            UsageError: at another stage.
+            ConfigError: a parameter is trained already, or is not the model's.
+        """
+        if self.grow is None:
+            super().add_param_group(param_group)
+            return
+        given = param_group["params"]
+        wanted: list[Any] = [given] if isinstance(given, torch.Tensor) else list(given)
+        trained = {parameter: name for name, (parameter, _) in self.trained().items()}
+        for parameter in wanted:
+            if parameter in trained:
+                raise ConfigError(f"{trained[parameter]} is trained already; give it to one param group")
+        self.optimizer.add_param_group({**param_group, "params": wanted})
+        number = len(self.param_groups) - 1
+        try:
+            groups = self.grow(number, self.param_groups[number])
+        except BaseException:
+            del self.param_groups[number]
+            raise
+        first = len(self.masters)
+        self._groups += groups
+        self.masters += [master_of(own, self._policy.masters) for own in self._parameters.own[first:]]
+        self.param_groups[number]["params"] = self.masters[first:]
+        if isinstance(self.optimizer, torch.optim.Adagrad):
+            # Adagrad makes its state when it is made, not in the first step.
+            renewed = torch.optim.Adagrad([self.param_groups[number]], **self.optimizer.defaults)
+            self.state.update(renewed.state)
+        if isinstance(self.optimizer, Lamb):
+            self.optimizer.divide(self._division())
+
+    def _division(self) -> Division:
+        """Where the parameters lie in the masters."""
+        numbers = {name: number for number, name in enumerate(self.trained())}
+        segments = {
+            master.tensor: [Segment(numbers[part.name], part.offset, part.numel) for part in master.parts]
+            for master in self.held()
+        }
+        return Division(segments, len(numbers), partial(self._group.all_reduce, why=_NORM))
+
+    def held(self) -> list[Master]:
+        """One master for each group: this rank's piece of it."""
+        held = []
+        for each, master in zip(self._groups, self.masters, strict=True):
+            parts = [
+                Part(
+                    each.names[index],
+                    each.parameters[index],
+                    each.number,
+                    piece.start,
+                    piece.numel,
+                    piece.offset,
+                )
+                for index in each.layout.order
+                for piece in each.layout.slices(index)
+                if piece.owner == self._group.rank
+            ]
+            held.append(Master(master, tuple(parts)))
+        return held
+
+    def trained(self) -> dict[str, tuple[torch.nn.Parameter, int]]:
+        """The parameters of all groups."""
+        return {
+            name: (parameter, each.number)
+            for each in self._groups
+            for name, parameter in zip(each.names, each.parameters, strict=True)
+        }
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Wait for parameters that are under way, and bring what a script has changed in its slices into the masters."""
+        self._take_over(self._parameters.changes())
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Make the masters copies of the model's parameters anew, whoever has changed those."""
+        self.settle()
+        for master, own in zip(self.masters, self._parameters.own, strict=True):
+            master.copy_(own)
+
+    def _take_over(self, changes: Sequence[tuple[int, slice]]) -> None:
+        for index, part in changes:
+            self.masters[index][part] = self._parameters.own[index][part]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take the step that the reduced gradients ask for, unless one of them overflowed."""
+        self._take_over(self._parameters.begin_step())
+        pieces = self._reduced.pieces
+        overflow = self._policy.check_overflow and agree_on_overflow(
+            any_overflow(pieces, pieces[0].device), self._group
+        )
+        commit = None
+        if self._matrices is not None and not overflow:
+            commit = self._matrices.apply(pieces, self._scale.value)
+        if not self._measured(overflow, self._reduced.norm):
+            return
+        if commit is not None:
+            commit()
+        factor = self._factor()
+        for master, piece in zip(self.masters, pieces, strict=True):
+            master.grad = piece.to(master.dtype)
+            if factor is not None:
+                master.grad.mul_(factor)
+        self.optimizer.step()
+        self._scale.update(False)
+        for master, own in zip(self.masters, self._parameters.own, strict=True):
+            master.grad = None
+            if own.dtype is not master.dtype:
+                own.copy_(master)
+        self._gradients.clear()
+        self._parameters.share()
