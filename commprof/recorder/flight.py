@@ -8,16 +8,15 @@ names what it really ran: its reduce_scatter is an all_reduce.
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
 
 from commprof.recorder.journal import Journal
-from commprof.schema import Op
+from commprof.trace.flight_entries import flight_row
 
 SIZE_VARIABLE: Final = "TORCH_FR_BUFFER_SIZE"
 MOST_ENTRIES: Final = 2_000  # kept of one dump, the newest
@@ -26,49 +25,6 @@ _MOST_NS: Final = 250_000_000  # for writing them down
 
 # torch's functions, by preference: NCCL has a recorder of its own beside that of all other backends.
 DUMPS: Final = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
-
-# The words after ``gloo:`` or ``nccl:`` without a leading ``_``. What is not here has no operation, as ``nccl:coalesced``.
-OPERATIONS: Final[dict[str, Op]] = {
-    "all_reduce": Op.ALL_REDUCE,
-    "allreduce_coalesced": Op.ALL_REDUCE,
-    "all_reduce_coalesced": Op.ALL_REDUCE,
-    "all_reduce_sparse": Op.ALL_REDUCE,
-    "sparse_all_reduce": Op.ALL_REDUCE,
-    "all_reduce_barrier": Op.BARRIER,
-    "barrier": Op.BARRIER,
-    "broadcast": Op.BROADCAST,
-    "broadcast_oop": Op.BROADCAST,
-    "reduce": Op.REDUCE,
-    "reduce_oop": Op.REDUCE,
-    "all_gather": Op.ALL_GATHER,
-    "all_gather_base": Op.ALL_GATHER,
-    "allgather_base": Op.ALL_GATHER,
-    "allgather_coalesced": Op.ALL_GATHER,
-    "all_gather_into_tensor_coalesced": Op.ALL_GATHER,
-    "allgather_into_tensor_coalesced": Op.ALL_GATHER,
-    "reduce_scatter": Op.REDUCE_SCATTER,
-    "reduce_scatter_base": Op.REDUCE_SCATTER,
-    "reduce_scatter_tensor_coalesced": Op.REDUCE_SCATTER,
-    "all_to_all": Op.ALL_TO_ALL,
-    "alltoall_base": Op.ALL_TO_ALL,
-    "gather": Op.GATHER,
-    "scatter": Op.SCATTER,
-    "send": Op.SEND,
-    "recv": Op.RECV,
-    "recvAnySource": Op.RECV,
-    "recv_any_source": Op.RECV,
-}
-
-_ITEM_BYTES: Final[dict[str, int]] = {
-    **dict.fromkeys(("Bool", "Byte", "Char", "QInt8", "QUInt8"), 1),
-    **dict.fromkeys(
-        ("Float8_e5m2", "Float8_e4m3fn", "Float8_e5m2fnuz", "Float8_e4m3fnuz", "Float8_e8m0fnu"), 1
-    ),
-    **dict.fromkeys(("Short", "UInt16", "Half", "BFloat16"), 2),
-    **dict.fromkeys(("Int", "UInt32", "Float", "QInt32", "ComplexHalf"), 4),
-    **dict.fromkeys(("Long", "UInt64", "Double", "ComplexFloat"), 8),
-    "ComplexDouble": 16,
-}
 
 
 class FlightDump:
@@ -151,51 +107,3 @@ def ring_size(environment: Mapping[str, str]) -> int | None:
         if text.isdigit():
             return int(text)
     return None
-
-
-def flight_row(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """One row of ``flight`` from an entry of torch's dump, less the columns that name the process.
-
-    Raises:
-        KeyError, ValueError: the entry is not of the form that torch writes (version 2.x of its dump).
-    """
-    name, description = entry["process_group"]
-    is_p2p = bool(entry["is_p2p"])
-    title = str(entry["profiling_name"])
-    return {
-        "pg": str(name),
-        "group_desc": None if description in ("", "undefined") else str(description),
-        "seq": int(entry["p2p_seq_id" if is_p2p else "collective_seq_id"]),
-        "op_id": int(entry["op_id"]) if "op_id" in entry else None,
-        "is_p2p": is_p2p,
-        "name": title,
-        "op": operation_of(title),
-        "input_bytes": bytes_of(entry.get("input_sizes"), entry.get("input_dtypes")),
-        "output_bytes": bytes_of(entry.get("output_sizes"), entry.get("output_dtypes")),
-        "state": entry.get("state"),
-        "time_realtime_ns": entry.get("time_created_ns"),
-    }
-
-
-def operation_of(name: str) -> str | None:
-    """The operation that a backend's name stands for.
-
-    >>> operation_of("nccl:_reduce_scatter_base"), operation_of("nccl:send 0->1"), operation_of("nccl:coalesced")
-    ('reduce_scatter', 'send', None)
-    """
-    words = name.rpartition(":")[2].split()
-    operation = OPERATIONS.get(words[0].lstrip("_")) if words else None
-    return None if operation is None else operation.value
-
-
-def bytes_of(sizes: Sequence[Sequence[int]] | None, dtypes: Sequence[str] | None) -> int | None:
-    """Bytes of tensors of these shapes and of torch's C++ dtype names; None where a dtype is not known."""
-    if sizes is None or dtypes is None:
-        return None
-    if len(dtypes) != len(sizes):
-        if len(set(dtypes)) != 1:
-            return None
-        dtypes = [dtypes[0]] * len(sizes)
-    if any(dtype not in _ITEM_BYTES for dtype in dtypes):
-        return None
-    return sum(math.prod(shape) * _ITEM_BYTES[dtype] for shape, dtype in zip(sizes, dtypes, strict=True))
