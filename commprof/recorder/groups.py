@@ -8,9 +8,10 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed.distributed_c10d as c10d
+from torch._C._distributed_c10d import _resolve_process_group
 
 from commprof.schema import format_ranks
 
@@ -103,6 +104,20 @@ class Groups:
         self._references[address] = weakref.ref(pg, lambda _: self._forget(address))
         self.known[address] = group
         return group
+
+    def named(self, name: str) -> Group:
+        """The group that torch calls ``name`` now."""
+        group = self._by_name.get(name)
+        return self.find(_resolve_process_group(cast("c10d.GroupName", name))) if group is None else group
+
+    def world(self) -> Group:
+        """The group of all ranks."""
+        return self.find(c10d._get_default_group())
+
+    def add(self, group: Group) -> None:
+        """Take up a group that is none of torch.distributed's."""
+        self._all.append(group)
+        self._on_new(group)
 
     def _forget(self, address: int) -> None:
         self.known.pop(address, None)

@@ -1,36 +1,66 @@
-"""Putting the wrappers in place of torch's methods, and taking them out again.
+"""Which mechanism records which collective: put in place, extended when a program needs more, and taken out again.
 
-All of torch.distributed, FSDP, DeepSpeed and zero_runtime issue their collectives through the methods of
-ProcessGroup; no method calls another through Python, so nothing is counted twice. C++ issuers (DDP's reducer)
-enter below; the self-check tells of them.
+=================  ==============================================================================================
+process_group      methods of ProcessGroup: torch.distributed, FSDP, DeepSpeed and zero_runtime issue through them
+backend            methods of Backend, for programs that call those themselves
+functional         operators of ``_c10d_functional``: DTensor, compiled code
+c10d               operators of c10d, for what C++ issues: three of them from the first use of DDP's reducer on; all
+                   of them ("complete") when asked for, or from when a group has counted more than was recorded
+framework          operators of a framework that sends beside c10d
+=================  ==============================================================================================
+
+No method calls another through Python, and a kernel of c10d leaves to the layers above what they record, so nothing is
+counted twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch._C._distributed_c10d import ProcessGroup, Work
+import torch
+from torch._C._distributed_c10d import Backend, ProcessGroup, Work
 
-from commprof.recorder.groups import Group, Groups
+from commprof import hooks
+from commprof.recorder.backend_groups import BackendGroups
+from commprof.recorder.beneath import Beneath
+from commprof.recorder.dispatcher import operator_names
+from commprof.recorder.functional import FRAMEWORK, FUNCTIONAL, WAIT
+from commprof.recorder.graphs import CapturedGraphs
+from commprof.recorder.groups import Group, Groups, live_groups
+from commprof.recorder.issuers import CppIssuers, reducer_is_alive
 from commprof.recorder.journal import Journal
+from commprof.recorder.kernels import KernelRecorder
 from commprof.recorder.methods import METHODS
+from commprof.recorder.operators import C10D, ISSUED_IN_CPP, takes_a_group
 from commprof.recorder.wrappers import Wrappers
+from commprof.schema import LAYERS, Layer
 from commprof.trace.writer import count_of
 
 
 class Interception:
-    """The wrappers of one recording.
+    """The wrappers and kernels of one recording.
 
     Args:
         journal: what the records go to.
         open_group: called at the first sight of a process group, before anything of it is recorded.
+        complete: record c10d's operators, all of them and from the beginning, in place of methods and functional operators.
     """
 
-    def __init__(self, journal: Journal, open_group: Callable[[Group], None]) -> None:
+    def __init__(self, journal: Journal, open_group: Callable[[Group], None], complete: bool = False) -> None:
         self.journal = journal
         self.groups = Groups(open_group, self._forget)
         self.wrappers = Wrappers(journal, self.groups.find)
+        self.kernels = KernelRecorder(journal, self.groups)
+        self.is_complete = False
+        backends = BackendGroups(self.groups, lambda address: self._backend_wrappers.forget(address))
+        self._backend_wrappers = Wrappers(
+            journal, backends.find, LAYERS.index(Layer.BACKEND), self.wrappers.pending
+        )
+        self._issuers = CppIssuers(self._record_cpp_issuers, journal.fault)
+        self._graphs = CapturedGraphs(journal.fault)
+        self._beneath = Beneath(journal.note)
+        self._wants_complete = complete
         self._installed: list[tuple[type, str, Any, Any]] = []
         self._blocks = 0
         self._begun: dict[str, int] = {}  # by group: its collectives when the open coalescing block began
@@ -39,11 +69,25 @@ class Interception:
         self.wrappers.forget(address)
 
     def install(self) -> None:
-        """Wrap every method of the table that this torch has. Wrappers that others made stay beneath ours."""
-        for method in METHODS:
-            original = vars(ProcessGroup).get(method.name)
-            if original is not None:
-                self._replace(ProcessGroup, method.name, original, self.wrappers.wrap(method, original))
+        """Put every layer in place. Wrappers that others made stay beneath ours."""
+        if self._wants_complete:
+            self._wrap_methods(ProcessGroup, lambda method, original: self._wrap_carrier(original))
+            self.complete()
+        else:
+            self._wrap_methods(ProcessGroup, self.wrappers.wrap)
+            self._observe_functional()
+            if not self._issuers.install():
+                self.journal.note(
+                    "this torch lacks a function by which DDP's reducer is noticed: all of c10d is recorded"
+                )
+                self.complete()
+            elif live_groups() and reducer_is_alive():
+                self._record_cpp_issuers()
+        self._wrap_methods(Backend, self._backend_wrappers.wrap)
+        self._graphs.install(torch.cuda.CUDAGraph)
+        self.journal.on_captured = self._graphs.add
+        self._beneath.install()
+        self._attempt("operators of frameworks", self.kernels.observe, FRAMEWORK, Layer.FRAMEWORK)
         for name, wrap in (
             ("_start_coalescing", self._wrap_start_coalescing),
             ("_end_coalescing", self._wrap_end_coalescing),
@@ -56,13 +100,72 @@ class Interception:
             if original is not None:
                 self._replace(kind, "wait", original, self.wrappers.wrap_wait(original))
 
+    def complete(self) -> None:
+        """From now on record every operator of c10d that nothing above it records."""
+        if self.is_complete:
+            return
+        self.is_complete = True
+        known = operator_names("c10d") or list(C10D)
+        unknown = [name for name in known if name not in C10D and takes_a_group(name)]
+        if unknown:
+            self.journal.note(
+                f"operators of c10d that are not known here, and not recorded: {', '.join(unknown)}"
+            )
+        self._observe_c10d([name for name in C10D if name in known])
+
+    def follow(self) -> None:
+        """Once a step, and at the end: what has happened beside the calls that are recorded."""
+        self._graphs.write()
+        self._beneath.look()
+
+    def close_gap(self, group: Group) -> None:
+        """``group`` has counted collectives that were not recorded: look at all of c10d from now on, and say so."""
+        if self.is_complete:
+            return
+        self.complete()
+        self.journal.note(
+            f"from step {hooks.position.step} on every operator of c10d is recorded: group {group.desc or group.name} had "
+            f"counted {group.unseen} more than was recorded until then, and those are missing"
+        )
+
     def remove(self) -> None:
-        """Put torch's methods back, except where somebody else has wrapped ours since."""
+        """Put torch's methods back, except where somebody else has wrapped ours since, and take the kernels out."""
+        self._issuers.remove()
+        self._graphs.remove()
+        self._beneath.remove()
+        self.kernels.remove()
         for owner, name, original, wrapper in self._installed:
             if vars(owner).get(name) is wrapper:
                 setattr(owner, name, original)
         self._installed.clear()
         self.wrappers.pending.clear()
+
+    def _record_cpp_issuers(self) -> None:
+        """C++ is about to issue collectives."""
+        self._observe_c10d(ISSUED_IN_CPP)
+
+    def _observe_c10d(self, operators: Sequence[str]) -> None:
+        for name in operators:
+            self._attempt(name, self.kernels.observe_c10d, name)
+
+    def _observe_functional(self) -> None:
+        found = {name for name in FUNCTIONAL if name in operator_names(name.partition("::")[0])}
+        for name in found:
+            self._attempt(name, self.kernels.observe, {name: FUNCTIONAL[name]}, Layer.FUNCTIONAL)
+        self._attempt(WAIT, self.kernels.observe_waits, WAIT)
+
+    def _attempt(self, what: str, observe: Callable[..., None], *args: Any) -> None:
+        """A torch that takes no kernel of ours costs that kernel's records, and no more."""
+        try:
+            observe(*args)
+        except Exception as error:
+            self.journal.note(f"not recorded by a kernel: {what} ({type(error).__name__}: {error})")
+
+    def _wrap_methods(self, owner: type, wrap: Callable[[Any, Any], Any]) -> None:
+        for method in METHODS:
+            original = vars(owner).get(method.name)
+            if original is not None:
+                self._replace(owner, method.name, original, wrap(method, original))
 
     def _replace(self, owner: type, name: str, original: Any, wrapper: Any) -> None:
         wrapper.__name__ = name
@@ -71,6 +174,23 @@ class Interception:
         wrapper.__wrapped__ = original
         setattr(owner, name, wrapper)
         self._installed.append((owner, name, original, wrapper))
+
+    def _wrap_carrier(self, original: Any) -> Any:
+        """Records nothing: takes the record that a kernel makes to the handle, so that its wait is seen."""
+        take, pending, fault = self.kernels.take_latest, self.wrappers.pending, self.journal.fault
+
+        def carry(*args: Any, **kwargs: Any) -> Any:
+            take()
+            work = original(*args, **kwargs)
+            try:
+                token = take()
+                if token is not None and work is not None:
+                    pending[id(work)] = token
+            except Exception as error:
+                fault(error)
+            return work
+
+        return carry
 
     def _wrap_start_coalescing(self, original: Any) -> Any:
         def start_coalescing(pg: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from commprof.recorder.groups import Group, Groups, live_groups
@@ -12,15 +13,22 @@ from commprof.recorder.sequence import expected_number
 class SelfCheck:
     """Compares, for each live group, how far its sequence number moved with what was recorded of it.
 
-    A surplus is ``unseen``: collectives started in C++, below the methods that the interception wraps. Where the records
+    A surplus is ``unseen``: collectives that somebody issued beside every layer that was recorded. Where the records
     account for more than the group counted, nothing is said: a backend may count in ways that are not known here.
+
+    Args:
+        journal: where the findings are written.
+        groups: the process groups of this process.
+        on_gap: called at each surplus.
     """
 
-    def __init__(self, journal: Journal, groups: Groups) -> None:
+    def __init__(self, journal: Journal, groups: Groups, on_gap: Callable[[Group], None]) -> None:
         self._journal = journal
         self._groups = groups
+        self._on_gap = on_gap
         self._before: dict[str, int] = {}  # numbers of the groups that were there before recording began
         self._checked: dict[str, tuple[int, int]] = {}  # at the last check: the group's own number, and ours
+        self._ahead: dict[str, int] = {}  # records at the last check that the group had not counted
 
     def start(self) -> None:
         """Recording begins now: what the groups have counted so far is nobody's loss."""
@@ -34,8 +42,8 @@ class SelfCheck:
         else:
             self._before.pop(name, None)
 
-    def run(self) -> None:
-        """Check every live group, and write down what was found."""
+    def run(self, is_last: bool = False) -> None:
+        """Check every live group, and write down what was found. The last time, nobody needs to be told of it."""
         for pg in live_groups():
             group = self._groups.find(pg)
             own, expected = sequence_number(pg), expected_number(group)
@@ -43,12 +51,18 @@ class SelfCheck:
                 continue
             own_then, expected_then = self._checked.get(group.name, (self._before.get(pg.group_name, 0), 0))
             self._checked[group.name] = own, expected
-            self._report(group, (own - own_then) - (expected - expected_then))
+            surplus = (own - own_then) - (expected - expected_then)
+            # Another thread may have recorded a collective that the group had not counted yet at the last check.
+            unseen = surplus - self._ahead.get(group.name, 0)
+            self._ahead[group.name] = max(0, -surplus)
+            if unseen > 0:
+                self._report(group, unseen, is_last)
 
-    def _report(self, group: Group, unseen: int) -> None:
-        if unseen > 0:
-            group.unseen += unseen
-            self._journal.write("unseen", {"pg": group.name, "unseen": group.unseen})
+    def _report(self, group: Group, unseen: int, is_last: bool) -> None:
+        group.unseen += unseen
+        self._journal.write("unseen", {"pg": group.name, "unseen": group.unseen})
+        if not is_last:
+            self._on_gap(group)
 
 
 def sequence_number(pg: Any) -> int | None:

@@ -53,13 +53,15 @@ class Session:
         self.armed = armed
         self.opened: Opened | None = None
         self.journal = Journal()
-        self.interception = Interception(self.journal, self._on_group)
+        self.interception = Interception(self.journal, self._on_group, options.complete)
         groups = self.interception.groups
         self.lifecycle = GroupLifecycle(
             groups.find, self._before_destroy, self._on_destroy, self.journal.fault
         )
         self.steps = Steps(self.journal, self._check)
-        self.selfcheck = SelfCheck(self.journal, groups) if options.selfcheck else None
+        self.selfcheck = (
+            SelfCheck(self.journal, groups, self.interception.close_gap) if options.selfcheck else None
+        )
         self.flight = FlightDump(self.journal, groups.unique_name)
         self.adapter = DeepSpeedAdapter(self.journal, self.steps.explicit)
         self._out = out
@@ -83,7 +85,7 @@ class Session:
 
     def stop(self) -> None:
         """Write what is left, take every wrapper out, and close the files."""
-        self._check()
+        self._check(is_last=True)
         self._unwatch()
         self.flight.write()
         self._close()
@@ -135,6 +137,7 @@ class Session:
         journal = self.journal
         groups = self.interception.groups.every()
         calls = sum(count_of(group.collectives) + count_of(group.messages) for group in groups)
+        kernels = self.interception.kernels
         cost = journal.cost_ns / journal.cost_samples if journal.cost_samples else 0.0
         return {
             "records": opened.records.kept,
@@ -142,7 +145,10 @@ class Session:
             "raised": journal.raised,
             "faults": journal.faults,
             "first_fault": journal.first_fault,
-            "recorder_ns": round(cost * calls) + self.steps.cost_ns + self.flight.cost_ns,
+            "recorder_ns": round(cost * (calls - kernels.records))
+            + kernels.cost_ns
+            + self.steps.cost_ns
+            + self.flight.cost_ns,
             "stopped_reason": opened.records.stopped_reason or opened.events.stopped_reason,
         }
 
@@ -185,12 +191,15 @@ class Session:
         if self.selfcheck is not None:
             self.selfcheck.forget(name)
 
-    def _check(self) -> None:
-        if self.selfcheck is not None and self.journal.records is not None:
-            try:
-                self.selfcheck.run()
-            except Exception as error:
-                self.journal.fault(error)
+    def _check(self, is_last: bool = False) -> None:
+        if self.journal.records is None:
+            return
+        try:
+            self.interception.follow()
+            if self.selfcheck is not None:
+                self.selfcheck.run(is_last)
+        except Exception as error:
+            self.journal.fault(error)
 
     def _open(self) -> None:
         rank = this_rank()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -17,9 +18,36 @@ from commprof.schema import Op
 _OPTION_NAMES: Final = ("reduceOp", "rootRank", "rootTensor", "asyncOp")
 
 
+class Planned:
+    """A tensor that the collective itself will make: of this shape, with dtype and device of ``like``."""
+
+    __slots__ = ("device", "dtype", "shape")
+
+    def __init__(self, shape: tuple[int, ...], like: torch.Tensor) -> None:
+        self.shape = shape
+        self.dtype = like.dtype
+        self.device = like.device
+
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    def element_size(self) -> int:
+        """Bytes of one element."""
+        return self.dtype.itemsize
+
+
+class CallOptions(NamedTuple):
+    """The options of a call that came without one of torch's options objects."""
+
+    reduction: str | None
+    root: int | None  # group rank
+    is_async: bool
+
+
 def freeze(value: Any) -> Any:
     """A hashable stand-in for an argument: equal for calls of equal signature, and holding no tensor."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, (torch.Tensor, Planned)):
         return value.shape, value.dtype, value.device
     if isinstance(value, (list, tuple)):
         return tuple([freeze(item) for item in value])
@@ -34,7 +62,7 @@ def freeze(value: Any) -> Any:
 class _Buffers(NamedTuple):
     """Sums over some tensors."""
 
-    tensors: list[torch.Tensor]
+    tensors: list[torch.Tensor | Planned]
 
     @property
     def bytes(self) -> int:
@@ -95,6 +123,8 @@ def _sort_arguments(method: Method, args: Sequence[Any], kwargs: Mapping[str, An
     if method.shape is Shape.NONE:
         empty = _Buffers([])
         options = kwargs.get("opts", args[0] if args else None)
+        if isinstance(options, CallOptions):
+            return _Call(empty, empty, None, None, options.is_async)
         return _Call(empty, empty, None, None, bool(getattr(options, "asyncOp", False)))
     tensor_arguments = 2 if method.shape is Shape.OUTPUTS_INPUTS else 1
     buffers = [_Buffers(_flatten(value)) for value in args[:tensor_arguments]]
@@ -129,7 +159,9 @@ def _scalars(
     is_async = True
     takes_root = method.op in (Op.BROADCAST, Op.REDUCE, Op.GATHER, Op.SCATTER)
     for value in (*rest, *(kwargs[name] for name in ("opts", "op") if name in kwargs)):
-        if hasattr(value, "asyncOp"):
+        if isinstance(value, CallOptions):
+            reduce_op, root, is_async = value
+        elif hasattr(value, "asyncOp"):
             is_async = bool(value.asyncOp)
             root = getattr(value, "rootRank", root)
             reduce_op = _reduce_op_name(getattr(value, "reduceOp", None))
@@ -177,15 +209,15 @@ def _measure(op: Op, call: _Call, is_root: bool, group_size: int) -> _Sizes:
             return _Sizes(0, 0, 0, 0)
 
 
-def _flatten(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
+def _flatten(value: Any) -> list[torch.Tensor | Planned]:
+    if isinstance(value, (torch.Tensor, Planned)):
         return [value]
     if isinstance(value, (list, tuple)):
         return [tensor for item in value for tensor in _flatten(item)]
     return []
 
 
-def _shape_text(tensor: torch.Tensor) -> str:
+def _shape_text(tensor: torch.Tensor | Planned) -> str:
     return "x".join(map(str, tensor.shape)) or "()"
 
 

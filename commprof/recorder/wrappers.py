@@ -56,13 +56,18 @@ class Wrappers:
         journal: what the records go to.
         find_group: the group of a ProcessGroup; called at the first call of each method on each group.
         layer: what the records say about who saw them, as a position in ``LAYERS``.
+        pending: the handles that nobody has waited for yet, where others share them.
     """
 
     def __init__(
-        self, journal: Journal, find_group: Callable[[Any], Group], layer: int = PROCESS_GROUP
+        self,
+        journal: Journal,
+        find_group: Callable[[Any], Group],
+        layer: int = PROCESS_GROUP,
+        pending: dict[int, Token] | None = None,
     ) -> None:
         self.journal = journal
-        self.pending: dict[int, Token] = {}
+        self.pending: dict[int, Token] = {} if pending is None else pending
         self._find_group = find_group
         self._entries: list[dict[int, Entry]] = []
         self._calls: list[dict[Any, Known]] = []

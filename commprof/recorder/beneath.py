@@ -1,0 +1,77 @@
+"""What sends beside c10d, where no recorder in Python sees it: noticed, so that a report can name what is missing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+from torch._C import _distributed_c10d
+
+_SYMMETRIC_MEMORY: Final = "_SymmetricMemory"
+
+# Module that a process has loaded when it may send by itself: what that is. torch's symmetric memory is noticed by its use.
+LOADED: Final[dict[str, str]] = {
+    "deep_ep": "DeepEP (NVSHMEM)",
+    "nvshmem.core": "NVSHMEM",
+    "vllm.distributed.device_communicators.pynccl_wrapper": "vLLM's own calls of NCCL (pynccl)",
+    "cupy_backends.cuda.libs.nccl": "CuPy's own calls of NCCL",
+    "flashinfer.comm": "FlashInfer's own all_reduce",
+}
+# Module and what in it is set once it sends by itself.
+SET: Final[dict[tuple[str, str], str]] = {
+    ("transformer_engine.pytorch.module.base", "_ub_communicators"): "TransformerEngine's userbuffers",
+}
+
+
+class Beneath:
+    """Watches for what sends beside c10d.
+
+    Args:
+        note: leaves a sentence for the person who reads the trace.
+    """
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._noted: set[str] = set()
+        self._patched: tuple[Any, Any] | None = None
+
+    def install(self) -> None:
+        """Notice when a buffer of symmetric memory is shared among ranks."""
+        kind = getattr(_distributed_c10d, _SYMMETRIC_MEMORY, None)
+        original = None if kind is None else vars(kind).get("rendezvous")
+        if kind is None or original is None:
+            return
+        share = kind.rendezvous
+
+        def rendezvous(*args: Any, **kwargs: Any) -> Any:
+            self._tell("torch's symmetric memory was in use")
+            return share(*args, **kwargs)
+
+        kind.rendezvous = staticmethod(rendezvous)
+        self._patched = vars(kind)["rendezvous"], original
+
+    def remove(self) -> None:
+        """Stop watching, except where somebody else has wrapped our wrapper since."""
+        kind = getattr(_distributed_c10d, _SYMMETRIC_MEMORY, None)
+        if (
+            self._patched is not None
+            and kind is not None
+            and vars(kind).get("rendezvous") is self._patched[0]
+        ):
+            kind.rendezvous = self._patched[1]
+        self._patched = None
+
+    def look(self) -> None:
+        """Name what this process has loaded by now."""
+        for module, what in LOADED.items():
+            if module in sys.modules:
+                self._tell(f"{what} was loaded")
+        for (module, name), what in SET.items():
+            if getattr(sys.modules.get(module), name, None):
+                self._tell(f"{what} were in use")
+
+    def _tell(self, what: str) -> None:
+        if what not in self._noted:
+            self._noted.add(what)
+            self._note(f"{what}: what is sent that way lies beneath c10d and is not among the records")

@@ -1,0 +1,82 @@
+"""Kernels of our own in front of torch's operators: put in place, passed through, taken out.
+
+They stand at the dispatch key BackendSelect: it is on in every thread, in inference mode, under autograd and in compiled
+code, and no operator of c10d has a kernel there. torch's own kernels run next, whatever the device. An operator need not
+be there yet: the kernel waits for whoever defines it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch.library import Library
+
+_KEY: Final = "BackendSelect"
+
+# Goes on to torch's own kernel: the key set that the dispatcher gave, then the operator's arguments.
+Redispatch = Callable[..., Any]
+
+
+class Kernels:
+    """The kernels of one recording."""
+
+    def __init__(self) -> None:
+        self.operators: set[str] = set()  # those that have one
+        self._libraries: dict[str, Library] = {}
+
+    def put(self, operator: str, make: Callable[[Redispatch], Callable[..., Any]]) -> None:
+        """Put the kernel that ``make`` returns in front of ``operator`` (``c10d::allreduce_``), unless one is there.
+
+        The kernel is called with the dispatcher's key set before the arguments, which must go on as they are.
+
+        Raises:
+            Exception: this torch takes no such kernel.
+        """
+        if operator in self.operators:
+            return
+        namespace, _, name = operator.partition("::")
+        kernel = make(bind_redispatch(operator))
+        if namespace not in self._libraries:
+            self._libraries[namespace] = Library(namespace, "IMPL")
+        self._libraries[namespace].impl(name, kernel, _KEY, with_keyset=True)
+        self.operators.add(operator)
+
+    def remove(self) -> None:
+        """Take every kernel out. Must come before the interpreter ends: torch would call into it."""
+        libraries = list(self._libraries.values())
+        self._libraries.clear()
+        self.operators.clear()
+        for library in libraries:
+            library._destroy()
+
+
+def bind_redispatch(operator: str) -> Redispatch:
+    """What goes on from our kernel of ``operator`` to torch's own."""
+    after = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEY))
+    handle: Any = None
+
+    def redispatch(keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
+        nonlocal handle
+        if handle is None:
+            handle = torch._C._dispatch_find_schema_or_throw(operator, "")
+        return handle.redispatch_boxed(keyset & after, *args, **kwargs)
+
+    return redispatch
+
+
+def operator_names(namespace: str) -> list[str]:
+    """The operators of ``namespace`` that this process knows now, without overloads."""
+    names: list[str] = getattr(torch._C, "_dispatch_get_all_op_names", list)()
+    return sorted({name for name in names if name.startswith(f"{namespace}::") and "." not in name})
+
+
+def arguments_of(operator: str) -> list[tuple[str, str]]:
+    """The arguments of ``operator`` as its schema names them: name and type.
+
+    Raises:
+        RuntimeError: there is no such operator.
+    """
+    schema = torch._C._dispatch_find_schema_or_throw(operator, "").schema()  # type: ignore[attr-defined]
+    return [(argument.name, str(argument.type)) for argument in schema.arguments]

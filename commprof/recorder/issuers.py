@@ -1,0 +1,78 @@
+"""What issues collectives from C++, below the methods of ProcessGroup: DDP's reducer and two functions beside it.
+
+Their first use is noticed, so that kernels are put in front of c10d's operators then, and never in a program without them.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+
+_CLASS: Final = "Reducer"
+_FUNCTIONS: Final = ("_broadcast_coalesced", "_verify_params_across_processes")
+
+
+class CppIssuers:
+    """Watches for the first use.
+
+    Args:
+        on_first: called before it, once.
+        on_fault: called with what ``on_first`` raised.
+    """
+
+    def __init__(self, on_first: Callable[[], None], on_fault: Callable[[Exception], None]) -> None:
+        self._on_first = on_first
+        self._on_fault = on_fault
+        self._seen = False
+        self._patched: list[tuple[Any, str, Any, Any]] = []
+
+    def install(self) -> bool:
+        """Watch from now on; False when this torch lacks one of them, so that its use would go unnoticed."""
+        reducer = getattr(_distributed_c10d, _CLASS, None)
+        found = [name for name in _FUNCTIONS if hasattr(_distributed_c10d, name)]
+        if reducer is not None:
+            self._patch(reducer, "__init__")
+        for name in found:
+            for module in (dist, _distributed_c10d):
+                if hasattr(module, name):
+                    self._patch(module, name)
+        return reducer is not None and len(found) == len(_FUNCTIONS)
+
+    def remove(self) -> None:
+        """Stop watching, except where somebody else has wrapped our wrapper since."""
+        for owner, name, original, wrapper in self._patched:
+            if vars(owner).get(name) is wrapper:
+                setattr(owner, name, original)
+        self._patched.clear()
+
+    def _patch(self, owner: Any, name: str) -> None:
+        original = vars(owner)[name]
+
+        @functools.wraps(original)
+        def noticed(*args: Any, **kwargs: Any) -> Any:
+            self._notice()
+            return original(*args, **kwargs)
+
+        setattr(owner, name, noticed)
+        self._patched.append((owner, name, original, noticed))
+
+    def _notice(self) -> None:
+        if self._seen:
+            return
+        self._seen = True
+        try:
+            self._on_first()
+        except Exception as error:
+            self._on_fault(error)
+
+
+def reducer_is_alive() -> bool:
+    """Whether this process has a DistributedDataParallel module: its reducer was made before anybody watched."""
+    kind = torch.nn.parallel.DistributedDataParallel
+    return any(issubclass(type(item), kind) for item in gc.get_objects())
