@@ -16,6 +16,9 @@ from typing import Final
 import duckdb
 import pyarrow as pa
 
+from commprof.errors import TraceError
+from commprof.trace.reader import Scan
+
 
 class _Connection(threading.local):
     """One engine for each thread: starting one takes longer than most questions."""
@@ -33,20 +36,42 @@ def query_text(question: str) -> str:
     return (resources.files("commprof.analysis") / "queries" / f"{question}.sql").read_text("utf-8")
 
 
-def ask(question: str, tables: Mapping[str, pa.Table], **clauses: str) -> pa.Table:
+def ask(question: str, tables: Mapping[str, pa.Table | Scan], **clauses: str) -> pa.Table:
     """The answer to ``question`` over ``tables``.
 
     Args:
         question: name of a file in ``queries/``.
-        tables: the tables that its text names, by that name.
+        tables: the tables that its text names, by that name; a large one as where its rows lie.
         clauses: text to put in the place of ``{name}`` in the query; made of checked column names only.
+
+    Raises:
+        TraceError: the files of a table cannot be read, or hold numbers that cannot be summed.
     """
     text = query_text(question)
     engine = _connection.engine
+    registered: list[str] = []
     try:
-        for name, table in tables.items():
-            engine.register(name, table)
+        for name, rows in tables.items():
+            registered += _register(engine, name, rows)
         return engine.sql(text.format(**clauses) if clauses else text).to_arrow_table()
+    except duckdb.Error as error:
+        first = str(error).strip().partition("\n")[0]
+        raise TraceError(
+            f"the {' and '.join(tables)} of the run do not answer the question of {question!r}: {first}. Some file of "
+            "the run is damaged; copy it again from where it was recorded"
+        ) from None
     finally:
-        for name in tables:
+        for name in reversed(registered):
             engine.unregister(name)  # so that no table outlives its question
+
+
+def _register(engine: duckdb.DuckDBPyConnection, name: str, rows: pa.Table | Scan) -> list[str]:
+    """Make ``rows`` known as ``name``; returns the names that were taken for it."""
+    if not isinstance(rows, Scan):
+        engine.register(name, rows)
+        return [name]
+    rest = f"{name}_rest"
+    engine.register(rest, rows.rest)
+    files = engine.read_parquet([str(file) for file in rows.files])
+    engine.register(name, files.union(engine.table(rest)))
+    return [rest, name]

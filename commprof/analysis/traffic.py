@@ -12,9 +12,10 @@ from commprof.analysis.answers import GROUPINGS, TRAFFIC
 from commprof.analysis.engine import ask
 from commprof.analysis.frames import from_arrow
 from commprof.errors import UsageError
+from commprof.trace.reader import Scan
 
 
-def operations(collectives: pa.Table) -> pa.Table:
+def operations(collectives: pa.Table | Scan) -> pa.Table:
     """Every collective once, and every message once, from the records of all ranks (``queries/operations.sql``)."""
     return ask("operations", {"collectives": collectives})
 

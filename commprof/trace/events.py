@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from commprof.errors import TraceError
+from commprof.trace.content import open_content, printable
 from commprof.trace.layout import EVENT_KINDS
 
 _INTERNED: Final = frozenset({"signature", "tag", "site", "thread"})
 _MOST_EVENT_BYTES: Final = 4 << 30
+_LARGEST_ID: Final = (1 << 32) - 1
 
 
 @dataclass(slots=True)
@@ -20,15 +25,43 @@ class Events:
 
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {kind: [] for kind in EVENT_KINDS})
     torn: int = 0
+    _interned: dict[str, dict[int, dict[str, Any]]] = field(
+        default_factory=lambda: {kind: {} for kind in _INTERNED}
+    )
 
     def interned(self, kind: str) -> dict[int, dict[str, Any]]:
         """The interned rows of ``kind`` by id."""
-        return {row["id"]: row for row in self.rows[kind]}
+        return self._interned[kind]
 
     def last(self, kind: str) -> dict[str, Any] | None:
         """The last row of ``kind``."""
         rows = self.rows[kind]
         return rows[-1] if rows else None
+
+    def add(self, line: bytes) -> None:
+        """Take one line in. One that is not ours counts as torn; a kind that this version does not know is left out."""
+        try:
+            row = json.loads(line)
+            kind = row.pop("kind")
+            if b"\\u" in line:
+                row = printable(row)
+            if kind in _INTERNED:
+                self._intern(kind, row)
+            elif kind in self.rows:
+                self.rows[kind].append(row)
+            elif not isinstance(kind, str):
+                raise ValueError("kind")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            self.torn += 1
+
+    def _intern(self, kind: str, row: dict[str, Any]) -> None:
+        number = row["id"]
+        if type(number) is not int or not 0 < number <= _LARGEST_ID:
+            raise ValueError("id")
+        # A number is given once: of two rows with one number, the first stood there when records began to name it.
+        if self._interned[kind].setdefault(number, row) != row:
+            raise ValueError("id")
+        self.rows[kind].append(row)
 
 
 def read_events(path: Path) -> Events:
@@ -38,27 +71,29 @@ def read_events(path: Path) -> Events:
         TraceError: the file cannot be read.
     """
     try:
-        data = path.read_bytes()
+        with open_content(path) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            if size > _MOST_EVENT_BYTES:
+                raise TraceError(
+                    f"{path} holds {size:,} bytes, more than the {_MOST_EVENT_BYTES:,} that are read: it is damaged"
+                )
+            return _parse(stream)
     except FileNotFoundError:
         return Events()
     except OSError as error:
         raise TraceError(f"{path} cannot be read: {error.strerror}") from None
-    return parse_events(data)
 
 
 def parse_events(data: bytes) -> Events:
     """The rows in ``data``. A line that is not one of our rows is counted in ``torn`` and left out."""
+    return _parse(io.BytesIO(data))
+
+
+def _parse(lines: Iterable[bytes]) -> Events:
     events = Events()
-    lines = data.split(b"\n")
-    if lines[-1]:
-        events.torn += 1  # no line feed: the write was cut off
-    for line in lines[:-1]:
-        try:
-            row = json.loads(line)
-            kind = row.pop("kind")
-            if kind in _INTERNED and not isinstance(row["id"], int):
-                raise ValueError("id")
-            events.rows[kind].append(row)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            events.torn += 1
+    for line in lines:
+        if line.endswith(b"\n"):
+            events.add(line)
+        else:
+            events.torn += 1  # the write was cut off
     return events

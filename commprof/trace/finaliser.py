@@ -2,7 +2,8 @@
 
 May be run at any time, again, and by two processes at once; a crash at any point loses nothing. In order: each
 rank's collectives are written and read back; the side tables are extended by the ranks that are not in them
-yet; the manifest is rewritten; only then are the binary files of those ranks removed.
+yet; the manifest is rewritten; only then are the binary files of those ranks removed. Records are read and written
+some at a time, so memory does not grow with their number.
 """
 
 from __future__ import annotations
@@ -13,17 +14,29 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from commprof.errors import TraceError
+from commprof.trace.collective_files import remove_partial, write_collectives
 from commprof.trace.decoder import RankTrace, read_rank
-from commprof.trace.directory import COLLECTIVES_DIRECTORY, MANIFEST_NAME
+from commprof.trace.directory import COLLECTIVES_DIRECTORY, MANIFEST_NAME, STACKS_DIRECTORY
 from commprof.trace.health import Health, assess
 from commprof.trace.layout import EVENTS_SUFFIX, RECORDS_SUFFIX, rank_files
-from commprof.trace.manifest import COMPLETE, KILLED, RUNNING, Manifest, read_manifest, write_manifest
+from commprof.trace.manifest import (
+    COMPLETE,
+    KILLED,
+    RUNNING,
+    Manifest,
+    read_manifest,
+    write_manifest,
+    wrong_entry,
+)
 from commprof.trace.process import is_alive
 from commprof.trace.tables import (
     arrow_schema,
@@ -31,12 +44,22 @@ from commprof.trace.tables import (
     read_parquet,
     write_parquet,
 )
-from commprof.trace.wire import write_wire
+from commprof.trace.wire import write_samples, write_wire
 
 _LOCK_SECONDS: Final = 120
+_MOST_THREADS: Final = 4  # each holds one part of a rank's records
 _ENTRY_KEY: Final = b"commprof.rank"
 _STEMS_KEY: Final = b"commprof.rank_files"
-_SIDE_TABLES: Final = ("groups", "steps", "metrics", "parameters", "buckets", "flight", "clocks")
+_SIDE_TABLES: Final = (
+    "groups",
+    "steps",
+    "metrics",
+    "parameters",
+    "buckets",
+    "flight",
+    "clocks",
+    "clock_offsets",
+)
 _QUIET_SECONDS: Final = (
     600  # a file of a host that we cannot ask, untouched for so long, is taken for abandoned
 )
@@ -50,13 +73,17 @@ def finalise(path: str | os.PathLike[str]) -> Health:
         SchemaError: another version wrote it.
     """
     run = Path(path)
-    with _locked(run):
+    with _locked(run) as alone:
+        if alone:
+            _remove_leftovers(run)
         manifest = load_manifest(run)
         traces, damaged = pending_traces(run)
         alive = still_working(run, manifest, traces)
         if not alive:
             _remove_converted(run)
             write_wire(run)
+            write_samples(run)
+            _remove_unused_stacks(run)
             if traces:
                 _convert(run, manifest, traces)
             elif manifest.state == RUNNING and (run / MANIFEST_NAME).exists():
@@ -92,17 +119,21 @@ def load_manifest(run: Path) -> Manifest:
 def entry_of(file: Path) -> dict[str, Any]:
     """The manifest's entry of a rank, from the metadata of its Parquet file."""
     try:
-        entry = json.loads(read_metadata(file)[_ENTRY_KEY])
-    except (KeyError, ValueError):
+        entry: dict[str, Any] = json.loads(read_metadata(file)[_ENTRY_KEY])
+    except (KeyError, ValueError, RecursionError):
         raise TraceError(f"{file} was not written by commprof: it does not say which rank it is") from None
-    return dict(entry)
+    problem = wrong_entry(entry)
+    if problem is not None:
+        raise TraceError(f"{file} is damaged: {problem}")
+    return entry
 
 
 def pending_traces(run: Path) -> tuple[list[RankTrace], list[str]]:
     """The ranks that are not Parquet yet, decoded, and a sentence for each whose files are beyond reading."""
     traces, damaged = [], []
+    done = finalised_stems(run)
     for identity, stem in rank_files(run):
-        if is_finalised(run, stem.name):
+        if stem.name in done:
             continue
         try:
             traces.append(read_rank(stem))
@@ -113,16 +144,27 @@ def pending_traces(run: Path) -> tuple[list[RankTrace], list[str]]:
     return traces, damaged
 
 
-def is_finalised(run: Path, stem: str) -> bool:
-    """Whether every table holds what the rank files called ``stem`` hold."""
-    if not (run / COLLECTIVES_DIRECTORY / f"{stem}.parquet").exists():
-        return False
-    return all(stem in stems_in(run, name) for name in _SIDE_TABLES)
+def finalised_stems(run: Path) -> set[str]:
+    """The rank files of which every table holds all."""
+    if not rank_files(run):
+        return set()
+    stems = {file.stem for file in (run / COLLECTIVES_DIRECTORY).glob("rank-*.parquet")}
+    for name in _SIDE_TABLES if stems else ():
+        stems &= stems_in(run, name)
+    return {stem for stem in stems if entry_of(_collectives_file(run, stem)).get("file") == stem}
+
+
+def _collectives_file(run: Path, stem: str) -> Path:
+    return run / COLLECTIVES_DIRECTORY / f"{stem}.parquet"
 
 
 def stems_in(run: Path, name: str) -> set[str]:
     """The rank files whose rows table ``name`` holds already."""
-    return set(json.loads(read_metadata(run / f"{name}.parquet").get(_STEMS_KEY, b"[]")))
+    file = run / f"{name}.parquet"
+    try:
+        return set(json.loads(read_metadata(file).get(_STEMS_KEY, b"[]")))
+    except (ValueError, TypeError):
+        raise TraceError(f"{file} is damaged: the list of the ranks that it holds cannot be read") from None
 
 
 def entries_of(manifest: Manifest, traces: Sequence[RankTrace]) -> list[dict[str, Any]]:
@@ -160,37 +202,61 @@ def _recently_touched(run: Path, trace: RankTrace) -> bool:
 
 
 def _convert(run: Path, manifest: Manifest, traces: Sequence[RankTrace]) -> None:
-    for trace in traces:
-        file = run / COLLECTIVES_DIRECTORY / f"{trace.identity.stem}.parquet"
-        entry = {**trace.entry, "file": trace.identity.stem}
-        write_parquet(file, trace.tables["collectives"], {_ENTRY_KEY: json.dumps(entry).encode()})
-        _check_copy(file, trace.tables["collectives"])
+    # Compressing and comparing release the interpreter's lock, so threads share the work.
+    with ThreadPoolExecutor(min(len(traces), len(os.sched_getaffinity(0)), _MOST_THREADS)) as pool:
+        entries = list(pool.map(lambda trace: _write_rank(run, trace), traces))
     for name in _SIDE_TABLES:
         _extend(run, name, traces)
-    ready = [
-        RankTrace(t.identity, t.tables, {**t.entry, "file": t.identity.stem}, t.begin, t.config)
-        for t in traces
-    ]
+    ready = [replace(trace, entry=entry) for trace, entry in zip(traces, entries, strict=True)]
     write_manifest(run, _settled(manifest, ready))
+    for directory in (run / COLLECTIVES_DIRECTORY, run):
+        _sync(directory)
     _remove_converted(run)
+
+
+def _write_rank(run: Path, trace: RankTrace) -> dict[str, Any]:
+    """Write one rank's collectives; its entry in the manifest, which names the file."""
+    entry = {**trace.entry, "file": trace.identity.stem}
+    file = _collectives_file(run, trace.identity.stem)
+    write_collectives(file, trace.parts, {_ENTRY_KEY: json.dumps(entry).encode()})
+    return entry
+
+
+def _sync(directory: Path) -> None:
+    """The names of new files reach the disk before the old files go."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _remove_converted(run: Path) -> None:
     """Remove the binary files of ranks whose rows all stand in Parquet, those that a crash has left included."""
-    for identity, _ in rank_files(run):
-        if is_finalised(run, identity.stem):
+    done = finalised_stems(run)
+    for identity, stem in rank_files(run):
+        if stem.name in done:
             for suffix in (RECORDS_SUFFIX, EVENTS_SUFFIX):
                 (run / (identity.stem + suffix)).unlink(missing_ok=True)
 
 
-def _check_copy(file: Path, table: pa.Table) -> None:
-    """The binary files are removed for the sake of this copy, so it is read back from the disk and compared."""
-    copy = read_parquet(file, "collectives")
-    if not copy.equals(table):
-        raise TraceError(
-            f"{file} does not hold what was written to it ({len(copy)} rows, expected {len(table)}); the binary files "
-            "are kept. Check the disk"
-        )
+def _remove_leftovers(run: Path) -> None:
+    """Remove what commands left that were killed while they finalised. Only they write under these names."""
+    remove_partial(run / COLLECTIVES_DIRECTORY)
+    for name in (*_SIDE_TABLES, "wire"):
+        for file in run.glob(f".{name}.parquet-*"):
+            file.unlink(missing_ok=True)
+
+
+def _remove_unused_stacks(run: Path) -> None:
+    """Remove the files in which no process was asked for its stacks."""
+    directory = run / STACKS_DIRECTORY
+    with contextlib.suppress(OSError):
+        for file in directory.glob("rank-*.txt"):
+            if not file.stat().st_size:
+                file.unlink()
+        directory.rmdir()
 
 
 def _extend(run: Path, name: str, traces: Sequence[RankTrace]) -> None:
@@ -225,13 +291,10 @@ def _settled(manifest: Manifest, traces: Sequence[RankTrace]) -> Manifest:
     manifest.ranks = entries_of(manifest, traces)
     begins = [trace.begin for trace in traces]
     manifest.hosts = sorted({*manifest.hosts, *(str(b["host"]) for b in begins if b.get("host"))})
-    worlds = [b["world_size"] for b in begins if isinstance(b.get("world_size"), int)]
+    worlds = [t.entry["world_size"] for t in traces if t.entry["world_size"] is not None]
     manifest.world_size = max([*worlds, manifest.world_size or 0], default=0) or None
-    manifest.torch = manifest.torch or next((b["torch"] for b in begins if b.get("torch")), None)
-    for trace in sorted(traces, key=lambda item: item.identity.rank):
-        if trace.config is not None and manifest.effective_config is None:
-            manifest.effective_config = trace.config.get("config")
-            manifest.engine = trace.config.get("engine")
+    manifest.torch = manifest.torch or next((str(b["torch"]) for b in begins if b.get("torch")), None)
+    take_config(manifest, traces)
     if manifest.state == RUNNING:
         health = assess(manifest, manifest.ranks, [], alive=False)
         manifest.state = COMPLETE if health.state == COMPLETE else KILLED
@@ -240,9 +303,25 @@ def _settled(manifest: Manifest, traces: Sequence[RankTrace]) -> Manifest:
     return manifest
 
 
+def take_config(manifest: Manifest, traces: Sequence[RankTrace]) -> None:
+    """The config that the engine of the lowest rank published, where the manifest has none yet."""
+    for trace in sorted(traces, key=lambda item: item.identity):
+        config = (trace.config or {}).get("config")
+        if manifest.effective_config is None and isinstance(config, dict):
+            manifest.effective_config = config
+            engine = (trace.config or {}).get("engine")
+            manifest.engine = engine if isinstance(engine, str) else None
+
+
 def _last_realtime(traces: Sequence[RankTrace]) -> int | None:
     times = [value for trace in traces for value in trace.tables["clocks"].column("realtime_ns").to_pylist()]
     return max(times, default=None)
+
+
+def unseen_rows(groups: pa.Table) -> list[dict[str, Any]]:
+    """The rows of ``groups`` that the self-check found something in."""
+    rows: list[dict[str, Any]] = groups.filter(pc.greater(groups["unseen"], 0)).to_pylist()
+    return rows
 
 
 def _group_rows(run: Path, traces: Sequence[RankTrace]) -> list[dict[str, Any]]:
@@ -252,30 +331,32 @@ def _group_rows(run: Path, traces: Sequence[RankTrace]) -> list[dict[str, Any]]:
         tables.append(read_parquet(file, "groups"))
     rows: list[dict[str, Any]] = []
     for table in tables:
-        rows += table.to_pylist()
+        rows += unseen_rows(table)
     return rows
 
 
 @contextlib.contextmanager
-def _locked(run: Path) -> Iterator[None]:
-    """Only one process at a time. The lock is the kernel's, on the directory, so it goes with the process that holds it."""
+def _locked(run: Path) -> Iterator[bool]:
+    """Only one process at a time. The lock is the kernel's, on the directory, so it goes with the process that holds it.
+
+    Gives whether there is a lock: not every file system has them.
+    """
     try:
         descriptor = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise TraceError(f"{run} cannot be read: {error.strerror}") from None
     try:
-        _lock(run, descriptor)
-        yield
+        yield _lock(run, descriptor)
     finally:
         os.close(descriptor)
 
 
-def _lock(run: Path, descriptor: int) -> None:
+def _lock(run: Path, descriptor: int) -> bool:
     deadline = time.monotonic() + _LOCK_SECONDS
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
+            return True
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise TraceError(
@@ -283,4 +364,4 @@ def _lock(run: Path, descriptor: int) -> None:
                 ) from None
             time.sleep(0.05)
         except OSError:
-            return  # a file system without locks
+            return False

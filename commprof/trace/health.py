@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from commprof.trace.manifest import COMPLETE, FAILED, KILLED, RUNNING, Manifest
+
+_MOST_NOTES: Final = 20  # of one rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ def _state(
         return manifest.state
     if alive:
         return RUNNING
-    if manifest.launcher is None and entries and not missing and all(entry["ended"] for entry in entries):
+    if manifest.launcher is None and entries and not missing and all(entry.get("ended") for entry in entries):
         return COMPLETE
     return KILLED
 
@@ -104,7 +106,7 @@ def _notes(
             "no rank has recorded anything: the program never initialised torch.distributed, was killed before that, or "
             "ran on another host"
         )
-    unended = [entry["rank"] for entry in entries if not entry["ended"]]
+    unended = [entry["rank"] for entry in entries if not entry.get("ended")]
     if unended and state != RUNNING:
         notes.append(
             f"{_ranks(unended)} ended without saying so (killed, or os._exit): the trace holds all that was issued, but the "
@@ -134,7 +136,10 @@ def _incidents(entries: Sequence[Mapping[str, Any]]) -> list[str]:
             )
         if entry.get("faults"):
             notes.append(f"{who}: commprof itself failed on {entry['faults']} collectives, which are missing")
-        notes += [f"{who}: {text}" for text in entry.get("notes") or ()]
+        said = list(dict.fromkeys(entry.get("notes") or ()))
+        notes += [f"{who}: {text}" for text in said[:_MOST_NOTES]]
+        if len(said) > _MOST_NOTES:
+            notes.append(f"{who}: and {len(said) - _MOST_NOTES:,} more notes, all of them in run.json")
     return notes
 
 

@@ -41,7 +41,9 @@ EVENT_KINDS: Final[tuple[str, ...]] = (
     "buckets",
     "config",
     "clock",  # monotonic and real-time clock read together
+    "clock_offset",  # how far this clock is from that of rank 0
     "flight",  # an entry of torch's Flight Recorder
+    "stacks",  # the signal on which the process writes its stacks, and the file, below the run
     "unseen",  # a self-check found collectives without records
     "note",  # a sentence for the person who reads the trace
     "end",  # recording ended in an orderly way; totals
@@ -63,7 +65,8 @@ class RankFile(NamedTuple):
         return f"rank-{self.rank:05d}-{self.attempt}-{self.pid}{tail}"
 
 
-_STEM = re.compile(r"rank-(\d{5,})-(\d+)-(\d+)(?:-(\d+))?")
+_STEM = re.compile(r"rank-(\d{5,10})-(\d{1,10})-(\d{1,10})(?:-(\d{1,10}))?", re.ASCII)
+_LARGEST_NUMBER: Final = 1 << 31
 
 
 def parse_stem(stem: str) -> RankFile | None:
@@ -76,7 +79,8 @@ def parse_stem(stem: str) -> RankFile | None:
     if match is None:
         return None
     rank, attempt, pid, part = match.groups()
-    return RankFile(int(rank), int(attempt), int(pid), int(part or 1))
+    numbers = RankFile(int(rank), int(attempt), int(pid), int(part or 1))
+    return numbers if max(numbers) < _LARGEST_NUMBER else None
 
 
 class Header(NamedTuple):

@@ -16,6 +16,7 @@ from typing import Any, Final
 from commprof import __version__
 from commprof.errors import SchemaError, TraceError, UsageError
 from commprof.schema import SCHEMA_VERSION, TABLES
+from commprof.trace.content import printable, read_content
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, MANIFEST_NAME, is_run
 from commprof.trace.layout import parse_stem
 
@@ -36,6 +37,39 @@ _OUR_NAMES: Final = frozenset(
         "processes.jsonl",
         "output.txt",
     }
+)
+# Fields that may be null: what they are where they are not.
+_NULLABLE: Final[dict[str, type]] = {
+    "script": str,
+    "ended_realtime_ns": int,
+    "exit_code": int,
+    "first_failed_rank": int,
+    "nproc": int,
+    "world_size": int,
+    "launcher": dict,
+    "torch": str,
+    "config": dict,
+    "config_path": str,
+    "config_argument": str,
+    "effective_config": dict,
+    "engine": str,
+    "sweep": dict,
+}
+_OPTIONAL_COUNTS: Final = (
+    "part",
+    "world_size",
+    "lost",
+    "torn",
+    "torn_events",
+    "unseen",
+    "raised",
+    "incomplete",
+    "faults",
+    "recorder_ns",
+)
+_LARGEST: Final = 1 << 62
+MOST_RANKS: Final = (
+    1_000_000  # a larger world is a damaged number, and to list its missing ranks would take minutes
 )
 # The variables that change what a collective does; nothing else of the environment is kept.
 _KEPT_VARIABLES: Final = ("NCCL_", "TORCH_", "OMP_", "GLOO_")
@@ -110,18 +144,18 @@ def read_manifest(path: Path) -> Manifest:
     """
     file = Path(path) / MANIFEST_NAME
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = printable(json.loads(read_content(file)))
     except FileNotFoundError:
         raise TraceError(f"{path} has no {MANIFEST_NAME}") from None
     except OSError as error:
         raise TraceError(
             f"{file} cannot be read: {error.strerror}. Check its permissions, or copy the run to a place of yours"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TraceError(
             f"{file} is not valid JSON ({error}): it was cut off or changed by hand. Remove it to read the run without it"
         ) from None
-    if not isinstance(content, dict) or not isinstance(content.get("schema_version"), int):
+    if not isinstance(content, dict) or type(content.get("schema_version")) is not int:
         raise TraceError(
             f"{file} has no schema_version: it was not written by commprof. If it belongs to another program, keep "
             "runs in a directory of their own"
@@ -147,12 +181,49 @@ def read_manifest(path: Path) -> Manifest:
 def _wrong_type(manifest: Manifest) -> str | None:
     pristine = Manifest()
     for item in fields(Manifest):
-        value, expected = getattr(manifest, item.name), getattr(pristine, item.name)
-        if expected is not None and not isinstance(value, type(expected)):
-            return f"{item.name} is {type(value).__name__}, expected {type(expected).__name__}"
-    if not all(isinstance(entry, dict) for entry in manifest.ranks):
-        return "ranks holds something that is not an object"
+        value, given = getattr(manifest, item.name), getattr(pristine, item.name)
+        expected = type(given) if given is not None else _NULLABLE[item.name]
+        if value is None and given is None:
+            continue
+        if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
+            return f"{item.name} is {type(value).__name__}, expected {expected.__name__}"
+        if isinstance(value, int) and not -_LARGEST <= value < _LARGEST:
+            return f"{item.name} is {value}, which no clock, process or rank has"
+    for name in ("command", "hosts", "notes"):
+        if not all(isinstance(text, str) for text in getattr(manifest, name)):
+            return f"{name} holds something that is not text"
+    if not all(isinstance(text, str) for text in manifest.environment.values()):
+        return "environment holds something that is not text"
+    if (manifest.world_size or 0) > MOST_RANKS or (manifest.nproc or 0) > MOST_RANKS:
+        return f"world_size is {manifest.world_size}, more than {MOST_RANKS:,}"
+    if manifest.sweep is not None and not isinstance(manifest.sweep.get("point", {}), dict):
+        return "sweep has a point that is not an object"
+    return next((f"ranks: {problem}" for entry in manifest.ranks if (problem := wrong_entry(entry))), None)
+
+
+def wrong_entry(entry: Any) -> str | None:
+    """What is wrong with an entry of ``ranks``; None when nothing is."""
+    if not isinstance(entry, dict):
+        return "an entry is not an object"
+    for name in ("rank", "attempt", "pid"):
+        if not _is_count(entry.get(name)):
+            return f"an entry has no {name}"
+    for name in ("records", *_OPTIONAL_COUNTS):
+        if not (entry.get(name) is None or _is_count(entry[name])):
+            return f"{name} is {entry[name]!r}, expected a count"
+    if (entry.get("world_size") or 0) > MOST_RANKS:
+        return f"world_size is {entry['world_size']}, more than {MOST_RANKS:,}"
+    for name in ("file", "host", "stopped_reason"):
+        if not isinstance(entry.get(name), str | None):
+            return f"{name} is {type(entry[name]).__name__}, expected text"
+    notes = entry.get("notes") or []
+    if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
+        return "notes is not a list of texts"
     return None
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _LARGEST
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Final, NamedTuple
 
 import pyarrow as pa
 
@@ -20,12 +20,23 @@ from commprof.trace.finaliser import (
     pending_traces,
     stems_in,
     still_working,
+    take_config,
+    unseen_rows,
 )
 from commprof.trace.health import Health, assess
 from commprof.trace.layout import rank_files
 from commprof.trace.manifest import Manifest
-from commprof.trace.tables import arrow_schema, read_parquet, read_table
-from commprof.trace.wire import read_readings, reading_files
+from commprof.trace.tables import arrow_schema, count_rows, has_schema, read_parquet, read_table
+from commprof.trace.wire import read_readings, reading_files, sample_files
+
+_MOST_ROWS: Final = 1_000_000  # a larger table is not loaded to ask something of it
+
+
+class Scan(NamedTuple):
+    """The rows of a large table: those of Parquet files, which an engine reads where they lie, and ``rest``."""
+
+    files: tuple[Path, ...]
+    rest: pa.Table
 
 
 @dataclass(slots=True)
@@ -50,26 +61,52 @@ class Run:
             self._tables[name] = self._read(name)
         return self._tables[name]
 
+    def scan(self, name: str) -> pa.Table | Scan:
+        """Table ``name`` to ask something of: what :meth:`table` gives, or where its rows lie when they are many.
+
+        Raises:
+            TraceError: there is no such table, or its file is damaged.
+        """
+        if name != "collectives" or name in self._tables:
+            return self.table(name)
+        files = self._collective_files()
+        if sum(count_rows(file) for file in files) <= _MOST_ROWS or not all(
+            has_schema(file, name) for file in files
+        ):
+            return self.table(name)
+        return Scan(tuple(files), merge(name, [arrow_schema(name).empty_table(), *self._pending(name)]))
+
     def _read(self, name: str) -> pa.Table:
         schema = arrow_schema(name)
         if name == "collectives":
-            pending = {trace.identity.stem for trace in self.pending}
-            files = sorted((self.path / COLLECTIVES_DIRECTORY).glob("rank-*.parquet"))
-            tables = [read_parquet(file, name) for file in files if file.stem not in pending]
+            tables = [read_parquet(file, name) for file in self._collective_files()]
         else:
             tables = [read_table(self.path, name)]
         if name == "wire":
             tables.append(read_readings(reading_files(self.path)))
-        held = stems_in(self.path, name) if name != "collectives" else set()
-        tables += [t.tables[name] for t in self.pending if name in t.tables and t.identity.stem not in held]
-        return merge(name, [schema.empty_table(), *tables])
+        if name == "samples":
+            tables.append(read_readings(sample_files(self.path), name))
+        return merge(name, [schema.empty_table(), *tables, *self._pending(name)])
+
+    def _collective_files(self) -> list[Path]:
+        pending = {trace.identity.stem for trace in self.pending}
+        files = sorted((self.path / COLLECTIVES_DIRECTORY).glob("rank-*.parquet"))
+        return [file for file in files if file.stem not in pending]
+
+    def _pending(self, name: str) -> list[pa.Table]:
+        """The rows of the ranks that are not Parquet."""
+        if name == "collectives":
+            return [trace.collectives() for trace in self.pending]
+        held = stems_in(self.path, name) if self.pending else set()
+        return [t.tables[name] for t in self.pending if name in t.tables and t.identity.stem not in held]
 
 
 def open_run(path: str | os.PathLike[str]) -> Run:
     """Open run directory ``path``, or ``latest``.
 
     Binary files of ranks that have ended are finalised first. A run that still works is read as it is and left
-    alone; so is one whose directory cannot be written to.
+    alone; so is one whose directory cannot be written to. Of a run that is finalised only the manifest is read here, and
+    the table of its groups; the rest when it is asked for.
 
     Raises:
         TraceError: there is no run at ``path``, or nothing in it can be read.
@@ -81,7 +118,7 @@ def open_run(path: str | os.PathLike[str]) -> Run:
     except OSError as error:
         raise TraceError(f"{run} cannot be read: {error.strerror}") from None
     manifest = load_manifest(run)
-    if has_rank_files or reading_files(run):
+    if has_rank_files or reading_files(run) or sample_files(run):
         try:
             finalise(run)
             manifest = load_manifest(run)
@@ -93,9 +130,10 @@ def open_run(path: str | os.PathLike[str]) -> Run:
     if damaged and not traces and not manifest.ranks:
         raise TraceError(f"{run} cannot be read: {'; '.join(damaged)}")
     alive = still_working(run, manifest, traces)
+    damaged += _without_file(run, manifest)
     opened = Run(run, manifest, _unknown_health(manifest), traces)
     entries = entries_of(manifest, traces)
-    opened.health = assess(manifest, entries, opened.table("groups").to_pylist(), alive, damaged)
+    opened.health = assess(manifest, entries, unseen_rows(opened.table("groups")), alive, damaged)
     _fill_in(manifest, traces)
     manifest.ranks = entries
     return opened
@@ -105,16 +143,26 @@ def _unknown_health(manifest: Manifest) -> Health:
     return assess(manifest, [], [], alive=False)
 
 
+def _without_file(run: Path, manifest: Manifest) -> list[str]:
+    """A sentence for each rank whose file is gone. Its entry says then that it has no records."""
+    present = {file.stem for file in (run / COLLECTIVES_DIRECTORY).glob("rank-*.parquet")}
+    present |= {stem.name for _, stem in rank_files(run)}
+    gone = []
+    for entry in manifest.ranks:
+        stem = entry.get("file")
+        if stem is not None and stem not in present:
+            gone.append(
+                f"rank {entry['rank']}: {COLLECTIVES_DIRECTORY}/{stem}.parquet is missing, and {entry['records']:,} records "
+                "with it: copy it again from where the run was recorded"
+            )
+            entry["records"] = 0
+    return gone
+
+
 def _fill_in(manifest: Manifest, traces: list[RankTrace]) -> None:
     """What only the ranks of a run that was not finalised know."""
-    begins: list[dict[str, Any]] = [trace.begin for trace in traces]
     if manifest.world_size is None:
-        manifest.world_size = max(
-            (b["world_size"] for b in begins if isinstance(b.get("world_size"), int)), default=None
-        )
+        manifest.world_size = max((trace.entry["world_size"] or 0 for trace in traces), default=0) or None
     if not manifest.hosts:
-        manifest.hosts = sorted({str(b["host"]) for b in begins if b.get("host")})
-    for trace in traces:
-        if trace.config is not None and manifest.effective_config is None:
-            manifest.effective_config = trace.config.get("config")
-            manifest.engine = trace.config.get("engine")
+        manifest.hosts = sorted({trace.entry["host"] for trace in traces if trace.entry["host"]})
+    take_config(manifest, traces)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from commprof.trace.events import Events
 from commprof.trace.layout import RankFile
+
+_STEP_LIMIT: Final = 1 << 31
 
 
 class StepTable(NamedTuple):
@@ -21,28 +23,29 @@ class StepTable(NamedTuple):
 
     def relabel(self, steps: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """The step of each record, without the steps that were none."""
-        relabelled = steps.copy()
-        for none, step in self.void.items():
-            relabelled[steps == none] = step
+        if not self.void or not len(steps):
+            return steps.copy()
+        none = np.array(sorted(self.void), np.int32)
+        found = np.searchsorted(none, steps)
+        found[found == len(none)] = 0
+        instead = np.array([self.void[step] for step in none.tolist()], np.int32)
+        relabelled: np.ndarray[Any, Any] = np.where(none[found] == steps, instead[found], steps)
         return relabelled
 
 
 def build_steps(identity: RankFile, events: Events) -> StepTable:
     """Steps from one boundary to the next.
 
-    Boundaries that the program named replace those that were found by themselves. Of the latter, what follows
-    the last one is no step: it began when an optimizer had stepped, and none stepped again. It counts in the step
-    that has just ended, as what follows the last named step does.
+    Boundaries that the program named replace those that were found by themselves. What follows the last one counts in
+    the step that has just ended.
     """
-    boundaries = [row for row in events.rows["step"] if _is_boundary(row)]
+    boundaries = [{"step": None, **row} for row in events.rows["step"] if _is_boundary(row)]
     named = [row for row in boundaries if row["step"] is None or not row.get("automatic")]
     automatic = {row["step"] for row in boundaries if row.get("automatic")}
     void: dict[int, int] = {}
     if any(row["step"] is not None for row in named):
         void = dict.fromkeys(automatic - {row["step"] for row in named}, -1)
         boundaries = named
-    elif automatic:
-        void = {max(automatic): max(automatic) - 1}
     begins = [row for row in boundaries if row["step"] is None or row.get("micro_step", 0) == 0]
     micro = _micro_steps(boundaries)
     metrics = _metrics(events.rows["metrics"], void)
@@ -67,7 +70,10 @@ def build_steps(identity: RankFile, events: Events) -> StepTable:
 
 
 def _is_boundary(row: Mapping[str, Any]) -> bool:
-    return isinstance(row.get("time_ns"), int) and (row.get("step") is None or isinstance(row["step"], int))
+    step = row.get("step")
+    return isinstance(row.get("time_ns"), int) and (
+        step is None or (type(step) is int and -_STEP_LIMIT <= step < _STEP_LIMIT)
+    )
 
 
 def _micro_steps(boundaries: Iterable[Mapping[str, Any]]) -> dict[int, int]:
@@ -92,7 +98,7 @@ def _metrics(rows: Iterable[Mapping[str, Any]], void: Mapping[int, int]) -> dict
             continue
         try:
             value = float(row.get("value", math.nan))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             continue
         values = found.setdefault(void.get(step, step), {})
         if name in ("loss", "grad_norm", "loss_scale"):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -82,6 +84,8 @@ def conform(table: str, arrow: pa.Table) -> pa.Table:
         raise SchemaError(
             f"table {table} does not have column(s) {', '.join(extra)}; it has: {', '.join(schema.names)}"
         )
+    if len(set(arrow.column_names)) < len(arrow.column_names):
+        raise SchemaError(f"table {table} has a column twice: {', '.join(arrow.column_names)}")
     columns = []
     for item in schema:
         if item.name not in arrow.column_names:
@@ -148,6 +152,7 @@ def write_parquet(path: Path, table: pa.Table, metadata: Mapping[bytes, bytes] |
             compression_level=3,
             use_dictionary=strings,
             column_encoding=deltas,
+            write_page_checksum=True,
         )
         with temporary.open("rb") as stream:
             os.fsync(stream.fileno())
@@ -165,11 +170,13 @@ def read_parquet(path: Path, name: str) -> pa.Table:
         TraceError: the file is damaged. SchemaError: a newer version wrote it.
     """
     try:
-        with pq.ParquetFile(path) as file:
+        _check_regular(path)
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
             metadata = file.schema_arrow.metadata or {}
             check_version(path, metadata)
             arrow = file.read()
-    except (OSError, pa.ArrowException) as error:
+        arrow.validate(full=True)
+    except (OSError, pa.ArrowException, ValueError) as error:
         raise TraceError(
             f"{path} cannot be read: {error}. It is damaged or not a Parquet file; copy it again from where it was made"
         ) from None
@@ -183,11 +190,47 @@ def read_metadata(path: Path) -> dict[bytes, bytes]:
         TraceError: the file is damaged.
     """
     try:
+        _check_regular(path)
         return dict(pq.read_schema(path).metadata or {})
     except FileNotFoundError:
         return {}
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, pa.ArrowException, ValueError) as error:
         raise TraceError(f"{path} cannot be read: {error}") from None
+
+
+def count_rows(path: Path) -> int:
+    """The rows of one Parquet file, by its own word.
+
+    Raises:
+        TraceError: the file is damaged.
+    """
+    try:
+        _check_regular(path)
+        return int(pq.read_metadata(path).num_rows)
+    except (OSError, pa.ArrowException, ValueError) as error:
+        raise TraceError(f"{path} cannot be read: {error}") from None
+
+
+def has_schema(path: Path, name: str) -> bool:
+    """Whether one Parquet file has exactly the columns of table ``name``, so that nothing need be converted.
+
+    Raises:
+        TraceError: the file is damaged. SchemaError: a newer version wrote it.
+    """
+    try:
+        _check_regular(path)
+        found = pq.read_schema(path)
+    except (OSError, pa.ArrowException, ValueError) as error:
+        raise TraceError(f"{path} cannot be read: {error}") from None
+    check_version(path, found.metadata or {})
+    expected = arrow_schema(name)
+    return [(item.name, item.type) for item in found] == [(item.name, item.type) for item in expected]
+
+
+def _check_regular(path: Path) -> None:
+    """OSError when there is no regular file at ``path``: to read a pipe would never end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
 
 
 def check_version(path: Path, metadata: Mapping[bytes, bytes]) -> None:

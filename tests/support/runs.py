@@ -92,6 +92,7 @@ class SyntheticRun:
         self._next_seq: dict[tuple[int, int], int] = {}
         self._next_pg_seq: dict[tuple[Any, ...], int] = {}
         self._clock = 1_000_000
+        self._issued: dict[tuple[int, int], int] = {}  # by attempt and step
 
     def pid(self, rank: int, attempt: int = 0) -> int:
         return PID_BASE + 100 * attempt + rank
@@ -150,8 +151,10 @@ class SyntheticRun:
     ) -> None:
         """One ``collectives`` row for each recording member (``ranks``: only those) of ``group``.
 
-        ``payload_bytes`` is S of the schema; what a rank contributes and receives follows from it.
+        ``payload_bytes`` is S of the schema; what a rank contributes and receives follows from it. It is issued within its
+        step, where that was added before; a wait that ``exposed_ns`` speaks of ends so long after.
         """
+        place = self._place(step, attempt)
         group = tuple(range(self.world_size)) if group is None else group
         is_p2p = op in ("send", "recv")
         members = group if ranks is None else ranks
@@ -162,7 +165,8 @@ class SyntheticRun:
             self._next_pg_seq[stream] = number + 1
             seq = self._next_seq.get((rank, attempt), 0)
             self._next_seq[rank, attempt] = seq + 1
-            begin = self._clock + rank if issue_ns is None else issue_ns
+            begin = place + rank if issue_ns is None else issue_ns
+            wait_end_ns = None if exposed_ns is None else begin + exposed_ns
             input_bytes, output_bytes = _buffers(op, payload_bytes, len(group), rank, peer)
             self.rows["collectives"].append(
                 {
@@ -199,11 +203,22 @@ class SyntheticRun:
                     "status": "incomplete" if host_ns is None else "ok",
                     "issue_ns": begin,
                     "return_ns": None if host_ns is None else begin + host_ns,
+                    "wait_end_ns": wait_end_ns,
                     "exposed_ns": exposed_ns,
                     **columns,
                 }
             )
-        self._clock += 10
+
+    def _place(self, step: int, attempt: int) -> int:
+        """A time within the step, later than that of its earlier collectives; the clock where it was not added."""
+        begins = [
+            row["begin_ns"] for row in self.rows["steps"] if (row["step"], row["attempt"]) == (step, attempt)
+        ]
+        if not begins:
+            self._clock += 10
+            return self._clock - 10
+        self._issued[attempt, step] = self._issued.get((attempt, step), 0) + 1
+        return begins[0] + 10 * self._issued[attempt, step]
 
     def add_parameters(self, sizes: dict[str, int], dtype: str = "float32", param_group: int = 0) -> None:
         """One ``parameters`` row for each name, in order."""
@@ -344,9 +359,7 @@ class SyntheticRun:
             notes=(f"rank {missing[0]} left no records",) if missing else (),
         )
         manifest = SimpleNamespace(**{**self.manifest(), "ranks": ranks})
-        return SimpleNamespace(
-            path=path, manifest=manifest, health=health, table=self.table, scan=self.table
-        )
+        return SimpleNamespace(path=path, manifest=manifest, health=health, table=self.table, scan=self.table)
 
 
 def _buffers(op: str, payload_bytes: int, size: int, rank: int, peer: int) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from support.rank_files import write_rank
 
 def test_a_whole_rank_reads_back(tmp_path):
     trace = read_rank(write_rank(tmp_path, rank=1, world=4, records=12))
-    rows = trace.tables["collectives"].to_pylist()
+    rows = trace.collectives().to_pylist()
     assert [row["seq"] for row in rows] == list(range(12))
     assert rows[7] == {
         **dict.fromkeys(COLLECTIVES.names),
@@ -70,7 +70,7 @@ def test_every_table_has_the_columns_of_the_schema(tmp_path):
     from commprof.schema import TABLES
 
     trace = read_rank(write_rank(tmp_path))
-    for name, table in trace.tables.items():
+    for name, table in {**trace.tables, "collectives": trace.collectives()}.items():
         assert tuple(table.column_names) == TABLES[name].names
 
 
@@ -106,7 +106,7 @@ def test_damaged_records_are_read_or_refused_and_never_crash(tmp_path_factory, d
     except TraceError:
         return
     assert trace.entry["records"] + trace.entry["torn"] <= 8
-    assert len(trace.tables["collectives"]) == trace.entry["records"]
+    assert len(trace.collectives()) == trace.entry["records"]
 
 
 _JSON = st.recursive(
@@ -150,7 +150,7 @@ def test_a_torn_line_and_a_torn_record_are_counted(tmp_path):
     trace = read_rank(stem)
     assert (trace.entry["records"], trace.entry["torn"], trace.entry["torn_events"]) == (5, 1, 1)
     assert not trace.entry["ended"]
-    assert [row["seq"] for row in trace.tables["collectives"].to_pylist()] == [0, 1, 3, 4, 5]
+    assert [row["seq"] for row in trace.collectives().to_pylist()] == [0, 1, 3, 4, 5]
 
 
 def test_another_version_is_refused_by_name(tmp_path):

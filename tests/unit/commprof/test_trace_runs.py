@@ -14,7 +14,7 @@ import pytest
 from commprof.cli import execute
 from commprof.errors import SchemaError, TraceError, UsageError
 from commprof.schema import TABLES
-from commprof.trace import finaliser
+from commprof.trace import collective_files, finaliser
 from commprof.trace.directory import default_run_directory, find_runs, is_run, resolve
 from commprof.trace.finaliser import finalise
 from commprof.trace.manifest import Manifest, create_run, read_manifest, write_manifest
@@ -121,11 +121,13 @@ def test_finalising_keeps_every_row_and_may_be_repeated(tmp_path):
     assert read_manifest(run).state == "complete" and len(read_manifest(run).ranks) == 2
 
 
-@pytest.mark.parametrize("moment", ["write_parquet", "_check_copy", "_extend", "write_manifest", "unlink"])
+@pytest.mark.parametrize(
+    "moment", ["write_collectives", "check_copy", "_extend", "write_parquet", "write_manifest", "unlink"]
+)
 @pytest.mark.parametrize("after", [0, 1])
 def test_a_crash_while_finalising_loses_and_doubles_nothing(tmp_path, monkeypatch, moment, after):
     run = two_ranks(tmp_path / "run")
-    target = finaliser.Path if moment == "unlink" else finaliser
+    target = {"unlink": finaliser.Path, "check_copy": collective_files}.get(moment, finaliser)
     original = getattr(target, moment)
     calls = []
 
@@ -165,8 +167,8 @@ def test_two_processes_finalise_at_once(tmp_path):
 
 def test_a_copy_that_differs_keeps_the_binary_files(tmp_path, monkeypatch):
     run = two_ranks(tmp_path / "run")
-    read = finaliser.read_parquet
-    monkeypatch.setattr(finaliser, "read_parquet", lambda path, name: read(path, name).slice(1))
+    read = collective_files._row_groups
+    monkeypatch.setattr(collective_files, "_row_groups", lambda file: (part.slice(1) for part in read(file)))
     with pytest.raises(TraceError, match="binary files"):
         finalise(run)
     monkeypatch.undo()

@@ -1,0 +1,203 @@
+"""The ``collectives`` table of one rank, part by part: records and the interned rows that they name, as columns.
+
+Text stands in them as numbers of distinct values (Arrow dictionaries): a rank has millions of records and few values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+
+from commprof.errors import TraceError
+from commprof.schema import COLLECTIVES, LAYERS, PHASES, STATUSES, Source
+from commprof.trace.layout import RankFile
+from commprof.trace.records import Part, completed_status
+from commprof.trace.steps import StepTable
+from commprof.trace.tables import arrow_schema
+
+_NOT_P2P_ASYNC: Final = frozenset({"send", "recv", "send_object_list", "recv_object_list"})
+_TIMES: Final = ("return_ns", "wait_begin_ns", "wait_end_ns", "device_begin_ns", "device_end_ns")
+_IDENTITY: Final = ("rank", "attempt", "pid")
+_MOST_VALUES: Final = 4096  # with more distinct values than these, a part gets a list of those that it has
+_DENSE: Final = 1 << 20
+
+
+def encoded_schema() -> pa.Schema:
+    """The schema of ``collectives`` with every text as a dictionary."""
+    schema = arrow_schema("collectives")
+    for index, item in enumerate(schema):
+        if pa.types.is_string(item.type):
+            schema = schema.set(index, item.with_type(pa.dictionary(pa.int32(), pa.string())))
+    return schema
+
+
+class _Interned:
+    """Interned rows by their numbers, as columns that can be spread over records.
+
+    A number without a row gives null.
+    """
+
+    def __init__(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
+        self._numbers = np.sort(np.fromiter(rows, np.int64, len(rows)))
+        self._rows: list[Mapping[str, Any]] = [*(rows[int(number)] for number in self._numbers), {}]
+        self._columns: dict[str, pa.Array] = {}
+        last = int(self._numbers[-1]) if len(rows) else 0
+        self._dense: np.ndarray[Any, Any] | None = None
+        if last < _DENSE:
+            self._dense = np.full(last + 2, len(rows), np.int32)
+            self._dense[self._numbers] = np.arange(len(rows), dtype=np.int32)
+
+    def places(self, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Where the row of each number stands; behind all rows where there is none."""
+        if self._dense is not None:
+            dense: np.ndarray[Any, Any] = self._dense[np.minimum(numbers, len(self._dense) - 1)]
+            return dense
+        places = np.searchsorted(self._numbers, numbers)
+        places[places == len(self._numbers)] = 0
+        places[self._numbers[places] != numbers] = len(self._numbers)
+        return places.astype(np.int32)
+
+    def column(self, name: str, kind: pa.DataType, default: Any = None) -> pa.Array:
+        """Column ``name`` of the rows, in the order of :meth:`places`; null where one holds something else."""
+        if name not in self._columns:
+            values = [row.get(name, default) for row in self._rows]
+            try:
+                column = pa.array(values, kind)
+            except (pa.ArrowException, TypeError, ValueError, OverflowError):
+                column = pa.array([_fit(value, kind) for value in values], kind)
+            if default is not None:
+                column = column.fill_null(default)
+            self._columns[name] = column.dictionary_encode() if pa.types.is_string(kind) else column
+        return self._columns[name]
+
+    def flags(self, test: Callable[[Mapping[str, Any]], bool]) -> np.ndarray[Any, Any]:
+        """What ``test`` says of each row, in the order of :meth:`places`."""
+        return np.array([test(row) for row in self._rows], bool)
+
+
+def _fit(value: Any, kind: pa.DataType) -> Any:
+    try:
+        return pa.scalar(value, kind).as_py()
+    except (pa.ArrowException, TypeError, ValueError, OverflowError):
+        return None
+
+
+def _spread(column: pa.Array, places: np.ndarray[Any, Any]) -> pa.Array:
+    """The values of ``column`` at ``places``; of a dictionary with many values, those that are used."""
+    if not isinstance(column, pa.DictionaryArray):
+        return column.take(pa.array(places))
+    indices = column.indices.take(pa.array(places))
+    if len(column.dictionary) <= _MOST_VALUES:
+        return pa.DictionaryArray.from_arrays(indices, column.dictionary)
+    used, compact = np.unique(np.asarray(indices.fill_null(0)), return_inverse=True)
+    indices = pa.array(compact.astype(np.int32), mask=np.asarray(indices.is_null()))
+    return pa.DictionaryArray.from_arrays(indices, column.dictionary.take(pa.array(used)))
+
+
+class CollectiveColumns:
+    """Makes the columns of one rank's ``collectives``.
+
+    Args:
+        signatures: the interned signatures, by number; so ``tags``, ``sites``, ``threads``.
+        groups: the process groups by name.
+    """
+
+    def __init__(
+        self,
+        identity: RankFile,
+        signatures: Mapping[int, Mapping[str, Any]],
+        tags: Mapping[int, Mapping[str, Any]],
+        sites: Mapping[int, Mapping[str, Any]],
+        threads: Mapping[int, Mapping[str, Any]],
+        groups: Mapping[str, Mapping[str, Any]],
+        steps: StepTable,
+    ) -> None:
+        self._identity = identity
+        self._schema = encoded_schema()
+        self._plain = arrow_schema("collectives")
+        self._steps = steps
+        self._signatures, self._tags = _Interned(signatures), _Interned(tags)
+        self._sites, self._threads = _Interned(sites), _Interned(threads)
+        self._groups = _Interned(
+            {number: groups.get(str(row["pg"]), {}) for number, row in signatures.items()}
+        )
+        self._on_cpu = self._signatures.flags(lambda row: row.get("device") in (None, "cpu"))
+        self._asked_async = self._signatures.flags(lambda row: bool(row.get("is_async")))
+        self._is_p2p = self._signatures.flags(lambda row: bool(row.get("is_p2p")))
+        self._waits_itself = self._sites.flags(lambda row: str(row.get("api")) in _NOT_P2P_ASYNC)
+
+    def tables(self, parts: Iterator[Part]) -> Iterator[pa.Table]:
+        """Each part as a table of :func:`encoded_schema`."""
+        for part in parts:
+            yield self.table(part.seq, part.records)
+
+    def table(self, seq: np.ndarray[Any, Any], records: np.ndarray[Any, Any]) -> pa.Table:
+        """``records``, numbered ``seq`` in issue order, as a table of :func:`encoded_schema`.
+
+        Raises:
+            TraceError: a column that must be there cannot be filled.
+        """
+        columns = self._interned_columns(records)
+        n = len(records)
+        for name in _IDENTITY:
+            columns[name] = pa.array(np.full(n, getattr(self._identity, name), np.int32))
+        columns["seq"] = pa.array(seq.astype(np.int64))
+        columns["step"] = pa.array(self._steps.relabel(records["step"]))
+        for name in ("micro_step", "pg_seq", "issue_ns"):
+            columns[name] = pa.array(np.ascontiguousarray(records[name]))
+        columns["phase"] = _named(PHASES, records["phase"])
+        columns["layer"] = _named(LAYERS, records["layer"])
+        columns["status"] = _named(STATUSES, completed_status(records))
+        columns["captured"] = pa.array(records["captured"] != 0)
+        for name in ("coalesce_id", "replays", *_TIMES):
+            columns[name] = _nullable(records[name])
+        for item in self._schema:
+            if not item.nullable and columns[item.name].null_count:
+                raise TraceError(f"table collectives, column {item.name} has nulls; it must have none")
+        return pa.Table.from_arrays([columns[name] for name in self._schema.names], schema=self._schema)
+
+    def _interned_columns(self, records: np.ndarray[Any, Any]) -> dict[str, pa.Array]:
+        signature, tag = self._signatures.places(records["signature"]), self._tags.places(records["tag"])
+        site, thread = self._sites.places(records["call_site"]), self._threads.places(records["thread"])
+        group = self._groups.places(records["signature"])
+        of_group = {"group_ranks": "", "group_size": 0, "group_rank": -1}  # where the group's line was lost
+        columns: dict[str, pa.Array] = {}
+        for column in COLLECTIVES.columns:
+            kind = self._plain.field(column.name).type
+            if column.source is Source.SIGNATURE:
+                columns[column.name] = _spread(self._signatures.column(column.name, kind), signature)
+            elif column.source is Source.TAG:
+                columns[column.name] = _spread(self._tags.column(column.name, kind), tag)
+            elif column.source is Source.GROUP:
+                value = self._groups.column(column.name, kind, of_group.get(column.name))
+                columns[column.name] = _spread(value, group)
+        text = pa.string()
+        columns["api"] = _spread(self._sites.column("api", text), site)
+        columns["call_site"] = _spread(self._sites.column("call_site", text), site)
+        columns["thread"] = _spread(self._threads.column("name", text), thread)
+        # send and recv wait by themselves, isend and irecv do not: the ProcessGroup method is the same.
+        waits_itself = self._is_p2p[signature] & self._waits_itself[site]
+        columns["is_async"] = pa.array(self._asked_async[signature] & ~waits_itself)
+        columns["exposed_ns"] = _exposed(records, self._on_cpu[signature])
+        return columns
+
+
+def _named(names: Sequence[str], codes: np.ndarray[Any, Any]) -> pa.Array:
+    return pa.DictionaryArray.from_arrays(
+        pa.array(codes.astype(np.int32)), pa.array(list(names), pa.string())
+    )
+
+
+def _nullable(values: np.ndarray[Any, Any]) -> pa.Array:
+    return pa.array(np.ascontiguousarray(values), mask=values == 0)
+
+
+def _exposed(records: np.ndarray[Any, Any], on_cpu: np.ndarray[Any, Any]) -> pa.Array:
+    """As recorded; else, for tensors of the CPU, the time spent in wait. A host's wait says nothing about a device."""
+    recorded = records["exposed_ns"]
+    waited = (records["wait_end_ns"] != 0) & on_cpu & (recorded == 0)
+    values = np.where(waited, records["wait_end_ns"] - records["wait_begin_ns"], recorded)
+    return pa.array(values, mask=~waited & (recorded == 0))

@@ -1,0 +1,49 @@
+"""The content of files in a run directory. Only regular files are read: a pipe or a device would never end.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+def open_content(path: Path) -> BinaryIO:
+    """``path``, opened for reading.
+
+    Raises:
+        OSError: it is not there, may not be read, or is no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_content(path: Path) -> bytes:
+    """All bytes of ``path``.
+
+    Raises:
+        OSError: as :func:`open_content` does.
+    """
+    with open_content(path) as stream:
+        return stream.read()
+
+
+def printable(value: Any) -> Any:
+    """A JSON value in which every text can be written as UTF-8: halves of surrogate pairs become question marks."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, list):
+        return [printable(item) for item in value]
+    if isinstance(value, dict):
+        return {printable(key): printable(item) for key, item in value.items()}
+    return value

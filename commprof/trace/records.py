@@ -1,0 +1,175 @@
+"""The records of one rank, read from its binary file part by part, so that memory does not grow with their number."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from commprof.errors import TraceError
+from commprof.schema import COMMIT, LAYERS, PHASES, RECORD, RECORD_FIELDS, STATUSES, Status
+from commprof.trace.content import open_content
+from commprof.trace.layout import HEADER, parse_header, parse_totals
+
+_NUMPY_CODES: Final = {"q": "<i8", "I": "<u4", "i": "<i4", "B": "u1"}
+RECORD_DTYPE: Final = np.dtype([(item.name, _NUMPY_CODES[item.code]) for item in RECORD_FIELDS])
+assert RECORD_DTYPE.itemsize == RECORD.size
+PART: Final = 1 << 18  # records read at a time
+
+_LARGEST_HEADER: Final = 1 << 20
+_LARGE_HOLE: Final = 64 << 20  # the recorder reserves what it maps: its own files have no holes
+_INCOMPLETE: Final = STATUSES.index(Status.INCOMPLETE)
+
+
+class Part(NamedTuple):
+    """Some records of a rank that follow one another: their numbers in issue order, and what was recorded."""
+
+    seq: np.ndarray[Any, Any]
+    records: np.ndarray[Any, Any]
+
+
+class Tally(NamedTuple):
+    """How the records of one rank fared. ``torn``: slots that hold something, and no whole record."""
+
+    records: int = 0
+    torn: int = 0
+    raised: int = 0
+    incomplete: int = 0
+
+
+class Records:
+    """The records of one rank file: those that are whole when :meth:`count` looks, however often they are read then.
+
+    Args:
+        path: the ``.records`` file; one that is not there holds no records.
+        signatures: the numbers of the signatures that are known: a record that names another one is not whole.
+
+    Raises:
+        TraceError: the file cannot be read, or is damaged beyond its tail.
+        SchemaError: another version wrote it.
+    """
+
+    def __init__(self, path: Path, identity: tuple[int, int, int], signatures: np.ndarray[Any, Any]) -> None:
+        self.path = path
+        self.totals: dict[str, Any] | None = None
+        self._signatures = np.sort(signatures)
+        self._first_seq = self._begin = self._slots = 0
+        self._has_holes = False
+        self._whole: list[tuple[int, np.ndarray[Any, Any]]] = []  # per part: its first slot, one bit a slot
+        try:
+            with open_content(path) as stream:
+                head = stream.read(_LARGEST_HEADER + HEADER.size)
+                about = os.fstat(stream.fileno())
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise TraceError(f"{path} cannot be read: {error.strerror}") from None
+        header = parse_header(head, path)
+        written_by = (header.rank, header.attempt, header.pid)
+        if written_by != identity:
+            raise TraceError(
+                f"{path} holds the records of rank {header.rank} (attempt {header.attempt}, pid {header.pid}), not those "
+                "that its name says: give the files of the ranks their own names again"
+            )
+        self._first_seq, self._begin = header.first_seq, header.header_bytes
+        self._slots = max(0, about.st_size - header.header_bytes) // RECORD.size
+        self._has_holes = about.st_size - about.st_blocks * 512 > _LARGE_HOLE
+        self.totals = parse_totals(head, header.header_bytes)
+
+    def count(self) -> Tally:
+        """Read the file once: which records are whole, and how they fared."""
+        self._whole.clear()
+        records = raised = incomplete = used = 0
+        for first, raw in self._raw():
+            whole = self._are_whole(raw)
+            self._whole.append((first, np.packbits(whole)))
+            kept = raw[whole]
+            status = completed_status(kept)
+            records += len(kept)
+            raised += int((status == STATUSES.index(Status.RAISED)).sum())
+            incomplete += int((status == _INCOMPLETE).sum())
+            used = max(used, _last_used(first, raw, whole))
+        return Tally(records, used - records, raised, incomplete)
+
+    def parts(self) -> Iterator[Part]:
+        """The records that :meth:`count` found whole, in issue order, at most :data:`PART` at a time."""
+        marked = dict(self._whole)
+        for first, raw in self._raw():
+            if first not in marked:
+                continue  # it was empty, and somebody still writes
+            slots = np.flatnonzero(np.unpackbits(marked[first], count=len(raw)))
+            if len(slots):
+                yield Part(self._first_seq + first + slots, _with_waits(raw[slots]))
+
+    def _raw(self) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
+        """The slots of the file, part by part, each with the number of its first. Holes in the file are passed over."""
+        if not self._slots:
+            return
+        try:
+            with open_content(self.path) as stream:
+                first = 0
+                while first < self._slots:
+                    first = self._next_part(stream.fileno(), first)
+                    count = min(PART, self._slots - first)
+                    if count <= 0:
+                        return
+                    stream.seek(self._begin + first * RECORD.size)
+                    data = stream.read(count * RECORD.size)
+                    raw = np.frombuffer(data, RECORD_DTYPE, len(data) // RECORD.size)
+                    if len(raw) < count:  # cut off since it was opened: the parts stay where they are
+                        raw = np.concatenate([raw, np.zeros(count - len(raw), RECORD_DTYPE)])
+                    yield first, raw
+                    first += count
+        except OSError as error:
+            raise TraceError(f"{self.path} cannot be read: {error.strerror}") from None
+
+    def _next_part(self, descriptor: int, first: int) -> int:
+        """The part at or after slot ``first`` in which the file holds anything."""
+        if not self._has_holes:
+            return first
+        try:
+            data = os.lseek(descriptor, self._begin + first * RECORD.size, os.SEEK_DATA)
+        except OSError as error:
+            return self._slots if error.errno == errno.ENXIO else first  # nothing but a hole follows
+        return max(first, (data - self._begin) // RECORD.size // PART * PART)
+
+    def _are_whole(self, raw: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        whole: np.ndarray[Any, Any] = raw["commit"] == COMMIT
+        whole &= raw["phase"] < len(PHASES)
+        whole &= raw["layer"] < len(LAYERS)
+        whole &= raw["status"] < len(STATUSES)
+        if not len(self._signatures):
+            return np.zeros(len(raw), bool)
+        places = np.searchsorted(self._signatures, raw["signature"])
+        places[places == len(self._signatures)] = 0
+        whole &= self._signatures[places] == raw["signature"]
+        return whole
+
+
+def _last_used(first: int, raw: np.ndarray[Any, Any], whole: np.ndarray[Any, Any]) -> int:
+    """The slot after the last one of a part that holds anything; 0 where none does."""
+    others = np.flatnonzero(~whole)
+    words = raw[others].view(np.uint8).reshape(len(others), RECORD.size)
+    touched = others[words.any(axis=1)]
+    last = max(
+        int(np.flatnonzero(whole)[-1]) if whole.any() else -1, int(touched[-1]) if len(touched) else -1
+    )
+    return first + last + 1 if last >= 0 else 0
+
+
+def completed_status(records: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A record is packed as incomplete; its return time is what completes it."""
+    status: np.ndarray[Any, Any] = records["status"].copy()
+    status[(status == _INCOMPLETE) & (records["return_ns"] != 0)] = STATUSES.index(Status.OK)
+    return status
+
+
+def _with_waits(records: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A call that is not asynchronous waits as soon as it has returned; the recorder keeps only the end of that wait."""
+    at_once = (records["wait_end_ns"] != 0) & (records["wait_begin_ns"] == 0)
+    records["wait_begin_ns"][at_once] = records["return_ns"][at_once]
+    return records
