@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Final
@@ -13,6 +13,7 @@ import torch
 
 from commprof import hooks
 from commprof.recorder.adapters.patching import Patches, tagged
+from commprof.recorder.models import Parameter, parameter_rows
 
 ENGINE_MODULE: Final = "deepspeed.runtime.engine"
 _ENGINE: Final = "DeepSpeedEngine"
@@ -212,7 +213,8 @@ class Engines:
         named = list(engine.module.named_parameters())
         self._names.update({id(parameter): name for name, parameter in named})
         hooks.describe_config(effective_config(engine), f"deepspeed {self.version}")
-        hooks.describe_parameters(parameter_rows(named, {id(p): number for p, number in grouped}))
+        parameters = [_whole(name, parameter) for name, parameter in named]
+        hooks.describe_parameters(parameter_rows(parameters, {id(p): number for p, number in grouped}))
 
 
 def _groups_of(optimizer: Any) -> Sequence[Mapping[str, Any]]:
@@ -239,30 +241,16 @@ def _publish_metrics(engine: Any) -> None:
         hooks.metric("grad_norm", norm)
 
 
-def parameter_rows(
-    named: Sequence[tuple[str, torch.nn.Parameter]], group_of: Mapping[int, int]
-) -> Iterator[dict[str, Any]]:
-    """Rows of ``parameters``, in the order of the optimizer's groups, those that it has not last.
-
-    Args:
-        named: the model's parameters. Of those that stage 3 has cut up, the whole shape is told.
-        group_of: the optimizer's group by the ``id`` of the parameter, in the optimizer's order.
-    """
-    index = {id(parameter): number for number, (_, parameter) in enumerate(named)}
-    order = [index[key] for key in group_of if key in index]
-    order += [number for number, (_, parameter) in enumerate(named) if id(parameter) not in group_of]
-    for number in order:
-        name, parameter = named[number]
-        yield {
-            "name": name,
-            "shape": "x".join(map(str, getattr(parameter, "ds_shape", parameter.shape))),
-            "dtype": str(parameter.dtype).removeprefix("torch."),
-            "numel": int(getattr(parameter, "ds_numel", parameter.numel())),
-            "param_group": group_of.get(id(parameter), -1),
-            "requires_grad": parameter.requires_grad,
-            "module": name.rpartition(".")[0],
-            "forward_index": number,
-        }
+def _whole(name: str, parameter: torch.nn.Parameter) -> Parameter:
+    """The parameter as it was before stage 3 cut it up."""
+    return Parameter(
+        name,
+        getattr(parameter, "ds_shape", parameter.shape),
+        parameter.dtype,
+        getattr(parameter, "ds_numel", parameter.numel()),
+        parameter.requires_grad,
+        (id(parameter),),
+    )
 
 
 def effective_config(engine: Any) -> dict[str, Any]:

@@ -1,0 +1,191 @@
+"""DistributedDataParallel: which bucket each of its collectives carries, and why it issues the others.
+
+Its reducer issues from C++, on whichever thread runs the backward pass, where no tag can be opened. So the one who sees
+such a collective asks (:meth:`Ddp.explain`), and the answer is found from the order in which the reducer goes through its
+buckets, and from their sizes. What two models could have issued has a purpose only.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch._C._distributed_c10d import _DEFAULT_FIRST_BUCKET_BYTES
+from torch.nn.parallel import DistributedDataParallel
+
+from commprof import hooks
+from commprof.recorder.adapters.ddp_buckets import Assignment, Bucket, Reduction
+from commprof.recorder.adapters.flushes import open_bucket
+from commprof.recorder.adapters.parts import Doubts, Part, purpose
+from commprof.recorder.groups import Group
+from commprof.recorder.journal import Journal
+from commprof.recorder.methods import Method
+from commprof.recorder.models import plain_name
+from commprof.schema import Purpose
+
+_MODULE: Final = "torch.nn.parallel.distributed"
+_CLASS: Final = "DistributedDataParallel"
+_BUCKET_UNKNOWN: Final = hooks.tag(Purpose.GRADIENT_REDUCE.value)
+_USED_PARAMETERS: Final = hooks.tag(Purpose.OTHER.value)
+
+# What it issues on the thread that calls it. The innermost purpose counts.
+_PURPOSES: Final = (
+    purpose(_MODULE, f"{_CLASS}.__init__", Purpose.OTHER),
+    purpose(_MODULE, "_verify_param_shape_across_processes", Purpose.TRACE_CHECK),
+    purpose(_MODULE, "_sync_module_states", Purpose.PARAMETER_BROADCAST),
+    purpose(_MODULE, f"{_CLASS}._pre_forward", Purpose.OTHER),
+    purpose(_MODULE, f"{_CLASS}._sync_buffers", Purpose.PARAMETER_BROADCAST),
+    purpose(_MODULE, f"{_CLASS}._sync_module_buffers", Purpose.PARAMETER_BROADCAST),
+    # On a rank that has no more data, for those that have.
+    purpose(_MODULE, f"{_CLASS}._match_all_reduce_for_bwd_pass", Purpose.GRADIENT_REDUCE),
+    purpose(_MODULE, f"{_CLASS}._match_unused_params_allreduce", Purpose.OTHER),
+    purpose(_MODULE, f"{_CLASS}._check_global_requires_backward_grad_sync", Purpose.OTHER),
+)
+
+
+class Ddp:
+    """What is known of the models that DistributedDataParallel wraps."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._doubt = Doubts(journal, "DistributedDataParallel")
+        self._reductions: weakref.WeakKeyDictionary[DistributedDataParallel, Reduction] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._names: dict[int, str] = {}  # of parameters, by their ``id``
+        self._assignment: Assignment | None = None
+
+    def parts(self) -> list[Part]:
+        """What to wrap."""
+        return [
+            *_PURPOSES,
+            Part("torch.distributed", "_compute_bucket_assignment_by_size", self._wrap_assignment),
+            Part("torch.distributed", "_register_comm_hook", self._wrap_comm_hook),
+            Part(_MODULE, f"{_CLASS}._ddp_init_helper", self._wrap_construction),
+            Part(_MODULE, f"{_CLASS}._pre_forward", self._wrap_pre_forward),
+            Part(_MODULE, f"{_CLASS}._post_forward", self._wrap_post_forward),
+        ]
+
+    def explain(self, method: Method, group: Group, values: Sequence[Any]) -> hooks.tag | None:
+        """Why C++ is about to issue a collective in ``group``, with its tensors in ``values``; None where DDP does not.
+
+        Must be asked once for each, in the order of issue.
+        """
+        if method.name != "allreduce" or not self._reductions:
+            return None
+        try:
+            waiting = [each for each in self._reductions.values() if each.group == group.name]
+            waiting = [each for each in waiting if each.due is not None]
+            if not waiting:
+                return None
+            (tensor,) = values[0]
+            numel = tensor.numel()
+            if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
+                return _USED_PARAMETERS if any(each.parameters == numel for each in waiting) else None
+            due = [each for each in waiting if each.is_due(numel)]
+            if len(due) == 1:
+                return _opened(*due[0].take(), tensor)
+            for each in due:  # it could be of either: from here on their order is lost
+                each.lose()
+            return _BUCKET_UNKNOWN if any(each.waits for each in waiting) else None
+        except Exception as error:
+            self._doubt(error)
+            return None
+
+    # At construction.
+
+    def _wrap_assignment(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def compute(tensors: Any, limits: Any, *args: Any, **kwargs: Any) -> Any:
+            found = original(tensors, limits, *args, **kwargs)
+            try:
+                self._assignment = Assignment(tuple(limits), tuple(map(tuple, found[0])))
+            except Exception as error:
+                self._doubt(error)
+            return found
+
+        return compute
+
+    def _wrap_construction(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def construct(model: DistributedDataParallel, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            self._assignment = None
+            result = original(model, parameters, *args, **kwargs)
+            try:
+                self._add(model, parameters)
+            except Exception as error:
+                self._doubt(error)
+            return result
+
+        return construct
+
+    def _add(self, model: DistributedDataParallel, parameters: Sequence[torch.Tensor]) -> None:
+        self._names.update((id(p), plain_name(name)) for name, p in model.module.named_parameters())
+        group = model.process_group.group_name  # type: ignore[union-attr]
+        self._reductions[model] = Reduction(group, parameters, self._names, self._assignment)
+
+    # In every pass.
+
+    def _wrap_pre_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def pre_forward(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+            result = original(model, *args, **kwargs)
+            try:
+                reduction = self._reductions.get(model)
+                if (
+                    reduction is not None
+                    and not reduction.rebuilt
+                    and getattr(model, "_has_rebuilt_buckets", False)
+                ):
+                    reduction.read(model.reducer, _limits_of(model))
+            except Exception as error:
+                self._doubt(error)
+            return result
+
+        return pre_forward
+
+    def _wrap_post_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def post_forward(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+            result = original(model, *args, **kwargs)
+            try:
+                reduction = self._reductions.get(model)
+                if reduction is not None and torch.is_grad_enabled() and model.require_backward_grad_sync:
+                    reduction.expect()
+            except Exception as error:
+                self._doubt(error)
+            return result
+
+        return post_forward
+
+    # With a hook of the program's own in the place of the reduction.
+
+    def _wrap_comm_hook(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def register(reducer: Any, state: Any, hook: Callable[..., Any]) -> Any:
+            def tagged_hook(state: Any, bucket: Any) -> Any:
+                try:
+                    names = tuple(self._names.get(id(each), "?") for each in bucket.parameters())
+                    buffer = bucket.buffer()
+                    tag = open_bucket(bucket.index(), buffer.numel(), buffer.nbytes, buffer.dtype, names)
+                except Exception as error:
+                    self._doubt(error)
+                    tag = _BUCKET_UNKNOWN
+                with tag:
+                    return hook(state, bucket)
+
+            return original(reducer, state, tagged_hook)
+
+        return register
+
+
+def _opened(number: int, bucket: Bucket, tensor: torch.Tensor) -> hooks.tag:
+    size = tensor.dtype.itemsize
+    capacity = None if bucket.capacity is None else bucket.capacity // size
+    return open_bucket(number, bucket.numel, bucket.numel * size, tensor.dtype, bucket.names, capacity)
+
+
+def _limits_of(model: DistributedDataParallel) -> tuple[int, ...]:
+    """The limits in bytes by which the reducer of ``model`` builds its buckets anew; none where torch does not say."""
+    own = tuple(getattr(model, "bucket_bytes_cap_list", ()))
+    limit = getattr(model, "bucket_bytes_cap", sys.maxsize)
+    if own or not getattr(model, "bucket_bytes_cap_default", False):
+        return own or (limit,)
+    return _DEFAULT_FIRST_BUCKET_BYTES, limit

@@ -1,0 +1,68 @@
+"""The gradient buckets that a framework reduces: each told once when it is flushed, and a tag for its collectives."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from commprof import hooks
+from commprof.schema import Purpose
+
+
+def open_bucket(
+    number: int,
+    numel: int,
+    nbytes: int,
+    dtype: torch.dtype,
+    names: tuple[str, ...],
+    capacity: int | None = None,
+    module: str | None = None,
+) -> hooks.tag:
+    """Publish a bucket that is about to be reduced; the tag is for the collectives that do it.
+
+    Args:
+        number: within the step and micro-batch.
+        numel: elements of the parameters in it.
+        nbytes: as it travels.
+        capacity: elements that it may hold.
+    """
+    hooks.describe_bucket(
+        bucket=number,
+        numel=numel,
+        bytes=nbytes,
+        capacity=capacity,
+        dtype=str(dtype).removeprefix("torch."),
+        owners=None,
+        parameters=",".join(names) or None,
+        flush_reason=None,
+    )
+    return _tag(number, names, nbytes, module)
+
+
+# The same buckets come back every step, and a tag that is kept is cheaper for the recorder.
+@lru_cache(maxsize=4096)
+def _tag(number: int, names: tuple[str, ...], nbytes: int, module: str | None) -> hooks.tag:
+    return hooks.tag(
+        Purpose.GRADIENT_REDUCE.value,
+        bucket=number,
+        parameters=names,
+        bucket_bytes=nbytes,
+        module=module,
+    )
+
+
+class Numbers:
+    """Counts buckets within each step and micro-batch."""
+
+    def __init__(self) -> None:
+        self._at = (-1, 0)
+        self._next = 0
+
+    def take(self) -> int:
+        """The number of the next one."""
+        at = (hooks.position.step, hooks.position.micro_step)
+        if at != self._at:
+            self._at, self._next = at, 0
+        number, self._next = self._next, self._next + 1
+        return number

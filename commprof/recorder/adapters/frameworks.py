@@ -1,0 +1,47 @@
+"""Every framework that commprof speaks for, put in place and taken out together."""
+
+from __future__ import annotations
+
+from commprof.recorder.adapters.ddp import Ddp
+from commprof.recorder.adapters.deepspeed import DeepSpeedAdapter
+from commprof.recorder.adapters.fsdp import Fsdp
+from commprof.recorder.adapters.fully_shard import FullyShard
+from commprof.recorder.adapters.parts import Adapter
+from commprof.recorder.adapters.torch_functions import TorchFunctions
+from commprof.recorder.journal import Journal
+from commprof.recorder.models import Models
+from commprof.recorder.steps import Steps
+from commprof.recorder.training_loop import TrainingLoop
+
+
+class Frameworks:
+    """What says for programs where they are and why they issue what they do, where they do not say it themselves."""
+
+    def __init__(self, journal: Journal, steps: Steps) -> None:
+        self.models = Models(journal.fault)
+        self.loop = TrainingLoop(journal, steps, self.models)
+        ddp = Ddp(journal)
+        self.explain = ddp.explain  # why C++ issues a collective
+        parts = [
+            *TorchFunctions(journal, self.loop).parts(),
+            *ddp.parts(),
+            *Fsdp(journal).parts(),
+            *FullyShard(journal).parts(),
+        ]
+        self._adapters = (DeepSpeedAdapter(journal, steps.explicit), Adapter(journal, parts))
+
+    def install(self) -> None:
+        """Begin to speak for them."""
+        self.loop.install()
+        for adapter in self._adapters:
+            adapter.install()
+
+    def finish(self) -> None:
+        """Recording ends: say what was kept for a better moment that did not come."""
+        self.models.publish()
+
+    def remove(self) -> None:
+        """Speak for nobody any more."""
+        for adapter in reversed(self._adapters):
+            adapter.remove()
+        self.loop.close()

@@ -1,0 +1,127 @@
+"""Functions of torch that issue collectives for one purpose, whoever calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from commprof import hooks
+from commprof.recorder.adapters.parts import Doubts, Part, purpose
+from commprof.recorder.journal import Journal
+from commprof.recorder.training_loop import TrainingLoop
+from commprof.schema import Phase, Purpose
+
+_CLIP: Final = "clip_grad_norm_"
+_ZERO: Final = "torch.distributed.optim.zero_redundancy_optimizer"
+_ZERO_HOOK: Final = "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook"
+_SCHEDULES: Final = "torch.distributed.pipelining.schedules"
+_STAGE: Final = "torch.distributed.pipelining.stage"
+_SAVER: Final = "torch.distributed.checkpoint.state_dict_saver"
+_LOADER: Final = "torch.distributed.checkpoint.state_dict_loader"
+_STATE: Final = "torch.distributed.checkpoint.state_dict"
+_CHECKPOINT: Final = "torch.distributed.checkpoint"
+
+_PURPOSES: Final = (
+    # Names that a package has taken over from the module that defines them.
+    purpose("torch.nn.utils.clip_grad", _CLIP, Purpose.GRADIENT_NORM),
+    purpose("torch.nn.utils", _CLIP, Purpose.GRADIENT_NORM, optional=True),
+    purpose("torch.nn.modules._functions", "SyncBatchNorm.forward", Purpose.ACTIVATION),
+    purpose("torch.nn.modules._functions", "SyncBatchNorm.backward", Purpose.ACTIVATION),
+    purpose(_ZERO, "ZeroRedundancyOptimizer.consolidate_state_dict", Purpose.CHECKPOINT),
+    purpose(_ZERO_HOOK, "_broadcast_bucket", Purpose.PARAMETER_BROADCAST, optional=True),
+    # What the stages agree on before the first batch.
+    purpose(_STAGE, "PipelineStage._recv_meta", Purpose.PIPELINE, optional=True),
+    purpose(_STAGE, "PipelineStage._send_meta", Purpose.PIPELINE, optional=True),
+    purpose(_STAGE, "PipelineStage._warmup_forward_vote", Purpose.PIPELINE, optional=True),
+    purpose(_STAGE, "PipelineStage._warmup_backward_result", Purpose.PIPELINE, optional=True),
+    purpose(_STAGE, "PipelineStage._shape_inference", Purpose.PIPELINE, optional=True),
+)
+_CHECKPOINTS: Final = (
+    (_SAVER, "save"),
+    (_SAVER, "async_save"),
+    (_LOADER, "load"),
+    (_STATE, "get_state_dict"),
+    (_STATE, "get_model_state_dict"),
+    (_STATE, "get_optimizer_state_dict"),
+    (_STATE, "set_state_dict"),
+    (_STATE, "set_model_state_dict"),
+    (_STATE, "set_optimizer_state_dict"),
+    (_CHECKPOINT, "save"),
+    (_CHECKPOINT, "async_save"),
+    (_CHECKPOINT, "load"),
+)
+_DIRECTIONS: Final = {"fwd": Phase.FORWARD, "bwd": Phase.BACKWARD}
+
+
+class TorchFunctions:
+    """What to wrap of torch's smaller parts: optimizers in shards, pipelines, checkpoints, clipping, batch norms.
+
+    Args:
+        journal: hears of what could not be found out.
+        loop: is told which phase they are.
+    """
+
+    def __init__(self, journal: Journal, loop: TrainingLoop) -> None:
+        self._loop = loop
+        self._doubt = Doubts(journal, "ZeroRedundancyOptimizer")
+
+    def parts(self) -> list[Part]:
+        """What to wrap."""
+        return [
+            *_PURPOSES,
+            *(Part(module, name, self._wrap_checkpoint, True) for module, name in _CHECKPOINTS),
+            Part(_ZERO, "ZeroRedundancyOptimizer._broadcast_params_from_rank", self._wrap_shard),
+            Part(_SCHEDULES, "_batch_p2p", self._wrap_messages),
+            Part(_SCHEDULES, "PipelineScheduleSingle.step", self._loop.as_one_batch),
+            Part(_SCHEDULES, "PipelineScheduleMulti.step", self._loop.as_one_batch),
+        ]
+
+    def _wrap_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        tag = hooks.tag(Purpose.CHECKPOINT.value)
+
+        def checkpoint(*args: Any, **kwargs: Any) -> Any:
+            before = self._loop.enter(Phase.CHECKPOINT)
+            try:
+                with tag:
+                    return original(*args, **kwargs)
+            finally:
+                self._loop.leave(before)
+
+        return checkpoint
+
+    def _wrap_shard(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The parameters that one rank has updated, on their way to the others."""
+
+        def broadcast(optimizer: Any, rank: int, *args: Any, **kwargs: Any) -> Any:
+            owner = None
+            try:
+                group = optimizer.process_group
+                owner = rank if group is None else _global_rank(group, rank)
+            except Exception as error:
+                self._doubt(error)
+            with hooks.tag(Purpose.PARAMETER_BROADCAST.value, owner=owner):
+                return original(optimizer, rank, *args, **kwargs)
+
+        return broadcast
+
+    def _wrap_messages(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Activations and their gradients between the stages of a pipeline; schedules say which in ``desc``."""
+        tag = hooks.tag(Purpose.PIPELINE.value)
+
+        def batch(messages: Any, desc: str | None = None, *args: Any, **kwargs: Any) -> Any:
+            phase = _DIRECTIONS.get((desc or "")[:3])
+            before = None if phase is None else self._loop.enter(phase)
+            try:
+                with tag:
+                    return original(messages, desc, *args, **kwargs)
+            finally:
+                if before is not None:
+                    self._loop.leave(before)
+
+        return batch
+
+
+def _global_rank(group: Any, rank: int) -> int:
+    import torch.distributed as dist
+
+    return dist.get_global_rank(group, rank)

@@ -1,0 +1,105 @@
+"""Where a training loop is that says nothing: steps and micro-batches, from the order in which its parts run. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+
+class Progress:
+    """Steps and micro-batches of a loop of forward passes, backward passes and optimizer steps.
+
+    A step ends when the optimizers have stepped, and the next begins when the next pass does: what the program does in
+    between (evaluation, a checkpoint, a barrier) counts in the step that has ended. A further micro-batch begins with a
+    forward pass that follows a backward pass while no optimizer has stepped.
+
+    Args:
+        step: where it is already; -1 before the first step.
+    """
+
+    def __init__(self, step: int = -1) -> None:
+        self.step = step
+        self.micro_step = 0
+        self._due = True  # the next pass begins a step
+        self._backwards = 0  # since the last forward pass, with no optimizer step after it
+        self._cycle = OptimizerCycle()
+        self._idle: set[int] = set()  # optimizers that stepped while nothing else happened
+
+    @property
+    def first_ended(self) -> bool:
+        """Whether a step has ended."""
+        return self.step >= 0 and self._due
+
+    def begin_forward(self) -> bool:
+        """A forward pass in training mode begins. True when with it a step or a micro-batch does."""
+        if self.begin_pass():
+            return True
+        if not self._backwards:
+            return False
+        self._backwards = 0
+        self.micro_step += 1
+        return True
+
+    def begin_pass(self) -> bool:
+        """A pass begins, forward or backward. True when with it a step does."""
+        self._idle.clear()
+        if not self._due:
+            return False
+        self._due = False
+        self._backwards = self.micro_step = 0
+        self.step += 1
+        return True
+
+    def end_backward(self) -> None:
+        """A backward pass has ended."""
+        self._backwards += 1
+
+    def end_optimizer(self, optimizer: int, made: Set[int] = frozenset()) -> bool:
+        """An optimizer has stepped. True when with that a step begins, since the program shows no passes.
+
+        Args:
+            optimizer: what stands for it.
+            made: the optimizers that the program has.
+        """
+        self._backwards = 0
+        if not self._due:
+            self._due = self._cycle.ends_with(optimizer, made)
+            return False
+        # Some programs let a new optimizer step once, with no gradients, to make its state: that is no training step.
+        if optimizer not in self._idle:
+            self._idle.add(optimizer)
+            return False
+        self.begin_pass()
+        self._due = True
+        self._idle.add(optimizer)
+        return True
+
+
+class OptimizerCycle:
+    """Which optimizer's step ends an iteration, where a program has several: learned from the rounds that they make.
+
+    A round is what steps from one step of the first optimizer to its next. In the first round all optimizers that the
+    program has made are waited for, in later ones those of the round before.
+    """
+
+    def __init__(self) -> None:
+        self._first: int | None = None
+        self._round: set[int] = set()
+        self._members: set[int] | None = None
+        self._ended = False  # in this round
+
+    def ends_with(self, optimizer: int, made: Set[int] = frozenset()) -> bool:
+        """Whether the step that ``optimizer`` has just made ends an iteration. At most once in a round.
+
+        Args:
+            made: the optimizers that the program has; asked for in the first round only.
+        """
+        if self._first is None:
+            self._first = optimizer
+        elif optimizer == self._first:
+            self._members, self._round, self._ended = self._round, set(), False
+        self._round.add(optimizer)
+        members = made if self._members is None else self._members
+        if self._ended or not members <= self._round:
+            return False
+        self._ended = True
+        return True

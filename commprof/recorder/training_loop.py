@@ -1,0 +1,280 @@
+"""Training loops that say nothing about themselves: their phases and steps, seen where torch lets anybody watch.
+
+Nothing is left on the program's modules, tensors or optimizers, and no module within a model is slowed: the one hook that
+torch offers for all modules is taken out while the outermost of them runs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Final
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from commprof import hooks
+from commprof.recorder.adapters.imports import ImportWatch
+from commprof.recorder.adapters.patching import Patches
+from commprof.recorder.journal import Journal
+from commprof.recorder.models import Models
+from commprof.recorder.progress import Progress
+from commprof.recorder.steps import Steps
+from commprof.schema import Phase
+
+_COMPILED: Final = "torch._dynamo.eval_frame"
+# A program that names one of these names them all; it may name a checkpoint and leave the rest to us.
+_NAMED_BY_RUNTIMES: Final = frozenset({Phase.INIT, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER})
+
+
+class TrainingLoop:
+    """Says the phases and steps of a program that does not: those that it names itself are left to it.
+
+    Args:
+        journal: hears of what could not be watched.
+        steps: writes the steps down.
+        models: hears of the modules that are trained, and of the optimizers.
+    """
+
+    def __init__(self, journal: Journal, steps: Steps, models: Models) -> None:
+        self._journal = journal
+        self._steps = steps
+        self._models = models
+        self._progress = Progress(hooks.position.step)
+        self._patches = Patches()
+        self._watch = ImportWatch({_COMPILED}, self._wrap_compiled, self._give_up)
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._handles: list[Any] = []
+        self._armed: Any = None  # the hook of all modules, while none of them runs
+        self._outermost: Any = None  # the hook of the one that runs
+        self._stepping: list[int] = []  # optimizers that are inside their step
+        self._before_optimizer = ""  # the phase before the outermost of them
+        self._in_backward = False
+        self._one_batch = 0  # inside what runs many passes for one batch
+        self._phases_named = False
+        self._speaking = False
+
+    def install(self) -> None:
+        """Begin to watch."""
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        self._patches.wrap(Optimizer, "__init__", self._wrap_optimizer)
+        self._patches.wrap(torch.autograd, "backward", self._wrap_backward)
+        self._watch.start()
+        self._arm()
+
+    def remove(self) -> None:
+        """Watch no more."""
+        self._watch.stop()
+        self._patches.remove()
+        self._disarm()
+        for handle in (*self._handles, self._outermost):
+            if handle is not None:
+                handle.remove()
+        self._handles.clear()
+        self._outermost = None
+
+    def close(self) -> None:
+        """Watch no more, and take back what was said: a later recording of this process begins anew."""
+        self.remove()
+        if not self._steps.explicit():
+            hooks.position.step, hooks.position.micro_step = -1, 0
+        if not self._phases_named:
+            hooks.position.phase = str(Phase.INIT)
+
+    def heard(self, phase: str) -> None:
+        """Somebody has named a phase: leave phases to the program if it was the program."""
+        if not self._speaking and phase in _NAMED_BY_RUNTIMES:
+            self._phases_named = True
+
+    def as_one_batch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """``original``, a function that runs the passes of many micro-batches in an order of its own."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._one_batch += 1
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._one_batch -= 1
+
+        return call
+
+    def enter(self, phase: str) -> str:
+        """Say ``phase``, unless the program names its phases, and return the one that it takes the place of."""
+        before = hooks.position.phase
+        if not self._phases_named:
+            self._say(phase)
+        return before
+
+    def leave(self, before: str) -> None:
+        """Say again what was the phase before; once training has begun, no more that it is being prepared."""
+        if not self._phases_named:
+            self._say(Phase.OTHER if before == Phase.INIT and self._progress.step >= 0 else before)
+
+    def _say(self, phase: str) -> None:
+        self._speaking = True
+        try:
+            hooks.phase(str(phase))
+        finally:
+            self._speaking = False
+
+    def _named_by_program(self) -> bool:
+        """Whether nothing is left for us to say."""
+        return self._phases_named and self._steps.explicit()
+
+    def _give_up(self, error: Exception) -> None:
+        """Watching does not work with this torch: leave it, and say so in the trace."""
+        self.remove()
+        self._journal.note(
+            f"steps and phases are not found by themselves any more: {type(error).__name__}: {error}"
+        )
+
+    def _announce(self) -> None:
+        progress = self._progress
+        if not self._steps.explicit():
+            self._steps.begin_automatic(progress.step, progress.micro_step)
+        if progress.step and not self._models.published:
+            self._models.publish(self._optimizers)
+
+    # Forward passes: of the outermost module.
+
+    def _arm(self) -> None:
+        if self._armed is None:
+            self._armed = register_module_forward_pre_hook(self._on_forward)
+
+    def _disarm(self) -> None:
+        handle, self._armed = self._armed, None
+        if handle is not None:
+            handle.remove()
+
+    def _on_forward(self, module: torch.nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():  # the hook itself is being traced
+            return
+        try:
+            before = self._begin_forward(module)
+            if before is not None:
+                self._outermost = module.register_forward_hook(self._until_end(before), always_call=True)
+        except Exception as error:
+            self._give_up(error)
+
+    def _until_end(self, before: str) -> Callable[..., None]:
+        def end(module: torch.nn.Module, args: Any, result: Any) -> None:
+            handle, self._outermost = self._outermost, None
+            if handle is not None:
+                handle.remove()
+                self._end_forward(before)
+
+        return end
+
+    def _begin_forward(self, module: torch.nn.Module) -> str | None:
+        """The phase before; None where nothing is left for us to say."""
+        self._disarm()
+        if self._named_by_program():
+            self.remove()
+            return None
+        if torch.is_grad_enabled() and module.training:
+            self._models.saw(module)
+            begins = self._progress.begin_pass if self._one_batch else self._progress.begin_forward
+            if begins():
+                self._announce()
+        return self.enter(Phase.FORWARD)
+
+    def _end_forward(self, before: str) -> None:
+        self.leave(before)
+        if self._handles and not self._in_backward:
+            self._arm()
+
+    def _wrap_compiled(self, module: ModuleType) -> None:
+        """A module that torch.compile returned warns of hooks for all modules: there must be none when it is called."""
+
+        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+            def call(compiled: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+                if self._armed is None:
+                    return original(compiled, *args, **kwargs)
+                before = None
+                try:
+                    before = self._begin_forward(compiled)
+                except Exception as error:
+                    self._give_up(error)
+                try:
+                    return original(compiled, *args, **kwargs)
+                finally:
+                    if before is not None:
+                        self._end_forward(before)
+
+            return call
+
+        # Versions without a __call__ of its own do not warn.
+        self._patches.wrap(module, "OptimizedModule.__call__", wrap)
+
+    # Backward passes.
+
+    def _wrap_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            if self._in_backward or self._named_by_program():
+                return original(*args, **kwargs)
+            before = None
+            try:
+                before = self._begin_backward()
+            except Exception as error:
+                self._give_up(error)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                if before is not None:
+                    self._end_backward(before)
+
+        return backward
+
+    def _begin_backward(self) -> str:
+        self._in_backward = True
+        self._disarm()  # a module that is called now computes its activations again
+        if self._progress.begin_pass():
+            self._announce()
+        return self.enter(Phase.BACKWARD)
+
+    def _end_backward(self, before: str) -> None:
+        self._in_backward = False
+        self._progress.end_backward()
+        self.leave(before)
+        if self._handles and self._outermost is None:
+            self._arm()
+
+    # Optimizers.
+
+    def _wrap_optimizer(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def construct(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            self._optimizers.add(optimizer)
+
+        return construct
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._in_backward or torch.compiler.is_compiling():
+            return
+        if id(optimizer) in self._stepping:  # it raised the last time
+            self._stepping.clear()
+        self._stepping.append(id(optimizer))
+        if len(self._stepping) == 1:
+            self._before_optimizer = self.enter(Phase.OPTIMIZER)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if id(optimizer) in self._stepping:
+            del self._stepping[self._stepping.index(id(optimizer)) :]
+            if not self._stepping:
+                self.leave(self._before_optimizer)
+        if self._steps.explicit() or hooks.position.phase == Phase.INIT:
+            return
+        self._optimizers.add(optimizer)
+        if self._progress.end_optimizer(id(optimizer), {id(each) for each in self._optimizers}):
+            self._announce()
