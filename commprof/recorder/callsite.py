@@ -10,7 +10,8 @@ from typing import Any, Final
 import torch
 
 _TORCH: Final = Path(torch.__file__).parent
-_INTERNAL_PREFIXES: Final = (f"{_TORCH}/", f"{Path(__file__).parent.parent}/", "<frozen")
+_INTERNAL_PREFIXES: Final = (f"{_TORCH}/", f"{Path(__file__).parent.parent}/", "<frozen", "<eval_with_key")
+_COMPILED: Final = "/torchinductor_"  # within the path of code that torch's compiler has written
 # The modules whose functions a program calls to issue a collective.
 _API_FILES: Final = frozenset(
     str(_TORCH / "distributed" / name)
@@ -63,7 +64,9 @@ class CallSites:
         file = code.co_filename
         if file in _API_FILES:
             kind = API
-        elif file.startswith(_INTERNAL_PREFIXES) or Path(file).name in _STANDARD_WRAPPERS:
+        elif (
+            file.startswith(_INTERNAL_PREFIXES) or _COMPILED in file or Path(file).name in _STANDARD_WRAPPERS
+        ):
             kind = INTERNAL
         else:
             kind = PROGRAM
