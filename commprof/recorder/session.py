@@ -18,7 +18,7 @@ from multiprocessing import util as multiprocessing_util
 from typing import Any, Final
 
 from commprof import hooks
-from commprof.recorder.adapters.deepspeed import DeepSpeedAdapter
+from commprof.recorder.adapters.frameworks import Frameworks
 from commprof.recorder.counters import step_readings
 from commprof.recorder.flight import FlightDump
 from commprof.recorder.groups import Group, live_groups
@@ -63,7 +63,8 @@ class Session:
             SelfCheck(self.journal, groups, self.interception.close_gap) if options.selfcheck else None
         )
         self.flight = FlightDump(self.journal, groups.unique_name)
-        self.adapter = DeepSpeedAdapter(self.journal, self.steps.explicit)
+        self.frameworks = Frameworks(self.journal, self.steps)
+        self.interception.kernels.tagger = self.frameworks.explain
         self._out = out
         self._refused: str | None = None  # why no file could be opened
         self._lock = threading.RLock()
@@ -77,15 +78,15 @@ class Session:
             self.selfcheck.start()
         self.interception.install()
         self.lifecycle.install()
-        self.steps.install()
         hooks.listen(self)
-        self.adapter.install()
+        self.frameworks.install()
         for group in [] if forked else live_groups()[:1]:
             self.interception.groups.find(group)
 
     def stop(self) -> None:
         """Write what is left, take every wrapper out, and close the files."""
         self._check(is_last=True)
+        self.frameworks.finish()
         self._unwatch()
         self.flight.write()
         self._close()
@@ -97,8 +98,7 @@ class Session:
 
     def _unwatch(self) -> None:
         hooks.listen(None)
-        self.adapter.remove()
-        self.steps.remove()
+        self.frameworks.remove()
         self.lifecycle.remove()
         self.interception.remove()
 
@@ -163,11 +163,14 @@ class Session:
 
     def on_phase(self, name: str) -> None:
         """The phase changed."""
+        self.frameworks.loop.heard(name)
         self.journal.enter_phase(name)
 
     def on_row(self, table: str, row: Mapping[str, Any]) -> None:
         """One row of a side table."""
         try:
+            if table == "parameters":
+                self.frameworks.models.heard()
             if table in _TABLES:
                 self.steps.note_row(table, row)
         except Exception as error:

@@ -20,11 +20,7 @@ _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 class Steps:
-    """Writes a row at each step boundary, and finds the boundaries itself when the program does not name them.
-
-    Without ``hooks.step`` a step ends when an optimizer has stepped; the first one begins at the first forward
-    of a module in training mode. With several optimizers the cycle of the first iteration is learned: a step
-    ends with the optimizer that stepped last before the first one stepped again.
+    """Writes a row at each step boundary, and what a program publishes about itself.
 
     Args:
         check: run at each boundary before the new step begins.
@@ -38,42 +34,25 @@ class Steps:
         self._next_clock_ns = 0
         self._explicit = False
         self._automatic_call = False
-        self._handles: list[Any] = []
-        self._cycle = OptimizerCycle()
-        self._begun = False
+        self._found = False  # the last boundary was not named by the program
 
     def explicit(self) -> bool:
         """Whether the program names its steps itself."""
         return self._explicit
 
-    def install(self) -> None:
-        """Listen to optimizers and to the first forward."""
-        from torch.nn.modules.module import register_module_forward_pre_hook
-        from torch.optim.optimizer import register_optimizer_step_post_hook
-
-        self._handles = [
-            register_optimizer_step_post_hook(self._on_optimizer),
-            register_module_forward_pre_hook(self._on_forward),
-        ]
-
-    def remove(self) -> None:
-        """Stop listening."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
     def start(self) -> None:
         """The files are open: write down where the training is already."""
         self._write_clock(time.perf_counter_ns())
         if hooks.position.step >= 0:
-            self.begin(hooks.position.step, hooks.position.micro_step)
+            begin = self.begin_automatic if self._found else self.begin
+            begin(hooks.position.step, hooks.position.micro_step)
 
     def begin(self, step: int, micro_step: int) -> None:
         """Step ``step`` begins, or a further micro step of it."""
         now = time.perf_counter_ns()
-        if not self._automatic_call and not self._explicit:
+        self._found = self._automatic_call
+        if not self._automatic_call:
             self._explicit = True
-            self.remove()
         if micro_step == 0:
             self._check()
             if self.readings is not None:
@@ -123,44 +102,15 @@ class Steps:
         self._next_clock_ns = now + _CLOCK_INTERVAL_NS
         self.journal.write("clock", read_clocks()._asdict())
 
-    def _on_forward(self, module: torch.nn.Module, args: Any) -> None:
-        if self._explicit or self._begun or not module.training or not torch.is_grad_enabled():
-            return
-        self._begun = True
-        self._handles.pop().remove()
-        self._begin_automatic(0)
-
-    def _on_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._explicit or not self._cycle.ends_with(id(optimizer)):
-            return
-        self._begin_automatic(hooks.position.step + 1)
-
-    def _begin_automatic(self, step: int) -> None:
+    def begin_automatic(self, step: int, micro_step: int) -> None:
+        """Step ``step`` begins, or a further micro step of it, though the program does not say so."""
         try:
             self._automatic_call = True
-            hooks.step(step)
+            hooks.step(step, micro_step)
         except Exception as error:
             self.journal.fault(error)
         finally:
             self._automatic_call = False
-
-
-class OptimizerCycle:
-    """Which optimizer's step ends an iteration, learned from the order in which they step."""
-
-    def __init__(self) -> None:
-        self._first: int | None = None
-        self._last: int | None = None
-        self._previous: int | None = None
-
-    def ends_with(self, optimizer: int) -> bool:
-        """Whether the step that ``optimizer`` (its address) has just made ends an iteration."""
-        if self._first is None:
-            self._first = self._last = optimizer
-        elif optimizer == self._first and self._previous is not None:
-            self._last = self._previous
-        self._previous = optimizer
-        return optimizer == self._last
 
 
 def _resources() -> dict[str, int | None]:

@@ -9,7 +9,7 @@ import pytest
 from commprof.recorder.callsite import CallSites
 from commprof.recorder.clocks import read_clocks
 from commprof.recorder.counters import InterfaceCounters, parse_net_dev
-from commprof.recorder.steps import OptimizerCycle
+from commprof.recorder.progress import OptimizerCycle, Progress
 from commprof.trace.events import Events
 from commprof.trace.layout import RankFile
 from commprof.trace.steps import build_steps
@@ -48,22 +48,60 @@ def test_interface_counters(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("order", "ends"),
+    ("order", "made", "ends"),
     [
-        ("aaaa", [True, True, True, True]),
-        ("abababab", [True, False, False, True, False, True, False, True]),
-        ("aabaab", [True, True, False, True, True, False]),
+        ("aaaa", "", [True, True, True, True]),
+        ("aaaa", "a", [True, True, True, True]),
+        # Of a GAN's two optimizers both are waited for, if they are known to exist when the first steps.
+        ("abababab", "ab", [False, True, False, True, False, True, False, True]),
+        ("abababab", "", [True, False, False, True, False, True, False, True]),
+        # One that never steps is not waited for again.
+        ("aaaa", "az", [False, True, True, True]),
+        # Optimizers that step within the backward pass do not come in one order.
+        ("abcacbbca", "abc", [False, False, True, False, False, True, False, False, False]),
+        # The critic of a WGAN steps more often: at most one step for each of its own.
+        ("aaabaaab", "ab", [False, True, True, False, False, True, True, False]),
     ],
 )
-def test_the_cycle_of_optimizers_is_learned(order, ends):
+def test_the_cycle_of_optimizers_is_learned(order, made, ends):
     cycle = OptimizerCycle()
-    found = [cycle.ends_with(ord(name)) for name in order]
-    if (
-        order == "aabaab"
-    ):  # no fixed cycle: every step boundary is at the step of some optimizer, never two at once
-        assert found[0] and any(found[1:])
-    else:
-        assert found == ends
+    assert [cycle.ends_with(ord(name), set(map(ord, made))) for name in order] == ends
+
+
+def test_a_step_begins_with_its_first_pass_and_a_micro_batch_with_a_further_forward_pass():
+    at = Progress()
+    said = []
+
+    def play(loop):
+        for part in loop:
+            begins = {
+                "f": at.begin_forward,
+                "b": lambda: (at.begin_pass(), at.end_backward())[0],
+                "o": lambda: at.end_optimizer(1, {1}),
+            }[part]()
+            said.append(f"{at.step}.{at.micro_step}" if begins else "-")
+        found = " ".join(said)
+        said.clear()
+        return found
+
+    assert play("fbo") == "0.0 - -"
+    assert play("fbfbfbo") == "1.0 - 1.1 - 1.2 - -"
+    assert play("ffbo") == "2.0 - - -"  # two forward passes, one backward: one micro-batch
+    assert play("fbbo") == "3.0 - - -"  # two losses of one forward pass
+    assert play("bo") == "4.0 -"  # no module: the backward pass is the first to be seen
+    assert play("fbo") == "5.0 - -"
+
+
+def test_without_passes_an_optimizer_that_steps_again_ends_a_step():
+    at = Progress()
+    assert [at.end_optimizer(1) for _ in range(3)] == [False, True, True] and at.step == 1
+    assert at.begin_forward() and at.step == 2
+
+
+def test_an_optimizer_that_makes_its_state_beforehand_begins_no_step():
+    at = Progress()
+    assert not at.end_optimizer(1) and not at.end_optimizer(2) and at.step == -1
+    assert at.begin_forward() and (at.step, at.micro_step) == (0, 0)
 
 
 def boundaries(*rows):
@@ -85,10 +123,13 @@ def test_steps_that_the_program_names_replace_those_found_by_themselves():
     assert table.void == {0: -1}
 
 
-def test_what_follows_the_last_optimizer_step_is_no_step():
-    table = boundaries((0, 0, True), (1, 0, True), (2, 0, True), (None, 0, False))
-    assert [row["step"] for row in table.rows] == [0, 1]
-    assert table.void == {2: 1}  # its collectives count in the step that had just ended
+def test_steps_found_by_themselves_are_whole():
+    table = boundaries((0, 0, True), (0, 1, True), (1, 0, True), (None, 0, False))
+    assert [(row["step"], row["micro_steps"], row["end_ns"]) for row in table.rows] == [
+        (0, 2, 300),
+        (1, 1, 400),
+    ]
+    assert table.void == {}
 
 
 def test_no_steps_at_all():
