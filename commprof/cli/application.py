@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import typer
 
-from commprof.cli import align, check, compare, dashboard, doctor, export, nccl, report, run, sweep, verify
+from commprof.cli import align, check, compare, dashboard, doctor, dump, export, nccl, report, run, sweep, verify
 from commprof.cli.console import error
 from commprof.launch.program import split_arguments
 
@@ -37,6 +37,7 @@ def build() -> typer.Typer:
     app.command("check")(check.check)
     app.command("export")(export.export)
     app.command("dashboard")(dashboard.dashboard)
+    app.command("dump")(dump.dump)
     app.command("doctor")(doctor.doctor)
     return app
 

@@ -11,6 +11,7 @@ import typer
 
 from commprof.errors import UsageError
 from commprof.recorder.options import (
+    DEFAULTS,
     SAMPLERS,
     Options,
     describe_empty,
@@ -71,6 +72,10 @@ def _declared(
         str | None,
         typer.Option("--sample", metavar="LIST", help=f"Samplers to run beside it: {','.join(SAMPLERS)}."),
     ] = None,
+    sample_every: Annotated[
+        str | None,
+        typer.Option("--sample-every", metavar="SECONDS", help="Between readings of the samplers. Default: 1."),
+    ] = None,
 ) -> Options:
     """The options as a verb declares them, made into what the recorder takes."""
     options = Options(
@@ -81,6 +86,7 @@ def _declared(
         complete=complete,
         watchdog=_parsed("--watchdog", watchdog, parse_seconds),
         samplers=_parsed("--sample", sample, parse_samplers) or (),
+        sample_every=_parsed("--sample-every", sample_every, parse_seconds) or DEFAULTS.sample_every,
     )
     if options.window is not None and options.window[1] is not None:
         first, end = options.window

@@ -104,7 +104,7 @@ def _run_child(
     started_ns = time.time_ns()
     group.start()
     pids = group.pids
-    outcome = sample_and_wait(run, group) if place.rank == 0 else group.wait()
+    outcome = sample_and_wait(run, group, job.recording, say) if place.rank == 0 else group.wait()
     # A file of all processes is copied by one of them.
     if log.own_file is not None and ("%p" in log.own_file or os.environ.get("LOCAL_RANK", "0") == "0"):
         job_log.collect(log, run, started_ns, pids)

@@ -20,10 +20,10 @@ from typing import Any, Final, NamedTuple
 
 from commprof.errors import CommprofError, LaunchError, UsageError
 from commprof.launch import environment, injection, job_log, nccl_log, summary
+from commprof.launch.company import in_company
 from commprof.launch.configuration import ConfigFile, find_config
 from commprof.launch.program import Kind, Program
 from commprof.launch.ranks import GRACE_SECONDS, Outcome, Rank, RankGroup
-from commprof.launch.wire import WireSampler
 from commprof.recorder.options import DEFAULTS, Options
 from commprof.trace import directory, manifest
 from commprof.trace.process import start_ticks
@@ -216,7 +216,7 @@ def _run_ranks(
         except LaunchError:
             close_manifest(run, exit_code=LaunchError.exit_code, first_failed_rank=None)
             raise
-        outcome = sample_and_wait(run, group)
+        outcome = sample_and_wait(run, group, job.recording, say)
     if outcome.exit_code and not is_command:
         say(describe_failure(outcome))
     first_failed = None if is_command else outcome.first_failed_rank
@@ -243,11 +243,9 @@ def _output(run: Path, job: Job) -> Iterator[int | None]:
         yield file.fileno()
 
 
-def sample_and_wait(run: Path, group: RankGroup) -> Outcome:
-    """Wait for ``group`` while the machine's counters are written into ``run``."""
-    from commprof.recorder.counters import InterfaceCounters
-
-    with WireSampler(run, InterfaceCounters()):
+def sample_and_wait(run: Path, group: RankGroup, recording: Options, say: Callable[[str], None]) -> Outcome:
+    """Wait for ``group`` while the machine's counters, and what else was asked for, are written into ``run``."""
+    with in_company(run, recording, say):
         return group.wait()
 
 

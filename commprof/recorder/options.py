@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 OPTIONS_VARIABLE: Final = "COMMPROF_OPTIONS"
-SAMPLERS: Final = ("nvml", "interfaces", "stacks")
+SAMPLERS: Final = ("nvml", "interfaces", "proc", "stacks")
 BEFORE_THE_FIRST: Final = -1  # the step during initialisation
 SMALLEST_MAX_BYTES: Final = 1_000_000
 
@@ -38,6 +38,7 @@ class Options:
         complete: see every collective at the one place below all issuers, which is slower.
         watchdog: seconds without progress after which the ranks' state is written down; None: never.
         samplers: which samplers run beside the training, of ``SAMPLERS``.
+        sample_every: seconds between their readings.
         completion_every: time the completion of one in so many of the calls that are sampled anyway; 0: of none.
         selfcheck: compare the groups' own counts with the records, once a step.
         quiet: do not say where the trace is. What is lost is always said.
@@ -50,6 +51,7 @@ class Options:
     complete: bool = False
     watchdog: float | None = None
     samplers: tuple[str, ...] = ()
+    sample_every: float = 1.0
     completion_every: int = 1
     selfcheck: bool = True
     quiet: bool = False
@@ -238,6 +240,7 @@ _READERS: Final[dict[str, Callable[[Any], Any]]] = {
     "complete": _parse_flag,
     "watchdog": parse_seconds,
     "samplers": parse_samplers,
+    "sample_every": lambda value: parse_seconds(value) or DEFAULTS.sample_every,
     "completion_every": parse_count,
     "selfcheck": _parse_flag,
     "quiet": _parse_flag,

@@ -28,6 +28,7 @@ from commprof.recorder.lifecycle import GroupLifecycle
 from commprof.recorder.opening import Opened, begin_row, find_directory, open_files, this_rank
 from commprof.recorder.options import DEFAULTS, OPTIONS_VARIABLE, Options, from_json, from_mapping
 from commprof.recorder.selfcheck import SelfCheck
+from commprof.recorder.stacks import StackSignal
 from commprof.recorder.steps import Steps
 from commprof.trace.writer import count_of
 
@@ -63,6 +64,7 @@ class Session:
             SelfCheck(self.journal, groups, self.interception.close_gap) if options.selfcheck else None
         )
         self.flight = FlightDump(self.journal, groups.unique_name)
+        self.stacks = StackSignal()
         self.frameworks = Frameworks(self.journal, self.steps)
         self.interception.kernels.tagger = self.frameworks.explain
         self._out = out
@@ -94,6 +96,7 @@ class Session:
     def drop(self) -> None:
         """In a forked child: let go of everything that belongs to the parent."""
         self.journal.drop()
+        self.stacks.drop()
         self._unwatch()
 
     def _unwatch(self) -> None:
@@ -110,6 +113,7 @@ class Session:
                 return
             _, identity, records, _ = self.opened
             self.steps.finish()
+            self.stacks.remove()
             self.journal.write("end", {"time_ns": time.perf_counter_ns()})
             totals = self._totals(self.opened)
             self.journal.close(totals)
@@ -218,6 +222,9 @@ class Session:
         self.journal.write("begin", begin_row(self.opened.identity, rank.world_size))
         self.steps.readings = step_readings(os.environ, directory)
         self.steps.start()
+        signal = self.stacks.install(directory, self.opened.identity.stem)
+        if signal is not None:
+            self.journal.write("stacks", signal)
         # multiprocessing ends its children without running atexit handlers.
         multiprocessing_util.Finalize(None, detach, exitpriority=10)
 

@@ -1,4 +1,4 @@
-"""The table of the machine's counters, from the files of those who read them: the launcher, and one rank per host."""
+"""Readings of the machine as tables, from the files of those who read them: the launcher, and one rank per host."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pyarrow as pa
 
 from commprof.errors import TraceError
 from commprof.schema import TABLES
+from commprof.trace.directory import EVERY_SAMPLES
 from commprof.trace.tables import arrow_schema, read_parquet, table_from_rows, write_parquet
 
 LAUNCHER_READINGS: Final = "wire.jsonl"  # at intervals
 STEP_READINGS: Final = "wire"  # a directory
-_COLUMNS: Final = [column.name for column in TABLES["wire"].columns]
 
 
 def reading_files(run: Path) -> list[Path]:
@@ -29,25 +29,44 @@ def reading_files(run: Path) -> list[Path]:
 
 
 def write_wire(run: Path) -> None:
-    """The readings as the ``wire`` table, beside those that it holds; their files are removed once it holds them."""
-    sources = reading_files(run)
+    """The readings of counters as the ``wire`` table."""
+    absorb(run, "wire", reading_files(run), ("host", "device", "time_ns"))
+    with contextlib.suppress(OSError):
+        (run / STEP_READINGS).rmdir()
+
+
+def sample_files(run: Path) -> list[Path]:
+    """The files of samplers that are no table yet: the launcher's, and those of other hosts."""
+    return sorted(run.glob(EVERY_SAMPLES))
+
+
+def write_samples(run: Path) -> None:
+    """What samplers read as the ``samples`` table."""
+    absorb(run, "samples", sample_files(run), ("host", "source", "device", "name", "time_ns"))
+
+
+def absorb(run: Path, name: str, sources: Sequence[Path], order: Sequence[str]) -> None:
+    """The rows of ``sources`` in table ``name``, beside those that it holds; they are removed once it holds them.
+
+    Args:
+        order: the columns to sort by.
+    """
     if not sources:
         return
-    file = run / "wire.parquet"
-    present = [read_parquet(file, "wire")] if file.exists() else []
+    file = run / f"{name}.parquet"
+    columns = list(TABLES[name].names)
+    present = [read_parquet(file, name)] if file.exists() else []
     # A file whose rows the table holds already is there again where its removal failed.
-    table = pa.concat_tables([*present, read_readings(sources)]).group_by(_COLUMNS).aggregate([])
-    table = table.sort_by([("host", "ascending"), ("device", "ascending"), ("time_ns", "ascending")])
-    write_parquet(file, table.select(_COLUMNS).cast(arrow_schema("wire")))
-    if len(read_parquet(file, "wire")) == len(table):
+    table = pa.concat_tables([*present, read_readings(sources, name)]).group_by(columns).aggregate([])
+    table = table.sort_by([(column, "ascending") for column in order])
+    write_parquet(file, table.select(columns).cast(arrow_schema(name)))
+    if len(read_parquet(file, name)) == len(table):
         for source in sources:
             source.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            (run / STEP_READINGS).rmdir()
 
 
-def read_readings(sources: Sequence[Path]) -> pa.Table:
-    """The rows of ``sources``; a line that was cut off is left out."""
+def read_readings(sources: Sequence[Path], name: str = "wire") -> pa.Table:
+    """The rows of ``sources`` as table ``name``; a line that was cut off is left out."""
     rows: list[dict[str, Any]] = []
     for source in sources:
         for line in source.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -56,14 +75,14 @@ def read_readings(sources: Sequence[Path]) -> pa.Table:
                 if isinstance(row, dict):
                     rows.append(row)
     try:
-        return table_from_rows("wire", rows)
+        return table_from_rows(name, rows)
     except TraceError:
-        return table_from_rows("wire", [row for row in rows if _is_reading(row)])
+        return table_from_rows(name, [row for row in rows if _fits(row, name)])
 
 
-def _is_reading(row: dict[str, Any]) -> bool:
+def _fits(row: dict[str, Any], name: str) -> bool:
     try:
-        table_from_rows("wire", [row])
+        table_from_rows(name, [row])
     except TraceError:
         return False
     return True

@@ -1,0 +1,50 @@
+"""``commprof dump``: what every rank of a job waits for, and which one holds the others up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from commprof.cli.console import say
+from commprof.cli.runs import RunArgument
+from commprof.errors import UsageError
+
+
+def dump(
+    run: RunArgument,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The same as JSON, times and bytes as they are.")
+    ] = False,
+    stacks: Annotated[
+        bool, typer.Option("--stacks/--no-stacks", help="Look at the Python stacks of this host's ranks too.")
+    ] = True,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", help="Write it there; the first sentence is printed."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", "-f", help="Replace the file of --out.")] = False,
+) -> int:
+    """Say which rank a job that hangs waits for, what each rank is in, and where each stands in its program.
+
+    The job goes on. Of one that was killed, its end is described, without stacks.
+    """
+    from commprof.sampling.dump import take_dump
+    from commprof.sampling.dump_text import dump_text
+    from commprof.trace.directory import resolve
+
+    if out is not None and out.exists() and not force:
+        raise UsageError(f"{out} exists already, and is not overwritten without --force")
+    taken = take_dump(resolve(run), stacks=stacks)
+    text = json.dumps(taken.as_dict(), indent=1) + "\n" if as_json else dump_text(taken)
+    if out is None:
+        typer.echo(text, nl=False)
+        return 0
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{out} cannot be written: {error.strerror}") from None
+    say(taken.verdict.sentence)
+    return 0

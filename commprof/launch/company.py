@@ -1,0 +1,57 @@
+"""What runs in the launcher beside the ranks of a job: readings of counters, samplers, the watchdog."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from commprof.launch.wire import INTERVAL_SECONDS, WireSampler
+from commprof.recorder.counters import InterfaceCounters
+from commprof.recorder.options import Options
+from commprof.sampling.nvml import NVML, NvmlError, NvmlSampler
+from commprof.sampling.processes import ProcessSampler, local_ranks
+from commprof.sampling.samples import Sampler, SampleWriter
+from commprof.sampling.stacks import StackSampler, py_spy_program
+from commprof.sampling.watchdog import Watchdog
+
+
+@contextlib.contextmanager
+def in_company(run: Path, recording: Options, say: Callable[[str], None]) -> Iterator[None]:
+    """Inside, the interface counters are read into ``run``, the samplers that were asked for work, and the watchdog watches.
+
+    Args:
+        say: called with one line of text for the person at the terminal.
+    """
+    interfaces = recording.sample_every if "interfaces" in recording.samplers else INTERVAL_SECONDS
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(WireSampler(run, InterfaceCounters(), interfaces))
+        samplers = make_samplers(run, recording, say)
+        if samplers:
+            stack.enter_context(SampleWriter(run, samplers, recording.sample_every))
+        if recording.watchdog is not None:
+            stack.enter_context(Watchdog(run, recording.watchdog, say))
+        yield
+
+
+def make_samplers(run: Path, recording: Options, say: Callable[[str], None]) -> list[Sampler]:
+    """The samplers of this host that ``recording`` names. One that cannot work here is left out, in one line."""
+    samplers: list[Sampler] = []
+    if NVML in recording.samplers:
+        try:
+            nvml = NvmlSampler(run)
+        except NvmlError as error:
+            say(f"--sample nvml: no samples of GPUs: {error}")
+        else:
+            say(nvml.describe())
+            samplers.append(nvml)
+    if "proc" in recording.samplers:
+        samplers.append(ProcessSampler(lambda: local_ranks(run)))
+    if "stacks" in recording.samplers:
+        if py_spy_program() is None:
+            say(
+                "--sample stacks: no samples of stacks: py-spy is not installed (pip install 'commprof[sampling]')"
+            )
+        else:
+            samplers.append(StackSampler(lambda: local_ranks(run)))
+    return samplers

@@ -1,0 +1,87 @@
+"""What the ranks of a run had issued, from its tables: for a run whose files have been made into Parquet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+from commprof.errors import MissingExtraError
+from commprof.sampling.calls import WINDOW, Call, GroupFacts, RankCalls, What
+from commprof.schema import Status, parse_ranks
+
+_COLUMNS: Final = (
+    *(name for name in What._fields),
+    *("rank", "attempt", "pid", "seq", "pg_seq", "call_site", "purpose", "step", "thread", "layer", "status"),
+    *("issue_ns", "return_ns", "wait_begin_ns", "wait_end_ns", "device_end_ns"),
+)
+_TIMES: Final = ("return_ns", "wait_begin_ns", "wait_end_ns", "device_end_ns")
+
+
+def read_archive(run: Path) -> list[RankCalls]:
+    """What each rank of the last attempt had issued, by rank; from several processes of a rank, the last one's.
+
+    Raises:
+        TraceError: the run cannot be read.
+        MissingExtraError: the packages that read tables are not installed.
+    """
+    try:
+        import pyarrow.compute as pc
+
+        from commprof.trace.reader import open_run
+    except ImportError:
+        raise MissingExtraError("pyarrow", "analysis", "to read a run that has ended") from None
+    opened = open_run(run)
+    table = opened.table("collectives").select(list(_COLUMNS))
+    groups = _groups(opened.table("groups").to_pylist())
+    attempt = max((entry["attempt"] for entry in opened.manifest.ranks), default=0)
+    found: dict[int, RankCalls] = {}
+    for entry in opened.manifest.ranks:
+        rank, pid = entry["rank"], entry["pid"]
+        if entry["attempt"] != attempt:
+            continue
+        mine = table.filter(
+            (pc.field("rank") == rank) & (pc.field("attempt") == attempt) & (pc.field("pid") == pid)
+        )
+        mine = mine.sort_by("seq")
+        rows = mine.slice(max(0, len(mine) - WINDOW)).to_pylist()
+        last = rows[-1]["issue_ns"] if rows else 0
+        if rank in found and found[rank].calls and found[rank].calls[-1].issue_ns > last:
+            continue
+        found[rank] = RankCalls(
+            rank=rank,
+            attempt=attempt,
+            pid=pid,
+            host=entry.get("host"),
+            world_size=entry.get("world_size"),
+            calls=[_call(row) for row in rows],
+            total=len(mine),
+            ended=bool(entry.get("ended")),
+            groups=groups.get((rank, attempt, pid), {}),
+        )
+    return [found[rank] for rank in sorted(found)]
+
+
+def _call(row: dict[str, Any]) -> Call:
+    times = {name: row[name] or 0 for name in _TIMES}
+    if times["wait_begin_ns"] == times["return_ns"]:
+        times["wait_begin_ns"] = 0
+    return Call(
+        what=What(**{name: row[name] for name in What._fields}),
+        pg_seq=row["pg_seq"],
+        site=row["call_site"],
+        purpose=row["purpose"],
+        step=row["step"],
+        thread=row["thread"],
+        layer=row["layer"],
+        raised=row["status"] == Status.RAISED,
+        issue_ns=row["issue_ns"],
+        **times,
+    )
+
+
+def _groups(rows: list[dict[str, Any]]) -> dict[tuple[int, int, int], dict[str, GroupFacts]]:
+    found: dict[tuple[int, int, int], dict[str, GroupFacts]] = {}
+    for row in rows:
+        facts = GroupFacts(row["pg"], row["group_desc"], parse_ranks(row["group_ranks"]))
+        found.setdefault((row["rank"], row["attempt"], row["pid"]), {})[facts.pg] = facts
+    return found

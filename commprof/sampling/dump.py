@@ -1,0 +1,197 @@
+"""A dump of a job: what each of its ranks waits for, and where it stands in its program.
+
+Of a job that is going on, the ranks' files are read where they stand and their processes looked at; of one that has ended,
+the same is told of its end, without stacks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from commprof.errors import CommprofError
+from commprof.sampling.archive import read_archive
+from commprof.sampling.calls import Call, RankCalls
+from commprof.sampling.live import fingerprint, latest_files, read_live
+from commprof.sampling.processes import RankProcess, State, state_of
+from commprof.sampling.situation import RankReport, Situation
+from commprof.sampling.stacks import take_stacks
+from commprof.sampling.verdict import Verdict, judge
+from commprof.sampling.waits import Wait, standings
+
+WATCH_SECONDS: Final = 0.5  # so long the job is watched for anything that moves
+
+
+@dataclass(frozen=True, slots=True)
+class Dump:
+    """The ranks of a run at one moment, and what is the matter with them."""
+
+    run: Path
+    taken: datetime
+    situation: Situation
+    verdict: Verdict
+    with_stacks: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """The dump as JSON values: times in ns, bytes, and the names of the schema's columns."""
+        situation = self.situation
+        return {
+            "run": str(self.run),
+            "taken": self.taken.isoformat(),
+            "kind": str(self.verdict.kind),
+            "hangs": self.verdict.hangs,
+            "sentence": self.verdict.sentence,
+            "notes": list(self.verdict.notes),
+            "ranks": [_rank(report) for report in situation.reports.values()],
+            "waits": [_wait(wait) for wait in situation.waits],
+            "groups": [
+                {
+                    "pg": standing.group.pg,
+                    "group_desc": standing.group.desc,
+                    "group_ranks": list(standing.group.ranks),
+                    "last": {str(rank): call and _call(call) for rank, call in standing.last.items()},
+                }
+                for standing in standings(situation.groups)
+            ],
+        }
+
+
+def take_dump(
+    run: Path,
+    *,
+    stacks: bool = True,
+    watch_seconds: float = WATCH_SECONDS,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Dump:
+    """Look at the job that records into ``run``. Nothing of it is changed, and nothing waits for it.
+
+    Args:
+        stacks: look at the processes' stacks too.
+
+    Raises:
+        TraceError: the run cannot be read.
+        MissingExtraError: it has ended and was made into tables, and the packages that read those are not installed.
+    """
+    files = latest_files(run)
+    if not files:
+        reports = [RankReport(calls, _past_state(calls)) for calls in read_archive(run)]
+        return _dump(run, Situation(reports), with_stacks=False)
+    before = {identity: fingerprint(stem) for identity, stem in files}
+    begin = time.monotonic()
+    reports = [_report(read_live(identity, stem)) for identity, stem in files]
+    local = [report for report in reports if report.state in (State.RUNS, State.STOPPED)]
+    if stacks:
+        for report in local:
+            report.stacks = take_stacks(_process(report.calls), run, report.calls.stacks)
+    if local:
+        sleep(max(0.0, begin + watch_seconds - time.monotonic()))
+        for report, (identity, stem) in zip(reports, files, strict=True):
+            with contextlib.suppress(CommprofError):
+                report.moved = fingerprint(stem) != before[identity]
+    watched_ns = round((time.monotonic() - begin) * 1e9)
+    return _dump(run, Situation(reports, watched_ns), with_stacks=stacks and bool(local))
+
+
+def _dump(run: Path, situation: Situation, with_stacks: bool) -> Dump:
+    return Dump(run, datetime.now(UTC), situation, judge(situation), with_stacks)
+
+
+def _past_state(calls: RankCalls) -> State:
+    return State.ENDED if calls.ended else State.GONE
+
+
+def _process(calls: RankCalls) -> RankProcess:
+    return RankProcess(calls.rank, calls.pid, calls.start_ticks)
+
+
+def _report(calls: RankCalls) -> RankReport:
+    """The rank with the state of its process, and the present moment on its clock."""
+    if calls.ended:
+        return RankReport(calls, State.ENDED)
+    if calls.host != socket.gethostname():
+        return RankReport(calls, State.ELSEWHERE, _now_elsewhere(calls))
+    state = state_of(_process(calls))
+    return RankReport(calls, state, None if state is State.GONE else time.perf_counter_ns())
+
+
+def _now_elsewhere(calls: RankCalls) -> int | None:
+    """The present moment on another host's clock, as well as the clocks of both hosts agree about real time."""
+    if calls.last_clock is None:
+        return None
+    monotonic_ns, realtime_ns = calls.last_clock
+    return monotonic_ns + time.time_ns() - realtime_ns
+
+
+def _rank(report: RankReport) -> dict[str, Any]:
+    calls, stacks = report.calls, report.stacks
+    last = calls.last_done()
+    return {
+        "rank": calls.rank,
+        "attempt": calls.attempt,
+        "pid": calls.pid,
+        "host": calls.host,
+        "state": str(report.state),
+        "moved": report.moved,
+        "records": calls.total,
+        "now_ns": report.now_ns,
+        "inside": [_call(call) for call in calls.inside()],
+        "last_completed": None if last is None else _call(last),
+        "stacks_by": None if stacks is None else stacks.source,
+        "stacks_problem": None if stacks is None else stacks.problem,
+        "stacks": [
+            {
+                "thread": stack.thread,
+                "main": stack.is_main,
+                "frames": [frame._asdict() for frame in stack.frames],
+            }
+            for stack in (() if stacks is None else stacks.threads)
+        ],
+    }
+
+
+def _wait(wait: Wait) -> dict[str, Any]:
+    return {
+        "call": _call(wait.call),
+        "waiting": list(wait.waiting),
+        "missing": list(wait.missing),
+        "finished": list(wait.finished),
+        "absent": list(wait.absent),
+        "known": wait.known,
+    }
+
+
+def _call(call: Call) -> dict[str, Any]:
+    own = {name: value for name, value in call._asdict().items() if name != "what"}
+    times = {name: value or None for name, value in own.items() if name.endswith("_ns")}
+    return {**call.what._asdict(), **own, **times}
+
+
+def keep_dump(directory: Path, name: str, texts: Sequence[tuple[str, str]]) -> Path:
+    """Write a dump below ``directory`` under the first free name ``name``, ``name-2``, ...; returns the first file.
+
+    Args:
+        texts: pairs of suffix and content.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    directory.mkdir(exist_ok=True)
+    number = 1
+    while True:
+        stem = name if number == 1 else f"{name}-{number}"
+        first = directory / f"{stem}{texts[0][0]}"
+        try:
+            os.close(os.open(first, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+        except FileExistsError:
+            number += 1
+            continue
+        for suffix, text in texts:
+            (directory / f"{stem}{suffix}").write_text(text, encoding="utf-8")
+        return first

@@ -1,0 +1,137 @@
+"""A dump as text: first the sentence that names the culprit, then ranks, groups and stacks. Pure."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import Final
+
+from commprof.sampling.calls import Call
+from commprof.sampling.dump import Dump
+from commprof.sampling.processes import State
+from commprof.sampling.situation import RankReport, Situation, ranks_text, size_of
+from commprof.sampling.stacks import Stack
+from commprof.sampling.waits import Standing, standings
+
+_WIDTH: Final = 100
+_LEGEND: Final = (
+    "#N is the column pg_seq: the N-th collective of its group, counted from 0; messages are counted apart. Sizes are "
+    "payload_bytes."
+)
+_MOST_GROUPS: Final = 40
+
+
+def dump_text(dump: Dump) -> str:
+    """The whole dump, ending with a line feed."""
+    situation = dump.situation
+    parts = [
+        dump.verdict.sentence,
+        *(f"note: {note}" for note in dump.verdict.notes),
+        "",
+        f"run    {dump.run}",
+        f"taken  {dump.taken:%Y-%m-%d %H:%M:%S} UTC",
+        "",
+        "Ranks",
+        *_ranks(situation),
+        "",
+        "Groups",
+        *_groups(situation),
+        "",
+        *(["Stacks", *_stacks(situation), ""] if dump.with_stacks else []),
+        _folded(_LEGEND),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _folded(text: str) -> str:
+    return textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def _ranks(situation: Situation) -> list[str]:
+    lines = []
+    for report in situation.reports.values():
+        calls = report.calls
+        lines.append(
+            f"  rank {calls.rank}, pid {calls.pid} on {calls.host or '?'}: {_state(situation, report)}"
+        )
+        lines += [f"    in    {_call(situation, report, call, call.issue_ns)}" for call in calls.inside()]
+        last = calls.last_done()
+        if last is not None:
+            lines.append(f"    last  {_call(situation, report, last, last.end_ns)}")
+    return lines or ["  none has left a file"]
+
+
+def _state(situation: Situation, report: RankReport) -> str:
+    if situation.is_past:
+        return "ended" if report.state is State.ENDED else "ended without saying so"
+    return {
+        State.RUNS: "runs",
+        State.STOPPED: "stopped by a signal",
+        State.GONE: "its process is gone",
+        State.ENDED: "has ended",
+        State.ELSEWHERE: "on another host",
+        State.ABSENT: "left no file",
+    }[report.state]
+
+
+def _call(situation: Situation, report: RankReport, call: Call, time_ns: int) -> str:
+    parts = [f"{situation.name(call)} of {situation.label_of(call)}", size_of(call), call.purpose, call.site]
+    parts += [f"step {call.step}" if call.step >= 0 else None, report.ago(time_ns)]
+    return ", ".join(part for part in parts if part)
+
+
+def _groups(situation: Situation) -> list[str]:
+    found = standings(situation.groups)
+    uneven = [standing for standing in found if not standing.is_even]
+    even = [standing for standing in found if standing.is_even]
+    lines = [line for standing in uneven for line in _uneven(situation, standing)]
+    for standing in even[:_MOST_GROUPS]:
+        call = next(iter(standing.last.values()))
+        assert call is not None
+        at = f"all have issued {situation.name(call)} last"
+        lines.append(f"  {situation.label(standing.group)} ({ranks_text(standing.group.ranks)}): {at}")
+    if len(even) > _MOST_GROUPS:
+        lines.append(
+            f"  and {len(even) - _MOST_GROUPS} more groups, in each of which all ranks have come equally far"
+        )
+    return lines or ["  none has carried a collective"]
+
+
+def _uneven(situation: Situation, standing: Standing) -> list[str]:
+    """Ranks that have come equally far together, the furthest first."""
+    by_place: dict[tuple[int, str], list[int]] = {}
+    for rank, call in standing.last.items():
+        place = (
+            (-1, "nothing") if call is None else (call.pg_seq, f"{situation.name(call)} ({size_of(call)})")
+        )
+        by_place.setdefault(place, []).append(rank)
+    lines = [f"  {situation.label(standing.group)} ({ranks_text(standing.group.ranks)}):"]
+    for (_, what), ranks in sorted(by_place.items(), reverse=True):
+        has = "has" if len(ranks) == 1 else "have"
+        lines.append(f"    {ranks_text(ranks)} {has} issued {what.replace(' ()', '')} last")
+    return lines
+
+
+def _stacks(situation: Situation) -> list[str]:
+    """Each stack once, with the ranks and threads that stand there."""
+    found: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    lines = []
+    for report in situation.reports.values():
+        if report.stacks is None:
+            continue
+        if report.stacks.problem is not None:
+            lines.append(_folded(f"rank {report.rank}: no stacks: {report.stacks.problem}"))
+        for stack in report.stacks.threads:
+            key = (f"{_thread(stack)}, by {report.stacks.source}", tuple(map(str, stack.frames)))
+            found.setdefault(key, []).append(report.rank)
+    for (thread, frames), ranks in found.items():
+        lines += _stack(ranks, thread, frames)
+    return lines or ["none: no rank runs on this host"]
+
+
+def _thread(stack: Stack) -> str:
+    return "main thread" if stack.is_main else stack.thread
+
+
+def _stack(ranks: Sequence[int], thread: str, frames: Sequence[str]) -> list[str]:
+    return [f"{ranks_text(ranks)}, {thread}, innermost call first:", *(f"    {frame}" for frame in frames)]

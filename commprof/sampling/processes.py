@@ -1,0 +1,140 @@
+"""The processes of the ranks on this host: which they are, whether they run, and what they use, from /proc."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from commprof.sampling.live import latest_files
+from commprof.sampling.samples import Sample
+from commprof.trace.layout import EVENTS_SUFFIX
+from commprof.trace.process import start_ticks
+
+_PROC: Final = Path("/proc")
+_TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
+
+
+class State(StrEnum):
+    """What has become of a rank's process."""
+
+    RUNS = "runs"
+    STOPPED = "stopped"  # by a signal or a debugger
+    GONE = "gone"
+    ENDED = "ended"  # it closed its recording in order
+    ELSEWHERE = "elsewhere"  # on another host, which cannot be asked
+    ABSENT = "absent"  # it left no file
+
+
+class RankProcess(NamedTuple):
+    """The process of a rank."""
+
+    rank: int
+    pid: int
+    start_ticks: int | None = None
+
+    @property
+    def name(self) -> str:
+        """As samples name it."""
+        return f"rank {self.rank}"
+
+
+class Usage(NamedTuple):
+    """What a process has used since it began, and what it holds now."""
+
+    cpu_ns: int
+    rss_bytes: int
+    threads: int
+
+
+def local_ranks(run: Path) -> list[RankProcess]:
+    """The processes of ``run``'s ranks that are on this host and have not ended.
+
+    Raises:
+        TraceError: the directory cannot be read.
+    """
+    here = socket.gethostname()
+    found = []
+    for identity, stem in latest_files(run):
+        begin = _first_line(stem.with_name(stem.name + EVENTS_SUFFIX))
+        if begin.get("host") != here:
+            continue
+        process = RankProcess(identity.rank, identity.pid, begin.get("start_ticks"))
+        if state_of(process) not in (State.GONE, State.ENDED):
+            found.append(process)
+    return found
+
+
+def _first_line(events: Path) -> dict[str, Any]:
+    try:
+        with events.open("rb") as file:
+            row = json.loads(file.readline())
+    except (OSError, ValueError):
+        return {}
+    return row if isinstance(row, dict) and row.get("kind") == "begin" else {}
+
+
+def state_of(process: RankProcess, proc: Path = _PROC) -> State:
+    """Whether ``process`` runs, is stopped, or is gone; another one with its number is not taken for it."""
+    try:
+        text = (proc / str(process.pid) / "stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return State.GONE
+    letter = text.rpartition(")")[2].split()[0]
+    if letter in ("Z", "X"):
+        return State.GONE
+    if process.start_ticks is not None and start_ticks(process.pid) != process.start_ticks:
+        return State.GONE
+    return State.STOPPED if letter in ("T", "t") else State.RUNS
+
+
+def usage_of(pid: int, proc: Path = _PROC) -> Usage | None:
+    """What process ``pid`` uses (fields 14, 15, 20 and 24 of its stat file, see proc(5)); None when it is gone."""
+    try:
+        text = (proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+        fields = text.rpartition(")")[2].split()
+        ticks = int(fields[11]) + int(fields[12])
+        return Usage(
+            ticks * 1_000_000_000 // _TICKS_PER_SECOND, int(fields[21]) * _PAGE_BYTES, int(fields[17])
+        )
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+class ProcessSampler:
+    """CPU time, resident memory and threads of each rank on this host."""
+
+    def __init__(
+        self,
+        ranks: Callable[[], list[RankProcess]],
+        clock: Callable[[], int] = time.perf_counter_ns,
+        proc: Path = _PROC,
+    ) -> None:
+        self._ranks = ranks
+        self._clock = clock
+        self._proc = proc
+        self._before: dict[int, tuple[int, int]] = {}  # by pid: time, CPU time
+
+    def read(self) -> list[Sample]:
+        """``cpu_percent`` of one core since the reading before (from the second on), ``rss_bytes``, ``threads``."""
+        samples = []
+        for process in self._ranks():
+            now, usage = self._clock(), usage_of(process.pid, self._proc)
+            if usage is None:
+                continue
+            before = self._before.get(process.pid)
+            self._before[process.pid] = now, usage.cpu_ns
+            values: dict[str, float] = {"rss_bytes": usage.rss_bytes, "threads": usage.threads}
+            if before is not None and now > before[0]:
+                values["cpu_percent"] = 100.0 * (usage.cpu_ns - before[1]) / (now - before[0])
+            samples += [Sample("proc", process.name, name, value, now) for name, value in values.items()]
+        return samples
+
+    def close(self) -> None:
+        """Nothing is held open."""

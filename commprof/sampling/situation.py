@@ -1,0 +1,162 @@
+"""The ranks of a job at one moment, and how they, their calls and their groups are named in sentences. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Final
+
+from commprof.analysis.units import format_bytes, format_ns
+from commprof.sampling.calls import Call, GroupFacts, RankCalls
+from commprof.sampling.processes import State
+from commprof.sampling.stacks import Stacks
+from commprof.sampling.waits import GroupCalls, Wait, find_waits, group_calls
+from commprof.schema import Op
+
+_LIVING: Final = frozenset({State.RUNS, State.STOPPED, State.ELSEWHERE})
+
+
+@dataclass(slots=True)
+class RankReport:
+    """What is known of one rank at the moment of the dump.
+
+    Attributes:
+        now_ns: that moment on the clock of the rank's own times; None where that is not known.
+        moved: calls that it issued or completed while it was looked at; None where that could not be seen.
+    """
+
+    calls: RankCalls
+    state: State
+    now_ns: int | None = None
+    moved: bool | None = None
+    stacks: Stacks | None = None
+
+    @property
+    def rank(self) -> int:
+        """Its number."""
+        return self.calls.rank
+
+    def ago(self, time_ns: int) -> str | None:
+        """How long ago ``time_ns`` of this rank's clock was; None where that is not known."""
+        return (
+            None if self.now_ns is None or not time_ns else f"{format_ns(max(0, self.now_ns - time_ns))} ago"
+        )
+
+
+class Situation:
+    """The ranks of a job at one moment, and the waits among them."""
+
+    def __init__(self, reports: Sequence[RankReport], watched_ns: int = 0) -> None:
+        self.reports = {report.rank: report for report in reports}
+        self.watched_ns = watched_ns
+        self.groups: list[GroupCalls] = group_calls([report.calls for report in reports])
+        self.waits: list[Wait] = find_waits([report.calls for report in reports], self.groups)
+        # Nobody lives any more: what is said is said of the end.
+        self.is_past = not any(report.state in _LIVING for report in reports)
+        self._labels = _labels([group.facts for group in self.groups])
+
+    def label(self, group: GroupFacts) -> str:
+        """``group default_pg``; with its ranks where several are called so."""
+        return f"group {self._labels.get(group.pg, group.pg)}"
+
+    def name(self, call: Call) -> str:
+        """``all_reduce #41``, ``send #3 to rank 1``."""
+        what = call.what
+        if what.op == Op.SEND:
+            return f"send #{call.pg_seq} to {_peer(what.peer)}"
+        if what.op == Op.RECV:
+            return f"recv #{call.pg_seq} from {_peer(what.peer)}"
+        return f"{what.op} #{call.pg_seq}"
+
+    def describe(self, call: Call, report: RankReport | None = None, since: str = "issued") -> str:
+        """``(4.00 MiB float32, issued at train.py:88 step, 12.3 s ago)``."""
+        ago = None if report is None else report.ago(call.issue_ns)
+        place = f"{since} at {short_site(call.site)}" if call.site else None
+        parts = [size_of(call), place if ago is None else f"{place or since}, {ago}"]
+        return f"({', '.join(part for part in parts if part)})" if any(parts) else ""
+
+    def whereabouts(self, rank: int) -> str:
+        """What a rank does instead of what it is missed in, as a clause."""
+        report = self.reports.get(rank)
+        if report is None:
+            return "it left no trace"
+        stack = None if report.stacks is None else report.stacks.main
+        place = None if stack is None else stack.place
+        where = None if place is None else f"{place.function} ({PurePath(place.file).name}:{place.line})"
+        if report.state is State.ENDED:
+            return f"it {'had' if self.is_past else 'has'} ended{self._after_last(report)}"
+        if report.state is State.GONE and not self.is_past:
+            return f"its process (pid {report.calls.pid}) is gone{self._after_last(report)}"
+        if report.state is State.STOPPED:
+            return f"its process (pid {report.calls.pid}) is stopped by a signal{f', in {where}' if where else ''}"
+        inside = report.calls.inside()
+        if inside:
+            verb = "stood" if self.is_past else "stands"
+            return f"it {verb} in {self.name(inside[-1])} of {self.label_of(inside[-1])}"
+        if where is not None:
+            return f"it is in {where}"
+        return f"its last collective {'was' if self.is_past else 'is'} {self._last(report)}"
+
+    def label_of(self, call: Call) -> str:
+        """The group of ``call``, named."""
+        return f"group {self._labels.get(call.what.pg, call.what.pg)}"
+
+    def _after_last(self, report: RankReport) -> str:
+        return f" after {self._last(report)}" if report.calls.calls else ""
+
+    def _last(self, report: RankReport) -> str:
+        last = report.calls.last_done()
+        if last is None:
+            return "none"
+        site = f" at {short_site(last.site)}" if last.site else ""
+        ago = report.ago(last.end_ns)
+        return f"{self.name(last)} of {self.label_of(last)}{site}{f', {ago}' if ago else ''}"
+
+
+def size_of(call: Call) -> str:
+    """``4.00 MiB float32``; empty for a barrier."""
+    if call.what.op == Op.BARRIER:
+        return ""
+    return " ".join(part for part in (format_bytes(call.what.payload_bytes), call.what.dtype) if part)
+
+
+def short_site(site: str | None) -> str:
+    """``train.py:88 step`` for ``/home/user/train.py:88 step``."""
+    if site is None:
+        return "an unknown place"
+    file, colon, rest = site.rpartition(":")
+    return f"{PurePath(file).name}{colon}{rest}"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """``rank 1``, ``ranks 0, 2, 3``, ``ranks 0-6, 9``: four neighbours or more as a range.
+
+    >>> ranks_text([1]), ranks_text([0, 2, 3]), ranks_text([0, 1, 2, 3, 5])
+    ('rank 1', 'ranks 0, 2, 3', 'ranks 0-3, 5')
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [
+        part
+        for run in runs
+        for part in ([f"{run[0]}-{run[-1]}"] if len(run) > 3 else [str(rank) for rank in run])
+    ]
+    return f"rank{'' if len(set(ranks)) == 1 else 's'} {', '.join(parts)}"
+
+
+def _peer(peer: int) -> str:
+    return "any rank" if peer < 0 else f"rank {peer}"
+
+
+def _labels(groups: Sequence[GroupFacts]) -> Mapping[str, str]:
+    """What each group is called: its description, and where several have the same one, its name and ranks too."""
+    named = [group.desc or group.pg for group in groups]
+    return {
+        group.pg: name if named.count(name) == 1 else f"{name} {group.pg} ({ranks_text(group.ranks)})"
+        for group, name in zip(groups, named, strict=True)
+    }

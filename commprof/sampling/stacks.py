@@ -1,0 +1,296 @@
+"""Where the threads of a Python process are: py-spy from outside, or the process itself where that is refused.
+
+py-spy is a program without an API: it is run and what it prints is read. It needs ptrace: the same user, and a system or
+container that allows it (SYS_PTRACE). Where it is missing or refused, the recorded process is sent the signal on which its
+faulthandler writes all stacks into a file of the run; that needs the same user only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from commprof.sampling.processes import RankProcess, State, state_of
+from commprof.sampling.samples import Sample
+
+PY_SPY: Final = "py-spy"
+FAULTHANDLER: Final = "faulthandler"
+STACKS_VARIABLE: Final = "COMMPROF_STACKS"  # py-spy or faulthandler: only this one
+
+_PY_SPY_SECONDS: Final = 10.0
+_ANSWER_SECONDS: Final = 3.0  # a process without a free core may take that long to run its signal handler
+_QUIET_SECONDS: Final = 0.05  # nothing more was written for so long: it is finished
+_STANDARD_LIBRARY: Final = tuple(
+    f"{path}/" for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
+)
+_COMMPROF: Final = f"{Path(__file__).resolve().parent.parent}/"
+_INSTALLED: Final = ("/site-packages/", "/dist-packages/")
+
+
+class Frame(NamedTuple):
+    """One call on a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def is_program(self) -> bool:
+        """Whether it is neither the standard library's, nor commprof's, nor of an installed package."""
+        if self.file.startswith(("<", _COMMPROF)) or any(part in self.file for part in _INSTALLED):
+            return False
+        return not self.file.startswith(_STANDARD_LIBRARY)
+
+    def __str__(self) -> str:
+        return f"{self.function} ({self.file}:{self.line})"
+
+
+class Stack(NamedTuple):
+    """One thread: its frames, the innermost first."""
+
+    thread: str
+    is_main: bool
+    frames: tuple[Frame, ...]
+
+    @property
+    def place(self) -> Frame | None:
+        """The innermost frame of the program itself; of anything where there is none."""
+        return next((frame for frame in self.frames if frame.is_program), next(iter(self.frames), None))
+
+
+class Stacks(NamedTuple):
+    """The threads of one process, and how they were read; or why they could not be."""
+
+    source: str | None
+    threads: tuple[Stack, ...] = ()
+    problem: str | None = None
+
+    @property
+    def main(self) -> Stack | None:
+        """The main thread."""
+        return next((stack for stack in self.threads if stack.is_main), None)
+
+
+def take_stacks(
+    process: RankProcess, run: Path, answer: Mapping[str, Any] | None, only: str | None = None
+) -> Stacks:
+    """The stacks of ``process``, by py-spy where that works, else by its own faulthandler.
+
+    Args:
+        answer: what its recorder said about its signal: ``signal`` and ``file``, below ``run``.
+        only: one of the two ways, and no other. Default: what COMMPROF_STACKS says.
+    """
+    only = only or os.environ.get(STACKS_VARIABLE) or None
+    state = state_of(process)
+    if state is State.GONE:
+        return Stacks(None, problem="its process is gone")
+    problems = []
+    if only in (None, PY_SPY):
+        found = spy(process.pid, blocking=state is not State.STOPPED)
+        if found.source is not None:
+            return found
+        problems.append(str(found.problem))
+    if only in (None, FAULTHANDLER):
+        found = ask_process(process, run, answer)
+        if found.source is not None:
+            return found
+        problems.append(str(found.problem))
+    return Stacks(
+        None,
+        problem="; ".join(problems) or f"{STACKS_VARIABLE}={only} is neither {PY_SPY} nor {FAULTHANDLER}",
+    )
+
+
+def py_spy_program() -> str | None:
+    """The program py-spy: the one beside this Python, else the one on PATH."""
+    beside = Path(sys.executable).with_name(PY_SPY)
+    return str(beside) if os.access(beside, os.X_OK) else shutil.which(PY_SPY)
+
+
+def spy(pid: int, blocking: bool = True) -> Stacks:
+    """What py-spy sees of process ``pid``.
+
+    Args:
+        blocking: stop the process for the few milliseconds that this takes; else read while it runs.
+    """
+    program = py_spy_program()
+    if program is None:
+        return Stacks(None, problem="py-spy is not installed (pip install 'commprof[sampling]')")
+    command = [program, "dump", "--json", "--pid", str(pid), *([] if blocking else ["--nonblocking"])]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_PY_SPY_SECONDS,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired:
+        return Stacks(None, problem=f"py-spy did not answer within {_PY_SPY_SECONDS:g} s")
+    except OSError as error:
+        return Stacks(None, problem=f"{program} could not be started: {error.strerror}")
+    if done.returncode:
+        return Stacks(None, problem=explain_refusal(done.stderr))
+    try:
+        return Stacks(PY_SPY, parse_spy(done.stdout, pid))
+    except (ValueError, KeyError, TypeError):
+        return Stacks(None, problem="what py-spy printed is not the JSON that it is known to print")
+
+
+def explain_refusal(text: str) -> str:
+    """Why py-spy saw nothing, from its standard error, and what would help."""
+    if "ermission denied" in text or "ermission Denied" in text or "Operation not permitted" in text:
+        return "py-spy was refused (it needs the same user, kernel.yama.ptrace_scope 0 or root; in a container SYS_PTRACE)"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return f"py-spy failed: {lines[0] if lines else 'it said nothing'}"
+
+
+def parse_spy(text: str, pid: int) -> tuple[Stack, ...]:
+    """The threads in what ``py-spy dump --json`` prints, the main one first.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is something else.
+    """
+    stacks = []
+    for thread in json.loads(text):
+        frames = tuple(Frame(f["filename"], f["line"], f["name"]) for f in thread["frames"])
+        name = thread["thread_name"] or f"thread {thread['os_thread_id'] or thread['thread_id']}"
+        is_main = thread["os_thread_id"] == pid or thread["thread_name"] == "MainThread"
+        stacks.append(Stack(name, is_main, frames))
+    return _main_first(stacks)
+
+
+_THREAD: Final = re.compile(
+    r"(?:Current thread|Thread) (0x[0-9a-f]+)(?: \[(.*?)\])?.*\(most recent call first\):"
+)
+_FRAME: Final = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+
+
+def parse_faulthandler(text: str) -> tuple[Stack, ...]:
+    """The threads in what faulthandler writes, the main one, which it writes last, first."""
+    found: list[tuple[str, list[Frame]]] = []
+    for line in text.splitlines():
+        thread = _THREAD.match(line)
+        frame = _FRAME.fullmatch(line)
+        if thread is not None:
+            found.append((thread[2] or f"thread {thread[1]}", []))
+        elif frame is not None and found:
+            found[-1][1].append(Frame(frame[1], int(frame[2]), frame[3]))
+    last = len(found) - 1
+    return _main_first(
+        [
+            Stack("MainThread" if number == last else name, number == last, tuple(frames))
+            for number, (name, frames) in enumerate(found)
+        ]
+    )
+
+
+def _main_first(stacks: Sequence[Stack]) -> tuple[Stack, ...]:
+    return tuple(sorted(stacks, key=lambda stack: not stack.is_main))
+
+
+def ask_process(process: RankProcess, run: Path, answer: Mapping[str, Any] | None) -> Stacks:
+    """What ``process`` writes about itself when it gets the signal that its recorder has chosen.
+
+    The signal would end a process that no longer catches it, so that is looked up first.
+    """
+    try:
+        number, file = int((answer or {})["signal"]), run / str((answer or {})["file"])
+    except (KeyError, TypeError, ValueError):
+        return Stacks(None, problem="its recorder offers no stacks by faulthandler")
+    if state_of(process) is State.STOPPED:
+        return Stacks(None, problem="it is stopped, so it cannot write its stacks by faulthandler")
+    if not catches(process.pid, number):
+        return Stacks(
+            None, problem=f"it no longer catches signal {number}, on which it would write its stacks"
+        )
+    begin = _size(file)
+    try:
+        os.kill(process.pid, number)
+    except OSError as error:
+        return Stacks(
+            None, problem=f"signal {number}, on which it writes its stacks, was refused: {error.strerror}"
+        )
+    text = _await_text(file, begin)
+    threads = parse_faulthandler(text)
+    if not threads:
+        return Stacks(
+            None, problem=f"it wrote no stacks within {_ANSWER_SECONDS:g} s of signal {number} (faulthandler)"
+        )
+    return Stacks(FAULTHANDLER, threads)
+
+
+def catches(pid: int, number: int, proc: Path = Path("/proc")) -> bool:
+    """Whether process ``pid`` has a handler for signal ``number`` (SigCgt in its status file, see proc(5))."""
+    try:
+        for line in (proc / str(pid) / "status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.partition(":")[2], 16) >> (number - 1) & 1)
+    except (OSError, ValueError):
+        pass
+    return False
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
+
+
+def _await_text(file: Path, begin: int) -> str:
+    """What is written to ``file`` behind ``begin``, once nothing more comes."""
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    size = _size(file)
+    while time.monotonic() < deadline:
+        time.sleep(_QUIET_SECONDS)
+        before, size = size, _size(file)
+        if size > begin and size == before:
+            break
+    try:
+        with file.open("rb") as stream:
+            stream.seek(begin)
+            return stream.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+class StackSampler:
+    """The stacks of each rank on this host as py-spy sees them, for flame graphs: one sample of 1 for each thread.
+
+    ``name`` is the stack in folded form, the outermost frame first, joined by ``;``.
+    """
+
+    def __init__(
+        self, ranks: Callable[[], list[RankProcess]], clock: Callable[[], int] = time.perf_counter_ns
+    ) -> None:
+        self._ranks = ranks
+        self._clock = clock
+
+    def read(self) -> list[Sample]:
+        """One sample for each thread of each rank."""
+        samples = []
+        for process in self._ranks():
+            now = self._clock()
+            for stack in spy(process.pid).threads:
+                device = f"{process.name} {stack.thread}"
+                samples.append(Sample(PY_SPY, device, folded(stack), 1.0, now))
+        return samples
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+def folded(stack: Stack) -> str:
+    """``train.py:main;model.py:forward``: the frames of a stack, the outermost first."""
+    return ";".join(f"{Path(frame.file).name}:{frame.function}" for frame in reversed(stack.frames))

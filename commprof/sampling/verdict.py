@@ -1,0 +1,206 @@
+"""Which rank holds a job up, in one sentence. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+from commprof.analysis.units import format_ns
+from commprof.sampling.calls import Call
+from commprof.sampling.processes import State
+from commprof.sampling.situation import Situation, ranks_text, short_site
+from commprof.sampling.waits import Parting, Wait, culprits, find_cycle, find_parting, find_sites
+from commprof.schema import Op
+
+_MOST_NAMED: Final = 4  # ranks whose whereabouts the sentence says
+
+
+class Kind(StrEnum):
+    """What is the matter with a job."""
+
+    MISSING = "missing"  # some ranks have not issued what others wait for
+    DIFFERENT = "different"  # ranks issued different collectives in the same place
+    RING = "ring"  # ranks wait for each other in a ring
+    STUCK = "stuck"  # all have issued it, and it does not end
+    IDLE = "idle"  # nobody waits
+    MOVING = "moving"  # collectives are issued or completed
+    ENDED = "ended"  # every rank ended in order
+    EMPTY = "empty"  # nothing was recorded
+
+
+class Verdict(NamedTuple):
+    """What is the matter, in one sentence, and what else is worth knowing."""
+
+    kind: Kind
+    sentence: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def hangs(self) -> bool:
+        """Whether some rank waits for something that does not come."""
+        return self.kind in (Kind.MISSING, Kind.DIFFERENT, Kind.RING, Kind.STUCK)
+
+
+def judge(situation: Situation) -> Verdict:
+    """What is the matter with the job.
+
+    The first of these that holds: the job moves; ranks issued different things in one place; ranks are missed that wait
+    for nobody themselves; ranks wait for each other in a ring; all have issued what does not end; nobody waits.
+    """
+    reports = situation.reports.values()
+    if not any(report.calls.calls for report in reports):
+        return Verdict(
+            Kind.EMPTY, "no rank has recorded a collective, so nothing can be said about what it waits for"
+        )
+    if all(report.state is State.ENDED for report in reports):
+        return Verdict(Kind.ENDED, "nothing hangs: every rank ended its recording in order")
+    notes = _notes(situation)
+    if not situation.is_past and any(report.moved for report in reports):
+        return Verdict(Kind.MOVING, _say_moving(situation), notes)
+    stuck = {wait.group.pg: wait.call.pg_seq for wait in situation.waits if not wait.call.what.is_p2p}
+    for group in situation.groups:
+        parting = find_parting(group, stuck[group.facts.pg]) if group.facts.pg in stuck else None
+        if parting is not None:
+            return Verdict(Kind.DIFFERENT, _say_parting(situation, parting), notes)
+    roots = culprits(situation.waits)
+    missed = [wait for wait in situation.waits if set(wait.missing) & set(roots)]
+    if missed:
+        wait = min(missed, key=lambda w: (-len(w.waiting), w.call.pg_seq))
+        return Verdict(Kind.MISSING, _say_missing(situation, wait), (*notes, *_hints(situation, wait)))
+    ring = find_cycle(situation.waits)
+    if ring:
+        return Verdict(Kind.RING, _say_ring(situation, ring), notes)
+    if situation.waits:
+        wait = min(situation.waits, key=lambda w: (bool(w.missing), -len(w.waiting), w.call.pg_seq))
+        return Verdict(Kind.STUCK, _say_stuck(situation, wait), notes)
+    return Verdict(Kind.IDLE, _say_idle(situation), notes)
+
+
+def _say_missing(situation: Situation, wait: Wait) -> str:
+    parts = [_waiting_clause(situation, wait)]
+    its = "the matching " + ("recv" if wait.call.what.op == Op.SEND else "send")
+    what = its if wait.call.what.is_p2p else "it"
+    has = "had" if situation.is_past else "has" if len(wait.missing) == 1 else "have"
+    parts.append(
+        f"{ranks_text(wait.missing)} {has} not issued {what}: {_whereabouts(situation, wait.missing)}"
+    )
+    return "; ".join(parts)
+
+
+def _say_parting(situation: Situation, parting: Parting) -> str:
+    issued = [
+        f"{ranks_text(party.ranks)} issued {party.call.what.op} {situation.describe(party.call)}{_root(party.call)}"
+        for party in parting.parties
+    ]
+    text = f"at #{parting.pg_seq} of {situation.label(parting.group)} the ranks part: {', but '.join(issued)}"
+    waits = [wait for wait in situation.waits if wait.group.pg == parting.group.pg]
+    if waits:
+        text += f"; now {_waiting_clause(situation, waits[0])}"
+    return text
+
+
+def _root(call: Call) -> str:
+    return f" with root {call.what.peer}" if call.what.peer >= 0 and not call.what.is_p2p else ""
+
+
+def _say_ring(situation: Situation, ring: Sequence[Wait]) -> str:
+    clauses = [f"{_waiting_clause(situation, wait)} for {ranks_text(wait.missing)}" for wait in ring]
+    return f"a ring: {', and '.join(clauses)}; none of them can go on"
+
+
+def _say_stuck(situation: Situation, wait: Wait) -> str:
+    text = _waiting_clause(situation, wait)
+    if wait.absent:
+        return f"{text}; {ranks_text(wait.absent)} left no file here, so whether they have issued it is not known"
+    members = [situation.reports[rank] for rank in wait.group.ranks if rank in situation.reports]
+    halted = [
+        r for r in members if r.state is State.STOPPED or (r.state is State.GONE and not situation.is_past)
+    ]
+    if halted:
+        return f"{text}; all have issued it, but of {ranks_text([r.rank for r in halted])}: " + "; ".join(
+            situation.whereabouts(report.rank) for report in halted[:_MOST_NAMED]
+        )
+    if wait.finished:
+        return (
+            f"{text}; {ranks_text(wait.finished)} issued it too and went on: the transfer itself does not end"
+        )
+    return f"{text}; every rank has issued it alike: the transfer itself does not end (network, device or backend)"
+
+
+def _say_idle(situation: Situation) -> str:
+    done = [(report, call) for report in situation.reports.values() if (call := report.calls.last_done())]
+    stopped = [report for report in situation.reports.values() if report.state is State.STOPPED]
+    text = (
+        "no rank was inside a collective"
+        if situation.is_past
+        else "no rank waits: none is inside a collective"
+    )
+    if done:
+        report, call = max(done, key=lambda pair: pair[1].end_ns)
+        ago = report.ago(call.end_ns)
+        text += f"; the last one, {situation.name(call)} of {situation.label_of(call)}, ended{f' {ago}' if ago else ''}"
+    if stopped:
+        text += f"; {ranks_text([report.rank for report in stopped])}: stopped by a signal"
+    return text
+
+
+def _say_moving(situation: Situation) -> str:
+    moved = [report.rank for report in situation.reports.values() if report.moved]
+    still = [report.rank for report in situation.reports.values() if report.moved is False]
+    text = (
+        f"the job moves: {ranks_text(moved)} issued or completed collectives within the "
+        f"{format_ns(situation.watched_ns)} in which it was watched"
+    )
+    waits = [wait for wait in situation.waits if set(wait.waiting) & set(still)]
+    return f"{text}; {_waiting_clause(situation, waits[0])}" if waits else text
+
+
+def _waiting_clause(situation: Situation, wait: Wait) -> str:
+    """``ranks 0, 2, 3 wait in all_reduce #41 of group default_pg (...)``."""
+    ranks = tuple(wait.waiting)
+    verb = "waited" if situation.is_past else "waits" if len(ranks) == 1 else "wait"
+    place = f"{situation.name(wait.call)} of {situation.label(wait.group)}"
+    if not wait.known:
+        verb = "issued" if situation.is_past else "has issued" if len(ranks) == 1 else "have issued"
+        return f"{ranks_text(ranks)} {verb} {place} {situation.describe(wait.call, situation.reports[ranks[0]], 'called')}"
+    return (
+        f"{ranks_text(ranks)} {verb} in {place} {situation.describe(wait.call, situation.reports[ranks[0]])}"
+    )
+
+
+def _whereabouts(situation: Situation, ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return situation.whereabouts(ranks[0])
+    # Ranks that do the same are named together.
+    by_text: dict[str, list[int]] = {}
+    for rank in ranks:
+        by_text.setdefault(situation.whereabouts(rank), []).append(rank)
+    said = [f"{ranks_text(same)}: {text}" for text, same in by_text.items()]
+    more = f", and {len(said) - _MOST_NAMED} more" if len(said) > _MOST_NAMED else ""
+    return ", ".join(said[:_MOST_NAMED]) + more
+
+
+def _notes(situation: Situation) -> tuple[str, ...]:
+    worlds = [report.calls.world_size or 0 for report in situation.reports.values()]
+    absent = [rank for rank in range(max(worlds, default=0)) if rank not in situation.reports]
+    notes = []
+    if absent:
+        notes.append(
+            f"{ranks_text(absent)} left no file in this run: not started yet, or on a host that writes elsewhere"
+        )
+    hosts = {r.calls.host for r in situation.reports.values() if r.state is State.ELSEWHERE}
+    if hosts:
+        others = ", ".join(sorted(map(str, hosts)))
+        notes.append(f"stacks are those of this host's ranks; for the others run commprof dump on {others}")
+    return tuple(notes)
+
+
+def _hints(situation: Situation, wait: Wait) -> tuple[str, ...]:
+    """Where the ranks' ways through the program parted, if they did so before what they wait for now."""
+    group = next((g for g in situation.groups if g.facts.pg == wait.group.pg), None)
+    parting = None if group is None or wait.call.what.is_p2p else find_sites(group, wait.call.pg_seq)
+    if parting is None:
+        return ()
+    said = ", ".join(f"{ranks_text(p.ranks)} at {short_site(p.call.site)}" for p in parting.parties)
+    return (f"from #{parting.pg_seq} of {situation.label(parting.group)} on the call sites differ: {said}",)

@@ -1,0 +1,239 @@
+"""Who waits for whom: the collectives and messages in which ranks stand, and the ranks that have not come to them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from commprof.sampling.calls import Call, GroupFacts, RankCalls, Stage
+from commprof.schema import Op
+
+
+class Wait(NamedTuple):
+    """One collective or message that cannot go on.
+
+    Attributes:
+        call: as the first of those who wait has issued it.
+        waiting: ranks that stand in it, by the time at which each issued it (on its own clock).
+        missing: ranks that would have to issue it and have not.
+        finished: ranks that have issued it and gone on.
+        absent: ranks of the group that left no file, so nothing is known of them.
+        known: False where the ranks have issued it and nothing shows whether they wait for it (a device, C++).
+    """
+
+    group: GroupFacts
+    call: Call
+    waiting: Mapping[int, int]
+    missing: tuple[int, ...]
+    finished: tuple[int, ...] = ()
+    absent: tuple[int, ...] = ()
+    known: bool = True
+
+
+class Party(NamedTuple):
+    """Ranks that issued the same at one place in a group's order."""
+
+    ranks: tuple[int, ...]
+    call: Call
+
+
+class Parting(NamedTuple):
+    """The first place in a group's order at which ranks issued different things, the larger party first."""
+
+    group: GroupFacts
+    pg_seq: int
+    parties: tuple[Party, ...]
+
+
+class Standing(NamedTuple):
+    """How far the ranks of one group have come: number and operation of the last collective that each has issued."""
+
+    group: GroupFacts
+    last: Mapping[int, Call | None]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks have come equally far."""
+        return len({call.pg_seq if call else -1 for call in self.last.values()}) <= 1
+
+
+@dataclass(slots=True)
+class GroupCalls:
+    """The collectives of one group by rank and number, and the ranks of which something is known."""
+
+    facts: GroupFacts
+    members: tuple[int, ...] = ()
+    by_seq: dict[int, dict[int, tuple[Call, Stage]]] = field(default_factory=dict)  # rank -> pg_seq -> call
+
+    def last(self, rank: int) -> Call | None:
+        """The collective of the highest number that ``rank`` has issued."""
+        calls = self.by_seq.get(rank)
+        return calls[max(calls)][0] if calls else None
+
+    def reached(self, rank: int) -> int:
+        """The number of that collective; -1 before the first."""
+        return max(self.by_seq.get(rank, {}), default=-1)
+
+
+def group_calls(ranks: Sequence[RankCalls]) -> list[GroupCalls]:
+    """The collectives of every group that a rank has used, in the order of the groups' names."""
+    groups: dict[str, GroupCalls] = {}
+    for rank in ranks:
+        for facts in rank.groups.values():
+            groups.setdefault(facts.pg, GroupCalls(facts))
+    present = {rank.rank for rank in ranks}
+    for found in groups.values():
+        found.members = tuple(number for number in found.facts.ranks if number in present)
+    for rank in ranks:
+        for call, stage in zip(rank.calls, rank.stages(), strict=True):
+            group = groups.get(call.what.pg)
+            if group is not None and not call.what.is_p2p:
+                group.by_seq.setdefault(rank.rank, {})[call.pg_seq] = call, stage
+    return [groups[name] for name in sorted(groups, key=lambda name: (len(name), name))]
+
+
+def standings(groups: Sequence[GroupCalls]) -> list[Standing]:
+    """How far the ranks of each group have come, groups of one rank and unused ones left out."""
+    return [
+        Standing(group.facts, {rank: group.last(rank) for rank in group.members})
+        for group in groups
+        if len(group.facts.ranks) > 1 and group.by_seq
+    ]
+
+
+def find_waits(ranks: Sequence[RankCalls], groups: Sequence[GroupCalls]) -> list[Wait]:
+    """What cannot go on, each collective once and each message once for the rank that waits."""
+    present = {rank.rank for rank in ranks}
+    waits = [wait for group in groups for wait in _collective_waits(group, present)]
+    by_rank = {rank.rank: rank for rank in ranks}
+    facts = {group.facts.pg: group.facts for group in groups}
+    for rank in ranks:
+        messages = [call for call in rank.inside() if call.what.is_p2p and call.what.pg in facts]
+        waits += [_message_wait(rank, call, facts[call.what.pg], by_rank) for call in messages]
+    return waits
+
+
+def _collective_waits(group: GroupCalls, present: set[int]) -> list[Wait]:
+    absent = tuple(rank for rank in group.facts.ranks if rank not in present)
+    inside: dict[int, dict[int, Call]] = {}
+    for rank, calls in group.by_seq.items():
+        for seq, (call, stage) in calls.items():
+            if stage is Stage.INSIDE:
+                inside.setdefault(seq, {})[rank] = call
+    known = bool(inside)
+    if not known:
+        inside = _unfinished(group)
+    waits = []
+    for seq, calls_of in sorted(inside.items()):
+        missing = tuple(rank for rank in group.members if group.reached(rank) < seq)
+        finished = tuple(
+            rank
+            for rank in group.members
+            if rank not in calls_of and rank not in missing and seq in group.by_seq.get(rank, {})
+        )
+        first = calls_of[min(calls_of)]
+        since = {rank: call.issue_ns for rank, call in sorted(calls_of.items())}
+        waits.append(Wait(group.facts, first, since, missing, finished, absent, known))
+    return waits
+
+
+def _unfinished(group: GroupCalls) -> dict[int, dict[int, Call]]:
+    """The collective after the last one that all ranks have issued, where its completion shows nowhere."""
+    if len(group.members) < 2:
+        return {}
+    seq = min(group.reached(rank) for rank in group.members) + 1
+    found = {
+        rank: calls[seq][0]
+        for rank, calls in group.by_seq.items()
+        if seq in calls and calls[seq][1] is Stage.UNKNOWN
+    }
+    return {seq: found} if found else {}
+
+
+def _message_wait(rank: RankCalls, call: Call, group: GroupFacts, by_rank: Mapping[int, RankCalls]) -> Wait:
+    """A send or receive in which ``rank`` stands. Missing is the other side, if it has not issued its part."""
+    other = by_rank.get(call.what.peer)
+    since = {rank.rank: call.issue_ns}
+    if call.what.peer < 0:
+        members = [by_rank[r] for r in group.ranks if r in by_rank and r != rank.rank]
+        sent = any(_answers(member, rank, call) for member in members)
+        return Wait(group, call, since, () if sent else tuple(member.rank for member in members))
+    if other is None:
+        return Wait(group, call, since, (), absent=(call.what.peer,))
+    issued = _has_issued(rank, other, call)
+    return Wait(group, call, since, () if issued else (other.rank,), (other.rank,) if issued else ())
+
+
+def _has_issued(rank: RankCalls, other: RankCalls, call: Call) -> bool:
+    """Whether ``other`` has issued its side of ``call``: the n-th receive belongs to the n-th send, and so on."""
+    theirs = [c for c in other.calls if _is_other_side(c, call) and c.what.peer in (rank.rank, -1)]
+    if not (rank.whole and other.whole) or any(c.what.peer < 0 for c in theirs):
+        return _answers(other, rank, call)
+    same = (c for c in rank.calls if c.what[:3] == call.what[:3] and c.what.peer == call.what.peer)
+    return sum(1 for c in same if c.pg_seq <= call.pg_seq) <= len(theirs)
+
+
+def _answers(other: RankCalls, rank: RankCalls, call: Call) -> bool:
+    """Whether ``other`` has issued a message to or from ``rank`` that is on its way still."""
+    return any(
+        _is_other_side(theirs, call) and theirs.what.peer in (rank.rank, -1) and stage is not Stage.DONE
+        for theirs, stage in zip(other.calls, other.stages(), strict=True)
+    )
+
+
+def _is_other_side(theirs: Call, call: Call) -> bool:
+    wanted = Op.RECV if call.what.op == Op.SEND else Op.SEND
+    return theirs.what.op == wanted and theirs.what.pg == call.what.pg
+
+
+def find_parting(group: GroupCalls, up_to: int) -> Parting | None:
+    """The first place, up to number ``up_to``, where ranks of ``group`` issued different things in the same place."""
+    return _first_difference(group, up_to, lambda call: call.what.agreed)
+
+
+def find_sites(group: GroupCalls, up_to: int) -> Parting | None:
+    """The first place where they issued the same from different places in the program: a hint, and no more."""
+    return _first_difference(group, up_to, lambda call: call.site)
+
+
+def _first_difference(group: GroupCalls, up_to: int, key: Callable[[Call], object]) -> Parting | None:
+    numbers = sorted({seq for calls in group.by_seq.values() for seq in calls if seq <= up_to})
+    for seq in numbers:
+        parties: dict[object, list[int]] = {}
+        for rank in group.members:
+            if seq in group.by_seq.get(rank, {}):
+                parties.setdefault(key(group.by_seq[rank][seq][0]), []).append(rank)
+        if len(parties) > 1:
+            ordered = sorted(parties.values(), key=lambda ranks: (-len(ranks), ranks))
+            return Parting(
+                group.facts,
+                seq,
+                tuple(Party(tuple(ranks), group.by_seq[ranks[0]][seq][0]) for ranks in ordered),
+            )
+    return None
+
+
+def culprits(waits: Sequence[Wait]) -> tuple[int, ...]:
+    """The ranks that others wait for and that wait for nobody themselves."""
+    waiting = {rank for wait in waits for rank in wait.waiting}
+    return tuple(sorted({rank for wait in waits for rank in wait.missing} - waiting))
+
+
+def find_cycle(waits: Sequence[Wait]) -> list[Wait]:
+    """Waits that wait for each other in a ring; empty where there is none."""
+    by_rank = {rank: wait for wait in waits for rank in wait.waiting if wait.missing}
+    for start in by_rank:
+        seen: list[int] = []
+        rank = start
+        while rank in by_rank and rank not in seen:
+            seen.append(rank)
+            rank = next((r for r in by_rank[rank].missing if r in by_rank), -1)
+        if rank in seen:
+            ring = seen[seen.index(rank) :]
+            found: list[Wait] = []
+            for member in ring:
+                if by_rank[member] not in found:
+                    found.append(by_rank[member])
+            return found
+    return []

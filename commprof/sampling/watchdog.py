@@ -1,0 +1,115 @@
+"""Notices that a job hangs, from the files that its ranks write, and has a dump made of it. Never ends anything."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from commprof.errors import CommprofError
+from commprof.sampling.dump import Dump, keep_dump, take_dump
+from commprof.sampling.dump_text import dump_text
+from commprof.sampling.live import fingerprint, latest_files
+from commprof.trace.layout import RankFile
+
+DUMPS_DIRECTORY: Final = "dumps"
+_LOOKS_PER_PERIOD: Final = 4
+_LONGEST_PAUSE: Final = 5.0
+_SHORTEST_PAUSE: Final = 0.1
+
+Fingerprints = dict[RankFile, tuple[int, int]]
+
+
+class Stillness:
+    """How long nothing has changed, and whether that was reported. Pure.
+
+    Args:
+        seconds: stillness that is worth a look.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._seen: Fingerprints = {}
+        self._since: float | None = None
+        self.reported = False
+
+    def is_long(self, found: Fingerprints, now: float) -> bool:
+        """Whether nothing has changed for long enough, and nobody has said so since it last did.
+
+        Args:
+            found: what there is now; nothing recorded yet is no stillness.
+            now: in seconds.
+        """
+        if found != self._seen or self._since is None:
+            self._seen, self._since, self.reported = dict(found), now, False
+        return bool(found) and not self.reported and now - self._since >= self._seconds
+
+
+class Watchdog:
+    """Looks at the ranks' files at intervals, in a thread of this process.
+
+    When no rank has issued or completed anything for ``seconds`` while one of them waits for another, a dump is made into
+    the run and its first sentence is said; once, until something moves again.
+
+    A context manager. Nothing that goes wrong here reaches the job.
+
+    Args:
+        say: called with one line for the person at the terminal.
+        take: makes the dump.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        seconds: float,
+        say: Callable[[str], None],
+        take: Callable[[Path], Dump] = take_dump,
+    ) -> None:
+        self._run_path = run
+        self._seconds = seconds
+        self._say = say
+        self._take = take
+        self._stillness = Stillness(seconds)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="commprof-watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        pause = min(_LONGEST_PAUSE, max(_SHORTEST_PAUSE, self._seconds / _LOOKS_PER_PERIOD))
+        while not self._stop.wait(pause):
+            try:
+                found = {identity: fingerprint(stem) for identity, stem in latest_files(self._run_path)}
+                if self._stillness.is_long(found, time.monotonic()):
+                    self._look()
+            except (CommprofError, OSError):
+                continue  # a directory that is being made, moved or finalised
+            except Exception as error:  # whatever it is, the job goes on without a watchdog
+                self._say(f"watchdog: it has stopped watching: {type(error).__name__}: {error}")
+                return
+
+    def _look(self) -> None:
+        """Make the dump if some rank waits; a long calculation of all ranks is none of our business."""
+        dump = self._take(self._run_path)
+        if not dump.verdict.hangs:
+            return
+        self._stillness.reported = True
+        texts = [(".txt", dump_text(dump)), (".json", json.dumps(dump.as_dict(), indent=1) + "\n")]
+        try:
+            file = keep_dump(self._run_path / DUMPS_DIRECTORY, f"hang-{dump.taken:%Y%m%d-%H%M%S}", texts)
+            where = f"; {file}"
+        except OSError as error:
+            where = f" (the dump could not be kept: {error.strerror})"
+        self._say(f"watchdog: nothing has moved for {self._seconds:g} s: {dump.verdict.sentence}{where}")

@@ -1,0 +1,302 @@
+"""Real ranks that hang in different ways: what a dump of them says, word for word, and that it leaves them alone."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from commprof.sampling.dump import take_dump
+from commprof.sampling.dump_text import dump_text
+from commprof.sampling.processes import RankProcess, State, state_of
+from support.hanging import await_stillness, hanging_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def all_reduces(count, numel=256, group=None):
+    import torch
+    import torch.distributed as dist
+
+    for _ in range(count):
+        dist.all_reduce(torch.ones(numel), group=group)
+
+
+def load_batch():
+    time.sleep(300)
+
+
+def look(run, records, **options):
+    await_stillness(run, records)
+    return take_dump(run, watch_seconds=0.2, **options)
+
+
+def line_of(name, function):
+    """``test_sampling_hangs.py:N function``, N the line of ``function`` that holds ``name``."""
+    import inspect
+
+    lines, first = inspect.getsourcelines(function)
+    number = next(n for n, line in enumerate(lines, first) if name in line)
+    return f"test_sampling_hangs.py:{number}"
+
+
+def one_rank_sleeps(rank, world):
+    all_reduces(5)
+    if rank == 1:
+        load_batch()
+    all_reduces(1, 1 << 20)
+
+
+def test_a_rank_that_sleeps_in_python_is_named_with_its_place(tmp_path):
+    run = tmp_path / "run"
+    with hanging_ranks(run, 4, one_rank_sleeps) as pids:
+        dump = look(run, 4 * 5 + 3)
+        assert [state_of(RankProcess(rank, pid)) for rank, pid in pids.items()] == [State.RUNS] * 4
+    waiting, _, missing = dump.verdict.sentence.partition("; ")
+    assert waiting.startswith(
+        "ranks 0, 2, 3 wait in all_reduce #5 of group default_pg (4.00 MiB float32, issued at "
+    )
+    assert line_of("dist.all_reduce(", all_reduces) + " all_reduces, " in waiting
+    assert missing == (f"rank 1 has not issued it: it is in load_batch ({line_of('time.sleep', load_batch)})")
+    assert dump.verdict.kind == "missing" and dump.verdict.hangs
+    text = dump_text(dump)
+    assert text.startswith(dump.verdict.sentence + "\n")
+    assert "ranks 0, 2, 3 have issued all_reduce #5 (4.00 MiB float32) last" in text
+    assert "rank 1 has issued all_reduce #4 (1.00 KiB float32) last" in text
+    assert "rank 1, main thread, by py-spy, innermost call first:\n    load_batch (" in text
+    assert "ranks 0, 2, 3, main thread, by py-spy" in text  # the same stack is printed once
+
+
+def test_the_dump_as_json_says_the_same(tmp_path):
+    run = tmp_path / "run"
+    with hanging_ranks(run, 2, one_rank_sleeps) as pids:
+        found = json.loads(json.dumps(look(run, 2 * 5 + 1).as_dict()))
+    assert found["hangs"] and found["kind"] == "missing"
+    ranks = {row["rank"]: row for row in found["ranks"]}
+    assert {rank: row["pid"] for rank, row in ranks.items()} == pids
+    assert [ranks[0]["state"], ranks[1]["state"]] == ["runs", "runs"]
+    assert [(call["op"], call["pg_seq"], call["payload_bytes"]) for call in ranks[0]["inside"]] == [
+        ("all_reduce", 5, 4 << 20)
+    ]
+    assert ranks[1]["inside"] == [] and ranks[1]["last_completed"]["pg_seq"] == 4
+    (wait,) = found["waits"]
+    assert (wait["waiting"], wait["missing"]) == ([0], [1])
+    frames = next(stack["frames"] for stack in ranks[1]["stacks"] if stack["main"])
+    assert frames[0]["function"] == "load_batch" and Path(frames[0]["file"]).name == "test_sampling_hangs.py"
+
+
+def one_rank_broadcasts(rank, world):
+    import torch
+    import torch.distributed as dist
+
+    all_reduces(2)
+    if rank == 1:
+        dist.broadcast(torch.ones(1024), 1)
+    else:
+        dist.all_reduce(torch.ones(1024))
+    all_reduces(1)
+
+
+def test_ranks_that_issue_different_collectives_are_named_side_by_side(tmp_path):
+    run = tmp_path / "run"
+    with hanging_ranks(run, 3, one_rank_broadcasts):
+        dump = look(run, 3 * 3)
+    sentence = dump.verdict.sentence
+    assert dump.verdict.kind == "different"
+    assert sentence.startswith(
+        "at #2 of group default_pg the ranks part: ranks 0, 2 issued all_reduce (4.00 KiB float32,"
+    )
+    assert ", but rank 1 issued broadcast (4.00 KiB float32, issued at" in sentence
+    assert "with root 1" in sentence
+    assert line_of("dist.broadcast(", one_rank_broadcasts) in sentence
+
+
+def nobody_sleeps(rank, world):
+    import torch
+    import torch.distributed as dist
+
+    while True:
+        dist.all_reduce(torch.ones(8))
+        time.sleep(0.02)
+
+
+def test_a_stopped_process_is_named_and_stays_stopped(tmp_path):
+    run = tmp_path / "run"
+    with hanging_ranks(run, 3, nobody_sleeps) as pids:
+        await_records(run, 30)
+        os.kill(pids[2], signal.SIGSTOP)
+        time.sleep(0.3)
+        dump = look(run, 30)
+        assert state_of(RankProcess(2, pids[2])) is State.STOPPED
+        sentence = dump.verdict.sentence
+        assert dump.verdict.hangs
+        assert f"its process (pid {pids[2]}) is stopped by a signal" in sentence
+        assert sentence.startswith("ranks 0, 1 wait in all_reduce #") or "rank 2" in sentence
+        os.kill(pids[2], signal.SIGCONT)
+        time.sleep(0.5)
+        assert take_dump(run, stacks=False).verdict.kind == "moving"  # nothing was lost by looking
+
+
+def await_records(run, records):
+    from commprof.sampling.live import fingerprint, latest_files
+
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        if run.exists() and sum(fingerprint(stem)[0] for _, stem in latest_files(run)) >= records:
+            return
+    raise AssertionError("the ranks did not start")
+
+
+def send_without_recv(rank, world):
+    import torch
+    import torch.distributed as dist
+
+    all_reduces(1)
+    if rank == 0:
+        dist.send(torch.ones(1 << 20), 1)
+    else:
+        load_batch()
+
+
+def test_a_send_that_nobody_receives(tmp_path):
+    run = tmp_path / "run"
+    with hanging_ranks(run, 2, send_without_recv):
+        dump = look(run, 3)
+    assert dump.verdict.sentence.startswith(
+        "rank 0 waits in send #0 to rank 1 of group default_pg (4.00 MiB float32,"
+    )
+    assert "; rank 1 has not issued the matching recv: it is in load_batch (" in dump.verdict.sentence
+
+
+def receive_from_each_other(rank, world):
+    import torch
+    import torch.distributed as dist
+
+    all_reduces(1)
+    dist.recv(torch.ones(8), 1 - rank)
+
+
+def test_ranks_that_wait_for_each_other_are_a_ring(tmp_path):
+    run = tmp_path / "run"
+    with hanging_ranks(run, 2, receive_from_each_other):
+        dump = look(run, 4)
+    sentence = dump.verdict.sentence
+    assert dump.verdict.kind == "ring"
+    assert sentence.startswith("a ring: rank 0 waits in recv #0 from rank 1 of group default_pg")
+    assert "for rank 1, and rank 1 waits in recv #0 from rank 0 of group default_pg" in sentence
+    assert sentence.endswith("for rank 0; none of them can go on")
+
+
+def subgroup_hangs(rank, world):
+    import torch.distributed as dist
+
+    pair = dist.new_group([0, 1], group_desc="pair")
+    all_reduces(2)
+    if rank == 1:
+        load_batch()
+    if rank == 0:
+        all_reduces(1, group=pair)
+    all_reduces(1)
+
+
+def test_in_a_chain_of_waits_the_first_cause_is_named(tmp_path):
+    """Ranks 2 and 3 wait for rank 0, which itself waits in a group of two for rank 1."""
+    run = tmp_path / "run"
+    with hanging_ranks(run, 4, subgroup_hangs):
+        dump = look(run, 4 * 2 + 1 + 2)
+    found = dump.as_dict()
+    assert sorted((w["call"]["pg_seq"], w["waiting"], w["missing"]) for w in found["waits"]) == [
+        (0, [0], [1]),
+        (2, [2, 3], [0, 1]),
+    ]
+    sentence = dump.verdict.sentence
+    assert "rank 1: it is in load_batch (" in sentence
+    assert "rank 0: it stands in all_reduce #0 of group pair" in sentence
+
+
+def waits_for_a_handle(rank, world):
+    import torch
+    import torch.distributed as dist
+
+    all_reduces(1)
+    if rank == 1:
+        load_batch()
+    handles = [dist.all_reduce(torch.ones(64), async_op=True) for _ in range(3)]
+    handles[0].wait()
+
+
+def test_an_asynchronous_collective_counts_from_its_wait_on(tmp_path):
+    run = tmp_path / "run"
+    with hanging_ranks(run, 2, waits_for_a_handle):
+        dump = look(run, 2 + 3)
+    assert dump.verdict.sentence.startswith(
+        "rank 0 waits in all_reduce #1 of group default_pg (256 B float32,"
+    )
+    assert [call["pg_seq"] for call in dump.as_dict()["ranks"][0]["inside"]] == [1]
+
+
+def everybody_calculates(rank, world):
+    all_reduces(3)
+    load_batch()
+
+
+def test_a_long_calculation_is_no_hang(tmp_path):
+    run = tmp_path / "run"
+    with hanging_ranks(run, 2, everybody_calculates):
+        dump = look(run, 6)
+    assert dump.verdict.kind == "idle" and not dump.verdict.hangs
+    assert dump.verdict.sentence.startswith(
+        "no rank waits: none is inside a collective; the last one, all_reduce #2 of group default_pg, ended "
+    )
+
+
+def test_a_job_that_goes_on_is_said_to_move(tmp_path):
+    run = tmp_path / "run"
+    with hanging_ranks(run, 2, nobody_sleeps):
+        await_records(run, 20)
+        dump = take_dump(run, stacks=False)
+    assert dump.verdict.kind == "moving" and not dump.verdict.hangs
+    assert dump.verdict.sentence.startswith(
+        "the job moves: ranks 0, 1 issued or completed collectives within the "
+    )
+
+
+def test_stacks_by_faulthandler_where_nothing_may_look_in(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    monkeypatch.setenv("COMMPROF_STACKS", "faulthandler")
+    with hanging_ranks(run, 3, one_rank_sleeps) as pids:
+        dump = look(run, 3 * 5 + 2)
+        assert [state_of(RankProcess(rank, pid)) for rank, pid in pids.items()] == [State.RUNS] * 3
+        again = take_dump(run)  # the signal may come again and again
+    for found in (dump, again):
+        assert "rank 1 has not issued it: it is in load_batch (" in found.verdict.sentence
+        assert [report.stacks.source for report in found.situation.reports.values()] == ["faulthandler"] * 3
+    text = dump_text(dump)
+    assert "rank 1, main thread, by faulthandler, innermost call first:\n    load_batch (" in text
+    frames = next(s for s in dump.as_dict()["ranks"][0]["stacks"] if s["main"])["frames"]
+    assert "all_reduces" in [frame["function"] for frame in frames]  # although it blocks in C++
+
+
+def test_the_end_of_a_killed_run_is_told_without_stacks(tmp_path):
+    run = tmp_path / "run"
+    with hanging_ranks(run, 3, one_rank_sleeps):
+        await_stillness(run, 3 * 5 + 2)
+    before = take_dump(run)
+    assert before.verdict.sentence.startswith(
+        "ranks 0, 2 waited in all_reduce #5 of group default_pg (4.00 MiB float32,"
+    )
+    assert (
+        "; rank 1 had not issued it: its last collective was all_reduce #4 of group"
+        in before.verdict.sentence
+    )
+    assert "Stacks" not in dump_text(before)
+    from commprof.trace.finaliser import finalise
+
+    finalise(run)
+    assert not list(run.glob("*.records"))
+    after = take_dump(run)  # from the tables now
+    assert after.verdict.sentence == before.verdict.sentence
+    assert not (run / "stacks").exists()  # nobody asked for any

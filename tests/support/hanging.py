@@ -1,0 +1,75 @@
+"""Recorded gloo ranks that hang: forked from the warm test process, looked at while they stand, and killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from support.ranks import run_ranks  # noqa: F401 - imports what forked ranks need warm
+
+
+@contextlib.contextmanager
+def hanging_ranks(
+    run: Path, world: int, body: Callable[..., Any], *args: Any, env: dict[str, str] | None = None
+) -> Iterator[dict[int, int]]:
+    """Start ``body(rank, world, *args)`` on ``world`` recorded ranks; yields their pids by rank. None outlives the block."""
+    import torch
+    import torch._dynamo
+
+    torch.set_num_threads(1)
+    store = tempfile.mktemp(prefix="commprof-store-")
+    pids: dict[int, int] = {}
+    try:
+        for rank in range(world):
+            pid = os.fork()
+            if pid == 0:
+                _main(run, rank, world, body, args, store, env or {})
+            pids[rank] = pid
+        yield pids
+    finally:
+        for pid in pids.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in pids.values():
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+        Path(store).unlink(missing_ok=True)
+
+
+def _main(run, rank, world, body, args, store, env):
+    try:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), **env)
+        import torch.distributed as dist
+
+        import commprof
+
+        dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+        commprof.attach(str(run), quiet=True)
+        body(rank, world, *args)
+        commprof.detach()
+    finally:
+        os._exit(0)
+
+
+def await_stillness(run: Path, records: int, seconds: float = 30.0) -> None:
+    """Wait until all ranks together have issued ``records`` collectives, and then nothing new for a moment.
+
+    The number of records is that of the script, so that nobody looks before the ranks have come to where they hang.
+    """
+    from commprof.sampling.live import fingerprint, latest_files
+
+    deadline = time.monotonic() + seconds
+    before = None
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        found = {stem: fingerprint(stem) for _, stem in latest_files(run)} if run.exists() else {}
+        if sum(total for total, _ in found.values()) >= records and found == before:
+            return
+        before = found
+    raise AssertionError(f"the ranks did not come to {records} records within {seconds} s: {before}")
