@@ -13,6 +13,8 @@ from typing import Any, Final
 import torch
 
 from commprof import hooks
+from commprof.recorder.completion import Completions
+from commprof.recorder.device_times import DeviceTimes
 from commprof.recorder.groups import Group
 from commprof.schema import LAYERS, OPS, PHASES, PURPOSES, Layer, Phase, Purpose
 from commprof.trace.writer import (
@@ -34,9 +36,13 @@ Place = tuple[Iterator[int], int, Any, Any, bytes]
 
 
 class Journal:
-    """One rank's recording. Every method may be called from any thread and none raises."""
+    """One rank's recording. Every method may be called from any thread and none raises.
 
-    def __init__(self) -> None:
+    Args:
+        completion_every: of the calls that may be asked when they ended, one in so many is; 0: none, on no device.
+    """
+
+    def __init__(self, completion_every: int = 1) -> None:
         self.key = object()  # stands for this journal in a tag's cache
         self.records: RecordFile | None = None
         self.events: EventFile | None = None
@@ -53,6 +59,8 @@ class Journal:
         self.refused_metrics = 0  # metrics that were no Python numbers
         self.cost_samples = 0
         self.cost_ns = 0
+        self.completion = Completions(completion_every)
+        self.device_times = DeviceTimes(completion_every > 0, self.fault)
         self.on_captured: Callable[[Words, int], None] | None = None  # told of each record of a CUDA graph
         self._lock = threading.RLock()
         self._notes: list[str] = []  # said before there was a file
@@ -97,6 +105,8 @@ class Journal:
         words, base = self.records.append(*fields, tail)
         if captured and self.on_captured is not None:
             self.on_captured(words, base)
+        if group.accelerated:
+            words = self.device_times.follow(words, base, fields[2], captured)
         return words, base
 
     def look_closer(self, group: Group) -> None:

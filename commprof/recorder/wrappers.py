@@ -108,10 +108,12 @@ class Wrappers:
     def _sign(self, method: Method, group: Group, args: Any, kwargs: Any) -> int:
         """The number of a call's signature."""
         row = describe(method, group, args, kwargs)
+        number = self.journal.intern("signature", row)
         if row["device"] not in (None, "cpu"):
             group.accelerated = True
             self.journal.look_closer(group)
-        return self.journal.intern("signature", row)
+            self.journal.device_times.learn(number, row["device"], row["is_async"])
+        return number
 
     def _wrap_general(self, method: Method, original: Any, entries: dict[int, Entry]) -> Any:
         """Any method, any arguments."""
@@ -363,6 +365,7 @@ def _bind_settle(journal: Journal, pending: dict[int, Token]) -> Callable[[Token
                     pending.pop(next(iter(pending)), None)
                 journal.cost_samples += 1
                 journal.cost_ns += max(0, cost + unsampled) + clock() - now
+                journal.completion.sample(token, work)
         except Exception as error:
             journal.fault(error)
 

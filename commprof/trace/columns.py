@@ -19,7 +19,7 @@ from commprof.trace.steps import StepTable
 from commprof.trace.tables import arrow_schema
 
 _NOT_P2P_ASYNC: Final = frozenset({"send", "recv", "send_object_list", "recv_object_list"})
-_TIMES: Final = ("return_ns", "wait_begin_ns", "wait_end_ns", "device_begin_ns", "device_end_ns")
+_TIMES: Final = ("return_ns", "wait_end_ns", "device_begin_ns", "device_end_ns")
 _IDENTITY: Final = ("rank", "attempt", "pid")
 _MOST_VALUES: Final = 4096  # with more distinct values than these, a part gets a list of those that it has
 _DENSE: Final = 1 << 20
@@ -154,6 +154,7 @@ class CollectiveColumns:
         columns["captured"] = pa.array(records["captured"] != 0)
         for name in ("coalesce_id", "replays", *_TIMES):
             columns[name] = _nullable(records[name])
+        columns["wait_begin_ns"] = _nullable(wait_begin_ns(records))
         for item in self._schema:
             if not item.nullable and columns[item.name].null_count:
                 raise TraceError(f"table collectives, column {item.name} has nulls; it must have none")
@@ -180,8 +181,9 @@ class CollectiveColumns:
         columns["thread"] = _spread(self._threads.column("name", text), thread)
         # send and recv wait by themselves, isend and irecv do not: the ProcessGroup method is the same.
         waits_itself = self._is_p2p[signature] & self._waits_itself[site]
-        columns["is_async"] = pa.array(self._asked_async[signature] & ~waits_itself)
-        columns["exposed_ns"] = _exposed(records, self._on_cpu[signature])
+        is_async = self._asked_async[signature] & ~waits_itself
+        columns["is_async"] = pa.array(is_async)
+        columns["exposed_ns"] = _exposed(records, self._on_cpu[signature], is_async)
         return columns
 
 
@@ -195,9 +197,20 @@ def _nullable(values: np.ndarray[Any, Any]) -> pa.Array:
     return pa.array(np.ascontiguousarray(values), mask=values == 0)
 
 
-def _exposed(records: np.ndarray[Any, Any], on_cpu: np.ndarray[Any, Any]) -> pa.Array:
-    """As recorded; else, for tensors of the CPU, the time spent in wait. A host's wait says nothing about a device."""
+def wait_begin_ns(records: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A call that is not asynchronous waits as soon as it has returned; the recorder keeps only the end of that wait."""
+    at_once = (records["wait_end_ns"] != 0) & (records["wait_begin_ns"] == 0)
+    return np.where(at_once, records["return_ns"], records["wait_begin_ns"])
+
+
+def _exposed(
+    records: np.ndarray[Any, Any], on_cpu: np.ndarray[Any, Any], is_async: np.ndarray[Any, Any]
+) -> pa.Array:
+    """As recorded; else, for tensors of the CPU, until the wait ended: from its beginning where a handle was asked for, from the
+    beginning of the call where the call itself waited. A host's wait says nothing about a device.
+    """
     recorded = records["exposed_ns"]
     waited = (records["wait_end_ns"] != 0) & on_cpu & (recorded == 0)
-    values = np.where(waited, records["wait_end_ns"] - records["wait_begin_ns"], recorded)
+    begin = np.where(is_async, wait_begin_ns(records), records["issue_ns"])
+    values = np.where(waited, records["wait_end_ns"] - begin, recorded)
     return pa.array(values, mask=~waited & (recorded == 0))

@@ -47,6 +47,9 @@ _TAIL: Final = struct.Struct("<iiiiBBBBI")
 RETURN_WORD: Final = record_offset("return_ns") // 8
 WAIT_BEGIN_WORD: Final = record_offset("wait_begin_ns") // 8
 WAIT_END_WORD: Final = record_offset("wait_end_ns") // 8
+DEVICE_BEGIN_WORD: Final = record_offset("device_begin_ns") // 8
+DEVICE_END_WORD: Final = record_offset("device_end_ns") // 8
+EXPOSED_WORD: Final = record_offset("exposed_ns") // 8
 STATE_WORD: Final = record_offset("phase") // 8
 _STATUS_SHIFT: Final = 8 * (record_offset("status") - record_offset("phase"))
 

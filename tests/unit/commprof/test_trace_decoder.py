@@ -60,7 +60,7 @@ def test_a_whole_rank_reads_back(tmp_path):
         "return_ns": 7020,
         "wait_begin_ns": 7020,
         "wait_end_ns": 7090,
-        "exposed_ns": 70,
+        "exposed_ns": 80,
     }
     assert [step["step"] for step in trace.tables["steps"].to_pylist()] == [0, 1, 2]
     assert trace.entry["ended"] and trace.entry["records"] == 12 and trace.entry["torn"] == 0

@@ -1,0 +1,66 @@
+"""When collectives of host backends really ended, for a sample of them: the backend itself says so.
+
+The end of a wait says when an operation ended only if the program waited for it that long. For what ends while the program
+works on, the future of its handle is asked to call back. That costs 13 us and takes the interpreter's lock on the backend's
+thread, so it is done for few: for one in ``every`` of the calls that are looked at closely anyway (one in 251).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from commprof.trace.writer import DEVICE_END_WORD, Token
+
+_MOST_REFUSALS: Final = 16  # in a row, after which a backend's handles are not asked again
+
+
+class Completions:
+    """Asks handles to tell when their operation has ended.
+
+    Args:
+        every: one in so many of the handles offered to :meth:`sample` is asked; 0: none.
+        clock: nanoseconds, the clock of the records.
+    """
+
+    def __init__(self, every: int, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+        self.every = every
+        self.asked = 0
+        self.cost_ns = 0
+        self._offered = 0
+        self._refused = 0
+        self._clock = clock
+
+    def sample(self, token: Token, work: Any) -> None:
+        """Let ``work`` write the time of its end into the record at ``token``, if its turn has come. Never raises.
+
+        What is left with the handle is a function that knows where the record lies, and nothing else. Records that are not
+        mapped memory (of devices, or in files that are written to) are left alone.
+        """
+        words, base, is_async = token
+        if not self.every or work is None or not is_async or not isinstance(words, memoryview):
+            return
+        self._offered += 1
+        if (self._offered - 1) % self.every or self._refused >= _MOST_REFUSALS:
+            return
+        begin = self._clock()
+        try:
+            work.get_future().add_done_callback(_teller(words, base + DEVICE_END_WORD, self._clock))
+            self.asked += 1
+            self._refused = 0
+        except Exception:  # a backend whose handles have no future
+            self._refused += 1
+        self.cost_ns += self._clock() - begin
+
+
+def _teller(words: memoryview, index: int, clock: Callable[[], int]) -> Callable[[Any], None]:
+    """What writes the time into a record when it is called, on a thread of the backend's."""
+
+    def tell(_: Any) -> None:
+        try:
+            words[index] = clock()
+        except Exception:
+            pass  # recording has ended, and the record's memory is gone
+
+    return tell

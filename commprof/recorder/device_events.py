@@ -1,0 +1,69 @@
+"""Timing events of accelerators, behind an interface that tests can stand in for."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Protocol
+
+import torch
+
+_MOST_POOLED: Final = 8192
+_is_capturing: Final = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+
+
+class Event(Protocol):
+    """A mark in the queue of a device."""
+
+    def query(self) -> bool:
+        """Whether the device has reached it."""
+
+    def elapsed_time(self, end: Any, /) -> float:
+        """Milliseconds from it to ``end``; both were reached."""
+
+
+class EventSource(Protocol):
+    """What one kind of accelerator offers for timing."""
+
+    def record(self, event: Any, index: int) -> Event:
+        """Put a mark into the current stream of device ``index``: ``event``, or a new one where that is None."""
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream records a graph, during which no mark may be made or asked for."""
+
+
+class CudaEvents:
+    """Events of CUDA, and of ROCm under the same name."""
+
+    def record(self, event: Any, index: int) -> Event:
+        """Put a mark into the current stream of device ``index``: ``event``, or a new one where that is None."""
+        if event is None:
+            event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(index))
+        return event  # type: ignore[no-any-return]
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream records a CUDA graph."""
+        return _is_capturing is not None and bool(_is_capturing())
+
+
+class EventPool:
+    """Events of one device, used again, since making one costs. An event belongs to the device that it was first used on."""
+
+    def __init__(self, source: EventSource, index: int) -> None:
+        self.source = source
+        self.index = index
+        self.made = 0
+        self._free: list[Event] = []
+
+    def mark(self) -> Event:
+        """Put an event into the device's current stream."""
+        try:
+            event: Event | None = self._free.pop()
+        except IndexError:
+            event = None
+            self.made += 1
+        return self.source.record(event, self.index)
+
+    def give(self, *events: Event | None) -> None:
+        """Take events back that nobody reads any more."""
+        if len(self._free) < _MOST_POOLED:
+            self._free.extend(event for event in events if event is not None)

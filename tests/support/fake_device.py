@@ -1,0 +1,69 @@
+"""A device with one stream that is not there. Its clock is off from the host's by an amount and a rate that tests choose."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+
+class FakeEvent:
+    def __init__(self, device: FakeDevice) -> None:
+        self.device = device
+        self.reached_ns: float | None = None  # of the host, the truth that no recorder can ask for
+
+    def query(self) -> bool:
+        assert not self.device.capturing, "asked during a capture"
+        self.device.queries += 1
+        return self.reached_ns is not None and self.device.now >= self.reached_ns
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert self.reached_ns is not None and end.reached_ns is not None
+        assert self.device.now >= max(self.reached_ns, end.reached_ns), "asked before it was reached"
+        begin, last = (self.device.device_time(event.reached_ns) for event in (self, end))
+        return struct.unpack("f", struct.pack("f", (last - begin) / 1e6))[
+            0
+        ]  # single precision, as CUDA gives
+
+    def synchronize(self) -> None:
+        raise AssertionError("the recorder must never wait for a device")
+
+    wait = synchronize
+
+
+class FakeDevice:
+    """The host's clock is :attr:`now`; the stream works until :attr:`busy_until`."""
+
+    def __init__(self, offset_ns: int = 0, drift: float = 0.0) -> None:
+        self.now = 1_000_000_000
+        self.busy_until = 0.0
+        self.offset_ns = offset_ns
+        self.drift = drift
+        self.capturing = False
+        self.queries = 0
+        self.made: list[FakeEvent] = []
+        self.indices: set[int] = set()
+
+    def clock(self) -> int:
+        self.now += 100  # what reading it takes
+        return self.now
+
+    def work(self, ns: float) -> None:
+        """Put work into the stream."""
+        self.busy_until = max(self.busy_until, self.now) + ns
+
+    def device_time(self, host_ns: float) -> float:
+        return host_ns * (1 + self.drift) + self.offset_ns
+
+    # commprof.recorder.device_events.EventSource
+
+    def record(self, event: Any, index: int) -> FakeEvent:
+        assert not self.capturing, "an event during a capture"
+        self.indices.add(index)
+        if event is None:
+            event = FakeEvent(self)
+            self.made.append(event)
+        event.reached_ns = max(self.busy_until, self.now)
+        return event
+
+    def is_capturing(self) -> bool:
+        return self.capturing
