@@ -206,8 +206,8 @@ def wait_begin_ns(records: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def _exposed(
     records: np.ndarray[Any, Any], on_cpu: np.ndarray[Any, Any], is_async: np.ndarray[Any, Any]
 ) -> pa.Array:
-    """As recorded; else, for tensors of the CPU, until the wait ended: from its beginning where a handle was asked for, from the
-    beginning of the call where the call itself waited. A host's wait says nothing about a device.
+    """As recorded; else, for tensors of the CPU, the time until the wait ended: from where it began if a handle was asked for,
+    from where the call began if that waited by itself. A host's wait says nothing about a device.
     """
     recorded = records["exposed_ns"]
     waited = (records["wait_end_ns"] != 0) & on_cpu & (recorded == 0)
