@@ -570,6 +570,7 @@ CLOCKS: Final = Table(
         Column("monotonic_ns", "int64", "CLOCK_MONOTONIC", unit="ns"),
         Column("realtime_ns", "int64", "CLOCK_REALTIME at the same moment", unit="ns"),
         Column("uncertainty_ns", "int64", "the two were read at most this far apart", unit="ns"),
+        Column("clock", "string", "boot of the kernel and time namespace: processes with the same one read one clock", True),
     ),
 )
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from commprof import hooks
-from commprof.recorder.clocks import read_clocks
+from commprof.recorder.clocks import clock_identity, read_clocks
 from commprof.recorder.counters import StepReadings
 from commprof.recorder.journal import Journal
 
@@ -100,7 +100,7 @@ class Steps:
 
     def _write_clock(self, now: int) -> None:
         self._next_clock_ns = now + _CLOCK_INTERVAL_NS
-        self.journal.write("clock", read_clocks()._asdict())
+        self.journal.write("clock", {**read_clocks()._asdict(), "clock": clock_identity()})
 
     def begin_automatic(self, step: int, micro_step: int) -> None:
         """Step ``step`` begins, or a further micro step of it, though the program does not say so."""

@@ -21,15 +21,17 @@ _LATENCY = "100ms"
 
 
 class Host(NamedTuple):
-    """A network namespace: its name is the host's name as well."""
+    """A network namespace: its name is the host's name as well. ``ahead`` shifts its monotonic clock, in seconds."""
 
     name: str
     address: str
+    ahead: int = 0
 
     def command(self, words: Sequence[str]) -> list[str]:
         """``words`` as they are run on this host."""
         script = f"hostname {shlex.quote(self.name)} && exec {shlex.join(words)}"
-        return ["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", script]
+        clock = shifted_clock(self.ahead) if self.ahead else []
+        return ["ip", "netns", "exec", self.name, "unshare", "--uts", *clock, "sh", "-c", script]
 
     def start(self, words: Sequence[str], environment: Mapping[str, str], **options) -> subprocess.Popen:
         """Start ``words`` on this host."""
@@ -57,15 +59,35 @@ def why_impossible() -> str | None:
         subprocess.run(["ip", "netns", "delete", probe], check=False)
 
 
+def shifted_clock(seconds: int) -> list[str]:
+    """Options of unshare(1) for a monotonic clock of its own, ``seconds`` ahead. Only a child of the caller gets it."""
+    return ["--time", "--monotonic", str(seconds), "--fork", "--kill-child"]
+
+
+def why_no_shifted_clocks() -> str | None:
+    """Why hosts cannot have clocks of their own here; None where they can."""
+    reason = why_impossible()
+    if reason is not None:
+        return reason
+    tried = subprocess.run(
+        ["unshare", *shifted_clock(1), "true"], capture_output=True, text=True, check=False
+    )
+    return f"no time namespace can be made: {tried.stderr.strip()}" if tried.returncode else None
+
+
 @contextlib.contextmanager
-def hosts(count: int, rate: str | None = None) -> Iterator[list[Host]]:
+def hosts(count: int, rate: str | None = None, ahead: Sequence[int] | None = None) -> Iterator[list[Host]]:
     """``count`` hosts in one network, 10.77.0.1 and up, each with interface ``eth0``.
 
-    ``rate``, in the words of tc(8) ("1gbit"), limits each host's link in both directions; default: no limit.
+    ``rate``, in the words of tc(8) ("1gbit"), limits each host's link in both directions; default: no limit. ``ahead``
+    shifts the monotonic clock of each host by so many seconds; default: they share the machine's.
     """
     prefix = f"commprof-{os.getpid()}"
     switch = f"{prefix}-switch"
-    made = [Host(f"{prefix}-{number}", f"10.77.0.{number + 1}") for number in range(count)]
+    made = [
+        Host(f"{prefix}-{number}", f"10.77.0.{number + 1}", ahead[number] if ahead else 0)
+        for number in range(count)
+    ]
     try:
         _ip("netns", "add", switch)
         _ip("-n", switch, "link", "add", "bridge", "type", "bridge")

@@ -1,0 +1,172 @@
+"""The times of every process on one clock: that of rank 0's host, by the offsets that were measured. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from commprof.align.distinct import distinct_rows, split_by
+
+# What is assumed of two clocks, as fractions of the time that passes:
+WANDER: Final = 2e-6  # between two measurements their rates part from the mean rate by less than this,
+DRIFT_LIMIT: Final = 100e-6  # nothing else being known, they run apart by less than this,
+JUMP: Final = 1e-3  # and what looks like more than this was no drift: a machine was suspended or moved.
+
+Times = npt.NDArray[np.int64]
+Process = tuple[int, int, int]  # rank, attempt, pid
+
+
+class Measured(NamedTuple):
+    """Offsets and their errors, in ns."""
+
+    offset_ns: Times
+    error_ns: Times
+
+
+@dataclass(frozen=True)
+class OffsetCurve:
+    """The offset of one clock to the reference over time, through the measurements of it (one at least, in order).
+
+    Between two measurements ``(a, offset_a +- error_a)`` and ``(b, offset_b +- error_b)``, with w = (t - a) / (b - a)::
+
+        offset(t) = (1 - w) offset_a + w offset_b
+        error(t)  = (1 - w) error_a + w error_b + WANDER min(t - a, b - t)
+
+    Before the first and after the last, at distance d from it, with the drift between the first and the last::
+
+        offset(t) = offset_end + drift d
+        error(t)  = error_end + (WANDER + (error_first + error_last) / (last - first)) d
+
+    or, where that bound is worse or there is one measurement only, drift 0 and DRIFT_LIMIT in the place of the bracket.
+    Where two neighbours differ by more than JUMP allows, nothing is known between them but that the offset is one of
+    the two: the middle, with an error that reaches both.
+    """
+
+    times: Times
+    offsets: Times
+    errors: Times
+
+    def at(self, times: Times) -> Measured:
+        """The offset at each of ``times`` (ns, by the clock itself)."""
+        after = np.searchsorted(self.times, times, side="right")
+        inside = (after > 0) & (after < len(self.times))
+        offset, error = self._beyond(times)
+        if inside.any():
+            offset[inside], error[inside] = self._between(times[inside], after[inside])
+        return Measured(np.rint(offset).astype(np.int64), np.ceil(error).astype(np.int64))
+
+    def _between(self, times: Times, after: Times) -> tuple[Any, Any]:
+        a, b = after - 1, after
+        length = (self.times[b] - self.times[a]).astype(np.float64)
+        since, left = times - self.times[a], self.times[b] - times
+        weight = since / length
+        step = self.offsets[b] - self.offsets[a]
+        offset = self.offsets[a] + weight * step
+        error = (1 - weight) * self.errors[a] + weight * self.errors[b] + WANDER * np.minimum(since, left)
+        jumped = np.abs(step) > JUMP * length + self.errors[a] + self.errors[b]
+        worst = np.abs(step) / 2 + np.maximum(self.errors[a], self.errors[b])
+        return (
+            np.where(jumped, self.offsets[a] + step / 2, offset),
+            np.where(jumped, worst, error),
+        )
+
+    def _beyond(self, times: Times) -> tuple[Any, Any]:
+        drift, doubt = self._drift()
+        end = np.where(times < self.times[0], 0, len(self.times) - 1)
+        distance = (times - self.times[end]).astype(np.float64)
+        return self.offsets[end] + drift * distance, self.errors[end] + doubt * np.abs(distance)
+
+    def _drift(self) -> tuple[float, float]:
+        """The drift over all measurements, and how wrong it may be."""
+        length = float(self.times[-1] - self.times[0])
+        if length <= 0:
+            return 0.0, DRIFT_LIMIT
+        drift = float(self.offsets[-1] - self.offsets[0]) / length
+        doubt = WANDER + float(self.errors[0] + self.errors[-1]) / length
+        return (drift, doubt) if doubt < DRIFT_LIMIT and abs(drift) < JUMP else (0.0, DRIFT_LIMIT)
+
+
+class ReferenceClock:
+    """Which clock each process reads, and how far each clock is from the reference of its attempt.
+
+    Args:
+        clocks: rows of the ``clocks`` table: which process reads which clock.
+        offsets: rows of the ``clock_offsets`` table.
+        one_host: processes that left no clock count as sharing one; otherwise each as having its own.
+    """
+
+    def __init__(
+        self, clocks: Iterable[Mapping[str, Any]], offsets: Iterable[Mapping[str, Any]], one_host: bool
+    ) -> None:
+        self._one_host = one_host
+        self._clock_of: dict[Process, str] = {}
+        for row in clocks:
+            self._clock_of[_process(row)] = row["clock"] or row["host"]
+        self._reference: dict[int, str] = {}  # by attempt
+        measured: dict[tuple[int, str], dict[int, tuple[int, int]]] = {}
+        for row in offsets:
+            clock, attempt = self.clock_of(_process(row)), row["attempt"]
+            if row["rank"] == row["reference_rank"]:
+                self._reference[attempt] = clock
+            points = measured.setdefault((attempt, clock), {})
+            points[row["time_ns"]] = (row["offset_ns"], row["error_ns"])
+        self._curves = {key: _curve(points) for key, points in measured.items()}
+
+    def clock_of(self, process: Process) -> str:
+        """The clock that ``process`` reads."""
+        unknown = "" if self._one_host else f"process {process}"
+        return self._clock_of.get(process, unknown)
+
+    def offset(self, process: Process, times: Times) -> Measured | None:
+        """What is to be added to ``times`` of ``process`` to get the reference's; None where that is not known."""
+        attempt, clock = process[1], self.clock_of(process)
+        if clock == self._reference.get(attempt):
+            zero = np.zeros(len(times), np.int64)
+            return Measured(zero, zero)
+        curve = self._curves.get((attempt, clock))
+        return None if curve is None else curve.at(times)
+
+    def columns(self, collectives: pa.Table) -> pa.Table:
+        """``collectives`` with three more columns: ``clock``, and at the issue ``offset_ns`` and ``offset_error_ns``.
+
+        ``clock`` is text; the other two are null where the clock was never compared with the reference.
+        """
+        rows = len(collectives)
+        clock = np.zeros(rows, np.int32)
+        measured = Measured(np.zeros(rows, np.int64), np.zeros(rows, np.int64))
+        unknown = np.zeros(rows, bool)
+        times = collectives["issue_ns"].to_numpy()
+        codes, first = distinct_rows(collectives, ("rank", "attempt", "pid"))
+        names: dict[str, int] = {}
+        for mine in split_by(codes, np.arange(rows)):
+            process = _process(collectives.slice(int(first[codes[mine[0]]]), 1).to_pylist()[0])
+            clock[mine] = names.setdefault(self.clock_of(process), len(names))
+            found = self.offset(process, times[mine])
+            if found is None:
+                unknown[mine] = True
+            else:
+                measured.offset_ns[mine], measured.error_ns[mine] = found
+        text = pa.DictionaryArray.from_arrays(pa.array(clock), pa.array(list(names), pa.string()))
+        return (
+            collectives.append_column("clock", text.cast(pa.string()))
+            .append_column("offset_ns", pa.array(measured.offset_ns, mask=unknown))
+            .append_column("offset_error_ns", pa.array(measured.error_ns, mask=unknown))
+        )
+
+
+def _process(row: Mapping[str, Any]) -> Process:
+    return row["rank"], row["attempt"], row["pid"]
+
+
+def _curve(points: Mapping[int, tuple[int, int]]) -> OffsetCurve:
+    times = sorted(points)
+    return OffsetCurve(
+        np.array(times, np.int64),
+        np.array([points[time][0] for time in times], np.int64),
+        np.array([points[time][1] for time in times], np.int64),
+    )

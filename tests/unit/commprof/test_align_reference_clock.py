@@ -1,0 +1,135 @@
+"""Times of several clocks on one: what the measured offsets allow, and how wrong it may be."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commprof.align.reference_clock import DRIFT_LIMIT, WANDER, OffsetCurve, ReferenceClock
+
+SECOND = 10**9
+
+
+def curve(*points: tuple[int, int, int]) -> OffsetCurve:
+    return OffsetCurve(*(np.array(column, np.int64) for column in zip(*points, strict=True)))
+
+
+def at(offsets: OffsetCurve, *times: int) -> list[tuple[int, int]]:
+    found = offsets.at(np.array(times, np.int64))
+    return list(zip(found.offset_ns.tolist(), found.error_ns.tolist(), strict=True))
+
+
+def test_between_two_measurements_the_offset_is_on_the_line():
+    # 10 s apart, 100 us more at the end: 10 ppm.
+    line = curve((0, 1000, 50), (10 * SECOND, 101_000, 150))
+    assert at(line, 0, 10 * SECOND) == [(1000, 50), (101_000, 150)]
+    (middle,) = at(line, 5 * SECOND)
+    assert middle == (51_000, 100 + int(WANDER * 5 * SECOND))
+
+
+def test_beyond_the_measurements_the_bound_grows():
+    line = curve((0, 0, 1000), (100 * SECOND, 1_000_000, 1000))  # 10 ppm, known to 2000 ns in 100 s
+    doubt = WANDER + 2000 / (100 * SECOND)
+    assert at(line, 110 * SECOND) == [(1_100_000, 1000 + round(doubt * 10 * SECOND))]
+    assert at(line, -10 * SECOND) == [(-100_000, 1000 + round(doubt * 10 * SECOND))]
+
+
+def test_one_measurement_says_nothing_of_the_drift():
+    assert at(curve((0, 77, 10)), 0, SECOND) == [(77, 10), (77, 10 + int(DRIFT_LIMIT * SECOND))]
+
+
+def test_measurements_too_close_to_tell_the_drift_do_not_make_one_up():
+    # Bounds of 1 ms, 1 s apart: the line between them could rise by 2000 ppm.
+    assert at(curve((0, 0, 10**6), (SECOND, 10**6, 10**6)), 2 * SECOND) == [
+        (10**6, 10**6 + int(DRIFT_LIMIT * SECOND))
+    ]
+
+
+def test_a_machine_that_was_suspended_leaves_no_line():
+    jump = curve((0, 0, 10), (SECOND, 5 * SECOND, 10))
+    ((offset, error),) = at(jump, SECOND // 4)
+    assert offset - error <= 0 and offset + error >= 5 * SECOND
+    assert at(jump, 2 * SECOND)[0][0] == 5 * SECOND
+
+
+@given(
+    st.floats(-50e-6, 50e-6),
+    st.lists(st.floats(-WANDER, WANDER), min_size=20, max_size=20),
+    st.lists(st.tuples(st.integers(0, 19), st.integers(0, 10_000)), min_size=1, max_size=8),
+    st.randoms(use_true_random=False),
+)
+def test_the_true_offset_is_within_the_bound_between_measurements(drift, wander, measured, chance):
+    """Rates that wander by the limit between measurements never leave the bound there."""
+    rates = np.array([drift + each / 2 for each in wander])
+    truth = np.concatenate([[0.0], np.cumsum(rates * SECOND)])
+    points = {}
+    for second, error in measured:
+        points[second * SECOND] = (round(truth[second]) + chance.randint(-error, error), error)
+    line = curve(*((time, *points[time]) for time in sorted(points)))
+    first, last = min(points) // SECOND, max(points) // SECOND
+    for second in range(first, last + 1):
+        ((offset, error),) = at(line, second * SECOND)
+        assert abs(offset - truth[second]) <= error + 2
+
+
+def rows(*given: tuple[int, int]) -> pa.Table:
+    return pa.table(
+        {
+            "rank": pa.array([rank for rank, _ in given], pa.int32()),
+            "attempt": pa.array([0] * len(given), pa.int32()),
+            "pid": pa.array([rank for rank, _ in given], pa.int32()),
+            "issue_ns": pa.array([time for _, time in given], pa.int64()),
+        }
+    )
+
+
+def clock(rank: int, name: str | None, host: str = "h") -> dict:
+    return {"rank": rank, "attempt": 0, "pid": rank, "host": host, "clock": name}
+
+
+def offset(rank: int, offset_ns: int, error_ns: int, time_ns: int = 0) -> dict:
+    return {
+        "rank": rank,
+        "attempt": 0,
+        "pid": rank,
+        "reference_rank": 0,
+        "time_ns": time_ns,
+        "offset_ns": offset_ns,
+        "error_ns": error_ns,
+    }
+
+
+def test_ranks_that_read_one_clock_share_the_measurement_of_one_of_them():
+    reference = ReferenceClock(
+        [clock(0, "a"), clock(1, "a"), clock(2, "b"), clock(3, "b")],
+        [offset(0, 0, 0), offset(3, -500, 20)],
+        one_host=False,
+    )
+    found = reference.columns(rows((2, 0), (0, 9), (1, 10), (3, 0)))
+    assert found["clock"].to_pylist() == ["b", "a", "a", "b"]
+    assert found["offset_ns"].to_pylist() == [-500, 0, 0, -500]
+    assert found["offset_error_ns"].to_pylist() == [20, 0, 0, 20]
+
+
+def test_a_clock_that_was_never_compared_has_no_offset():
+    reference = ReferenceClock([clock(0, "a"), clock(1, "b")], [offset(0, 0, 0)], one_host=False)
+    assert reference.columns(rows((0, 1), (1, 1)))["offset_ns"].to_pylist() == [0, None]
+
+
+@pytest.mark.parametrize(("one_host", "clocks"), [(True, 1), (False, 2)])
+def test_processes_that_left_no_clock_share_one_only_on_one_host(one_host, clocks):
+    found = ReferenceClock([], [], one_host).columns(rows((0, 1), (1, 1)))
+    assert len(set(found["clock"].to_pylist())) == clocks
+
+
+def test_a_run_of_an_older_version_goes_by_the_names_of_its_hosts():
+    clocks = [clock(0, None, "x"), clock(1, None, "y"), clock(2, None, "x")]
+    found = ReferenceClock(clocks, [], one_host=False).columns(rows((0, 1), (1, 1), (2, 1)))
+    assert found["clock"].to_pylist() == ["x", "y", "x"]
+
+
+def test_no_rows_stay_no_rows():
+    assert len(ReferenceClock([], [], one_host=True).columns(rows())) == 0
