@@ -25,6 +25,7 @@ _GROWING: Final = (
     "wait_end_ns",
     "device_begin_ns",
     "device_end_ns",
+    "exposed_ns",
 )
 _REPEATING: Final = [name for name in COLLECTIVES.names if name not in _GROWING]
 _TEXTS: Final = [column.name for column in COLLECTIVES.columns if column.type == "string"]

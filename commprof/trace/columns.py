@@ -6,7 +6,7 @@ Text stands in them as numbers of distinct values (Arrow dictionaries): a rank h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +14,7 @@ import pyarrow as pa
 from commprof.errors import TraceError
 from commprof.schema import COLLECTIVES, LAYERS, PHASES, STATUSES, Source
 from commprof.trace.layout import RankFile
-from commprof.trace.records import Part, completed_status
+from commprof.trace.records import Fields, Numbers, Part, completed_status
 from commprof.trace.steps import StepTable
 from commprof.trace.tables import arrow_schema
 
@@ -22,7 +22,6 @@ _NOT_P2P_ASYNC: Final = frozenset({"send", "recv", "send_object_list", "recv_obj
 _TIMES: Final = ("return_ns", "wait_end_ns", "device_begin_ns", "device_end_ns")
 _IDENTITY: Final = ("rank", "attempt", "pid")
 _MOST_VALUES: Final = 4096  # with more distinct values than these, a part gets a list of those that it has
-_DENSE: Final = 1 << 20
 
 
 def encoded_schema() -> pa.Schema:
@@ -34,44 +33,67 @@ def encoded_schema() -> pa.Schema:
     return schema
 
 
-class _Interned:
-    """Interned rows by their numbers, as columns that can be spread over records.
+class _Values(NamedTuple):
+    """One column of interned rows: values, or numbers of the distinct texts in ``dictionary``; and which are not null."""
 
-    A number without a row gives null.
-    """
+    values: np.ndarray[Any, Any]
+    valid: np.ndarray[Any, Any]
+    dictionary: pa.Array | None
+    kind: pa.DataType
+
+
+class _Places(NamedTuple):
+    """For each record the place of its row among the interned ones."""
+
+    places: np.ndarray[Any, Any]
+    is_complete: bool  # every record has a row
+
+
+class _Interned:
+    """Interned rows by their numbers, as columns that can be spread over records. A number without a row gives null."""
 
     def __init__(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
-        self._numbers = np.sort(np.fromiter(rows, np.int64, len(rows)))
-        self._rows: list[Mapping[str, Any]] = [*(rows[int(number)] for number in self._numbers), {}]
-        self._columns: dict[str, pa.Array] = {}
-        last = int(self._numbers[-1]) if len(rows) else 0
-        self._dense: np.ndarray[Any, Any] | None = None
-        if last < _DENSE:
-            self._dense = np.full(last + 2, len(rows), np.int32)
-            self._dense[self._numbers] = np.arange(len(rows), dtype=np.int32)
+        self._numbers = Numbers(np.fromiter(rows, np.int64, len(rows)))
+        self._rows: list[Mapping[str, Any]] = [*(rows[int(n)] for n in self._numbers.ordered), {}]
+        self._columns: dict[str, _Values] = {}
 
-    def places(self, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def places(self, numbers: np.ndarray[Any, Any]) -> _Places:
         """Where the row of each number stands; behind all rows where there is none."""
-        if self._dense is not None:
-            dense: np.ndarray[Any, Any] = self._dense[np.minimum(numbers, len(self._dense) - 1)]
-            return dense
-        places = np.searchsorted(self._numbers, numbers)
-        places[places == len(self._numbers)] = 0
-        places[self._numbers[places] != numbers] = len(self._numbers)
-        return places.astype(np.int32)
+        places = self._numbers.places(numbers)
+        return _Places(places, not len(places) or int(places.max()) < len(self._numbers))
 
-    def column(self, name: str, kind: pa.DataType, default: Any = None) -> pa.Array:
-        """Column ``name`` of the rows, in the order of :meth:`places`; null where one holds something else."""
+    def spread(self, name: str, kind: pa.DataType, at: _Places, default: Any = None) -> pa.Array:
+        """Column ``name`` of the rows ``at`` some places; null where a row holds something else, or ``default``."""
         if name not in self._columns:
-            values = [row.get(name, default) for row in self._rows]
-            try:
-                column = pa.array(values, kind)
-            except (pa.ArrowException, TypeError, ValueError, OverflowError):
-                column = pa.array([_fit(value, kind) for value in values], kind)
-            if default is not None:
-                column = column.fill_null(default)
-            self._columns[name] = column.dictionary_encode() if pa.types.is_string(kind) else column
-        return self._columns[name]
+            self._columns[name] = self._column(name, kind, default)
+        values, valid, dictionary, _ = self._columns[name]
+        spread = values[at.places]
+        mask = None
+        if not (valid.all() if default is not None or not at.is_complete else valid[:-1].all()):
+            mask = ~valid[at.places]
+        if dictionary is None:
+            return pa.array(spread, kind, mask=mask)
+        if len(dictionary) > _MOST_VALUES:
+            used, spread = np.unique(spread, return_inverse=True)
+            dictionary, spread = dictionary.take(pa.array(used)), spread.astype(np.int32)
+        return pa.DictionaryArray.from_arrays(pa.array(spread, pa.int32(), mask=mask), dictionary)
+
+    def _column(self, name: str, kind: pa.DataType, default: Any) -> _Values:
+        values = [row.get(name, default) for row in self._rows]
+        try:
+            column = pa.array(values, kind)
+        except (pa.ArrowException, TypeError, ValueError, OverflowError):
+            column = pa.array([_fit(value, kind) for value in values], kind)
+        if default is not None:
+            column = column.fill_null(default)
+        valid = np.asarray(column.is_valid())
+        if not pa.types.is_string(kind):
+            return _Values(
+                np.asarray(column.fill_null(False if pa.types.is_boolean(kind) else 0)), valid, None, kind
+            )
+        encoded = column.dictionary_encode()
+        dictionary = encoded.dictionary if len(encoded.dictionary) else pa.array([""], kind)
+        return _Values(np.asarray(encoded.indices.fill_null(0)), valid, dictionary, kind)
 
     def flags(self, test: Callable[[Mapping[str, Any]], bool]) -> np.ndarray[Any, Any]:
         """What ``test`` says of each row, in the order of :meth:`places`."""
@@ -83,18 +105,6 @@ def _fit(value: Any, kind: pa.DataType) -> Any:
         return pa.scalar(value, kind).as_py()
     except (pa.ArrowException, TypeError, ValueError, OverflowError):
         return None
-
-
-def _spread(column: pa.Array, places: np.ndarray[Any, Any]) -> pa.Array:
-    """The values of ``column`` at ``places``; of a dictionary with many values, those that are used."""
-    if not isinstance(column, pa.DictionaryArray):
-        return column.take(pa.array(places))
-    indices = column.indices.take(pa.array(places))
-    if len(column.dictionary) <= _MOST_VALUES:
-        return pa.DictionaryArray.from_arrays(indices, column.dictionary)
-    used, compact = np.unique(np.asarray(indices.fill_null(0)), return_inverse=True)
-    indices = pa.array(compact.astype(np.int32), mask=np.asarray(indices.is_null()))
-    return pa.DictionaryArray.from_arrays(indices, column.dictionary.take(pa.array(used)))
 
 
 class CollectiveColumns:
@@ -134,20 +144,19 @@ class CollectiveColumns:
         for part in parts:
             yield self.table(part.seq, part.records)
 
-    def table(self, seq: np.ndarray[Any, Any], records: np.ndarray[Any, Any]) -> pa.Table:
+    def table(self, seq: np.ndarray[Any, Any], records: Fields) -> pa.Table:
         """``records``, numbered ``seq`` in issue order, as a table of :func:`encoded_schema`.
 
         Raises:
             TraceError: a column that must be there cannot be filled.
         """
         columns = self._interned_columns(records)
-        n = len(records)
         for name in _IDENTITY:
-            columns[name] = pa.array(np.full(n, getattr(self._identity, name), np.int32))
+            columns[name] = pa.array(np.full(len(seq), getattr(self._identity, name), np.int32))
         columns["seq"] = pa.array(seq.astype(np.int64))
         columns["step"] = pa.array(self._steps.relabel(records["step"]))
         for name in ("micro_step", "pg_seq", "issue_ns"):
-            columns[name] = pa.array(np.ascontiguousarray(records[name]))
+            columns[name] = pa.array(records[name])
         columns["phase"] = _named(PHASES, records["phase"])
         columns["layer"] = _named(LAYERS, records["layer"])
         columns["status"] = _named(STATUSES, completed_status(records))
@@ -160,7 +169,7 @@ class CollectiveColumns:
                 raise TraceError(f"table collectives, column {item.name} has nulls; it must have none")
         return pa.Table.from_arrays([columns[name] for name in self._schema.names], schema=self._schema)
 
-    def _interned_columns(self, records: np.ndarray[Any, Any]) -> dict[str, pa.Array]:
+    def _interned_columns(self, records: Fields) -> dict[str, pa.Array]:
         signature, tag = self._signatures.places(records["signature"]), self._tags.places(records["tag"])
         site, thread = self._sites.places(records["call_site"]), self._threads.places(records["thread"])
         group = self._groups.places(records["signature"])
@@ -169,21 +178,21 @@ class CollectiveColumns:
         for column in COLLECTIVES.columns:
             kind = self._plain.field(column.name).type
             if column.source is Source.SIGNATURE:
-                columns[column.name] = _spread(self._signatures.column(column.name, kind), signature)
+                columns[column.name] = self._signatures.spread(column.name, kind, signature)
             elif column.source is Source.TAG:
-                columns[column.name] = _spread(self._tags.column(column.name, kind), tag)
+                columns[column.name] = self._tags.spread(column.name, kind, tag)
             elif column.source is Source.GROUP:
-                value = self._groups.column(column.name, kind, of_group.get(column.name))
-                columns[column.name] = _spread(value, group)
+                default = of_group.get(column.name)
+                columns[column.name] = self._groups.spread(column.name, kind, group, default)
         text = pa.string()
-        columns["api"] = _spread(self._sites.column("api", text), site)
-        columns["call_site"] = _spread(self._sites.column("call_site", text), site)
-        columns["thread"] = _spread(self._threads.column("name", text), thread)
+        columns["api"] = self._sites.spread("api", text, site)
+        columns["call_site"] = self._sites.spread("call_site", text, site)
+        columns["thread"] = self._threads.spread("name", text, thread)
         # send and recv wait by themselves, isend and irecv do not: the ProcessGroup method is the same.
-        waits_itself = self._is_p2p[signature] & self._waits_itself[site]
-        is_async = self._asked_async[signature] & ~waits_itself
+        waits_itself = self._is_p2p[signature.places] & self._waits_itself[site.places]
+        is_async = self._asked_async[signature.places] & ~waits_itself
         columns["is_async"] = pa.array(is_async)
-        columns["exposed_ns"] = _exposed(records, self._on_cpu[signature], is_async)
+        columns["exposed_ns"] = _exposed(records, self._on_cpu[signature.places], is_async)
         return columns
 
 
@@ -194,20 +203,18 @@ def _named(names: Sequence[str], codes: np.ndarray[Any, Any]) -> pa.Array:
 
 
 def _nullable(values: np.ndarray[Any, Any]) -> pa.Array:
-    return pa.array(np.ascontiguousarray(values), mask=values == 0)
+    return pa.array(values, mask=values == 0)
 
 
-def wait_begin_ns(records: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def wait_begin_ns(records: Fields) -> np.ndarray[Any, Any]:
     """A call that is not asynchronous waits as soon as it has returned; the recorder keeps only the end of that wait."""
     at_once = (records["wait_end_ns"] != 0) & (records["wait_begin_ns"] == 0)
     return np.where(at_once, records["return_ns"], records["wait_begin_ns"])
 
 
-def _exposed(
-    records: np.ndarray[Any, Any], on_cpu: np.ndarray[Any, Any], is_async: np.ndarray[Any, Any]
-) -> pa.Array:
-    """As recorded; else, for tensors of the CPU, the time until the wait ended: from where it began if a handle was asked for,
-    from where the call began if that waited by itself. A host's wait says nothing about a device.
+def _exposed(records: Fields, on_cpu: np.ndarray[Any, Any], is_async: np.ndarray[Any, Any]) -> pa.Array:
+    """As recorded; else, for tensors of the CPU, the time until the wait ended: from where it began if a handle was asked
+    for, from where the call began if that waited by itself. A host's wait says nothing about a device.
     """
     recorded = records["exposed_ns"]
     waited = (records["wait_end_ns"] != 0) & on_cpu & (recorded == 0)

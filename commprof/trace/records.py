@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -22,14 +22,20 @@ PART: Final = 1 << 18  # records read at a time
 
 _LARGEST_HEADER: Final = 1 << 20
 _LARGE_HOLE: Final = 64 << 20  # the recorder reserves what it maps: its own files have no holes
+_BLOCK: Final = 4096  # records that fit the cache
+_MOST_TABULATED: Final = 1 << 20  # numbers below are looked up in a table, larger ones are searched for
+_JUDGED: Final = ("commit", "phase", "layer", "status", "signature", "return_ns")
 _INCOMPLETE: Final = STATUSES.index(Status.INCOMPLETE)
 
 
+Fields = dict[str, "np.ndarray[Any, Any]"]
+
+
 class Part(NamedTuple):
-    """Some records of a rank that follow one another: their numbers in issue order, and what was recorded."""
+    """Some records of a rank that follow one another: their numbers in issue order, and an array for each field."""
 
     seq: np.ndarray[Any, Any]
-    records: np.ndarray[Any, Any]
+    records: Fields
 
 
 class Tally(NamedTuple):
@@ -39,6 +45,31 @@ class Tally(NamedTuple):
     torn: int = 0
     raised: int = 0
     incomplete: int = 0
+
+
+class Numbers:
+    """Numbers of interned values, and where each stands among them in order."""
+
+    def __init__(self, numbers: np.ndarray[Any, Any]) -> None:
+        self.ordered = np.sort(numbers.astype(np.int64))
+        self._table: np.ndarray[Any, Any] | None = None
+        last = int(self.ordered[-1]) if len(numbers) else 0
+        if last < _MOST_TABULATED:
+            self._table = np.full(last + 2, len(numbers), np.int32)
+            self._table[self.ordered] = np.arange(len(numbers), dtype=np.int32)
+
+    def __len__(self) -> int:
+        return len(self.ordered)
+
+    def places(self, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Where each of ``numbers`` stands; ``len(self)`` for one that is not among them."""
+        if self._table is not None:
+            found: np.ndarray[Any, Any] = self._table[np.minimum(numbers, len(self._table) - 1)]
+            return found
+        places = np.searchsorted(self.ordered, numbers)
+        places[places == len(self.ordered)] = 0
+        places[self.ordered[places] != numbers] = len(self.ordered)
+        return places
 
 
 class Records:
@@ -56,7 +87,7 @@ class Records:
     def __init__(self, path: Path, identity: tuple[int, int, int], signatures: np.ndarray[Any, Any]) -> None:
         self.path = path
         self.totals: dict[str, Any] | None = None
-        self._signatures = np.sort(signatures)
+        self._signatures = Numbers(signatures)
         self._first_seq = self._begin = self._slots = 0
         self._has_holes = False
         self._whole: list[tuple[int, np.ndarray[Any, Any]]] = []  # per part: its first slot, one bit a slot
@@ -85,11 +116,11 @@ class Records:
         self._whole.clear()
         records = raised = incomplete = used = 0
         for first, raw in self._raw():
-            whole = self._are_whole(raw)
+            fields = _split(raw, _JUDGED)
+            whole = self._are_whole(fields)
             self._whole.append((first, np.packbits(whole)))
-            kept = raw[whole]
-            status = completed_status(kept)
-            records += len(kept)
+            status = completed_status(fields)[whole]
+            records += len(status)
             raised += int((status == STATUSES.index(Status.RAISED)).sum())
             incomplete += int((status == _INCOMPLETE).sum())
             used = max(used, _last_used(first, raw, whole))
@@ -102,8 +133,11 @@ class Records:
             if first not in marked:
                 continue  # it was empty, and somebody still writes
             slots = np.flatnonzero(np.unpackbits(marked[first], count=len(raw)))
+            fields = _split(raw, RECORD_DTYPE.names or ())
+            if len(slots) < len(raw):
+                fields = {name: values[slots] for name, values in fields.items()}
             if len(slots):
-                yield Part(self._first_seq + first + slots, _with_waits(raw[slots]))
+                yield Part(self._first_seq + first + slots, fields)
 
     def _raw(self) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
         """The slots of the file, part by part, each with the number of its first. Holes in the file are passed over."""
@@ -137,21 +171,19 @@ class Records:
             return self._slots if error.errno == errno.ENXIO else first  # nothing but a hole follows
         return max(first, (data - self._begin) // RECORD.size // PART * PART)
 
-    def _are_whole(self, raw: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        whole: np.ndarray[Any, Any] = raw["commit"] == COMMIT
-        whole &= raw["phase"] < len(PHASES)
-        whole &= raw["layer"] < len(LAYERS)
-        whole &= raw["status"] < len(STATUSES)
-        if not len(self._signatures):
-            return np.zeros(len(raw), bool)
-        places = np.searchsorted(self._signatures, raw["signature"])
-        places[places == len(self._signatures)] = 0
-        whole &= self._signatures[places] == raw["signature"]
+    def _are_whole(self, fields: Fields) -> np.ndarray[Any, Any]:
+        whole: np.ndarray[Any, Any] = fields["commit"] == COMMIT
+        whole &= fields["phase"] < len(PHASES)
+        whole &= fields["layer"] < len(LAYERS)
+        whole &= fields["status"] < len(STATUSES)
+        whole &= self._signatures.places(fields["signature"]) < len(self._signatures)
         return whole
 
 
 def _last_used(first: int, raw: np.ndarray[Any, Any], whole: np.ndarray[Any, Any]) -> int:
     """The slot after the last one of a part that holds anything; 0 where none does."""
+    if whole[-1]:
+        return first + len(raw)
     others = np.flatnonzero(~whole)
     words = raw[others].view(np.uint8).reshape(len(others), RECORD.size)
     touched = others[words.any(axis=1)]
@@ -161,15 +193,18 @@ def _last_used(first: int, raw: np.ndarray[Any, Any], whole: np.ndarray[Any, Any
     return first + last + 1 if last >= 0 else 0
 
 
-def completed_status(records: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _split(raw: np.ndarray[Any, Any], names: Iterable[str]) -> Fields:
+    """The fields of ``raw`` as arrays of their own, a block at a time: a record is longer than a line of the cache."""
+    fields = {name: np.empty(len(raw), raw.dtype[name]) for name in names}
+    for begin in range(0, len(raw), _BLOCK):
+        block = raw[begin : begin + _BLOCK]
+        for name, values in fields.items():
+            values[begin : begin + _BLOCK] = block[name]
+    return fields
+
+
+def completed_status(records: Fields) -> np.ndarray[Any, Any]:
     """A record is packed as incomplete; its return time is what completes it."""
-    status: np.ndarray[Any, Any] = records["status"].copy()
+    status = records["status"].copy()
     status[(status == _INCOMPLETE) & (records["return_ns"] != 0)] = STATUSES.index(Status.OK)
     return status
-
-
-def _with_waits(records: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """A call that is not asynchronous waits as soon as it has returned; the recorder keeps only the end of that wait."""
-    at_once = (records["wait_end_ns"] != 0) & (records["wait_begin_ns"] == 0)
-    records["wait_begin_ns"][at_once] = records["return_ns"][at_once]
-    return records
