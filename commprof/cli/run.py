@@ -12,7 +12,7 @@ from commprof.cli.console import say
 from commprof.cli.recording import recording_options
 from commprof.errors import CommprofError, LaunchError, UsageError
 from commprof.launch.nccl_log import Mode
-from commprof.launch.program import Kind, check_program, parse_program
+from commprof.launch.program import check_program, parse_program
 from commprof.recorder.options import DEFAULTS, Options
 
 NPROC_HELP = "Ranks to start. Default: the visible GPUs, else 2."
@@ -45,16 +45,16 @@ def run(
     """Run a program on every rank and record its collectives.
 
     SCRIPT and -m MODULE are started once per rank, as Python would start them. CMD is a launcher of your own
-    (torchrun, deepspeed): it is started once, and its ranks are found. Under a launcher that has set RANK, this is
-    that one rank. The exit code is the program's; that of the rank that failed first, where there are several.
+    (torchrun, deepspeed): it is started once, and its ranks are found. Under a launcher that has started this process
+    as a rank (torchrun, mpirun, srun), this is that one rank. The exit code is the program's; that of the rank that failed
+    first, where there are several.
     """
     ranks = parse_ranks(nproc)
     parsed = parse_program(program or [])
     check_program(parsed)
 
     # Imported only now: reading traces and starting processes is nothing that a help page needs.
-    from commprof.launch.environment import place
-    from commprof.launch.foreign import run_foreign_rank
+    from commprof.launch.foreign import belongs_to_a_job, run_foreign_rank
     from commprof.launch.job import Job, run_job
 
     job = Job(
@@ -66,9 +66,9 @@ def run(
         wire=wire,
         recording=recording,
     )
-    here = place(os.environ)
     try:
-        if here is not None and parsed.kind is not Kind.COMMAND:
+        here = belongs_to_a_job(job, os.environ)
+        if here is not None:
             return run_foreign_rank(job, here, say).exit_code
         return run_job(job, say).exit_code
     except UsageError:

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from commprof.errors import CommprofError, TraceError, UsageError
-from commprof.launch import environment, injection
+from commprof.launch import injection
 from commprof.launch.configuration import ConfigFile, read_config
 from commprof.launch.job import CONFIG_NAME, OUTPUT_NAME, Finished, Job, run_job
 from commprof.launch.nccl_log import Mode
 from commprof.launch.program import CONFIG_ARGUMENTS, Program, find_argument, replace_argument
 from commprof.launch.sweep import Turn, derive, label, mismatches
 from commprof.recorder.options import DEFAULTS, Options
+from commprof.recorder.placement import place
 from commprof.trace import directory
 
 _TAIL_LINES: Final = 15
@@ -112,9 +113,11 @@ def carry_out(campaign: Campaign, say: Callable[[str], None]) -> Iterator[TurnRe
     Raises:
         UsageError, TraceError, LaunchError: as :func:`commprof.launch.job.run_job`.
     """
-    if environment.place(os.environ) is not None:
+    here = place(os.environ)
+    if here is not None:
         raise UsageError(
-            "RANK and WORLD_SIZE are set: a sweep starts its own ranks. Unset them, or give commprof run to the launcher"
+            f"this process is rank {here.rank} of {here.world_size} already ({here.launcher}), and a sweep starts ranks of "
+            "its own. Unset the variables that say so, or give commprof run to the launcher"
         )
     for turn in campaign.turns:
         run = campaign.out / directory_name(turn)

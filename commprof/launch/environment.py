@@ -8,26 +8,11 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 DEFAULT_RANKS: Final = 2
 # How commprof itself was started says nothing about the script, and with these it could not be reached.
 _DROPPED_FLAGS: Final = ("-I", "-E", "-P", "-s")
-
-
-class Place(NamedTuple):
-    """This process is one rank of a job that another launcher started."""
-
-    rank: int
-    world_size: int
-
-
-def place(environment: Mapping[str, str]) -> Place | None:
-    """The place that a launcher gave this process with RANK and WORLD_SIZE; None where none did."""
-    try:
-        return Place(int(environment["RANK"]), int(environment["WORLD_SIZE"]))
-    except (KeyError, ValueError):
-        return None
 
 
 def visible_gpus(environment: Mapping[str, str]) -> int:

@@ -1,13 +1,14 @@
-"""One rank of a job that another launcher started: ``torchrun ... -m commprof run train.py``.
+"""One process of a job that another launcher started: ``torchrun ... -m commprof run train.py``, ``mpirun -n 4 commprof run
+train.py``, or on each host of a Slurm job ``srun commprof run -- torchrun ... train.py``.
 
-Each rank runs its own commprof, with one child. They share a run directory, whose name comes from what is equal for all
-of them; rank 0 makes it and speaks.
+Each runs its own commprof, with one child. They share a run directory, whose name comes from what is equal for all
+of them; the first makes it and speaks.
 """
 
 from __future__ import annotations
 
 import os
-import re
+import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -18,12 +19,25 @@ from typing import Final
 from commprof.errors import CommprofError, UsageError
 from commprof.launch import environment, injection, job_log, nccl_log, summary
 from commprof.launch.job import Finished, Job, close_manifest, create, describe_failure, sample_and_wait
-from commprof.launch.program import Program
+from commprof.launch.program import Kind, Program
 from commprof.launch.ranks import Outcome, Rank, RankGroup
+from commprof.recorder.placement import Place, is_unique, job_id, place
 from commprof.trace import directory, manifest
 from commprof.trace.process import process_start_ns, start_ticks
 
 WAIT_SECONDS: Final = 10.0
+
+
+def belongs_to_a_job(job: Job, environ: Mapping[str, str]) -> Place | None:
+    """The place of this process in a job of which ``job`` is one process; None where it is a job of its own.
+
+    A command behind ``--`` starts ranks by itself, so several of them are one job only where they can agree on a directory:
+    one that was given, or named by the job.
+    """
+    here = place(environ)
+    if here is None or job.program.kind is not Kind.COMMAND:
+        return here
+    return here if here.world_size > 1 and (job.out is not None or job_id(environ)) else None
 
 
 def shared_directory(program: Program, environ: Mapping[str, str], parent_start_ns: int) -> Path:
@@ -32,12 +46,12 @@ def shared_directory(program: Program, environ: Mapping[str, str], parent_start_
     Args:
         parent_start_ns: when the launcher started, on the real-time clock.
     """
-    job_id = environ.get("TORCHELASTIC_RUN_ID", "")
-    if job_id in ("", "none", "static"):
+    name = job_id(environ)
+    if name is None:
         return directory.TRACES / directory.run_name(
             program.stem, datetime.fromtimestamp(parent_start_ns // 10**9)
         )
-    return directory.TRACES / f"{program.stem}-{re.sub(r'[^A-Za-z0-9._-]+', '_', job_id)}"
+    return directory.TRACES / f"{program.stem}-{name}"
 
 
 def not_before(run: Path, since_ns: int) -> Path:
@@ -59,8 +73,8 @@ def _is_older(run: Path, since_ns: int) -> bool:
         return False
 
 
-def run_foreign_rank(job: Job, place: environment.Place, say: Callable[[str], None]) -> Finished:
-    """Run this rank of somebody else's job and record it.
+def run_foreign_rank(job: Job, place: Place, say: Callable[[str], None]) -> Finished:
+    """Run this process of somebody else's job and record it.
 
     Raises:
         UsageError: ``--nproc`` was given, or the directory holds another run.
@@ -68,26 +82,32 @@ def run_foreign_rank(job: Job, place: environment.Place, say: Callable[[str], No
     if job.ranks is not None:
         raise UsageError(
             f"--nproc {job.ranks} was given, but this process is rank {place.rank} of {place.world_size} already "
-            "(RANK and WORLD_SIZE are set). Leave --nproc out, or unset RANK"
+            f"({place.launcher}). Leave --nproc out, or unset the variables that say so"
         )
     parent = os.getppid()
-    since_ns = process_start_ns(parent) or 0
+    since_ns = 0 if job.out is None and is_unique(os.environ) else process_start_ns(parent) or 0
     run = job.out or not_before(shared_directory(job.program, os.environ, since_ns), since_ns)
     job = replace(job, out=run)
     log = job_log.ask(job.nccl_log, run)
     if place.rank == 0:
         _make_directory(job, run, parent, place, log)
-        say(f"recording rank 0 of {place.world_size} and those beside it into {summary.shown(run)}")
+        which = "what it starts" if job.program.kind is Kind.COMMAND else "this rank"
+        say(
+            f"process 0 of {place.world_size} ({place.launcher}): recording {which}, and the same beside it, into "
+            f"{summary.shown(run)}"
+        )
+        injection.announce_nesting(os.environ, run, say)
     else:
         _await_directory(run, since_ns)
     # On a host that does not share the run directory, NCCL needs one as well.
     job_log.begin(log, run, say if place.rank == 0 else _say_nothing)
     outcome = _run_child(job, run, place, log, say)
-    if outcome.exit_code:
+    is_command = job.program.kind is Kind.COMMAND
+    if outcome.exit_code and not is_command:
         say(describe_failure(outcome))
     if place.rank == 0:
         _await_siblings(parent)
-        failed = outcome.first_failed_rank
+        failed = None if is_command else outcome.first_failed_rank
         close_manifest(run, exit_code=outcome.exit_code, first_failed_rank=failed)
         job_log.end(log, run, say)
         say(summary.last_line(run))
@@ -96,11 +116,13 @@ def run_foreign_rank(job: Job, place: environment.Place, say: Callable[[str], No
 
 
 def _run_child(
-    job: Job, run: Path, place: environment.Place, log: nccl_log.Request, say: Callable[[str], None]
+    job: Job, run: Path, place: Place, log: nccl_log.Request, say: Callable[[str], None]
 ) -> Outcome:
     variables = {**injection.injected(os.environ, run, wire=job.wire, recording=job.recording), **log.set}
     command_line = job.program.command_line(environment.python_command())
-    group = RankGroup([Rank(place.rank, command_line, variables, reads_stdin=True)], say)
+    death_signal = signal.SIGTERM if job.program.kind is Kind.COMMAND else signal.SIGKILL
+    ranks = [Rank(place.rank, command_line, variables, reads_stdin=True)]
+    group = RankGroup(ranks, say, death_signal=death_signal)
     started_ns = time.time_ns()
     group.start()
     pids = group.pids
@@ -115,13 +137,12 @@ def _say_nothing(text: str) -> None:
     pass
 
 
-def _make_directory(
-    job: Job, run: Path, parent: int, place: environment.Place, log: nccl_log.Request
-) -> None:
+def _make_directory(job: Job, run: Path, parent: int, place: Place, log: nccl_log.Request) -> None:
     launcher = {"pid": parent, "start_ticks": start_ticks(parent) or 0}
     if _is_restart(run, launcher):
         return
-    create(job, run, ranks=place.world_size, launcher=launcher, log=log, say=_say_nothing)
+    ranks = None if job.program.kind is Kind.COMMAND else place.world_size
+    create(job, run, ranks=ranks, launcher=launcher, log=log, say=_say_nothing)
 
 
 def _is_restart(run: Path, launcher: Mapping[str, int]) -> bool:

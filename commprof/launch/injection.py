@@ -1,7 +1,9 @@
 """What makes any Python process below a program record itself, and what those processes reported back.
 
 The environment carries it: a private directory first on PYTHONPATH, whose sitecustomize arms the recorder. So ranks are
-reached through any launcher that passes its environment on; ``python -I`` and ``-E`` ignore PYTHONPATH and are not.
+reached through any launcher that passes its environment on. ``python -I``, ``-E`` and ``-S`` pass the directory by; with
+the first two, ranks are reached through torch all the same where commprof is installed beside it
+(:mod:`commprof.recorder.autoload`).
 """
 
 from __future__ import annotations
@@ -9,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from commprof.recorder import autoload
 from commprof.recorder.options import DEFAULTS, OPTIONS_VARIABLE, Options, from_json
 
 DIRECTORY: Final = Path(__file__).resolve().parent / "inject"
@@ -45,6 +48,7 @@ def injected(
         RUN_VARIABLE: str(run.absolute()),
         "PYTHONPATH": f"{DIRECTORY}{os.pathsep}{inherited}" if inherited else str(DIRECTORY),
     }
+    changed.pop(autoload.SWITCH, None)  # this command says it: an earlier word must not undo it
     changed.pop(WATCHED_FILE_VARIABLE, None)
     changed.pop(WIRE_VARIABLE, None)
     if recording.changed():
@@ -61,8 +65,26 @@ def _inherited(environment: Mapping[str, str]) -> dict[str, Any]:
     return from_json(environment.get(OPTIONS_VARIABLE))[0].changed()
 
 
+def announce_nesting(environment: Mapping[str, str], run: Path, say: Callable[[str], None]) -> None:
+    """Say where ``run`` is started below another recorded program: its ranks are the inner recording's, not the outer's."""
+    outer = environment.get(RUN_VARIABLE)
+    if not outer or Path(outer) == run.absolute():
+        return
+    say(f"this is within the recording {outer}: what is started here is recorded into {run} only")
+    try:
+        with (Path(outer) / NOTES).open("a") as file:
+            file.write(
+                json.dumps({"pid": os.getpid(), "state": "nested", "text": str(run.absolute())}) + "\n"
+            )
+    except OSError:
+        pass
+
+
 def notes(run: Path) -> list[dict[str, Any]]:
-    """What the processes below ``run`` noted: ``{"pid", "state", ...}``, state started, armed, fault or config_opened."""
+    """What the processes below ``run`` noted: ``{"pid", "state", ...}``.
+
+    The states: started, armed, fault, config_opened, nested.
+    """
     found = []
     try:
         lines = (run / NOTES).read_text(errors="replace").splitlines()
@@ -90,11 +112,18 @@ def explain_silence(reported: list[dict[str, Any]]) -> str:
     if "fault" in states:
         text = next(note.get("text", "") for note in reported if note.get("state") == "fault")
         return f"the recorder could not be installed: {text}"
+    if "nested" in states:
+        inner = next(note.get("text", "") for note in reported if note.get("state") == "nested")
+        return f"a commprof run within this one recorded its ranks, into {inner}"
+    unreached = "runs with python -I, -E or -S, or its launcher does not pass PYTHONPATH and COMMPROF_RUN on"
     if "armed" in states:
-        return "torch.distributed was imported, but init_process_group was never called"
+        return (
+            "torch.distributed was imported, but init_process_group was never called; or that was in a process "
+            f"which could not be reached, since it {unreached}"
+        )
     if "started" in states:
-        return "no process of the program imported torch.distributed"
-    return (
-        "no Python process of the program could be reached: it is not Python, or runs with python -I or -E, "
-        "or its launcher does not pass PYTHONPATH on"
-    )
+        return (
+            "no process of the program imported torch.distributed; or that was in a process which could not be reached, "
+            f"since it {unreached}"
+        )
+    return f"no Python process of the program could be reached: it is not Python, or {unreached}"

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from commprof import __version__
+from commprof.recorder.placement import job_id, place
 from commprof.schema import SCHEMA_VERSION
-from commprof.trace.directory import COLLECTIVES_DIRECTORY, TRACES, run_name
+from commprof.trace.directory import COLLECTIVES_DIRECTORY, TRACES, run_name, script_stem
 from commprof.trace.layout import RankFile, parse_stem
 from commprof.trace.manifest import Manifest, describe_process, write_manifest_if_absent
 from commprof.trace.process import process_start_ns, start_ticks
@@ -46,7 +47,8 @@ def this_rank() -> Rank:
     attempt = _number(os.environ.get("TORCHELASTIC_RESTART_COUNT"), 0)
     if dist.is_initialized():
         return Rank(dist.get_rank(), dist.get_world_size(), attempt)
-    return Rank(_number(os.environ.get("RANK"), 0), _number(os.environ.get("WORLD_SIZE"), 1), attempt)
+    here = place(os.environ)
+    return Rank(0, 1, attempt) if here is None else Rank(here.rank, here.world_size, attempt)
 
 
 def _number(text: str | None, default: int) -> int:
@@ -56,23 +58,31 @@ def _number(text: str | None, default: int) -> int:
 def find_directory(out: str | os.PathLike[str] | None, rank: Rank) -> Path:
     """The run directory: ``out``, else COMMPROF_RUN, else one below ``traces/`` that all ranks of a launcher share.
 
-    Ranks of one launcher have one parent, and the moment at which it started names the run for all of them. A
-    shell may be the parent of one job after another, so a directory that holds this rank already (of another
-    process, and not of an earlier attempt) is another job's: the next number is taken, by every rank alike.
+    Where the launcher gave the job a name, all ranks know it, on every host. Else the ranks of one launcher have one
+    parent, and the moment at which it started names the run for all of them. A shell may be the parent of one job after
+    another, and a name may be given again, so a directory that holds this rank already (of another process, and not of an
+    earlier attempt) is another job's: the next number is taken, by every rank alike.
     """
     given = out or os.environ.get(RUN_VARIABLE)
     if given:
         return Path(given).absolute()
-    parent = os.getppid() if rank.world_size > 1 else os.getpid()
-    started = process_start_ns(parent) or process_start_ns(os.getpid()) or time.time_ns()
-    main = sys.modules.get("__main__")
-    script = getattr(main, "__file__", None) or (sys.argv[0] if sys.argv else "") or "run"
-    first = (TRACES / run_name(script, datetime.fromtimestamp(started / 1e9))).absolute()
+    first = (TRACES / _shared_name(rank)).absolute()
     number, candidate = 1, first
     while _belongs_to_another_job(candidate, rank):
         number += 1
         candidate = first.with_name(f"{first.name}-{number}")
     return candidate
+
+
+def _shared_name(rank: Rank) -> str:
+    main = sys.modules.get("__main__")
+    script = getattr(main, "__file__", None) or (sys.argv[0] if sys.argv else "") or "run"
+    job = job_id(os.environ) if rank.world_size > 1 else None
+    if job is not None:
+        return f"{script_stem(script)}-{job}"
+    parent = os.getppid() if rank.world_size > 1 else os.getpid()
+    started = process_start_ns(parent) or process_start_ns(os.getpid()) or time.time_ns()
+    return run_name(script, datetime.fromtimestamp(started / 1e9))
 
 
 def _belongs_to_another_job(directory: Path, rank: Rank) -> bool:

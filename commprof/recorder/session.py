@@ -41,7 +41,8 @@ class Session:
     Args:
         out: run directory; default: ``COMMPROF_RUN``, else one that all ranks of a launcher share, below ``traces/``.
         options: how to record.
-        armed: by ``commprof run``, which speaks for all ranks at the end.
+        armed: by the environment, which forked children share: they are recorded too.
+        speaks: says at the end where the trace is, unless ``out`` named the place.
     """
 
     def __init__(
@@ -49,9 +50,11 @@ class Session:
         out: str | os.PathLike[str] | None = None,
         options: Options = DEFAULTS,
         armed: bool = False,
+        speaks: bool = True,
     ) -> None:
         self.options = options
         self.armed = armed
+        self.speaks = speaks and not options.quiet
         self.opened: Opened | None = None
         self.journal = Journal()
         self.interception = Interception(self.journal, self._on_group, options.complete)
@@ -67,7 +70,7 @@ class Session:
         self.stacks = StackSignal()
         self.frameworks = Frameworks(self.journal, self.steps)
         self.interception.kernels.tagger = self.frameworks.explain
-        self._out = out
+        self.out = out
         self._refused: str | None = None  # why no file could be opened
         self._lock = threading.RLock()
 
@@ -99,6 +102,13 @@ class Session:
         self.stacks.drop()
         self._unwatch()
 
+    def abandon(self) -> None:
+        """It could not be started: take out what was put in place already, as far as that goes."""
+        try:
+            self._unwatch()
+        except Exception as error:
+            say(f"left behind in torch: {type(error).__name__}: {error}")
+
     def _unwatch(self) -> None:
         hooks.listen(None)
         self.frameworks.remove()
@@ -119,9 +129,9 @@ class Session:
             self.journal.close(totals)
             _first_seq[0] += totals["records"]
         self._complain(identity.rank, totals["lost"], totals["stopped_reason"])
-        if not self.armed and not self.options.quiet and not self._out and identity.rank == 0:
+        if self.speaks and not self.out and identity.rank == 0:
             place = os.path.relpath(self.opened.directory)
-            _say(f"recorded {records.kept} collectives of rank 0 into {place}  next: commprof report {place}")
+            say(f"recorded {records.kept} collectives of rank 0 into {place}  next: commprof report {place}")
 
     def _complain(self, rank: int | str, lost: int, reason: str | None) -> None:
         """Say once what is missing, if anything is."""
@@ -135,7 +145,7 @@ class Session:
                 f"{self.journal.faults} collectives could not be recorded (first reason: {self.journal.first_fault})"
             )
         if parts:
-            _say(f"rank {rank}: {'; '.join(parts)}")
+            say(f"rank {rank}: {'; '.join(parts)}")
 
     def _totals(self, opened: Opened) -> dict[str, Any]:
         journal = self.journal
@@ -212,11 +222,11 @@ class Session:
         rank = this_rank()
         directory = None
         try:
-            directory = find_directory(self._out, rank)
+            directory = find_directory(self.out, rank)
             self.opened = open_files(directory, rank, _first_seq[0])
         except OSError as error:
             self._refused = error.strerror or str(error)
-            _say(f"rank {rank.rank}: nothing is recorded: {directory}: {self._refused}. The training goes on")
+            say(f"rank {rank.rank}: nothing is recorded: {directory}: {self._refused}. The training goes on")
             return
         self.journal.open(self.opened.records, self.opened.events)
         self.journal.write("begin", begin_row(self.opened.identity, rank.world_size))
@@ -229,7 +239,8 @@ class Session:
         multiprocessing_util.Finalize(None, detach, exitpriority=10)
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """One line for the person at the terminal, if there is one."""
     try:
         sys.stderr.write(f"commprof: {text}\n")
     except Exception:
@@ -250,12 +261,17 @@ def attach(out: str | os.PathLike[str] | None = None, **options: Any) -> None:
     _begin(out, *from_mapping(options), armed=False)
 
 
-def arm(forked: bool = False) -> None:
-    """Record this process as ``commprof run`` asks it to, by ``COMMPROF_RUN`` and ``COMMPROF_OPTIONS``.
+def arm(out: str | os.PathLike[str] | None = None, *, forked: bool = False, speaks: bool = False) -> None:
+    """Record this process as its environment asks, with ``COMMPROF_OPTIONS``, into ``out`` or ``COMMPROF_RUN``.
 
     Called once torch.distributed has been imported. A process that never initialises it leaves no file.
+
+    Args:
+        forked: this process is a forked child of one that was armed.
+        speaks: nobody else says at the end where the trace is.
     """
-    _begin(None, *from_json(os.environ.get(OPTIONS_VARIABLE)), armed=True, forked=forked)
+    options, notes = from_json(os.environ.get(OPTIONS_VARIABLE))
+    _begin(out, options, notes, armed=True, forked=forked, speaks=speaks)
 
 
 def detach() -> None:
@@ -266,7 +282,7 @@ def detach() -> None:
         try:
             session.stop()
         except Exception as error:
-            _say(f"could not end the recording: {type(error).__name__}: {error}")
+            say(f"could not end the recording: {type(error).__name__}: {error}")
 
 
 def _begin(
@@ -275,29 +291,33 @@ def _begin(
     notes: Sequence[str],
     armed: bool,
     forked: bool = False,
+    speaks: bool = True,
 ) -> None:
     global _session
     if _session is not None:
         return
+    session = None
     try:
         import torch.distributed as dist
 
         if not dist.is_available():
-            _say("nothing is recorded: this torch was built without torch.distributed")
+            say("nothing is recorded: this torch was built without torch.distributed")
             return
-        session = Session(out, options, armed=armed)
-        for note in notes:
+        session = Session(out, options, armed=armed, speaks=speaks)
+        for note in () if forked else notes:
             session.journal.note(note)
-            _say(note)
+            say(note)
         session.start(forked)
     except Exception as error:
-        _say(f"nothing is recorded: {type(error).__name__}: {error}. The training goes on")
+        say(f"nothing is recorded: {type(error).__name__}: {error}. The training goes on")
+        if session is not None:
+            session.abandon()
         return
     _session = session
 
 
 def _after_fork() -> None:
-    """In a forked child: the parent's files are not ours. A child under ``commprof run`` waits to become a rank itself."""
+    """In a forked child: the parent's files are not ours. Where the environment asked, the child may be a rank itself."""
     global _session
     session, _session = _session, None
     _first_seq[0] = 0
@@ -306,9 +326,9 @@ def _after_fork() -> None:
     try:
         session.drop()
     except Exception as error:
-        _say(f"after fork: {type(error).__name__}: {error}")
+        say(f"after fork: {type(error).__name__}: {error}")
     if session.armed:
-        arm(forked=True)
+        arm(session.out, forked=True, speaks=session.speaks)
 
 
 os.register_at_fork(after_in_child=_after_fork)

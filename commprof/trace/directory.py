@@ -37,10 +37,14 @@ def default_run_directory(script: str, now: datetime, traces: Path = TRACES) -> 
 
 def run_name(script: str, now: datetime) -> str:
     """``<script stem>-<YYYYmmdd-HHMMSS>``: of ``pkg.train`` and of ``a/train.py`` the stem is ``train``."""
+    return f"{script_stem(script)}-{now:%Y%m%d-%H%M%S}"
+
+
+def script_stem(script: str) -> str:
+    """What the runs of ``script`` are called: ``train`` of ``pkg.train`` and of ``a/train.py``."""
     name = Path(script).name
     stem = name[:-3] if name.endswith(".py") else name.rpartition(".")[2]
-    kept = "".join(c if c.isalnum() or c in "-_" else "_" for c in stem).strip("_")
-    return f"{kept or 'run'}-{now:%Y%m%d-%H%M%S}"
+    return "".join(c if c.isalnum() or c in "-_" else "_" for c in stem).strip("_") or "run"
 
 
 def is_run(path: Path) -> bool:

@@ -201,7 +201,7 @@ def test_the_first_failing_rank_is_named_and_the_others_are_not_left_behind(tmp_
     ("words", "reason"),
     [
         (["-c", "pass"], "no process of the program imported torch.distributed"),
-        (["-I", "-c", "pass"], "runs with python -I or -E"),
+        (["-I", "-c", "pass"], "runs with python -I, -E or -S"),
     ],
 )
 def test_silence_is_explained(tmp_path, words, reason):

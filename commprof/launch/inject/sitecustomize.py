@@ -17,6 +17,7 @@ if False:  # typing and importlib.machinery would cost each process milliseconds
 _HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib would cost each process 5 ms
 _PACKAGE_PARENT = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))  # noqa: PTH120
 _NOTES = "processes.jsonl"
+_OFF = ("0", "false", "no", "off")
 _NOTES_MAX_BYTES = 1 << 16  # a program may start very many processes
 
 
@@ -132,7 +133,7 @@ def _watch_config() -> None:
 
 def _start() -> None:
     try:
-        if not os.environ.get("COMMPROF_RUN"):
+        if not os.environ.get("COMMPROF_RUN") or os.environ.get("COMMPROF", "").lower() in _OFF:
             return
         sys.meta_path.insert(0, _Arming())
         _note("started")

@@ -1,0 +1,47 @@
+"""Recording without ``commprof run``: torch calls :func:`start` at the end of ``import torch``, in every process.
+
+An entry point of the group ``torch.backends``. Nothing happens unless ``COMMPROF=1`` asks for it, or the process was
+started below ``commprof run`` with ``python -I`` or ``-E``, which only this way reaches. An exception here would make
+``import torch`` fail, so none leaves it. Nothing but ``os`` is imported before somebody asked.
+"""
+
+from __future__ import annotations
+
+import os
+
+SWITCH = "COMMPROF"  # 1 or 0; 0 keeps a process below commprof run out, too
+OUT = "COMMPROF_OUT"  # the run directory, for all ranks
+_ON = ("1", "true", "yes", "on")
+_OFF = ("0", "false", "no", "off")
+
+
+def start() -> None:
+    """Record this process from its first process group on, if the environment asks for it. Never raises."""
+    try:
+        asked = os.environ.get(SWITCH, "").strip().lower()
+        below_run = bool(os.environ.get("COMMPROF_RUN"))
+        if asked in _OFF or not (asked or below_run):
+            return
+        from commprof.recorder import session
+
+        if asked and asked not in _ON:
+            session.say(f"{SWITCH}={asked} is neither 1 nor 0, and is ignored")
+            if not below_run:
+                return
+        if below_run:
+            session.arm()
+        else:
+            session.arm(os.environ.get(OUT) or None, speaks=True)
+    except Exception as error:
+        _complain(error)
+
+
+def _complain(error: Exception) -> None:
+    import sys
+
+    try:
+        sys.stderr.write(
+            f"commprof: nothing is recorded: {type(error).__name__}: {error}. The training goes on\n"
+        )
+    except Exception:
+        pass

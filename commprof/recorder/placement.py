@@ -1,0 +1,97 @@
+"""Which rank a launcher says that this process is, and by which name its job goes. Standard library only.
+
+torch's own word counts where there is one; this is for the time before init_process_group, and for processes that never
+call it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+# Slurm numbers a batch script, an interactive shell and other steps that are no srun from here on.
+_FIRST_SPECIAL_STEP: Final = 0xFFFFFFF0
+_NO_IDS: Final = ("", "none", "static")  # what torchrun calls a job that was given no id
+
+
+class Place(NamedTuple):
+    """One process among those of a job that another launcher started."""
+
+    rank: int
+    world_size: int
+    launcher: str  # the variables that say so, for people
+
+
+class _Launcher(NamedTuple):
+    """The variables in which a launcher numbers its processes."""
+
+    name: str
+    rank: str
+    world_size: tuple[str, ...]
+
+
+# torchrun's stand first: under srun or mpirun it starts the ranks. An MPI's stand before Slurm's: its daemons may be
+# what Slurm started.
+_LAUNCHERS: Final = (
+    _Launcher("RANK and WORLD_SIZE", "RANK", ("WORLD_SIZE",)),
+    _Launcher("Open MPI", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",)),
+    _Launcher("MVAPICH", "MV2_COMM_WORLD_RANK", ("MV2_COMM_WORLD_SIZE",)),
+    _Launcher("PMI", "PMI_RANK", ("PMI_SIZE",)),
+    _Launcher("Slurm", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")),
+)
+
+
+def place(environment: Mapping[str, str]) -> Place | None:
+    """The place that a launcher gave this process; None where none did.
+
+    One process alone is a place only where RANK says so: a shell within a Slurm job, or what an MPI started once, is
+    free to start ranks of its own. Outside a step of ``srun`` Slurm's variables describe the allocation, not a process.
+    """
+    for launcher in _LAUNCHERS:
+        rank = _number(environment.get(launcher.rank))
+        size = next((n for name in launcher.world_size if (n := _number(environment.get(name)))), None)
+        if rank is None or size is None:
+            continue
+        if launcher.name == "Slurm" and _slurm_step(environment) is None:
+            continue
+        if size > 1 or launcher.rank == "RANK":
+            return Place(rank, size, launcher.name)
+    return None
+
+
+def job_id(environment: Mapping[str, str]) -> str | None:
+    """A name that all processes of this job share, on all hosts, and later jobs most likely do not; None where none is.
+
+    Fit for the name of a directory.
+    """
+    given = environment.get("TORCHELASTIC_RUN_ID", "")
+    if given not in _NO_IDS:
+        return _plain(given)
+    step = _slurm_step(environment)
+    job = environment.get("SLURM_JOB_ID")
+    if job and step is not None:
+        restarts = _number(environment.get("SLURM_RESTART_COUNT")) or 0
+        return _plain(f"slurm-{job}.{step}" + (f"-{restarts}" if restarts else ""))
+    if "OMPI_COMM_WORLD_RANK" in environment:
+        namespace = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid")
+        return _plain(f"mpi-{namespace}") if namespace else None
+    return None
+
+
+def is_unique(environment: Mapping[str, str]) -> bool:
+    """Whether no later job can have the :func:`job_id` of this one, so that a directory of that name is this job's."""
+    return (job_id(environment) or "").startswith("slurm-")
+
+
+def _slurm_step(environment: Mapping[str, str]) -> int | None:
+    step = _number(environment.get("SLURM_STEP_ID") or environment.get("SLURM_STEPID"))
+    return step if step is not None and step < _FIRST_SPECIAL_STEP else None
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and re.fullmatch(r"[0-9]{1,18}", text.strip()) else None
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", text)

@@ -1,0 +1,52 @@
+"""Which rank a launcher's variables make of a process."""
+
+import pytest
+
+from commprof.recorder.placement import is_unique, job_id, place
+
+SRUN = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "2", "SLURM_PROCID": "3", "SLURM_NTASKS": "4"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "rank", "world_size"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2"}, 1, 2),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, 0, 1),
+        ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}, 3, 4),
+        ({"PMI_RANK": "1", "PMI_SIZE": "8"}, 1, 8),
+        ({"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "8"}, 1, 8),
+        (SRUN, 3, 4),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "8"}, 3, 8),  # of the step, where the allocation has another number
+        ({**SRUN, "RANK": "7", "WORLD_SIZE": "16"}, 7, 16),  # torchrun below srun
+        ({**SRUN, "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, 1, 2),  # its daemons below Slurm
+    ],
+)
+def test_launchers_number_their_processes(variables, rank, world_size):
+    assert place(variables)[:2] == (rank, world_size)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"RANK": "1"},
+        {"RANK": "first", "WORLD_SIZE": "2"},
+        {"RANK": "-1", "WORLD_SIZE": "2"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "77"},  # a batch script
+        {**SRUN, "SLURM_STEP_ID": "4294967290"},  # an interactive shell
+        {**SRUN, "SLURM_PROCID": "0", "SLURM_NTASKS": "1"},  # srun --pty bash
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+    ],
+)
+def test_what_is_no_rank(variables):
+    assert place(variables) is None
+
+
+def test_jobs_with_a_name_of_their_own():
+    assert job_id({}) is None
+    assert job_id({"TORCHELASTIC_RUN_ID": "none"}) is None
+    assert job_id({"TORCHELASTIC_RUN_ID": "my job/7"}) == "my_job_7"
+    assert job_id(SRUN) == "slurm-77.2"
+    assert job_id({**SRUN, "SLURM_RESTART_COUNT": "1"}) == "slurm-77.2-1"
+    assert job_id({"OMPI_COMM_WORLD_RANK": "0", "PMIX_NAMESPACE": "prterun-a-12@1"}) == "mpi-prterun-a-12_1"
+    assert is_unique(SRUN) and not is_unique({"TORCHELASTIC_RUN_ID": "mine"})
