@@ -19,6 +19,8 @@ from typing import Any, Final
 
 from commprof import hooks
 from commprof.recorder.adapters.frameworks import Frameworks
+from commprof.recorder.clock_meeting import Meeting, job_meeting
+from commprof.recorder.clock_offsets import ClockOffsets
 from commprof.recorder.counters import step_readings
 from commprof.recorder.flight import FlightDump
 from commprof.recorder.groups import Group, live_groups
@@ -68,6 +70,7 @@ class Session:
         )
         self.flight = FlightDump(self.journal, groups.unique_name)
         self.stacks = StackSignal()
+        self.clock_offsets = ClockOffsets(self.journal, self._clock_meeting)
         self.frameworks = Frameworks(self.journal, self.steps)
         self.interception.kernels.tagger = self.frameworks.explain
         self.out = out
@@ -93,6 +96,7 @@ class Session:
         self._check(is_last=True)
         self.frameworks.finish()
         self._unwatch()
+        self.clock_offsets.finish()
         self.flight.write()
         self._close()
 
@@ -100,6 +104,7 @@ class Session:
         """In a forked child: let go of everything that belongs to the parent."""
         self.journal.drop()
         self.stacks.drop()
+        self.clock_offsets.drop()
         self._unwatch()
 
     def abandon(self) -> None:
@@ -162,7 +167,8 @@ class Session:
             "recorder_ns": round(cost * (calls - kernels.records))
             + kernels.cost_ns
             + self.steps.cost_ns
-            + self.flight.cost_ns,
+            + self.flight.cost_ns
+            + self.clock_offsets.cost_ns,
             "stopped_reason": opened.records.stopped_reason or opened.events.stopped_reason,
         }
 
@@ -201,6 +207,7 @@ class Session:
 
     def _before_destroy(self) -> None:
         self._check()
+        self.clock_offsets.part()
         self.flight.write()
 
     def _on_destroy(self, name: str | None) -> None:
@@ -217,6 +224,11 @@ class Session:
                 self.selfcheck.run(is_last)
         except Exception as error:
             self.journal.fault(error)
+
+    def _clock_meeting(self) -> Meeting:
+        assert self.opened is not None
+        identity = self.opened.identity
+        return job_meeting(f"commprof/clocks/{identity.attempt}/{identity.part}")
 
     def _open(self) -> None:
         rank = this_rank()
@@ -235,6 +247,7 @@ class Session:
         signal = self.stacks.install(directory, self.opened.identity.stem)
         if signal is not None:
             self.journal.write("stacks", signal)
+        self.clock_offsets.start(rank.rank, rank.world_size, os.environ)
         # multiprocessing ends its children without running atexit handlers.
         multiprocessing_util.Finalize(None, detach, exitpriority=10)
 
