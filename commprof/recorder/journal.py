@@ -119,6 +119,7 @@ class Journal:
 
     def move(self, step: int, micro_step: int) -> None:
         """The training is at this step now."""
+        self.device_times.end_step()
         self._step, self._micro_step = step, micro_step
         self._refresh()
 
@@ -191,6 +192,9 @@ class Journal:
 
     def close(self, totals: Mapping[str, Any]) -> None:
         """Write the totals and let go of the files."""
+        timed = self.device_times.finish()
+        if timed is not None:
+            self.note(timed)
         self._forget_threads()
         if self.records is not None:
             self.records.close(totals)
