@@ -58,7 +58,7 @@ class Session:
         self.armed = armed
         self.speaks = speaks and not options.quiet
         self.opened: Opened | None = None
-        self.journal = Journal()
+        self.journal = Journal(options.completion_every)
         self.interception = Interception(self.journal, self._on_group, options.complete)
         groups = self.interception.groups
         self.lifecycle = GroupLifecycle(
@@ -166,6 +166,7 @@ class Session:
             "first_fault": journal.first_fault,
             "recorder_ns": round(cost * (calls - kernels.records))
             + kernels.cost_ns
+            + journal.completion.cost_ns
             + self.steps.cost_ns
             + self.flight.cost_ns
             + self.clock_offsets.cost_ns,
