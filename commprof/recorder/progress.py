@@ -77,8 +77,8 @@ class Progress:
 class OptimizerCycle:
     """Which optimizer's step ends an iteration, where a program has several: learned from the rounds that they make.
 
-    A round is what steps from one step of the first optimizer to its next. In the first round all optimizers that the
-    program has made are waited for, in later ones those of the round before.
+    A round begins when an optimizer steps that has stepped in this one, or the first one of the round before. It ends when
+    those have stepped that step between two steps of the one that began it; in the first round, all that there are.
     """
 
     def __init__(self) -> None:
@@ -86,6 +86,8 @@ class OptimizerCycle:
         self._round: set[int] = set()
         self._members: set[int] | None = None
         self._ended = False  # in this round
+        self._last: dict[int, int] = {}  # when each optimizer stepped last, in steps of any
+        self._time = 0
 
     def ends_with(self, optimizer: int, made: Set[int] = frozenset()) -> bool:
         """Whether the step that ``optimizer`` has just made ends an iteration. At most once in a round.
@@ -95,9 +97,13 @@ class OptimizerCycle:
         """
         if self._first is None:
             self._first = optimizer
-        elif optimizer == self._first:
-            self._members, self._round, self._ended = self._round, set(), False
+        elif optimizer == self._first or optimizer in self._round:
+            before = self._last[optimizer]
+            self._members = {each for each, time in self._last.items() if time >= before}
+            self._first, self._round, self._ended = optimizer, set(), False
         self._round.add(optimizer)
+        self._time += 1
+        self._last[optimizer] = self._time
         members = made if self._members is None else self._members
         if self._ended or not members <= self._round:
             return False

@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
 from commprof import hooks
 from commprof.recorder.adapters.imports import ImportWatch
 from commprof.recorder.adapters.patching import Patches
+from commprof.recorder.compiler import keep_from_compiler
 from commprof.recorder.journal import Journal
 from commprof.recorder.models import Models
 from commprof.recorder.progress import Progress
@@ -48,10 +49,11 @@ class TrainingLoop:
         self._models = models
         self._progress = Progress(hooks.position.step)
         self._patches = Patches()
-        self._watch = ImportWatch({_COMPILED}, self._wrap_compiled, self._give_up)
+        self._watch = ImportWatch({_COMPILED}, self._on_compiler, self._give_up)
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._handles: list[Any] = []
-        self._armed: Any = None  # the hook of all modules, while none of them runs
+        self._every_module: Any = None  # the hook of all modules, which is in place while none of them runs
+        self._armed = False
         self._outermost: Any = None  # the hook of the one that runs
         self._stepping: list[int] = []  # optimizers that are inside their step
         self._before_optimizer = ""  # the phase before the outermost of them
@@ -147,13 +149,17 @@ class TrainingLoop:
     # Forward passes: of the outermost module.
 
     def _arm(self) -> None:
-        if self._armed is None:
-            self._armed = register_module_forward_pre_hook(self._on_forward)
+        """Put the hook in place, always under one key: code that torch.compile made depends on it."""
+        if self._every_module is None:
+            self._every_module = register_module_forward_pre_hook(self._on_forward)
+        elif not self._armed:
+            self._every_module.hooks_dict_ref()[self._every_module.id] = self._on_forward
+        self._armed = True
 
     def _disarm(self) -> None:
-        handle, self._armed = self._armed, None
-        if handle is not None:
-            handle.remove()
+        self._armed = False
+        if self._every_module is not None:
+            self._every_module.remove()
 
     def _on_forward(self, module: torch.nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():  # the hook itself is being traced
@@ -192,12 +198,13 @@ class TrainingLoop:
         if self._handles and not self._in_backward:
             self._arm()
 
-    def _wrap_compiled(self, module: ModuleType) -> None:
+    def _on_compiler(self, module: ModuleType) -> None:
         """A module that torch.compile returned warns of hooks for all modules: there must be none when it is called."""
+        keep_from_compiler(module)
 
         def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
             def call(compiled: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-                if self._armed is None:
+                if not self._armed:
                     return original(compiled, *args, **kwargs)
                 before = None
                 try:

@@ -67,13 +67,29 @@ class Adapter:
         missing = [
             part.path
             for part in self._parts[module.__name__]
-            if not self._patches.wrap(module, part.path, part.wrap) and not part.optional
+            if not self._patches.wrap(module, part.path, _outside_traces(part.wrap)) and not part.optional
         ]
         if missing:
             self._journal.note(
                 f"torch {torch.__version__}: {module.__name__} has no {', '.join(missing)}, so what is issued there may "
                 "stay without purpose, module and bucket"
             )
+
+
+def _outside_traces(wrap: Wrap) -> Wrap:
+    """``wrap``, but while torch.compile traces, the original alone is to be seen."""
+
+    def wrap_both(original: Callable[..., Any]) -> Callable[..., Any]:
+        wrapped = wrap(original)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            return wrapped(*args, **kwargs)
+
+        return call
+
+    return wrap_both
 
 
 class Doubts:

@@ -58,7 +58,9 @@ def test_interface_counters(tmp_path):
         # One that never steps is not waited for again.
         ("aaaa", "az", [False, True, True, True]),
         # Optimizers that step within the backward pass do not come in one order.
-        ("abcacbbca", "abc", [False, False, True, False, False, True, False, False, False]),
+        ("abcacbbca", "abc", [False, False, True, False, False, True, True, False, False]),
+        # Another one takes over, as in a second stage of training.
+        ("aaabbb", "a", [True, True, True, False, True, True]),
         # The critic of a WGAN steps more often: at most one step for each of its own.
         ("aaabaaab", "ab", [False, True, True, False, False, True, True, False]),
     ],

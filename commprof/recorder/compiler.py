@@ -1,0 +1,47 @@
+"""torch.compile kept away from the functions of commprof that run between those of a program."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, Final
+
+_PACKAGE: Final = __name__.partition(".")[0]
+
+
+def keep_from_compiler(eval_frame: ModuleType) -> None:
+    """Have ``torch._dynamo.eval_frame`` look past our functions: it would compile each as it comes, and find nothing in it.
+
+    What a compiled function calls itself is compiled with it all the same.
+    """
+    skip: Callable[[CodeType], None] | None = getattr(eval_frame, "skip_code", None)
+    for code in _own_codes() if skip is not None else ():
+        skip(code)
+
+
+def _own_codes() -> Iterator[CodeType]:
+    for name, module in list(sys.modules.items()):
+        if name == _PACKAGE or name.startswith(f"{_PACKAGE}."):
+            for value in list(vars(module).values()):
+                if getattr(value, "__module__", None) == name:
+                    yield from _codes_in(value)
+
+
+def _codes_in(value: Any) -> Iterator[CodeType]:
+    if isinstance(value, FunctionType):
+        yield from _with_inner(value.__code__)
+    elif isinstance(value, (staticmethod, classmethod)):
+        yield from _codes_in(value.__func__)
+    elif isinstance(value, property):
+        yield from _codes_in(value.fget)
+    elif isinstance(value, type):
+        for member in list(vars(value).values()):
+            yield from _codes_in(member)
+
+
+def _with_inner(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _with_inner(constant)
