@@ -6,7 +6,21 @@ from typing import Any, Final
 
 import typer
 
-from commprof.cli import align, check, compare, dashboard, doctor, dump, export, nccl, report, run, sweep, verify
+from commprof.cli import (
+    align,
+    check,
+    compare,
+    dashboard,
+    doctor,
+    dump,
+    export,
+    importing,
+    nccl,
+    report,
+    run,
+    sweep,
+    verify,
+)
 from commprof.cli.console import error
 from commprof.launch.program import split_arguments
 
@@ -36,6 +50,7 @@ def build() -> typer.Typer:
     app.command("verify")(verify.verify)
     app.command("check")(check.check)
     app.command("export")(export.export)
+    app.command("import")(importing.import_)
     app.command("dashboard")(dashboard.dashboard)
     app.command("dump")(dump.dump)
     app.command("doctor")(doctor.doctor)

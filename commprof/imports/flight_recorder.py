@@ -1,0 +1,217 @@
+"""Dumps of torch's Flight Recorder: pickles (without running anything in them) or JSON, one file per rank.
+
+The recorder lists what the backend ran: with gloo a reduce_scatter is an all_reduce, and sends and receives are missing. It
+keeps the newest operations only, knows no root, and the members of a group only where the backend wrote them down.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from commprof.errors import LogError
+from commprof.imports.plain_pickle import read_plain_pickle
+from commprof.imports.recording import Collective, Imported, ImportedRank
+from commprof.schema import Op
+from commprof.trace.flight_entries import flight_row
+
+TOOL: Final = "torch's Flight Recorder"
+
+_DTYPES: Final[dict[str, str]] = {
+    "Float": "float32",
+    "Double": "float64",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Byte": "uint8",
+    "Char": "int8",
+    "Short": "int16",
+    "Int": "int32",
+    "Long": "int64",
+    "Bool": "bool",
+}
+_LAST_NUMBER: Final = re.compile(r"(\d+)(?!.*\d)")
+_PEERS: Final = re.compile(r"(\d+)\s*->\s*(\d+)")
+_DONE: Final = ("completed",)
+
+
+def parse_dump(data: bytes) -> dict[str, Any] | None:
+    """The dump in ``data``; None where it is none.
+
+    Raises:
+        LogError: it is a pickle that cannot be read as plain data.
+    """
+    if data[:1] == b"\x80":
+        found = read_plain_pickle(data)
+    else:
+        try:
+            found = json.loads(data)
+        except (ValueError, RecursionError):
+            return None
+    return found if isinstance(found, dict) and isinstance(found.get("entries"), list) else None
+
+
+def read_dumps(dumps: Sequence[tuple[Path, Mapping[str, Any]]]) -> Imported:
+    """The dumps of a job's ranks as one recording.
+
+    Raises:
+        LogError: a file does not say which rank it is of, or two say the same.
+    """
+    by_rank: dict[int, tuple[Path, Mapping[str, Any]]] = {}
+    for path, dump in dumps:
+        rank = rank_of(path, dump)
+        if rank in by_rank:
+            raise LogError(
+                f"{path} and {by_rank[rank][0]} are both of rank {rank}, by the last number of their names; give the files "
+                "of one dump, named as torch names them: <prefix><rank>"
+            )
+        by_rank[rank] = path, dump
+    members = _members(by_rank)
+    world = max([*by_rank, *(rank for ranks in members.values() for rank in ranks)], default=-1) + 1
+    found = Imported(TOOL, [], world_size=world or None)
+    unread = 0
+    for rank, (_, dump) in sorted(by_rank.items()):
+        imported = ImportedRank(rank)
+        for entry in dump["entries"]:
+            if not _add(imported, entry, members):
+                unread += 1
+        found.ranks.append(imported)
+    found.notes = list(_notes(by_rank, found.ranks, unread))
+    return found
+
+
+def rank_of(path: Path, dump: Mapping[str, Any]) -> int:
+    """The rank that a dump is of: as it says itself, else the last number of the file's name, as torch names them.
+
+    Raises:
+        LogError: neither says it.
+    """
+    said = dump.get("rank")
+    if isinstance(said, int) and not isinstance(said, bool) and said >= 0:
+        return said
+    number = _LAST_NUMBER.search(
+        path.name.removesuffix(path.suffix) if path.suffix[1:].isalpha() else path.name
+    )
+    if number is None:
+        raise LogError(
+            f"{path} does not say which rank it is of: its name was expected to end in the rank, as in trace_0"
+        )
+    return int(number[1])
+
+
+def _members(dumps: Mapping[int, tuple[Path, Mapping[str, Any]]]) -> dict[str, tuple[int, ...]]:
+    """The global ranks of each group: as a dump says, else the ranks whose dumps have entries of it."""
+    said: dict[str, tuple[int, ...]] = {}
+    seen: dict[str, set[int]] = {}
+    for rank, (_, dump) in dumps.items():
+        config = dump.get("pg_config")
+        for group in config.values() if isinstance(config, dict) else ():
+            if not isinstance(group, dict):
+                continue
+            ranks = tuple(int(number) for number in re.findall(r"\d+", str(group.get("ranks", ""))))
+            if ranks and group.get("name") not in (None, ""):
+                said[str(group["name"])] = ranks
+        for entry in dump["entries"]:
+            if isinstance(entry, dict) and isinstance(entry.get("process_group"), list | tuple):
+                seen.setdefault(str(next(iter(entry["process_group"]), "")), set()).add(rank)
+    return {name: tuple(sorted(ranks)) for name, ranks in seen.items()} | said
+
+
+def _add(rank: ImportedRank, entry: Any, members: Mapping[str, tuple[int, ...]]) -> bool:
+    """Take one entry over; False where it is not of the form that torch writes."""
+    try:
+        row = flight_row(entry)
+        collective = _collective(rank.rank, entry, row, members)
+    except (KeyError, ValueError, TypeError, AttributeError):
+        return False
+    rank.flight.append(row)
+    if collective is not None:
+        rank.collectives.append(collective)
+    return True
+
+
+def _collective(
+    rank: int, entry: Mapping[str, Any], row: Mapping[str, Any], members: Mapping[str, tuple[int, ...]]
+) -> Collective | None:
+    if row["op"] is None:  # the bracket around a coalesced block, for example
+        return None
+    op = Op(row["op"])
+    ranks = members.get(row["pg"], ())
+    given, got = row["input_bytes"] or 0, row["output_bytes"] or 0
+    dtypes = entry.get("input_dtypes") or entry.get("output_dtypes") or ()
+    shapes = entry.get("input_sizes") or ()
+    size = got if op is Op.ALL_GATHER else given or got
+    return Collective(
+        op=op,
+        method=row["name"],
+        pg=row["pg"],
+        pg_seq=max(0, row["seq"] - 1),  # torch counts from 1
+        group_size=len(ranks),
+        group_ranks=ranks,
+        group_desc=row["group_desc"],
+        group_rank=ranks.index(rank) if rank in ranks else -1,
+        issue_ns=int(row["time_realtime_ns"] or 0),
+        payload_bytes=0 if op is Op.BARRIER else size,
+        input_bytes=0 if op is Op.RECV else given,
+        output_bytes=0 if op is Op.SEND else got,
+        numel=_numel(entry, op),
+        num_tensors=len(shapes),
+        sizes=";".join("x".join(map(str, shape)) or "()" for shape in shapes) or None,
+        dtype=_DTYPES.get(dtypes[0], str(dtypes[0]).lower()) if dtypes else None,
+        backend=row["name"].partition(":")[0] or None,
+        peer=_peer(row["name"], op, ranks),
+        is_p2p=row["is_p2p"],
+        call_site=_call_site(entry.get("frames")),
+        thread=None if entry.get("thread_name") is None else str(entry["thread_name"]),
+        finished=bool(entry.get("retired")) or row["state"] in _DONE,
+    )
+
+
+def _numel(entry: Mapping[str, Any], op: Op) -> int:
+    total = 0
+    for shape in entry.get("output_sizes" if op is Op.ALL_GATHER else "input_sizes") or ():
+        count = 1
+        for extent in shape:
+            count *= int(extent)
+        total += count
+    return total
+
+
+def _peer(name: str, op: Op, ranks: Sequence[int]) -> int:
+    """The other side of a message, from ``nccl:send 0->1`` (ranks within the group); -1 where it is not said."""
+    found = _PEERS.search(name) if op in (Op.SEND, Op.RECV) else None
+    if found is None:
+        return -1
+    number = int(found[2] if op is Op.SEND else found[1])
+    return ranks[number] if number < len(ranks) else number
+
+
+def _call_site(frames: Any) -> str | None:
+    """The first frame outside of torch, written as commprof writes call sites."""
+    for frame in frames if isinstance(frames, list) else ():
+        file = str(frame.get("filename", ""))
+        if "/torch/" not in file and file:
+            return f"{file}:{frame.get('line')} {frame.get('name')}"
+    return None
+
+
+def _notes(
+    dumps: Mapping[int, tuple[Path, Mapping[str, Any]]], ranks: Iterable[ImportedRank], unread: int
+) -> Iterable[str]:
+    if any(each.backend == "gloo" for rank in ranks for each in rank.collectives):
+        yield (
+            "gloo's entries name what it ran, not what was issued: a reduce_scatter is an all_reduce there, and sends and "
+            "receives are not listed"
+        )
+    yield "the Flight Recorder keeps the newest entries only and knows neither roots nor steps"
+    first = [
+        rank
+        for rank, (_, dump) in dumps.items()
+        if min((e.get("record_id", 0) for e in dump["entries"] if isinstance(e, dict)), default=0) > 0
+    ]
+    if first:
+        yield f"the oldest entries of rank(s) {', '.join(map(str, sorted(first)))} had been overwritten before the dump"
+    if unread:
+        yield f"{unread} entries are not of the form that torch writes (version 2 of its dump) and were left out"

@@ -1,0 +1,151 @@
+"""Which tool a file is of, by what is in it, and the run that comes of it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from commprof.errors import LogError, UsageError
+from commprof.imports import comms_logger, flight_recorder, inspector, kineto
+from commprof.imports.recording import Imported
+from commprof.imports.run_writer import write_run
+
+MOST_BYTES: Final = 8 << 30  # of a file, unpacked
+_GZIP: Final = b"\x1f\x8b"
+
+
+class Format(StrEnum):
+    """What can be imported."""
+
+    FLIGHT_RECORDER = "flight-recorder"
+    KINETO = "kineto"
+    INSPECTOR = "inspector"
+    DEEPSPEED = "deepspeed"
+
+
+class _Recognised(NamedTuple):
+    """A file, and what was found in it."""
+
+    format: Format
+    path: Path
+    content: Any
+
+
+_READERS: Final[dict[Format, Callable[[Sequence[tuple[Path, Any]]], Imported]]] = {
+    Format.FLIGHT_RECORDER: flight_recorder.read_dumps,
+    Format.KINETO: kineto.read_traces,
+    Format.INSPECTOR: inspector.read_logs,
+    Format.DEEPSPEED: comms_logger.read_logs,
+}
+
+
+def import_files(
+    paths: Sequence[Path], out: Path, wanted: Format | None = None, force: bool = False
+) -> Imported:
+    """Make run directory ``out`` of the files (and of those in the directories) ``paths``, all of one tool and one job.
+
+    Args:
+        wanted: take the files for this; by default each is recognised by its content.
+
+    Raises:
+        LogError: a file cannot be read, or is of no tool that commprof knows, or of another than the rest.
+        UsageError: there is no file, or ``out`` is in use.
+    """
+    files = _files(paths)
+    found = [recognise(file, wanted) for file in files]
+    formats = sorted({each.format for each in found})
+    if len(formats) > 1:
+        first = {each.format: each.path for each in reversed(found)}
+        told = ", ".join(f"{first[each]} is {each}" for each in formats)
+        raise LogError(f"the files are of several tools ({told}); import those of one at a time")
+    try:
+        imported = _READERS[formats[0]]([(each.path, each.content) for each in found])
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise LogError(
+            f"{found[0].path} and the other files look like {formats[0]}, but are damaged: {type(error).__name__}: {error}"
+        ) from None
+    write_run(out, imported, files, force)
+    return imported
+
+
+def _files(paths: Sequence[Path]) -> list[Path]:
+    found: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            inside = sorted(
+                each for each in path.iterdir() if each.is_file() and not each.name.startswith(".")
+            )
+            if not inside:
+                raise UsageError(
+                    f"{path} is a directory without files; give the files that the other tool wrote"
+                )
+            found += inside
+        elif path.exists():
+            found.append(path)
+        else:
+            raise UsageError(
+                f"{path} does not exist; give the files that the other tool wrote, or their directory"
+            )
+    return list(dict.fromkeys(found))
+
+
+def recognise(path: Path, wanted: Format | None = None) -> _Recognised:
+    """What ``path`` holds.
+
+    Raises:
+        LogError: it cannot be read, or holds nothing that is known.
+    """
+    data = _content(path)
+    try:
+        dump = flight_recorder.parse_dump(data) if wanted in (None, Format.FLIGHT_RECORDER) else None
+    except LogError as error:
+        raise LogError(f"{path} was not read: {error}") from None
+    if dump is not None:
+        return _Recognised(Format.FLIGHT_RECORDER, path, dump)
+    text = data.decode("utf-8", "replace")
+    value = _json(text)
+    if wanted in (None, Format.KINETO) and kineto.is_trace(value):
+        return _Recognised(Format.KINETO, path, value)
+    if wanted in (None, Format.INSPECTOR):
+        entries = (
+            [each for each in inspector.objects_of(text) if inspector.is_entry(each)]
+            if "coll" in text or "p2p" in text
+            else []
+        )
+        if entries:
+            return _Recognised(Format.INSPECTOR, path, entries)
+    if wanted in (None, Format.DEEPSPEED):
+        log = comms_logger.parse_json(value) or comms_logger.parse_text(text)
+        if log is not None and log.calls:
+            return _Recognised(Format.DEEPSPEED, path, log)
+    expected = f"a {wanted} file" if wanted else f"a file of {', '.join(Format)}"
+    raise LogError(
+        f"{path} ({len(data):,} bytes) is not {expected}: a dump of the Flight Recorder, a trace of torch.profiler, a log "
+        "of NCCL Inspector, or the output or data of DeepSpeed's comms logger was expected. NCCL's own log is read by: "
+        "commprof nccl parse"
+    )
+
+
+def _content(path: Path) -> bytes:
+    try:
+        with path.open("rb") as stream:
+            packed = stream.read(2) == _GZIP
+        with gzip.open(path) if packed else path.open("rb") as stream:
+            data: bytes = stream.read(MOST_BYTES + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise LogError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if len(data) > MOST_BYTES:
+        raise LogError(f"{path} holds more than {MOST_BYTES >> 30} GiB; import a part of it")
+    return data
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,368 @@
+"""Traces of torch.profiler (Kineto): JSON, plain or gzipped, one file per rank.
+
+With NCCL each collective is a ``record_param_comms`` event that says sizes and group, and its kernels say when the device
+worked. On other backends there are only the ``c10d::*`` operators: their shapes where those were recorded, the element type
+of lists of tensors only in what the backend did next, and no group.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from commprof.errors import LogError
+from commprof.imports.flight_recorder import rank_of
+from commprof.imports.recording import NO_STEP, Collective, Imported, ImportedRank
+from commprof.schema import Op
+
+TOOL: Final = "torch.profiler (Kineto)"
+PARAM_COMMS: Final = "record_param_comms"
+
+_ITEM_BYTES: Final[dict[str, int]] = {
+    **dict.fromkeys(("float", "int", "c10::complex<half>", "unsigned int"), 4),
+    **dict.fromkeys(("double", "long int", "long", "c10::complex<float>", "unsigned long"), 8),
+    **dict.fromkeys(("c10::half", "half", "c10::bfloat16", "bfloat16", "short", "short int"), 2),
+    **dict.fromkeys(
+        ("unsigned char", "signed char", "char", "byte", "bool", "c10::float8_e4m3fn", "c10::float8_e5m2"), 1
+    ),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), 1),
+    "c10::complex<double>": 16,
+}
+_DTYPES: Final[dict[str, str]] = {
+    "float": "float32",
+    "double": "float64",
+    "half": "float16",
+    "c10::half": "float16",
+    "bfloat16": "bfloat16",
+    "c10::bfloat16": "bfloat16",
+    "int": "int32",
+    "long": "int64",
+    "long int": "int64",
+    "unsigned char": "uint8",
+    "byte": "uint8",
+    "char": "int8",
+    "signed char": "int8",
+    "bool": "bool",
+}
+# Names of record_param_comms and of the c10d operators, without leading and trailing underscores.
+_OPERATIONS: Final[dict[str, Op]] = {
+    **dict.fromkeys(("allreduce", "all_reduce", "allreduce_coalesced", "allreduce_sparse"), Op.ALL_REDUCE),
+    **dict.fromkeys(("broadcast", "broadcast_oop"), Op.BROADCAST),
+    **dict.fromkeys(("reduce", "reduce_oop"), Op.REDUCE),
+    **dict.fromkeys(
+        (
+            "allgather",
+            "all_gather",
+            "allgather_base",
+            "allgather_coalesced",
+            "allgather_into_tensor_coalesced",
+        ),
+        Op.ALL_GATHER,
+    ),
+    **dict.fromkeys(("all_gather_single", "all_gather_single_coalesced"), Op.ALL_GATHER),
+    **dict.fromkeys(
+        ("reduce_scatter", "reduce_scatter_base", "reduce_scatter_tensor_coalesced", "reduce_scatter_single"),
+        Op.REDUCE_SCATTER,
+    ),
+    **dict.fromkeys(
+        ("all_to_all", "all_to_allv", "alltoall", "alltoall_base", "all_to_all_single"), Op.ALL_TO_ALL
+    ),
+    "gather": Op.GATHER,
+    "scatter": Op.SCATTER,
+    "send": Op.SEND,
+    **dict.fromkeys(("recv", "recv_any_source"), Op.RECV),
+    "barrier": Op.BARRIER,
+}
+_STEP: Final = re.compile(r"ProfilerStep#(\d+)")
+# Where the operator's arguments hold the outputs, the inputs and the root or peer.
+_ROOT_ARGUMENT: Final = {Op.BROADCAST: 2, Op.REDUCE: 3, Op.GATHER: 3, Op.SCATTER: 3, Op.SEND: 2, Op.RECV: 2}
+_OUTPUT_FIRST: Final = frozenset((Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_TO_ALL, Op.GATHER, Op.SCATTER))
+
+
+def is_trace(value: Any) -> bool:
+    """Whether ``value`` is a trace of torch.profiler."""
+    return isinstance(value, dict) and isinstance(value.get("traceEvents"), list)
+
+
+def read_traces(traces: Sequence[tuple[Path, Mapping[str, Any]]]) -> Imported:
+    """The traces of a job's ranks as one recording; times are CLOCK_REALTIME.
+
+    Raises:
+        LogError: a file does not say which rank it is of, or two say the same.
+    """
+    found = Imported(TOOL, [])
+    files: dict[int, Path] = {}
+    counts = {"group": 0, "size": 0}
+    for path, trace in traces:
+        info = trace.get("distributedInfo")
+        info = info if isinstance(info, dict) else {}
+        rank = info["rank"] if isinstance(info.get("rank"), int) else rank_of(path, {})
+        if rank in files:
+            raise LogError(
+                f"{path} and {files[rank]} are both of rank {rank}; give the traces of one job, one of each rank"
+            )
+        files[rank] = path
+        world = info.get("world_size")
+        if isinstance(world, int):
+            found.world_size = max(world, found.world_size or 0)
+        found.ranks.append(_read_rank(rank, trace, info, counts))
+    found.ranks.sort(key=lambda each: each.rank)
+    if not any(rank.collectives for rank in found.ranks):
+        found.notes.append("the traces hold no collectives: neither record_param_comms nor c10d operators")
+    if counts["group"]:
+        found.notes.append(
+            f"of {counts['group']} operators the trace does not say the group (only NCCL's do), and the job has several: "
+            "their group is called '?', and has no wire bytes"
+        )
+    if counts["size"]:
+        found.notes.append(
+            f"of {counts['size']} operators the trace does not say the size (record_shapes was off): 0 bytes stand for it"
+        )
+    found.notes.append(
+        "Kineto misses threads that were started after it, and decomposes what gloo decomposes"
+    )
+    return found
+
+
+def _read_rank(
+    rank: int, trace: Mapping[str, Any], info: Mapping[str, Any], counts: dict[str, int]
+) -> ImportedRank:
+    base = _whole(trace.get("baseTimeNanoseconds"))
+    events = [
+        each
+        for each in trace["traceEvents"]
+        if isinstance(each, dict) and each.get("ph") == "X" and "ts" in each
+    ]
+    imported = ImportedRank(rank, host=str(trace.get("host_name") or ""))
+    imported.pid = next(
+        (each["pid"] for each in events if isinstance(each.get("pid"), int) and each["pid"] > 0), 0
+    )
+    steps = sorted(
+        (_begin(each, base), _end(each, base), int(match[1]))
+        for each in events
+        if (match := _STEP.fullmatch(str(each.get("name")))) and each.get("cat") == "user_annotation"
+    )
+    imported.steps = [(number, begin, end) for begin, end, number in steps]
+    issued = [each for each in events if each.get("name") == PARAM_COMMS and each.get("cat") != "kernel"]
+    groups = _groups(info)
+    if issued:
+        kernels = _kernels(events, base)
+        found = [_from_parameters(each, base, rank, groups, kernels) for each in issued]
+    else:
+        operators = [each for each in events if str(each.get("name", "")).startswith("c10d::")]
+        operators.sort(key=lambda each: float(each["ts"]))
+        kinds = _Kinds(events)
+        found = [_from_operator(each, base, rank, groups, kinds, counts) for each in operators]
+    begins = [begin for begin, _, _ in steps]
+    for each in found:
+        if each is not None:
+            place = bisect_right(begins, each.issue_ns) - 1
+            inside = place >= 0 and each.issue_ns < steps[place][1]
+            each.step = steps[place][2] if inside else NO_STEP
+            imported.collectives.append(each)
+    return imported
+
+
+def _begin(event: Mapping[str, Any], base: int) -> int:
+    return base + round(float(event["ts"]) * 1000)
+
+
+def _end(event: Mapping[str, Any], base: int) -> int:
+    return base + round((float(event["ts"]) + float(event.get("dur", 0))) * 1000)
+
+
+def _groups(info: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    config = info.get("pg_config")
+    return {
+        str(each["pg_name"]): each
+        for each in (config if isinstance(config, list) else ())
+        if isinstance(each, dict) and "pg_name" in each
+    }
+
+
+def _kernels(events: Iterable[Mapping[str, Any]], base: int) -> dict[Any, tuple[int, int]]:
+    """When the device worked for each external id: from the first of its NCCL kernels to the last."""
+    found: dict[Any, tuple[int, int]] = {}
+    for each in events:
+        if each.get("cat") == "kernel" and "nccl" in str(each.get("name", "")).lower():
+            number = (each.get("args") or {}).get("External id")
+            begin, end = _begin(each, base), _end(each, base)
+            earlier = found.get(number, (begin, end))
+            found[number] = min(begin, earlier[0]), max(end, earlier[1])
+    return found
+
+
+def _from_parameters(
+    event: Mapping[str, Any],
+    base: int,
+    rank: int,
+    groups: Mapping[str, Mapping[str, Any]],
+    kernels: Mapping[Any, tuple[int, int]],
+) -> Collective | None:
+    given = event.get("args") or {}
+    name = str(given.get("Collective name", ""))
+    op = _OPERATIONS.get(name.strip("_"))
+    if op is None:  # wait, init, the ends of a coalesced block
+        return None
+    dtype = str(given.get("dtype", "")).lower()
+    item = _ITEM_BYTES.get(dtype, 0)
+    received, sent = _whole(given.get("Out msg nelems")), _whole(given.get("In msg nelems"))
+    numel = received if op is Op.ALL_GATHER else sent or received
+    pg = str(given.get("Process Group Name", "?"))
+    ranks = _ranks(given.get("Process Group Ranks")) or _ranks((groups.get(pg) or {}).get("ranks"))
+    size = _whole(given.get("Group size")) or len(ranks)
+    device = kernels.get(given.get("External id"), (None, None))
+    peer = given.get("Dst Rank") if op is Op.SEND else given.get("Src Rank") if op is Op.RECV else None
+    sequence = given.get("Seq")
+    return Collective(
+        op=op,
+        method=name,
+        pg=pg,
+        pg_seq=sequence if isinstance(sequence, int) and sequence >= 0 else None,
+        group_size=size,
+        group_ranks=ranks if len(ranks) == size else (),
+        group_desc=_said(given.get("Process Group Description")),
+        group_rank=ranks.index(rank) if rank in ranks else -1,
+        issue_ns=_begin(event, base),
+        return_ns=_end(event, base),
+        device_begin_ns=device[0],
+        device_end_ns=device[1],
+        payload_bytes=0 if op is Op.BARRIER else numel * item,
+        input_bytes=0 if op in (Op.RECV, Op.BARRIER) else sent * item,
+        output_bytes=0 if op in (Op.SEND, Op.BARRIER) else received * item,
+        numel=0 if op is Op.BARRIER else numel,
+        dtype=_DTYPES.get(dtype, dtype or None),
+        backend="nccl",
+        peer=_whole(peer) if peer is not None else -1,
+        is_p2p=op in (Op.SEND, Op.RECV),
+    )
+
+
+def _from_operator(
+    event: Mapping[str, Any],
+    base: int,
+    rank: int,
+    groups: Mapping[str, Mapping[str, Any]],
+    kinds: _Kinds,
+    counts: dict[str, int],
+) -> Collective | None:
+    name = str(event["name"]).removeprefix("c10d::")
+    op = _OPERATIONS.get(name.strip("_"))
+    if op is None:
+        return None
+    given = event.get("args") or {}
+    shapes, types = (
+        given.get("Input Dims") or [],
+        [str(kind).lower() for kind in given.get("Input type") or []],
+    )
+    elements = [_elements(shape) for shape in shapes[:2]] + [0, 0]
+    kind = next((each for each in types[:2] if each in _ITEM_BYTES), None)
+    if kind is None and any(elements):
+        kind = kinds.of(float(event["ts"]), elements)
+    item = _ITEM_BYTES.get(kind or "", 0)
+    first, second = elements[0] * item, elements[1] * item
+    outputs, inputs = (
+        (elements[0], first),
+        ((elements[1], second) if op in _OUTPUT_FIRST else (elements[0], first)),
+    )
+    if not (outputs[1] or inputs[1]) and op is not Op.BARRIER:
+        counts["size"] += 1
+    pg, group = next(iter(groups.items()), ("0", {}))
+    if len(groups) > 1:
+        pg = "?"
+        group = group if len({_ranks(each.get("ranks")) for each in groups.values()}) == 1 else {}
+        counts["group"] += not group
+    ranks = _ranks(group.get("ranks"))
+    size = _whole(group.get("pg_size")) or len(ranks)
+    count, total = inputs
+    if op is Op.ALL_GATHER:
+        count, total = outputs if outputs[1] else (inputs[0] * size, inputs[1] * size)
+    elif op is Op.GATHER:
+        count, total = inputs[0] * size, inputs[1] * size
+    elif op is Op.SCATTER:
+        count, total = outputs[0] * size, outputs[1] * size
+    if op is Op.BARRIER:
+        count = total = 0
+    root = (given.get("Concrete Inputs") or [])[_ROOT_ARGUMENT.get(op, 99) :][:1]
+    number = int(root[0]) if root and str(root[0]).isdigit() else -1
+    return Collective(
+        op=op,
+        method=name,
+        pg=pg,
+        pg_seq=None,
+        group_size=size,
+        group_ranks=ranks,
+        group_desc=_said(group.get("pg_desc")),
+        group_rank=ranks.index(rank) if rank in ranks else -1,
+        issue_ns=_begin(event, base),
+        return_ns=_end(event, base),
+        payload_bytes=total,
+        input_bytes=0 if op in (Op.RECV, Op.BARRIER) else inputs[1],
+        output_bytes=0 if op in (Op.SEND, Op.BARRIER) else outputs[1],
+        numel=count,
+        dtype=_DTYPES.get(kind or "", kind),
+        peer=ranks[number] if 0 <= number < len(ranks) else number,
+        is_p2p=op in (Op.SEND, Op.RECV),
+    )
+
+
+class _Kinds:
+    """Element types, as the backend's own annotations (``gloo:all_reduce``) tell them: each tells of one operator."""
+
+    def __init__(self, events: Iterable[Mapping[str, Any]]) -> None:
+        self._told: list[tuple[float, int, str]] = []
+        for each in events:
+            given = each.get("args") or {}
+            types = given.get("Input type") or []
+            if each.get("cat") == "user_annotation" and ":" in str(each.get("name")) and types:
+                kind = str(types[0]).lower()
+                if kind in _ITEM_BYTES:
+                    self._told.append(
+                        (float(each["ts"]), _elements((given.get("Input Dims") or [[]])[0]), kind)
+                    )
+        self._told.sort()
+
+    def of(self, issued: float, elements: Sequence[int]) -> str | None:
+        """The type of the first annotation after ``issued`` with one of these numbers of elements; it is used up."""
+        for place, (begin, count, kind) in enumerate(self._told):
+            if begin >= issued and count in elements:
+                del self._told[place]
+                return kind
+        return None
+
+
+def _elements(shape: Any) -> int:
+    """Elements of one argument: a tensor's shape, or a list of them; 0 for an argument without one."""
+    if not isinstance(shape, list) or not shape:
+        return 0
+    if any(isinstance(each, list) for each in shape):
+        return sum(_elements(each) if each else 1 for each in shape)
+    return math.prod(each for each in shape if isinstance(each, int))
+
+
+def _ranks(value: Any) -> tuple[int, ...]:
+    """Ranks from a list, or from text such as ``[0, 1, 2]``; none where the text is cut short."""
+    if isinstance(value, str):
+        if "..." in value:
+            return ()
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return ()
+    return tuple(each for each in value if isinstance(each, int)) if isinstance(value, list) else ()
+
+
+def _whole(value: Any) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError, OverflowError):
+        return 0
+
+
+def _said(value: Any) -> str | None:
+    return None if value in (None, "", "undefined") else str(value)

@@ -1,0 +1,77 @@
+"""What an importer hands on: the collectives of each rank as far as the other tool knew them, and what it did not know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from commprof.schema import Op
+
+# The step of what was issued before the first one, or of a tool that knows no steps.
+NO_STEP: Final = -1
+
+
+@dataclass(slots=True)
+class Collective:
+    """One operation. What the tool does not say is None; ``group_ranks`` empty where the group's members are not known.
+
+    Times are nanoseconds of one clock for the whole recording. Bytes are those of the rank's own buffers.
+    """
+
+    op: Op
+    method: str  # as the tool calls it
+    pg: str
+    pg_seq: int | None
+    group_size: int  # 0 where it is not known
+    group_ranks: Sequence[int] = ()
+    group_desc: str | None = None
+    group_rank: int = -1
+    issue_ns: int = 0
+    return_ns: int | None = None
+    device_begin_ns: int | None = None
+    device_end_ns: int | None = None
+    payload_bytes: int = 0
+    input_bytes: int = 0
+    output_bytes: int = 0
+    numel: int = 0
+    num_tensors: int = 1
+    sizes: str | None = None
+    dtype: str | None = None
+    device: str | None = None
+    backend: str | None = None
+    peer: int = -1
+    is_p2p: bool = False
+    is_async: bool = True
+    call_site: str | None = None
+    thread: str | None = None
+    step: int = NO_STEP
+    finished: bool = True
+
+
+@dataclass(slots=True)
+class ImportedRank:
+    """What was found of one rank."""
+
+    rank: int
+    host: str = ""
+    pid: int = 0
+    collectives: list[Collective] = field(default_factory=list)
+    steps: list[tuple[int, int, int | None]] = field(default_factory=list)  # step, begin, end
+    flight: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # rows of the table, less those that name the process
+
+
+@dataclass(slots=True)
+class Imported:
+    """What was found in the files of one tool.
+
+    ``notes`` are sentences on what the tool does not record, or was refused; ``realtime`` whether times are CLOCK_REALTIME.
+    """
+
+    tool: str
+    ranks: list[ImportedRank]
+    world_size: int | None = None
+    realtime: bool = True
+    notes: list[str] = field(default_factory=list)

@@ -1,0 +1,153 @@
+"""Writes what an importer found as a run directory, which every other command reads like any other run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Final
+
+from commprof.imports.recording import NO_STEP, Collective, Imported, ImportedRank
+from commprof.schema import Layer, Phase, Status, format_ranks
+from commprof.trace.directory import COLLECTIVES_DIRECTORY
+from commprof.trace.layout import RankFile
+from commprof.trace.manifest import COMPLETE, Manifest, create_run, describe_process, write_manifest
+from commprof.trace.tables import table_from_rows, write_parquet, write_table
+
+_ATTEMPT: Final = 0
+
+
+def write_run(out: Path, found: Imported, files: Sequence[Path], force: bool = False) -> Path:
+    """Make run directory ``out`` of ``found``, which was read from ``files``.
+
+    Raises:
+        UsageError: ``out`` holds something already (``force`` replaces a run).
+        TraceError: it cannot be written to.
+    """
+    description = {**describe_process(), "environment": {}, "python": "", "platform": ""}
+    known = [each.issue_ns for rank in found.ranks for each in rank.collectives]
+    begin = min(known, default=0) if found.realtime else 0
+    notes = [f"imported from {found.tool}: {', '.join(file.name for file in files)}", *found.notes]
+    manifest = Manifest(
+        script=None,
+        started_realtime_ns=begin or time.time_ns(),
+        world_size=found.world_size,
+        hosts=sorted({rank.host for rank in found.ranks if rank.host}),
+        state=COMPLETE,
+        notes=notes,
+        **description,
+    )
+    create_run(out, manifest, force)
+    pids = _numbered(found.ranks)
+    groups: list[dict[str, Any]] = []
+    steps: list[dict[str, Any]] = []
+    flight: list[dict[str, Any]] = []
+    for rank, pid in zip(found.ranks, pids, strict=True):
+        same = {"rank": rank.rank, "attempt": _ATTEMPT, "pid": pid}
+        ordered = sorted(rank.collectives, key=attrgetter("issue_ns"))
+        rows = [{**same, "seq": seq, **row} for seq, row in enumerate(_rows(ordered))]
+        identity = RankFile(rank.rank, _ATTEMPT, pid, 1)
+        file = out / COLLECTIVES_DIRECTORY / f"{identity.stem}.parquet"
+        write_parquet(file, table_from_rows("collectives", rows))
+        manifest.ranks.append(_entry(identity, rank, found.world_size, ordered))
+        groups += _groups(same, ordered)
+        steps += [
+            {**same, "step": step, "begin_ns": start, "end_ns": end, "micro_steps": 1}
+            for step, start, end in rank.steps
+        ]
+        flight += [{**same, **row} for row in rank.flight]
+    for name, side in (("groups", groups), ("steps", steps), ("flight", flight)):
+        if side:
+            write_table(out, name, table_from_rows(name, side))
+    write_manifest(out, manifest)
+    return out
+
+
+def _numbered(ranks: Sequence[ImportedRank]) -> list[int]:
+    """The process ids, or numbers in their place where a tool does not say them or two hosts have the same."""
+    given = [rank.pid for rank in ranks]
+    return given if all(given) and len(set(given)) == len(given) else list(range(1, len(ranks) + 1))
+
+
+def _rows(collectives: Iterable[Collective]) -> Iterator[dict[str, Any]]:
+    counted: dict[tuple[str, bool], int] = {}
+    for each in collectives:
+        key = each.pg, each.is_p2p
+        number = counted.get(key, 0) if each.pg_seq is None else each.pg_seq
+        counted[key] = number + 1
+        yield {
+            "step": each.step,
+            "micro_step": 0,
+            "phase": Phase.OTHER.value if each.step != NO_STEP else Phase.INIT.value,
+            "op": each.op.value,
+            "api": None,
+            "backend_method": each.method,
+            "backend": each.backend,
+            "device": each.device,
+            "dtype": each.dtype,
+            "num_tensors": each.num_tensors,
+            "sizes": each.sizes,
+            "numel": each.numel,
+            "input_bytes": each.input_bytes,
+            "output_bytes": each.output_bytes,
+            "payload_bytes": each.payload_bytes,
+            "pg": each.pg,
+            "pg_seq": number,
+            "group_desc": each.group_desc,
+            "group_ranks": format_ranks(tuple(each.group_ranks)),
+            "group_size": each.group_size,
+            "group_rank": each.group_rank,
+            "peer": each.peer,
+            "is_async": each.is_async,
+            "is_p2p": each.is_p2p,
+            "captured": False,
+            "call_site": each.call_site,
+            "thread": each.thread,
+            "layer": Layer.IMPORTED.value,
+            "status": (Status.OK if each.finished else Status.INCOMPLETE).value,
+            "issue_ns": each.issue_ns,
+            "return_ns": each.return_ns,
+            "device_begin_ns": each.device_begin_ns,
+            "device_end_ns": each.device_end_ns,
+        }
+
+
+def _groups(same: Mapping[str, Any], collectives: Iterable[Collective]) -> list[dict[str, Any]]:
+    first = {each.pg: each for each in reversed(list(collectives))}
+    return [
+        {
+            **same,
+            "pg": name,
+            "group_desc": each.group_desc,
+            "group_ranks": format_ranks(tuple(each.group_ranks)),
+            "group_size": each.group_size,
+            "group_rank": each.group_rank,
+            "backend": each.backend,
+            "unseen": 0,
+        }
+        for name, each in sorted(first.items())
+    ]
+
+
+def _entry(
+    identity: RankFile, rank: ImportedRank, world_size: int | None, collectives: Sequence[Collective]
+) -> dict[str, Any]:
+    return {
+        "rank": rank.rank,
+        "attempt": _ATTEMPT,
+        "pid": identity.pid,
+        "file": identity.stem,
+        "host": rank.host,
+        "world_size": world_size or 0,
+        "records": len(collectives),
+        "lost": 0,
+        "torn": 0,
+        "unseen": 0,
+        "raised": 0,
+        "incomplete": sum(not each.finished for each in collectives),
+        "faults": 0,
+        "recorder_ns": 0,
+        "stopped_reason": None,
+        "ended": True,
+    }

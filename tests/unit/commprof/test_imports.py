@@ -1,0 +1,467 @@
+"""Recordings of other tools become runs: the right numbers, what is missing said, and no code of a file ever run."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+
+from commprof.cli import main
+from commprof.errors import LogError
+from commprof.imports.comms_logger import latencies
+from commprof.imports.formats import Format, import_files, recognise
+from commprof.imports.plain_pickle import read_plain_pickle
+from commprof.trace.reader import open_run
+
+
+def commprof(*words):
+    """The exit code of a command."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    return ended.value.code or 0
+
+
+def rows(run, **wanted):
+    found = open_run(run).table("collectives").to_pylist()
+    return [row for row in found if all(row[name] == value for name, value in wanted.items())]
+
+
+# Pickles
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"entries": [], "version": "2.10"},
+        [1, -1, 255, 65536, 2**40, -(2**70), 1.5, None, True, False, "text", "\u00e9" * 300],
+        {"a": ((), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4)), 3: [[], {}, [{}]], (1, 2): "x" * 70_000},
+    ],
+)
+def test_plain_data_is_read_as_python_would(value, protocol):
+    assert read_plain_pickle(pickle.dumps(value, protocol)) == value
+
+
+def test_shared_values_are_read_as_python_would():
+    shared = ["once"]
+    assert read_plain_pickle(pickle.dumps([shared, shared, {"k": shared}])) == [shared, shared, {"k": shared}]
+
+
+class Harmful:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_code_in_a_pickle_is_refused_and_not_run(tmp_path, protocol):
+    mark = tmp_path / "ran"
+    data = pickle.dumps({"entries": [Harmful(mark)]}, protocol)
+    with pytest.raises(LogError, match="plain data"):
+        read_plain_pickle(data)
+    dump = tmp_path / "trace_0"
+    dump.write_bytes(data if protocol >= 2 else pickle.dumps({"entries": [Harmful(mark)]}))
+    assert commprof("import", dump, "--out", tmp_path / "run") == 1
+    assert not mark.exists()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x04",
+        b"\x80\x04e.",
+        b"\x80\x04]0u.",
+        b"\x80\x04K\x01a.",
+        b"\x80\x04(.",
+        b"\x80\x04h\x05.",
+        b"\x80\x04}]s.",
+    ],
+)
+def test_a_damaged_pickle_is_an_error_in_words(data):
+    with pytest.raises(LogError, match="pickle"):
+        read_plain_pickle(data)
+
+
+@pytest.mark.parametrize("cut", range(0, 400, 13))
+def test_a_pickle_that_is_cut_anywhere_is_an_error_in_words(cut):
+    data = pickle.dumps({"entries": [{"a": [1, 2], "b": (1, "x" * 50)}] * 9, "pg": {"n": 1.5}})
+    with pytest.raises(LogError):
+        read_plain_pickle(data[: min(cut, len(data) - 1)])
+
+
+# Flight Recorder
+
+
+def entry(number, name="nccl:all_reduce", sizes=((1024,),), out=None, pg=("0", "default_pg"), **more):
+    p2p = "send" in name or "recv" in name
+    return {
+        "frames": [
+            {"name": "all_reduce", "filename": "/env/site-packages/torch/distributed/c.py", "line": 9},
+            {"name": "step", "filename": "train.py", "line": 88},
+        ],
+        "record_id": number,
+        "pg_id": 0,
+        "process_group": pg,
+        "collective_seq_id": number + 1,
+        "p2p_seq_id": number + 1 if p2p else 0,
+        "op_id": number + 1,
+        "profiling_name": name,
+        "time_created_ns": 1_700_000_000_000_000_000 + 1000 * number,
+        "input_sizes": [list(size) for size in sizes],
+        "input_dtypes": ["BFloat16"] * len(sizes),
+        "output_sizes": [list(size) for size in out or sizes],
+        "output_dtypes": ["BFloat16"] * len(out or sizes),
+        "state": "completed",
+        "retired": True,
+        "is_p2p": p2p,
+        **more,
+    }
+
+
+def dump(*entries):
+    return {
+        "version": "2.10",
+        "pg_config": {
+            "0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2, 3]"},
+            "7": {"name": "7", "ranks": "[1, 3]"},
+        },
+        "entries": list(entries),
+    }
+
+
+@pytest.mark.parametrize("form", ["pickle", "json"])
+def test_dumps_of_the_flight_recorder(tmp_path, form):
+    for rank in (1, 3):
+        content = dump(
+            entry(0),
+            entry(1, "nccl:_all_gather_base", ((256,),), ((1024,),)),
+            entry(2, "nccl:reduce_scatter", ((64, 16),), ((256,),)),
+            entry(3, "nccl:all_reduce", ((8,), (2, 2)), pg=("7", "undefined")),
+            entry(4, "nccl:send 0->1" if rank == 1 else "nccl:recv 0->1", pg=("7", "undefined")),
+            entry(5, "nccl:all_reduce", state="started", retired=False),
+            entry(6, "nccl:coalesced"),
+            {"nonsense": 1},
+        )
+        file = tmp_path / f"nccl_trace_{rank}"
+        file.write_bytes(pickle.dumps(content) if form == "pickle" else json.dumps(content).encode())
+    assert commprof("import", tmp_path, "--out", tmp_path / "run") == 0
+    run = open_run(tmp_path / "run")
+    assert run.manifest.world_size == 4
+    found = rows(tmp_path / "run", rank=3)
+    told = [
+        (row["op"], row["payload_bytes"], row["input_bytes"], row["output_bytes"], row["group_ranks"])
+        for row in found
+    ]
+    assert told == [
+        ("all_reduce", 2048, 2048, 2048, "0-3"),
+        ("all_gather", 2048, 512, 2048, "0-3"),
+        ("reduce_scatter", 2048, 2048, 512, "0-3"),
+        ("all_reduce", 24, 24, 24, "1,3"),
+        ("recv", 2048, 0, 2048, "1,3"),
+        ("all_reduce", 2048, 2048, 2048, "0-3"),
+    ]
+    assert found[4]["peer"] == 1 and rows(tmp_path / "run", rank=1)[4]["peer"] == 3
+    assert {row["dtype"] for row in found} == {"bfloat16"} and found[0]["call_site"] == "train.py:88 step"
+    assert [row["status"] for row in found] == ["ok"] * 5 + ["incomplete"]
+    assert {row["layer"] for row in found} == {"imported"}
+    assert len(run.table("flight")) == 14
+    notes = " ".join(run.health.notes)
+    assert "2 entries are not of the form" in notes and "ranks 0, 2" in notes.replace("rank 0", "ranks 0")
+
+
+def test_dumps_must_say_their_rank(tmp_path, capsys):
+    (tmp_path / "dump.json").write_text(json.dumps(dump(entry(0))))
+    assert commprof("import", str(tmp_path / "dump.json"), "-o", str(tmp_path / "run")) == 1
+    assert "does not say which rank" in capsys.readouterr().err
+    for name in ("a_0", "b_0"):
+        (tmp_path / name).write_text(json.dumps(dump(entry(0))))
+    assert commprof("import", str(tmp_path / "a_0"), str(tmp_path / "b_0"), "-o", str(tmp_path / "run")) == 1
+    assert "both of rank 0" in capsys.readouterr().err
+
+
+# Kineto
+
+
+def kineto(rank, events, **more):
+    groups = [{"pg_name": "0", "pg_desc": "default_pg", "pg_size": 2, "ranks": [0, 1]}]
+    return {
+        "schemaVersion": 1,
+        "distributedInfo": {"backend": "nccl", "rank": rank, "world_size": 2, "pg_config": groups},
+        "baseTimeNanoseconds": 1_700_000_000_000_000_000,
+        "traceEvents": events,
+        **more,
+    }
+
+
+def span(name, ts, dur, cat="cpu_op", **args):
+    return {"ph": "X", "cat": cat, "name": name, "pid": 77, "tid": 1, "ts": ts, "dur": dur, "args": args}
+
+
+def comms(name, number, ts, sent, received, dtype="BFloat16", **more):
+    told = {
+        "Collective name": name,
+        "In msg nelems": sent,
+        "Out msg nelems": received,
+        "dtype": dtype,
+        "Group size": 2,
+        "Process Group Name": "0",
+        "Process Group Description": "default_pg",
+        "Process Group Ranks": "[0, 1]",
+        "External id": number,
+        **more,
+    }
+    kernel = span(f"ncclDevKernel_{name}", ts + 500, 200.5, "kernel", **told)
+    return [span("record_param_comms", ts, 20, **told), kernel, span("c10d::" + name, ts - 5, 40)]
+
+
+def test_kineto_traces_of_nccl(tmp_path):
+    for rank in (0, 1):
+        events = [
+            span("ProfilerStep#7", 0, 1000, "user_annotation"),
+            span("ProfilerStep#8", 1000, 1000, "user_annotation"),
+            *comms("allreduce", 1, 100.125, 1000, 1000),
+            *comms("_allgather_base", 2, 1100, 500, 1000, "Float"),
+            *comms("_reduce_scatter_base", 3, 1200, 1000, 500),
+            *comms(
+                "send" if rank == 0 else "recv",
+                4,
+                1300,
+                10,
+                10,
+                **({"Dst Rank": 1} if rank == 0 else {"Src Rank": 0}),
+            ),
+            span("record_param_comms", 1400, 1, **{"Collective name": "wait"}),
+        ]
+        text = json.dumps(kineto(rank, events)).encode()
+        name = tmp_path / f"trace{rank}.json.gz"
+        name.write_bytes(gzip.compress(text))
+    import_files([tmp_path / "trace0.json.gz", tmp_path / "trace1.json.gz"], tmp_path / "run")
+    found = rows(tmp_path / "run", rank=0)
+    assert [(row["op"], row["payload_bytes"], row["step"]) for row in found] == [
+        ("all_reduce", 2000, 7),
+        ("all_gather", 4000, 8),
+        ("reduce_scatter", 2000, 8),
+        ("send", 20, 8),
+    ]
+    base = 1_700_000_000_000_000_000
+    assert (found[0]["issue_ns"], found[0]["return_ns"]) == (base + 100_125, base + 120_125)
+    assert (found[0]["device_begin_ns"], found[0]["device_end_ns"]) == (base + 600_125, base + 800_625)
+    assert found[3]["peer"] == 1 and rows(tmp_path / "run", rank=1)[3]["peer"] == 0
+    steps = open_run(tmp_path / "run").table("steps").to_pylist()
+    assert [
+        (row["rank"], row["step"], row["end_ns"] - row["begin_ns"]) for row in steps if row["rank"] == 1
+    ] == [
+        (1, 7, 1_000_000),
+        (1, 8, 1_000_000),
+    ]
+
+
+def test_kineto_takes_the_element_type_of_lists_from_the_backend(tmp_path):
+    listed = {
+        "Input Dims": [[[8]], [], []],
+        "Input type": ["TensorList", "", ""],
+        "Concrete Inputs": ["", "", "1"],
+    }
+    ran = {"Input Dims": [[8]], "Input type": ["double"]}
+    events = [
+        span("c10d::broadcast_", 10, 5, **listed),
+        span("gloo:broadcast", 12, 9, "user_annotation", **ran),
+        span("c10d::broadcast_", 30, 5, **listed),
+    ]
+    (tmp_path / "trace.json").write_text(json.dumps(kineto(0, events)))
+    found = import_files([tmp_path / "trace.json"], tmp_path / "run")
+    assert [(row["payload_bytes"], row["numel"], row["peer"]) for row in rows(tmp_path / "run")] == [
+        (64, 8, 1),
+        (0, 8, 1),
+    ]
+    assert any("of 1 operators the trace does not say the size" in note for note in found.notes)
+
+
+# NCCL Inspector
+
+
+def inspected(rank, op, number, size, micros, verbose=False, comm="0xabc", ranks=4, pid=None, **more):
+    perf = {"coll": op, "coll_sn": number, "coll_msg_size_bytes": size, "coll_exec_time_us": micros, **more}
+    if verbose:
+        perf["event_trace_ts"] = {"coll_start_ts": 1_000 + number, "coll_stop_ts": 2_000 + number}
+    return {
+        "header": {"id": comm, "rank": rank, "n_ranks": ranks, "nnodes": 1},
+        "metadata": {
+            "inspector_output_format_version": "v4.0",
+            "dump_timestamp_us": 5_000_000 + number,
+            "hostname": "node1",
+            "pid": pid or 100 + rank,
+        },
+        "coll_perf": perf,
+    }
+
+
+def test_inspector_logs(tmp_path):
+    for rank in range(4):
+        text = "\n".join(
+            [
+                json.dumps(inspected(rank, "AllReduce", 1, 4096, 50, verbose=True)),
+                json.dumps(inspected(rank, "AllGather", 2, 1024, 30), indent=2),
+                "torn {",
+                json.dumps(inspected(rank, "ReduceScatter", 3, 1024, 20)),
+                json.dumps(
+                    inspected(
+                        rank % 2, "AllReduce", 1, 512, 10, comm=f"0x{rank // 2}", ranks=2, pid=100 + rank
+                    )
+                ),
+                json.dumps(inspected(rank, "Mystery", 4, 1, 1)),
+            ]
+        )
+        (tmp_path / f"node1-pid{100 + rank}.log").write_text(text)
+    found = import_files(sorted(tmp_path.glob("*.log")), tmp_path / "run")
+    assert found.world_size == 4 and [rank.rank for rank in found.ranks] == [0, 1, 2, 3]
+    mine = {(row["op"], row["group_size"]): row for row in rows(tmp_path / "run", rank=2)}
+    assert mine["all_reduce", 4]["payload_bytes"] == 4096 and mine["all_reduce", 4]["issue_ns"] == 1_001_000
+    assert mine["all_gather", 4]["payload_bytes"] == 4096 and mine["all_gather", 4]["input_bytes"] == 1024
+    assert (
+        mine["reduce_scatter", 4]["payload_bytes"] == 4096
+        and mine["reduce_scatter", 4]["output_bytes"] == 1024
+    )
+    assert mine["all_reduce", 2]["payload_bytes"] == 512 and mine["all_reduce", 2]["group_rank"] == 0
+    gathered = mine["all_gather", 4]
+    assert gathered["device_end_ns"] - gathered["device_begin_ns"] == 30_000
+    assert any("4 operations have names" in note for note in found.notes)
+
+
+# DeepSpeed's comms logger
+
+
+def running_sums(values):
+    total, found = 0.0, []
+    for value in values:
+        total += value
+        found.append(total)
+    return found
+
+
+def test_running_sums_become_latencies():
+    true = [1.25, 0.5, 10.0, 0.01]
+    assert latencies(running_sums(true)) == pytest.approx(true)
+    assert latencies([3.0, 1.0, 2.0]) is None  # of a logger that was mended, perhaps: not taken, not touched
+    assert latencies([1.0, None]) is None
+
+
+def test_raw_data_of_the_comms_logger(tmp_path):
+    # Calls of two sizes in turn share one timer: what each size lists are running sums of both.
+    true = [2.0, 7.0, 3.0, 5.0]
+    sums = running_sums(true)
+    raw = {
+        "all_reduce": {
+            "4000": [2, [sums[0], sums[2]], [8.0, 8.0], [6.0, 6.0]],
+            "8000": [2, [sums[1], sums[3]], [8.0, 8.0], [6.0, 6.0]],
+        },
+        "all_gather_into_tensor": {"1000": [1, [4.0], [8.0], [6.0]]},
+        "broadcast": {"16": [2, [9.0, 1.0], [1.0, 1.0], [1.0, 1.0]]},
+    }
+    (tmp_path / "raw.json").write_text(json.dumps(raw))
+    found = import_files([tmp_path / "raw.json"], tmp_path / "run")
+    assert found.world_size == 4  # busbw / algbw = 3/4
+    reduced = rows(tmp_path / "run", op="all_reduce")
+    assert [(row["payload_bytes"], row["return_ns"] - row["issue_ns"]) for row in reduced] == [
+        (4000, 2_000_000),
+        (8000, 7_000_000),
+        (4000, 3_000_000),
+        (8000, 5_000_000),
+    ]
+    (gathered,) = rows(tmp_path / "run", op="all_gather")
+    assert (gathered["payload_bytes"], gathered["input_bytes"]) == (4000, 1000)
+    assert [row["return_ns"] for row in rows(tmp_path / "run", op="broadcast")] == [None, None]
+    assert any("no latency is taken of broadcast" in note for note in found.notes)
+
+
+def test_printed_lines_of_the_comms_logger(tmp_path):
+    lines = ["[2026-01-02 03:04:05,006] [INFO] [logging.py:96:log_dist] [Rank 0] something else"]
+    for index, total in enumerate(running_sums([1.5, 2.5, 4.0])):
+        lines.append(
+            f"[2026-01-02 03:04:0{6 + index},500] [INFO] [logging.py:96:log_dist] [Rank 0] comm op: all_reduce | time (ms): "
+            f"{total:.2f} | msg size: 1.5 MB | algbw (Gbps): 20.00 | busbw (Gbps): 17.50"
+        )
+    (tmp_path / "out.txt").write_text("\n".join(lines))
+    found = import_files([tmp_path / "out.txt"], tmp_path / "run")
+    assert found.world_size == 8
+    made = rows(tmp_path / "run")
+    assert [row["return_ns"] - row["issue_ns"] for row in made] == [1_500_000, 2_500_000, 4_000_000]
+    assert made[1]["return_ns"] - made[0]["return_ns"] == 1_000_000_000
+    assert {row["payload_bytes"] for row in made} == {3 << 19}
+
+
+def test_a_printed_summary_has_counts_and_no_latencies(tmp_path):
+    head = (
+        "Comm. Op",
+        "Message Size",
+        "Count",
+        "Total Latency(ms)",
+        "Avg Latency(ms)",
+        "tput_avg (Gbps)",
+        "busbw_avg (Gbps)",
+    )
+    table = [
+        head,
+        ("all_reduce",),
+        ("", "3.91 KB", 3, 155.77, 51.92, 0.01, 0.01),
+        ("reduce_scatter_tensor",),
+        ("", "2.0 KB", 2, 25.75, 4.18, 0.01, 0.01),
+    ]
+    text = "\n".join("".join(f"{cell: <20}" for cell in row) for row in table)
+    (tmp_path / "out.txt").write_text(text)
+    found = import_files([tmp_path / "out.txt"], tmp_path / "run")
+    assert [row["op"] for row in rows(tmp_path / "run")] == ["all_reduce"] * 3 + ["reduce_scatter"] * 2
+    assert {row["return_ns"] for row in rows(tmp_path / "run")} == {None}
+    assert any("sums of sums" in note for note in found.notes)
+
+
+# All of them
+
+
+def test_files_of_no_tool_are_an_error_in_one_line(tmp_path, capsys):
+    for name, content in {
+        "a.txt": "hello",
+        "b.json": "{}",
+        "c.json": "[1]",
+        "empty": "",
+        "d.bin": "\x1f\x8bxx",
+    }.items():
+        (tmp_path / name).write_bytes(content.encode("latin1"))
+        assert commprof("import", str(tmp_path / name), "-o", str(tmp_path / "run")) == 1
+        told = capsys.readouterr().err.strip()
+        assert len(told.splitlines()) == 1 and name in told
+    assert commprof("import", str(tmp_path / "nothere"), "-o", str(tmp_path / "run")) == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_files_of_two_tools_are_not_mixed(tmp_path):
+    (tmp_path / "trace_0").write_text(json.dumps(dump(entry(0))))
+    (tmp_path / "k.json").write_text(json.dumps(kineto(1, [])))
+    with pytest.raises(LogError, match="several tools"):
+        import_files([tmp_path / "trace_0", tmp_path / "k.json"], tmp_path / "run")
+
+
+def test_nothing_is_overwritten(tmp_path):
+    (tmp_path / "trace_0").write_text(json.dumps(dump(entry(0))))
+    command = ["import", str(tmp_path / "trace_0"), "--out", str(tmp_path / "run")]
+    assert commprof(*command) == 0
+    assert commprof(*command) == 2
+    assert commprof(*command, "--force") == 0
+    assert recognise(tmp_path / "trace_0").format is Format.FLIGHT_RECORDER
+
+
+@pytest.mark.parametrize("verb", [["report"], ["report", "--json"], ["compare"], ["verify"]])
+def test_an_imported_run_is_read_like_any_other(tmp_path, verb, capsys):
+    for rank in (0, 1):
+        (tmp_path / f"t{rank}.json").write_text(
+            json.dumps(kineto(rank, comms("allreduce", 1, 100.0, 1000, 1000)))
+        )
+    import_files([tmp_path / "t0.json", tmp_path / "t1.json"], tmp_path / "run")
+    assert commprof(*verb, str(tmp_path / "run")) in (0, 3)
+    assert "Traceback" not in capsys.readouterr().err
