@@ -3,10 +3,16 @@
 The end of a wait says when an operation ended only if the program waited for it that long. For what ends while the program
 works on, the future of its handle is asked to call back. That costs 13 us and takes the interpreter's lock on the backend's
 thread, so it is done for few: for one in ``every`` of the calls that are looked at closely anyway (one in 251).
+
+Note [the end of the program]: a call back into an interpreter that is being taken down aborts the process. A group waits
+for its operations when it is destroyed, which without us is during that; so what was asked is waited for just before.
 """
 
 from __future__ import annotations
 
+import atexit
+import itertools
+import os
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -14,6 +20,9 @@ from typing import Any, Final
 from commprof.trace.writer import DEVICE_END_WORD, Token
 
 _MOST_REFUSALS: Final = 16  # in a row, after which a backend's handles are not asked again
+_LONGEST_WAIT: Final = 1800.0  # seconds: what gloo itself gives an operation
+_under_way: Final[dict[int, None]] = {}  # callbacks that have not come; see Note [the end of the program]
+_numbers: Final = itertools.count()
 
 
 class Completions:
@@ -45,16 +54,20 @@ class Completions:
         if (self._offered - 1) % self.every or self._refused >= _MOST_REFUSALS:
             return
         begin = self._clock()
+        number = next(_numbers)
         try:
-            work.get_future().add_done_callback(_teller(words, base + DEVICE_END_WORD, self._clock))
+            future = work.get_future()
+            _under_way[number] = None
+            future.add_done_callback(_teller(number, words, base + DEVICE_END_WORD, self._clock))
             self.asked += 1
             self._refused = 0
         except Exception:  # a backend whose handles have no future
+            _under_way.pop(number, None)
             self._refused += 1
         self.cost_ns += self._clock() - begin
 
 
-def _teller(words: memoryview, index: int, clock: Callable[[], int]) -> Callable[[Any], None]:
+def _teller(number: int, words: memoryview, index: int, clock: Callable[[], int]) -> Callable[[Any], None]:
     """What writes the time into a record when it is called, on a thread of the backend's."""
 
     def tell(_: Any) -> None:
@@ -62,5 +75,21 @@ def _teller(words: memoryview, index: int, clock: Callable[[], int]) -> Callable
             words[index] = clock()
         except Exception:
             pass  # recording has ended, and the record's memory is gone
+        _under_way.pop(number, None)
 
     return tell
+
+
+def _await_callbacks() -> None:
+    deadline = time.monotonic() + _LONGEST_WAIT
+    pause = 0.001
+    try:
+        while _under_way and time.monotonic() < deadline:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+    except KeyboardInterrupt:
+        pass
+
+
+atexit.register(_await_callbacks)
+os.register_at_fork(after_in_child=_under_way.clear)
