@@ -28,6 +28,19 @@ class Measured(NamedTuple):
     error_ns: Times
 
 
+class Readings(NamedTuple):
+    """For each row: a number for its clock, and how far that is from the reference, where it is known."""
+
+    clock: Times
+    offset_ns: Times
+    error_ns: Times
+    known: npt.NDArray[np.bool_]
+
+    def take(self, order: Times) -> Readings:
+        """The rows in another order."""
+        return Readings(*(column[order] for column in self))
+
+
 @dataclass(frozen=True)
 class OffsetCurve:
     """The offset of one clock to the reference over time, through the measurements of it (one at least, in order).
@@ -131,32 +144,27 @@ class ReferenceClock:
         curve = self._curves.get((attempt, clock))
         return None if curve is None else curve.at(times)
 
-    def columns(self, collectives: pa.Table) -> pa.Table:
-        """``collectives`` with three more columns: ``clock``, and at the issue ``offset_ns`` and ``offset_error_ns``.
-
-        ``clock`` is text; the other two are null where the clock was never compared with the reference.
-        """
-        rows = len(collectives)
-        clock = np.zeros(rows, np.int32)
-        measured = Measured(np.zeros(rows, np.int64), np.zeros(rows, np.int64))
-        unknown = np.zeros(rows, bool)
-        times = collectives["issue_ns"].to_numpy()
-        codes, first = distinct_rows(collectives, ("rank", "attempt", "pid"))
-        names: dict[str, int] = {}
-        for mine in split_by(codes, np.arange(rows)):
-            process = _process(collectives.slice(int(first[codes[mine[0]]]), 1).to_pylist()[0])
-            clock[mine] = names.setdefault(self.clock_of(process), len(names))
-            found = self.offset(process, times[mine])
-            if found is None:
-                unknown[mine] = True
-            else:
-                measured.offset_ns[mine], measured.error_ns[mine] = found
-        text = pa.DictionaryArray.from_arrays(pa.array(clock), pa.array(list(names), pa.string()))
-        return (
-            collectives.append_column("clock", text.cast(pa.string()))
-            .append_column("offset_ns", pa.array(measured.offset_ns, mask=unknown))
-            .append_column("offset_error_ns", pa.array(measured.error_ns, mask=unknown))
+    def readings(self, rows: pa.Table) -> Readings:
+        """The clock of each of ``rows`` (columns rank, attempt, pid, issue_ns), and its offset at the issue."""
+        count = len(rows)
+        found = Readings(
+            np.zeros(count, np.int64),
+            np.zeros(count, np.int64),
+            np.zeros(count, np.int64),
+            np.ones(count, bool),
         )
+        times = rows["issue_ns"].to_numpy()
+        codes, first = distinct_rows(rows, ("rank", "attempt", "pid"))
+        numbers: dict[str, int] = {}
+        for mine in split_by(codes, np.arange(count)):
+            process = _process(rows.slice(int(first[codes[mine[0]]]), 1).to_pylist()[0])
+            found.clock[mine] = numbers.setdefault(self.clock_of(process), len(numbers))
+            measured = self.offset(process, times[mine])
+            if measured is None:
+                found.known[mine] = False
+            else:
+                found.offset_ns[mine], found.error_ns[mine] = measured
+        return found
 
 
 def _process(row: Mapping[str, Any]) -> Process:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from commprof import schema
+from commprof.align.arrivals import CAUSES
 from commprof.schema import Column, Table
 
 _MEASURES: Final = (
@@ -231,6 +232,58 @@ REQUESTED: Final = Table(
     ),
 )
 
+# One column, one line.
+# fmt: off
+ARRIVALS: Final = Table(
+    "arrivals",
+    "When each rank came to each collective, on the clock of rank 0's host: one row per collective or message and rank.",
+    (
+        Column("attempt", "int32", "restart of the job"),
+        Column("collective", "int64", "equal in all rows of one collective, or of one message"),
+        *map(_of_schema, ("step", "op", "purpose", "pg", "group_ranks", "group_size")),
+        Column("pg_seq", "int64", "issue order within the group; null for messages, which pair by their order", True),
+        *map(_of_schema, ("is_p2p", "peer")),
+        Column("members", "int64", "ranks whose records were found"),
+        *map(_of_schema, ("rank", "pid", "seq")),
+        Column("arrived_ns", "int64", "the rank issued it; null where its clock was never compared", True, "ns"),
+        Column("error_ns", "int64", "arrived_ns is wrong by this at most", True, "ns"),
+        Column("lateness_ns", "int64", "after the first rank", True, "ns"),
+        Column("lateness_error_ns", "int64", "lateness_ns is wrong by this at most; 0 on one clock", True, "ns"),
+        Column("from_median_ns", "int64", "after the median of the ranks (before it: negative)", True, "ns"),
+        Column("is_last", "bool", "it came last; null where not all ranks were recorded or compared", True),
+        Column("certain", "bool", "the last one: that it came last is beyond the error of the clocks", True),
+        Column("lead_ns", "int64", "the last one: after the last but one, so that only this rank was missing", True, "ns"),
+        Column("waiting_ns", "int64", "from this arrival to the last", True, "ns"),
+        Column("launch_ns", "int64", "from the last arrival until all devices had begun", True, "ns"),
+        Column("transfer_ns", "int64", "from then until this rank had its result, as far as its end is known", True, "ns"),
+        Column("waited_ns", "int64", "time that this rank stood still while only the last one was missing", True, "ns"),
+        Column("others_waited_ns", "int64", "the last one: mean of waited_ns over the others", True, "ns"),
+        Column("cause", "string", "what took longest for this rank, where it is beyond the error", True, values=CAUSES),
+    ),
+    key=("collective", "rank"),
+)
+
+STRAGGLERS: Final = Table(
+    "stragglers",
+    "How often each rank was the last to come where all wait for all, and what the others waited for it.",
+    (
+        Column("rank", "int32", "global rank"),
+        Column("collectives", "int64", "collectives that it took part in, recorded and comparable on all ranks"),
+        Column("last", "int64", "of these it was the last to come, beyond the error of the clocks"),
+        Column("within_bound", "int64", "of these it was the last, but by less than the clocks may be wrong"),
+        Column("expected_last", "float64", "how often it would be last if all ranks were alike"),
+        Column("mean_lateness_ns", "int64", "after the first rank, mean", unit="ns"),
+        Column("median_lateness_ns", "int64", "after the first rank, median", unit="ns"),
+        Column("error_ns", "int64", "its times are wrong by this at most, median", unit="ns"),
+        Column("lead_ns", "int64", "time in which it alone was missing, in all", unit="ns"),
+        Column("others_waited_ns", "int64", "time that the others stood still for it alone, their mean, in all", unit="ns"),
+        Column("others_waited_per_step_ns", "int64", "the same for a training step", True, "ns"),
+        Column("stands_out", "bool", "it was last more often than chance explains (three standard deviations)"),
+    ),
+    key=("rank",),
+)
+# fmt: on
+
 # By the name of the function in api.py that gives them.
 ANSWERS: Final[dict[str, Table]] = {
     "traffic": TRAFFIC,
@@ -240,4 +293,6 @@ ANSWERS: Final[dict[str, Table]] = {
     "traffic_by_setting": TRAFFIC_BY_SETTING,
     "find_runs": RUNS,
     "requested": REQUESTED,
+    "arrivals": ARRIVALS,
+    "stragglers": STRAGGLERS,
 }

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import pandas as pd
+import pyarrow as pa
 
 from commprof.analysis import comparison, counters, expectation, listing, steps, summary
+from commprof.analysis import arrivals as arrivals_module
 from commprof.analysis import settings as settings_module
 from commprof.analysis import traffic as traffic_module
 from commprof.analysis.answers import ANSWERS, GROUPINGS
@@ -31,6 +33,7 @@ __all__ = [
     "TRAFFIC_BY",
     "Comparison",
     "Run",
+    "arrivals",
     "compare",
     "compare_both",
     "describe_columns",
@@ -44,6 +47,7 @@ __all__ = [
     "requested",
     "settings",
     "step_times",
+    "stragglers",
     "table",
     "traffic",
     "traffic_by_setting",
@@ -101,6 +105,32 @@ def step_times(run: AnyRun) -> pd.DataFrame:
     run = _opened(run)
     collectives = run.table("collectives")
     return steps.step_times(run.table("steps"), collectives, traffic_module.operations(collectives))
+
+
+def _arrived(run: Run) -> pa.Table:
+    return arrivals_module.arrivals(
+        run.table("collectives"),
+        run.table("clocks"),
+        run.table("clock_offsets"),
+        one_host=len(run.manifest.hosts) < 2,
+    )
+
+
+def arrivals(run: AnyRun) -> pd.DataFrame:
+    """When each rank came to each collective and message, on one clock, with the bound of its error; one row per rank.
+
+    Collectives match by attempt, group (name and ranks), number in the group and operation; a send and a recv by sender,
+    receiver and order. Ranks that read one clock are compared exactly. ``docs/clocks.md`` states bounds and formulas.
+    """
+    return arrivals_module.arrivals_frame(_arrived(_opened(run)))
+
+
+def stragglers(run: AnyRun) -> pd.DataFrame:
+    """How often each rank was the last to come, and what the others waited for it, one row per rank.
+
+    ``frame.attrs["statement"]`` says in a sentence what follows; None where nothing does.
+    """
+    return arrivals_module.stragglers(_arrived(_opened(run)))
 
 
 def moved(run: AnyRun) -> pd.DataFrame:

@@ -26,6 +26,7 @@ _HEADINGS: Final = (
     Heading("in calls", number=True),
     Heading("exposed", number=True),
 )
+_MOST_COMPARED: Final = 2_000_000  # records whose arrivals are compared for a report: a few seconds
 LEGEND: Final = (
     "payload: S of nccl-tests. wire: modelled, mean bytes that a rank sends. in calls, exposed: time in the issuing calls, "
     "and time that the program stood still for them, mean over the ranks."
@@ -48,15 +49,17 @@ def report(
         traffic = api.traffic(found, by=BY)
         steps = api.step_times(found)
         moved = api.moved(found)
+        stragglers = api.stragglers(found) if facts["records"] <= _MOST_COMPARED else None
     if as_json:
-        rendering.show_json({"overview": facts, "traffic": traffic, "steps": steps, "moved": moved})
+        answers = {"overview": facts, "traffic": traffic, "steps": steps, "moved": moved}
+        rendering.show_json({**answers, "stragglers": stragglers})
         return 0
     rendering.show(title(facts), "")
     if not len(traffic):
         rendering.show("No collective was recorded.")
     else:
         rendering.show(*traffic_parts(traffic, steps, per_step))
-    rendering.show(*moved_parts(moved), health(facts))
+    rendering.show(*straggler_parts(stragglers), *moved_parts(moved), health(facts))
     return 0
 
 
@@ -157,6 +160,15 @@ def _measures(sums: Mapping[str, float], steps: int) -> tuple[str, ...]:
         rendering.duration(round(mean["host_ns"])),
         rendering.duration(round(mean["exposed_ns"])),
     )
+
+
+def straggler_parts(stragglers: pd.DataFrame | None) -> list[str]:
+    """Which rank the others wait for; nothing where no rank is to be named."""
+    if stragglers is None:
+        statement = f"not looked for among more than {_MOST_COMPARED:,} records; api.stragglers(run) does."
+    else:
+        statement = stragglers.attrs["statement"]
+    return [rendering.paragraph(f"Late ranks: {statement}") + "\n"] if statement else []
 
 
 def moved_parts(moved: pd.DataFrame) -> list[Rows | str]:

@@ -108,28 +108,29 @@ def test_ranks_that_read_one_clock_share_the_measurement_of_one_of_them():
         [offset(0, 0, 0), offset(3, -500, 20)],
         one_host=False,
     )
-    found = reference.columns(rows((2, 0), (0, 9), (1, 10), (3, 0)))
-    assert found["clock"].to_pylist() == ["b", "a", "a", "b"]
-    assert found["offset_ns"].to_pylist() == [-500, 0, 0, -500]
-    assert found["offset_error_ns"].to_pylist() == [20, 0, 0, 20]
+    found = reference.readings(rows((2, 0), (0, 9), (1, 10), (3, 0)))
+    assert found.clock.tolist() == [0, 1, 1, 0]
+    assert found.offset_ns.tolist() == [-500, 0, 0, -500]
+    assert found.error_ns.tolist() == [20, 0, 0, 20]
+    assert found.known.all()
 
 
 def test_a_clock_that_was_never_compared_has_no_offset():
     reference = ReferenceClock([clock(0, "a"), clock(1, "b")], [offset(0, 0, 0)], one_host=False)
-    assert reference.columns(rows((0, 1), (1, 1)))["offset_ns"].to_pylist() == [0, None]
+    assert reference.readings(rows((0, 1), (1, 1))).known.tolist() == [True, False]
 
 
 @pytest.mark.parametrize(("one_host", "clocks"), [(True, 1), (False, 2)])
 def test_processes_that_left_no_clock_share_one_only_on_one_host(one_host, clocks):
-    found = ReferenceClock([], [], one_host).columns(rows((0, 1), (1, 1)))
-    assert len(set(found["clock"].to_pylist())) == clocks
+    found = ReferenceClock([], [], one_host).readings(rows((0, 1), (1, 1)))
+    assert len(set(found.clock.tolist())) == clocks
 
 
 def test_a_run_of_an_older_version_goes_by_the_names_of_its_hosts():
     clocks = [clock(0, None, "x"), clock(1, None, "y"), clock(2, None, "x")]
-    found = ReferenceClock(clocks, [], one_host=False).columns(rows((0, 1), (1, 1), (2, 1)))
-    assert found["clock"].to_pylist() == ["x", "y", "x"]
+    found = ReferenceClock(clocks, [], one_host=False).readings(rows((0, 1), (1, 1), (2, 1)))
+    assert found.clock.tolist() == [0, 1, 0]
 
 
 def test_no_rows_stay_no_rows():
-    assert len(ReferenceClock([], [], one_host=True).columns(rows())) == 0
+    assert len(ReferenceClock([], [], one_host=True).readings(rows()).clock) == 0

@@ -1,0 +1,212 @@
+"""When each rank came to each collective, on one clock, and what the others waited for the last one. Pure."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from commprof.align.collectives import COLUMNS, matchable, same_collective
+from commprof.align.reference_clock import Readings, ReferenceClock
+
+_CARRIED: Final = (
+    "attempt",
+    "step",
+    "op",
+    "purpose",
+    "pg",
+    "group_ranks",
+    "group_size",
+    "pg_seq",
+    "is_p2p",
+    "peer",
+    "rank",
+    "pid",
+    "seq",
+)
+_TIMES: Final = (
+    "issue_ns",
+    "return_ns",
+    "wait_begin_ns",
+    "wait_end_ns",
+    "device_begin_ns",
+    "device_end_ns",
+    "exposed_ns",
+)
+_NEEDED: Final = tuple(dict.fromkeys((*COLUMNS, *_CARRIED, *_TIMES, "captured", "is_async", "device")))
+# The end of a wait shorter than this is no end of the collective: it may have been complete before.
+_REAL_WAIT_NS: Final = 50_000
+CAUSES: Final = ("late_arrival", "late_launch", "slow_transfer")
+
+Flags = npt.NDArray[np.bool_]
+Values = Any  # an array of floats or integers, one for each row; what is not known is not-a-number
+
+
+def arrivals(collectives: pa.Table, reference: ReferenceClock) -> pa.Table:
+    """One row per record that can have partners, in the order of its collective and rank.
+
+    Where the members of a collective read one clock their times are compared as they are; else on the reference.
+    The columns are those of the answer ``arrivals``.
+    """
+    rows = matchable(collectives.select(_NEEDED))
+    collective = same_collective(rows)
+    clock = reference.readings(rows)
+    order = np.lexsort((rows["rank"].to_numpy(), collective))
+    rows, collective, clock = rows.take(pa.array(order)), collective[order], clock.take(order)
+    groups = _Groups(collective)
+    one_clock = groups.smallest(clock.clock) == groups.largest(clock.clock)
+    comparable = one_clock | groups.all(clock.known)
+    shift = np.where(one_clock, 0, clock.offset_ns)
+    error = np.where(one_clock, 0, clock.error_ns)
+    return _table(rows, collective, groups, _Times(rows, shift), clock, error, comparable)
+
+
+class _Groups:
+    """Rows that follow one another with one number, and what holds for all rows of a group, spread over its rows."""
+
+    def __init__(self, numbers: Values) -> None:
+        differs = np.ones(len(numbers), bool)
+        differs[1:] = numbers[1:] != numbers[:-1]
+        self.starts = np.flatnonzero(differs)
+        self.lengths = np.diff(np.append(self.starts, len(numbers)))
+        self.size = self.spread(self.lengths)
+
+    def spread(self, values: Values) -> Values:
+        return np.repeat(values, self.lengths)
+
+    def _reduced(self, how: np.ufunc, values: Values) -> Values:
+        return self.spread(how.reduceat(values, self.starts)) if len(self.starts) else values
+
+    def smallest(self, values: Values) -> Values:
+        return self._reduced(np.minimum, values)
+
+    def largest(self, values: Values) -> Values:
+        return self._reduced(np.maximum, values)
+
+    def all(self, flags: Flags) -> Flags:
+        return self._reduced(np.logical_and, flags)
+
+    def mean(self, values: Values) -> Values:
+        """Of the values that are known."""
+        known = ~np.isnan(values)
+        with np.errstate(invalid="ignore"):
+            return self._reduced(np.add, np.where(known, values, 0.0)) / self._reduced(
+                np.add, known.astype(np.int64)
+            )
+
+    def in_order(self, values: Values) -> Values:
+        """The rows by group and ``values``, those of equal value as they stand."""
+        return np.lexsort((values, self.spread(np.arange(len(self.starts)))))
+
+
+class _Times:
+    """The times of the rows, moved to one clock: nanoseconds after the first issue of all, so that they are exact."""
+
+    def __init__(self, rows: pa.Table, shift: Values) -> None:
+        issue = rows["issue_ns"].to_numpy() + shift
+        self.base = int(issue.min()) if len(issue) else 0
+        self.issue = issue - self.base
+        moved = {name: _floats(rows[name], shift - self.base) for name in _TIMES[1:-1]}
+        self.device_begin = moved["device_begin_ns"]
+        self.exposed = _floats(rows["exposed_ns"], np.int64(0))
+        is_async = rows["is_async"].to_numpy(zero_copy_only=False)
+        device = rows["device"].combine_chunks().fill_null("cpu")
+        self.on_cpu = pc.equal(device, "cpu").to_numpy(zero_copy_only=False)
+        returned = np.where(np.isnan(moved["wait_end_ns"]), moved["return_ns"], moved["wait_end_ns"])
+        # A synchronous call keeps the program from its beginning; of others only a wait does.
+        self.still_from = np.where(is_async, moved["wait_begin_ns"], self.issue)
+        self.still_until = np.where(is_async, moved["wait_end_ns"], returned)
+        waited = moved["wait_end_ns"] - moved["wait_begin_ns"] > _REAL_WAIT_NS
+        host_end = np.where(is_async, np.where(waited, moved["wait_end_ns"], np.nan), returned)
+        self.end = np.where(np.isnan(moved["device_end_ns"]), host_end, moved["device_end_ns"])
+
+
+def _table(
+    rows: pa.Table,
+    collective: Values,
+    groups: _Groups,
+    times: _Times,
+    clock: Readings,
+    error: Values,
+    comparable: Flags,
+) -> pa.Table:
+    at = times.issue
+    by_arrival = groups.in_order(at)
+    ends = groups.starts + groups.lengths - 1
+
+    def of(values: Values, position: Values) -> Values:
+        """What ``values`` are at a position of each group in the order of arrival."""
+        return groups.spread(values[by_arrival][position])
+
+    first, last = of(at, groups.starts), of(at, ends)
+    second = of(at, np.maximum(ends - 1, groups.starts))
+    low = of(at, groups.starts + (groups.lengths - 1) // 2)
+    median = low + (of(at, groups.starts + groups.lengths // 2) - low) / 2
+    is_last = of(np.arange(len(at)), ends) == np.arange(len(at))
+
+    def apart(position: Values) -> Values:
+        """The error of the time between each row and the one at that position."""
+        return np.where(of(clock.clock, position) == clock.clock, 0, of(error, position) + error)
+
+    waiting, last_error = last - at, apart(ends)
+    certain = groups.all(is_last | (waiting > last_error))
+    expected = np.where(rows["is_p2p"].to_numpy(zero_copy_only=False), 2, rows["group_size"].to_numpy())
+    whole = comparable & (groups.size == expected) & (groups.size > 1)
+    launched = np.where(groups.all(~np.isnan(times.device_begin)), groups.largest(times.device_begin), np.nan)
+    launch = np.maximum(launched - last, 0)
+    transfer = np.maximum(times.end - np.where(np.isnan(launched), last, np.maximum(launched, last)), 0)
+    lead = last - second
+    stood = np.minimum(times.still_until, last) - np.maximum(times.still_from, second)
+    waited = np.where(times.on_cpu, np.maximum(stood, 0), np.minimum(times.exposed, lead))
+    waited = np.where(whole & ~is_last, waited, np.nan)
+    last_one = whole & is_last
+    arrived = rows["issue_ns"].to_numpy() + np.where(clock.known, clock.offset_ns, 0)
+    known = clock.known | comparable
+    columns = {
+        "collective": pa.array(collective),
+        "members": pa.array(groups.size),
+        "arrived_ns": _integers(arrived, known),
+        "error_ns": _integers(np.where(clock.known, clock.error_ns, 0), known),
+        "lateness_ns": _integers(at - first, comparable),
+        "lateness_error_ns": _integers(apart(groups.starts), comparable),
+        "from_median_ns": _integers(at - median, comparable),
+        "is_last": pa.array(is_last, mask=~whole),
+        "certain": pa.array(certain, mask=~last_one),
+        "lead_ns": _integers(lead, last_one),
+        "waiting_ns": _integers(waiting, comparable),
+        "launch_ns": _integers(launch, comparable),
+        "transfer_ns": _integers(transfer, comparable),
+        "waited_ns": _integers(waited, whole),
+        "others_waited_ns": _integers(groups.mean(waited), last_one),
+        "cause": _causes((waiting, launch, transfer), last_error, whole),
+    }
+    carried = {name: rows[name] for name in _CARRIED}
+    carried["pg_seq"] = pc.if_else(rows["is_p2p"], pa.scalar(None, pa.int64()), rows["pg_seq"])
+    return pa.table({**carried, **columns})
+
+
+def _causes(parts: tuple[Values, ...], error: Values, known: Flags) -> pa.Array:
+    """Which of ``parts`` is the longest, where that is beyond ``error``; of equal ones the first."""
+    lengths = np.stack([np.nan_to_num(part, nan=0.0) for part in parts])
+    longest = lengths.argmax(axis=0)
+    return pa.DictionaryArray.from_arrays(
+        pa.array(longest.astype(np.int32), mask=~(known & (lengths.max(axis=0) > error))),
+        pa.array(CAUSES, pa.string()),
+    ).cast(pa.string())
+
+
+def _floats(column: pa.ChunkedArray, shift: Values) -> Values:
+    """``column`` moved by ``shift``. As integers first: a double is exact only below 104 days of uptime."""
+    moved = (column.fill_null(0).to_numpy() + shift).astype(np.float64)
+    moved[column.is_null().to_numpy(zero_copy_only=False)] = np.nan
+    return moved
+
+
+def _integers(values: Values, known: Flags) -> pa.Array:
+    if values.dtype == np.int64:
+        return pa.array(values, mask=~known)
+    missing = np.isnan(values) | ~known
+    return pa.array(np.where(missing, 0, np.rint(values)).astype(np.int64), mask=missing)

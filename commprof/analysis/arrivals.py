@@ -1,0 +1,106 @@
+"""Arrivals: when each rank came to each collective, on one clock, and which rank the others wait for."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from commprof.align.arrivals import arrivals as align
+from commprof.align.reference_clock import ReferenceClock
+from commprof.analysis.answers import ARRIVALS, STRAGGLERS
+from commprof.analysis.engine import ask
+from commprof.analysis.frames import from_arrow
+from commprof.analysis.units import format_ns
+
+# A rank stands out when it is last more often than ranks that are all alike would be, by so many standard deviations,
+_DEVIATIONS: Final = 3.0
+# and when the others stood still for it for this part of the time at least.
+_WORTH_SAYING: Final = 0.01
+
+
+def arrivals(collectives: pa.Table, clocks: pa.Table, offsets: pa.Table, one_host: bool) -> pa.Table:
+    """One row per record that can have partners (:func:`commprof.align.arrivals.arrivals`).
+
+    ``one_host``: processes that left no clock count as sharing one.
+    """
+    return align(collectives, ReferenceClock(clocks.to_pylist(), offsets.to_pylist(), one_host))
+
+
+def arrivals_frame(arrived: pa.Table) -> pd.DataFrame:
+    """:func:`arrivals` as a frame."""
+    return from_arrow(arrived, ARRIVALS.columns)
+
+
+def stragglers(arrived: pa.Table) -> pd.DataFrame:
+    """One row per rank (``queries/stragglers.sql``); ``frame.attrs["statement"]`` says what follows, None if nothing."""
+    answer = ask("stragglers", {"arrivals": arrived})
+    deviation = [
+        last - expected - _DEVIATIONS * variance**0.5
+        for last, expected, variance in zip(
+            *(answer.column(name).to_pylist() for name in ("last", "expected_last", "expected_variance")),
+            strict=True,
+        )
+    ]
+    answer = answer.append_column("stands_out", pa.array([value > 0 for value in deviation], pa.bool_()))
+    frame = from_arrow(answer, STRAGGLERS.columns)
+    frame.attrs["statement"] = statement(frame, _span(arrived), _unknown(arrived))
+    return frame
+
+
+def statement(frame: pd.DataFrame, span_ns: int, unknown: int) -> str | None:
+    """What the stragglers of a run mean, in one or two sentences; None where there is nothing to say.
+
+    Args:
+        frame: one row per rank.
+        span_ns: the time from the first arrival to the last.
+        unknown: collectives whose ranks have clocks that were never compared.
+    """
+    if frame.empty:
+        return _incomparable(unknown)
+    late = frame[frame["stands_out"] & (frame["others_waited_ns"] >= _WORTH_SAYING * span_ns)]
+    sentences = [
+        _sentence(row) for _, row in late.sort_values("others_waited_ns", ascending=False).iterrows()
+    ]
+    if not sentences and int(frame["within_bound"].sum()) * 2 > int(frame["collectives"].max()):
+        bound = format_ns(float(frame["error_ns"].max()))
+        sentences.append(
+            f"No rank is distinguishable: in most collectives the last rank came within what the clocks of the hosts may "
+            f"be wrong by ({bound})."
+        )
+    incomparable = _incomparable(unknown)
+    return " ".join([*sentences, *([incomparable] if incomparable else [])]) or None
+
+
+def _sentence(row: pd.Series) -> str:
+    share = 100 * row["last"] / row["collectives"]
+    waited = f"{format_ns(float(row['others_waited_ns']))} in all"
+    if not pd.isna(row["others_waited_per_step_ns"]):
+        waited = f"{format_ns(float(row['others_waited_per_step_ns']))} a step"
+    error = f", to within {format_ns(float(row['error_ns']))}" if row["error_ns"] else ""
+    return (
+        f"Rank {row['rank']} was the last to come to {share:.0f} % of {row['collectives']:,} collectives{error}; the others "
+        f"stood still {waited} for it."
+    )
+
+
+def _incomparable(unknown: int) -> str | None:
+    if not unknown:
+        return None
+    return (
+        f"In {unknown:,} collectives it cannot be told who was last: the clocks of their hosts were never compared "
+        "(rank 0 was not recorded, could not be reached, or the job ended first)."
+    )
+
+
+def _span(arrived: pa.Table) -> int:
+    ends = pc.min_max(arrived["arrived_ns"]).as_py()
+    return 0 if ends["min"] is None else int(ends["max"] - ends["min"])
+
+
+def _unknown(arrived: pa.Table) -> int:
+    """Collectives of several recorded ranks whose times could not be compared."""
+    several = pc.and_(pc.greater(arrived["members"], 1), pc.is_null(arrived["lateness_ns"]))
+    return int(pc.count_distinct(arrived["collective"].filter(several)).as_py())

@@ -1,0 +1,38 @@
+-- How often each rank was the last to come, and what the others waited for it.
+--
+-- Input: arrivals (see commprof.align.arrivals)
+-- Only collectives in which every rank waits for every other, recorded by all of them. Of a broadcast the root waits for
+-- nobody, and who sends late need not be the one who is slow: messages are left out.
+with counted as (
+    select *
+    from arrivals
+    where is_last is not null
+        and op in ('all_reduce', 'reduce_scatter', 'all_gather', 'all_to_all', 'barrier')
+),
+steps as (
+    select count(*) as steps
+    from (select distinct attempt, step from counted where step >= 0) s
+)
+select
+    rank,
+    count(*) as collectives,
+    count(case when is_last and certain then 1 end) as last,
+    count(case when is_last and not certain then 1 end) as within_bound,
+    sum(cast(1 as double) / members) as expected_last,
+    sum(cast(members - 1 as double) / members / members) as expected_variance,
+    cast(round(avg(lateness_ns)) as bigint) as mean_lateness_ns,
+    cast(round(median(lateness_ns)) as bigint) as median_lateness_ns,
+    cast(round(median(error_ns)) as bigint) as error_ns,
+    cast(coalesce(sum(case when is_last and certain then lead_ns end), 0) as bigint) as lead_ns,
+    cast(coalesce(sum(case when is_last and certain then others_waited_ns end), 0) as bigint) as others_waited_ns,
+    cast(
+        round(
+            coalesce(sum(case when is_last and certain and step >= 0 then others_waited_ns end), 0)
+            / nullif(max(s.steps), 0)
+        ) as bigint
+    ) as others_waited_per_step_ns,
+    max(s.steps) as steps
+from counted
+cross join steps s
+group by rank
+order by rank
