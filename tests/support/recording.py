@@ -17,11 +17,12 @@ def record(run: Path, world: int, body: Any, *args: Any, **options: Any) -> tupl
     """
     from commprof.trace.reader import open_run
 
-    outcomes = run_ranks(world, _recorded, str(run), body, args, options)
+    outcomes = run_ranks(world, recorded, str(run), body, args, options)
     return open_run(run), outcomes
 
 
-def _recorded(rank: int, world: int, run: str, body: Any, args: Any, options: Any) -> dict[str, Any]:
+def recorded(rank: int, world: int, run: str, body: Any, args: Any, options: Any) -> dict[str, Any]:
+    """What :func:`record` does on each rank."""
     import torch.distributed as dist
 
     import commprof
