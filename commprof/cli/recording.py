@@ -74,7 +74,9 @@ def _declared(
     ] = None,
     sample_every: Annotated[
         str | None,
-        typer.Option("--sample-every", metavar="SECONDS", help="Between readings of the samplers. Default: 1."),
+        typer.Option(
+            "--sample-every", metavar="SECONDS", help="Between readings of the samplers. Default: 1."
+        ),
     ] = None,
 ) -> Options:
     """The options as a verb declares them, made into what the recorder takes."""
@@ -88,10 +90,9 @@ def _declared(
         samplers=_parsed("--sample", sample, parse_samplers) or (),
         sample_every=_parsed("--sample-every", sample_every, parse_seconds) or DEFAULTS.sample_every,
     )
-    if options.window is not None and options.window[1] is not None:
-        first, end = options.window
-        if first >= end:
-            raise UsageError(f"--steps {steps} --warmup {warmup}: {describe_empty(options)}")
+    first, end = options.window or (0, None)
+    if end is not None and first >= end:
+        raise UsageError(f"--steps {steps} --warmup {warmup}: {describe_empty(options)}")
     return options
 
 

@@ -37,7 +37,7 @@ _HOST_COUNTS: Final = ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES")
 class Log(Protocol):
     """Where offsets and remarks go; any thread may call it."""
 
-    def write(self, kind: str, row: Mapping[str, object]) -> None:
+    def write(self, kind: str, row: Mapping[str, object]) -> object:
         """Keep a row."""
 
     def note(self, text: str) -> None:

@@ -138,6 +138,7 @@ class Interception:
             if vars(owner).get(name) is wrapper:
                 setattr(owner, name, original)
         self._installed.clear()
+        self.is_complete = False
         self.wrappers.pending.clear()
 
     def _record_cpp_issuers(self) -> None:

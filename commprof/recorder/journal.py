@@ -63,6 +63,10 @@ class Journal:
         self.device_times = DeviceTimes(completion_every > 0, self.fault)
         self.on_captured: Callable[[Words, int], None] | None = None  # told of each record of a CUDA graph
         self._lock = threading.RLock()
+        self.allows_line: Callable[[str], bool] | None = None  # whether a line of this kind may be written
+        self.rows: dict[int, Mapping[str, Any]] | None = (
+            None  # interned rows by number, for who makes sums of them
+        )
         self._notes: list[str] = []  # said before there was a file
         self._threads: list[Any] = []  # states of the threads that were given a number
         self._interned: dict[tuple[Any, ...], int] = {}
@@ -128,13 +132,16 @@ class Journal:
         self._phase = _phase_number(name)
         self._refresh()
 
-    def write(self, kind: str, row: Mapping[str, Any]) -> None:
+    def write(self, kind: str, row: Mapping[str, Any]) -> bool:
         """Append a line to the events file. When that fails no record is kept either: nobody could read it."""
         events, records = self.events, self.records
-        if events is None:
-            return
-        if not events.write(kind, row) and records is not None and events.stopped_reason is not None:
+        if events is None or (self.allows_line is not None and not self.allows_line(kind)):
+            return False
+        if events.write(kind, row):
+            return True
+        if records is not None and events.stopped_reason is not None:
             records.stop(events.stopped_reason)
+        return False
 
     def note(self, text: str) -> None:
         """Leave a sentence for the person who reads the trace."""
@@ -155,6 +162,8 @@ class Journal:
                 self._next_id += 1
                 self.write(kind, {"id": number, **row})
                 self._interned[key] = number
+                if self.rows is not None:
+                    self.rows[number] = row
             return number
 
     def intern_tag(self, tag: hooks.tag) -> int:

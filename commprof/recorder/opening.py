@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -20,7 +21,7 @@ from commprof.trace.directory import COLLECTIVES_DIRECTORY, TRACES, run_name, sc
 from commprof.trace.layout import RankFile, parse_stem
 from commprof.trace.manifest import Manifest, describe_process, write_manifest_if_absent
 from commprof.trace.process import process_start_ns, start_ticks
-from commprof.trace.writer import EventFile, RecordFile
+from commprof.trace.writer import EventFile, RecordFile, Spill
 
 RUN_VARIABLE: Final = "COMMPROF_RUN"
 
@@ -91,8 +92,11 @@ def _belongs_to_another_job(directory: Path, rank: Rank) -> bool:
     return any(i.rank == rank.rank and i.attempt == rank.attempt and i.pid != os.getpid() for i in identities)
 
 
-def open_files(directory: Path, rank: Rank, first_seq: int) -> Opened:
+def open_files(directory: Path, rank: Rank, first_seq: int, spill: Spill | None = None) -> Opened:
     """Make the run directory, its manifest unless there is one, and both files of this process.
+
+    Args:
+        spill: takes the records that the file may not.
 
     Raises:
         OSError: the directory cannot be made or written to.
@@ -109,7 +113,7 @@ def open_files(directory: Path, rank: Rank, first_seq: int) -> Opened:
             except FileExistsError:
                 pass  # an earlier recording of this process
             else:
-                return Opened(directory, identity, RecordFile(stem, identity, first_seq), events)
+                return Opened(directory, identity, RecordFile(stem, identity, first_seq, spill), events)
         part += 1
 
 
@@ -126,8 +130,8 @@ def _write_manifest(directory: Path, rank: Rank) -> None:
     write_manifest_if_absent(directory, manifest)
 
 
-def begin_row(identity: RankFile, world_size: int) -> dict[str, Any]:
-    """What the first line of the events file says about the process."""
+def begin_row(identity: RankFile, world_size: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What the first line of the events file says about the process, and how it is recorded."""
     return {
         "schema_version": SCHEMA_VERSION,
         "commprof_version": __version__,
@@ -141,4 +145,5 @@ def begin_row(identity: RankFile, world_size: int) -> dict[str, Any]:
         "time_ns": time.perf_counter_ns(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
+        "options": dict(options),
     }

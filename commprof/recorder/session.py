@@ -19,6 +19,8 @@ from typing import Any, Final
 
 from commprof import hooks
 from commprof.recorder.adapters.frameworks import Frameworks
+from commprof.recorder.aggregation import Aggregation
+from commprof.recorder.bounds import SizeLimit, StepWindow
 from commprof.recorder.clock_meeting import Meeting, job_meeting
 from commprof.recorder.clock_offsets import ClockOffsets
 from commprof.recorder.counters import step_readings
@@ -35,6 +37,7 @@ from commprof.recorder.steps import Steps
 from commprof.trace.writer import count_of
 
 _TABLES: Final = frozenset({"metrics", "parameters", "buckets", "config"})
+_OF_STEPS: Final = frozenset({"metrics", "buckets"})
 
 
 class Session:
@@ -65,6 +68,9 @@ class Session:
             groups.find, self._before_destroy, self._on_destroy, self.journal.fault
         )
         self.steps = Steps(self.journal, self._check)
+        self.window = StepWindow(options.window, self.journal, self._resume, self._pause)
+        self.limit = SizeLimit(options.max_bytes, self.journal)
+        self.sums = Aggregation(self.journal, options.aggregate, self.limit) if _makes_sums(options) else None
         self.selfcheck = (
             SelfCheck(self.journal, groups, self.interception.close_gap) if options.selfcheck else None
         )
@@ -84,7 +90,9 @@ class Session:
         """
         if self.selfcheck is not None:
             self.selfcheck.start()
-        self.interception.install()
+        self.window.start(hooks.position.step)
+        if self.window.is_open:
+            self.interception.install()
         self.lifecycle.install()
         hooks.listen(self)
         self.frameworks.install()
@@ -94,6 +102,7 @@ class Session:
     def stop(self) -> None:
         """Write what is left, take every wrapper out, and close the files."""
         self._check(is_last=True)
+        self.window.count()
         self.frameworks.finish()
         self._unwatch()
         self.clock_offsets.finish()
@@ -127,6 +136,8 @@ class Session:
                     self._complain("?", self.journal.lost, self._refused)
                 return
             _, identity, records, _ = self.opened
+            if self.sums is not None:
+                self.sums.finish()
             self.steps.finish()
             self.stacks.remove()
             self.journal.write("end", {"time_ns": time.perf_counter_ns()})
@@ -157,10 +168,11 @@ class Session:
         groups = self.interception.groups.every()
         calls = sum(count_of(group.collectives) + count_of(group.messages) for group in groups)
         kernels = self.interception.kernels
+        sums = self.sums
         cost = journal.cost_ns / journal.cost_samples if journal.cost_samples else 0.0
         return {
             "records": opened.records.kept,
-            "lost": opened.records.lost,
+            "lost": opened.records.lost + (sums.lost if sums is not None else 0),
             "raised": journal.raised,
             "faults": journal.faults,
             "first_fault": journal.first_fault,
@@ -169,7 +181,8 @@ class Session:
             + journal.completion.cost_ns
             + self.steps.cost_ns
             + self.flight.cost_ns
-            + self.clock_offsets.cost_ns,
+            + self.clock_offsets.cost_ns
+            + (sums.cost_ns if sums is not None else 0),
             "stopped_reason": opened.records.stopped_reason or opened.events.stopped_reason,
         }
 
@@ -178,7 +191,13 @@ class Session:
     def on_step(self, step: int, micro_step: int) -> None:
         """A step or micro step begins."""
         try:
+            if not self.window.enter(step):
+                self.steps.pass_by(step, micro_step)
+                return
             self.steps.begin(step, micro_step)
+            if micro_step == 0 and self.sums is not None and self.opened is not None:
+                self.opened.records.end_step()
+                self.sums.end_step()
         except Exception as error:
             self.journal.fault(error)
 
@@ -192,7 +211,7 @@ class Session:
         try:
             if table == "parameters":
                 self.frameworks.models.heard()
-            if table in _TABLES:
+            if table in _TABLES and (self.window.is_open or table not in _OF_STEPS):
                 self.steps.note_row(table, row)
         except Exception as error:
             self.journal.fault(error)
@@ -206,8 +225,21 @@ class Session:
                 self._open()
         self.journal.write("group", group.row())
 
+    def _resume(self) -> None:
+        """Recording begins within the run."""
+        self.interception.install()
+        if self.selfcheck is not None:
+            self.selfcheck.skip()
+
+    def _pause(self) -> None:
+        """Recording ends within the run."""
+        self._check()
+        self.interception.remove()
+        self.steps.close()
+
     def _before_destroy(self) -> None:
         self._check()
+        self.window.count()
         self.clock_offsets.part()
         self.flight.write()
 
@@ -217,7 +249,7 @@ class Session:
             self.selfcheck.forget(name)
 
     def _check(self, is_last: bool = False) -> None:
-        if self.journal.records is None:
+        if self.journal.records is None or not self.window.is_open:
             return
         try:
             self.interception.follow()
@@ -236,21 +268,25 @@ class Session:
         directory = None
         try:
             directory = find_directory(self.out, rank)
-            self.opened = open_files(directory, rank, _first_seq[0])
+            self.opened = open_files(directory, rank, _first_seq[0], self.sums)
         except OSError as error:
             self._refused = error.strerror or str(error)
             say(f"rank {rank.rank}: nothing is recorded: {directory}: {self._refused}. The training goes on")
             return
         self.journal.open(self.opened.records, self.opened.events)
-        self.journal.write("begin", begin_row(self.opened.identity, rank.world_size))
+        self.journal.write("begin", begin_row(self.opened.identity, rank.world_size, self.options.changed()))
         self.steps.readings = step_readings(os.environ, directory)
-        self.steps.start()
+        self.steps.start(self.window.is_open)
         signal = self.stacks.install(directory, self.opened.identity.stem)
         if signal is not None:
             self.journal.write("stacks", signal)
         self.clock_offsets.start(rank.rank, rank.world_size, os.environ)
         # multiprocessing ends its children without running atexit handlers.
         multiprocessing_util.Finalize(None, detach, exitpriority=10)
+
+
+def _makes_sums(options: Options) -> bool:
+    return options.aggregate or options.max_bytes is not None
 
 
 def say(text: str) -> None:

@@ -40,19 +40,17 @@ class Steps:
         """Whether the program names its steps itself."""
         return self._explicit
 
-    def start(self) -> None:
-        """The files are open: write down where the training is already."""
+    def start(self, is_recorded: bool = True) -> None:
+        """The files are open: write down where the training is already, if that is to be recorded."""
         self._write_clock(time.perf_counter_ns())
-        if hooks.position.step >= 0:
+        if is_recorded and hooks.position.step >= 0:
             begin = self.begin_automatic if self._found else self.begin
             begin(hooks.position.step, hooks.position.micro_step)
 
     def begin(self, step: int, micro_step: int) -> None:
         """Step ``step`` begins, or a further micro step of it."""
         now = time.perf_counter_ns()
-        self._found = self._automatic_call
-        if not self._automatic_call:
-            self._explicit = True
+        self._hear()
         if micro_step == 0:
             self._check()
             if self.readings is not None:
@@ -71,6 +69,26 @@ class Steps:
         if now >= self._next_clock_ns:
             self._write_clock(now)
         self.cost_ns += time.perf_counter_ns() - now
+
+    def _hear(self) -> None:
+        self._found = self._automatic_call
+        if not self._automatic_call:
+            self._explicit = True
+
+    def pass_by(self, step: int, micro_step: int) -> None:
+        """A step begins that is not to be recorded."""
+        self._hear()
+        self.journal.move(step, micro_step)
+
+    def close(self) -> None:
+        """The last step that is to be recorded has ended."""
+        if self.readings is not None:
+            self.readings.finish()
+            self.readings = None
+        now = time.perf_counter_ns()
+        self.journal.write(
+            "step", {"step": None, "micro_step": 0, "time_ns": now, "closed": True, **_resources()}
+        )
 
     def finish(self) -> None:
         """Recording ends: the last step's resources and the clocks."""

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from commprof.errors import TraceError
+from commprof.trace.aggregates import recorded_part, sums_of
 from commprof.trace.columns import CollectiveColumns, encoded_schema
 from commprof.trace.events import Events, read_events
 from commprof.trace.layout import EVENTS_SUFFIX, RECORDS_SUFFIX, RankFile, parse_stem
@@ -120,6 +121,7 @@ def _side_tables(
         "flight": ({**row, **same} for row in events.rows["flight"]),
         "clocks": ({**row, **here} for row in events.rows["clock"]),
         "clock_offsets": ({**row, **here} for row in events.rows["clock_offset"]),
+        "aggregates": ({**row, **same} for row in sums_of(events, groups, steps.void)),
     }
     tables = {name: fitted(name, given) for name, given in rows.items()}
     return {name: found.table for name, found in tables.items()}, sum(t.left_out for t in tables.values())
@@ -166,6 +168,8 @@ def _entry(
         "unseen": sum(tables["groups"].column("unseen").to_pylist()),
         "recorder_ns": whole_number(said.get("recorder_ns")),
         "stopped_reason": None if reason is None else str(reason),
+        "summed": sum(tables["aggregates"].column("calls").to_pylist()),
+        **recorded_part(events),
         "ended": totals is not None,
         "notes": [str(row["text"]) for row in events.rows["note"] if "text" in row],
     }

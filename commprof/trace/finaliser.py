@@ -59,6 +59,7 @@ _SIDE_TABLES: Final = (
     "flight",
     "clocks",
     "clock_offsets",
+    "aggregates",
 )
 _QUIET_SECONDS: Final = (
     600  # a file of a host that we cannot ask, untouched for so long, is taken for abandoned

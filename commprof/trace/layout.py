@@ -45,8 +45,16 @@ EVENT_KINDS: Final[tuple[str, ...]] = (
     "flight",  # an entry of torch's Flight Recorder
     "stacks",  # the signal on which the process writes its stacks, and the file, below the run
     "unseen",  # a self-check found collectives without records
+    "outside",  # collectives issued outside the steps to record, so far
+    "aggregate",  # sums over collectives of one step that have no records: rows of SUM_FIELDS
     "note",  # a sentence for the person who reads the trace
     "end",  # recording ended in an orderly way; totals
+)
+
+# What a row of sums holds: columns of the table ``aggregates``.
+SUM_FIELDS: Final = (
+    *("phase", "op", "intended_op", "purpose", "pg", "is_p2p"),
+    *("calls", "payload_bytes", "input_bytes", "output_bytes", "host_ns", "exposed_ns"),
 )
 
 

@@ -145,15 +145,30 @@ class Segment:
         return min(count_of(self.offsets), self.end)
 
 
+class Spill(Protocol):
+    """Where records go that the file may not keep."""
+
+    def allows_records(self, size: int) -> bool:
+        """Whether the file may grow to ``size`` bytes."""
+
+    def next_segment(self) -> Segment:
+        """A segment in memory, in the place of the file's next one."""
+
+
 class RecordFile:
     """The ``.records`` file of one rank.
 
     The hot path takes an offset from ``segment.offsets`` and packs :data:`ISSUE` there while it is below
-    ``segment.end``; else it calls :meth:`append`, which grows the file, writes through, or counts a loss.
+    ``segment.end``; else it calls :meth:`append`, which grows the file, writes through, or counts a loss. Once ``spill``
+    does not allow the file to grow, records go to its segments, and are none of the file's.
     """
 
-    def __init__(self, stem: Path, identity: RankFile, first_seq: int = 0) -> None:
+    def __init__(
+        self, stem: Path, identity: RankFile, first_seq: int = 0, spill: Spill | None = None
+    ) -> None:
         self.path = stem.with_name(stem.name + RECORDS_SUFFIX)
+        self._spill = spill
+        self._spills = False
         self.lost = 0
         self.stopped_reason: str | None = None
         self._lock = threading.RLock()
@@ -190,6 +205,10 @@ class RecordFile:
     def _write_through(self, fields: tuple[int | bytes, ...]) -> tuple[Words, int]:
         data = ISSUE.pack(*fields)
         offset = self._end + self._written * RECORD.size
+        if self._spill is not None and not self._spill.allows_records(offset + RECORD.size):
+            self._writes_through = False
+            self._spills = True
+            return self.append(*fields)
         if not self.overwrite(offset, data):
             self.lost += 1
             return NO_WORDS, 0
@@ -213,6 +232,12 @@ class RecordFile:
     def _grow(self) -> None:
         wanted = FIRST_SEGMENT_BYTES << len(self._segments)
         size = -(-min(wanted, LARGEST_SEGMENT_BYTES) // SEGMENT_UNIT) * SEGMENT_UNIT
+        if self._spill is not None:
+            size = self._allowed(self._spill, size)
+            if not size:
+                self._spills = True
+                self._open_segment(self._spill.next_segment())
+                return
         try:
             os.posix_fallocate(self._descriptor, self._end, size)
             mapping = mmap.mmap(self._descriptor, size, offset=self._end)
@@ -227,6 +252,18 @@ class RecordFile:
         segment = Segment(mapping, size)
         self._segments.append(segment)
         self._open_segment(segment)
+
+    def _allowed(self, spill: Spill, size: int) -> int:
+        """By how much the file may grow: ``size`` or what is left of it, in whole units; 0 where records spill."""
+        while size and (self._spills or not spill.allows_records(self._end + size)):
+            size = size // 2 // SEGMENT_UNIT * SEGMENT_UNIT
+        return size
+
+    def end_step(self) -> None:
+        """The records of the next step begin a segment of their own where they are not kept in the file."""
+        with self._lock:
+            if self._spill is not None and self._spills and self.stopped_reason is None:
+                self._open_segment(self._spill.next_segment())
 
     def _open_segment(self, segment: Segment) -> None:
         self.segment = segment
@@ -318,6 +355,7 @@ class EventFile:
         self.path = stem.with_name(stem.name + EVENTS_SUFFIX)
         self.stopped_reason: str | None = None
         self.lost = 0
+        self.size = 0
         self._lock = threading.RLock()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._descriptor = os.open(self.path, flags, 0o644)
@@ -334,6 +372,7 @@ class EventFile:
             except OSError as error:
                 self.stopped_reason = _reason("write", error)
             else:
+                self.size += done
                 if done == len(line):
                     return True
                 self.stopped_reason = (

@@ -1,0 +1,50 @@
+"""What a rank kept in the place of records: the rows of ``aggregates``, and which steps were recorded at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from commprof.trace.events import Events
+from commprof.trace.layout import SUM_FIELDS
+
+
+def sums_of(
+    events: Events, groups: Mapping[str, Mapping[str, Any]], void: Mapping[int, int]
+) -> Iterator[dict[str, Any]]:
+    """The rows of the table, without the rank; a line that holds something else gives none.
+
+    Args:
+        events: of one rank.
+        groups: its process groups, by name.
+        void: steps that turned out to be none, each with the step that it belongs to.
+    """
+    for line in events.rows["aggregate"]:
+        step, sums = line.get("step"), line.get("sums")
+        if not isinstance(step, int) or not isinstance(sums, list):
+            continue
+        for values in sums:
+            if not isinstance(values, list) or len(values) != len(SUM_FIELDS):
+                continue
+            row = dict(zip(SUM_FIELDS, values, strict=True))
+            group = groups.get(str(row["pg"]), {})
+            yield {
+                **row,
+                "step": void.get(step, step),
+                "group_ranks": group.get("group_ranks", ""),
+                "group_size": group.get("group_size", 0),
+            }
+
+
+def recorded_part(events: Events) -> dict[str, Any]:
+    """What of the run this rank was asked to record, for its entry in the manifest.
+
+    ``options``: those that were not the defaults. ``outside``: collectives that its groups counted outside the steps to
+    record; None where they do not count, or all steps were to be recorded.
+    """
+    options = (events.last("begin") or {}).get("options")
+    outside = (events.last("outside") or {}).get("collectives")
+    return {
+        "options": options if isinstance(options, dict) else {},
+        "outside": outside if isinstance(outside, int) else None,
+    }
