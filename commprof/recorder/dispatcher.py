@@ -72,6 +72,11 @@ def operator_names(namespace: str) -> list[str]:
     return sorted({name for name in names if name.startswith(f"{namespace}::") and "." not in name})
 
 
+def is_operator(name: str) -> bool:
+    """Whether this process knows an operator of that name now."""
+    return bool(torch._C._dispatch_has_kernel(name))
+
+
 def arguments_of(operator: str) -> list[tuple[str, str]]:
     """The arguments of ``operator`` as its schema names them: name and type.
 

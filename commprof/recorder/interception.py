@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import Backend, ProcessGroup, Work
 from commprof import hooks
 from commprof.recorder.backend_groups import BackendGroups
 from commprof.recorder.beneath import Beneath
-from commprof.recorder.dispatcher import operator_names
+from commprof.recorder.dispatcher import is_operator, operator_names
 from commprof.recorder.functional import FRAMEWORK, FUNCTIONAL, WAIT
 from commprof.recorder.graphs import CapturedGraphs
 from commprof.recorder.groups import Group, Groups, live_groups
@@ -150,9 +150,9 @@ class Interception:
             self._attempt(name, self.kernels.observe_c10d, name)
 
     def _observe_functional(self) -> None:
-        found = {name for name in FUNCTIONAL if name in operator_names(name.partition("::")[0])}
-        for name in found:
-            self._attempt(name, self.kernels.observe, {name: FUNCTIONAL[name]}, Layer.FUNCTIONAL)
+        for name, reader in FUNCTIONAL.items():
+            if is_operator(name):
+                self._attempt(name, self.kernels.observe, {name: reader}, Layer.FUNCTIONAL)
         self._attempt(WAIT, self.kernels.observe_waits, WAIT)
 
     def _attempt(self, what: str, observe: Callable[..., None], *args: Any) -> None:
