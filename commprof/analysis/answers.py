@@ -276,7 +276,7 @@ STRAGGLERS: Final = Table(
         Column("median_lateness_ns", "int64", "after the first rank, median", unit="ns"),
         Column("error_ns", "int64", "its times are wrong by this at most, median", unit="ns"),
         Column("lead_ns", "int64", "time in which it alone was missing, in all", unit="ns"),
-        Column("others_waited_ns", "int64", "time that the others stood still for it alone, their mean, in all", unit="ns"),
+        Column("others_waited_ns", "int64", "time that the others stood still for it alone, their mean, in all", True, "ns"),
         Column("others_waited_per_step_ns", "int64", "the same for a training step", True, "ns"),
         Column("stands_out", "bool", "it was last more often than chance explains (three standard deviations)"),
     ),

@@ -60,10 +60,9 @@ def statement(frame: pd.DataFrame, span_ns: int, unknown: int) -> str | None:
     """
     if frame.empty:
         return _incomparable(unknown)
-    late = frame[frame["stands_out"] & (frame["others_waited_ns"] >= _WORTH_SAYING * span_ns)]
-    sentences = [
-        _sentence(row) for _, row in late.sort_values("others_waited_ns", ascending=False).iterrows()
-    ]
+    cost = frame["others_waited_ns"].fillna(frame["lead_ns"])
+    late = frame[frame["stands_out"] & (cost >= _WORTH_SAYING * span_ns)]
+    sentences = [_sentence(row) for _, row in late.sort_values("lead_ns", ascending=False).iterrows()]
     if not sentences and int(frame["within_bound"].sum()) * 2 > int(frame["collectives"].max()):
         bound = format_ns(float(frame["error_ns"].max()))
         sentences.append(
@@ -76,14 +75,15 @@ def statement(frame: pd.DataFrame, span_ns: int, unknown: int) -> str | None:
 
 def _sentence(row: pd.Series) -> str:
     share = 100 * row["last"] / row["collectives"]
+    error = f", to within {format_ns(float(row['error_ns']))}" if row["error_ns"] else ""
+    came = f"Rank {row['rank']} was the last to come to {share:.0f} % of {row['collectives']:,} collectives{error}"
+    if pd.isna(row["others_waited_ns"]):
+        missing = format_ns(float(row["lead_ns"]))
+        return f"{came}; it alone was missing for {missing} in all, and whether the others stood still was not seen."
     waited = f"{format_ns(float(row['others_waited_ns']))} in all"
     if not pd.isna(row["others_waited_per_step_ns"]):
         waited = f"{format_ns(float(row['others_waited_per_step_ns']))} a step"
-    error = f", to within {format_ns(float(row['error_ns']))}" if row["error_ns"] else ""
-    return (
-        f"Rank {row['rank']} was the last to come to {share:.0f} % of {row['collectives']:,} collectives{error}; the others "
-        f"stood still {waited} for it."
-    )
+    return f"{came}; the others stood still {waited} for it."
 
 
 def _incomparable(unknown: int) -> str | None:

@@ -105,7 +105,7 @@ def estimate(exchanges: Sequence[Exchange], drift_limit: float = DRIFT_LIMIT) ->
     The answer is the middle of that part, its error half the width. With one exchange that is the rule of NTP (RFC 5905,
     section 8). Intervals that share nothing (a clock that jumped) leave the tightest one.
     """
-    tightest = min(exchanges, key=lambda exchange: exchange.highest - exchange.lowest)
+    tightest = min(exchanges, key=lambda exchange: (exchange.highest - exchange.lowest, exchange.reach_ns))
     moment = tightest.middle_ns
 
     def confined(exchange: Exchange) -> tuple[int, int]:

@@ -24,14 +24,21 @@ select
     cast(round(median(lateness_ns)) as bigint) as median_lateness_ns,
     cast(round(median(error_ns)) as bigint) as error_ns,
     cast(coalesce(sum(case when is_last and certain then lead_ns end), 0) as bigint) as lead_ns,
-    cast(coalesce(sum(case when is_last and certain then others_waited_ns end), 0) as bigint) as others_waited_ns,
+    -- Null where no wait of the others was seen; a rank that was never last kept nobody waiting.
+    cast(
+        case
+            when count(case when is_last and certain then 1 end) = 0 then 0
+            else sum(case when is_last and certain then others_waited_ns end)
+        end as bigint
+    ) as others_waited_ns,
     cast(
         round(
-            coalesce(sum(case when is_last and certain and step >= 0 then others_waited_ns end), 0)
-            / nullif(max(s.steps), 0)
+            case
+                when count(case when is_last and certain and step >= 0 then 1 end) = 0 then 0
+                else sum(case when is_last and certain and step >= 0 then others_waited_ns end)
+            end / nullif(max(s.steps), 0)
         ) as bigint
-    ) as others_waited_per_step_ns,
-    max(s.steps) as steps
+    ) as others_waited_per_step_ns
 from counted
 cross join steps s
 group by rank

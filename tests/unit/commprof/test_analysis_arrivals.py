@@ -6,6 +6,8 @@ import random
 
 import pandas as pd
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from commprof.analysis import api
 from commprof.analysis.arrivals import arrivals, arrivals_frame
@@ -284,3 +286,77 @@ def test_answers_hold_exactly_what_is_declared(name):
     collective(run, "all_reduce", [100, 200])
     found = {"arrivals": frame(run), "stragglers": stragglers_of(arrived(run))}[name]
     assert list(found.columns) == list(api.describe_columns(name))
+
+
+def test_where_no_wait_was_seen_the_sentence_says_so():
+    run = SyntheticRun(world_size=2)
+    for number in range(40):
+        begin = number * 1_000_000
+        collective(
+            run, "all_reduce", [begin, begin + 90_000], is_async=True, wait_begin_ns=None, wait_end_ns=None
+        )
+    found = stragglers_of(arrived(run))
+    assert column(found, "others_waited_ns") == [0, None]
+    assert found.attrs["statement"] == (
+        "Rank 1 was the last to come to 100 % of 40 collectives; it alone was missing for 3.60 ms in all, and whether the "
+        "others stood still was not seen."
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_arrivals_agree_with_a_plain_computation(data):
+    """Random ranks, clocks, groups and missing records, against the definitions written out row by row."""
+    world = data.draw(st.integers(2, 4))
+    names = data.draw(st.lists(st.sampled_from("abc"), min_size=world, max_size=world))
+    run = SyntheticRun(world_size=world)
+    clocks(run, *names)
+    truth = {names[0]: (0, 0)}
+    measured(run, 0, 0, 0)
+    for name in sorted(set(names) - {names[0]}):
+        if data.draw(st.booleans()):
+            truth[name] = (data.draw(st.integers(-500, 500)), data.draw(st.integers(0, 60)))
+            for time in (0, 1_000_000):  # equal, so nothing drifts in between
+                measured(run, names.index(name), *truth[name], time_ns=time)
+    for number in range(data.draw(st.integers(1, 4))):
+        group = tuple(sorted(data.draw(st.sets(st.integers(0, world - 1), min_size=2))))
+        for rank in group:
+            if data.draw(st.integers(0, 9)):
+                issue = data.draw(st.integers(0, 300))
+                run.add_collective("all_reduce", ranks=(rank,), group=group, pg_seq=number, issue_ns=issue)
+    found = frame(run, one_host=False)
+    records = run.rows["collectives"]
+    assert len(found) == len(records)
+    for each in found.to_dict("records"):
+        mates = [
+            r for r in records if (r["group_ranks"], r["pg_seq"]) == (each["group_ranks"], each["pg_seq"])
+        ]
+        assert each["members"] == len(mates)
+        check_row(each, {r["rank"]: r["issue_ns"] for r in mates}, names, truth)
+
+
+def check_row(each, issues, names, truth):
+    same = len({names[rank] for rank in issues}) == 1
+    if not same and not all(names[rank] in truth for rank in issues):
+        assert pd.isna(each["lateness_ns"]) and pd.isna(each["is_last"])
+        return
+    place = {rank: time + (0 if same else truth[names[rank]][0]) for rank, time in issues.items()}
+    mine = place[each["rank"]]
+    assert each["lateness_ns"] == mine - min(place.values())
+    assert each["waiting_ns"] == max(place.values()) - mine
+    if len(issues) < each["group_size"]:
+        assert pd.isna(each["is_last"])
+        return
+    last = max(place, key=lambda rank: (place[rank], rank))
+    assert each["is_last"] == (each["rank"] == last)
+    if not each["is_last"]:
+        return
+    others = {rank: time for rank, time in place.items() if rank != last}
+    assert each["lead_ns"] == mine - max(others.values())
+    errors = {
+        rank: 0 if names[rank] == names[last] else truth[names[rank]][1] + truth[names[last]][1]
+        for rank in others
+    }
+    slack = min(mine - time - errors[rank] for rank, time in others.items())
+    if not 0 < slack <= 4:  # the wander between measurements is rounded up
+        assert each["certain"] == (slack > 0)

@@ -392,3 +392,25 @@ def test_a_store_that_fails_ends_the_comparison_and_nothing_else():
     until(lambda: log.notes)
     follow.finish()
     assert "could not be compared" in log.notes[0] and "Connection reset" in log.notes[0]
+
+
+def test_a_forked_child_lets_go_and_the_parent_goes_on():
+    store = Store()
+    lead, _ = process(store, shifted, "reference")
+    follow, log = process(store)
+    lead.start(0, 2, {})
+    follow.start(1, 2, {})
+    until(lambda: log.rows)
+    time.sleep(0.3)
+    child = os.fork()
+    if child == 0:
+        follow.drop()
+        lead.drop()
+        lead.finish()
+        follow.finish()  # neither waits for a thread that is not here
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    follow.part()
+    assert len(log.rows) == 2
+    follow.finish()
+    lead.finish()
