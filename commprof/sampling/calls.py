@@ -130,6 +130,11 @@ class RankCalls:
         done = [call for call, stage in zip(self.calls, stages, strict=True) if stage is Stage.DONE]
         return max(done, key=lambda call: call.end_ns, default=None)
 
+    def last_unknown(self) -> Call | None:
+        """The last call of which nothing shows whether it is complete."""
+        pairs = zip(self.calls, self.stages(), strict=True)
+        return next((call for call, stage in reversed(list(pairs)) if stage is Stage.UNKNOWN), None)
+
 
 def _stages(calls: Sequence[Call], ended: bool) -> Iterator[Stage]:
     last_of_thread = {call.thread: position for position, call in enumerate(calls)}

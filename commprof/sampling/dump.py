@@ -131,7 +131,7 @@ def _now_elsewhere(calls: RankCalls) -> int | None:
 
 def _rank(report: RankReport) -> dict[str, Any]:
     calls, stacks = report.calls, report.stacks
-    last = calls.last_done()
+    last, unknown = calls.last_done(), calls.last_unknown()
     return {
         "rank": calls.rank,
         "attempt": calls.attempt,
@@ -143,6 +143,7 @@ def _rank(report: RankReport) -> dict[str, Any]:
         "now_ns": report.now_ns,
         "inside": [_call(call) for call in calls.inside()],
         "last_completed": None if last is None else _call(last),
+        "last_of_unknown_end": None if unknown is None else _call(unknown),
         "stacks_by": None if stacks is None else stacks.source,
         "stacks_problem": None if stacks is None else stacks.problem,
         "stacks": [

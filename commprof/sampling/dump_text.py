@@ -54,10 +54,14 @@ def _ranks(situation: Situation) -> list[str]:
         lines.append(
             f"  rank {calls.rank}, pid {calls.pid} on {calls.host or '?'}: {_state(situation, report)}"
         )
-        lines += [f"    in    {_call(situation, report, call, call.issue_ns)}" for call in calls.inside()]
-        last = calls.last_done()
+        lines += [f"    in      {_call(situation, report, call, call.issue_ns)}" for call in calls.inside()]
+        last, unknown = calls.last_done(), calls.last_unknown()
         if last is not None:
-            lines.append(f"    last  {_call(situation, report, last, last.end_ns)}")
+            lines.append(f"    last    {_call(situation, report, last, last.end_ns)}")
+        if unknown is not None:
+            lines.append(
+                f"    issued  {_call(situation, report, unknown, unknown.issue_ns)}, and whether it is complete does not show"
+            )
     return lines or ["  none has left a file"]
 
 

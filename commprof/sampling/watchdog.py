@@ -28,25 +28,28 @@ class Stillness:
     """How long nothing has changed, and whether that was reported. Pure.
 
     Args:
-        seconds: stillness that is worth a look.
+        seconds: stillness that is worth a look, and again after as long.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._seen: Fingerprints = {}
-        self._since: float | None = None
+        self._next_look = 0.0
         self.reported = False
 
     def is_long(self, found: Fingerprints, now: float) -> bool:
-        """Whether nothing has changed for long enough, and nobody has said so since it last did.
+        """Whether it is time for a look: nothing has changed for long enough, and it was not reported since it last did.
 
         Args:
             found: what there is now; nothing recorded yet is no stillness.
             now: in seconds.
         """
-        if found != self._seen or self._since is None:
-            self._seen, self._since, self.reported = dict(found), now, False
-        return bool(found) and not self.reported and now - self._since >= self._seconds
+        if found != self._seen:
+            self._seen, self._next_look, self.reported = dict(found), now + self._seconds, False
+        if not found or self.reported or now < self._next_look:
+            return False
+        self._next_look = now + self._seconds
+        return True
 
 
 class Watchdog:
@@ -59,7 +62,7 @@ class Watchdog:
 
     Args:
         say: called with one line for the person at the terminal.
-        take: makes the dump.
+        take: makes a dump: :func:`take_dump`.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class Watchdog:
         run: Path,
         seconds: float,
         say: Callable[[str], None],
-        take: Callable[[Path], Dump] = take_dump,
+        take: Callable[..., Dump] = take_dump,
     ) -> None:
         self._run_path = run
         self._seconds = seconds
@@ -101,7 +104,9 @@ class Watchdog:
                 return
 
     def _look(self) -> None:
-        """Make the dump if some rank waits; a long calculation of all ranks is none of our business."""
+        """Make the dump if some rank waits. Without that, no process is disturbed: a long calculation is no hang."""
+        if not self._take(self._run_path, stacks=False, watch_seconds=0.0).verdict.hangs:
+            return
         dump = self._take(self._run_path)
         if not dump.verdict.hangs:
             return

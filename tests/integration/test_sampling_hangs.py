@@ -1,5 +1,6 @@
 """Real ranks that hang in different ways: what a dump of them says, word for word, and that it leaves them alone."""
 
+import inspect
 import json
 import os
 import signal
@@ -11,21 +12,9 @@ import pytest
 from commprof.sampling.dump import take_dump
 from commprof.sampling.dump_text import dump_text
 from commprof.sampling.processes import RankProcess, State, state_of
-from support.hanging import await_stillness, hanging_ranks
+from support.hanging import all_reduces, await_records, await_stillness, hanging_ranks, load_batch
 
 pytestmark = pytest.mark.ranks
-
-
-def all_reduces(count, numel=256, group=None):
-    import torch
-    import torch.distributed as dist
-
-    for _ in range(count):
-        dist.all_reduce(torch.ones(numel), group=group)
-
-
-def load_batch():
-    time.sleep(300)
 
 
 def look(run, records, **options):
@@ -33,13 +22,11 @@ def look(run, records, **options):
     return take_dump(run, watch_seconds=0.2, **options)
 
 
-def line_of(name, function):
-    """``test_sampling_hangs.py:N function``, N the line of ``function`` that holds ``name``."""
-    import inspect
-
+def line_of(text, function):
+    """``file.py:N``, N the line of ``function`` that holds ``text``."""
     lines, first = inspect.getsourcelines(function)
-    number = next(n for n, line in enumerate(lines, first) if name in line)
-    return f"test_sampling_hangs.py:{number}"
+    number = next(n for n, line in enumerate(lines, first) if text in line)
+    return f"{Path(inspect.getsourcefile(function)).name}:{number}"
 
 
 def one_rank_sleeps(rank, world):
@@ -84,7 +71,7 @@ def test_the_dump_as_json_says_the_same(tmp_path):
     (wait,) = found["waits"]
     assert (wait["waiting"], wait["missing"]) == ([0], [1])
     frames = next(stack["frames"] for stack in ranks[1]["stacks"] if stack["main"])
-    assert frames[0]["function"] == "load_batch" and Path(frames[0]["file"]).name == "test_sampling_hangs.py"
+    assert frames[0]["function"] == "load_batch" and Path(frames[0]["file"]).name == "hanging.py"
 
 
 def one_rank_broadcasts(rank, world):
@@ -137,17 +124,6 @@ def test_a_stopped_process_is_named_and_stays_stopped(tmp_path):
         os.kill(pids[2], signal.SIGCONT)
         time.sleep(0.5)
         assert take_dump(run, stacks=False).verdict.kind == "moving"  # nothing was lost by looking
-
-
-def await_records(run, records):
-    from commprof.sampling.live import fingerprint, latest_files
-
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        time.sleep(0.05)
-        if run.exists() and sum(fingerprint(stem)[0] for _, stem in latest_files(run)) >= records:
-            return
-    raise AssertionError("the ranks did not start")
 
 
 def send_without_recv(rank, world):
@@ -300,3 +276,26 @@ def test_the_end_of_a_killed_run_is_told_without_stacks(tmp_path):
     after = take_dump(run)  # from the tables now
     assert after.verdict.sentence == before.verdict.sentence
     assert not (run / "stacks").exists()  # nobody asked for any
+
+
+def backward_in_one_rank_only(rank, world):
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(torch.nn.Linear(64, 64))
+    for _ in range(2):
+        model(torch.ones(4, 64)).sum().backward()
+    if rank == 1:
+        load_batch()
+    model(torch.ones(4, 64)).sum().backward()
+
+
+def test_a_wait_in_cpp_does_not_show_and_the_rank_that_is_behind_does(tmp_path):
+    """DDP's reducer waits for its buckets in C++, where no wait is recorded."""
+    run = tmp_path / "run"
+    with hanging_ranks(run, 2, backward_in_one_rank_only):
+        dump = look(run, 2 * 2 + 1)
+    assert dump.verdict.kind == "missing"
+    assert dump.verdict.sentence.startswith("rank 0 has issued all_reduce #")
+    assert "; rank 1 has not issued it: it is in load_batch (" in dump.verdict.sentence
+    assert "and whether it is complete does not show" in dump_text(dump)

@@ -42,6 +42,20 @@ def hanging_ranks(
         Path(store).unlink(missing_ok=True)
 
 
+def all_reduces(count: int, numel: int = 256, group: Any = None) -> None:
+    """``count`` collectives of one kind, all from one place in the program."""
+    import torch
+    import torch.distributed as dist
+
+    for _ in range(count):
+        dist.all_reduce(torch.ones(numel), group=group)
+
+
+def load_batch() -> None:
+    """What a rank is busy with that never comes."""
+    time.sleep(300)
+
+
 def _main(run, rank, world, body, args, store, env):
     try:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), **env)
@@ -73,3 +87,15 @@ def await_stillness(run: Path, records: int, seconds: float = 30.0) -> None:
             return
         before = found
     raise AssertionError(f"the ranks did not come to {records} records within {seconds} s: {before}")
+
+
+def await_records(run: Path, records: int, seconds: float = 30.0) -> None:
+    """Wait until all ranks together have issued ``records`` collectives, whatever comes after."""
+    from commprof.sampling.live import fingerprint, latest_files
+
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        if run.exists() and sum(fingerprint(stem)[0] for _, stem in latest_files(run)) >= records:
+            return
+    raise AssertionError(f"the ranks did not come to {records} records within {seconds} s")

@@ -1,0 +1,246 @@
+"""What is read of a rank's files while they are written to, and what samplers write beside them."""
+
+import json
+import os
+import socket
+import time
+
+import pytest
+
+from commprof.errors import TraceError
+from commprof.launch.company import in_company, make_samplers
+from commprof.recorder.options import Options
+from commprof.sampling.dump import keep_dump, take_dump
+from commprof.sampling.live import fingerprint, latest, latest_files, read_live, read_tail
+from commprof.sampling.processes import local_ranks
+from commprof.sampling.samples import Sample, SampleWriter
+from commprof.sampling.watchdog import Stillness, Watchdog
+from commprof.schema import RECORD
+from commprof.trace.layout import RankFile
+from commprof.trace.process import start_ticks
+from commprof.trace.reader import open_run
+from commprof.trace.writer import RecordFile, pack_tail
+from support.rank_files import write_rank
+
+
+def test_the_end_of_a_file_that_somebody_writes_to(tmp_path):
+    """Of 5000 records the last 100, from behind the reserved zeros; and reading changes nothing."""
+    identity = RankFile(0, 0, 7, 1)
+    file = RecordFile(tmp_path / identity.stem, identity)
+    for n in range(5000):
+        file.append(1000 + n, n, 1, 0, 2, 3, pack_tail(0, 0, 0, 2, 0))
+    path = file.path
+    before = path.read_bytes()
+    tail = read_tail(path, 100)
+    assert (tail.total, len(tail.data), tail.totals) == (5000, 100 * RECORD.size, None)
+    assert [fields[0] for fields in RECORD.iter_unpack(tail.data)] == list(range(5900, 6000))
+    assert path.stat().st_size > 5000 * RECORD.size + 4096  # there is reserved space behind
+    assert path.read_bytes() == before
+    file.close({"records": 5000})
+    assert read_tail(path).totals == {"records": 5000}
+
+
+def test_an_empty_missing_or_cut_off_file_holds_nothing(tmp_path):
+    assert read_tail(tmp_path / "none.records").total == 0
+    (tmp_path / "short.records").write_bytes(b"COMM")
+    assert read_tail(tmp_path / "short.records").total == 0
+    (tmp_path / "other.records").write_bytes(b"x" * 5000)
+    with pytest.raises(TraceError, match="it is damaged, or was not"):
+        read_tail(tmp_path / "other.records")
+
+
+def test_a_completion_changes_the_fingerprint_as_a_record_does(tmp_path):
+    identity = RankFile(0, 0, 7, 1)
+    stem = tmp_path / identity.stem
+    file = RecordFile(stem, identity)
+    seen = [fingerprint(stem)]
+    words, base = file.append(5, 0, 1, 0, 2, 3, pack_tail(0, 0, 0, 2, 0))
+    seen.append(fingerprint(stem))
+    words[base + 1] = 9
+    seen.append(fingerprint(stem))
+    assert len(set(seen)) == 3 and fingerprint(stem) == seen[-1]
+    file.drop()
+
+
+def test_a_rank_as_its_files_tell(tmp_path):
+    stem = write_rank(tmp_path, rank=1, world=2, records=10, ended=False)
+    calls = read_live(RankFile(1, 0, 4_000_001, 1), stem)
+    assert (calls.rank, calls.total, calls.ended, calls.whole) == (1, 10, False, True)
+    last = calls.calls[-1]
+    assert (last.what.op, last.pg_seq, last.site, last.thread) == (
+        "all_reduce",
+        9,
+        "train.py:7 step",
+        "MainThread",
+    )
+    assert (last.issue_ns, last.return_ns, last.wait_end_ns, last.step) == (9010, 9020, 9090, 1)
+    assert calls.groups["0"].ranks == (0, 1)
+    assert not calls.inside() and calls.last_done() == last
+
+
+def test_of_several_processes_of_a_rank_the_last_attempt_counts(tmp_path):
+    def files(*identities):
+        found = []
+        for rank, attempt, pid, part in identities:
+            identity = RankFile(rank, attempt, pid, part)
+            (tmp_path / f"{identity.stem}.events").write_text("")
+            found.append((identity, tmp_path / identity.stem))
+        return [identity.stem for identity, _ in latest(found)]
+
+    assert files((0, 0, 5, 1), (1, 0, 6, 1), (0, 1, 7, 1)) == ["rank-00000-1-7"]
+    os.utime(tmp_path / "rank-00000-1-7.events", ns=(1, 1))
+    assert files((0, 1, 8, 1)) == ["rank-00000-1-8"]
+    os.utime(tmp_path / "rank-00000-1-8.events", ns=(2, 2))
+    os.utime(tmp_path / "rank-00000-1-7.events", ns=(1, 1))
+    found = [
+        (RankFile(0, 1, 7, 1), tmp_path / "rank-00000-1-7"),
+        (RankFile(0, 1, 8, 1), tmp_path / "rank-00000-1-8"),
+    ]
+    assert [identity.pid for identity, _ in latest(found)] == [8]
+
+
+def test_local_ranks_are_those_that_live_on_this_host(tmp_path):
+    write_rank(tmp_path, rank=0, ended=False, host="elsewhere")
+    write_rank(tmp_path, rank=1, ended=False, host=socket.gethostname())  # dead: its pid is made up
+    identity = RankFile(2, 0, os.getpid(), 1)
+    begin = {"kind": "begin", "host": socket.gethostname(), "start_ticks": start_ticks(os.getpid())}
+    (tmp_path / f"{identity.stem}.events").write_text(json.dumps(begin) + "\n")
+    assert [(process.rank, process.pid) for process in local_ranks(tmp_path)] == [(2, os.getpid())]
+
+
+def test_a_dump_of_files_of_another_host_says_so(tmp_path):
+    write_rank(tmp_path, rank=0, world=1, ended=False, host="elsewhere")
+    dump = take_dump(tmp_path, watch_seconds=0)
+    assert dump.as_dict()["ranks"][0]["state"] == "elsewhere"
+    assert "for the others run commprof dump on elsewhere" in dump.verdict.notes[0]
+
+
+class Counting:
+    """A sampler that counts its readings."""
+
+    def __init__(self, fails_at=None):
+        self.readings, self.fails_at, self.closed = 0, fails_at, False
+
+    def read(self):
+        self.readings += 1
+        if self.readings == self.fails_at:
+            raise RuntimeError("gone")
+        return [Sample("proc", None, "readings", float(self.readings), time.perf_counter_ns())]
+
+    def close(self):
+        self.closed = True
+
+
+def test_samples_become_a_table_of_the_run(tmp_path):
+    write_rank(tmp_path, records=1)
+    sampler = Counting()
+    with SampleWriter(tmp_path, [sampler], 0.01):
+        while sampler.readings < 5:
+            time.sleep(0.005)
+    assert sampler.closed
+    written = sampler.readings
+    assert (tmp_path / "samples.jsonl").exists()
+    rows = open_run(tmp_path).table("samples").to_pylist()
+    assert [row["value"] for row in rows] == [float(n + 1) for n in range(written)]
+    assert {(row["host"], row["source"], row["device"], row["name"]) for row in rows} == {
+        (socket.gethostname(), "proc", None, "readings")
+    }
+    assert not (tmp_path / "samples.jsonl").exists() and (tmp_path / "samples.parquet").exists()
+    assert open_run(tmp_path).table("samples").num_rows == written
+
+
+def test_samples_of_a_job_that_goes_on_and_of_other_hosts_are_read_too(tmp_path):
+    alive = {"host": socket.gethostname(), "pid": os.getpid(), "start_ticks": start_ticks(os.getpid())}
+    write_rank(tmp_path, records=1, ended=False, **alive)
+    row = {
+        "host": "a",
+        "source": "nvml",
+        "device": "GPU 0",
+        "name": "power_watts",
+        "value": 1.0,
+        "time_ns": 5,
+    }
+    (tmp_path / "samples.jsonl").write_text(json.dumps(row) + '\n{"host": "a", "sour')
+    (tmp_path / "samples-b.jsonl").write_text(json.dumps({**row, "host": "b"}) + "\n")
+    assert sorted(r["host"] for r in open_run(tmp_path).table("samples").to_pylist()) == ["a", "b"]
+
+
+def test_a_sampler_that_fails_ends_the_sampling_and_nothing_else(tmp_path):
+    sampler = Counting(fails_at=3)
+    with SampleWriter(tmp_path, [sampler], 0.01):
+        time.sleep(0.2)
+    assert sampler.readings == 3
+    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 2
+
+
+def test_what_cannot_be_sampled_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "pynvml", None)
+    monkeypatch.setattr("commprof.launch.company.py_spy_program", lambda: None)
+    said = []
+    options = Options(samplers=("nvml", "interfaces", "proc", "stacks"))
+    samplers = make_samplers(tmp_path, options, said.append)
+    assert [type(sampler).__name__ for sampler in samplers] == ["ProcessSampler"]
+    assert said == [
+        "--sample nvml: no samples of GPUs: nvidia-ml-py is not installed (pip install 'commprof[sampling]')",
+        "--sample stacks: no samples of stacks: py-spy is not installed (pip install 'commprof[sampling]')",
+    ]
+
+
+def test_nothing_is_sampled_unless_it_is_asked_for(tmp_path):
+    with in_company(tmp_path, Options(), pytest.fail):
+        time.sleep(0.05)
+    assert [path.name for path in tmp_path.iterdir()] == ["wire.jsonl"]
+
+
+def test_interfaces_are_read_at_the_interval_that_was_asked_for(tmp_path):
+    with in_company(tmp_path, Options(samplers=("interfaces",), sample_every=0.02), pytest.fail):
+        time.sleep(0.3)
+    times = {json.loads(line)["time_ns"] for line in (tmp_path / "wire.jsonl").read_text().splitlines()}
+    assert len(times) > 5
+
+
+FILE = RankFile(0, 0, 1, 1)
+
+
+def test_stillness_is_reported_once_until_something_moves():
+    still = Stillness(10)
+    assert not still.is_long({}, 100)
+    assert not still.is_long({FILE: (1, 1)}, 100)
+    assert not still.is_long({FILE: (1, 1)}, 109)
+    assert still.is_long({FILE: (1, 1)}, 110)
+    assert not still.is_long({FILE: (1, 1)}, 115)  # it was looked at a moment ago
+    assert still.is_long({FILE: (1, 1)}, 120)
+    still.reported = True
+    assert not still.is_long({FILE: (1, 1)}, 500)
+    assert not still.is_long({FILE: (1, 2)}, 501)  # a completion
+    assert still.is_long({FILE: (1, 2)}, 511)
+
+
+def test_a_run_without_records_is_no_stillness():
+    still = Stillness(1)
+    assert not any(still.is_long({}, now) for now in range(100))
+
+
+def test_a_watchdog_that_fails_says_so_and_ends(tmp_path):
+    write_rank(tmp_path, ended=False)
+    said = []
+
+    def take(run, **options):
+        raise ZeroDivisionError("boom")
+
+    with Watchdog(tmp_path, 0.1, said.append, take):
+        time.sleep(0.8)
+    assert said == ["watchdog: it has stopped watching: ZeroDivisionError: boom"]
+
+
+def test_dumps_do_not_overwrite_each_other(tmp_path):
+    first = keep_dump(tmp_path / "dumps", "hang", [(".txt", "one"), (".json", "{}")])
+    second = keep_dump(tmp_path / "dumps", "hang", [(".txt", "two"), (".json", "{}")])
+    assert (first.name, second.name) == ("hang.txt", "hang-2.txt")
+    assert (first.read_text(), second.read_text()) == ("one", "two")
+    assert sorted(path.name for path in first.parent.glob("*.json")) == ["hang-2.json", "hang.json"]
+
+
+def test_latest_files_of_no_directory(tmp_path):
+    with pytest.raises(TraceError, match="cannot be read"):
+        latest_files(tmp_path / "none")
