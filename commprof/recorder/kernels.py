@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import ProcessGroup
 from commprof import hooks
 from commprof.recorder.callsite import CallSites
 from commprof.recorder.dispatcher import Kernels, Redispatch, arguments_of
+from commprof.recorder.frames import RecorderFrames
 from commprof.recorder.groups import Group, Groups
 from commprof.recorder.journal import Journal
 from commprof.recorder.methods import Method
@@ -29,7 +30,6 @@ from commprof.schema import LAYERS, Layer
 from commprof.trace.writer import RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Token, mark_raised
 
 _MOST_SIGNATURES: Final = 20_000
-_MOST_CODES: Final = 20_000
 _MOST_RESULTS: Final = 4096  # results of functional operators that nobody waited for, remembered at most
 # What the dispatcher takes to call a kernel in Python and to go on from it, beside the kernel's own time: c10d's operators
 # carry boxes of groups, reductions and handles, functional ones tensors and words (measured: 7.0 and 2.2 us, bare).
@@ -163,10 +163,11 @@ class KernelRecorder:
 
     def _sign(self, key: Any, method: Method, group: Group, values: Sequence[Any]) -> int:
         row = describe(method, group, values, {})
+        number = self.journal.intern("signature", row)
         if row["device"] not in (None, "cpu"):
             group.accelerated = True
             self.journal.look_closer(group)
-        number = self.journal.intern("signature", row)
+            self.journal.device_times.learn(number, row["device"], row["is_async"])
         if len(self._signatures) > _MOST_SIGNATURES:
             self._signatures.clear()
         self._signatures[key] = number
@@ -221,18 +222,18 @@ class KernelRecorder:
         take, journal, clock = self._results.pop, self.journal, time.perf_counter_ns
 
         def wait(keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
-            token = begin = None
+            token = None
             try:
                 self.cost_ns += _FUNCTIONAL_CROSSING_NS
                 token = take(_storage_address(args[0]), None)
-                begin = clock()
+                if token is not None:
+                    words, base, _ = token
+                    words[base + WAIT_BEGIN_WORD] = clock()
             except Exception as error:
                 journal.fault(error)
             result = redispatch(keyset, *args, **kwargs)
-            if token is not None and begin is not None:
+            if token is not None:
                 try:
-                    words, base, _ = token
-                    words[base + WAIT_BEGIN_WORD] = begin
                     words[base + WAIT_END_WORD] = clock()
                 except Exception as error:
                     journal.fault(error)
@@ -253,39 +254,6 @@ class KernelRecorder:
                     group.extra -= 1
         except Exception as error:
             self.journal.fault(error)
-
-
-class RecorderFrames:
-    """Whether one of the functions that record stands among the frames of a thread.
-
-    Known by file and name, not by identity: torch's compiler may run a copy of a function.
-    """
-
-    def __init__(self) -> None:
-        package = __name__.rpartition(".")[0].replace(".", "/")
-        self._files = tuple(f"{package}/{module}.py" for module in ("wrappers", "kernels"))
-        self._known: dict[int, bool] = {}
-        self._codes: list[CodeType] = []  # held, so that their addresses are not used again
-
-    def among(self, frame: FrameType | None) -> bool:
-        """Whether ``frame`` or one of those that called it records collectives."""
-        known = self._known
-        while frame is not None:
-            code = frame.f_code
-            records = known.get(id(code))
-            if records is None:
-                records = self._learn(code)
-            if records:
-                return True
-            frame = frame.f_back
-        return False
-
-    def _learn(self, code: CodeType) -> bool:
-        records = code.co_name in ("call", "kernel") and code.co_filename.endswith(self._files)
-        if len(self._codes) < _MOST_CODES:
-            self._codes.append(code)
-            self._known[id(code)] = records
-        return records
 
 
 def _first_tensor(values: Sequence[Any]) -> torch.Tensor | None:
