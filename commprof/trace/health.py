@@ -151,8 +151,7 @@ def _unseen(groups: Sequence[Mapping[str, Any]]) -> list[str]:
             by_group[key] = max(by_group.get(key, 0), row["unseen"])
     return [
         f"{count} {'collective was' if count == 1 else 'collectives were'} issued unseen in group {desc} (on each of ranks "
-        f"{ranks}): started in C++ (DDP's reducer) or as functional collectives (DTensor, torch.compile), beside the "
-        "layer that this version records"
+        f"{ranks}): whoever issued them went past every layer that was recorded then"
         for (_, desc, ranks), count in by_group.items()
     ]
 
