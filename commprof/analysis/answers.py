@@ -25,7 +25,7 @@ _MEASURES: Final = (
     Column(
         "exposed_ns",
         "int64",
-        "time that the program stood still, mean over the ranks of a collective",
+        "time that the program stood still, mean over the ranks of a collective, added up",
         True,
         "ns",
     ),
@@ -72,13 +72,80 @@ STEP_TIMES: Final = Table(
         Column("payload_bytes", "int64", "payload: S of nccl-tests, summed over them", unit="bytes"),
         Column("wire_bytes", "float64", "wire, modelled: mean bytes that a rank sends", unit="bytes"),
         Column(
-            "exposed_ns", "int64", "time that the program stood still for them, mean over ranks", True, "ns"
+            "exposed_ns",
+            "int64",
+            "time in it that the program stood still for collectives, a moment once, mean over ranks",
+            True,
+            "ns",
         ),
         Column("cpu_ns", "int64", "CPU time of a rank's process, mean over ranks", True, "ns"),
         Column("rss_bytes", "int64", "resident memory, largest over the ranks", True, "bytes"),
         Column("device_bytes", "int64", "device memory, largest over the ranks", True, "bytes"),
     ),
     key=("attempt", "step"),
+)
+
+# What exposure() can be asked by. Its steps are those that the time was spent in.
+EXPOSURE_BY: Final[dict[str, Column]] = {
+    **GROUPINGS,
+    "step": Column(
+        "step",
+        "int32",
+        "training step in which the time was spent; -1 before the first, null after the last",
+        True,
+    ),
+    **{
+        column.name: column
+        for column in map(_of_schema, ("rank", "pg_seq", "module", "is_async", "is_p2p", "thread", "layer"))
+    },
+}
+
+_KNOWN: Final = (
+    Column("records", "int64", "records"),
+    Column("timed", "int64", "of these exposed_ns is known"),
+    Column("sampled", "int64", "of these the end is known from the backend or the device itself"),
+    Column("unwaited", "int64", "asynchronous, and no wait for them was seen: exposed_ns is not known"),
+)
+
+EXPOSURE: Final = Table(
+    "exposure",
+    "What collectives cost the program in time, and what they hid behind its work; means over the ranks with part in it.",
+    (
+        Column("ranks", "int64", "ranks that have such records"),
+        *_KNOWN,
+        Column(
+            "exposed_ns",
+            "int64",
+            "time in which the program stood still for at least one of them; a moment counts once",
+            True,
+            "ns",
+        ),
+        Column("summed_ns", "int64", "exposed_ns of the records, added up", True, "ns"),
+        Column(
+            "overlapped_ns",
+            "int64",
+            "time in which at least one was under way while the program stood still for none; at most, where sampled is "
+            "less than records",
+            True,
+            "ns",
+        ),
+        Column("step_ns", "int64", "time of the training steps of the row, mean over the ranks", True, "ns"),
+        Column("exposed_share", "float64", "part of step_ns in which the program stood still", True),
+    ),
+)
+
+EXPOSURE_PER_STEP: Final = Table(
+    "exposure_per_step",
+    "What a training step stands still for, by purpose; the last row is all of it, in which a moment counts once.",
+    (
+        Column("purpose", "string", "why, as the runtime says; null where it does not; all", True),
+        Column("steps", "int64", "training steps behind the row: those that ended, without the first"),
+        *_KNOWN,
+        Column("exposed_ns", "int64", "median over the steps of exposed_ns of exposure", True, "ns"),
+        Column("exposed_share", "float64", "part of the time of all these steps", True),
+        Column("overlapped_ns", "int64", "median over the steps of overlapped_ns of exposure", True, "ns"),
+    ),
+    key=("purpose",),
 )
 
 MOVED: Final = Table(
@@ -293,6 +360,8 @@ ANSWERS: Final[dict[str, Table]] = {
     "traffic_by_setting": TRAFFIC_BY_SETTING,
     "find_runs": RUNS,
     "requested": REQUESTED,
+    "exposure": EXPOSURE,
+    "exposure_per_step": EXPOSURE_PER_STEP,
     "arrivals": ARRIVALS,
     "stragglers": STRAGGLERS,
 }

@@ -14,11 +14,12 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import pandas as pd
 import pyarrow as pa
 
-from commprof.analysis import comparison, counters, expectation, listing, steps, summary
 from commprof.analysis import arrivals as arrivals_module
+from commprof.analysis import comparison, counters, expectation, listing, steps, summary
+from commprof.analysis import exposure as exposure_module
 from commprof.analysis import settings as settings_module
 from commprof.analysis import traffic as traffic_module
-from commprof.analysis.answers import ANSWERS, GROUPINGS
+from commprof.analysis.answers import ANSWERS, EXPOSURE_BY, GROUPINGS
 from commprof.analysis.csv_text import frame_csv, write_csv
 from commprof.analysis.frames import from_arrow
 from commprof.analysis.units import format_bytes, format_ns
@@ -26,7 +27,7 @@ from commprof.errors import UsageError
 from commprof.ledger import verification
 from commprof.ledger.levels import Verdict
 from commprof.schema import TABLES, Column
-from commprof.trace.reader import Run, open_run
+from commprof.trace.reader import Run, Scan, open_run
 
 __all__ = [
     "TABLES",
@@ -37,6 +38,8 @@ __all__ = [
     "compare",
     "compare_both",
     "describe_columns",
+    "exposure",
+    "exposure_per_step",
     "find_runs",
     "format_bytes",
     "format_ns",
@@ -83,6 +86,10 @@ def _names(runs: Sequence[Run]) -> list[str]:
     ]
 
 
+def _operations(run: Run, collectives: pa.Table | Scan) -> pa.Table:
+    return traffic_module.operations(collectives, run.table("aggregates"))
+
+
 def find_runs(directory: Path | str) -> pd.DataFrame:
     """The runs in and below ``directory``, newest first; one that cannot be read is listed with the reason."""
     return listing.runs_below(Path(directory))
@@ -97,14 +104,15 @@ def traffic(run: AnyRun, by: Sequence[str] = TRAFFIC_BY) -> pd.DataFrame:
     Raises:
         UsageError: a column of ``by`` cannot be grouped by.
     """
-    return traffic_module.traffic(traffic_module.operations(_opened(run).table("collectives")), by)
+    run = _opened(run)
+    return traffic_module.traffic(_operations(run, run.scan("collectives")), by)
 
 
 def step_times(run: AnyRun) -> pd.DataFrame:
     """One row per training step and attempt: times, loss, and what was sent in it."""
     run = _opened(run)
-    collectives = run.table("collectives")
-    return steps.step_times(run.table("steps"), collectives, traffic_module.operations(collectives))
+    collectives = run.scan("collectives")
+    return steps.step_times(run.table("steps"), collectives, _operations(run, collectives))
 
 
 def _arrived(run: Run) -> pa.Table:
@@ -131,6 +139,32 @@ def stragglers(run: AnyRun) -> pd.DataFrame:
     ``frame.attrs["statement"]`` says in a sentence what follows; None where nothing does.
     """
     return arrivals_module.stragglers(_arrived(_opened(run)))
+
+
+def exposure(run: AnyRun, by: Sequence[str] = ("step",)) -> pd.DataFrame:
+    """What collectives cost the program in time, and what they hid behind its work, for each combination of ``by``.
+
+    By ``("step",)``, ``("purpose",)``, ``("step", "bucket")``, or ``("pg", "group_ranks", "pg_seq")`` for each collective;
+    ``()`` gives one row. Rows may overlap in time and need not add up. ``docs/times.md`` defines exposed and overlapped.
+
+    Raises:
+        UsageError: a column of ``by`` cannot be grouped by.
+    """
+    run = _opened(run)
+    return exposure_module.exposure(run.scan("collectives"), run.table("steps"), by)
+
+
+def exposure_per_step(run: AnyRun) -> pd.DataFrame:
+    """What a training step typically stands still for, by purpose and altogether: medians, and shares of the step time.
+
+    Steps that did not end are left out, and so is the first of each attempt, which warms up, where there are others.
+    """
+    run = _opened(run)
+    collectives, steps_table = run.scan("collectives"), run.table("steps")
+    return exposure_module.per_step(
+        exposure_module.exposure(collectives, steps_table, ("attempt", "step", "purpose")),
+        exposure_module.exposure(collectives, steps_table, ("attempt", "step")),
+    )
 
 
 def moved(run: AnyRun) -> pd.DataFrame:
@@ -165,10 +199,11 @@ def overview(run: AnyRun) -> dict[str, Any]:
     ``moved_reason`` says why the moved bytes are None, ``requested_reason`` why the requested operation is.
     """
     run = _opened(run)
-    collectives = run.table("collectives")
-    operations = traffic_module.operations(collectives)
+    collectives = run.scan("collectives")
+    operations = _operations(run, collectives)
     return summary.overview(
         run,
+        operations,
         steps.step_times(run.table("steps"), collectives, operations),
         traffic_module.traffic(operations, ()),
         moved(run),
@@ -196,8 +231,8 @@ def _measured(runs: Sequence[AnyRun]) -> list[comparison.Measured]:
 
 
 def _measure(run: Run, name: str, setting: settings_module.Setting) -> comparison.Measured:
-    collectives = run.table("collectives")
-    operations = traffic_module.operations(collectives)
+    collectives = run.scan("collectives")
+    operations = _operations(run, collectives)
     times = steps.step_times(run.table("steps"), collectives, operations)
     return comparison.Measured(
         name=name,
@@ -252,7 +287,8 @@ def describe_columns(name: str) -> dict[str, Column]:
     """The columns of an answer or of a table of the schema, by name: type, unit and what each means.
 
     ``name`` is that of a function here (``traffic``, ``step_times``, ``moved``, ``compare``, ``traffic_by_setting``,
-    ``find_runs``, ``requested``) or of a table. ``traffic`` has the columns that it can be grouped by as well.
+    ``find_runs``, ``requested``, ``exposure``) or of a table. ``traffic`` and ``exposure`` have the columns that they can be
+    grouped by as well.
 
     Raises:
         UsageError: there is no such answer or table.
@@ -261,4 +297,5 @@ def describe_columns(name: str) -> dict[str, Column]:
     if declared is None:
         raise UsageError(f"nothing is called {name!r}; choose from {', '.join((*ANSWERS, *TABLES))}")
     columns = {column.name: column for column in declared.columns}
-    return GROUPINGS | columns if name == "traffic" else columns
+    groupings = {"traffic": GROUPINGS, "exposure": EXPOSURE_BY}.get(name, {})
+    return groupings | columns

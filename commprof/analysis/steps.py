@@ -9,12 +9,15 @@ import pyarrow as pa
 
 from commprof.analysis.answers import STEP_TIMES, STEP_TOTALS
 from commprof.analysis.engine import ask
+from commprof.analysis.exposure import standstill
 from commprof.analysis.frames import from_arrow
+from commprof.trace.reader import Scan
 
 
-def step_times(steps: pa.Table, collectives: pa.Table, operations: pa.Table) -> pd.DataFrame:
+def step_times(steps: pa.Table, collectives: pa.Table | Scan, operations: pa.Table) -> pd.DataFrame:
     """One row per training step and attempt (``queries/step_times.sql``); initialisation is not a step."""
-    answer = ask("step_times", {"steps": steps, "collectives": collectives, "operations": operations})
+    tables = {"steps": steps, "collectives": collectives, "operations": operations}
+    answer = ask("step_times", {**tables, "standstill": standstill(collectives, steps)})
     return from_arrow(answer, STEP_TIMES.columns)
 
 

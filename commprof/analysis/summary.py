@@ -24,9 +24,9 @@ def group_backends(groups: pa.Table) -> str | None:
     return _joined(part.rpartition(":")[2] for text in texts for part in text.split(","))
 
 
-def used_backends(collectives: pa.Table) -> str | None:
+def used_backends(operations: pa.Table) -> str | None:
     """The backends that collectives went to, joined by ","."""
-    return _joined(name or "" for name in pc.unique(collectives["backend"]).to_pylist())
+    return _joined(name or "" for name in pc.unique(operations["backend"]).to_pylist())
 
 
 def _joined(names: Iterable[str]) -> str | None:
@@ -51,11 +51,14 @@ def recorder_ns(run: Run) -> int | None:
     return round(sum(known) / len(known)) if known else None
 
 
-def overview(run: Run, times: pd.DataFrame, totals: pd.DataFrame, moved: pd.DataFrame) -> dict[str, Any]:
+def overview(
+    run: Run, operations: pa.Table, times: pd.DataFrame, totals: pd.DataFrame, moved: pd.DataFrame
+) -> dict[str, Any]:
     """The facts of ``run``; see ``docs/analysis.md`` for each key.
 
     Args:
         run: the run.
+        operations: each of its collectives once.
         times: its step_times.
         totals: its traffic, grouped by nothing.
         moved: what its counters moved.
@@ -82,7 +85,7 @@ def overview(run: Run, times: pd.DataFrame, totals: pd.DataFrame, moved: pd.Data
         "missing_ranks": list(health.missing_ranks),
         "attempts": len({entry["attempt"] for entry in manifest.ranks}),
         "hosts": list(manifest.hosts),
-        "backends": used_backends(run.table("collectives")) or group_backends(run.table("groups")),
+        "backends": used_backends(operations) or group_backends(run.table("groups")),
         "python": manifest.python,
         "torch": manifest.torch,
         "commprof_version": manifest.commprof_version,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from commprof.cli import exposure as exposed
 from commprof.cli import rendering
 from commprof.cli.extras import needed
 from commprof.cli.rendering import Heading, Rows
@@ -49,16 +50,20 @@ def report(
         traffic = api.traffic(found, by=BY)
         steps = api.step_times(found)
         moved = api.moved(found)
+        exposure = api.exposure(found, by=("attempt", "step"))
+        exposure_per_step = api.exposure_per_step(found)
         stragglers = api.stragglers(found) if facts["records"] <= _MOST_COMPARED else None
     if as_json:
         answers = {"overview": facts, "traffic": traffic, "steps": steps, "moved": moved}
+        answers |= {"exposure": exposure, "exposure_per_step": exposure_per_step}
         rendering.show_json({**answers, "stragglers": stragglers})
         return 0
     rendering.show(title(facts), "")
     if not len(traffic):
         rendering.show("No collective was recorded.")
     else:
-        rendering.show(*traffic_parts(traffic, steps, per_step))
+        said = exposed.step_texts(exposure) if per_step else None
+        rendering.show(*traffic_parts(traffic, steps, said), *exposed.per_step_parts(exposure_per_step))
     rendering.show(*straggler_parts(stragglers), *moved_parts(moved), health(facts))
     return 0
 
@@ -94,8 +99,14 @@ def title(facts: Mapping[str, Any]) -> str:
     )
 
 
-def traffic_parts(traffic: pd.DataFrame, steps: pd.DataFrame, per_step: bool) -> list[Rows | str]:
-    """The tables of a report: initialisation, then the mean of the whole steps or each step; the legend last."""
+def traffic_parts(
+    traffic: pd.DataFrame, steps: pd.DataFrame, per_step: Mapping[tuple[int, int], str] | None
+) -> list[Rows | str]:
+    """The tables of a report: initialisation, then the mean of the whole steps; the legend last.
+
+    Args:
+        per_step: each step instead of the mean, with this said of it, by attempt and step.
+    """
     rows = rendering.records(traffic)
     parts: list[Rows | str] = []
     before = [row for row in rows if row["step"] < 0]
@@ -106,19 +117,21 @@ def traffic_parts(traffic: pd.DataFrame, steps: pd.DataFrame, per_step: bool) ->
         for row in rendering.records(steps)
         if not rendering.is_missing(row["duration_ns"])
     }
-    if per_step:
-        parts.extend(_step_table(step, rows) for step in rendering.records(steps))
+    if per_step is not None:
+        parts.extend(_step_table(step, rows, per_step) for step in rendering.records(steps))
     elif whole:
         inside = [row for row in rows if (row["attempt"], row["step"]) in whole]
         plural = "step" if len(whole) == 1 else "steps"
         parts.append(_table(f"Per training step, mean of {len(whole)} whole {plural}", inside, len(whole)))
     torn = [row for row in rows if row["step"] >= 0 and (row["attempt"], row["step"]) not in whole]
-    if torn and not per_step:
+    if torn and per_step is None:
         parts.append(_table("In steps that did not end, in total", torn, 1))
     return [*parts, rendering.paragraph(LEGEND) + "\n"]
 
 
-def _step_table(step: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Rows:
+def _step_table(
+    step: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], texts: Mapping[tuple[int, int], str]
+) -> Rows:
     inside = [row for row in rows if (row["attempt"], row["step"]) == (step["attempt"], step["step"])]
     name = f"Step {step['step']}" + (f" of attempt {step['attempt']}" if step["attempt"] else "")
     took = (
@@ -127,7 +140,8 @@ def _step_table(step: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> R
         else rendering.duration(step["duration_ns"])
     )
     said = "" if rendering.is_missing(step["loss"]) else f", loss {rendering.loss(step['loss'])}"
-    return _table(f"{name}: {took}{said}", inside, 1)
+    spent = texts.get((step["attempt"], step["step"]))
+    return _table(f"{name}: {took}{f', {spent}' if spent else ''}{said}", inside, 1)
 
 
 def _table(name: str, rows: Sequence[Mapping[str, Any]], steps: int) -> Rows:

@@ -1,6 +1,6 @@
 -- One row per training step and attempt.
 --
--- Input: steps, collectives, operations (see operations.sql)
+-- Input: steps, collectives, operations (see operations.sql), standstill (see standstill.sql, grouped by nothing)
 -- Begin and end are those of the lowest rank, since hosts do not share a clock; durations are compared, never moments.
 with of_step as (
     select
@@ -23,9 +23,14 @@ with of_step as (
     group by attempt, step
 ),
 stood_still as (
-    select attempt, step, sum(exposed_ns) as exposed_ns
-    from collectives
-    where step >= 0
+    select attempt, step, sum(exposed_ns) as exposed_ns, sum(timed) as timed
+    from (
+        select attempt, step, exposed_ns, 0 as timed from standstill where step >= 0
+        union all
+        select attempt, step, 0 as exposed_ns, case when exposed_ns is null then 0 else 1 end as timed
+        from collectives
+        where step >= 0
+    ) w
     group by attempt, step
 ),
 sent as (
@@ -63,7 +68,9 @@ select
     cast(coalesce(t.collectives, 0) as bigint) as collectives,
     cast(coalesce(t.payload_bytes, 0) as bigint) as payload_bytes,
     coalesce(t.wire_bytes, 0.0) as wire_bytes,
-    cast(round(cast(w.exposed_ns as double) / s.ranks) as bigint) as exposed_ns,
+    case
+        when w.timed > 0 or w.exposed_ns > 0 then cast(round(cast(w.exposed_ns as double) / s.ranks) as bigint)
+    end as exposed_ns,
     cast(round(s.cpu_ns) as bigint) as cpu_ns,
     s.rss_bytes,
     s.device_bytes

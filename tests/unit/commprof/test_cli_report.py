@@ -85,11 +85,51 @@ def test_a_report_tells_initialisation_from_steps(capsys, run):
 def test_per_step_reports_each_step(capsys, run):
     text = printed(capsys, "report", "run", "--per-step")
     assert [line for line in text.splitlines() if line.startswith("Step ")] == [
-        "Step 0: 50.0 ms, loss 2",
-        "Step 1: 20.0 ms, loss 1",
-        "Step 2: 20.0 ms, loss 0",
+        "Step 0: 50.0 ms, exposed 4.00 us (0.0 %), overlapped 0 ns, loss 2",
+        "Step 1: 20.0 ms, exposed 4.00 us (0.0 %), overlapped 0 ns, loss 1",
+        "Step 2: 20.0 ms, exposed 4.00 us (0.0 %), overlapped 0 ns, loss 0",
     ]
     assert text.count("  all_to_all  ") == 3
+
+
+def test_a_report_says_what_a_step_stands_still_for(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = SyntheticRun(world_size=1)
+    for step in range(3):
+        begin = 10_000_000 * (step + 1)
+        run.add_step(step, begin_ns=begin, end_ns=begin + 10_000_000)
+        run.add_collective(
+            "all_reduce", step=step, purpose="gradient_norm", issue_ns=begin + 1_000_000, exposed_ns=2_000_000
+        )
+        run.add_collective(
+            "all_gather",
+            step=step,
+            purpose="parameter_gather",
+            is_async=True,
+            issue_ns=begin + 4_000_000,
+            wait_begin_ns=begin + 7_000_000,
+            wait_end_ns=begin + 7_500_000,
+            exposed_ns=500_000,
+        )
+        run.add_collective("all_reduce", step=step, is_async=True, issue_ns=begin + 8_000_000)
+    run.write(tmp_path / "run")
+    block = printed(capsys, "report", "run").partition("Exposed per training step, median of 2 steps")[2]
+    shown = [" ".join(row(block, name)) for name in ("gradient_norm", "parameter_gather", "(no", "all ")]
+    assert shown == [
+        "gradient_norm 2.00 ms 20.0 % 0 ns 2 of 2",
+        "parameter_gather 500 us 5.0 % <= 3.00 ms 2 of 2",
+        "(no purpose given) - - - 0 of 2",
+        "all 2.50 ms 25.0 % <= 3.00 ms 4 of 6",
+    ]
+    assert "For 2 records no wait was seen" in block
+    content = json.loads(printed(capsys, "report", "run", "--json"))
+    assert [row["exposed_ns"] for row in content["exposure"]] == [2_500_000] * 3
+    assert [(row["purpose"], row["exposed_share"]) for row in content["exposure_per_step"]] == [
+        ("gradient_norm", 0.2),
+        ("parameter_gather", 0.05),
+        (None, None),
+        ("all", 0.25),
+    ]
 
 
 def test_json_keeps_bytes_and_nanoseconds(capsys, run):

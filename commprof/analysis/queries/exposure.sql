@@ -1,0 +1,105 @@
+-- What collectives cost the program in time, and what they hid behind its work, for each combination of the grouping columns.
+--
+-- Input:  standstill (see standstill.sql, grouped by the same columns), collectives, steps
+-- Times are means over the ranks that have part in the combination, whatever the step. exposed_share is the part of the
+-- training steps that ended, so what lies outside of them counts in exposed_ns and not in the share.
+-- Put in: the columns to group by, each followed by a comma, all and without step, and those of them that durations differ by; and
+-- the clauses that group, join and order by them.
+with durations as (
+    select attempt, step, {per_rank} avg(end_ns - begin_ns) as step_ns
+    from steps
+    where step >= 0
+    group by {per_rank} attempt, step
+    having count(end_ns) = count(*)
+),
+lasting as (
+    select {of_duration} sum(step_ns) as step_ns
+    from durations
+    {group_by_duration}
+),
+numbered as (
+    select
+        c.*,
+        dense_rank() over (partition by {partition} 1 order by rank) as nth_rank
+    from collectives c
+),
+joined as (
+    select
+        {by}
+        0 as records,
+        0 as timed,
+        0 as sampled,
+        0 as unwaited,
+        0 as ended,
+        0 as summed_ns,
+        exposed_ns,
+        overlapped_ns,
+        case when exists_ns is null then 0 else exposed_ns end as inside_ns,
+        cast(null as bigint) as nth_rank
+    from (
+        select s.*, d.step_ns as exists_ns
+        from standstill s
+        left join durations d on d.attempt = s.attempt and d.step = s.step {and_rank}
+    ) x
+    union all
+    select
+        {by}
+        1 as records,
+        case when exposed_ns is null then 0 else 1 end as timed,
+        case when device_end_ns is null then 0 else 1 end as sampled,
+        case when exposed_ns is null and is_async and wait_end_ns is null then 1 else 0 end as unwaited,
+        case
+            when device_end_ns is not null then 1
+            when wait_end_ns is not null and (device is null or device = 'cpu') then 1
+            else 0
+        end as ended,
+        coalesce(exposed_ns, 0) as summed_ns,
+        0 as exposed_ns,
+        0 as overlapped_ns,
+        0 as inside_ns,
+        nth_rank
+    from numbered
+),
+summed as (
+    select
+        {by}
+        sum(records) as records,
+        sum(timed) as timed,
+        sum(sampled) as sampled,
+        sum(unwaited) as unwaited,
+        sum(ended) as ended,
+        sum(summed_ns) as summed_ns,
+        sum(exposed_ns) as exposed_ns,
+        sum(overlapped_ns) as overlapped_ns,
+        sum(inside_ns) as inside_ns,
+        max(nth_rank) as some_ranks
+    from joined
+    {group_by}
+),
+complete as (
+    select
+        {by}
+        records, timed, sampled, unwaited, ended, summed_ns, exposed_ns, overlapped_ns, inside_ns,
+        max(some_ranks) over (partition by {partition} 1) as ranks
+    from summed
+)
+select
+    {of_row}
+    cast(c.ranks as bigint) as ranks,
+    cast(c.records as bigint) as records,
+    cast(c.timed as bigint) as timed,
+    cast(c.sampled as bigint) as sampled,
+    cast(c.unwaited as bigint) as unwaited,
+    case when c.timed > 0 or c.exposed_ns > 0 then cast(round(cast(c.exposed_ns as double) / c.ranks) as bigint) end as exposed_ns,
+    case when c.timed > 0 then cast(round(cast(c.summed_ns as double) / c.ranks) as bigint) end as summed_ns,
+    case
+        when c.ended > 0 or c.overlapped_ns > 0 then cast(round(cast(c.overlapped_ns as double) / c.ranks) as bigint)
+    end as overlapped_ns,
+    cast(round(l.step_ns) as bigint) as step_ns,
+    case
+        when l.step_ns > 0 and (c.timed > 0 or c.exposed_ns > 0)
+        then cast(c.inside_ns as double) / c.ranks / l.step_ns
+    end as exposed_share
+from complete c
+left join lasting l on {on_duration}
+{order_by}
