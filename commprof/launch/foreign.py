@@ -19,8 +19,10 @@ from typing import Final
 from commprof.errors import CommprofError, UsageError
 from commprof.launch import environment, injection, job_log, nccl_log, summary
 from commprof.launch.job import Finished, Job, close_manifest, create, describe_failure, sample_and_wait
+from commprof.launch.observers import sampled
 from commprof.launch.program import Kind, Program
 from commprof.launch.ranks import Outcome, Rank, RankGroup
+from commprof.recorder.counters import is_first_of_host
 from commprof.recorder.placement import Place, is_unique, job_id, place
 from commprof.trace import directory, manifest
 from commprof.trace.process import process_start_ns, start_ticks
@@ -126,7 +128,13 @@ def _run_child(
     started_ns = time.time_ns()
     group.start()
     pids = group.pids
-    outcome = sample_and_wait(run, group, job.recording, say) if place.rank == 0 else group.wait()
+    if place.rank == 0:
+        outcome = sample_and_wait(run, group, job.recording, say)
+    elif is_first_of_host(os.environ):
+        with sampled(run, job.recording, say):
+            outcome = group.wait()
+    else:
+        outcome = group.wait()
     # A file of all processes is copied by one of them.
     if log.own_file is not None and ("%p" in log.own_file or os.environ.get("LOCAL_RANK", "0") == "0"):
         job_log.collect(log, run, started_ns, pids)

@@ -20,8 +20,8 @@ from typing import Any, Final, NamedTuple
 
 from commprof.errors import CommprofError, LaunchError, UsageError
 from commprof.launch import environment, injection, job_log, nccl_log, summary
-from commprof.launch.company import in_company
 from commprof.launch.configuration import ConfigFile, find_config
+from commprof.launch.observers import observed
 from commprof.launch.program import Kind, Program
 from commprof.launch.ranks import GRACE_SECONDS, Outcome, Rank, RankGroup
 from commprof.recorder.options import DEFAULTS, Options
@@ -246,7 +246,7 @@ def _output(run: Path, job: Job) -> Iterator[int | None]:
 
 def sample_and_wait(run: Path, group: RankGroup, recording: Options, say: Callable[[str], None]) -> Outcome:
     """Wait for ``group`` while the machine's counters, and what else was asked for, are written into ``run``."""
-    with in_company(run, recording, say):
+    with observed(run, recording, say):
         return group.wait()
 
 

@@ -114,8 +114,14 @@ def step_readings(environment: Mapping[str, str], run: Path) -> StepReadings | N
     """What reads the counters at each step in this process; None where nobody asked for it, or another rank does it."""
     if environment.get(WIRE_VARIABLE) != "1":
         return None
-    local_rank = next((environment[name] for name in _LOCAL_RANK_VARIABLES if name in environment), "0")
-    return StepReadings(run / WIRE_DIRECTORY) if local_rank == "0" else None
+    is_first = is_first_of_host(environment)
+    return StepReadings(run / WIRE_DIRECTORY) if is_first or is_first is None else None
+
+
+def is_first_of_host(environment: Mapping[str, str]) -> bool | None:
+    """Whether a launcher says that this is the first of its processes on this host; None where none says anything."""
+    local_rank = next((environment[name] for name in _LOCAL_RANK_VARIABLES if name in environment), None)
+    return None if local_rank is None else local_rank == "0"
 
 
 def _open_alone(directory: Path) -> int:

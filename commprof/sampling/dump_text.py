@@ -59,9 +59,8 @@ def _ranks(situation: Situation) -> list[str]:
         if last is not None:
             lines.append(f"    last    {_call(situation, report, last, last.end_ns)}")
         if unknown is not None:
-            lines.append(
-                f"    issued  {_call(situation, report, unknown, unknown.issue_ns)}, and whether it is complete does not show"
-            )
+            issued = _call(situation, report, unknown, unknown.issue_ns)
+            lines.append(f"    issued  {issued}, and whether it is complete does not show")
     return lines or ["  none has left a file"]
 
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from commprof.errors import TraceError
-from commprof.launch.company import in_company, make_samplers
+from commprof.launch.observers import make_samplers, observed, sampled
 from commprof.recorder.options import Options
 from commprof.sampling.dump import keep_dump, take_dump
 from commprof.sampling.live import fingerprint, latest, latest_files, read_live, read_tail
@@ -99,12 +99,17 @@ def test_of_several_processes_of_a_rank_the_last_attempt_counts(tmp_path):
     assert [identity.pid for identity, _ in latest(found)] == [8]
 
 
+def write_own_files(run):
+    """This process as rank 2."""
+    identity = RankFile(2, 0, os.getpid(), 1)
+    begin = {"kind": "begin", "host": socket.gethostname(), "start_ticks": start_ticks(os.getpid())}
+    (run / f"{identity.stem}.events").write_text(json.dumps(begin) + "\n")
+
+
 def test_local_ranks_are_those_that_live_on_this_host(tmp_path):
     write_rank(tmp_path, rank=0, ended=False, host="elsewhere")
     write_rank(tmp_path, rank=1, ended=False, host=socket.gethostname())  # dead: its pid is made up
-    identity = RankFile(2, 0, os.getpid(), 1)
-    begin = {"kind": "begin", "host": socket.gethostname(), "start_ticks": start_ticks(os.getpid())}
-    (tmp_path / f"{identity.stem}.events").write_text(json.dumps(begin) + "\n")
+    write_own_files(tmp_path)
     assert [(process.rank, process.pid) for process in local_ranks(tmp_path)] == [(2, os.getpid())]
 
 
@@ -175,7 +180,7 @@ def test_a_sampler_that_fails_ends_the_sampling_and_nothing_else(tmp_path):
 
 def test_what_cannot_be_sampled_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pynvml", None)
-    monkeypatch.setattr("commprof.launch.company.py_spy_program", lambda: None)
+    monkeypatch.setattr("commprof.launch.observers.py_spy_program", lambda: None)
     said = []
     options = Options(samplers=("nvml", "interfaces", "proc", "stacks"))
     samplers = make_samplers(tmp_path, options, said.append)
@@ -187,13 +192,22 @@ def test_what_cannot_be_sampled_is_one_line(tmp_path, monkeypatch):
 
 
 def test_nothing_is_sampled_unless_it_is_asked_for(tmp_path):
-    with in_company(tmp_path, Options(), pytest.fail):
+    with observed(tmp_path, Options(), pytest.fail):
         time.sleep(0.05)
     assert [path.name for path in tmp_path.iterdir()] == ["wire.jsonl"]
 
 
+def test_samples_of_another_host_go_into_a_file_of_its_own(tmp_path):
+    with sampled(tmp_path, Options(samplers=("proc",), sample_every=0.02), pytest.fail):
+        write_own_files(tmp_path)
+        time.sleep(0.3)
+    (file,) = tmp_path.glob("samples*.jsonl")
+    assert file.name == f"samples-{socket.gethostname()}.jsonl"
+    assert {json.loads(line)["device"] for line in file.read_text().splitlines()} == {"rank 2"}
+
+
 def test_interfaces_are_read_at_the_interval_that_was_asked_for(tmp_path):
-    with in_company(tmp_path, Options(samplers=("interfaces",), sample_every=0.02), pytest.fail):
+    with observed(tmp_path, Options(samplers=("interfaces",), sample_every=0.02), pytest.fail):
         time.sleep(0.3)
     times = {json.loads(line)["time_ns"] for line in (tmp_path / "wire.jsonl").read_text().splitlines()}
     assert len(times) > 5

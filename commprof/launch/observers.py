@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,11 +15,14 @@ from commprof.sampling.processes import ProcessSampler, local_ranks
 from commprof.sampling.samples import Sampler, SampleWriter
 from commprof.sampling.stacks import StackSampler, py_spy_program
 from commprof.sampling.watchdog import Watchdog
+from commprof.trace.directory import EVERY_SAMPLES
 
 
 @contextlib.contextmanager
-def in_company(run: Path, recording: Options, say: Callable[[str], None]) -> Iterator[None]:
+def observed(run: Path, recording: Options, say: Callable[[str], None]) -> Iterator[None]:
     """Inside, the interface counters are read into ``run``, the samplers that were asked for work, and the watchdog watches.
+
+    For the one launcher that speaks for the job.
 
     Args:
         say: called with one line of text for the person at the terminal.
@@ -31,6 +35,16 @@ def in_company(run: Path, recording: Options, say: Callable[[str], None]) -> Ite
             stack.enter_context(SampleWriter(run, samplers, recording.sample_every))
         if recording.watchdog is not None:
             stack.enter_context(Watchdog(run, recording.watchdog, say))
+        yield
+
+
+@contextlib.contextmanager
+def sampled(run: Path, recording: Options, say: Callable[[str], None]) -> Iterator[None]:
+    """Inside, the samplers that were asked for work on a host whose launcher does not speak for the job."""
+    samplers = make_samplers(run, recording, say)
+    host = socket.gethostname().replace("/", "_")
+    file = EVERY_SAMPLES.replace("*", f"-{host}")
+    with SampleWriter(run, samplers, recording.sample_every, file) if samplers else contextlib.nullcontext():
         yield
 
 
