@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from commprof.align.collectives import COLUMNS, matchable, same_collective
-from commprof.align.reference_clock import Readings, ReferenceClock
+from commprof.align.reference_clock import ReferenceClock
 
 _CARRIED: Final = (
     "attempt",
@@ -54,14 +54,30 @@ def arrivals(collectives: pa.Table, reference: ReferenceClock) -> pa.Table:
     rows = matchable(collectives.select(_NEEDED))
     collective = same_collective(rows)
     clock = reference.readings(rows)
-    order = np.lexsort((rows["rank"].to_numpy(), collective))
-    rows, collective, clock = rows.take(pa.array(order)), collective[order], clock.take(order)
+    together = np.lexsort((rows["rank"].to_numpy(), collective))
+    rows, collective, clock = rows.take(pa.array(together)), collective[together], clock.take(together)
     groups = _Groups(collective)
     one_clock = groups.smallest(clock.clock) == groups.largest(clock.clock)
     comparable = one_clock | groups.all(clock.known)
     shift = np.where(one_clock, 0, clock.offset_ns)
     error = np.where(one_clock, 0, clock.error_ns)
-    return _table(rows, collective, groups, _Times(rows, shift), clock, error, comparable)
+    times = _Times(rows, shift)
+    order = _Order(groups, times.issue, clock.clock, error)
+    arrived = rows["issue_ns"].to_numpy() + np.where(clock.known, clock.offset_ns, 0)
+    known = clock.known | comparable
+    columns = {
+        "collective": pa.array(collective),
+        "members": pa.array(groups.size),
+        "arrived_ns": _integers(arrived, known),
+        "error_ns": _integers(np.where(clock.known, clock.error_ns, 0), known),
+        "lateness_ns": _integers(times.issue - order.first, comparable),
+        "lateness_error_ns": _integers(order.first_error, comparable),
+        "from_median_ns": _integers(times.issue - order.median, comparable),
+        **_waits(rows, groups, times, order, comparable),
+    }
+    carried = {name: rows[name] for name in _CARRIED}
+    carried["pg_seq"] = pc.if_else(rows["is_p2p"], pa.scalar(None, pa.int64()), rows["pg_seq"])
+    return pa.table({**carried, **columns})
 
 
 class _Groups:
@@ -87,7 +103,8 @@ class _Groups:
         return self._reduced(np.maximum, values)
 
     def all(self, flags: Flags) -> Flags:
-        return self._reduced(np.logical_and, flags)
+        every: Flags = self._reduced(np.logical_and, flags)
+        return every
 
     def mean(self, values: Values) -> Values:
         """Of the values that are known."""
@@ -124,68 +141,56 @@ class _Times:
         self.end = np.where(np.isnan(moved["device_end_ns"]), host_end, moved["device_end_ns"])
 
 
-def _table(
-    rows: pa.Table,
-    collective: Values,
-    groups: _Groups,
-    times: _Times,
-    clock: Readings,
-    error: Values,
-    comparable: Flags,
-) -> pa.Table:
-    at = times.issue
-    by_arrival = groups.in_order(at)
-    ends = groups.starts + groups.lengths - 1
+class _Order:
+    """The rows of each group in the order of arrival: who was first and last, and how far apart that can be told."""
 
-    def of(values: Values, position: Values) -> Values:
-        """What ``values`` are at a position of each group in the order of arrival."""
-        return groups.spread(values[by_arrival][position])
+    def __init__(self, groups: _Groups, at: Values, clock: Values, error: Values) -> None:
+        by_arrival = groups.in_order(at)
+        first, last = groups.starts, groups.starts + groups.lengths - 1
 
-    first, last = of(at, groups.starts), of(at, ends)
-    second = of(at, np.maximum(ends - 1, groups.starts))
-    low = of(at, groups.starts + (groups.lengths - 1) // 2)
-    median = low + (of(at, groups.starts + groups.lengths // 2) - low) / 2
-    is_last = of(np.arange(len(at)), ends) == np.arange(len(at))
+        def of(values: Values, position: Values) -> Values:
+            """What ``values`` are at a position of each group in the order of arrival."""
+            return groups.spread(values[by_arrival][position])
 
-    def apart(position: Values) -> Values:
-        """The error of the time between each row and the one at that position."""
-        return np.where(of(clock.clock, position) == clock.clock, 0, of(error, position) + error)
+        def apart(position: Values) -> Values:
+            """The error of the time between each row and the one at that position."""
+            return np.where(of(clock, position) == clock, 0, of(error, position) + error)
 
-    waiting, last_error = last - at, apart(ends)
-    certain = groups.all(is_last | (waiting > last_error))
+        low, high = first + (groups.lengths - 1) // 2, first + groups.lengths // 2
+        self.first, self.last = of(at, first), of(at, last)
+        self.second_last = of(at, np.maximum(last - 1, first))
+        self.median = of(at, low) + (of(at, high) - of(at, low)) / 2
+        self.is_last = of(np.arange(len(at)), last) == np.arange(len(at))
+        self.first_error, self.last_error = apart(first), apart(last)
+        self.waiting = self.last - at
+        self.is_certain = groups.all(self.is_last | (self.waiting > self.last_error))
+
+
+def _waits(
+    rows: pa.Table, groups: _Groups, times: _Times, order: _Order, comparable: Flags
+) -> dict[str, pa.Array]:
+    """Who was last, what took how long from an arrival to the result, and what the others waited for the last one."""
     expected = np.where(rows["is_p2p"].to_numpy(zero_copy_only=False), 2, rows["group_size"].to_numpy())
     whole = comparable & (groups.size == expected) & (groups.size > 1)
+    last_one = whole & order.is_last
     launched = np.where(groups.all(~np.isnan(times.device_begin)), groups.largest(times.device_begin), np.nan)
-    launch = np.maximum(launched - last, 0)
-    transfer = np.maximum(times.end - np.where(np.isnan(launched), last, np.maximum(launched, last)), 0)
-    lead = last - second
-    stood = np.minimum(times.still_until, last) - np.maximum(times.still_from, second)
+    launch = np.maximum(launched - order.last, 0)
+    transfer = np.maximum(times.end - np.fmax(launched, order.last), 0)
+    lead = order.last - order.second_last
+    stood = np.minimum(times.still_until, order.last) - np.maximum(times.still_from, order.second_last)
     waited = np.where(times.on_cpu, np.maximum(stood, 0), np.minimum(times.exposed, lead))
-    waited = np.where(whole & ~is_last, waited, np.nan)
-    last_one = whole & is_last
-    arrived = rows["issue_ns"].to_numpy() + np.where(clock.known, clock.offset_ns, 0)
-    known = clock.known | comparable
-    columns = {
-        "collective": pa.array(collective),
-        "members": pa.array(groups.size),
-        "arrived_ns": _integers(arrived, known),
-        "error_ns": _integers(np.where(clock.known, clock.error_ns, 0), known),
-        "lateness_ns": _integers(at - first, comparable),
-        "lateness_error_ns": _integers(apart(groups.starts), comparable),
-        "from_median_ns": _integers(at - median, comparable),
-        "is_last": pa.array(is_last, mask=~whole),
-        "certain": pa.array(certain, mask=~last_one),
+    waited = np.where(whole & ~order.is_last, waited, np.nan)
+    return {
+        "is_last": pa.array(order.is_last, mask=~whole),
+        "certain": pa.array(order.is_certain, mask=~last_one),
         "lead_ns": _integers(lead, last_one),
-        "waiting_ns": _integers(waiting, comparable),
+        "waiting_ns": _integers(order.waiting, comparable),
         "launch_ns": _integers(launch, comparable),
         "transfer_ns": _integers(transfer, comparable),
         "waited_ns": _integers(waited, whole),
         "others_waited_ns": _integers(groups.mean(waited), last_one),
-        "cause": _causes((waiting, launch, transfer), last_error, whole),
+        "cause": _causes((order.waiting, launch, transfer), order.last_error, whole),
     }
-    carried = {name: rows[name] for name in _CARRIED}
-    carried["pg_seq"] = pc.if_else(rows["is_p2p"], pa.scalar(None, pa.int64()), rows["pg_seq"])
-    return pa.table({**carried, **columns})
 
 
 def _causes(parts: tuple[Values, ...], error: Values, known: Flags) -> pa.Array:

@@ -38,7 +38,7 @@ class Readings(NamedTuple):
 
     def take(self, order: Times) -> Readings:
         """The rows in another order."""
-        return Readings(*(column[order] for column in self))
+        return Readings(self.clock[order], self.offset_ns[order], self.error_ns[order], self.known[order])
 
 
 @dataclass(frozen=True)
