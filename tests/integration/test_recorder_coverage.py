@@ -1,4 +1,4 @@
-"""Every collective of every kind of program exactly once: against lists derived by hand, torch's Flight Recorder, complete mode."""
+"""Every collective of every kind of program exactly once: lists derived by hand, torch's Flight Recorder, complete mode."""
 
 from __future__ import annotations
 
@@ -75,3 +75,190 @@ def test_each_collective_of_a_program_is_recorded_once(recordings, program, mode
         assert outcome["number"] == len(rows)
     layers = program.layers if mode == "layers" else {"c10d"} | (program.layers & {"backend"})
     assert set(calls(run, 0, "layer")) == layers
+
+
+def test_no_kernel_stands_before_an_operator_until_a_program_needs_it(tmp_path):
+    def body(rank, world):
+        import commprof
+
+        wrapped = dist.ProcessGroup.allreduce
+        seen = [has_kernel("c10d::allreduce_")]
+        dist.all_reduce(torch.ones(2))
+        seen.append(has_kernel("c10d::allreduce_"))
+        programs.train(programs.ddp(), 1)
+        seen += [has_kernel("c10d::allreduce_"), has_kernel("c10d::reduce_")]
+        commprof.detach()
+        seen += [has_kernel("c10d::allreduce_"), has_kernel("_c10d_functional::all_reduce")]
+        dist.all_reduce(torch.ones(2))
+        return seen, dist.ProcessGroup.allreduce is wrapped
+
+    run, outcomes = record(tmp_path / "run", 2, body)
+    assert outcomes[0]["result"] == ([False, False, True, False, False, False], False)
+    assert calls(run, 0, "layer").count("process_group") == 1  # the one after detaching is not recorded
+
+
+def test_a_gap_that_the_group_itself_tells_of_is_closed_and_said(tmp_path):
+    def body(rank, world):
+        import commprof
+
+        def hidden():
+            """An all_reduce as C++ issues it, below every method."""
+            box = dist.group.WORLD.boxed()
+            torch.ops.c10d.broadcast_([torch.ones(4)], box, 0, 0, False, -1)
+
+        commprof.step(0)
+        hidden()
+        hidden()
+        dist.all_reduce(torch.ones(2))
+        for step in (1, 2):
+            commprof.step(step)
+            hidden()
+            dist.all_reduce(torch.ones(2))
+
+    run, outcomes = record(tmp_path / "run", 2, body)
+    assert calls(run, 0, "op", "layer", "step") == [
+        ("all_reduce", "process_group", 0),
+        *[
+            row
+            for step in (1, 2)
+            for row in (("broadcast", "c10d", step), ("all_reduce", "process_group", step))
+        ],
+    ]
+    assert outcomes[0]["number"] == 7
+    assert run.health.unseen == 4  # two on each rank
+    notes = "\n".join(run.health.notes)
+    assert "2 collectives were issued unseen in group default_pg (on each of ranks 0-1)" in notes
+    assert (
+        "from step 1 on every operator of c10d is recorded" in notes
+        and "2 more than was recorded until then" in notes
+    )
+
+
+def test_ddp_that_was_made_before_recording_began_is_recorded_from_its_first_step_on(tmp_path):
+    def body(rank, world):
+        import commprof
+
+        commprof.detach()
+        model = programs.ddp()
+        commprof.attach(str(tmp_path / "late"))
+        programs.train(model, 2)
+        commprof.detach()
+
+    record(tmp_path / "run", 2, body)
+    late = open_run(tmp_path / "late")
+    assert calls(late, 0, "op", "payload_bytes") == [
+        *programs.WHOLE,
+        ("broadcast", 16),
+        ("broadcast", 12),
+        *programs.REDUCED,
+    ]
+    assert late.health.unseen == 0
+
+
+def test_the_kernels_see_what_a_mode_of_torch_hands_on_once(tmp_path):
+    def body(rank, world):
+        from torch.distributed.tensor.debug import CommDebugMode
+
+        model = programs.ddp()
+        with CommDebugMode() as counted:
+            dist.all_reduce(torch.ones(2))
+            model(torch.ones(4, WIDTH)).sum().backward()
+        return counted.get_total_counts()
+
+    run, outcomes = record(tmp_path / "run", 2, body)
+    assert calls(run, 0, "op", "payload_bytes")[3:] == [("all_reduce", 8), ("all_reduce", 3 * LAYER)]
+    assert outcomes[0]["result"] == 2
+
+
+def test_an_operator_of_deepspeed_that_comes_after_attaching_is_recorded(tmp_path):
+    def body(rank, world):
+        from torch.library import Library
+
+        absent = hasattr(torch.ops.deepspeed, "inference_all_reduce_")
+        library = Library("deepspeed", "DEF")
+        library.define("inference_all_reduce_(Tensor(a!) self) -> Tensor(a!)")
+        library.impl("inference_all_reduce_", lambda tensor: tensor.mul_(2), "CPU")
+        tensor = torch.ones(6)
+        same = torch.ops.deepspeed.inference_all_reduce_(tensor) is tensor
+        dist.all_reduce(torch.ones(1))
+        return absent, same, tensor.tolist()
+
+    run, outcomes = record(tmp_path / "run", 2, body)
+    assert outcomes[0]["result"] == (False, True, [2.0] * 6)
+    assert calls(run, 0, "op", "layer", "payload_bytes", "group_size", "reduce_op") == [
+        ("all_reduce", "framework", 24, 2, "SUM"),
+        ("all_reduce", "process_group", 4, 2, "SUM"),
+    ]
+    assert run.health.unseen == 0  # the group's backend has not counted it
+
+
+def test_waits_are_seen_where_kernels_record(tmp_path):
+    def body(rank, world):
+        import torch.distributed._functional_collectives as functional
+
+        dist.all_reduce(torch.ones(4))
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        work.wait()
+        functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD).wait()
+
+    for complete in (False, True):
+        run, _ = record(tmp_path / f"run-{complete}", 2, body, complete=complete)
+        rows = calls(run, 0, "is_async", "return_ns", "wait_begin_ns", "wait_end_ns")
+        assert [row[0] for row in rows] == [False, True, True]
+        waited = rows[:2] if complete else rows  # a functional wait is C++ below the kernels of c10d
+        assert all(returned <= begin <= end for _, returned, begin, end in waited)
+
+
+def test_a_call_that_a_kernel_sees_raise_raises_the_same_and_is_marked(tmp_path):
+    def body(rank, world):
+        try:
+            torch.ops._c10d_functional.broadcast(torch.ones(4), 9, dist.group.WORLD.group_name)
+        except Exception as error:
+            raised = f"{type(error).__name__}: {error}"
+        dist.all_reduce(torch.ones(2))
+        return raised
+
+    run, outcomes = record(tmp_path / "run", 2, body)
+    assert "invalid root rank: 9" in outcomes[0]["result"]
+    assert calls(run, 0, "op", "status") == [("broadcast", "raised"), ("all_reduce", "ok")]
+    assert run.health.raised == 2 and run.health.unseen == 0
+
+
+def test_a_fault_of_ours_in_a_kernel_is_counted_and_the_training_goes_on(tmp_path, monkeypatch):
+    from commprof.recorder import kernels
+
+    def fail(*args):
+        raise RuntimeError("ours")
+
+    monkeypatch.setattr(kernels, "describe", fail)
+
+    def body(rank, world):
+        import torch.distributed._functional_collectives as functional
+
+        return functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD).wait().tolist()
+
+    run, outcomes = record(tmp_path / "run", 2, body)
+    assert outcomes[0]["result"] == [2.0] * 4
+    assert any("commprof itself failed on 1 collectives" in note for note in run.health.notes)
+
+
+def test_what_lies_beneath_c10d_is_named(tmp_path):
+    def body(rank, world):
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        before = _SymmetricMemory.rendezvous
+        try:
+            _SymmetricMemory.rendezvous(torch.ones(2), "0")
+        except Exception as error:
+            raised = type(error).__name__
+        import commprof
+
+        commprof.detach()
+        return raised, _SymmetricMemory.rendezvous is before
+
+    run, outcomes = record(tmp_path / "run", 2, body)
+    assert outcomes[0]["result"] == ("RuntimeError", False)
+    assert (
+        "rank 0: torch's symmetric memory was in use: what is sent that way lies beneath c10d and is not among the "
+        "records" in run.health.notes
+    )
