@@ -15,9 +15,12 @@ from commprof.errors import UsageError
 from commprof.trace.reader import Scan
 
 
-def operations(collectives: pa.Table | Scan) -> pa.Table:
-    """Every collective once, and every message once, from the records of all ranks (``queries/operations.sql``)."""
-    return ask("operations", {"collectives": collectives})
+def operations(collectives: pa.Table | Scan, aggregates: pa.Table) -> pa.Table:
+    """Every collective once, and every message once, from the records of all ranks (``queries/operations.sql``).
+
+    Those of which only sums were kept are in it as sums.
+    """
+    return ask("operations", {"collectives": collectives, "aggregates": aggregates})
 
 
 def traffic(operations: pa.Table, by: Sequence[str]) -> pd.DataFrame:

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from commprof.analysis.units import format_ns
 from commprof.errors import MissingExtraError
 from commprof.launch import injection
 
@@ -34,7 +35,15 @@ def last_line(run: Path) -> str:
         return f"{where}  the records are kept, and could not be made into tables yet: {error}"
     if not (health.ranks_recorded or health.records or health.lost):
         return f"{where}  nothing was recorded: {injection.explain_silence(injection.notes(run))}  next: commprof doctor"
-    return f"{where}  {counts(health)}  next: commprof report {shlex.quote(where)}"
+    return f"{where}  {counts(health)}{own_cost(health)}  next: commprof report {shlex.quote(where)}"
+
+
+def own_cost(health: Any) -> str:
+    """What recording itself took, as it was measured in the run; empty where no rank said so."""
+    if health.recorder_ns is None:
+        return ""
+    share = f" ({100 * health.recorder_ns / health.wall_ns:.2f} %)" if health.wall_ns else ""
+    return f", recording took {format_ns(health.recorder_ns)} of a rank{share}"
 
 
 def counts(health: Any) -> str:
@@ -48,6 +57,8 @@ def counts(health: Any) -> str:
     return text + "".join(
         f", {value:,} {name}"
         for name, value in (
+            ("in sums", health.summed),
+            ("outside the steps recorded", health.outside),
             ("torn", health.torn),
             ("raised", health.raised),
             ("incomplete", health.incomplete),

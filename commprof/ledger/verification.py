@@ -35,7 +35,9 @@ def verify(run: RecordedRun) -> Verdict:
     moved = movement.moved(run.table("wire"), steps, [str(entry.get("host")) for entry in _latest(run)])
     left = tuple(unexplained(findings)) if request.reason is None else ()
     differing, unsure = disagreements(collectives), doubtful(findings)
-    problems = [*differing, *ran.problems, *_moved_short(moved)]
+    # The Flight Recorder lists what was left out, too.
+    ran_otherwise = () if run.health.summed or run.health.outside else ran.problems
+    problems = [*differing, *ran_otherwise, *_moved_short(moved)]
     doubts = [*gaps(run, collectives.num_rows), *ran.doubts, *unsure]
     issued_bytes = sum(attribution.payload(messages) for messages in steps.values())
     explained_bytes = sum(finding.explained_bytes for step in findings.values() for finding in step.values())
@@ -87,6 +89,8 @@ def gaps(run: RecordedRun, records: int) -> list[str]:
         (health.lost, "collectives were lost while recording"),
         (health.unseen, "collectives were issued beside the layer that is recorded"),
         (health.torn, "records are torn"),
+        (health.summed, "collectives were kept as sums only"),
+        (health.outside, "collectives were issued outside the steps that were recorded"),
     ):
         if number:
             found.append(f"{number:,} {text}")

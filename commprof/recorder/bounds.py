@@ -57,14 +57,14 @@ class StepWindow:
     def enter(self, step: int) -> bool:
         """The training enters ``step``; whether it is recorded."""
         inside = self._covers(step)
-        if inside != self.is_open:
-            self.is_open = inside
-            if inside:
-                self.count()
-                self._switch_on()
-            else:
-                self._switch_off()
-                self.outside.begin()
+        if inside and not self.is_open:
+            self.is_open = True
+            self.count()
+            self._switch_on()
+        elif self.is_open and not inside:
+            self._switch_off()
+            self.is_open = False
+            self.outside.begin()
         return inside
 
     def count(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from commprof.trace.manifest import COMPLETE, FAILED, KILLED, RUNNING, Manifest
 
-_MOST_NOTES: Final = 20  # of one rank
+_MOST_NOTES: Final = 20  # of one rank, and of the run
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,9 @@ class Health:
 
     ``unseen``: collectives that the groups counted and no record shows, summed over the ranks. ``torn``:
     records cut off while they were written. ``incomplete``: records whose call had not returned when the
-    process ended.
+    process ended. ``summed``: collectives of which only sums were kept. ``outside``: collectives that the groups
+    counted outside the steps that were asked for. Both over all ranks. ``recorder_ns``: time that recording cost a rank,
+    mean over those that say so. ``wall_ns``: how long the run took.
     """
 
     records: int
@@ -31,6 +33,10 @@ class Health:
     missing_ranks: tuple[int, ...]
     state: str
     notes: tuple[str, ...]
+    summed: int = 0
+    outside: int = 0
+    recorder_ns: int | None = None
+    wall_ns: int | None = None
 
 
 def assess(
@@ -56,7 +62,12 @@ def assess(
     )
     missing = tuple(rank for rank in range(expected) if rank not in recorded)
     state = _state(manifest, entries, missing, alive)
-    notes = (*damaged, *_notes(entries, groups, missing, expected, state), *manifest.notes)
+    of_run = [*manifest.notes[:_MOST_NOTES]]
+    if len(manifest.notes) > _MOST_NOTES:
+        of_run.append(f"and {len(manifest.notes) - _MOST_NOTES:,} more notes, all of them in run.json")
+    notes = (*damaged, *_notes(entries, groups, missing, expected, state), *of_run)
+    spent = [entry["recorder_ns"] for entry in entries if entry.get("recorder_ns") is not None]
+    took = (manifest.ended_realtime_ns or 0) - manifest.started_realtime_ns
     return Health(
         records=_total(entries, "records"),
         lost=_total(entries, "lost"),
@@ -69,6 +80,10 @@ def assess(
         missing_ranks=missing,
         state=state,
         notes=notes,
+        summed=_total(entries, "summed"),
+        outside=_total(entries, "outside"),
+        recorder_ns=round(sum(spent) / len(spent)) if spent else None,
+        wall_ns=took if took > 0 else None,
     )
 
 
@@ -112,9 +127,40 @@ def _notes(
             f"{_ranks(unended)} ended without saying so (killed, or os._exit): the trace holds all that was issued, but the "
             "last self-check and the totals are missing"
         )
+    notes += _parts(entries)
     notes += _incidents(entries)
     notes += _unseen(groups)
     return notes
+
+
+def _parts(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What was left out because it was asked for."""
+    notes = []
+    by_window: dict[str, list[Mapping[str, Any]]] = {}
+    for entry in entries:
+        options = entry.get("options") or {}
+        asked = [f"--{name} {options[name]}" for name in ("steps", "warmup") if name in options]
+        if asked:
+            by_window.setdefault(" ".join(asked), []).append(entry)
+    for asked, members in by_window.items():
+        notes.append(f"only the steps of {asked} were recorded; {_outside(members)}")
+    summed = _total(entries, "summed")
+    if summed:
+        text = f"of {summed:,} collectives only sums by step, phase, operation, group and purpose were kept"
+        killed = [entry["rank"] for entry in entries if entry.get("summed") and not entry.get("ended")]
+        if killed:
+            text += f"; those of the last steps before {_ranks(killed)} ended are missing"
+        notes.append(text)
+    return notes
+
+
+def _outside(entries: Sequence[Mapping[str, Any]]) -> str:
+    counted = [entry["outside"] for entry in entries if entry.get("outside") is not None]
+    if not counted:
+        return "how many collectives there were outside them is not known"
+    number = f"{min(counted):,}" if min(counted) == max(counted) else f"{min(counted):,} to {max(counted):,}"
+    least = "" if all(entry.get("ended") for entry in entries) else "at least "
+    return f"outside them the groups of a rank counted {least}{number} collectives"
 
 
 def _incidents(entries: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -149,7 +149,9 @@ def test_two_ranks_are_recorded_and_the_last_line_says_so(tmp_path):
     assert re.fullmatch(r"train-\d{8}-\d{6}", run.name)
     last = done.stderr.splitlines()[-1]
     assert re.fullmatch(
-        rf"commprof: {name}  2 ranks, 12 records, 0 lost, 0 unseen  next: commprof report {name}", last
+        rf"commprof: {name}  2 ranks, 12 records, 0 lost, 0 unseen, recording took [\d.]+ [mu]s of a rank \([\d.]+ %\)"
+        rf"  next: commprof report {name}",
+        last,
     )
     manifest = json.loads((run / "run.json").read_text())
     assert manifest["config"] == {"zero_optimization": {"stage": 2}}

@@ -357,6 +357,8 @@ class SyntheticRun:
             missing_ranks=missing,
             state=self.state,
             notes=(f"rank {missing[0]} left no records",) if missing else (),
+            summed=0,
+            outside=0,
         )
         manifest = SimpleNamespace(**{**self.manifest(), "ranks": ranks})
         return SimpleNamespace(path=path, manifest=manifest, health=health, table=self.table, scan=self.table)

@@ -1,6 +1,6 @@
 -- Every operation once, whatever the number of ranks that recorded it.
 --
--- Input:  collectives
+-- Input:  collectives, aggregates
 -- Output: one row per collective (collectives = 1) and one per point-to-point record (collectives = 1 for a send, and
 --         for a recv whose send no rank recorded; 0 for the other recvs, whose message is counted at its send).
 --
@@ -9,6 +9,9 @@
 -- group was destroyed, and the numbers began anew, the repetition tells the two apart.
 -- What the ranks must agree on is taken from the lowest rank; a tag from any rank that carries it.
 -- The length of an all_to_all may differ between ranks: it is the mean. Elsewhere the largest is the whole.
+--
+-- What a run kept as sums is in neither of these records: each of its combinations is one row with as many collectives as the
+-- rank with most of them issued, and the time of a mean rank. A recv counts at its send.
 with repeated as (
     select
         c.*,
@@ -104,6 +107,32 @@ messages as (
         on m.op = 'recv' and a.attempt = m.attempt and a.pg = m.pg
         and a.group_ranks = m.group_ranks and a.destination = m.rank
 ),
+sums as (
+    select
+        attempt, pg, group_ranks, group_size, step, phase, op, intended_op, purpose, is_p2p, rank,
+        cast(sum(calls) as bigint) as calls,
+        cast(sum(payload_bytes) as bigint) as payload_bytes,
+        sum(host_ns) as host_ns,
+        sum(exposed_ns) as exposed_ns
+    from aggregates
+    group by attempt, pg, group_ranks, group_size, step, phase, op, intended_op, purpose, is_p2p, rank
+),
+summed as (
+    select
+        attempt, pg, group_ranks, group_size, step, phase, op, intended_op, purpose,
+        cast(sum(calls) as bigint) as records,
+        cast(case when op = 'recv' then 0 when is_p2p then sum(calls) else max(calls) end as bigint) as collectives,
+        cast(case
+            when op = 'recv' then 0
+            when is_p2p then sum(payload_bytes)
+            when op = 'all_to_all' then round(avg(payload_bytes))
+            else max(payload_bytes)
+        end as bigint) as payload_bytes,
+        cast(case when is_p2p then sum(host_ns) else avg(host_ns) end as double) as host_ns,
+        cast(case when is_p2p then sum(exposed_ns) else avg(exposed_ns) end as double) as exposed_ns
+    from sums
+    group by attempt, pg, group_ranks, group_size, step, phase, op, intended_op, purpose, is_p2p
+),
 operations as (
     select
         attempt, pg, group_ranks, step, micro_step, phase, op, intended_op, purpose, bucket, owner, dtype,
@@ -121,6 +150,12 @@ operations as (
         counted * payload_bytes as payload_bytes,
         cast(return_ns - issue_ns as double) as host_ns, cast(exposed_ns as double) as exposed_ns
     from messages
+    union all
+    select
+        attempt, pg, group_ranks, step, null as micro_step, phase, op, intended_op, purpose, null as bucket, null as owner,
+        null as dtype, null as reduce_op, null as backend, null as device, null as group_desc, group_size, null as api,
+        null as call_site, records, 0 as tensors, collectives, payload_bytes, host_ns, exposed_ns
+    from summed
 )
 select
     o.*,

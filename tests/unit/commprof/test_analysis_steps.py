@@ -16,11 +16,13 @@ from support.runs import SyntheticRun
 
 def times_of(run: SyntheticRun) -> pd.DataFrame:
     collectives = run.table("collectives")
-    return step_times(run.table("steps"), collectives, operations(collectives))
+    return step_times(run.table("steps"), collectives, operations(collectives, run.table("aggregates")))
 
 
 def totals_of(run: SyntheticRun):
-    return step_totals(run.table("steps"), operations(run.table("collectives")), times_of(run))
+    return step_totals(
+        run.table("steps"), operations(run.table("collectives"), run.table("aggregates")), times_of(run)
+    )
 
 
 def test_a_step_lasts_as_long_as_on_its_slowest_rank():

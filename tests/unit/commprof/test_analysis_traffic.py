@@ -12,7 +12,7 @@ from support.runs import SyntheticRun
 
 
 def ask(run: SyntheticRun, *by: str) -> pd.DataFrame:
-    return traffic(operations(run.table("collectives")), by)
+    return traffic(operations(run.table("collectives"), run.table("aggregates")), by)
 
 
 def only(run: SyntheticRun) -> dict:
