@@ -1,87 +1,178 @@
-"""What of a call's arguments its signature depends on, read as cheaply as torch allows.
+"""What torch.distributed's own functions were called with, noted for the wrapper of the method that they call.
 
-Note [the reduction, from torch's own frame]: reading ``options.reduceOp`` costs 0.65 us of the 3 that a collective may
-cost, because pybind ties the new object to the options (keep_alive). torch's own functions have the same value in their
-argument ``op``, and ``async_op`` beside it, so when the caller is exactly that function its arguments are read instead
-(0.4 us for all). They only make the key under which a signature is found again: its columns always come from the options.
-``op`` is known by its address, which is sound because each enum value whose address is part of a key is held; with any
-other object nothing is remembered.
+Note [the reduction, from torch's own function]: a signature depends on the reduction, which a wrapper would have to read
+from the options: 0.5 us with ``asyncOp`` and the hash, of the 2.5 that a collective may cost. torch's function has the same
+values as arguments. So a stand-in for it, put where torch's logging wrapper keeps it (also for names imported earlier),
+notes them before it calls torch's function, and forgets them afterwards: 0.1 us. The note names the tensor, and a wrapper
+believes it only for a call with this very tensor, so neither threads nor calls from elsewhere can take a wrong one. What is
+noted only makes the key under which a signature is found again: its columns always come from the options.
+A reduction is known by its address, which is sound because each enum value whose address is part of a key is held.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import attrgetter, itemgetter
 from types import CodeType, FunctionType
 from typing import Any, Final, NamedTuple
 
+import torch
 from torch._C._distributed_c10d import ReduceOp
 from torch.distributed import c10d_logger, distributed_c10d
 
 _REDUCTIONS: Final = type(ReduceOp.SUM)
 _MOST_HELD: Final = 64
 
-# By ProcessGroup method, for those that torch.distributed calls all the time: what is read of the options.
-OPTION_KEYS: Final[dict[str, Callable[[Any], Any]]] = {
-    "allreduce": lambda options: (hash(options.reduceOp), options.asyncOp),
-    "broadcast": attrgetter("asyncOp", "rootRank"),
-    "reduce": lambda options: (hash(options.reduceOp), options.asyncOp, options.rootRank),
-    "_allgather_base": attrgetter("asyncOp"),
-    "all_gather_single": attrgetter("asyncOp"),
-    "_reduce_scatter_base": lambda options: (hash(options.reduceOp), options.asyncOp),
-    "reduce_scatter_single": lambda options: (hash(options.reduceOp), options.asyncOp),
-}
-
-# By ProcessGroup method: the function of torch.distributed that calls it, and its arguments that replace the options where
-# a reduction is among them: the reduction, whether a handle is asked for, and what else the signature depends on.
-_API_FUNCTIONS: Final[dict[str, tuple[str, tuple[str, str, str] | None]]] = {
-    "allreduce": ("all_reduce", ("op", "async_op", "async_op")),
-    "broadcast": ("broadcast", None),
-    "reduce": ("reduce", ("op", "async_op", "group_dst")),
-    "_allgather_base": ("all_gather_into_tensor", None),
-    "all_gather_single": ("all_gather_single", None),
-    "_reduce_scatter_base": ("reduce_scatter_tensor", ("op", "async_op", "async_op")),
-    "reduce_scatter_single": ("reduce_scatter_single", ("op", "async_op", "async_op")),
-}
+# The tensor, the reduction, whether a handle is asked for, and what else the signature depends on.
+Asked = tuple[Any, Any, Any, Any]
+_NOTHING: Final[Asked] = (None, None, None, None)
 
 
 class ApiFunction(NamedTuple):
-    """One function of torch.distributed: its code, and what reads its arguments from its frame's locals."""
+    """One function of torch.distributed, as the wrapper of the method that it calls needs to know it.
 
-    code: CodeType
-    arguments: Callable[[Any], tuple[Any, Any, Any]] | None
-
-
-def find_api_function(method: str) -> ApiFunction | None:
-    """The function of torch.distributed that calls ``method``.
-
-    None where it is not as it was when this was written: with those arguments, and in exactly one logging wrapper.
+    Attributes:
+        name: its name.
+        code: its code.
+        stand_in: what stands in for it.
+        takes_none: whether it is content with None in the place of a handle that it would wait for at once.
     """
-    name, arguments = _API_FUNCTIONS[method]
-    function = getattr(distributed_c10d, name, None)
-    inner = getattr(function, "__wrapped__", None)
-    if (
-        not isinstance(function, FunctionType)
-        or not isinstance(inner, FunctionType)
-        or hasattr(inner, "__wrapped__")
-    ):
-        return None
-    code = inner.__code__
-    known = set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
-    if function.__code__.co_filename != c10d_logger.__file__ or not known >= set(arguments or ()):
-        return None
-    return ApiFunction(code, None if arguments is None else itemgetter(*arguments))
+
+    name: str
+    code: CodeType
+    stand_in: FunctionType
+    takes_none: bool
 
 
-class HeldReductions:
-    """Keeps the enum values alive whose addresses are keys."""
+class ApiFunctions:
+    """The stand-ins of one recording. ``latest[0]`` is what the function that was called last was asked for."""
 
     def __init__(self) -> None:
-        self._held: dict[int, Any] = {}
+        self.latest: list[Asked] = [_NOTHING]
+        self._reductions: dict[int, Any] = {}
+        self._replaced: list[tuple[Any, FunctionType, FunctionType]] = []
+
+    def install(self, method: str) -> ApiFunction | None:
+        """Put a stand-in in place of the function that calls ProcessGroup's ``method`` all the time.
+
+        None where there is no such function, or it is not as it was when this was written: with those arguments, and in
+        exactly one logging wrapper.
+        """
+        name, make = _FUNCTIONS.get(method, ("", _of_all_reduce))
+        logged = getattr(distributed_c10d, name, None)
+        function = getattr(logged, "__wrapped__", None)
+        if (
+            not isinstance(logged, FunctionType)
+            or not isinstance(function, FunctionType)
+            or hasattr(function, "__wrapped__")
+            or logged.__code__.co_filename != c10d_logger.__file__
+        ):
+            return None
+        stand_in = make(function, self.latest)
+        if _parameters(stand_in) != _parameters(function):
+            return None
+        stand_in.__defaults__ = function.__defaults__
+        cell = next((cell for cell in logged.__closure__ or () if cell.cell_contents is function), None)
+        if cell is None:
+            return None
+        cell.cell_contents = stand_in
+        self._replaced.append((cell, function, stand_in))
+        return ApiFunction(name, function.__code__, stand_in, _takes_none(method, function))
+
+    def remove(self) -> None:
+        """Put torch's functions back."""
+        for cell, function, stand_in in self._replaced:
+            if cell.cell_contents is stand_in:
+                cell.cell_contents = function
+        self._replaced.clear()
 
     def hold(self, reduction: Any) -> bool:
         """Whether the address of ``reduction`` may be part of a key: it is held from now on."""
-        if type(reduction) is not _REDUCTIONS or len(self._held) > _MOST_HELD:
+        if reduction is None:
+            return True
+        if type(reduction) is not _REDUCTIONS or len(self._reductions) > _MOST_HELD:
             return False
-        self._held[id(reduction)] = reduction
+        self._reductions[id(reduction)] = reduction
         return True
+
+
+def _of_all_reduce(function: Any, latest: list[Asked]) -> Any:
+    def all_reduce(tensor: Any, op: Any, group: Any, async_op: Any) -> Any:
+        latest[0] = tensor, op, async_op, None
+        try:
+            return function(tensor, op, group, async_op)
+        finally:
+            latest[0] = _NOTHING
+
+    return all_reduce
+
+
+def _of_broadcast(function: Any, latest: list[Asked]) -> Any:
+    def broadcast(tensor: Any, src: Any, group: Any, async_op: Any, group_src: Any) -> Any:
+        latest[0] = tensor, None, async_op, (src, group_src)
+        try:
+            return function(tensor, src, group, async_op, group_src)
+        finally:
+            latest[0] = _NOTHING
+
+    return broadcast
+
+
+def _of_reduce(function: Any, latest: list[Asked]) -> Any:
+    def reduce(tensor: Any, dst: Any, op: Any, group: Any, async_op: Any, group_dst: Any) -> Any:
+        latest[0] = tensor, op, async_op, (dst, group_dst)
+        try:
+            return function(tensor, dst, op, group, async_op, group_dst)
+        finally:
+            latest[0] = _NOTHING
+
+    return reduce
+
+
+def _of_all_gather(function: Any, latest: list[Asked]) -> Any:
+    def all_gather(output_tensor: Any, input_tensor: Any, group: Any, async_op: Any) -> Any:
+        latest[0] = input_tensor, None, async_op, None
+        try:
+            return function(output_tensor, input_tensor, group, async_op)
+        finally:
+            latest[0] = _NOTHING
+
+    return all_gather
+
+
+def _of_reduce_scatter(function: Any, latest: list[Asked]) -> Any:
+    def reduce_scatter(output: Any, input: Any, op: Any, group: Any, async_op: Any) -> Any:
+        latest[0] = input, op, async_op, None
+        try:
+            return function(output, input, op, group, async_op)
+        finally:
+            latest[0] = _NOTHING
+
+    return reduce_scatter
+
+
+# By ProcessGroup method: the function of torch.distributed that calls it, and what makes its stand-in.
+_FUNCTIONS: Final[dict[str, tuple[str, Callable[[Any, list[Asked]], Any]]]] = {
+    "allreduce": ("all_reduce", _of_all_reduce),
+    "broadcast": ("broadcast", _of_broadcast),
+    "reduce": ("reduce", _of_reduce),
+    "_allgather_base": ("all_gather_into_tensor", _of_all_gather),
+    "all_gather_single": ("all_gather_single", _of_all_gather),
+    "_reduce_scatter_base": ("reduce_scatter_tensor", _of_reduce_scatter),
+    "reduce_scatter_single": ("reduce_scatter_single", _of_reduce_scatter),
+}
+
+
+def _parameters(function: FunctionType) -> tuple[str, ...]:
+    return function.__code__.co_varnames[: function.__code__.co_argcount]
+
+
+def _takes_none(method: str, function: FunctionType) -> bool:
+    """Whether ``function`` returns when ``method`` returns no handle: asked of itself, with a group that sends nothing."""
+    silent = type("SilentGroup", (), {method: lambda self, *args: None})()
+    names = _parameters(function)
+    tensors = [torch.empty(0, device="cpu")] * (2 if names[1].startswith("input") else 1)
+    roots = {name: 0 for name in names if name.startswith("group_")}
+    try:
+        return function(*tensors, group=silent, **roots) is None
+    except Exception:
+        return False

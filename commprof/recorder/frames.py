@@ -6,7 +6,7 @@ from types import CodeType, FrameType
 from typing import Final
 
 _PACKAGE: Final = __name__.rpartition(".")[0].replace(".", "/")
-_FILES: Final = tuple(f"{_PACKAGE}/{module}.py" for module in ("wrappers", "kernels"))
+_FILES: Final = tuple(f"{_PACKAGE}/{module}.py" for module in ("wrappers", "direct", "kernels"))
 _NAMES: Final = frozenset({"call", "kernel"})
 _MOST_CODES: Final = 20_000
 

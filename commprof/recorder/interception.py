@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import Backend, ProcessGroup, Work
 from commprof import hooks
 from commprof.recorder.backend_groups import BackendGroups
 from commprof.recorder.beneath import Beneath
-from commprof.recorder.dispatcher import is_operator, operator_names
+from commprof.recorder.dispatcher import is_operator
 from commprof.recorder.functional import FRAMEWORK, FUNCTIONAL, WAIT
 from commprof.recorder.graphs import CapturedGraphs
 from commprof.recorder.groups import Group, Groups, live_groups
@@ -32,7 +32,7 @@ from commprof.recorder.issuers import CppIssuers, reducer_is_alive
 from commprof.recorder.journal import Journal
 from commprof.recorder.kernels import KernelRecorder
 from commprof.recorder.methods import METHODS
-from commprof.recorder.operators import C10D, ISSUED_IN_CPP, takes_a_group
+from commprof.recorder.operators import C10D, ISSUED_IN_CPP, unknown_operators
 from commprof.recorder.wrappers import Wrappers
 from commprof.schema import LAYERS, Layer
 from commprof.trace.writer import count_of
@@ -105,13 +105,12 @@ class Interception:
         if self.is_complete:
             return
         self.is_complete = True
-        known = operator_names("c10d") or list(C10D)
-        unknown = [name for name in known if name not in C10D and takes_a_group(name)]
+        unknown = unknown_operators()
         if unknown:
             self.journal.note(
                 f"operators of c10d that are not known here, and not recorded: {', '.join(unknown)}"
             )
-        self._observe_c10d([name for name in C10D if name in known])
+        self._observe_c10d([name for name in C10D if is_operator(name)])
 
     def follow(self) -> None:
         """Once a step, and at the end: what has happened beside the calls that are recorded."""
@@ -139,7 +138,7 @@ class Interception:
                 setattr(owner, name, original)
         self._installed.clear()
         self.is_complete = False
-        self.wrappers.pending.clear()
+        self.wrappers.remove()
 
     def _record_cpp_issuers(self) -> None:
         """C++ is about to issue collectives."""

@@ -29,10 +29,9 @@ from commprof.trace.writer import (
 _MOST_INTERNED: Final = 200_000
 PROCESS_GROUP: Final = LAYERS.index(Layer.PROCESS_GROUP)
 _PHASE_NUMBERS: Final = {name: number for number, name in enumerate(PHASES)}
-_NO_SEGMENT: Final = Segment(None, 0)
 _is_capturing: Final = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
-Place = tuple[Iterator[int], int, Any, Any, bytes]
+Place = tuple[Iterator[int], int, Any, Segment, bytes]
 
 
 class Journal:
@@ -49,9 +48,9 @@ class Journal:
         self._step, self._micro_step = hooks.position.step, hooks.position.micro_step
         self._phase = _phase_number(hooks.position.phase)
         self._special: set[str] = set()  # groups with a coalescing block, or with tensors of an accelerator
-        # What the hot path needs in one attribute: offsets, end, mapping and words of the open segment, and the tail
+        # What the hot path needs in one attribute: offsets, end and mapping of the open segment, itself, and the tail
         # that all records have now. Replaced as a whole when one of them changes.
-        self.place: Place = (itertools.repeat(0), 0, None, None, b"")
+        self.place: Place = (itertools.repeat(0), 0, None, NO_WORDS, b"")
         self.faults = 0
         self.first_fault: str | None = None
         self.raised = 0
@@ -82,16 +81,16 @@ class Journal:
         self._notes.clear()
 
     def _refresh(self) -> None:
-        segment = _NO_SEGMENT if self.records is None or self._special else self.records.segment
+        segment = NO_WORDS if self.records is None or self._special else self.records.segment
         self.place = (
             segment.offsets if segment.end else itertools.repeat(0),
             segment.end,
             segment.map,
-            segment.words,
+            segment,
             pack_tail(self._step, self._micro_step, 0, self._phase, PROCESS_GROUP),
         )
 
-    def append(self, group: Group, *fields: int, layer: int = PROCESS_GROUP) -> tuple[Words, int]:
+    def append(self, group: Group, *fields: int, layer: int = PROCESS_GROUP) -> tuple[Segment, int]:
         """Keep one record (the fields of ``ISSUE`` before the tail), or count it as lost.
 
         For where the open segment has no room, while some group needs a closer look, and for the other layers.
@@ -106,12 +105,12 @@ class Journal:
         captured = group.accelerated and is_capturing()
         if group.coalesce_id or captured or layer != PROCESS_GROUP:
             tail = pack_tail(self._step, self._micro_step, group.coalesce_id, self._phase, layer, captured)
-        words, base = self.records.append(*fields, tail)
+        segment, base = self.records.append(*fields, tail)
         if captured and self.on_captured is not None:
-            self.on_captured(words, base)
+            self.on_captured(segment, base)
         if group.accelerated:
-            words = self.device_times.follow(words, base, fields[2], captured)
-        return words, base
+            segment = Segment(None, 0, self.device_times.follow(segment, base, fields[2], captured))
+        return segment, base
 
     def look_closer(self, group: Group) -> None:
         """``group`` has opened or closed a coalescing block, or was seen to carry tensors of an accelerator."""

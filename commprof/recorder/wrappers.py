@@ -10,43 +10,25 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, Final
 
-import torch
-
 from commprof import hooks
-from commprof.recorder.arguments import OPTION_KEYS, ApiFunction, HeldReductions, find_api_function
 from commprof.recorder.callsite import CallSites
+from commprof.recorder.direct import COST_SAMPLE, DirectCalls, remember
 from commprof.recorder.groups import Group
 from commprof.recorder.journal import PROCESS_GROUP, Journal
-from commprof.recorder.methods import Method, Shape
+from commprof.recorder.methods import Method
 from commprof.recorder.sequence import GLOO, GLOO_EXTRA
 from commprof.recorder.signatures import describe, freeze
-from commprof.trace.writer import (
-    ISSUE,
-    RETURN_WORD,
-    WAIT_BEGIN_WORD,
-    WAIT_END_WORD,
-    Token,
-    mark_raised,
-)
+from commprof.recorder.waits import Waits, unbound
+from commprof.trace.writer import RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Token, mark_raised
 
-_MISSING: Final = object()
-_MOST_PENDING: Final = 4096  # handles that nobody waited for, remembered at most
-_MOST_SIGNATURES: Final = 20_000  # distinct calls of one method on one group, remembered at most
-# One call in 251 times our own code (CPU time: reading that clock is dear). Odd, since segments hold multiples of 512.
-_COST_SAMPLE: Final = 251
-_HAS_ACCELERATOR: Final = torch.accelerator.is_available()  # without one, every tensor is on the CPU
 # What a call spends before its sample begins and in the wait, measured once, less what reading that clock costs itself.
 _UNSAMPLED_NS: Final = 1_300
 
 # One group, as one method sees it: the signature of a key, the group, what numbers its calls, all signatures. A plain
 # tuple, since unpacking it is half the cost of unpacking a named one.
 Entry = tuple[Callable[[Any], "int | None"], Group, Any, "dict[Any, int]"]
-
-# One all_reduce as it is issued from one place in the program: signature, call site, group, what numbers its calls.
-Known = tuple[int, int, Group, Any]
 
 
 class Wrappers:
@@ -67,35 +49,37 @@ class Wrappers:
         pending: dict[int, Token] | None = None,
     ) -> None:
         self.journal = journal
-        self.pending: dict[int, Token] = {} if pending is None else pending
+        self.waits = Waits(journal, pending)
+        self.pending = self.waits.pending
         self._find_group = find_group
         self._entries: list[dict[int, Entry]] = []
-        self._calls: list[dict[Any, Known]] = []
-        self._reductions = HeldReductions()
-        self._sites = CallSites(lambda row: journal.intern("site", row))
+        self.sites = CallSites(lambda row: journal.intern("site", row))
         self._layer = layer
-        self._issue = _bind_issue(journal, self._sites, layer)
-        self._settle = _bind_settle(journal, self.pending)
+        self.issue = _bind_issue(journal, self.sites, layer)
+        self.settle = _bind_settle(journal, self.waits)
+        self._direct = DirectCalls(self)
 
     def forget(self, address: int) -> None:
         """The ProcessGroup at ``address`` is gone; another may get its address."""
         for entries in self._entries:
             entries.pop(address, None)
-        for calls in self._calls:
-            for key in [key for key in calls if key[0] == address]:
-                del calls[key]
+        self._direct.forget(address)
 
     def wrap(self, method: Method, original: Any) -> Any:
         """What stands in for ``original``, the ProcessGroup method that ``method`` describes."""
         entries: dict[int, Entry] = {}
         self._entries.append(entries)
         general = self._wrap_general(method, original, entries)
-        if method.name not in OPTION_KEYS or self._layer != PROCESS_GROUP:
+        if self._layer != PROCESS_GROUP:
             return general
-        api = find_api_function(method.name)
-        return general if api is None else self._wrap_direct(method, original, entries, general, api)
+        return self._direct.wrap(method, original, entries, general)
 
-    def _enter(self, method: Method, entries: dict[int, Entry], pg: Any) -> Entry:
+    def remove(self) -> None:
+        """Put torch's functions back that the wrappers had replaced, and forget the handles."""
+        self._direct.remove()
+        self.pending.clear()
+
+    def enter(self, method: Method, entries: dict[int, Entry], pg: Any) -> Entry:
         """The entry of ``pg``, made at its first call of ``method``."""
         entry = entries.get(id(pg))
         if entry is None:
@@ -105,7 +89,7 @@ class Wrappers:
             entry = entries[id(pg)] = (signatures.get, group, counter, signatures)
         return entry
 
-    def _sign(self, method: Method, group: Group, args: Any, kwargs: Any) -> int:
+    def sign(self, method: Method, group: Group, args: Any, kwargs: Any) -> int:
         """The number of a call's signature."""
         row = describe(method, group, args, kwargs)
         number = self.journal.intern("signature", row)
@@ -117,33 +101,34 @@ class Wrappers:
 
     def _wrap_general(self, method: Method, original: Any, entries: dict[int, Entry]) -> Any:
         """Any method, any arguments."""
-        journal, issue, settle = self.journal, self._issue, self._settle
+        journal, issue, settle = self.journal, self.issue, self.settle
         get_frame, clock = sys._getframe, time.perf_counter_ns
         extra = GLOO_EXTRA.get(method.name)
         blocks = method.name == "monitored_barrier"
+        function = unbound(original)
 
         def call(pg: Any, /, *args: Any, **kwargs: Any) -> Any:
             token = None
             begin = clock()
             try:
-                lookup, group, counter, signatures = self._enter(method, entries, pg)
+                lookup, group, counter, signatures = self.enter(method, entries, pg)
                 seq = next(counter)
                 key = (freeze(args), freeze(tuple(kwargs.items()))) if kwargs else freeze(args)
                 number = lookup(key)
                 if number is None:
-                    number = self._sign(method, group, args, kwargs)
-                    _remember(signatures, key, number)
+                    number = self.sign(method, group, args, kwargs)
+                    remember(signatures, key, number)
                     begin = clock()
                 if extra is not None and group.backend_for(None) == GLOO:
                     group.extra += extra(group, args)
                 token = issue(get_frame(1), group, seq, number)
-                cost = 0 if seq % _COST_SAMPLE else clock() - begin
+                cost = 0 if seq % COST_SAMPLE else clock() - begin
             except Exception as error:
                 journal.fault(error)
             try:
-                work = original(pg, *args, **kwargs)
+                work = function(pg, *args, **kwargs)
             except BaseException:
-                self._record_raised(pg, token)
+                self.record_raised(pg, token)
                 raise
             if token is not None:
                 settle(token, work, cost)
@@ -153,142 +138,11 @@ class Wrappers:
 
         return call
 
-    def _wrap_direct(  # noqa: C901 - see below
-        self, method: Method, original: Any, entries: dict[int, Entry], general: Any, api: ApiFunction
-    ) -> Any:
-        """``method`` as the one function of torch.distributed calls it that calls it all the time; else ``general``.
+    def wrap_wait(self, original: Any) -> Any:
+        """What stands in for ``original``, the ``wait`` of a class of handles."""
+        return self.waits.wrap(original)
 
-        Signature and call site are looked up together; see Note [the reduction, from torch's own frame].
-        """
-        journal, settle, pending = self.journal, self._settle, self.pending
-        get_frame, clock, cpu_clock = sys._getframe, time.perf_counter_ns, time.thread_time_ns
-        pack, thread_local, journal_key, return_word = (
-            ISSUE.pack_into,
-            hooks._thread,
-            journal.key,
-            RETURN_WORD,
-        )
-        calls: dict[Any, Known] = {}
-        self._calls.append(calls)
-        learn = self._learn
-        api_code, arguments = api
-        option_key = OPTION_KEYS[method.name]
-        paired = method.shape is Shape.OUTPUTS_INPUTS
-
-        def call(  # noqa: C901 - flat: each call of a function that it makes is paid for by every collective
-            pg: Any,
-            first: Any = _MISSING,
-            second: Any = _MISSING,
-            third: Any = _MISSING,
-            /,
-            *rest: Any,
-            **kwargs: Any,
-        ) -> Any:
-            frame = get_frame(1)
-            if rest or kwargs or frame.f_code is not api_code:
-                return general(pg, *_given(first, second, third), *rest, **kwargs)
-            token = start = None
-            try:
-                caller = get_frame(3)  # torch's logging wrapper stands between its functions and the program
-                if arguments is None:
-                    reduction = None
-                    is_async = root = option_key(third if paired else second)
-                else:
-                    reduction, is_async, root = arguments(frame.f_locals)
-                if paired:
-                    tensor = second
-                    root = root, first.shape, first.dtype
-                else:
-                    (tensor,) = first
-                key = (
-                    id(pg),
-                    tensor.shape,
-                    tensor.dtype,
-                    tensor.get_device() if _HAS_ACCELERATOR else -1,
-                    id(reduction),
-                    is_async,
-                    root,
-                    id(caller.f_code),
-                    caller.f_lasti,
-                )
-                known = calls.get(key)
-                if known is None:
-                    given = _given(first, second, third)
-                    known = learn(method, entries, calls, pg, key, given, frame, caller, reduction)
-                number, site, group, counter = known
-                seq = next(counter)
-                if not seq % _COST_SAMPLE:
-                    start = cpu_clock()
-                mine = thread_local.state
-                tag = mine.current
-                if tag is None:
-                    tag_number = 0
-                else:
-                    interned = tag.interned
-                    fresh = interned is None or interned[0] is not journal_key
-                    tag_number = journal.intern_tag(tag) if fresh else interned[1]  # type: ignore[index]
-                thread = mine.recorder_number or journal.intern_thread()
-                offsets, end, area, words, tail = journal.place
-                offset = next(offsets)
-                if offset < end:
-                    base = offset >> 3
-                    pack(area, offset, clock(), seq, number, tag_number, site, thread, tail)
-                else:
-                    words, base = journal.append(group, clock(), seq, number, tag_number, site, thread)
-                token = words, base, is_async
-                if start:
-                    start = cpu_clock() - start
-            except Exception as error:
-                journal.fault(error)
-            try:
-                work = original(pg, first, second, third) if paired else original(pg, first, second)
-            except BaseException:
-                self._record_raised(pg, token)
-                raise
-            if start:
-                settle(token, work, start)  # type: ignore[arg-type]
-            elif token is not None:
-                try:
-                    words[base + return_word] = clock()
-                    if work is not None:
-                        pending[id(work)] = token
-                except Exception as error:
-                    journal.fault(error)
-            return work
-
-        return call
-
-    def _learn(
-        self,
-        method: Method,
-        entries: dict[int, Entry],
-        calls: dict[Any, Known],
-        pg: Any,
-        key: Any,
-        args: Any,
-        frame: FrameType,
-        caller: FrameType,
-        reduction: Any,
-    ) -> Known:
-        """What is to be known about a call that is issued for the first time from its place in the program.
-
-        The addresses in the key are sound while what they belong to is held, or watched by a weak reference. A call that
-        the program makes through more of torch is not remembered: the frame in the key is not the program's then.
-        """
-        _, group, counter, signatures = self._enter(method, entries, pg)
-        held = reduction is None or self._reductions.hold(reduction)
-        signature_key = key[1:-2]
-        number = signatures.get(signature_key) if held else None
-        if number is None:
-            number = self._sign(method, group, args, {})
-            if held:
-                _remember(signatures, signature_key, number)
-        known = (number, self._sites.find(frame), group, counter)
-        if held and self._sites.is_program(caller.f_code):
-            _remember(calls, key, known)
-        return known
-
-    def _record_raised(self, pg: Any, token: Token | None) -> None:
+    def record_raised(self, pg: Any, token: Token | None) -> None:
         """The caller's call raised: it was most likely refused before the backend counted it."""
         try:
             self.journal.raised += 1
@@ -300,43 +154,10 @@ class Wrappers:
         except Exception as error:
             self.journal.fault(error)
 
-    def wrap_wait(self, original: Any) -> Any:
-        """What stands in for ``Work.wait``: the first wait of each handle is timed."""
-        journal, take = self.journal, self.pending.pop
-        clock = time.perf_counter_ns
-        begin_word, end_word = WAIT_BEGIN_WORD, WAIT_END_WORD
-
-        def wait(work: Any, timeout: Any = _MISSING) -> Any:
-            token = take(id(work), None)
-            if token is None:
-                return original(work) if timeout is _MISSING else original(work, timeout)
-            words, base, is_async = token
-            try:
-                if is_async:
-                    words[base + begin_word] = clock()
-                return original(work) if timeout is _MISSING else original(work, timeout)
-            finally:
-                try:
-                    words[base + end_word] = clock()
-                except Exception as error:
-                    journal.fault(error)
-
-        return wait
-
-
-def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
-    if len(known) > _MOST_SIGNATURES:
-        known.clear()
-    known[key] = value
-
 
 def _cost_of_reading(clock: Callable[[], int]) -> int:
     """Nanoseconds between two reads of ``clock``, one right after the other."""
     return min(-(clock() - clock()) for _ in range(20))
-
-
-def _given(*values: Any) -> list[Any]:
-    return [value for value in values if value is not _MISSING]
 
 
 def _record_block(journal: Journal, token: Token, start: int) -> None:
@@ -349,9 +170,9 @@ def _record_block(journal: Journal, token: Token, start: int) -> None:
         journal.fault(error)
 
 
-def _bind_settle(journal: Journal, pending: dict[int, Token]) -> Callable[[Token, Any, int], None]:
+def _bind_settle(journal: Journal, waits: Waits) -> Callable[[Token, Any, int], None]:
     """The function that completes a record when its call has returned."""
-    clock = time.perf_counter_ns
+    clock, pending = time.perf_counter_ns, waits.pending
     unsampled = _UNSAMPLED_NS - _cost_of_reading(time.thread_time_ns)
 
     def settle(token: Token, work: Any, cost: int) -> None:
@@ -361,8 +182,7 @@ def _bind_settle(journal: Journal, pending: dict[int, Token]) -> Callable[[Token
             if work is not None:
                 pending[id(work)] = token
             if cost:
-                while len(pending) > _MOST_PENDING:
-                    pending.pop(next(iter(pending)), None)
+                waits.evict()
                 journal.cost_samples += 1
                 journal.cost_ns += max(0, cost + unsampled) + clock() - now
                 journal.completion.sample(token, work)

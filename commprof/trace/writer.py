@@ -5,6 +5,9 @@ kernel keeps the page when the process is killed. Space is reserved with ``posix
 mapped; a store into a hole of a full file system would be a SIGBUS, which no except clause sees. File systems
 that cannot reserve get ``pwrite``.
 
+A segment that is full is unmapped, so that a long recording takes no more memory than a short one. What is still to be
+completed there is written to the file.
+
 Nothing here raises into the caller once a file is open: writing stops, what is lost is counted, and
 ``stopped_reason`` says why.
 """
@@ -37,13 +40,14 @@ PAGE: Final = mmap.ALLOCATIONGRANULARITY
 # Segments of whole pages that hold whole records, so that records follow one another without gaps.
 SEGMENT_UNIT: Final = math.lcm(PAGE, RECORD.size)
 FIRST_SEGMENT_BYTES: Final = 256 << 10
-LARGEST_SEGMENT_BYTES: Final = 4 << 20
+LARGEST_SEGMENT_BYTES: Final = 1 << 20
 
 # The record as the hot path packs it: fields that are zero at issue are padding (the mapping is zeroed by
 # pack_into), and neighbours that change together are one word. Equal to schema.RECORD byte for byte (a test
 # says so).
 ISSUE: Final = struct.Struct("<q48xqIIII24s")
 _TAIL: Final = struct.Struct("<iiiiBBBBI")
+_WORD: Final = struct.Struct("<q")
 RETURN_WORD: Final = record_offset("return_ns") // 8
 WAIT_BEGIN_WORD: Final = record_offset("wait_begin_ns") // 8
 WAIT_END_WORD: Final = record_offset("wait_end_ns") // 8
@@ -79,20 +83,6 @@ class Words(Protocol):
     def __setitem__(self, index: int, value: int) -> None: ...
 
 
-# Where a record lies, so that it can be completed: its words, the index of its first one, and whether its wait's
-# beginning is to be recorded (a call that is not asynchronous waits as soon as it has returned).
-Token = tuple[Words, int, bool]
-
-
-def mark_raised(token: Token) -> None:
-    """Change the status of a record to ``raised``."""
-    words, base, _ = token
-    mask = 0xFF << _STATUS_SHIFT
-    words[base + STATE_WORD] = (words[base + STATE_WORD] & ~mask) | STATUSES.index(
-        Status.RAISED
-    ) << _STATUS_SHIFT
-
-
 class _NoWords:
     """Stands for a record that could not be kept."""
 
@@ -103,46 +93,88 @@ class _NoWords:
         return None
 
 
-NO_WORDS: Final[Words] = _NoWords()
+class _FiledWords:
+    """The words from ``start`` of a file that is not mapped there."""
 
+    __slots__ = ("_file", "_start")
 
-class _WrittenWords:
-    """A record in a file that is written to, not mapped."""
-
-    __slots__ = ("_data", "_file", "_offset")
-
-    def __init__(self, file: RecordFile, offset: int, data: bytes) -> None:
+    def __init__(self, file: RecordFile, start: int) -> None:
         self._file = file
-        self._offset = offset
-        self._data = bytearray(data)
+        self._start = start
 
     def __getitem__(self, index: int) -> int:
-        value: int = struct.unpack_from("<q", self._data, index * 8)[0]
-        return value
+        return self._file.read_word(self._start + index * _WORD.size)
 
     def __setitem__(self, index: int, value: int) -> None:
-        struct.pack_into("<q", self._data, index * 8, value)
-        self._file.overwrite(self._offset, self._data)
+        self._file.write_word(self._start + index * _WORD.size, value)
+
+
+_NOTHING: Final[Words] = _NoWords()
 
 
 class Segment:
-    """A reserved and mapped part of the file: room for records at the offsets 0, RECORD.size, ... below ``end``.
+    """A reserved part of the file: room for records at the offsets 0, RECORD.size, ... below ``end`` while it is mapped.
 
-    ``offsets`` hands out each offset once, to whichever thread asks.
+    ``offsets`` hands out each offset once, to whichever thread asks. ``words`` leads to the records, also when they are not
+    mapped any more; so does the segment itself, less directly.
     """
 
     __slots__ = ("end", "map", "offsets", "words")
 
-    def __init__(self, mapping: mmap.mmap | None, size: int) -> None:
+    def __init__(self, mapping: mmap.mmap | None, size: int, words: Words = _NOTHING) -> None:
         self.map = mapping
-        self.words = None if mapping is None else memoryview(mapping).cast("q")
+        self.words = words if mapping is None else memoryview(mapping).cast("q")
         self.end = size
         self.offsets = itertools.count(0, RECORD.size)
+
+    def __getitem__(self, index: int) -> int:
+        return self.words[index]
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self.words[index] = value
 
     @property
     def used(self) -> int:
         """Bytes that hold records."""
         return min(count_of(self.offsets), self.end)
+
+    def let_go(self, words: Words) -> None:
+        """Unmap a full segment, now or when the last thread that still packs a record there has done so.
+
+        ``words`` lead to its records from now on.
+        """
+        self.words, self.map = words, None
+
+    def close(self) -> bool:
+        """Unmap it at once; False when that cannot be, since another thread packs a record there just now."""
+        words, mapping = self.words, self.map
+        self.end = self.used
+        self.words, self.map = _NOTHING, None
+        try:
+            if isinstance(words, memoryview):
+                words.release()
+            if mapping is not None:
+                mapping.close()
+        except (BufferError, ValueError):
+            return False
+        return True
+
+
+# Stands for where a record lies that could not be kept.
+NO_WORDS: Final = Segment(None, 0)
+
+# Where a record lies, so that it can be completed: its segment, the index of its first word there, and whether its wait's
+# beginning is to be recorded (a call that is not asynchronous waits as soon as it has returned).
+Token = tuple[Segment, int, bool]
+
+
+def mark_raised(token: Token) -> None:
+    """Change the status of a record to ``raised``."""
+    words, base, _ = token
+    mask = 0xFF << _STATUS_SHIFT
+    words[base + STATE_WORD] = (words[base + STATE_WORD] & ~mask) | STATUSES.index(
+        Status.RAISED
+    ) << _STATUS_SHIFT
 
 
 class Spill(Protocol):
@@ -173,11 +205,13 @@ class RecordFile:
         self.stopped_reason: str | None = None
         self._lock = threading.RLock()
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        self._segments: list[Segment] = []
+        self._newest: Segment | None = None  # of the segments that were mapped
+        self._grown = 0  # how often
+        self._full_bytes = 0  # of the segments before the newest
         self._written = 0
         self._writes_through = False
         self._end = PAGE
-        self.segment = Segment(None, 0)
+        self.segment = NO_WORDS
         self.on_segment: Callable[[], None] = _ignore  # called when another segment is open
         header = new_header(identity, PAGE, first_seq).pack()
         try:
@@ -187,38 +221,47 @@ class RecordFile:
         else:
             self._grow()
 
-    def append(self, *fields: int | bytes) -> tuple[Words, int]:
+    def append(self, *fields: int | bytes) -> tuple[Segment, int]:
         """Keep one record (the fields of :data:`ISSUE`) where the open segment has no room."""
         with self._lock:
             while self.stopped_reason is None and not self._writes_through:
                 segment = self.segment
                 offset = next(segment.offsets)
-                if offset < segment.end and segment.map is not None and segment.words is not None:
+                if offset < segment.end and segment.map is not None:
                     ISSUE.pack_into(segment.map, offset, *fields)
-                    return segment.words, offset >> 3
+                    return segment, offset >> 3
                 self._grow()
             if self._writes_through:
                 return self._write_through(fields)
             self.lost += 1
             return NO_WORDS, 0
 
-    def _write_through(self, fields: tuple[int | bytes, ...]) -> tuple[Words, int]:
-        data = ISSUE.pack(*fields)
+    def _write_through(self, fields: tuple[int | bytes, ...]) -> tuple[Segment, int]:
         offset = self._end + self._written * RECORD.size
         if self._spill is not None and not self._spill.allows_records(offset + RECORD.size):
             self._writes_through = False
             self._spills = True
             return self.append(*fields)
-        if not self.overwrite(offset, data):
+        if not self._write(ISSUE.pack(*fields), offset):
             self.lost += 1
             return NO_WORDS, 0
         self._written += 1
-        return _WrittenWords(self, offset, data), 0
+        return Segment(None, 0, _FiledWords(self, offset)), 0
 
-    def overwrite(self, offset: int, data: bytes | bytearray) -> bool:
+    def read_word(self, offset: int) -> int:
+        """The eight bytes at ``offset`` of the file as a number; 0 where they cannot be read."""
+        try:
+            value: int = _WORD.unpack(os.pread(self._descriptor, _WORD.size, offset))[0]
+        except (OSError, struct.error):
+            return 0
+        return value
+
+    def write_word(self, offset: int, value: int) -> None:
+        """Complete a record in the file: ``value`` as the eight bytes at ``offset``."""
+        self._write(_WORD.pack(value), offset)
+
+    def _write(self, data: bytes, offset: int) -> bool:
         """Write ``data`` at ``offset``; False, and recording stops, when that fails or is cut short."""
-        if self.stopped_reason is not None:
-            return False
         try:
             done = os.pwrite(self._descriptor, data, offset)
         except OSError as error:
@@ -230,7 +273,7 @@ class RecordFile:
         return True
 
     def _grow(self) -> None:
-        wanted = FIRST_SEGMENT_BYTES << len(self._segments)
+        wanted = FIRST_SEGMENT_BYTES << self._grown
         size = -(-min(wanted, LARGEST_SEGMENT_BYTES) // SEGMENT_UNIT) * SEGMENT_UNIT
         if self._spill is not None:
             size = self._allowed(self._spill, size)
@@ -246,12 +289,15 @@ class RecordFile:
                 self._writes_through = True
             else:
                 self.stop(_reason("reserve", error))
-            self._open_segment(Segment(None, 0))
+            self._open_segment(NO_WORDS)
             return
+        full, self._newest = self._newest, Segment(mapping, size)
+        self._open_segment(self._newest)
+        if full is not None:
+            self._full_bytes += full.end
+            full.let_go(_FiledWords(self, self._end - full.end))
         self._end += size
-        segment = Segment(mapping, size)
-        self._segments.append(segment)
-        self._open_segment(segment)
+        self._grown += 1
 
     def _allowed(self, spill: Spill, size: int) -> int:
         """By how much the file may grow: ``size`` or what is left of it, in whole units; 0 where records spill."""
@@ -274,22 +320,22 @@ class RecordFile:
         if self.stopped_reason is None:
             self.stopped_reason = reason
         self._writes_through = False
-        self._open_segment(Segment(None, 0))
+        self._open_segment(NO_WORDS)
 
     @property
     def kept(self) -> int:
         """Records in the file."""
-        return self._written + sum(segment.used for segment in self._segments) // RECORD.size
+        used = 0 if self._newest is None else self._newest.used
+        return self._written + (self._full_bytes + used) // RECORD.size
 
     def close(self, totals: Mapping[str, Any] | None = None) -> None:
         """Write the totals into the first page, cut the unused tail off, and let go of the file."""
         end = self._end
-        if self._segments and not self._written:
-            last = self._segments[-1]
-            end -= last.end - last.used
-        unmapped = self._unmap()
+        if self._newest is not None and not self._written:
+            end -= self._newest.end - self._newest.used
         try:
-            if unmapped and end != self._end:
+            # While another thread packs a record, cutting under it would be a SIGBUS.
+            if self._unmap() and end != self._end:
                 os.ftruncate(self._descriptor, end)
             if totals is not None:
                 os.pwrite(self._descriptor, pack_totals(totals, PAGE - TOTALS_OFFSET), TOTALS_OFFSET)
@@ -304,19 +350,7 @@ class RecordFile:
 
     def _unmap(self) -> bool:
         self.stop("recording ended")
-        unmapped = True
-        for segment in self._segments:
-            words, mapping = segment.words, segment.map
-            segment.end = segment.used
-            segment.words = segment.map = None
-            try:
-                if words is not None:
-                    words.release()
-                if mapping is not None:
-                    mapping.close()
-            except (BufferError, ValueError):
-                unmapped = False  # another thread packs a record just now: cutting under it would be a SIGBUS
-        return unmapped
+        return self._newest is None or self._newest.close()
 
     def _close_descriptor(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1

@@ -1,0 +1,241 @@
+"""The collectives that torch.distributed's own functions issue: the shortest way from such a call to its record.
+
+Signature, call site, group and counter are looked up together; see also Note [the reduction, from torch's own function].
+
+Note [waiting at once]: a function of torch.distributed that was not asked for a handle calls ``wait`` as soon as the
+ProcessGroup's method has returned one, and takes None to mean that the backend has waited already. So the wrapper calls
+``wait`` in its place and returns None: the same two calls, one right after the other, and no table of handles, no second
+wrapper. Only where torch's function was seen to take None so, and while ``Work.wait`` is what it was when recording began.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from commprof import hooks
+from commprof.recorder.arguments import ApiFunction, ApiFunctions
+from commprof.recorder.groups import Group
+from commprof.recorder.methods import Method, Shape
+from commprof.recorder.waits import unbound
+from commprof.trace.writer import ISSUE, RETURN_WORD, WAIT_END_WORD
+
+if TYPE_CHECKING:
+    from commprof.recorder.wrappers import Entry, Wrappers
+
+_MISSING: Final = object()
+_PLAIN: Final = frozenset({int, bool, type(None), torch.dtype})
+# One call in 251 times our own code (CPU time: reading that clock is dear). Odd, since segments hold multiples of 512.
+COST_SAMPLE: Final = 251
+_MOST_CALLS: Final = 20_000
+_HAS_ACCELERATOR: Final = torch.accelerator.is_available()  # without one, every tensor is on the CPU
+
+# A call as it is issued from one place in the program: signature, call site (0: to be found each time), group, what numbers
+# its calls. A plain tuple, since unpacking it is half the cost of unpacking a named one.
+Known = tuple[int, int, Group, Any]
+
+
+class DirectCalls:
+    """Makes the wrappers for calls from torch.distributed's own functions; any other call goes the general way.
+
+    Args:
+        wrappers: the general way, and all that both ways share.
+    """
+
+    def __init__(self, wrappers: Wrappers) -> None:
+        self._wrappers = wrappers
+        self._calls: list[dict[Any, Known]] = []
+        self._functions = ApiFunctions()
+
+    def remove(self) -> None:
+        """Put torch's functions back."""
+        self._functions.remove()
+
+    def forget(self, address: int) -> None:
+        """The ProcessGroup at ``address`` is gone; another may get its address."""
+        for calls in self._calls:
+            for key in [key for key in calls if key[0] == address]:
+                del calls[key]
+
+    def wrap(  # noqa: C901 - see below
+        self, method: Method, original: Any, entries: dict[int, Entry], general: Any
+    ) -> Any:
+        """``method`` as a function of torch.distributed calls it; ``general`` for any other call of it."""
+        api = self._functions.install(method.name)
+        if api is None:
+            return general
+        wrappers, journal, waits = self._wrappers, self._wrappers.journal, self._wrappers.waits
+        settle, pending, find_site = wrappers.settle, waits.pending, wrappers.sites.find
+        get_frame, clock, cpu_clock = sys._getframe, time.perf_counter_ns, time.thread_time_ns
+        pack, return_word, wait_end_word = ISSUE.pack_into, RETURN_WORD, WAIT_END_WORD
+        thread_local, journal_key = hooks._thread, journal.key
+        calls: dict[Any, Known] = {}
+        self._calls.append(calls)
+        learn, sample = self._learn, COST_SAMPLE
+        latest, takes_none = self._functions.latest, api.takes_none
+        paired = method.shape is Shape.OUTPUTS_INPUTS
+        issue = unbound(original)
+        direct, find_direct = waits.direct, waits.find_direct
+
+        def call(  # noqa: C901 - flat: each call of a function that it makes is paid for by every collective
+            pg: Any,
+            first: Any = _MISSING,
+            second: Any = _MISSING,
+            third: Any = _MISSING,
+            /,
+            *rest: Any,
+            **kwargs: Any,
+        ) -> Any:
+            caller = segment = start = None
+            asked, reduction, is_async, root = latest[0]
+            if asked is not None and not rest and not kwargs:
+                try:
+                    if paired:
+                        tensor = second
+                    else:
+                        (tensor,) = first
+                    if tensor is asked:
+                        # Between the program and this stand torch's function, its stand-in and its logging wrapper.
+                        caller = get_frame(4)
+                except (TypeError, ValueError):
+                    pass
+            if caller is None:
+                return general(pg, *_given(first, second, third), *rest, **kwargs)
+            try:
+                if paired:
+                    root = first.shape, first.dtype
+                key = (
+                    id(pg),
+                    tensor.shape,
+                    tensor.dtype,
+                    tensor.get_device() if _HAS_ACCELERATOR else -1,
+                    id(reduction),
+                    is_async,
+                    root,
+                    id(caller.f_code),
+                    caller.f_lasti,
+                )
+                known = calls.get(key)
+                if known is None:
+                    given = _given(first, second, third)
+                    known = learn(method, entries, calls, pg, key, given, get_frame(1), api, reduction)
+                number, site, group, counter = known
+                seq = next(counter)
+                if not seq % sample:
+                    start = cpu_clock()
+                mine = thread_local.state
+                tag = mine.current
+                if tag is None:
+                    tag_number = 0
+                else:
+                    interned = tag.interned
+                    fresh = interned is None or interned[0] is not journal_key
+                    tag_number = journal.intern_tag(tag) if fresh else interned[1]  # type: ignore[index]
+                thread = mine.recorder_number or journal.intern_thread()
+                site = site or find_site(get_frame(1))
+                offsets, end, area, segment, tail = journal.place
+                offset = next(offsets)
+                if offset < end:
+                    base = offset >> 3
+                    pack(area, offset, clock(), seq, number, tag_number, site, thread, tail)
+                else:
+                    segment, base = journal.append(group, clock(), seq, number, tag_number, site, thread)
+                if start:
+                    start = cpu_clock() - start
+            except Exception as error:
+                journal.fault(error)
+                segment = None
+            try:
+                work = issue(pg, first, second, third) if paired else issue(pg, first, second)
+            except BaseException:
+                wrappers.record_raised(pg, None if segment is None else (segment, base, False))
+                raise
+            if segment is None:
+                return work
+            if start:
+                settle((segment, base, is_async), work, start)
+                return work
+            try:
+                segment.words[base + return_word] = clock()
+                kind = type(work)
+                methods, wrapper, wait = direct.get(kind) or find_direct(kind)
+                if is_async or not takes_none or methods["wait"] is not wrapper:
+                    if work is not None:
+                        pending[id(work)] = segment, base, is_async
+                    return work
+            except Exception as error:
+                journal.fault(error)
+                return work
+            try:
+                wait(work)
+            finally:
+                try:
+                    segment.words[base + wait_end_word] = clock()
+                except Exception as error:
+                    journal.fault(error)
+            return None
+
+        return call
+
+    def _learn(
+        self,
+        method: Method,
+        entries: dict[int, Entry],
+        calls: dict[Any, Known],
+        pg: Any,
+        key: Any,
+        args: Any,
+        frame: FrameType,
+        api: ApiFunction,
+        reduction: Any,
+    ) -> Known:
+        """What is to be known about a call that is issued for the first time from its place in the program.
+
+        The addresses in the key are sound while what they belong to is held, or watched by a weak reference. Where the
+        program calls torch through more of torch, the frame in the key is not the program's: its site is found each time.
+        """
+        _, group, counter, signatures = self._wrappers.enter(method, entries, pg)
+        signature_key = key[1:-2]
+        held = self._functions.hold(reduction) and _is_plain(signature_key)
+        number = signatures.get(signature_key) if held else None
+        if number is None:
+            number = self._wrappers.sign(method, group, args, {})
+            if held:
+                remember(signatures, signature_key, number)
+        sites = self._wrappers.sites
+        site = sites.find(frame)
+        caller = _caller(frame, api)
+        if caller is None or not held or not sites.holds(caller):
+            return number, site, group, counter
+        known = (number, site if sites.is_program(caller) else 0, group, counter)
+        remember(calls, key, known)
+        return known
+
+
+def _caller(frame: FrameType, api: ApiFunction) -> CodeType | None:
+    """The code that called ``api``, where ``frame`` and those outside it are the function, its stand-in and its wrapper."""
+    stand_in = frame.f_back if frame.f_code is api.code else None
+    if stand_in is None or stand_in.f_code is not api.stand_in.__code__ or stand_in.f_back is None:
+        return None
+    caller = stand_in.f_back.f_back
+    return None if caller is None else caller.f_code
+
+
+def _is_plain(values: tuple[Any, ...]) -> bool:
+    """Whether a key of ``values`` holds nothing but values, whatever a program has passed for a flag or a root."""
+    return all(_is_plain(value) if isinstance(value, tuple) else type(value) in _PLAIN for value in values)
+
+
+def remember(known: dict[Any, Any], key: Any, value: Any) -> None:
+    """Add to a table that is emptied when it has become too large."""
+    if len(known) > _MOST_CALLS:
+        known.clear()
+    known[key] = value
+
+
+def _given(*values: Any) -> list[Any]:
+    return [value for value in values if value is not _MISSING]
