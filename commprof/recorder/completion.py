@@ -17,7 +17,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from commprof.trace.writer import DEVICE_END_WORD, Token
+from commprof.recorder.device_times import Operation
+from commprof.trace.writer import DEVICE_END_WORD, NO_WORDS, Segment, Token
 
 _MOST_REFUSALS: Final = 16  # in a row, after which a backend's handles are not asked again
 _LONGEST_WAIT: Final = 1800.0  # seconds: what gloo itself gives an operation
@@ -44,11 +45,13 @@ class Completions:
     def sample(self, token: Token, work: Any) -> None:
         """Let ``work`` write the time of its end into the record at ``token``, if its turn has come. Never raises.
 
-        What is left with the handle is a function that knows where the record lies, and nothing else. Records that are not
-        mapped memory (of devices, or in files that are written to) are left alone.
+        What is left with the handle is a function that knows where the record lies, and nothing else. Handles of devices are
+        left alone: their futures would keep memory on streams of their own.
         """
-        words, base, is_async = token
-        if not self.every or work is None or not is_async or not isinstance(words, memoryview):
+        segment, base, is_async = token
+        if not self.every or work is None or not is_async or segment is NO_WORDS:
+            return
+        if isinstance(segment.words, Operation):
             return
         self._offered += 1
         if (self._offered - 1) % self.every or self._refused >= _MOST_REFUSALS:
@@ -58,7 +61,7 @@ class Completions:
         try:
             future = work.get_future()
             _under_way[number] = None
-            future.add_done_callback(_teller(number, words, base + DEVICE_END_WORD, self._clock))
+            future.add_done_callback(_teller(number, segment, base + DEVICE_END_WORD, self._clock))
             self.asked += 1
             self._refused = 0
         except Exception:  # a backend whose handles have no future
@@ -67,14 +70,14 @@ class Completions:
         self.cost_ns += self._clock() - begin
 
 
-def _teller(number: int, words: memoryview, index: int, clock: Callable[[], int]) -> Callable[[Any], None]:
+def _teller(number: int, segment: Segment, index: int, clock: Callable[[], int]) -> Callable[[Any], None]:
     """What writes the time into a record when it is called, on a thread of the backend's."""
 
     def tell(_: Any) -> None:
         try:
-            words[index] = clock()
+            segment[index] = clock()
         except Exception:
-            pass  # recording has ended, and the record's memory is gone
+            pass  # recording has ended, and the record cannot be written to any more
         _under_way.pop(number, None)
 
     return tell

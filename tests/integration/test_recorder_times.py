@@ -1,0 +1,341 @@
+"""Exposed and overlapped time, causally: where a peer comes late by a known time, the program stands still for just so long.
+
+The independent measure is the program's own: a clock read before and after each of its calls and waits. What the recorder
+says may lie inside that by no more than what both spend on being called, and never outside.
+"""
+
+import statistics
+import threading
+import time
+
+import pytest
+
+from commprof.analysis import api
+from support.recording import calls, record
+
+pytestmark = pytest.mark.ranks
+
+DELAYS_MS = (0, 10, 25)
+REPEATS = 5
+# Between a read of the recorder's clock and one of the program's lie calls of some 10 us, and more when the scheduler takes
+# the processor away in between; medians of repetitions are compared.
+BETWEEN_CLOCKS_NS = 1_000_000
+# From the moment at which the late rank comes until the early one runs again: the transfer itself (4 kB) and being
+# scheduled, on a machine that may have fewer processors than ranks.
+WAKING_NS = 4_000_000
+
+
+def late(rank: int, delay_ms: float) -> None:
+    """Rank 1 comes ``delay_ms`` after rank 0."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    if rank == 1:
+        time.sleep(delay_ms / 1000)
+
+
+def synchronous(rank, world):
+    """For each call: the nominal delay, when it began and ended."""
+    import torch
+    import torch.distributed as dist
+
+    from commprof import hooks
+
+    tensor = torch.ones(1000)
+    own = []
+    for delay in DELAYS_MS * REPEATS:
+        late(rank, delay)
+        with hooks.tag("metric", bucket=delay):
+            began = time.perf_counter_ns()
+            dist.all_reduce(tensor)
+            own.append((delay, began, time.perf_counter_ns()))
+    return own
+
+
+def asynchronous(rank, world, work_ms):
+    """Issued, then ``work_ms`` of work, then waited for: the nominal delay, when each of it began, and its end."""
+    import torch
+    import torch.distributed as dist
+
+    from commprof import hooks
+
+    tensor = torch.ones(1000)
+    own = []
+    for delay in DELAYS_MS * REPEATS:
+        late(rank, delay)
+        with hooks.tag("metric", bucket=delay):
+            began = time.perf_counter_ns()
+            handle = dist.all_reduce(tensor, async_op=True)
+        if rank == 0:
+            time.sleep(work_ms / 1000)
+        waited = time.perf_counter_ns()
+        handle.wait()
+        own.append((delay, began, waited, time.perf_counter_ns()))
+    return own
+
+
+def tagged(run, rank: int) -> list[dict]:
+    rows = [row for row in run.table("collectives").to_pylist() if row["rank"] == rank]
+    return sorted((row for row in rows if row["purpose"] == "metric"), key=lambda row: row["seq"])
+
+
+def median_by_delay(values: list[tuple[int, float]]) -> dict[int, float]:
+    return {delay: statistics.median(value for d, value in values if d == delay) for delay in DELAYS_MS}
+
+
+def test_a_synchronous_call_is_exposed_for_as_long_as_the_peer_is_late(tmp_path):
+    run, outcomes = record(tmp_path / "run", 2, synchronous)
+    rows, own = [tagged(run, rank) for rank in (0, 1)], [outcome["result"] for outcome in outcomes]
+    for mine, calls_made in zip(rows, own, strict=True):
+        assert [row["bucket"] for row in mine] == [delay for delay, *_ in calls_made]
+        between = [
+            end - begin - row["exposed_ns"] for row, (_, begin, end) in zip(mine, calls_made, strict=True)
+        ]
+        assert min(between) >= 0
+        assert statistics.median(between) < BETWEEN_CLOCKS_NS
+    # The cause, as the ranks themselves measured it (one host, one clock), and the effect, as it was recorded.
+    lateness = [(delay, max(0, begin - own[0][i][1])) for i, (delay, begin, _) in enumerate(own[1])]
+    assert statistics.median(late_ns for delay, late_ns in lateness if delay == 25) > 20e6
+    effect = [(delay, rows[0][i]["exposed_ns"] - late_ns) for i, (delay, late_ns) in enumerate(lateness)]
+    for delay, rest in median_by_delay(effect).items():
+        assert -BETWEEN_CLOCKS_NS < rest < WAKING_NS, delay
+    last = [(row["bucket"], row["exposed_ns"]) for row in rows[1]]
+    assert max(median_by_delay(last).values()) < WAKING_NS  # who comes last waits for nobody
+    frame = api.exposure(run, by=("rank", "purpose", "bucket"))
+    spent = frame[(frame["rank"] == 0) & (frame["purpose"] == "metric")].set_index("bucket")["exposed_ns"]
+    for delay in DELAYS_MS:
+        assert spent[delay] == sum(row["exposed_ns"] for row in rows[0] if row["bucket"] == delay)
+
+
+@pytest.mark.parametrize("work_ms", [0, 15])
+def test_work_beside_an_asynchronous_call_hides_it(tmp_path, work_ms):
+    """Late by d, waited for after w of work: exposed for d - w, or not at all."""
+    run, outcomes = record(tmp_path / "run", 2, asynchronous, work_ms)
+    rows, (own, peer) = tagged(run, 0), [outcome["result"] for outcome in outcomes]
+    between = [end - wait - row["exposed_ns"] for row, (_, _, wait, end) in zip(rows, own, strict=True)]
+    assert min(between) >= 0 and statistics.median(between) < BETWEEN_CLOCKS_NS
+    # The peer began at peer[1]; until then this rank worked (until wait), and stood still for what was left.
+    expected = [(delay, max(0, peer[i][1] - wait)) for i, (delay, _, wait, _) in enumerate(own)]
+    effect = [(delay, rows[i]["exposed_ns"] - left) for i, (delay, left) in enumerate(expected)]
+    for rest in median_by_delay(effect).values():
+        assert -BETWEEN_CLOCKS_NS < rest < WAKING_NS
+    if work_ms:
+        assert max(left for delay, left in expected if delay < work_ms) == 0  # hidden, all of it
+    # Between the call and the wait the collective was under way or had just ended.
+    frame = api.exposure(run, by=("rank", "purpose"))
+    (row,) = frame[(frame["rank"] == 0) & (frame["purpose"] == "metric")].to_dict("records")
+    worked = sum(wait - begin for _, begin, wait, _ in own)
+    assert row["exposed_ns"] == sum(row["exposed_ns"] for row in rows)
+    assert 0 <= worked - row["overlapped_ns"] < len(own) * BETWEEN_CLOCKS_NS
+
+
+def test_bytes_are_the_same_however_late(tmp_path):
+    runs = [
+        record(tmp_path / name, 2, body, *args)[0]
+        for name, body, args in (("sync", synchronous, ()), ("async", asynchronous, (5,)))
+    ]
+    for run in runs:
+        frame = api.traffic(run, by=("purpose", "bucket"))
+        sent = frame[frame["purpose"] == "metric"][["bucket", "collectives", "payload_bytes", "wire_bytes"]]
+        assert sent.values.tolist() == [
+            [delay, REPEATS, 4000 * REPEATS, 4000 * REPEATS] for delay in DELAYS_MS
+        ]
+
+
+def two_threads(rank, world):
+    """Two threads wait at the same time, each for a peer that comes late."""
+    import torch
+    import torch.distributed as dist
+
+    from commprof import hooks
+
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    hooks.step(0)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(0.1)
+    threads = [
+        threading.Thread(target=dist.all_reduce, args=(torch.ones(10),), kwargs={"group": group})
+        for group in groups
+    ]
+    began = time.perf_counter_ns()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stood = time.perf_counter_ns() - began
+    hooks.step(1)
+    return stood
+
+
+def test_threads_that_wait_at_the_same_time_count_once(tmp_path):
+    run, outcomes = record(tmp_path / "run", 2, two_threads)
+    frame = api.exposure(run, by=("rank", "step", "op"))
+    (row,) = frame[(frame["rank"] == 0) & (frame["step"] == 0) & (frame["op"] == "all_reduce")].to_dict(
+        "records"
+    )
+    assert row["records"] == 2
+    assert 95_000_000 < row["exposed_ns"] <= outcomes[0]["result"]
+    assert row["summed_ns"] > 1.7 * row["exposed_ns"]
+    assert row["exposed_ns"] <= row["step_ns"]
+
+
+def sampled(rank, world):
+    """The first call of each group is one of those that are sampled. It ends while the program works on."""
+    import torch
+    import torch.distributed as dist
+
+    ends = []
+    for delay in (0.0, 0.02, 0.03):
+        group = dist.new_group([0, 1], group_desc=f"late by {delay}")
+        dist.barrier()
+        if rank == 1:
+            time.sleep(delay)
+        handle = dist.all_reduce(torch.ones(10), group=group, async_op=True)
+        while not handle.is_completed():
+            time.sleep(0.0002)
+        ends.append(time.perf_counter_ns())
+        time.sleep(0.03)
+        handle.wait()
+    return ends
+
+
+def test_a_sampled_call_says_when_it_ended_though_nobody_waited_then(tmp_path):
+    run, outcomes = record(tmp_path / "run", 2, sampled)
+    rows = [row for row in run.table("collectives").to_pylist() if row["op"] == "all_reduce"]
+    for rank in (0, 1):
+        mine = sorted((row for row in rows if row["rank"] == rank), key=lambda row: row["seq"])
+        for row, seen in zip(mine, outcomes[rank]["result"], strict=True):
+            assert row["issue_ns"] < row["device_end_ns"] < row["wait_begin_ns"]
+            # The callback comes before the handle says that it is complete, and the program looked every 0.2 ms.
+            assert -1_000_000 < seen - row["device_end_ns"] < 5_000_000
+    frame = api.exposure(run, by=("rank", "group_desc", "op"))
+    for row in (row for row in rows if row["rank"] == 0):
+        (seen,) = frame[
+            (frame["rank"] == 0) & (frame["group_desc"] == row["group_desc"]) & (frame["op"] == "all_reduce")
+        ].to_dict("records")
+        assert seen["sampled"] == 1
+        assert (
+            seen["overlapped_ns"] == row["device_end_ns"] - row["issue_ns"]
+        )  # not until the wait, 30 ms later
+        assert seen["exposed_ns"] == row["exposed_ns"] < WAKING_NS
+    assert [row["device_end_ns"] - row["issue_ns"] > 20e6 for row in rows if row["rank"] == 0] == [
+        False,
+        True,
+        True,
+    ]
+
+
+def unsampled(rank, world):
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.ones(10), async_op=True).wait()
+    handle = dist.all_reduce(torch.ones(10), async_op=True)
+    dist.barrier()
+    return handle is not None
+
+
+def test_nothing_is_asked_where_it_is_switched_off_and_an_unwaited_call_has_no_time(tmp_path):
+    run, _ = record(tmp_path / "run", 2, unsampled, completion_every=0)
+    assert set(calls(run, 0, "device_end_ns")) == {None}
+    waited, unwaited, barrier = calls(run, 0, "exposed_ns")
+    assert waited > 0 and unwaited is None and barrier > 0
+    (row,) = api.exposure(run, by=("op", "is_async"))[lambda frame: frame["is_async"]].to_dict("records")
+    assert (row["records"], row["timed"], row["unwaited"]) == (4, 2, 2)
+
+
+def distributed_data_parallel(rank, world):
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.02)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+    for _ in range(15):
+        wrapped(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_of_what_ddp_issues_only_the_ends_are_known_and_only_of_some(tmp_path):
+    """DDP waits in C++, where nobody sees it: exposed time is unknown, and a sample says how long buckets take."""
+    run, _ = record(tmp_path / "run", 2, distributed_data_parallel)
+    rows = [row for row in run.table("collectives").to_pylist() if row["layer"] == "c10d" and row["step"] > 0]
+    assert len(rows) > 100
+    assert all(row["wait_end_ns"] is None and row["exposed_ns"] is None for row in rows)
+    ended = [row for row in rows if row["device_end_ns"] is not None]
+    assert 2 <= len(ended) <= len(rows) / 15
+    assert all(row["device_end_ns"] > row["issue_ns"] for row in ended)
+    (row,) = api.exposure(run, by=("layer",))[lambda frame: frame["layer"] == "c10d"].to_dict("records")
+    assert row["unwaited"] >= len(rows) and row["sampled"] >= len(ended) and row["overlapped_ns"] > 0
+
+
+LATE_NS = 60_000_000
+STEPS = 5
+
+
+def overlapping_training(rank, world, overlap, late_ns, work_ns):
+    """Three buckets, one a layer. Rank 1 begins its backward late; rank 0 works after the first two are on their way."""
+    import torch
+
+    import zero_runtime
+
+    class Chain(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(32, 32, bias=False) for _ in range(3))
+
+        def forward(self, x):
+            x = self.layers[0](x)
+            x.register_hook(lambda gradient: time.sleep(work_ns / 1e9) if rank == 0 else None)
+            for layer in self.layers[1:]:
+                x = layer(x.tanh())
+            return x.square().mean()
+
+    zero = {"stage": 2, "reduce_bucket_size": 1024, "overlap_comm": overlap}
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": zero,
+    }
+    engine, *_ = zero_runtime.initialize(model=Chain(), config=config)
+    began = []
+    for _ in range(STEPS):
+        loss = engine(torch.ones(4, 32) * (rank + 1))
+        torch.distributed.barrier()
+        if rank == 1:
+            time.sleep(late_ns / 1e9)
+        began.append(time.perf_counter_ns())
+        engine.backward(loss)
+        engine.step()
+    return began
+
+
+def beyond(run, outcomes, hidden_ns) -> float:
+    """On rank 0, of each step: what reducing gradients held it up for, less what the peer was late for and was not hidden.
+
+    Median over the steps after the first.
+    """
+    frame = api.exposure(run, by=("rank", "step", "purpose"))
+    mine = frame[(frame["rank"] == 0) & (frame["purpose"] == "gradient_reduce")].set_index("step")
+    early, late_one = (outcome["result"] for outcome in outcomes)
+    return statistics.median(
+        float(mine.loc[step, "exposed_ns"]) - max(0, late_one[step] - early[step] - hidden_ns)
+        for step in range(1, STEPS)
+    )
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_overlapping_buckets_hide_the_work_beside_them(tmp_path, overlap):
+    """A peer that is late by d costs d; with overlap_comm, d less the work done meanwhile. The bytes are the same."""
+    sent = set()
+    for late_ns, work_ns in ((0, 0), (LATE_NS, 0), (LATE_NS, LATE_NS // 2), (LATE_NS, 2 * LATE_NS)):
+        name = f"{late_ns}-{work_ns}"
+        run, outcomes = record(tmp_path / name, 2, overlapping_training, overlap, late_ns, work_ns)
+        rest = beyond(run, outcomes, work_ns if overlap else 0)
+        assert -WAKING_NS < rest < 4 * WAKING_NS, name  # three buckets and the work between them
+        traffic = api.traffic(run, by=("step", "purpose", "op"))
+        sent.add(traffic[["step", "purpose", "op", "payload_bytes", "wire_bytes"]].to_csv())
+    assert len(sent) == 1
