@@ -121,6 +121,56 @@ def _interception() -> Iterator[Finding]:
         yield Finding(
             section, Level.NOTE, f"methods that look like collectives and are not known: {', '.join(unknown)}"
         )
+    yield from _operators(section)
+
+
+def _operators(section: str) -> Iterator[Finding]:
+    """Which operators of torch's dispatcher can be recorded, for what no method of ProcessGroup shows."""
+    from commprof.recorder.dispatcher import Kernels, bind_redispatch, is_operator
+    from commprof.recorder.functional import FRAMEWORK, FUNCTIONAL
+    from commprof.recorder.issuers import CppIssuers
+    from commprof.recorder.operators import C10D, unknown_operators
+
+    c10d = [name for name in C10D if is_operator(name)]
+    functional = [name for name in FUNCTIONAL if is_operator(name)]
+    kernels = Kernels()
+    try:
+        kernels.put(c10d[0], lambda redispatch: redispatch)
+        bind_redispatch(c10d[0])
+    except Exception as error:
+        text = (
+            f"this torch takes no kernel in front of its operators ({type(error).__name__}: {error}): what DDP's reducer "
+            "and functional collectives issue is only counted"
+        )
+        yield Finding(section, Level.NOTE, text)
+        return
+    finally:
+        kernels.remove()
+    yield Finding(
+        section,
+        Level.OK,
+        f"{len(functional)} functional operators (DTensor, torch.compile), by kernels in front of them",
+    )
+    noticed = CppIssuers.are_known()
+    when = (
+        "from the first use of DDP's reducer on"
+        if noticed
+        else "all the time, since DDP's reducer cannot be noticed here"
+    )
+    yield Finding(
+        section,
+        Level.OK if noticed else Level.NOTE,
+        f"{len(c10d)} operators of c10d, for what C++ issues: {when}; all of them with --complete, and once a group has "
+        "counted more than was recorded",
+    )
+    yield Finding(section, Level.OK, f"operators that send beside c10d: {', '.join(FRAMEWORK)}")
+    unknown = unknown_operators()
+    if unknown:
+        yield Finding(
+            section,
+            Level.NOTE,
+            f"operators of c10d that are not known, and not recorded: {', '.join(unknown)}",
+        )
 
 
 def unknown_methods(names: list[str], known: set[str]) -> list[str]:
@@ -141,9 +191,9 @@ def _blind_spots() -> Iterator[Finding]:
         return
     section = "not recorded"
     for text in (
-        "collectives issued in C++ (the reducer of DistributedDataParallel): counted once a step, and reported as unseen",
-        "functional collectives (DTensor, torch.compile), beside the recorded layer: counted, and reported as unseen",
-        "what lies beneath c10d (symmetric memory, NVSHMEM, a vendor's own kernels): not seen and not counted",
+        "what goes past every layer above: counted once a step by the group's own number (gloo, NCCL), reported as unseen",
+        "what lies beneath c10d: torch's symmetric memory, NVSHMEM and DeepEP, pynccl and CuPy, TransformerEngine's "
+        "userbuffers; a run that used one says so in its report",
         "programs run with python -I or -E: they ignore PYTHONPATH, by which the recorder reaches them",
     ):
         yield Finding(section, Level.NOTE, text)

@@ -35,14 +35,18 @@ class CppIssuers:
     def install(self) -> bool:
         """Watch from now on; False when this torch lacks one of them, so that its use would go unnoticed."""
         reducer = getattr(_distributed_c10d, _CLASS, None)
-        found = [name for name in _FUNCTIONS if hasattr(_distributed_c10d, name)]
         if reducer is not None:
             self._patch(reducer, "__init__")
-        for name in found:
+        for name in _FUNCTIONS:
             for module in (dist, _distributed_c10d):
                 if hasattr(module, name):
                     self._patch(module, name)
-        return reducer is not None and len(found) == len(_FUNCTIONS)
+        return self.are_known()
+
+    @staticmethod
+    def are_known() -> bool:
+        """Whether this torch has all of what is watched for."""
+        return all(hasattr(_distributed_c10d, name) for name in (_CLASS, *_FUNCTIONS))
 
     def remove(self) -> None:
         """Stop watching, except where somebody else has wrapped our wrapper since."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from commprof.recorder.dispatcher import arguments_of
+from commprof.recorder.dispatcher import arguments_of, operator_names
 from commprof.recorder.methods import METHODS, Method, Shape
 from commprof.recorder.signatures import CallOptions
 
@@ -106,6 +106,11 @@ def takes_a_group(operator: str) -> bool:
     except (ValueError, RuntimeError):
         return False
     return True
+
+
+def unknown_operators() -> list[str]:
+    """Operators of c10d that take a process group and are not in :data:`C10D`."""
+    return [name for name in operator_names("c10d") if name not in C10D and takes_a_group(name)]
 
 
 def read_c10d(method: Method, places: Layout) -> Reader:
