@@ -45,15 +45,17 @@ class Readings(NamedTuple):
 class OffsetCurve:
     """The offset of one clock to the reference over time, through the measurements of it (one at least, in order).
 
+    ``wander`` is :data:`WANDER`, or what the measurements themselves show, where that is more (:func:`observed_wander`).
+
     Between two measurements ``(a, offset_a +- error_a)`` and ``(b, offset_b +- error_b)``, with w = (t - a) / (b - a)::
 
         offset(t) = (1 - w) offset_a + w offset_b
-        error(t)  = (1 - w) error_a + w error_b + WANDER min(t - a, b - t)
+        error(t)  = (1 - w) error_a + w error_b + wander min(t - a, b - t)
 
     Before the first and after the last, at distance d from it, with the drift between the first and the last::
 
         offset(t) = offset_end + drift d
-        error(t)  = error_end + (WANDER + (error_first + error_last) / (last - first)) d
+        error(t)  = error_end + (wander + (error_first + error_last) / (last - first)) d
 
     or, where that bound is worse or there is one measurement only, drift 0 and DRIFT_LIMIT in the place of the bracket.
     Where two neighbours differ by more than JUMP allows, nothing is known between them but that the offset is one of
@@ -63,6 +65,7 @@ class OffsetCurve:
     times: Times
     offsets: Times
     errors: Times
+    wander: float = WANDER
 
     def at(self, times: Times) -> Measured:
         """The offset at each of ``times`` (ns, by the clock itself)."""
@@ -80,7 +83,9 @@ class OffsetCurve:
         weight = since / length
         step = self.offsets[b] - self.offsets[a]
         offset = self.offsets[a] + weight * step
-        error = (1 - weight) * self.errors[a] + weight * self.errors[b] + WANDER * np.minimum(since, left)
+        error = (
+            (1 - weight) * self.errors[a] + weight * self.errors[b] + self.wander * np.minimum(since, left)
+        )
         jumped = np.abs(step) > JUMP * length + self.errors[a] + self.errors[b]
         worst = np.abs(step) / 2 + np.maximum(self.errors[a], self.errors[b])
         return (
@@ -100,7 +105,7 @@ class OffsetCurve:
         if length <= 0:
             return 0.0, DRIFT_LIMIT
         drift = float(self.offsets[-1] - self.offsets[0]) / length
-        doubt = WANDER + float(self.errors[0] + self.errors[-1]) / length
+        doubt = self.wander + float(self.errors[0] + self.errors[-1]) / length
         return (drift, doubt) if doubt < DRIFT_LIMIT and abs(drift) < JUMP else (0.0, DRIFT_LIMIT)
 
 
@@ -171,10 +176,23 @@ def _process(row: Mapping[str, Any]) -> Process:
     return row["rank"], row["attempt"], row["pid"]
 
 
+def observed_wander(times: Times, offsets: Times, errors: Times) -> float:
+    """How far a measurement is at least from the line between its neighbours, per time to the nearer one; at most JUMP.
+
+    A clock daemon that corrects a large error shows here, and then widens the bound everywhere.
+    """
+    if len(times) < 3:
+        return 0.0
+    since, left = (times[1:-1] - times[:-2]).astype(np.float64), (times[2:] - times[1:-1]).astype(np.float64)
+    weight = since / (since + left)
+    line = offsets[:-2] + weight * (offsets[2:] - offsets[:-2])
+    slack = (1 - weight) * errors[:-2] + weight * errors[2:] + errors[1:-1]
+    rate = (np.abs(offsets[1:-1] - line) - slack) / np.minimum(since, left)
+    return float(rate[rate < JUMP].max(initial=0.0))
+
+
 def _curve(points: Mapping[int, tuple[int, int]]) -> OffsetCurve:
-    times = sorted(points)
-    return OffsetCurve(
-        np.array(times, np.int64),
-        np.array([points[time][0] for time in times], np.int64),
-        np.array([points[time][1] for time in times], np.int64),
-    )
+    in_order = sorted(points)
+    times = np.array(in_order, np.int64)
+    offsets, errors = (np.array([points[time][part] for time in in_order], np.int64) for part in range(2))
+    return OffsetCurve(times, offsets, errors, max(WANDER, observed_wander(times, offsets, errors)))

@@ -33,7 +33,7 @@ _MOST_BUFFERED: Final = 1 << 12
 _STRANGERS: Final = 64  # connections that may be open before they have shown the token
 
 
-class ReferenceClock:
+class ClockServer:
     """Answers questions for the time of this process's clock.
 
     Args:
@@ -153,7 +153,7 @@ class ReferenceClock:
 
 
 class ClockConnection:
-    """A connection to a :class:`ReferenceClock`.
+    """A connection to a :class:`ClockServer`.
 
     Args:
         addresses: where it may be reached; the first that answers with the token is taken.

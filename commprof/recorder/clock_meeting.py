@@ -19,6 +19,8 @@ from torch.distributed import distributed_c10d
 from commprof.recorder.clocks import Exchange
 
 EXCHANGES: Final = 10  # questions that are asked through the store, where no connection can be made
+# Stores within one process: of threads that play ranks, and of torch's 'fake' backend.
+_PRIVATE_STORES: Final = frozenset({"HashStore", "FakeStore"})
 _ANSWER_SECONDS: Final = 2.0
 _FIRST_PAUSE: Final = 0.01
 _LONGEST_PAUSE: Final = 0.5
@@ -116,8 +118,8 @@ class Meeting:
         return False
 
 
-def job_meeting(prefix: str) -> Meeting:
-    """The meeting in the store of this job.
+def job_meeting(prefix: str) -> Meeting | None:
+    """The meeting in the store of this job; None where that store does not reach beyond this process.
 
     Raises:
         ValueError: torch.distributed is not initialised.
@@ -126,6 +128,8 @@ def job_meeting(prefix: str) -> Meeting:
     inner: Any = store
     while hasattr(inner, "underlying_store"):
         inner = inner.underlying_store
+    if type(inner).__name__ in _PRIVATE_STORES:
+        return None
     host = getattr(inner, "host", None)
     # A second handle of a FileStore would count as a worker of its own, by which the file is removed in the end.
     if host is not None and hasattr(store, "clone"):

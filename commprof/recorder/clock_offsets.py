@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
-from commprof.recorder.clock_exchange import ClockConnection, ReferenceClock, own_addresses
+from commprof.recorder.clock_exchange import ClockConnection, ClockServer, own_addresses
 from commprof.recorder.clock_meeting import Meeting, Reference
 from commprof.recorder.clocks import Exchange, Offset, clock_identity, estimate
 
@@ -58,14 +58,14 @@ class ClockOffsets:
 
     Args:
         log: where the rows go.
-        meet: makes the meeting in the job's store; called on the thread.
+        meet: makes the meeting in the job's store, None where that reaches nobody; called on the thread.
         clock: the clock, and its identity.
     """
 
     def __init__(
         self,
         log: Log,
-        meet: Callable[[], Meeting],
+        meet: Callable[[], Meeting | None],
         clock: Callable[[], int] = time.perf_counter_ns,
         identity: str | None = None,
         interval: float = INTERVAL_SECONDS,
@@ -77,7 +77,7 @@ class ClockOffsets:
         self._identity = identity or clock_identity()
         self._interval = interval
         self._thread: threading.Thread | None = None
-        self._server: ReferenceClock | None = None
+        self._server: ClockServer | None = None
         self._connection: ClockConnection | None = None
         self._measured_at_ns = 0
         self._parting = threading.Event()  # the job's store is about to go
@@ -150,17 +150,20 @@ class ClockOffsets:
 
     def _lead(self) -> None:
         """Answer whoever asks, until all have left."""
-        server = self._server = ReferenceClock(self._clock)
+        meeting = self._meet()
+        if meeting is None:
+            return
+        server = self._server = ClockServer(self._clock)
         try:
-            self._invite(server)
+            self._invite(server, meeting)
+            del meeting
             while server.serve():
                 pass
         finally:
             server.close()
 
-    def _invite(self, server: ReferenceClock) -> None:
+    def _invite(self, server: ClockServer, meeting: Meeting) -> None:
         """Say where the server is, and answer those who cannot reach it through the store, for a while."""
-        meeting = self._meet()
         meeting.publish(Reference(self._identity, own_addresses(), server.port, server.token.hex()))
         until = time.monotonic() + _STORE_SECONDS
         while not self._parting.is_set() and time.monotonic() < until and server.serve(_STORE_PATIENCE):
@@ -184,8 +187,8 @@ class ClockOffsets:
     def _introduced(self) -> ClockConnection | None:
         """A connection to the reference; None where this process needs none, or has asked through the store."""
         meeting = self._meet()
-        reference = meeting.find(_FIND_SECONDS, self._parting)
-        if reference is None:
+        reference = None if meeting is None else meeting.find(_FIND_SECONDS, self._parting)
+        if meeting is None or reference is None:
             return None
         if reference.clock == self._identity:
             self._write(Offset(self._clock(), 0, 0, 0))

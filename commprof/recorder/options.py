@@ -41,6 +41,7 @@ class Options:
         sample_every: seconds between their readings.
         completion_every: time the completion of one in so many of the calls that are sampled anyway; 0: of none.
         selfcheck: compare the groups' own counts with the records, once a step.
+        clocks: compare the clocks of the hosts, for which rank 0 listens on a port; nothing is sent in a job on one host.
         quiet: do not say where the trace is. What is lost is always said.
     """
 
@@ -54,6 +55,7 @@ class Options:
     sample_every: float = 1.0
     completion_every: int = 1
     selfcheck: bool = True
+    clocks: bool = True
     quiet: bool = False
 
     @property
@@ -243,5 +245,6 @@ _READERS: Final[dict[str, Callable[[Any], Any]]] = {
     "sample_every": lambda value: parse_seconds(value) or DEFAULTS.sample_every,
     "completion_every": parse_count,
     "selfcheck": _parse_flag,
+    "clocks": _parse_flag,
     "quiet": _parse_flag,
 }

@@ -258,7 +258,7 @@ class Session:
         except Exception as error:
             self.journal.fault(error)
 
-    def _clock_meeting(self) -> Meeting:
+    def _clock_meeting(self) -> Meeting | None:
         assert self.opened is not None
         identity = self.opened.identity
         return job_meeting(f"commprof/clocks/{identity.attempt}/{identity.part}")
@@ -280,7 +280,8 @@ class Session:
         signal = self.stacks.install(directory, self.opened.identity.stem)
         if signal is not None:
             self.journal.write("stacks", signal)
-        self.clock_offsets.start(rank.rank, rank.world_size, os.environ)
+        if self.options.clocks:
+            self.clock_offsets.start(rank.rank, rank.world_size, os.environ)
         # multiprocessing ends its children without running atexit handlers.
         multiprocessing_util.Finalize(None, detach, exitpriority=10)
 

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commprof.align.reference_clock import DRIFT_LIMIT, WANDER, OffsetCurve, ReferenceClock
+from commprof.align.reference_clock import (
+    DRIFT_LIMIT,
+    WANDER,
+    OffsetCurve,
+    ReferenceClock,
+    observed_wander,
+)
 
 SECOND = 10**9
 
@@ -134,3 +140,19 @@ def test_a_run_of_an_older_version_goes_by_the_names_of_its_hosts():
 
 def test_no_rows_stay_no_rows():
     assert len(ReferenceClock([], [], one_host=True).readings(rows()).clock) == 0
+
+
+def test_measurements_that_are_on_no_line_widen_the_bound():
+    # 30 ppm for a minute, then none: a clock daemon has corrected something.
+    times = np.array([0, 60, 120]) * SECOND
+    offsets, errors = np.array([0, 1_800_000, 1_800_000]), np.array([1000, 1000, 1000])
+    seen = observed_wander(times, offsets, errors)
+    assert seen == pytest.approx((900_000 - 2000) / (60 * SECOND))
+    assert observed_wander(times, np.array([0, 1_800_000, 3_600_000]), errors) <= 0
+    reference = ReferenceClock(
+        [clock(0, "a"), clock(1, "b")],
+        [offset(0, 0, 0), *(offset(1, int(o), 1000, int(t)) for t, o in zip(times, offsets, strict=True))],
+        one_host=False,
+    )
+    measured = reference.offset((1, 0, 1), np.array([30 * SECOND], np.int64))
+    assert measured.error_ns[0] == pytest.approx(1000 + seen * 30 * SECOND, abs=2)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commprof.recorder.clock_exchange import ClockConnection, ReferenceClock, own_addresses
+from commprof.recorder.clock_exchange import ClockConnection, ClockServer, own_addresses
 from commprof.recorder.clock_meeting import EXCHANGES as STORE_EXCHANGES
 from commprof.recorder.clock_meeting import Meeting, Reference
 from commprof.recorder.clock_offsets import ClockOffsets, is_on_one_host
@@ -110,7 +110,7 @@ def shifted() -> int:
 
 @pytest.fixture
 def server():
-    server = ReferenceClock(shifted)
+    server = ClockServer(shifted)
     thread = threading.Thread(target=serve, args=(server,))
     thread.start()
     yield server
@@ -119,7 +119,7 @@ def server():
     assert not thread.is_alive()
 
 
-def serve(server: ReferenceClock) -> None:
+def serve(server: ClockServer) -> None:
     while server.serve():
         pass
     server.close()
@@ -165,7 +165,7 @@ def test_who_does_not_show_the_token_is_told_nothing(server):
 
 
 def test_a_server_that_went_away_is_an_error_at_once():
-    server = ReferenceClock()
+    server = ClockServer()
     thread = threading.Thread(target=serve, args=(server,))
     thread.start()
     connection = ClockConnection(["127.0.0.1"], server.port, server.token)
@@ -414,3 +414,13 @@ def test_a_forked_child_lets_go_and_the_parent_goes_on():
     assert len(log.rows) == 2
     follow.finish()
     lead.finish()
+
+
+def test_a_store_that_reaches_nobody_leaves_no_server_behind():
+    log = Log()
+    offsets = ClockOffsets(log, lambda: None)
+    for rank in (0, 1):
+        offsets.start(rank, 2, {})
+        offsets.finish()
+    assert len(log.rows) == 1 and not log.notes
+    assert offsets._server is None

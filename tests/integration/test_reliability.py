@@ -1,0 +1,401 @@
+"""However a process ends, and whatever goes wrong around it: the training is the same bit for bit, and so is its exit code;
+every collective that it issued is in the trace, or its loss is stated. The programs count for themselves."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commprof.errors import CommprofError
+from commprof.trace.reader import open_run
+from support.logged_training import Log, fork, issued, outcome, results, train
+from support.ranks import run_ranks
+from support.recording import calls
+
+pytestmark = pytest.mark.ranks
+ROOT = Path(__file__).parents[2]
+
+
+def join(rank: int, world: int, store: Path) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), world), rank=rank, world_size=world)
+
+
+def silence() -> None:
+    """What torch, gloo and the interpreter say of a process that dies is not for this test's output."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+# Killed at any moment.
+
+
+def _issue_for_ever(place: Path, ready: int) -> None:
+    silence()
+    join(0, 1, place / "store")
+    import commprof
+
+    log = Log(place / "log")
+    tensor = torch.ones(4)
+    os.write(ready, b".")
+    commprof.attach(place / "run")
+    number = 0
+    while True:
+        if number % 50 == 0:
+            commprof.step(number // 50)
+        log.issue()
+        if number % 7 == 3:
+            dist.all_reduce(tensor[: 1 + number % 3], async_op=True).wait()
+        else:
+            dist.all_reduce(tensor[: 1 + number % 3])
+        number += 1
+
+
+def _kill_at_a_random_moment(place: Path, seed: int) -> None:
+    read_end, write_end = os.pipe()
+    pid = fork(_issue_for_ever, place, write_end)
+    os.close(write_end)
+    assert os.read(read_end, 1) == b"."
+    os.close(read_end)
+    time.sleep(random.Random(seed).uniform(0.0, 0.25))
+    os.kill(pid, signal.SIGKILL)
+    assert outcome(pid) == -signal.SIGKILL
+    lines = issued(place / "log")
+    try:
+        run = open_run(place / "run")
+    except CommprofError as error:
+        assert lines <= 1, error  # it was killed before there was anything to read
+        return
+    found = run.health.records
+    assert lines - 1 <= found <= lines + 1
+    assert found == len(run.table("collectives")) and run.health.lost == run.health.torn == 0
+    assert calls(run, 0, "seq") == calls(run, 0, "pg_seq") == list(range(found))
+    assert calls(run, 0, "numel", "step") == [(1 + n % 3, n // 50) for n in range(found)]
+    assert set(calls(run, 0, "status")[:-1]) <= {"ok"}
+    if found:
+        assert run.health.state == "killed" and any("ended without saying so" in n for n in run.health.notes)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_sigkill_at_a_random_moment(tmp_path, seed):
+    _kill_at_a_random_moment(tmp_path, seed)
+
+
+@pytest.mark.long
+def test_sigkill_at_100_random_moments(tmp_path):
+    for seed in range(100, 200):
+        place = tmp_path / str(seed)
+        place.mkdir()
+        _kill_at_a_random_moment(place, seed)
+        shutil.rmtree(place)
+
+
+# Ended in every other way, in the middle of a step of two ranks.
+
+ENDINGS = {
+    "os._exit": lambda: os._exit(7),
+    "abort": os.abort,
+    "segfault": lambda: ctypes.string_at(0),
+    "sigterm": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "sigkill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "sigint": lambda: os.kill(os.getpid(), signal.SIGINT),
+    "exception": lambda: 1 // 0,
+}
+
+
+def _train_until_the_end(rank: int, place: Path, ending: str, recorded: bool) -> None:
+    silence()
+    import faulthandler
+
+    faulthandler.disable()  # the test runner's: a plain program has none
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    join(rank, 2, place / "store")
+    if recorded:
+        import commprof
+
+        commprof.attach(place / "run")
+
+    def end(step: int) -> None:
+        if rank == 1 and step == 5:
+            ENDINGS[ending]()
+
+    train(Log(place / f"log-{rank}"), 8, end)
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_rank_that_ends_is_recorded_until_then_and_changes_nothing(tmp_path, ending):
+    outcomes = {}
+    for kind in ("plain", "recorded"):
+        place = tmp_path / kind
+        place.mkdir()
+        pids = [fork(_train_until_the_end, rank, place, ending, kind == "recorded") for rank in range(2)]
+        outcomes[kind] = [outcome(pid) for pid in reversed(pids)]
+    assert outcomes["plain"] == outcomes["recorded"]
+    assert outcomes["recorded"][0] != 0
+    for rank in range(2):
+        kept = results(tmp_path / "recorded" / f"log-{rank}")
+        assert kept == results(tmp_path / "plain" / f"log-{rank}") and len(kept) == 5
+    run = open_run(tmp_path / "recorded" / "run")
+    for rank in range(2):
+        lines = issued(tmp_path / "recorded" / f"log-{rank}")
+        assert lines - 1 <= len(calls(run, rank, "op")) <= lines
+    assert run.health.lost == run.health.torn == 0 and run.health.state == "killed"
+    assert any("ended without saying so" in note for note in run.health.notes)
+
+
+# Ended as the interpreter ends: real processes, for their exit codes and their last words.
+
+_PROGRAM = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+import torch, torch.distributed as dist
+from support.logged_training import Log, train
+place, ending = Path(sys.argv[1]), sys.argv[3]
+rank = int(os.environ["RANK"])
+torch.set_num_threads(1)
+dist.init_process_group("gloo", store=dist.FileStore(str(place / "store"), 2), rank=rank, world_size=2)
+def end(step):
+    if rank == 1 and step == 5 and ending == "sigint":
+        os.kill(os.getpid(), signal.SIGINT)
+    if rank == 1 and step == 5 and ending == "exception":
+        raise ValueError("a bug of the program")
+    if rank == 1 and step == 5 and ending == "exit":
+        sys.exit(9)
+train(Log(place / f"log-{rank}"), 8, end)
+"""
+
+
+def _start(place: Path, ending: str, recorded: bool) -> list[tuple[int, str]]:
+    place.mkdir()
+    (place / "program.py").write_text(_PROGRAM)
+    words = [str(place / "program.py"), str(place), str(ROOT / "tests"), ending]
+    environment = {name: value for name, value in os.environ.items() if name != "COMMPROF_RUN"}
+    environment |= {"OMP_NUM_THREADS": "1"}
+    if recorded:
+        (place / "attach.py").write_text(
+            f"import sys, runpy, commprof\ncommprof.attach({str(place / 'run')!r})\n"
+            "del sys.argv[0]\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
+        )
+        words.insert(0, str(place / "attach.py"))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *words],
+            env={**environment, "RANK": str(rank), "WORLD_SIZE": "2"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=100)[1] for process in processes]
+    return [
+        (process.returncode, text.strip().splitlines()[-1])
+        for process, text in zip(processes, said, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "exception",
+        pytest.param("sigint", marks=pytest.mark.long),
+        pytest.param("exit", marks=pytest.mark.long),
+    ],
+)
+def test_an_exception_in_one_rank_leaves_exit_code_and_last_words_alone(tmp_path, ending):
+    if ending == "exit":
+        plain = [(code, "") for code, _ in _start(tmp_path / "plain", ending, False)]
+        recorded = [(code, "") for code, _ in _start(tmp_path / "recorded", ending, True)]
+    else:
+        plain, recorded = (
+            _start(tmp_path / "plain", ending, False),
+            _start(tmp_path / "recorded", ending, True),
+        )
+    assert recorded[1] == plain[1] and recorded[0][0] == plain[0][0] != 0
+    run = open_run(tmp_path / "recorded" / "run")
+    for rank in range(2):
+        log = tmp_path / "recorded" / f"log-{rank}"
+        assert results(log) == results(tmp_path / "plain" / f"log-{rank}")
+        assert issued(log) == len(calls(run, rank, "op"))
+    assert (
+        run.health.state == "complete" and run.health.ranks_recorded == 2
+    )  # each ended in order, and said so
+
+
+_ELASTIC = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+import torch, torch.distributed as dist
+from support.logged_training import Log, train
+attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+torch.set_num_threads(1)
+# A store of its own for each attempt: in the launcher's, gloo finds the addresses of the attempt before.
+store = dist.FileStore(str(Path(sys.argv[1]) / f"store-{attempt}"), 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+def end(step):
+    if rank == 1 and step == 3 and attempt == 0:
+        os._exit(5)
+train(Log(Path(sys.argv[1]) / f"log-{rank}-{attempt}"), 6, end)
+dist.destroy_process_group()
+"""
+
+
+def test_an_elastic_restart_keeps_both_attempts_apart(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(_ELASTIC)
+    command = [sys.executable, "-m", "commprof", "run", "--out", str(tmp_path / "run"), "--"]
+    command += [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command += [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "localhost:0",
+        str(program),
+        str(tmp_path),
+        str(ROOT / "tests"),
+    ]
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("COMMPROF_RUN", "RANK", "WORLD_SIZE")
+    }
+    done = subprocess.run(
+        command, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0, done.stderr
+    run = open_run(tmp_path / "run")
+    rows = run.table("collectives").to_pylist()
+    for rank in range(2):
+        lines = issued(tmp_path / f"log-{rank}-0")
+        first = sum(row["rank"] == rank and row["attempt"] == 0 for row in rows)
+        assert lines - 1 <= first <= lines
+        second = sum(row["rank"] == rank and row["attempt"] == 1 for row in rows)
+        assert second == issued(tmp_path / f"log-{rank}-1") == 30
+        assert results(tmp_path / f"log-{rank}-0") == results(tmp_path / f"log-{rank}-1")[:3]
+    assert run.health.lost == run.health.torn == 0 and len(run.manifest.ranks) == 4
+    assert run.health.ranks_recorded == run.health.ranks_expected == 2
+
+
+# Trouble with the disk and the clock.
+
+
+def _compared(place: Path, prepare, steps: int = 12, disturb=lambda place, step: None):
+    """Train on two ranks as they are, then recorded; returns per rank both results and the number of lines of the second."""
+
+    def body(rank: int, world: int):
+        import commprof
+
+        train(Log(place / f"plain-{rank}"), steps)
+        prepare(place)
+        commprof.attach(place / "run")
+        train(Log(place / f"log-{rank}"), steps, lambda step: disturb(place, step))
+        commprof.detach()
+        return results(place / f"plain-{rank}"), results(place / f"log-{rank}"), issued(place / f"log-{rank}")
+
+    return run_ranks(2, body)
+
+
+def test_a_limit_on_the_size_of_files_stops_recording_and_the_loss_is_stated(tmp_path, capfd):
+    def limit(place: Path) -> None:
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (300_000, 300_000)
+        )  # a first segment fits, a second does not
+
+    outcomes = _compared(tmp_path, limit, steps=700)
+    run = open_run(tmp_path / "run")
+    for rank, (plain, recorded, lines) in enumerate(outcomes):
+        assert plain == recorded and lines == 3500
+        kept = len(calls(run, rank, "op"))
+        (entry,) = [entry for entry in run.manifest.ranks if entry["rank"] == rank]
+        assert 2000 < kept < lines and kept + entry["lost"] == lines
+        assert "File too large" in entry["stopped_reason"]
+    assert "recording stopped" in capfd.readouterr().err
+    assert sum("stopped recording" in note for note in run.health.notes) == 2
+
+
+def test_a_directory_that_may_not_be_written_to_is_one_line(tmp_path, capfd):
+    closed = tmp_path / "closed"
+
+    def close(place: Path) -> None:
+        if os.getuid() == 0:
+            os.seteuid(65534)
+
+    closed.mkdir(mode=0o555)
+    tmp_path.chmod(0o755)
+    if os.getuid() == 0:
+        # Nobody may look into the directories of the test runner; the one that is refused is enough.
+        closed.chmod(0o555)
+
+    def body(rank: int, world: int):
+        import commprof
+
+        train(Log(tmp_path / f"plain-{rank}"), 4)
+        log = Log(tmp_path / f"log-{rank}")
+        commprof.attach(tmp_path / "warm")  # what it imports lies where nobody may look, either
+        commprof.detach()
+        close(tmp_path)
+        commprof.attach(closed / "run")
+        train(log, 4)
+        commprof.detach()
+        if os.getuid() == 0:
+            os.seteuid(0)
+        return results(tmp_path / f"plain-{rank}") == results(tmp_path / f"log-{rank}")
+
+    assert run_ranks(2, body) == [True, True]
+    errors = capfd.readouterr().err
+    assert errors.count("nothing is recorded") == 2 and "Permission denied" in errors
+    assert "Traceback" not in errors and not list(closed.iterdir())
+
+
+def test_a_directory_deleted_under_a_training_changes_nothing(tmp_path, capfd):
+    def remove(place: Path, step: int) -> None:
+        if step == 5:
+            shutil.rmtree(place / "run", ignore_errors=True)
+
+    for plain, recorded, _ in _compared(tmp_path, lambda place: None, disturb=remove):
+        assert plain == recorded and len(plain) == 12
+    assert "Traceback" not in capfd.readouterr().err
+    with pytest.raises(CommprofError, match="does not exist"):
+        open_run(tmp_path / "run")
+
+
+def test_a_step_of_the_wall_clock_moves_no_record(tmp_path, monkeypatch):
+    from commprof.analysis import api
+    from commprof.recorder import clocks
+
+    true_time = time.time_ns
+    shift = [0]
+
+    def stepped(place: Path, step: int) -> None:
+        shift[0] = 0 if step < 4 else -7200_000_000_000 if step < 8 else 86_400_000_000_000
+        false_time = lambda: true_time() + shift[0]  # noqa: E731
+        monkeypatch.setattr(time, "time_ns", false_time)
+        monkeypatch.setattr(clocks.read_clocks, "__defaults__", (time.perf_counter_ns, false_time, 5))
+
+    for plain, recorded, _ in _compared(tmp_path, lambda place: None, disturb=stepped):
+        assert plain == recorded
+    run = open_run(tmp_path / "run")
+    for rank in range(2):
+        times = calls(run, rank, "issue_ns", "return_ns", "wait_end_ns")
+        assert times == sorted(times) and all(a <= b <= c for a, b, c in times)
+        assert times[-1][2] - times[0][0] < 60_000_000_000
+    clocks = [row for row in run.table("clocks").to_pylist() if row["rank"] == 0]
+    offsets = [row["realtime_ns"] - row["monotonic_ns"] for row in clocks]
+    assert max(offsets) - min(offsets) > 80_000_000_000_000  # the step is there for whoever needs the date
+    facts = api.overview(run)
+    assert facts["collectives"] == 60 and facts["state"] == "complete"
+    assert facts["step_time_ns"] is None or 0 < facts["step_time_ns"] < 60_000_000_000
