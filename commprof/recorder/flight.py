@@ -21,6 +21,7 @@ from commprof.trace.flight_entries import flight_row
 SIZE_VARIABLE: Final = "TORCH_FR_BUFFER_SIZE"
 MOST_ENTRIES: Final = 2_000  # kept of one dump, the newest
 _LARGEST_RING: Final = 20_000  # torch takes about 10 us an entry, holding the interpreter
+_PAUSE_NS: Final = 1_000_000_000  # between two dumps, where groups are destroyed one by one
 _MOST_NS: Final = 250_000_000  # for writing them down
 
 # torch's functions, by preference: NCCL has a recorder of its own beside that of all other backends.
@@ -36,12 +37,17 @@ class FlightDump:
     """
 
     def __init__(self, journal: Journal, group_name: Callable[[str], str]) -> None:
+        self._written_ns = -_PAUSE_NS
         self.cost_ns = 0
         self._journal = journal
         self._group_name = group_name
         self._since_ns = time.time_ns()
         self._seen: dict[str, int] = {}  # by torch's function: the newest entry that was written
         self._noted: set[str] = set()
+
+    def is_due(self) -> bool:
+        """Whether the last dump is so long ago that another costs little."""
+        return time.perf_counter_ns() - self._written_ns > _PAUSE_NS
 
     def write(self) -> None:
         """Write what is new. Never raises; what prevents it is written as a note."""
@@ -52,7 +58,8 @@ class FlightDump:
             self._write(begin + _MOST_NS)
         except Exception as error:
             self._note(f"torch's Flight Recorder could not be read: {type(error).__name__}: {error}")
-        self.cost_ns += time.perf_counter_ns() - begin
+        self._written_ns = time.perf_counter_ns()
+        self.cost_ns += self._written_ns - begin
 
     def _write(self, deadline_ns: int) -> None:
         module = getattr(torch._C, "_distributed_c10d", None)

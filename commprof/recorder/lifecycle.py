@@ -17,7 +17,7 @@ class GroupLifecycle:
 
     Args:
         on_init: called with one of the new groups.
-        before_destroy: called while every group is still there.
+        before_destroy: called with the name of the group that will be destroyed, None for all, while it is still there.
         on_destroy: called with the name of the group that was destroyed, None for all.
         on_fault: called with what one of these raised.
     """
@@ -25,7 +25,7 @@ class GroupLifecycle:
     def __init__(
         self,
         on_init: Callable[[Any], object],
-        before_destroy: Callable[[], None],
+        before_destroy: Callable[[str | None], None],
         on_destroy: Callable[[str | None], None],
         on_fault: Callable[[Exception], None],
     ) -> None:
@@ -73,10 +73,10 @@ class GroupLifecycle:
         def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
             name = None
             try:
-                self._before_destroy()
                 group = kwargs.get("group", args[0] if args else None)
                 if group is not None and group is not dist.GroupMember.WORLD:
                     name = group.group_name
+                self._before_destroy(name)
             except Exception as error:
                 self._on_fault(error)
             result = original(*args, **kwargs)

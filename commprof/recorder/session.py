@@ -106,6 +106,8 @@ class Session:
         self.frameworks.finish()
         self._unwatch()
         self.clock_offsets.finish()
+        if self.sums is not None:
+            self.sums.finish()
         self.flight.write()
         self._close()
 
@@ -136,8 +138,6 @@ class Session:
                     self._complain("?", self.journal.lost, self._refused)
                 return
             _, identity, records, _ = self.opened
-            if self.sums is not None:
-                self.sums.finish()
             self.steps.finish()
             self.stacks.remove()
             self.journal.write("end", {"time_ns": time.perf_counter_ns()})
@@ -237,24 +237,28 @@ class Session:
         self.interception.remove()
         self.steps.close()
 
-    def _before_destroy(self) -> None:
-        self._check()
+    def _before_destroy(self, name: str | None) -> None:
+        """A group is about to go, or all of them. Of one among thousands only what is its own is looked at."""
+        self._check(only=name)
         self.window.count()
-        self.clock_offsets.part()
-        self.flight.write()
+        if name is None:
+            self.clock_offsets.part()
+        if name is None or self.flight.is_due():
+            self.flight.write()
 
     def _on_destroy(self, name: str | None) -> None:
         self.interception.groups.retire(name)
+        self.window.outside.forget(name)
         if self.selfcheck is not None:
             self.selfcheck.forget(name)
 
-    def _check(self, is_last: bool = False) -> None:
+    def _check(self, is_last: bool = False, only: str | None = None) -> None:
         if self.journal.records is None or not self.window.is_open:
             return
         try:
             self.interception.follow()
             if self.selfcheck is not None:
-                self.selfcheck.run(is_last)
+                self.selfcheck.run(is_last, only)
         except Exception as error:
             self.journal.fault(error)
 

@@ -142,8 +142,8 @@ def _parts(entries: Sequence[Mapping[str, Any]]) -> list[str]:
         asked = [f"--{name} {options[name]}" for name in ("steps", "warmup") if name in options]
         if asked:
             by_window.setdefault(" ".join(asked), []).append(entry)
-    for asked, members in by_window.items():
-        notes.append(f"only the steps of {asked} were recorded; {_outside(members)}")
+    for words, members in by_window.items():
+        notes.append(f"only the steps of {words} were recorded; {_outside(members)}")
     summed = _total(entries, "summed")
     if summed:
         text = f"of {summed:,} collectives only sums by step, phase, operation, group and purpose were kept"

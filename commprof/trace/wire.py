@@ -70,7 +70,7 @@ def read_readings(sources: Sequence[Path], name: str = "wire") -> pa.Table:
     rows: list[dict[str, Any]] = []
     for source in sources:
         for line in source.read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 row = json.loads(line)
                 if isinstance(row, dict):
                     rows.append(row)
