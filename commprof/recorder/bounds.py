@@ -13,6 +13,8 @@ from commprof.recorder.selfcheck import sequence_number
 
 # Of the size limit, what records may fill before only sums are kept: the rest is for the sums.
 RECORDS_SHARE: Final = 0.8
+# ... and before torch's own list is left out, which is long and written last.
+FLIGHT_SHARE: Final = 0.9
 _ALWAYS_WRITTEN: Final = frozenset({"begin", "end", "note", "unseen", "outside", "clock", "group"})
 
 
@@ -88,6 +90,15 @@ class OutsideCount:
         """From here on nothing is recorded."""
         self._since = {pg.group_name: sequence_number(pg) or 0 for pg in live_groups()}
 
+    def forget(self, name: str | None) -> None:
+        """The group called ``name`` (None: every group) was destroyed; a new one of that name counts from 0."""
+        if self._since is None:
+            return
+        if name is None:
+            self._since.clear()
+        else:
+            self._since.pop(name, None)
+
     def end(self) -> None:
         """Up to here nothing was recorded. Groups made meanwhile began at 0."""
         since, self._since = self._since, None
@@ -138,7 +149,10 @@ class SizeLimit:
         """Whether the events file may get another line; one that says how the recording went always may."""
         if self._most_bytes is None or kind in _ALWAYS_WRITTEN:
             return True
-        if self._records_bytes + self._events_bytes() < self._most_bytes:
+        used = self._records_bytes + self._events_bytes()
+        if kind == "flight":
+            return used < FLIGHT_SHARE * self._most_bytes
+        if used < self._most_bytes:
             return True
         if not self._is_full:
             self._is_full = True
