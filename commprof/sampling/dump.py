@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,6 +28,7 @@ from commprof.sampling.verdict import Verdict, judge
 from commprof.sampling.waits import Wait, standings
 
 WATCH_SECONDS: Final = 0.5  # so long the job is watched for anything that moves
+_MOST_AT_ONCE: Final = 8  # processes that are looked into at the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +89,9 @@ def take_dump(
     begin = time.monotonic()
     reports = [_report(read_live(identity, stem)) for identity, stem in files]
     local = [report for report in reports if report.state in (State.RUNS, State.STOPPED)]
-    if stacks:
-        for report in local:
-            report.stacks = take_stacks(_process(report.calls), run, report.calls.stacks)
+    if stacks and local:
+        with ThreadPoolExecutor(min(_MOST_AT_ONCE, len(local))) as pool:
+            list(pool.map(lambda report: _look_at(report, run), local))
     if local:
         sleep(max(0.0, begin + watch_seconds - time.monotonic()))
         for report, (identity, stem) in zip(reports, files, strict=True):
@@ -97,6 +99,10 @@ def take_dump(
                 report.moved = fingerprint(stem) != before[identity]
     watched_ns = round((time.monotonic() - begin) * 1e9)
     return _dump(run, Situation(reports, watched_ns), with_stacks=stacks and bool(local))
+
+
+def _look_at(report: RankReport, run: Path) -> None:
+    report.stacks = take_stacks(_process(report.calls), run, report.calls.stacks)
 
 
 def _dump(run: Path, situation: Situation, with_stacks: bool) -> Dump:
