@@ -108,7 +108,7 @@ class Journal:
         segment, base = self.records.append(*fields, tail)
         if captured and self.on_captured is not None:
             self.on_captured(segment, base)
-        if group.accelerated:
+        if group.accelerated and segment is not NO_WORDS:
             segment = Segment(None, 0, self.device_times.follow(segment, base, fields[2], captured))
         return segment, base
 

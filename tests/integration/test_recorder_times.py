@@ -5,6 +5,8 @@ says may lie inside that by no more than what both spend on being called, and ne
 """
 
 import statistics
+import subprocess
+import sys
 import threading
 import time
 
@@ -339,3 +341,122 @@ def test_overlapping_buckets_hide_the_work_beside_them(tmp_path, overlap):
         traffic = api.traffic(run, by=("step", "purpose", "op"))
         sent.add(traffic[["step", "purpose", "op", "payload_bytes", "wire_bytes"]].to_csv())
     assert len(sent) == 1
+
+
+class HostEvents:
+    """Events that the host's clock times, as if it were a device: reached when made, but not seen to be at first."""
+
+    def __init__(self):
+        self.made = []
+
+    def record(self, event, index):
+        event = event or HostEvent()
+        event.at, event.asked = time.perf_counter_ns(), 0
+        self.made.append(event)
+        return event
+
+    def is_capturing(self):
+        return False
+
+
+class HostEvent:
+    def query(self):
+        self.asked += 1
+        return self.asked > 1
+
+    def elapsed_time(self, end):
+        return (end.at - self.at) / 1e6
+
+    def synchronize(self):
+        raise AssertionError("the recorder must never wait for a device")
+
+
+def as_on_a_device(rank, world):
+    """Collectives of CPU tensors that the recorder takes for tensors of a GPU, with events of the host."""
+    import torch
+    import torch.distributed as dist
+
+    from commprof import hooks
+    from commprof.recorder import wrappers
+    from commprof.recorder.device_times import DeviceTimes
+    from commprof.recorder.session import current
+
+    describe = wrappers.describe
+
+    def on_device(*args):
+        row = describe(*args)
+        return {**row, "device": "cuda:0"} if row["device"] == "cpu" else row
+
+    wrappers.describe = on_device
+    journal, events = current().journal, HostEvents()
+    journal.device_times = DeviceTimes(True, journal.fault, {"cuda": lambda: events})
+    waits = []
+    for step in range(6):
+        hooks.step(step)
+        late(rank, 10)
+        begin = time.perf_counter_ns()
+        dist.all_reduce(torch.ones(10))
+        waits.append(time.perf_counter_ns() - begin)
+        handle = dist.all_reduce(torch.ones(10), async_op=True)
+        time.sleep(0.005)
+        begin = time.perf_counter_ns()
+        handle.wait()
+        waits.append(time.perf_counter_ns() - begin)
+    hooks.step(6)
+    hooks.step(7)
+    return waits, len(events.made), journal.faults
+
+
+def test_the_path_of_devices_times_each_call_once_through_torch(tmp_path):
+    run, outcomes = record(tmp_path / "run", 2, as_on_a_device)
+    for rank in (0, 1):
+        own, made, faults = outcomes[rank]["result"]
+        rows = [row for row in run.table("collectives").to_pylist() if row["rank"] == rank]
+        rows = sorted((row for row in rows if row["op"] == "all_reduce"), key=lambda row: row["seq"])
+        assert len(rows) == len(own) == 12 and not faults
+        for row, stood in zip(rows, own, strict=True):
+            assert (
+                row["device"] == "cuda:0"
+                and row["issue_ns"] <= row["device_begin_ns"] <= row["device_end_ns"]
+            )
+            assert row["exposed_ns"] <= stood
+            # By its own clock it was measured just inside of what the program saw.
+            assert stood - row["exposed_ns"] < 20_000_000
+        assert (
+            statistics.median(stood - row["exposed_ns"] for row, stood in zip(rows, own, strict=True))
+            < 1_000_000
+        )
+        # Of every pair the second one was under way while the rank worked for 5 ms.
+        for row in rows[1::2]:
+            assert row["device_end_ns"] - row["device_begin_ns"] - row["exposed_ns"] > 4_500_000
+        assert (
+            made < 12 * 3 + 12 + 12
+        )  # begin, wait, end; of a synchronous call two ends; one anchor a step and more
+    assert any("12 collectives were timed on the device" in note for note in run.health.notes)
+
+
+LEAVING = """
+import sys, time
+import torch, torch.distributed as dist
+import commprof
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2)
+commprof.attach(folder + "/run", quiet=True)
+if rank == 1:
+    time.sleep(1)
+handle = dist.all_reduce(torch.ones(8), async_op=True)
+raise SystemExit(3 + rank)
+"""
+
+
+@pytest.mark.long
+def test_a_program_that_leaves_with_a_sampled_call_under_way_leaves_as_it_would(tmp_path):
+    """The call back comes before the interpreter is taken down, where it would abort the process."""
+    (tmp_path / "leave.py").write_text(LEAVING)
+    ranks = [
+        subprocess.Popen([sys.executable, tmp_path / "leave.py", str(rank), tmp_path], stderr=subprocess.PIPE)
+        for rank in (0, 1)
+    ]
+    errors = [process.communicate(timeout=120)[1].decode() for process in ranks]
+    assert [process.returncode for process in ranks] == [3, 4], errors
+    assert not any("terminate" in text for text in errors)
