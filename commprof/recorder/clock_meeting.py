@@ -19,8 +19,8 @@ from torch.distributed import distributed_c10d
 from commprof.recorder.clocks import Exchange
 
 EXCHANGES: Final = 10  # questions that are asked through the store, where no connection can be made
-# Stores within one process: of threads that play ranks, and of torch's 'fake' backend.
-_PRIVATE_STORES: Final = frozenset({"HashStore", "FakeStore"})
+# Stores within one process: of threads that play ranks, and of torch's 'fake' backend, whose class torch forgets.
+_PRIVATE_STORES: Final = frozenset({"HashStore", "FakeStore", "Store"})
 _ANSWER_SECONDS: Final = 2.0
 _FIRST_PAUSE: Final = 0.01
 _LONGEST_PAUSE: Final = 0.5
