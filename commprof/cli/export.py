@@ -1,10 +1,12 @@
-"""``commprof export``: the tables of a run for other programs."""
+"""``commprof export``: the tables of runs for other programs."""
 
 from __future__ import annotations
 
+import json
+import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,20 +14,37 @@ from commprof.cli import rendering
 from commprof.cli.console import say
 from commprof.cli.extras import needed
 from commprof.cli.rendering import Heading, Rows
-from commprof.cli.runs import RunArgument, opened
+from commprof.cli.runs import opened
+from commprof.errors import TraceError, UsageError
+
+if TYPE_CHECKING:
+    from commprof.export.files import ExportedFile, Progress
+    from commprof.trace.reader import Run
 
 
 class Format(StrEnum):
     """What can be written."""
 
     CSV = "csv"
+    PARQUET = "parquet"
+    DUCKDB = "duckdb"
+    PERFETTO = "perfetto"
+    CHAKRA = "chakra"
+
+
+# Of one run at a time, and without a choice of tables.
+_OF_ONE_RUN = (Format.PERFETTO, Format.CHAKRA)
 
 
 def export(
-    run: RunArgument,
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="RUN...", help="Run directories, or 'latest'.", show_default=False),
+    ] = None,
     out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="DIR", help="Where the files go.", show_default=False)
-    ],
+        Path | None,
+        typer.Option("--out", "-o", metavar="DIR", help="Where the files go.", show_default=False),
+    ] = None,
     kind: Annotated[Format, typer.Option("--format", help="Kind of file.")] = Format.CSV,
     tables: Annotated[
         list[str] | None,
@@ -34,18 +53,115 @@ def export(
     force: Annotated[
         bool, typer.Option("--force", "-f", help="Replace the files of an earlier export.")
     ] = False,
+    check: Annotated[
+        Path | None,
+        typer.Option(
+            "--check", metavar="DIR", help="Compare the CSV files in DIR with the runs, and write nothing."
+        ),
+    ] = None,
 ) -> int:
-    """Write a run as files: <table>.csv for each table, a data dictionary, and where it all came from."""
-    del kind  # there is one so far
-    found = opened(run)
-    with needed("export", "to export a run"):
-        from commprof.export.csv import export_csv
+    """Write runs as files, and where they came from.
 
-        files = export_csv(found, out, tables or None, force)
+    csv, parquet: a file per table, the comparison, a data dictionary. duckdb: one database. perfetto: a Chrome trace, for
+    ui.perfetto.dev and chrome://tracing. chakra: MLCommons execution traces, one per rank, for ASTRA-sim. --check exits with
+    1 when an export is not what its runs hold.
+    """
+    if check is not None:
+        return _check(check, runs or [])
+    if not runs:
+        raise UsageError("export needs a RUN: a run directory, or latest")
+    if out is None:
+        raise UsageError(f"export needs --out DIR, for example: --out {Path(runs[0]).name or 'run'}-{kind}")
+    if kind in _OF_ONE_RUN and len(runs) > 1:
+        raise UsageError(
+            f"--format {kind} takes one run at a time, {len(runs)} were given; export each into its own --out"
+        )
+    if kind in _OF_ONE_RUN and tables:
+        raise UsageError(f"--format {kind} holds operations, not tables: --table does not go with it")
+    found = [opened(run) for run in runs]
+    with needed("export", "to export a run"):
+        files = _write(kind, found, out, tables or None, force)
     headings = (Heading("file"), Heading("rows", number=True), Heading("size", number=True))
     cells = [
         (file.path.name, rendering.count(file.rows), rendering.number_of_bytes(file.bytes)) for file in files
     ]
     rendering.show(Rows(headings, cells))
-    say(f"{out}  {len(files)} files of {found.path}")
+    say(f"{out}  {len(files)} files of {', '.join(str(run.path) for run in found)}")
     return 0
+
+
+def _write(
+    kind: Format, runs: list[Run], out: Path, tables: list[str] | None, force: bool
+) -> list[ExportedFile]:
+    progress = _progress()
+    try:
+        if kind is Format.CSV:
+            from commprof.export.csv import export_csv
+
+            return export_csv(runs, out, tables, force, progress)
+        if kind is Format.PARQUET:
+            from commprof.export.parquet import export_parquet
+
+            return export_parquet(runs, out, tables, force, progress)
+        if kind is Format.DUCKDB:
+            from commprof.export.database import export_database
+
+            return export_database(runs, out, tables, force, progress)
+        if kind is Format.PERFETTO:
+            from commprof.export.perfetto import export_perfetto
+
+            return export_perfetto(runs[0], out, force, progress)
+        from commprof.export.chakra import export_chakra
+
+        return export_chakra(runs[0], out, force, progress)
+    finally:
+        progress("")
+
+
+def _progress() -> Progress:
+    """Shows which file is being written, on a terminal; elsewhere it would only fill a log."""
+    if not sys.stderr.isatty():
+        return lambda name: None
+
+    def show(name: str) -> None:
+        sys.stderr.write(f"\r\x1b[K{'commprof: writing ' + name if name else ''}")
+        sys.stderr.flush()
+
+    return show
+
+
+def _check(directory: Path, runs: list[str]) -> int:
+    with needed("export", "to check an export"):
+        from commprof.export.csv import check_csv
+        from commprof.export.provenance import PROVENANCE
+    found = [opened(run) for run in runs or _sources(directory / PROVENANCE)]
+    problems = check_csv(directory, found)
+    for problem in problems:
+        say(problem)
+    if problems:
+        say(
+            f"{directory} is not an export of {', '.join(str(run.path) for run in found)} as it is now: "
+            f"{len(problems)} differences"
+        )
+        return 1
+    say(f"{directory} agrees with {', '.join(str(run.path) for run in found)}: every file, row and value")
+    return 0
+
+
+def _sources(provenance: Path) -> list[str]:
+    """Where the runs of an export lay when it was made."""
+    try:
+        said: Any = json.loads(provenance.read_text("utf-8"))
+        paths = [str(each["run"]["path"]) for each in said["runs"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise TraceError(
+            f"{provenance} cannot be read, or does not say which runs the export is of; name them: "
+            f"commprof export RUN... --check {provenance.parent}"
+        ) from None
+    missing = [path for path in paths if not Path(path).is_dir()]
+    if missing:
+        raise TraceError(
+            f"the run of this export is not at {missing[0]} any more; name where it is: "
+            f"commprof export RUN... --check {provenance.parent}"
+        )
+    return paths

@@ -17,6 +17,9 @@ from commprof.export.csv import export_csv
 from support.runs import SyntheticRun
 
 
+COMPARED = {"comparison.csv", "traffic_by_setting.csv"}
+
+
 def rows_of(path: Path) -> list[dict[str, str]]:
     with path.open(encoding="utf-8", newline="") as stream:
         return list(csv.DictReader(stream))
@@ -42,6 +45,7 @@ def test_there_is_a_file_for_every_table_with_the_columns_of_the_schema(run, tmp
     files = export_csv(run, tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         *(f"{name}.csv" for name in schema.TABLES),
+        *COMPARED,
         "data_dictionary.csv",
         "provenance.json",
     }
@@ -110,9 +114,14 @@ def test_lines_end_as_rfc_4180_says(run, tmp_path):
 def test_the_dictionary_describes_every_column_of_every_table(run, tmp_path):
     export_csv(run, tmp_path / "out")
     rows = rows_of(tmp_path / "out" / "data_dictionary.csv")
-    assert [(row["table"], row["column"]) for row in rows] == [
+    of_the_schema = [(row["table"], row["column"]) for row in rows if f"{row['table']}.csv" not in COMPARED]
+    assert of_the_schema == [
         (name, column) for name, table in schema.TABLES.items() for column in table.names
     ]
+    for name in COMPARED:
+        with (tmp_path / "out" / name).open(encoding="utf-8", newline="") as stream:
+            said = [row["column"] for row in rows if f"{row['table']}.csv" == name]
+            assert next(csv.reader(stream)) == said
     payload = next(row for row in rows if (row["table"], row["column"]) == ("collectives", "payload_bytes"))
     assert (payload["type"], payload["unit"], payload["nullable"]) == ("int64", "bytes", "false")
     op = next(row for row in rows if (row["table"], row["column"]) == ("collectives", "op"))
@@ -129,7 +138,7 @@ def test_provenance_says_what_ran_what_is_missing_and_what_each_file_holds(run, 
     assert content["health"]["lost"] == 2
     assert content["health"]["missing_ranks"] == []
     listed = {entry["name"]: entry for entry in content["files"]}
-    assert set(listed) == {f"{name}.csv" for name in schema.TABLES} | {"data_dictionary.csv"}
+    assert set(listed) == {f"{name}.csv" for name in schema.TABLES} | {"data_dictionary.csv", *COMPARED}
     for name, entry in listed.items():
         data = (tmp_path / "out" / name).read_bytes()
         assert entry["sha256"] == hashlib.sha256(data).hexdigest()

@@ -1,0 +1,68 @@
+"""Runs as one DuckDB database: a table for each table of the schema, with comments, and the comparison."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import duckdb
+
+from commprof.analysis.api import AnyRun
+from commprof.errors import TraceError
+from commprof.export.csv import opened_runs
+from commprof.export.files import ExportedFile, Progress, staged
+from commprof.export.provenance import PROVENANCE, provenance
+from commprof.export.tables import ExportedTable, comparison_of, table_names, tables_of
+from commprof.schema import TABLES
+
+DATABASE: Final = "run.duckdb"
+
+
+def export_database(
+    run: AnyRun | Sequence[AnyRun],
+    out: Path | str,
+    tables: Sequence[str] | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> list[ExportedFile]:
+    """Write ``run.duckdb`` and ``provenance.json`` into ``out``: a table for each of ``tables``, and the comparison.
+
+    Arguments and errors are those of :func:`commprof.export.csv.export_csv`.
+    """
+    names = table_names(tables)
+    runs = opened_runs(run)
+    with staged(Path(out), [DATABASE, PROVENANCE], force, progress) as staging:
+        found = (*tables_of(runs, names), *(comparison_of(runs) if tables is None else ()))
+        staging.adopt(DATABASE, lambda path: _write(path, found), sum(len(table.rows) for table in found))
+        staging.write_text(PROVENANCE, json.dumps(provenance(runs, staging.files), indent=2) + "\n")
+    return staging.files
+
+
+def _write(path: Path, tables: Sequence[ExportedTable]) -> None:
+    try:
+        with duckdb.connect(str(path)) as database:
+            for table in tables:
+                database.register("rows_of_the_run", table.rows)
+                database.execute(f"CREATE TABLE {_name(table.name)} AS SELECT * FROM rows_of_the_run")
+                database.unregister("rows_of_the_run")
+                if table.name in TABLES:
+                    database.execute(
+                        f"COMMENT ON TABLE {_name(table.name)} IS {_text(TABLES[table.name].doc)}"
+                    )
+                for column in table.columns:
+                    said = f"{column.doc} ({column.unit})" if column.unit else column.doc
+                    database.execute(
+                        f"COMMENT ON COLUMN {_name(table.name)}.{_name(column.name)} IS {_text(said)}"
+                    )
+    except duckdb.Error as error:
+        raise TraceError(f"the database cannot be written: {str(error).partition(chr(10))[0]}") from None
+
+
+def _name(text: str) -> str:
+    return '"' + text.replace('"', '""') + '"'
+
+
+def _text(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"

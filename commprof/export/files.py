@@ -1,0 +1,141 @@
+"""Files of an export: written under other names first, counted and hashed on the way, and put in their places together."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from commprof.errors import TraceError, UsageError
+
+Progress = Callable[[str], None]
+
+
+class ExportedFile(NamedTuple):
+    """One file of an export. ``rows`` is without the header, None for a file that is no table."""
+
+    path: Path
+    rows: int | None
+    bytes: int
+    sha256: str
+
+
+class Sink:
+    """A file that is written once, from its beginning to its end, and counted and hashed on the way."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self.stream = stream
+        self.digest = hashlib.sha256()
+        self.bytes = 0
+        self.closed = False
+
+    def write(self, data: bytes) -> int:
+        """Append ``data``."""
+        self.digest.update(data)
+        self.bytes += len(data)
+        return self.stream.write(data)
+
+    def flush(self) -> None:
+        """Hand what is buffered to the system."""
+        self.stream.flush()
+
+
+class Staging:
+    """Where the files of one export are written before they take their places.
+
+    Args:
+        directory: inside the target, so that its files can be renamed.
+        progress: told each file that is begun.
+    """
+
+    def __init__(self, directory: Path, progress: Progress) -> None:
+        self.directory = directory
+        self.files: list[ExportedFile] = []
+        self._progress = progress
+
+    def write(self, name: str, fill: Callable[[Any], Any], rows: int | None = None) -> ExportedFile:
+        """Write file ``name`` by what ``fill`` writes to the :class:`Sink` that it is given."""
+        self._progress(name)
+        path = self.directory / name
+        with path.open("wb") as stream:
+            sink = Sink(stream)
+            fill(sink)
+            stream.flush()
+            os.fsync(stream.fileno())
+        file = ExportedFile(path, rows, sink.bytes, sink.digest.hexdigest())
+        self.files.append(file)
+        return file
+
+    def write_text(self, name: str, text: str) -> ExportedFile:
+        """Write file ``name``, UTF-8."""
+        return self.write(name, lambda sink: sink.write(text.encode("utf-8")))
+
+    def adopt(self, name: str, make: Callable[[Path], Any], rows: int | None = None) -> ExportedFile:
+        """File ``name``, which ``make`` writes by itself at the path that it is given; counted and hashed afterwards."""
+        self._progress(name)
+        path = self.directory / name
+        make(path)
+        digest = hashlib.sha256()
+        with path.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+            os.fsync(stream.fileno())
+        file = ExportedFile(path, rows, path.stat().st_size, digest.hexdigest())
+        self.files.append(file)
+        return file
+
+
+@contextmanager
+def staged(
+    out: Path, names: Sequence[str], force: bool, progress: Progress | None = None
+) -> Iterator[Staging]:
+    """A place for the files ``names`` of directory ``out``; they appear there together when the block ends without an error.
+
+    Args:
+        force: write into a directory that holds something; only files of these names are replaced.
+        progress: told the name of each file that is begun.
+
+    Raises:
+        UsageError: ``out`` is no directory, or holds something and ``force`` is off.
+        TraceError: ``out`` cannot be written to; nothing was replaced.
+    """
+    _check_target(out, names, force)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out, prefix=".export-") as directory:
+            staging = Staging(Path(directory), progress or _say_nothing)
+            yield staging
+            for file in staging.files:
+                file.path.replace(out / file.path.name)
+            staging.files = [file._replace(path=out / file.path.name) for file in staging.files]
+    except OSError as error:
+        raise TraceError(
+            f"{error.filename or out} cannot be written: {error.strerror or error}. Nothing was replaced; choose "
+            "another --out, or make room there"
+        ) from error
+
+
+def _say_nothing(name: str) -> None:
+    return None
+
+
+def _check_target(out: Path, names: Sequence[str], force: bool) -> None:
+    try:
+        if not out.exists():
+            return
+        if not out.is_dir():
+            raise UsageError(f"{out} is a file; an export needs a directory. Choose another --out")
+        if not force and any(out.iterdir()):
+            raise UsageError(
+                f"{out} is not empty, and an export would not overwrite it unasked. Choose another --out, or use --force: "
+                f"it replaces the files of an export ({names[0]}, ...) and leaves the rest"
+            )
+    except PermissionError:
+        raise UsageError(f"{out} cannot be read: permission denied. Choose another --out") from None
+    blocked = [out / name for name in names if (out / name).is_dir()]
+    if blocked:
+        raise UsageError(f"{blocked[0]} is a directory where a file is to be written. Choose another --out")

@@ -1,0 +1,73 @@
+"""Runs as Parquet files: one per table, with the meaning and unit of every column in the schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from commprof.analysis.api import AnyRun, write_csv
+from commprof.export.csv import opened_runs
+from commprof.export.files import ExportedFile, Progress, staged
+from commprof.export.provenance import DICTIONARY, PROVENANCE, data_dictionary, provenance
+from commprof.export.tables import (
+    COMPARISON,
+    TRAFFIC_BY_SETTING,
+    ExportedTable,
+    comparison_of,
+    table_names,
+    tables_of,
+)
+
+
+def export_parquet(
+    run: AnyRun | Sequence[AnyRun],
+    out: Path | str,
+    tables: Sequence[str] | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> list[ExportedFile]:
+    """Write ``<table>.parquet`` for each of ``tables``, the comparison, the data dictionary and the provenance into ``out``.
+
+    Arguments and errors are those of :func:`commprof.export.csv.export_csv`. A column carries its description and unit as
+    metadata of its field.
+    """
+    names = table_names(tables)
+    runs = opened_runs(run)
+    compared = tables is None
+    targets = [f"{name}.parquet" for name in names]
+    targets += [f"{COMPARISON}.parquet", f"{TRAFFIC_BY_SETTING}.parquet"] if compared else []
+    with staged(Path(out), [*targets, DICTIONARY, PROVENANCE], force, progress) as staging:
+        described = []
+        for table in (*tables_of(runs, names), *(comparison_of(runs) if compared else ())):
+            described.append((table.name, table.columns))
+            rows = with_descriptions(table)
+            staging.adopt(
+                f"{table.name}.parquet",
+                partial(_write, rows),
+                len(rows),
+            )
+        dictionary = data_dictionary(described)
+        staging.write(DICTIONARY, partial(write_csv, dictionary), len(dictionary))
+        staging.write_text(PROVENANCE, json.dumps(provenance(runs, staging.files), indent=2) + "\n")
+    return staging.files
+
+
+def with_descriptions(table: ExportedTable) -> pa.Table:
+    """The rows, with each column's meaning and unit in its field."""
+    fields = []
+    for item, column in zip(table.rows.schema, table.columns, strict=True):
+        about: dict[Any, Any] = {b"description": column.doc.encode()}
+        if column.unit:
+            about[b"unit"] = column.unit.encode()
+        fields.append(item.with_metadata(about))
+    return table.rows.cast(pa.schema(fields, metadata=table.rows.schema.metadata))
+
+
+def _write(rows: pa.Table, path: Path) -> None:
+    pq.write_table(rows, path, compression="zstd")

@@ -1,0 +1,248 @@
+"""A run as Chrome trace JSON, which Perfetto and chrome://tracing open: ranks as processes, groups as threads.
+
+An arrow joins the slices of one collective across its ranks, and a send to its recv. Slices that overlap in one group stand
+on lanes of their own, since a thread of a trace can show only slices that nest.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from commprof import __version__
+from commprof.analysis.api import AnyRun, Run
+from commprof.export.csv import opened_runs
+from commprof.export.files import ExportedFile, Progress, Sink, staged
+from commprof.export.one_clock import NO_PARTNER, Operations, end_of, operations
+from commprof.export.provenance import PROVENANCE, provenance
+from commprof.schema import wire_bytes
+
+TRACE: Final = "trace.json"
+_STEPS_THREAD: Final = 0
+_SHOWN: Final = (
+    *(
+        "seq",
+        "step",
+        "micro_step",
+        "phase",
+        "purpose",
+        "intended_op",
+        "bucket",
+        "bucket_bytes",
+        "owner",
+        "parameters",
+        "module",
+    ),
+    *(
+        "payload_bytes",
+        "input_bytes",
+        "output_bytes",
+        "dtype",
+        "sizes",
+        "reduce_op",
+        "peer",
+        "pg",
+        "pg_seq",
+        "group_ranks",
+    ),
+    *("is_async", "api", "backend", "device", "call_site", "thread", "layer", "status", "exposed_ns"),
+)
+Lane = tuple[Any, ...]
+
+
+def export_perfetto(
+    run: AnyRun, out: Path | str, force: bool = False, progress: Progress | None = None
+) -> list[ExportedFile]:
+    """Write ``trace.json`` and ``provenance.json`` into ``out``.
+
+    Times are microseconds since the first record, on the clock of rank 0's host.
+
+    Raises:
+        UsageError: ``out`` is no directory, or holds something and ``force`` is off.
+        TraceError: the run cannot be read, or ``out`` cannot be written to.
+    """
+    (opened,) = opened_runs(run)
+    with staged(Path(out), [TRACE, PROVENANCE], force, progress) as staging:
+        found = operations(opened)
+        staging.write(TRACE, lambda sink: _write(sink, opened, found))
+        staging.write_text(PROVENANCE, json.dumps(provenance([opened], staging.files), indent=2) + "\n")
+    return staging.files
+
+
+def _write(sink: Sink, run: Run, found: Operations) -> None:
+    """One event a line, so that no more than one is held as text."""
+    sink.write(b'{"displayTimeUnit": "ns",\n"otherData": ')
+    about = {
+        "run": run.path.name,
+        "exported_by": f"commprof {__version__}",
+        "unknown_clocks": found.unknown_clocks,
+        "notes": list(run.health.notes),
+    }
+    sink.write(json.dumps(about).encode("utf-8"))
+    sink.write(b',\n"traceEvents": [')
+    first = True
+    for event in trace_events(run, found):
+        sink.write((b"\n" if first else b",\n") + json.dumps(event, separators=(",", ":")).encode("utf-8"))
+        first = False
+    sink.write(b"\n]}\n")
+
+
+def trace_events(run: Run, found: Operations) -> Iterator[dict[str, Any]]:
+    """The events: names of processes and threads, steps, a slice per operation (and per device time), and the arrows."""
+    rows = found.rows
+    steps = run.table("steps").to_pylist()
+    begins = [row["issue_ns"] + int(shift) for row, shift in zip(rows, found.shift_ns, strict=True)]
+    shift_of = {
+        (row["rank"], row["attempt"], row["pid"]): int(shift)
+        for row, shift in zip(rows, found.shift_ns, strict=True)
+    }
+    begins += [
+        step["begin_ns"] + shift_of.get((step["rank"], step["attempt"], step["pid"]), 0) for step in steps
+    ]
+    base = min(begins, default=0)
+    processes = _processes([*rows, *steps])
+    yield from _names(run, processes)
+    yield from _steps(steps, processes, shift_of, base)
+    lanes = _Lanes(processes)
+    placed: dict[
+        int, list[tuple[int, int, int]]
+    ] = {}  # by collective: time, process and thread of its slices
+    for row, shift, collective in zip(rows, found.shift_ns.tolist(), found.collective.tolist(), strict=True):
+        process = processes[row["rank"], row["attempt"], row["pid"]]
+        begin, end = row["issue_ns"] + shift - base, end_of(row) + shift - base
+        thread, title = lanes.take(process, row, begin, end, on_device=False)
+        yield from title
+        yield _slice(row, process, thread, begin, end, row["op"])
+        if collective != NO_PARTNER:
+            placed.setdefault(collective, []).append((begin, process, thread))
+        if row["device_begin_ns"] is not None and row["device_end_ns"] is not None:
+            begin, end = row["device_begin_ns"] + shift - base, row["device_end_ns"] + shift - base
+            thread, title = lanes.take(process, row, begin, end, on_device=True)
+            yield from title
+            yield _slice(row, process, thread, begin, end, f"{row['op']} (device)")
+    yield from _arrows(placed)
+
+
+def _processes(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int, int], int]:
+    """A number for each process of the job: its rank where that is its own, as it is without restarts."""
+    every = sorted({(row["rank"], row["attempt"], row["pid"]) for row in rows})
+    ranks = [rank for rank, _, _ in every]
+    if len(set(ranks)) == len(ranks):
+        return {process: process[0] for process in every}
+    return {process: number for number, process in enumerate(every)}
+
+
+def _names(run: Run, processes: Mapping[tuple[int, int, int], int]) -> Iterator[dict[str, Any]]:
+    hosts = {(each["rank"], each["attempt"], each["pid"]): each.get("host") for each in run.manifest.ranks}
+    for (rank, attempt, pid), number in processes.items():
+        host = hosts.get((rank, attempt, pid))
+        title = (
+            f"rank {rank}"
+            + (f", attempt {attempt}" if attempt else "")
+            + (f" ({host}, pid {pid})" if host else f" (pid {pid})")
+        )
+        yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": title}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": number, "args": {"sort_index": number}}
+        yield {
+            "ph": "M",
+            "name": "thread_name",
+            "pid": number,
+            "tid": _STEPS_THREAD,
+            "args": {"name": "steps"},
+        }
+
+
+def _steps(
+    steps: Sequence[Mapping[str, Any]],
+    processes: Mapping[tuple[int, int, int], int],
+    shifts: Mapping[tuple[int, int, int], int],
+    base: int,
+) -> Iterator[dict[str, Any]]:
+    for row in steps:
+        key = row["rank"], row["attempt"], row["pid"]
+        if row["end_ns"] is not None:
+            begin, end = (row[name] + shifts.get(key, 0) - base for name in ("begin_ns", "end_ns"))
+            told = {
+                name: row[name]
+                for name in ("step", "micro_steps", "loss", "grad_norm")
+                if row[name] is not None
+            }
+            yield {
+                "ph": "X",
+                "name": f"step {row['step']}",
+                "cat": "step",
+                "pid": processes[key],
+                "tid": _STEPS_THREAD,
+                "ts": begin / 1000,
+                "dur": max(0, end - begin) / 1000,
+                "args": told,
+            }
+
+
+def _slice(
+    row: Mapping[str, Any], process: int, thread: int, begin: int, end: int, name: str
+) -> dict[str, Any]:
+    told = {column: row[column] for column in _SHOWN if row[column] is not None}
+    told["wire_bytes"] = wire_bytes(row["op"], row["payload_bytes"], row["group_size"])
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": row["purpose"] or "collective",
+        "pid": process,
+        "tid": thread,
+        "ts": begin / 1000,
+        "dur": (end - begin) / 1000,
+        "args": told,
+    }
+
+
+class _Lanes:
+    """Threads of the trace: for each process and group (host and device apart) as many as slices overlap at once."""
+
+    def __init__(self, processes: Mapping[Any, int]) -> None:
+        self._next = dict.fromkeys(processes.values(), _STEPS_THREAD + 1)
+        self._free: dict[Lane, list[tuple[int, int]]] = {}  # heap of: busy until, thread
+
+    def take(
+        self, process: int, row: Mapping[str, Any], begin: int, end: int, on_device: bool
+    ) -> tuple[int, list[dict[str, Any]]]:
+        """The thread for a slice, and the events that name the thread where it is new. Slices come in order of begin."""
+        key = process, row["pg"], row["group_ranks"], on_device
+        lanes = self._free.setdefault(key, [])
+        if lanes and lanes[0][0] <= begin:
+            _, thread = heapq.heapreplace(lanes, (end, lanes[0][1]))
+            return thread, []
+        thread = self._next[process]
+        self._next[process] += 1
+        heapq.heappush(lanes, (end, thread))
+        group = row["group_desc"] if row["group_desc"] not in (None, "undefined") else f"group {row['pg']}"
+        title = f"{group} ({row['group_ranks']})" + (" on the device" if on_device else "")
+        title += f" #{len(lanes)}" if len(lanes) > 1 else ""
+        about = {"pid": process, "tid": thread, "ph": "M"}
+        return thread, [
+            {**about, "name": "thread_name", "args": {"name": title}},
+            {**about, "name": "thread_sort_index", "args": {"sort_index": thread}},
+        ]
+
+
+def _arrows(placed: Mapping[int, Sequence[tuple[int, int, int]]]) -> Iterator[dict[str, Any]]:
+    """From the first rank that came to each collective through the others; bound to the slices that begin there."""
+    for number, slices in placed.items():
+        if len(slices) < 2:
+            continue
+        ordered = sorted(slices)
+        for place, (begin, process, thread) in enumerate(ordered):
+            kind = "s" if place == 0 else "f" if place == len(ordered) - 1 else "t"
+            event = {
+                "ph": kind,
+                "id": number,
+                "name": "same",
+                "cat": "collective",
+                "pid": process,
+                "tid": thread,
+                "ts": begin / 1000,
+            }
+            yield {**event, "bp": "e"} if kind == "f" else event

@@ -1,0 +1,393 @@
+"""Exports in other formats, each read back with a reader of its own; protobuf by its wire format, by hand."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections import Counter, defaultdict
+from itertools import pairwise
+from pathlib import Path
+
+import duckdb
+import pyarrow.parquet as pq
+import pytest
+
+from commprof import schema
+from commprof.cli import main
+from commprof.errors import UsageError
+from commprof.export.chakra import export_chakra
+from commprof.export.csv import check_csv, export_csv
+from commprof.export.database import export_database
+from commprof.export.parquet import export_parquet
+from commprof.export.perfetto import export_perfetto
+from support.runs import SyntheticRun
+
+
+def command(*words):
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    return ended.value.code or 0
+
+
+def make(path: Path, reduction="all_reduce", config=None) -> Path:
+    run = SyntheticRun(world_size=3, config=config or {"zero_optimization": {"stage": 2}})
+    run.add_collective("broadcast", payload_bytes=64, step=-1, phase="init", peer=0)
+    for step in range(2):
+        run.add_step(step, begin_ns=1_000_000 * step, end_ns=1_000_000 * (step + 1), loss=2.0 - step)
+        for bucket, size in enumerate((36, 120)):
+            run.add_collective(
+                reduction,
+                payload_bytes=size,
+                step=step,
+                purpose="gradient_reduce",
+                bucket=bucket,
+                exposed_ns=300,
+                call_site='<script>alert(1)</script> "quoted", a.py:3 f',
+            )
+        run.add_collective("all_gather", payload_bytes=300, step=step, group=(0, 2), pg="sub")
+        for sender, receiver in ((0, 2), (2, 0), (0, 2)):
+            run.add_collective(
+                "send", payload_bytes=40, ranks=(sender,), peer=receiver, step=step, is_async=True
+            )
+            run.add_collective("recv", payload_bytes=40, ranks=(receiver,), peer=sender, step=step)
+        run.add_collective("barrier", step=step)
+    return run.write(path)
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    return make(tmp_path / "run")
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+# Tables
+
+
+def test_parquet_and_duckdb_hold_what_the_csv_holds(run, tmp_path):
+    export_csv(run, tmp_path / "csv")
+    export_parquet(run, tmp_path / "parquet")
+    export_database(run, tmp_path / "duckdb")
+    with duckdb.connect(str(tmp_path / "duckdb" / "run.duckdb"), read_only=True) as database:
+        for name in (*schema.TABLES, "comparison", "traffic_by_setting"):
+            texts = rows_of(tmp_path / "csv" / f"{name}.csv")
+            rows = pq.read_table(tmp_path / "parquet" / f"{name}.parquet").to_pylist()
+            stored = database.sql(f'SELECT * FROM "{name}"').to_arrow_table().to_pylist()
+            assert rows == stored
+            assert len(rows) == len(texts)
+            for row, text in zip(rows, texts, strict=True):
+                for column, value in row.items():
+                    if isinstance(value, bool):
+                        assert text[column] == str(value).lower()
+                    elif isinstance(value, int | float):
+                        assert float(text[column]) == value
+                    else:
+                        assert text[column] == (value or "")
+        said = database.sql(
+            "SELECT comment FROM duckdb_columns() WHERE table_name = 'collectives' AND column_name = 'issue_ns'"
+        ).fetchall()
+    assert said == [(schema.COLLECTIVES.column("issue_ns").doc + " (ns)",)]
+    field = pq.read_schema(tmp_path / "parquet" / "collectives.parquet").field("payload_bytes")
+    assert field.metadata[b"unit"] == b"bytes" and field.metadata[b"description"].startswith(
+        b"S of nccl-tests"
+    )
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "duckdb"])
+def test_several_runs_stand_in_one_export(tmp_path, kind):
+    a = make(tmp_path / "a", config={"zero_optimization": {"stage": 2, "reduce_scatter": True}})
+    b = make(tmp_path / "b", "reduce", {"zero_optimization": {"stage": 2, "reduce_scatter": False}})
+    assert command("export", a, b, "--format", kind, "--out", tmp_path / "out") == 0
+    if kind == "csv":
+        rows = rows_of(tmp_path / "out" / "collectives.csv")
+        compared = rows_of(tmp_path / "out" / "comparison.csv")
+    elif kind == "parquet":
+        rows = pq.read_table(tmp_path / "out" / "collectives.parquet").to_pylist()
+        compared = pq.read_table(tmp_path / "out" / "comparison.parquet").to_pylist()
+    else:
+        with duckdb.connect(str(tmp_path / "out" / "run.duckdb")) as database:
+            rows = database.sql("SELECT * FROM collectives").to_arrow_table().to_pylist()
+            compared = database.sql("SELECT * FROM comparison").to_arrow_table().to_pylist()
+    assert Counter(row["run"] for row in rows) == {"a": 37, "b": 37}
+    assert {row["issued_op"] for row in compared} == {"all_reduce", "reduce"}
+    assert {str(row["zero_optimization.reduce_scatter"]) for row in compared} == {"true", "false"}
+
+
+def test_the_check_finds_what_was_changed(run, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert command("export", run, "--out", out) == 0
+    assert check_csv(out, run) == []
+    assert command("export", "--check", out) == 0
+    capsys.readouterr()
+    file = out / "collectives.csv"
+    data = file.read_bytes()
+    file.write_bytes(data.replace(b",120,", b",121,", 1))
+    assert command("export", "--check", out) == 1
+    told = capsys.readouterr().err
+    assert "collectives.csv was changed after the export" in told and "'121' where the run has '120'" in told
+    file.write_bytes(b"".join(data.splitlines(keepends=True)[:-1]))
+    assert any("fewer rows" in problem for problem in check_csv(out, run))
+    file.unlink()
+    assert "collectives.csv is missing" in check_csv(out, run)
+    assert command("export", "--check", tmp_path) == 1
+
+
+def test_the_check_knows_another_run(run, tmp_path):
+    export_csv(run, tmp_path / "out")
+    other = make(tmp_path / "other", "reduce")
+    problems = check_csv(tmp_path / "out", other)
+    assert any("collectives.csv is not what the run holds: row 1" in problem for problem in problems) or any(
+        "column op" in problem for problem in problems
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "needs a RUN"),
+        (("{run}",), "--out"),
+        (("{run}", "{run}", "--format", "chakra", "--out", "x"), "one run at a time"),
+        (("{run}", "--format", "perfetto", "--table", "steps", "--out", "x"), "--table"),
+    ],
+)
+def test_words_that_do_not_fit_are_refused(run, words, said, capsys):
+    assert command("export", *(word.format(run=run) for word in words)) == 2
+    assert said in capsys.readouterr().err
+
+
+# Perfetto
+
+
+def trace_of(run, tmp_path):
+    export_perfetto(run, tmp_path / "trace")
+    return json.loads((tmp_path / "trace" / "trace.json").read_text())["traceEvents"]
+
+
+def test_each_record_is_a_slice_of_its_rank_and_group(run, tmp_path):
+    events = trace_of(run, tmp_path)
+    slices = [each for each in events if each["ph"] == "X" and each["cat"] != "step"]
+    export_csv(run, tmp_path / "csv", tables=["collectives"])
+    rows = rows_of(tmp_path / "csv" / "collectives.csv")
+    assert Counter(
+        (str(each["pid"]), each["name"], str(each["args"]["payload_bytes"])) for each in slices
+    ) == Counter((row["rank"], row["op"], row["payload_bytes"]) for row in rows)
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert {threads[each["pid"], each["tid"]].split(" #")[0] for each in slices} == {
+        "default_pg (0-2)",
+        "group sub (0,2)",
+    }
+    assert {e["args"]["name"].split(" (")[0] for e in events if e["name"] == "process_name"} == {
+        "rank 0",
+        "rank 1",
+        "rank 2",
+    }
+    first = min(int(row["issue_ns"]) for row in rows)
+    assert min(each["ts"] for each in slices) * 1000 == first - min(first, 0)
+    steps = [each for each in events if each["ph"] == "X" and each["cat"] == "step"]
+    assert Counter(each["name"] for each in steps) == {"step 0": 3, "step 1": 3}
+
+
+def test_slices_of_one_thread_never_overlap(run, tmp_path):
+    by_thread = defaultdict(list)
+    for each in trace_of(run, tmp_path):
+        if each["ph"] == "X":
+            by_thread[each["pid"], each["tid"]].append((each["ts"], each["ts"] + each["dur"]))
+    for spans in by_thread.values():
+        spans.sort()
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+
+
+def test_arrows_join_one_collective_across_ranks_and_sends_with_their_recvs(run, tmp_path):
+    events = trace_of(run, tmp_path)
+    at = {(e["pid"], e["tid"], e["ts"]): e for e in events if e["ph"] == "X" and e["cat"] != "step"}
+    arrows = defaultdict(list)
+    for each in events:
+        if each["ph"] in "stf":
+            arrows[each["id"]].append((each["ph"], at[each["pid"], each["tid"], each["ts"]]))
+    for ends in arrows.values():
+        kinds = [kind for kind, _ in ends]
+        assert kinds == ["s", *["t"] * (len(ends) - 2), "f"]
+        names = {slice_["name"] for _, slice_ in ends}
+        if names & {"send", "recv"}:
+            assert names == {"send", "recv"}
+            (a, b) = (slice_ for _, slice_ in ends)
+            assert (a["pid"], a["args"]["peer"]) == (b["args"]["peer"], b["pid"])
+            assert a["args"]["payload_bytes"] == b["args"]["payload_bytes"]
+        else:
+            assert len(names) == 1
+            assert len({slice_["args"]["pg_seq"] for _, slice_ in ends}) == 1
+    sizes = Counter(len(ends) for ends in arrows.values())
+    # 1 broadcast, 2 steps of 2 reductions and a barrier on 3 ranks; 2 all_gathers and 6 messages on 2.
+    assert sizes == {3: 1 + 2 * 3, 2: 2 + 6}
+
+
+# Chakra: read with nothing but the wire format of protobuf and the numbers of the published schema.
+
+ATTRIBUTE_VALUES = {7: "int32_val", 9: "int64_val", 13: "uint64_val", 27: "bool_val", 29: "string_val"}
+
+
+def varint(data, place):
+    number = shift = 0
+    while True:
+        byte = data[place]
+        place += 1
+        number |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            return number, place
+
+
+def fields(data):
+    place, found = 0, defaultdict(list)
+    while place < len(data):
+        key, place = varint(data, place)
+        if key & 7 == 0:
+            value, place = varint(data, place)
+        else:
+            assert key & 7 == 2
+            length, place = varint(data, place)
+            value, place = data[place : place + length], place + length
+        found[key >> 3].append(value)
+    return found
+
+
+def numbers(values):
+    """Of a repeated integer, packed or not."""
+    found = []
+    for value in values:
+        if isinstance(value, int):
+            found.append(value)
+            continue
+        place = 0
+        while place < len(value):
+            number, place = varint(value, place)
+            found.append(number)
+    return found
+
+
+def attributes(values):
+    found = {}
+    for value in values:
+        each = fields(value)
+        (kind,) = set(each) - {1, 2}
+        raw = each[kind][0]
+        found[each[1][0].decode()] = raw.decode() if kind == 29 else raw
+    return found
+
+
+def read_trace(path):
+    data = path.read_bytes()
+    place, messages = 0, []
+    while place < len(data):
+        length, place = varint(data, place)
+        messages.append(data[place : place + length])
+        place += length
+    nodes = []
+    for message in messages[1:]:
+        each = fields(message)
+        nodes.append(
+            {
+                "id": each[1][0] if each[1] else 0,
+                "name": each[2][0].decode(),
+                "type": each[3][0],
+                "deps": numbers(each[5]),
+                "start": each[6][0] if each[6] else 0,
+                "duration": each[7][0] if each[7] else 0,
+                "attributes": attributes(each[10]),
+            }
+        )
+    return fields(messages[0]), nodes
+
+
+def test_chakra_traces_hold_every_operation_with_its_bytes_and_group(run, tmp_path):
+    export_chakra(run, tmp_path / "et")
+    groups = json.loads((tmp_path / "et" / "comm_groups.json").read_text())
+    assert sorted(groups.values()) == [[0, 1, 2], [0, 2]]
+    export_csv(run, tmp_path / "csv", tables=["collectives"])
+    rows = rows_of(tmp_path / "csv" / "collectives.csv")
+    kinds = {0: "all_reduce", 2: "all_gather", 5: "broadcast", 9: "barrier"}
+    sent, received = Counter(), Counter()
+    for rank in range(3):
+        metadata, nodes = read_trace(tmp_path / "et" / f"trace.{rank}.et")
+        assert metadata[1] == [b"0.0.4"]
+        assert len({node["id"] for node in nodes}) == len(nodes)
+        known = set()
+        for node in nodes:
+            assert set(node["deps"]) <= known, (
+                "a node depends on one before it only, so nothing waits for itself"
+            )
+            known.add(node["id"])
+        told = Counter()
+        for node in nodes:
+            about = node["attributes"]
+            if node["type"] == 7:
+                op = kinds[about["comm_type"]]
+                told[
+                    op, about["comm_size"] * (2 if op == "all_gather" else 1), tuple(groups[about["pg_name"]])
+                ] += 1
+            elif node["type"] in (5, 6):
+                pair = about["comm_src"], about["comm_dst"], about["comm_size"]
+                (sent if node["type"] == 5 else received)[pair] += 1
+                assert rank == (about["comm_src"] if node["type"] == 5 else about["comm_dst"])
+            else:
+                assert node["type"] == 4 and node["name"] == "compute"
+        expected = Counter(
+            (row["op"], int(row["payload_bytes"]), schema.parse_ranks(row["group_ranks"]))
+            for row in rows
+            if int(row["rank"]) == rank and row["op"] not in ("send", "recv")
+        )
+        assert told == expected
+    assert sent == received == {(0, 2, 40): 4, (2, 0, 40): 2}
+
+
+def test_chakra_compute_is_what_the_host_did_between(tmp_path):
+    synthetic = SyntheticRun(world_size=2)
+    synthetic.add_step(0, begin_ns=0, end_ns=100_000_000)
+    sync = {"host_ns": 2_000_000, "wait_end_ns": 5_000_000}
+    synthetic.add_collective(
+        "all_reduce", payload_bytes=8, issue_ns=1_000_000, **sync
+    )  # the host stands until 5 ms
+    synthetic.add_collective(
+        "all_reduce",
+        payload_bytes=16,
+        issue_ns=7_000_000,
+        is_async=True,
+        wait_begin_ns=10_000_000,
+        wait_end_ns=14_000_000,
+    )
+    synthetic.add_collective(
+        "barrier", issue_ns=15_500_000, is_async=True
+    )  # never awaited: nothing depends on it
+    export_chakra(synthetic.write(tmp_path / "run"), tmp_path / "et")
+    _, nodes = read_trace(tmp_path / "et" / "trace.0.et")
+    compute = [node for node in nodes if node["type"] == 4]
+    assert [node["duration"] for node in compute] == [0, 0, 2000, 3000, 1500]
+    operations = {node["id"]: node for node in nodes if node["type"] == 7}
+    awaited = [sorted(set(node["deps"]) & set(operations)) for node in compute]
+    first, second, third = sorted(operations)
+    assert awaited == [[], [], [first], [], [second]]
+    assert not any(third in node["deps"] for node in nodes)
+
+
+def test_a_restarted_job_is_no_chakra_trace(tmp_path):
+    synthetic = SyntheticRun(world_size=2)
+    for attempt in (0, 1):
+        synthetic.add_step(0, attempt=attempt)
+        synthetic.add_collective("all_reduce", payload_bytes=8, attempt=attempt)
+    path = synthetic.write(tmp_path / "run")
+    with pytest.raises(UsageError, match="restarted"):
+        export_chakra(path, tmp_path / "et")
+    events = trace_of(path, tmp_path)
+    assert len({each["pid"] for each in events}) == 4
+    assert not (tmp_path / "et").exists()
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "duckdb", "perfetto"])
+def test_an_empty_run_is_exported_as_such(tmp_path, kind):
+    path = SyntheticRun(world_size=2).write(tmp_path / "run")
+    assert command("export", path, "--format", kind, "--out", tmp_path / "out") == 0
+    assert command("export", path, "--format", kind, "--out", tmp_path / "out") == 2
+    assert command("export", path, "--format", kind, "--out", tmp_path / "out", "--force") == 0
