@@ -199,9 +199,9 @@ COLLECTIVES: Final = Table(
         Column("return_ns", "int64", "the call returned", True, unit="ns", source=_R),
         Column("wait_begin_ns", "int64", "the program began to wait for the result", True, unit="ns", source=_R),
         Column("wait_end_ns", "int64", "that wait ended", True, unit="ns", source=_R),
-        Column("device_begin_ns", "int64", "the device began the operation", True, unit="ns", source=_R),
-        Column("device_end_ns", "int64", "the device ended the operation", True, unit="ns", source=_R),
-        Column("exposed_ns", "int64", "time that the program stood still for this operation", True, unit="ns", source=_R),
+        Column("device_begin_ns", "int64", "the device began the operation; asynchronous on a GPU: it could begin", True, unit="ns", source=_R),
+        Column("device_end_ns", "int64", "the operation ended, as a device says or, for a sample, a host backend; asynchronous on a GPU: the stream that waited went on", True, unit="ns", source=_R),
+        Column("exposed_ns", "int64", "time that the program (on a GPU, its stream) stood still for this operation: until wait_end_ns, from issue_ns or, asynchronous, from wait_begin_ns", True, unit="ns", source=_R),
     ),
     key=("rank", "attempt", "pid", "seq"),
 )
