@@ -33,6 +33,7 @@ from commprof.recorder.journal import Journal
 from commprof.recorder.kernels import KernelRecorder
 from commprof.recorder.methods import METHODS
 from commprof.recorder.operators import C10D, ISSUED_IN_CPP, unknown_operators
+from commprof.recorder.trial import silent_layers
 from commprof.recorder.wrappers import Wrappers
 from commprof.schema import LAYERS, Layer
 from commprof.trace.writer import count_of
@@ -45,9 +46,16 @@ class Interception:
         journal: what the records go to.
         open_group: called at the first sight of a process group, before anything of it is recorded.
         complete: record c10d's operators, all of them and from the beginning, in place of methods and functional operators.
+        is_trial: nothing but a trial of the layers.
     """
 
-    def __init__(self, journal: Journal, open_group: Callable[[Group], None], complete: bool = False) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        open_group: Callable[[Group], None],
+        complete: bool = False,
+        is_trial: bool = False,
+    ) -> None:
         self.journal = journal
         self.groups = Groups(open_group, self._forget)
         self.wrappers = Wrappers(journal, self.groups.find)
@@ -61,6 +69,7 @@ class Interception:
         self._graphs = CapturedGraphs(journal.fault)
         self._beneath = Beneath(journal.note)
         self._wants_complete = complete
+        self._is_trial = is_trial
         self._installed: list[tuple[type, str, Any, Any]] = []
         self._blocks = 0
         self._begun: dict[str, int] = {}  # by group: its collectives when the open coalescing block began
@@ -70,6 +79,8 @@ class Interception:
 
     def install(self) -> None:
         """Put every layer in place. Wrappers that others made stay beneath ours."""
+        if not self._is_trial:
+            self._heed_trial()
         if self._wants_complete:
             self._wrap_methods(ProcessGroup, lambda method, original: self._wrap_carrier(original))
             self.complete()
@@ -99,6 +110,20 @@ class Interception:
             original = vars(kind).get("wait")
             if original is not None:
                 self._replace(kind, "wait", original, self.wrappers.wrap_wait(original))
+
+    def _heed_trial(self) -> None:
+        """Where this torch does not let a layer record as it should, look at all of c10d, or say what is missing."""
+        try:
+            silent = silent_layers(
+                lambda journal, complete: Interception(journal, _nobody, complete, is_trial=True)
+            )
+        except Exception:
+            return  # this torch has no group to try it on
+        for layer, records in silent.items():
+            self.journal.note(f"tried on a call of its own, the layer {layer} made {records} records of one")
+        if {Layer.PROCESS_GROUP, Layer.FUNCTIONAL} & silent.keys() and Layer.C10D not in silent:
+            self._wants_complete = True
+            self.journal.note("so every operator of c10d is recorded in its place")
 
     def complete(self) -> None:
         """From now on record every operator of c10d that nothing above it records."""
@@ -223,6 +248,10 @@ class Interception:
             return original(pg, *args, **kwargs)
 
         return end_coalescing
+
+
+def _nobody(group: Group) -> None:
+    return None
 
 
 def _work_classes() -> list[type]:
