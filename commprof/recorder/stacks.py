@@ -61,7 +61,8 @@ class StackSignal:
 
     def drop(self) -> None:
         """Give the signal back and leave the file alone: what a forked child does, whose parent writes there."""
-        if self._number is not None:
+        # Python knows of a handler that the program has set since; faulthandler would take it out.
+        if self._number is not None and not callable(signal.getsignal(self._number)):
             faulthandler.unregister(self._number)
         self._number = self._path = None
         self._close()

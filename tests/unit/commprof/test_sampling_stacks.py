@@ -231,6 +231,20 @@ def test_handlers_of_the_user_stay_and_come_back_to_default(tmp_path):
     assert not faulthandler.unregister(row["signal"])
 
 
+def test_a_handler_that_the_program_sets_later_is_left_alone(tmp_path):
+    answer = StackSignal()
+    number = answer.install(tmp_path, "rank-00000-0-1")["signal"]
+    called = []
+    before = signal.signal(number, lambda number, frame: called.append(number))
+    try:
+        answer.remove()
+        os.kill(os.getpid(), number)
+        assert called == [number]
+    finally:
+        signal.signal(number, before)
+        faulthandler.unregister(number)
+
+
 def test_a_directory_that_cannot_be_written_to_offers_nothing(tmp_path):
     answer = StackSignal()
     assert answer.install(tmp_path / "missing", "rank-00000-0-1") is None
