@@ -345,7 +345,7 @@ STRAGGLERS: Final = Table(
         Column("lead_ns", "int64", "time in which it alone was missing, in all", unit="ns"),
         Column("others_waited_ns", "int64", "time that the others stood still for it alone, their mean, in all", True, "ns"),
         Column("others_waited_per_step_ns", "int64", "the same for a training step", True, "ns"),
-        Column("stands_out", "bool", "it was last more often than chance explains (three standard deviations)"),
+        Column("stands_out", "bool", "it was last much more often than if all ranks were alike, and than chance explains"),
     ),
     key=("rank",),
 )

@@ -15,9 +15,7 @@ from commprof.analysis.engine import ask
 from commprof.analysis.frames import from_arrow
 from commprof.analysis.units import format_ns
 
-# A rank stands out when it is last more often than ranks that are all alike would be, by so many standard deviations,
-_DEVIATIONS: Final = 3.0
-# and when the others stood still for it for this part of the time at least.
+# A rank that stands out is named when the others stood still for it for this part of the time at least.
 _WORTH_SAYING: Final = 0.01
 
 
@@ -36,16 +34,7 @@ def arrivals_frame(arrived: pa.Table) -> pd.DataFrame:
 
 def stragglers(arrived: pa.Table) -> pd.DataFrame:
     """One row per rank (``queries/stragglers.sql``); ``frame.attrs["statement"]`` says what follows, None if nothing."""
-    answer = ask("stragglers", {"arrivals": arrived})
-    deviation = [
-        last - expected - _DEVIATIONS * variance**0.5
-        for last, expected, variance in zip(
-            *(answer.column(name).to_pylist() for name in ("last", "expected_last", "expected_variance")),
-            strict=True,
-        )
-    ]
-    answer = answer.append_column("stands_out", pa.array([value > 0 for value in deviation], pa.bool_()))
-    frame = from_arrow(answer, STRAGGLERS.columns)
+    frame = from_arrow(ask("stragglers", {"arrivals": arrived}), STRAGGLERS.columns)
     frame.attrs["statement"] = statement(frame, _span(arrived), _unknown(arrived))
     return frame
 
