@@ -424,3 +424,21 @@ def test_a_store_that_reaches_nobody_leaves_no_server_behind():
         offsets.finish()
     assert len(log.rows) == 1 and not log.notes
     assert offsets._server is None
+
+
+def test_the_end_is_bounded_when_rank_0_hangs():
+    store = Store()
+    server = ClockServer(shifted)
+    Meeting(store, "p").publish(Reference("reference", ["127.0.0.1"], server.port, server.token.hex()))
+    thread = threading.Thread(target=server.serve, args=(1.0,))
+    thread.start()
+    follow, log = process(store)
+    follow.start(1, 2, {})
+    thread.join(5)  # from here on nobody answers, and the connection stands
+    assert len(log.rows) == 1
+    began = time.monotonic()
+    follow.part()
+    follow.finish()
+    assert 0.9 < time.monotonic() - began < 3
+    assert len(log.rows) == 1
+    server.close()
