@@ -74,7 +74,9 @@ class Aggregation:
         with self._lock:
             if not self._from_the_start:
                 self._limit.begin_sums()
-            if self._open is not None and self._open.used:
+            if self._open is not None:
+                if not self._open.used:
+                    return self._open
                 self._fresh.append(self._open)
             # New memory each time: whoever still holds a place in the old completes a record there, and not another one.
             self._open = Segment(mmap.mmap(-1, _SEGMENT_BYTES), _SEGMENT_BYTES)
