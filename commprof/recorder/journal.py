@@ -23,6 +23,7 @@ from commprof.trace.writer import (
     RecordFile,
     Segment,
     Words,
+    encode_row,
     pack_tail,
 )
 
@@ -133,10 +134,14 @@ class Journal:
 
     def write(self, kind: str, row: Mapping[str, Any]) -> bool:
         """Append a line to the events file. When that fails no record is kept either: nobody could read it."""
+        return self.events is not None and self.write_line(kind, encode_row(kind, row))
+
+    def write_line(self, kind: str, line: bytes) -> bool:
+        """The same for a row of ``kind`` that is a line already."""
         events, records = self.events, self.records
         if events is None or (self.allows_line is not None and not self.allows_line(kind)):
             return False
-        if events.write(kind, row):
+        if events.write_line(line):
             return True
         if records is not None and events.stopped_reason is not None:
             records.stop(events.stopped_reason)

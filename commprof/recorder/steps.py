@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 
 from commprof import hooks
+from commprof.recorder.buckets import BucketRows
 from commprof.recorder.clocks import clock_identity, read_clocks
 from commprof.recorder.counters import StepReadings
 from commprof.recorder.journal import Journal
@@ -31,6 +32,7 @@ class Steps:
         self.cost_ns = 0
         self.readings: StepReadings | None = None  # of the host's counters, where this rank takes them
         self._check = check
+        self._buckets = BucketRows(journal)
         self._next_clock_ns = 0
         self._explicit = False
         self._automatic_call = False
@@ -108,12 +110,12 @@ class Steps:
                 self.journal.refused_metrics += 1
                 return
             content["value"] = float(value) if math.isfinite(value) else repr(float(value))
-        content |= {
-            "step": hooks.position.step,
-            "micro_step": hooks.position.micro_step,
-            "time_ns": now,
-        }
-        self.journal.write(table, content)
+        step, micro_step = hooks.position.step, hooks.position.micro_step
+        if table == "buckets":
+            self._buckets.write(content, step, micro_step, now)
+        else:
+            moment = {"step": step, "micro_step": micro_step, "time_ns": now}
+            self.journal.write(table, content | moment)
         self.cost_ns += time.perf_counter_ns() - now
 
     def _write_clock(self, now: int) -> None:

@@ -14,7 +14,7 @@ from commprof.errors import TraceError
 from commprof.trace.content import open_content, printable
 from commprof.trace.layout import EVENT_KINDS
 
-_INTERNED: Final = frozenset({"signature", "tag", "site", "thread"})
+_INTERNED: Final = frozenset({"signature", "tag", "site", "thread", "bucket"})
 _MOST_EVENT_BYTES: Final = 4 << 30
 _LARGEST_ID: Final = (1 << 32) - 1
 
@@ -47,6 +47,8 @@ class Events:
                 row = printable(row)
             if kind in _INTERNED:
                 self._intern(kind, row)
+            elif kind == "flush":
+                self.rows["buckets"].append({**self._interned["bucket"][row.pop("id")], **row})
             elif kind in self.rows:
                 self.rows[kind].append(row)
             elif not isinstance(kind, str):

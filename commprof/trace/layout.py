@@ -39,6 +39,8 @@ EVENT_KINDS: Final[tuple[str, ...]] = (
     "metrics",
     "parameters",
     "buckets",
+    "bucket",  # interned: id and what describes a gradient bucket
+    "flush",  # the bucket with this id was flushed: step, micro step, time
     "config",
     "clock",  # monotonic and real-time clock read together
     "clock_offset",  # how far this clock is from that of rank 0
