@@ -9,10 +9,36 @@ about itself imports the hooks; they cost one flag test while nothing is recordi
     with commprof.tag("gradient_reduce", bucket=3):
         torch.distributed.all_reduce(bucket)
     commprof.metric("loss", 2.31)
+
+A notebook asks about a run that was recorded (``pip install 'commprof[analysis]'``)::
+
+    run = commprof.open("latest")
+    run.traffic(by=["op", "purpose"])
 """
+
+from typing import TYPE_CHECKING
 
 from commprof.hooks import attach, detach, metric, phase, recording, step, tag
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from commprof.analysis.opened import OpenedRun
+
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "attach", "detach", "metric", "phase", "recording", "step", "tag"]
+__all__ = ["__version__", "attach", "detach", "metric", "open", "phase", "recording", "step", "tag"]
+
+
+def open(path: "Path | str" = "latest") -> "OpenedRun":
+    """The run at ``path`` (default: the newest below ``traces/``), to ask questions of.
+
+    Raises:
+        commprof.errors.TraceError: there is none, or it cannot be read.
+        ImportError: the packages of the ``analysis`` extra are not installed.
+    """
+    # Imported by name and only now: a program that is being recorded must not load pandas.
+    from importlib import import_module
+
+    opened: OpenedRun = import_module("commprof.analysis.opened").OpenedRun(path)
+    return opened

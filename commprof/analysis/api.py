@@ -22,6 +22,7 @@ from commprof.analysis import traffic as traffic_module
 from commprof.analysis.answers import ANSWERS, EXPOSURE_BY, GROUPINGS
 from commprof.analysis.csv_text import frame_csv, write_csv
 from commprof.analysis.frames import from_arrow
+from commprof.analysis.question import query as ask_question
 from commprof.analysis.units import format_bytes, format_ns
 from commprof.errors import UsageError
 from commprof.ledger import verification
@@ -47,6 +48,7 @@ __all__ = [
     "moved",
     "open_run",
     "overview",
+    "query",
     "requested",
     "settings",
     "step_times",
@@ -281,6 +283,18 @@ def table(run: AnyRun, name: str) -> pd.DataFrame:
     if name not in TABLES:
         raise UsageError(f"there is no table {name!r}; the tables are: {', '.join(TABLES)}")
     return from_arrow(_opened(run).table(name), TABLES[name].columns)
+
+
+def query(run: AnyRun, sql: str) -> pd.DataFrame:
+    """The answer to one SELECT over the tables of the schema, in DuckDB's SQL; it reaches nothing but them.
+
+    Raises:
+        UsageError: it is not one SELECT, names another table, or cannot be carried out.
+    """
+    answer = ask_question(_opened(run), sql)
+    exact = {pa.int64(): pd.Int64Dtype(), pa.int32(): pd.Int32Dtype()}
+    frame: pd.DataFrame = answer.to_pandas(types_mapper=exact.get)
+    return frame
 
 
 def describe_columns(name: str) -> dict[str, Column]:

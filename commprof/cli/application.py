@@ -16,6 +16,7 @@ from commprof.cli import (
     export,
     importing,
     nccl,
+    query,
     report,
     run,
     sweep,
@@ -49,6 +50,7 @@ def build() -> typer.Typer:
     app.command("align")(align.align)
     app.command("verify")(verify.verify)
     app.command("check")(check.check)
+    app.command("query")(query.query)
     app.command("export")(export.export)
     app.command("import")(importing.import_)
     app.command("dashboard")(dashboard.dashboard)

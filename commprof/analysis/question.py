@@ -1,0 +1,48 @@
+"""Somebody's own question: one SELECT over the tables of a run, in DuckDB, which reaches nothing but these tables."""
+
+from __future__ import annotations
+
+import duckdb
+import pyarrow as pa
+
+from commprof.errors import UsageError
+from commprof.schema import TABLES
+from commprof.trace.reader import Run
+
+
+def query(run: Run, sql: str) -> pa.Table:
+    """The answer to ``sql``, one statement that only reads. Its tables are those of ``docs/schema.md``.
+
+    Files, extensions and the network are out of its reach, so a question that somebody sent cannot do harm.
+
+    Raises:
+        UsageError: it is not one SELECT, names another table, or DuckDB cannot carry it out.
+    """
+    with duckdb.connect() as engine:
+        try:
+            statements = engine.extract_statements(sql)
+            if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
+                raise UsageError(
+                    f"{len(statements)} statements that are not one SELECT were given; ask one question: select op, "
+                    "count(*) from collectives group by op"
+                )
+            for name in sorted(set(engine.get_table_names(sql)) & set(TABLES)):
+                engine.register(name, run.table(name))
+            engine.execute("SET enable_external_access = false; SET lock_configuration = true")
+            return _with_integers(engine.sql(sql).to_arrow_table())
+        except duckdb.Error as error:
+            told = " ".join(str(error).split())
+            raise UsageError(
+                f"the question cannot be answered: {told}. The tables are: {', '.join(TABLES)}"
+            ) from None
+
+
+def _with_integers(answer: pa.Table) -> pa.Table:
+    """``answer`` with sums of integers, which DuckDB makes wider than Arrow's integers, as 64 bits where they fit."""
+    for place, item in enumerate(answer.schema):
+        if pa.types.is_decimal(item.type) and item.type.scale == 0:
+            try:
+                answer = answer.set_column(place, item.name, answer.column(place).cast(pa.int64()))
+            except pa.ArrowInvalid:
+                continue
+    return answer

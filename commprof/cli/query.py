@@ -1,0 +1,52 @@
+"""``commprof query``: somebody's own question to a run, in SQL."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from commprof.cli import rendering
+from commprof.cli.console import say
+from commprof.cli.extras import needed
+from commprof.cli.rendering import Heading, Rows
+from commprof.cli.runs import RunArgument, opened
+from commprof.errors import UsageError
+
+_SHOWN_ROWS = 100
+
+
+def query(
+    run: RunArgument,
+    sql: Annotated[
+        str, typer.Argument(metavar="SQL", help="One SELECT over the tables of the run.", show_default=False)
+    ],
+    csv: Annotated[bool, typer.Option("--csv", help="All rows as CSV.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="All rows as JSON.")] = False,
+) -> int:
+    """Ask a run a question of your own, in SQL.
+
+    The tables and their columns are those of docs/schema.md: commprof query latest "select op, count(*), sum(payload_bytes)
+    from collectives group by op". The question reaches nothing but these tables.
+    """
+    if csv and as_json:
+        raise UsageError("--csv and --json are two forms of one answer; choose one")
+    found = opened(run)
+    with needed("analysis", "to query a run"):
+        from commprof.analysis import api
+    frame = api.query(found, sql)
+    if csv:
+        sys.stdout.write(api.frame_csv(frame))
+    elif as_json:
+        rendering.show_json(rendering.records(frame))
+    else:
+        headings = [Heading(str(name), number=frame[name].dtype.kind in "iuf") for name in frame.columns]
+        cells = [
+            tuple(rendering.text(value) for value in row)
+            for row in frame.head(_SHOWN_ROWS).itertuples(index=False)
+        ]
+        rendering.show(Rows(headings, cells))
+        if len(frame) > _SHOWN_ROWS:
+            say(f"the first {_SHOWN_ROWS} of {len(frame):,} rows; --csv writes all of them")
+    return 0
