@@ -119,7 +119,7 @@ class Meeting:
 
 
 def job_meeting(prefix: str) -> Meeting | None:
-    """The meeting in the store of this job; None where that store does not reach beyond this process.
+    """The meeting in the store of this job; None where that store does not reach beyond this host.
 
     Raises:
         ValueError: torch.distributed is not initialised.
@@ -128,14 +128,18 @@ def job_meeting(prefix: str) -> Meeting | None:
     inner: Any = store
     while hasattr(inner, "underlying_store"):
         inner = inner.underlying_store
-    if type(inner).__name__ in _PRIVATE_STORES:
-        return None
     host = getattr(inner, "host", None)
+    if type(inner).__name__ in _PRIVATE_STORES or (host is not None and _is_loopback(host)):
+        return None
     # A second handle of a FileStore would count as a worker of its own, by which the file is removed in the end.
     if host is not None and hasattr(store, "clone"):
         with contextlib.suppress(RuntimeError):
             store = store.clone()
     return Meeting(store, prefix, host)
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _pauses(seconds: float) -> Iterator[float]:

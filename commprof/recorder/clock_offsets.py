@@ -58,7 +58,7 @@ class ClockOffsets:
 
     Args:
         log: where the rows go.
-        meet: makes the meeting in the job's store, None where that reaches nobody; called on the thread.
+        meet: makes the meeting in the job's store, None where that does not leave this host; called on the thread.
         clock: the clock, and its identity.
     """
 
@@ -88,7 +88,7 @@ class ClockOffsets:
     def start(self, rank: int, world_size: int, environment: Mapping[str, str]) -> None:
         """This process is ``rank`` of ``world_size``: begin."""
         if rank == REFERENCE_RANK or is_on_one_host(world_size, environment):
-            self._write(Offset(self._clock(), 0, 0, 0))
+            self._share()
         if is_on_one_host(world_size, environment):
             return
         work = self._lead if rank == REFERENCE_RANK else self._follow
@@ -187,11 +187,14 @@ class ClockOffsets:
     def _introduced(self) -> ClockConnection | None:
         """A connection to the reference; None where this process needs none, or has asked through the store."""
         meeting = self._meet()
-        reference = None if meeting is None else meeting.find(_FIND_SECONDS, self._parting)
-        if meeting is None or reference is None:
+        if meeting is None:
+            self._share()
+            return None
+        reference = meeting.find(_FIND_SECONDS, self._parting)
+        if reference is None:
             return None
         if reference.clock == self._identity:
-            self._write(Offset(self._clock(), 0, 0, 0))
+            self._share()
             return None
         if not meeting.claim(self._identity):
             return None
@@ -210,6 +213,10 @@ class ClockOffsets:
     def _keep(self, exchanges: list[Exchange]) -> None:
         self._write(estimate(exchanges))
         self._measured_at_ns = time.perf_counter_ns()
+
+    def _share(self) -> None:
+        """This process reads the reference clock itself."""
+        self._write(Offset(self._clock(), 0, 0, 0))
 
     def _write(self, offset: Offset) -> None:
         self._log.write("clock_offset", {"reference_rank": REFERENCE_RANK, **offset._asdict()})

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from commprof.recorder.clock_exchange import own_addresses
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -56,12 +57,12 @@ def over_file(rank: int, world: int) -> dict:
     return measure(rank, world)
 
 
-def over_tcp(rank: int, world: int, port: int) -> dict:
+def over_tcp(rank: int, world: int, address: str) -> dict:
     """As :func:`measure`, in a job of a TCPStore, twice on one port: nothing may keep the first server alive."""
     import torch.distributed as dist
 
     for _ in range(2):
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+        dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=world)
         found = measure(rank, world)
         dist.destroy_process_group()
         # A server is gone when its last handle is; torch's own threads need a moment for it.
@@ -82,10 +83,29 @@ def test_over_a_file_store():
     check(run_ranks(WORLD, over_file))
 
 
-def test_over_a_tcp_store_which_goes_with_the_job():
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    check(run_ranks(WORLD, over_tcp, port, process_group=False))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.skipif(len(own_addresses()) < 2, reason="this host has no address but the loopback's")
+def test_over_a_tcp_store_which_goes_with_the_job():
+    address = f"{own_addresses()[0]}:{free_port()}"
+    check(run_ranks(WORLD, over_tcp, address, process_group=False))
+
+
+def loopback_job(rank: int, world: int, port: int) -> tuple[list, int]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    found = measure(rank, world)
+    dist.destroy_process_group()
+    return [(row["offset_ns"], row["exchanges"]) for row in found["rows"]], threading.active_count()
+
+
+def test_a_job_that_meets_at_the_loopback_is_on_one_host():
+    outcomes = run_ranks(2, loopback_job, free_port(), process_group=False)
+    assert outcomes == [([(0, 0)], 1)] * 2
 
 
 def fake_job(rank: int, world: int) -> tuple[int, int]:
