@@ -1,7 +1,7 @@
 """When collectives of host backends really ended, for a sample of them: the backend itself says so.
 
 The end of a wait says when an operation ended only if the program waited for it that long. For what ends while the program
-works on, the future of its handle is asked to call back. That costs 13 us and takes the interpreter's lock on the backend's
+works on, the future of its handle is asked to call back. That costs 12 us and takes the interpreter's lock on the backend's
 thread, so it is done for few: for one in ``every`` of the calls that are looked at closely anyway (one in 251).
 
 Note [the end of the program]: a call back into an interpreter that is being taken down aborts the process. A group waits
@@ -21,6 +21,7 @@ from commprof.recorder.device_times import Operation
 from commprof.trace.writer import DEVICE_END_WORD, NO_WORDS, Segment, Token
 
 _MOST_REFUSALS: Final = 16  # in a row, after which a backend's handles are not asked again
+_COST_NS: Final = 12_000  # CPU time that asking and being called back take, both threads together (measured)
 _LONGEST_WAIT: Final = 1800.0  # seconds: what gloo itself gives an operation
 _under_way: Final[dict[int, None]] = {}  # callbacks that have not come; see Note [the end of the program]
 _numbers: Final = itertools.count()
@@ -37,10 +38,14 @@ class Completions:
     def __init__(self, every: int, clock: Callable[[], int] = time.perf_counter_ns) -> None:
         self.every = every
         self.asked = 0
-        self.cost_ns = 0
         self._offered = 0
         self._refused = 0
         self._clock = clock
+
+    @property
+    def cost_ns(self) -> int:
+        """CPU time that all of it has taken."""
+        return self.asked * _COST_NS
 
     def sample(self, token: Token, work: Any) -> None:
         """Let ``work`` write the time of its end into the record at ``token``, if its turn has come. Never raises.
@@ -56,7 +61,6 @@ class Completions:
         self._offered += 1
         if (self._offered - 1) % self.every or self._refused >= _MOST_REFUSALS:
             return
-        begin = self._clock()
         number = next(_numbers)
         try:
             future = work.get_future()
@@ -67,7 +71,6 @@ class Completions:
         except Exception:  # a backend whose handles have no future
             _under_way.pop(number, None)
             self._refused += 1
-        self.cost_ns += self._clock() - begin
 
 
 def _teller(number: int, segment: Segment, index: int, clock: Callable[[], int]) -> Callable[[Any], None]:
