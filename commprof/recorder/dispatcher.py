@@ -15,6 +15,8 @@ from torch.library import Library
 
 _KEY: Final = "BackendSelect"
 
+_GO_ON: Final = "redispatch_boxed"
+
 # Goes on to torch's own kernel: the key set that the dispatcher gave, then the operator's arguments.
 Redispatch = Callable[..., Any]
 
@@ -32,10 +34,12 @@ class Kernels:
         The kernel is called with the dispatcher's key set before the arguments, which must go on as they are.
 
         Raises:
-            Exception: this torch takes no such kernel.
+            Exception: this torch takes no such kernel, or has no way on from it.
         """
         if operator in self.operators:
             return
+        if not hasattr(torch._C._DispatchOperatorHandle, _GO_ON):
+            raise AttributeError(f"torch's operators have no {_GO_ON}")
         namespace, _, name = operator.partition("::")
         kernel = make(bind_redispatch(operator))
         if namespace not in self._libraries:

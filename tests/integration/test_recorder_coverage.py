@@ -262,3 +262,26 @@ def test_what_lies_beneath_c10d_is_named(tmp_path):
         "ranks 0, 1: torch's symmetric memory was in use: what is sent that way lies beneath c10d and is not among the "
         "records" in run.health.notes
     )
+
+
+def test_another_wrapper_around_ours_makes_no_second_record(tmp_path):
+    def body(rank, world):
+        import commprof
+
+        ours, heard = dist.ProcessGroup.allreduce, []
+
+        def theirs(self, *args, **kwargs):
+            heard.append(1)
+            return ours(self, *args, **kwargs)
+
+        dist.ProcessGroup.allreduce = theirs
+        programs.ddp()  # from here on a kernel stands before c10d::allreduce_, too
+        dist.all_reduce(torch.ones(2))
+        commprof.detach()
+        kept = dist.ProcessGroup.allreduce is theirs
+        dist.all_reduce(torch.ones(2))
+        return kept, len(heard)
+
+    run, outcomes = record(tmp_path / "run", 2, body)
+    assert outcomes[0]["result"] == (True, 2)
+    assert calls(run, 0, "op", "layer")[3:] == [("all_reduce", "process_group")]
