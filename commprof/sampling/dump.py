@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from commprof.errors import CommprofError
+from commprof.errors import CommprofError, TraceError
 from commprof.sampling.archive import read_archive
 from commprof.sampling.calls import Call, RankCalls
 from commprof.sampling.live import fingerprint, latest_files, read_live
@@ -26,6 +26,7 @@ from commprof.sampling.situation import RankReport, Situation
 from commprof.sampling.stacks import take_stacks
 from commprof.sampling.verdict import Verdict, judge
 from commprof.sampling.waits import Wait, standings
+from commprof.trace.layout import RankFile
 
 WATCH_SECONDS: Final = 0.5  # so long the job is watched for anything that moves
 _MOST_AT_ONCE: Final = 8  # processes that are looked into at the same time
@@ -85,20 +86,45 @@ def take_dump(
     if not files:
         reports = [RankReport(calls, _past_state(calls)) for calls in read_archive(run)]
         return _dump(run, Situation(reports), with_stacks=False)
-    before = {identity: fingerprint(stem) for identity, stem in files}
     begin = time.monotonic()
-    reports = [_report(read_live(identity, stem)) for identity, stem in files]
+    looked, damaged = _read(files)
+    reports = [look.report for look in looked]
     local = [report for report in reports if report.state in (State.RUNS, State.STOPPED)]
     if stacks and local:
         with ThreadPoolExecutor(min(_MOST_AT_ONCE, len(local))) as pool:
             list(pool.map(lambda report: _look_at(report, run), local))
     if local:
         sleep(max(0.0, begin + watch_seconds - time.monotonic()))
-        for report, (identity, stem) in zip(reports, files, strict=True):
+        for look in looked:
             with contextlib.suppress(CommprofError):
-                report.moved = fingerprint(stem) != before[identity]
+                look.report.moved = fingerprint(look.stem) != look.before
     watched_ns = round((time.monotonic() - begin) * 1e9)
-    return _dump(run, Situation(reports, watched_ns), with_stacks=stacks and bool(local))
+    return _dump(run, Situation(reports, watched_ns, damaged), with_stacks=stacks and bool(local))
+
+
+class _Look(NamedTuple):
+    """A rank as it was read, and its fingerprint before that."""
+
+    stem: Path
+    before: tuple[int, int]
+    report: RankReport
+
+
+def _read(files: Sequence[tuple[RankFile, Path]]) -> tuple[list[_Look], dict[int, str]]:
+    """The ranks whose files can be read, and of each of the others why not.
+
+    Raises:
+        TraceError: none can be read.
+    """
+    looked, damaged = [], {}
+    for identity, stem in files:
+        try:
+            looked.append(_Look(stem, fingerprint(stem), _report(read_live(identity, stem))))
+        except TraceError as error:
+            damaged[identity.rank] = str(error)
+    if not looked:
+        raise TraceError("; ".join(damaged.values()))
+    return looked, damaged
 
 
 def _look_at(report: RankReport, run: Path) -> None:

@@ -7,10 +7,11 @@ is there at once for readers on its host; on another host, when its file system 
 from __future__ import annotations
 
 import os
+import re
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from commprof.errors import TraceError
 from commprof.sampling.calls import WINDOW, Call, GroupFacts, RankCalls, What
@@ -26,11 +27,22 @@ from commprof.trace.layout import (
     rank_files,
 )
 
+T = TypeVar("T")
+
 _FIELDS: Final = {field.name: number for number, field in enumerate(RECORD_FIELDS)}
+_TEXT: Final = frozenset({str, type(None)})
+_WHAT_TYPES: Final[Mapping[str, frozenset[type]]] = {
+    **dict.fromkeys(("op", "pg"), frozenset({str})),
+    **dict.fromkeys(("dtype", "reduce_op", "device"), _TEXT),
+    **dict.fromkeys(("is_p2p", "is_async"), frozenset({bool})),
+    **dict.fromkeys(("payload_bytes", "peer"), frozenset({int})),
+}
+_RANKS: Final = re.compile(r"\d{1,6}(-\d{1,6}|(,\d{1,6})*)", re.ASCII)  # as schema.format_ranks writes them
 _RAISED: Final = STATUSES.index(Status.RAISED)
 _HEAD_BYTES: Final = 1 << 16
 _CHUNK_BYTES: Final = 1 << 20
 _WATCHED_RECORDS: Final = 4096
+_MOST_RANKS: Final = 1_000_000  # a larger world is a damaged number
 
 
 class Tail(NamedTuple):
@@ -83,21 +95,32 @@ def read_live(identity: RankFile, stem: Path) -> RankCalls:
     events = read_events(stem.with_name(stem.name + EVENTS_SUFFIX))
     tail = read_tail(stem.with_name(stem.name + RECORDS_SUFFIX))
     begin = events.last("begin") or {}
-    clock = events.last("clock") or {}
+    world_size = _of_type(begin.get("world_size"), int)
     return RankCalls(
         rank=identity.rank,
         attempt=identity.attempt,
         pid=identity.pid,
-        host=begin.get("host"),
-        start_ticks=begin.get("start_ticks"),
-        world_size=begin.get("world_size"),
+        host=_of_type(begin.get("host"), str),
+        start_ticks=_of_type(begin.get("start_ticks"), int),
+        world_size=world_size if world_size is not None and 0 < world_size <= _MOST_RANKS else None,
         calls=_calls(tail.data, events),
         total=tail.total,
         ended=tail.totals is not None,
         groups=_groups(events.rows["group"]),
-        last_clock=(clock["monotonic_ns"], clock["realtime_ns"]) if "monotonic_ns" in clock else None,
+        last_clock=_clock(events.last("clock")),
         stacks=events.last("stacks"),
     )
+
+
+def _of_type(value: Any, kind: type[T]) -> T | None:
+    """``value``; None where it is of another type than the recorder writes there: the file is damaged."""
+    return value if type(value) is kind else None
+
+
+def _clock(row: Mapping[str, Any] | None) -> tuple[int, int] | None:
+    row = row or {}
+    monotonic_ns, realtime_ns = _of_type(row.get("monotonic_ns"), int), _of_type(row.get("realtime_ns"), int)
+    return None if monotonic_ns is None or realtime_ns is None else (monotonic_ns, realtime_ns)
 
 
 def read_tail(path: Path, most: int = WINDOW) -> Tail:
@@ -155,9 +178,9 @@ def fingerprint(stem: Path) -> tuple[int, int]:
 
 def _calls(data: bytes, events: Events) -> list[Call]:
     signatures = {number: _what(row) for number, row in events.interned("signature").items()}
-    sites = {number: row.get("call_site") for number, row in events.interned("site").items()}
-    purposes = {number: row.get("purpose") for number, row in events.interned("tag").items()}
-    threads = {number: row.get("name") for number, row in events.interned("thread").items()}
+    sites = _texts(events, "site", "call_site")
+    purposes = _texts(events, "tag", "purpose")
+    threads = _texts(events, "thread", "name")
     at = _FIELDS
     calls = []
     for record in RECORD.iter_unpack(data):
@@ -184,29 +207,28 @@ def _calls(data: bytes, events: Events) -> list[Call]:
     return calls
 
 
+def _texts(events: Events, kind: str, column: str) -> dict[int, str | None]:
+    return {number: _of_type(row.get(column), str) for number, row in events.interned(kind).items()}
+
+
 def _what(row: Mapping[str, Any]) -> What | None:
-    try:
-        return What(
-            op=row["op"],
-            pg=row["pg"],
-            is_p2p=row["is_p2p"],
-            payload_bytes=row["payload_bytes"],
-            dtype=row["dtype"],
-            reduce_op=row["reduce_op"],
-            peer=row["peer"],
-            device=row["device"],
-            is_async=row["is_async"],
-        )
-    except KeyError:
+    """The signature in ``row``; None where the row is damaged."""
+    values: dict[str, Any] = {name: row.get(name) for name in What._fields}
+    if any(type(values[name]) not in kinds for name, kinds in _WHAT_TYPES.items()):
         return None
+    return What(**values)
 
 
 def _groups(rows: Iterable[Mapping[str, Any]]) -> dict[str, GroupFacts]:
     found = {}
     for row in rows:
-        try:
-            facts = GroupFacts(row["pg"], row.get("group_desc"), parse_ranks(row["group_ranks"]))
-        except (KeyError, ValueError, AttributeError):
+        pg, desc, ranks = (_of_type(row.get(name), str) for name in ("pg", "group_desc", "group_ranks"))
+        if pg is None or ranks is None:
             continue
-        found[facts.pg] = facts
+        try:
+            members = parse_ranks(ranks) if _RANKS.fullmatch(ranks) else ()
+        except ValueError:
+            continue
+        if members:
+            found[pg] = GroupFacts(pg, desc, members)
     return found

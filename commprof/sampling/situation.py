@@ -45,9 +45,17 @@ class RankReport:
 
 
 class Situation:
-    """The ranks of a job at one moment, and the waits among them."""
+    """The ranks of a job at one moment, and the waits among them.
 
-    def __init__(self, reports: Sequence[RankReport], watched_ns: int = 0) -> None:
+    Args:
+        watched_ns: how long they were watched for anything that moves.
+        damaged: by rank, why its files cannot be read.
+    """
+
+    def __init__(
+        self, reports: Sequence[RankReport], watched_ns: int = 0, damaged: Mapping[int, str] | None = None
+    ) -> None:
+        self.damaged = dict(damaged or {})
         self.reports = {report.rank: report for report in reports}
         self.watched_ns = watched_ns
         self.groups: list[GroupCalls] = group_calls([report.calls for report in reports])

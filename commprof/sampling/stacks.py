@@ -13,7 +13,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,11 +28,9 @@ STACKS_VARIABLE: Final = "COMMPROF_STACKS"  # py-spy or faulthandler: only this 
 _PY_SPY_SECONDS: Final = 10.0
 _ANSWER_SECONDS: Final = 3.0  # a process without a free core may take that long to run its signal handler
 _QUIET_SECONDS: Final = 0.05  # nothing more was written for so long: it is finished
-_STANDARD_LIBRARY: Final = tuple(
-    f"{path}/" for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
-)
+# Of any Python: the standard library, and below it or beside it what was installed.
+_LIBRARY: Final = re.compile(r"/lib(?:64)?/python\d[\d.]*/|/(?:site|dist)-packages/")
 _COMMPROF: Final = f"{Path(__file__).resolve().parent.parent}/"
-_INSTALLED: Final = ("/site-packages/", "/dist-packages/")
 
 
 class Frame(NamedTuple):
@@ -46,9 +43,7 @@ class Frame(NamedTuple):
     @property
     def is_program(self) -> bool:
         """Whether it is neither the standard library's, nor commprof's, nor of an installed package."""
-        if self.file.startswith(("<", _COMMPROF)) or any(part in self.file for part in _INSTALLED):
-            return False
-        return not self.file.startswith(_STANDARD_LIBRARY)
+        return not self.file.startswith(("<", _COMMPROF)) and _LIBRARY.search(self.file) is None
 
     def __str__(self) -> str:
         return f"{self.function} ({self.file}:{self.line})"

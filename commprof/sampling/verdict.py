@@ -112,7 +112,8 @@ def _say_ring(situation: Situation, ring: Sequence[Wait]) -> str:
 def _say_stuck(situation: Situation, wait: Wait) -> str:
     text = _waiting_clause(situation, wait)
     if wait.absent:
-        return f"{text}; {ranks_text(wait.absent)} left no file here, so whether they have issued it is not known"
+        who = ranks_text(wait.absent)
+        return f"{text}; whether {who} issued it is not known: nothing was left here that can be read"
     members = [situation.reports[rank] for rank in wait.group.ranks if rank in situation.reports]
     halted = [
         r for r in members if r.state is State.STOPPED or (r.state is State.GONE and not situation.is_past)
@@ -183,8 +184,9 @@ def _whereabouts(situation: Situation, ranks: Sequence[int]) -> str:
 
 def _notes(situation: Situation) -> tuple[str, ...]:
     worlds = [report.calls.world_size or 0 for report in situation.reports.values()]
-    absent = [rank for rank in range(max(worlds, default=0)) if rank not in situation.reports]
-    notes = []
+    known = {*situation.reports, *situation.damaged}
+    absent = [rank for rank in range(max(worlds, default=0)) if rank not in known]
+    notes = [f"rank {rank} cannot be read: {reason}" for rank, reason in situation.damaged.items()]
     if absent:
         notes.append(
             f"{ranks_text(absent)} left no file in this run: not started yet, or on a host that writes elsewhere"

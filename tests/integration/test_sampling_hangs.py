@@ -3,7 +3,10 @@
 import inspect
 import json
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import pytest
 from commprof.sampling.dump import take_dump
 from commprof.sampling.dump_text import dump_text
 from commprof.sampling.processes import RankProcess, State, state_of
+from commprof.sampling.stacks import explain_refusal, py_spy_program
 from support.hanging import all_reduces, await_records, await_stillness, hanging_ranks, load_batch
 
 pytestmark = pytest.mark.ranks
@@ -254,6 +258,27 @@ def test_stacks_by_faulthandler_where_nothing_may_look_in(tmp_path, monkeypatch)
     assert "rank 1, main thread, by faulthandler, innermost call first:\n    load_batch (" in text
     frames = next(s for s in dump.as_dict()["ranks"][0]["stacks"] if s["main"])["frames"]
     assert "all_reduces" in [frame["function"] for frame in frames]  # although it blocks in C++
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")
+def test_where_ptrace_is_refused_faulthandler_answers_by_itself(tmp_path):
+    """A dump by a process without SYS_PTRACE, of processes that have it."""
+    run = tmp_path / "run"
+    with hanging_ranks(run, 2, one_rank_sleeps):
+        await_stillness(run, 2 * 5 + 1)
+        done = run_without_ptrace(sys.executable, "-m", "commprof", "dump", str(run), "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert "rank 1 has not issued it: it is in load_batch (" in found["sentence"]
+    assert [row["stacks_by"] for row in found["ranks"]] == ["faulthandler"] * 2
+    refused = run_without_ptrace(py_spy_program(), "dump", "--pid", str(os.getpid()))
+    assert explain_refusal(refused.stderr).startswith("py-spy was refused"), refused.stderr
+
+
+def run_without_ptrace(*command):
+    dropping = ["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"]
+    return subprocess.run([*dropping, *command], capture_output=True, text=True, timeout=60)
 
 
 def test_the_end_of_a_killed_run_is_told_without_stacks(tmp_path):

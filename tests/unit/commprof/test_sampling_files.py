@@ -2,6 +2,8 @@
 
 import json
 import os
+import random
+import re
 import socket
 import time
 
@@ -11,6 +13,7 @@ from commprof.errors import TraceError
 from commprof.launch.observers import make_samplers, observed, sampled
 from commprof.recorder.options import Options
 from commprof.sampling.dump import keep_dump, take_dump
+from commprof.sampling.dump_text import dump_text
 from commprof.sampling.live import fingerprint, latest, latest_files, read_live, read_tail
 from commprof.sampling.processes import local_ranks
 from commprof.sampling.samples import Sample, SampleWriter
@@ -118,6 +121,48 @@ def test_a_dump_of_files_of_another_host_says_so(tmp_path):
     dump = take_dump(tmp_path, watch_seconds=0)
     assert dump.as_dict()["ranks"][0]["state"] == "elsewhere"
     assert "for the others run commprof dump on elsewhere" in dump.verdict.notes[0]
+
+
+def test_a_rank_that_cannot_be_read_is_noted_and_the_others_are_told(tmp_path):
+    for rank in range(3):
+        stem = write_rank(tmp_path, rank=rank, world=3, ended=False)
+    stem.with_suffix(".records").write_bytes(b"x" * 5000)
+    dump = take_dump(tmp_path, watch_seconds=0)
+    assert [row["rank"] for row in dump.as_dict()["ranks"]] == [0, 1]
+    (damaged,) = [note for note in dump.verdict.notes if "rank 2" in note]
+    assert damaged.startswith("rank 2 cannot be read: ") and "it is damaged" in damaged
+    for rank in range(2):
+        (tmp_path / f"rank-0000{rank}-0-400000{rank}.records").write_bytes(b"x" * 5000)
+    with pytest.raises(TraceError, match="it is damaged"):
+        take_dump(tmp_path, watch_seconds=0)
+
+
+def test_damaged_files_never_give_anything_but_a_dump_or_one_sentence(tmp_path):
+    for rank in range(2):
+        write_rank(tmp_path / "good", rank=rank, world=2, records=12, ended=False, host=socket.gethostname())
+    good = {file.name: file.read_bytes() for file in (tmp_path / "good").iterdir()}
+    values = [b"0", b"-1", b"null", b'"x"', b"[]", b"{}", b"9" * 30, b'"0-999999999"']
+    chance, dumps = random.Random(7), 0
+    for turn in range(200):
+        run = tmp_path / str(turn)
+        run.mkdir()
+        for name, content in good.items():
+            data = bytearray(content[: 4096 + 14 * RECORD.size])
+            for _ in range(chance.choice([0, 1, 4])):
+                data[chance.randrange(len(data))] = chance.randrange(256)
+            found = list(re.finditer(rb':("[^"]*"|-?\d+|null|true|false)', bytes(data)))
+            if found and chance.random() < 0.5:
+                at = chance.choice(found)
+                data[at.start(1) : at.end(1)] = chance.choice(values)
+            (run / name).write_bytes(data[: chance.randrange(len(data))] if turn % 5 == 0 else data)
+        try:
+            dump = take_dump(run, watch_seconds=0)
+        except TraceError as error:
+            assert "\n" not in str(error)
+            continue
+        assert dump_text(dump) and json.dumps(dump.as_dict())
+        dumps += 1
+    assert dumps > 100
 
 
 class Counting:

@@ -216,7 +216,7 @@ def test_ranks_without_a_file_are_not_blamed():
     ranks = [Rank(n, 3).issue().issue(stage="inside") for n in range(2)]
     verdict = look(*ranks)
     assert verdict.sentence.endswith(
-        "; rank 2 left no file here, so whether they have issued it is not known"
+        "; whether rank 2 issued it is not known: nothing was left here that can be read"
     )
     assert verdict.notes == (
         "rank 2 left no file in this run: not started yet, or on a host that writes elsewhere",
