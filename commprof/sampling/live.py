@@ -30,7 +30,7 @@ from commprof.trace.layout import (
 T = TypeVar("T")
 
 _FIELDS: Final = {field.name: number for number, field in enumerate(RECORD_FIELDS)}
-_TEXT: Final = frozenset({str, type(None)})
+_TEXT: Final[frozenset[type]] = frozenset({str, type(None)})
 _WHAT_TYPES: Final[Mapping[str, frozenset[type]]] = {
     **dict.fromkeys(("op", "pg"), frozenset({str})),
     **dict.fromkeys(("dtype", "reduce_op", "device"), _TEXT),
