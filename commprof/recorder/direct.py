@@ -32,7 +32,9 @@ _PLAIN: Final = frozenset({int, bool, type(None), torch.dtype})
 # One call in 251 times our own code (CPU time: reading that clock is dear). Odd, since segments hold multiples of 512.
 COST_SAMPLE: Final = 251
 _MOST_CALLS: Final = 20_000
-_HAS_ACCELERATOR: Final = torch.accelerator.is_available()  # without one, every tensor is on the CPU
+# Without one, every tensor is on the CPU. As torch was built: to ask whether there is one now would start CUDA, and a
+# program that forks its ranks afterwards could not use it in them.
+_HAS_ACCELERATOR: Final = torch.accelerator.current_accelerator() is not None
 
 # A call as it is issued from one place in the program: signature, call site (0: to be found each time), group, what numbers
 # its calls. A plain tuple, since unpacking it is half the cost of unpacking a named one.

@@ -283,7 +283,7 @@ def test_help_is_quick_and_imports_nothing_heavy():
 
 
 @pytest.mark.ranks
-def test_collectives_that_no_layer_sees_are_counted_in_the_last_line(tmp_path):
+def test_what_ddp_issues_in_cpp_is_recorded(tmp_path):
     write(
         tmp_path / "train.py",
         """
@@ -299,4 +299,4 @@ def test_collectives_that_no_layer_sees_are_counted_in_the_last_line(tmp_path):
     assert done.returncode == 0, done.stderr
     found = re.search(r"2 ranks, (\d+) records, 0 lost, (\d+) unseen", done.stderr.splitlines()[-1])
     assert found, done.stderr
-    assert int(found[2]) > 0
+    assert int(found[1]) >= 4 and int(found[2]) == 0  # each rank reduces its gradients twice
