@@ -123,9 +123,10 @@ def _notes(
         )
     unended = [entry["rank"] for entry in entries if not entry.get("ended")]
     if unended and state != RUNNING:
+        held = "what was kept" if _total(entries, "summed") else "all that was issued"
         notes.append(
-            f"{_ranks(unended)} ended without saying so (killed, or os._exit): the trace holds all that was issued, but the "
-            "last self-check and the totals are missing"
+            f"{_ranks(unended)} ended without saying so (killed, or os._exit): the trace holds {held}, but the last "
+            "self-check and the totals are missing"
         )
     notes += _parts(entries)
     notes += _incidents(entries)
@@ -165,6 +166,7 @@ def _outside(entries: Sequence[Mapping[str, Any]]) -> str:
 
 def _incidents(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     notes = []
+    said_by: dict[str, list[int]] = {}
     for entry in entries:
         who = f"rank {entry['rank']}"
         if entry.get("stopped_reason"):
@@ -183,10 +185,12 @@ def _incidents(entries: Sequence[Mapping[str, Any]]) -> list[str]:
         if entry.get("faults"):
             notes.append(f"{who}: commprof itself failed on {entry['faults']} collectives, which are missing")
         said = list(dict.fromkeys(entry.get("notes") or ()))
-        notes += [f"{who}: {text}" for text in said[:_MOST_NOTES]]
+        for text in said[:_MOST_NOTES]:
+            said_by.setdefault(text, []).append(entry["rank"])
         if len(said) > _MOST_NOTES:
             notes.append(f"{who}: and {len(said) - _MOST_NOTES:,} more notes, all of them in run.json")
-    return notes
+    # What all ranks say is read once.
+    return notes + [f"{_ranks(ranks)}: {text}" for text, ranks in said_by.items()]
 
 
 def _unseen(groups: Sequence[Mapping[str, Any]]) -> list[str]:
