@@ -16,8 +16,9 @@ def keep_from_compiler(eval_frame: ModuleType) -> None:
     What a compiled function calls itself is compiled with it all the same.
     """
     skip: Callable[[CodeType], None] | None = getattr(eval_frame, "skip_code", None)
-    for code in _own_codes() if skip is not None else ():
-        skip(code)
+    if skip is not None:
+        for code in _own_codes():
+            skip(code)
 
 
 def _own_codes() -> Iterator[CodeType]:

@@ -109,7 +109,9 @@ def parameters_of(model: torch.nn.Module) -> list[Parameter]:
                     (id(parameter),),
                 )
             )
-    return found
+    # Where FSDP 1 leaves the names in the model, their order is known; else it is that of the units.
+    order = {plain_name(name, model): number for number, (name, _) in enumerate(model.named_parameters())}
+    return sorted(found, key=lambda each: order.get(each.name, len(order)))
 
 
 def _flattened(module: str, flat: Any) -> Iterator[Parameter]:

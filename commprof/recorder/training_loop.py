@@ -7,7 +7,8 @@ torch offers for all modules is taken out while the outermost of them runs.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Final
 
@@ -84,6 +85,10 @@ class TrainingLoop:
         self._handles.clear()
         self._outermost = None
 
+    def finish(self) -> None:
+        """Recording ends, perhaps within the first step: publish what was trained."""
+        self._models.publish(self._optimizers)
+
     def close(self) -> None:
         """Watch no more, and take back what was said: a later recording of this process begins anew."""
         self.remove()
@@ -97,17 +102,16 @@ class TrainingLoop:
         if not self._speaking and phase in _NAMED_BY_RUNTIMES:
             self._phases_named = True
 
-    def as_one_batch(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """``original``, a function that runs the passes of many micro-batches in an order of its own."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self._one_batch += 1
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._one_batch -= 1
-
-        return call
+    @contextmanager
+    def one_batch(self, trains: bool) -> Iterator[None]:
+        """Around what runs the passes of many micro-batches in an order of its own: they are one."""
+        if trains and torch.is_grad_enabled() and self._progress.begin_pass():
+            self._announce()
+        self._one_batch += 1
+        try:
+            yield
+        finally:
+            self._one_batch -= 1
 
     def enter(self, phase: str) -> str:
         """Say ``phase``, unless the program names its phases, and return the one that it takes the place of."""
@@ -143,8 +147,6 @@ class TrainingLoop:
         progress = self._progress
         if not self._steps.explicit():
             self._steps.begin_automatic(progress.step, progress.micro_step)
-        if progress.step and not self._models.published:
-            self._models.publish(self._optimizers)
 
     # Forward passes: of the outermost module.
 
@@ -285,3 +287,5 @@ class TrainingLoop:
         self._optimizers.add(optimizer)
         if self._progress.end_optimizer(id(optimizer), {id(each) for each in self._optimizers}):
             self._announce()
+        if self._progress.first_ended:
+            self._models.publish(self._optimizers)

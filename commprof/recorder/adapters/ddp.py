@@ -28,6 +28,7 @@ from commprof.schema import Purpose
 
 _MODULE: Final = "torch.nn.parallel.distributed"
 _CLASS: Final = "DistributedDataParallel"
+_JOIN: Final = "torch.distributed.algorithms.join"
 _BUCKET_UNKNOWN: Final = hooks.tag(Purpose.GRADIENT_REDUCE.value)
 _USED_PARAMETERS: Final = hooks.tag(Purpose.OTHER.value)
 
@@ -39,9 +40,12 @@ _PURPOSES: Final = (
     purpose(_MODULE, f"{_CLASS}._pre_forward", Purpose.OTHER),
     purpose(_MODULE, f"{_CLASS}._sync_buffers", Purpose.PARAMETER_BROADCAST),
     purpose(_MODULE, f"{_CLASS}._sync_module_buffers", Purpose.PARAMETER_BROADCAST),
+    purpose(_JOIN, "Join._get_num_nonjoined_procs", Purpose.OTHER),
+    purpose(_JOIN, "Join._notify_procs_to_terminate", Purpose.OTHER),
     # On a rank that has no more data, for those that have.
     purpose(_MODULE, f"{_CLASS}._match_all_reduce_for_bwd_pass", Purpose.GRADIENT_REDUCE),
     purpose(_MODULE, f"{_CLASS}._match_unused_params_allreduce", Purpose.OTHER),
+    purpose(_MODULE, f"{_CLASS}._sync_final_model", Purpose.OTHER),
     purpose(_MODULE, f"{_CLASS}._check_global_requires_backward_grad_sync", Purpose.OTHER),
 )
 

@@ -38,7 +38,7 @@ class Frameworks:
 
     def finish(self) -> None:
         """Recording ends: say what was kept for a better moment that did not come."""
-        self.models.publish()
+        self.loop.finish()
 
     def remove(self) -> None:
         """Speak for nobody any more."""

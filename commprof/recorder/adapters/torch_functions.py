@@ -27,7 +27,6 @@ _PURPOSES: Final = (
     purpose("torch.nn.utils", _CLIP, Purpose.GRADIENT_NORM, optional=True),
     purpose("torch.nn.modules._functions", "SyncBatchNorm.forward", Purpose.ACTIVATION),
     purpose("torch.nn.modules._functions", "SyncBatchNorm.backward", Purpose.ACTIVATION),
-    purpose(_ZERO, "ZeroRedundancyOptimizer.consolidate_state_dict", Purpose.CHECKPOINT),
     purpose(_ZERO_HOOK, "_broadcast_bucket", Purpose.PARAMETER_BROADCAST, optional=True),
     # What the stages agree on before the first batch.
     purpose(_STAGE, "PipelineStage._recv_meta", Purpose.PIPELINE, optional=True),
@@ -37,6 +36,7 @@ _PURPOSES: Final = (
     purpose(_STAGE, "PipelineStage._shape_inference", Purpose.PIPELINE, optional=True),
 )
 _CHECKPOINTS: Final = (
+    (_ZERO, "ZeroRedundancyOptimizer.consolidate_state_dict"),
     (_SAVER, "save"),
     (_SAVER, "async_save"),
     (_LOADER, "load"),
@@ -72,8 +72,8 @@ class TorchFunctions:
             *(Part(module, name, self._wrap_checkpoint, True) for module, name in _CHECKPOINTS),
             Part(_ZERO, "ZeroRedundancyOptimizer._broadcast_params_from_rank", self._wrap_shard),
             Part(_SCHEDULES, "_batch_p2p", self._wrap_messages),
-            Part(_SCHEDULES, "PipelineScheduleSingle.step", self._loop.as_one_batch),
-            Part(_SCHEDULES, "PipelineScheduleMulti.step", self._loop.as_one_batch),
+            Part(_SCHEDULES, "PipelineScheduleSingle.step", self._wrap_batch),
+            Part(_SCHEDULES, "PipelineScheduleMulti.step", self._wrap_batch),
         ]
 
     def _wrap_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,6 +103,15 @@ class TorchFunctions:
                 return original(optimizer, rank, *args, **kwargs)
 
         return broadcast
+
+    def _wrap_batch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A whole batch through a pipeline; its messages begin before its first pass does."""
+
+        def step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
+            with self._loop.one_batch(getattr(schedule, "_has_backward", True)):
+                return original(schedule, *args, **kwargs)
+
+        return step
 
     def _wrap_messages(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Activations and their gradients between the stages of a pipeline; schedules say which in ``desc``."""

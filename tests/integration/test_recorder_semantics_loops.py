@@ -1,0 +1,254 @@
+"""Training loops that say nothing: their phases, steps and micro-batches, and that watching leaves no trace in them."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.recording import calls, record
+
+pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+
+class Talking(torch.nn.Module):
+    """Sends something forward, and something backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+
+    def forward(self, x):
+        dist.all_reduce(torch.ones(1))
+        y = self.inner(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: dist.all_reduce(torch.ones(2)))
+        return y
+
+
+class TalkingSGD(torch.optim.SGD):
+    def step(self, closure=None):
+        dist.all_reduce(torch.ones(3))
+        return super().step(closure)
+
+
+def said(run, *columns):
+    rows = calls(run, 0, *columns)
+    assert rows == calls(run, 1, *columns)
+    return rows
+
+
+def plain(rank, world):
+    dist.broadcast(torch.ones(1), 0)
+    net = Talking()
+    optimizer = TalkingSGD(net.parameters(), lr=0.1)
+    for _ in range(2):
+        for _ in range(2):
+            loss = net(torch.ones(1, 2)).sum()
+            dist.all_reduce(loss.detach())
+            loss.backward()
+        for parameter in net.inner[0].parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        net.eval()
+        with torch.no_grad():
+            net(torch.ones(1, 2))
+        net.train()
+    dist.barrier()
+
+
+def test_each_collective_is_in_the_phase_that_issued_it(tmp_path):
+    run, _ = record(tmp_path / "run", 2, plain)
+    micro_batch = [("forward", "1"), ("other", "()"), ("backward", "2")]
+    step = [(micro, *row) for micro in (0, 1) for row in micro_batch]
+    # The gradients by hand, the optimizer, and an evaluation that begins no step and no micro-batch.
+    step += [(1, "other", "2x2"), (1, "other", "2"), (1, "optimizer", "3"), (1, "forward", "1")]
+    rows = said(run, "step", "micro_step", "phase", "sizes")
+    assert rows[0] == (-1, 0, "init", "1") and rows[-1][:3] == (1, 1, "other")
+    assert rows[1:-1] == [(number, *row) for number in (0, 1) for row in step]
+    assert [(r["step"], r["micro_steps"]) for r in run.table("steps").to_pylist()] == [(0, 2), (1, 2)] * 2
+    parameters = run.table("parameters").to_pylist()
+    assert [(p["name"], p["shape"], p["param_group"]) for p in parameters] == [
+        ("inner.0.weight", "2x2", 0),
+        ("inner.0.bias", "2", 0),
+        ("inner.1.weight", "2x2", 0),
+        ("inner.1.bias", "2", 0),
+    ]
+
+
+def gan(rank, world):
+    generator, critic = Talking(), Talking()
+    of_critic = TalkingSGD(critic.parameters(), lr=0.1)
+    of_generator = TalkingSGD(generator.parameters(), lr=0.1)
+    for _ in range(3):
+        fake = generator(torch.ones(1, 2))
+        (critic(torch.ones(1, 2)) - critic(fake.detach())).sum().backward()
+        of_critic.step()
+        critic(fake).sum().backward()
+        of_generator.step()
+
+
+def test_two_optimizers_end_a_step_together_from_the_first_on(tmp_path):
+    run, _ = record(tmp_path / "run", 2, gan)
+    rows = said(run, "step", "phase", "micro_step")
+    one = [("forward", 0)] * 3 + [("backward", 0)] * 2 + [("optimizer", 0), ("forward", 0)]
+    one += [("backward", 0)] * 2 + [("optimizer", 0)]
+    assert rows == [(step, *row) for step in range(3) for row in one]
+
+
+def failing(rank, world):
+    net = Talking()
+    optimizer = TalkingSGD(net.parameters(), lr=0.1)
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            net(torch.ones(1, 7))
+        with pytest.raises(RuntimeError):
+            net(torch.ones(1, 2)).backward()  # no scalar
+        dist.all_reduce(torch.ones(4))
+        net(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+
+def test_a_pass_that_raises_ends_its_phase(tmp_path):
+    run, _ = record(tmp_path / "run", 2, failing)
+    assert [row for row in said(run, "phase", "sizes", "step") if row[1] == "4"] == [
+        ("other", "4", step) for step in (0, 1)
+    ]
+    assert run.health.notes == ()
+
+
+def untouched(rank, world):
+    """What a program can see of its own objects while it is recorded."""
+    net = Talking()
+    seen = []
+
+    class Looking(torch.nn.Module):
+        def forward(self, x):
+            from torch.nn.modules import module
+
+            seen.append(len(module._global_forward_pre_hooks))
+            return x
+
+    net.inner.append(Looking())
+    optimizer = TalkingSGD(net.parameters(), lr=0.1)
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    torch.save(copy.deepcopy(net.inner[0]), io.BytesIO())
+    state = [net._forward_hooks, net._forward_pre_hooks, optimizer._optimizer_step_pre_hooks]
+    return seen, [len(each) for each in state]
+
+
+def test_nothing_is_left_on_the_modules_and_none_within_the_model_is_hooked(tmp_path):
+    _, outcomes = record(tmp_path / "run", 2, untouched)
+    assert outcomes[0]["result"] == ([0], [0, 0, 0])
+
+
+def named(rank, world, what):
+    """A program that names its steps, or its phases, or only that it saves."""
+    from commprof import hooks
+
+    net = Talking()
+    optimizer = TalkingSGD(net.parameters(), lr=0.1)
+    for number in range(2):
+        if what == "steps":
+            hooks.step(10 + number)
+        if what == "phases":
+            hooks.phase("forward")
+        loss = net(torch.ones(1, 2)).sum()
+        if what == "phases":
+            hooks.phase("backward")
+        loss.backward()
+        if what == "phases":
+            hooks.phase("optimizer")
+        optimizer.step()
+        if what == "checkpoint":
+            hooks.phase("checkpoint")
+            dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("what", "steps", "last"),
+    [("steps", (10, 11), []), ("phases", (0, 1), []), ("checkpoint", (0, 1), ["checkpoint"])],
+)
+def test_what_the_program_names_is_left_to_it(tmp_path, what, steps, last):
+    run, _ = record(tmp_path / "run", 2, named, what)
+    phases = ["forward", "backward", "optimizer", *last]
+    assert said(run, "step", "phase") == [(step, phase) for step in steps for phase in phases]
+
+
+def line_search(rank, world):
+    net = Talking()
+    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=2, max_eval=2)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = net(torch.ones(1, 2)).pow(2).sum()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+
+
+def test_passes_within_an_optimizer_have_their_own_phases(tmp_path):
+    run, _ = record(tmp_path / "run", 2, line_search)
+    rows = said(run, "step", "phase")
+    assert {row[0] for row in rows} == {0, 1} and {row[1] for row in rows} == {"forward", "backward"}
+
+
+def recorded_twice(rank, world, second):
+    import commprof
+
+    def loop():
+        net = Talking()
+        optimizer = TalkingSGD(net.parameters(), lr=0.1)
+        for _ in range(2):
+            net(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+
+    loop()
+    commprof.detach()
+    commprof.attach(second)
+    loop()
+    commprof.detach()
+
+
+def test_a_second_recording_begins_anew(tmp_path):
+    from commprof.trace.reader import open_run
+
+    run, _ = record(tmp_path / "run", 2, recorded_twice, str(tmp_path / "second"))
+    expected = [(step, phase) for step in (0, 1) for phase in ("forward", "backward", "optimizer")]
+    assert said(run, "step", "phase") == said(open_run(tmp_path / "second"), "step", "phase") == expected
+
+
+def compiled(rank, world, kind):
+    import warnings
+
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    optimizer = TalkingSGD(net.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*global hooks.*")
+        if kind == "in place":
+            net.compile(backend=counter)
+            model = net
+        else:
+            model = torch.compile(net, backend=counter)
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    return counter.frame_count
+
+
+@pytest.mark.parametrize("kind", ["in place", "wrapped"])
+def test_compiled_modules_are_compiled_once_and_warn_of_nothing(tmp_path, kind):
+    run, outcomes = record(tmp_path / "run", 2, compiled, kind)
+    assert [outcome["result"] for outcome in outcomes] == [1, 1]
+    assert said(run, "step", "phase") == [(step, "optimizer") for step in range(3)]
