@@ -112,6 +112,8 @@ def overview(
         "torn": health.torn,
         "raised": health.raised,
         "incomplete": health.incomplete,
+        "summed": health.summed,
+        "outside": health.outside,
         "recorder_ns": spent,
         "recorder_share": spent / wall if spent is not None and wall else None,
         "notes": list(health.notes),

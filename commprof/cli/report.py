@@ -220,5 +220,7 @@ def health(facts: Mapping[str, Any]) -> str:
     counts = ", ".join(
         f"{facts[name]:,} {name}" for name in ("records", "lost", "unseen", "torn", "raised", "incomplete")
     )
+    for name, where in (("summed", "in sums"), ("outside", "outside the steps recorded")):
+        counts += f", {facts[name]:,} {where}" if facts[name] else ""
     lines = [("recorded", counts), ("own cost", cost), *(("note", str(note)) for note in facts["notes"])]
     return rendering.facts(lines)

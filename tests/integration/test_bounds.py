@@ -296,3 +296,47 @@ def test_options_reach_the_ranks_and_the_exit_code_stays_the_scripts(tmp_path):
     assert (
         "1 rank, 0 records, 0 lost, 0 unseen, 2 in sums, 3 outside the steps recorded, recording took" in last
     )
+
+
+def train_ddp(rank, world):
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        commprof.step(step)
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+
+
+def test_a_reducer_made_before_the_steps_is_recorded_in_them(tmp_path):
+    run, outcomes = record(tmp_path / "run", 2, train_ddp, steps="2:4")
+    for rank, outcome in enumerate(outcomes):
+        assert calls(run, rank, "step", "op", "layer") == [
+            (2, "all_reduce", "c10d"),
+            (3, "all_reduce", "c10d"),
+        ]
+        assert run.health.outside == 2 * (outcome["number"] - 2)
+    assert run.health.unseen == 0
+
+
+# A process that is killed.
+
+KILLED = """
+import os, signal, sys, torch, torch.distributed as dist, commprof
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1)
+commprof.attach(sys.argv[2], aggregate=True)
+for step in range(6):
+    commprof.step(step)
+    dist.all_reduce(torch.ones(1))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_had_not_added_up_is_said_to_be_missing(tmp_path):
+    from commprof.trace.reader import open_run
+
+    words = [sys.executable, "-c", KILLED, str(tmp_path / "store"), str(tmp_path / "run")]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run(words, env=environment, timeout=100, check=False)
+    run = open_run(tmp_path / "run")
+    assert sums(run) == {(step, "all_reduce", None): 1 for step in range(4)}
+    assert any("those of the last steps before rank 0 ended are missing" in note for note in run.health.notes)
