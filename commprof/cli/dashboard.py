@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import ipaddress
 import logging
+import secrets
 import socket
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +17,9 @@ from commprof.cli.console import say
 from commprof.cli.extras import needed
 from commprof.errors import CommprofError, UsageError
 
+LOOPBACK = "127.0.0.1"
 _THREADS = 8
+_SHORTEST_TOKEN = 8
 
 
 def dashboard(
@@ -27,14 +32,26 @@ def dashboard(
     port: Annotated[int, typer.Option("--port", help="TCP port; 0 takes a free one.")] = 8050,
     host: Annotated[
         str,
-        typer.Option("--host", help="Address to listen on. Anything but 127.0.0.1 shows the runs to others."),
-    ] = "127.0.0.1",
+        typer.Option("--host", help="Address to listen on. Others than 127.0.0.1 ask for a token."),
+    ] = LOOPBACK,
+    token: Annotated[
+        str | None,
+        typer.Option(
+            "--token",
+            metavar="TEXT",
+            help="What a browser must know. Default: with another --host one is made up.",
+        ),
+    ] = None,
 ) -> int:
     """Look at runs in a browser. Stop it with Ctrl-C."""
     if not 0 <= port <= 65535:
         raise UsageError(f"--port {port}: a TCP port was expected, 0 to 65535")
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"{directory} is a file; a directory of runs was expected")
+    if token is not None and len(token) < _SHORTEST_TOKEN:
+        raise UsageError(
+            f"--token: {_SHORTEST_TOKEN} characters or more were expected, {len(token)} were given"
+        )
     from commprof.trace.directory import LATEST, find_runs, resolve
 
     if str(directory) == LATEST:
@@ -43,18 +60,24 @@ def dashboard(
     with needed("dash", "for the dashboard"):
         import waitress
 
+        from commprof_dash.access import Access
         from commprof_dash.app import create_app
 
         listening = _listen(host, port)
-        app = create_app(directory)
-    address, actual_port = listening.getsockname()[:2]
+        address, actual_port = listening.getsockname()[:2]
+        if token is None and not ipaddress.ip_address(address).is_loopback:
+            token = secrets.token_urlsafe(24)
+        app = create_app(directory, Access(_names(host, address), token))
     if not runs:
         say(
             f"there is no run in {directory} yet. Make one with: commprof run train.py; the page will show it"
         )
     shown = f"[{address}]" if ":" in address else address
     plural = "run" if len(runs) == 1 else "runs"
-    say(f"{len(runs)} {plural} of {directory} at http://{shown}:{actual_port}  (Ctrl-C ends it)")
+    if ipaddress.ip_address(address).is_unspecified:
+        shown = socket.gethostname()
+    asked = f"/?token={token}" if token is not None else ""
+    say(f"{len(runs)} {plural} of {directory} at http://{shown}:{actual_port}{asked}  (Ctrl-C ends it)")
     logging.getLogger("waitress.queue").setLevel(logging.ERROR)
     try:
         waitress.serve(app.server, sockets=[listening], threads=_THREADS, _quiet=True)
@@ -96,6 +119,17 @@ def _listen(host: str, port: int) -> socket.socket:
             f"cannot listen on {host}:{port}: {error.strerror}. Choose another --host"
         ) from None
     return listening
+
+
+def _names(host: str, address: str) -> frozenset[str]:
+    """What a browser may call this machine: the address that is listened on, and, where that is all of them, its names."""
+    names = {host.lower(), address}
+    if ipaddress.ip_address(address).is_unspecified:
+        own = socket.gethostname()
+        names |= {own.lower(), socket.getfqdn().lower()}
+        with contextlib.suppress(OSError):
+            names |= {str(entry[4][0]) for entry in socket.getaddrinfo(own, None)}
+    return frozenset(names)
 
 
 def _other(port: int) -> int:

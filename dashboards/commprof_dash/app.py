@@ -11,6 +11,7 @@ from dash import ALL, ClientsideFunction, Input, Output, State, dcc
 from dash.development.base_component import Component
 
 from commprof_dash import address, ids
+from commprof_dash.access import Access, guard
 from commprof_dash.components import controls, messages, shell
 from commprof_dash.data import Runs, reason
 from commprof_dash.pages import PAGES
@@ -34,11 +35,15 @@ _INDEX: Final = """<!DOCTYPE html>
 </html>"""
 
 
-def create_app(runs_dir: Path | str) -> dash.Dash:
+def create_app(runs_dir: Path | str, access: Access | None = None) -> dash.Dash:
     """The dashboard of the runs below ``runs_dir``, which may be empty or missing.
 
     Everything that the page loads comes from this application; nothing is fetched from elsewhere. Serve ``app.server``
     (WSGI), for example with waitress.
+
+    Args:
+        runs_dir: the directory.
+        access: who is answered; default: browsers of this machine.
     """
     runs = Runs(Path(runs_dir))
     app = dash.Dash(
@@ -51,6 +56,7 @@ def create_app(runs_dir: Path | str) -> dash.Dash:
         meta_tags=[{"name": "viewport", "content": "width=device-width, initial-scale=1"}],
         suppress_callback_exceptions=True,  # controls exist only on their pages
     )
+    guard(app.server, access or Access())
     app.layout = shell.layout(PAGES)
     _register(app, runs)
     return app
@@ -90,6 +96,9 @@ def _register(app: dash.Dash, runs: Runs) -> None:
             shell.navigation(PAGES, page),
         )
 
+    for page in PAGES:
+        if page.register is not None:
+            page.register(app, runs)
     app.clientside_callback(
         ClientsideFunction("scheme", "watch"), Output(ids.SCHEME, "data"), Input(ids.SCHEME, "id")
     )

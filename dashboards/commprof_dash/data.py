@@ -73,36 +73,36 @@ class Runs:
 
     def overview(self, name: str) -> dict[str, Any]:
         """The plain facts of a run."""
-        return self._of_run("overview", name, api.overview)
+        return self.of_run("overview", name, api.overview)
 
     def traffic_by_step(self, name: str) -> pd.DataFrame:
         """Traffic per training step: step, steps (how many a row is the mean of), series, and each measure per step."""
-        return self._of_run("traffic_by_step", name, _traffic_by_step)
+        return self.of_run("traffic_by_step", name, _traffic_by_step)
 
     def traffic_by_purpose(self, name: str) -> pd.DataFrame:
         """Mean traffic of a training step: purpose, phase, op, intended_op, series, and each measure per step."""
-        return self._of_run("traffic_by_purpose", name, _traffic_by_purpose)
+        return self.of_run("traffic_by_purpose", name, _traffic_by_purpose)
 
     def traffic_before_steps(self, name: str) -> pd.DataFrame:
         """Traffic before the first training step: purpose, op, intended_op and the totals of each measure."""
-        return self._of_run("traffic_before_steps", name, _traffic_before_steps)
+        return self.of_run("traffic_before_steps", name, _traffic_before_steps)
 
     def step_times(self, name: str) -> pd.DataFrame:
         """One row per training step: see ``api.step_times``."""
-        return self._of_run("step_times", name, api.step_times)
+        return self.of_run("step_times", name, api.step_times)
 
     def groups(self, name: str) -> pd.DataFrame:
         """One row per process group: pg, group_desc, group_ranks, group_size, backend, unseen (over its ranks)."""
-        return self._of_run("groups", name, _groups)
+        return self.of_run("groups", name, _groups)
 
     def moved(self, name: str) -> pd.DataFrame:
         """What the counters of the hosts moved: see ``api.moved``."""
-        return self._of_run("moved", name, api.moved)
+        return self.of_run("moved", name, api.moved)
 
     def comparison(self, names: Sequence[str]) -> pd.DataFrame:
         """One row per setting: see ``api.compare``; its ``runs`` are the names that this class knows them by."""
-        frame = self._of_runs("comparison", names, api.compare_both).settings
-        labels = self._of_runs("settings", names, api.settings)["label"]
+        frame = self.of_runs("comparison", names, api.compare_both).settings
+        labels = self.of_runs("settings", names, api.settings)["label"]
         of_label: dict[str, list[str]] = {}
         for name, label in zip(names, labels, strict=True):
             of_label.setdefault(str(label), []).append(name)
@@ -110,7 +110,7 @@ class Runs:
 
     def traffic_by_setting(self, names: Sequence[str]) -> pd.DataFrame:
         """Mean traffic of a training step, one row per setting, op, intended op and purpose, with its ``series``."""
-        return with_series(self._of_runs("comparison", names, api.compare_both).traffic)
+        return with_series(self.of_runs("comparison", names, api.compare_both).traffic)
 
     def loss_curves(self, labels: Mapping[str, str]) -> pd.DataFrame:
         """The loss of each step: label, step, loss. ``labels``: for each label the name of the run to show."""
@@ -128,11 +128,20 @@ class Runs:
         listing = self.listing()
         return {str(name): Path(path) for name, path in zip(listing["name"], listing["path"], strict=True)}
 
-    def _of_run(self, question: str, name: str, answer: Callable[[Path], Any]) -> Any:
+    def of_run(self, question: str, name: str, answer: Callable[[Path], Any]) -> Any:
+        """What ``answer`` says of the run called ``name``, kept under ``question`` until a file of the run changes.
+
+        ``question`` holds whatever else the answer depends on. The path that ``answer`` is given is that of a run that the
+        directory lists: names from an address reach no other file.
+
+        Raises:
+            KeyError: there is no run of that name.
+        """
         path = self._paths()[name]
         return self._cached(question, (path,), lambda: answer(path))
 
-    def _of_runs(self, question: str, names: Sequence[str], answer: Callable[[list[Path]], Any]) -> Any:
+    def of_runs(self, question: str, names: Sequence[str], answer: Callable[[list[Path]], Any]) -> Any:
+        """The same of several runs."""
         known = self._paths()
         paths = tuple(known[name] for name in names)
         return self._cached(question, paths, lambda: answer(list(paths)))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from dash.development.base_component import Component
 
 from commprof_dash.address import Query
 from commprof_dash.data import Runs
 from commprof_dash.theme import Scheme
+
+if TYPE_CHECKING:
+    import dash
 
 
 class Drawing(NamedTuple):
@@ -23,10 +26,12 @@ class Page(NamedTuple):
     """One page: where it stands, what it is called, and how its address becomes what is shown.
 
     ``render(runs, query, scheme)`` is called whenever the address or the scheme changes. It holds no state: what the page
-    shows is in the query, and its controls (``ids.control``) write there.
+    shows is in the query, and its controls (``ids.control``) write there. ``register(app, runs)``, once at the start, adds
+    the callbacks of what changes within the page: none of them may write to a component outside of it.
     """
 
     path: str
     title: str
     question: str  # that the page answers; its subtitle
     render: Callable[[Runs, Query, Scheme], Drawing]
+    register: Callable[[dash.Dash, Runs], None] | None = None
