@@ -28,7 +28,8 @@ def _in_place(method: str) -> Reader:
     def read(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Issued]:
         given = args[1]
         options = CallOptions(None, given, True) if rooted else CallOptions(reduction_name(given), None, True)
-        return (Issued(known, args[2], (args[0], options)),)
+        tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+        return (Issued(known, args[2], (tensors, options)),)
 
     return read
 
@@ -122,7 +123,7 @@ WAIT: Final = "_c10d_functional::wait_tensor"
 
 def _world_all_reduce(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Issued]:
     """(tensor): a sum over all ranks"""
-    return (Issued(METHOD["allreduce"], None, (args[0], CallOptions("SUM", None, False)), False),)
+    return (Issued(METHOD["allreduce"], None, ([args[0]], CallOptions("SUM", None, False)), False),)
 
 
 # Operators that send beside c10d: DeepSpeed's all_reduce of the ranks of one host, through shared memory.

@@ -37,6 +37,7 @@ _C10D_CROSSING_NS: Final = 7_000
 _FUNCTIONAL_CROSSING_NS: Final = 2_200
 # Nobody in Python waits for what C++ issues. Of one call in 31 the end is asked for: hardly a step has a multiple of that.
 _COMPLETION_SAMPLE: Final = 31
+_C10D: Final = LAYERS.index(Layer.C10D)
 _FRAMEWORK: Final = LAYERS.index(Layer.FRAMEWORK)
 
 # Who to ask for a tag when C++ issues a collective that no block of the program tags: method, group, tensors.
@@ -154,7 +155,7 @@ class KernelRecorder:
         elif extra is not None and group.backend_for(None) == GLOO:
             group.extra += extra(group, values)
         seq = next(group.messages if method.is_p2p else group.collectives)
-        tag_number = self._tag_number(method, group, values)
+        tag_number = self._tag_number(method, group, values, layer)
         thread = hooks._thread.state.recorder_number or self.journal.intern_thread()
         site = self._sites.find(frame)
         now = time.perf_counter_ns()
@@ -175,9 +176,9 @@ class KernelRecorder:
         self._signatures[key] = number
         return number
 
-    def _tag_number(self, method: Method, group: Group, values: Sequence[Any]) -> int:
+    def _tag_number(self, method: Method, group: Group, values: Sequence[Any], layer: int) -> int:
         tag = hooks.current_tag()
-        if tag is None and self.tagger is not None:
+        if tag is None and self.tagger is not None and layer == _C10D:
             tag = self.tagger(method, group, values)
         if tag is None:
             return 0
