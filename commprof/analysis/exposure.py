@@ -30,7 +30,7 @@ def standstill(collectives: pa.Table | Scan, steps: pa.Table, by: Sequence[str] 
         {"collectives": collectives, "steps": steps},
         by=_listed(names),
         of_extent=_listed(names, "e."),
-        of_piece=_listed(names, "p."),
+        of_cut=_listed(names, "c."),
     )
 
 

@@ -3,8 +3,8 @@
 -- Input:  standstill (see standstill.sql, grouped by the same columns), collectives, steps
 -- Times are means over the ranks that have part in the combination, whatever the step. exposed_share is the part of the
 -- training steps that ended, so what lies outside of them counts in exposed_ns and not in the share.
--- Put in: the columns to group by, each followed by a comma, all and without step, and those of them that durations differ by; and
--- the clauses that group, join and order by them.
+-- Put in: the columns to group by, each followed by a comma: all, those without step, and those that durations differ by;
+-- and the clauses that group, join and order by them.
 with durations as (
     select attempt, step, {per_rank} avg(end_ns - begin_ns) as step_ns
     from steps
@@ -17,11 +17,28 @@ lasting as (
     from durations
     {group_by_duration}
 ),
-numbered as (
+counted as (
     select
-        c.*,
-        dense_rank() over (partition by {partition} 1 order by rank) as nth_rank
-    from collectives c
+        {by}
+        rank as member,
+        count(*) as records,
+        count(exposed_ns) as timed,
+        count(device_end_ns) as sampled,
+        sum(case when exposed_ns is null and is_async and wait_end_ns is null then 1 else 0 end) as unwaited,
+        sum(
+            case
+                when device_end_ns is not null then 1
+                when wait_end_ns is not null and (device is null or device = 'cpu') then 1
+                else 0
+            end
+        ) as ended,
+        sum(coalesce(exposed_ns, 0)) as summed_ns
+    from collectives
+    group by {by} rank
+),
+numbered as (
+    select c.*, dense_rank() over (partition by {partition} 1 order by member) as nth_rank
+    from counted c
 ),
 joined as (
     select
@@ -44,16 +61,12 @@ joined as (
     union all
     select
         {by}
-        1 as records,
-        case when exposed_ns is null then 0 else 1 end as timed,
-        case when device_end_ns is null then 0 else 1 end as sampled,
-        case when exposed_ns is null and is_async and wait_end_ns is null then 1 else 0 end as unwaited,
-        case
-            when device_end_ns is not null then 1
-            when wait_end_ns is not null and (device is null or device = 'cpu') then 1
-            else 0
-        end as ended,
-        coalesce(exposed_ns, 0) as summed_ns,
+        records,
+        timed,
+        sampled,
+        unwaited,
+        ended,
+        summed_ns,
         0 as exposed_ns,
         0 as overlapped_ns,
         0 as inside_ns,

@@ -262,7 +262,7 @@ def spent(frame: pd.DataFrame) -> dict[tuple[int, int | None], tuple[int, int]]:
     return {(rank, step): both for rank, step, both in rows if any(both)}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(record, max_size=12))
 def test_any_run(records):
     run = built(records)
@@ -281,7 +281,7 @@ def test_any_run(records):
         assert spent(by_purpose[named]) == moment_by_moment(records, {purpose})
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.lists(record, max_size=12), st.permutations(range(3)))
 def test_ranks_have_no_order(records, order):
     renamed = [(order[rank], *rest) for rank, *rest in records]
