@@ -285,7 +285,9 @@ class TrainingLoop:
         if self._steps.explicit() or hooks.position.phase == Phase.INIT:
             return
         self._optimizers.add(optimizer)
-        if self._progress.end_optimizer(id(optimizer), {id(each) for each in self._optimizers}):
+        # Who there is matters in the first step only.
+        made = set() if self._models.published else {id(each) for each in self._optimizers}
+        if self._progress.end_optimizer(id(optimizer), made):
             self._announce()
         if self._progress.first_ended:
             self._models.publish(self._optimizers)
