@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -52,7 +53,8 @@ def write_collectives(file: Path, parts: Parts, metadata: Mapping[bytes, bytes])
     except (OSError, pa.ArrowException) as error:
         raise TraceError(f"{file} cannot be written: {error}") from None
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def _write(path: Path, parts: Iterable[pa.Table], metadata: Mapping[bytes, bytes]) -> None:

@@ -24,11 +24,12 @@ from commprof.trace.finaliser import (
     unseen_rows,
 )
 from commprof.trace.health import Health, assess
-from commprof.trace.layout import rank_files
+from commprof.trace.layout import EVENTS_SUFFIX, RECORDS_SUFFIX, rank_files
 from commprof.trace.manifest import Manifest
 from commprof.trace.tables import arrow_schema, count_rows, has_schema, read_parquet, read_table
 from commprof.trace.wire import read_readings, reading_files, sample_files
 
+_OUR_SUFFIXES: Final = frozenset({".json", ".jsonl", ".parquet", RECORDS_SUFFIX, EVENTS_SUFFIX})
 _MOST_ROWS: Final = 1_000_000  # a larger table is not loaded to ask something of it
 
 
@@ -130,7 +131,7 @@ def open_run(path: str | os.PathLike[str]) -> Run:
     if damaged and not traces and not manifest.ranks:
         raise TraceError(f"{run} cannot be read: {'; '.join(damaged)}")
     alive = still_working(run, manifest, traces)
-    damaged += _without_file(run, manifest)
+    damaged += [*_without_file(run, manifest), *_irregular(run)]
     opened = Run(run, manifest, _unknown_health(manifest), traces)
     entries = entries_of(manifest, traces)
     opened.health = assess(manifest, entries, unseen_rows(opened.table("groups")), alive, damaged)
@@ -157,6 +158,15 @@ def _without_file(run: Path, manifest: Manifest) -> list[str]:
             )
             entry["records"] = 0
     return gone
+
+
+def _irregular(run: Path) -> list[str]:
+    """A sentence for each pipe, device or directory where a file of ours would stand."""
+    return [
+        f"{path.name} is no regular file, and was not read"
+        for path in sorted(run.iterdir())
+        if path.suffix in _OUR_SUFFIXES and not path.name.startswith(".") and not path.is_file()
+    ]
 
 
 def _fill_in(manifest: Manifest, traces: list[RankTrace]) -> None:

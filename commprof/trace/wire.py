@@ -12,8 +12,10 @@ import pyarrow as pa
 
 from commprof.errors import TraceError
 from commprof.schema import TABLES
+from commprof.trace.content import read_content
 from commprof.trace.directory import EVERY_SAMPLES
-from commprof.trace.tables import arrow_schema, read_parquet, table_from_rows, write_parquet
+from commprof.trace.rows import fitted
+from commprof.trace.tables import arrow_schema, read_parquet, write_parquet
 
 LAUNCHER_READINGS: Final = "wire.jsonl"  # at intervals
 STEP_READINGS: Final = "wire"  # a directory
@@ -24,7 +26,7 @@ def reading_files(run: Path) -> list[Path]:
     return [
         file
         for file in (run / LAUNCHER_READINGS, *sorted((run / STEP_READINGS).glob("*.jsonl")))
-        if file.exists()
+        if file.is_file()
     ]
 
 
@@ -37,7 +39,7 @@ def write_wire(run: Path) -> None:
 
 def sample_files(run: Path) -> list[Path]:
     """The files of samplers that are no table yet: the launcher's, and those of other hosts."""
-    return sorted(run.glob(EVERY_SAMPLES))
+    return [file for file in sorted(run.glob(EVERY_SAMPLES)) if file.is_file()]
 
 
 def write_samples(run: Path) -> None:
@@ -66,23 +68,20 @@ def absorb(run: Path, name: str, sources: Sequence[Path], order: Sequence[str]) 
 
 
 def read_readings(sources: Sequence[Path], name: str = "wire") -> pa.Table:
-    """The rows of ``sources`` as table ``name``; a line that was cut off is left out."""
+    """The rows of ``sources`` as table ``name``; a line that was cut off, or is no such row, is left out.
+
+    Raises:
+        TraceError: a file cannot be read.
+    """
     rows: list[dict[str, Any]] = []
     for source in sources:
-        for line in source.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            lines = read_content(source).splitlines()
+        except OSError as error:
+            raise TraceError(f"{source} cannot be read: {error.strerror}") from None
+        for line in lines:
             with contextlib.suppress(ValueError, RecursionError):
                 row = json.loads(line)
                 if isinstance(row, dict):
                     rows.append(row)
-    try:
-        return table_from_rows(name, rows)
-    except TraceError:
-        return table_from_rows(name, [row for row in rows if _fits(row, name)])
-
-
-def _fits(row: dict[str, Any], name: str) -> bool:
-    try:
-        table_from_rows(name, [row])
-    except TraceError:
-        return False
-    return True
+    return fitted(name, rows).table
