@@ -202,13 +202,15 @@ class Interception:
 
     def _wrap_carrier(self, original: Any) -> Any:
         """Records nothing: takes the record that a kernel makes to the handle, so that its wait is seen."""
-        take, pending, fault = self.kernels.take_latest, self.wrappers.pending, self.journal.fault
+        kernels, pending, fault = self.kernels, self.wrappers.pending, self.journal.fault
 
         def carry(*args: Any, **kwargs: Any) -> Any:
-            take()
-            work = original(*args, **kwargs)
+            kernels.enter_method()
             try:
-                token = take()
+                work = original(*args, **kwargs)
+            finally:
+                token = kernels.leave_method()
+            try:
                 if token is not None and work is not None:
                     pending[id(work)] = token
             except Exception as error:

@@ -46,6 +46,14 @@ Tagger = Callable[[Method, Group, Sequence[Any]], "hooks.tag | None"]
 _Call = tuple[Token, Group]
 
 
+class _Latest(threading.local):
+    """What a method of ProcessGroup and the kernel below it tell each other."""
+
+    def __init__(self) -> None:
+        self.token: Token | None = None
+        self.is_method = False
+
+
 class KernelRecorder:
     """Makes the kernels of one recording and what they record.
 
@@ -65,7 +73,7 @@ class KernelRecorder:
         self._signatures: dict[Any, int] = {}
         self._results: dict[int, Token] = {}  # by address of the storage that a functional operator returned
         self._recorders = RecorderFrames()
-        self._latest = threading.local()
+        self._latest = _Latest()
 
     def observe_c10d(self, name: str) -> None:
         """Record this operator of c10d, where nobody above it does.
@@ -85,10 +93,15 @@ class KernelRecorder:
         """Note when the results of functional operators are waited for, by ``operator``."""
         self.kernels.put(operator, self._make_wait)
 
-    def take_latest(self) -> Token | None:
-        """The record that a kernel has just made on this thread, once."""
-        token: Token | None = getattr(self._latest, "token", None)
+    def enter_method(self) -> None:
+        """A method of ProcessGroup, which does not record, is about to run on this thread."""
         self._latest.token = None
+        self._latest.is_method = True
+
+    def leave_method(self) -> Token | None:
+        """It has run: the record that a kernel made of it."""
+        self._latest.is_method = False
+        token: Token | None = self._latest.token
         return token
 
     def remove(self) -> None:
@@ -178,7 +191,7 @@ class KernelRecorder:
 
     def _tag_number(self, method: Method, group: Group, values: Sequence[Any], layer: int) -> int:
         tag = hooks.current_tag()
-        if tag is None and self.tagger is not None and layer == _C10D:
+        if tag is None and self.tagger is not None and layer == _C10D and not self._latest.is_method:
             tag = self.tagger(method, group, values)
         if tag is None:
             return 0
