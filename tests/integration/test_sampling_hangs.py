@@ -126,8 +126,9 @@ def test_a_stopped_process_is_named_and_stays_stopped(tmp_path):
         assert f"its process (pid {pids[2]}) is stopped by a signal" in sentence
         assert sentence.startswith("ranks 0, 1 wait in all_reduce #") or "rank 2" in sentence
         os.kill(pids[2], signal.SIGCONT)
-        time.sleep(0.5)
-        assert take_dump(run, stacks=False).verdict.kind == "moving"  # nothing was lost by looking
+        assert (
+            take_dump(run, stacks=False, watch_seconds=2.0).verdict.kind == "moving"
+        )  # nothing was lost by looking
 
 
 def send_without_recv(rank, world):
@@ -237,7 +238,7 @@ def test_a_job_that_goes_on_is_said_to_move(tmp_path):
     run = tmp_path / "run"
     with hanging_ranks(run, 2, nobody_sleeps):
         await_records(run, 20)
-        dump = take_dump(run, stacks=False)
+        dump = take_dump(run, stacks=False, watch_seconds=2.0)
     assert dump.verdict.kind == "moving" and not dump.verdict.hangs
     assert dump.verdict.sentence.startswith(
         "the job moves: ranks 0, 1 issued or completed collectives within the "

@@ -118,19 +118,8 @@ def test_commprof_run_samples_watches_and_hands_on_the_exit_code(tmp_path):
             cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False, env=environment,
         )  # fmt: skip
 
-    options = (
-        "--nproc",
-        "2",
-        "--out",
-        "run",
-        "--watchdog",
-        "4",
-        "--sample",
-        "proc,stacks",
-        "--sample-every",
-        "0.2",
-    )
-    done = commprof("run", *options, "train.py")
+    samplers = ("--sample", "proc,stacks", "--sample-every", "0.2")
+    done = commprof("run", "--nproc", "2", "--out", "run", "--watchdog", "4", *samplers, "train.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["done", "done"]
     (line,) = [line for line in done.stderr.splitlines() if "watchdog" in line]

@@ -71,7 +71,7 @@ def _main(run, rank, world, body, args, store, env):
         os._exit(0)
 
 
-def await_stillness(run: Path, records: int, seconds: float = 30.0) -> None:
+def await_stillness(run: Path, records: int, seconds: float = 60.0) -> None:
     """Wait until all ranks together have issued ``records`` collectives, and then nothing new for a moment.
 
     The number of records is that of the script, so that nobody looks before the ranks have come to where they hang.
@@ -89,7 +89,7 @@ def await_stillness(run: Path, records: int, seconds: float = 30.0) -> None:
     raise AssertionError(f"the ranks did not come to {records} records within {seconds} s: {before}")
 
 
-def await_records(run: Path, records: int, seconds: float = 30.0) -> None:
+def await_records(run: Path, records: int, seconds: float = 60.0) -> None:
     """Wait until all ranks together have issued ``records`` collectives, whatever comes after."""
     from commprof.sampling.live import fingerprint, latest_files
 
