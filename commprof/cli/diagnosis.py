@@ -291,12 +291,10 @@ def _stacks() -> Finding:
         scope = int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
     except (OSError, ValueError):
         scope = 0
-    allowed = os.geteuid() == 0 or scope == 0 or (scope == 1 and _version("py-spy") is not None)
-    if scope == 1 and os.geteuid() != 0:
-        return Finding(
-            section, Level.OK, "py-spy can read the stacks of ranks that it starts itself (ptrace_scope 1)"
+    if scope != 0 and os.geteuid() != 0:
+        text = (
+            f"py-spy is not permitted to read stacks (ptrace_scope {scope}): commprof dump has the ranks write them by "
+            "faulthandler; --sample stacks needs root or ptrace_scope 0"
         )
-    if not allowed:
-        text = f"py-spy is not permitted to read stacks (ptrace_scope {scope}); sampling needs root or ptrace_scope 0"
         return Finding(section, Level.NOTE, text)
     return Finding(section, Level.OK, "py-spy is permitted to read the stacks of ranks")

@@ -20,7 +20,7 @@ PACKAGES: Final[dict[str, dict[str, str]]] = {
         "waitress": "waitress",
     },
     "export": {},  # those of analysis
-    "sampling": {"pynvml": "nvidia-ml-py", "psutil": "psutil", "py_spy": "py-spy"},
+    "sampling": {"pynvml": "nvidia-ml-py", "py_spy": "py-spy"},
     "train": {"torch": "torch", "numpy": "numpy"},
 }
 

@@ -73,7 +73,6 @@ def _state(situation: Situation, report: RankReport) -> str:
         State.GONE: "its process is gone",
         State.ENDED: "has ended",
         State.ELSEWHERE: "on another host",
-        State.ABSENT: "left no file",
     }[report.state]
 
 

@@ -29,7 +29,6 @@ class State(StrEnum):
     GONE = "gone"
     ENDED = "ended"  # it closed its recording in order
     ELSEWHERE = "elsewhere"  # on another host, which cannot be asked
-    ABSENT = "absent"  # it left no file
 
 
 class RankProcess(NamedTuple):
