@@ -37,7 +37,7 @@ _SIGNATURE, _TAG, _STEP, _PHASE, _STATUS, _COMMIT = (
 _OF_THE_CPU: Final = (None, "cpu")
 
 # Of the calls of one signature and tag, in one phase of one step: how many, time in them, time that the program stood still
-# for them as measured and of how many, time in their waits and of how many.
+# for them as measured and of how many, time in their waits and of how many, and whether they are asynchronous.
 _Sums = list[int]
 
 
@@ -118,7 +118,8 @@ class Aggregation:
             key = (record[_STEP], record[_PHASE], record[_SIGNATURE], record[_TAG])
             of_key = sums.get(key)
             if of_key is None:
-                of_key = sums[key] = [0] * 6
+                is_async = self._rows.get(record[_SIGNATURE], {}).get("is_async", True)
+                of_key = sums[key] = [0, 0, 0, 0, 0, 0, is_async]
             of_key[0] += 1
             returned, wait_end = record[_RETURN], record[_WAIT_END]
             if returned:
@@ -127,8 +128,8 @@ class Aggregation:
                 of_key[2] += record[_EXPOSED]
                 of_key[3] += 1
             elif wait_end:
-                # A call that is not asynchronous waits as soon as it has returned, and keeps only the end of that.
-                of_key[4] += wait_end - (record[_WAIT_BEGIN] or returned)
+                # The program stands still all through a call that is not asynchronous.
+                of_key[4] += wait_end - (record[_WAIT_BEGIN] if of_key[6] else record[_ISSUE])
                 of_key[5] += 1
 
     def _write(self) -> None:
@@ -147,7 +148,7 @@ class Aggregation:
         """The sums of one step as rows of ``SUM_FIELDS``: many signatures and tags share operation, purpose and group."""
         combined: dict[tuple[Any, ...], list[int | None]] = {}
         for (phase, signature_number, tag_number), values in sums.items():
-            calls, host_ns, measured_ns, measured, waited_ns, waited = values
+            calls, host_ns, measured_ns, measured, waited_ns, waited, _ = values
             signature, tag = self._rows.get(signature_number, {}), self._rows.get(tag_number, {})
             key = (
                 PHASES[phase],
