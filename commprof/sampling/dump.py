@@ -26,6 +26,7 @@ from commprof.sampling.situation import RankReport, Situation
 from commprof.sampling.stacks import take_stacks
 from commprof.sampling.verdict import Verdict, judge
 from commprof.sampling.waits import Wait, standings
+from commprof.trace.directory import COLLECTIVES_DIRECTORY
 from commprof.trace.layout import RankFile
 
 WATCH_SECONDS: Final = 0.5  # so long the job is watched for anything that moves
@@ -84,7 +85,8 @@ def take_dump(
     """
     files = latest_files(run)
     if not files:
-        reports = [RankReport(calls, _past_state(calls)) for calls in read_archive(run)]
+        ended = read_archive(run) if (run / COLLECTIVES_DIRECTORY).is_dir() else []
+        reports = [RankReport(calls, _past_state(calls)) for calls in ended]
         return _dump(run, Situation(reports), with_stacks=False)
     begin = time.monotonic()
     looked, damaged = _read(files)

@@ -5,6 +5,9 @@ import os
 import random
 import re
 import socket
+import subprocess
+import sys
+import textwrap
 import time
 
 import pytest
@@ -123,6 +126,30 @@ def test_a_dump_of_files_of_another_host_says_so(tmp_path):
     assert "for the others run commprof dump on elsewhere" in dump.verdict.notes[0]
 
 
+def test_a_dump_of_a_job_that_goes_on_needs_the_base_install_only(tmp_path):
+    write_rank(tmp_path / "run", ended=False)
+    (tmp_path / "new").mkdir()
+    script = """
+        import sys
+        for name in ("numpy", "pandas", "pyarrow", "duckdb", "rich", "pynvml"):
+            sys.modules[name] = None
+        import pathlib
+        import commprof.launch.job, commprof.sampling.watchdog
+        from commprof.sampling.dump import take_dump
+        from commprof.sampling.dump_text import dump_text
+        for run in sys.argv[1:]:
+            print(dump_text(take_dump(pathlib.Path(run), watch_seconds=0)).splitlines()[0])
+    """
+    words = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "run"), str(tmp_path / "new")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first.startswith(
+        "no rank waits: none is inside a collective; the last one, all_reduce #9 of group default_pg"
+    )
+    assert second.startswith("no rank has recorded a collective")
+
+
 def test_a_rank_that_cannot_be_read_is_noted_and_the_others_are_told(tmp_path):
     for rank in range(3):
         stem = write_rank(tmp_path, rank=rank, world=3, ended=False)
@@ -224,7 +251,7 @@ def test_a_sampler_that_fails_ends_the_sampling_and_nothing_else(tmp_path):
 
 
 def test_what_cannot_be_sampled_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "pynvml", None)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr("commprof.launch.observers.py_spy_program", lambda: None)
     said = []
     options = Options(samplers=("nvml", "interfaces", "proc", "stacks"))
