@@ -80,7 +80,7 @@ bench: $(STAMPS)/dev ## the benchmarks: a table and JSON each
 	$(BIN)/python benchmarks/recorder_cost.py
 	$(BIN)/python benchmarks/trace_size.py
 	$(BIN)/python benchmarks/start_time.py
-	$(BIN)/python benchmarks/training_step.py
+	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/nccl_parse.py --size 20000000 --rounds 3
 
 .PHONY: clean

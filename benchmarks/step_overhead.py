@@ -1,0 +1,177 @@
+"""What recording adds to a training step: CPU and wall time with commprof on against off, in one job.
+
+Two gloo ranks train a GPT with zero_runtime (stage 2). Blocks of steps alternate off, on, on, off ... in the same processes;
+each pair of blocks gives one ratio of the CPU time of both ranks (all threads) and one of the wall time of rank 0.
+Both ranks switch at the same step. What happens once a run (opening files, naming things) is before the clock starts.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from results import arguments, median_interval, publish
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLE = ROOT / "examples" / "train_gpt.py"
+CONFIG = EXAMPLE.with_name("ds_zero2.json")
+RANKS = 2
+WARM_UP = 2  # steps of each block before the clock starts
+
+
+class Job(NamedTuple):
+    """A model, and the steps of a block. The vocabulary of the example's text is 256 or less."""
+
+    width: int
+    layers: int
+    heads: int
+    context: int
+    vocabulary: int
+    micro_batch: int
+    steps: int
+
+
+JOBS = {
+    "25 M": Job(512, 7, 8, 128, 2816, 1, 2),
+    "small, 0.8 M": Job(128, 4, 4, 64, 256, 4, 10),
+}
+
+
+class Block(NamedTuple):
+    """Seconds per step of one rank."""
+
+    cpu: float
+    wall: float
+
+
+def make_step(job: Job, rank: int) -> Callable[[], None]:
+    """One training step, on batches of random tokens."""
+    import torch
+
+    import zero_runtime
+
+    spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLE)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    torch.manual_seed(0)
+    model = example.GPT(
+        width=job.width, layers=job.layers, heads=job.heads, context=job.context, vocabulary=job.vocabulary
+    )
+    config = json.loads(CONFIG.read_text()) | {"train_micro_batch_size_per_gpu": job.micro_batch}
+    config.pop("train_batch_size", None)
+    engine, _, _, _ = zero_runtime.initialize(model=model, model_parameters=model.parameters(), config=config)
+    generator = torch.Generator().manual_seed(rank)
+    shape = (2, job.micro_batch, job.context)
+
+    def step() -> None:
+        loss = engine(*torch.randint(0, job.vocabulary, shape, generator=generator))
+        engine.backward(loss)
+        engine.step()
+
+    return step
+
+
+def train(rank: int, store: str, out: str, rounds: int, job: Job, results: Any) -> None:
+    """One rank: run the blocks, send a pair (off, on) for each round."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS)
+    )
+    import torch
+    import torch.distributed as dist
+
+    from commprof import hooks
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+    step = make_step(job, rank)
+
+    def block(recorded: bool, number: int) -> Block:
+        dist.barrier()
+        if recorded:
+            hooks.attach(f"{out}/{number}", quiet=True)
+        for _ in range(WARM_UP):
+            step()
+        cpu, wall = time.process_time(), time.perf_counter()
+        for _ in range(job.steps):
+            step()
+        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+        if recorded:
+            hooks.detach()
+        return Block(cpu / job.steps, wall / job.steps)
+
+    block(False, -1)
+    block(True, -2)
+    pairs = []
+    for number in range(rounds):
+        order = (False, True) if number % 2 == 0 else (True, False)
+        measured = {recorded: block(recorded, number) for recorded in order}
+        pairs.append((measured[False], measured[True]))
+    results.put((rank, pairs))
+    dist.destroy_process_group()
+
+
+def measure(job: Job, rounds: int) -> list[list[tuple[Block, Block]]]:
+    """By rank: the pairs (off, on)."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=train, args=(rank, f"{folder}/store", folder, rounds, job, results))
+            for rank in range(RANKS)
+        ]
+        for process in ranks:
+            process.start()
+        try:
+            gathered = dict(results.get(timeout=1800) for _ in ranks)
+        finally:
+            for process in ranks:
+                process.join(timeout=30)
+                process.kill()
+    return [gathered[rank] for rank in range(RANKS)]
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--model", action="append", choices=list(JOBS), help="repeatable; default: all")
+    args = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    rows, figures = [], {}
+    for name in args.model or JOBS:
+        first, second = measure(JOBS[name], args.rounds)
+        pairs = [
+            [Block(a.cpu + b.cpu, a.wall) for a, b in zip(mine, its, strict=True)]
+            for mine, its in zip(first, second, strict=True)
+        ]
+        found = {
+            "off_ms": median_interval([1000 * off.cpu / RANKS for off, _ in pairs]),
+            "on_ms": median_interval([1000 * on.cpu / RANKS for _, on in pairs]),
+            "cpu_ratio": median_interval([on.cpu / off.cpu for off, on in pairs]),
+            "wall_ratio": median_interval([on.wall / off.wall for off, on in pairs]),
+        }
+        figures[name] = found
+        texts = [spread.text(4 if key.endswith("ratio") else 2) for key, spread in found.items()]
+        rows.append([name, *texts, str(len(pairs))])
+        print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
+    publish(
+        args,
+        "A training step with recording on against off: median (95 % interval)",
+        ["model", "CPU off, ms", "CPU on, ms", "CPU on/off", "wall on/off", "pairs"],
+        rows,
+        figures,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""The short way from torch.distributed's functions to a record: what it may not change, mix up or leave behind."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroup, Work
+
+import commprof
+from commprof.trace.reader import open_run
+from support.ranks import run_ranks
+from support.recording import calls, record
+
+FUNCTIONS = ("all_reduce", "broadcast", "reduce")
+GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def inner_functions() -> list[object]:
+    """What torch's logging wrappers call."""
+    logged = [getattr(dist, name) for name in FUNCTIONS] + [GATHER, SCATTER]
+    return [[cell.cell_contents for cell in function.__closure__] for function in logged]
+
+
+def test_one_line_of_the_program_may_ask_for_anything(tmp_path):
+    """The same call site with other reductions, types, shapes, roots, groups; synchronous and not, with results as ever."""
+
+    def body(rank, world):
+        other = dist.new_group([0, 1])
+        asked, results = [], []
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN):
+            for dtype in (torch.float32, torch.int64):
+                for size in (3, 5):
+                    for group in (None, other):
+                        for is_async in (False, True):
+                            tensor = torch.full((size,), rank + 1, dtype=dtype)
+                            handle = dist.all_reduce(tensor, op, group=group, async_op=is_async)
+                            assert (handle is not None) is is_async
+                            if is_async:
+                                handle.wait()
+                            asked.append((op.name, str(dtype).removeprefix("torch."), str(size), is_async))
+                            results.append(tensor.tolist())
+        roots = []
+        for root in (0, 1, 1, 0):
+            tensor = torch.full((2,), float(rank))
+            dist.broadcast(tensor, root)
+            dist.reduce(tensor, dst=root)
+            roots += [root, root]
+            results.append(tensor.tolist() if rank == root else root)
+        return asked, roots, results
+
+    run, outcomes = record(tmp_path / "run", 2, body)
+    plain = run_ranks(2, body)
+    for rank in (0, 1):
+        asked, roots, results = outcomes[rank]["result"]
+        assert results == plain[rank][2]
+        rows = calls(run, rank, "op", "reduce_op", "dtype", "sizes", "is_async", "peer")
+        reductions = [row[1:5] for row in rows if row[0] == "all_reduce"]
+        assert reductions == asked
+        assert [row[5] for row in rows if row[0] in ("broadcast", "reduce")] == roots
+    times = run.table("collectives").to_pylist()
+    assert all(row["return_ns"] <= row["wait_begin_ns"] <= row["wait_end_ns"] for row in times)
+    assert run.health.unseen == 0
+
+
+def test_forms_that_the_short_way_does_not_take_are_recorded_all_the_same(tmp_path):
+    """Views of complex numbers, methods of the group, torch's function without its logging wrapper, keyword arguments."""
+
+    def body(rank, world):
+        dist.all_reduce(torch.ones(3, dtype=torch.complex64))
+        dist.all_reduce(tensor=torch.ones(4), op=dist.ReduceOp.MAX)
+        dist.all_reduce.__wrapped__(torch.ones(5))
+        dist.group.WORLD.allreduce([torch.ones(6)]).wait()
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        dist.group.WORLD.allreduce([torch.ones(7)], options).wait()
+        with pytest.raises((TypeError, ValueError)):
+            dist.all_reduce("no tensor")
+        dist.group.WORLD.allreduce([torch.ones(8)]).wait()
+
+    run, _ = record(tmp_path / "run", 2, body)
+    assert calls(run, 0, "sizes", "reduce_op") == [
+        ("3x2", "SUM"),
+        ("4", "MAX"),
+        ("5", "SUM"),
+        ("6", "SUM"),
+        ("7", "MIN"),
+        ("8", "SUM"),
+    ]
+    assert all(row["wait_end_ns"] for row in run.table("collectives").to_pylist())
+
+
+def test_threads_that_call_at_the_same_time_take_nothing_of_each_other(tmp_path):
+    def body(rank, world):
+        groups = [dist.new_group([0, 1]) for _ in range(3)]
+        ops = (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
+
+        def work(number):
+            for _ in range(100):
+                dist.all_reduce(torch.ones(number + 1), ops[number], group=groups[number])
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    run, _ = record(tmp_path / "run", 2, body)
+    rows = calls(run, 0, "reduce_op", "sizes")
+    assert sorted(rows) == sorted([("SUM", "1")] * 100 + [("MAX", "2")] * 100 + [("MIN", "3")] * 100)
+    assert len(set(calls(run, 0, "call_site"))) == 1
+
+
+def test_no_tensor_outlives_its_call(tmp_path):
+    def body(rank, world):
+        alive = []
+        for size in range(1, 20):
+            tensor = torch.ones(size)
+            dist.all_reduce(tensor)
+            GATHER(torch.empty(2 * size), tensor)
+            alive.append(weakref.ref(tensor))
+            del tensor
+        deadline = time.monotonic() + 10  # gloo's own threads let go a moment later
+        while any(reference() is not None for reference in alive) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return sum(reference() is not None for reference in alive)
+
+    _, outcomes = record(tmp_path / "run", 2, body)
+    assert [outcome["result"] for outcome in outcomes] == [0, 0]
+
+
+def test_who_wraps_wait_while_recording_sees_synchronous_calls_too(tmp_path):
+    def body(rank, world):
+        seen = []
+        commprof.attach(str(tmp_path / "run"))
+        try:
+            dist.all_reduce(torch.ones(2))
+            ours = Work.wait
+
+            def wait(work, *args):
+                seen.append(type(work).__name__)
+                return ours(work, *args)
+
+            Work.wait = wait
+            try:
+                for _ in range(3):
+                    dist.all_reduce(torch.ones(2))
+            finally:
+                Work.wait = ours
+            dist.all_reduce(torch.ones(2))
+        finally:
+            commprof.detach()
+        return seen
+
+    assert run_ranks(2, body) == [["Work"] * 3] * 2
+    run = open_run(tmp_path / "run")
+    rows = run.table("collectives").to_pylist()
+    assert len(rows) == 10 and all(row["wait_end_ns"] for row in rows)
+
+
+def test_what_waiting_raises_comes_through_and_the_wait_has_ended(tmp_path):
+    def body(rank, world):
+        commprof.attach(str(tmp_path / "run"))
+        try:
+            if rank == 0:
+                with pytest.raises(RuntimeError) as caught:
+                    dist.all_reduce(torch.ones(2))
+                return "commprof" in str(caught.value)
+            return False
+        finally:
+            commprof.detach()
+
+    def alone(rank, world):
+        store = dist.FileStore(str(tmp_path / "store"), world)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=2)
+        )
+        return body(rank, world)
+
+    assert run_ranks(2, alone, process_group=False) == [False, False]
+    rows = [row for row in open_run(tmp_path / "run").table("collectives").to_pylist() if row["rank"] == 0]
+    (row,) = rows
+    assert row["status"] == "ok" and row["wait_end_ns"] - row["wait_begin_ns"] > 500_000_000
+
+
+def test_everything_of_torch_is_as_it_was_after_detach(tmp_path):
+    def body(rank, world):
+        before = inner_functions(), dict(vars(ProcessGroup)), dict(vars(Work))
+        commprof.attach(str(tmp_path / "run"))
+        changed = inner_functions() != before[0]
+        commprof.detach()
+        return changed, (inner_functions(), dict(vars(ProcessGroup)), dict(vars(Work))) == before
+
+    assert run_ranks(1, body) == [(True, True)]
+
+
+def test_a_stand_in_that_somebody_replaced_is_left_alone(tmp_path):
+    def body(rank, world):
+        commprof.attach(str(tmp_path / "run"))
+        cell = next(cell for cell in dist.all_reduce.__closure__ if callable(cell.cell_contents))
+        ours = cell.cell_contents
+
+        def somebody_else(*args, **kwargs):
+            return ours(*args, **kwargs)
+
+        cell.cell_contents = somebody_else
+        dist.all_reduce(torch.ones(2))
+        commprof.detach()
+        left = cell.cell_contents is somebody_else
+        dist.all_reduce(torch.ones(2))
+        cell.cell_contents = dist.all_reduce.__wrapped__
+        return left
+
+    assert run_ranks(1, body) == [True]
+    (row,) = open_run(tmp_path / "run").table("collectives").to_pylist()
+    assert "test_recorder_direct.py" in row["call_site"] and row["api"] == "all_reduce"
