@@ -204,7 +204,8 @@ class Session:
     def on_phase(self, name: str) -> None:
         """The phase changed."""
         self.frameworks.loop.heard(name)
-        self.journal.enter_phase(name)
+        if self.window.is_open:
+            self.journal.enter_phase(name)
 
     def on_row(self, table: str, row: Mapping[str, Any]) -> None:
         """One row of a side table."""
@@ -227,6 +228,7 @@ class Session:
 
     def _resume(self) -> None:
         """Recording begins within the run."""
+        self.journal.enter_phase(hooks.position.phase)
         self.interception.install()
         if self.selfcheck is not None:
             self.selfcheck.skip()
