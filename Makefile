@@ -81,6 +81,7 @@ bench: $(STAMPS)/dev ## the benchmarks: a table and JSON each
 	$(BIN)/python benchmarks/trace_size.py
 	$(BIN)/python benchmarks/start_time.py
 	$(BIN)/python benchmarks/step_overhead.py
+	$(BIN)/python benchmarks/finalise.py --records 1000000 --ranks 4
 	$(BIN)/python benchmarks/nccl_parse.py --size 20000000 --rounds 3
 
 .PHONY: clean
