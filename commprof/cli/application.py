@@ -16,6 +16,7 @@ from commprof.cli import (
     export,
     importing,
     nccl,
+    paper,
     query,
     report,
     run,
@@ -52,6 +53,7 @@ def build() -> typer.Typer:
     app.command("check")(check.check)
     app.command("query")(query.query)
     app.command("export")(export.export)
+    app.command("paper")(paper.paper)
     app.command("import")(importing.import_)
     app.command("dashboard")(dashboard.dashboard)
     app.command("dump")(dump.dump)

@@ -14,7 +14,7 @@ from commprof.cli import rendering
 from commprof.cli.console import say
 from commprof.cli.extras import needed
 from commprof.cli.rendering import Heading, Rows
-from commprof.cli.runs import opened
+from commprof.cli.runs import each_opened, opened
 from commprof.errors import TraceError, UsageError
 
 if TYPE_CHECKING:
@@ -39,7 +39,9 @@ _OF_ONE_RUN = (Format.PERFETTO, Format.CHAKRA)
 def export(
     runs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="RUN...", help="Run directories, or 'latest'.", show_default=False),
+        typer.Argument(
+            metavar="RUN...", help="Run directories, directories of runs, or 'latest'.", show_default=False
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -72,13 +74,13 @@ def export(
         raise UsageError("export needs a RUN: a run directory, or latest")
     if out is None:
         raise UsageError(f"export needs --out DIR, for example: --out {Path(runs[0]).name or 'run'}-{kind}")
-    if kind in _OF_ONE_RUN and len(runs) > 1:
-        raise UsageError(
-            f"--format {kind} takes one run at a time, {len(runs)} were given; export each into its own --out"
-        )
     if kind in _OF_ONE_RUN and tables:
         raise UsageError(f"--format {kind} holds operations, not tables: --table does not go with it")
-    found = [opened(run) for run in runs]
+    found = each_opened(runs)
+    if kind in _OF_ONE_RUN and len(found) > 1:
+        raise UsageError(
+            f"--format {kind} takes one run at a time, {len(found)} were given; export each into its own --out"
+        )
     with needed("export", "to export a run"):
         files = _write(kind, found, out, tables or None, force)
     headings = (Heading("file"), Heading("rows", number=True), Heading("size", number=True))

@@ -89,13 +89,8 @@ def comparison_of(runs: Sequence[Run]) -> Iterator[ExportedTable]:
     ):
         declared = api.describe_columns(answer)
         columns = [declared.get(column) or _setting_column(column) for column in frame.columns]
-        flat = (
-            frame.assign(runs=[", ".join(names) for names in frame["runs"]])
-            if "runs" in frame and len(frame)
-            else frame
-        )
         arrays = [
-            pa.array(flat[column.name].tolist(), _ARROW[column.type], from_pandas=True) for column in columns
+            pa.array(frame[column.name].tolist(), _ARROW[column.type], from_pandas=True) for column in columns
         ]
         yield ExportedTable(name, columns, pa.table(arrays, names=[column.name for column in columns]))
 

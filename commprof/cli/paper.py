@@ -1,0 +1,37 @@
+"""``commprof paper``: figures and tables from the CSV files of an export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from commprof.cli.console import say
+from commprof.cli.extras import needed
+
+
+def paper(
+    directory: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CSV_DIR", help="What commprof export RUN... wrote, as CSV.", show_default=False
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="DIR", help="Where the files go.", show_default=False)
+    ],
+    force: Annotated[
+        bool, typer.Option("--force", "-f", help="Replace the files of an earlier call.")
+    ] = False,
+) -> int:
+    """Make figures (PDF, SVG) and LaTeX tables of an export, from its CSV files alone.
+
+    Traffic, step time and loss, each one and two columns wide, with embedded fonts, readable without colour; tables of
+    the comparison with the rules of booktabs; sources.json says what they were made of.
+    """
+    with needed("export", "to make figures"):
+        from commprof.export.paper import write_paper
+    files = write_paper(directory, out, force)
+    say(f"{out}  {len(files)} files: {', '.join(file.path.name for file in files)}")
+    return 0

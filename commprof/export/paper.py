@@ -1,0 +1,139 @@
+"""Figures and tables for a paper, from the CSV files of an export alone, and what they were made of."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from commprof.errors import TraceError, UsageError
+from commprof.export import paper_figures, paper_tables
+from commprof.export.files import ExportedFile, Progress, staged
+
+SOURCES: Final = "sources.json"
+COMPARISON: Final = "comparison.csv"
+TRAFFIC: Final = "traffic_by_setting.csv"
+STEPS: Final = "steps.csv"
+PROVENANCE: Final = "provenance.json"
+
+Row = Mapping[str, str]
+
+
+class Width(StrEnum):
+    """Of a figure, in the columns of a page."""
+
+    ONE = "one"
+    TWO = "two"
+
+
+class Export(NamedTuple):
+    """What the CSV files hold. An empty field of a CSV is an empty text here."""
+
+    comparison: Sequence[Row]
+    traffic: Sequence[Row]
+    steps: Sequence[Row]
+    provenance: Mapping[str, Any]
+
+
+def write_paper(
+    directory: Path | str, out: Path | str, force: bool = False, progress: Progress | None = None
+) -> list[ExportedFile]:
+    """Make the figures (PDF and SVG, one and two columns wide) and tables (LaTeX, booktabs) of the export in ``directory``.
+
+    Only the files of the export are read, never a run: whoever has them can make the same figures again.
+
+    Raises:
+        TraceError: ``directory`` holds no export with a comparison, or cannot be read; ``out`` cannot be written to.
+        UsageError: ``out`` is in use.
+        MissingExtraError: matplotlib is not installed.
+    """
+    directory, out = Path(directory), Path(out)
+    export = read_export(directory)
+    drawings: dict[str, Callable[[Width], Any]] = {
+        "traffic": partial(paper_figures.traffic, export.comparison, export.traffic),
+        "step_time": partial(paper_figures.step_time, export.comparison),
+        "loss": partial(paper_figures.loss, export.comparison, export.steps),
+    }
+    kinds = ("pdf", "svg")
+    tables = {
+        "comparison.tex": paper_tables.comparison(export.comparison),
+        "traffic.tex": paper_tables.traffic(export.traffic),
+    }
+    names = [f"{name}_{width}.{kind}" for name in drawings for width in Width for kind in kinds]
+    with staged(out, [*names, *tables, SOURCES], force, progress) as staging:
+        left_out = []
+        for name, draw in drawings.items():
+            for width in Width:
+                figure = draw(width)
+                if figure is None:
+                    left_out.append(name)
+                    break
+                for kind in kinds:
+                    staging.adopt(f"{name}_{width}.{kind}", partial(paper_figures.save, figure))
+                paper_figures.close(figure)
+        for name, text in tables.items():
+            staging.write_text(name, text)
+        staging.write_text(
+            SOURCES, json.dumps(_sources(directory, export, left_out, staging.files), indent=2) + "\n"
+        )
+    return staging.files
+
+
+def read_export(directory: Path) -> Export:
+    """The files of an export that figures are made of.
+
+    Raises:
+        TraceError: one that is needed is missing or damaged.
+    """
+    if not directory.is_dir():
+        raise UsageError(
+            f"{directory} is no directory; that of an export in CSV was expected: commprof export RUN... --out {directory}"
+        )
+    comparison = _rows(directory / COMPARISON, paper_tables.NEEDED)
+    if not comparison:
+        raise TraceError(
+            f"{directory / COMPARISON} has no rows: its runs issued nothing, so there is nothing to draw"
+        )
+    traffic = _rows(directory / TRAFFIC, ("label", "op", "intended_op", "purpose", "wire_bytes_per_step"))
+    steps = _rows(directory / STEPS, ("step", "loss", "rank")) if (directory / STEPS).exists() else []
+    try:
+        provenance = json.loads((directory / PROVENANCE).read_text("utf-8"))
+    except (OSError, ValueError):
+        provenance = {}
+    return Export(comparison, traffic, steps, provenance if isinstance(provenance, dict) else {})
+
+
+def _rows(file: Path, needed: Sequence[str]) -> list[Row]:
+    try:
+        with file.open(encoding="utf-8", newline="") as stream:
+            reader = csv.DictReader(stream)
+            rows: list[Row] = list(reader)
+    except FileNotFoundError:
+        raise TraceError(
+            f"{file} is missing: figures are made of a whole export in CSV. Make one: "
+            f"commprof export RUN... --out {file.parent}"
+        ) from None
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise TraceError(f"{file} cannot be read: {error}") from None
+    missing = [name for name in needed if name not in (reader.fieldnames or ())]
+    if missing:
+        raise TraceError(
+            f"{file} has no column {', '.join(missing)}; it is no file of an export, or was changed"
+        )
+    return rows
+
+
+def _sources(
+    directory: Path, export: Export, left_out: Sequence[str], files: Sequence[ExportedFile]
+) -> dict[str, Any]:
+    return {
+        "export": directory.name,
+        "export_files": export.provenance.get("files", []),
+        "runs": [each.get("run", {}).get("name") for each in export.provenance.get("runs", [])],
+        "not_drawn": dict.fromkeys(left_out, "the export has no such numbers"),
+        "files": [{"name": file.path.name, "bytes": file.bytes, "sha256": file.sha256} for file in files],
+    }
