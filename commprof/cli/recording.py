@@ -78,6 +78,14 @@ def _declared(
             "--sample-every", metavar="SECONDS", help="Between readings of the samplers. Default: 1."
         ),
     ] = None,
+    completion_every: Annotated[
+        str | None,
+        typer.Option(
+            "--completion-every",
+            metavar="N",
+            help="Of the calls sampled on the CPU ask one in N when it ended. 0: none, and no events on GPUs. Default: 1.",
+        ),
+    ] = None,
 ) -> Options:
     """The options as a verb declares them, made into what the recorder takes."""
     options = Options(
@@ -89,6 +97,9 @@ def _declared(
         watchdog=_parsed("--watchdog", watchdog, parse_seconds),
         samplers=_parsed("--sample", sample, parse_samplers) or (),
         sample_every=_parsed("--sample-every", sample_every, parse_seconds) or DEFAULTS.sample_every,
+        completion_every=DEFAULTS.completion_every
+        if completion_every is None
+        else _parsed("--completion-every", completion_every, parse_count),
     )
     first, end = options.window or (0, None)
     if end is not None and first >= end:
