@@ -149,13 +149,19 @@ def test_the_check_knows_another_run(run, tmp_path):
     [
         ((), "needs a RUN"),
         (("{run}",), "--out"),
-        (("{run}", "{run}", "--format", "chakra", "--out", "x"), "one run at a time"),
         (("{run}", "--format", "perfetto", "--table", "steps", "--out", "x"), "--table"),
     ],
 )
 def test_words_that_do_not_fit_are_refused(run, words, said, capsys):
     assert command("export", *(word.format(run=run) for word in words)) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_trace_is_of_one_run(tmp_path, capsys):
+    for name in ("a", "b"):
+        make(tmp_path / "runs" / name)
+    assert command("export", tmp_path / "runs", "--format", "chakra", "--out", tmp_path / "x") == 2
+    assert "one run at a time, 2 were given" in capsys.readouterr().err
 
 
 # Perfetto
