@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -285,3 +289,49 @@ def test_another_wrapper_around_ours_makes_no_second_record(tmp_path):
     run, outcomes = record(tmp_path / "run", 2, body)
     assert outcomes[0]["result"] == (True, 2)
     assert calls(run, 0, "op", "layer")[3:] == [("all_reduce", "process_group")]
+
+
+DEEPSPEED = """
+import sys, torch, deepspeed
+stage = int(sys.argv[1])
+deepspeed.init_distributed("gloo")
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 4))
+config = {
+    "train_batch_size": 4,
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+    "zero_optimization": {"stage": stage},
+    "bf16": {"enabled": True},
+}
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+for _ in range(3):
+    engine.backward(engine(torch.ones(2, 16, dtype=torch.bfloat16)).float().sum())
+    engine.step()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_real_deepspeed_by_methods_and_in_complete_mode(tmp_path, stage):
+    python = os.environ.get("COMMPROF_DEEPSPEED_PYTHON")
+    if not python:
+        pytest.skip("COMMPROF_DEEPSPEED_PYTHON names no interpreter that has the real DeepSpeed")
+    script = tmp_path / "script.py"
+    script.write_text(DEEPSPEED)
+    commprof = str(Path(sys.executable).with_name("commprof"))
+    rows = {}
+    for mode, options in (("layers", []), ("complete", ["--complete"])):
+        out = tmp_path / mode
+        command = [commprof, "run", *options, "--out", str(out), "--", python, "-m", "torch.distributed.run"]
+        command += ["--standalone", "--nproc_per_node", "2", str(script), str(stage)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        run = open_run(out)
+        assert run.health.unseen == run.health.lost == 0
+        assert set(calls(run, 0, "layer")) == {"process_group" if mode == "layers" else "c10d"}
+        rows[mode] = calls(run, 0, "op", "payload_bytes", "group_ranks", "peer", "step", "phase", "purpose")
+    assert rows["layers"] == rows["complete"] and len(rows["layers"]) > 3 * 3
