@@ -105,8 +105,8 @@ class TrainingLoop:
     @contextmanager
     def one_batch(self, trains: bool) -> Iterator[None]:
         """Around what runs the passes of many micro-batches in an order of its own: they are one."""
-        if trains and torch.is_grad_enabled() and self._progress.begin_pass():
-            self._announce()
+        if trains and torch.is_grad_enabled():
+            self._guarded(self._begin_pass)
         self._one_batch += 1
         try:
             yield
@@ -129,6 +129,8 @@ class TrainingLoop:
         self._speaking = True
         try:
             hooks.phase(str(phase))
+        except Exception as error:
+            self._journal.fault(error)
         finally:
             self._speaking = False
 
@@ -136,12 +138,24 @@ class TrainingLoop:
         """Whether nothing is left for us to say."""
         return self._phases_named and self._steps.explicit()
 
+    def _guarded(self, act: Callable[..., Any], *args: Any) -> Any:
+        """Do what is ours alone: the training never hears of what it raises."""
+        try:
+            return act(*args)
+        except Exception as error:
+            self._give_up(error)
+            return None
+
     def _give_up(self, error: Exception) -> None:
         """Watching does not work with this torch: leave it, and say so in the trace."""
         self.remove()
         self._journal.note(
             f"steps and phases are not found by themselves any more: {type(error).__name__}: {error}"
         )
+
+    def _begin_pass(self) -> None:
+        if self._progress.begin_pass():
+            self._announce()
 
     def _announce(self) -> None:
         progress = self._progress
@@ -166,19 +180,19 @@ class TrainingLoop:
     def _on_forward(self, module: torch.nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():  # the hook itself is being traced
             return
-        try:
-            before = self._begin_forward(module)
-            if before is not None:
-                self._outermost = module.register_forward_hook(self._until_end(before), always_call=True)
-        except Exception as error:
-            self._give_up(error)
+        self._guarded(self._follow, module)
+
+    def _follow(self, module: torch.nn.Module) -> None:
+        before = self._begin_forward(module)
+        if before is not None:
+            self._outermost = module.register_forward_hook(self._until_end(before), always_call=True)
 
     def _until_end(self, before: str) -> Callable[..., None]:
         def end(module: torch.nn.Module, args: Any, result: Any) -> None:
             handle, self._outermost = self._outermost, None
             if handle is not None:
                 handle.remove()
-                self._end_forward(before)
+                self._guarded(self._end_forward, before)
 
         return end
 
@@ -208,16 +222,12 @@ class TrainingLoop:
             def call(compiled: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
                 if not self._armed:
                     return original(compiled, *args, **kwargs)
-                before = None
-                try:
-                    before = self._begin_forward(compiled)
-                except Exception as error:
-                    self._give_up(error)
+                before = self._guarded(self._begin_forward, compiled)
                 try:
                     return original(compiled, *args, **kwargs)
                 finally:
                     if before is not None:
-                        self._end_forward(before)
+                        self._guarded(self._end_forward, before)
 
             return call
 
@@ -230,28 +240,23 @@ class TrainingLoop:
         def backward(*args: Any, **kwargs: Any) -> Any:
             if self._in_backward or self._named_by_program():
                 return original(*args, **kwargs)
-            before = None
-            try:
-                before = self._begin_backward()
-            except Exception as error:
-                self._give_up(error)
+            before = self._guarded(self._begin_backward)
             try:
                 return original(*args, **kwargs)
             finally:
+                self._in_backward = False
                 if before is not None:
-                    self._end_backward(before)
+                    self._guarded(self._end_backward, before)
 
         return backward
 
     def _begin_backward(self) -> str:
         self._in_backward = True
         self._disarm()  # a module that is called now computes its activations again
-        if self._progress.begin_pass():
-            self._announce()
+        self._begin_pass()
         return self.enter(Phase.BACKWARD)
 
     def _end_backward(self, before: str) -> None:
-        self._in_backward = False
         self._progress.end_backward()
         self.leave(before)
         if self._handles and self._outermost is None:
@@ -262,22 +267,26 @@ class TrainingLoop:
     def _wrap_optimizer(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def construct(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
-            self._optimizers.add(optimizer)
+            self._guarded(self._optimizers.add, optimizer)
 
         return construct
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._in_backward or torch.compiler.is_compiling():
-            return
+        if not self._in_backward and not torch.compiler.is_compiling():
+            self._guarded(self._begin_step, optimizer)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._guarded(self._end_step, optimizer)
+
+    def _begin_step(self, optimizer: Optimizer) -> None:
         if id(optimizer) in self._stepping:  # it raised the last time
             self._stepping.clear()
         self._stepping.append(id(optimizer))
         if len(self._stepping) == 1:
             self._before_optimizer = self.enter(Phase.OPTIMIZER)
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
+    def _end_step(self, optimizer: Optimizer) -> None:
         if id(optimizer) in self._stepping:
             del self._stepping[self._stepping.index(id(optimizer)) :]
             if not self._stepping:

@@ -225,6 +225,64 @@ def test_a_second_recording_begins_anew(tmp_path):
     assert said(run, "step", "phase") == said(open_run(tmp_path / "second"), "step", "phase") == expected
 
 
+def broken(rank, world, places, directory):
+    """The same training, plain and while one part of the recorder after the other fails."""
+    import commprof
+
+    def losses():
+        torch.manual_seed(0)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+        optimizer = TalkingSGD(model.parameters(), lr=0.1)
+        found = []
+        for _ in range(3):
+            loss = model(torch.ones(1, 2)).pow(2).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    def planted(*args, **kwargs):
+        raise RuntimeError("planted")
+
+    commprof.detach()
+    plain = losses()
+    recorded = []
+    for number, place in enumerate(places):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(*place, planted)
+            commprof.attach(f"{directory}/run-{number}")
+            recorded.append(losses())
+            commprof.detach()
+    return [each == plain for each in recorded]
+
+
+def test_what_fails_in_watching_never_reaches_the_training(tmp_path):
+    from commprof.recorder import models, progress
+    from commprof.recorder.adapters import ddp, ddp_buckets
+    from commprof.trace.reader import open_run
+
+    places = [
+        (progress.Progress, "begin_forward"),
+        (progress.Progress, "begin_pass"),
+        (progress.Progress, "end_backward"),
+        (progress.Progress, "end_optimizer"),
+        (models, "distinct"),
+        (ddp_buckets.Reduction, "__init__"),
+        (ddp_buckets.Reduction, "read"),
+        (ddp_buckets.Reduction, "expect"),
+        (ddp_buckets.Reduction, "is_due"),
+        (ddp, "open_bucket"),
+    ]
+    _, outcomes = record(tmp_path / "first", 2, broken, places, str(tmp_path))
+    assert [outcome["result"] for outcome in outcomes] == [[True] * len(places)] * 2
+    for number, place in enumerate(places):
+        run = open_run(tmp_path / f"run-{number}")
+        assert "planted" in "".join(run.health.notes) or run.manifest.ranks[0]["faults"], place
+        ops = calls(run, 0, "op")
+        assert ops.count("all_reduce") == 6, place  # three of DDP, three of the optimizer
+
+
 def compiled(rank, world, kind):
     import warnings
 
