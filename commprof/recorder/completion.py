@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from commprof.recorder.device_times import Operation
+from commprof.recorder.device_timeline import Operation
 from commprof.trace.writer import DEVICE_END_WORD, NO_WORDS, Segment, Token
 
 _MOST_REFUSALS: Final = 16  # in a row, after which a backend's handles are not asked again

@@ -8,7 +8,7 @@ import pytest
 
 from commprof.recorder import completion
 from commprof.recorder.completion import Completions
-from commprof.recorder.device_times import Operation
+from commprof.recorder.device_timeline import Operation
 from commprof.schema import RECORD
 from commprof.trace.writer import DEVICE_END_WORD, NO_WORDS, Segment
 

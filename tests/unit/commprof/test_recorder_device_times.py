@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commprof.recorder import device_times
+from commprof.recorder import device_timeline
 from commprof.recorder.device_clock import DeviceClock
 from commprof.recorder.device_times import DeviceTimes
 from commprof.schema import RECORD
@@ -148,7 +148,7 @@ def test_few_unreached_events_end_a_pass():
         run.sync(0)
     before = device.queries
     run.times.end_step()
-    assert device.queries - before <= device_times.MOST_UNREACHED
+    assert device.queries - before <= device_timeline.MOST_UNREACHED
 
 
 def test_events_are_used_again():
@@ -158,13 +158,13 @@ def test_events_are_used_again():
         run.sync(1_000)
         device.now += 1_000_000
         run.times.end_step()
-    assert run.times.timed == 300
+    assert run.times.tally.timed == 300
     anchors = 300
     assert len(device.made) - anchors <= 6
 
 
 def test_what_does_not_fit_is_counted_and_the_queue_stays_bounded(monkeypatch):
-    monkeypatch.setattr(device_times, "MOST_OPEN", 50)
+    monkeypatch.setattr(device_timeline, "MOST_OPEN", 50)
     device = FakeDevice()
     run = Recording(device)
     device.work(10**12)
@@ -175,8 +175,8 @@ def test_what_does_not_fit_is_counted_and_the_queue_stays_bounded(monkeypatch):
     said = run.times.finish()
     timed = len([item for item in range(200) if run.times_of(item * WORDS)[2]])
     unresolved = run.times._timelines["cuda:3"].unresolved
-    assert timed == 0 and run.times.given_up == 200 - unresolved > 0
-    assert f"{run.times.given_up} were not, since 50 others were under way" in said
+    assert timed == 0 and run.times.tally.given_up == 200 - unresolved > 0
+    assert f"{run.times.tally.given_up} were not, since 50 others were under way" in said
     assert f"{unresolved} had not ended on the device when recording did" in said
     device.now += 2 * 10**12  # room again
     run.times.end_step()
@@ -200,7 +200,7 @@ def test_nothing_is_done_while_a_graph_is_captured():
     device.now += 1_000_000
     run.times.end_step()
     assert run.times_of(captured[1]) == run.times_of(open_before[1]) == (0, 0, 0)
-    assert run.times.captured == 2 and not run.faults
+    assert run.times.tally.captured == 2 and not run.faults
     assert "2 were not, since a CUDA graph was being captured" in run.times.finish()
     assert (
         run.words[captured[1] + RETURN_WORD] and run.words[open_before[1] + WAIT_END_WORD]
