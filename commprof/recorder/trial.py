@@ -35,6 +35,10 @@ class TrialJournal(Journal):
             self.counts[LAYERS[layer]] = self.counts.get(LAYERS[layer], 0) + 1
         return NO_WORDS, 0
 
+    def intern_thread(self) -> int:
+        """No number stays with the thread: the journal that comes after knows nothing of it."""
+        return 0
+
 
 def silent_layers(make: Callable[[Journal, bool], Any]) -> dict[str, int]:
     """The layers that do not record one call exactly once in this torch, and how often they do.

@@ -73,6 +73,7 @@ def test_each_collective_of_a_program_is_recorded_once(recordings, program, mode
     assert run.health.unseen == run.health.lost == run.health.raised == 0 and run.health.notes == ()
     assert all("support/programs.py:" in site for site in calls(run, 0, "call_site"))
     assert set(calls(run, 0, "status")) == {"ok"}
+    assert set(calls(run, 0, "thread")) <= {"MainThread", "other"}
     assert all(issued < returned for issued, returned in calls(run, 0, "issue_ns", "return_ns"))
     if program.flight:
         assert outcome["flights"] == [EXECUTED.get(op, op) for op, _ in rows]

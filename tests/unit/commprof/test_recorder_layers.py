@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from commprof import hooks
 from commprof.recorder import trial
 from commprof.recorder.dispatcher import Kernels, arguments_of, is_operator, operator_names
 from commprof.recorder.functional import FUNCTIONAL, WAIT
@@ -145,6 +146,7 @@ def test_every_layer_of_this_torch_records_a_call_of_our_own_once(monkeypatch):
     monkeypatch.setattr(trial, "_OUTCOME", [])
     method = torch.distributed.ProcessGroup.allreduce
     assert trial.silent_layers(make) == {}
+    assert hooks._thread.state.recorder_number == 0  # nothing of the trial stays behind
     assert torch.distributed.ProcessGroup.allreduce is method
 
 
