@@ -178,10 +178,10 @@ def test_a_limit_on_the_size_of_files_stops_recording_and_the_loss_is_stated(tmp
             resource.RLIMIT_FSIZE, (300_000, 300_000)
         )  # a first segment fits, a second does not
 
-    outcomes = _compared(tmp_path, limit, steps=700)
+    outcomes = _compared(tmp_path, limit, steps=560)
     run = open_run(tmp_path / "run")
     for rank, (plain, recorded, lines) in enumerate(outcomes):
-        assert plain == recorded and lines == 3500
+        assert plain == recorded and lines == 2800
         kept = len(calls(run, rank, "op"))
         (entry,) = [entry for entry in run.manifest.ranks if entry["rank"] == rank]
         assert 2000 < kept < lines and kept + entry["lost"] == lines

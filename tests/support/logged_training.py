@@ -71,6 +71,8 @@ def train(
 
 def fork(function: Callable[..., Any], *args: Any) -> int:
     """A forked child that calls ``function`` and ends with 0, or with 1 where that raises. Returns its pid."""
+    import torch._dynamo  # noqa: F401 - or every child imports it for itself, in its optimizer's first step: seconds
+
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -82,7 +84,7 @@ def fork(function: Callable[..., Any], *args: Any) -> int:
     return pid
 
 
-def outcome(pid: int, seconds: float = 60.0) -> int:
+def outcome(pid: int, seconds: float = 120.0) -> int:
     """How child ``pid`` ended: its exit code, or the negative number of the signal that killed it."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
