@@ -37,6 +37,7 @@ _C10D_CROSSING_NS: Final = 7_000
 _FUNCTIONAL_CROSSING_NS: Final = 2_200
 # Nobody in Python waits for what C++ issues. Of one call in 31 the end is asked for: hardly a step has a multiple of that.
 _COMPLETION_SAMPLE: Final = 31
+_unbox_work: Final = getattr(Work, "unbox", None)
 _C10D: Final = LAYERS.index(Layer.C10D)
 _FRAMEWORK: Final = LAYERS.index(Layer.FRAMEWORK)
 
@@ -219,9 +220,9 @@ class KernelRecorder:
                     words[base + WAIT_END_WORD] = now
             if beneath:
                 self._latest.token = tokens[0]
-                if self.records % _COMPLETION_SAMPLE == 1:
+                if self.records % _COMPLETION_SAMPLE == 1 and _unbox_work is not None:
                     boxed = result[-1] if isinstance(result, tuple) else result
-                    self.journal.completion.sample(tokens[0], Work.unbox(boxed))
+                    self.journal.completion.sample(tokens[0], _unbox_work(boxed))
             else:
                 self._remember(tokens, result)
         except Exception as error:
