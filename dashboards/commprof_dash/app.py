@@ -9,6 +9,7 @@ from typing import Any, Final
 import dash
 from dash import ALL, ClientsideFunction, Input, Output, State, dcc
 from dash.development.base_component import Component
+from dash.exceptions import PreventUpdate
 
 from commprof_dash import address, ids
 from commprof_dash.access import Access, guard
@@ -68,9 +69,11 @@ def _register(app: dash.Dash, runs: Runs) -> None:
         Output(ids.CONTROLS, "children"),
         Output(ids.BODY, "children"),
         Output(ids.NAVIGATION, "children"),
+        Output(ids.TICK, "disabled"),
         Input(ids.ADDRESS, "pathname"),
         Input(ids.ADDRESS, "search"),
         Input(ids.SCHEME, "data"),
+        Input(ids.TICK, "n_intervals"),
         State(ids.drawn(ALL), "data"),
         State(ids.control(ALL), "value"),
         State(ids.control(ALL), "id"),
@@ -79,13 +82,18 @@ def _register(app: dash.Dash, runs: Runs) -> None:
         pathname: str | None,
         search: str | None,
         scheme: str | None,
+        ticks: int | None,
         drawn: list[dict[str, Any]],
         values: list[Any],
         control_ids: list[dict[str, str]],
     ) -> tuple[Any, ...]:
         page = find_page(pathname)
+        stamp = runs.stamp()
+        followed = dash.ctx.triggered_id == ids.TICK and bool(drawn)
+        if followed and drawn[0].get("stamp") == stamp:
+            raise PreventUpdate  # nothing was written since: what is open on the page stays as it is
         heading, drawing = draw_page(page, runs, pathname, search, scheme)
-        now = {"page": pathname, "held": controls.held_by(drawing.controls)}
+        now = {"page": pathname, "held": controls.held_by(drawing.controls), "stamp": stamp}
         shown = {identity["key"]: value for identity, value in zip(control_ids, values, strict=True)}
         # Controls that are there and hold the right values stay, so that a list in use is not closed.
         stay = bool(drawn) and drawn[0]["page"] == pathname and shown == now["held"]
@@ -94,6 +102,7 @@ def _register(app: dash.Dash, runs: Runs) -> None:
             dash.no_update if stay else drawing.controls,
             [dcc.Store(id=ids.drawn("body"), data=now), *drawing.body],
             shell.navigation(PAGES, page),
+            not drawing.follows,
         )
 
     for page in PAGES:

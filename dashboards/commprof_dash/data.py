@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections import OrderedDict
@@ -54,6 +55,18 @@ class Runs:
             if self._listed is None or now - self._listed[0] > _LISTING_SECONDS:
                 self._listed = (now, api.find_runs(self.directory))
             return self._listed[1]
+
+    def stamp(self) -> str:
+        """A text that is another whenever a file of a run has changed its size or time, or a run has come or gone."""
+        digest = hashlib.sha256()
+        for path in self.listing()["path"]:
+            digest.update(repr(_stamp(Path(path))).encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()[:16]
+
+    def is_going(self, names: Sequence[str]) -> bool:
+        """Whether one of these runs is still being written."""
+        listing = self.listing()
+        return bool(((listing["state"] == "running") & listing["name"].isin(list(names))).any())
 
     def names(self) -> list[str]:
         """Names of all runs, the newest first."""

@@ -14,6 +14,7 @@ PAGE: Final = "page"
 HEADING: Final = "heading"
 CONTROLS: Final = "controls"
 BODY: Final = "body"
+TICK: Final = "tick"  # an interval: asks for the page again while what it shows may change by itself
 ADDRESS_WRITTEN: Final = "address-written"  # a store that only exists because a callback needs an output
 
 

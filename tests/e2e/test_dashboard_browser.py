@@ -195,7 +195,7 @@ def test_the_numbers_beside_the_bars_are_those_of_the_bars(page, base_url):
 
 
 def test_overview_draws_every_step(page, runs, base_url):
-    page.open(f"{base_url}/?run={name_of('all_to_all')}&measure=wire")
+    page.open(f"{base_url}/overview?run={name_of('all_to_all')}&measure=wire")
     drawn = drawn_bars(page.page, "by-step")
     wanted = sums(runs / "csv" / "all_to_all")["wire"]
     for series in ("reduce_scatter as all_to_all", "all_gather"):
@@ -263,7 +263,7 @@ def test_toggle_redraws_the_figures_for_the_dark_scheme(page, base_url):
 @pytest.mark.parametrize(("width", "scheme"), [(420, "dark"), (1280, "light")])
 def test_nothing_is_cut_or_covered_and_the_scheme_is_the_systems(browser, base_url, width, scheme):  # noqa: F811
     view = watched(browser, viewport={"width": width, "height": 900}, color_scheme=scheme)
-    for path in ("/", "/compare"):
+    for path in ("/overview", "/compare"):
         view.open(base_url + path)
         assert_nothing_is_cut_or_covered(view)
     background = view.page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -312,7 +312,7 @@ def test_no_figure_offers_to_send_itself_anywhere(page, base_url):
 
 
 def test_every_figure_has_its_table_and_its_csv(page, base_url):
-    for path in ("/", "/compare"):
+    for path in ("/overview", "/compare"):
         page.open(base_url + path)
         cards = page.page.locator(".card:has(.js-plotly-plot)")
         assert cards.count() >= 3
@@ -324,7 +324,7 @@ def test_every_figure_has_its_table_and_its_csv(page, base_url):
 
 
 def test_text_of_a_trace_is_shown_as_text(page, base_url):
-    page.open(f"{base_url}/?run={name_of('reduce')}")
+    page.open(f"{base_url}/overview?run={name_of('reduce')}")
     assert HOSTILE in page.page.locator("#card-what-ran").inner_text()
     assert page.page.locator("img[src=x]").count() == 0
 
@@ -334,7 +334,7 @@ def test_unknown_runs_and_pages_are_said_in_the_page(page, base_url):
     assert "No such run" in page.page.inner_text("#page")
     assert "../../etc/passwd" in page.page.inner_text("#page")
     assert drawn_bars(page.page, "reducing")
-    page.open(f"{base_url}/?run=gone", ready=".message")
+    page.open(f"{base_url}/overview?run=gone", ready=".message")
     assert "'gone'" in page.page.inner_text("#page")
     page.open(f"{base_url}/nowhere", ready=".message")
     assert "No such page" in page.page.inner_text("#page")
@@ -343,7 +343,7 @@ def test_unknown_runs_and_pages_are_said_in_the_page(page, base_url):
 def test_empty_directory_says_what_to_type(browser, tmp_path):  # noqa: F811
     with served(tmp_path / "missing") as url:
         view = watched(browser, viewport=DESKTOP)
-        for path in ("/", "/compare"):
+        for path in ("/overview", "/compare"):
             view.open(url + path, ready=".message")
             assert "commprof run" in view.page.inner_text("#page")
         view.page.context.close()
@@ -358,7 +358,7 @@ def test_a_broken_run_leaves_the_others_standing(browser, runs, tmp_path):  # no
     (broken / "run.json").write_text('{"schema_version": 999}')
     with served(tmp_path) as url:
         view = watched(browser, viewport=DESKTOP)
-        view.open(f"{url}/?run=broken", ready=".message")
+        view.open(f"{url}/overview?run=broken", ready=".message")
         assert "cannot be read" in view.page.inner_text("#page")
         assert "999" in view.page.inner_text("#page")
         view.open(f"{url}/compare", ready=".message")

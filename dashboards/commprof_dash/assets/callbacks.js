@@ -22,6 +22,15 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
       return no_update;
     },
   },
+  runs: {
+    // The ticked runs stand in the address, so that it can be shared; the page need not be drawn again for that.
+    tick(ticked) {
+      const pairs = (key) => ticked.map((name) => key + "=" + encodeURIComponent(name).replaceAll("%2F", "/")).join("&");
+      window.history.replaceState(window.history.state, "", window.location.pathname + (ticked.length ? "?" + pairs("tick") : ""));
+      return ["/compare" + (ticked.length ? "?" + pairs("run") : ""),
+        ticked.length ? ticked.length + " ticked" : "none ticked: compares the newest runs"];
+    },
+  },
   scheme: {
     // Mantine keeps the scheme that is drawn, toggled or the system's, in an attribute of the root element.
     watch() {

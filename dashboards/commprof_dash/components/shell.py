@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import dash_mantine_components as dmc
 from dash import dcc, html
@@ -14,6 +14,8 @@ from commprof_dash import ids, theme
 if TYPE_CHECKING:
     from commprof_dash.pages.page import Page
 
+_FOLLOW_MS: Final = 3000
+
 
 def layout(pages: Sequence[Page]) -> Component:
     """What is there before any page is drawn."""
@@ -22,6 +24,7 @@ def layout(pages: Sequence[Page]) -> Component:
             dcc.Location(id=ids.ADDRESS, refresh=False),
             dcc.Store(id=ids.SCHEME),
             dcc.Store(id=ids.ADDRESS_WRITTEN),
+            dcc.Interval(id=ids.TICK, interval=_FOLLOW_MS, disabled=True),
             html.A("Skip to the page", href=f"#{ids.PAGE}", className="skip-link"),
             dmc.AppShell(
                 [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from commprof_dash.pages import compare, overview
+from commprof_dash.pages import compare, overview, runs
 from commprof_dash.pages.page import Page
 
-PAGES: Final[tuple[Page, ...]] = (overview.PAGE, compare.PAGE)
-HOME: Final = overview.PAGE
+PAGES: Final[tuple[Page, ...]] = (runs.PAGE, overview.PAGE, compare.PAGE)
+HOME: Final = runs.PAGE

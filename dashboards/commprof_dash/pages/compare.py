@@ -203,7 +203,7 @@ def _run_names(value: Any) -> list[str]:
 
 def _run_links(value: Any) -> Cell:
     links = [
-        dcc.Link(str(number), href=address.link("/", run=name), title=name)
+        dcc.Link(str(number), href=address.link("/overview", run=name), title=name)
         for number, name in enumerate(_run_names(value), start=1)
     ]
     return html.Span(links, className="run-links")

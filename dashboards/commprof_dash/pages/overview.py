@@ -33,6 +33,7 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
     return Drawing(
         [controls.run_select(names, name), controls.measure_select(measure)],
         _answers(runs, name, measure, scheme),
+        follows=runs.is_going([name]),
     )
 
 
@@ -272,7 +273,7 @@ def _measure_fields() -> list[Field]:
 
 
 PAGE: Final = Page(
-    "/",
+    "/overview",
     "Overview",
     "What did one run send, what did it cost, and how well was it recorded?",
     render,

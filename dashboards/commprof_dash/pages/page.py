@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 
 class Drawing(NamedTuple):
-    """What a page shows: its controls, and what stands below them."""
+    """What a page shows: its controls, and what stands below them; ``follows`` while it may change by itself."""
 
     controls: Sequence[Component]
     body: Sequence[Component]
+    follows: bool = False
 
 
 class Page(NamedTuple):

@@ -61,16 +61,34 @@ def figures_of(component):
 
 
 def test_every_page_draws_the_runs_of_a_directory(directory):
-    assert set(figures_of(draw(directory, "/"))) == {"by-step", "by-purpose", "step-time"}
+    assert set(figures_of(draw(directory, "/overview"))) == {"by-step", "by-purpose", "step-time"}
     assert set(figures_of(draw(directory, "/compare"))) == {"reducing", "others", "step-time", "loss"}
 
 
+def test_all_runs_are_listed_with_their_health_and_the_ticked_ones_go_to_compare(directory):
+    page = draw(directory, "/?tick=sweep/b&tick=gone&tick=a")
+    text = text_of(page)
+    assert '"/overview?run=sweep/b"' in text and '"/overview?run=a"' in text
+    assert '"/compare?run=sweep/b&run=a"' in text and "2 ticked" in text
+    assert "gradient_reduction=reduce" in text and "complete" in text
+
+
+def test_runs_that_are_broken_or_lost_something_are_listed_as_such(tmp_path):
+    write_run(tmp_path / "whole")
+    write_run(tmp_path / "short", lost=7)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "run.json").write_text("not json")
+    text = text_of(draw(tmp_path, "/"))
+    assert "unreadable" in text and "is not valid JSON" in text and '"7, 0"' in text
+    assert '"/overview?run=broken"' not in text, "a run that cannot be read is no link"
+
+
 def test_the_newest_run_is_shown_when_none_is_named(directory):
-    assert "sweep/b" in text_of(draw(directory, "/"))
+    assert "sweep/b" in text_of(draw(directory, "/overview"))
 
 
 def test_a_run_in_a_folder_is_named_by_its_path(directory):
-    page = draw(directory, link("/", run="sweep/b"))
+    page = draw(directory, link("/overview", run="sweep/b"))
     assert "by-step" in figures_of(page)
 
 
@@ -109,7 +127,9 @@ def test_every_graph_has_the_one_config(directory):
 def test_nothing_in_the_address_brings_a_page_down(directory, path, query):
     page = text_of(draw(directory, f"{path}?{query}"))
     assert "could not be drawn" not in page
-    if "gone" in query and "run=a" not in query:
+    if (
+        "gone" in query and "run=a" not in query and path != "/"
+    ):  # that page shows all runs, whatever is named
         assert "No such run" in page
 
 
@@ -150,7 +170,7 @@ def test_a_broken_run_is_said_and_the_others_are_drawn(directory, tmp_path, what
 def test_a_damaged_table_is_said(tmp_path, damage):
     write_run(tmp_path / "run")
     (tmp_path / "run" / damage).write_bytes(b"PAR1 nonsense")
-    for path in ("/", "/compare"):
+    for path in ("/overview", "/compare"):
         page = text_of(draw(tmp_path, path))
         assert "cannot be read" in page or "damaged" in page
 
@@ -158,25 +178,25 @@ def test_a_damaged_table_is_said(tmp_path, damage):
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_run_with_hardly_a_step_is_drawn(tmp_path, steps):
     write_run(tmp_path / "run", steps=steps)
-    for path in ("/", "/compare"):
+    for path in ("/overview", "/compare"):
         assert "could not be drawn" not in text_of(draw(tmp_path, path))
 
 
 def test_a_run_without_anything_is_drawn(tmp_path):
     SyntheticRun(2).write(tmp_path / "run")
-    for path in ("/", "/compare"):
+    for path in ("/overview", "/compare"):
         assert "could not be drawn" not in text_of(draw(tmp_path, path))
 
 
 def test_a_run_that_is_still_going_and_lost_records_says_so(tmp_path):
     write_run(tmp_path / "run", state="running", lost=3, unseen=2)
-    page = text_of(draw(tmp_path, "/"))
+    page = text_of(draw(tmp_path, "/overview"))
     assert "3 lost, 2 unseen" in page
 
 
 def test_text_of_a_trace_stays_text(tmp_path):
     write_run(tmp_path / HOSTILE.replace("/", "-"), script=HOSTILE)
-    for path in ("/", "/compare"):
+    for path in ("/overview", "/compare"):
         for graph in figures_of(draw(tmp_path, path)).values():
             assert "<script" not in graph.figure.to_json().replace("\\u003c", "<")
 
@@ -203,7 +223,7 @@ def test_many_steps_are_drawn_as_means_of_neighbours(tmp_path):
     assert len(reduced) <= 240
     assert int(reduced["steps"].sum()) == 500
     assert (reduced["wire_bytes_per_step"] == 1000).all()
-    assert "Each bar is the mean of 3 steps" in text_of(draw(tmp_path, "/"))
+    assert "Each bar is the mean of 3 steps" in text_of(draw(tmp_path, "/overview"))
 
 
 def test_findings_name_what_was_asked_for_and_what_was_issued(tmp_path):
