@@ -163,11 +163,15 @@ class DirectCalls:
                 return work
             try:
                 segment.words[base + return_word] = clock()
-                kind = type(work)
-                methods, wrapper, wait = direct.get(kind) or find_direct(kind)
-                if is_async or not takes_none or methods["wait"] is not wrapper:
+                if is_async or not takes_none:
                     if work is not None:
                         pending[id(work)] = segment, base, is_async
+                    return work
+                kind = type(work)
+                methods, wrapper, wait = direct.get(kind) or find_direct(kind)
+                if methods["wait"] is not wrapper:
+                    if work is not None:
+                        pending[id(work)] = segment, base, False
                     return work
             except Exception as error:
                 journal.fault(error)

@@ -15,6 +15,7 @@ from commprof.recorder.groups import Group
 from commprof.recorder.methods import Method, Shape
 from commprof.schema import Op
 
+_MISSING: Final = object()
 _OPTION_NAMES: Final = ("reduceOp", "rootRank", "rootTensor", "asyncOp")
 
 
@@ -53,8 +54,9 @@ def freeze(value: Any) -> Any:
         return tuple([freeze(item) for item in value])
     if value is None or isinstance(value, (int, bool, str, float)):
         return value
-    options = tuple([freeze(getattr(value, name)) for name in _OPTION_NAMES if hasattr(value, name)])
-    if options:
+    found = [getattr(value, name, _MISSING) for name in _OPTION_NAMES]  # reading one is dear: once
+    options = tuple([None if each is _MISSING else freeze(each) for each in found])
+    if any(each is not _MISSING for each in found):
         return type(value).__name__, options
     return type(value).__name__, _reduce_op_name(value)
 

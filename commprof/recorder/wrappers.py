@@ -23,8 +23,9 @@ from commprof.recorder.signatures import describe, freeze
 from commprof.recorder.waits import Waits, unbound
 from commprof.trace.writer import RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Token, mark_raised
 
-# What a call spends before its sample begins and in the wait, measured once, less what reading that clock costs itself.
-_UNSAMPLED_NS: Final = 1_300
+# What a call spends before its sample begins and after its end, measured once (benchmarks/recorder_cost.py shows the whole).
+# What the sampled call alone spends after its end, on cold code, says nothing about the others.
+_UNSAMPLED_NS: Final = 900
 
 # One group, as one method sees it: the signature of a key, the group, what numbers its calls, all signatures. A plain
 # tuple, since unpacking it is half the cost of unpacking a named one.
@@ -178,13 +179,13 @@ def _bind_settle(journal: Journal, waits: Waits) -> Callable[[Token, Any, int], 
     def settle(token: Token, work: Any, cost: int) -> None:
         try:
             words, base, _ = token
-            words[base + RETURN_WORD] = now = clock()
+            words[base + RETURN_WORD] = clock()
             if work is not None:
                 pending[id(work)] = token
             if cost:
                 waits.evict()
                 journal.cost_samples += 1
-                journal.cost_ns += max(0, cost + unsampled) + clock() - now
+                journal.cost_ns += max(0, cost + unsampled)
                 journal.completion.sample(token, work)
         except Exception as error:
             journal.fault(error)
