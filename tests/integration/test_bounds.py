@@ -240,7 +240,9 @@ def publish(rank, world, run):
     text = "x" * 1000
     for step in range(2_000):
         commprof.step(step)
-        commprof.hooks.describe_bucket(bucket=0, numel=1, bytes=4, dtype="float32", parameters=text)
+        commprof.hooks.describe_bucket(
+            bucket=0, numel=1, bytes=4, dtype="float32", parameters=f"{step}{text}"
+        )
         dist.all_reduce(torch.ones(1))
     return file_bytes(Path(run))
 
