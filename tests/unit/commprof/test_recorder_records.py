@@ -6,6 +6,7 @@ import errno
 import os
 import struct
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,9 @@ from commprof.schema import COMMIT, LAYERS, PHASES, RECORD, RECORD_FIELDS, STATU
 from commprof.trace.layout import Header, RankFile, parse_header, parse_stem
 from commprof.trace.writer import (
     ISSUE,
+    LARGEST_SEGMENT_BYTES,
     RETURN_WORD,
+    SEGMENT_UNIT,
     WAIT_BEGIN_WORD,
     WAIT_END_WORD,
     EventFile,
@@ -108,6 +111,40 @@ def test_many_threads_fill_many_segments_and_every_record_stands_once(tmp_path, 
     assert all(record["return_ns"] == record["issue_ns"] for record in records)
 
 
+def mapped_bytes(path) -> int:
+    """How much of the file this process has mapped, by the kernel's own list."""
+    sizes = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if line.endswith(str(path)):
+            begin, _, end = line.split()[0].partition("-")
+            sizes.append(int(end, 16) - int(begin, 16))
+    return sum(sizes)
+
+
+def test_full_segments_are_unmapped_and_their_records_still_completed(tmp_path):
+    file = RecordFile(tmp_path / "r", IDENTITY)
+    tail = pack_tail(0, 0, 0, 0, 0)
+    tokens = {}
+    for n in range(60_000):
+        segment, base = file.append(n + 1, 0, 1, 0, 0, 0, tail)
+        if n % 7919 == 0:
+            tokens[n] = segment, base, True
+    assert mapped_bytes(file.path) <= LARGEST_SEGMENT_BYTES + SEGMENT_UNIT
+    for n, (words, base, _) in tokens.items():
+        words[base + WAIT_END_WORD] = 10 * n + 1
+        assert words[base + WAIT_END_WORD] == 10 * n + 1
+    mark_raised(tokens[0])
+    assert file.kept == 60_000 and file.lost == 0
+    file.close()
+    for words, base, _ in tokens.values():
+        words[base + RETURN_WORD] = 5  # too late: nothing happens
+    records = records_of(file)
+    assert [record["issue_ns"] for record in records] == list(range(1, 60_001))
+    assert {n for n, record in enumerate(records) if record["wait_end_ns"]} == set(tokens)
+    assert all(records[n]["wait_end_ns"] == 10 * n + 1 and not records[n]["return_ns"] for n in tokens)
+    assert STATUSES[records[0]["status"]] == "raised"
+
+
 def test_space_is_reserved_before_it_is_mapped(tmp_path):
     file = RecordFile(tmp_path / "r", IDENTITY)
     status = file.path.stat()
@@ -137,5 +174,5 @@ def test_names_and_headers_read_back():
         assert parse_stem(identity.stem) == identity
     assert parse_stem("rank-1-2") is None and parse_stem("notes") is None
     header = Header(1, 4096, RECORD.size, 3, 1, 4711, 17)
-    assert parse_header(header.pack(), IDENTITY and __import__("pathlib").Path("x")) == header
+    assert parse_header(header.pack(), Path("x")) == header
     assert struct.calcsize("<8s") == 8
