@@ -26,6 +26,9 @@ class EventSource(Protocol):
     def record(self, event: Any, index: int) -> Event:
         """Put a mark into the current stream of device ``index``: ``event``, or a new one where that is None."""
 
+    def is_aside(self, index: int) -> bool:
+        """Whether the current stream of device ``index`` is one beside that on which programs work by default."""
+
     def is_capturing(self) -> bool:
         """Whether the current stream records a graph, during which no mark may be made or asked for."""
 
@@ -39,6 +42,10 @@ class CudaEvents:
             event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(index))
         return event  # type: ignore[no-any-return]
+
+    def is_aside(self, index: int) -> bool:
+        """Whether the current stream of device ``index`` is not its default one, whose handle is 0."""
+        return bool(torch.cuda.current_stream(index).cuda_stream)
 
     def is_capturing(self) -> bool:
         """Whether the current stream records a CUDA graph."""

@@ -3,7 +3,8 @@
 Note [which events]: a synchronous operation of NCCL runs on the current stream, so an event before and one after the call
 enclose it. An asynchronous one runs on a stream of the group's, on which nothing of ours is put: one event before the call
 says when it could begin at the earliest, and one before and one after ``Work.wait()`` say how long the stream of the
-program stood still for it. Nothing is ever waited for: events are asked whether the device has reached them.
+program stood still for it. On a stream beside the default one (FSDP2, a runtime that overlaps) that is no standstill of the
+program, and exposed time stays unknown. Nothing is ever waited for: events are asked whether they were reached.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Tally:
     clock: Callable[[], int]
     on_fault: Callable[[BaseException], None]
     timed: int = 0
+    aside: int = 0  # of these: on another than the default stream
     captured: int = 0  # not timed, since a graph was captured
     given_up: int = 0  # not timed, since too many were under way
 
@@ -85,6 +87,7 @@ class Operation:
         "base",
         "begin",
         "end",
+        "is_aside",
         "is_async",
         "not_before",
         "timeline",
@@ -96,6 +99,7 @@ class Operation:
         self.words = words
         self.base = base
         self.is_async = is_async
+        self.is_aside = False
         self.timeline = timeline  # None: no events, then this is nothing but the words
         self.anchor: Anchor | None = None
         self.begin: Event | None = None
@@ -173,6 +177,7 @@ class Timeline:
             operation.wait_begin = self.pool.mark()
         elif word == ends and (operation.wait_begin is not None or not operation.is_async):
             if not self._is_capturing(operation):
+                operation.is_aside = self.pool.source.is_aside(self.pool.index)
                 operation.end = self.pool.mark()
                 self._open.append(operation)
         elif word == WAIT_END_WORD and not self._is_capturing(operation):
@@ -261,7 +266,10 @@ class Timeline:
                     time_ns = self.clock.host_time(self._device_time(operation, event), now)
                     if time_ns is not None:
                         words[base + word] = time_ns
-                words[base + EXPOSED_WORD] = max(1, round(exposed))  # 0 means that it is not known
+                if operation.is_aside:
+                    self.tally.aside += 1
+                else:
+                    words[base + EXPOSED_WORD] = max(1, round(exposed))  # 0 means that it is not known
                 self.tally.timed += 1
             except ValueError:
                 pass  # recording has ended, and the record's memory is gone

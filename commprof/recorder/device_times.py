@@ -112,6 +112,10 @@ class DeviceTimes:
         if known:
             parts[0] += f", within {max(known) / 1000:.0f} us of the host's clock"
         for number, reason in (
+            (
+                self.tally.aside,
+                "of these were on streams beside the default one, where exposed time is unknown",
+            ),
             (unresolved, "had not ended on the device when recording did"),
             (self.tally.given_up, f"were not, since {device_timeline.MOST_OPEN} others were under way"),
             (self.tally.captured, "were not, since a CUDA graph was being captured"),

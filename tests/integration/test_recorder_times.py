@@ -355,6 +355,9 @@ class HostEvents:
         self.made.append(event)
         return event
 
+    def is_aside(self, index):
+        return False
+
     def is_capturing(self):
         return False
 

@@ -39,6 +39,7 @@ class FakeDevice:
         self.offset_ns = offset_ns
         self.drift = drift
         self.capturing = False
+        self.aside = False
         self.queries = 0
         self.made: list[FakeEvent] = []
         self.indices: set[int] = set()
@@ -64,6 +65,9 @@ class FakeDevice:
             self.made.append(event)
         event.reached_ns = max(self.busy_until, self.now)
         return event
+
+    def is_aside(self, index: int) -> bool:
+        return self.aside
 
     def is_capturing(self) -> bool:
         return self.capturing

@@ -207,6 +207,19 @@ def test_nothing_is_done_while_a_graph_is_captured():
     )  # host times are there
 
 
+def test_on_a_stream_of_its_own_a_collective_holds_nobody_up_that_we_know_of():
+    device = FakeDevice()
+    run = Recording(device)
+    device.aside = True
+    base = run.sync(1_000_000)
+    device.aside = False
+    device.now += 5_000_000
+    run.times.end_step()
+    device_begin, device_end, exposed = run.times_of(base)
+    assert device_end - device_begin == pytest.approx(1_000_000, abs=1_000) and exposed == 0
+    assert "1 of these were on streams beside the default one" in run.times.finish()
+
+
 def test_each_device_has_its_own_clock_and_others_are_left_alone():
     first, second = FakeDevice(offset_ns=10**15), FakeDevice(offset_ns=-(10**15))
     run = Recording(first, other=second)
