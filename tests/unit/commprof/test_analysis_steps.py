@@ -7,10 +7,11 @@ import pandas as pd
 import pytest
 
 from commprof.analysis.counters import NO_READINGS, ONE_READING, moved, why_not_moved
-from commprof.analysis.intervals import Interval, order_statistic_rank, over_repeats, over_steps, student_t
+from commprof.analysis.intervals import Interval, order_statistic_rank, over_repeats, over_steps
 from commprof.analysis.steps import durations_after_first, final_loss, step_times, step_totals
 from commprof.analysis.traffic import operations
 from commprof.analysis.units import format_bytes, format_ns
+from commprof.quantiles import student_t
 from support.runs import SyntheticRun
 
 
