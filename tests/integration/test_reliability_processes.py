@@ -65,14 +65,8 @@ def _start(place: Path, ending: str, recorded: bool) -> list[tuple[int, str]]:
     ]
 
 
-@pytest.mark.parametrize(
-    "ending",
-    [
-        "exception",
-        pytest.param("sigint", marks=pytest.mark.long),
-        pytest.param("exit", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("ending", ["exception", "sigint", "exit"])
 def test_an_exception_in_one_rank_leaves_exit_code_and_last_words_alone(tmp_path, ending):
     if ending == "exit":
         plain = [(code, "") for code, _ in _start(tmp_path / "plain", ending, False)]

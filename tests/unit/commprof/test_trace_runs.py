@@ -275,3 +275,23 @@ def test_disk_space_per_record(tmp_path):
     finalise(run)
     size = sum(file.stat().st_size for file in run.rglob("*") if file.is_file())
     assert size / 20_000 < 40
+
+
+def test_answers_about_a_large_run_are_those_about_a_small_one(tmp_path, monkeypatch):
+    from commprof.analysis import api
+    from commprof.trace import reader
+
+    run = two_ranks(tmp_path / "run")
+    finalise(run)
+    mine = {"pid": os.getpid(), "host": socket.gethostname(), "start_ticks": start_ticks(os.getpid())}
+    write_rank(run, 2, 3, records=7, ended=False, **mine)  # it still works, and is no Parquet file
+    answers = (lambda: api.traffic(run), lambda: api.step_times(run))
+    small = [answer().to_dict("list") for answer in answers]
+    assert sum(small[0]["records"]) == 27
+    monkeypatch.setattr(reader, "_MOST_ROWS", 0)
+    scanned = open_run(run).scan("collectives")
+    assert isinstance(scanned, reader.Scan) and len(scanned.files) == 2 and len(scanned.rest) == 7
+    assert repr([answer().to_dict("list") for answer in answers]) == repr(small)
+    next((run / "collectives").iterdir()).write_bytes(b"PAR1 nonsense PAR1")
+    with pytest.raises(TraceError, match="cannot be read"):
+        api.traffic(run)
