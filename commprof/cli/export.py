@@ -30,10 +30,12 @@ class Format(StrEnum):
     DUCKDB = "duckdb"
     PERFETTO = "perfetto"
     CHAKRA = "chakra"
+    HTML = "html"
 
 
-# Of one run at a time, and without a choice of tables.
+# Of one run at a time.
 _OF_ONE_RUN = (Format.PERFETTO, Format.CHAKRA)
+_WITHOUT_TABLES = (*_OF_ONE_RUN, Format.HTML)
 
 
 def export(
@@ -65,8 +67,8 @@ def export(
     """Write runs as files, and where they came from.
 
     csv, parquet: a file per table, the comparison, a data dictionary. duckdb: one database. perfetto: a Chrome trace, for
-    ui.perfetto.dev and chrome://tracing. chakra: MLCommons execution traces, one per rank, for ASTRA-sim. --check exits with
-    1 when an export is not what its runs hold.
+    ui.perfetto.dev and chrome://tracing. chakra: MLCommons execution traces, one per rank, for ASTRA-sim. html: one file
+    that opens offline. --check exits with 1 when an export is not what its runs hold.
     """
     if check is not None:
         return _check(check, runs or [])
@@ -74,14 +76,14 @@ def export(
         raise UsageError("export needs a RUN: a run directory, or latest")
     if out is None:
         raise UsageError(f"export needs --out DIR, for example: --out {Path(runs[0]).name or 'run'}-{kind}")
-    if kind in _OF_ONE_RUN and tables:
-        raise UsageError(f"--format {kind} holds operations, not tables: --table does not go with it")
+    if kind in _WITHOUT_TABLES and tables:
+        raise UsageError(f"--format {kind} has no choice of tables: --table does not go with it")
     found = each_opened(runs)
     if kind in _OF_ONE_RUN and len(found) > 1:
         raise UsageError(
             f"--format {kind} takes one run at a time, {len(found)} were given; export each into its own --out"
         )
-    with needed("export", "to export a run"):
+    with needed("dash" if kind is Format.HTML else "export", "to export a run"):
         files = _write(kind, found, out, tables or None, force)
     headings = (Heading("file"), Heading("rows", number=True), Heading("size", number=True))
     cells = [
@@ -109,6 +111,10 @@ def _write(
             from commprof.export.database import export_database
 
             return export_database(runs, out, tables, force, progress)
+        if kind is Format.HTML:
+            from commprof.export.html import export_html
+
+            return export_html(runs, out, force, progress)
         if kind is Format.PERFETTO:
             from commprof.export.perfetto import export_perfetto
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections import Counter, defaultdict
+from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
@@ -397,3 +398,42 @@ def test_an_empty_run_is_exported_as_such(tmp_path, kind):
     assert command("export", path, "--format", kind, "--out", tmp_path / "out") == 0
     assert command("export", path, "--format", kind, "--out", tmp_path / "out") == 2
     assert command("export", path, "--format", kind, "--out", tmp_path / "out", "--force") == 0
+
+
+# HTML
+
+
+class Links(HTMLParser):
+    """What a page would load or lead to, and its text."""
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.tags, self.words = [], Counter(), []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags[tag] += 1
+        self.found += [value for name, value in attrs if name in ("src", "href", "action", "data")]
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def test_the_report_is_one_file_that_loads_nothing(tmp_path):
+    hostile = "<script>alert(1)</script>"
+    a = make(
+        tmp_path / "a", config={"zero_optimization": {"stage": 2, "reduce_scatter": True, "note": hostile}}
+    )
+    b = make(tmp_path / "b", "reduce", {"zero_optimization": {"stage": 2, "reduce_scatter": False}})
+    assert command("export", a, b, "--format", "html", "--out", tmp_path / "out") == 0
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["report.html"]
+    text = (tmp_path / "out" / "report.html").read_text()
+    page = Links()
+    page.feed(text)
+    assert page.found == []
+    assert (
+        page.tags["table"] == (2 + 1) + 2 * 3
+    )  # of the comparison's figures and itself; of the figures of each run
+    assert hostile not in text
+    words = " ".join(page.words)
+    assert "2 runs compared" in words and "reduce_scatter=true" in words and "Ledger:" in words
+    assert '"showSendToCloud": false' in text

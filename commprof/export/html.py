@@ -1,0 +1,199 @@
+"""Runs as one HTML file that opens anywhere, offline: facts, verdict, figures of the dashboard, and their numbers.
+
+The figures are those of ``commprof_dash.charts``, which is imported only here and only now; plotly.js stands in the file.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import pandas as pd
+
+from commprof import __version__
+from commprof.analysis import api
+from commprof.analysis.api import AnyRun, Run
+from commprof.errors import CommprofError
+from commprof.export.csv import opened_runs
+from commprof.export.files import ExportedFile, Progress, staged
+from commprof.export.tables import run_names
+
+REPORT: Final = "report.html"
+_MOST_ROWS: Final = 200
+
+_STYLE: Final = """
+:root { color-scheme: light; }
+body { font: 15px/1.5 -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; color: #212529; margin: 0 auto;
+  max-width: 1100px; padding: 24px 20px 60px; }
+h1 { font-size: 26px; margin: 0 0 4px; } h2 { font-size: 20px; margin: 36px 0 8px; }
+h3 { font-size: 16px; margin: 24px 0 4px; }
+p, li { max-width: 90ch; } .muted { color: #5c636a; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 18px; } dt { color: #5c636a; }
+dd { margin: 0; overflow-wrap: anywhere; } .scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13.5px; }
+th, td { text-align: left; padding: 3px 12px 3px 0; border-bottom: 1px solid #e5e8eb; } .number { text-align: right; }
+summary { cursor: pointer; color: #5c636a; } .note { border-left: 4px solid #e8a400; padding-left: 12px; }
+@media print { details { display: none; } }
+"""
+
+
+def export_html(
+    run: AnyRun | Sequence[AnyRun], out: Path | str, force: bool = False, progress: Progress | None = None
+) -> list[ExportedFile]:
+    """Write ``report.html`` into ``out``; of several runs with their comparison first.
+
+    Raises:
+        UsageError: ``out`` is no directory, or holds something and ``force`` is off.
+        TraceError: a run cannot be read, or ``out`` cannot be written to.
+    """
+    runs = opened_runs(run)
+    with staged(Path(out), [REPORT], force, progress) as staging:
+        staging.write_text(REPORT, "".join(_document(runs)))
+    return staging.files
+
+
+def _document(runs: Sequence[Run]) -> Iterator[str]:
+    from plotly.offline import get_plotlyjs
+
+    names = run_names(runs)
+    title = names[0] if len(runs) == 1 else f"{len(runs)} runs compared"
+    yield f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{_text(title)} - commprof</title>\n'
+    yield '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+    yield f"<style>{_STYLE}</style>\n<script>{get_plotlyjs()}</script></head>\n<body>\n<h1>{_text(title)}</h1>\n"
+    yield f'<p class="muted">Made by commprof {__version__}. payload: S of nccl-tests. '
+    yield "wire: modelled, mean bytes that a rank sends.</p>\n"
+    if len(runs) > 1:
+        yield from _comparison(runs)
+    for run, name in zip(runs, names, strict=True):
+        yield from _run(run, name)
+    yield "</body></html>\n"
+
+
+def _comparison(runs: Sequence[Run]) -> Iterator[str]:
+    from commprof_dash.charts import times, traffic
+    from commprof_dash.charts.series import with_series
+    from commprof_dash.measures import WIRE
+
+    both = api.compare_both(list(runs))
+    labels = [str(label) for label in both.settings["label"]]
+    yield "<h2>Comparison</h2>\n"
+    frame = with_series(both.traffic)
+    if len(frame):
+        yield from _figure(
+            "Traffic of a step by setting", traffic.by_setting(frame, labels, WIRE, "light"), frame
+        )
+    if both.settings["step_time_ns"].notna().any():
+        columns = [
+            "label",
+            "step_time_ns",
+            "step_time_low_ns",
+            "step_time_high_ns",
+            "interval_over",
+            "repeats",
+        ]
+        yield from _figure(
+            "Step time", times.by_setting(both.settings[columns], "light"), both.settings[columns]
+        )
+    yield _table(both.settings)
+
+
+def _run(run: Run, name: str) -> Iterator[str]:
+    from commprof_dash.charts import times, traffic
+    from commprof_dash.data import Runs
+    from commprof_dash.measures import WIRE
+
+    facts = api.overview(run)
+    yield f"<h2>{_text(name)}</h2>\n"
+    yield _facts(facts)
+    if facts["notes"]:
+        items = "".join(f"<li>{_text(note)}</li>" for note in facts["notes"])
+        yield f'<div class="note"><h3>What is missing</h3><ul>{items}</ul></div>\n'
+    yield from _verdict(run)
+    shown = Runs(run.path)
+    (own,) = shown.names()[:1] or (None,)
+    if own is None:
+        return
+    by_step = shown.traffic_by_step(own)
+    if len(by_step):
+        yield from _figure("Traffic per step, by operation", traffic.by_step(by_step, WIRE, "light"), by_step)
+    by_purpose = shown.traffic_by_purpose(own)
+    if len(by_purpose):
+        yield from _figure("Traffic by purpose", traffic.by_purpose(by_purpose, WIRE, "light"), by_purpose)
+    steps = shown.step_times(own)
+    if steps["duration_ns"].notna().any():
+        yield from _figure("Step time and exposed communication", times.over_steps(steps, "light"), steps)
+
+
+def _verdict(run: Run) -> Iterator[str]:
+    try:
+        verdict = api.verify(run)
+    except CommprofError as error:
+        yield f'<p class="muted">The ledger cannot be told: {_text(error)}</p>\n'
+        return
+    sentences = "".join(f"<li>{_text(sentence)}</li>" for sentence in verdict.sentences)
+    yield f"<h3>Ledger: {_text(verdict.state)}</h3><ul>{sentences}</ul>\n"
+
+
+def _facts(facts: dict[str, Any]) -> str:
+    shown = {
+        "Command": " ".join(map(str, facts["command"] or ())) or "not known",
+        "State": facts["state"],
+        "Ranks": facts["ranks_recorded"],
+        "Backends": facts["backends"] or "-",
+        "Steps": facts["steps"],
+        "Median step time": api.format_ns(facts["step_time_ns"])
+        if facts["step_time_ns"] is not None
+        else "-",
+        "Requested to reduce gradients": facts["requested_op"] or f"not known: {facts['requested_reason']}",
+        "Wire bytes, whole run": api.format_bytes(facts["wire_bytes"]),
+        "Records": f"{facts['records']:,}, {facts['lost']:,} lost, {facts['unseen']:,} unseen",
+        "torch": facts["torch"] or "-",
+    }
+    pairs = "".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in shown.items())
+    return f"<dl>{pairs}</dl>\n"
+
+
+def _figure(title: str, figure: Any, frame: pd.DataFrame) -> Iterator[str]:
+    from commprof_dash.components.graph import GRAPH_CONFIG
+
+    figure.update_layout(
+        showlegend=len(figure.data) > 1, legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
+    )
+    drawn = figure.to_html(full_html=False, include_plotlyjs=False, config=GRAPH_CONFIG)
+    label = f"{_text(title)}; the table below holds the same numbers"
+    yield f'<h3>{_text(title)}</h3>\n<div role="img" aria-label="{label}">{drawn}</div>\n'
+    yield f"<details><summary>Table ({len(frame):,} rows)</summary>{_table(frame)}</details>\n"
+
+
+def _table(frame: pd.DataFrame) -> str:
+    numeric = [pd.api.types.is_numeric_dtype(frame[name]) for name in frame.columns]
+    kinds = [' class="number"' if number else "" for number in numeric]
+    head = "".join(
+        f'<th scope="col"{kind}>{_text(name)}</th>' for name, kind in zip(frame.columns, kinds, strict=True)
+    )
+    rows = "".join(
+        "<tr>"
+        + "".join(f"<td{kind}>{_cell(value)}</td>" for value, kind in zip(row, kinds, strict=True))
+        + "</tr>"
+        for row in frame.head(_MOST_ROWS).itertuples(index=False)
+    )
+    cut = (
+        f'<p class="muted">The first {_MOST_ROWS} of {len(frame):,} rows.</p>'
+        if len(frame) > _MOST_ROWS
+        else ""
+    )
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    return f'<div class="scroll" tabindex="0">{table}</div>{cut}\n'
+
+
+def _cell(value: Any) -> str:
+    if value is None or (not isinstance(value, str | list | tuple) and pd.isna(value)):
+        return "-"
+    return _text(f"{value:,.6g}" if isinstance(value, float) else value)
+
+
+def _text(value: Any) -> str:
+    """``value`` as text that cannot be taken for markup."""
+    return html.escape(str(value), quote=True)
