@@ -349,6 +349,74 @@ STRAGGLERS: Final = Table(
     ),
     key=("rank",),
 )
+
+_ON_THE_CLOCK: Final = (
+    Column("begin_ns", "int64", "issued, on the clock of rank 0's host", unit="ns"),
+    Column("end_ns", "int64", "the last that is known of it: returned, waited for, or done on the device", unit="ns"),
+)
+
+RECORDS: Final = Table(
+    "records",
+    "The records of all ranks in order of time: the columns of collectives, and their span on one clock.",
+    (*_ON_THE_CLOCK, *(_of_schema(name) for name in schema.COLLECTIVES.names)),
+    key=schema.COLLECTIVES.key,
+)
+
+TIMELINE_BARS: Final = Table(
+    "timeline_bars",
+    "The records in a window of time.",
+    (
+        *_ON_THE_CLOCK,
+        Column("exposed_begin_ns", "int64", "from here the program stood still for it, not before its begin", True, "ns"),
+        Column("exposed_end_ns", "int64", "until here", True, "ns"),
+        Column("lane", "int64", "number of its group in the window, the largest group first"),
+        Column("level", "int64", "place within the lane: those that overlap differ, as far as there are four at most"),
+        *map(_of_schema, ("rank", "attempt", "pid", "seq", "step", "micro_step", "phase", "op", "intended_op", "purpose")),
+        *map(_of_schema, ("bucket", "parameters", "module", "pg", "group_desc", "group_ranks", "group_size")),
+        *map(_of_schema, ("pg_seq", "peer", "payload_bytes", "dtype", "is_async", "status", "call_site", "exposed_ns")),
+    ),
+    key=schema.COLLECTIVES.key,
+)
+
+DENSITY: Final = Table(
+    "density",
+    "How busy each rank was in each bin of a window of time, by operation; only what is not 0.",
+    (
+        _of_schema("rank"),
+        Column("begin_ns", "int64", "the bin begins, on the clock of rank 0's host", unit="ns"),
+        Column("end_ns", "int64", "the bin ends", unit="ns"),
+        _of_schema("op"),
+        Column("busy_ns", "int64", "time in which it was under way; a moment counts once, for what began first", unit="ns"),
+        Column("busy_share", "float64", "part of the bin"),
+        Column("exposed_ns", "int64", "time in which the program stood still for it; a moment counts once", unit="ns"),
+    ),
+    key=("rank", "begin_ns", "op"),
+)
+
+BANDS: Final = Table(
+    "bands",
+    "Steps and phases of the lowest rank in a window of time.",
+    (
+        Column("kind", "string", "step or phase", values=("step", "phase")),
+        *map(_of_schema, ("attempt", "step")),
+        replace(_of_schema("micro_step"), nullable=True),
+        Column("name", "string", "the step, or the phase"),
+        Column("begin_ns", "int64", "the step began; the first record of the phase", unit="ns"),
+        Column("end_ns", "int64", "the step ended; the last record of the phase", unit="ns"),
+    ),
+)
+
+PARTNERS: Final = Table(
+    "partners",
+    "One collective or message on all ranks that recorded it.",
+    (
+        *map(_of_schema, ("rank", "attempt", "pid", "seq", "op")),
+        *_ON_THE_CLOCK,
+        Column("lateness_ns", "int64", "issued after the first rank", unit="ns"),
+        _of_schema("exposed_ns"),
+    ),
+    key=schema.COLLECTIVES.key,
+)
 # fmt: on
 
 # By the name of the function in api.py that gives them.
@@ -364,4 +432,9 @@ ANSWERS: Final[dict[str, Table]] = {
     "exposure_per_step": EXPOSURE_PER_STEP,
     "arrivals": ARRIVALS,
     "stragglers": STRAGGLERS,
+    "records": RECORDS,
+    "timeline_bars": TIMELINE_BARS,
+    "density": DENSITY,
+    "bands": BANDS,
+    "partners": PARTNERS,
 }

@@ -7,7 +7,7 @@ nccl-tests), ``wire_bytes`` (modelled: mean bytes that a rank of the group sends
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -17,12 +17,20 @@ import pyarrow as pa
 from commprof.analysis import arrivals as arrivals_module
 from commprof.analysis import comparison, counters, expectation, listing, steps, summary
 from commprof.analysis import exposure as exposure_module
+from commprof.analysis import index as index_module
+from commprof.analysis import records as records_module
 from commprof.analysis import settings as settings_module
+from commprof.analysis import timeline as timeline_module
 from commprof.analysis import traffic as traffic_module
 from commprof.analysis.answers import ANSWERS, EXPOSURE_BY, GROUPINGS
 from commprof.analysis.csv_text import frame_csv, write_csv
 from commprof.analysis.frames import from_arrow
 from commprof.analysis.question import query as ask_question
+from commprof.analysis.record import Record
+from commprof.analysis.record import record as record_of
+from commprof.analysis.records import Filter
+from commprof.analysis.records import Page as RecordsPage
+from commprof.analysis.timeline import MOST_BARS, Timeline
 from commprof.analysis.units import format_bytes, format_ns
 from commprof.errors import UsageError
 from commprof.ledger import verification
@@ -34,7 +42,11 @@ __all__ = [
     "TABLES",
     "TRAFFIC_BY",
     "Comparison",
+    "Filter",
+    "Record",
+    "RecordsPage",
     "Run",
+    "Timeline",
     "arrivals",
     "compare",
     "compare_both",
@@ -45,15 +57,21 @@ __all__ = [
     "format_bytes",
     "format_ns",
     "frame_csv",
+    "index",
     "moved",
     "open_run",
     "overview",
     "query",
+    "record",
+    "records_csv",
+    "records_page",
     "requested",
     "settings",
     "step_times",
+    "step_window",
     "stragglers",
     "table",
+    "timeline",
     "traffic",
     "traffic_by_setting",
     "verify",
@@ -295,6 +313,93 @@ def query(run: AnyRun, sql: str) -> pd.DataFrame:
     exact = {pa.int64(): pd.Int64Dtype(), pa.int32(): pd.Int32Dtype()}
     frame: pd.DataFrame = answer.to_pandas(types_mapper=exact.get)
     return frame
+
+
+def index(run: AnyRun, progress: index_module.Progress | None = None) -> dict[str, Any]:
+    """Build the index of a run, unless it is there and holds; the questions below do so by themselves when they are asked.
+
+    Args:
+        progress: told now and then how many records of how many are done.
+
+    Returns:
+        ``records``, ``begin_ns`` and ``end_ns`` of the run, ``ranks``, ``ops``, and ``in_file``: False where it is held in
+        memory (a small run, one that is still going, a directory that cannot be written to).
+
+    Raises:
+        TraceError: the run cannot be read, or is too large to be held in memory and cannot be written to.
+    """
+    found = index_module.index_of(run, progress)
+    return {
+        **{name: found.facts[name] for name in ("records", "begin_ns", "end_ns", "ranks", "ops", "state")},
+        "in_file": found.path is not None,
+    }
+
+
+def timeline(
+    run: AnyRun,
+    begin_ns: int | None = None,
+    end_ns: int | None = None,
+    pixels: int = 1200,
+    ranks: Sequence[int] | None = None,
+    most_bars: int = MOST_BARS,
+) -> Timeline:
+    """What happened between ``begin_ns`` and ``end_ns`` (default: the whole run): each record, or how busy each rank was.
+
+    Up to ``most_bars`` records are given as they are (``bars``). More are given as ``density``: for how long each rank was
+    busy in each of about ``pixels`` bins, by operation. A bin's edges may lie a little outside of the window.
+
+    Args:
+        ranks: those that are shown; default: all.
+
+    Raises:
+        UsageError: the window has no length.
+    """
+    return timeline_module.timeline(index_module.index_of(run), begin_ns, end_ns, pixels, ranks, most_bars)
+
+
+def step_window(run: AnyRun, step: int) -> tuple[int, int] | None:
+    """When a training step began and ended, on the clock of :func:`timeline`; None where none of that number ended."""
+    return timeline_module.step_window(index_module.index_of(run), step)
+
+
+def records_page(
+    run: AnyRun,
+    filters: Sequence[Filter] = (),
+    sort: str | None = None,
+    offset: int = 0,
+    limit: int = 100,
+) -> RecordsPage:
+    """Some of the records that fit all ``filters``, and how many fit.
+
+    Args:
+        sort: a column, with a minus before it for the largest first; default: in order of time. Null comes last.
+        offset: rows to leave out before the first; ``limit``: rows to give, 10,000 at most.
+
+    Raises:
+        UsageError: there is no such column or test, or a value is not of the column's type.
+    """
+    return records_module.page(index_module.index_of(run), filters, sort, offset, limit)
+
+
+def records_csv(
+    run: AnyRun,
+    filters: Sequence[Filter] = (),
+    sort: str | None = None,
+    columns: Sequence[str] | None = None,
+) -> Iterator[bytes]:
+    """All records that fit as CSV, in parts: see :func:`records_page`."""
+    return records_module.csv_parts(index_module.index_of(run), filters, sort, columns)
+
+
+def record(
+    run: AnyRun, rank: int, seq: int, attempt: int | None = None, pid: int | None = None
+) -> Record | None:
+    """One record with its bucket, its NCCL lines, and the same collective on the other ranks; None where there is none.
+
+    Args:
+        attempt, pid: which process of the rank; default: the last one.
+    """
+    return record_of(index_module.index_of(run), rank, seq, attempt, pid)
 
 
 def describe_columns(name: str) -> dict[str, Column]:

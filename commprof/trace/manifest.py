@@ -17,7 +17,7 @@ from commprof import __version__
 from commprof.errors import SchemaError, TraceError, UsageError
 from commprof.schema import SCHEMA_VERSION, TABLES
 from commprof.trace.content import printable, read_content
-from commprof.trace.directory import COLLECTIVES_DIRECTORY, MANIFEST_NAME, is_run
+from commprof.trace.directory import COLLECTIVES_DIRECTORY, INDEX_NAME, MANIFEST_NAME, is_run
 from commprof.trace.layout import parse_stem
 
 RUNNING: Final = "running"
@@ -29,6 +29,7 @@ _OUR_NAMES: Final = frozenset(
     {
         MANIFEST_NAME,
         COLLECTIVES_DIRECTORY,
+        INDEX_NAME,
         "config.json",
         "nccl",
         "wire",
@@ -313,7 +314,9 @@ def _make_room(path: Path, force: bool) -> None:
 
 def _is_ours(child: Path) -> bool:
     """Whether commprof itself may have put ``child`` into a run directory."""
-    if child.name in _OUR_NAMES or child.name.startswith((f".{MANIFEST_NAME}-", ".rank-")):
+    if child.name in _OUR_NAMES or child.name.startswith(
+        (f".{MANIFEST_NAME}-", f".{INDEX_NAME}-", ".rank-")
+    ):
         return True
     return parse_stem(child.stem) is not None or (
         child.suffix == ".parquet" and child.stem.lstrip(".") in TABLES

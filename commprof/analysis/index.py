@@ -1,0 +1,256 @@
+"""The index of a run: its records in order of time on one clock, and how busy each rank was, in a DuckDB file beside them.
+
+It holds nothing that the run does not, so it may be deleted at any time and is built again when a file of the run
+changes. Where the directory cannot be written to, and for small runs and those still going, it is held in memory.
+
+Tables: ``records`` in order of ``begin_ns`` (:mod:`commprof.analysis.spans`), ``kinds``, ``density`` (level, rank, op, bin,
+busy_ns, still_ns; only what is not 0), ``bands`` (steps and phases), ``facts``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import duckdb
+import pyarrow as pa
+
+from commprof.analysis.index_tables import fill
+from commprof.errors import TraceError
+from commprof.trace.directory import COLLECTIVES_DIRECTORY, INDEX_NAME, MANIFEST_NAME, resolve
+from commprof.trace.layout import rank_files
+from commprof.trace.reader import Run, open_run
+
+VERSION: Final = 1
+MOST_IN_MEMORY: Final = 5_000_000  # records; more need the file
+_FEWEST_IN_FILE: Final = 300_000  # fewer are indexed in less time than a person notices
+_KEPT: Final = 8  # indexes that stay open
+_LIVE_SECONDS: Final = 2.0  # how old the picture of a run that is still going may be
+_INPUTS: Final = ("clocks", "clock_offsets", "steps")
+
+Progress = Callable[[int, int], None]
+
+
+class Index:
+    """An opened index. Questions are asked one at a time.
+
+    Attributes:
+        run: the run directory.
+        facts: records, begin_ns, end_ns, ranks, ops, unknown_clocks, levels (bin width and number of bins of each).
+        path: its file; None for one in memory.
+        stamp: the :func:`fingerprint` of the files that it was made from.
+    """
+
+    def __init__(self, run: Path, engine: duckdb.DuckDBPyConnection, path: Path | None) -> None:
+        self.run = run
+        self.path = path
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._opened: Run | None = None
+        self.stamp = str(_one(engine, "select value from facts where name = 'fingerprint'"))
+        self.facts: Mapping[str, Any] = json.loads(
+            _one(engine, "select value from facts where name = 'facts'")
+        )
+        self.kept: dict[Any, Any] = {}  # what questions found and may need again
+        self.born = time.monotonic()
+        self.seconds = 0.0  # that opening or building it took
+
+    def ask(self, sql: str, values: Sequence[Any] = ()) -> pa.Table:
+        """The answer to ``sql``, with ``values`` in the place of its question marks.
+
+        Raises:
+            TraceError: the file was damaged since.
+        """
+        with self._lock:
+            try:
+                return self._engine.sql(sql, params=list(values)).to_arrow_table()
+            except duckdb.Error as error:
+                raise TraceError(f"the index of {self.run} cannot be read: {_first_line(error)}") from None
+
+    def opened(self) -> Run:
+        """The run itself, for its other tables."""
+        if self._opened is None:
+            self._opened = open_run(self.run)
+        return self._opened
+
+    def close(self) -> None:
+        """Close it, once nobody asks it anything."""
+        with self._lock:
+            self._engine.close()
+
+
+class _Shelf:
+    """The indexes that are open in this process, by run directory."""
+
+    def __init__(self) -> None:
+        self._held: OrderedDict[Path, Index] = OrderedDict()
+        self._lock = threading.Lock()
+        self._building: dict[Path, threading.Lock] = {}
+
+    def take(self, run: Path, make: Callable[[], Index]) -> Index:
+        """The index of ``run``: the one that is open, where it still holds, else what ``make`` gives."""
+        run = run.resolve()
+        with self._lock:
+            building = self._building.setdefault(run, threading.Lock())
+        with building:  # ten tabs wait for one build
+            with self._lock:
+                held = self._held.get(run)
+                if held is not None:
+                    young = time.monotonic() - held.born < max(_LIVE_SECONDS, 10 * held.seconds)
+                    if held.stamp == fingerprint(run) and (young or not _is_live(run)):
+                        self._held.move_to_end(run)
+                        return held
+                    # A file that is open under the same name would be found in the place of the new one.
+                    self._held.pop(run).close()
+            begin = time.monotonic()
+            index = make()
+            index.seconds = time.monotonic() - begin
+            with self._lock:
+                self._held[run] = index
+                while len(self._held) > _KEPT:
+                    self._held.popitem(last=False)[1].close()
+            return index
+
+    def forget(self, run: Path) -> None:
+        """Close the index of ``run``, if it is open."""
+        with self._lock:
+            held = self._held.pop(run.resolve(), None)
+        if held is not None:
+            held.close()
+
+
+_shelf: Final = _Shelf()
+
+
+def index_of(run: Run | Path | str, progress: Progress | None = None) -> Index:
+    """The index of ``run``, opened; it is built first where there is none that holds.
+
+    Args:
+        progress: told how many records of how many are done, now and then, while it is built.
+
+    Raises:
+        TraceError: the run cannot be read; or it is large and its directory cannot be written to.
+    """
+    path = run.path if isinstance(run, Run) else resolve(run)
+    return _shelf.take(path, lambda: _open(path, run if isinstance(run, Run) else None, progress or _ignore))
+
+
+def fingerprint(run: Path) -> str:
+    """What the files that an index is made from look like: another one when any of them changes."""
+    files = [run / f"{name}.parquet" for name in _INPUTS]
+    files += [run / MANIFEST_NAME, *sorted((run / COLLECTIVES_DIRECTORY).glob("*.parquet"))]
+    files += sorted(run.glob("rank-*"))
+    found: list[Any] = [VERSION]
+    for file in files:
+        with contextlib.suppress(OSError):
+            status = file.stat()
+            found.append((file.name, status.st_size, status.st_mtime_ns))
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+
+
+def _open(path: Path, run: Run | None, progress: Progress) -> Index:
+    file = path / INDEX_NAME
+    if not _is_live(path):
+        index = _existing(path, file)
+        if index is not None:
+            return index
+    run = run or open_run(path)  # finalises a run that was killed, and so changes its files
+    records = run.health.records
+    if records < _FEWEST_IN_FILE or run.health.state == "running" or _is_live(path):
+        return _in_memory(run, progress)
+    try:
+        with _locked(path):
+            index = _existing(path, file)  # somebody else may have built it meanwhile
+            if index is None:
+                _write(run, file, progress)
+    except OSError as error:
+        if records > MOST_IN_MEMORY:
+            raise TraceError(
+                f"{path} has {records:,} records, and its index cannot be written: {error.strerror or error}. Copy the run "
+                "to a directory that you may write to"
+            ) from None
+        return _in_memory(run, progress)
+    return index or _existing(path, file) or _in_memory(run, progress)
+
+
+def _existing(run: Path, file: Path) -> Index | None:
+    """The index in ``file``; None where there is none, or another run's, or half of one."""
+    if not file.is_file():
+        return None
+    engine = None
+    try:
+        engine = duckdb.connect(str(file), read_only=True)
+        if _one(engine, "select value from facts where name = 'fingerprint'") == fingerprint(run):
+            return Index(run, engine, file)
+    except (duckdb.Error, ValueError, TypeError):
+        pass
+    if engine is not None:
+        engine.close()
+    return None
+
+
+def _in_memory(run: Run, progress: Progress) -> Index:
+    engine = duckdb.connect()
+    fill(engine, run, {"fingerprint": fingerprint(run.path)}, progress)
+    return Index(run.path, engine, None)
+
+
+def _write(run: Run, file: Path, progress: Progress) -> None:
+    """Write the index, whole or not at all. OSError: it cannot be written."""
+    for left in run.path.glob(f".{INDEX_NAME}-*"):  # of a process that was killed; its lock is ours now
+        _remove(left)
+    with TemporaryDirectory(dir=run.path, prefix=f".{INDEX_NAME}-", ignore_cleanup_errors=True) as folder:
+        temporary = Path(folder) / INDEX_NAME
+        try:
+            with duckdb.connect(str(temporary), config={"temp_directory": folder}) as engine:
+                fill(engine, run, {"fingerprint": fingerprint(run.path)}, progress)
+        except duckdb.Error as error:
+            raise OSError(_first_line(error)) from None
+        temporary.replace(file)
+
+
+def _remove(left: Path) -> None:
+    if left.is_dir() and not left.is_symlink():
+        shutil.rmtree(left, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(run: Path) -> Iterator[None]:
+    """Alone with ``run`` among those who build an index; a lock on the directory leaves no file behind."""
+    descriptor = os.open(run, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(
+            OSError
+        ):  # a file system without locks: the rename keeps the file whole anyway
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_live(run: Path) -> bool:
+    return bool(rank_files(run))
+
+
+def _one(engine: duckdb.DuckDBPyConnection, sql: str) -> Any:
+    rows = engine.execute(sql).fetchall()  # all: a connection with an unread result refuses other questions
+    return rows[0][0] if rows else None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _ignore(done: int, of: int) -> None:
+    return None

@@ -1,0 +1,231 @@
+"""What stands in the index of a run: its tables, filled from the run's files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+
+from commprof.align.reference_clock import ReferenceClock
+from commprof.analysis.density import Numbers, binned, folded
+from commprof.analysis.spans import SPANS, Kinds, parts, spans
+from commprof.schema import OPS
+from commprof.trace.reader import Run
+
+_BATCH: Final = 262_144
+_ROWS_AT_A_TIME: Final = 2_000_000
+_MOST_BINS: Final = 1 << 15
+_MOST_CELLS: Final = 1 << 19  # ranks x bins
+_FEWEST_BINS: Final = 1 << 9
+FOLD: Final = 16  # bins of the fine level that are one of the coarse level
+
+_RECORDS: Final = "create table records as select * from spans order by begin_ns, rank, attempt, pid, seq"
+_BUSY: Final = """
+select r.rank, k.op, r.end_ns, r.busy_ns, coalesce(r.held_end_ns, 0) as held_end_ns, r.still_ns
+from records r join kinds k using (kind)
+where r.rowid >= ? and r.rowid < ?
+"""
+_PHASES: Final = """
+with watched as (select attempt, min(rank) as rank from records group by attempt),
+seen as (
+    select r.attempt, r.step, r.micro_step, k.phase, r.begin_ns, r.end_ns, r.rowid as place
+    from records r join watched w on r.attempt = w.attempt and r.rank = w.rank join kinds k using (kind)
+),
+marked as (
+    select *,
+        case when lag(phase) over (partition by attempt order by place) = phase
+            and lag(step) over (partition by attempt order by place) = step
+            and lag(micro_step) over (partition by attempt order by place) = micro_step then 0 else 1 end as is_new
+    from seen
+),
+numbered as (
+    select *, sum(is_new) over (partition by attempt order by place rows unbounded preceding) as band from marked
+)
+insert into bands
+select 'phase', attempt, any_value(step), any_value(micro_step), any_value(phase), min(begin_ns), max(end_ns)
+from numbered
+group by attempt, band
+"""
+
+
+def fill(
+    engine: duckdb.DuckDBPyConnection,
+    run: Run,
+    facts: Mapping[str, Any],
+    progress: Callable[[int, int], None],
+) -> None:
+    """Create and fill the tables of the index of ``run`` in ``engine``'s database.
+
+    Raises:
+        TraceError: a file of the run is damaged. duckdb.Error: the database cannot be written.
+    """
+    source = _Source(run, progress)
+    engine.register("spans", source.reader())
+    engine.execute(_RECORDS)
+    engine.unregister("spans")
+    _keep(engine, "kinds", source.kinds.table())
+    records, begin, end = engine.execute(
+        "select count(*), coalesce(min(begin_ns), 0), coalesce(max(end_ns), 0) from records"
+    ).fetchall()[0]
+    ranks = [row[0] for row in engine.execute("select distinct rank from records order by rank").fetchall()]
+    levels = _fill_density(engine, ranks, begin, end, records)
+    engine.execute(
+        "create table bands (kind text, attempt integer, step integer, micro_step integer, name text, begin_ns bigint, "
+        "end_ns bigint)"
+    )
+    _fill_steps(engine, run, source.clock)
+    engine.execute(_PHASES)
+    held = {
+        "records": records,
+        "begin_ns": begin,
+        "end_ns": end,
+        "ranks": ranks,
+        "ops": [row[0] for row in engine.execute("select distinct op from kinds order by op").fetchall()],
+        "unknown_clocks": source.unknown_clocks,
+        "levels": levels,
+        "state": run.health.state,
+    }
+    rows = [{"name": name, "value": value} for name, value in facts.items()]
+    rows.append({"name": "facts", "value": json.dumps(held)})
+    _keep(engine, "facts", pa.Table.from_pylist(rows))
+    progress(records, records)
+
+
+class _Source:
+    """The spans of a run as a stream, and what is learned on the way."""
+
+    def __init__(self, run: Run, progress: Callable[[int, int], None]) -> None:
+        self.kinds = Kinds()
+        self.unknown_clocks = 0
+        self.clock = _clock(run)
+        self._run = run
+        self._progress = progress
+
+    def reader(self) -> pa.RecordBatchReader:
+        """All spans, each once."""
+        return pa.RecordBatchReader.from_batches(SPANS, self._batches())
+
+    def _batches(self) -> Iterator[pa.RecordBatch]:
+        done, total = 0, self._run.health.records
+        for part in parts(self._run.scan("collectives")):
+            self._progress(done, max(total, done))
+            found = spans(part, self.clock, self.kinds)
+            self.unknown_clocks += found.unknown_clocks
+            yield from found.rows.to_batches(max_chunksize=_BATCH)
+            done += len(part)
+
+
+def _clock(run: Run) -> ReferenceClock | None:
+    """The clock of the run; None where all its processes read one, and nothing need be added to any time."""
+    clock = ReferenceClock(
+        run.table("clocks").to_pylist(),
+        run.table("clock_offsets").to_pylist(),
+        one_host=len(run.manifest.hosts) < 2,
+    )
+    processes = {(entry["rank"], entry["attempt"], entry["pid"]) for entry in run.manifest.ranks}
+    return None if len({clock.clock_of(process) for process in processes}) < 2 else clock
+
+
+def _keep(engine: duckdb.DuckDBPyConnection, name: str, rows: pa.Table) -> None:
+    engine.register("rows_to_keep", rows)
+    engine.execute(f"create table {name} as select * from rows_to_keep")
+    engine.unregister("rows_to_keep")
+
+
+def _fill_density(
+    engine: duckdb.DuckDBPyConnection, ranks: list[int], begin: int, end: int, records: int
+) -> list[dict[str, int]]:
+    """Fill the table of what each rank and operation has in each bin; gives the levels, the coarse one first."""
+    engine.execute(
+        "create table density (level integer, rank integer, op text, bin integer, busy_ns bigint, still_ns bigint)"
+    )
+    if not ranks:
+        return []
+    bins = _bins(len(ranks), records)
+    width = max(1, -(-(end - begin) // bins))
+    busy, still = (np.zeros((len(ranks) * len(OPS), bins), np.int64) for _ in range(2))
+    for first in range(0, records, _ROWS_AT_A_TIME):
+        rows = engine.sql(_BUSY, params=[first, first + _ROWS_AT_A_TIME]).to_arrow_table()
+        cells = cells_of(rows, ranks)
+        for sums, until, length in ((busy, "end_ns", "busy_ns"), (still, "held_end_ns", "still_ns")):
+            ends, lengths = rows[until].to_numpy(), rows[length].to_numpy()
+            sums += binned(ends - lengths, ends, cells, len(sums), begin, width, bins)
+    for level, factor in ((1, 1), (0, FOLD)):
+        _keep_level(engine, level, ranks, folded(busy, factor), folded(still, factor))
+    engine.execute("create table sorted_density as select * from density order by level, bin, rank, op")
+    engine.execute("drop table density")
+    engine.execute("alter table sorted_density rename to density")
+    return [{"width_ns": width * FOLD, "bins": bins // FOLD}, {"width_ns": width, "bins": bins}]
+
+
+def _bins(ranks: int, records: int) -> int:
+    """How many fine bins: a power of two, so that the coarse ones are whole."""
+    most = min(_MOST_BINS, max(_FEWEST_BINS, min(_MOST_CELLS // ranks, records)))
+    return 1 << (most.bit_length() - 1)
+
+
+def cells_of(rows: pa.Table, ranks: list[int]) -> Numbers:
+    """The row of each of ``rows`` (rank, op) in a table of ranks x operations."""
+    place = np.searchsorted(np.array(ranks), rows["rank"].to_numpy())
+    encoded = rows["op"].combine_chunks().dictionary_encode()
+    encoded = encoded.combine_chunks() if isinstance(encoded, pa.ChunkedArray) else encoded
+    numbers = np.array([OPS.index(name) for name in encoded.dictionary.to_pylist()] or [0], np.int64)
+    cells: Numbers = place * len(OPS) + numbers[encoded.indices.to_numpy(zero_copy_only=False)]
+    return cells
+
+
+def _keep_level(
+    engine: duckdb.DuckDBPyConnection, level: int, ranks: list[int], busy: Numbers, still: Numbers
+) -> None:
+    cell, place = np.nonzero(busy | still)
+    if not len(cell):
+        return
+    rows = pa.table(
+        {
+            "level": np.full(len(cell), level, np.int32),
+            "rank": np.array(ranks, np.int32)[cell // len(OPS)],
+            "op": pa.array(OPS).take(pa.array(cell % len(OPS))),
+            "bin": place.astype(np.int32),
+            "busy_ns": busy[cell, place],
+            "still_ns": still[cell, place],
+        }
+    )
+    engine.register("rows_to_keep", rows)
+    engine.execute("insert into density select * from rows_to_keep")
+    engine.unregister("rows_to_keep")
+
+
+def _fill_steps(engine: duckdb.DuckDBPyConnection, run: Run, clock: ReferenceClock | None) -> None:
+    """The steps of the lowest rank of each attempt as bands."""
+    steps = run.table("steps")
+    if not len(steps):
+        return
+    lowest: dict[int, int] = {}
+    for attempt, rank in zip(steps["attempt"].to_pylist(), steps["rank"].to_pylist(), strict=True):
+        lowest[attempt] = min(rank, lowest.get(attempt, rank))
+    rows = [
+        ("step", row["attempt"], row["step"], None, f"step {row['step']}", row["begin_ns"], row["end_ns"])
+        for row in steps.select(["rank", "attempt", "pid", "step", "begin_ns", "end_ns"]).to_pylist()
+        if row["rank"] == lowest[row["attempt"]] and row["end_ns"] is not None and row["step"] >= 0
+        for row in [_on_the_clock(row, clock)]
+    ]
+    names = ("kind", "attempt", "step", "micro_step", "name", "begin_ns", "end_ns")
+    columns = zip(*rows, strict=True) if rows else [()] * len(names)
+    types = (pa.string(), pa.int32(), pa.int32(), pa.int32(), pa.string(), pa.int64(), pa.int64())
+    table = pa.table([pa.array(c, t) for c, t in zip(columns, types, strict=True)], names)
+    engine.register("rows_to_keep", table)
+    engine.execute("insert into bands select * from rows_to_keep order by begin_ns")
+    engine.unregister("rows_to_keep")
+
+
+def _on_the_clock(row: dict[str, Any], clock: ReferenceClock | None) -> dict[str, Any]:
+    if clock is None:
+        return row
+    times = np.array([row["begin_ns"], row["end_ns"]], np.int64)
+    measured = clock.offset((row["rank"], row["attempt"], row["pid"]), times)
+    begin, end = (times if measured is None else times + measured.offset_ns).tolist()
+    return row | {"begin_ns": begin, "end_ns": end}

@@ -1,0 +1,209 @@
+"""The records of a run as spans of time on one clock, part by part: what the index of a run is made of.
+
+A span is a record from its issue until the last that is known of it: it returned, its wait ended, the device was done.
+Spans of one process overlap. For what a moment was spent on, each has a part of its own, ``busy_ns``: its end, as far as no
+span that began before it reaches. These parts overlap nowhere, so their lengths add up to the time that anything was under
+way.
+``still_ns`` is the same of the times that the program stood still (``exposed_ns``, up to ``held_end_ns``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from commprof.align.distinct import split_by
+from commprof.align.reference_clock import ReferenceClock
+from commprof.errors import TraceError
+from commprof.schema import COLLECTIVES
+from commprof.trace.reader import Scan
+
+Numbers = npt.NDArray[np.int64]
+
+# What differs from record to record; the other columns, which repeat, are kept once for each of their combinations.
+OWN_COLUMNS: Final = (
+    *(
+        "rank",
+        "attempt",
+        "pid",
+        "seq",
+        "step",
+        "micro_step",
+        "pg_seq",
+        "group_rank",
+        "coalesce_id",
+        "replays",
+    ),
+    *("issue_ns", "return_ns", "wait_begin_ns", "wait_end_ns", "device_begin_ns", "device_end_ns"),
+    "exposed_ns",
+)
+KIND_COLUMNS: Final = tuple(name for name in COLLECTIVES.names if name not in OWN_COLUMNS)
+SPAN_COLUMNS: Final = ("begin_ns", "end_ns", "busy_ns", "held_end_ns", "still_ns")
+_ARROW: Final = {"string": pa.string(), "bool": pa.bool_(), "int32": pa.int32(), "int64": pa.int64()}
+SPANS: Final = pa.schema(
+    [
+        *((name, _ARROW[COLLECTIVES.column(name).type]) for name in OWN_COLUMNS),
+        ("kind", pa.int32()),
+        *((name, pa.int64()) for name in SPAN_COLUMNS),
+    ]
+)
+_ENDS: Final = ("return_ns", "wait_end_ns", "device_end_ns")
+_STRINGS: Final = [column.name for column in COLLECTIVES.columns if column.type == "string"]
+_MOST_CODES: Final = 1 << 40
+_FARTHEST: Final = (
+    1 << 60
+)  # no clock is beyond; a damaged time counts as this, so that differences fit 64 bits
+
+
+class Kinds:
+    """The distinct combinations of :data:`KIND_COLUMNS`, numbered in the order in which they come."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[Any, ...], int] = {}
+
+    def number(self, rows: pa.Table) -> Numbers:
+        """The number of each row's combination."""
+        codes, first = _distinct(rows.select(KIND_COLUMNS))
+        found = rows.select(KIND_COLUMNS).take(pa.array(first))
+        combinations = zip(*(column.to_pylist() for column in found.columns), strict=True)
+        numbers = [self._numbers.setdefault(one, len(self._numbers)) for one in combinations]
+        return np.array(numbers, np.int64)[codes]
+
+    def table(self) -> pa.Table:
+        """One row per combination: ``kind`` and the columns."""
+        columns = list(zip(*self._numbers, strict=True)) or [()] * len(KIND_COLUMNS)
+        arrays = [
+            pa.array(values, _ARROW[COLLECTIVES.column(name).type])
+            for name, values in zip(KIND_COLUMNS, columns, strict=True)
+        ]
+        return pa.table([pa.array(range(len(self._numbers)), pa.int32()), *arrays], ["kind", *KIND_COLUMNS])
+
+
+class Spans(NamedTuple):
+    """The spans of some processes: :data:`OWN_COLUMNS`, ``kind`` and :data:`SPAN_COLUMNS`."""
+
+    rows: pa.Table
+    unknown_clocks: int  # rows whose clock was never compared with the reference: their times are their own
+
+
+def parts(collectives: pa.Table | Scan) -> Iterator[pa.Table]:
+    """The records in parts, each with all records of its processes.
+
+    Raises:
+        TraceError: a file is damaged.
+    """
+    if not isinstance(collectives, Scan):
+        yield collectives
+        return
+    for file in collectives.files:
+        yield _read(file)
+    if len(collectives.rest):
+        yield collectives.rest
+
+
+def _read(file: Path) -> pa.Table:
+    try:
+        return pq.read_table(file, read_dictionary=_STRINGS, partitioning=None)
+    except (OSError, pa.ArrowException) as error:
+        raise TraceError(
+            f"{file} cannot be read: {error}. It is damaged or not a Parquet file; copy it again from where it was made"
+        ) from None
+
+
+def spans(records: pa.Table, clock: ReferenceClock | None, kinds: Kinds) -> Spans:
+    """The spans of ``records``; ``clock`` None: all processes read one clock."""
+    shift, unknown = np.zeros(len(records), np.int64), 0
+    if clock is not None and len(records):
+        readings = clock.readings(records)
+        shift = np.where(readings.known, readings.offset_ns, 0)
+        unknown = int((~readings.known).sum())
+    issue = _filled(records["issue_ns"], 0)
+    end = issue.copy()
+    for name in _ENDS:
+        np.maximum(end, _filled(records[name], -_FARTHEST), out=end)
+    held_end, exposed, is_held = _held(records)
+    process, _ = _distinct(records.select(["rank", "attempt", "pid"]))
+    busy, still = np.zeros(len(records), np.int64), np.zeros(len(records), np.int64)
+    for mine in split_by(process, np.arange(len(records))):
+        busy[mine] = own_parts(issue[mine], end[mine])
+        held = mine[is_held[mine]]
+        still[held] = own_parts(held_end[held] - exposed[held], held_end[held])
+    added = [
+        pa.array(kinds.number(records).astype(np.int32)),
+        pa.array(issue + shift),
+        pa.array(end + shift),
+        pa.array(busy),
+        pa.array(held_end + shift, mask=~is_held),
+        pa.array(still),
+    ]
+    own = [records[name].cast(SPANS.field(name).type) for name in OWN_COLUMNS]
+    return Spans(pa.table([*own, *added], schema=SPANS), unknown)
+
+
+def _held(records: pa.Table) -> tuple[Numbers, Numbers, npt.NDArray[np.bool_]]:
+    """Until when a record held its program, for how long, and whether it is known to (docs/times.md)."""
+    device = records["device"]
+    text = device.cast(pa.string()) if pa.types.is_dictionary(device.type) else device
+    on_host = pc.or_(pc.is_null(text), pc.fill_null(pc.equal(text, "cpu"), True))
+    until = pc.if_else(on_host, records["wait_end_ns"], records["device_end_ns"])
+    exposed = _filled(records["exposed_ns"], 0)
+    known = pc.is_valid(until).to_numpy(zero_copy_only=False) & (exposed > 0)
+    return _filled(until, 0), exposed, known
+
+
+def own_parts(begin: Numbers, end: Numbers) -> Numbers:
+    """Of each span the length of its end that no span which began before it reaches.
+
+    Spans are taken in order of their begin, those that begin together in the order given. The lengths add up to that of the
+    union of the spans: each part is ``[end - length, end)``, and no two of them overlap.
+    """
+    order = np.argsort(begin, kind="stable")
+    reached = np.maximum.accumulate(end[order])
+    start = begin[order].copy()
+    np.maximum(start[1:], reached[:-1], out=start[1:])
+    length = np.empty(len(begin), np.int64)
+    length[order] = np.maximum(end[order] - start, 0)
+    return length
+
+
+def _filled(column: pa.ChunkedArray, value: int) -> Numbers:
+    filled = pc.fill_null(column, value).to_numpy().astype(np.int64, copy=False)
+    clipped: Numbers = np.clip(filled, -_FARTHEST, _FARTHEST)
+    return clipped
+
+
+def _distinct(rows: pa.Table) -> tuple[Numbers, Numbers]:
+    """A number for each row, equal where the rows are, and the first row of each number. By hashing, without sorting."""
+    codes, bound = np.zeros(len(rows), np.int64), 1
+    for column in rows.unify_dictionaries().columns:
+        if len(rows) and not pa.types.is_dictionary(column.type):
+            column = pc.dictionary_encode(column)
+        encoded = column.combine_chunks()
+        if isinstance(encoded, pa.ChunkedArray):
+            encoded = encoded.chunk(0) if encoded.num_chunks else None
+        if encoded is None or not len(encoded):
+            continue
+        values = len(encoded.dictionary)
+        if values < 2 and not encoded.null_count:
+            continue
+        indices = pc.fill_null(encoded.indices.cast(pa.int64()), values).to_numpy(zero_copy_only=False)
+        codes, bound = codes * (values + 1) + indices, bound * (values + 1)
+        if bound > _MOST_CODES:
+            codes, bound = _renumbered(codes)
+    codes, count = _renumbered(codes)
+    first = np.empty(count, np.int64)
+    first[codes[::-1]] = np.arange(len(codes) - 1, -1, -1)  # the last one written stays: the first row
+    return codes, first
+
+
+def _renumbered(codes: Numbers) -> tuple[Numbers, int]:
+    """``codes`` as numbers from 0 without gaps, and how many there are."""
+    encoded = pc.dictionary_encode(pa.array(codes))
+    return encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64), len(encoded.dictionary)
