@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from commprof import schema
 from commprof.align.arrivals import CAUSES
+from commprof.analysis.detailed_answers import DETAILED_ANSWERS
 from commprof.schema import Column, Table
 
 _MEASURES: Final = (
@@ -437,4 +438,5 @@ ANSWERS: Final[dict[str, Table]] = {
     "density": DENSITY,
     "bands": BANDS,
     "partners": PARTNERS,
+    **DETAILED_ANSWERS,
 }

@@ -18,6 +18,7 @@ from commprof.analysis import arrivals as arrivals_module
 from commprof.analysis import comparison, counters, expectation, listing, steps, summary
 from commprof.analysis import exposure as exposure_module
 from commprof.analysis import index as index_module
+from commprof.analysis import matrix as matrix_module
 from commprof.analysis import records as records_module
 from commprof.analysis import settings as settings_module
 from commprof.analysis import timeline as timeline_module
@@ -58,9 +59,11 @@ __all__ = [
     "format_ns",
     "frame_csv",
     "index",
+    "matrix",
     "moved",
     "open_run",
     "overview",
+    "owners",
     "query",
     "record",
     "records_csv",
@@ -126,6 +129,44 @@ def traffic(run: AnyRun, by: Sequence[str] = TRAFFIC_BY) -> pd.DataFrame:
     """
     run = _opened(run)
     return traffic_module.traffic(_operations(run, run.scan("collectives")), by)
+
+
+def matrix(
+    run: AnyRun,
+    by: Sequence[str] = (),
+    steps: tuple[int, int] | None = None,
+    op: str | None = None,
+    purpose: str | None = None,
+    most_ranks: int | None = None,
+) -> pd.DataFrame:
+    """Bytes from each rank to each other: sends as recorded, collectives by a model that conserves the wire bytes of each rank.
+
+    ``docs/matrix.md`` states the model of each operation; ``frame.attrs`` has those of the frame (``models``), the bytes that
+    cannot be put on a pair (``unplaced_bytes``), the number of ``ranks``, and how many each sender and receiver stands for
+    (``ranks_per_cell``: it is the first of them).
+
+    Args:
+        by: columns of ``step``, ``phase``, ``op``, ``intended_op``, ``purpose`` and ``pg``.
+        steps: the first and the last; default: all, and what comes before them, which is step -1.
+        op, purpose: only these; ``untagged`` is what has no purpose.
+        most_ranks: rows and columns at most; neighbours are added up where there are more ranks.
+
+    Raises:
+        UsageError: a column of ``by`` cannot be grouped by.
+    """
+    run = _opened(run)
+    operations = _operations(run, run.scan("collectives"))
+    return matrix_module.matrix(operations, by, steps or matrix_module.EVERY_STEP, op, purpose, most_ranks)
+
+
+def owners(run: AnyRun, steps: tuple[int, int] | None = None) -> pd.DataFrame:
+    """What each rank owns and receives of the reduces to one owner, one row per rank of a group that has such reduces.
+
+    ``frame.attrs["imbalance"]`` is the largest ``received_bytes`` over the mean of the ranks; None without any.
+    """
+    run = _opened(run)
+    operations = _operations(run, run.scan("collectives"))
+    return matrix_module.owners(operations, steps or matrix_module.EVERY_STEP)
 
 
 def step_times(run: AnyRun) -> pd.DataFrame:

@@ -10,6 +10,9 @@
 -- What the ranks must agree on is taken from the lowest rank; a tag from any rank that carries it.
 -- The length of an all_to_all may differ between ranks: it is the mean. Elsewhere the largest is the whole.
 --
+-- root is the root, source or destination of a collective, -1 where it has none or it is not known; a message has a sender
+-- and a receiver.
+--
 -- What a run kept as sums is in neither of these records: each of its combinations is one row with as many collectives as the
 -- rank with most of them issued, and the time of a mean rank. A recv counts at its send.
 with repeated as (
@@ -43,6 +46,7 @@ shared as (
         max(group_size) as group_size,
         max_by(api, -rank) as api,
         max_by(call_site, -rank) as call_site,
+        max_by(peer, -rank) as root,
         count(*) as records,
         max(num_tensors) as tensors,
         max(payload_bytes) as largest_bytes,
@@ -139,7 +143,7 @@ operations as (
         reduce_op, backend, device, group_desc, group_size, api, call_site, records, tensors,
         1 as collectives,
         case when op = 'all_to_all' then cast(round(mean_bytes) as bigint) else largest_bytes end as payload_bytes,
-        host_ns, exposed_ns
+        host_ns, exposed_ns, root, null as sender, null as receiver
     from shared
     union all
     select
@@ -148,13 +152,17 @@ operations as (
         counted * num_tensors as tensors,
         counted as collectives,
         counted * payload_bytes as payload_bytes,
-        cast(return_ns - issue_ns as double) as host_ns, cast(exposed_ns as double) as exposed_ns
+        cast(return_ns - issue_ns as double) as host_ns, cast(exposed_ns as double) as exposed_ns,
+        -1 as root,
+        case when op = 'send' then rank else peer end as sender,
+        case when op = 'send' then peer else rank end as receiver
     from messages
     union all
     select
         attempt, pg, group_ranks, step, null as micro_step, phase, op, intended_op, purpose, null as bucket, null as owner,
         null as dtype, null as reduce_op, null as backend, null as device, null as group_desc, group_size, null as api,
-        null as call_site, records, 0 as tensors, collectives, payload_bytes, host_ns, exposed_ns
+        null as call_site, records, 0 as tensors, collectives, payload_bytes, host_ns, exposed_ns,
+        -1 as root, null as sender, null as receiver
     from summed
 )
 select
