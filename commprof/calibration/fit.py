@@ -7,8 +7,8 @@ The model is Hockney's (Parallel Computing 20, 1994)::
 Times from microseconds to seconds are in one fit and what disturbs them grows with them, so the *relative* residuals are
 made small: weighted least squares with weights 1 / t(S)^2, where t(S) is the model's own, iterated (for a constant relative
 error these are the estimating equations of quasi-likelihood: McCullagh and Nelder, Generalized Linear Models, chapter 9). A
-size that falls out of line counts less, by Huber's weights at 1.345 robust standard deviations. Latency is not negative: where
-the times want it to be, it is 0 and beta alone is fitted. Intervals are Student's, from the covariance of M-estimators
+size that falls out of line counts less, by Huber's weights at 1.345 robust standard deviations. Latency is not negative:
+where the times want it to be, it is 0 and beta alone is fitted. Intervals are Student's, from the covariance of M-estimators
 (Huber, Robust Statistics, section 7.6).
 """
 

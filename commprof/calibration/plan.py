@@ -114,7 +114,7 @@ def _checked(text: str, sizes: Sequence[int]) -> tuple[int, ...]:
     distinct = tuple(sorted(set(sizes)))
     if not distinct:
         raise UsageError(f"--sizes {text[:80]!r}: there is no size in it; {DEFAULT_SIZES} is an example")
-    if len(distinct) > _MOST_SIZES:
+    if len(sizes) > _MOST_SIZES:
         raise UsageError(f"--sizes {text[:80]}: more than {_MOST_SIZES} sizes; take a larger factor")
     return distinct
 

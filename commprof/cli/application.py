@@ -8,6 +8,7 @@ import typer
 
 from commprof.cli import (
     align,
+    calibrate,
     check,
     compare,
     dashboard,
@@ -56,6 +57,7 @@ def build() -> typer.Typer:
     app.command("paper")(paper.paper)
     app.command("import")(importing.import_)
     app.command("dashboard")(dashboard.dashboard)
+    app.command("calibrate")(calibrate.calibrate)
     app.command("dump")(dump.dump)
     app.command("doctor")(doctor.doctor)
     return app

@@ -1,0 +1,21 @@
+"""One rank of a calibration that commprof starts itself: ``python -m commprof.calibration PLAN OUT [force]``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from commprof.calibration.plan import Plan
+from commprof.calibration.rank import FORCE, carry_out, member_of
+
+
+def main() -> int:
+    """Read the arguments and be a rank."""
+    plan, out, *rest = sys.argv[1:]
+    member = member_of(os.environ, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    return carry_out(Plan.from_json(plan), Path(out), FORCE in rest, member)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

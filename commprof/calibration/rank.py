@@ -1,0 +1,54 @@
+"""One rank of a calibration: measured together with the others, the file written by the first."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from commprof.calibration.file import write_calibration
+from commprof.calibration.plan import Plan
+from commprof.calibration.sweep import Member, measure
+from commprof.errors import CommprofError
+
+FORCE: Final = "force"  # the argument that allows an earlier file to be replaced
+
+
+def member_of(environment: Mapping[str, str], rank: int, world_size: int) -> Member:
+    """The place of this process, from what launchers say of it within its host."""
+
+    def number(*names: str) -> int | None:
+        return next((int(environment[name]) for name in names if environment.get(name, "").isdecimal()), None)
+
+    local_rank = number("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+    local_size = number("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+    return Member(
+        rank,
+        world_size,
+        rank if local_rank is None else local_rank,
+        world_size if local_size is None else local_size,
+    )
+
+
+def carry_out(plan: Plan, out: Path, force: bool, member: Member) -> int:
+    """Measure with the other ranks, write the file on the first one, and return the exit code of this one."""
+    try:
+        found = measure(plan, member, _say)
+        if found is not None:
+            write_calibration(out, found, force)
+    except CommprofError as error:
+        if member.rank == 0:  # all of them have met it
+            _say(f"error: {error}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:  # of torch: a lost peer, a port that is taken
+        first = str(error).strip().partition("\n")[0][:400]
+        _say(f"error: rank {member.rank} of the calibration failed: {type(error).__name__}: {first}")
+        return 1
+    return 0
+
+
+def _say(text: str) -> None:
+    print(f"commprof: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,294 @@
+"""The sweep of a calibration, as every rank carries it out: operations by sizes, timed, the slowest rank counting.
+
+Needs torch, which is imported when a sweep begins.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from statistics import quantiles
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from commprof import hooks
+from commprof.calibration.plan import DTYPES, Plan
+from commprof.calibration.results import Calibration, Timing
+from commprof.calibration.trials import Buffers, Trial, trial
+from commprof.errors import CommprofError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+TIMEOUT_SECONDS: Final = 120
+_SIZE_NS: Final = 600_000_000  # for the iterations of one operation and size
+_LEAST_ITERATIONS: Final = 5
+_NAME_BYTES: Final = 256  # of a host, as it travels
+_ENVIRONMENT: Final = ("NCCL_", "GLOO_", "OMP_", "TORCH_NCCL_")
+
+
+class Member(NamedTuple):
+    """This process among the ranks of the sweep; ``local_*`` among those of its host."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def measure(plan: Plan, member: Member, say: Callable[[str], None]) -> Calibration | None:
+    """Carry ``plan`` out together with the other ranks; the first rank returns what was measured, the others None.
+
+    The ranks meet where ``MASTER_ADDR`` and ``MASTER_PORT`` say. A recorder that is active sees the collectives under the
+    purpose ``other``.
+
+    Args:
+        say: called with a line for each operation, on the first rank.
+
+    Raises:
+        UsageError: the plan asks for what is not here. Every rank raises it.
+        CommprofError: the data were wrong. Every rank raises it.
+    """
+    with _meeting(plan, member) as sweep, hooks.tag("other"):
+        for op in plan.ops:
+            sweep.time_op(op)
+            if member.rank == 0:
+                say(sweep.last_line(op))
+        return sweep.results()
+
+
+@contextmanager
+def _meeting(plan: Plan, member: Member) -> Iterator[_Sweep]:
+    import torch
+    import torch.distributed as dist
+
+    device, backend = _choose(plan, member)
+    absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if absent:
+        raise UsageError(
+            f"{' and '.join(absent)} of the environment must say where the ranks meet (host and free port of rank 0); "
+            "this launcher does not set them"
+        )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend,
+        rank=member.rank,
+        world_size=member.world_size,
+        timeout=timedelta(seconds=TIMEOUT_SECONDS),
+        device_id=device if backend == "nccl" else None,
+    )
+    try:
+        yield _Sweep(plan, member, device, backend)
+    finally:
+        dist.destroy_process_group()
+
+
+def _choose(plan: Plan, member: Member) -> tuple[torch.device, str]:
+    """The device and the backend of this rank."""
+    import torch
+    import torch.distributed as dist
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    kind = plan.device
+    if kind == "auto":
+        kind = "cuda" if gpus >= member.local_world_size and plan.backend != "gloo" else "cpu"
+    if kind == "cuda" and gpus < member.local_world_size:
+        raise UsageError(
+            f"--device cuda: a GPU for each of {member.local_world_size} ranks was expected, {gpus} are visible to torch"
+        )
+    backend = plan.backend if plan.backend != "auto" else "nccl" if kind == "cuda" else "gloo"
+    if backend == "nccl" and kind == "cpu":
+        raise UsageError("--backend nccl goes with --device cuda only: NCCL sends nothing of the CPU")
+    if backend == "nccl" and not dist.is_nccl_available():
+        raise UsageError("--backend nccl: this torch was built without NCCL")
+    device = torch.device("cuda", member.local_rank) if kind == "cuda" else torch.device("cpu")
+    return device, backend
+
+
+class _Sweep:
+    """The operations and sizes that were timed so far. Every method is called by all ranks, in the same order."""
+
+    def __init__(self, plan: Plan, member: Member, device: torch.device, backend: str) -> None:
+        import torch
+
+        self.plan = plan
+        self.member = member
+        self.device = device
+        self.backend = backend
+        self.empty = torch.empty(0, dtype=getattr(torch, plan.dtype), device=device)
+        self.timings: dict[str, list[Timing]] = {}
+        self.skipped: dict[str, str] = {}
+
+    def time_op(self, op: str) -> None:
+        """Time ``op`` at every size; from the first size that cannot be carried out it is left out."""
+        found: dict[int, Timing] = {}
+        for size in self._counts():
+            try:
+                ready, why = self._checked(op, size), None
+            except (RuntimeError, ValueError) as error:  # no such operation in this backend, no memory
+                ready, why = None, str(error).strip().partition("\n")[0][:200] or type(error).__name__
+            if not self._all(ready is not None):
+                payload = size * self.empty.element_size()
+                reason = why or "another rank could not carry it out"
+                self.skipped[op] = f"from {payload} bytes on: {reason}" if found else reason
+                break
+            assert ready is not None
+            found[size] = self._timed(ready, size)
+        if found:
+            self.timings[op] = list(found.values())
+
+    def _counts(self) -> list[int]:
+        """The sizes of the plan in elements, each a multiple of the number of ranks, none twice."""
+        unit = self.member.world_size
+        item = DTYPES[self.plan.dtype]
+        return sorted({max(1, size // (item * unit)) * unit for size in self.plan.sizes})
+
+    def _checked(self, op: str, count: int) -> Trial:
+        """``op`` made ready, carried out once, and its data held to what they must be."""
+        ready = trial(op, self.member.rank, count, Buffers(self.member.world_size, self.empty))
+        ready.call()
+        wrong = self._total(ready.wrong())
+        if wrong:
+            raise CommprofError(
+                f"{self.backend} gave wrong data: {wrong} elements of {op} with {count} {self.plan.dtype} are not what was "
+                "sent. What such a machine reaches is no measure of anything; have it looked at"
+            )
+        ready.sent.zero_()
+        return ready
+
+    def _timed(self, ready: Trial, count: int) -> Timing:
+        warm = [self._times(ready, 1)[0] for _ in range(max(1, self.plan.warmup))]
+        longest = max(self._largest(min(warm)), 1)
+        iterations = min(self.plan.iterations, max(_LEAST_ITERATIONS, _SIZE_NS // longest))
+        times = self._times(ready, iterations)
+        low, middle, high = quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
+        slowest = max(self._of_all([round(middle), round(low), round(high)]))
+        return Timing(
+            payload_bytes=count * self.empty.element_size(),
+            time_ns=max(1, slowest[0]),
+            low_ns=max(1, slowest[1]),
+            high_ns=max(1, slowest[2]),
+            iterations=iterations,
+        )
+
+    def _times(self, ready: Trial, iterations: int) -> list[int]:
+        """How long each of ``iterations`` calls took, in ns: on the stream of a GPU, else on the host."""
+        together = self.empty.new_zeros(1)
+        if self.device.type == "cuda":
+            return self._times_on_device(ready, iterations, together)
+        times = []
+        for _ in range(iterations):
+            self._bring_together(ready, together)
+            begin = time.perf_counter_ns()
+            ready.call()
+            times.append(time.perf_counter_ns() - begin)
+        return times
+
+    def _times_on_device(self, ready: Trial, iterations: int, together: torch.Tensor) -> list[int]:
+        import torch
+
+        device, events = self.device, []
+        for _ in range(iterations):
+            self._bring_together(ready, together)
+            begin, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
+            begin.record()
+            ready.call()
+            end.record()
+            events.append((begin, end))
+        torch.cuda.synchronize(self.device)
+        return [round(begin.elapsed_time(end) * 1e6) for begin, end in events]
+
+    @staticmethod
+    def _bring_together(ready: Trial, together: torch.Tensor) -> None:
+        """Else the root of a broadcast would run ahead, and what is timed would be its buffers."""
+        import torch.distributed as dist
+
+        if not ready.keeps_step:
+            dist.all_reduce(together)
+
+    def _reduced(self, value: int, how: Any) -> int:
+        import torch
+        import torch.distributed as dist
+
+        number = torch.tensor([value], dtype=torch.int64, device=self.device)
+        dist.all_reduce(number, op=how)
+        return int(number.item())
+
+    def _total(self, value: int) -> int:
+        import torch.distributed as dist
+
+        return self._reduced(value, dist.ReduceOp.SUM)
+
+    def _largest(self, value: int) -> int:
+        import torch.distributed as dist
+
+        return self._reduced(value, dist.ReduceOp.MAX)
+
+    def _all(self, flag: bool) -> bool:
+        return self._largest(int(not flag)) == 0
+
+    def _of_all(self, numbers: Sequence[int]) -> list[list[int]]:
+        """``numbers`` of every rank, in the order of the ranks."""
+        import torch
+        import torch.distributed as dist
+
+        every = torch.zeros((self.member.world_size, len(numbers)), dtype=torch.int64, device=self.device)
+        every[self.member.rank] = torch.tensor(numbers)
+        dist.all_reduce(every)
+        return [list(map(int, row)) for row in every.tolist()]
+
+    def last_line(self, op: str) -> str:
+        """What became of ``op``, for people."""
+        timings = self.timings.get(op)
+        if not timings:
+            return f"{op}: left out: {self.skipped.get(op, 'nothing was measured')}"
+        cut = f"; left out {self.skipped[op]}" if op in self.skipped else ""
+        ends = f"{timings[0].payload_bytes:,} to {timings[-1].payload_bytes:,} bytes"
+        return f"{op}: {len(timings)} sizes measured, {ends}{cut}"
+
+    def results(self) -> Calibration | None:
+        """What was measured; None on all ranks but the first."""
+        import torch
+
+        name = socket.gethostname().encode("utf-8")[:_NAME_BYTES]
+        rows = self._of_all([*name, *[0] * (_NAME_BYTES - len(name))])
+        if self.member.rank != 0:
+            return None
+        hosts = [bytes(row).rstrip(b"\0").decode("utf-8", "replace") for row in rows]
+        on_gpu = self.device.type == "cuda"
+        return Calibration(
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            torch=torch.__version__,
+            backend=self.backend,
+            backend_version=_nccl_version() if self.backend == "nccl" else None,
+            device=self.device.type,
+            dtype=self.plan.dtype,
+            world_size=self.member.world_size,
+            hosts=tuple(dict.fromkeys(hosts)),
+            machine={
+                "system": f"{platform.system()} {platform.release()}",
+                "machine": platform.machine(),
+                "cpus": len(os.sched_getaffinity(0)),
+                "accelerator": torch.cuda.get_device_name(self.device) if on_gpu else None,
+            },
+            environment={
+                name: value
+                for name, value in sorted(os.environ.items())
+                if name.startswith(_ENVIRONMENT) and "/" not in value
+            },
+            warmup=max(1, self.plan.warmup),
+            timings={op: tuple(timings) for op, timings in self.timings.items()},
+            skipped=dict(self.skipped),
+        )
+
+
+def _nccl_version() -> str:
+    import torch
+
+    numbers: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return ".".join(map(str, numbers))

@@ -1,0 +1,177 @@
+"""Each operation of a calibration as something to call over and over, and its result held to what it must be.
+
+Every rank fills its buffer with small whole numbers that depend on the rank and the place, so that sums are exact in every
+element type, and a part of another rank, or of another place, shows. Needs torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from commprof.calibration.bandwidths import SEND_RECV
+from commprof.schema import Op
+
+if TYPE_CHECKING:
+    import torch
+
+_PERIOD: Final = (
+    5  # the pattern repeats after so many elements; no power of two, so that no chunk begins as another
+)
+_ROOT: Final = 0
+
+
+class Trial(NamedTuple):
+    """One operation at one size on this rank.
+
+    Attributes:
+        call: carry it out; a collective of all ranks.
+        result: what it leaves here; None where nothing is to be left.
+        expected: what ``result`` must hold after the first call.
+        sent: what is overwritten by the call, to be cleared after the first one: sums would grow without end.
+        keeps_step: no rank can be ahead of the others; where it is false, ranks must be brought together before each call.
+    """
+
+    call: Callable[[], None]
+    result: torch.Tensor | None
+    expected: torch.Tensor | None
+    sent: torch.Tensor
+    keeps_step: bool
+
+    def wrong(self) -> int:
+        """Elements of the result that are not as expected."""
+        if self.result is None or self.expected is None:
+            return 0
+        return int((self.result != self.expected).sum().item())
+
+
+class Buffers:
+    """The numbers that ranks send, and sums of them.
+
+    Args:
+        ranks: of the job.
+        like: an empty tensor of the element type and device.
+    """
+
+    def __init__(self, ranks: int, like: torch.Tensor) -> None:
+        self.ranks = ranks
+        self.like = like
+
+    def of(self, senders: Iterable[int], begin: int, length: int) -> torch.Tensor:
+        """The sum of what ``senders`` have at ``begin`` to ``begin + length`` of their buffers."""
+        numbers = [0] * _PERIOD
+        for sender in senders:
+            for place in range(_PERIOD):
+                numbers[place] += (begin + place + 3 * sender) % _PERIOD - 2
+        period = self.like.new_tensor(numbers)
+        return period.repeat(-(-length // _PERIOD))[:length].contiguous()
+
+    def empty(self, length: int) -> torch.Tensor:
+        """A buffer for a result: of a number that no rank sends."""
+        return self.like.new_full((length,), 77)
+
+
+def trial(op: str, rank: int, count: int, buffers: Buffers) -> Trial:
+    """``op`` with a payload of ``count`` elements, a multiple of the number of ranks.
+
+    Raises:
+        KeyError: there is no such operation.
+    """
+    return _TRIALS[op](rank, count, buffers)
+
+
+def _all_reduce(rank: int, count: int, buffers: Buffers) -> Trial:
+    import torch.distributed as dist
+
+    data = buffers.of([rank], 0, count)
+    total = buffers.of(range(buffers.ranks), 0, count)
+    return Trial(lambda: _finish(dist.all_reduce(data)), data, total, data, keeps_step=True)
+
+
+def _reduce(rank: int, count: int, buffers: Buffers) -> Trial:
+    import torch.distributed as dist
+
+    data = buffers.of([rank], 0, count)
+    total = buffers.of(range(buffers.ranks), 0, count) if rank == _ROOT else None
+    result = data if rank == _ROOT else None  # elsewhere the buffer is undefined afterwards
+    return Trial(lambda: _finish(dist.reduce(data, _ROOT)), result, total, data, keeps_step=False)
+
+
+def _broadcast(rank: int, count: int, buffers: Buffers) -> Trial:
+    import torch.distributed as dist
+
+    data = buffers.of([_ROOT], 0, count) if rank == _ROOT else buffers.empty(count)
+    sent = buffers.of([_ROOT], 0, count)
+    return Trial(lambda: _finish(dist.broadcast(data, _ROOT)), data, sent, data, keeps_step=False)
+
+
+def _all_gather(rank: int, count: int, buffers: Buffers) -> Trial:
+    import torch
+    import torch.distributed as dist
+
+    share = count // buffers.ranks
+    data, result = buffers.of([rank], 0, share), buffers.empty(count)
+    whole = torch.cat([buffers.of([sender], 0, share) for sender in range(buffers.ranks)])
+    gather = _newer(dist, "all_gather_single", "all_gather_into_tensor")
+    return Trial(lambda: _finish(gather(result, data)), result, whole, data, keeps_step=True)
+
+
+def _reduce_scatter(rank: int, count: int, buffers: Buffers) -> Trial:
+    import torch.distributed as dist
+
+    share = count // buffers.ranks
+    data, result = buffers.of([rank], 0, count), buffers.empty(share)
+    part = buffers.of(range(buffers.ranks), rank * share, share)
+    scatter = _newer(dist, "reduce_scatter_single", "reduce_scatter_tensor")
+    return Trial(lambda: _finish(scatter(result, data)), result, part, data, keeps_step=True)
+
+
+def _all_to_all(rank: int, count: int, buffers: Buffers) -> Trial:
+    import torch
+    import torch.distributed as dist
+
+    share = count // buffers.ranks
+    data, result = buffers.of([rank], 0, count), buffers.empty(count)
+    parts = [buffers.of([sender], rank * share, share) for sender in range(buffers.ranks)]
+    return Trial(
+        lambda: _finish(dist.all_to_all_single(result, data)), result, torch.cat(parts), data, keeps_step=True
+    )
+
+
+def _send_recv(rank: int, count: int, buffers: Buffers) -> Trial:
+    """As in nccl-tests: every rank sends to the next one and receives from the one before, both at once."""
+    import torch.distributed as dist
+
+    after, before = (rank + 1) % buffers.ranks, (rank - 1) % buffers.ranks
+    data, result = buffers.of([rank], 0, count), buffers.empty(count)
+
+    def call() -> None:
+        both = [dist.P2POp(dist.isend, data, after), dist.P2POp(dist.irecv, result, before)]
+        for work in dist.batch_isend_irecv(both):
+            _finish(work)
+
+    return Trial(call, result, buffers.of([before], 0, count), data, keeps_step=True)
+
+
+def _newer(module: ModuleType, name: str, before: str) -> Callable[..., object]:
+    """``name`` of ``module``; what it was called ``before`` where this torch does not have it yet."""
+    function: Callable[..., object] = getattr(module, name, None) or getattr(module, before)
+    return function
+
+
+def _finish(work: object) -> None:
+    """Wait for ``work``, where a call gave a handle."""
+    if work is not None:
+        work.wait()  # type: ignore[attr-defined]
+
+
+_TRIALS: Final[dict[str, Callable[[int, int, Buffers], Trial]]] = {
+    Op.ALL_REDUCE: _all_reduce,
+    Op.REDUCE: _reduce,
+    Op.BROADCAST: _broadcast,
+    Op.ALL_GATHER: _all_gather,
+    Op.REDUCE_SCATTER: _reduce_scatter,
+    Op.ALL_TO_ALL: _all_to_all,
+    SEND_RECV: _send_recv,
+}

@@ -1,0 +1,72 @@
+"""A calibration under any launcher: this process is one of its ranks, or starts them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from commprof.calibration.file import check_target
+from commprof.calibration.plan import Plan
+from commprof.calibration.rank import FORCE, carry_out, member_of
+from commprof.errors import UsageError
+from commprof.launch import environment
+from commprof.launch.ranks import Rank, RankGroup
+from commprof.recorder.placement import place
+
+_LEAST_RANKS = 2
+
+
+def calibrate(plan: Plan, ranks: int | None, out: Path, force: bool, say: Callable[[str], None]) -> int:
+    """Measure as ``plan`` says and write ``out``; returns the exit code of the command.
+
+    Args:
+        ranks: to start on this host; None for one per GPU, 2 where there are none. Under a launcher that has made this
+            process a rank it must be None.
+
+    Raises:
+        UsageError: ``out`` cannot be written, or there are not two ranks.
+        LaunchError: a rank could not be started.
+    """
+    check_target(out, force)
+    here = place(os.environ)
+    if here is not None:
+        if ranks is not None:
+            raise UsageError(
+                f"--nproc {ranks} was given, but this process is rank {here.rank} of {here.world_size} already "
+                f"({here.launcher}). Leave --nproc out, or unset the variables that say so"
+            )
+        _check_count(here.world_size)
+        return carry_out(plan, out, force, member_of(os.environ, here.rank, here.world_size))
+    count = _default_count(plan) if ranks is None else ranks
+    _check_count(count)
+    group = RankGroup(_planned(plan, out, force, count, os.environ), say)
+    group.start()
+    return group.wait().exit_code
+
+
+def is_first(environ: Mapping[str, str]) -> bool:
+    """Whether this process is the one that speaks for the calibration."""
+    here = place(environ)
+    return here is None or here.rank == 0
+
+
+def _check_count(count: int) -> None:
+    if count < _LEAST_RANKS:
+        raise UsageError(f"{count} rank has nobody to send to; 2 or more were expected (--nproc 2)")
+
+
+def _default_count(plan: Plan) -> int:
+    if plan.device == "cpu" or plan.backend == "gloo":
+        return environment.DEFAULT_RANKS
+    return max(_LEAST_RANKS, environment.default_ranks(os.environ))
+
+
+def _planned(plan: Plan, out: Path, force: bool, count: int, environ: Mapping[str, str]) -> list[Rank]:
+    arguments = [plan.to_json(), str(out), *([FORCE] if force else [])]
+    command_line = [*environment.python_command(), "-m", "commprof.calibration", *arguments]
+    port, defaults = environment.free_port(), environment.thread_defaults(environ, count)
+    return [
+        Rank(rank, command_line, environment.rank_environment(environ, rank, count, port, defaults))
+        for rank in range(count)
+    ]
