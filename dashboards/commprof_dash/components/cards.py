@@ -23,6 +23,7 @@ def figure_card(
     figure: go.Figure,
     frame: pd.DataFrame,
     fields: Sequence[Field],
+    most_rows: int | None = None,
 ) -> Component:
     """A figure, and below it the numbers that it draws.
 
@@ -30,7 +31,12 @@ def figure_card(
         name: of the card, within the page and in file names.
         subtitle: what is drawn; names the byte measure where there is one.
         frame: what the figure was made from; the CSV file holds all of it, the table the ``fields``.
+        most_rows: the table has the first rows only, where there are more.
     """
+    shown = frame if most_rows is None else frame.head(most_rows)
+    rows = f"{len(frame):,} rows"
+    if len(shown) < len(frame):
+        rows = f"the first {len(shown):,} of {rows}; the CSV file has all"
     return _card(
         name,
         title,
@@ -39,7 +45,7 @@ def figure_card(
             legend(figure),
             graph(name, figure, f"{title}. {subtitle} The table below holds the same numbers."),
             html.Details(
-                [html.Summary(f"Table ({len(frame):,} rows)"), table(frame, fields, title)],
+                [html.Summary(f"Table ({rows})"), table(shown, fields, title)],
                 className="card-table",
             ),
         ],
@@ -48,10 +54,18 @@ def figure_card(
 
 
 def table_card(
-    name: str, title: str, subtitle: str, frame: pd.DataFrame, fields: Sequence[Field]
+    name: str,
+    title: str,
+    subtitle: str,
+    frame: pd.DataFrame,
+    fields: Sequence[Field],
+    most_rows: int | None = None,
 ) -> Component:
-    """A table that stands for itself."""
-    return _card(name, title, subtitle, [table(frame, fields, title)], frame)
+    """A table that stands for itself; with ``most_rows`` as in :func:`figure_card`."""
+    shown = frame if most_rows is None else frame.head(most_rows)
+    if len(shown) < len(frame):
+        subtitle += f" The first {len(shown):,} of {len(frame):,} rows; the CSV file has all."
+    return _card(name, title, subtitle, [table(shown, fields, title)], frame)
 
 
 def empty_card(name: str, title: str, message: str) -> Component:

@@ -69,6 +69,30 @@ def measure_select(measure: Measure, choices: Mapping[str, Measure] = MEASURES) 
     )
 
 
+def select(key: str, label: str, choices: Sequence[str], value: str) -> Component:
+    """One of ``choices``, which stands in the address under ``key``."""
+    return dmc.Select(
+        id=ids.control(key),
+        label=label,
+        data=[{"value": choice, "label": choice[:80]} for choice in choices],
+        value=value,
+        allowDeselect=False,
+        searchable=len(choices) > 12,
+    )
+
+
+def text(key: str, label: str, value: str, placeholder: str, wrong: str | None = None) -> Component:
+    """A short text, which stands in the address under ``key``; ``wrong`` says what cannot be understood in it."""
+    return dmc.TextInput(
+        id=ids.control(key),
+        label=label,
+        value=value,
+        placeholder=placeholder,
+        error=wrong,
+        debounce=600,
+    )
+
+
 def _options(names: Sequence[str], values: Sequence[str]) -> list[dict[str, str]]:
     known = set(names)
     missing = [value for value in values if value not in known]

@@ -1,0 +1,48 @@
+"""The frames of the Traffic matrix page: cached calls to commprof.analysis.api."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import pandas as pd
+
+from commprof.analysis import api
+from commprof_dash.data import Runs
+
+MOST_RANKS: Final = 64  # rows of the matrix: more cells are neither told apart nor read as a table
+
+Steps = tuple[int, int] | None
+
+
+def kinds(runs: Runs, name: str) -> pd.DataFrame:
+    """Operations and purposes of a run: op, purpose (``untagged`` where it has none), and its traffic."""
+    frame: pd.DataFrame = runs.of_run("kinds", name, _kinds)
+    return frame
+
+
+def _kinds(path: Path) -> pd.DataFrame:
+    frame = api.traffic(path, by=("op", "purpose"))
+    frame = frame[frame["wire_bytes"] > 0]
+    return frame.assign(purpose=frame["purpose"].fillna("untagged").astype("str"))
+
+
+def matrix(runs: Runs, name: str, steps: Steps, op: str | None, purpose: str | None) -> pd.DataFrame:
+    """Bytes between ranks: see ``api.matrix``."""
+    frame: pd.DataFrame = runs.of_run(
+        f"matrix {steps} {op} {purpose}",
+        name,
+        lambda path: api.matrix(path, steps=steps, op=op, purpose=purpose, most_ranks=MOST_RANKS),
+    )
+    return frame
+
+
+def owners(runs: Runs, name: str, steps: Steps) -> pd.DataFrame:
+    """What each rank owns of reduces: see ``api.owners``."""
+    frame: pd.DataFrame = runs.of_run(f"owners {steps}", name, lambda path: api.owners(path, steps))
+    return frame
+
+
+def moved(runs: Runs, name: str) -> pd.DataFrame:
+    """What the counters of each host moved: see ``api.moved``."""
+    return runs.moved(name)

@@ -1,0 +1,216 @@
+"""Traffic matrix: which rank sends how much to which, by operation, purpose and step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+import pandas as pd
+from dash import html
+from dash.development.base_component import Component
+
+from commprof.analysis import api
+from commprof.schema import OPS, PURPOSES
+from commprof_dash import address, matrix_data
+from commprof_dash.address import Query
+from commprof_dash.charts import matrix as charts
+from commprof_dash.components import cards, controls, messages
+from commprof_dash.components.tables import Field
+from commprof_dash.data import Runs
+from commprof_dash.matrix_data import Steps
+from commprof_dash.measures import Measure, format_count
+from commprof_dash.pages.one_run import draw_run
+from commprof_dash.pages.page import Drawing, Page
+from commprof_dash.theme import Scheme
+
+ALL: Final = "all"
+OP: Final = "op"
+PURPOSE: Final = "purpose"
+STEPS: Final = "steps"
+UNTAGGED: Final = "untagged"
+
+MODELLED: Final = Measure(
+    "wire",
+    "wire_bytes",
+    "Wire bytes",
+    "bytes",
+    "modelled: what each rank sends to each other; its rows and columns add up to the wire bytes of the ranks",
+)
+MESSAGES: Final = Measure(
+    "messages",
+    "message_bytes",
+    "Point to point",
+    "bytes",
+    "exact: the payload of each send, as it was recorded at the sender",
+)
+COUNTERS: Final = Measure(
+    "counters",
+    "sent_bytes",
+    "Counters",
+    "bytes",
+    "moved: what the interfaces of each host counted, with everything else that the host sent",
+)
+MEASURES: Final = {one.key: one for one in (MODELLED, MESSAGES, COUNTERS)}
+
+_STEP_RANGE: Final = re.compile(r"\s*(-?\d{1,9})\s*(?:(?:-|to|\.\.)\s*(-?\d{1,9})\s*)?")
+_TABLE_ROWS: Final = 500
+
+
+def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
+    """The page for the run, measure, operation, purpose and steps in ``query``."""
+
+    def answers(name: str) -> tuple[Sequence[Component], Sequence[Component]]:
+        kinds = matrix_data.kinds(runs, name)
+        measure = MEASURES[address.one(query, address.MEASURE, MEASURES, MODELLED.key)]
+        op = address.one(query, OP, OPS, ALL)
+        purpose = address.one(query, PURPOSE, (*PURPOSES, UNTAGGED), ALL)
+        written = next(iter(query.get(STEPS, ())), "")[:40]
+        steps, wrong = parse_steps(written)
+        parts = [
+            controls.measure_select(measure, MEASURES),
+            controls.select(OP, "Operation", _choices(kinds["op"], op), op),
+            controls.select(PURPOSE, "Purpose", _choices(kinds["purpose"], purpose), purpose),
+            controls.text(STEPS, "Steps", written, "all, 3 or 2-9", wrong),
+        ]
+        if measure is COUNTERS:
+            return parts, [_counters(matrix_data.moved(runs, name))]
+        chosen, kind = (None if op == ALL else op), (None if purpose == ALL else purpose)
+        frame = matrix_data.matrix(runs, name, steps, chosen, kind)
+        return parts, [
+            cards.columns(
+                [
+                    _matrix(frame, measure, chosen, scheme),
+                    _owners(matrix_data.owners(runs, name, steps), scheme),
+                ]
+            ),
+            _model(frame),
+        ]
+
+    return draw_run(runs, query, answers)
+
+
+def parse_steps(written: str) -> tuple[Steps, str | None]:
+    """The first and the last step of ``3`` or ``2-9``; None for all of them. Second: what is wrong with the text.
+
+    >>> parse_steps("3"), parse_steps("2-9"), parse_steps(" ")
+    (((3, 3), None), ((2, 9), None), (None, None))
+    """
+    if written.strip().lower() in ("", ALL):
+        return None, None
+    found = _STEP_RANGE.fullmatch(written)
+    if not found:
+        return None, "Write one step, as 3, or a range, as 2-9. All steps are shown."
+    first = int(found[1])
+    return (first, int(found[2]) if found[2] else first), None
+
+
+def _choices(present: pd.Series[Any], chosen: str) -> list[str]:
+    return [ALL, *dict.fromkeys([*sorted(set(present)), *([] if chosen == ALL else [chosen])])]
+
+
+def _matrix(frame: pd.DataFrame, measure: Measure, op: str | None, scheme: Scheme) -> Component:
+    title = "Bytes from rank to rank"
+    drawn = frame[frame[measure.column] > 0]
+    drawn.attrs = frame.attrs
+    if drawn.empty:
+        return cards.empty_card("matrix", title, _why_empty(frame, measure))
+    width, ranks = int(frame.attrs["ranks_per_cell"]), int(frame.attrs["ranks"])
+
+    def rank(first: int) -> str:
+        return charts.rank_text(first, width, ranks)
+
+    blocks = (
+        "" if width == 1 else f" Each row and column is {width} neighbouring ranks together, of {ranks:,}."
+    )
+    return cards.figure_card(
+        "matrix",
+        title,
+        f"{measure.name} of the chosen steps together ({measure.definition}).{blocks}",
+        charts.heat(drawn, measure.column, measure.name, op, scheme),
+        drawn.sort_values(measure.column, ascending=False, kind="stable"),
+        [
+            Field("sender", "From rank", rank, numeric=True),
+            Field("receiver", "To rank", rank, numeric=True),
+            Field("wire_bytes", "Wire bytes", api.format_bytes, numeric=True),
+            Field("message_bytes", "of these sends", api.format_bytes, numeric=True),
+        ],
+        most_rows=_TABLE_ROWS,
+    )
+
+
+def _why_empty(frame: pd.DataFrame, measure: Measure) -> str:
+    if int(frame.attrs["ranks"]) < 2:
+        return "This run has one rank: nothing goes from one to another."
+    if measure is MESSAGES:
+        return "No send was recorded in what is chosen. Collectives are under the measure Wire bytes."
+    if frame.attrs["unplaced_bytes"]:
+        return "Between which ranks these bytes went is not known: see below."
+    return "Nothing was sent in what is chosen. Choose other steps, operations or purposes above."
+
+
+def _owners(frame: pd.DataFrame, scheme: Scheme) -> Component:
+    title = "Balance of the owners"
+    imbalance = frame.attrs["imbalance"]
+    if imbalance is None:
+        return cards.empty_card(
+            "owners", title, "No reduce to an owner is in these steps: no rank receives more for it."
+        )
+    return cards.figure_card(
+        "owners",
+        title,
+        f"Wire bytes that each rank receives as the root of reduces. The largest is {imbalance:.3g} times the mean.",
+        charts.received_by_owner(frame, scheme),
+        frame,
+        [
+            Field("rank", "Rank", str, numeric=True),
+            Field("collectives", "Reduces to it", format_count, numeric=True),
+            Field("payload_bytes", "Payload bytes", api.format_bytes, numeric=True),
+            Field("received_bytes", "Wire bytes received", api.format_bytes, numeric=True),
+        ],
+        most_rows=_TABLE_ROWS,
+    )
+
+
+def _model(frame: pd.DataFrame) -> Component:
+    lines = [html.Li(f"{op}: {model}.") for op, model in frame.attrs["models"].items()]
+    unplaced = frame.attrs["unplaced_bytes"]
+    if unplaced:
+        lines.append(
+            html.Li(
+                f"{api.format_bytes(unplaced)} are in no cell: their root, or who they were sent to, is not known."
+            )
+        )
+    if not lines:
+        return messages.message("No model", "Nothing that is chosen sends bytes, so none is put on ranks.")
+    return cards.text_card(
+        "model",
+        "Between whom the model puts the bytes",
+        "Which links a backend really uses is not in a trace; NCCL's rings and trees are on the page Alignment.",
+        [html.Ul(lines, className="sentences")],
+    )
+
+
+def _counters(frame: pd.DataFrame) -> Component:
+    title = "Moved, by the counters of the hosts"
+    if frame.empty:
+        reason = frame.attrs.get("reason") or "No counters were read."
+        return messages.message(
+            title, f"{reason} Read them at each step with:", ["commprof run --wire train.py"]
+        )
+    return cards.table_card(
+        "moved",
+        title,
+        "Moved bytes per host and interface over the whole run: counters do not tell ranks, operations or steps apart.",
+        frame,
+        [
+            Field("host", "Host"),
+            Field("device", "Interface"),
+            Field("sent_bytes", "Sent", api.format_bytes, numeric=True),
+            Field("received_bytes", "Received", api.format_bytes, numeric=True),
+            Field("seconds", "Seconds", "{:.1f}".format, numeric=True),
+        ],
+    )
+
+
+PAGE: Final = Page("/matrix", "Traffic matrix", "Which rank sends how much to which?", render)
