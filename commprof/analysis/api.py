@@ -13,8 +13,27 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import pandas as pd
 import pyarrow as pa
+from commprof.analysis.bandwidth import Bandwidths
+from commprof.analysis.csv_text import frame_csv, write_csv
+from commprof.analysis.engine import ask
+from commprof.analysis.frames import from_arrow
+from commprof.analysis.question import query as ask_question
+from commprof.analysis.record import Record
+from commprof.analysis.record import record as record_of
+from commprof.analysis.records import Filter
+from commprof.analysis.records import Page as RecordsPage
+from commprof.analysis.timeline import MOST_BARS, Timeline
+from commprof.analysis.units import format_bytes, format_ns
+from commprof.calibration.file import read_calibration
+from commprof.calibration.results import Calibration
+from commprof.errors import UsageError
+from commprof.ledger import verification
+from commprof.ledger.levels import Verdict
+from commprof.schema import TABLES, Column
+from commprof.trace.reader import Run, Scan, open_run
 
 from commprof.analysis import arrivals as arrivals_module
+from commprof.analysis import bandwidth as bandwidth_module
 from commprof.analysis import comparison, counters, expectation, listing, steps, summary
 from commprof.analysis import exposure as exposure_module
 from commprof.analysis import index as index_module
@@ -24,24 +43,11 @@ from commprof.analysis import settings as settings_module
 from commprof.analysis import timeline as timeline_module
 from commprof.analysis import traffic as traffic_module
 from commprof.analysis.answers import ANSWERS, EXPOSURE_BY, GROUPINGS
-from commprof.analysis.csv_text import frame_csv, write_csv
-from commprof.analysis.frames import from_arrow
-from commprof.analysis.question import query as ask_question
-from commprof.analysis.record import Record
-from commprof.analysis.record import record as record_of
-from commprof.analysis.records import Filter
-from commprof.analysis.records import Page as RecordsPage
-from commprof.analysis.timeline import MOST_BARS, Timeline
-from commprof.analysis.units import format_bytes, format_ns
-from commprof.errors import UsageError
-from commprof.ledger import verification
-from commprof.ledger.levels import Verdict
-from commprof.schema import TABLES, Column
-from commprof.trace.reader import Run, Scan, open_run
 
 __all__ = [
     "TABLES",
     "TRAFFIC_BY",
+    "Bandwidths",
     "Comparison",
     "Filter",
     "Record",
@@ -49,6 +55,11 @@ __all__ = [
     "Run",
     "Timeline",
     "arrivals",
+    "bandwidth",
+    "bandwidth_both",
+    "bandwidth_times",
+    "calibrations",
+    "ceiling",
     "compare",
     "compare_both",
     "describe_columns",
@@ -200,6 +211,74 @@ def stragglers(run: AnyRun) -> pd.DataFrame:
     ``frame.attrs["statement"]`` says in a sentence what follows; None where nothing does.
     """
     return arrivals_module.stragglers(_arrived(_opened(run)))
+
+
+AnyCalibration: TypeAlias = Calibration | Path | str
+
+
+def bandwidth_both(
+    run: AnyRun, calibration: AnyCalibration | None = None, steps: tuple[int, int] | None = None
+) -> Bandwidths:
+    """:func:`bandwidth` and :func:`bandwidth_times` of the same run, reading it once."""
+    run = _opened(run)
+    collectives = run.scan("collectives")
+    if steps is not None:
+        bounds = {"first": str(int(steps[0])), "last": str(int(steps[1]))}
+        collectives = ask("of_steps", {"collectives": collectives}, **bounds)
+    arrived = arrivals_module.arrivals(
+        run.table("collectives") if steps is None else collectives,
+        run.table("clocks"),
+        run.table("clock_offsets"),
+        one_host=len(run.manifest.hosts) < 2,
+    )
+    held = read_calibration(Path(calibration)) if isinstance(calibration, str | Path) else calibration
+    return bandwidth_module.bandwidths(arrived, collectives, held, run.manifest.hosts)
+
+
+def bandwidth(
+    run: AnyRun, calibration: AnyCalibration | None = None, steps: tuple[int, int] | None = None
+) -> pd.DataFrame:
+    """What collectives reached, one row per operation, group and size: time, algorithm and bus bandwidth, beside a ceiling.
+
+    Outliers and what cannot be are counted and left out of the medians. ``frame.attrs["notes"]`` says in sentences what a
+    reader should know. ``docs/calibration.md`` defines times, bandwidths and the ceiling.
+
+    Args:
+        calibration: of ``commprof calibrate``, or the file of one; without, there is no ceiling.
+        steps: the first and the last; default: all, and what comes before them, which is step -1.
+
+    Raises:
+        TraceError: the file cannot be read.
+    """
+    return bandwidth_both(run, calibration, steps).sizes
+
+
+def bandwidth_times(
+    run: AnyRun, calibration: AnyCalibration | None = None, steps: tuple[int, int] | None = None
+) -> pd.DataFrame:
+    """The same for every collective and message by itself, with a verdict on its time."""
+    return bandwidth_both(run, calibration, steps).collectives
+
+
+def ceiling(
+    calibration: AnyCalibration,
+    group_size: int | None = None,
+    low: int | None = None,
+    high: int | None = None,
+) -> pd.DataFrame:
+    """What a machine can reach: the fitted curve of each operation over payloads, and the times that it was fitted to.
+
+    Args:
+        group_size: of the groups to hold to it; default: as many ranks as were calibrated.
+        low, high: payload in bytes, from and to; default: as were measured.
+    """
+    held = read_calibration(Path(calibration)) if isinstance(calibration, str | Path) else calibration
+    return bandwidth_module.ceiling(held, group_size, low, high)
+
+
+def calibrations(directory: Path | str) -> pd.DataFrame:
+    """The calibrations (``calibration*.json``) in and below ``directory``, the newest first."""
+    return bandwidth_module.calibrations_below(Path(directory))
 
 
 def exposure(run: AnyRun, by: Sequence[str] = ("step",)) -> pd.DataFrame:
