@@ -69,6 +69,7 @@ __all__ = [
     "format_bytes",
     "format_ns",
     "frame_csv",
+    "has_index",
     "index",
     "matrix",
     "moved",
@@ -453,6 +454,11 @@ def index(run: AnyRun, progress: index_module.Progress | None = None) -> dict[st
         **{name: found.facts[name] for name in ("records", "begin_ns", "end_ns", "ranks", "ops", "state")},
         "in_file": found.path is not None,
     }
+
+
+def has_index(run: Path | str) -> bool:
+    """Whether the questions below are answered at once: the run is small, still going, or its index is there and holds."""
+    return index_module.has_index(Path(run))
 
 
 def timeline(

@@ -30,6 +30,7 @@ from commprof.analysis.index_tables import fill
 from commprof.errors import TraceError
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, INDEX_NAME, MANIFEST_NAME, resolve
 from commprof.trace.layout import rank_files
+from commprof.trace.manifest import read_manifest
 from commprof.trace.reader import Run, open_run
 
 VERSION: Final = 1
@@ -122,6 +123,12 @@ class _Shelf:
                     self._held.popitem(last=False)[1].close()
             return index
 
+    def holds(self, run: Path) -> bool:
+        """Whether the index of ``run`` is open, and still that of its files."""
+        with self._lock:
+            held = self._held.get(run.resolve())
+            return held is not None and held.stamp == fingerprint(run.resolve())
+
     def forget(self, run: Path) -> None:
         """Close the index of ``run``, if it is open."""
         with self._lock:
@@ -144,6 +151,21 @@ def index_of(run: Run | Path | str, progress: Progress | None = None) -> Index:
     """
     path = run.path if isinstance(run, Run) else resolve(run)
     return _shelf.take(path, lambda: _open(path, run if isinstance(run, Run) else None, progress or _ignore))
+
+
+def has_index(run: Path) -> bool:
+    """Whether questions about ``run`` are answered at once: it is small, still going, or its index is there and holds."""
+    path = resolve(run)
+    if _shelf.holds(path) or _is_live(path):
+        return True
+    entries = read_manifest(path).ranks if (path / MANIFEST_NAME).is_file() else []
+    if sum(int(entry.get("records") or 0) for entry in entries) < _FEWEST_IN_FILE:
+        return True
+    index = _existing(path, path / INDEX_NAME)
+    if index is None:
+        return False
+    index.close()
+    return True
 
 
 def fingerprint(run: Path) -> str:
@@ -202,7 +224,10 @@ def _existing(run: Path, file: Path) -> Index | None:
 
 def _in_memory(run: Run, progress: Progress) -> Index:
     engine = duckdb.connect()
-    fill(engine, run, {"fingerprint": fingerprint(run.path)}, progress)
+    try:
+        fill(engine, run, {"fingerprint": fingerprint(run.path)}, progress)
+    except duckdb.Error as error:
+        raise TraceError(f"the records of {run.path} cannot be put in order: {_first_line(error)}") from None
     return Index(run.path, engine, None)
 
 

@@ -13,11 +13,13 @@ import pyarrow as pa
 from commprof.align.reference_clock import ReferenceClock
 from commprof.analysis.density import Numbers, binned, folded
 from commprof.analysis.spans import SPANS, Kinds, parts, spans
+from commprof.errors import TraceError
 from commprof.schema import OPS
 from commprof.trace.reader import Run
 
 _BATCH: Final = 262_144
 _ROWS_AT_A_TIME: Final = 2_000_000
+_FEWEST_SCANNED: Final = 100_000  # rows of a table that is read file by file
 _MOST_BINS: Final = 1 << 15
 _MOST_CELLS: Final = 1 << 19  # ranks x bins
 _FEWEST_BINS: Final = 1 << 9
@@ -65,8 +67,14 @@ def fill(
     """
     source = _Source(run, progress)
     engine.register("spans", source.reader())
-    engine.execute(_RECORDS)
-    engine.unregister("spans")
+    try:
+        engine.execute(_RECORDS)
+    except duckdb.Error:
+        if source.failure is not None:  # which the engine tells as a failure of its own
+            raise source.failure from None
+        raise
+    finally:
+        engine.unregister("spans")
     _keep(engine, "kinds", source.kinds.table())
     records, begin, end = engine.execute(
         "select count(*), coalesce(min(begin_ns), 0), coalesce(max(end_ns), 0) from records"
@@ -101,6 +109,7 @@ class _Source:
     def __init__(self, run: Run, progress: Callable[[int, int], None]) -> None:
         self.kinds = Kinds()
         self.unknown_clocks = 0
+        self.failure: TraceError | None = None  # that ended the stream
         self.clock = _clock(run)
         self._run = run
         self._progress = progress
@@ -110,8 +119,15 @@ class _Source:
         return pa.RecordBatchReader.from_batches(SPANS, self._batches())
 
     def _batches(self) -> Iterator[pa.RecordBatch]:
+        try:
+            yield from self._parts()
+        except TraceError as error:
+            self.failure = error
+            raise
+
+    def _parts(self) -> Iterator[pa.RecordBatch]:
         done, total = 0, self._run.health.records
-        for part in parts(self._run.scan("collectives")):
+        for part in parts(self._run.scan("collectives", _FEWEST_SCANNED)):
             self._progress(done, max(total, done))
             found = spans(part, self.clock, self.kinds)
             self.unknown_clocks += found.unknown_clocks

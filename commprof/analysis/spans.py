@@ -110,8 +110,9 @@ def parts(collectives: pa.Table | Scan) -> Iterator[pa.Table]:
 
 def _read(file: Path) -> pa.Table:
     try:
-        return pq.read_table(file, read_dictionary=_STRINGS, partitioning=None)
-    except (OSError, pa.ArrowException) as error:
+        with pq.ParquetFile(file, read_dictionary=_STRINGS, page_checksum_verification=True) as opened:
+            return opened.read()
+    except (OSError, pa.ArrowException, ValueError) as error:
         raise TraceError(
             f"{file} cannot be read: {error}. It is damaged or not a Parquet file; copy it again from where it was made"
         ) from None

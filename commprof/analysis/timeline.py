@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -126,17 +125,18 @@ def _places(bars: pa.Table) -> tuple[list[int], list[int]]:
     groups = list(zip(*(bars[name].to_pylist() for name in ("group_size", "pg", "group_ranks")), strict=True))
     order = sorted(set(groups), key=lambda group: (-group[0], _number_or_text(group[1]), group[2]))
     lane_of = {group: place for place, group in enumerate(order)}
-    free: dict[
-        tuple[int, int], list[tuple[int, int]]
-    ] = {}  # (until, level) of what each lane of a rank holds
+    busy_until: dict[tuple[int, int], list[int]] = {}  # of each level of each lane of a rank
     lanes, levels = [], []
     for group, rank, begin, end in zip(
         groups, *(bars[name].to_pylist() for name in ("rank", "begin_ns", "end_ns")), strict=True
     ):
-        held = free.setdefault((rank, lane_of[group]), [])
-        ended = heapq.heappop(held) if held and (held[0][0] <= begin or len(held) >= MOST_LEVELS) else None
-        level = len(held) if ended is None else ended[1]
-        heapq.heappush(held, (end, level))
+        held = busy_until.setdefault((rank, lane_of[group]), [])
+        level = next((number for number, until in enumerate(held) if until <= begin), len(held))
+        if level == MOST_LEVELS:
+            level = held.index(min(held))
+        elif level == len(held):
+            held.append(end)
+        held[level] = max(held[level], end)
         lanes.append(lane_of[group])
         levels.append(level)
     return lanes, levels

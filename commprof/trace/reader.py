@@ -62,8 +62,11 @@ class Run:
             self._tables[name] = self._read(name)
         return self._tables[name]
 
-    def scan(self, name: str) -> pa.Table | Scan:
+    def scan(self, name: str, most_rows: int = _MOST_ROWS) -> pa.Table | Scan:
         """Table ``name`` to ask something of: what :meth:`table` gives, or where its rows lie when they are many.
+
+        Args:
+            most_rows: a table with more is left where it lies.
 
         Raises:
             TraceError: there is no such table, or its file is damaged.
@@ -71,7 +74,7 @@ class Run:
         if name != "collectives" or name in self._tables:
             return self.table(name)
         files = self._collective_files()
-        if sum(count_rows(file) for file in files) <= _MOST_ROWS or not all(
+        if sum(count_rows(file) for file in files) <= most_rows or not all(
             has_schema(file, name) for file in files
         ):
             return self.table(name)

@@ -31,6 +31,87 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
         ticked.length ? ticked.length + " ticked" : "none ticked: compares the newest runs"];
     },
   },
+  timeline: {
+    // The view (from, to in ns since the run began; ranks; record) is in a store; the server draws it, the address holds it.
+    move(relayout, click, _clicks, ranks, view) {
+      const {no_update, callback_context, set_props} = window.dash_clientside;
+      const by = callback_context.triggered.map((one) => one.prop_id).join(" ");
+      if (!view || !by) {
+        return no_update;
+      }
+      const next = (changes) => ({...view, ...changes, drawn: false});
+      const window_of = (first, last) => {
+        const middle = (first + last) / 2, most = view.length * 1.1;
+        const half = Math.min(Math.max(last - first, 20), most) / 2;
+        const from = Math.round(middle - half), to = Math.round(middle + half);
+        return next({from, to, first: from, last: to});
+      };
+      if (by.includes("relayoutData")) {
+        // A graph that was just drawn tells its size only; while it is dragged or the wheel turns it tells each frame.
+        const first = (relayout || {})["xaxis.range[0]"], last = (relayout || {})["xaxis.range[1]"];
+        if (typeof first === "number" && typeof last === "number" && last > first) {
+          clearTimeout(window.commprof_zoom);
+          window.commprof_zoom = setTimeout(() => set_props("timeline-view", {data: window_of(first, last)}), 150);
+        }
+        return no_update;
+      }
+      const span = view.last - view.first;
+      if (by.includes("clickData")) {
+        const point = click && click.points && click.points[0];
+        if (!point) {
+          return no_update;
+        }
+        if (point.customdata) {
+          return next({record: point.customdata[0].join(".")});
+        }
+        return window_of(point.x - span / 16, point.x + span / 16);
+      }
+      if (by.includes("timeline-ranks")) {
+        return (ranks || "") === (view.ranks || "") ? no_update : next({ranks: ranks || ""});
+      }
+      if (!callback_context.triggered.some((one) => one.value)) {
+        return no_update;  // buttons that were just drawn
+      }
+      const what = JSON.parse(by.slice(0, by.lastIndexOf("."))).what;
+      const moved = {in: [span / 4, -span / 4], out: [-span / 2, span / 2], left: [-0.4 * span, -0.4 * span],
+        right: [0.4 * span, 0.4 * span]}[what];
+      if (!moved) {
+        return next({from: null, to: null, first: 0, last: view.length});
+      }
+      return window_of(view.first + moved[0], view.last + moved[1]);
+    },
+    write(view, run) {
+      const {no_update, set_props} = window.dash_clientside;
+      if (!view || !run || window.location.pathname !== "/timeline") {
+        return no_update;
+      }
+      const keys = ["from", "to", "ranks", "record"];
+      const query = new URLSearchParams(window.location.search);
+      if (view.drawn) {
+        // The page was drawn again, for another scheme say, from an address that is older than the one that is shown.
+        const shown = Object.fromEntries(keys.map((key) => [key, query.get(key)]));
+        if (keys.some((key) => String(shown[key] ?? "") !== String(view[key] ?? "")) && query.get("run") === run) {
+          const number = (text) => text === null || text === "" ? null : Number(text);
+          const from = number(shown.from), to = number(shown.to);
+          set_props("timeline-view", {data: {...view, from, to, ranks: shown.ranks ?? "", record: shown.record,
+            first: from ?? 0, last: to ?? view.length, drawn: false}});
+        }
+        return no_update;
+      }
+      const pairs = [["run", run], ...keys.map((key) => [key, view[key]])].filter(([, value]) => (value ?? "") !== "");
+      const search = "?" + pairs.map(([key, value]) => key + "=" + encodeURIComponent(value).replaceAll("%2F", "/")).join("&");
+      if (search !== window.location.search) {
+        window.history.replaceState(window.history.state, "", window.location.pathname + search);
+      }
+      return no_update;
+    },
+    wait(done) {
+      if (done) {
+        window.location.reload();
+      }
+      return window.dash_clientside.no_update;
+    },
+  },
   scheme: {
     // Mantine keeps the scheme that is drawn, toggled or the system's, in an attribute of the root element.
     watch() {

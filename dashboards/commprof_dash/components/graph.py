@@ -21,15 +21,18 @@ GRAPH_CONFIG: Final[dict[str, Any]] = {
 }
 
 
-def graph(name: str, figure: go.Figure, description: str) -> Component:
-    """``figure`` on the page, ``description`` for those who do not see it."""
+def graph(name: str, figure: go.Figure, description: str, zoomable: bool = False) -> Component:
+    """``figure`` on the page, ``description`` for those who do not see it.
+
+    ``zoomable``: the wheel zooms, and the height is the figure's own, which may change.
+    """
     return html.Div(
         dcc.Graph(
             id=ids.graph(name),
             figure=figure,
-            config=GRAPH_CONFIG,
+            config=GRAPH_CONFIG | {"scrollZoom": zoomable},
             responsive=True,
-            style={"height": f"{figure.layout.height}px"},
+            style={} if zoomable else {"height": f"{figure.layout.height}px"},
         ),
         role="img",
         **{"aria-label": description},

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from commprof_dash.pages import compare, matrix, overview, runs
+from commprof_dash.pages import compare, matrix, overview, runs, timeline
 from commprof_dash.pages.page import Page
 
-PAGES: Final[tuple[Page, ...]] = (runs.PAGE, overview.PAGE, compare.PAGE, matrix.PAGE)
+PAGES: Final[tuple[Page, ...]] = (runs.PAGE, overview.PAGE, compare.PAGE, timeline.PAGE, matrix.PAGE)
 HOME: Final = runs.PAGE

@@ -104,7 +104,7 @@ def test_figures_are_of_the_scheme(directory, scheme):
 def test_every_graph_has_the_one_config(directory):
     for path in [page.path for page in PAGES]:
         for graph in figures_of(draw(directory, path)).values():
-            assert graph.config == GRAPH_CONFIG
+            assert graph.config | {"scrollZoom": False} == GRAPH_CONFIG
     assert GRAPH_CONFIG["showSendToCloud"] is False
 
 
