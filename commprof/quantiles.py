@@ -1,7 +1,8 @@
-"""Quantiles of Student's t, for intervals from few values. Standard library only."""
+"""Quantiles and tails of Student's t, for intervals and differences from few values. Standard library only."""
 
 from __future__ import annotations
 
+from math import exp, isinf, lgamma, log, log1p
 from statistics import NormalDist
 from typing import Final
 
@@ -23,3 +24,52 @@ def student_t(degrees: int) -> float:
         + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
         + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * degrees**3)
     )
+
+
+def t_tail(t: float, degrees: float) -> float:
+    """Probability that Student's t lies farther from 0 than ``t``: the regularised incomplete beta function.
+
+    Abramowitz and Stegun 26.7.1; ``degrees`` need not be whole.
+
+    >>> round(t_tail(12.7062, 1), 4), round(t_tail(2.2281, 10), 4), t_tail(0.0, 3)
+    (0.05, 0.05, 1.0)
+    """
+    if t == 0:
+        return 1.0
+    if isinf(t):
+        return 0.0
+    return _incomplete_beta(degrees / 2, 0.5, degrees / (degrees + t * t))
+
+
+def t_quantile(degrees: float) -> float:
+    """The 0.975 quantile of Student's t for ``degrees`` that need not be whole, by bisection of :func:`t_tail`.
+
+    >>> round(t_quantile(1), 3), round(t_quantile(3), 3)
+    (12.706, 3.182)
+    """
+    low, high = 1.0, 1e6
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_tail(middle, degrees) > 0.05 else (low, middle)
+    return high
+
+
+def _incomplete_beta(a: float, b: float, x: float) -> float:
+    """I_x(a, b) by its continued fraction (Abramowitz and Stegun 26.5.8), on the side where that converges quickly."""
+    if x <= 0 or x >= 1:
+        return float(x >= 1)
+    if x > (a + 1) / (a + b + 2):
+        return 1 - _incomplete_beta(b, a, 1 - x)
+    front = exp(lgamma(a + b) - lgamma(a) - lgamma(b) + a * log(x) + b * log1p(-x)) / a
+    numerator, denominator = 1.0, 1 / (1 - (a + b) * x / (a + 1))
+    value = denominator
+    for m in range(1, 300):
+        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
+        for term in (even, odd):
+            denominator = 1 / (1 + term * denominator)
+            numerator = 1 + term / numerator
+            value *= denominator * numerator
+        if abs(denominator * numerator - 1) < 1e-15:
+            break
+    return front * value

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final
 
+from commprof import schema
 from commprof.align.arrivals import CAUSES
 from commprof.analysis.bandwidth_answers import BANDWIDTH_ANSWERS
 from commprof.analysis.detailed_answers import DETAILED_ANSWERS
+from commprof.analysis.setting_answers import SETTING_ANSWERS
 from commprof.schema import Column, Table
-
-from commprof import schema
 
 _MEASURES: Final = (
     Column("collectives", "int64", "collectives, each counted once; a message is counted at its send"),
@@ -442,4 +442,5 @@ ANSWERS: Final[dict[str, Table]] = {
     "partners": PARTNERS,
     **DETAILED_ANSWERS,
     **BANDWIDTH_ANSWERS,
+    **SETTING_ANSWERS,
 }

@@ -13,7 +13,36 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import pandas as pd
 import pyarrow as pa
+
+from commprof.analysis import advice as advice_module
+from commprof.analysis import arrivals as arrivals_module
+from commprof.analysis import bandwidth as bandwidth_module
+from commprof.analysis import buckets as buckets_module
+from commprof.analysis import (
+    comparison,
+    counters,
+    expectation,
+    listing,
+    recommendation,
+    steps,
+    summary,
+    sums,
+    usage,
+)
+from commprof.analysis import exposure as exposure_module
+from commprof.analysis import index as index_module
+from commprof.analysis import levels as levels_module
+from commprof.analysis import matrix as matrix_module
+from commprof.analysis import rank_bytes as rank_bytes_module
+from commprof.analysis import records as records_module
+from commprof.analysis import resources as resources_module
+from commprof.analysis import settings as settings_module
+from commprof.analysis import timeline as timeline_module
+from commprof.analysis import traffic as traffic_module
+from commprof.analysis.advice import Advice
+from commprof.analysis.answers import ANSWERS, EXPOSURE_BY, GROUPINGS
 from commprof.analysis.bandwidth import Bandwidths
+from commprof.analysis.buckets import BucketContent
 from commprof.analysis.csv_text import frame_csv, write_csv
 from commprof.analysis.engine import ask
 from commprof.analysis.frames import from_arrow
@@ -32,32 +61,26 @@ from commprof.ledger.levels import Verdict
 from commprof.schema import TABLES, Column
 from commprof.trace.reader import Run, Scan, open_run
 
-from commprof.analysis import arrivals as arrivals_module
-from commprof.analysis import bandwidth as bandwidth_module
-from commprof.analysis import comparison, counters, expectation, listing, steps, summary
-from commprof.analysis import exposure as exposure_module
-from commprof.analysis import index as index_module
-from commprof.analysis import matrix as matrix_module
-from commprof.analysis import records as records_module
-from commprof.analysis import settings as settings_module
-from commprof.analysis import timeline as timeline_module
-from commprof.analysis import traffic as traffic_module
-from commprof.analysis.answers import ANSWERS, EXPOSURE_BY, GROUPINGS
-
 __all__ = [
     "TABLES",
     "TRAFFIC_BY",
+    "Advice",
     "Bandwidths",
+    "BucketContent",
     "Comparison",
     "Filter",
     "Record",
     "RecordsPage",
     "Run",
     "Timeline",
+    "advice",
     "arrivals",
     "bandwidth",
     "bandwidth_both",
     "bandwidth_times",
+    "bucket_content",
+    "bucket_flushes",
+    "bucket_means",
     "calibrations",
     "ceiling",
     "compare",
@@ -77,10 +100,13 @@ __all__ = [
     "overview",
     "owners",
     "query",
+    "rank_bytes",
     "record",
     "records_csv",
     "records_page",
+    "reduction_levels",
     "requested",
+    "resources",
     "settings",
     "step_times",
     "step_window",
@@ -121,10 +147,6 @@ def _names(runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def _operations(run: Run, collectives: pa.Table | Scan) -> pa.Table:
-    return traffic_module.operations(collectives, run.table("aggregates"))
-
-
 def find_runs(directory: Path | str) -> pd.DataFrame:
     """The runs in and below ``directory``, newest first; one that cannot be read is listed with the reason."""
     return listing.runs_below(Path(directory))
@@ -140,7 +162,7 @@ def traffic(run: AnyRun, by: Sequence[str] = TRAFFIC_BY) -> pd.DataFrame:
         UsageError: a column of ``by`` cannot be grouped by.
     """
     run = _opened(run)
-    return traffic_module.traffic(_operations(run, run.scan("collectives")), by)
+    return traffic_module.traffic(sums.operations(run, traffic_module.checked(by)), by)
 
 
 def matrix(
@@ -151,11 +173,11 @@ def matrix(
     purpose: str | None = None,
     most_ranks: int | None = None,
 ) -> pd.DataFrame:
-    """Bytes from each rank to each other: sends as recorded, collectives by a model that conserves the wire bytes of each rank.
+    """Bytes from each rank to each other: sends as recorded, collectives by a model that conserves the wire bytes of the ranks.
 
-    ``docs/matrix.md`` states the model of each operation; ``frame.attrs`` has those of the frame (``models``), the bytes that
-    cannot be put on a pair (``unplaced_bytes``), the number of ``ranks``, and how many each sender and receiver stands for
-    (``ranks_per_cell``: it is the first of them).
+    ``frame.attrs``: ``models``, between whom the bytes of each operation are put (``docs/matrix.md``); ``unplaced_bytes``,
+    those of which that is not known; ``ranks`` of the run; ``ranks_per_cell``, for how many of them a sender or receiver stands
+    (it is the first of these).
 
     Args:
         by: columns of ``step``, ``phase``, ``op``, ``intended_op``, ``purpose`` and ``pg``.
@@ -167,7 +189,7 @@ def matrix(
         UsageError: a column of ``by`` cannot be grouped by.
     """
     run = _opened(run)
-    operations = _operations(run, run.scan("collectives"))
+    operations = sums.operations(run, matrix_module.columns(by))
     return matrix_module.matrix(operations, by, steps or matrix_module.EVERY_STEP, op, purpose, most_ranks)
 
 
@@ -177,15 +199,49 @@ def owners(run: AnyRun, steps: tuple[int, int] | None = None) -> pd.DataFrame:
     ``frame.attrs["imbalance"]`` is the largest ``received_bytes`` over the mean of the ranks; None without any.
     """
     run = _opened(run)
-    operations = _operations(run, run.scan("collectives"))
+    operations = sums.operations(run, matrix_module.columns(()))
     return matrix_module.owners(operations, steps or matrix_module.EVERY_STEP)
+
+
+def bucket_flushes(run: AnyRun) -> pd.DataFrame:
+    """The gradient buckets of a run, each once: what it holds, why it was sent, how it was reduced, how long that took.
+
+    What is sent is counted as in :func:`traffic`: the collectives of purpose gradient_reduce that carry the bucket's number.
+    """
+    run = _opened(run)
+    operations = sums.operations(run, buckets_module.COLUMNS)
+    return buckets_module.bucket_flushes(run.table("buckets"), run.scan("collectives"), operations)
+
+
+def bucket_means(run: AnyRun) -> pd.DataFrame:
+    """The buckets of a mean training step. Times are medians, and leave out the first step of each attempt."""
+    return buckets_module.bucket_means(bucket_flushes(run))
+
+
+def bucket_content(
+    run: AnyRun, step: int, bucket: int, micro_step: int = 0, attempt: int | None = None
+) -> BucketContent | None:
+    """The parameters of one bucket and the collectives that reduced it; None where there is no such bucket.
+
+    Args:
+        attempt: default: the last that has it.
+    """
+    run = _opened(run)
+    found = bucket_flushes(run)
+    wanted = found[
+        (found["step"] == step) & (found["bucket"] == bucket) & (found["micro_step"] == micro_step)
+    ]
+    if attempt is not None:
+        wanted = wanted[wanted["attempt"] == attempt]
+    if wanted.empty:
+        return None
+    return buckets_module.content(wanted.iloc[-1], run.table("parameters"), run.scan("collectives"))
 
 
 def step_times(run: AnyRun) -> pd.DataFrame:
     """One row per training step and attempt: times, loss, and what was sent in it."""
     run = _opened(run)
-    collectives = run.scan("collectives")
-    return steps.step_times(run.table("steps"), collectives, _operations(run, collectives))
+    return steps.step_times(run.table("steps"), sums.stood_still(run), sums.operations(run, steps.COLUMNS))
 
 
 def _arrived(run: Run) -> pa.Table:
@@ -340,12 +396,11 @@ def overview(run: AnyRun) -> dict[str, Any]:
     ``moved_reason`` says why the moved bytes are None, ``requested_reason`` why the requested operation is.
     """
     run = _opened(run)
-    collectives = run.scan("collectives")
-    operations = _operations(run, collectives)
+    operations = sums.operations(run, sums.HELD_COLUMNS)
     return summary.overview(
         run,
         operations,
-        steps.step_times(run.table("steps"), collectives, operations),
+        steps.step_times(run.table("steps"), sums.stood_still(run), operations),
         traffic_module.traffic(operations, ()),
         moved(run),
     )
@@ -364,25 +419,32 @@ def settings(runs: Sequence[AnyRun]) -> pd.DataFrame:
     )
 
 
-def _measured(runs: Sequence[AnyRun]) -> list[comparison.Measured]:
+def _measured(runs: Sequence[AnyRun]) -> list[_MeasuredRun]:
     opened = [_opened(run) for run in runs]
     manifests, names = [run.manifest for run in opened], _names(opened)
     found = settings_module.settings_of(manifests, names)
     return [_measure(opened[i], names[i], found[i]) for i in settings_module.in_order(manifests)]
 
 
-def _measure(run: Run, name: str, setting: settings_module.Setting) -> comparison.Measured:
-    collectives = run.scan("collectives")
-    operations = _operations(run, collectives)
-    times = steps.step_times(run.table("steps"), collectives, operations)
-    return comparison.Measured(
+class _MeasuredRun(NamedTuple):
+    measured: comparison.Measured
+    ranks: rank_bytes_module.RankTotals
+
+
+def _measure(run: Run, name: str, setting: settings_module.Setting) -> _MeasuredRun:
+    operations = sums.operations(run, sums.HELD_COLUMNS)
+    times = steps.step_times(run.table("steps"), sums.stood_still(run), operations)
+    manifest = run.manifest
+    measured = comparison.Measured(
         name=name,
         setting=setting,
         step_totals=steps.step_totals(run.table("steps"), operations, times),
         durations=steps.durations_after_first(times),
         final_loss=steps.final_loss(times),
-        requested=expectation.requested_reduction(run.manifest.config, run.manifest.effective_config),
+        requested=expectation.requested_reduction(manifest.config, manifest.effective_config),
+        usage=usage.usage(times, manifest.effective_config or manifest.config, manifest.world_size),
     )
+    return _MeasuredRun(measured, rank_bytes_module.rank_totals(setting.label, times, operations))
 
 
 def compare(runs: Sequence[AnyRun]) -> pd.DataFrame:
@@ -392,25 +454,72 @@ def compare(runs: Sequence[AnyRun]) -> pd.DataFrame:
     the run was killed in are left out. Times leave out the first step, which warms up. ``interval_over`` says what the
     95 % interval is over: ``repeats`` (Student's t over the medians of the runs) or ``steps`` (order statistics of one run).
     """
-    return comparison.compare(_measured(runs))
+    return compare_both(runs).settings
 
 
 def traffic_by_setting(runs: Sequence[AnyRun]) -> pd.DataFrame:
     """Bytes of a training step by setting, issued op, intended op and purpose: :func:`compare` in the form for a chart."""
-    return comparison.traffic_by_setting(_measured(runs))
+    return compare_both(runs).traffic
 
 
 class Comparison(NamedTuple):
-    """Both forms of one comparison: :func:`compare` and :func:`traffic_by_setting`."""
+    """All forms of one comparison: what the functions :func:`compare`, :func:`traffic_by_setting` and so on give."""
 
     settings: pd.DataFrame
     traffic: pd.DataFrame
+    resources: pd.DataFrame
+    ranks: pd.DataFrame
+    advice: Advice
 
 
 def compare_both(runs: Sequence[AnyRun]) -> Comparison:
-    """:func:`compare` and :func:`traffic_by_setting` of the same runs, reading each run once."""
-    measured = _measured(runs)
-    return Comparison(comparison.compare(measured), comparison.traffic_by_setting(measured))
+    """All that is said of the same runs side by side, reading each run once."""
+    found = _measured(runs)
+    measured = [one.measured for one in found]
+    settings = comparison.compare(measured)
+    weighed = advice_module.weigh(advice_module.candidates(measured, comparison.rows(measured)))
+    return Comparison(
+        settings,
+        comparison.traffic_by_setting(measured),
+        resources_module.resources(measured),
+        rank_bytes_module.rank_bytes([one.ranks for one in found]),
+        recommendation.advise(weighed),
+    )
+
+
+def advice(runs: Sequence[AnyRun]) -> Advice:
+    """What to set, and why: least wire bytes at equal loss, a shorter step only where repeats show it.
+
+    ``answer`` is ``recommended``, ``no measurable difference`` or ``cannot tell``; the other fields are its
+    sentences and its evidence. The rules are in ``analysis/advice.py`` and ``docs/analysis.md``; the order of the runs changes nothing.
+    """
+    return compare_both(runs).advice
+
+
+def resources(runs: Sequence[AnyRun]) -> pd.DataFrame:
+    """Memory and samples per second, one row per setting; ``samples_from`` says where the samples of a step are from."""
+    return compare_both(runs).resources
+
+
+def rank_bytes(runs: Sequence[AnyRun]) -> pd.DataFrame:
+    """What each rank sends and receives in a training step, one row per setting and rank, by the model of :func:`matrix`.
+
+    ``frame.attrs["reasons"]`` has, by label, why the ranks of a setting cannot be told.
+    """
+    return compare_both(runs).ranks
+
+
+def reduction_levels(runs: Sequence[AnyRun]) -> pd.DataFrame:
+    """What each setting requested, issued, executed and moved to reduce gradients, out of the ledger of each run.
+
+    A level that is not known has null bytes and its ``reason``. Moved bytes are all that the hosts sent.
+    """
+    opened = [_opened(run) for run in runs]
+    manifests = [run.manifest for run in opened]
+    found = settings_module.settings_of(manifests, _names(opened))
+    return levels_module.reduction_levels(
+        [(found[i].label, verification.verify(opened[i])) for i in settings_module.in_order(manifests)]
+    )
 
 
 def table(run: AnyRun, name: str) -> pd.DataFrame:

@@ -14,6 +14,7 @@ from commprof.analysis.frames import from_rows
 from commprof.analysis.intervals import over_repeats
 from commprof.analysis.settings import Setting
 from commprof.analysis.steps import StepTotals
+from commprof.analysis.usage import Usage
 from commprof.schema import Column, Op, Purpose
 
 _MEASURES: Final = ("collectives", "payload_bytes", "wire_bytes")
@@ -29,6 +30,7 @@ class Measured(NamedTuple):
     durations: Sequence[int]
     final_loss: float | None
     requested: Requested
+    usage: Usage
 
 
 def by_label(runs: Sequence[Measured]) -> dict[str, list[Measured]]:
@@ -97,10 +99,14 @@ def _columns(values: Mapping[str, str]) -> tuple[Column, ...]:
     return (label, *keys, *rest)
 
 
+def rows(runs: Sequence[Measured]) -> list[dict[str, Any]]:
+    """The rows of :func:`compare` as plain values."""
+    return [_row(label, repeats) for label, repeats in by_label(runs).items()]
+
+
 def compare(runs: Sequence[Measured]) -> pd.DataFrame:
     """One row per setting (:data:`answers.COMPARISON`), with the keys that differ after the label."""
-    rows = [_row(label, repeats) for label, repeats in by_label(runs).items()]
-    return from_rows(rows, _columns(runs[0].setting.values if runs else {}))
+    return from_rows(rows(runs), _columns(runs[0].setting.values if runs else {}))
 
 
 def traffic_by_setting(runs: Sequence[Measured]) -> pd.DataFrame:

@@ -16,10 +16,14 @@ UNREADABLE: Final = "the config cannot be read by ZeRO's rules"
 
 
 class Requested(NamedTuple):
-    """``op``: what the config asks for to reduce gradients, or None and ``reason``: why that is not known."""
+    """``op``: what the config asks for to reduce gradients, or None and ``reason``: why that is not known.
+
+    ``explanation`` is a clause: which words ask for it, and what a runtime sends in its place.
+    """
 
     op: str | None
     reason: str | None
+    explanation: str | None = None
 
 
 def requested_reduction(
@@ -37,7 +41,7 @@ def requested_reduction(
     if reason is not None:
         return Requested(None, reason)
     op = zero.requested_gradient_op(config)
-    return Requested(op, None if op else UNREADABLE)
+    return Requested(op, None if op else UNREADABLE, zero.describe(config) if op else None)
 
 
 def requested(run: RecordedRun) -> tuple[pd.DataFrame, str | None]:

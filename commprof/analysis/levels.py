@@ -1,0 +1,113 @@
+"""The four levels of reducing gradients, by setting, out of the ledgers of the runs. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import pandas as pd
+
+from commprof.analysis.frames import from_rows
+from commprof.analysis.setting_answers import REDUCTION_LEVELS
+from commprof.ledger.levels import STEPS, LedgerRow, State, Verdict
+from commprof.schema import Op, Purpose
+
+NOTHING_ISSUED: Final = "nothing was issued to reduce gradients in a training step"
+NOT_REQUESTED: Final = "what the config asks for is not known"
+NOT_EXECUTED: Final = "what the backend ran is not known"
+
+
+def reduction_levels(ledgers: Sequence[tuple[str, Verdict]]) -> pd.DataFrame:
+    """One row per setting, level and operation (:data:`setting_answers.REDUCTION_LEVELS`).
+
+    Args:
+        ledgers: the label of the setting and the verdict of each run, repeats one after the other or not.
+    """
+    of_label: dict[str, list[Verdict]] = defaultdict(list)
+    for label, verdict in ledgers:
+        of_label[label].append(verdict)
+    rows: list[dict[str, Any]] = []
+    for label, verdicts in of_label.items():
+        states = {verdict.state for verdict in verdicts}
+        state = next(s for s in (State.MISMATCH, State.UNKNOWN, State.CLOSED) if s in states)
+        rows += [{"label": label, "state": str(state), **row} for row in _of_setting(verdicts)]
+    return from_rows(rows, REDUCTION_LEVELS.columns)
+
+
+def _of_setting(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
+    gradients = [
+        row
+        for verdict in verdicts
+        for row in verdict.rows
+        if row.when == STEPS and row.purpose == Purpose.GRADIENT_REDUCE
+    ]
+    steps = sum(
+        max((row.steps for row in verdict.rows if row.when == STEPS), default=0) for verdict in verdicts
+    )
+    reason = next((verdict.request_reason for verdict in verdicts if verdict.request_reason), None)
+    return [
+        *_level("requested", gradients, steps, reason or NOT_REQUESTED),
+        *_level("issued", gradients, steps, NOTHING_ISSUED),
+        *_level("executed", gradients, steps, NOT_EXECUTED),
+        _moved(verdicts),
+    ]
+
+
+def _level(level: str, gradients: Sequence[LedgerRow], steps: int, reason: str) -> list[dict[str, Any]]:
+    known = [row for row in gradients if _wire(row, level) is not None and getattr(row, f"{level}_op")]
+    sums: dict[tuple[str, str | None], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for row in known:
+        if level != "requested" and not row.issued_count:
+            continue
+        meant = row.requested_op if level != "requested" and _stands_for(row, level) else None
+        total = sums[getattr(row, f"{level}_op"), meant]
+        total[0] += row.expected_payload_bytes or 0 if level == "requested" else row.issued_payload_bytes
+        total[1] += _wire(row, level) or 0.0
+    if not sums or not steps:
+        return [{"level": level, "reason": reason}]
+    return [
+        {
+            "level": level,
+            "op": op,
+            "intended_op": meant,
+            "payload_bytes_per_step": payload / steps,
+            "wire_bytes_per_step": wire / steps,
+        }
+        for (op, meant), (payload, wire) in sums.items()
+    ]
+
+
+def _wire(row: LedgerRow, level: str) -> float | None:
+    return {
+        "requested": row.requested_wire_bytes,
+        "issued": row.issued_wire_bytes,
+        "executed": row.executed_wire_bytes,
+    }[level]
+
+
+def _stands_for(row: LedgerRow, level: str) -> bool:
+    """An all_to_all with a local sum is how a reduce_scatter is done where the backend has none."""
+    return getattr(row, f"{level}_op") == Op.ALL_TO_ALL and row.requested_op == Op.REDUCE_SCATTER
+
+
+def _moved(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """Mean over the repeats of what all hosts sent; of a step where all were read at steps, else of the run."""
+    counted = [verdict.moved for verdict in verdicts if verdict.moved]
+    if not counted:
+        reason = next(
+            (verdict.sources.get("moved") for verdict in verdicts if verdict.sources.get("moved")), None
+        )
+        return {"level": "moved", "reason": reason or "no counters were read during the run"}
+    by_step = all(row.when == STEPS and row.steps for rows in counted for row in rows)
+    sent = [sum(row.sent_bytes / (row.steps if by_step else 1) for row in rows) for rows in counted]
+    return {
+        "level": "moved",
+        "moved_bytes": sum(sent) / len(sent),
+        "moved_over": "step" if by_step else "run",
+        "reason": _joined(row.reason for rows in counted for row in rows),
+    }
+
+
+def _joined(reasons: Iterable[str | None]) -> str | None:
+    return "; ".join(dict.fromkeys(reason for reason in reasons if reason)) or None

@@ -1,0 +1,46 @@
+"""Memory and samples per second of each setting. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean, median, stdev
+
+import pandas as pd
+
+from commprof.analysis.comparison import Measured, by_label
+from commprof.analysis.frames import from_rows
+from commprof.analysis.setting_answers import RESOURCES
+from commprof.quantiles import t_quantile
+
+
+def resources(runs: Sequence[Measured]) -> pd.DataFrame:
+    """One row per setting (:data:`setting_answers.RESOURCES`)."""
+    rows = []
+    for label, repeats in by_label(runs).items():
+        used = [run.usage for run in repeats]
+        rates = [median(one.rates) for one in used if one.rates]
+        reach = t_quantile(len(rates) - 1) * stdev(rates) / len(rates) ** 0.5 if len(rates) > 1 else None
+        center = fmean(rates) if rates else None
+        sources = {one.rates_from for one in used if one.rates_from}
+        rows.append(
+            {
+                "label": label,
+                "rss_bytes": _median([value for one in used for value in one.rss]),
+                "rss_peak_bytes": max(
+                    (one.rss_peak for one in used if one.rss_peak is not None), default=None
+                ),
+                "device_bytes": _median([value for one in used for value in one.device]),
+                "device_peak_bytes": max(
+                    (one.device_peak for one in used if one.device_peak is not None), default=None
+                ),
+                "samples_per_second": center,
+                "samples_low": None if center is None or reach is None else max(0.0, center - reach),
+                "samples_high": None if center is None or reach is None else center + reach,
+                "samples_from": ", ".join(sorted(sources)) or None,
+            }
+        )
+    return from_rows(rows, RESOURCES.columns)
+
+
+def _median(values: Sequence[int]) -> int | None:
+    return round(median(values)) if values else None

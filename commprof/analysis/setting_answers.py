@@ -1,0 +1,105 @@
+"""The columns of what is said of settings beside :data:`answers.COMPARISON`: levels, ranks, memory, pairs, advice."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from commprof.schema import Column, Table
+
+LEVELS: Final = ("requested", "issued", "executed", "moved")
+VERDICTS: Final = ("shorter", "longer", "no measurable difference", "cannot tell")
+
+_LABEL: Final = Column("label", "string", "the setting: the keys that differ, and their values")
+
+# One column, one line.
+# fmt: off
+REDUCTION_LEVELS: Final = Table(
+    "reduction_levels",
+    "What each setting asked for, issued, executed and moved to reduce gradients; null, with a reason, where unknown.",
+    (
+        _LABEL,
+        Column("level", "string", "requested, issued, executed or moved", values=LEVELS),
+        Column("op", "string", "operation at this level; null where it is not known, and of moved bytes", True),
+        Column("intended_op", "string", "operation that the runtime meant, where it issued another", True),
+        Column("payload_bytes_per_step", "float64", "payload: S of nccl-tests, in a training step", True, "bytes"),
+        Column("wire_bytes_per_step", "float64", "wire, modelled: mean bytes that a rank sends in a step", True, "bytes"),
+        Column("moved_bytes", "float64", "moved: sent by the counters of all hosts, all traffic", True, "bytes"),
+        Column("moved_over", "string", "what moved_bytes are of: a training step (step), or the whole run (run)", True),
+        Column("reason", "string", "why this level is not known, or not comparable", True),
+        Column("state", "string", "how the ledgers of the setting stand: closed, mismatch or unknown"),
+    ),
+)
+
+RANK_BYTES: Final = Table(
+    "rank_bytes",
+    "What each rank sends and receives in a training step, by where the data comes from and goes to.",
+    (
+        _LABEL,
+        Column("rank", "int32", "global rank"),
+        Column("sent_bytes_per_step", "float64", "modelled: bytes that leave the rank in a training step", unit="bytes"),
+        Column("received_bytes_per_step", "float64", "modelled: bytes that reach it", unit="bytes"),
+        Column("sent_of_mean", "float64", "sent_bytes_per_step, in means over the ranks", True),
+        Column("received_of_mean", "float64", "received_bytes_per_step, in means over the ranks", True),
+    ),
+    key=("label", "rank"),
+)
+
+RESOURCES: Final = Table(
+    "resources",
+    "Memory and speed of each setting: medians over the steps after the first of all repeats, and the largest of all steps.",
+    (
+        _LABEL,
+        Column("rss_bytes", "int64", "resident memory of the largest rank, median over steps", True, "bytes"),
+        Column("rss_peak_bytes", "int64", "the same, largest of all steps", True, "bytes"),
+        Column("device_bytes", "int64", "device memory of the largest rank, median over steps", True, "bytes"),
+        Column("device_peak_bytes", "int64", "the same, largest of all steps", True, "bytes"),
+        Column("samples_per_second", "float64", "samples in a step over its time: median of steps, mean of repeats", True),
+        Column("samples_low", "float64", "95 % interval over repeats, low end", True),
+        Column("samples_high", "float64", "95 % interval over repeats, high end", True),
+        Column("samples_from", "string", "where the samples of a step are from: metric, or config (its batch size)", True),
+    ),
+    key=("label",),
+)
+
+STEP_TIME_PAIRS: Final = Table(
+    "step_time_pairs",
+    "Each two settings: whether the step time of the second differs from that of the first by more than their repeats do.",
+    (
+        _LABEL,
+        Column("other", "string", "the setting that it is compared with"),
+        Column("difference_ns", "int64", "step time of other less that of label", True, "ns"),
+        Column("low_ns", "int64", "95 % interval of difference_ns by Welch's t, low end", True, "ns"),
+        Column("high_ns", "int64", "95 % interval of difference_ns by Welch's t, high end", True, "ns"),
+        Column("probability", "float64", "of such a difference by chance, by Holm's correction for all pairs", True),
+        Column("verdict", "string", "step time of other beside that of label", values=VERDICTS),
+        Column("reason", "string", "why it cannot be told", True),
+    ),
+    key=("label", "other"),
+)
+
+ADVICE: Final = Table(
+    "advice",
+    "What the advice weighs of each setting, the least wire bytes first.",
+    (
+        _LABEL,
+        Column("recommended", "bool", "to be set, by the rules"),
+        Column("wire_bytes_per_step", "float64", "wire, modelled: mean bytes that a rank sends in a step", True, "bytes"),
+        Column("least_bytes", "bool", "none of those that count sends less, within 0.1 %"),
+        Column("step_time_ns", "int64", "as in compare", True, "ns"),
+        Column("not_slower", "bool", "no other has a measurably shorter step; null where that cannot be told", True),
+        Column("final_loss", "float64", "as in compare", True),
+        Column("repeats", "int64", "runs with this setting"),
+        Column("left_out", "string", "why it does not count", True),
+    ),
+    key=("label",),
+)
+# fmt: on
+
+# By the name of the function in api.py that gives them, or of the part of its answer.
+SETTING_ANSWERS: Final[dict[str, Table]] = {
+    "reduction_levels": REDUCTION_LEVELS,
+    "rank_bytes": RANK_BYTES,
+    "resources": RESOURCES,
+    "step_time_pairs": STEP_TIME_PAIRS,
+    "advice": ADVICE,
+}

@@ -1,0 +1,250 @@
+"""advice(): what to set, by rules whose answers are worked out by hand; never on noise, never by the order of the runs."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from commprof.analysis import api, differences
+from support.runs import SyntheticRun
+
+REDUCE = {"gradient_reduction": "reduce"}
+ALL_REDUCE = {"gradient_reduction": "all_reduce"}
+
+
+def run(op="all_reduce", step_ns=1_000_000, loss=2.0, world_size=2, steps=3, batch=4, samples=None, **zero):
+    """Two ranks; in each step 1000 bytes of gradients by ``op``; the first step is slow and must not count."""
+    config = {"train_micro_batch_size_per_gpu": batch, "zero_optimization": {"stage": 2, **zero}}
+    made = SyntheticRun(world_size=world_size, config=config)
+    for step in range(steps):
+        metrics = {"loss": loss} if loss is not None else {}
+        if samples is not None:
+            metrics["samples"] = samples
+        made.add_step(step, duration_ns=step_ns * (9 if step == 0 else 1), rss_bytes=100 + step, **metrics)
+        made.add_collective(
+            op,
+            payload_bytes=1000,
+            step=step,
+            peer=0 if op in ("reduce", "broadcast") else -1,
+            purpose="gradient_reduce",
+        )
+    return made
+
+
+def opened(*runs):
+    return [each.open(Path("traces") / f"run-{number}") for number, each in enumerate(runs)]
+
+
+def test_least_wire_bytes_at_equal_loss_is_recommended():
+    found = api.advice(
+        opened(*(run("all_reduce", t, **ALL_REDUCE) for t in (1000, 1100, 1050)))
+        + opened(*(run("reduce", t, **REDUCE) for t in (1010, 1090, 1060)))
+    )
+    assert found.answer == "recommended"
+    # n = 2: all_reduce sends 1000, reduce 500.
+    assert found.sentences[0] == (
+        "Set gradient_reduction=reduce: it sends the least, 500 B on the wire per rank and step (modelled); "
+        "gradient_reduction=all_reduce sends 1000 B, 100 % more."
+    )
+    assert "no measurable difference in step time" in found.sentences[1]
+    assert found.sentences[2] == "Their losses are equal within 1 %: 2 to 2 at the last step."
+    assert found.settings["label"].tolist() == ["gradient_reduction=reduce", "gradient_reduction=all_reduce"]
+    assert found.settings["recommended"].tolist() == [True, False]
+    assert found.settings["wire_bytes_per_step"].tolist() == [500.0, 1000.0]
+    assert found.settings["not_slower"].tolist() == [True, True]
+
+
+def test_fewer_bytes_that_take_measurably_longer_are_not_simply_recommended():
+    found = api.advice(
+        opened(*(run("all_reduce", t, **ALL_REDUCE) for t in (1000, 1010, 1005)))
+        + opened(*(run("reduce", t, **REDUCE) for t in (2000, 2010, 2005)))
+    )
+    assert found.answer == "recommended"
+    assert found.sentences[0].startswith(
+        "Set gradient_reduction=all_reduce if the step time counts: its step is measurably shorter than that of "
+        "gradient_reduction=reduce, which sends the least, 500 B"
+    )
+    pair = found.pairs.iloc[0]
+    # 2005 - 1005 = 1000; s^2 = 25 in both, so the error is sqrt(50 / 3) = 4.08, with 4 degrees: t = 2.776, +- 11.33
+    assert (pair["label"], pair["verdict"]) == ("gradient_reduction=all_reduce", "longer")
+    assert (pair["difference_ns"], pair["low_ns"], pair["high_ns"]) == (1000, 989, 1011)
+    assert pair["probability"] < 1e-6
+
+
+def test_equal_bytes_and_a_shorter_step():
+    found = api.advice(
+        opened(*(run(step_ns=t, overlap_comm=True) for t in (500, 505, 495)))
+        + opened(*(run(step_ns=t, overlap_comm=False) for t in (1000, 1010, 990)))
+    )
+    assert found.sentences[0] == (
+        "Set overlap_comm=true: all send the same bytes, 1000 B on the wire per rank and step (modelled), "
+        "and its step is measurably shorter."
+    )
+    assert "No other setting is measurably faster" in found.sentences[2]
+
+
+def test_one_repeat_never_claims_a_difference_in_time():
+    found = api.advice(
+        opened(run(step_ns=10, overlap_comm=True), run(step_ns=10_000_000, overlap_comm=False))
+    )
+    assert found.answer == "cannot tell"
+    assert found.pairs["verdict"].tolist() == ["cannot tell"]
+    assert found.pairs["reason"].str.contains("1 repeat").all()
+    assert found.settings["not_slower"].isna().all()
+    assert any("Nothing can be said of the step times" in text for text in found.sentences)
+    assert not any("shorter" in text for text in found.sentences)
+
+
+def test_one_repeat_is_enough_for_bytes():
+    found = api.advice(opened(run("reduce", **REDUCE), run("all_reduce", **ALL_REDUCE)))
+    assert found.answer == "recommended"
+    assert "gradient_reduction=reduce" in found.sentences[0]
+
+
+def test_a_setting_with_a_higher_loss_is_left_out():
+    found = api.advice(opened(run("reduce", loss=2.1, **REDUCE), run("all_reduce", loss=2.0, **ALL_REDUCE)))
+    assert found.answer == "cannot tell"  # one is left
+    assert "gradient_reduction=reduce is left out: its loss ends at 2.1" in found.sentences[1]
+
+
+def test_a_loss_that_repeats_explain_counts_as_equal():
+    found = api.advice(
+        opened(*(run("reduce", t, loss=x, **REDUCE) for t, x in ((10, 2.2), (11, 1.9), (12, 2.1))))
+        + opened(*(run("all_reduce", t, loss=x, **ALL_REDUCE) for t, x in ((10, 2.1), (12, 1.8), (11, 2.0))))
+    )
+    assert found.answer == "recommended"
+    assert "equal as far as repeats tell" in " ".join(found.sentences)
+
+
+def test_losses_after_different_numbers_of_steps_are_not_compared():
+    found = api.advice(opened(run("reduce", loss=9.0, steps=2, **REDUCE), run(steps=5, **ALL_REDUCE)))
+    assert found.answer == "recommended"
+    assert "not compared" in " ".join(found.sentences)
+
+
+@pytest.mark.parametrize("other", [{"world_size": 3}, {"batch": 8}])
+def test_settings_that_do_other_work_are_not_weighed(other):
+    found = api.advice(opened(run("reduce", **REDUCE), run("all_reduce", **ALL_REDUCE, **other)))
+    assert found.answer == "cannot tell"
+    assert "do not do the same work" in found.sentences[0]
+    assert not found.settings["recommended"].any()
+
+
+def test_what_was_asked_for_and_not_issued_is_a_warning_with_its_key():
+    keys = {"reduce_scatter": True, "use_multi_rank_bucket_allreduce": True}
+    found = api.advice(
+        opened(
+            run("all_reduce", contiguous_gradients=False, **keys),
+            run("all_reduce", contiguous_gradients=True, **keys),
+        )
+    )
+    assert any(
+        text.startswith("Warning: contiguous_gradients=false asks for reduce_scatter and issues all_reduce")
+        and "contiguous_gradients: false overrides it" in text
+        for text in found.sentences
+    )
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_it_takes_two_settings(count):
+    assert api.advice(opened(*[run() for _ in range(count)])).answer == "cannot tell"
+
+
+def test_the_order_of_the_runs_changes_nothing():
+    runs = [
+        run(op, 1000 + 7 * number + shift, overlap_comm=overlap, gradient_reduction=op)
+        for shift, (op, overlap) in enumerate([("reduce", True), ("reduce", False), ("all_reduce", True)])
+        for number in range(3)
+    ]
+    first = api.advice(opened(*runs))
+    for seed in range(6):
+        random.Random(seed).shuffle(runs)
+        again = api.advice(opened(*runs))
+        assert (again.answer, again.sentences) == (first.answer, first.sentences)
+        assert again.pairs.equals(first.pairs)
+        assert again.settings.equals(first.settings)
+
+
+def test_the_same_runs_twice_show_no_measurable_difference():
+    times = (1000, 1080, 1030)
+    found = api.advice(opened(*(run(step_ns=t, overlap_comm=on) for on in (True, False) for t in times)))
+    assert found.answer == "no measurable difference"
+    assert found.sentences[0].startswith("No measurable difference: all settings send the same bytes")
+
+
+def test_settings_that_are_alike_are_seldom_called_different():
+    rng = random.Random(1)
+    trials = 400
+    called = 0
+    for _ in range(trials):
+        medians = {str(name): [rng.gauss(1e6, 5e4) for _ in range(4)] for name in range(6)}
+        called += differences.pairs(medians)["verdict"].isin(["shorter", "longer"]).any()
+    assert called / trials < 0.08  # 5 % are meant
+
+
+def test_a_difference_that_is_there_is_found():
+    rng = random.Random(2)
+    found = 0
+    for _ in range(100):
+        medians = {
+            name: [rng.gauss(mean, 1e4) for _ in range(4)] for name, mean in (("a", 1e6), ("b", 1.1e6))
+        }
+        found += differences.pairs(medians)["verdict"].tolist() == ["longer"]
+    assert found > 95
+
+
+def test_welch_by_hand():
+    # Means 2 and 6; variances 1 and 4 of three each: error sqrt(5/3), t = 3.098, degrees (5/3)^2 / (1/18 + 16/18) = 2.941
+    found = differences.welch([1, 2, 3], [4, 6, 8])
+    assert found.value == 4
+    assert found.probability == pytest.approx(0.0549, abs=2e-4)
+    assert (found.low, found.high) == pytest.approx((-0.155, 8.155), abs=2e-2)
+
+
+def test_memory_and_samples_per_second():
+    frame = api.resources(
+        opened(
+            run(step_ns=1_000_000, samples=5.0, **REDUCE),
+            run(step_ns=3_000_000, samples=5.0, **REDUCE),
+            run(step_ns=2_000_000, batch=4, **ALL_REDUCE),
+        )
+    ).set_index("label")
+    metric, config = frame.index
+    # The samples of both ranks add up: 10 in 1 ms and in 3 ms; 4 x 2 ranks in 2 ms.
+    assert frame.loc[metric, "samples_per_second"] == pytest.approx((10_000 + 10_000 / 3) / 2)
+    assert frame.loc[config, "samples_per_second"] == 4000.0
+    assert frame["samples_from"].tolist() == ["metric", "config"]
+    assert frame["samples_low"].isna().tolist() == [False, True]
+    # 100, 101, 102: the first step counts for the largest only
+    assert frame["rss_bytes"].tolist() == [102, 102]
+    assert frame["rss_peak_bytes"].tolist() == [102, 102]
+    assert frame["device_bytes"].isna().all()
+
+
+def test_each_rank_of_a_reduce_to_one_owner():
+    frame = api.rank_bytes(opened(run("reduce", world_size=4)))
+    # Ranks 1 to 3 send 1000 each to rank 0.
+    assert frame["sent_bytes_per_step"].tolist() == [0.0, 1000.0, 1000.0, 1000.0]
+    assert frame["received_bytes_per_step"].tolist() == [3000.0, 0.0, 0.0, 0.0]
+    assert frame["received_of_mean"].tolist() == [4.0, 0.0, 0.0, 0.0]
+    assert frame.attrs["reasons"] == {}
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "reduce", "reduce_scatter", "broadcast", "all_to_all"])
+def test_bytes_of_the_ranks_add_up_to_the_wire_bytes(op):
+    runs = opened(run(op, world_size=3))
+    frame = api.rank_bytes(runs)
+    whole = 3 * api.compare(runs)["wire_bytes_per_step"][0]
+    assert frame["sent_bytes_per_step"].sum() == pytest.approx(whole)
+    assert frame["received_bytes_per_step"].sum() == pytest.approx(whole)
+
+
+def test_levels_of_a_setting_with_unknown_ones_said():
+    frame = api.reduction_levels(opened(run("reduce")))
+    levels = frame.set_index("level")
+    assert levels.index.tolist() == ["requested", "issued", "executed", "moved"]
+    assert levels.loc["issued", ["op", "wire_bytes_per_step"]].tolist() == ["reduce", 500.0]
+    assert levels.loc["requested", ["op", "wire_bytes_per_step"]].isna().all()
+    assert "no parameters" in levels.loc["requested", "reason"]
+    assert levels.loc["moved", "moved_bytes"] != levels.loc["moved", "moved_bytes"]
+    assert "no counters" in levels.loc["moved", "reason"]
