@@ -43,9 +43,87 @@ OWNERS: Final = Table(
     ),
     key=("rank",),
 )
+
+_BUCKET: Final = tuple(_of(schema.BUCKETS, name) for name in ("attempt", "step", "micro_step", "bucket"))
+_REDUCED: Final = (
+    Column("op", "string", "operations that reduced it, joined by ', '; null where none is recorded", True),
+    Column("intended_op", "string", "operations that the runtime meant, where it issued others", True),
+)
+
+BUCKET_FLUSHES: Final = Table(
+    "bucket_flushes",
+    "The gradient buckets, each once, whatever the number of ranks that flushed it.",
+    (
+        *_BUCKET,
+        *(_of(schema.BUCKETS, name) for name in ("numel", "bytes", "capacity")),
+        Column("fill", "float64", "numel over capacity; above 1 for a gradient larger than a bucket", True),
+        *(_of(schema.BUCKETS, name) for name in ("dtype", "owners", "parameters", "flush_reason")),
+        Column("ranks", "int64", "ranks that flushed it"),
+        Column("alike", "bool", "it has equal elements and parameters on all of them"),
+        _of(schema.BUCKETS, "time_ns"),
+        *_REDUCED,
+        Column("collectives", "int64", "collectives that reduced it, each counted once"),
+        Column("payload_bytes", "int64", "payload: S of nccl-tests, of these", unit="bytes"),
+        Column("wire_bytes", "float64", "wire, modelled: mean bytes that a rank sends for it", unit="bytes"),
+        Column("duration_ns", "int64", "from the first of them to the last end that is known, mean over ranks", True, "ns"),
+        Column("exposed_ns", "int64", "exposed_ns of them, added up, mean over ranks", True, "ns"),
+    ),
+    key=("attempt", "step", "micro_step", "bucket"),
+)
+
+BUCKET_MEANS: Final = Table(
+    "bucket_means",
+    "The buckets of a mean training step.",
+    (
+        *_BUCKET[2:],
+        Column("steps", "int64", "training steps that have a bucket of this number"),
+        Column("numel", "float64", "elements, mean", unit="elements"),
+        Column("bytes", "float64", "bytes of the bucket as it travels, mean", unit="bytes"),
+        Column("fill", "float64", "numel over capacity, mean", True),
+        Column("lowest_fill", "float64", "the lowest of them", True),
+        *(_of(schema.BUCKETS, name) for name in ("owners", "parameters")),
+        Column("flush_reason", "string", "why it was sent, joined by ', ' where steps differ", True),
+        Column("steady", "bool", "it has equal elements and parameters in all of them"),
+        *_REDUCED,
+        Column("collectives", "float64", "collectives that reduced it, mean"),
+        Column("payload_bytes", "float64", "payload: S of nccl-tests, of these, mean", unit="bytes"),
+        Column("wire_bytes", "float64", "wire, modelled: mean bytes that a rank sends for it", unit="bytes"),
+        Column("duration_ns", "int64", "duration_ns of bucket_flushes, median without the first step", True, "ns"),
+        Column("exposed_ns", "int64", "exposed_ns of bucket_flushes, median without the first step", True, "ns"),
+    ),
+    key=("micro_step", "bucket"),
+)
+
+BUCKET_PARAMETERS: Final = Table(
+    "bucket_parameters",
+    "The parameters of one bucket, in order.",
+    (
+        _of(schema.PARAMETERS, "name"),
+        *(_of(schema.PARAMETERS, name, nullable=True) for name in ("shape", "dtype", "numel")),
+        Column("first_element", "int64", "its place; null where the sizes do not add up to the bucket", True, "elements"),
+    ),
+)
+
+BUCKET_OPERATIONS: Final = Table(
+    "bucket_operations",
+    "The collectives that reduced one bucket, of the lowest rank that issued any, in order of issue.",
+    (
+        *(_of(schema.COLLECTIVES, name) for name in ("rank", "pid", "seq", "op", "intended_op", "owner", "dtype")),
+        *(_of(schema.COLLECTIVES, name) for name in ("reduce_op", "numel", "payload_bytes", "pg", "group_ranks")),
+        Column("first_element", "int64", "its part begins here; null where they do not add up", True, "elements"),
+        _of(schema.COLLECTIVES, "issue_ns"),
+        Column("duration_ns", "int64", "from issue_ns to the last end that is known on this rank", unit="ns"),
+        _of(schema.COLLECTIVES, "exposed_ns"),
+    ),
+    key=("rank", "pid", "seq"),
+)
 # fmt: on
 
 DETAILED_ANSWERS: Final[dict[str, Table]] = {
     "matrix": MATRIX,
     "owners": OWNERS,
+    "bucket_flushes": BUCKET_FLUSHES,
+    "bucket_means": BUCKET_MEANS,
+    "bucket_parameters": BUCKET_PARAMETERS,
+    "bucket_operations": BUCKET_OPERATIONS,
 }

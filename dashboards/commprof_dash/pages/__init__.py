@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from typing import Final
 
-from commprof_dash.pages import compare, matrix, overview, runs, timeline
+from commprof_dash.pages import buckets, compare, matrix, overview, runs, timeline
 from commprof_dash.pages.page import Page
 
-PAGES: Final[tuple[Page, ...]] = (runs.PAGE, overview.PAGE, compare.PAGE, timeline.PAGE, matrix.PAGE)
+PAGES: Final[tuple[Page, ...]] = (
+    runs.PAGE,
+    overview.PAGE,
+    compare.PAGE,
+    timeline.PAGE,
+    matrix.PAGE,
+    buckets.PAGE,
+)
 HOME: Final = runs.PAGE

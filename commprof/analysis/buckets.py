@@ -1,0 +1,152 @@
+"""Gradient buckets: what each holds, how full it was, why it was sent, how it was reduced, and how long that took."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final, NamedTuple
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from commprof.analysis.detailed_answers import (
+    BUCKET_FLUSHES,
+    BUCKET_MEANS,
+    BUCKET_OPERATIONS,
+    BUCKET_PARAMETERS,
+)
+from commprof.analysis.engine import ask
+from commprof.analysis.frames import from_arrow, from_rows
+from commprof.analysis.traffic import traffic
+from commprof.schema import Column, Purpose
+from commprof.trace.reader import Scan
+
+_KEY: Final = ["attempt", "step", "micro_step", "bucket"]
+COLUMNS: Final = (*_KEY, "op", "intended_op", "purpose")  # of the operations that bucket_flushes asks for
+_SENT: Final = ["collectives", "payload_bytes", "wire_bytes"]
+
+
+class BucketContent(NamedTuple):
+    """One bucket: its ``parameters``, and the ``operations`` of the lowest rank that reduced it, both in order."""
+
+    parameters: pd.DataFrame
+    operations: pd.DataFrame
+
+
+def bucket_flushes(flushed: pa.Table, collectives: pa.Table | Scan, operations: pa.Table) -> pd.DataFrame:
+    """One row per bucket (``queries/buckets.sql``), with what reduced it."""
+    found = from_arrow(
+        ask("buckets", {"buckets": flushed, "collectives": collectives}),
+        [column for column in BUCKET_FLUSHES.columns if column.name not in ("op", "intended_op", *_SENT)],
+    )
+    by = traffic(operations, COLUMNS)
+    by = by[by["bucket"].notna() & (by["purpose"] == Purpose.GRADIENT_REDUCE)]
+    sums = by.groupby(_KEY, as_index=False)[_SENT].sum()
+    names = by.groupby(_KEY, as_index=False)[["op", "intended_op"]].agg(_distinct)
+    joined = found.merge(sums, on=_KEY, how="left").merge(names, on=_KEY, how="left")
+    for name in _SENT:
+        joined[name] = joined[name].fillna(0)
+    return _declared(joined, BUCKET_FLUSHES.columns)
+
+
+def _distinct(values: pd.Series[Any]) -> str | None:
+    return ", ".join(sorted({str(value) for value in values.dropna()})) or None
+
+
+def _declared(frame: pd.DataFrame, columns: Iterable[Column]) -> pd.DataFrame:
+    rows: list[dict[Any, Any]] = frame.to_dict("records")
+    return from_rows(
+        ({str(name): None if pd.isna(value) else value for name, value in row.items()} for row in rows),
+        columns,
+    )
+
+
+def bucket_means(found: pd.DataFrame) -> pd.DataFrame:
+    """The buckets of a training step, each the mean over the steps that have one of that number.
+
+    Times leave out the first step of each attempt, which warms up, where there are others.
+
+    Args:
+        found: what :func:`bucket_flushes` gives.
+    """
+    steps = found[found["step"] >= 0]
+    first = steps.groupby("attempt")["step"].transform("min")
+    rows = []
+    for _, part in steps.groupby(["micro_step", "bucket"]):
+        later = part[part["step"] > first[part.index]]
+        timed = later if len(later) else part
+        newest = part.iloc[-1]
+        rows.append(
+            {
+                "micro_step": int(newest["micro_step"]),
+                "bucket": int(newest["bucket"]),
+                "steps": len(part),
+                **{name: float(part[name].mean()) for name in ("numel", "bytes", *_SENT)},
+                "fill": _mean(part["fill"]),
+                "lowest_fill": None if part["fill"].isna().all() else float(part["fill"].min()),
+                **{name: _distinct(part[name]) for name in ("op", "intended_op", "flush_reason")},
+                **{name: _text(newest[name]) for name in ("owners", "parameters")},
+                "steady": part["parameters"].nunique(dropna=False) == 1 and part["numel"].nunique() == 1,
+                "duration_ns": _median(timed["duration_ns"]),
+                "exposed_ns": _median(timed["exposed_ns"]),
+            }
+        )
+    return from_rows(rows, BUCKET_MEANS.columns)
+
+
+def _text(value: Any) -> str | None:
+    return None if pd.isna(value) else str(value)
+
+
+def _mean(values: pd.Series[Any]) -> float | None:
+    return None if values.isna().all() else float(values.mean())
+
+
+def _median(values: pd.Series[Any]) -> int | None:
+    return None if values.isna().all() else round(float(values.median()))
+
+
+def content(bucket: pd.Series[Any], parameters: pa.Table, collectives: pa.Table | Scan) -> BucketContent:
+    """What one bucket holds and how it was reduced.
+
+    Args:
+        bucket: its row of :func:`bucket_flushes`.
+    """
+    return BucketContent(_parameters(bucket, parameters), _operations(bucket, collectives))
+
+
+def _parameters(bucket: pd.Series[Any], parameters: pa.Table) -> pd.DataFrame:
+    names = str(bucket["parameters"]).split(",") if _text(bucket["parameters"]) else []
+    known = {row["name"]: row for row in parameters.to_pylist()}
+    rows, begin = [], 0
+    for name in names:
+        said = known.get(name, {})
+        rows.append(
+            {
+                "name": name,
+                "shape": said.get("shape"),
+                "dtype": said.get("dtype"),
+                "numel": said.get("numel"),
+                "first_element": begin,
+            }
+        )
+        begin += said.get("numel") or 0
+    if begin != bucket["numel"] or any(row["numel"] is None for row in rows):
+        for row in rows:  # slices of parameters, padding, or names that nobody published: no place is certain
+            row["first_element"] = None
+    return from_rows(rows, BUCKET_PARAMETERS.columns)
+
+
+def _operations(bucket: pd.Series[Any], collectives: pa.Table | Scan) -> pd.DataFrame:
+    answer = ask(
+        "bucket_operations",
+        {"collectives": collectives},
+        **{name: str(int(bucket[name])) for name in _KEY},
+    )
+    numels = answer["numel"].to_pylist()
+    begins = [sum(numels[:i]) for i in range(len(numels))]
+    exact = bool(numels) and sum(numels) == bucket["numel"]
+    answer = answer.append_column(
+        "first_element", pa.array(begins if exact else [None] * len(begins), pa.int64())
+    )
+    return from_arrow(answer.take(pc.sort_indices(answer["seq"])), BUCKET_OPERATIONS.columns)

@@ -1,0 +1,76 @@
+-- The gradient buckets of a run, each once, whatever the number of ranks that flushed it.
+--
+-- Input:  buckets, collectives
+-- Output: one row per attempt, step, micro-batch and bucket; what it holds is taken from the lowest rank.
+-- It takes, on each rank, from the first of its collectives until the last end that is known: the return of the call, the end
+-- of a wait, or what the device says. That, and what stood still for it, are means over the ranks.
+with described as (
+    select
+        attempt,
+        step,
+        micro_step,
+        bucket,
+        max_by(numel, -rank) as numel,
+        max_by(bytes, -rank) as bytes,
+        max_by(capacity, -rank) as capacity,
+        max_by(dtype, -rank) as dtype,
+        max_by(owners, -rank) as owners,
+        max_by(parameters, -rank) as parameters,
+        max_by(flush_reason, -rank) as flush_reason,
+        max_by(time_ns, -rank) as time_ns,
+        count(*) as ranks,
+        count(distinct numel) as contents,
+        count(distinct parameters) as namings
+    from buckets
+    group by attempt, step, micro_step, bucket
+),
+travelling as (
+    select
+        attempt,
+        step,
+        micro_step,
+        bucket,
+        rank,
+        max(
+            greatest(
+                issue_ns, coalesce(return_ns, issue_ns), coalesce(wait_end_ns, issue_ns), coalesce(device_end_ns, issue_ns)
+            )
+        ) - min(issue_ns) as duration_ns,
+        sum(exposed_ns) as exposed_ns
+    from collectives
+    where bucket is not null and purpose = 'gradient_reduce'
+    group by attempt, step, micro_step, bucket, rank
+),
+travelled as (
+    select
+        attempt,
+        step,
+        micro_step,
+        bucket,
+        cast(round(avg(duration_ns)) as bigint) as duration_ns,
+        cast(round(avg(exposed_ns)) as bigint) as exposed_ns
+    from travelling
+    group by attempt, step, micro_step, bucket
+)
+select
+    d.attempt,
+    d.step,
+    d.micro_step,
+    d.bucket,
+    d.numel,
+    d.bytes,
+    d.capacity,
+    cast(d.numel as double) / nullif(d.capacity, 0) as fill,
+    d.dtype,
+    d.owners,
+    d.parameters,
+    d.flush_reason,
+    d.ranks,
+    d.contents < 2 and d.namings < 2 as alike,
+    d.time_ns,
+    t.duration_ns,
+    t.exposed_ns
+from described d
+left join travelled t
+    on t.attempt = d.attempt and t.step = d.step and t.micro_step = d.micro_step and t.bucket = d.bucket
+order by d.attempt, d.step, d.micro_step, d.bucket

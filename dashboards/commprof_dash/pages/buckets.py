@@ -1,0 +1,266 @@
+"""Buckets: what each gradient bucket holds, how full it was, why it was sent, how it was reduced, how long that took."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import pandas as pd
+from dash import dcc
+from dash.development.base_component import Component
+
+from commprof.analysis import api
+from commprof_dash import address, buckets_data
+from commprof_dash.address import Query
+from commprof_dash.charts import buckets as charts
+from commprof_dash.components import cards, controls, messages
+from commprof_dash.components.tables import Cell, Field
+from commprof_dash.data import Runs
+from commprof_dash.measures import format_count
+from commprof_dash.pages.one_run import draw_run
+from commprof_dash.pages.page import Drawing, Page
+from commprof_dash.theme import Scheme
+
+STEP: Final = "step"
+BUCKET: Final = "bucket"
+MEAN: Final = "mean"
+
+_DRAWN: Final = 400
+_TABLE_ROWS: Final = 300
+
+
+def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
+    """The page for the run, the step (or the mean of all) and the bucket in ``query``."""
+
+    def answers(name: str) -> tuple[Sequence[Component], Sequence[Component]]:
+        found = buckets_data.flushes(runs, name)
+        if found.empty:
+            return [], [_no_buckets()]
+        steps = [str(step) for step in sorted(set(found["step"]))]
+        step = address.one(query, STEP, steps, MEAN)
+        mean = step == MEAN
+        frame = buckets_data.means(runs, name) if mean else found[found["step"] == int(step)]
+        if mean and frame.empty:  # all of them came before the first step
+            step, mean = steps[-1], False
+            frame = found[found["step"] == int(step)]
+        chosen = address.one(query, BUCKET, set(frame["label"]), str(frame["label"].iloc[0]))
+        parts = [
+            controls.select(STEP, "Step", [MEAN, *steps], step),
+            controls.select(BUCKET, "Bucket", list(dict.fromkeys(frame["label"])), chosen),
+        ]
+        return parts, [
+            _tiles(found, frame),
+            cards.columns([_sizes(frame, mean, scheme), _times(frame, mean, scheme)]),
+            _table(frame, name, step),
+            *_one(runs, name, found, frame[frame["label"] == chosen].iloc[-1], None if mean else int(step)),
+        ]
+
+    return draw_run(runs, query, answers)
+
+
+def _no_buckets() -> Component:
+    return messages.message(
+        "No gradient buckets",
+        "This run has none: its runtime publishes no buckets (zero_runtime, DeepSpeed, DDP and FSDP do), or it "
+        "ended before the first was sent. A runtime of your own calls commprof.hooks.describe_bucket(...) for each. Record "
+        "such a run with:",
+        ["commprof run train.py --config ds.json"],
+    )
+
+
+def _tiles(found: pd.DataFrame, frame: pd.DataFrame) -> Component:
+    fill = frame["fill"].mean()
+    unlike = int((~found["alike"].astype(bool)).sum())
+    reasons = found["flush_reason"].fillna("not said").value_counts()
+    return cards.tiles(
+        [
+            cards.tile("Buckets of the step", format_count(len(frame)), f"{len(found):,} in the run"),
+            cards.tile(
+                "Fill",
+                "not known" if pd.isna(fill) else f"{100 * fill:.0f} %",
+                "elements over capacity, mean of the buckets",
+            ),
+            cards.tile(
+                "Bytes of the step", api.format_bytes(frame["bytes"].sum()), "as they travel, per rank"
+            ),
+            cards.tile(
+                "Wire bytes of the step",
+                api.format_bytes(frame["wire_bytes"].sum()),
+                "modelled, mean of a rank",
+            ),
+            cards.tile(
+                "Why they were sent",
+                str(reasons.index[0]) if len(reasons) else "not said",
+                ", ".join(f"{reason} {count:,}" for reason, count in reasons.items()),
+            ),
+            cards.tile(
+                "Unlike between ranks",
+                format_count(unlike),
+                "buckets whose elements or parameters are not the same on all ranks",
+            ),
+        ]
+    )
+
+
+def _drawn(frame: pd.DataFrame) -> tuple[pd.DataFrame, str]:
+    if len(frame) <= _DRAWN:
+        return frame, ""
+    return frame.head(_DRAWN), f" The first {_DRAWN} of {len(frame):,}."
+
+
+def _sizes(frame: pd.DataFrame, mean: bool, scheme: Scheme) -> Component:
+    drawn, cut = _drawn(frame)
+    over = "Mean over the training steps: b" if mean else "B"
+    return cards.figure_card(
+        "bucket-sizes",
+        "What each bucket holds",
+        f"{over}ytes of each bucket as it travels, by the operation that reduced it; the dashed line is its capacity.{cut}",
+        charts.sizes(drawn, scheme),
+        frame.drop(columns="parameters"),
+        [
+            Field("label", "Bucket"),
+            Field("bytes", "Bytes", api.format_bytes, numeric=True),
+            Field("fill", "Fill", "{:.0%}".format, numeric=True),
+            Field("series", "Reduced by"),
+        ],
+        most_rows=_TABLE_ROWS,
+    )
+
+
+def _times(frame: pd.DataFrame, mean: bool, scheme: Scheme) -> Component:
+    title = "How long each took"
+    if frame["duration_ns"].isna().all():
+        return cards.empty_card(
+            "bucket-times", title, "No record carries the number of one of these buckets."
+        )
+    drawn, cut = _drawn(frame)
+    over = "Median over the steps without the first" if mean else "Mean over the ranks"
+    return cards.figure_card(
+        "bucket-times",
+        title,
+        f"{over}: from the first collective of the bucket to the last end that is known, and what of it the program "
+        f"stood still for.{cut}",
+        charts.times(drawn, scheme),
+        frame[["label", "duration_ns", "exposed_ns"]],
+        [
+            Field("label", "Bucket"),
+            Field("duration_ns", "Issue to completion", api.format_ns, numeric=True),
+            Field("exposed_ns", "Exposed", api.format_ns, numeric=True),
+        ],
+        most_rows=_TABLE_ROWS,
+    )
+
+
+def _table(frame: pd.DataFrame, name: str, step: str) -> Component:
+    def link(label: Any) -> Cell:
+        return dcc.Link(str(label), href=address.link("/buckets", run=name, step=step, bucket=str(label)))
+
+    def short(names: Any) -> Cell:
+        listed = str(names).split(",")
+        more = "" if len(listed) <= 2 else f" and {len(listed) - 2:,} more"
+        return ", ".join(one[:60] for one in listed[:2]) + more
+
+    return cards.table_card(
+        "buckets",
+        "The buckets" if step != MEAN else "The buckets of a mean step",
+        "Choose one to see its parameters in order and the records that reduced it, below.",
+        frame,
+        [
+            Field("label", "Bucket", link),
+            Field("parameters", "Parameters", short),
+            Field("numel", "Elements", format_count, numeric=True),
+            Field("bytes", "Bytes", api.format_bytes, numeric=True),
+            Field("fill", "Fill", "{:.0%}".format, numeric=True),
+            Field("flush_reason", "Sent because"),
+            Field("owners", "Owners", _owners),
+            Field("series", "Reduced by"),
+            Field("collectives", "Collectives", format_count, numeric=True),
+            Field("wire_bytes", "Wire bytes", api.format_bytes, numeric=True),
+            Field("duration_ns", "Took", api.format_ns, numeric=True),
+            Field("exposed_ns", "Exposed", api.format_ns, numeric=True),
+        ],
+        most_rows=_TABLE_ROWS,
+    )
+
+
+def _owners(value: Any) -> Cell:
+    owners = str(value).split(",")
+    more = "" if len(owners) <= 8 else f", ... ({len(owners):,})"
+    return ", ".join(owners[:8]) + more
+
+
+def _one(
+    runs: Runs, name: str, found: pd.DataFrame, chosen: pd.Series[Any], step: int | None
+) -> list[Component]:
+    """Parameters and records of one bucket: of ``step``, or of the last step that has one of that number."""
+    same = found[(found["label"] == chosen["label"]) & (found["step"] == step if step is not None else True)]
+    bucket = same.iloc[-1]
+    content = buckets_data.content(
+        runs, name, int(bucket["step"]), int(bucket["bucket"]), int(bucket["micro_step"])
+    )
+    if content is None:
+        return []
+    where = f"Bucket {bucket['label']} of step {bucket['step']}"
+    return [
+        cards.columns([_parameters(where, content.parameters), _operations(where, name, content.operations)])
+    ]
+
+
+def _parameters(where: str, frame: pd.DataFrame) -> Component:
+    title = f"{where}: its parameters"
+    if frame.empty:
+        return cards.empty_card(
+            "bucket-parameters", title, "The runtime did not say which parameters it holds."
+        )
+    return cards.table_card(
+        "bucket-parameters",
+        title,
+        "In the order in which they stand in the bucket.",
+        frame,
+        [
+            Field("first_element", "From element", format_count, numeric=True),
+            Field("name", "Parameter"),
+            Field("shape", "Shape"),
+            Field("numel", "Elements", format_count, numeric=True),
+            Field("dtype", "Type"),
+        ],
+        most_rows=_TABLE_ROWS,
+    )
+
+
+def _operations(where: str, name: str, frame: pd.DataFrame) -> Component:
+    title = f"{where}: how it was reduced"
+    if frame.empty:
+        return cards.empty_card("bucket-operations", title, "No record carries the number of this bucket.")
+    rank = int(frame["rank"].iloc[0])
+
+    def link(seq: Any) -> Cell:
+        href = address.link("/records", run=name, rank=str(rank), seq=str(seq))
+        return dcc.Link(f"{seq}", href=href, title=f"Record {seq} of rank {rank}")
+
+    return cards.table_card(
+        "bucket-operations",
+        title,
+        f"The records of rank {rank}, in order of issue; each part of the bucket goes to its owner.",
+        frame,
+        [
+            Field("seq", "Record", link, numeric=True),
+            Field("op", "Operation"),
+            Field("intended_op", "Meant"),
+            Field("owner", "Owner", str, numeric=True),
+            Field("first_element", "From element", format_count, numeric=True),
+            Field("numel", "Elements", format_count, numeric=True),
+            Field("payload_bytes", "Payload bytes", api.format_bytes, numeric=True),
+            Field("duration_ns", "Took", api.format_ns, numeric=True),
+            Field("exposed_ns", "Exposed", api.format_ns, numeric=True),
+        ],
+        most_rows=_TABLE_ROWS,
+    )
+
+
+PAGE: Final = Page(
+    "/buckets",
+    "Buckets",
+    "What does each gradient bucket hold, why was it sent, and how was it reduced?",
+    render,
+)

@@ -1,0 +1,115 @@
+"""Gradient buckets: what each holds, how it was reduced, how long that took. Worked out by hand."""
+
+import pytest
+
+from commprof.analysis import api
+from support.runs import SyntheticRun
+
+
+def a_run(ranks=2, steps=3):
+    """Two buckets a step: one all_reduced, one reduced to two owners in parts; the second does not fill."""
+    run = SyntheticRun(world_size=ranks)
+    run.add_parameters({"a": 60, "b": 40, "c": 30})
+    for step in range(steps):
+        begin = 1_000_000 * (step + 1)
+        run.add_step(step, begin_ns=begin, duration_ns=500_000)
+        for bucket, (names, numel, why) in enumerate((("a,b", 100, "full"), ("c", 30, "end_of_backward"))):
+            for rank in range(ranks):
+                run.add(
+                    "buckets", rank=rank, attempt=0, pid=run.pid(rank), step=step, micro_step=0, bucket=bucket,
+                    numel=numel, bytes=4 * numel, capacity=100, dtype="float32", owners="0,1", parameters=names,
+                    flush_reason=why, time_ns=begin + 100 * bucket,
+                )  # fmt: skip
+        tagged = {"step": step, "purpose": "gradient_reduce", "host_ns": 1000 * (step + 1)}
+        run.add_collective(
+            "all_reduce", payload_bytes=400, bucket=0, issue_ns=begin + 10, exposed_ns=500, **tagged
+        )
+        for owner, numel in enumerate((20, 10)):
+            run.add_collective(
+                "reduce", payload_bytes=4 * numel, bucket=1, owner=owner, peer=owner,
+                issue_ns=begin + 5000 * (owner + 1), **tagged,
+            )  # fmt: skip
+        run.add_collective("all_gather", payload_bytes=64, step=step, purpose="parameter_gather", bucket=0)
+    return run
+
+
+def test_a_bucket_is_one_row_with_what_reduced_it():
+    rows = api.bucket_flushes(a_run().open()).to_dict("records")
+    assert [(row["step"], row["bucket"]) for row in rows] == [(s, b) for s in range(3) for b in range(2)]
+    first, second = rows[:2]
+    assert {name: first[name] for name in ("numel", "fill", "ranks", "alike", "flush_reason", "op", "collectives")} == {
+        "numel": 100, "fill": 1.0, "ranks": 2, "alike": True, "flush_reason": "full", "op": "all_reduce", "collectives": 1,
+    }  # fmt: skip
+    assert (first["payload_bytes"], first["wire_bytes"]) == (
+        400,
+        400.0,
+    )  # 2 x 1/2 x 400, the gather is not in it
+    assert (first["duration_ns"], first["exposed_ns"]) == (1000, 500)
+    assert (second["op"], second["collectives"], second["fill"]) == ("reduce", 2, 0.3)
+    assert (second["payload_bytes"], second["wire_bytes"]) == (120, 60.0)  # 1/2 x 120
+    assert second["duration_ns"] == 6000  # from the first at 5,000 until the second, at 10,000, returns
+
+
+def test_the_means_leave_the_first_step_out_of_times_only():
+    frame = api.bucket_means(a_run().open())
+    first = frame.iloc[0]
+    assert (first["steps"], first["numel"], first["wire_bytes"], first["steady"]) == (3, 100.0, 400.0, True)
+    assert first["duration_ns"] == 2500  # the median of 2,000 and 3,000
+    assert list(frame["flush_reason"]) == ["full", "end_of_backward"]
+
+
+def test_the_content_of_a_bucket_is_its_parameters_and_the_records_that_reduced_it():
+    found = api.bucket_content(a_run().open(), step=1, bucket=0)
+    assert found.parameters[["name", "shape", "numel", "first_element"]].values.tolist() == [
+        ["a", "60", 60, 0],
+        ["b", "40", 40, 60],
+    ]
+    parts = api.bucket_content(a_run().open(), step=1, bucket=1).operations
+    assert parts[["op", "owner", "numel", "first_element"]].values.tolist() == [
+        ["reduce", 0, 20, 0],
+        ["reduce", 1, 10, 20],
+    ]
+    assert list(parts["rank"]) == [0, 0]
+    assert api.bucket_content(a_run().open(), step=9, bucket=0) is None
+
+
+def test_the_place_of_a_parameter_is_not_guessed():
+    run = a_run()
+    for row in run.rows["buckets"]:
+        row["parameters"] = "a,unheard"
+    found = api.bucket_content(run.open(), step=0, bucket=0).parameters
+    assert found["first_element"].isna().all()
+    assert list(found["name"]) == ["a", "unheard"]
+
+
+def test_what_differs_between_ranks_is_said():
+    run = a_run()
+    run.rows["buckets"][1]["numel"] = 99
+    assert list(api.bucket_flushes(run.open())["alike"])[:2] == [False, True]
+
+
+def test_a_bucket_that_no_record_carries_and_one_without_capacity_have_nulls():
+    run = a_run(steps=1)
+    run.rows["collectives"] = [row for row in run.rows["collectives"] if row.get("bucket") != 0]
+    for row in run.rows["buckets"][:2]:
+        row["capacity"] = None
+    row = api.bucket_flushes(run.open()).iloc[0]
+    assert row[["op", "fill", "duration_ns"]].isna().all()
+    assert row["collectives"] == 0
+
+
+def test_a_run_without_buckets_has_no_rows():
+    run = SyntheticRun(world_size=2)
+    for frame in (api.bucket_flushes(run.open()), api.bucket_means(run.open())):
+        assert frame.empty
+        assert "flush_reason" in frame
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_the_buckets_together_sent_what_their_purpose_sent(ranks):
+    run = a_run(ranks)
+    sent = api.traffic(run.open(), by=("purpose",)).set_index("purpose").loc["gradient_reduce"]
+    frame = api.bucket_flushes(run.open())
+    assert frame["wire_bytes"].sum() == pytest.approx(sent["wire_bytes"])
+    assert frame["payload_bytes"].sum() == sent["payload_bytes"]
+    assert frame["collectives"].sum() == sent["collectives"]
