@@ -59,13 +59,13 @@ class Kernels:
 def bind_redispatch(operator: str) -> Redispatch:
     """What goes on from our kernel of ``operator`` to torch's own."""
     after = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEY))
-    handle: Any = None
+    go_on: Any = None
 
     def redispatch(keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
-        nonlocal handle
-        if handle is None:
-            handle = torch._C._dispatch_find_schema_or_throw(operator, "")
-        return handle.redispatch_boxed(keyset & after, *args, **kwargs)
+        nonlocal go_on
+        if go_on is None:
+            go_on = getattr(torch._C._dispatch_find_schema_or_throw(operator, ""), _GO_ON)
+        return go_on(keyset & after, *args, **kwargs)
 
     return redispatch
 

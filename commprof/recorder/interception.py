@@ -82,7 +82,11 @@ class Interception:
         if not self._is_trial:
             self._heed_trial()
         if self._wants_complete:
-            self._wrap_methods(ProcessGroup, lambda method, original: self._wrap_carrier(original))
+            self.kernels.replace_methods()
+            self._wrap_methods(
+                ProcessGroup,
+                lambda method, original: self.kernels.wrap_method(method, original, self.wrappers.pending),
+            )
             self.complete()
         else:
             self._wrap_methods(ProcessGroup, self.wrappers.wrap)
@@ -199,25 +203,6 @@ class Interception:
         wrapper.__wrapped__ = original
         setattr(owner, name, wrapper)
         self._installed.append((owner, name, original, wrapper))
-
-    def _wrap_carrier(self, original: Any) -> Any:
-        """Records nothing: takes the record that a kernel makes to the handle, so that its wait is seen."""
-        kernels, pending, fault = self.kernels, self.wrappers.pending, self.journal.fault
-
-        def carry(*args: Any, **kwargs: Any) -> Any:
-            kernels.enter_method()
-            try:
-                work = original(*args, **kwargs)
-            finally:
-                token = kernels.leave_method()
-            try:
-                if token is not None and work is not None:
-                    pending[id(work)] = token
-            except Exception as error:
-                fault(error)
-            return work
-
-        return carry
 
     def _wrap_start_coalescing(self, original: Any) -> Any:
         def start_coalescing(pg: Any, /, *args: Any, **kwargs: Any) -> Any:

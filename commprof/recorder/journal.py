@@ -52,6 +52,7 @@ class Journal:
         # What the hot path needs in one attribute: offsets, end and mapping of the open segment, itself, and the tail
         # that all records have now. Replaced as a whole when one of them changes.
         self.place: Place = (itertools.repeat(0), 0, None, NO_WORDS, b"")
+        self.tails: dict[int, bytes] = {}  # by layer: the tail that all records of it have now
         self.faults = 0
         self.first_fault: str | None = None
         self.raised = 0
@@ -90,6 +91,13 @@ class Journal:
             segment,
             pack_tail(self._step, self._micro_step, 0, self._phase, PROCESS_GROUP),
         )
+        self.tails = {}
+
+    def tail_of(self, layer: int) -> bytes:
+        """The tail that all records of ``layer`` have now."""
+        tails = self.tails
+        tails[layer] = pack_tail(self._step, self._micro_step, 0, self._phase, layer)
+        return tails[layer]
 
     def append(self, group: Group, *fields: int, layer: int = PROCESS_GROUP) -> tuple[Segment, int]:
         """Keep one record (the fields of ``ISSUE`` before the tail), or count it as lost.
@@ -104,8 +112,10 @@ class Journal:
             return NO_WORDS, 0
         tail = self.place[-1]
         captured = group.accelerated and is_capturing()
-        if group.coalesce_id or captured or layer != PROCESS_GROUP:
+        if group.coalesce_id or captured:
             tail = pack_tail(self._step, self._micro_step, group.coalesce_id, self._phase, layer, captured)
+        elif layer != PROCESS_GROUP:
+            tail = self.tails.get(layer) or self.tail_of(layer)
         segment, base = self.records.append(*fields, tail)
         if captured and self.on_captured is not None:
             self.on_captured(segment, base)

@@ -1,29 +1,29 @@
 """Records of collectives that no method of ProcessGroup showed, made by kernels in front of torch's operators.
 
 Exactly once: a method that records, and a functional operator, reach c10d's operators on their own thread, so a kernel of
-c10d finds them among the frames below it and leaves the call to them. What it finds nobody for, C++ has issued.
+c10d (:mod:`commprof.recorder.operator_calls`) finds them among the frames below it and leaves the call to them. What it
+finds nobody for, C++ has issued.
 """
 
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, Final
 
 import torch
-from torch._C._distributed_c10d import ProcessGroup, Work
+from torch._C._distributed_c10d import ProcessGroup
 
 from commprof import hooks
 from commprof.recorder.callsite import CallSites
 from commprof.recorder.dispatcher import Kernels, Redispatch, arguments_of
-from commprof.recorder.frames import RecorderFrames
 from commprof.recorder.groups import Group, Groups
 from commprof.recorder.journal import Journal
 from commprof.recorder.methods import Method
-from commprof.recorder.operators import C10D, Issued, Reader, layout, read_c10d
+from commprof.recorder.operator_calls import OperatorCalls
+from commprof.recorder.operators import C10D, Issued, Reader, layout
 from commprof.recorder.sequence import GLOO, GLOO_EXTRA
 from commprof.recorder.signatures import describe, freeze
 from commprof.schema import LAYERS, Layer
@@ -31,28 +31,14 @@ from commprof.trace.writer import RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, T
 
 _MOST_SIGNATURES: Final = 20_000
 _MOST_RESULTS: Final = 4096  # results of functional operators that nobody waited for, remembered at most
-# What the dispatcher takes to call a kernel in Python and to go on from it, beside the kernel's own time: c10d's operators
-# carry boxes of groups, reductions and handles, functional ones tensors and words (measured: 7.0 and 2.2 us, bare).
-_C10D_CROSSING_NS: Final = 7_000
-_FUNCTIONAL_CROSSING_NS: Final = 2_200
-# Nobody in Python waits for what C++ issues. Of one call in 31 the end is asked for: hardly a step has a multiple of that.
-_COMPLETION_SAMPLE: Final = 31
-_unbox_work: Final = getattr(Work, "unbox", None)
-_C10D: Final = LAYERS.index(Layer.C10D)
+# What the dispatcher takes to call a kernel in Python and to go on from it, beside the kernel's own time (measured, bare).
+_CROSSING_NS: Final = 2_200
 _FRAMEWORK: Final = LAYERS.index(Layer.FRAMEWORK)
 
 # Who to ask for a tag when C++ issues a collective that no block of the program tags: method, group, tensors.
 Tagger = Callable[[Method, Group, Sequence[Any]], "hooks.tag | None"]
 
 _Call = tuple[Token, Group]
-
-
-class _Latest(threading.local):
-    """What a method of ProcessGroup and the kernel below it tell each other."""
-
-    def __init__(self) -> None:
-        self.token: Token | None = None
-        self.is_method = False
 
 
 class KernelRecorder:
@@ -69,12 +55,19 @@ class KernelRecorder:
         self.tagger: Tagger | None = None
         self.records = 0
         self.cost_ns = 0
-        self._groups = groups
-        self._sites = CallSites(lambda row: journal.intern("site", row))
+        self.groups = groups
+        self.sites = CallSites(lambda row: journal.intern("site", row))
         self._signatures: dict[Any, int] = {}
         self._results: dict[int, Token] = {}  # by address of the storage that a functional operator returned
-        self._recorders = RecorderFrames()
-        self._latest = _Latest()
+        self._operators = OperatorCalls(self)
+
+    def replace_methods(self) -> None:
+        """No method of ProcessGroup records from now on: what they issue, the kernels of c10d record."""
+        self._operators.methods_record = False
+
+    def wrap_method(self, method: Method, original: Any, pending: dict[int, Token]) -> Any:
+        """What stands in for a method of ProcessGroup then; ``pending`` are the handles to be waited for."""
+        return self._operators.wrap_method(method, original, pending)
 
     def observe_c10d(self, name: str) -> None:
         """Record this operator of c10d, where nobody above it does.
@@ -82,63 +75,53 @@ class KernelRecorder:
         Raises:
             Exception: this torch takes no kernel for it, or its arguments are not as they were.
         """
-        reader = read_c10d(C10D[name], layout(arguments_of(name)))
-        self._observe(name, reader, Layer.C10D, beneath=True)
+        places = layout(arguments_of(name))
+        self.kernels.put(name, lambda redispatch: self._operators.make(C10D[name], places, redispatch))
 
     def observe(self, operators: Mapping[str, Reader], layer: Layer) -> None:
         """Record these operators, above which nobody records."""
         for name, reader in operators.items():
-            self._observe(name, reader, layer, beneath=False)
+            self._observe(name, reader, layer)
 
     def observe_waits(self, operator: str) -> None:
         """Note when the results of functional operators are waited for, by ``operator``."""
         self.kernels.put(operator, self._make_wait)
 
-    def enter_method(self) -> None:
-        """A method of ProcessGroup, which does not record, is about to run on this thread."""
-        self._latest.token = None
-        self._latest.is_method = True
-
-    def leave_method(self) -> Token | None:
-        """It has run: the record that a kernel made of it."""
-        self._latest.is_method = False
-        token: Token | None = self._latest.token
-        return token
-
     def remove(self) -> None:
         """Take every kernel out."""
         self.kernels.remove()
+        self._operators.functions.remove()
         self._results.clear()
 
-    def _observe(self, name: str, reader: Reader, layer: Layer, beneath: bool) -> None:
+    def _observe(self, name: str, reader: Reader, layer: Layer) -> None:
         number = LAYERS.index(layer)
 
         def make(redispatch: Redispatch) -> Callable[..., Any]:
-            return self._make(reader, number, beneath, redispatch)
+            return self._make(reader, number, redispatch)
 
         self.kernels.put(name, make)
 
-    def _make(self, reader: Reader, layer: int, beneath: bool, redispatch: Redispatch) -> Callable[..., Any]:
-        journal, issue, recorded = self.journal, self._issue, self._recorders.among
+    def _make(self, reader: Reader, layer: int, redispatch: Redispatch) -> Callable[..., Any]:
+        journal, issue, thread = self.journal, self._issue, self._operators.thread
         get_frame = sys._getframe
-        crossing = _C10D_CROSSING_NS if beneath else _FUNCTIONAL_CROSSING_NS
 
         def kernel(keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
             calls: list[_Call] = []
             try:
-                self.cost_ns += crossing
-                frame = get_frame(1)
-                if not (beneath and recorded(frame)):
-                    calls = issue(reader, layer, args, kwargs, frame)
+                self.cost_ns += _CROSSING_NS
+                calls = issue(reader, layer, args, kwargs, get_frame(1))
             except Exception as error:
                 journal.fault(error)
+            thread.recorded += 1
             try:
                 result = redispatch(keyset, *args, **kwargs)
             except BaseException:
-                self._record_raised(calls, layer)
+                self.record_raised(calls, layer)
                 raise
+            finally:
+                thread.recorded -= 1
             if calls:
-                self._settle(calls, result, beneath)
+                self._settle(calls, result)
             return result
 
         return kernel
@@ -158,42 +141,38 @@ class KernelRecorder:
 
     def _append(self, issued: Issued, layer: int, frame: FrameType) -> _Call:
         method, _, values, is_async = issued
-        group = self._find_group(issued.group)
+        group = self._named_group(issued.group)
         key = (layer, method.name, group.name, freeze(values))
         number = self._signatures.get(key)
         if number is None:
-            number = self._sign(key, method, group, values)
+            number = self._signatures[key] = self.sign(method, group, values)
+            if len(self._signatures) > _MOST_SIGNATURES:
+                self._signatures.clear()
         extra = GLOO_EXTRA.get(method.name)
         if layer == _FRAMEWORK:
             group.extra -= 1  # the group's backend has no part in it
         elif extra is not None and group.backend_for(None) == GLOO:
             group.extra += extra(group, values)
         seq = next(group.messages if method.is_p2p else group.collectives)
-        tag_number = self._tag_number(method, group, values, layer)
+        tag_number = self._tag_number()
         thread = hooks._thread.state.recorder_number or self.journal.intern_thread()
-        site = self._sites.find(frame)
+        site = self.sites.find(frame)
         now = time.perf_counter_ns()
         words, base = self.journal.append(group, now, seq, number, tag_number, site, thread, layer=layer)
-        if method.name == "monitored_barrier":  # returns when all ranks have come: a wait all through
-            words[base + WAIT_BEGIN_WORD] = now
         return (words, base, is_async), group
 
-    def _sign(self, key: Any, method: Method, group: Group, values: Sequence[Any]) -> int:
+    def sign(self, method: Method, group: Group, values: Sequence[Any]) -> int:
+        """The number of a call's signature."""
         row = describe(method, group, values, {})
         number = self.journal.intern("signature", row)
         if row["device"] not in (None, "cpu"):
             group.accelerated = True
             self.journal.look_closer(group)
             self.journal.device_times.learn(number, row["device"], row["is_async"])
-        if len(self._signatures) > _MOST_SIGNATURES:
-            self._signatures.clear()
-        self._signatures[key] = number
         return number
 
-    def _tag_number(self, method: Method, group: Group, values: Sequence[Any], layer: int) -> int:
+    def _tag_number(self) -> int:
         tag = hooks.current_tag()
-        if tag is None and self.tagger is not None and layer == _C10D and not self._latest.is_method:
-            tag = self.tagger(method, group, values)
         if tag is None:
             return 0
         interned = tag.interned
@@ -201,30 +180,22 @@ class KernelRecorder:
             return self.journal.intern_tag(tag)
         return interned[1]
 
-    def _find_group(self, given: Any) -> Group:
-        """The group that an operator was given: a name, a box of a ProcessGroup, or None for that of all ranks."""
+    def _named_group(self, given: Any) -> Group:
+        """The group that an operator was given: a name, a ProcessGroup or a box of one, or None for that of all ranks."""
         if given is None:
-            return self._groups.world()
+            return self.groups.world()
         if isinstance(given, str):
-            return self._groups.named(given)
-        return self._groups.find(given if isinstance(given, ProcessGroup) else ProcessGroup.unbox(given))
+            return self.groups.named(given)
+        return self.groups.find(given if isinstance(given, ProcessGroup) else ProcessGroup.unbox(given))
 
-    def _settle(self, calls: list[_Call], result: Any, beneath: bool) -> None:
+    def _settle(self, calls: list[_Call], result: Any) -> None:
         """The call has returned."""
         try:
             now = time.perf_counter_ns()
             tokens = [token for token, _ in calls]
             for words, base, _ in tokens:
                 words[base + RETURN_WORD] = now
-                if words[base + WAIT_BEGIN_WORD]:
-                    words[base + WAIT_END_WORD] = now
-            if beneath:
-                self._latest.token = tokens[0]
-                if self.records % _COMPLETION_SAMPLE == 1 and _unbox_work is not None:
-                    boxed = result[-1] if isinstance(result, tuple) else result
-                    self.journal.completion.sample(tokens[0], _unbox_work(boxed))
-            else:
-                self._remember(tokens, result)
+            self._remember(tokens, result)
         except Exception as error:
             self.journal.fault(error)
 
@@ -244,7 +215,7 @@ class KernelRecorder:
         def wait(keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
             token = None
             try:
-                self.cost_ns += _FUNCTIONAL_CROSSING_NS
+                self.cost_ns += _CROSSING_NS
                 token = take(_storage_address(args[0]), None)
                 if token is not None:
                     words, base, _ = token
@@ -261,7 +232,7 @@ class KernelRecorder:
 
         return wait
 
-    def _record_raised(self, calls: list[_Call], layer: int) -> None:
+    def record_raised(self, calls: list[_Call], layer: int) -> None:
         """torch's own kernel raised: the call was most likely refused before the backend counted it."""
         try:
             self.journal.raised += len(calls)

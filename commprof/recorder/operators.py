@@ -113,9 +113,14 @@ def unknown_operators() -> list[str]:
     return [name for name in operator_names("c10d") if name not in C10D and takes_a_group(name)]
 
 
+def tensor_arguments(method: Method) -> int:
+    """How many arguments of tensors the operator beneath ``method`` begins with."""
+    return {Shape.OUTPUTS_INPUTS: 2, Shape.NONE: 0}.get(method.shape, 1)
+
+
 def read_c10d(method: Method, places: Layout) -> Reader:
     """What reads the arguments of the operator beneath ``method``. torch leaves out trailing ones with their defaults."""
-    tensors = {Shape.OUTPUTS_INPUTS: 2, Shape.NONE: 0}.get(method.shape, 1)
+    tensors = tensor_arguments(method)
 
     def read(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Issued]:
         def value(position: int | None, default: Any) -> Any:
