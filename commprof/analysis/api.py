@@ -83,6 +83,7 @@ __all__ = [
     "bucket_means",
     "calibrations",
     "ceiling",
+    "ceiling_fits",
     "compare",
     "compare_both",
     "describe_columns",
@@ -331,6 +332,12 @@ def ceiling(
     """
     held = read_calibration(Path(calibration)) if isinstance(calibration, str | Path) else calibration
     return bandwidth_module.ceiling(held, group_size, low, high)
+
+
+def ceiling_fits(calibration: AnyCalibration) -> pd.DataFrame:
+    """Latency and bandwidth of each operation of a calibration, with 95 % intervals and how well the fit holds."""
+    held = read_calibration(Path(calibration)) if isinstance(calibration, str | Path) else calibration
+    return bandwidth_module.ceiling_fits(held)
 
 
 def calibrations(directory: Path | str) -> pd.DataFrame:

@@ -14,7 +14,13 @@ import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 
-from commprof.analysis.bandwidth_answers import BANDWIDTH, BANDWIDTH_TIMES, CALIBRATIONS, CEILING
+from commprof.analysis.bandwidth_answers import (
+    BANDWIDTH,
+    BANDWIDTH_TIMES,
+    CALIBRATIONS,
+    CEILING,
+    CEILING_FITS,
+)
 from commprof.analysis.engine import ask
 from commprof.analysis.frames import TEXT, from_arrow, from_rows
 from commprof.calibration.bandwidths import bus_factor
@@ -259,6 +265,29 @@ def ceiling(
                 }
             rows.append(row)
     return from_rows(rows, CEILING.columns)
+
+
+def ceiling_fits(calibration: Calibration) -> pd.DataFrame:
+    """Latency and bandwidth of each operation, with intervals."""
+    fits, rows = calibration.fits(), []
+    for op, timings in calibration.timings.items():
+        factor = bus_factor(op, calibration.world_size) or np.nan
+        best = max(timing.payload_bytes / timing.time_ns for timing in timings) * 1e9 * factor
+        row: dict[str, Any] = {"op": op, "sizes": len(timings), "best_busbw_bytes_per_s": best}
+        if op in fits:
+            fit = fits[op]
+            alpha, beta = fit.alpha_interval(), fit.beta_interval()
+            row |= {
+                "latency_ns": round(fit.alpha_ns),
+                "latency_low_ns": round(alpha.low or 0.0),
+                "latency_high_ns": round(alpha.high or 0.0),
+                "busbw_bytes_per_s": fit.beta_bytes_per_s * factor,
+                "busbw_low_bytes_per_s": (beta.low or 0.0) * factor,
+                "busbw_high_bytes_per_s": None if beta.high is None else beta.high * factor,
+                "residual": fit.residual,
+            }
+        rows.append(row)
+    return from_rows(rows, CEILING_FITS.columns)
 
 
 def calibrations_below(directory: Path) -> pd.DataFrame:

@@ -95,6 +95,24 @@ CEILING: Final = Table(
     key=("op", "group_size", "payload_bytes"),
 )
 
+CEILING_FITS: Final = Table(
+    "ceiling_fits",
+    "Latency and bandwidth of each operation of a calibration, with 95 % intervals.",
+    (
+        Column("op", "string", "operation; send_recv: messages, both ways at once"),
+        Column("sizes", "int64", "payloads that were measured"),
+        Column("latency_ns", "int64", "time of the smallest message", True, "ns"),
+        Column("latency_low_ns", "int64", "its interval, low end", True, "ns"),
+        Column("latency_high_ns", "int64", "its interval, high end", True, "ns"),
+        Column("busbw_bytes_per_s", "float64", "bus bandwidth of large messages", True, "bytes/s"),
+        Column("busbw_low_bytes_per_s", "float64", "its interval, low end", True, "bytes/s"),
+        Column("busbw_high_bytes_per_s", "float64", "its interval, high end; null: not bounded", True, "bytes/s"),
+        Column("residual", "float64", "robust standard deviation of the relative residuals", True),
+        Column("best_busbw_bytes_per_s", "float64", "the largest that was measured", True, "bytes/s"),
+    ),
+    key=("op",),
+)
+
 CALIBRATIONS: Final = Table(
     "calibrations",
     "The calibrations below a directory, newest first; one that cannot be read is listed with the reason.",
@@ -118,5 +136,6 @@ BANDWIDTH_ANSWERS: Final[dict[str, Table]] = {
     "bandwidth": BANDWIDTH,
     "bandwidth_times": BANDWIDTH_TIMES,
     "ceiling": CEILING,
+    "ceiling_fits": CEILING_FITS,
     "calibrations": CALIBRATIONS,
 }

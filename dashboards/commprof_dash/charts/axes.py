@@ -64,3 +64,26 @@ def axis(highest: float, unit: str, title: str, room: float = 1.0, count: int = 
         "title": {"text": title},
         "rangemode": "tozero",
     }
+
+
+def log_axis(low: float, high: float, title: str, suffix: str = "", count: int = 7) -> dict[str, Any]:
+    """A logarithmic plotly axis for bytes, or with the suffix ``/s`` for rates of them, with ticks at powers of two."""
+    low, high = max(low, 1e-3), max(high, low * 2, 2e-3)
+    first, last = math.floor(math.log2(low)), math.ceil(math.log2(high))
+    step = next(step for step in (1, 2, 5, 10, 20, 40, 80) if (last - first) / step <= count)
+    powers = [power for power in range(first, last + 1) if power % step == 0]
+    room = 0.04 * (math.log10(high) - math.log10(low))
+    return {
+        "type": "log",
+        "range": [math.log10(low) - room, math.log10(high) + room],
+        "tickvals": [2.0**power for power in powers],
+        "ticktext": [f"{_power_of_two(power)}{suffix}" for power in powers],
+        "title": {"text": title},
+    }
+
+
+def _power_of_two(power: int) -> str:
+    if power < 0:
+        return f"{2.0**power:.2g} B"
+    index = min(len(_BINARY) - 1, power // 10)
+    return f"{2 ** (power - 10 * index):,} {_BINARY[index]}"

@@ -56,14 +56,21 @@ def runs_select(names: Sequence[str], values: Sequence[str]) -> Component:
 
 def measure_select(measure: Measure, choices: Mapping[str, Measure] = MEASURES) -> Component:
     """Which measure of traffic is drawn."""
+    names = {one.key: one.name for one in choices.values()}
+    return segmented(address.MEASURE, "Measure", names, measure.key)
+
+
+def segmented(key: str, label: str, choices: Mapping[str, str], value: str) -> Component:
+    """One of a few: what stands in the address under ``key``, and its name."""
+    heading = f"{key}-label"
     return html.Div(
         [
-            html.Div("Measure", className="control-label", id="measure-label"),
+            html.Div(label, className="control-label", id=heading),
             dmc.SegmentedControl(
-                id=ids.control(address.MEASURE),
-                data=[{"value": one.key, "label": one.name} for one in choices.values()],
-                value=measure.key,
-                **{"aria-labelledby": "measure-label"},
+                id=ids.control(key),
+                data=[{"value": choice, "label": name} for choice, name in choices.items()],
+                value=value,
+                **{"aria-labelledby": heading},
             ),
         ]
     )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from html import unescape
-from typing import Any
+from typing import Any, Final
 
 import plotly.graph_objects as go
 from dash import html
 from dash.development.base_component import Component
+
+_MARKERS: Final = {"x-thin-open": "\u2715", "diamond-open": "\u25c7"}
 
 
 def legend(figure: go.Figure) -> Component | None:
@@ -20,6 +22,8 @@ def legend(figure: go.Figure) -> Component | None:
 
 
 def _swatch(trace: Any) -> Component:
+    if trace.type == "scatter" and trace.mode == "markers":
+        return html.Span(_MARKERS.get(trace.marker.symbol, "\u25cf"), style={"color": trace.marker.color})
     if trace.type == "scatter":
         dash = trace.line.dash or "solid"
         style = "dotted" if "dot" in dash else "dashed" if "dash" in dash else "solid"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from commprof_dash.pages import buckets, compare, matrix, overview, runs, timeline
+from commprof_dash.pages import bandwidth, buckets, compare, matrix, overview, runs, timeline
 from commprof_dash.pages.page import Page
 
 PAGES: Final[tuple[Page, ...]] = (
@@ -14,5 +14,6 @@ PAGES: Final[tuple[Page, ...]] = (
     timeline.PAGE,
     matrix.PAGE,
     buckets.PAGE,
+    bandwidth.PAGE,
 )
 HOME: Final = runs.PAGE

@@ -1,0 +1,62 @@
+"""The frames of the Bandwidth page: cached calls to commprof.analysis.api."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+
+import pandas as pd
+
+from commprof.analysis import api
+from commprof.schema import Op
+from commprof_dash.data import Runs
+
+
+def calibrations(runs: Runs) -> pd.DataFrame:
+    """The calibrations below the directory of the runs: see ``api.calibrations``."""
+    return api.calibrations(runs.directory)
+
+
+def nearest(listed: pd.DataFrame, run: str) -> str | None:
+    """The calibration that goes with the run of that name: in it, else beside it, else beside a directory that holds it.
+
+    Of several the newest; None where there is none. One that lies elsewhere is of another machine, for all that is known.
+    """
+    readable = listed[listed["note"].isna()]
+    for parent in (PurePosixPath(run), *PurePosixPath(run).parents):
+        found = [name for name in readable["name"] if PurePosixPath(name).parent == parent]
+        if found:
+            return str(found[0])
+    return None
+
+
+def bandwidths(runs: Runs, run: str, calibration: Path | None) -> api.Bandwidths:
+    """What the collectives of a run reached: see ``api.bandwidth_both``."""
+    found: api.Bandwidths = runs.of_run(
+        f"bandwidth {calibration} {_stamp(calibration)}",
+        run,
+        lambda path: api.bandwidth_both(path, calibration),
+    )
+    return found
+
+
+def curve(calibration: Path, sizes: pd.DataFrame) -> pd.DataFrame:
+    """What ``calibration`` says of the operations, group sizes and payloads of ``sizes``: see ``api.ceiling``."""
+    parts = []
+    for group_size in sorted(set(sizes["group_size"])):
+        part = sizes[sizes["group_size"] == group_size]
+        payloads = part["payload_bytes"]
+        found = api.ceiling(calibration, int(group_size), int(payloads.min()), int(payloads.max()))
+        parts.append(found[found["op"].isin(part["op"].map(_calibrated))])
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+
+
+def _calibrated(op: str) -> str:
+    return "send_recv" if op == Op.SEND else op
+
+
+def _stamp(file: Path | None) -> tuple[int, int]:
+    """Time of change and size of ``file``, so that an answer is not kept beyond them."""
+    if file is None:
+        return 0, 0
+    status = file.stat()
+    return status.st_mtime_ns, status.st_size

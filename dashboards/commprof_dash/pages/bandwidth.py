@@ -1,0 +1,277 @@
+"""Bandwidth: what collectives reached by size, beside what the machine can reach."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import pandas as pd
+from dash.development.base_component import Component
+
+from commprof.analysis import api
+from commprof_dash import address, bandwidth_data
+from commprof_dash.address import Query
+from commprof_dash.charts import bandwidth as charts
+from commprof_dash.charts.bandwidth import BUSBW, RATES, Rate, format_rate
+from commprof_dash.components import cards, controls, messages
+from commprof_dash.components.tables import Field
+from commprof_dash.data import Runs
+from commprof_dash.measures import format_count
+from commprof_dash.pages.one_run import draw_run
+from commprof_dash.pages.page import Drawing, Page
+from commprof_dash.theme import Scheme
+
+ALL: Final = "all"
+NONE: Final = "none"
+OP: Final = "op"
+GROUP: Final = "group"
+CALIBRATION: Final = "calibration"
+_STRANGE: Final = ("impossible", "slow", "fast")
+_MOST_SERIES: Final = 24  # more lines are not told apart
+_MOST_MARKS: Final = 2000
+_TABLE_ROWS: Final = 500
+
+
+def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
+    """The page for the run, bandwidth, operation, group and calibration in ``query``."""
+
+    def answers(name: str) -> tuple[Sequence[Component], Sequence[Component]]:
+        listed = bandwidth_data.calibrations(runs)
+        readable = dict(zip(listed["name"], listed["path"], strict=True))
+        chosen = _chosen(query, listed, name)
+        broken = listed[listed["note"].notna() & (listed["name"] == chosen)]
+        file = Path(readable[chosen]) if chosen in readable and broken.empty else None
+        found = bandwidth_data.bandwidths(runs, name, file)
+        rate = RATES[address.one(query, address.MEASURE, RATES, BUSBW.key)]
+        op = _named(query, OP)
+        group = _named(query, GROUP)
+        parts = [
+            _rate_select(rate),
+            controls.select(OP, "Operation", _choices(found.sizes["op"], op), op),
+            controls.select(GROUP, "Ranks", _choices(found.sizes["group_ranks"], group), group),
+            controls.select(
+                CALIBRATION, "Ceiling", [NONE, *dict.fromkeys([*listed["name"], chosen])][:500], chosen
+            ),
+        ]
+        body = [
+            *_about_ceiling(runs, chosen, file, broken),
+            *_answers(found, op, group, rate, file, scheme),
+        ]
+        return parts, body
+
+    return draw_run(runs, query, answers)
+
+
+def _chosen(query: Query, listed: pd.DataFrame, run: str) -> str:
+    """The calibration that the address names, else the one that goes with the run, else none."""
+    named = next(iter(query.get(CALIBRATION, ())), None)
+    return named if named is not None else bandwidth_data.nearest(listed, run) or NONE
+
+
+def _named(query: Query, key: str) -> str:
+    return next(iter(query.get(key, ())), ALL)
+
+
+def _choices(present: pd.Series[str], chosen: str) -> list[str]:
+    return [ALL, *dict.fromkeys([*sorted(set(present)), *([] if chosen == ALL else [chosen])])]
+
+
+def _rate_select(rate: Rate) -> Component:
+    return controls.segmented(
+        address.MEASURE, "Bandwidth", {one.key: one.name for one in RATES.values()}, rate.key
+    )
+
+
+def _about_ceiling(runs: Runs, chosen: str, file: Path | None, broken: pd.DataFrame) -> list[Component]:
+    """Why there is no ceiling, and how to get one."""
+    if file is not None:
+        return []
+    if len(broken):
+        return [messages.broken_run(chosen, str(broken["note"].iloc[0]))]
+    command = f"commprof calibrate --out {shlex.quote(str(runs.directory / 'calibration.json'))}"
+    if chosen != NONE:
+        text = f"There is no calibration {chosen[:200]!r} below {runs.directory}. Choose another above, or measure one:"
+        return [messages.message("No such calibration", text, [command], severity="warning")]
+    text = (
+        "What this machine can reach is not known. Measure it while nothing else runs, with as many ranks as the run; a "
+        "file calibration*.json beside the runs is found here:"
+    )
+    return [messages.message("No ceiling", text, [command])]
+
+
+def _answers(
+    found: api.Bandwidths, op: str, group: str, rate: Rate, file: Path | None, scheme: Scheme
+) -> list[Component]:
+    if found.sizes.empty:
+        text = "No collective or message of this run went from one rank to another, so there is no bandwidth."
+        return [messages.message("Nothing to show", text)]
+    sizes, times = _only(found.sizes, op, group), _only(found.collectives, op, group)
+    if sizes.empty:
+        return [
+            messages.message(
+                "Nothing is chosen", "This run has no such operation among such ranks; choose above."
+            )
+        ]
+    notes = found.sizes.attrs["notes"]
+    return [
+        *([messages.sentences("Before you compare", notes, severity="note")] if notes else []),
+        _tiles(sizes),
+        _figure(sizes, times, rate, file, scheme),
+        _strange(times),
+        *([] if file is None else [_fits(api.ceiling_fits(file))]),
+    ]
+
+
+def _only(frame: pd.DataFrame, op: str, group: str) -> pd.DataFrame:
+    kept = frame if op == ALL else frame[frame["op"] == op]
+    return kept if group == ALL else kept[kept["group_ranks"] == group]
+
+
+def _tiles(sizes: pd.DataFrame) -> Component:
+    counts = {
+        name: int(sizes[name].sum())
+        for name in ("collectives", "timed", "slow", "fast", "impossible", "untimed")
+    }
+    shares = sizes[sizes["ceiling_share"].notna()]
+    largest = shares.sort_values("payload_bytes").iloc[-1] if len(shares) else None
+    return cards.tiles(
+        [
+            cards.tile(
+                "Timed",
+                format_count(counts["timed"]),
+                f"of {counts['collectives']:,} collectives and messages",
+            ),
+            cards.tile(
+                "Outliers",
+                format_count(counts["slow"] + counts["fast"]),
+                f"{counts['slow']:,} slow, {counts['fast']:,} fast",
+            ),
+            cards.tile(
+                "Impossible", format_count(counts["impossible"]), "no time, or faster than the ceiling allows"
+            ),
+            cards.tile(
+                "Of the ceiling",
+                "not known" if largest is None else f"{100 * largest['ceiling_share']:.0f} %",
+                "no calibration"
+                if largest is None
+                else f"{largest['op']} of {api.format_bytes(largest['payload_bytes'])}, the largest",
+            ),
+        ]
+    )
+
+
+def _figure(
+    sizes: pd.DataFrame, times: pd.DataFrame, rate: Rate, file: Path | None, scheme: Scheme
+) -> Component:
+    title = f"{rate.name} against size"
+    timed = sizes[sizes["time_ns"].notna()]
+    if timed.empty:
+        return messages.message(
+            title,
+            "Of none of these collectives is known when it ended. Have the backend say so for each asynchronous one:",
+            ["commprof run --completion-every 1 train.py"],
+        )
+    series = (
+        timed.groupby(["op", "group_ranks"], sort=False)["collectives"]
+        .sum()
+        .sort_values(ascending=False, kind="stable")
+    )
+    kept = set(series.index[:_MOST_SERIES])
+    drawn = timed[[key in kept for key in zip(timed["op"], timed["group_ranks"], strict=True)]]
+    strange = times[times["verdict"].isin(_STRANGE)].head(_MOST_MARKS)
+    curve = pd.DataFrame() if file is None else bandwidth_data.curve(file, drawn[drawn["ceiling_ns"].notna()])
+    left = (
+        ""
+        if len(series) <= _MOST_SERIES
+        else f" The {_MOST_SERIES} with most collectives of {len(series)} are drawn."
+    )
+    ceiling = "" if file is None else " Dashed: what the calibration says this machine can reach."
+    return cards.figure_card(
+        "bandwidth",
+        title,
+        f"{rate.name} of payload bytes ({rate.definition}). Each point is the median of one operation, group and size, from "
+        f"the last arrival of its ranks to its end.{ceiling}{left}",
+        charts.against_size(drawn, strange, curve, rate, scheme),
+        sizes,
+        [
+            Field("op", "Operation"),
+            Field("group_ranks", "Ranks"),
+            Field("payload_bytes", "Payload", api.format_bytes, numeric=True),
+            Field("collectives", "Collectives", format_count, numeric=True),
+            Field("timed", "Timed", format_count, numeric=True),
+            Field("time_ns", "Time", api.format_ns, numeric=True),
+            Field("algbw_bytes_per_s", "Algorithm bandwidth", format_rate, numeric=True),
+            Field("busbw_bytes_per_s", "Bus bandwidth", format_rate, numeric=True),
+            Field("ceiling_busbw_bytes_per_s", "Ceiling (bus)", format_rate, numeric=True),
+            Field("ceiling_share", "Of the ceiling", _percent, numeric=True),
+            Field("time_source", "End known from"),
+        ],
+        most_rows=_TABLE_ROWS,
+    )
+
+
+def _strange(times: pd.DataFrame) -> Component:
+    title = "Outliers and impossible times"
+    found = times[times["verdict"].isin(_STRANGE)]
+    if found.empty:
+        return cards.empty_card(
+            "strange", title, "There are none: every time is like the others of its kind, and possible."
+        )
+    order = found["verdict"].map({name: place for place, name in enumerate(_STRANGE)})
+    found = found.assign(order=order).sort_values(
+        ["order", "time_ns"], ascending=[True, False], kind="stable"
+    )
+    return cards.table_card(
+        "strange",
+        title,
+        "Not averaged in. Slow and fast: beyond 3.5 robust standard deviations of their operation, group and size. "
+        "Impossible: no time at all, or less than the interval of the ceiling allows; clock, times or calibration err.",
+        found.drop(columns="order"),
+        [
+            Field("verdict", "Verdict"),
+            Field("op", "Operation"),
+            Field("group_ranks", "Ranks"),
+            Field("step", "Step", str, numeric=True),
+            Field("purpose", "Purpose"),
+            Field("payload_bytes", "Payload", api.format_bytes, numeric=True),
+            Field("time_ns", "Time", api.format_ns, numeric=True),
+            Field("ceiling_ns", "Ceiling", api.format_ns, numeric=True),
+            Field("busbw_bytes_per_s", "Bus bandwidth", format_rate, numeric=True),
+            Field("time_source", "End known from"),
+        ],
+        most_rows=_TABLE_ROWS,
+    )
+
+
+def _fits(frame: pd.DataFrame) -> Component:
+    ends = ("latency_low_ns", "latency_high_ns", "busbw_low_bytes_per_s", "busbw_high_bytes_per_s")
+    return cards.table_card(
+        "ceiling",
+        "The ceiling",
+        "Fitted to the calibration: time = latency + payload / bandwidth, with 95 % intervals. Residual: how far the "
+        "measured times lie from that.",
+        frame,
+        [
+            Field("op", "Operation"),
+            Field("sizes", "Sizes", format_count, numeric=True),
+            Field("latency_ns", "Latency", api.format_ns, numeric=True),
+            Field(ends[0], "from", api.format_ns, numeric=True),
+            Field(ends[1], "to", api.format_ns, numeric=True),
+            Field("busbw_bytes_per_s", "Bus bandwidth of large ones", format_rate, numeric=True),
+            Field(ends[2], "from", format_rate, numeric=True),
+            Field(ends[3], "to", format_rate, numeric=True),
+            Field("residual", "Residual", _percent, numeric=True),
+            Field("best_busbw_bytes_per_s", "Best measured", format_rate, numeric=True),
+        ],
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+PAGE: Final = Page(
+    "/bandwidth", "Bandwidth", "What bandwidth did collectives reach, and what can the machine reach?", render
+)
