@@ -16,6 +16,7 @@ from commprof.cli.runs import each_opened
 if TYPE_CHECKING:
     import pandas as pd
 
+    from commprof.analysis.api import Advice
     from commprof.trace.reader import Run
 
 _WIRE: Final = "wire_"
@@ -38,18 +39,32 @@ def compare(
         bool, typer.Option("--json", help="The same as JSON, bytes and nanoseconds as they are.")
     ] = False,
 ) -> int:
-    """Compare runs: what each setting asked for, issued and sent, and what it took."""
+    """Compare runs: what each setting asked for, issued and sent, what it took, and what to set."""
     found = each_opened(runs)
     with needed("analysis", "to compare runs"):
         from commprof.analysis import api
 
-        frame = api.compare(found)
+        compared = api.compare_both(found)
     if as_json:
-        rendering.show_json(frame)
+        rendering.show_json(with_advice(compared.settings, compared.advice))
     else:
-        show_comparison(frame)
-        rendering.show(*incomplete(found))
+        show_comparison(compared.settings)
+        rendering.show(*incomplete(found), "", *map(rendering.paragraph, compared.advice.sentences))
     return 0
+
+
+def with_advice(frame: pd.DataFrame, advice: Advice) -> list[dict[str, Any]]:
+    """The rows of ``api.compare``, each with what the advice says of it, and the advice itself, the same in all."""
+    weighed = {row["label"]: row for row in rendering.records(advice.settings)}
+    return [
+        {
+            **row,
+            **{name: weighed[row["label"]][name] for name in ("recommended", "left_out")},
+            "advice_answer": advice.answer,
+            "advice": list(advice.sentences),
+        }
+        for row in rendering.records(frame)
+    ]
 
 
 def show_comparison(frame: pd.DataFrame) -> None:

@@ -183,7 +183,10 @@ def test_a_directory_stands_for_its_runs(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     synthetic(True, "all_reduce").write(tmp_path / "all" / "a")
     synthetic(False, "all_reduce").write(tmp_path / "all" / "b")
-    assert len(json.loads(printed(capsys, "compare", "all", "--json"))) == 2
+    rows = json.loads(printed(capsys, "compare", "all", "--json"))
+    assert len(rows) == 2
+    assert rows[0]["advice"] and rows[0]["advice"] == rows[1]["advice"]
+    assert " ".join(rows[0]["advice"][0].split()) in " ".join(printed(capsys, "compare", "all").split())
 
 
 def test_an_export_lists_its_files(capsys, run):
