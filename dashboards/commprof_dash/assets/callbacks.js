@@ -31,6 +31,28 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
         ticked.length ? ticked.length + " ticked" : "none ticked: compares the newest runs"];
     },
   },
+  records: {
+    // Filters, order and columns of the grid stand in the address; the grid itself asks the server for rows.
+    write(state, run) {
+      if (!state || !run || window.location.pathname !== "/records") {
+        return window.dash_clientside.no_update;
+      }
+      const pairs = [["run", run], ...state.pairs];
+      const search = "?" + pairs.map(([key, value]) => key + "=" + encodeURIComponent(value).replaceAll("%2F", "/")).join("&");
+      const now = window.location.search;
+      if (search === now) {
+        return window.dash_clientside.no_update;
+      }
+      if (!state.drawn) {
+        window.history.replaceState(window.history.state, "", window.location.pathname + search);
+      } else if (new URLSearchParams(now).get("run") === run && window.commprof_drawn_again !== now) {
+        // The page was drawn again, for another scheme say, from an address that is older than the one that is shown.
+        window.commprof_drawn_again = now;
+        window.dispatchEvent(new CustomEvent("_dashprivate_pushstate"));
+      }
+      return window.dash_clientside.no_update;
+    },
+  },
   timeline: {
     // The view (from, to in ns since the run began; ranks; record) is in a store; the server draws it, the address holds it.
     move(relayout, click, _clicks, ranks, view) {

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Final
 
-from commprof_dash.pages import bandwidth, buckets, compare, matrix, overview, runs, timeline
+from commprof_dash.pages import (
+    bandwidth,
+    buckets,
+    compare,
+    matrix,
+    overview,
+    records,
+    runs,
+    stragglers,
+    timeline,
+)
 from commprof_dash.pages.page import Page
 
 PAGES: Final[tuple[Page, ...]] = (
@@ -14,6 +24,8 @@ PAGES: Final[tuple[Page, ...]] = (
     timeline.PAGE,
     matrix.PAGE,
     buckets.PAGE,
+    stragglers.PAGE,
     bandwidth.PAGE,
+    records.PAGE,
 )
 HOME: Final = runs.PAGE

@@ -18,10 +18,11 @@ from commprof_dash import address, ids
 from commprof_dash.address import Query
 from commprof_dash.charts import timeline as chart
 from commprof_dash.charts.series import series_in_order, with_series
-from commprof_dash.components import cards, controls, messages, tables
+from commprof_dash.components import cards, messages, tables
 from commprof_dash.components.graph import graph
 from commprof_dash.components.tables import Field
 from commprof_dash.data import Runs, reason
+from commprof_dash.pages.one_run import draw_run
 from commprof_dash.pages.page import Drawing, Page
 from commprof_dash.theme import EXPOSED_COLOUR, OP_COLOURS, OTHER_COLOUR, Scheme, scheme_of
 from commprof_dash.timeline_data import (
@@ -53,29 +54,21 @@ _BUTTONS: Final = {
 }
 _SIGNS: Final = {"in": "+", "out": "\u2212", "left": "\u2190", "right": "\u2192", "all": "Whole run"}
 _ROWS_SHOWN: Final = 200
-_builds: Final = Builds()
+builds: Final = Builds()
 
 
 def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
     """The page for the run and the view in ``query``."""
-    names = runs.names()
-    if not names:
-        return Drawing([], [messages.no_runs(str(runs.directory))])
-    name = next(iter(query.get(address.RUN, ())), names[0])
-    selection = runs.select([name])
-    body: list[Component]
-    if selection.unknown:
-        body = [messages.unknown_runs(selection.unknown, str(runs.directory))]
-    elif selection.broken:
-        body = [messages.broken_run(name, selection.broken[name])]
-    else:
-        body = _answers(runs, name, view_in(query), scheme)
-    return Drawing([controls.run_select(names, name)], body)
+
+    def answers(name: str) -> tuple[list[Component], list[Component]]:
+        return [], _answers(runs, name, view_in(query), scheme)
+
+    return draw_run(runs, query, answers)
 
 
 def _answers(runs: Runs, name: str, view: View, scheme: Scheme) -> list[Component]:
     path = path_of(runs, name)
-    waiting = _builds.wait_for(path)
+    waiting = builds.wait_for(path)
     if waiting is not None:
         return waiting_for_index(waiting, name)
     shown = timeline(path, view)
@@ -436,7 +429,7 @@ def register(app: dash.Dash, runs: Runs) -> None:
     )
     def waited(_: int, name: str) -> tuple[Any, bool]:
         try:
-            waiting = _builds.wait_for(path_of(runs, name))
+            waiting = builds.wait_for(path_of(runs, name))
         except Exception as error:
             return messages.broken_page(reason(error)), True
         if waiting is None:

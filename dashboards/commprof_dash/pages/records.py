@@ -1,0 +1,325 @@
+"""Records: the grid of all records of a run; the server filters, sorts and counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import dash
+import dash_ag_grid as dag
+import dash_mantine_components as dmc
+import flask
+import pandas as pd
+from dash import ClientsideFunction, Input, Output, State, dcc, html
+from dash.development.base_component import Component
+from dash.exceptions import PreventUpdate
+
+from commprof.analysis import api
+from commprof_dash import address
+from commprof_dash.address import Query
+from commprof_dash.components import cards, messages
+from commprof_dash.data import Runs, reason
+from commprof_dash.pages.one_run import draw_run
+from commprof_dash.pages.page import Drawing, Page
+from commprof_dash.pages.timeline import PATH as TIMELINE_PATH
+from commprof_dash.pages.timeline import RUN, builds, download, waiting_for_index
+from commprof_dash.records_data import (
+    COLUMN,
+    COLUMNS,
+    FILTER,
+    SHOWN_FIRST,
+    SINCE_BEGIN,
+    SORT,
+    Asked,
+    asked_in,
+    filter_model,
+    filter_texts,
+    filters_of,
+    is_number,
+    sort_text,
+)
+from commprof_dash.theme import Scheme
+from commprof_dash.timeline_data import path_of, record_text
+
+PATH: Final = "/records"
+CSV_PATH: Final = "/records.csv"
+GRID: Final = "records-grid"
+CHOSEN: Final = "records-columns"
+COUNTED: Final = "records-counted"
+FILE: Final = "records-file"
+STATE: Final = "records-state"
+WRITTEN: Final = "records-written"
+_BLOCK: Final = 100  # rows that the grid asks for at a time
+_LONGEST: Final = 300  # characters of a cell
+
+
+def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
+    """The page for the run, filters, order and columns in ``query``."""
+
+    def answers(name: str) -> tuple[list[Component], list[Component]]:
+        return [], _answers(runs, name, asked_in(query))
+
+    return draw_run(runs, query, answers)
+
+
+def _answers(runs: Runs, name: str, asked: Asked) -> list[Component]:
+    path = path_of(runs, name)
+    waiting = builds.wait_for(path)
+    if waiting is not None:
+        return waiting_for_index(waiting, name)
+    records = int(api.index(path)["records"])
+    if not records:
+        text = "This run has no records yet. If it is still going, reload this page in a moment."
+        return [messages.message("Nothing to show", text)]
+    return [
+        dcc.Store(id=RUN, data=name),
+        dcc.Store(id=STATE, data={"pairs": _pairs(asked), "drawn": True}),
+        dcc.Store(id=WRITTEN),
+        cards.text_card(
+            "records",
+            "Records",
+            "Each row is one operation that a rank handed to torch.distributed, in order of time until you sort. "
+            "Filters take bytes and nanoseconds; times are since the first record. Payload: the whole buffer.",
+            [
+                html.Div(
+                    [
+                        dmc.MultiSelect(
+                            id=CHOSEN,
+                            label="Columns",
+                            data=list(COLUMNS),
+                            value=list(asked.columns),
+                            searchable=True,
+                            hidePickedOptions=True,
+                            classNames={"pillsList": "pills"},
+                            className="control-wide",
+                        ),
+                        html.A(
+                            "CSV of what is filtered",
+                            id=FILE,
+                            href=_file(name, asked),
+                            className="card-action",
+                        ),
+                    ],
+                    className="controls",
+                ),
+                html.P(f"{records:,} records", id=COUNTED, className="card-subtitle", role="status"),
+                html.Div(_grid(asked), role="region", **{"aria-label": "Records"}),
+            ],
+        ),
+    ]
+
+
+def _grid(asked: Asked) -> Component:
+    return dag.AgGrid(
+        id=GRID,
+        rowModelType="infinite",
+        columnDefs=column_definitions(asked.columns, asked.sort),
+        filterModel=filter_model(asked.filters),
+        defaultColDef={
+            "sortable": True,
+            "resizable": True,
+            "floatingFilter": True,
+            "suppressMovable": False,
+            "minWidth": 84,
+        },
+        dashGridOptions={
+            "cacheBlockSize": _BLOCK,
+            "maxBlocksInCache": 20,
+            "rowBuffer": 0,
+            "infiniteInitialRowCount": 1,
+            "ensureDomOrder": True,
+            "enableCellTextSelection": True,
+            "tooltipShowDelay": 400,
+            "sortingOrder": ["asc", "desc", None],
+            "suppressMultiSort": True,
+        },
+        style={"height": "68vh", "minHeight": "360px"},
+    )
+
+
+def column_definitions(shown: tuple[str, ...], sort: str | None) -> list[dict[str, Any]]:
+    """The columns of the grid: those ``shown``, in that order, then the others, hidden."""
+    order = [*shown, *(name for name in COLUMNS if name not in shown)]
+    definitions: list[dict[str, Any]] = [
+        {
+            "field": "link",
+            "headerName": "Timeline",
+            "cellRenderer": "markdown",
+            "linkTarget": "_self",
+            "sortable": False,
+            "filter": False,
+            "width": 92,
+        }
+    ]
+    for name in order:
+        column = COLUMNS[name]
+        number = is_number(column)
+        told = f"{column.doc} ({column.unit})" if column.unit else column.doc
+        definitions.append(
+            {
+                "field": name,
+                "headerName": _heading(name),
+                "headerTooltip": told + (", since the first record" if name in SINCE_BEGIN else ""),
+                "hide": name not in shown,
+                "filter": "agNumberColumnFilter" if number else "agTextColumnFilter",
+                "filterParams": {"maxNumConditions": 1, "debounceMs": 300, "buttons": ["reset"]},
+                "type": "rightAligned" if number else None,
+                "width": 200 if name in ("parameters", "call_site", "module", "sizes") else 124,
+                "initialSort": None if sort is None or sort.lstrip("-") != name else _way(sort),
+            }
+        )
+    return [{key: value for key, value in one.items() if value is not None} for one in definitions]
+
+
+def _way(sort: str) -> str:
+    return "desc" if sort.startswith("-") else "asc"
+
+
+def _heading(name: str) -> str:
+    words = {"begin_ns": "at", "pg": "group", "seq": "number"}.get(name, name.removesuffix("_ns"))
+    return words.replace("_", " ")
+
+
+def rows_of(frame: pd.DataFrame, name: str, begin_ns: int) -> list[dict[str, Any]]:
+    """Rows as the grid shows them: with units, and a link to the timeline."""
+    shown = {column: _shown(frame[column], COLUMNS[column].unit, begin_ns) for column in frame.columns}
+    links = [
+        _link(name, begin_ns, *values)
+        for values in zip(
+            *(frame[column].tolist() for column in ("rank", "attempt", "pid", "seq", "begin_ns", "end_ns")),
+            strict=True,
+        )
+    ]
+    columns = [*shown, "link"]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*shown.values(), links, strict=True)]
+
+
+def _shown(values: pd.Series, unit: str, begin_ns: int) -> list[Any]:
+    write: Callable[[Any], Any] = {"bytes": api.format_bytes, "ns": api.format_ns}.get(unit, _text)
+    if values.name in SINCE_BEGIN:
+        return [_precise(value - begin_ns) for value in values]
+    return ["" if pd.isna(value) else write(value) for value in values.tolist()]
+
+
+def _precise(duration: int) -> str:
+    """A time since the begin with all its microseconds: neighbours differ by few."""
+    return f"{duration / 1e9:,.6f} s"
+
+
+def _text(value: Any) -> Any:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return value
+    text = str(value)
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+
+
+def _link(name: str, origin: int, rank: int, attempt: int, pid: int, seq: int, begin: int, end: int) -> str:
+    room = max(1_000, 10 * (end - begin))
+    place = address.link(
+        TIMELINE_PATH,
+        run=name,
+        record=record_text((rank, attempt, pid, seq)),
+        **{"from": str(begin - origin - room), "to": str(end - origin + room)},
+    )
+    return f"[show]({place})"
+
+
+def _pairs(asked: Asked) -> list[tuple[str, str]]:
+    """What is asked for as pairs of an address; what is asked for anyway is left out."""
+    columns = () if asked.columns == SHOWN_FIRST else asked.columns
+    return [
+        *((FILTER, text) for text in asked.filters),
+        *(((SORT, asked.sort),) if asked.sort else ()),
+        *((COLUMN, column) for column in columns),
+    ]
+
+
+def _file(name: str, asked: Asked) -> str:
+    held: dict[str, Any] = {FILTER: list(asked.filters)} if asked.filters else {}
+    held |= {SORT: asked.sort} if asked.sort else {}
+    return address.link(CSV_PATH, run=name, **held, **{COLUMN: list(asked.columns)})
+
+
+def register(app: dash.Dash, runs: Runs) -> None:
+    """The callbacks of the grid, and the file of what is filtered."""
+
+    @app.callback(
+        Output(GRID, "getRowsResponse"),
+        Output(COUNTED, "children"),
+        Output(FILE, "href"),
+        Output(STATE, "data"),
+        Input(GRID, "getRowsRequest"),
+        State(CHOSEN, "value"),
+        State(RUN, "data"),
+    )
+    def rows(request: Mapping[str, Any] | None, columns: list[str] | None, name: str) -> tuple[Any, ...]:
+        if not request:
+            raise PreventUpdate
+        asked = Asked(
+            filter_texts(request.get("filterModel")),
+            sort_text(request.get("sortModel")),
+            tuple(columns or SHOWN_FIRST),
+        )
+        try:
+            path = path_of(runs, name)
+            facts = api.index(path)
+            begin = facts["begin_ns"]
+            offset = max(0, int(request["startRow"]))
+            limit = min(10 * _BLOCK, max(0, int(request["endRow"]) - offset))
+            page = api.records_page(path, filters_of(asked.filters, begin), asked.sort, offset, limit)
+        except Exception as error:
+            told = f"There is no run {name!r} any more." if isinstance(error, KeyError) else reason(error)
+            return {"rowData": [], "rowCount": 0}, told, dash.no_update, dash.no_update
+        answer = {"rowData": rows_of(page.rows, name, begin), "rowCount": page.total}
+        return answer, _counted(page.total, facts["records"]), _file(name, asked), {"pairs": _pairs(asked)}
+
+    @app.callback(
+        Output(GRID, "columnDefs"),
+        Output(FILE, "href", allow_duplicate=True),
+        Output(STATE, "data", allow_duplicate=True),
+        Input(CHOSEN, "value"),
+        State(GRID, "getRowsRequest"),
+        State(RUN, "data"),
+        prevent_initial_call=True,
+    )
+    def choose(columns: list[str] | None, request: Mapping[str, Any] | None, name: str) -> tuple[Any, ...]:
+        request = request or {}
+        chosen = tuple(column for column in columns or SHOWN_FIRST if column in COLUMNS)
+        asked = Asked(filter_texts(request.get("filterModel")), sort_text(request.get("sortModel")), chosen)
+        return column_definitions(chosen, asked.sort), _file(name, asked), {"pairs": _pairs(asked)}
+
+    app.clientside_callback(
+        ClientsideFunction("records", "write"),
+        Output(WRITTEN, "data"),
+        Input(STATE, "data"),
+        State(RUN, "data"),
+    )
+
+    @app.server.route(CSV_PATH)
+    def records_csv() -> flask.Response:
+        query = address.parse(flask.request.query_string.decode("utf-8", "replace"))
+        asked = asked_in(query)
+        try:
+            path = path_of(runs, next(iter(query.get(address.RUN, ())), ""))
+            filters = filters_of(asked.filters, api.index(path)["begin_ns"])
+            api.records_page(
+                path, filters, asked.sort, limit=0
+            )  # so that what is wrong is said before the file begins
+            return download("commprof-records.csv", api.records_csv(path, filters, asked.sort, asked.columns))
+        except KeyError:
+            return flask.Response("There is no such run.\n", 404, mimetype="text/plain")
+        except Exception as error:
+            return flask.Response(reason(error) + "\n", 422, mimetype="text/plain")
+
+
+def _counted(fit: int, records: int) -> str:
+    if fit == records:
+        return f"{records:,} records"
+    return (
+        f"{fit:,} of {records:,} records fit" if fit else f"None of {records:,} records fits; clear a filter"
+    )
+
+
+PAGE: Final = Page(PATH, "Records", "What does each record of a run say?", render, register)

@@ -1,0 +1,141 @@
+"""The state of the records page as text, and its rows as a grid asks for them. Nothing here draws."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from commprof.analysis import api
+from commprof.schema import Column
+from commprof_dash.address import Query
+
+FILTER: Final = "filter"
+SORT: Final = "sort"
+COLUMN: Final = "column"
+COLUMNS: Final[dict[str, Column]] = api.describe_columns("records")
+SHOWN_FIRST: Final = (
+    *("begin_ns", "rank", "step", "phase", "op", "intended_op", "purpose", "bucket", "payload_bytes"),
+    *("exposed_ns", "group_ranks", "pg_seq", "parameters", "call_site"),
+)
+# Times that are shown and asked for since the first record of the run.
+SINCE_BEGIN: Final = ("begin_ns", "end_ns")
+_BETWEEN: Final = ".."
+
+# What the grid calls a test, and what the library does.
+TESTS: Final[dict[str, str]] = {
+    "equals": "=",
+    "notEqual": "!=",
+    "lessThan": "<",
+    "lessThanOrEqual": "<=",
+    "greaterThan": ">",
+    "greaterThanOrEqual": ">=",
+    "inRange": "between",
+    "contains": "contains",
+    "notContains": "not contains",
+    "startsWith": "starts with",
+    "endsWith": "ends with",
+    "blank": "is null",
+    "notBlank": "is not null",
+}
+_GRID_TESTS: Final = {name: grid for grid, name in TESTS.items()}
+
+
+class Asked(NamedTuple):
+    """What the grid shows: conditions as text (``column:test:value``), the order, the columns."""
+
+    filters: tuple[str, ...] = ()
+    sort: str | None = None
+    columns: tuple[str, ...] = SHOWN_FIRST
+
+
+def asked_in(query: Query) -> Asked:
+    """What an address asks for; what makes no sense there is left out."""
+    filters = tuple(text[:500] for text in query.get(FILTER, ()) if _split(text) is not None)
+    sort = next(iter(query.get(SORT, ())), "")
+    columns = tuple(name for name in query.get(COLUMN, ()) if name in COLUMNS) or SHOWN_FIRST
+    return Asked(filters, sort if sort.removeprefix("-") in COLUMNS else None, columns)
+
+
+def filters_of(texts: Iterable[str], begin_ns: int) -> list[api.Filter]:
+    """The conditions that ``texts`` state, for a run that began at ``begin_ns``."""
+    found = []
+    for text in texts:
+        parts = _split(text)
+        if parts is None:
+            continue
+        name, test, value = parts
+        values: list[Any] = value.split(_BETWEEN) if test == "between" else [value]
+        if name in SINCE_BEGIN:
+            values = [_later(one, begin_ns) for one in values]
+        found.append(api.Filter(name, test, values if test == "between" else values[0]))
+    return found
+
+
+def _later(value: str, begin_ns: int) -> Any:
+    try:
+        return int(float(value)) + begin_ns
+    except (ValueError, OverflowError):
+        return value  # which the library says is no number
+
+
+def _split(text: str) -> tuple[str, str, str] | None:
+    name, _, rest = text.partition(":")
+    test, _, value = rest.partition(":")
+    return (name, test, value) if name in COLUMNS and test in _GRID_TESTS else None
+
+
+def filter_texts(model: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """The grid's filter model as text."""
+    texts = []
+    for name, one in (model or {}).items():
+        test = TESTS.get(str(one.get("type")))
+        if name not in COLUMNS or test is None:
+            continue
+        value = "" if one.get("filter") is None else _plain(one["filter"])
+        if test == "between":
+            value += _BETWEEN + _plain(one.get("filterTo"))
+        texts.append(f"{name}:{test}:{value}")
+    return tuple(texts)
+
+
+def _plain(value: Any) -> str:
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def filter_model(texts: Iterable[str]) -> dict[str, Any]:
+    """The other way round."""
+    model: dict[str, Any] = {}
+    for text in texts:
+        parts = _split(text)
+        if parts is None:
+            continue
+        name, test, value = parts
+        kind = "number" if is_number(COLUMNS[name]) else "text"
+        first, _, last = value.partition(_BETWEEN) if test == "between" else (value, "", "")
+        model[name] = {"filterType": kind, "type": _GRID_TESTS[test]}
+        if test not in ("is null", "is not null"):
+            model[name]["filter"] = _grid_value(first, kind)
+        if test == "between":
+            model[name]["filterTo"] = _grid_value(last, kind)
+    return model
+
+
+def _grid_value(text: str, kind: str) -> Any:
+    if kind == "text":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        return None
+
+
+def sort_text(model: Sequence[Mapping[str, str]] | None) -> str | None:
+    """The grid's sort model as text; None for the order of time."""
+    if not model or model[0].get("colId") not in COLUMNS:
+        return None
+    return ("-" if model[0].get("sort") == "desc" else "") + model[0]["colId"]
+
+
+def is_number(column: Column) -> bool:
+    """Whether values are compared as numbers."""
+    return column.type.startswith(("int", "float"))
