@@ -31,6 +31,7 @@ from commprof.analysis import (
 )
 from commprof.analysis import exposure as exposure_module
 from commprof.analysis import index as index_module
+from commprof.analysis import lateness as lateness_module
 from commprof.analysis import levels as levels_module
 from commprof.analysis import matrix as matrix_module
 from commprof.analysis import rank_bytes as rank_bytes_module
@@ -46,6 +47,7 @@ from commprof.analysis.buckets import BucketContent
 from commprof.analysis.csv_text import frame_csv, write_csv
 from commprof.analysis.engine import ask
 from commprof.analysis.frames import from_arrow
+from commprof.analysis.lateness import Straggling
 from commprof.analysis.question import query as ask_question
 from commprof.analysis.record import Record
 from commprof.analysis.record import record as record_of
@@ -59,7 +61,7 @@ from commprof.errors import UsageError
 from commprof.ledger import verification
 from commprof.ledger.levels import Verdict
 from commprof.schema import TABLES, Column
-from commprof.trace.reader import Run, Scan, open_run
+from commprof.trace.reader import Run, open_run
 
 __all__ = [
     "TABLES",
@@ -72,6 +74,7 @@ __all__ = [
     "Record",
     "RecordsPage",
     "Run",
+    "Straggling",
     "Timeline",
     "advice",
     "arrivals",
@@ -112,6 +115,7 @@ __all__ = [
     "step_times",
     "step_window",
     "stragglers",
+    "straggling",
     "table",
     "timeline",
     "traffic",
@@ -174,11 +178,11 @@ def matrix(
     purpose: str | None = None,
     most_ranks: int | None = None,
 ) -> pd.DataFrame:
-    """Bytes from each rank to each other: sends as recorded, collectives by a model that conserves the wire bytes of the ranks.
+    """Bytes from each rank to each other: sends as recorded, collectives by a model that conserves wire bytes.
 
-    ``frame.attrs``: ``models``, between whom the bytes of each operation are put (``docs/matrix.md``); ``unplaced_bytes``,
-    those of which that is not known; ``ranks`` of the run; ``ranks_per_cell``, for how many of them a sender or receiver stands
-    (it is the first of these).
+    ``frame.attrs``: ``models``, between whom the bytes of each operation are put (``docs/matrix.md``);
+    ``unplaced_bytes``, those of which that is not known; ``ranks`` of the run; ``ranks_per_cell``, for how many of
+    them a sender or receiver stands (it is the first of these).
 
     Args:
         by: columns of ``step``, ``phase``, ``op``, ``intended_op``, ``purpose`` and ``pg``.
@@ -269,6 +273,22 @@ def stragglers(run: AnyRun) -> pd.DataFrame:
     ``frame.attrs["statement"]`` says in a sentence what follows; None where nothing does.
     """
     return arrivals_module.stragglers(_arrived(_opened(run)))
+
+
+def straggling(run: AnyRun, limit: int = 200) -> Straggling:
+    """Who comes late, read once: :func:`stragglers`, how late each rank comes, why ranks wait, and the worst collectives.
+
+    Args:
+        limit: the worst collectives at most.
+    """
+    arrived = _arrived(_opened(run))
+    frame = arrivals_module.arrivals_frame(arrived)
+    return Straggling(
+        arrivals_module.stragglers(arrived),
+        lateness_module.lateness(frame),
+        lateness_module.causes(frame),
+        lateness_module.late_collectives(frame, limit),
+    )
 
 
 AnyCalibration: TypeAlias = Calibration | Path | str

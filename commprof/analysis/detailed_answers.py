@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from commprof import schema
+from commprof.align.arrivals import CAUSES
 from commprof.schema import Column, Table
 
 
@@ -117,6 +118,59 @@ BUCKET_OPERATIONS: Final = Table(
     ),
     key=("rank", "pid", "seq"),
 )
+LATENESS: Final = Table(
+    "lateness",
+    "How late each rank comes after the first: quantiles over the collectives and messages that can be compared.",
+    (
+        _of(schema.COLLECTIVES, "rank"),
+        Column("collectives", "int64", "collectives and messages of several recorded ranks on comparable clocks"),
+        Column("p5_ns", "int64", "lateness: a twentieth of them is below", unit="ns"),
+        Column("p25_ns", "int64", "a quarter is below", unit="ns"),
+        Column("median_ns", "int64", "half is below", unit="ns"),
+        Column("p75_ns", "int64", "three quarters are below", unit="ns"),
+        Column("p95_ns", "int64", "nineteen twentieths are below", unit="ns"),
+        Column("highest_ns", "int64", "the largest", unit="ns"),
+        Column("error_ns", "int64", "a lateness is wrong by this at most, median; 0 on one clock", unit="ns"),
+    ),
+    key=("rank",),
+)
+
+WAITING_CAUSES: Final = Table(
+    "waiting_causes",
+    "What took longest for each rank in its collectives, where that is beyond the error of the clocks.",
+    (
+        _of(schema.COLLECTIVES, "rank"),
+        Column("cause", "string", "as in arrivals", values=CAUSES),
+        Column("collectives", "int64", "collectives and messages in which this took longest"),
+        Column("of_collectives", "int64", "of so many that can be compared"),
+        Column("time_ns", "int64", "waiting_ns, launch_ns or transfer_ns of these, added up", unit="ns"),
+    ),
+    key=("rank", "cause"),
+)
+
+LATE_COLLECTIVES: Final = Table(
+    "late_collectives",
+    "The collectives and messages whose ranks came furthest apart.",
+    (
+        *(_of(schema.COLLECTIVES, name) for name in ("attempt", "step", "op", "purpose", "pg", "group_ranks")),
+        Column("pg_seq", "int64", "issue order within the group; null for messages", True),
+        Column("members", "int64", "ranks whose records were found"),
+        Column("spread_ns", "int64", "from the first arrival to the last", unit="ns"),
+        Column("error_ns", "int64", "spread_ns is wrong by this at most", unit="ns"),
+        Column("last_rank", "int32", "who came last; null where not all ranks were recorded", True),
+        Column("certain", "bool", "that it was this rank is beyond the error"),
+        Column("pid", "int32", "process of the last record"),
+        Column("seq", "int64", "its issue order"),
+        Column("lead_ns", "int64", "time in which it alone was missing", True, "ns"),
+        Column("others_waited_ns", "int64", "mean time that the others stood still for it", True, "ns"),
+        Column("waiting_ns", "int64", "the longest wait of a rank for the last", True, "ns"),
+        Column("launch_ns", "int64", "from the last arrival until all devices had begun", True, "ns"),
+        Column("transfer_ns", "int64", "from then to the last result, as far as it is known", True, "ns"),
+        Column("cause", "string", "what took longest for the rank that it took longest for", True, values=CAUSES),
+        Column("begin_ns", "int64", "the first arrival, on the clock of arrivals", unit="ns"),
+        Column("end_ns", "int64", "the last end that is known, on that clock", unit="ns"),
+    ),
+)
 # fmt: on
 
 DETAILED_ANSWERS: Final[dict[str, Table]] = {
@@ -126,4 +180,7 @@ DETAILED_ANSWERS: Final[dict[str, Table]] = {
     "bucket_means": BUCKET_MEANS,
     "bucket_parameters": BUCKET_PARAMETERS,
     "bucket_operations": BUCKET_OPERATIONS,
+    "lateness": LATENESS,
+    "waiting_causes": WAITING_CAUSES,
+    "late_collectives": LATE_COLLECTIVES,
 }

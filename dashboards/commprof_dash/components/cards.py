@@ -37,7 +37,7 @@ def figure_card(
     rows = f"{len(frame):,} rows"
     if len(shown) < len(frame):
         rows = f"the first {len(shown):,} of {rows}; the CSV file has all"
-    return _card(
+    return body_card(
         name,
         title,
         subtitle,
@@ -60,22 +60,28 @@ def table_card(
     frame: pd.DataFrame,
     fields: Sequence[Field],
     most_rows: int | None = None,
+    download: pd.DataFrame | None = None,
 ) -> Component:
-    """A table that stands for itself; with ``most_rows`` as in :func:`figure_card`."""
+    """A table that stands for itself; with ``most_rows`` as in :func:`figure_card`.
+
+    The CSV file holds ``download``, or ``frame`` without one.
+    """
     shown = frame if most_rows is None else frame.head(most_rows)
     if len(shown) < len(frame):
         subtitle += f" The first {len(shown):,} of {len(frame):,} rows; the CSV file has all."
-    return _card(name, title, subtitle, [table(shown, fields, title)], frame)
+    return body_card(
+        name, title, subtitle, [table(shown, fields, title)], frame if download is None else download
+    )
 
 
 def empty_card(name: str, title: str, message: str) -> Component:
     """In the place of a card that has nothing to show: why."""
-    return _card(name, title, "", [dmc.Text(message, className="muted", size="sm")], None)
+    return body_card(name, title, "", [dmc.Text(message, className="muted", size="sm")], None)
 
 
 def text_card(name: str, title: str, subtitle: str, children: Sequence[Component]) -> Component:
     """A card of other things."""
-    return _card(name, title, subtitle, children, None)
+    return body_card(name, title, subtitle, children, None)
 
 
 def tile(name: str, value: Cell, note: str = "") -> Component:
@@ -101,9 +107,10 @@ def columns(children: Sequence[Component]) -> Component:
     return html.Div(children, className="columns")
 
 
-def _card(
+def body_card(
     name: str, title: str, subtitle: str, body: Sequence[Component | None], frame: pd.DataFrame | None
 ) -> Component:
+    """A card with ``body`` below its title; ``frame`` is what its CSV file holds, None for a card of words."""
     heading = ids.card(name) + "-title"
     return dmc.Paper(
         html.Section(

@@ -28,5 +28,6 @@ def _swatch(trace: Any) -> Component:
         dash = trace.line.dash or "solid"
         style = "dotted" if "dot" in dash else "dashed" if "dash" in dash else "solid"
         return html.Span(className="line-swatch", style={"borderTop": f"3px {style} {trace.line.color}"})
-    hatched = " hatched" if trace.marker.pattern.shape else ""
+    pattern = getattr(trace.marker, "pattern", None)  # boxes have none
+    hatched = " hatched" if pattern is not None and pattern.shape else ""
     return html.Span(className="swatch" + hatched, style={"backgroundColor": trace.marker.color})

@@ -235,7 +235,7 @@ def _operations(where: str, name: str, frame: pd.DataFrame) -> Component:
     rank = int(frame["rank"].iloc[0])
 
     def link(seq: Any) -> Cell:
-        href = address.link("/records", run=name, rank=str(rank), seq=str(seq))
+        href = address.link("/records", run=name, filter=[f"rank:=:{rank}", f"seq:=:{seq}"])
         return dcc.Link(f"{seq}", href=href, title=f"Record {seq} of rank {rank}")
 
     return cards.table_card(

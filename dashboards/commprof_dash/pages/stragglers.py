@@ -1,0 +1,233 @@
+"""Stragglers: which rank comes late, how sure that is, and whether it arrives, is launched or transfers late."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import pandas as pd
+from dash import dcc, html
+from dash.development.base_component import Component
+
+from commprof.analysis import api
+from commprof_dash import address
+from commprof_dash.address import Query
+from commprof_dash.charts import lateness as charts
+from commprof_dash.components import cards, messages
+from commprof_dash.components.tables import Cell, Field
+from commprof_dash.data import Runs
+from commprof_dash.measures import format_count
+from commprof_dash.pages.one_run import draw_run
+from commprof_dash.pages.page import Drawing, Page
+from commprof_dash.theme import Scheme
+
+_TABLE_ROWS: Final = 500
+_ROOM: Final = 0.5  # beside a collective on the timeline, as part of its length
+
+
+def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
+    """The page for the run in ``query``."""
+
+    def answers(name: str) -> tuple[Sequence[Component], Sequence[Component]]:
+        found: api.Straggling = runs.of_run("straggling", name, api.straggling)
+        statement = found.ranks.attrs["statement"]
+        if found.lateness.empty:
+            return [], [_nothing(statement)]
+        return [], [
+            _statement(found.ranks, statement),
+            _tiles(found),
+            cards.columns([_boxes(found.lateness, scheme), _causes(found.causes, scheme)]),
+            _ranks(found.ranks),
+            _collectives(found.collectives, name),
+        ]
+
+    return draw_run(runs, query, answers)
+
+
+def _nothing(statement: str | None) -> Component:
+    why = statement or (
+        "No collective of this run was recorded on more than one rank, so nobody came before or after another."
+    )
+    return messages.message(
+        "Nobody to compare",
+        f"{why} Record all ranks; across hosts rank 0 has to be among them, since its clock is the reference.",
+        ["commprof run --nproc 4 train.py"],
+    )
+
+
+def _statement(ranks: pd.DataFrame, statement: str | None) -> Component:
+    late = bool(ranks["stands_out"].any()) if len(ranks) else False
+    text = statement or (
+        "No rank was the last to come much more often than chance explains, or the others did not wait for it."
+    )
+    return messages.message(
+        "A rank comes late" if late and statement else "No rank stands out",
+        text,
+        severity="warning" if late and statement else "good",
+    )
+
+
+def _tiles(found: api.Straggling) -> Component:
+    error = int(found.lateness["error_ns"].max())
+    worst = found.collectives.iloc[0]
+    compared = int(found.ranks["collectives"].max()) if len(found.ranks) else 0
+    return cards.tiles(
+        [
+            cards.tile(
+                "Compared", format_count(compared), "collectives in which all wait for all, of one rank"
+            ),
+            cards.tile(
+                "Error of the clocks",
+                "0, one clock" if error == 0 else api.format_ns(error),
+                "a lateness is wrong by this at most",
+            ),
+            cards.tile(
+                "Largest skew",
+                api.format_ns(int(worst["spread_ns"])),
+                f"{worst['op']} of step {worst['step']}",
+            ),
+            cards.tile(
+                "Typical skew",
+                api.format_ns(int(found.lateness["median_ns"].max())),
+                "of the rank whose median is the largest",
+            ),
+        ]
+    )
+
+
+def _boxes(frame: pd.DataFrame, scheme: Scheme) -> Component:
+    columns = {
+        "p5_ns": "5 % below",
+        "p25_ns": "25 % below",
+        "median_ns": "Median",
+        "p75_ns": "75 % below",
+        "p95_ns": "95 % below",
+        "highest_ns": "Largest",
+        "error_ns": "Error at most",
+    }
+    return cards.figure_card(
+        "lateness",
+        "How late each rank comes",
+        "After the first rank of each collective or message: box over the middle half, whiskers from 5 to 95 %.",
+        charts.boxes(frame, scheme),
+        frame,
+        [
+            Field("rank", "Rank", str, numeric=True),
+            Field("collectives", "Compared", format_count, numeric=True),
+            *[Field(name, heading, api.format_ns, numeric=True) for name, heading in columns.items()],
+        ],
+        most_rows=_TABLE_ROWS,
+    )
+
+
+def _causes(frame: pd.DataFrame, scheme: Scheme) -> Component:
+    title = "What ranks wait for"
+    if not int(frame["collectives"].sum()):
+        return cards.empty_card(
+            "causes", title, "In no collective the longest part is beyond the error of the clocks."
+        )
+    return cards.figure_card(
+        "causes",
+        title,
+        "Each collective counts for what took longest in it, where that is beyond the error. Late launches show only where "
+        "times of the devices were recorded.",
+        charts.causes(frame, scheme),
+        frame,
+        [
+            Field("rank", "Rank", str, numeric=True),
+            Field("cause", "Cause", _words),
+            Field("collectives", "Collectives", format_count, numeric=True),
+            Field("of_collectives", "of", format_count, numeric=True),
+            Field("time_ns", "Time", api.format_ns, numeric=True),
+        ],
+        most_rows=_TABLE_ROWS,
+    )
+
+
+def _words(cause: Any) -> Cell:
+    return str(cause).replace("_", " ")
+
+
+def _ranks(frame: pd.DataFrame) -> Component:
+    title = "How often each rank was the last"
+    if frame.empty:
+        return cards.empty_card(
+            "stragglers", title, "No collective in which all wait for all was recorded on all of its ranks."
+        )
+    return cards.table_card(
+        "stragglers",
+        title,
+        "Over the collectives in which every rank waits for every other. Expected: if all ranks were alike.",
+        frame,
+        [
+            Field("rank", "Rank", str, numeric=True),
+            Field("collectives", "Compared", format_count, numeric=True),
+            Field("last", "Last, beyond the error", format_count, numeric=True),
+            Field("within_bound", "Last, within the error", format_count, numeric=True),
+            Field("expected_last", "Expected", "{:,.1f}".format, numeric=True),
+            Field("mean_lateness_ns", "Mean lateness", api.format_ns, numeric=True),
+            Field("lead_ns", "Alone missing", api.format_ns, numeric=True),
+            Field("others_waited_ns", "Others stood still", api.format_ns, numeric=True),
+            Field("others_waited_per_step_ns", "per step", api.format_ns, numeric=True),
+            Field("stands_out", "Stands out", lambda value: "yes" if value else "no"),
+        ],
+        most_rows=_TABLE_ROWS,
+    )
+
+
+def _collectives(frame: pd.DataFrame, name: str) -> Component:
+    rows = frame.assign(links=range(len(frame)), skew=range(len(frame)))
+    records = frame.to_dict("records")
+
+    def links(position: int) -> Cell:
+        row = records[position]
+        begin, end = int(row["begin_ns"]), int(row["end_ns"])
+        room = max(int((end - begin) * _ROOM), 1000)
+        window = {"from": str(begin - room), "to": str(end + room)}
+        place = f"{row['op']} of step {row['step']}, number {row['pg_seq']} in group {row['pg']}"
+        record = [f"rank:=:{row['last_rank']}", f"seq:=:{row['seq']}"]
+        shown = [
+            dcc.Link(
+                "timeline", href=address.link("/timeline", run=name, **window), title=f"Timeline: {place}"
+            )
+        ]
+        if not pd.isna(row["last_rank"]):
+            shown.append(
+                dcc.Link(
+                    "record", href=address.link("/records", run=name, filter=record), title=f"Record: {place}"
+                )
+            )
+        return html.Span(shown, className="run-links")
+
+    def skew(position: int) -> Cell:
+        row = records[position]
+        error = f" +- {api.format_ns(int(row['error_ns']))}" if row["error_ns"] else ""
+        return api.format_ns(int(row["spread_ns"])) + error
+
+    return cards.table_card(
+        "late-collectives",
+        "The collectives whose ranks came furthest apart",
+        "From the first arrival to the last, the worst first; +- is the bound of the clocks' error.",
+        rows,
+        [
+            Field("skew", "Skew", skew, numeric=True),
+            Field("last_rank", "Last rank", str, numeric=True),
+            Field("certain", "Certain", lambda value: "yes" if value else "no"),
+            Field("step", "Step", str, numeric=True),
+            Field("op", "Operation"),
+            Field("purpose", "Purpose"),
+            Field("group_ranks", "Ranks", lambda value: str(value)[:40]),
+            Field("waiting_ns", "Waiting", api.format_ns, numeric=True),
+            Field("launch_ns", "Launch", api.format_ns, numeric=True),
+            Field("transfer_ns", "Transfer", api.format_ns, numeric=True),
+            Field("cause", "Longest", _words),
+            Field("links", "Look at", links),
+        ],
+        most_rows=_TABLE_ROWS,
+        download=frame,
+    )
+
+
+PAGE: Final = Page(
+    "/stragglers", "Stragglers", "Which rank do the others wait for, and why does it come late?", render
+)

@@ -1,0 +1,83 @@
+"""Who comes late, summed up. Worked out by hand; test_analysis_arrivals has what a single arrival is."""
+
+import random
+
+from commprof.analysis import api
+from support.runs import SyntheticRun
+
+
+def a_run(ranks=3, late=(0, 10_000, 500_000), count=4, end_ns=1_000_000):
+    """Each rank comes ``late`` after the first, and each call returns ``end_ns`` after the first arrival."""
+    run = SyntheticRun(world_size=ranks)
+    for number in range(count):
+        begin = 10_000_000 * (number + 1)
+        run.add_step(number, begin_ns=begin, duration_ns=5_000_000)
+        for rank in range(ranks):
+            run.add_collective(
+                "all_reduce", payload_bytes=400, step=number, ranks=(rank,), issue_ns=begin + late[rank],
+                host_ns=end_ns - late[rank], purpose="gradient_reduce",
+            )  # fmt: skip
+    return run
+
+
+def test_how_late_each_rank_comes():
+    found = api.straggling(a_run(count=12).open())
+    assert found.lateness[["rank", "collectives", "p5_ns", "median_ns", "highest_ns", "error_ns"]].values.tolist() == [
+        [0, 12, 0, 0, 0, 0],
+        [1, 12, 10_000, 10_000, 10_000, 0],
+        [2, 12, 500_000, 500_000, 500_000, 0],
+    ]  # fmt: skip
+    assert list(found.ranks["last"]) == [0, 0, 12]
+    assert "Rank 2 was the last" in found.ranks.attrs["statement"]
+
+
+def test_what_took_longest_is_told_apart():
+    slow = api.straggling(a_run(late=(0, 10, 20)).open()).causes.set_index(["rank", "cause"])
+    assert slow.loc[(0, "slow_transfer"), "collectives"] == 4
+    late = api.straggling(a_run(late=(0, 0, 900_000)).open()).causes.set_index(["rank", "cause"])
+    assert late.loc[(0, "late_arrival"), ["collectives", "of_collectives", "time_ns"]].tolist() == [
+        4,
+        4,
+        3_600_000,
+    ]
+    assert late.loc[(2, "late_arrival"), "collectives"] == 0
+
+
+def test_the_worst_collectives_come_first():
+    run = a_run(count=3)
+    run.add_collective("all_gather", payload_bytes=8, ranks=(0,), issue_ns=70_000_000, host_ns=3_000_000)
+    run.add_collective("all_gather", payload_bytes=8, ranks=(1,), issue_ns=71_000_000, host_ns=2_000_000)
+    run.add_collective("all_gather", payload_bytes=8, ranks=(2,), issue_ns=70_400_000, host_ns=2_600_000)
+    frame = api.straggling(run.open(), limit=2).collectives
+    assert list(frame["op"]) == ["all_gather", "all_reduce"]
+    worst = frame.iloc[0]
+    assert (worst["spread_ns"], worst["last_rank"], worst["certain"]) == (1_000_000, 1, True)
+    assert (worst["lead_ns"], worst["begin_ns"], worst["end_ns"]) == (600_000, 70_000_000, 73_000_000)
+    assert worst["cause"] == "slow_transfer"  # 2 ms after the last arrival, against a wait of 1 ms
+
+
+def test_a_run_of_one_rank_or_with_a_missing_rank_names_nobody():
+    for run in (SyntheticRun(world_size=1), SyntheticRun(world_size=2)):
+        run.add_collective("all_reduce", payload_bytes=4, ranks=(0,))
+        found = api.straggling(run.open())
+        assert found.ranks.empty and found.lateness.empty and found.causes.empty and found.collectives.empty
+    run = SyntheticRun(world_size=3, recorded_ranks=(0, 1))
+    run.add_collective("all_reduce", payload_bytes=4)
+    frame = api.straggling(run.open()).collectives
+    assert len(frame) == 1
+    assert frame["last_rank"].isna().all()
+
+
+def test_other_numbers_for_the_ranks_give_the_same_answers_under_these_numbers():
+    late = [0, 30_000, 70_000, 200_000]
+    names = random.Random(3).sample(range(4), 4)
+    moved = [late[names.index(rank)] for rank in range(4)]
+    plain, renamed = (api.straggling(a_run(4, times).open()) for times in (late, moved))
+    for table, key in (("lateness", "rank"), ("causes", "rank")):
+        before = getattr(plain, table).assign(rank=lambda frame: [names[rank] for rank in frame["rank"]])
+        columns = list(before.columns)
+        assert (
+            before.sort_values(columns).values.tolist()
+            == getattr(renamed, table).sort_values(columns).values.tolist()
+        ), key
+    assert [names[rank] for rank in plain.collectives["last_rank"]] == list(renamed.collectives["last_rank"])
