@@ -4,7 +4,8 @@ It holds nothing that the run does not, so it may be deleted at any time and is 
 changes. Where the directory cannot be written to, and for small runs and those still going, it is held in memory.
 
 Tables: ``records`` in order of ``begin_ns`` (:mod:`commprof.analysis.spans`), ``kinds``, ``density`` (level, rank, op, bin,
-busy_ns, still_ns; only what is not 0), ``bands`` (steps and phases), ``facts``.
+busy_ns, still_ns; only what is not 0), ``bands`` (steps and phases), ``facts``;
+in a file also the sums that other questions begin with (:mod:`commprof.analysis.index_sums`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any, Final
 import duckdb
 import pyarrow as pa
 
+from commprof.analysis.index_sums import fill_sums
 from commprof.analysis.index_tables import fill
 from commprof.errors import TraceError
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, INDEX_NAME, MANIFEST_NAME, resolve
@@ -33,12 +35,12 @@ from commprof.trace.layout import rank_files
 from commprof.trace.manifest import read_manifest
 from commprof.trace.reader import Run, open_run
 
-VERSION: Final = 1
+VERSION: Final = 2
 MOST_IN_MEMORY: Final = 5_000_000  # records; more need the file
 _FEWEST_IN_FILE: Final = 300_000  # fewer are indexed in less time than a person notices
 _KEPT: Final = 8  # indexes that stay open
 _LIVE_SECONDS: Final = 2.0  # how old the picture of a run that is still going may be
-_INPUTS: Final = ("clocks", "clock_offsets", "steps")
+_INPUTS: Final = ("clocks", "clock_offsets", "steps", "aggregates")
 
 Progress = Callable[[int, int], None]
 
@@ -153,6 +155,16 @@ def index_of(run: Run | Path | str, progress: Progress | None = None) -> Index:
     return _shelf.take(path, lambda: _open(path, run if isinstance(run, Run) else None, progress or _ignore))
 
 
+def index_if_there(run: Path) -> Index | None:
+    """The index of ``run``, opened, where its file is there and holds; nothing is built."""
+    path = run.resolve()
+    file = path / INDEX_NAME
+    if not file.is_file() or _is_live(path) or (not _shelf.holds(path) and not _holds(path, file)):
+        return None
+    found = index_of(path)
+    return found if found.path is not None else None
+
+
 def has_index(run: Path) -> bool:
     """Whether questions about ``run`` are answered at once: it is small, still going, or its index is there and holds."""
     path = resolve(run)
@@ -161,7 +173,11 @@ def has_index(run: Path) -> bool:
     entries = read_manifest(path).ranks if (path / MANIFEST_NAME).is_file() else []
     if sum(int(entry.get("records") or 0) for entry in entries) < _FEWEST_IN_FILE:
         return True
-    index = _existing(path, path / INDEX_NAME)
+    return _holds(path, path / INDEX_NAME)
+
+
+def _holds(path: Path, file: Path) -> bool:
+    index = _existing(path, file)
     if index is None:
         return False
     index.close()
@@ -240,6 +256,7 @@ def _write(run: Run, file: Path, progress: Progress) -> None:
         try:
             with duckdb.connect(str(temporary), config={"temp_directory": folder}) as engine:
                 fill(engine, run, {"fingerprint": fingerprint(run.path)}, progress)
+                fill_sums(engine, run)
         except duckdb.Error as error:
             raise OSError(_first_line(error)) from None
         temporary.replace(file)

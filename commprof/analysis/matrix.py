@@ -1,7 +1,7 @@
 """Which rank sends how much to which: the wire bytes of the model, put on pairs of ranks.
 
-The model says what all ranks of a group send together (``schema.wire_bytes`` times the size of the group). Between whom it flows
-is modelled as well, so that every row and column adds up to exactly what the model says of its rank:
+The model says what all ranks of a group send together (``schema.wire_bytes`` times the size of the group). Between whom it
+flows is modelled as well, so that every row and column adds up to exactly what the model says of its rank:
 
 * reduce, gather: from each other rank to the root; broadcast, scatter: from the root to each other rank, in equal parts;
 * all_to_all: between each pair, in equal parts (uneven splits are in no record);
@@ -130,6 +130,12 @@ def owners(operations: pa.Table, steps: Steps = EVERY_STEP) -> pd.DataFrame:
     mean = frame["received_bytes"].mean() if len(frame) else 0
     frame.attrs["imbalance"] = float(frame["received_bytes"].max() / mean) if mean else None
     return frame
+
+
+def columns(by: Sequence[str]) -> tuple[str, ...]:
+    """The columns of the operations that :func:`matrix` and :func:`owners` ask for."""
+    known = (name for name in by if name in MATRIX_BY)
+    return ("step", "op", "purpose", "group_ranks", "group_size", "root", "sender", "receiver", *known)
 
 
 def ranks_of(operations: pa.Table) -> list[int]:

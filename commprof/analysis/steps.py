@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import pandas as pd
 import pyarrow as pa
@@ -13,11 +13,17 @@ from commprof.analysis.exposure import standstill
 from commprof.analysis.frames import from_arrow
 from commprof.trace.reader import Scan
 
+COLUMNS: Final = ("attempt", "step", "op")  # of the operations that step_times asks for
 
-def step_times(steps: pa.Table, collectives: pa.Table | Scan, operations: pa.Table) -> pd.DataFrame:
+
+def stood_still(steps: pa.Table, collectives: pa.Table | Scan) -> pa.Table:
+    """For how long the ranks of each step stood still for collectives together (``queries/stood_still.sql``)."""
+    return ask("stood_still", {"standstill": standstill(collectives, steps), "collectives": collectives})
+
+
+def step_times(steps: pa.Table, stood_still: pa.Table, operations: pa.Table) -> pd.DataFrame:
     """One row per training step and attempt (``queries/step_times.sql``); initialisation is not a step."""
-    tables = {"steps": steps, "collectives": collectives, "operations": operations}
-    answer = ask("step_times", {**tables, "standstill": standstill(collectives, steps)})
+    answer = ask("step_times", {"steps": steps, "stood_still": stood_still, "operations": operations})
     return from_arrow(answer, STEP_TIMES.columns)
 
 

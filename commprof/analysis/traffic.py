@@ -4,23 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from difflib import get_close_matches
+from typing import Final
 
 import pandas as pd
 import pyarrow as pa
 
 from commprof.analysis.answers import GROUPINGS, TRAFFIC
-from commprof.analysis.engine import ask
+from commprof.analysis.engine import ask, query_text
 from commprof.analysis.frames import from_arrow
 from commprof.errors import UsageError
 from commprof.trace.reader import Scan
 
+EVERY_COLUMN: Final = (*GROUPINGS, "root", "sender", "receiver")
 
-def operations(collectives: pa.Table | Scan, aggregates: pa.Table) -> pa.Table:
-    """Every collective once, and every message once, from the records of all ranks (``queries/operations.sql``).
 
+def operations(
+    collectives: pa.Table | Scan, aggregates: pa.Table, columns: Sequence[str] = EVERY_COLUMN
+) -> pa.Table:
+    """Every collective once, and every message once, from the records of all ranks, added up by ``columns``.
+
+    ``queries/operations.sql`` and ``queries/operation_sums.sql``. The fewer the columns the quicker, and the less memory.
     Those of which only sums were kept are in it as sums.
     """
-    return ask("operations", {"collectives": collectives, "aggregates": aggregates})
+    return ask(
+        "operation_sums",
+        {"collectives": collectives, "aggregates": aggregates},
+        operations=query_text("operations"),
+        by="".join(f"{name}, " for name in columns),
+    )
+
+
+def checked(by: Sequence[str]) -> tuple[str, ...]:
+    """``by``, each column once.
+
+    Raises:
+        UsageError: a column of ``by`` cannot be grouped by.
+    """
+    for name in by:
+        if name not in GROUPINGS:
+            near = get_close_matches(name, GROUPINGS, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise UsageError(
+                f"traffic cannot be grouped by {name!r}: {hint}choose from {', '.join(GROUPINGS)}"
+            )
+    return tuple(dict.fromkeys(by))
 
 
 def traffic(operations: pa.Table, by: Sequence[str]) -> pd.DataFrame:
@@ -29,14 +56,7 @@ def traffic(operations: pa.Table, by: Sequence[str]) -> pd.DataFrame:
     Raises:
         UsageError: a column of ``by`` cannot be grouped by.
     """
-    by = tuple(dict.fromkeys(by))
-    for name in by:
-        if name not in GROUPINGS:
-            near = get_close_matches(name, GROUPINGS, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise UsageError(
-                f"traffic cannot be grouped by {name!r}: {hint}choose from {', '.join(GROUPINGS)}"
-            )
+    by = checked(by)
     names = ", ".join(by)
     answer = ask(
         "traffic",

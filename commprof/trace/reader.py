@@ -50,6 +50,7 @@ class Run:
     pending: list[
         RankTrace
     ]  # ranks that are not Parquet: still running, or in a directory that cannot be written to
+    kept: dict[tuple[str, ...], pa.Table] = field(default_factory=dict)  # answers that others begin with
     _tables: dict[str, pa.Table] = field(default_factory=dict)
 
     def table(self, name: str) -> pa.Table:

@@ -361,7 +361,9 @@ class SyntheticRun:
             outside=0,
         )
         manifest = SimpleNamespace(**{**self.manifest(), "ranks": ranks})
-        return SimpleNamespace(path=path, manifest=manifest, health=health, table=self.table, scan=self.table)
+        return SimpleNamespace(
+            path=path, manifest=manifest, health=health, table=self.table, scan=self.table, kept={}
+        )
 
 
 def _buffers(op: str, payload_bytes: int, size: int, rank: int, peer: int) -> tuple[int, int]:

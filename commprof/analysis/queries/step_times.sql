@@ -1,6 +1,6 @@
 -- One row per training step and attempt.
 --
--- Input: steps, collectives, operations (see operations.sql), standstill (see standstill.sql, grouped by nothing)
+-- Input: steps, operations (sums of operations.sql by attempt, step and op), stood_still
 -- Begin and end are those of the lowest rank, since hosts do not share a clock; durations are compared, never moments.
 with of_step as (
     select
@@ -20,17 +20,6 @@ with of_step as (
         max(device_bytes) as device_bytes
     from steps
     where step >= 0
-    group by attempt, step
-),
-stood_still as (
-    select attempt, step, sum(exposed_ns) as exposed_ns, sum(timed) as timed
-    from (
-        select attempt, step, exposed_ns, 0 as timed from standstill where step >= 0
-        union all
-        select attempt, step, 0 as exposed_ns, case when exposed_ns is null then 0 else 1 end as timed
-        from collectives
-        where step >= 0
-    ) w
     group by attempt, step
 ),
 sent as (

@@ -8,7 +8,7 @@ import pytest
 
 from commprof.analysis.counters import NO_READINGS, ONE_READING, moved, why_not_moved
 from commprof.analysis.intervals import Interval, order_statistic_rank, over_repeats, over_steps
-from commprof.analysis.steps import durations_after_first, final_loss, step_times, step_totals
+from commprof.analysis.steps import durations_after_first, final_loss, step_times, step_totals, stood_still
 from commprof.analysis.traffic import operations
 from commprof.analysis.units import format_bytes, format_ns
 from commprof.quantiles import student_t
@@ -17,7 +17,9 @@ from support.runs import SyntheticRun
 
 def times_of(run: SyntheticRun) -> pd.DataFrame:
     collectives = run.table("collectives")
-    return step_times(run.table("steps"), collectives, operations(collectives, run.table("aggregates")))
+    steps = run.table("steps")
+    sums = operations(collectives, run.table("aggregates"))
+    return step_times(steps, stood_still(steps, collectives), sums)
 
 
 def totals_of(run: SyntheticRun):

@@ -1,0 +1,17 @@
+-- For how long the processes of each step stood still for collectives together, and how many records say so.
+--
+-- Input: standstill (see standstill.sql, grouped by nothing), collectives
+select
+    attempt,
+    step,
+    cast(sum(exposed_ns) as bigint) as exposed_ns,
+    cast(sum(timed) as bigint) as timed
+from (
+    select attempt, step, exposed_ns, 0 as timed from standstill where step >= 0
+    union all
+    select attempt, step, 0 as exposed_ns, count(exposed_ns) as timed
+    from collectives
+    where step >= 0
+    group by attempt, step
+) w
+group by attempt, step
