@@ -70,7 +70,8 @@ def log_axis(low: float, high: float, title: str, suffix: str = "", count: int =
     """A logarithmic plotly axis for bytes, or with the suffix ``/s`` for rates of them, with ticks at powers of two."""
     low, high = max(low, 1e-3), max(high, low * 2, 2e-3)
     first, last = math.floor(math.log2(low)), math.ceil(math.log2(high))
-    step = next(step for step in (1, 2, 5, 10, 20, 40, 80) if (last - first) / step <= count)
+    least = -(-(last - first) // count)
+    step = next((step for step in (1, 2, 5, 10, 20, 40, 80) if step >= least), least)
     powers = [power for power in range(first, last + 1) if power % step == 0]
     room = 0.04 * (math.log10(high) - math.log10(low))
     return {

@@ -32,6 +32,7 @@ _STRANGE: Final = ("impossible", "slow", "fast")
 _MOST_SERIES: Final = 24  # more lines are not told apart
 _MOST_MARKS: Final = 2000
 _TABLE_ROWS: Final = 500
+_MOST_CHOICES: Final = 500
 
 
 def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
@@ -52,7 +53,10 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
             controls.select(OP, "Operation", _choices(found.sizes["op"], op), op),
             controls.select(GROUP, "Ranks", _choices(found.sizes["group_ranks"], group), group),
             controls.select(
-                CALIBRATION, "Ceiling", [NONE, *dict.fromkeys([*listed["name"], chosen])][:500], chosen
+                CALIBRATION,
+                "Ceiling",
+                list(dict.fromkeys([NONE, chosen, *listed["name"]]))[:_MOST_CHOICES],
+                chosen,
             ),
         ]
         body = [
