@@ -78,12 +78,14 @@ def _comparable(arrived: pd.DataFrame) -> pd.DataFrame:
 
 
 def _collective(part: pd.DataFrame) -> dict[str, Any]:
-    last = part.loc[part["lateness_ns"].astype("int64").idxmax()]
+    last = part.iloc[int(part["lateness_ns"].astype("int64").to_numpy().argmax())]
     times = {name: _largest(part[name]) for name in _TIME_OF.values()}
     ends = part["arrived_ns"].astype("int64") + sum(
         part[name].fillna(0).astype("int64") for name in _TIME_OF.values()
     )
-    longest = part.loc[part[list(_TIME_OF.values())].fillna(0).max(axis=1).astype("int64").idxmax()]
+    longest = part.iloc[
+        int(part[list(_TIME_OF.values())].fillna(0).max(axis=1).astype("int64").to_numpy().argmax())
+    ]
     return {
         **{name: _plain(last[name]) for name in ("attempt", "step", "op", "purpose", "pg", "group_ranks")},
         "pg_seq": _plain(last["pg_seq"]),

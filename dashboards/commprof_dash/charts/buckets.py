@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import pandas as pd
 import plotly.graph_objects as go
 
@@ -10,6 +12,8 @@ from commprof_dash.charts.axes import axis
 from commprof_dash.charts.labels import escape
 from commprof_dash.charts.series import marker, series_in_order
 from commprof_dash.theme import EXPOSED_COLOUR, OTHER_COLOUR, STEP_COLOUR, Scheme, template
+
+_FEW: Final = 5
 
 
 def sizes(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
@@ -38,7 +42,8 @@ def sizes(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
     if full.notna().any():
         figure.add_scatter(
             name="full",
-            mode="lines",
+            mode="lines+markers" if len(labels) < _FEW else "lines",  # a line through one point is none
+            marker={"symbol": "line-ew", "size": 40, "line": {"width": 2, "color": OTHER_COLOUR}},
             x=labels,
             y=[None if pd.isna(value) else float(value) for value in full],
             line={"color": OTHER_COLOUR, "dash": "dash", "width": 2},
@@ -48,6 +53,7 @@ def sizes(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
     figure.update_layout(
         height=300,
         barmode="stack",
+        bargap=0.6 if len(labels) < _FEW else 0.2,
         xaxis=_bucket_axis(labels),
         yaxis=axis(highest, "bytes", "Bytes of the bucket", room=1.05),
     )
@@ -79,6 +85,7 @@ def times(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
     figure.update_layout(
         height=300,
         barmode="group",
+        bargap=0.6 if len(labels) < _FEW else 0.2,
         xaxis=_bucket_axis(labels),
         yaxis=axis(float(known.max()) if len(known) else 0.0, "ns", "Time", room=1.05),
     )

@@ -9,6 +9,7 @@ import plotly.graph_objects as go
 
 from commprof.analysis import api
 from commprof_dash.charts.axes import axis
+from commprof_dash.charts.ranks import rank_axis
 from commprof_dash.theme import EXPOSED_COLOUR, SETTING_COLOURS, STEP_COLOUR, Scheme, template
 
 CAUSES: Final = {
@@ -65,7 +66,7 @@ def boxes(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
     highest = float(max(frame["p95_ns"].max(), bound.max(), 1)) if len(frame) else 1.0
     figure.update_layout(
         height=320,
-        xaxis={"title": {"text": "Rank"}, "tickformat": "d", "showgrid": False, "nticks": 16},
+        xaxis=rank_axis(frame["rank"]),
         yaxis=axis(highest, "ns", "After the first rank", room=1.08),
     )
     return figure
@@ -105,7 +106,7 @@ def causes(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
     figure.update_layout(
         height=320,
         barmode="stack",
-        xaxis={"title": {"text": "Rank"}, "tickformat": "d", "showgrid": False, "nticks": 16},
+        xaxis=rank_axis(frame["rank"]),
         yaxis=axis(highest, "ns", "Time in collectives", room=1.05),
     )
     return figure

@@ -12,6 +12,7 @@ import plotly.graph_objects as go
 from commprof.analysis import api
 from commprof.schema import Op
 from commprof_dash.charts.axes import axis
+from commprof_dash.charts.ranks import rank_axis
 from commprof_dash.theme import OP_COLOURS, PAPER, SETTING_COLOURS, Scheme, template
 
 _MOST_TICKS: Final = 12
@@ -61,7 +62,8 @@ def heat(frame: pd.DataFrame, column: str, title: str, op: str | None, scheme: S
     )
     ticks = _ticks(names)
     figure.update_layout(
-        height=460,
+        height=500,
+        margin={"l": 8, "r": 8, "t": 8, "b": 110},
         xaxis=ticks | {"title": {"text": "Receiving rank"}, "constrain": "domain"},
         yaxis=ticks
         | {
@@ -101,7 +103,7 @@ def received_by_owner(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
     )
     figure.update_layout(
         height=300,
-        xaxis={"title": {"text": "Rank"}, "tickformat": "d", "showgrid": False, "nticks": 16},
+        xaxis=rank_axis(frame["rank"]),
         yaxis=axis(float(received.max()) if len(frame) else 0.0, "bytes", "Wire bytes received", room=1.05),
     )
     return figure
@@ -140,10 +142,12 @@ def _colour_bar(low: float, high: float, title: str) -> dict[str, Any]:
     return {
         "tickvals": values,
         "ticktext": texts,
-        "title": {"text": f"{title}, log scale", "side": "right"},
+        "title": {"text": f"{title}, logarithmic scale", "side": "top", "font": {"size": 12}},
+        "orientation": "h",
         "thickness": 12,
         "outlinewidth": 0,
-        "len": 0.9,
+        "y": -0.14,
+        "yanchor": "top",
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import pandas as pd
-from dash import dcc
+from dash import dcc, html
 from dash.development.base_component import Component
 
 from commprof.analysis import api
@@ -153,7 +153,8 @@ def _times(frame: pd.DataFrame, mean: bool, scheme: Scheme) -> Component:
 
 def _table(frame: pd.DataFrame, name: str, step: str) -> Component:
     def link(label: Any) -> Cell:
-        return dcc.Link(str(label), href=address.link("/buckets", run=name, step=step, bucket=str(label)))
+        href = address.link("/buckets", run=name, step=step, bucket=str(label))
+        return html.Span(dcc.Link(str(label), href=href), className="run-links")
 
     def short(names: Any) -> Cell:
         listed = str(names).split(",")
@@ -202,7 +203,8 @@ def _one(
         return []
     where = f"Bucket {bucket['label']} of step {bucket['step']}"
     return [
-        cards.columns([_parameters(where, content.parameters), _operations(where, name, content.operations)])
+        _operations(where, name, content.operations),
+        _parameters(where, content.parameters),
     ]
 
 
@@ -236,7 +238,8 @@ def _operations(where: str, name: str, frame: pd.DataFrame) -> Component:
 
     def link(seq: Any) -> Cell:
         href = address.link("/records", run=name, filter=[f"rank:=:{rank}", f"seq:=:{seq}"])
-        return dcc.Link(f"{seq}", href=href, title=f"Record {seq} of rank {rank}")
+        shown = dcc.Link(f"{seq}", href=href, title=f"Record {seq} of rank {rank}")
+        return html.Span(shown, className="run-links")
 
     return cards.table_card(
         "bucket-operations",
