@@ -232,7 +232,10 @@ class Interception:
                     )  # NCCL, the only backend that coalesces, counts the block as one
             except Exception as error:
                 self.journal.fault(error)
-            return original(pg, *args, **kwargs)
+            work = original(pg, *args, **kwargs)
+            # The block's handle is of no single record. It may lie where one was that nobody waited for.
+            self.wrappers.pending.pop(id(work), None)
+            return work
 
         return end_coalescing
 
