@@ -18,6 +18,8 @@ from commprof_dash.charts.series import with_series
 from commprof_dash.measures import MEASURES
 
 _CACHED_ANSWERS: Final = 256
+_ATTEMPTS: Final = 3
+_ERRORS: Final = "commprof.errors"  # those are written for people
 _UNREADABLE: Final = "unreadable"  # a state of api.find_runs
 _LISTING_SECONDS: Final = 1.0  # one drawing of a page asks many times
 _MOST_BARS: Final = 240  # a browser draws them at once; more steps are drawn as means of neighbours
@@ -165,7 +167,7 @@ class Runs:
             if key in self._answers:
                 self._answers.move_to_end(key)
                 return self._answers[key]
-        value = answer()
+        value = _asked(paths, answer)
         # Opening a killed run finalises it, so the stamp is taken again: the answer belongs to the files as they are now.
         stamps = tuple(_stamp(path) for path in paths)
         if not any(_has_open_records(path) for path in paths):
@@ -176,10 +178,27 @@ class Runs:
         return value
 
 
+def _asked(paths: Sequence[Path], answer: Callable[[], Any]) -> Any:
+    """What ``answer`` says, asked again where the files of a run were replaced meanwhile: a run that ends is finalised."""
+    for _ in range(_ATTEMPTS - 1):
+        before = [_names_in(path) for path in paths]
+        try:
+            return answer()
+        except Exception as error:
+            replaced = before != [_names_in(path) for path in paths]
+            if not replaced or type(error).__module__ != _ERRORS:
+                raise
+    return answer()
+
+
+def _names_in(path: Path) -> list[str]:
+    return sorted(str(file) for file in path.rglob("*"))
+
+
 def reason(error: Exception) -> str:
     """What went wrong, in a sentence: commprof's own errors are written for people, others are named."""
     text = str(error).strip().removesuffix(".")
-    return f"{text}." if type(error).__module__ == "commprof.errors" else f"{type(error).__name__}: {text}."
+    return f"{text}." if type(error).__module__ == _ERRORS else f"{type(error).__name__}: {text}."
 
 
 def _stamp(path: Path) -> Stamp:

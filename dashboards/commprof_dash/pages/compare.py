@@ -10,7 +10,7 @@ from dash import dcc, html
 from dash.development.base_component import Component
 
 from commprof.analysis import api
-from commprof_dash import address
+from commprof_dash import address, settings_data
 from commprof_dash.address import Query
 from commprof_dash.charts import loss, times, traffic
 from commprof_dash.charts.series import is_reducing
@@ -18,6 +18,7 @@ from commprof_dash.components import cards, controls, messages
 from commprof_dash.components.tables import Cell, Field
 from commprof_dash.data import Runs, Selection
 from commprof_dash.measures import COUNT, MEASURES, WIRE, Measure
+from commprof_dash.pages import settings_cards
 from commprof_dash.pages.page import Drawing, Page
 from commprof_dash.theme import Scheme
 
@@ -36,6 +37,7 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
     return Drawing(
         [controls.runs_select(names, chosen), controls.measure_select(measure)],
         [*_warnings(runs, selection), *_answers(runs, selection.readable, measure, scheme)],
+        follows=runs.is_going(selection.readable),
     )
 
 
@@ -51,13 +53,23 @@ def _answers(runs: Runs, names: Sequence[str], measure: Measure, scheme: Scheme)
         return [messages.message("Nothing to compare", "Choose at least one run above that can be read.")]
     settings = runs.comparison(names)
     frame = runs.traffic_by_setting(names)
+    compared = settings_data.compared(runs, names)
     labels = [str(label) for label in settings["label"]]
     return [
+        settings_cards.advice(compared.advice),
         *_findings(settings),
+        settings_cards.levels(settings_data.levels(runs, names), settings, scheme),
         _reducing(frame, labels, measure, scheme),
         cards.columns([_others(frame, labels, measure, scheme), _step_time(settings, scheme)]),
         _settings_table(settings),
-        _loss(runs, settings, scheme),
+        settings_cards.weighed(compared.advice),
+        cards.columns([_loss(runs, settings, scheme), settings_cards.ranks(compared.ranks, labels, scheme)]),
+        cards.columns(
+            [
+                settings_cards.samples(compared.resources, scheme),
+                settings_cards.memory(compared.resources, scheme),
+            ]
+        ),
     ]
 
 
@@ -122,8 +134,8 @@ def _step_time(settings: pd.DataFrame, scheme: Scheme) -> Component:
     return cards.figure_card(
         "step-time",
         title,
-        f"Median per step and its 95 % interval over {_over(part)}, without the first step. "
-        "Settings whose intervals overlap show no measurable difference.",
+        f"Median per step and its 95 % interval over {_over(part)}, without the first step. Which of them differ "
+        "measurably stands below.",
         times.by_setting(part, scheme),
         part,
         [
@@ -212,6 +224,6 @@ def _run_links(value: Any) -> Cell:
 PAGE: Final = Page(
     "/compare",
     "Compare",
-    "What did the settings change on the wire, in step time and in the loss?",
+    "What did the settings change on the wire, in step time, in memory and in the loss, and which one to take?",
     render,
 )

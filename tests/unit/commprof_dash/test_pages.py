@@ -62,7 +62,9 @@ def figures_of(component):
 
 def test_every_page_draws_the_runs_of_a_directory(directory):
     assert set(figures_of(draw(directory, "/overview"))) == {"by-step", "by-purpose", "step-time"}
-    assert set(figures_of(draw(directory, "/compare"))) == {"reducing", "others", "step-time", "loss"}
+    assert set(figures_of(draw(directory, "/compare"))) == {
+        *("levels", "reducing", "others", "step-time", "loss", "ranks"),
+    }
 
 
 def test_all_runs_are_listed_with_their_health_and_the_ticked_ones_go_to_compare(directory):

@@ -1,0 +1,60 @@
+"""Figures in rows and columns, with one legend and the same axes: a comparison by two keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pandas as pd
+import plotly.graph_objects as go
+from dash import html
+from dash.development.base_component import Component
+
+from commprof_dash.components import cards
+from commprof_dash.components.graph import graph
+from commprof_dash.components.legend import legend
+from commprof_dash.components.tables import Field, table
+
+
+class GridCell(NamedTuple):
+    """One figure and the words for its place; without a figure the words say that there is none."""
+
+    title: str
+    figure: go.Figure | None
+
+
+def grid_card(
+    name: str,
+    title: str,
+    subtitle: str,
+    cells: Sequence[Sequence[GridCell]],
+    frame: pd.DataFrame,
+    fields: Sequence[Field],
+) -> Component:
+    """``cells`` row by row, side by side where there is room, with one legend above all of them, in text."""
+    figures = [cell.figure for row in cells for cell in row if cell.figure is not None]
+    traces = {trace.name: trace for figure in figures for trace in figure.data}
+    shown = []
+    for i, row in enumerate(cells):
+        for j, cell in enumerate(row):
+            inside = (
+                html.P("not measured", className="muted")
+                if cell.figure is None
+                else graph(f"{name}-{i}-{j}", cell.figure, f"{title}, {cell.title}. {subtitle}")
+            )
+            shown.append(html.Div([html.H3(cell.title), inside], className="grid-cell"))
+    width = max((len(row) for row in cells), default=1)
+    return cards.body_card(
+        name,
+        title,
+        subtitle,
+        [
+            legend(go.Figure(data=list(traces.values()))),
+            html.Div(shown, className="figure-grid", style={"--columns": str(width)}),
+            html.Details(
+                [html.Summary(f"Table ({len(frame):,} rows)"), table(frame, fields, title)],
+                className="card-table",
+            ),
+        ],
+        frame,
+    )

@@ -1,0 +1,223 @@
+"""The cards of the Compare page about settings: what to set, the four levels, ranks, memory, samples per second."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import pandas as pd
+from dash import html
+from dash.development.base_component import Component
+
+from commprof.analysis import api
+from commprof_dash import settings_data
+from commprof_dash.charts import settings as charts
+from commprof_dash.components import cards, messages
+from commprof_dash.components.grid import GridCell, grid_card
+from commprof_dash.components.tables import Cell, Field, csv_link, table
+from commprof_dash.theme import Scheme
+
+_ANSWERS: Final = {
+    "recommended": ("What to set", "good"),
+    "no measurable difference": ("No measurable difference", "note"),
+    "cannot tell": ("What to set: cannot tell", "note"),
+}
+_REDUCING: Final = "Asked for, issued, executed, moved to reduce gradients"
+_MOST_PAIRS: Final = 60
+
+
+def advice(found: api.Advice) -> Component:
+    """What to set, and why, in sentences; what was asked for and not issued stands in a notice of its own."""
+    title, severity = _ANSWERS[found.answer]
+    told = [text for text in found.sentences if not text.startswith("Warning:")]
+    return messages.sentences(title, told, severity=severity)
+
+
+def weighed(found: api.Advice) -> Component:
+    """The evidence of the advice: the settings, and each two step times."""
+    settings = table(
+        found.settings,
+        [
+            Field("label", "Setting"),
+            Field("recommended", "To be set", _yes),
+            Field("wire_bytes_per_step", "Wire bytes", api.format_bytes, numeric=True),
+            Field("least_bytes", "Least", _yes),
+            Field("not_slower", "None is faster", _yes),
+            Field("repeats", "Repeats", str, numeric=True),
+            Field("left_out", "Left out"),
+        ],
+        "What the advice weighs",
+    )
+    pairs = table(
+        found.pairs.head(_MOST_PAIRS),
+        [
+            Field("label", "Setting"),
+            Field("other", "Beside it"),
+            Field("difference_ns", "Takes longer by", api.format_ns, numeric=True),
+            Field("low_ns", "Low", api.format_ns, numeric=True),
+            Field("high_ns", "High", api.format_ns, numeric=True),
+            Field("probability", "By chance", _probability, numeric=True),
+            Field("verdict", "Its step is"),
+        ],
+        "Step times, each two settings",
+    )
+    cut = (
+        "" if len(found.pairs) <= _MOST_PAIRS else f" The first {_MOST_PAIRS} of them; the CSV file has all."
+    )
+    return cards.body_card(
+        "weighed",
+        "Why: what the advice weighs",
+        "Least wire bytes at equal loss; a step time differs where Welch's t over the repeats says so (95 %, Holm's "
+        "correction over all pairs). None is faster: no other setting has a measurably shorter step.",
+        [
+            settings,
+            html.Details(
+                [
+                    html.Summary(f"Step times, each two settings ({len(found.pairs):,} pairs)"),
+                    html.P(
+                        [f"95 % intervals of the difference.{cut} ", csv_link("pairs", found.pairs)],
+                        className="muted",
+                    ),
+                    pairs,
+                ],
+                className="card-table",
+            )
+            if len(found.pairs)
+            else None,
+        ],
+        found.settings,
+    )
+
+
+def levels(frame: pd.DataFrame | None, settings: pd.DataFrame, scheme: Scheme) -> Component:
+    """The four levels, in a grid of the two keys where the runs differ in one of them."""
+    if frame is None:
+        text = (
+            f"These runs have more than {settings_data.MOST_RECORDS:,} records, too many to close their ledgers for a page. "
+            "For one run: commprof verify RUN."
+        )
+        return cards.empty_card("levels", _REDUCING, text)
+    if frame["wire_bytes_per_step"].isna().all():
+        reasons = sorted(set(frame["reason"].dropna()))
+        return cards.empty_card(
+            "levels", _REDUCING, f"None of it is known per training step: {'; '.join(reasons)}."
+        )
+    subtitle = (
+        "Wire bytes per step (modelled: mean bytes each rank sends), out of the ledger of each run; one axis for all. "
+        "Moved: what the counters of the hosts sent, all traffic, another measure and so no bar."
+    )
+    fields = [
+        Field("label", "Setting"),
+        Field("level", "Level"),
+        Field("series", "Operation"),
+        Field("wire_bytes_per_step", "Wire bytes per step", api.format_bytes, numeric=True),
+        Field("moved_bytes", "Moved", api.format_bytes, numeric=True),
+        Field("moved_over", "In a"),
+        Field("state", "Ledger"),
+        Field("reason", "Remark"),
+    ]
+    highest = charts.highest_level(frame)
+    cells = settings_data.grid(settings)
+    if not cells:
+        labels = {str(label): str(label) for label in settings["label"]}
+        drawn = charts.levels(frame, labels, highest, scheme)
+        return cards.figure_card("levels", _REDUCING, subtitle, drawn, frame, fields)
+    drawn_cells = [
+        [
+            GridCell(
+                ", ".join(words for words in (cell.row, cell.column) if words),
+                charts.levels(frame, dict(cell.settings), highest, scheme, charts.CELL_CHARACTERS)
+                if cell.settings
+                else None,
+            )
+            for cell in row
+        ]
+        for row in cells
+    ]
+    return grid_card("levels", _REDUCING, subtitle, drawn_cells, frame, fields)
+
+
+def ranks(frame: pd.DataFrame, labels: Sequence[str], scheme: Scheme) -> Component:
+    """What each rank sends and receives."""
+    title = "Bytes of each rank"
+    shown = [label for label in labels if label in set(frame["label"])]
+    if not shown:
+        reasons = sorted(set(frame.attrs.get("reasons", {}).values()))
+        return cards.empty_card(
+            "ranks", title, "; ".join(reasons) or "These runs sent nothing in a whole training step."
+        )
+    left_out = [label for label in labels if label not in shown]
+    missing = f" Not known of {len(left_out)} of {len(labels)} settings." if left_out else ""
+    return cards.figure_card(
+        "ranks",
+        title,
+        "Wire bytes per step, modelled, by where the data comes from and goes to: a reduce to an owner loads that rank, a "
+        f"ring loads all alike. One point per rank.{missing}",
+        charts.ranks(frame, shown, scheme),
+        frame,
+        [
+            Field("label", "Setting"),
+            Field("rank", "Rank", str, numeric=True),
+            Field("sent_bytes_per_step", "Sent", api.format_bytes, numeric=True),
+            Field("received_bytes_per_step", "Received", api.format_bytes, numeric=True),
+            Field("sent_of_mean", "Sent / mean", "{:.2f}".format, numeric=True),
+            Field("received_of_mean", "Received / mean", "{:.2f}".format, numeric=True),
+        ],
+    )
+
+
+def memory(frame: pd.DataFrame, scheme: Scheme) -> Component:
+    """Resident and device memory."""
+    title = "Memory"
+    columns = ["label", "rss_bytes", "rss_peak_bytes", "device_bytes", "device_peak_bytes"]
+    if frame[columns[1:]].isna().all(axis=None):
+        return cards.empty_card("memory", title, "None of these runs recorded the memory of its steps.")
+    return cards.figure_card(
+        "memory",
+        title,
+        "Of the largest rank: a bar for the median over the steps, a line for the largest of all.",
+        charts.memory(frame, scheme),
+        frame[columns],
+        [
+            Field("label", "Setting"),
+            Field("rss_bytes", "Resident", api.format_bytes, numeric=True),
+            Field("rss_peak_bytes", "Largest", api.format_bytes, numeric=True),
+            Field("device_bytes", "Device", api.format_bytes, numeric=True),
+            Field("device_peak_bytes", "Largest", api.format_bytes, numeric=True),
+        ],
+    )
+
+
+def samples(frame: pd.DataFrame, scheme: Scheme) -> Component:
+    """Samples per second."""
+    title = "Samples per second"
+    columns = ["label", "samples_per_second", "samples_low", "samples_high", "samples_from"]
+    if frame["samples_per_second"].isna().all():
+        text = (
+            "Neither a metric nor a batch size in the config says how many samples a step has: "
+            "commprof.metric('samples', count)."
+        )
+        return cards.empty_card("samples", title, text)
+    return cards.figure_card(
+        "samples",
+        title,
+        "Samples of a step over its time: median of the steps, with the 95 % interval over repeats. In brackets where the "
+        "samples are from: the program's metric, or the batch size of the config.",
+        charts.samples(frame, scheme),
+        frame[columns],
+        [
+            Field("label", "Setting"),
+            Field("samples_per_second", "Samples per second", "{:.4g}".format, numeric=True),
+            Field("samples_low", "Low", "{:.4g}".format, numeric=True),
+            Field("samples_high", "High", "{:.4g}".format, numeric=True),
+            Field("samples_from", "Samples from"),
+        ],
+    )
+
+
+def _yes(value: Any) -> Cell:
+    return "yes" if value else "no"
+
+
+def _probability(value: float) -> str:
+    return f"{100 * value:.2g} %" if value >= 0.0001 else "< 0.01 %"

@@ -1,0 +1,94 @@
+"""What the Compare page asks of several runs, beside their comparison: advice, levels, ranks, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import pandas as pd
+
+from commprof.analysis import api
+from commprof_dash.charts.series import with_series
+from commprof_dash.data import Runs
+
+MOST_RECORDS: Final = 400_000  # a ledger goes through every record in Python
+GRID_KEYS: Final = ("reduce_scatter", "use_multi_rank_bucket_allreduce")
+_KEY: Final = "."
+ABSENT: Final = "(absent)"
+
+
+def compared(runs: Runs, names: Sequence[str]) -> api.Comparison:
+    """All that is said of the runs side by side."""
+    found: api.Comparison = runs.of_runs("comparison", names, api.compare_both)
+    return found
+
+
+def levels(runs: Runs, names: Sequence[str]) -> pd.DataFrame | None:
+    """Requested, issued, executed and moved, with their ``series``; None where the runs are too large for a page."""
+    listing = runs.listing()
+    records = listing.loc[listing["name"].isin(list(names)), "records"].fillna(0).sum()
+    if records > MOST_RECORDS:
+        return None
+    frame: pd.DataFrame = runs.of_runs("levels", names, api.reduction_levels)
+    known = frame["op"].notna()
+    series = with_series(frame[known].assign(op=frame.loc[known, "op"].astype(str)))["series"]
+    return frame.assign(series=series.reindex(frame.index))
+
+
+class Cell(NamedTuple):
+    """One cell of the grid: the settings in it, as (label, what else tells it apart)."""
+
+    row: str
+    column: str
+    settings: Sequence[tuple[str, str]]
+
+
+def grid(settings: pd.DataFrame) -> list[list[Cell]]:
+    """The settings by reduce_scatter and use_multi_rank_bucket_allreduce; empty where the runs differ in neither."""
+    keys = _keys(settings)
+    found = [next((key for key in keys if key.rpartition(_KEY)[2] == name), None) for name in GRID_KEYS]
+    if not any(found):
+        return []
+    rows, columns = (_values(settings, key) for key in found)
+    rest = [key for key in keys if key not in found]
+    return [
+        [
+            Cell(
+                _words(found[0], row), _words(found[1], column), _those(settings, rest, found, (row, column))
+            )
+            for column in columns
+        ]
+        for row in rows
+    ]
+
+
+def _keys(settings: pd.DataFrame) -> list[str]:
+    names = list(settings.columns)
+    return [str(name) for name in names[1 : names.index("requested_op")]]
+
+
+def _values(settings: pd.DataFrame, key: str | None) -> list[str]:
+    if key is None:
+        return [""]
+    # true before false, as the keys are usually told
+    return sorted({str(value) for value in settings[key]}, key=lambda value: (value != "true", value))
+
+
+def _words(key: str | None, value: str) -> str:
+    return "" if key is None else f"{key.rpartition(_KEY)[2]}={value}"
+
+
+def _those(
+    settings: pd.DataFrame, rest: Sequence[str], found: Sequence[str | None], values: tuple[str, str]
+) -> list[tuple[str, str]]:
+    part = settings
+    for key, value in zip(found, values, strict=True):
+        if key is not None:
+            part = part[part[key].astype(str) == value]
+    return [
+        (
+            str(row["label"]),
+            ", ".join(_words(key, str(row[key])) for key in rest if row[key] != ABSENT) or "all else equal",
+        )
+        for row in part.to_dict("records")
+    ]
