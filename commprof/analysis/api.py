@@ -15,6 +15,7 @@ import pandas as pd
 import pyarrow as pa
 
 from commprof.analysis import advice as advice_module
+from commprof.analysis import alignment as alignment_module
 from commprof.analysis import arrivals as arrivals_module
 from commprof.analysis import bandwidth as bandwidth_module
 from commprof.analysis import buckets as buckets_module
@@ -41,6 +42,7 @@ from commprof.analysis import settings as settings_module
 from commprof.analysis import timeline as timeline_module
 from commprof.analysis import traffic as traffic_module
 from commprof.analysis.advice import Advice
+from commprof.analysis.alignment import Alignment
 from commprof.analysis.answers import ANSWERS, EXPOSURE_BY, GROUPINGS
 from commprof.analysis.bandwidth import Bandwidths
 from commprof.analysis.buckets import BucketContent
@@ -67,6 +69,7 @@ __all__ = [
     "TABLES",
     "TRAFFIC_BY",
     "Advice",
+    "Alignment",
     "Bandwidths",
     "BucketContent",
     "Comparison",
@@ -77,6 +80,7 @@ __all__ = [
     "Straggling",
     "Timeline",
     "advice",
+    "alignment",
     "arrivals",
     "bandwidth",
     "bandwidth_both",
@@ -118,6 +122,7 @@ __all__ = [
     "straggling",
     "table",
     "timeline",
+    "topology",
     "traffic",
     "traffic_by_setting",
     "verify",
@@ -273,6 +278,20 @@ def stragglers(run: AnyRun) -> pd.DataFrame:
     ``frame.attrs["statement"]`` says in a sentence what follows; None where nothing does.
     """
     return arrivals_module.stragglers(_arrived(_opened(run)))
+
+
+def alignment(run: AnyRun) -> Alignment:
+    """A run beside its NCCL log, as ``commprof align`` kept it; without rows where none is kept.
+
+    ``counts`` by rank, group, operation and state; ``divergences``, where records and lines of each rank and group part for
+    the first time; ``rows``, every record beside its line.
+    """
+    return alignment_module.alignment(_opened(run))
+
+
+def topology(run: AnyRun) -> pd.DataFrame:
+    """The rings and trees that NCCL printed: one row per communicator, channel and pair of ranks that it joins."""
+    return alignment_module.topology(_opened(run))
 
 
 def straggling(run: AnyRun, limit: int = 200) -> Straggling:

@@ -171,6 +171,62 @@ LATE_COLLECTIVES: Final = Table(
         Column("end_ns", "int64", "the last end that is known, on that clock", unit="ns"),
     ),
 )
+_OF_LOG: Final = (
+    Column("rank", "int32", "global rank, of the record or of the process of the line", True),
+    Column("pg", "string", "process group, of the record or of the communicator of the line", True),
+)
+
+ALIGNED: Final = Table(
+    "aligned",
+    "Records beside NCCL lines, in the order of the log.",
+    (
+        *_OF_LOG,
+        Column("position", "int64", "place within the rank and group, from 0"),
+        *(_of(schema.MATCHES, name) for name in ("state", "op", "attempt", "record_pid", "seq", "part", "parts")),
+        *(_of(schema.COLLECTIVES, name, nullable=True) for name in ("step", "purpose")),
+        Column("record_dtype", "string", "element type of the record", True),
+        *(_of(schema.MATCHES, name) for name in ("record_bytes", "line_bytes")),
+        Column("line_dtype", "string", "element type as printed", True),
+        Column("elements", "int64", "count as printed", True, "elements"),
+        Column("opcount", "int64", "opCount as printed", True),
+        *(_of(schema.MATCHES, name) for name in ("comm", "file", "line", "reason")),
+    ),
+)
+
+ALIGNMENT_COUNTS: Final = Table(
+    "alignment_counts",
+    "Records and lines by state.",
+    (
+        *_OF_LOG,
+        *(_of(schema.MATCHES, name) for name in ("op", "state")),
+        Column("lines", "int64", "rows of matches"),
+    ),
+    key=("rank", "pg", "op", "state"),
+)
+
+DIVERGENCES: Final = Table(
+    "divergences",
+    "Where the records and the lines of each rank and group part for the first time.",
+    (
+        *_OF_LOG,
+        Column("matched_before", "int64", "pairs before that place"),
+        *(_of(schema.MATCHES, name) for name in ("state", "op", "seq", "file", "line", "reason")),
+    ),
+    key=("rank", "pg"),
+)
+
+TOPOLOGY: Final = Table(
+    "topology",
+    "The rings and trees of the communicators of an NCCL log: pairs of ranks that a channel joins.",
+    (
+        Column("communicator", "string", "commId; else its address and process"),
+        Column("pg", "string", "process group that it serves", True),
+        Column("kind", "string", "ring or tree", values=("ring", "tree")),
+        Column("channel", "int32", "channel, or number of the tree"),
+        Column("from_rank", "int32", "rank within the communicator: sends to the next of the ring; parent in the tree"),
+        Column("to_rank", "int32", "rank within the communicator: the next; child"),
+    ),
+)
 # fmt: on
 
 DETAILED_ANSWERS: Final[dict[str, Table]] = {
@@ -183,4 +239,8 @@ DETAILED_ANSWERS: Final[dict[str, Table]] = {
     "lateness": LATENESS,
     "waiting_causes": WAITING_CAUSES,
     "late_collectives": LATE_COLLECTIVES,
+    "aligned": ALIGNED,
+    "alignment_counts": ALIGNMENT_COUNTS,
+    "divergences": DIVERGENCES,
+    "topology": TOPOLOGY,
 }
