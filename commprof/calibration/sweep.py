@@ -103,7 +103,9 @@ def _choose(plan: Plan, member: Member) -> tuple[torch.device, str]:
         )
     backend = plan.backend if plan.backend != "auto" else "nccl" if kind == "cuda" else "gloo"
     if backend == "nccl" and kind == "cpu":
-        raise UsageError("--backend nccl goes with --device cuda only: NCCL sends nothing of the CPU")
+        raise UsageError(
+            f"--backend nccl: a GPU for each of {member.local_world_size} ranks was expected, {gpus} are visible to torch"
+        )
     if backend == "nccl" and not dist.is_nccl_available():
         raise UsageError("--backend nccl: this torch was built without NCCL")
     device = torch.device("cuda", member.local_rank) if kind == "cuda" else torch.device("cpu")

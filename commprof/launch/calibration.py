@@ -29,6 +29,8 @@ def calibrate(plan: Plan, ranks: int | None, out: Path, force: bool, say: Callab
         LaunchError: a rank could not be started.
     """
     check_target(out, force)
+    if plan.backend == "nccl" and plan.device == "cpu":
+        raise UsageError("--backend nccl goes with --device cuda only: NCCL sends nothing of the CPU")
     here = place(os.environ)
     if here is not None:
         if ranks is not None:
