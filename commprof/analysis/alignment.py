@@ -1,4 +1,4 @@
-"""A run beside its NCCL log, as ``commprof align`` kept it: what matches, where they part, the rings and trees of the log."""
+"""A run beside its NCCL log, as ``commprof align`` kept it: what matches, where they part, and NCCL's rings and trees."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from commprof_dash.pages import (
+    alignment,
     bandwidth,
     buckets,
     compare,
@@ -24,6 +25,7 @@ PAGES: Final[tuple[Page, ...]] = (
     timeline.PAGE,
     matrix.PAGE,
     buckets.PAGE,
+    alignment.PAGE,
     stragglers.PAGE,
     bandwidth.PAGE,
     records.PAGE,

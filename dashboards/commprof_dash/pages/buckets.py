@@ -40,6 +40,8 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         step = address.one(query, STEP, steps, MEAN)
         mean = step == MEAN
         frame = buckets_data.means(runs, name) if mean else found[found["step"] == int(step)]
+        # Of a step that was done again after a restart, the last time.
+        frame = frame.drop_duplicates(["micro_step", "bucket"], keep="last")
         if mean and frame.empty:  # all of them came before the first step
             step, mean = steps[-1], False
             frame = found[found["step"] == int(step)]

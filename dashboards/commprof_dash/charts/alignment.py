@@ -1,0 +1,62 @@
+"""Records beside NCCL lines: how many of each rank are in which state."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from commprof_dash.charts.axes import axis
+from commprof_dash.charts.ranks import rank_axis
+from commprof_dash.theme import OP_COLOURS, OTHER_COLOUR, SETTING_COLOURS, Scheme, template
+
+# In the order of the stack: what is well at the bottom, told apart by hatches as well.
+STATES: Final = {
+    "matched": (OP_COLOURS["reduce_scatter"], ""),
+    "missing": (SETTING_COLOURS[1], "/"),
+    "extra": (SETTING_COLOURS[3], "x"),
+    "ambiguous": (SETTING_COLOURS[4], "."),
+    "torn": (OTHER_COLOUR, "-"),
+}
+
+
+def states(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
+    """Rows of each state, stacked, one bar per rank.
+
+    Args:
+        frame: columns ``rank``, ``state``, ``lines``; rows of one rank and state add up.
+    """
+    figure = go.Figure(layout={"template": template(scheme)})
+    known = frame[frame["rank"].notna()]
+    sums = known.groupby(["rank", "state"], as_index=False)["lines"].sum()
+    for state, (colour, hatch) in STATES.items():
+        part = sums[sums["state"] == state]
+        if part.empty:
+            continue
+        figure.add_bar(
+            name=state,
+            x=part["rank"].astype(int).tolist(),
+            y=part["lines"].tolist(),
+            marker={
+                "color": colour,
+                "line": {"width": 0},
+                "pattern": {
+                    "shape": hatch,
+                    "fillmode": "overlay",
+                    "fgcolor": "#ffffff",
+                    "fgopacity": 0.4,
+                    "size": 7,
+                },
+            },
+            hovertemplate="Rank %{x}<br><b>" + state + "</b>: %{y:,}<extra></extra>",
+        )
+    highest = float(sums.groupby("rank")["lines"].sum().max()) if len(sums) else 0.0
+    figure.update_layout(
+        height=300,
+        barmode="stack",
+        bargap=0.4,
+        xaxis=rank_axis(known["rank"].astype(int)),
+        yaxis=axis(highest, "", "Records and lines", room=1.05),
+    )
+    return figure

@@ -1,0 +1,301 @@
+"""Alignment: records beside NCCL lines, where they part, which communicator is which group, and NCCL's rings and trees."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from typing import Any, Final
+
+import pandas as pd
+from dash import dcc, html
+from dash.development.base_component import Component
+
+from commprof.analysis import api
+from commprof_dash import address
+from commprof_dash.address import Query
+from commprof_dash.charts import alignment as charts
+from commprof_dash.charts import topology as drawings
+from commprof_dash.components import cards, controls, messages
+from commprof_dash.components.tables import Cell, Field
+from commprof_dash.data import Runs
+from commprof_dash.measures import format_count
+from commprof_dash.pages.one_run import draw_run
+from commprof_dash.pages.page import Drawing, Page
+from commprof_dash.theme import Scheme
+
+PATH: Final = "/alignment"
+RANK: Final = "rank"
+GROUP: Final = "group"
+STATE: Final = "state"
+AT: Final = "at"
+CHANNEL: Final = "channel"
+COMMUNICATOR: Final = "communicator"
+ALL: Final = "all"
+
+_SHOWN: Final = 40  # rows side by side at a time
+_BEFORE: Final = 3  # pairs before a divergence
+_TABLE_ROWS: Final = 500
+
+
+def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
+    """The page for the run, rank, group, state, place and communicator in ``query``."""
+
+    def answers(name: str) -> tuple[Sequence[Component], Sequence[Component]]:
+        found: api.Alignment = runs.of_run("alignment", name, api.alignment)
+        edges: pd.DataFrame = runs.of_run("topology", name, api.topology)
+        if found.rows.empty:
+            path = shlex.quote(str(runs.directory / name)[:1000])
+            return _unaligned(path, edges, query, scheme)
+        ranks = [_word(rank) for rank in found.rows["rank"].drop_duplicates()]
+        first = found.divergences.iloc[0] if len(found.divergences) else None
+        rank = address.one(query, RANK, ranks, ranks[0] if first is None else _word(first["rank"]))
+        of_rank = found.rows[_words(found.rows["rank"]) == rank]
+        groups = [_word(group) for group in of_rank["pg"].drop_duplicates()]
+        default = groups[0] if first is None or _word(first["pg"]) not in groups else _word(first["pg"])
+        group = address.one(query, GROUP, groups, default)
+        state = address.one(query, STATE, charts.STATES, ALL)
+        shown = of_rank[_words(of_rank["pg"]) == group]
+        communicators = runs.of_run("comm_matches", name, lambda path: api.table(path, "comm_matches"))
+        topology_controls, topology_cards = _topology(edges, query, scheme)
+        parts = [
+            controls.select(RANK, "Rank", ranks, rank),
+            controls.select(GROUP, "Group", groups, group),
+            controls.select(STATE, "State", [ALL, *charts.STATES], state),
+            *topology_controls,
+        ]
+        return parts, [
+            _tiles(found),
+            cards.columns([_states(found.counts, scheme), _divergences(found.divergences, name)]),
+            _side_by_side(shown, found.divergences, query, state, name, rank, group),
+            _communicators(communicators),
+            *topology_cards,
+        ]
+
+    return draw_run(runs, query, answers)
+
+
+def _unaligned(
+    path: str, edges: pd.DataFrame, query: Query, scheme: Scheme
+) -> tuple[Sequence[Component], Sequence[Component]]:
+    parts, shown = _topology(edges, query, scheme)
+    note = messages.message(
+        "Not aligned with an NCCL log",
+        "This run keeps no alignment. Where it ran with NCCL and collected its logs (--nccl-log on), the first command "
+        "aligns it; the second takes logs from elsewhere. gloo writes no such log.",
+        [f"commprof align {path}", f"commprof align {path} LOG..."],
+    )
+    return parts, [note, *(shown if len(edges) else [])]
+
+
+def _word(value: Any) -> str:
+    return "not known" if pd.isna(value) else str(value)
+
+
+def _words(values: pd.Series[Any]) -> pd.Series[Any]:
+    return values.map(_word, na_action=None).astype("str")
+
+
+def _tiles(found: api.Alignment) -> Component:
+    totals = found.counts.groupby("state")["lines"].sum()
+    rows = int(totals.sum())
+    what = {
+        "matched": "a record and the line that it left",
+        "missing": "a record without its line",
+        "extra": "a line without its record",
+        "ambiguous": "several equal ones could be the one",
+        "torn": "a line that is cut",
+    }
+    shares = {state: int(totals.get(state, 0)) for state in charts.STATES}
+    return cards.tiles(
+        [
+            cards.tile(
+                state.capitalize(), format_count(count), f"{100 * count / max(rows, 1):.1f} %: {what[state]}"
+            )
+            for state, count in shares.items()
+        ]
+    )
+
+
+def _states(frame: pd.DataFrame, scheme: Scheme) -> Component:
+    return cards.figure_card(
+        "states",
+        "Records and lines of each rank",
+        "Every part of every record and every operation line ends in exactly one state.",
+        charts.states(frame, scheme),
+        frame,
+        [
+            Field("rank", "Rank", str, numeric=True),
+            Field("pg", "Group"),
+            Field("op", "Operation"),
+            Field("state", "State"),
+            Field("lines", "Records and lines", format_count, numeric=True),
+        ],
+        most_rows=_TABLE_ROWS,
+    )
+
+
+def _divergences(frame: pd.DataFrame, name: str) -> Component:
+    title = "Where they part first"
+    if frame.empty:
+        return cards.empty_card(
+            "divergences", title, "Nowhere: every record has its line, every line its record."
+        )
+    links = frame.assign(place=range(len(frame)))
+    rows = frame.to_dict("records")
+
+    def link(place: int) -> Cell:
+        row = rows[place]
+        where = {RANK: _word(row["rank"]), GROUP: _word(row["pg"]), AT: str(row["matched_before"])}
+        text = f"rank {where[RANK]}, group {where[GROUP]}"
+        return html.Span(
+            dcc.Link(text[:60], href=address.link(PATH, run=name, **where)), className="run-links"
+        )
+
+    return cards.table_card(
+        "divergences",
+        title,
+        "The first record or line without its pair, for each rank and group that has one.",
+        links,
+        [
+            Field("place", "Look at", link),
+            Field("matched_before", "Pairs before", format_count, numeric=True),
+            Field("state", "State"),
+            Field("op", "Operation"),
+            Field("seq", "Record", str, numeric=True),
+            Field("line", "Line", str, numeric=True),
+            Field("reason", "Why"),
+        ],
+        most_rows=_TABLE_ROWS,
+        download=frame,
+    )
+
+
+def _side_by_side(
+    frame: pd.DataFrame,
+    divergences: pd.DataFrame,
+    query: Query,
+    state: str,
+    name: str,
+    rank: str,
+    group: str,
+) -> Component:
+    apart = divergences[(_words(divergences["rank"]) == rank) & (_words(divergences["pg"]) == group)]
+    default = int(apart["matched_before"].iloc[0]) if len(apart) and state == ALL else 0
+    written = next(iter(query.get(AT, ())), "")
+    at = int(written) if written.isdecimal() and len(written) < 12 else default
+    chosen = frame if state == ALL else frame[frame["state"] == state]
+    title = f"Records beside lines: rank {rank}, group {group[:60]}"
+    if chosen.empty:
+        return cards.empty_card("side-by-side", title, f"None of them is {state}.")
+    before = int((chosen["position"] < at).sum())
+    begin = max(0, min(before - _BEFORE, len(chosen) - 1))
+    window = chosen.iloc[begin : begin + _SHOWN]
+    places = window["position"]
+
+    def turn(text: str, position: int) -> Component:
+        where = {RANK: rank, GROUP: group, STATE: state, AT: str(position)}
+        return dcc.Link(text, href=address.link(PATH, run=name, **where))
+
+    turns: list[Component] = []
+    if begin > 0:
+        earlier = max(0, begin - _SHOWN + _BEFORE)
+        turns.append(turn(f"{_SHOWN} earlier", int(chosen["position"].iloc[earlier])))
+    if begin + _SHOWN < len(chosen):
+        turns.append(turn(f"{_SHOWN} later", int(chosen["position"].iloc[begin + _SHOWN])))
+    inner = cards.table_card(
+        "side-by-side",
+        title,
+        f"Rows {int(places.iloc[0]):,} to {int(places.iloc[-1]):,} of {len(frame):,} in the order of the log; left the "
+        "record, right the line.",
+        window,
+        [
+            Field("position", "Row", format_count, numeric=True),
+            Field("state", "State"),
+            Field("seq", "Record", str, numeric=True),
+            Field("step", "Step", str, numeric=True),
+            Field("purpose", "Purpose"),
+            Field("record_dtype", "Type"),
+            Field("record_bytes", "Record's bytes", api.format_bytes, numeric=True),
+            Field("op", "Operation"),
+            Field("line_bytes", "Line's bytes", api.format_bytes, numeric=True),
+            Field("elements", "count", format_count, numeric=True),
+            Field("line_dtype", "datatype"),
+            Field("opcount", "opCount", "{:x}".format, numeric=True),
+            Field("line", "Line", str, numeric=True),
+            Field("file", "File", _short),
+            Field("reason", "Why"),
+        ],
+    )
+    return html.Div([inner, html.Nav(turns, className="run-links", **{"aria-label": "Other rows"})])
+
+
+def _short(text: Any) -> Cell:
+    return str(text)[-40:]
+
+
+def _communicators(frame: pd.DataFrame) -> Component:
+    return cards.table_card(
+        "communicators",
+        "Communicators and their process groups",
+        "Certain: torch's own line, or the ranks, leave no choice. Likely: the operations decide. None: see why.",
+        frame,
+        [
+            Field("comm", "Communicator", _short),
+            Field("rank", "Rank", str, numeric=True),
+            Field("nranks", "of", str, numeric=True),
+            Field("pg", "Group", _short),
+            Field("group_ranks", "Ranks", lambda value: str(value)[:40]),
+            Field("confidence", "Confidence"),
+            Field("basis", "What ties them"),
+            Field("reason", "Why not"),
+            *[Field(state, state.capitalize(), format_count, numeric=True) for state in charts.STATES],
+        ],
+        most_rows=_TABLE_ROWS,
+    )
+
+
+def _topology(edges: pd.DataFrame, query: Query, scheme: Scheme) -> tuple[list[Component], list[Component]]:
+    if edges.empty:
+        empty = cards.empty_card(
+            "topology",
+            "Rings and trees",
+            "The log prints none: NCCL_DEBUG=INFO with NCCL_DEBUG_SUBSYS=INIT,GRAPH,COLL does.",
+        )
+        return [], [empty]
+    names = list(edges["communicator"].drop_duplicates())
+    name = address.one(query, COMMUNICATOR, names, names[0])
+    of_one = edges[edges["communicator"] == name]
+    channels = [str(channel) for channel in sorted(set(of_one["channel"]))]
+    channel = address.one(query, CHANNEL, channels, channels[0])
+    shown = of_one[of_one["channel"] == int(channel)]
+    parts = [
+        controls.select(COMMUNICATOR, "Communicator", names, name),
+        controls.select(CHANNEL, "Channel", channels, channel),
+    ]
+    figures = [_edges(shown[shown["kind"] == kind], kind, channel, scheme) for kind in ("ring", "tree")]
+    return parts, [cards.columns(figures)]
+
+
+def _edges(frame: pd.DataFrame, kind: str, channel: str, scheme: Scheme) -> Component:
+    title = f"The {kind} of channel {channel}"
+    if frame.empty:
+        return cards.empty_card(f"topology-{kind}", title, f"The log prints no {kind} of this channel.")
+    draw = drawings.ring if kind == "ring" else drawings.tree
+    words = "each rank sends to the next" if kind == "ring" else "parents above their children"
+    return cards.figure_card(
+        f"topology-{kind}",
+        title,
+        f"As NCCL printed it, ranks within the communicator; {words}.",
+        draw(frame, scheme),
+        frame,
+        [
+            Field("from_rank", "Rank" if kind == "ring" else "Parent", str, numeric=True),
+            Field("to_rank", "sends to" if kind == "ring" else "Child", str, numeric=True),
+        ],
+        most_rows=_TABLE_ROWS,
+    )
+
+
+PAGE: Final = Page(
+    PATH, "Alignment", "Did NCCL run what was issued, and where do records and log lines part?", render
+)
