@@ -90,6 +90,49 @@ def test_the_list_is_bounded_and_holds_the_newest(tmp_path):
     assert len(calls(run, 1, "op")) == 2100
 
 
+class Lines:
+    """What is written, in the place of a rank's events file."""
+
+    events = True
+
+    def __init__(self):
+        self.lines, self.notes = [], []
+
+    def write_line(self, kind, line):
+        self.lines.append(json.loads(line))
+
+    def note(self, text):
+        self.notes.append(text)
+
+
+@pytest.mark.parametrize("fitting", [0, 7])
+def test_where_the_time_is_up_the_newest_are_there_and_the_others_counted(monkeypatch, fitting):
+    import torch._C._distributed_c10d as c10d
+
+    from commprof.recorder import flight
+
+    entry = {
+        "process_group": ["0", "default_pg"],
+        "is_p2p": False,
+        "profiling_name": "gloo:barrier",
+        "collective_seq_id": 1,
+        "input_sizes": [],
+        "output_sizes": [],
+        "state": "scheduled",
+        "time_created_ns": 1 << 62,
+    }
+    entries = [{**entry, "record_id": number, "op_id": number} for number in range(20)]
+    monkeypatch.delattr(c10d, "_dump_nccl_trace_json", raising=False)
+    monkeypatch.setattr(c10d, "_dump_fr_trace_json", lambda: json.dumps({"entries": entries}))
+    budget = flight._MOST_CPU_NS
+    moments = iter([0, *[budget] * fitting, *[budget + 1] * 20])
+    monkeypatch.setattr(flight.time, "thread_time_ns", lambda: next(moments))
+    lines = Lines()
+    flight.FlightDump(lines, lambda name: name).write()
+    assert [line["op_id"] for line in lines.lines] == list(range(20 - fitting, 20))
+    assert lines.notes == [f"of torch's Flight Recorder {20 - fitting} entries could not be written in time"]
+
+
 def without_json(rank: int, world: int) -> None:
     import torch._C._distributed_c10d as c10d
 
