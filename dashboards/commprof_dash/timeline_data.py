@@ -118,10 +118,9 @@ class Builds:
             if path not in self._progress:
                 self._progress[path] = "Reading the run"
                 threading.Thread(target=self._build, args=(path,), daemon=True).start()
-            said = self._progress[path]
-        if said.startswith("!"):
-            with self._lock:
-                self._progress.pop(path, None)
+            said = self._progress.get(path)  # None: it was done meanwhile
+        if said is not None and said.startswith("!"):
+            self._progress.pop(path, None)
             raise RuntimeError(said[1:])
         return said
 

@@ -250,7 +250,8 @@ def _draw_density(
     first, last = int(density["begin_ns"].min()), int(density["begin_ns"].max())
     bins = (last - first) // width + 1
     place = {row.rank: number for number, row in enumerate(rows)}
-    ops = [op for op in OPS if op in set(density["op"])]
+    known = set(density["op"])
+    ops = [op for op in OPS if op in known]
     busy = np.zeros((len(rows), len(ops), bins))
     held = np.zeros((len(rows), bins))
     at = (
