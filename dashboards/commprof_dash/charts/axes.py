@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
+_MOST_STEP_TICKS: Final = 12
 _STEPS: Final = (1.0, 2.0, 2.5, 5.0, 10.0)
 _BINARY: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _TIMES: Final = ((1, "ns"), (1_000, "us"), (1_000_000, "ms"), (1_000_000_000, "s"))
+
+
+def step_ticks(steps: Iterable[float]) -> dict[str, Any]:
+    """Of an axis of training steps: ticks at whole steps, of few steps at each."""
+    numbers = list(steps)
+    few = not numbers or max(numbers) - min(numbers) <= _MOST_STEP_TICKS
+    return {"tickformat": "d", **({"dtick": 1} if few else {"nticks": _MOST_STEP_TICKS})}
 
 
 def step_size(highest: float, count: int = 4) -> float:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pandas as pd
 import plotly.graph_objects as go
 
+from commprof_dash.charts.axes import step_ticks
 from commprof_dash.charts.labels import escape, wrap
 from commprof_dash.theme import SETTING_COLOURS, Scheme, template
 
-_MOST_TICKS = 12
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 
 
@@ -37,13 +37,7 @@ def curves(frame: pd.DataFrame, labels: list[str], scheme: Scheme) -> go.Figure:
         )
     figure.update_layout(
         height=300,
-        xaxis={"title": {"text": "Training step"}, "tickformat": "d", "showgrid": False, **_ticks(frame)},
+        xaxis={"title": {"text": "Training step"}, "showgrid": False, **step_ticks(frame["step"])},
         yaxis={"title": {"text": "Training loss"}},
     )
     return figure
-
-
-def _ticks(frame: pd.DataFrame) -> dict[str, int]:
-    """Ticks at whole steps: of few steps at each, else as plotly finds them, which are whole then."""
-    span = int(frame["step"].max() - frame["step"].min()) if len(frame) else 0
-    return {"dtick": 1} if span <= _MOST_TICKS else {"nticks": _MOST_TICKS}

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from commprof.analysis import api
 from commprof_dash.charts import bars
-from commprof_dash.charts.axes import axis
+from commprof_dash.charts.axes import axis, step_ticks
 from commprof_dash.theme import EXPOSED_COLOUR, STEP_COLOUR, TEXT, Scheme, template
 
 
@@ -40,7 +40,7 @@ def over_steps(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
     highest = float(frame[["duration_ns", "exposed_ns"]].max().max()) if len(frame) else 0.0
     figure.update_layout(
         height=300,
-        xaxis={"title": {"text": "Training step"}, "tickformat": "d", "showgrid": False, "nticks": 12},
+        xaxis={"title": {"text": "Training step"}, "showgrid": False, **step_ticks(frame["step"])},
         yaxis=axis(highest, "ns", "Time per step", room=1.05),
     )
     return figure

@@ -6,7 +6,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from commprof_dash.charts import bars
-from commprof_dash.charts.axes import axis
+from commprof_dash.charts.axes import axis, step_ticks
 from commprof_dash.charts.labels import escape
 from commprof_dash.charts.series import marker, series_in_order
 from commprof_dash.measures import Measure
@@ -75,7 +75,7 @@ def by_step(frame: pd.DataFrame, measure: Measure, scheme: Scheme) -> go.Figure:
     figure.update_layout(
         barmode="stack",
         height=300,
-        xaxis={"title": {"text": "Training step"}, "tickformat": "d", "showgrid": False, "nticks": 12},
+        xaxis={"title": {"text": "Training step"}, "showgrid": False, **step_ticks(frame["step"])},
         yaxis=axis(highest, measure.unit, f"{measure.name} per step", room=1.05),
     )
     return figure
