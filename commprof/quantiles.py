@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import exp, isinf, lgamma, log, log1p
+from math import ceil, exp, floor, isinf, lgamma, log, log1p
 from statistics import NormalDist
 from typing import Final
 
@@ -42,13 +42,13 @@ def t_tail(t: float, degrees: float) -> float:
 
 
 def t_quantile(degrees: float) -> float:
-    """The 0.975 quantile of Student's t for ``degrees`` that need not be whole, by bisection of :func:`t_tail`.
+    """The 0.975 quantile of Student's t for ``degrees`` from 1 on that need not be whole, by bisection of :func:`t_tail`.
 
     >>> round(t_quantile(1), 3), round(t_quantile(3), 3)
     (12.706, 3.182)
     """
-    low, high = 1.0, 1e6
-    for _ in range(80):
+    low, high = student_t(ceil(degrees)), student_t(floor(degrees))
+    for _ in range(40 if high > low else 0):
         middle = (low + high) / 2
         low, high = (middle, high) if t_tail(middle, degrees) > 0.05 else (low, middle)
     return high

@@ -23,7 +23,6 @@ from commprof.analysis import differences
 from commprof.analysis.comparison import Measured, by_label
 from commprof.analysis.frames import from_rows
 from commprof.analysis.setting_answers import ADVICE
-from commprof.analysis.settings import short_names
 
 SAME_BYTES: Final = 0.001  # padding of partitions differs by less
 SAME_LOSS: Final = 0.01
@@ -149,7 +148,7 @@ def weigh(found: Sequence[Candidate]) -> Weighed:
         answer, best = NO_DIFFERENCE if told else CANNOT_TELL, []
     else:
         answer = RECOMMENDED
-    keys = _shared_keys(ordered, best)
+    keys = _telling_keys(ordered, best)
     return Weighed(answer, ordered, left_out, work, least, not_slower, best, keys, pairs)
 
 
@@ -226,14 +225,24 @@ def _verdicts(pairs: pd.DataFrame) -> dict[tuple[str, str], str]:
     return found
 
 
-def _shared_keys(found: Sequence[Candidate], best: Sequence[str]) -> dict[str, str]:
-    """The keys, under short names, by which exactly the settings ``best`` are told from all others; else none."""
+def _telling_keys(found: Sequence[Candidate], best: Sequence[str]) -> dict[str, str]:
+    """The keys to set: those by which exactly the settings ``best`` are told from all others.
+
+    Where there are none, the one key and value that only settings of ``best`` have, and the most of them; else nothing.
+    """
     mine = [one.values for one in found if one.label in best]
     if not mine:
         return {}
+    others = [one.values for one in found if one.label not in best]
     shared = {
         key: value for key, value in mine[0].items() if all(values.get(key) == value for values in mine)
     }
-    named = [one.label for one in found if all(one.values.get(key) == value for key, value in shared.items())]
-    short = short_names(shared, mine[0])
-    return {short[key]: value for key, value in shared.items()} if shared and set(named) == set(best) else {}
+    told = {key: value for key, value in shared.items() if any(values.get(key) != value for values in others)}
+    if told and not any(told.items() <= values.items() for values in others):
+        return told
+    pairs = {pair for values in mine for pair in values.items()}
+    single = {pair for pair in pairs if not any(pair in values.items() for values in others)}
+    if not single:
+        return {}
+    key, value = min(single, key=lambda pair: (-sum(pair in values.items() for values in mine), pair))
+    return {key: value}

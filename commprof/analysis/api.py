@@ -79,6 +79,7 @@ __all__ = [
     "Run",
     "Straggling",
     "Timeline",
+    "Verdict",
     "advice",
     "alignment",
     "arrivals",
@@ -537,7 +538,8 @@ def advice(runs: Sequence[AnyRun]) -> Advice:
     """What to set, and why: least wire bytes at equal loss, a shorter step only where repeats show it.
 
     ``answer`` is ``recommended``, ``no measurable difference`` or ``cannot tell``; the other fields are its
-    sentences and its evidence. The rules are in ``analysis/advice.py`` and ``docs/analysis.md``; the order of the runs changes nothing.
+    sentences and its evidence. The rules are in ``analysis/advice.py`` and ``docs/analysis.md``; the order of
+    the runs changes nothing.
     """
     return compare_both(runs).advice
 

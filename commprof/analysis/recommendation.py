@@ -16,6 +16,7 @@ from commprof.analysis.advice import (
     Weighed,
     settings_frame,
 )
+from commprof.analysis.settings import short_names
 from commprof.analysis.units import format_bytes, format_ns
 
 _MOST_NAMED: Final = 3
@@ -26,6 +27,7 @@ def advise(weighed: Weighed) -> Advice:
     """The advice of ``weighed``, with its evidence."""
     told = [
         _answer(weighed),
+        *_as_good(weighed),
         *_left_out(weighed),
         *_times(weighed),
         *_losses(weighed),
@@ -55,9 +57,7 @@ def _answer(weighed: Weighed) -> str:
 def _recommendation(weighed: Weighed, counted: Sequence[Candidate]) -> str:
     best = [one for one in counted if one.label in weighed.recommended]
     others = [one for one in counted if one.label not in weighed.recommended]
-    words = ", ".join(f"{key}={value}" for key, value in weighed.keys.items()) or " or ".join(
-        one.label for one in best[:_MOST_NAMED]
-    )
+    words = _words(weighed, best)
     head = f"Set {words}"
     if set(weighed.recommended) <= set(weighed.least):
         more = [one for one in others if one.label not in weighed.least]
@@ -72,6 +72,25 @@ def _recommendation(weighed: Weighed, counted: Sequence[Candidate]) -> str:
         f"Set {words} if the step time counts: its step is measurably shorter than that of {least.label}, which sends the "
         f"least, {_bytes(least)}; it sends {_more(best[0], least)}. On a slower network that may turn."
     )
+
+
+def _words(weighed: Weighed, best: Sequence[Candidate]) -> str:
+    """The keys that tell what to set, else the settings by their labels."""
+    if not weighed.keys:
+        more = "" if len(best) <= _MOST_NAMED else f", or one of {len(best) - _MOST_NAMED} more"
+        return "; or ".join(one.label for one in best[:_MOST_NAMED]) + more
+    short = short_names(weighed.keys, best[0].values)
+    return ", ".join(f"{short[key]}={value}" for key, value in weighed.keys.items())
+
+
+def _as_good(weighed: Weighed) -> list[str]:
+    """What is recommended as well, and has not the keys that are named."""
+    if not weighed.keys:
+        return []
+    rest = [
+        label for label in weighed.recommended if not weighed.keys.items() <= weighed.of(label).values.items()
+    ]
+    return [f"As good by these rules: {'; '.join(rest[:_MOST_NAMED])}."] if rest else []
 
 
 def _bytes(one: Candidate) -> str:

@@ -193,7 +193,7 @@ def _notes(places: _Places, scheme: Scheme) -> list[dict[str, Any]]:
             note.value,
             places.of(note.setting, note.lane),
             escape(note.text) if note.muted else f"<b>{escape(note.text)}</b>",
-            xshift=6,
+            xshift=9,
             font={"size": 12, "color": MUTED_TEXT[scheme] if note.muted else TEXT[scheme]},
         )
         for note in places.lanes.notes

@@ -18,9 +18,13 @@ def message(title: str, text: str, commands: Sequence[str] = (), severity: str =
     return _notice(title, [dmc.Text(text, size="sm"), *shown], severity)
 
 
-def sentences(title: str, texts: Sequence[str], severity: str = "note") -> Component:
-    """A notice of several sentences."""
-    return _notice(title, [html.Ul([html.Li(text) for text in texts], className="sentences")], severity)
+def sentences(
+    title: str, texts: Sequence[str], severity: str = "note", commands: Sequence[str] = ()
+) -> Component:
+    """A notice of several sentences, and what to type."""
+    shown = [html.Pre(html.Code(command), className="command") for command in commands]
+    listed = html.Ul([html.Li(text) for text in texts], className="sentences")
+    return _notice(title, [listed, *shown], severity)
 
 
 def _notice(title: str, children: Sequence[Component], severity: str) -> Component:

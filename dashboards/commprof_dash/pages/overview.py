@@ -12,13 +12,14 @@ from dash import html
 from dash.development.base_component import Component
 
 from commprof.analysis import api
-from commprof_dash import address
+from commprof_dash import address, overview_data
 from commprof_dash.address import Query
 from commprof_dash.charts import times, traffic
 from commprof_dash.components import cards, controls, messages, tables
 from commprof_dash.components.tables import Field
 from commprof_dash.data import Runs
 from commprof_dash.measures import MEASURES, WIRE, Measure, format_count
+from commprof_dash.pages import overview_cards
 from commprof_dash.pages.page import Drawing, Page
 from commprof_dash.theme import Scheme
 
@@ -47,6 +48,7 @@ def _answers(runs: Runs, name: str, measure: Measure, scheme: Scheme) -> list[Co
     return [
         _tiles(facts),
         _health(facts),
+        overview_cards.verdict(overview_data.verdict(runs, name, facts["records"]), facts),
         _by_step(runs.traffic_by_step(name), measure, scheme),
         cards.columns(
             [
@@ -54,7 +56,13 @@ def _answers(runs: Runs, name: str, measure: Measure, scheme: Scheme) -> list[Co
                 _times(runs.step_times(name), scheme),
             ]
         ),
-        cards.columns([_what_ran(facts), _before_steps(runs.traffic_before_steps(name))]),
+        cards.columns(
+            [
+                overview_cards.exposure(overview_data.exposure(runs, name), facts, scheme),
+                _before_steps(runs.traffic_before_steps(name), facts["steps"]),
+            ]
+        ),
+        cards.columns([_what_ran(facts), overview_cards.cost(facts)]),
         cards.columns([_groups(runs.groups(name)), _moved(runs.moved(name), facts["moved_reason"])]),
     ]
 
@@ -102,9 +110,7 @@ def _missing(facts: Mapping[str, Any]) -> str:
 
 
 def _share(share: float | None) -> str:
-    if share is None:
-        return "not known"
-    return f"{100 * share:.2g} %" if share >= 0.0001 else "< 0.01 %"
+    return "not known" if share is None else overview_cards.share_text(share)
 
 
 def _recorder_time(facts: Mapping[str, Any]) -> str:
@@ -210,14 +216,14 @@ def _times(frame: pd.DataFrame, scheme: Scheme) -> Component:
     )
 
 
-def _before_steps(frame: pd.DataFrame) -> Component:
-    title = "Before the first step"
+def _before_steps(frame: pd.DataFrame, steps: int) -> Component:
+    title = "Before the first step" if steps else "The whole run, which has no training steps"
     if frame.empty:
         return cards.empty_card("before-steps", title, "Nothing was issued before the first training step.")
     return cards.table_card(
         "before-steps",
         title,
-        "Totals of the initialisation; no mean per step includes them.",
+        "Totals; no mean per step includes them.",
         frame,
         [
             Field("purpose", "Purpose"),

@@ -1,0 +1,27 @@
+"""What the Overview page asks of one run beside its plain facts: its ledger, and what collectives cost it in time."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pandas as pd
+
+from commprof.analysis import api
+from commprof_dash.data import Runs
+
+MOST_RECORDS: Final = 400_000  # a ledger goes through every record in Python
+
+
+def verdict(runs: Runs, name: str, records: int) -> api.Verdict | None:
+    """The ledger of a run; None where it has too many records for a page."""
+    if records > MOST_RECORDS:
+        return None
+    found: api.Verdict = runs.of_run("verify", name, api.verify)
+    return found
+
+
+def exposure(runs: Runs, name: str) -> pd.DataFrame:
+    """What a training step stands still for, by purpose; the last row is all of it."""
+    frame: pd.DataFrame = runs.of_run("exposure_per_step", name, api.exposure_per_step)
+    purposes = frame["purpose"].astype("object").where(frame["purpose"].notna(), "untagged")
+    return frame.assign(purpose=purposes.astype("str"))

@@ -1,0 +1,121 @@
+"""The cards of the Overview page about judgement and cost: the ledger, exposed time, and what recording cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import pandas as pd
+from dash import html
+from dash.development.base_component import Component
+
+from commprof.analysis import api
+from commprof_dash import overview_data
+from commprof_dash.charts import exposure as charts
+from commprof_dash.components import cards, messages, tables
+from commprof_dash.components.tables import Cell, Field
+from commprof_dash.measures import format_count
+from commprof_dash.theme import Scheme
+
+_STATES: Final = {
+    "closed": ("The ledger is closed: every byte that was issued is explained", "good"),
+    "mismatch": ("The ledger does not close", "error"),
+    "unknown": ("Whether the ledger closes cannot be told", "warning"),
+}
+_EXPOSED: Final = "Exposed and overlapped"
+
+
+def verdict(found: api.Verdict | None, facts: Mapping[str, Any]) -> Component:
+    """The verdict of ``commprof verify`` in its sentences."""
+    command = f"commprof verify {facts['path']}"
+    if found is None:
+        return messages.message(
+            "The ledger is not closed on this page",
+            f"The run has {facts['records']:,} records; a page closes ledgers of up to {overview_data.MOST_RECORDS:,}. "
+            "In a terminal:",
+            [command],
+        )
+    title, severity = _STATES[str(found.state)]
+    return messages.sentences(title, found.sentences, severity=severity, commands=[command])
+
+
+def exposure(frame: pd.DataFrame, facts: Mapping[str, Any], scheme: Scheme) -> Component:
+    """What a training step stands still for. Unknown is said, and is not 0."""
+    if frame.empty:
+        why = "No training step of this run ended."
+        if facts["steps"] == 0:
+            why = "This run has no training steps: commprof.step() tells them where no engine does."
+        return cards.empty_card("exposure", _EXPOSED, why)
+    whole = frame.iloc[-1]
+    if whole["records"] == 0:
+        why = (
+            "Not known: only sums of its collectives were kept (--aggregate), and what waits for what needs single ones."
+            if facts["summed"]
+            else "Nothing was issued in its training steps."
+        )
+        return cards.empty_card("exposure", _EXPOSED, why)
+    unknown = [f"Of {whole['timed']:,} of {whole['records']:,} records the exposed time is known."]
+    if whole["unwaited"]:
+        unknown.append(
+            f"For {whole['unwaited']:,} no wait was seen (DDP and compiled code wait in C++): what they cost is not known."
+        )
+    share = "" if pd.isna(whole["exposed_share"]) else f", {100 * whole['exposed_share']:.1f} % of the step"
+    return cards.figure_card(
+        "exposure",
+        _EXPOSED,
+        f"Exposed: the program stood still for a collective{share}. Overlapped: some were under way and it did not. A "
+        f"moment counts once; purposes may lie over each other. {' '.join(unknown)}",
+        charts.by_purpose(frame, scheme),
+        frame,
+        [
+            Field("purpose", "Purpose"),
+            Field("exposed_ns", "Exposed", api.format_ns, numeric=True),
+            Field("exposed_share", "Of the step", "{:.1%}".format, numeric=True),
+            Field("overlapped_ns", "Overlapped, at most", api.format_ns, numeric=True),
+            Field("timed", "Timed", format_count, numeric=True),
+            Field("records", "Records", format_count, numeric=True),
+            Field("unwaited", "No wait seen", format_count, numeric=True),
+        ],
+    )
+
+
+def cost(facts: Mapping[str, Any]) -> Component:
+    """What commprof itself took, and what it left out to take less."""
+    spent, share = facts["recorder_ns"], facts["recorder_share"]
+    imported = spent is None and facts["records"] > 0
+    values: dict[str, Cell] = {
+        "Time in the recorder": (
+            f"{api.format_ns(spent)} per rank, mean" if spent is not None else "not known"
+        ),
+        "Of the run's time": "not known" if share is None else share_text(share),
+        "Per record": _per_record(facts),
+        "Kept as sums only": _or_none(
+            facts["summed"], "collectives (--aggregate, or --max-size was reached)"
+        ),
+        "Outside what was recorded": _or_none(
+            facts["outside"], "collectives (--steps, --warmup): not recorded"
+        ),
+        "Records lost": format_count(facts["lost"]),
+    }
+    remark = (
+        "This run was not recorded by commprof, or its recorder left no account."
+        if imported
+        else "Its own time in the process, sampled; time that its memory traffic costs elsewhere is not in it."
+    )
+    return cards.text_card("cost", "What recording cost", remark, [tables.facts(values)])
+
+
+def share_text(share: float) -> str:
+    """A part of the run's time in percent."""
+    return f"{100 * share:.2g} %" if share >= 0.0001 else "< 0.01 %"
+
+
+def _per_record(facts: Mapping[str, Any]) -> Cell:
+    ranks, records = facts["ranks_recorded"], facts["records"]
+    if facts["recorder_ns"] is None or not ranks or not records:
+        return html.Span("not known")
+    return f"{api.format_ns(facts['recorder_ns'] * ranks / records)}, start and end of the recording included"
+
+
+def _or_none(count: int | None, words: str) -> Cell:
+    return f"{count:,} {words}" if count else "none"
