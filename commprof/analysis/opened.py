@@ -68,6 +68,10 @@ class OpenedRun:
         """See :func:`commprof.analysis.api.stragglers`."""
         return api.stragglers(self.run)
 
+    def bandwidth(self, calibration: Path | str | None = None) -> pd.DataFrame:
+        """See :func:`commprof.analysis.api.bandwidth`."""
+        return api.bandwidth(self.run, calibration)
+
     def moved(self) -> pd.DataFrame:
         """See :func:`commprof.analysis.api.moved`."""
         return api.moved(self.run)
