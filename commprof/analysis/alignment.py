@@ -39,7 +39,7 @@ def aligned(run: Run) -> pd.DataFrame:
         ask("aligned", tables | {"collectives": run.scan("collectives")}),
         [column for column in ALIGNED.columns if column.name != "position"],
     )
-    found = found.iloc[_in_order(found)].reset_index(drop=True)
+    found = pd.DataFrame(found.iloc[_in_order(found)]).reset_index(drop=True)
     positions = found.groupby(_OF, dropna=False).cumcount().astype("int64")
     found.insert(2, "position", positions)
     return found

@@ -1,0 +1,240 @@
+"""Traffic matrix, Buckets, Stragglers and Alignment, drawn without a browser: figures hold the answers of the api."""
+
+import json
+import math
+
+import pandas as pd
+import pytest
+from dash import dcc
+
+from commprof.analysis import api
+from commprof_dash.address import link
+from commprof_dash.app import draw_page, find_page
+from commprof_dash.charts import alignment, lateness, matrix, ranks, topology
+from commprof_dash.data import Runs
+from commprof_dash.pages.matrix import parse_steps
+from support.detailed_runs import aligned_run, detailed_run
+from support.runs import SyntheticRun
+
+HOSTILE = "<script>alert(1)</script>" + "x" * 10_000
+PATHS = ("/matrix", "/buckets", "/stragglers", "/alignment")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    base = tmp_path_factory.mktemp("runs")
+    detailed_run().write(base / "plain")
+    aligned_run(base / "aligned")
+    return base
+
+
+def draw(directory, path):
+    pathname, _, search = path.partition("?")
+    heading, drawing = draw_page(find_page(pathname), Runs(directory), pathname, f"?{search}", "light")
+    return [*heading, *drawing.controls, *drawing.body]
+
+
+def text_of(parts):
+    return json.dumps([part.to_plotly_json() for part in parts], default=lambda part: part.to_plotly_json())
+
+
+def figures_of(parts):
+    found = (part for root in parts for part in root._traverse() if isinstance(part, dcc.Graph))
+    return {part.id["name"]: part.figure for part in found}
+
+
+def drawn_cells(figure):
+    heat = figure.data[0]
+    rows = figure.layout.yaxis.ticktext
+    return {
+        (int(rows[i]), int(rows[j])): 2**value
+        for i, row in enumerate(heat.z)
+        for j, value in enumerate(row)
+        if value is not None
+    }
+
+
+@pytest.mark.parametrize(
+    "query", ["", "&op=reduce", "&purpose=pipeline", "&steps=2-3", "&op=all_gather&steps=5"]
+)
+def test_the_matrix_draws_what_the_api_answers(directory, query):
+    figure = figures_of(draw(directory, f"/matrix?run=plain{query}"))["matrix"]
+    asked = dict(part.split("=") for part in query.split("&") if part)
+    steps = asked.get("steps")
+    window = None if steps is None else (int(steps.split("-")[0]), int(steps.split("-")[-1]))
+    frame = api.matrix(directory / "plain", steps=window, op=asked.get("op"), purpose=asked.get("purpose"))
+    expected = {(row.sender, row.receiver): row.wire_bytes for row in frame.itertuples()}
+    assert drawn_cells(figure) == pytest.approx(expected)
+
+
+def test_messages_are_drawn_as_they_were_sent_and_without_any_it_says_so(directory):
+    assert drawn_cells(figures_of(draw(directory, "/matrix?run=plain&measure=messages"))["matrix"]) == {
+        (0, 3): pytest.approx(12 * 4096)
+    }
+    assert "No send was recorded" in text_of(draw(directory, "/matrix?run=aligned&measure=messages"))
+    assert "commprof run --wire" in text_of(draw(directory, "/matrix?run=plain&measure=counters"))
+
+
+def test_the_page_names_the_model_and_the_imbalance_of_the_owners(directory):
+    text = text_of(draw(directory, "/matrix?run=plain"))
+    assert "all_gather: around a ring in the order of the group" in text
+    assert "reduce: from each other rank to the root" in text
+    frame = api.owners(directory / "plain")
+    assert frame.attrs["imbalance"] == 3.0  # two of four ranks own, a quarter and three
+    assert "The largest is 3 times the mean" in text
+
+
+@pytest.mark.parametrize(
+    ("written", "steps"),
+    [("3", (3, 3)), ("2-9", (2, 9)), ("-1", (-1, -1)), ("-1-4", (-1, 4)), ("2 to 3", (2, 3)), ("", None), ("all", None)],
+)  # fmt: skip
+def test_steps_as_people_write_them(written, steps):
+    assert parse_steps(written) == (steps, None)
+
+
+@pytest.mark.parametrize("written", ["x", "1-2-3", "1e9", "99999999999999", "<b>"])
+def test_steps_that_cannot_be_understood_show_all_and_say_so(directory, written):
+    assert parse_steps(written)[1] is not None
+    assert "Write one step" in text_of(draw(directory, link("/matrix", run="plain", steps=written)))
+
+
+def test_buckets_draw_what_the_api_answers(directory):
+    figures = figures_of(draw(directory, "/buckets?run=plain&step=4"))
+    frame = api.bucket_flushes(directory / "plain")
+    frame = frame[frame["step"] == 4]
+    bars = figures["bucket-sizes"].data[0]
+    assert (bars.name, list(bars.y)) == ("reduce", [24_000.0, 16_000.0])
+    assert list(figures["bucket-times"].data[0].y) == [float(value) for value in frame["duration_ns"]]
+    means = figures_of(draw(directory, "/buckets?run=plain"))["bucket-times"]
+    assert list(means.data[0].y) == [150_000.0, 150_000.0]  # two reduces, 100,000 apart, of 50,000 each
+
+
+def test_a_bucket_of_the_address_shows_its_parameters_and_records(directory):
+    text = text_of(draw(directory, "/buckets?run=plain&step=4&bucket=1"))
+    assert "Bucket 1 of step 4: its parameters" in text
+    assert '"head.bias"' in text and '"3,000"' in text
+    records = api.bucket_content(directory / "plain", 4, 1).operations
+    assert all(f"filter=rank%3A%3D%3A0&filter=seq%3A%3D%3A{seq}" in text for seq in records["seq"])
+
+
+def test_a_run_without_buckets_says_who_publishes_them(tmp_path):
+    run = SyntheticRun(2)
+    run.add_collective("all_reduce", payload_bytes=4)
+    run.write(tmp_path / "run")
+    text = text_of(draw(tmp_path, "/buckets?run=run"))
+    assert "No gradient buckets" in text and "commprof run train.py" in text
+
+
+def test_the_straggler_is_named_with_links_to_the_timeline_and_its_record(directory):
+    parts = draw(directory, "/stragglers?run=plain")
+    text, figures = text_of(parts), figures_of(parts)
+    assert "A rank comes late" in text and "Rank 2 was the last to come to 100 %" in text
+    found = api.straggling(directory / "plain")
+    assert list(figures["lateness"].data[0].median) == [float(v) for v in found.lateness["median_ns"]]
+    drawn = {trace.name.partition(":")[0].replace(" ", "_"): sum(trace.y) for trace in figures["causes"].data}
+    assert drawn == found.causes.groupby("cause")["time_ns"].sum().astype(float).to_dict()
+    worst = found.collectives.iloc[0]
+    assert (worst["op"], worst["last_rank"]) == ("all_gather", 2)
+    assert "/timeline?run=plain&from=" in text
+    assert f"filter=rank%3A%3D%3A2&filter=seq%3A%3D%3A{worst['seq']}" in text
+
+
+def test_an_alignment_is_drawn_with_its_first_divergence(directory):
+    parts = draw(directory, "/alignment?run=aligned")
+    text, figures = text_of(parts), figures_of(parts)
+    found = api.alignment(directory / "aligned")
+    states = found.counts.groupby("state")["lines"].sum().to_dict()
+    assert {trace.name: sum(trace.y) for trace in figures["states"].data} == states
+    assert states["missing"] == 3
+    first = found.divergences.iloc[0]
+    assert f"Records beside lines: rank {first['rank']}" in text
+    assert f"at={first['matched_before']}" in text
+    assert "certain" in text
+    ring = api.topology(directory / "aligned")
+    ring = ring[ring["kind"] == "ring"]
+    assert list(figures["topology-ring"].data[1].text) == ["0", "2", "1", "3"]
+    assert len(ring) == 4 == len(figures["topology-ring"].data[0].x) / 3
+    assert list(figures["topology-tree"].data[1].text) == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    "query", ["state=missing", "state=torn", "at=99999999", "at=x", "rank=77", "group=no", "channel=9"]
+)
+def test_no_place_of_an_alignment_brings_the_page_down(directory, query):
+    assert "could not be drawn" not in text_of(draw(directory, f"/alignment?run=aligned&{query}"))
+
+
+def test_without_an_alignment_the_command_is_said(directory):
+    text = text_of(draw(directory, "/alignment?run=plain"))
+    assert "Not aligned with an NCCL log" in text and "commprof align " in text
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_run_of_one_rank_that_goes_on_and_one_without_records_are_drawn(tmp_path, monkeypatch, path):
+    alone = SyntheticRun(1)
+    alone.add_step(0, duration_ns=100)
+    alone.add_collective("all_reduce", payload_bytes=4, step=0, purpose="gradient_reduce")
+    alone.write(tmp_path / "alone")
+    SyntheticRun(2).write(tmp_path / "empty")
+    monkeypatch.setattr(Runs, "is_going", lambda runs, names: names == ["alone"])
+    assert "This run is still going" in text_of(draw(tmp_path, f"{path}?run=alone"))
+    for name in ("alone", "empty"):
+        assert "could not be drawn" not in text_of(draw(tmp_path, f"{path}?run={name}"))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_hostile_trace_is_text(tmp_path, path):
+    run = SyntheticRun(2, backend="nccl")
+    run.add_step(0, begin_ns=-5_000_000, duration_ns=100)
+    for op in ("all_reduce", "reduce"):
+        run.add_collective(
+            op, payload_bytes=400, pg=HOSTILE, peer=0, purpose="gradient_reduce", bucket=0, issue_ns=-4_000_000,
+            parameters=HOSTILE,
+        )  # fmt: skip
+    run.add("buckets", rank=0, attempt=0, pid=1000, step=0, micro_step=0, bucket=0, numel=100, bytes=400, capacity=0,
+            dtype=HOSTILE, owners=HOSTILE, parameters=HOSTILE, flush_reason=HOSTILE, time_ns=-1)  # fmt: skip
+    run.add("matches", state="missing", rank=0, attempt=0, record_pid=1000, seq=0, pg=HOSTILE, op="all_reduce",
+            record_bytes=400, reason=HOSTILE)  # fmt: skip
+    run.add("nccl_rings", host=HOSTILE, pid=1, comm=HOSTILE, channel=0, ranks="0 1", file=HOSTILE, line=1)
+    run.write(tmp_path / "run")
+    parts = draw(tmp_path, f"{path}?run=run")
+    assert "could not be drawn" not in text_of(parts)
+    for figure in figures_of(parts).values():
+        assert "<script" not in figure.to_json().replace("\\u003c", "<")
+
+
+def test_ranks_have_ticks_at_whole_numbers_only():
+    assert list(ranks.rank_axis([0, 1, 2, 3])["tickvals"]) == [0, 1, 2, 3]
+    assert len(ranks.rank_axis(range(1000))["tickvals"]) <= 12
+
+
+def test_cells_of_many_ranks_say_which_they_are():
+    frame = pd.DataFrame({"sender": [0, 16], "receiver": [16, 0], "wire_bytes": [8.0, 1024.0]})
+    frame.attrs = {"ranks": 30, "ranks_per_cell": 16}
+    figure = matrix.heat(frame, "wire_bytes", "Wire bytes", "reduce", "dark")
+    assert list(figure.layout.xaxis.ticktext) == ["0-15", "16-29"]
+    assert [list(row) for row in figure.data[0].z] == [[None, 3.0], [10.0, None]]
+    assert "Rank 0-15 to rank 16-29" in figure.data[0].customdata[0][1]
+
+
+def test_equal_cells_have_a_colour_and_a_tick():
+    frame = pd.DataFrame({"sender": [0, 1], "receiver": [1, 0], "wire_bytes": [1000.0, 1000.0]})
+    frame.attrs = {"ranks": 2, "ranks_per_cell": 1}
+    heat = matrix.heat(frame, "wire_bytes", "Wire bytes", None, "light").data[0]
+    assert heat.zmin < heat.zmax == math.log2(1000)
+    assert len(heat.colorbar.tickvals) == 1
+
+
+def test_a_ring_with_a_gap_and_a_tree_with_two_roots_are_drawn():
+    broken = pd.DataFrame({"from_rank": [0, 3], "to_rank": [1, 0]})
+    assert set(topology.ring(broken, "light").data[1].text) == {"0", "1", "3"}
+    forest = pd.DataFrame({"from_rank": [0, 2, 4, 5], "to_rank": [1, 3, 5, 4]})
+    assert set(topology.tree(forest, "dark").data[1].text) == {"0", "1", "2", "3", "4", "5"}
+
+
+def test_states_and_causes_are_told_apart_without_their_colour():
+    for looks in (
+        [hatch for _, hatch in alignment.STATES.values()],
+        [c[2] for c in lateness.CAUSES.values()],
+    ):
+        assert len(set(looks)) == len(looks)
