@@ -1,6 +1,6 @@
 """What collectives cost the program in time (exposed), and what they hid behind its work (overlapped).
 
-Both are lengths of time on each rank, in which every moment counts once: see ``queries/standstill.sql``.
+Both are lengths of time on each rank, in which every moment counts once: see :mod:`commprof.analysis.standstill`.
 """
 
 from __future__ import annotations
@@ -15,23 +15,11 @@ import pyarrow as pa
 from commprof.analysis.answers import EXPOSURE, EXPOSURE_BY, EXPOSURE_PER_STEP
 from commprof.analysis.engine import ask
 from commprof.analysis.frames import from_arrow, from_rows
+from commprof.analysis.standstill import standstill
 from commprof.errors import UsageError
 from commprof.trace.reader import Scan
 
-_OF_EVERY_PIECE = ("attempt", "rank", "step")  # standstill.sql has these whatever it is grouped by
 _OF_DURATIONS = ("attempt", "rank", "step")  # a step lasts differently long by these
-
-
-def standstill(collectives: pa.Table | Scan, steps: pa.Table, by: Sequence[str] = ()) -> pa.Table:
-    """Exposed and overlapped time of each process by step, and by the columns ``by`` of its records."""
-    names = [name for name in by if name not in _OF_EVERY_PIECE]
-    return ask(
-        "standstill",
-        {"collectives": collectives, "steps": steps},
-        by=_listed(names),
-        of_extent=_listed(names, "e."),
-        of_cut=_listed(names, "c."),
-    )
 
 
 def exposure(collectives: pa.Table | Scan, steps: pa.Table, by: Sequence[str]) -> pd.DataFrame:

@@ -9,8 +9,8 @@ import pyarrow as pa
 
 from commprof.analysis.answers import STEP_TIMES, STEP_TOTALS
 from commprof.analysis.engine import ask
-from commprof.analysis.exposure import standstill
 from commprof.analysis.frames import from_arrow
+from commprof.analysis.standstill import standstill
 from commprof.trace.reader import Scan
 
 COLUMNS: Final = ("attempt", "step", "op")  # of the operations that step_times asks for

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -181,6 +181,21 @@ def read_parquet(path: Path, name: str) -> pa.Table:
             f"{path} cannot be read: {error}. It is damaged or not a Parquet file; copy it again from where it was made"
         ) from None
     return conform(name, arrow).replace_schema_metadata(metadata)
+
+
+def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
+    """Some columns of one Parquet file that :func:`has_schema` holds of.
+
+    Raises:
+        TraceError: the file is damaged.
+    """
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            return file.read(columns=list(columns)).select(list(columns))
+    except (OSError, pa.ArrowException, ValueError) as error:
+        raise TraceError(
+            f"{path} cannot be read: {error}. It is damaged or not a Parquet file; copy it again from where it was made"
+        ) from None
 
 
 def read_metadata(path: Path) -> dict[bytes, bytes]:

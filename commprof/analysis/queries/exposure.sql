@@ -1,6 +1,6 @@
 -- What collectives cost the program in time, and what they hid behind its work, for each combination of the grouping columns.
 --
--- Input:  standstill (see standstill.sql, grouped by the same columns), collectives, steps
+-- Input:  standstill (see standstill.py, grouped by the same columns), collectives, steps
 -- Times are means over the ranks that have part in the combination, whatever the step. exposed_share is the part of the
 -- training steps that ended, so what lies outside of them counts in exposed_ns and not in the share.
 -- Put in: the columns to group by, each followed by a comma: all, those without step, and those that durations differ by;

@@ -1,6 +1,6 @@
 -- For how long the processes of each step stood still for collectives together, and how many records say so.
 --
--- Input: standstill (see standstill.sql, grouped by nothing), collectives
+-- Input: standstill (see standstill.py, grouped by nothing), collectives
 select
     attempt,
     step,

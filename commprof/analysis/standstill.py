@@ -1,0 +1,249 @@
+"""For how long the program of each rank stood still for collectives, and for how long they ran beside it, by step.
+
+A collective that the program stood still for held it until ``wait_end_ns``, on a device until ``device_end_ns``, for
+``exposed_ns``. It ran from ``issue_ns`` (``device_begin_ns``) until its end: ``device_end_ns`` where that is known, else
+``wait_end_ns``. Exposed is the length of the union of the times in which any held the program, overlapped that of the union
+of all times in which any held it or ran, less the former. So two threads that wait at the same time count once, and what was
+issued in one step and waited for in the next counts where the time was spent.
+
+This is no SQL: to sort the times of one process after another in arrays takes a part of the time of window frames over all
+of them, and the memory of one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Final, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from commprof.errors import TraceError
+from commprof.trace.reader import Scan
+from commprof.trace.tables import arrow_schema, read_columns
+
+Numbers: TypeAlias = npt.NDArray[np.int64]
+Flags: TypeAlias = npt.NDArray[np.bool_]
+
+_PROCESS: Final = ("attempt", "rank", "pid")
+_TIMES: Final = ("issue_ns", "wait_end_ns", "device_begin_ns", "device_end_ns", "exposed_ns")
+_FURTHEST: Final = 1 << 61  # sums and differences of two such times are integers still
+_MEASURES: Final = (("step", pa.int32()), ("exposed_ns", pa.int64()), ("overlapped_ns", pa.int64()))
+_BEFORE: Final = -1  # the step of what lies before the first one
+
+
+class Known(NamedTuple):
+    """Numbers, and which of them are known."""
+
+    values: Numbers
+    known: Flags
+
+
+class _Intervals(NamedTuple):
+    """Times from ``starts`` to ``stops``, each of the combination ``codes``."""
+
+    codes: Numbers
+    starts: Numbers
+    stops: Numbers
+
+
+class _Steps(NamedTuple):
+    """The moments of one process at which a step begins or ends, and the step from each on; null after an end."""
+
+    times: Numbers
+    steps: pa.Array
+
+
+def standstill(collectives: pa.Table | Scan, steps: pa.Table, by: Sequence[str] = ()) -> pa.Table:
+    """One row per process, step and combination of the columns ``by``: exposed_ns, overlapped_ns.
+
+    The step is -1 before the first step, null after the last and between steps.
+
+    Raises:
+        TraceError: a file cannot be read, or holds times that cannot be added up.
+    """
+    schema = arrow_schema("collectives")
+    by = [name for name in by if name not in (*_PROCESS, "step")]
+    columns = list(dict.fromkeys((*_PROCESS, "device", *_TIMES, *by)))
+    of_process = {
+        key: rows for rows, key in _by_process(steps.select([*_PROCESS, "step", "begin_ns", "end_ns"]))
+    }
+    found = [
+        _of_process(rows, key, of_process.get(key), by)
+        for part in _parts(collectives, columns)
+        for rows, key in _by_process(part)
+    ]
+    fields = [schema.field(name) for name in (*by, *_PROCESS)]
+    fields += [pa.field(name, kind) for name, kind in _MEASURES]
+    answer = pa.schema([field.with_nullable(True).remove_metadata() for field in fields])
+    return pa.concat_tables([answer.empty_table(), *(table.cast(answer) for table in found)])
+
+
+def _parts(collectives: pa.Table | Scan, columns: list[str]) -> Iterator[pa.Table]:
+    """The rows in parts; all those of a process are in one."""
+    if not isinstance(collectives, Scan):
+        yield collectives.select(columns)
+        return
+    of_process: dict[tuple[str, ...], list[Path]] = {}
+    for file in collectives.files:  # rank, attempt, process, and a number where it recorded more than once
+        of_process.setdefault(tuple(file.stem.split("-")[:4]), []).append(file)
+    for files in of_process.values():
+        yield pa.concat_tables([read_columns(file, columns) for file in files])
+    yield collectives.rest.select(columns)
+
+
+def _by_process(rows: pa.Table) -> Iterator[tuple[pa.Table, tuple[int, ...]]]:
+    """The rows of each process, and which it is."""
+    if not len(rows):
+        return
+    keys = [rows[name].to_numpy() for name in _PROCESS]
+    if all(key[0] == key.min() == key.max() for key in keys):
+        yield rows, tuple(int(key[0]) for key in keys)
+        return
+    order = np.lexsort(keys[::-1])
+    changes = np.any([np.diff(key[order]) != 0 for key in keys], axis=0)
+    bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), len(order)]
+    for begin, end in pairwise(bounds):
+        yield rows.take(pa.array(order[begin:end])), tuple(int(key[order[begin]]) for key in keys)
+
+
+def _known(rows: pa.Table, name: str) -> Known:
+    column = rows[name].combine_chunks()
+    known = column.is_valid().to_numpy(zero_copy_only=False)
+    values = pc.fill_null(column, 0).to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
+    if len(values) and (values.max() > _FURTHEST or values.min() < -_FURTHEST):
+        raise TraceError(
+            f"the records of the run have a {name} that cannot be added up. Some file of the run is damaged; copy it again "
+            "from where it was recorded"
+        )
+    return Known(values, known)
+
+
+def _of_process(
+    rows: pa.Table, process: tuple[int, ...], steps: pa.Table | None, by: Sequence[str]
+) -> pa.Table:
+    codes, firsts = _combinations(rows, by)
+    held, ran = _held_and_run(rows, codes)
+    cuts = _cuts(steps)
+    places = len(cuts.steps)  # what lies before the first moment is the first of them
+    exposed = _lengths(held, cuts, places)
+    covered = _lengths(_Intervals(*map(np.concatenate, zip(held, ran, strict=True))), cuts, places)
+    cells = np.array(sorted(covered), np.int64)
+    chosen = rows.select(list(by)).take(pa.array(firsts[cells // places])) if by else None
+    sums = [(exposed.get(cell, 0), covered[cell] - exposed.get(cell, 0)) for cell in cells.tolist()]
+    columns = {name: chosen[name] for name in by} if chosen is not None else {}
+    columns |= {
+        name: pa.array(np.full(len(cells), value, np.int64))
+        for name, value in zip(_PROCESS, process, strict=True)
+    }
+    columns["step"] = cuts.steps.take(pa.array(cells % places))
+    columns["exposed_ns"] = pa.array([each for each, _ in sums], pa.int64())
+    columns["overlapped_ns"] = pa.array([each for _, each in sums], pa.int64())
+    return _added_up(pa.table(columns), [*by, *_PROCESS, "step"])
+
+
+def _added_up(table: pa.Table, keys: list[str]) -> pa.Table:
+    """One row per combination: null stands in several places, between any two steps."""
+    sums = table.group_by(keys).aggregate([("exposed_ns", "sum"), ("overlapped_ns", "sum")])
+    return sums.rename_columns([*keys, "exposed_ns", "overlapped_ns"]) if len(sums) else table
+
+
+def _combinations(rows: pa.Table, by: Sequence[str]) -> tuple[Numbers, Numbers]:
+    """The number of each row's combination of the columns ``by``, and the first row of each combination."""
+    codes = np.zeros(len(rows), np.int64)
+    firsts = np.zeros(1, np.int64)
+    for name in by:
+        encoded = rows[name].combine_chunks().dictionary_encode(null_encoding="encode")
+        numbers = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
+        mixed = codes * (len(encoded.dictionary) + 1) + numbers
+        _, firsts, codes = np.unique(mixed, return_index=True, return_inverse=True)
+        codes = codes.astype(np.int64)
+    return codes, firsts
+
+
+def _held_and_run(rows: pa.Table, codes: Numbers) -> tuple[_Intervals, _Intervals]:
+    """When each record held the program, and when it ran; of the latter only what does not lie in the former."""
+    device = rows["device"].combine_chunks()
+    on_host = pc.fill_null(pc.equal(device.cast(pa.string()), "cpu"), True).to_numpy(zero_copy_only=False)
+    issue, wait_end, device_begin, device_end, exposed = (_known(rows, name) for name in _TIMES)
+    until = _either(on_host, wait_end, device_end)
+    holds = exposed.known & (exposed.values > 0) & until.known
+    held = _Intervals(codes[holds], (until.values - exposed.values)[holds], until.values[holds])
+    begin = _either(on_host, issue, device_begin)
+    device_first = device_end.known & (~wait_end.known | (device_end.values < wait_end.values))
+    end = _either(~on_host | device_first, device_end, wait_end)
+    runs = begin.known & end.known & (end.values > begin.values)
+    runs &= ~holds | (begin.values < until.values - exposed.values) | (end.values > until.values)
+    return held, _Intervals(codes[runs], begin.values[runs], end.values[runs])
+
+
+def _either(first: Flags, these: Known, those: Known) -> Known:
+    return Known(np.where(first, these.values, those.values), np.where(first, these.known, those.known))
+
+
+def _cuts(steps: pa.Table | None) -> _Steps:
+    """Where time is cut. The greatest of what is at one moment holds: a beginning, not an end."""
+    moments: dict[int, int | None] = {}
+    rows = [] if steps is None else steps.select(["step", "begin_ns", "end_ns"]).to_pylist()
+    rows = sorted((row for row in rows if row["step"] >= 0), key=lambda row: int(row["step"]))
+    for row in rows:
+        if row["end_ns"] is not None:
+            moments.setdefault(row["end_ns"], None)
+    for row in rows:
+        moments[row["begin_ns"]] = row["step"]
+    times = sorted(moments)
+    inside = [_BEFORE, *(moments[time] for time in times)]
+    return _Steps(np.array(times, np.int64), pa.array(inside, pa.int32()))
+
+
+def _lengths(intervals: _Intervals, cuts: _Steps, places: int) -> dict[int, int]:
+    """The length of the union of the intervals of each combination between two cuts, by combination x ``places`` + place."""
+    codes, starts, stops = _union(intervals)
+    if not len(starts):
+        return {}
+    first = np.searchsorted(cuts.times, starts, "right")
+    last = np.searchsorted(cuts.times, stops, "left")
+    pieces = np.repeat(np.arange(len(starts)), last - first + 1)
+    place = np.arange(len(pieces)) - np.repeat(
+        np.cumsum(last - first + 1) - (last - first + 1), last - first + 1
+    )
+    place += first[pieces]
+    edges = np.concatenate(([-(1 << 62)], cuts.times, [1 << 62]))
+    lengths = np.minimum(stops[pieces], edges[place + 1]) - np.maximum(starts[pieces], edges[place])
+    cells = codes[pieces] * places + place
+    order = np.argsort(cells, kind="stable")
+    cells, lengths = cells[order], lengths[order]
+    firsts = np.flatnonzero(np.diff(cells, prepend=-1))
+    sums = np.add.reduceat(lengths, firsts)
+    return dict(zip(cells[firsts].tolist(), sums.tolist(), strict=True))
+
+
+def _union(intervals: _Intervals) -> _Intervals:
+    """What each interval adds to the union of the earlier ones of its combination. No two lie over each other."""
+    order = np.argsort(intervals.starts, kind="stable")  # quick where times are nearly in order
+    order = order[np.argsort(intervals.codes[order], kind="stable")]
+    codes, starts, stops = (values[order] for values in intervals)
+    if not len(starts):
+        return _Intervals(codes, starts, stops)
+    before = np.full(len(starts), -(1 << 62))
+    bounds = [0, *(np.flatnonzero(np.diff(codes)) + 1).tolist(), len(codes)]
+    low, high = int(starts.min()), int(stops.max())
+    if (high - low + 1) * len(bounds) < 1 << 62:
+        shift = _shift(codes, high - low + 1)
+        furthest = np.maximum.accumulate(stops - low + shift)
+        before[1:] = furthest[:-1] - shift[1:] + low
+    else:
+        for begin, end in pairwise(bounds):
+            before[begin + 1 : end] = np.maximum.accumulate(stops[begin:end])[:-1]
+    starts = np.maximum(starts, before)
+    adds = stops > starts
+    return _Intervals(codes[adds], starts[adds], stops[adds])
+
+
+def _shift(codes: Numbers, width: int) -> Numbers:
+    """A multiple of ``width`` for each of the sorted ``codes``, so that the numbers of two codes do not meet."""
+    return np.concatenate(([0], np.cumsum(np.diff(codes) != 0))) * width

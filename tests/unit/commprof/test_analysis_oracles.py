@@ -1,0 +1,142 @@
+"""Quick ways to an answer against the plain SQL that they took the place of, on random records of every kind."""
+
+import random
+from pathlib import Path
+
+import duckdb
+import pyarrow as pa
+import pytest
+
+from commprof.analysis.standstill import standstill
+from commprof.analysis.traffic import EVERY_COLUMN, operations, traffic
+from commprof.schema import TABLES, Op
+from commprof.trace.reader import Scan
+from commprof.trace.tables import empty_table, table_from_rows, write_parquet
+
+QUERIES = Path(__file__).parents[2] / "support" / "queries"
+COMBINATIONS = [
+    (),
+    ("op",),
+    ("step", "purpose"),
+    ("pg", "group_ranks", "phase", "backend"),
+    ("bucket", "owner"),
+]
+
+
+def oracle(question: str, tables: dict[str, pa.Table], **clauses: str) -> pa.Table:
+    text = (QUERIES / f"{question}.sql").read_text("utf-8")
+    with duckdb.connect() as engine:
+        for name, rows in tables.items():
+            engine.register(name, rows)
+        return engine.sql(text.format(**clauses) if clauses else text).to_arrow_table()
+
+
+def listed(names, table: str = "") -> str:
+    return "".join(f"{table}{name}, " for name in names)
+
+
+def rows_of(table: pa.Table, names: list[str]) -> list[tuple]:
+    return sorted((tuple(row.values()) for row in table.select(names).to_pylist()), key=repr)
+
+
+def random_records(seed: int, count: int) -> pa.Table:
+    """Records of four ranks whose numbers, groups, roots and times are drawn anew for each: nothing need agree."""
+    draw = random.Random(seed)
+    rows = []
+    for number in range(count):
+        row: dict[str, object] = {}
+        for column in TABLES["collectives"].columns:
+            if column.nullable and draw.random() < 0.3:
+                row[column.name] = None
+            elif column.values:
+                row[column.name] = draw.choice(list(column.values)[:3])
+            elif column.type == "string":
+                row[column.name] = draw.choice("ab")
+            elif column.type == "bool":
+                row[column.name] = draw.random() < 0.5
+            else:
+                row[column.name] = draw.randrange(3)
+        issue = draw.randrange(1_000)
+        row |= {
+            "seq": number,
+            "op": draw.choice(
+                [Op.ALL_REDUCE, Op.ALL_TO_ALL, Op.BARRIER, Op.REDUCE, Op.SEND, Op.RECV, Op.GATHER]
+            ),
+            "rank": draw.randrange(4),
+            "pid": draw.randrange(2),
+            "peer": draw.randrange(-1, 4),
+            "pg_seq": draw.randrange(8),
+            "step": draw.randrange(-1, 4),
+            "group_size": draw.choice([1, 4]),
+            "payload_bytes": draw.randrange(1 << 40),
+            "device": draw.choice([None, "cpu", "cuda:0"]),
+            "issue_ns": issue,
+            "return_ns": draw.choice([None, issue + 8 * draw.randrange(9)]),
+        }
+        row |= {
+            name: draw.choice([None, issue + draw.randrange(-20, 200)])
+            for name in ("wait_begin_ns", "wait_end_ns", "device_begin_ns", "device_end_ns")
+        }
+        row["exposed_ns"] = draw.choice([None, draw.randrange(-5, 150)])
+        rows.append(row)
+    return table_from_rows("collectives", rows)
+
+
+def random_steps(seed: int) -> pa.Table:
+    draw = random.Random(seed)
+    rows = []
+    for process in range(3 * 4 * 2):
+        time = draw.randrange(200)
+        for step in range(draw.randrange(5)):
+            begin, time = time, time + draw.randrange(1, 300)
+            ended = draw.random() < 0.9
+            place = {"attempt": process // 8, "rank": process // 2 % 4, "pid": process % 2, "step": step}
+            rows.append({**place, "begin_ns": begin, "end_ns": time if ended else None, "micro_steps": 1})
+            if not ended:
+                break
+            time += draw.choice([0, 0, 40])
+    return table_from_rows("steps", rows)
+
+
+def scanned(records: pa.Table, folder: Path) -> Scan:
+    """The records in a file for each process, as a large run has them."""
+    files = []
+    processes = list(zip(*(records[name].to_pylist() for name in ("rank", "attempt", "pid")), strict=True))
+    for process in sorted(set(processes)):
+        rows = records.filter(pa.array([each == process for each in processes]))
+        files.append(folder / "rank-{:05}-{}-{}.parquet".format(*process))
+        write_parquet(files[-1], rows)
+    return Scan(tuple(files), empty_table("collectives"))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("count", [0, 300])
+def test_operations_added_up_by_some_columns_are_those_of_the_plain_question(seed: int, count: int):
+    records, aggregates = random_records(seed, count), empty_table("aggregates")
+    plain = oracle("operations", {"collectives": records, "aggregates": aggregates})
+    whole = operations(records, aggregates)
+    for by in COMBINATIONS:
+        of_few, of_all, expected = (
+            traffic(each, by) for each in (operations(records, aggregates, by), whole, plain)
+        )
+        for answer in (of_few, of_all):
+            exact = [name for name in expected.columns if name not in ("host_ns", "exposed_ns")]
+            assert answer[exact].equals(expected[exact])
+            for name in ("host_ns", "exposed_ns"):  # means of ranks, added up in another order
+                assert all((answer[name] - expected[name]).dropna().abs() <= 1)
+                assert answer[name].isna().equals(expected[name].isna())
+    assert set(EVERY_COLUMN) <= set(plain.column_names)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("count", [0, 300])
+def test_times_in_arrays_are_those_of_the_plain_question(seed: int, count: int, tmp_path: Path):
+    records, steps = random_records(seed, count), random_steps(seed)
+    spread = scanned(records, tmp_path)
+    for by in COMBINATIONS:
+        named = [name for name in by if name != "step"]
+        clauses = {"by": listed(named), "of_extent": listed(named, "e."), "of_cut": listed(named, "c.")}
+        expected = oracle("standstill", {"collectives": records, "steps": steps}, **clauses)
+        for given in (records, spread):
+            found = standstill(given, steps, by)
+            assert rows_of(found, expected.column_names) == rows_of(expected, expected.column_names)
