@@ -52,6 +52,9 @@ class TrainingLoop:
         self._patches = Patches()
         self._watch = ImportWatch({_COMPILED}, self._on_compiler, self._give_up)
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        # An id may be that of an optimizer that is gone, on one rank and not on the next: their steps would part.
+        self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._numbered = 0
         self._handles: list[Any] = []
         self._every_module: Any = None  # the hook of all modules, which is in place while none of them runs
         self._armed = False
@@ -295,8 +298,16 @@ class TrainingLoop:
             return
         self._optimizers.add(optimizer)
         # Who there is matters in the first step only.
-        made = set() if self._models.published else {id(each) for each in self._optimizers}
-        if self._progress.end_optimizer(id(optimizer), made):
+        made = set() if self._models.published else {self._number(each) for each in self._optimizers}
+        if self._progress.end_optimizer(self._number(optimizer), made):
             self._announce()
         if self._progress.first_ended:
             self._models.publish(self._optimizers)
+
+    def _number(self, optimizer: Optimizer) -> int:
+        """What stands for ``optimizer``, and for no other before or after it."""
+        number = self._numbers.get(optimizer)
+        if number is None:
+            number = self._numbers[optimizer] = self._numbered
+            self._numbered += 1
+        return number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 
 import pytest
@@ -111,6 +112,33 @@ def failing(rank, world):
         dist.all_reduce(torch.ones(4))
         net(torch.ones(1, 2)).sum().backward()
         optimizer.step()
+
+
+def test_ranks_count_alike_when_an_optimizer_takes_the_place_of_one_that_is_gone(tmp_path):
+    def body(rank, world):
+        net, kept = torch.nn.Linear(2, 2), []
+
+        def stage():
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            for _ in range(3):
+                net(torch.ones(1, 2)).sum().backward()
+                dist.all_reduce(torch.ones(1))
+                optimizer.step()
+            if rank == 1:
+                kept.append(optimizer)
+            return id(optimizer)
+
+        places = set()
+        for _ in range(6):
+            places.add(stage())
+            gc.collect()
+        return len(places)
+
+    run, outcomes = record(tmp_path / "run", 2, body)
+    assert outcomes[0]["result"] < outcomes[1]["result"] == 6
+    assert said(run, "step") == [
+        stage * 2 + step for stage in range(6) for step in ((0, 1, 2) if stage == 0 else (1, 1, 2))
+    ]
 
 
 def test_a_pass_that_raises_ends_its_phase(tmp_path):
