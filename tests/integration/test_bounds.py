@@ -43,16 +43,23 @@ def train(rank, world, marked):
 # Which steps.
 
 
-@pytest.mark.parametrize("marked", [True, False])
+# Options, the steps that they leave, and what lies outside: the barriers, and four collectives in each step not recorded.
+WINDOWS = [
+    ({"steps": "2:4"}, [2, 3], 2 + 4 * 4),
+    ({"warmup": 4}, [4, 5], 1 + 4 * 4),
+    ({"steps": ":1"}, [-1, 0], 1 + 5 * 4),
+    ({"steps": "0:5", "warmup": 3}, [3, 4], 2 + 4 * 4),
+    ({"steps": "9:"}, [], 2 + 6 * 4),
+]
+
+
 @pytest.mark.parametrize(
-    ("options", "steps", "outside"),
+    ("options", "steps", "outside", "marked"),
     [
-        # Outside: the barriers, and four collectives in each step that is not recorded.
-        ({"steps": "2:4"}, [2, 3], 2 + 4 * 4),
-        ({"warmup": 4}, [4, 5], 1 + 4 * 4),
-        ({"steps": ":1"}, [-1, 0], 1 + 5 * 4),
-        ({"steps": "0:5", "warmup": 3}, [3, 4], 2 + 4 * 4),
-        ({"steps": "9:"}, [], 2 + 6 * 4),
+        # each window once in every run of the tests, with steps that are marked or found; the other way is long
+        pytest.param(*window, marked, marks=[pytest.mark.long] if marked == bool(number % 2) else [])
+        for number, window in enumerate(WINDOWS)
+        for marked in (True, False)
     ],
 )
 def test_only_the_steps_that_were_asked_for(tmp_path, marked, options, steps, outside):

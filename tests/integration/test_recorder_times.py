@@ -2,8 +2,12 @@
 
 The independent measure is the program's own: a clock read before and after each of its calls and waits. What the recorder
 says may lie inside that by no more than what both spend on being called, and never outside.
+
+How long a process waits for a processor is up to the machine. So a test that holds a time below a bound is tried a few
+times, and one of them must pass whole. What has to hold whatever else runs (order, equality, never outside) fails at once.
 """
 
+import functools
 import statistics
 import subprocess
 import sys
@@ -25,6 +29,37 @@ BETWEEN_CLOCKS_NS = 1_000_000
 # From the moment at which the late rank comes until the early one runs again: the transfer itself (4 kB) and being
 # scheduled, on a machine that may have fewer processors than ranks.
 WAKING_NS = 4_000_000
+
+
+TRIES = 5
+
+
+class DisturbedError(AssertionError):
+    """A time is beyond its bound, as it is where others take the processor."""
+
+
+def within(low: float, value: float, high: float, *what: object) -> None:
+    """``value`` lies between the bounds, unless the machine is busy."""
+    if not low < value < high:
+        raise DisturbedError(f"{value} is not between {low} and {high}", *what)
+
+
+def in_one_of_a_few_tries(test):
+    """``test`` passes in one of a few tries, each in a folder of its own; only a passed bound leads to another."""
+
+    @functools.wraps(test)
+    def tried(tmp_path, **arguments):
+        for attempt in range(TRIES):
+            folder = tmp_path / str(attempt)
+            folder.mkdir()
+            try:
+                test(folder, **arguments)
+                return
+            except DisturbedError:
+                if attempt == TRIES - 1:
+                    raise
+
+    return tried
 
 
 def late(rank: int, delay_ms: float) -> None:
@@ -85,6 +120,7 @@ def median_by_delay(values: list[tuple[int, float]]) -> dict[int, float]:
     return {delay: statistics.median(value for d, value in values if d == delay) for delay in DELAYS_MS}
 
 
+@in_one_of_a_few_tries
 def test_a_synchronous_call_is_exposed_for_as_long_as_the_peer_is_late(tmp_path):
     run, outcomes = record(tmp_path / "run", 2, synchronous)
     rows, own = [tagged(run, rank) for rank in (0, 1)], [outcome["result"] for outcome in outcomes]
@@ -94,15 +130,15 @@ def test_a_synchronous_call_is_exposed_for_as_long_as_the_peer_is_late(tmp_path)
             end - begin - row["exposed_ns"] for row, (_, begin, end) in zip(mine, calls_made, strict=True)
         ]
         assert min(between) >= 0
-        assert statistics.median(between) < BETWEEN_CLOCKS_NS
+        within(-1, statistics.median(between), BETWEEN_CLOCKS_NS)
     # The cause, as the ranks themselves measured it (one host, one clock), and the effect, as it was recorded.
     lateness = [(delay, max(0, begin - own[0][i][1])) for i, (delay, begin, _) in enumerate(own[1])]
     assert statistics.median(late_ns for delay, late_ns in lateness if delay == 25) > 20e6
     effect = [(delay, rows[0][i]["exposed_ns"] - late_ns) for i, (delay, late_ns) in enumerate(lateness)]
     for delay, rest in median_by_delay(effect).items():
-        assert -BETWEEN_CLOCKS_NS < rest < WAKING_NS, delay
+        within(-BETWEEN_CLOCKS_NS, rest, WAKING_NS, delay)
     last = [(row["bucket"], row["exposed_ns"]) for row in rows[1]]
-    assert max(median_by_delay(last).values()) < WAKING_NS  # who comes last waits for nobody
+    within(0, max(median_by_delay(last).values()), WAKING_NS)  # who comes last waits for nobody
     frame = api.exposure(run, by=("rank", "purpose", "bucket"))
     spent = frame[(frame["rank"] == 0) & (frame["purpose"] == "metric")].set_index("bucket")["exposed_ns"]
     for delay in DELAYS_MS:
@@ -110,25 +146,28 @@ def test_a_synchronous_call_is_exposed_for_as_long_as_the_peer_is_late(tmp_path)
 
 
 @pytest.mark.parametrize("work_ms", [0, 15])
+@in_one_of_a_few_tries
 def test_work_beside_an_asynchronous_call_hides_it(tmp_path, work_ms):
     """Late by d, waited for after w of work: exposed for d - w, or not at all."""
     run, outcomes = record(tmp_path / "run", 2, asynchronous, work_ms)
     rows, (own, peer) = tagged(run, 0), [outcome["result"] for outcome in outcomes]
     between = [end - wait - row["exposed_ns"] for row, (_, _, wait, end) in zip(rows, own, strict=True)]
-    assert min(between) >= 0 and statistics.median(between) < BETWEEN_CLOCKS_NS
+    assert min(between) >= 0
+    within(-1, statistics.median(between), BETWEEN_CLOCKS_NS)
     # The peer began at peer[1]; until then this rank worked (until wait), and stood still for what was left.
     expected = [(delay, max(0, peer[i][1] - wait)) for i, (delay, _, wait, _) in enumerate(own)]
     effect = [(delay, rows[i]["exposed_ns"] - left) for i, (delay, left) in enumerate(expected)]
     for rest in median_by_delay(effect).values():
-        assert -BETWEEN_CLOCKS_NS < rest < WAKING_NS
+        within(-BETWEEN_CLOCKS_NS, rest, WAKING_NS)
     if work_ms:
-        assert max(left for delay, left in expected if delay < work_ms) == 0  # hidden, all of it
+        within(-1, max(left for delay, left in expected if delay < work_ms), 1)  # hidden, all of it
     # Between the call and the wait the collective was under way or had just ended.
     frame = api.exposure(run, by=("rank", "purpose"))
     (row,) = frame[(frame["rank"] == 0) & (frame["purpose"] == "metric")].to_dict("records")
     worked = sum(wait - begin for _, begin, wait, _ in own)
     assert row["exposed_ns"] == sum(row["exposed_ns"] for row in rows)
-    assert 0 <= worked - row["overlapped_ns"] < len(own) * BETWEEN_CLOCKS_NS
+    assert worked - row["overlapped_ns"] >= 0
+    within(-1, worked - row["overlapped_ns"], len(own) * BETWEEN_CLOCKS_NS)
 
 
 def test_bytes_are_the_same_however_late(tmp_path):
@@ -170,6 +209,7 @@ def two_threads(rank, world):
     return stood
 
 
+@in_one_of_a_few_tries
 def test_threads_that_wait_at_the_same_time_count_once(tmp_path):
     run, outcomes = record(tmp_path / "run", 2, two_threads)
     frame = api.exposure(run, by=("rank", "step", "op"))
@@ -177,8 +217,9 @@ def test_threads_that_wait_at_the_same_time_count_once(tmp_path):
         "records"
     )
     assert row["records"] == 2
-    assert 95_000_000 < row["exposed_ns"] <= outcomes[0]["result"]
-    assert row["summed_ns"] > 1.7 * row["exposed_ns"]
+    assert row["exposed_ns"] <= outcomes[0]["result"]
+    within(95_000_000, row["exposed_ns"], float("inf"))
+    within(1.7 * row["exposed_ns"], row["summed_ns"], float("inf"))
     assert row["exposed_ns"] <= row["step_ns"]
 
 
@@ -202,15 +243,17 @@ def sampled(rank, world):
     return ends
 
 
+@in_one_of_a_few_tries
 def test_a_sampled_call_says_when_it_ended_though_nobody_waited_then(tmp_path):
     run, outcomes = record(tmp_path / "run", 2, sampled)
     rows = [row for row in run.table("collectives").to_pylist() if row["op"] == "all_reduce"]
     for rank in (0, 1):
         mine = sorted((row for row in rows if row["rank"] == rank), key=lambda row: row["seq"])
         for row, seen in zip(mine, outcomes[rank]["result"], strict=True):
-            assert row["issue_ns"] < row["device_end_ns"] < row["wait_begin_ns"]
+            assert row["issue_ns"] < row["device_end_ns"]
+            within(row["issue_ns"], row["device_end_ns"], row["wait_begin_ns"])
             # The callback comes before the handle says that it is complete, and the program looked every 0.2 ms.
-            assert -1_000_000 < seen - row["device_end_ns"] < 5_000_000
+            within(-1_000_000, seen - row["device_end_ns"], 5_000_000)
     frame = api.exposure(run, by=("rank", "group_desc", "op"))
     for row in (row for row in rows if row["rank"] == 0):
         (seen,) = frame[
@@ -220,12 +263,12 @@ def test_a_sampled_call_says_when_it_ended_though_nobody_waited_then(tmp_path):
         assert (
             seen["overlapped_ns"] == row["device_end_ns"] - row["issue_ns"]
         )  # not until the wait, 30 ms later
-        assert seen["exposed_ns"] == row["exposed_ns"] < WAKING_NS
-    assert [row["device_end_ns"] - row["issue_ns"] > 20e6 for row in rows if row["rank"] == 0] == [
-        False,
-        True,
-        True,
-    ]
+        assert seen["exposed_ns"] == row["exposed_ns"]
+        within(-1, row["exposed_ns"], WAKING_NS)
+    on_time, *late_ones = (row["device_end_ns"] - row["issue_ns"] for row in rows if row["rank"] == 0)
+    within(0, on_time, 20e6)
+    for under_way in late_ones:
+        within(19e6, under_way, float("inf"))
 
 
 def unsampled(rank, world):
@@ -330,6 +373,7 @@ def beyond(run, outcomes, hidden_ns) -> float:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+@in_one_of_a_few_tries
 def test_overlapping_buckets_hide_the_work_beside_them(tmp_path, overlap):
     """A peer that is late by d costs d; with overlap_comm, d less the work done meanwhile. The bytes are the same."""
     sent = set()
@@ -337,7 +381,7 @@ def test_overlapping_buckets_hide_the_work_beside_them(tmp_path, overlap):
         name = f"{late_ns}-{work_ns}"
         run, outcomes = record(tmp_path / name, 2, overlapping_training, overlap, late_ns, work_ns)
         rest = beyond(run, outcomes, work_ns if overlap else 0)
-        assert -WAKING_NS < rest < 4 * WAKING_NS, name  # three buckets and the work between them
+        within(-WAKING_NS, rest, 4 * WAKING_NS, name)  # three buckets and the work between them
         traffic = api.traffic(run, by=("step", "purpose", "op"))
         sent.add(traffic[["step", "purpose", "op", "payload_bytes", "wire_bytes"]].to_csv())
     assert len(sent) == 1
@@ -410,6 +454,7 @@ def as_on_a_device(rank, world):
     return waits, len(events.made), journal.faults
 
 
+@in_one_of_a_few_tries
 def test_the_path_of_devices_times_each_call_once_through_torch(tmp_path):
     run, outcomes = record(tmp_path / "run", 2, as_on_a_device)
     for rank in (0, 1):
@@ -424,14 +469,13 @@ def test_the_path_of_devices_times_each_call_once_through_torch(tmp_path):
             )
             assert row["exposed_ns"] <= stood
             # By its own clock it was measured just inside of what the program saw.
-            assert stood - row["exposed_ns"] < 20_000_000
-        assert (
-            statistics.median(stood - row["exposed_ns"] for row, stood in zip(rows, own, strict=True))
-            < 1_000_000
-        )
+            within(-1, stood - row["exposed_ns"], 20_000_000)
+        beyond_it = [stood - row["exposed_ns"] for row, stood in zip(rows, own, strict=True)]
+        within(-1, statistics.median(beyond_it), 1_000_000)
         # Of every pair the second one was under way while the rank worked for 5 ms.
         for row in rows[1::2]:
-            assert row["device_end_ns"] - row["device_begin_ns"] - row["exposed_ns"] > 4_500_000
+            beside = row["device_end_ns"] - row["device_begin_ns"] - row["exposed_ns"]
+            within(4_500_000, beside, float("inf"))
         assert (
             made < 12 * 3 + 12 + 12
         )  # begin, wait, end; of a synchronous call two ends; one anchor a step and more
