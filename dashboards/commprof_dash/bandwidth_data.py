@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
+from typing import Final
 
 import pandas as pd
 
 from commprof.analysis import api
 from commprof.schema import Op
 from commprof_dash.data import Runs
+
+MOST_RECORDS: Final = 300_000
+
+Steps = tuple[int, int] | None
 
 
 def calibrations(runs: Runs) -> pd.DataFrame:
@@ -29,12 +34,22 @@ def nearest(listed: pd.DataFrame, run: str) -> str | None:
     return None
 
 
-def bandwidths(runs: Runs, run: str, calibration: Path | None) -> api.Bandwidths:
+def recent_steps(runs: Runs, run: str) -> Steps:
+    """The last steps of a run with many records, as many as are answered while a person waits; None for all of it."""
+    listing = runs.listing()
+    row = listing[listing["name"] == run].iloc[0]
+    records, steps = (0 if pd.isna(row[name]) else int(row[name]) for name in ("records", "steps"))
+    if records <= MOST_RECORDS or steps < 2:
+        return None
+    return max(0, steps - max(1, MOST_RECORDS * steps // records)), steps - 1
+
+
+def bandwidths(runs: Runs, run: str, calibration: Path | None, steps: Steps = None) -> api.Bandwidths:
     """What the collectives of a run reached: see ``api.bandwidth_both``."""
     found: api.Bandwidths = runs.of_run(
-        f"bandwidth {calibration} {_stamp(calibration)}",
+        f"bandwidth {calibration} {_stamp(calibration)} {steps}",
         run,
-        lambda path: api.bandwidth_both(path, calibration),
+        lambda path: api.bandwidth_both(path, calibration, steps),
     )
     return found
 

@@ -23,7 +23,8 @@ def legend(figure: go.Figure) -> Component | None:
 
 def _swatch(trace: Any) -> Component:
     if trace.type == "scatter" and trace.mode == "markers":
-        return html.Span(_MARKERS.get(trace.marker.symbol, "\u25cf"), style={"color": trace.marker.color})
+        symbol = _MARKERS.get(trace.marker.symbol, "\u25cf")
+        return html.Span(symbol, style={"color": trace.marker.color}, **{"aria-hidden": "true"})
     if trace.type == "scatter":
         dash = trace.line.dash or "solid"
         style = "dotted" if "dot" in dash else "dashed" if "dash" in dash else "solid"

@@ -19,6 +19,7 @@ from commprof_dash.components import cards, controls, messages
 from commprof_dash.components.tables import Field
 from commprof_dash.data import Runs
 from commprof_dash.measures import format_count
+from commprof_dash.pages.matrix import parse_steps
 from commprof_dash.pages.one_run import draw_run
 from commprof_dash.pages.page import Drawing, Page
 from commprof_dash.theme import Scheme
@@ -28,6 +29,7 @@ NONE: Final = "none"
 OP: Final = "op"
 GROUP: Final = "group"
 CALIBRATION: Final = "calibration"
+STEPS: Final = "steps"
 _STRANGE: Final = ("impossible", "slow", "fast")
 _MOST_SERIES: Final = 24  # more lines are not told apart
 _MOST_MARKS: Final = 2000
@@ -44,7 +46,10 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         chosen = _chosen(query, listed, name)
         broken = listed[listed["note"].notna() & (listed["name"] == chosen)]
         file = Path(readable[chosen]) if chosen in readable and broken.empty else None
-        found = bandwidth_data.bandwidths(runs, name, file)
+        written = next(iter(query.get(STEPS, ())), "")[:40]
+        steps, wrong = parse_steps(written)
+        recent = None if written else bandwidth_data.recent_steps(runs, name)
+        found = bandwidth_data.bandwidths(runs, name, file, recent or steps)
         rate = RATES[address.one(query, address.MEASURE, RATES, BUSBW.key)]
         op = _named(query, OP)
         group = _named(query, GROUP)
@@ -52,6 +57,7 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
             _rate_select(rate),
             controls.select(OP, "Operation", _choices(found.sizes["op"], op), op),
             controls.select(GROUP, "Ranks", _choices(found.sizes["group_ranks"], group), group),
+            controls.text(STEPS, "Steps", written, "all, 3 or 2-9", wrong),
             controls.select(
                 CALIBRATION,
                 "Ceiling",
@@ -60,12 +66,18 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
             ),
         ]
         body = [
+            *([] if recent is None else [_about_steps(*recent)]),
             *_about_ceiling(runs, chosen, file, broken),
             *_answers(found, op, group, rate, file, scheme),
         ]
         return parts, body
 
     return draw_run(runs, query, answers)
+
+
+def _about_steps(first: int, last: int) -> Component:
+    text = f"Of this long run steps {first:,} to {last:,} are shown. Write others above, or all, which takes longer."
+    return messages.message("The last steps", text)
 
 
 def _chosen(query: Query, listed: pd.DataFrame, run: str) -> str:

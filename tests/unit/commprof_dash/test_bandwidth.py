@@ -12,6 +12,7 @@ from dash import dcc
 from commprof.analysis import api
 from commprof.calibration.file import write_calibration
 from commprof.calibration.results import Calibration, Timing
+from commprof_dash import bandwidth_data
 from commprof_dash.address import link
 from commprof_dash.app import draw_page, find_page
 from commprof_dash.charts.axes import log_axis
@@ -165,6 +166,18 @@ def test_a_run_without_bandwidths_says_what_to_do(tmp_path, columns, said):
 def test_a_choice_that_leaves_nothing_says_so(directory):
     for query in ("op=gather", "group=7-9", f"op={HOSTILE}"):
         assert "Nothing is chosen" in text_of(draw(directory, f"run=sweep/a&{query}"))
+
+
+def test_steps_can_be_chosen_and_a_long_run_begins_with_its_last_ones(directory, monkeypatch):
+    page = draw(directory, "run=sweep/a&steps=4-5")
+    assert '"Of this long run' not in text_of(page)
+    part = api.bandwidth(directory / "sweep" / "a", steps=(4, 5))
+    assert list(traces_of(page)["all_reduce"].y) == part["busbw_bytes_per_s"].dropna().tolist()
+    assert "Write one step" in text_of(draw(directory, "run=sweep/a&steps=x"))
+    monkeypatch.setattr(bandwidth_data, "MOST_RECORDS", 20)
+    text = text_of(draw(directory))
+    assert "steps 7 to 9 are shown" in text, "64 records in 10 steps: three of them hold about 20"
+    assert "are shown" not in text_of(draw(directory, "run=sweep/a&steps=all"))
 
 
 def test_hostile_names_and_times_are_shown_as_text(tmp_path):
