@@ -1,0 +1,221 @@
+"""The cards of Compare and Overview about settings, ledgers and cost: what they draw, and say where nothing is known."""
+
+import json
+from itertools import pairwise
+
+import pandas as pd
+import pytest
+from dash import dcc
+
+from commprof.analysis import api
+from commprof_dash import settings_data
+from commprof_dash.app import draw_page, find_page
+from commprof_dash.charts import lanes, settings
+from commprof_dash.charts.exposure import by_purpose
+from commprof_dash.charts.series import Series
+from commprof_dash.data import Runs
+from support.runs import SyntheticRun
+
+HOSTILE = "<script>alert(1)</script>"
+
+
+def write(path, op="all_reduce", steps=3, world_size=2, exposed_ns=None, metrics=None, **zero):
+    """A run of ``steps`` steps; rank 0 is the root of a reduce."""
+    run = SyntheticRun(
+        world_size, config={"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2, **zero}}
+    )
+    for step in range(steps):
+        run.add_step(step, duration_ns=1_000_000, rss_bytes=1 << 30, **(metrics or {}))
+        run.add_collective(
+            op,
+            step=step,
+            payload_bytes=4096,
+            purpose="gradient_reduce",
+            peer=0 if op == "reduce" else -1,
+            exposed_ns=exposed_ns,
+        )
+    if not steps:
+        run.add_collective(op, step=-1, payload_bytes=4096)
+    return run.write(path)
+
+
+def body(directory, path):
+    """(texts and ids as JSON, figures by name) of a page."""
+    pathname, _, search = path.partition("?")
+    _, drawing = draw_page(find_page(pathname), Runs(directory), pathname, f"?{search}", "light")
+    text = json.dumps(
+        [part.to_plotly_json() for part in drawing.body], default=lambda part: part.to_plotly_json()
+    )
+    figures = {
+        part.id["name"]: part.figure
+        for root in drawing.body
+        for part in root._traverse()
+        if isinstance(part, dcc.Graph)
+    }
+    return text, figures
+
+
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory):
+    base = tmp_path_factory.mktemp("grid")
+    for scatter in (True, False):
+        for multi in (True, False):
+            for how in ("auto", "reduce_scatter"):
+                if (scatter, multi, how) == (False, False, "reduce_scatter"):
+                    continue
+                op = (
+                    "reduce_scatter" if how != "auto" else "reduce" if scatter and not multi else "all_reduce"
+                )
+                write(
+                    base / f"{scatter}-{multi}-{how}",
+                    op,
+                    reduce_scatter=scatter,
+                    use_multi_rank_bucket_allreduce=multi,
+                    gradient_reduction=how,
+                )
+    return base
+
+
+def test_two_keys_make_a_grid_with_shared_axes(grid):
+    text, figures = body(grid, "/compare")
+    cells = {name: figure for name, figure in figures.items() if name.startswith("levels-")}
+    assert set(cells) == {"levels-0-0", "levels-0-1", "levels-1-0", "levels-1-1"}
+    assert len({tuple(figure.layout.xaxis.range) for figure in cells.values()}) == 1
+    assert text.index("reduce_scatter=true, use_multi_rank_bucket_allreduce=true") < text.index(
+        "reduce_scatter=false, use_multi_rank_bucket_allreduce=false"
+    )
+    # n = 2: all_reduce sends its 4096 bytes, the others half of them. Gloo runs a reduce_scatter as an all_reduce.
+    bars = {trace.name: list(trace.x) for trace in cells["levels-0-0"].data}
+    assert bars == {"all_reduce": [4096.0] * 3, "reduce_scatter": [2048.0]}
+    bars = {trace.name: list(trace.x) for trace in cells["levels-0-1"].data}
+    assert set(bars) == {"reduce", "reduce_scatter", "all_reduce"}
+    assert (bars["reduce"][0], bars["reduce_scatter"]) == (2048.0, [2048.0])
+    notes = [note.text for note in cells["levels-1-1"].layout.annotations]
+    assert "not known" in notes and "not counted" in notes  # what was requested, and what moved
+    assert "gradient_reduction=auto" in notes and "gradient_reduction=reduce_scatter" not in notes
+
+
+def test_one_key_alone_makes_no_grid(tmp_path):
+    write(tmp_path / "a", "reduce", gradient_reduction="reduce_to_owner")
+    write(tmp_path / "b", "all_reduce", gradient_reduction="all_reduce")
+    text, figures = body(tmp_path, "/compare")
+    assert "levels" in figures and not any(name.startswith("levels-") for name in figures)
+    assert "Set gradient_reduction=reduce_to_owner" in text
+    assert "Nothing can be said of the step times" in text
+    assert {trace.name: sorted(trace.x) for trace in figures["ranks"].data} == {
+        "sent by a rank": [0.0, 4096.0, 4096.0, 4096.0],
+        "received by a rank": [0.0, 4096.0, 4096.0, 4096.0],
+    }
+    assert list(figures["samples"].data[0].x) == [4000.0, 4000.0]
+    assert "(config)" in " ".join(note.text for note in figures["samples"].layout.annotations)
+    assert list(figures["memory"].data[0].x) == [1 << 30, 1 << 30]
+
+
+def test_runs_that_are_too_large_for_their_ledgers_say_so(tmp_path, monkeypatch):
+    write(tmp_path / "a")
+    monkeypatch.setattr(settings_data, "MOST_RECORDS", 1)
+    text, figures = body(tmp_path, "/compare")
+    assert "levels" not in figures
+    assert "commprof verify RUN" in text
+
+
+def test_overview_has_the_verdict_with_its_command_and_unknown_times_are_not_zero(tmp_path):
+    path = write(tmp_path / "a")
+    text, figures = body(tmp_path, "/overview")
+    assert "Whether the ledger closes cannot be told" in text
+    assert f"commprof verify {path}" in text
+    verdict = api.verify(path)
+    assert all(json.dumps(sentence)[1:-1] in text for sentence in verdict.sentences)
+    exposed = figures["exposure"]
+    assert all(len(trace.x or ()) == 0 for trace in exposed.data)
+    assert [note.text for note in exposed.layout.annotations].count("not known") == 4
+    assert "Of 0 of 4 records the exposed time is known" in text
+    assert "What recording cost" in text and "1.00 ms per rank" in text
+
+
+def test_overview_draws_exposed_time(tmp_path):
+    write(tmp_path / "a", exposed_ns=250_000)
+    _, figures = body(tmp_path, "/overview")
+    bars = {trace.name: list(trace.x) for trace in figures["exposure"].data}
+    assert bars["exposed"] == pytest.approx([250_000.0, 250_000.0], abs=2)  # of the purpose, and of all
+
+
+def test_a_run_without_steps_says_so(tmp_path):
+    write(tmp_path / "a", steps=0)
+    text, figures = body(tmp_path, "/overview")
+    assert "has no training steps" in text
+    assert "exposure" not in figures
+    text, figures = body(tmp_path, "/compare")
+    assert "levels" not in figures and "ranks" not in figures
+
+
+def test_names_are_shown_as_text_in_figures(tmp_path):
+    write(tmp_path / "a", gradient_reduction=HOSTILE)
+    write(tmp_path / "b", gradient_reduction="x" * 10_000)
+    _, figures = body(tmp_path, "/compare")
+    for figure in figures.values():
+        assert "<script>" not in str(figure.to_plotly_json())
+
+
+def drawn(**parts):
+    return lanes.figure(
+        lanes.Lanes(["a", "b"], ["first", "second"], **parts), unit="bytes", title="Bytes", scheme="light"
+    )
+
+
+def test_lanes_never_lie_over_each_other():
+    series = Series("all_reduce", "#d55e00", "")
+    points = [lanes.Point(i, lane, 10.0, "") for i in range(2) for lane in range(2)]
+    figure = drawn(bars=[lanes.Bars(series, points)])
+    places = list(figure.data[0].y)
+    assert places == sorted(places)
+    gaps = [after - before for before, after in pairwise(places)]
+    assert min(gaps) >= figure.data[0].width
+    labels = [note for note in figure.layout.annotations if note.text in ("a", "b")]
+    assert all(
+        not any(abs(label.y + 8 - place) < figure.data[0].width / 2 for place in places) for label in labels
+    )
+
+
+def test_the_axis_reaches_the_end_of_every_bar_mark_and_interval():
+    series = Series("all_reduce", "#d55e00", "")
+    figure = drawn(
+        bars=[lanes.Bars(series, [lanes.Point(0, 0, 4.0, ""), lanes.Point(0, 0, 5.0, "")])],
+        marks=[lanes.Marks("mark", "#000000", "circle", [lanes.Point(1, 1, 7.0, "")])],
+        spans=[(lanes.Point(0, 1, 1.0, ""), 11.0)],
+    )
+    assert figure.layout.xaxis.range[1] >= 11.0
+    assert lanes.highest_of(lanes.Lanes(["a"], ["x"])) == 0.0
+
+
+def test_levels_that_are_not_known_are_said():
+    frame = pd.DataFrame(
+        {
+            "label": "a",
+            "level": list(settings.LEVELS),
+            "series": [None, "reduce", None, None],
+            "wire_bytes_per_step": [None, 8.0, None, None],
+            "moved_bytes": [None, None, None, 4096.0],
+            "moved_over": [None, None, None, "run"],
+        }
+    )
+    figure = settings.levels(frame, {"a": "a"}, 8.0, "dark")
+    texts = [note.text for note in figure.layout.annotations]
+    assert texts.count("not known") == 2
+    assert "4.00 KiB in the whole run, all hosts" in texts
+    assert [list(trace.x) for trace in figure.data] == [[8.0]]
+
+
+def test_overlapped_time_is_a_bound_where_not_all_ends_are_known():
+    frame = pd.DataFrame(
+        {
+            "purpose": ["all"],
+            "exposed_ns": pd.array([None], "Int64"),
+            "overlapped_ns": pd.array([2_000], "Int64"),
+            "sampled": [1],
+            "records": [2],
+        }
+    )
+    texts = [note.text for note in by_purpose(frame, "light").layout.annotations]
+    assert "not known" in texts
+    assert "<b>&lt;= 2.00 us</b>" in texts
