@@ -86,37 +86,33 @@ def _with_rates(times: pd.DataFrame) -> pd.DataFrame:
 
 def _factors(frame: pd.DataFrame) -> Floats:
     """The bus factor of each row; not a number where there is none."""
-    distinct = frame[["op", "group_size"]].drop_duplicates()
-    known = {
-        (op, size): np.nan if (factor := bus_factor(op, size)) is None else factor
-        for op, size in distinct.itertuples(index=False)
-    }
-    found = [known[pair] for pair in zip(frame["op"], frame["group_size"], strict=True)]
-    return np.array(found, np.float64)
+    kinds, kind = _kinds(frame, ["op", "group_size"])
+    factors = [bus_factor(op, size) for op, size in kinds]
+    return np.array([np.nan if factor is None else factor for factor in factors], np.float64)[kind]
 
 
 def _with_ceilings(frame: pd.DataFrame, calibration: Calibration | None) -> pd.DataFrame:
     """``frame`` with the time that the machine needs, and the shortest that its interval allows."""
-    keys = ["op", "backend", "group_size", "payload_bytes"]
-    distinct = frame[keys].drop_duplicates()
-    rows: dict[tuple[object, ...], tuple[float, float, bool]] = {}
-    if calibration is not None:
-        ceilings = calibration.ceilings()
-        for key in distinct.itertuples(index=False, name=None):
-            op, backend, group_size, payload = key
-            predicted = ceilings.predict(op, payload, group_size) if backend == calibration.backend else None
-            if predicted is not None:
-                # Those of send_recv go both ways at once: a message that has the links to itself may be faster.
-                same = group_size == calibration.world_size and op != Op.SEND
-                rows[key] = (predicted.time_ns, predicted.low_ns, same)
-    unknown = (np.nan, np.nan, False)
-    found = [rows.get(key, unknown) for key in frame[keys].itertuples(index=False, name=None)]
-    time, low, same = (np.array(part) for part in zip(*found, strict=True)) if found else (np.zeros(0),) * 3
-    return frame.assign(
-        ceiling_ns=time.astype(np.float64),
-        ceiling_low_ns=low.astype(np.float64),
-        is_calibrated=same.astype(bool),
-    )
+    kinds, kind = _kinds(frame, ["op", "backend", "group_size", "payload_bytes"])
+    time, low = np.full(len(kinds), np.nan), np.full(len(kinds), np.nan)
+    same = np.zeros(len(kinds), bool)
+    ceilings = None if calibration is None else calibration.ceilings()
+    for place, (op, backend, group_size, payload) in enumerate(kinds):
+        if calibration is None or ceilings is None or backend != calibration.backend:
+            continue
+        predicted = ceilings.predict(op, payload, group_size)
+        if predicted is not None:
+            time[place], low[place] = predicted.time_ns, predicted.low_ns
+            # Those of send_recv go both ways at once: a message that has the links to itself may be faster.
+            same[place] = group_size == calibration.world_size and op != Op.SEND
+    return frame.assign(ceiling_ns=time[kind], ceiling_low_ns=low[kind], is_calibrated=same[kind])
+
+
+def _kinds(frame: pd.DataFrame, names: list[str]) -> tuple[list[tuple[Any, ...]], npt.NDArray[np.int64]]:
+    """The distinct combinations of the columns ``names``, and for each row which of them it is."""
+    distinct = frame[names].drop_duplicates()
+    which = frame.groupby(names, dropna=False, sort=False).ngroup().to_numpy(dtype=np.int64)
+    return list(distinct.itertuples(index=False, name=None)), which
 
 
 def _with_verdicts(times: pd.DataFrame) -> pd.DataFrame:
