@@ -395,7 +395,7 @@ def exposure(run: AnyRun, by: Sequence[str] = ("step",)) -> pd.DataFrame:
         UsageError: a column of ``by`` cannot be grouped by.
     """
     run = _opened(run)
-    return exposure_module.exposure(run.scan("collectives"), run.table("steps"), by)
+    return sums.exposure(run, by)
 
 
 def exposure_per_step(run: AnyRun) -> pd.DataFrame:
@@ -404,10 +404,8 @@ def exposure_per_step(run: AnyRun) -> pd.DataFrame:
     Steps that did not end are left out, and so is the first of each attempt, which warms up, where there are others.
     """
     run = _opened(run)
-    collectives, steps_table = run.scan("collectives"), run.table("steps")
     return exposure_module.per_step(
-        exposure_module.exposure(collectives, steps_table, ("attempt", "step", "purpose")),
-        exposure_module.exposure(collectives, steps_table, ("attempt", "step")),
+        sums.exposure(run, ("attempt", "step", "purpose")), sums.exposure(run, ("attempt", "step"))
     )
 
 
@@ -443,7 +441,7 @@ def overview(run: AnyRun) -> dict[str, Any]:
     ``moved_reason`` says why the moved bytes are None, ``requested_reason`` why the requested operation is.
     """
     run = _opened(run)
-    operations = sums.operations(run, sums.HELD_COLUMNS)
+    operations = sums.operations(run, summary.COLUMNS)
     return summary.overview(
         run,
         operations,
@@ -566,7 +564,14 @@ def reduction_levels(runs: Sequence[AnyRun]) -> pd.DataFrame:
     manifests = [run.manifest for run in opened]
     found = settings_module.settings_of(manifests, _names(opened))
     return levels_module.reduction_levels(
-        [(found[i].label, verification.verify(opened[i])) for i in settings_module.in_order(manifests)]
+        [
+            levels_module.Ledger(
+                found[i].label,
+                verification.verify(opened[i]),
+                levels_module.meant_ops(opened[i].table("collectives")),
+            )
+            for i in settings_module.in_order(manifests)
+        ]
     )
 
 

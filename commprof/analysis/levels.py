@@ -3,39 +3,62 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from commprof.analysis.frames import from_rows
 from commprof.analysis.setting_answers import REDUCTION_LEVELS
 from commprof.ledger.levels import STEPS, LedgerRow, State, Verdict
-from commprof.schema import Op, Purpose
+from commprof.schema import Purpose
 
 NOTHING_ISSUED: Final = "nothing was issued to reduce gradients in a training step"
 NOT_REQUESTED: Final = "what the config asks for is not known"
 NOT_EXECUTED: Final = "what the backend ran is not known"
 
 
-def reduction_levels(ledgers: Sequence[tuple[str, Verdict]]) -> pd.DataFrame:
+class Ledger(NamedTuple):
+    """The ledger of one run; ``meant``: for the operations that stand for another, which one."""
+
+    label: str
+    verdict: Verdict
+    meant: Mapping[str, str]
+
+
+def meant_ops(collectives: pa.Table) -> dict[str, str]:
+    """What the runtime meant by the operations that it issued to reduce gradients in the place of others."""
+    stand_ins = collectives.filter(
+        pc.and_(
+            pc.equal(collectives["purpose"], Purpose.GRADIENT_REDUCE), pc.is_valid(collectives["intended_op"])
+        )
+    )
+    pairs = stand_ins.group_by(["op", "intended_op"]).aggregate([]).to_pylist()
+    return {pair["op"]: pair["intended_op"] for pair in pairs if pair["op"] != pair["intended_op"]}
+
+
+def reduction_levels(ledgers: Sequence[Ledger]) -> pd.DataFrame:
     """One row per setting, level and operation (:data:`setting_answers.REDUCTION_LEVELS`).
 
     Args:
-        ledgers: the label of the setting and the verdict of each run, repeats one after the other or not.
+        ledgers: that of each run, repeats one after the other or not.
     """
-    of_label: dict[str, list[Verdict]] = defaultdict(list)
-    for label, verdict in ledgers:
-        of_label[label].append(verdict)
+    of_label: dict[str, list[Ledger]] = defaultdict(list)
+    for ledger in ledgers:
+        of_label[ledger.label].append(ledger)
     rows: list[dict[str, Any]] = []
-    for label, verdicts in of_label.items():
+    for label, repeats in of_label.items():
+        verdicts = [ledger.verdict for ledger in repeats]
+        meant = {op: wanted for ledger in repeats for op, wanted in ledger.meant.items()}
         states = {verdict.state for verdict in verdicts}
         state = next(s for s in (State.MISMATCH, State.UNKNOWN, State.CLOSED) if s in states)
-        rows += [{"label": label, "state": str(state), **row} for row in _of_setting(verdicts)]
+        rows += [{"label": label, "state": str(state), **row} for row in _of_setting(verdicts, meant)]
     return from_rows(rows, REDUCTION_LEVELS.columns)
 
 
-def _of_setting(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
+def _of_setting(verdicts: Sequence[Verdict], meant: Mapping[str, str]) -> list[dict[str, Any]]:
     gradients = [
         row
         for verdict in verdicts
@@ -47,21 +70,23 @@ def _of_setting(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
     )
     reason = next((verdict.request_reason for verdict in verdicts if verdict.request_reason), None)
     return [
-        *_level("requested", gradients, steps, reason or NOT_REQUESTED),
-        *_level("issued", gradients, steps, NOTHING_ISSUED),
-        *_level("executed", gradients, steps, NOT_EXECUTED),
+        *_level("requested", gradients, steps, {}, reason or NOT_REQUESTED),
+        *_level("issued", gradients, steps, meant, NOTHING_ISSUED),
+        *_level("executed", gradients, steps, meant, NOT_EXECUTED),
         _moved(verdicts),
     ]
 
 
-def _level(level: str, gradients: Sequence[LedgerRow], steps: int, reason: str) -> list[dict[str, Any]]:
+def _level(
+    level: str, gradients: Sequence[LedgerRow], steps: int, meant: Mapping[str, str], reason: str
+) -> list[dict[str, Any]]:
     known = [row for row in gradients if _wire(row, level) is not None and getattr(row, f"{level}_op")]
     sums: dict[tuple[str, str | None], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for row in known:
         if level != "requested" and not row.issued_count:
             continue
-        meant = row.requested_op if level != "requested" and _stands_for(row, level) else None
-        total = sums[getattr(row, f"{level}_op"), meant]
+        op = getattr(row, f"{level}_op")
+        total = sums[op, meant.get(op)]
         total[0] += row.expected_payload_bytes or 0 if level == "requested" else row.issued_payload_bytes
         total[1] += _wire(row, level) or 0.0
     if not sums or not steps:
@@ -70,11 +95,11 @@ def _level(level: str, gradients: Sequence[LedgerRow], steps: int, reason: str) 
         {
             "level": level,
             "op": op,
-            "intended_op": meant,
+            "intended_op": wanted,
             "payload_bytes_per_step": payload / steps,
             "wire_bytes_per_step": wire / steps,
         }
-        for (op, meant), (payload, wire) in sums.items()
+        for (op, wanted), (payload, wire) in sums.items()
     ]
 
 
@@ -84,11 +109,6 @@ def _wire(row: LedgerRow, level: str) -> float | None:
         "issued": row.issued_wire_bytes,
         "executed": row.executed_wire_bytes,
     }[level]
-
-
-def _stands_for(row: LedgerRow, level: str) -> bool:
-    """An all_to_all with a local sum is how a reduce_scatter is done where the backend has none."""
-    return getattr(row, f"{level}_op") == Op.ALL_TO_ALL and row.requested_op == Op.REDUCE_SCATTER
 
 
 def _moved(verdicts: Sequence[Verdict]) -> dict[str, Any]:

@@ -35,8 +35,8 @@ class Picture(NamedTuple):
 PICTURES = (
     Picture("compare-light", "/compare", 1280, 1140, "light"),
     Picture("compare-dark", "/compare", 1280, 1140, "dark"),
-    Picture("overview-light", "/", 1280, 1140, "light"),
-    Picture("overview-dark", "/", 1280, 1140, "dark"),
+    Picture("overview-light", "/overview", 1280, 1140, "light"),
+    Picture("overview-dark", "/overview", 1280, 1140, "dark"),
     Picture("compare-phone", "/compare", 420, 1140, "dark"),
 )
 

@@ -14,6 +14,7 @@ import pytest
 
 from support.browser import Watched, browser, drawn_bars, served, watched  # noqa: F401 - browser is a fixture
 from support.ranks import run_ranks
+from support.runs import SyntheticRun
 
 pytestmark = [pytest.mark.browser, pytest.mark.ranks]
 
@@ -184,6 +185,71 @@ def test_compare_draws_the_sums_of_the_exported_csv_in_every_measure(page, runs,
         assert others["all_gather"] == pytest.approx(
             expected_bars(runs, measure, order, "all_gather"), rel=1e-12
         )
+
+
+def test_compare_draws_what_was_issued_beside_what_was_asked_for(page, runs, base_url):
+    page.open(f"{base_url}/compare")
+    drawn = drawn_bars(page.page, "levels")
+    for how, series in SERIES.items():
+        (issued,) = expected_bars(runs, "wire", [how], series)
+        assert min(abs(value - issued) for value in drawn[series]) <= 1e-9 * issued
+    texts = page.page.locator("#card-levels .annotation-text").all_text_contents()
+    assert texts.count("requested") == texts.count("executed") == len(SERIES)
+    assert texts.count("not known") == len(SERIES)  # no such words in DeepSpeed's configs
+    ranks = page.page.evaluate(
+        "document.querySelector('#card-ranks .js-plotly-plot').calcdata.map((points) => points.length)"
+    )
+    assert ranks == [WORLD * len(SERIES)] * 2
+    assert "What to set" in page.page.inner_text(".page-body")
+
+
+@pytest.fixture(scope="module")
+def grid_url(tmp_path_factory):
+    """Four settings of the two keys, their rows said by hand."""
+    base = tmp_path_factory.mktemp("grid")
+    for scatter in (True, False):
+        for multi in (True, False):
+            keys = {"stage": 2, "reduce_scatter": scatter, "use_multi_rank_bucket_allreduce": multi}
+            run = SyntheticRun(2, config={"zero_optimization": keys})
+            for step in range(2):
+                run.add_step(step, duration_ns=1_000_000, loss=2.0)
+                op = "reduce" if scatter and not multi else "all_reduce"
+                run.add_collective(op, step=step, payload_bytes=4096, peer=0, purpose="gradient_reduce")
+            run.write(base / f"{scatter}-{multi}")
+    with served(base) as url:
+        yield url
+
+
+@pytest.mark.parametrize(("width", "columns"), [(400, 1), (1280, 2)])
+def test_the_grid_of_the_two_keys_shares_its_axis_and_covers_nothing(browser, grid_url, width, columns):  # noqa: F811
+    view = watched(browser, viewport={"width": width, "height": 900})
+    view.open(f"{grid_url}/compare")
+    ranges = view.page.evaluate(
+        "[...document.querySelectorAll('#card-levels .js-plotly-plot')].map((plot) => plot._fullLayout.xaxis.range[1])"
+    )
+    assert len(ranges) == 4 and len(set(ranges)) == 1
+    lefts = view.page.evaluate(
+        "[...document.querySelectorAll('#card-levels .grid-cell')].map((cell) => cell.getBoundingClientRect().left)"
+    )
+    assert len(set(lefts)) == columns
+    assert view.page.locator("#card-levels .legend").count() == 1
+    assert view.page.locator("#card-levels g.legend").count() == 0, "the legend of a figure would lie over it"
+    assert_nothing_is_cut_or_covered(view)
+    view.page.context.close()
+    assert view.errors == []
+
+
+def test_overview_says_the_verdict_and_the_time_that_was_exposed(page, runs, base_url):
+    from commprof.analysis import api
+
+    page.open(f"{base_url}/overview?run={name_of('reduce')}")
+    text = page.page.inner_text(".page-body")
+    verdict = api.verify(runs / "runs" / name_of("reduce"))
+    assert all(" ".join(sentence.split()) in " ".join(text.split()) for sentence in verdict.sentences)
+    assert "commprof verify" in text
+    exposed = drawn_bars(page.page, "exposure")["exposed"]
+    wanted = api.exposure_per_step(runs / "runs" / name_of("reduce"))["exposed_ns"]
+    assert exposed == pytest.approx([float(value) for value in wanted], rel=1e-12)
 
 
 def test_the_numbers_beside_the_bars_are_those_of_the_bars(page, base_url):

@@ -17,6 +17,7 @@ LANE_PIXELS: Final = 20
 _BAR_PIXELS: Final = 14
 _GAP_PIXELS: Final = 14
 _AXIS_PIXELS: Final = 48
+_ROOM: Final = 1.6  # right of the longest bar, for its note, at 400 pixels too
 _CHARACTER_PIXELS: Final = 7
 
 
@@ -124,7 +125,7 @@ def figure(
         margin={"l": places.left, "r": 4, "t": 0, "b": _AXIS_PIXELS},
         barmode="stack",
         annotations=[*_labels(places), *_names(places, scheme), *_notes(places, scheme)],
-        xaxis=axis(highest_of(lanes) if highest is None else highest, unit, title, room=1.45, count=3),
+        xaxis=axis(highest_of(lanes) if highest is None else highest, unit, title, room=_ROOM, count=3),
         yaxis={
             "range": [places.height, 0],
             "showgrid": False,

@@ -117,7 +117,7 @@ def _imbalance(setting: int, lane: int, values: pd.Series[Any]) -> Note:
     if values.empty or not values.mean():
         return Note(setting, lane, 0.0, UNKNOWN if values.empty else "nothing", muted=True)
     highest = float(values.max())
-    return Note(setting, lane, highest, f"max/mean {highest / float(values.mean()):.2f}")
+    return Note(setting, lane, highest, f"{highest / float(values.mean()):.2f} x")
 
 
 def memory(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:

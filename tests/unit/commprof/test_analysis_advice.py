@@ -254,6 +254,20 @@ def test_bytes_of_the_ranks_add_up_to_the_wire_bytes(op):
     assert frame["received_bytes_per_step"].sum() == pytest.approx(whole)
 
 
+def test_levels_name_what_an_operation_stands_for():
+    made = run("all_reduce")
+    for step in range(3):
+        made.add_collective(
+            "all_to_all", payload_bytes=80, step=step, purpose="gradient_reduce", intended_op="reduce_scatter"
+        )
+    issued = api.reduction_levels(opened(made)).query("level == 'issued'").set_index("op")
+    assert issued.loc["all_to_all", ["intended_op", "wire_bytes_per_step"]].tolist() == [
+        "reduce_scatter",
+        40.0,
+    ]
+    assert issued["intended_op"].isna().tolist() == [op == "all_reduce" for op in issued.index]
+
+
 def test_levels_of_a_setting_with_unknown_ones_said():
     frame = api.reduction_levels(opened(run("reduce")))
     levels = frame.set_index("level")
