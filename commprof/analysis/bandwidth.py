@@ -111,7 +111,8 @@ def _with_ceilings(frame: pd.DataFrame, calibration: Calibration | None) -> pd.D
 def _kinds(frame: pd.DataFrame, names: list[str]) -> tuple[list[tuple[Any, ...]], npt.NDArray[np.int64]]:
     """The distinct combinations of the columns ``names``, and for each row which of them it is."""
     distinct = frame[names].drop_duplicates()
-    which = frame.groupby(names, dropna=False, sort=False).ngroup().to_numpy(dtype=np.int64)
+    numbers = frame.groupby(names, dropna=False, sort=False).ngroup()
+    which: npt.NDArray[np.int64] = np.asarray(numbers, np.int64)
     return list(distinct.itertuples(index=False, name=None)), which
 
 
