@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import random
 from pathlib import Path
 
@@ -65,7 +67,8 @@ def aligned_run(path: Path, drop: int = 3) -> Path:
     planted = planted_nccl.plant(run.table("collectives").to_pylist(), drop=drop)
     for name, lines in planted.files.items():
         (logs / name).write_text("\n".join(lines) + "\n")
-    assert invoke(["align", str(written), "--json"]) == 0
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert invoke(["align", str(written), "--json"]) == 0
     add_topology(written)
     return written
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from pathlib import PurePath
 from typing import Any, Final
 
 import pandas as pd
@@ -222,7 +223,7 @@ def _side_by_side(
             Field("line_dtype", "datatype"),
             Field("opcount", "opCount", "{:x}".format, numeric=True),
             Field("line", "Line", str, numeric=True),
-            Field("file", "File", _short),
+            Field("file", "File", lambda value: _short(PurePath(str(value)).name)),
             Field("reason", "Why"),
         ],
     )

@@ -1,0 +1,182 @@
+"""Traffic matrix, Buckets, Stragglers and Alignment in a real Chromium: what is drawn equals what the api answers."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+import pytest
+
+from commprof.analysis import api
+from support.browser import Watched, browser, served, watched  # noqa: F401 - browser is a fixture
+from support.detailed_runs import aligned_run, detailed_run
+
+pytestmark = pytest.mark.browser
+
+DESKTOP = {"width": 1280, "height": 900}
+TEXT = {"light": "#212529", "dark": "#e4e6e9"}
+PATHS = ("/matrix", "/buckets", "/stragglers", "/alignment")
+# What plotly holds of the first graph of a card: its traces as they are drawn.
+TRACES = """(card) => document.querySelector(`#card-${card} .js-plotly-plot`)._fullData.map((trace) => ({
+    name: trace.name,
+    x: Array.from(trace.x ?? []), y: Array.from(trace.y ?? []),
+    z: (trace.z ?? []).map((row) => Array.from(row)),
+    median: Array.from(trace.median ?? []), text: trace.text,
+}))"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    base = tmp_path_factory.mktemp("traffic")
+    detailed_run().write(base / "plain")
+    aligned_run(base / "aligned")
+    return base
+
+
+@pytest.fixture(scope="module")
+def base_url(runs):
+    with served(runs) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def desktop(browser):  # noqa: F811 - the fixture
+    context = browser.new_context(viewport=DESKTOP, color_scheme="light", accept_downloads=True)
+    yield context
+    context.close()
+
+
+@pytest.fixture
+def page(desktop, base_url):
+    """A desktop page; afterwards nothing may have left the dashboard, nor gone wrong in the console."""
+    view = Watched(desktop.new_page())
+    yield view
+    view.page.close()
+    assert view.foreign_requests(base_url) == []
+    assert view.errors == []
+
+
+def traces(view, card):
+    return view.page.evaluate(TRACES, card)
+
+
+def choose(view, label, option):
+    """Take ``option`` of the list called ``label``, as a person does."""
+    view.page.get_by_role("textbox", name=label).click()
+    view.page.get_by_role("option", name=option, exact=True).click()
+    view.settle()
+
+
+def drawn_sizes(view):
+    """The sizes of the cells of the matrix, from their logarithms, by row and column."""
+    heat = traces(view, "matrix")[0]["z"]
+    return {
+        (i, j): pytest.approx(2**value, rel=1e-6)
+        for i, row in enumerate(heat)
+        for j, value in enumerate(row)
+        if value is not None
+    }
+
+
+def test_the_matrix_and_its_controls(page, base_url, runs):
+    def answered(**asked):
+        frame = api.matrix(runs / "plain", **asked)
+        return {(row.sender, row.receiver): row.wire_bytes for row in frame.itertuples()}
+
+    page.open(f"{base_url}/matrix?run=plain")
+    assert answered() == drawn_sizes(page)
+    choose(page, "Operation", "reduce")
+    page.page.wait_for_function("location.search.includes('op=reduce')")
+    page.page.wait_for_function(
+        "document.querySelector('#card-matrix .js-plotly-plot')._fullData[0].z[0][2] == null"
+    )
+    assert answered(op="reduce") == drawn_sizes(page)
+    page.page.get_by_role("textbox", name="Steps").fill("2-3")
+    page.page.wait_for_function("location.search.includes('steps=2-3')")
+    first = answered(op="reduce", steps=(2, 3))[1, 0]
+    page.page.wait_for_function(
+        "(size) => Math.abs(2 ** document.querySelector('#card-matrix .js-plotly-plot')._fullData[0].z[1][0] - size) < 1",
+        arg=first,
+    )
+    assert answered(op="reduce", steps=(2, 3)) == drawn_sizes(page)
+
+    with page.page.expect_download() as download:
+        page.page.click("#card-matrix .card-action")
+    rows = list(csv.DictReader(io.StringIO(download.value.path().read_text())))
+    assert {(int(row["sender"]), int(row["receiver"])): float(row["wire_bytes"]) for row in rows} == answered(
+        op="reduce", steps=(2, 3)
+    )
+    page.page.go_back()
+    page.page.wait_for_function("!location.search.includes('steps=2-3')")
+    received = [float(value) for value in api.owners(runs / "plain")["received_bytes"]]
+    page.page.wait_for_function(
+        "(first) => document.querySelector('#card-owners .js-plotly-plot')._fullData[0].y[0] === first",
+        arg=received[0],
+    )
+    assert traces(page, "owners")[0]["y"] == received
+
+
+def test_buckets_of_a_step_and_their_links(page, base_url, runs):
+    page.open(f"{base_url}/buckets?run=plain")
+    choose(page, "Step", "4")
+    page.page.wait_for_function("location.search.includes('step=4')")
+    page.page.wait_for_selector("#card-bucket-operations >> text=Bucket 0 of step 4")
+    frame = api.bucket_flushes(runs / "plain")
+    frame = frame[frame["step"] == 4]
+    assert traces(page, "bucket-sizes")[0]["y"] == [float(size) for size in frame["bytes"]]
+    page.page.click("#card-buckets td a >> text=1")
+    page.page.wait_for_selector("#card-bucket-parameters >> text=Bucket 1 of step 4")
+    names = page.page.locator("#card-bucket-parameters tbody tr td:nth-child(2)").all_inner_texts()
+    assert names == list(api.bucket_content(runs / "plain", 4, 1).parameters["name"])
+
+
+def test_stragglers_name_the_late_rank(page, base_url, runs):
+    page.open(f"{base_url}/stragglers?run=plain")
+    found = api.straggling(runs / "plain")
+    assert found.ranks.attrs["statement"] in page.page.inner_text(".message-warning")
+    assert traces(page, "lateness")[0]["median"] == [float(value) for value in found.lateness["median_ns"]]
+    ranks = page.page.locator("#card-late-collectives tbody tr td:nth-child(2)").all_inner_texts()
+    assert ranks == [str(rank) for rank in found.collectives["last_rank"]]
+    assert page.page.locator("#card-late-collectives a >> text=timeline").count() == len(found.collectives)
+
+
+def test_an_alignment_with_its_rings(page, base_url, runs):
+    page.open(f"{base_url}/alignment?run=aligned")
+    found = api.alignment(runs / "aligned")
+    counts = found.counts.groupby("state")["lines"].sum().to_dict()
+    assert {trace["name"]: sum(trace["y"]) for trace in traces(page, "states")} == counts
+    states = page.page.locator("#card-side-by-side tbody tr td:nth-child(2)").all_inner_texts()
+    first = found.divergences.iloc[0]
+    assert states[min(3, first["matched_before"])] == first["state"]
+    assert traces(page, "topology-ring")[1]["text"] == ["0", "2", "1", "3"]
+    page.page.locator("#card-divergences a").last.click()
+    last = found.divergences.iloc[-1]
+    page.page.wait_for_selector(f"#card-side-by-side >> text=rank {last['rank']}, group")
+
+
+def test_every_chart_has_a_name_and_its_table_and_keys_reach_the_controls(page, base_url):
+    for path in PATHS:
+        run = "aligned" if path == "/alignment" else "plain"
+        page.open(f"{base_url}{path}?run={run}")
+        for card in page.page.locator(".card:has(.dash-graph)").all():
+            assert card.get_by_role("img").first.get_attribute("aria-label")
+            assert card.locator("details summary").count() == 1
+            assert card.get_by_role("link", name="Download").count() == 1
+        page.page.focus("#page")
+        page.page.keyboard.press("Tab")
+        focused = "document.activeElement.getAttribute('aria-label') || document.activeElement.labels?.[0]?.innerText"
+        assert page.page.evaluate(focused) == "Run"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_telephone_has_no_sideways_scrolling(browser, base_url, scheme):  # noqa: F811 - the fixture
+    view = watched(browser, viewport={"width": 400, "height": 800}, color_scheme=scheme)
+    for path in PATHS:
+        view.open(f"{base_url}{path}?run={'aligned' if path == '/alignment' else 'plain'}")
+        assert view.page.evaluate("document.documentElement.scrollWidth") <= 400, path
+        text = view.page.evaluate(
+            "document.querySelector('.js-plotly-plot').layout.template.layout.font.color"
+        )
+        assert text == TEXT[scheme], path
+    view.page.context.close()
+    assert view.errors == []
