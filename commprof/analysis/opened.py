@@ -72,6 +72,22 @@ class OpenedRun:
         """See :func:`commprof.analysis.api.bandwidth`."""
         return api.bandwidth(self.run, calibration)
 
+    def matrix(self, by: Sequence[str] = (), steps: tuple[int, int] | None = None) -> pd.DataFrame:
+        """See :func:`commprof.analysis.api.matrix`."""
+        return api.matrix(self.run, by, steps)
+
+    def owners(self, steps: tuple[int, int] | None = None) -> pd.DataFrame:
+        """See :func:`commprof.analysis.api.owners`."""
+        return api.owners(self.run, steps)
+
+    def buckets(self) -> pd.DataFrame:
+        """See :func:`commprof.analysis.api.bucket_flushes`."""
+        return api.bucket_flushes(self.run)
+
+    def alignment(self) -> api.Alignment:
+        """See :func:`commprof.analysis.api.alignment`."""
+        return api.alignment(self.run)
+
     def moved(self) -> pd.DataFrame:
         """See :func:`commprof.analysis.api.moved`."""
         return api.moved(self.run)

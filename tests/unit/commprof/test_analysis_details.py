@@ -1,0 +1,56 @@
+"""The answers behind the pages of details hold exactly what is declared, and stay what they were."""
+
+import pytest
+
+from commprof.analysis import api
+from commprof.analysis.detailed_answers import DETAILED_ANSWERS
+from commprof.analysis.opened import OpenedRun
+from support.detailed_runs import aligned_run
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return aligned_run(tmp_path_factory.mktemp("details") / "run")
+
+
+@pytest.fixture(scope="module")
+def answers(path):
+    straggling, aligned = api.straggling(path), api.alignment(path)
+    content = api.bucket_content(path, step=1, bucket=1)
+    return {
+        "matrix": api.matrix(path),
+        "owners": api.owners(path),
+        "bucket_flushes": api.bucket_flushes(path),
+        "bucket_means": api.bucket_means(path),
+        "bucket_parameters": content.parameters,
+        "bucket_operations": content.operations,
+        "lateness": straggling.lateness,
+        "waiting_causes": straggling.causes,
+        "late_collectives": straggling.collectives,
+        "aligned": aligned.rows,
+        "alignment_counts": aligned.counts,
+        "divergences": aligned.divergences,
+        "topology": api.topology(path),
+    }
+
+
+@pytest.mark.parametrize("name", DETAILED_ANSWERS)
+def test_answers_hold_exactly_what_is_declared(answers, name):
+    frame, declared = answers[name], DETAILED_ANSWERS[name]
+    assert len(frame)
+    assert list(frame.columns) == list(declared.names)
+    for column in declared.columns:
+        if not column.nullable:
+            assert not frame[column.name].isna().any(), column.name
+        if column.type.startswith("int"):
+            assert str(frame[column.name].dtype) == ("Int64" if column.nullable else "int64"), column.name
+    if declared.key:
+        assert not frame.duplicated(list(declared.key)).any()
+
+
+def test_a_notebook_asks_the_same(path, answers):
+    run = OpenedRun(path)
+    assert run.matrix().equals(answers["matrix"])
+    assert run.owners().equals(answers["owners"])
+    assert run.buckets().equals(answers["bucket_flushes"])
+    assert run.alignment().counts.equals(answers["alignment_counts"])
