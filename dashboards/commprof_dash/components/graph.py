@@ -24,7 +24,7 @@ GRAPH_CONFIG: Final[dict[str, Any]] = {
 def graph(name: str, figure: go.Figure, description: str, zoomable: bool = False) -> Component:
     """``figure`` on the page, ``description`` for those who do not see it.
 
-    ``zoomable``: the wheel zooms, and the height is the figure's own, which may change.
+    ``zoomable``: the wheel zooms.
     """
     return html.Div(
         dcc.Graph(
@@ -32,8 +32,13 @@ def graph(name: str, figure: go.Figure, description: str, zoomable: bool = False
             figure=figure,
             config=GRAPH_CONFIG | {"scrollZoom": zoomable},
             responsive=True,
-            style={} if zoomable else {"height": f"{figure.layout.height}px"},
+            style=height_of(figure),
         ),
         role="img",
         **{"aria-label": description},
     )
+
+
+def height_of(figure: go.Figure) -> dict[str, str]:
+    """The style of a graph that is as high as its figure; a callback that changes the one changes the other."""
+    return {"height": f"{figure.layout.height}px"}

@@ -19,7 +19,7 @@ from commprof_dash.address import Query
 from commprof_dash.charts import timeline as chart
 from commprof_dash.charts.series import series_in_order, with_series
 from commprof_dash.components import cards, messages, tables
-from commprof_dash.components.graph import graph
+from commprof_dash.components.graph import graph, height_of
 from commprof_dash.components.tables import Field
 from commprof_dash.data import Runs, reason
 from commprof_dash.pages.one_run import draw_run
@@ -384,13 +384,14 @@ def register(app: dash.Dash, runs: Runs) -> None:
 
     @app.callback(
         Output(ids.graph("timeline"), "figure"),
+        Output(ids.graph("timeline"), "style"),
         Output(SHOWN, "children"),
         Input(VIEW, "data"),
         State(RUN, "data"),
         State(ids.SCHEME, "data"),
         prevent_initial_call=True,
     )
-    def move(data: dict[str, Any] | None, name: str, scheme: str | None) -> tuple[Any, Any]:
+    def move(data: dict[str, Any] | None, name: str, scheme: str | None) -> tuple[Any, ...]:
         if not data or data.get("drawn"):
             raise PreventUpdate
         view = view_of(data)
@@ -398,11 +399,11 @@ def register(app: dash.Dash, runs: Runs) -> None:
             path = path_of(runs, name)
             shown = timeline(path, view)
             figure = chart.figure(shown, scheme_of(scheme), _selected(path, view))
-            return figure, _below(path, name, view, shown)
+            return figure, height_of(figure), _below(path, name, view, shown)
         except KeyError:
-            return dash.no_update, [messages.unknown_runs([name], str(runs.directory))]
+            return dash.no_update, dash.no_update, [messages.unknown_runs([name], str(runs.directory))]
         except Exception as error:
-            return dash.no_update, [messages.broken_page(reason(error))]
+            return dash.no_update, dash.no_update, [messages.broken_page(reason(error))]
 
     @app.callback(
         Output(VIEW, "data", allow_duplicate=True),

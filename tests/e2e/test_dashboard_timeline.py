@@ -1,0 +1,346 @@
+"""The timeline and the records page in a real Chromium: what is drawn, listed and downloaded is what the library says."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from commprof.analysis import api
+from support.browser import Watched, browser, served  # noqa: F401 - browser is a fixture
+from support.runs import SyntheticRun
+
+pytestmark = pytest.mark.browser
+
+WORLD, STEPS, EACH = 4, 3, 10
+HOSTILE = "<img src=x onerror=alert(1)>"
+GRAPH = "#card-timeline .js-plotly-plot"
+
+
+def write_run(path: Path, each: int) -> None:
+    run = SyntheticRun(WORLD)
+    for step in range(STEPS):
+        run.add_step(step, begin_ns=step * 1_000_000, duration_ns=1_000_000)
+        for number in range(each):
+            for rank in range(WORLD):
+                run.add_collective(
+                    ("all_reduce", "all_gather", "broadcast")[number % 3],
+                    step=step,
+                    ranks=(rank,),
+                    peer=0,
+                    issue_ns=step * 1_000_000 + number * (900_000 // each) + rank * 100,
+                    host_ns=60_000 // each * 10,
+                    exposed_ns=30_000 // each * 10 if number % 2 else None,
+                    payload_bytes=1000 * (number + 1),
+                    purpose="gradient_reduce",
+                    bucket=number,
+                    parameters=HOSTILE,
+                )
+    run.write(path)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    base = tmp_path_factory.mktemp("timeline")
+    write_run(base / "few", EACH)
+    write_run(base / "many", 300)
+    return base
+
+
+@pytest.fixture(scope="module")
+def base_url(runs):
+    with served(runs) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def context(browser):  # noqa: F811 - the fixture
+    """One context, so that plotly.js is loaded once."""
+    context = browser.new_context(
+        viewport={"width": 1280, "height": 900}, color_scheme="light", accept_downloads=True
+    )
+    yield context
+    context.close()
+
+
+@pytest.fixture
+def page(context, base_url):
+    view = Watched(context.new_page())
+    yield view
+    view.page.close()
+    assert view.foreign_requests(base_url) == []
+    assert view.errors == []
+
+
+def drawn_records(page) -> set[tuple[int, ...]]:
+    """rank, attempt, pid, seq, begin and length of each bar, from what plotly drew."""
+    bars = page.evaluate(
+        """(graph) => document.querySelector(graph)._fullData.filter((trace) => trace.customdata).flatMap((trace) =>
+            [...trace.base].map((base, i) => [...trace.customdata[i][0], Math.round(base), Math.round(trace.x[i])]))""",
+        GRAPH,
+    )
+    return {tuple(bar) for bar in bars}
+
+
+def wanted_records(shown: api.Timeline) -> set[tuple[int, ...]]:
+    frame = shown.bars
+    names = ("rank", "attempt", "pid", "seq")
+    keys = zip(*(frame[name].tolist() for name in names), strict=True)
+    begins, ends = frame["begin_ns"].tolist(), frame["end_ns"].tolist()
+    return {
+        (*key, begin - shown.run_begin_ns, end - begin)
+        for key, begin, end in zip(keys, begins, ends, strict=True)
+    }
+
+
+def window_of(url: str) -> tuple[int, int]:
+    query = parse_qs(urlsplit(url).query)
+    return int(query["from"][0]), int(query["to"][0])
+
+
+def assert_window_is_drawn(page, runs: Path, name: str) -> api.Timeline:
+    """What is drawn is what the address says."""
+    first = api.timeline(runs / name).run_begin_ns
+    begin, end = window_of(page.url)
+    shown = api.timeline(runs / name, first + begin, first + end)
+    page.wait_for_function(
+        "([graph, begin, end]) => { const range = document.querySelector(graph)._fullLayout.xaxis.range;"
+        " return Math.abs(range[0] - begin) < 1 && Math.abs(range[1] - end) < 1; }",
+        arg=[GRAPH, begin, end],
+    )
+    page.wait_for_function(
+        "([graph, count]) => document.querySelector(graph)._fullData.filter((t) => t.customdata)"
+        ".reduce((sum, t) => sum + t.x.length, 0) === count",
+        arg=[GRAPH, len(shown.bars)],
+    )
+    assert drawn_records(page) == wanted_records(shown)
+    return shown
+
+
+def click_on_graph(page, x: float, y: float) -> None:
+    """A click on what is there, which plotly looks up while the mouse rests."""
+    page.mouse.move(x - 2, y)
+    page.mouse.move(x, y)
+    page.wait_for_selector(f"{GRAPH} .hoverlayer .hovertext")
+    page.mouse.click(x, y)
+
+
+def moved(page, act) -> None:
+    before = page.url
+    act()
+    page.wait_for_function("(url) => window.location.href !== url", arg=before)
+
+
+def test_bars_are_the_records_and_buttons_move_the_window(page, runs, base_url):
+    page.open(f"{base_url}/timeline?run=few")
+    assert drawn_records(page.page) == wanted_records(api.timeline(runs / "few"))
+    assert page.page.locator("img[src=x]").count() == 0
+    for label in ("Zoom in", "Later", "Earlier", "Zoom out"):
+        moved(page.page, page.page.get_by_label(label, exact=True).click)
+        assert_window_is_drawn(page.page, runs, "few")
+    page.open(page.page.url)  # the address holds all of it
+    assert_window_is_drawn(page.page, runs, "few")
+    moved(page.page, page.page.get_by_label("Whole run").click)
+    assert "from=" not in page.page.url
+
+
+def test_a_drag_and_the_wheel_zoom(page, runs, base_url):
+    page.open(f"{base_url}/timeline?run=few")
+    box = page.page.locator(f"{GRAPH} .nsewdrag").first.bounding_box()
+    middle = box["y"] + box["height"] / 2
+
+    def drag():
+        page.page.mouse.move(box["x"] + 200, middle)
+        page.page.mouse.down()
+        page.page.mouse.move(box["x"] + 500, middle, steps=4)
+        page.page.mouse.up()
+
+    moved(page.page, drag)
+    shown = assert_window_is_drawn(page.page, runs, "few")
+    share = (shown.end_ns - shown.begin_ns) / (shown.run_end_ns - shown.run_begin_ns)
+    assert share == pytest.approx(300 / box["width"], rel=0.05)
+    page.page.mouse.move(box["x"] + 300, middle)
+    moved(page.page, lambda: page.page.mouse.wheel(0, -300))
+    again = assert_window_is_drawn(page.page, runs, "few")
+    assert again.end_ns - again.begin_ns < shown.end_ns - shown.begin_ns
+
+
+def test_a_step_and_ranks_are_gone_to(page, runs, base_url):
+    page.open(f"{base_url}/timeline?run=few")
+
+    def go():
+        page.page.locator("#timeline-step").fill("1")
+        page.page.locator("#timeline-step").press("Enter")
+
+    moved(page.page, go)
+    assert window_of(page.page.url) == (1_000_000, 2_000_000)
+    assert_window_is_drawn(page.page, runs, "few")
+
+    def choose():
+        page.page.locator("#timeline-ranks").fill("1-2")
+        page.page.locator("#timeline-ranks").press("Enter")
+
+    moved(page.page, choose)
+    page.page.wait_for_function("document.body.innerText.includes('2 of 4 ranks are shown')")
+    assert {bar[0] for bar in drawn_records(page.page)} == {1, 2}
+
+
+def test_many_records_are_drawn_as_density_until_they_are_few(page, runs, base_url):
+    page.open(f"{base_url}/timeline?run=many")
+    shown = api.timeline(runs / "many", pixels=600)
+    assert shown.bars is None
+    heat = page.page.evaluate(
+        """(graph) => { const trace = document.querySelector(graph)._fullData[0];
+            return {type: trace.type, sums: [...trace.z].map((row) => [...row].filter((v) => v === v && v !== null)
+                .reduce((sum, value) => sum + value % 1, 0))}; }""",
+        GRAPH,
+    )
+    assert heat["type"] == "heatmap"
+    width = shown.density["end_ns"][0] - shown.density["begin_ns"][0]
+    for row, rank in enumerate(shown.ranks):
+        part = shown.density[shown.density["rank"] == rank].groupby("begin_ns")["busy_ns"].sum() / width
+        assert heat["sums"][3 * row] == pytest.approx(part.clip(upper=0.999).sum(), rel=1e-6)
+    # A cell of the first rank: goes nearer.
+    box = page.page.locator(f"{GRAPH} .nsewdrag").first.bounding_box()
+    click_on_graph(page.page, box["x"] + 200, box["y"] + 30)
+    page.page.wait_for_function("window.location.search.includes('from=')")
+    assert_window_is_drawn(page.page, runs, "many")
+
+
+def test_a_record_is_told_with_its_partners_and_links(page, runs, base_url):
+    page.open(f"{base_url}/timeline?run=few&from=0&to=300000")
+    box = page.page.locator(f"{GRAPH} .barlayer .trace").first.locator("path").first.bounding_box()
+    place = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    moved(page.page, lambda: click_on_graph(page.page, *place))
+    page.page.wait_for_selector(".record")
+    text = page.page.inner_text(".record")
+    assert "The same collective on 4 ranks" in text
+    assert HOSTILE in text
+    assert page.page.locator(".record a[href^='/buckets']").count() == 1
+    outlined = page.page.evaluate(
+        "(graph) => document.querySelector(graph)._fullData.find((t) => t.name === 'same collective').x.length",
+        GRAPH,
+    )
+    assert outlined == WORLD
+    moved(page.page, page.page.locator(".record a[href^='/records']").click)
+    page.page.wait_for_selector(".ag-row[row-index='0']")
+    page.page.wait_for_function("document.body.innerText.includes('1 of 120 records fit')")
+
+
+def test_the_scheme_is_changed_without_losing_the_window(page, runs, base_url):
+    page.open(f"{base_url}/timeline?run=few")
+    moved(page.page, page.page.get_by_label("Zoom in", exact=True).click)
+    shown = assert_window_is_drawn(page.page, runs, "few")
+    colour = page.page.evaluate("(graph) => document.querySelector(graph)._fullLayout.font.color", GRAPH)
+    page.page.locator("#scheme-toggle").click()
+    page.page.wait_for_function(
+        "([graph, colour]) => document.querySelector(graph)._fullLayout.font.color !== colour",
+        arg=[GRAPH, colour],
+    )
+    assert_window_is_drawn(page.page, runs, "few")
+    page.page.locator("#scheme-toggle").click()
+    assert window_of(page.page.url) == (
+        shown.begin_ns - shown.run_begin_ns,
+        shown.end_ns - shown.run_begin_ns,
+    )
+
+
+def test_the_file_of_the_timeline_is_what_is_drawn(page, runs, base_url):
+    page.open(f"{base_url}/timeline?run=few&from=0&to=1000000")
+    page.page.locator("#card-timeline summary").click()
+    assert page.page.locator("#card-timeline tbody tr").count() == len(drawn_records(page.page))
+    with page.page.expect_download() as caught:
+        page.page.locator("#card-timeline a.card-action").click()
+    rows = list(csv.DictReader(io.StringIO(Path(caught.value.path()).read_text())))
+    names = ("rank", "attempt", "pid", "seq")
+    assert {tuple(int(row[name]) for name in names) for row in rows} == {
+        bar[:4] for bar in drawn_records(page.page)
+    }
+
+
+def shown_rows(page, column: str) -> list[str]:
+    """The cells of a column that the grid shows, from the top."""
+    rows = page.evaluate(
+        """(column) => [...document.querySelectorAll('.ag-center-cols-container .ag-row')]
+            .map((row) => [Number(row.getAttribute('row-index')), row.querySelector(`[col-id="${column}"]`)?.innerText])""",
+        column,
+    )
+    return [text for _, text in sorted(rows)]
+
+
+def wait_for_rows(page, column: str, wanted: list[str]) -> None:
+    page.wait_for_function(
+        """([column, wanted]) => { const rows = [...document.querySelectorAll('.ag-center-cols-container .ag-row')]
+            .sort((a, b) => a.getAttribute('row-index') - b.getAttribute('row-index'))
+            .map((row) => row.querySelector(`[col-id="${column}"]`)?.innerText);
+            return JSON.stringify(rows.slice(0, wanted.length)) === JSON.stringify(wanted); }""",
+        arg=[column, wanted],
+    )
+
+
+def test_the_grid_filters_sorts_and_scrolls_on_the_server(page, runs, base_url):
+    page.open(f"{base_url}/records?run=many")
+    path = runs / "many"
+    total = STEPS * 300 * WORLD
+    page.page.wait_for_function(f"document.body.innerText.includes('{total:,} records')")
+    wait_for_rows(page.page, "op", api.records_page(path, limit=5).rows["op"].tolist())
+    header = page.page.locator(".ag-header-cell[col-id='payload_bytes'] .ag-header-cell-label")
+    for wanted in ("payload_bytes", "-payload_bytes"):
+        moved(page.page, header.click)
+        first = api.records_page(path, sort=wanted, limit=5).rows["payload_bytes"]
+        wait_for_rows(page.page, "payload_bytes", [api.format_bytes(value) for value in first])
+        assert f"sort={wanted}" in page.page.url
+    moved(page.page, lambda: page.page.get_by_label("op Filter Input", exact=True).fill("gather"))
+    filters = [api.Filter("op", "contains", "gather")]
+    fit = api.records_page(path, filters, "-payload_bytes", limit=5)
+    page.page.wait_for_function(f"document.body.innerText.includes('{fit.total:,} of {total:,} records fit')")
+    wait_for_rows(page.page, "op", fit.rows["op"].tolist())
+    page.page.evaluate("document.querySelector('.ag-body-viewport').scrollTop = 1e9")
+    last = api.records_page(path, filters, "-payload_bytes", fit.total - 1, 1).rows["payload_bytes"][0]
+    page.page.wait_for_function(
+        "([index, text]) => document.querySelector(`.ag-center-cols-container .ag-row[row-index='${index}'] "
+        "[col-id='payload_bytes']`)?.innerText === text",
+        arg=[fit.total - 1, api.format_bytes(last)],
+    )
+    with page.page.expect_download() as caught:
+        page.page.locator("#records-file").click()
+    rows = list(csv.DictReader(io.StringIO(Path(caught.value.path()).read_text())))
+    whole = api.records_page(path, filters, "-payload_bytes", limit=10_000).rows
+    assert [int(row["begin_ns"]) for row in rows] == whole["begin_ns"].tolist()
+    assert [int(row["payload_bytes"]) for row in rows] == whole["payload_bytes"].tolist()
+    page.open(page.page.url)  # the address holds filter and order
+    wait_for_rows(page.page, "op", fit.rows["op"].tolist())
+
+
+def test_both_pages_are_drawn_in_the_dark(browser, runs, base_url):  # noqa: F811 - the fixture
+    context = browser.new_context(viewport={"width": 420, "height": 900}, color_scheme="dark")
+    view = Watched(context.new_page())
+    view.open(f"{base_url}/timeline?run=few")
+    assert drawn_records(view.page) == wanted_records(api.timeline(runs / "few"))
+    view.open(f"{base_url}/records?run=few")
+    wait_for_rows(
+        view.page, "rank", [str(rank) for rank in api.records_page(runs / "few", limit=4).rows["rank"]]
+    )
+    colour = view.page.evaluate(
+        "getComputedStyle(document.querySelector('.ag-root-wrapper')).backgroundColor"
+    )
+    assert max(int(part) for part in colour.removeprefix("rgb(").rstrip(")").split(",")[:3]) < 80
+    assert view.page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
+    assert view.errors == []
+    context.close()
+
+
+def test_columns_are_chosen(page, base_url):
+    page.open(f"{base_url}/records?run=few&column=rank&column=op")
+    page.page.wait_for_selector(".ag-row[row-index='0'] [col-id='op']")
+    heads = page.page.locator(".ag-header-row-column .ag-header-cell").evaluate_all(
+        "cells => cells.map((cell) => cell.getAttribute('col-id'))"
+    )
+    assert heads == ["link", "rank", "op"]
+    page.page.locator("#records-columns").click()
+    moved(page.page, page.page.locator("[role=option]:visible", has_text="dtype").click)
+    page.page.wait_for_selector(".ag-row[row-index='0'] [col-id='dtype']")
+    assert "column=dtype" in page.page.url
