@@ -244,7 +244,7 @@ def test_the_page_about_analysis_lists_every_column_as_it_is_declared():
     page = (Path(__file__).parents[3] / "docs" / "analysis.md").read_text("utf-8")
     for name, answer in ANSWERS.items():
         section = page.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
-        listed = re.findall(r"^\| `(\w+)` \| (\w+) \| (\w*) \| (yes)? ?\| (.*) \|$", section, re.MULTILINE)
+        listed = re.findall(r"^\| `(\w+)` \| (\w+) \| ([\w/]*) \| (yes)? ?\| (.*) \|$", section, re.MULTILINE)
         assert listed == [
             (column.name, column.type, column.unit, "yes" if column.nullable else "", column.doc)
             for column in answer.columns
