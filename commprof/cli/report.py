@@ -30,7 +30,8 @@ _HEADINGS: Final = (
 _MOST_COMPARED: Final = 1_000_000  # records whose arrivals are compared for a report: a few seconds
 LEGEND: Final = (
     "payload: S of nccl-tests. wire: modelled, mean bytes that a rank sends. in calls, exposed: time in the issuing calls, "
-    "and time that the program stood still for them, mean over the ranks."
+    "and time that the program stood still for them, mean over the ranks; "
+    "a dash: not known."
 )
 
 
@@ -145,16 +146,20 @@ def _step_table(
 
 
 def _table(name: str, rows: Sequence[Mapping[str, Any]], steps: int) -> Rows:
-    """``rows`` of traffic summed over everything but purpose, operation and group, divided by ``steps``."""
-    sums: dict[tuple[str, ...], dict[str, float]] = {}
+    """``rows`` of traffic summed over everything but purpose, operation and group, divided by ``steps``.
+
+    What is not known of any of the rows is a dash, not nothing.
+    """
+    sums: dict[tuple[str, ...], dict[str, float | None]] = {}
     for row in rows:
         key = tuple(rendering.text(row[column]) for column in ("purpose", "op", "intended_op", "group_ranks"))
-        into = sums.setdefault(key, dict.fromkeys(_SUMMED, 0.0))
+        into = sums.setdefault(key, dict.fromkeys(_SUMMED))
         for column in _SUMMED:
-            into[column] += 0.0 if rendering.is_missing(row[column]) else float(row[column])
+            if not rendering.is_missing(row[column]):
+                into[column] = (into[column] or 0.0) + float(row[column])
     cells: list[Sequence[str]] = []
     last = None
-    for key in sorted(sums, key=lambda key: (key[0], -sums[key]["wire_bytes"], key)):
+    for key in sorted(sums, key=lambda key: (key[0], -(sums[key]["wire_bytes"] or 0.0), key)):
         purpose, op, intended, group = key
         if purpose != last:
             cells.append((purpose if purpose != rendering.MISSING else "(no purpose given)", *[""] * 6))
@@ -165,14 +170,14 @@ def _table(name: str, rows: Sequence[Mapping[str, Any]], steps: int) -> Rows:
     return Rows(_HEADINGS, cells, title=name)
 
 
-def _measures(sums: Mapping[str, float], steps: int) -> tuple[str, ...]:
-    mean = {name: value / steps for name, value in sums.items()}
+def _measures(sums: Mapping[str, float | None], steps: int) -> tuple[str, ...]:
+    mean = {name: None if value is None else round(value / steps) for name, value in sums.items()}
     return (
-        rendering.count(mean["collectives"]),
-        rendering.number_of_bytes(round(mean["payload_bytes"])),
-        rendering.number_of_bytes(round(mean["wire_bytes"])),
-        rendering.duration(round(mean["host_ns"])),
-        rendering.duration(round(mean["exposed_ns"])),
+        rendering.count((sums["collectives"] or 0.0) / steps),
+        rendering.number_of_bytes(mean["payload_bytes"]),
+        rendering.number_of_bytes(mean["wire_bytes"]),
+        rendering.duration(mean["host_ns"]),
+        rendering.duration(mean["exposed_ns"]),
     )
 
 

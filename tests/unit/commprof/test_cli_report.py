@@ -59,8 +59,7 @@ def test_a_report_tells_initialisation_from_steps(capsys, run):
         "KiB",
         "1.00",
         "us",
-        "0",
-        "ns",
+        "-",
     ]
     assert row(steps, "all_to_all") == [
         "all_to_all",
@@ -130,6 +129,22 @@ def test_a_report_says_what_a_step_stands_still_for(capsys, tmp_path, monkeypatc
         (None, None),
         ("all", 0.25),
     ]
+
+
+def test_exposure_that_nobody_saw_is_not_called_none(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = SyntheticRun(world_size=2)
+    for step in range(2):
+        run.add_step(step, duration_ns=20_000_000)
+        # DDP waits in C++; for the barrier the program itself does.
+        run.add_collective("all_reduce", step=step, purpose="gradient_reduce", is_async=True)
+        run.add_collective("barrier", step=step, purpose="metric", exposed_ns=0)
+    run.write(tmp_path / "run")
+    shown = printed(capsys, "report", "run")
+    assert row(shown, "all_reduce")[-1] == "-"
+    assert row(shown, "barrier")[-2:] == ["0", "ns"]
+    traffic = json.loads(printed(capsys, "report", "run", "--json"))["traffic"]
+    assert {(each["op"], each["exposed_ns"]) for each in traffic} == {("all_reduce", None), ("barrier", 0)}
 
 
 def test_json_keeps_bytes_and_nanoseconds(capsys, run):
