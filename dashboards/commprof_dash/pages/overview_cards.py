@@ -41,19 +41,21 @@ def verdict(found: api.Verdict | None, facts: Mapping[str, Any]) -> Component:
 
 def exposure(frame: pd.DataFrame, facts: Mapping[str, Any], scheme: Scheme) -> Component:
     """What a training step stands still for. Unknown is said, and is not 0."""
+    known = 0 if frame.empty else int(frame["records"].iloc[-1])
+    if not known and facts["summed"]:
+        return cards.empty_card(
+            "exposure",
+            _EXPOSED,
+            "Not known: only sums of its collectives were kept (--aggregate); each moment counts once, which takes single ones.",
+        )
     if frame.empty:
         why = "No training step of this run ended."
         if facts["steps"] == 0:
             why = "This run has no training steps: commprof.step() tells them where no engine does."
         return cards.empty_card("exposure", _EXPOSED, why)
     whole = frame.iloc[-1]
-    if whole["records"] == 0:
-        why = (
-            "Not known: only sums of its collectives were kept (--aggregate), and what waits for what needs single ones."
-            if facts["summed"]
-            else "Nothing was issued in its training steps."
-        )
-        return cards.empty_card("exposure", _EXPOSED, why)
+    if not known:
+        return cards.empty_card("exposure", _EXPOSED, "Nothing was issued in its training steps.")
     unknown = [f"Of {whole['timed']:,} of {whole['records']:,} records the exposed time is known."]
     if whole["unwaited"]:
         unknown.append(

@@ -14,6 +14,7 @@ from commprof_dash.charts import lanes, settings
 from commprof_dash.charts.exposure import by_purpose
 from commprof_dash.charts.series import Series
 from commprof_dash.data import Runs
+from commprof_dash.pages import overview_cards
 from support.runs import SyntheticRun
 
 HOSTILE = "<script>alert(1)</script>"
@@ -131,6 +132,14 @@ def test_overview_has_the_verdict_with_its_command_and_unknown_times_are_not_zer
     assert [note.text for note in exposed.layout.annotations].count("not known") == 4
     assert "Of 0 of 4 records the exposed time is known" in text
     assert "What recording cost" in text and "1.00 ms per rank" in text
+
+
+def test_of_sums_alone_the_exposed_time_is_not_known():
+    facts = {"summed": 60, "steps": 4}
+    card = overview_cards.exposure(api.exposure_per_step(SyntheticRun().open()), facts, "light")
+    assert "Not known: only sums" in json.dumps(
+        card.to_plotly_json(), default=lambda part: part.to_plotly_json()
+    )
 
 
 def test_overview_draws_exposed_time(tmp_path):
