@@ -23,6 +23,16 @@ _OF_DURATIONS = ("attempt", "rank", "step")  # a step lasts differently long by 
 
 
 def exposure(collectives: pa.Table | Scan, steps: pa.Table, by: Sequence[str]) -> pd.DataFrame:
+    """:func:`answer` as a frame."""
+    return as_frame(answer(collectives, steps, by), tuple(dict.fromkeys(by)))
+
+
+def as_frame(answer: pa.Table, by: Sequence[str]) -> pd.DataFrame:
+    """An :func:`answer` as a frame, with the declared columns."""
+    return from_arrow(answer, (*(EXPOSURE_BY[name] for name in by), *EXPOSURE.columns))
+
+
+def answer(collectives: pa.Table | Scan, steps: pa.Table, by: Sequence[str]) -> pa.Table:
     """Exposed and overlapped time for each combination of the columns ``by``; without any, one row.
 
     Raises:
@@ -38,7 +48,7 @@ def exposure(collectives: pa.Table | Scan, steps: pa.Table, by: Sequence[str]) -
             )
     lasting = [name for name in by if name in _OF_DURATIONS]
     per_rank = "rank" in by
-    answer = ask(
+    return ask(
         "exposure",
         {
             "standstill": standstill(collectives, steps, by),
@@ -56,7 +66,6 @@ def exposure(collectives: pa.Table | Scan, steps: pa.Table, by: Sequence[str]) -
         group_by_duration=f"group by {', '.join(lasting)}" if lasting else "",
         on_duration=" and ".join(f"l.{name} = c.{name}" for name in lasting) or "1 = 1",
     )
-    return from_arrow(answer, (*(EXPOSURE_BY[name] for name in by), *EXPOSURE.columns))
 
 
 def _listed(names: Sequence[str], table: str = "") -> str:

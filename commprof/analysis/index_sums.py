@@ -7,11 +7,15 @@ from typing import Final
 import duckdb
 import pyarrow as pa
 
-from commprof.analysis import steps, traffic
+from commprof.analysis import exposure, steps, traffic
 from commprof.trace.reader import Run
 
 OPERATIONS: Final = "operations"
 STOOD_STILL: Final = "stood_still"
+EXPOSURES: Final = {  # by these columns
+    ("attempt", "step"): "exposure_of_steps",
+    ("attempt", "step", "purpose"): "exposure_of_purposes",
+}
 HELD_COLUMNS: Final = (
     "attempt",
     "step",
@@ -40,7 +44,7 @@ MEASURES: Final = {
 
 
 def fill_sums(engine: duckdb.DuckDBPyConnection, run: Run) -> None:
-    """Create the tables ``operations`` and ``stood_still`` of the index of ``run`` in ``engine``'s database.
+    """Create the tables of sums of the index of ``run`` in ``engine``'s database.
 
     Raises:
         TraceError: a file of the run is damaged. duckdb.Error: the database cannot be written.
@@ -48,6 +52,8 @@ def fill_sums(engine: duckdb.DuckDBPyConnection, run: Run) -> None:
     collectives = run.scan("collectives")
     _keep(engine, OPERATIONS, traffic.operations(collectives, run.table("aggregates"), HELD_COLUMNS))
     _keep(engine, STOOD_STILL, steps.stood_still(run.table("steps"), collectives))
+    for by, name in EXPOSURES.items():
+        _keep(engine, name, exposure.answer(collectives, run.table("steps"), by))
 
 
 def _keep(engine: duckdb.DuckDBPyConnection, name: str, rows: pa.Table) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Final
 
 import pandas as pd
 import pyarrow as pa
@@ -16,6 +16,9 @@ from commprof.analysis.intervals import over_steps
 from commprof.analysis.settings import settings_of
 from commprof.analysis.steps import durations_after_first, final_loss
 from commprof.trace.reader import Run
+
+# Of the operations: what overview asks for, and what a report of the run asks for next.
+COLUMNS: Final = ("attempt", "step", "op", "backend", "purpose", "intended_op", "group_ranks")
 
 
 def group_backends(groups: pa.Table) -> str | None:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pandas as pd
 import pyarrow as pa
 
+from commprof.analysis import exposure as exposure_module
 from commprof.analysis import steps, traffic
 from commprof.analysis.index import index_if_there
-from commprof.analysis.index_sums import HELD_COLUMNS, MEASURES, OPERATIONS, STOOD_STILL
+from commprof.analysis.index_sums import EXPOSURES, HELD_COLUMNS, MEASURES, OPERATIONS, STOOD_STILL
 from commprof.trace.reader import Run
 
-__all__ = ["HELD_COLUMNS", "operations", "stood_still"]
+__all__ = ["HELD_COLUMNS", "exposure", "operations", "stood_still"]
 
 
 def operations(run: Run, columns: Sequence[str]) -> pa.Table:
@@ -44,3 +46,20 @@ def stood_still(run: Run) -> pa.Table:
         else:
             run.kept[key] = steps.stood_still(run.table("steps"), run.scan("collectives"))
     return run.kept[key]
+
+
+def exposure(run: Run, by: Sequence[str]) -> pd.DataFrame:
+    """What collectives cost ``run`` in time: see :func:`commprof.analysis.api.exposure`."""
+    wanted = tuple(dict.fromkeys(by))
+    name = EXPOSURES.get(wanted)
+    if name is None:
+        return exposure_module.exposure(run.scan("collectives"), run.table("steps"), wanted)
+    key = (name,)
+    if key not in run.kept:
+        index = index_if_there(run.path)
+        if index is not None:
+            order = ", ".join(wanted)
+            run.kept[key] = index.ask(f"select * from {name} order by {order}")
+        else:
+            run.kept[key] = exposure_module.answer(run.scan("collectives"), run.table("steps"), wanted)
+    return exposure_module.as_frame(run.kept[key], wanted)
