@@ -93,7 +93,7 @@ class FlightDump:
         kept = fresh[-MOST_ENTRIES:]
         if len(kept) < len(fresh):
             self._note(f"of torch's Flight Recorder only the newest {MOST_ENTRIES} entries are kept")
-        lines = []
+        lines: list[bytes] = []
         for entry in reversed(kept):  # where the time is up, the newest are there
             if time.thread_time_ns() > deadline_ns:
                 self._note(

@@ -114,7 +114,7 @@ class OperatorCalls:
         at_async = _ABSENT if places.asynchronous is None else places.asynchronous
         blocks = method.name == "monitored_barrier"
         crossing, sample, unknown = _CROSSING_NS, _SAMPLE, _UNKNOWN
-        unbox, learn, hold = ProcessGroup.unbox, self._learn, self.functions.hold
+        unbox, learn = ProcessGroup.unbox, self._learn
         calls: dict[Any, _Known | None] = {}
 
         def kernel(  # noqa: C901 - flat: each call of a function that it makes is paid for by every collective
@@ -133,17 +133,23 @@ class OperatorCalls:
                     pg = unbox(args[at_group])
                     group = groups.get(id(pg)) or find_group(pg)
                     del pg
-                    reduction, held = None, True
+                    reduction = named = None
                     if at_reduction < count:
-                        asked, reduction, _, _ = noted[0]
+                        asked, named, _, _ = noted[0]
                         if asked is not None and asked is (args[1] if paired else args[0][0]):
-                            held = hold(reduction)
-                            reduction = id(reduction)
+                            reduction = id(named)
                         else:
-                            reduction = args[at_reduction].op()
+                            named, reduction = None, args[at_reduction].op()
+                    shape: Any = None
+                    first = args[0]
+                    if buffers and type(first) is list and len(first) == 1 and type(first[0]) is not list:
+                        (first,) = first
+                        shape = first.shape, first.dtype, first.device
+                    elif buffers:
+                        shape = _shape(first)
                     key = (
                         group,
-                        _shape(args[0]) if buffers else None,
+                        shape,
                         _shape(args[1]) if paired else None,
                         reduction,
                         args[at_root] if at_root < count else None,
@@ -151,7 +157,7 @@ class OperatorCalls:
                     )
                     known = calls.get(key, unknown)
                     if known is unknown:
-                        known = learn(method, reader, calls, key, args, held)
+                        known = learn(method, reader, calls, key, args, named)
                         start = start and cpu_clock()
                 if known is not None:
                     number, counter, extra, is_async = known
@@ -211,9 +217,13 @@ class OperatorCalls:
         calls: dict[Any, _Known | None],
         key: Any,
         args: Sequence[Any],
-        held: bool,
+        reduction: Any,
     ) -> _Known | None:
-        """What is to be known about a call whose like was not seen before; remembered where its key may be."""
+        """What is to be known about a call whose like was not seen before.
+
+        Args:
+            reduction: whose address is part of the key, which is remembered only where that stays good.
+        """
         group: Group = key[0]
         (issued,) = reader(args, {})
         known: _Known | None = None
@@ -223,7 +233,7 @@ class OperatorCalls:
             extra = count(group, issued.values) if count and group.backend_for(None) == GLOO else 0
             counter = group.messages if method.is_p2p else group.collectives
             known = number, counter, extra, issued.is_async
-        if held:
+        if self.functions.hold(reduction):
             remember(calls, key, known)
         return known
 
