@@ -451,3 +451,20 @@ def test_a_run_that_grows_is_seen_to(tmp_path, monkeypatch):
     os.utime(path / "run.json")
     assert manifest["world_size"] == 2
     assert api.records_page(path).total == 2
+
+
+def test_answers_are_the_same_with_the_index_as_without(tmp_path, in_file):
+    path = busy_run(random.Random(5)).write(tmp_path / "run")
+
+    def answers():
+        per_step = api.exposure_per_step(path), api.exposure(path, ("attempt", "step"))
+        compared = api.compare_both([path])
+        return (
+            *(api.traffic(path), api.traffic(path, ()), api.step_times(path), api.matrix(path, ("step",))),
+            *(*per_step, compared.settings, compared.traffic, pd.DataFrame([api.overview(path)])),
+        )
+
+    before = answers()
+    assert api.index(path)["in_file"]
+    for with_index, without in zip(answers(), before, strict=True):
+        pd.testing.assert_frame_equal(with_index, without)
