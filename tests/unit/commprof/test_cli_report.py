@@ -189,7 +189,7 @@ def test_a_comparison_shows_what_was_meant(capsys, run, tmp_path):
     ]
     assert "\n                       reduce_scatter" in text or " reduce_scatter\n" in text
     assert second[:7] == ["reduce_scatter=false", "all_reduce", "all_reduce", "2.00", "KiB", "2.00", "KiB"]
-    by_operation = text.split("wire by operation")[1]
+    by_operation = text.split("wire by operation")[1].split("\n\n")[0]
     assert row(by_operation, "reduce_scatter=false")[1:] == ["2.00", "KiB", "0", "B"]
     assert row(by_operation, "reduce_scatter=true")[1:] == ["4", "B", "1.00", "KiB"]
 
