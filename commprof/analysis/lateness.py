@@ -46,20 +46,22 @@ def lateness(arrived: pd.DataFrame) -> pd.DataFrame:
 def causes(arrived: pd.DataFrame) -> pd.DataFrame:
     """What each rank waited for, where that is beyond the error of the clocks: one row per rank and cause."""
     known = _comparable(arrived)
+    all_of = known.groupby("rank").size()
     rows = []
-    for rank in sorted(set(known["rank"])):
-        of_rank = known[known["rank"] == rank]
-        for cause, column in _TIME_OF.items():
-            part = of_rank[of_rank["cause"] == cause]
-            rows.append(
-                {
-                    "rank": int(rank),
-                    "cause": cause,
-                    "collectives": len(part),
-                    "of_collectives": len(of_rank),
-                    "time_ns": int(part[column].fillna(0).sum()),
-                }
-            )
+    for cause, column in _TIME_OF.items():
+        part = known[(known["cause"] == cause).fillna(False)].groupby("rank")[column]
+        counts, times = part.size(), part.sum()
+        rows += [
+            {
+                "rank": int(rank),
+                "cause": cause,
+                "collectives": int(counts.get(rank, 0)),
+                "of_collectives": int(all_of[rank]),
+                "time_ns": int(times.get(rank, 0)),
+            }
+            for rank in all_of.index
+        ]
+    rows.sort(key=lambda row: (row["rank"], CAUSES.index(str(row["cause"]))))
     return from_rows(rows, WAITING_CAUSES.columns)
 
 
@@ -67,44 +69,34 @@ def late_collectives(arrived: pd.DataFrame, limit: int) -> pd.DataFrame:
     """The collectives and messages whose ranks came furthest apart, one row each, the worst first."""
     known = _comparable(arrived)
     spreads = known.groupby("collective")["lateness_ns"].max().sort_values(ascending=False, kind="stable")
-    kept = known[known["collective"].isin(set(spreads.index[:limit]))]
-    rows = [_collective(part) for _, part in kept.groupby("collective")]
-    rows.sort(key=lambda row: (-row["spread_ns"], row["begin_ns"]))
-    return from_rows(rows, LATE_COLLECTIVES.columns)
+    kept = known[known["collective"].isin(set(spreads.index[:limit]))].reset_index(drop=True)
+    times = kept[list(_TIME_OF.values())]
+    whole = times.fillna(0).astype("int64")
+    by = kept.assign(
+        lateness_ns=kept["lateness_ns"].astype("int64"),
+        longest=whole.max(axis=1),
+        end_ns=kept["arrived_ns"].astype("int64") + whole.sum(axis=1),
+    ).groupby("collective")
+    last = kept.loc[by["lateness_ns"].idxmax().to_numpy()].reset_index(drop=True)
+    found = last[
+        [name for name in LATE_COLLECTIVES.names if name in last and name not in set(_TIME_OF.values())]
+    ].assign(
+        spread_ns=last["lateness_ns"],
+        error_ns=last["lateness_error_ns"],
+        last_rank=last["rank"].where(last["is_last"].notna()),
+        certain=last["certain"].fillna(False).astype(bool),
+        cause=kept.loc[by["longest"].idxmax().to_numpy(), "cause"].to_numpy(),
+        begin_ns=by["arrived_ns"].min().to_numpy(),
+        end_ns=by["end_ns"].max().to_numpy(),
+        **{name: by[name].max().to_numpy() for name in _TIME_OF.values()},
+    )
+    found = found.sort_values(["spread_ns", "begin_ns"], ascending=[False, True], kind="stable")
+    rows: list[dict[Any, Any]] = found.to_dict("records")
+    return from_rows(
+        ({str(name): None if pd.isna(value) else value for name, value in row.items()} for row in rows),
+        LATE_COLLECTIVES.columns,
+    )
 
 
 def _comparable(arrived: pd.DataFrame) -> pd.DataFrame:
     return arrived[(arrived["members"] > 1) & arrived["lateness_ns"].notna()]
-
-
-def _collective(part: pd.DataFrame) -> dict[str, Any]:
-    last = part.iloc[int(part["lateness_ns"].astype("int64").to_numpy().argmax())]
-    times = {name: _largest(part[name]) for name in _TIME_OF.values()}
-    ends = part["arrived_ns"].astype("int64") + sum(
-        part[name].fillna(0).astype("int64") for name in _TIME_OF.values()
-    )
-    longest = part.iloc[
-        int(part[list(_TIME_OF.values())].fillna(0).max(axis=1).astype("int64").to_numpy().argmax())
-    ]
-    return {
-        **{name: _plain(last[name]) for name in ("attempt", "step", "op", "purpose", "pg", "group_ranks")},
-        "pg_seq": _plain(last["pg_seq"]),
-        "members": int(last["members"]),
-        "spread_ns": int(last["lateness_ns"]),
-        "error_ns": int(last["lateness_error_ns"]),
-        "last_rank": None if pd.isna(last["is_last"]) else int(last["rank"]),
-        "certain": bool(last["certain"]) if not pd.isna(last["certain"]) else False,
-        **{name: _plain(last[name]) for name in ("pid", "seq", "lead_ns", "others_waited_ns")},
-        **times,
-        "cause": _plain(longest["cause"]),
-        "begin_ns": int(part["arrived_ns"].min()),
-        "end_ns": int(ends.max()),
-    }
-
-
-def _largest(values: pd.Series[Any]) -> int | None:
-    return None if values.isna().all() else int(values.max())
-
-
-def _plain(value: Any) -> Any:
-    return None if pd.isna(value) else value
