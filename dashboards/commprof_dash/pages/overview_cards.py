@@ -46,7 +46,7 @@ def exposure(frame: pd.DataFrame, facts: Mapping[str, Any], scheme: Scheme) -> C
         return cards.empty_card(
             "exposure",
             _EXPOSED,
-            "Not known: only sums of its collectives were kept (--aggregate); each moment counts once, which takes single ones.",
+            "Not known: only sums of its collectives were kept (--aggregate), which do not tell when any was under way.",
         )
     if frame.empty:
         why = "No training step of this run ended."
