@@ -122,9 +122,12 @@ def assert_window_is_drawn(page, runs: Path, name: str) -> api.Timeline:
 
 def click_on_graph(page, x: float, y: float) -> None:
     """A click on what is there, which plotly looks up while the mouse rests."""
-    page.mouse.move(x - 2, y)
-    page.mouse.move(x, y)
-    page.wait_for_selector(f"{GRAPH} .hoverlayer .hovertext")
+    shown = page.locator(f"{GRAPH} .hoverlayer .hovertext")
+    for number in range(200):
+        page.mouse.move(x - number % 2, y)
+        page.wait_for_timeout(50)
+        if shown.count():
+            break
     page.mouse.click(x, y)
 
 

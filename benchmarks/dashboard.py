@@ -1,0 +1,151 @@
+"""The timeline and the records page of a long run, in a real browser: index, server, first useful paint, zoom.
+
+The run is that of ``finalise.py``. Bars: the index takes at most 3 s per million records; the server answers in 300 ms; the
+page of the whole run is drawn in 1.5 s, plotly.js being in the browser's cache; a zoom is drawn in 0.5 s.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from finalise import write_rank
+from results import Spread, arguments, publish, spread
+
+from commprof.analysis import api
+from commprof.trace.finaliser import finalise
+from support.browser import open_browser, served, watched
+
+INDEX_TARGET_S, SERVER_TARGET_MS, PAINT_TARGET_S, ZOOM_TARGET_S = 3.0, 300.0, 1.5, 0.5
+_GRAPH: Final = "#card-timeline .js-plotly-plot"
+_ROW: Final = ".ag-center-cols-container .ag-row[row-index='0'] [col-id='op']"
+_WINDOW_DRAWN: Final = """([graph, before]) => {
+    const range = document.querySelector(graph)?._fullLayout?.xaxis?.range;
+    return range && range[0] !== before;
+}"""
+
+
+def timed(act: Callable[[], Any]) -> float:
+    """Seconds that ``act`` takes."""
+    begin = time.perf_counter()
+    act()
+    return time.perf_counter() - begin
+
+
+def server_times(run: Path, records: int, rounds: int) -> dict[str, Spread]:
+    """Milliseconds of what the callbacks ask, each round somewhere else."""
+    facts = api.index(run)
+    begin, span = facts["begin_ns"], facts["end_ns"] - facts["begin_ns"]
+    gather = [api.Filter("op", "=", "all_gather")]
+    questions: dict[str, Callable[[int], Any]] = {
+        "timeline, whole run": lambda _: api.timeline(run, pixels=600),
+        "timeline, a thirtieth": lambda i: _window(run, begin + i * span // 40, span // 30),
+        "timeline, a thousandth": lambda i: _window(run, begin + i * span // 40, span // 1000),
+        "timeline, 1000 records": lambda i: _window(run, begin + i * span // 40, span * 1000 // records),
+        "records, row 900,000": lambda i: api.records_page(run, offset=min(900_000, records // 2) + 100 * i),
+        "records, filter": lambda i: api.records_page(run, gather, offset=100 * i),
+        "records, sort by payload, row 900,000": lambda i: _sorted(run, "-payload_bytes", records, i),
+        "records, sort by wait_end_ns, row 900,000": lambda i: _sorted(run, "-wait_end_ns", records, i),
+        "one record": lambda i: api.record(run, i % 4, records // 20 + i),
+    }
+    times = {}
+    for name, ask in questions.items():
+        times[name] = spread([1000 * timed(lambda i=i, ask=ask: ask(i)) for i in range(rounds)])  # type: ignore[misc]
+    return times
+
+
+def _window(run: Path, begin: int, length: int) -> api.Timeline:
+    return api.timeline(run, begin, begin + max(1, length), 600)
+
+
+def _sorted(run: Path, sort: str, records: int, number: int) -> api.RecordsPage:
+    return api.records_page(run, sort=sort, offset=min(900_000, records // 2) + 100 * number)
+
+
+def browser_times(directory: Path, name: str, rounds: int) -> dict[str, Spread]:
+    """Seconds from the request, or the click, until it is drawn."""
+    found: dict[str, list[float]] = {
+        "timeline, first paint": [],
+        "timeline, zoom": [],
+        "records, first paint": [],
+    }
+    with served(directory) as url, open_browser() as browser:
+        view = watched(browser, viewport={"width": 1280, "height": 900})
+        page = view.page
+        for number in range(rounds + 1):
+            paint = timed(lambda: view.open(f"{url}/timeline?run={name}", ready=f"{_GRAPH} .main-svg"))
+            zoom = timed(lambda: _zoom(page))
+            rows = timed(lambda: (page.goto(f"{url}/records?run={name}"), page.wait_for_selector(_ROW)))
+            if number:  # the first fills the caches of the browser
+                for times, seconds in zip(found.values(), (paint, zoom, rows), strict=True):
+                    times.append(seconds)
+    return {what: spread(times) for what, times in found.items()}
+
+
+def _zoom(page: Any) -> None:
+    before = page.evaluate("(graph) => document.querySelector(graph)._fullLayout.xaxis.range[0]", _GRAPH)
+    page.get_by_label("Zoom in", exact=True).click()
+    page.wait_for_function(_WINDOW_DRAWN, arg=[_GRAPH, before], polling=10)
+
+
+def main() -> None:
+    """Write the run, build its index, ask, look, print."""
+    parser = arguments((__doc__ or "").splitlines()[0])
+    parser.add_argument("--records", type=int, default=10_000_000, help="over all ranks")
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--directory", type=Path, help="where to write the run; needs about 200 bytes a record"
+    )
+    parser.add_argument("--no-browser", action="store_true", help="leave out what needs Chromium")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.directory) as folder:
+        run = Path(folder) / "run"
+        run.mkdir()
+        each = args.records // args.ranks
+        for rank in range(args.ranks):
+            write_rank(run, rank, args.ranks, each)
+        finalise(run)
+        records = each * args.ranks
+        cpu = time.process_time()
+        index_s = timed(lambda: api.index(run)) / records * 1e6
+        cpu_s = (time.process_time() - cpu) / records * 1e6
+        server = server_times(run, records, args.rounds)
+        shown = {} if args.no_browser else browser_times(Path(folder), "run", args.rounds)
+        index_file = run / "index.duckdb"
+        size = index_file.stat().st_size if index_file.exists() else 0
+    rows = [
+        ["index, s per million records", f"{index_s:.2f}", f"{INDEX_TARGET_S}"],
+        ["index, CPU s per million records", f"{cpu_s:.2f}", "-"],
+    ]
+    rows += [
+        [f"server: {what}, ms", times.text(0), f"{SERVER_TARGET_MS:.0f}"] for what, times in server.items()
+    ]
+    rows += [
+        [f"browser: {what}, s", times.text(), f"{ZOOM_TARGET_S if 'zoom' in what else PAINT_TARGET_S}"]
+        for what, times in shown.items()
+    ]
+    publish(
+        args,
+        f"The dashboard over {records:,} records of {args.ranks} ranks; the index has {size / records:.0f} bytes a record",
+        ["what", "median (low to high)", "target"],
+        rows,
+        {
+            "records": records,
+            "index_s_per_million": index_s,
+            "index_cpu_s_per_million": cpu_s,
+            "server_ms": server,
+            "browser_s": shown,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
