@@ -314,9 +314,7 @@ def _make_room(path: Path, force: bool) -> None:
 
 def _is_ours(child: Path) -> bool:
     """Whether commprof itself may have put ``child`` into a run directory."""
-    if child.name in _OUR_NAMES or child.name.startswith(
-        (f".{MANIFEST_NAME}-", f".{INDEX_NAME}-", ".rank-")
-    ):
+    if child.name in _OUR_NAMES or child.name.startswith((f".{MANIFEST_NAME}-", f".{INDEX_NAME}-", ".rank-")):
         return True
     return parse_stem(child.stem) is not None or (
         child.suffix == ".parquet" and child.stem.lstrip(".") in TABLES

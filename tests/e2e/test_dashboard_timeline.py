@@ -208,7 +208,7 @@ def test_many_records_are_drawn_as_density_until_they_are_few(page, runs, base_u
         assert heat["sums"][3 * row] == pytest.approx(part.clip(upper=0.999).sum(), rel=1e-6)
     # A cell of the first rank: goes nearer.
     box = page.page.locator(f"{GRAPH} .nsewdrag").first.bounding_box()
-    click_on_graph(page.page, box["x"] + 200, box["y"] + 30)
+    click_on_graph(page.page, box["x"] + 200, box["y"] + 8)
     page.page.wait_for_function("window.location.search.includes('from=')")
     assert_window_is_drawn(page.page, runs, "many")
 

@@ -16,7 +16,6 @@ from commprof.errors import TraceError, UsageError
 from commprof.export.csv import export_csv
 from support.runs import SyntheticRun
 
-
 COMPARED = {"comparison.csv", "traffic_by_setting.csv"}
 
 
