@@ -12,7 +12,7 @@ import pytest
 
 from commprof.calibration.file import write_calibration
 from commprof.calibration.results import Calibration, Timing
-from support.browser import Watched, browser, served  # noqa: F401 - browser is a fixture
+from support.browser import Watched, served
 from support.ranks import run_ranks
 
 pytestmark = [pytest.mark.browser, pytest.mark.ranks]
@@ -73,7 +73,7 @@ def base_url(runs):
 
 
 @pytest.fixture(scope="module", params=["light", "dark"])
-def view(browser, base_url, request):  # noqa: F811 - the fixture
+def view(browser, base_url, request):
     context = browser.new_context(viewport=DESKTOP, color_scheme=request.param, accept_downloads=True)
     watched = Watched(context.new_page())
     yield watched
@@ -155,7 +155,7 @@ def test_every_choice_is_in_the_address_and_back_undoes_it(view, base_url, runs)
     assert "op=broadcast" in view.page.url
 
 
-def test_a_telephone_shows_it_without_scrolling_sideways(browser, base_url):  # noqa: F811 - the fixture
+def test_a_telephone_shows_it_without_scrolling_sideways(browser, base_url):
     context = browser.new_context(viewport={"width": 400, "height": 900})
     try:
         view = Watched(context.new_page())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from support.browser import Watched, browser, drawn_bars, served, watched  # noqa: F401 - browser is a fixture
+from support.browser import Watched, drawn_bars, served, watched
 from support.ranks import run_ranks
 from support.runs import SyntheticRun
 
@@ -95,7 +95,7 @@ def base_url(runs):
 
 
 @pytest.fixture(scope="module")
-def desktop(browser):  # noqa: F811 - the fixture
+def desktop(browser):
     """One browser context, so that plotly.js is loaded once."""
     context = browser.new_context(viewport=DESKTOP, color_scheme="light", accept_downloads=True)
     yield context
@@ -221,7 +221,7 @@ def grid_url(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("width", "columns"), [(400, 1), (1280, 2)])
-def test_the_grid_of_the_two_keys_shares_its_axis_and_covers_nothing(browser, grid_url, width, columns):  # noqa: F811
+def test_the_grid_of_the_two_keys_shares_its_axis_and_covers_nothing(browser, grid_url, width, columns):
     view = watched(browser, viewport={"width": width, "height": 900})
     view.open(f"{grid_url}/compare")
     ranges = view.page.evaluate(
@@ -327,7 +327,7 @@ def test_toggle_redraws_the_figures_for_the_dark_scheme(page, base_url):
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(420, "dark"), (1280, "light")])
-def test_nothing_is_cut_or_covered_and_the_scheme_is_the_systems(browser, base_url, width, scheme):  # noqa: F811
+def test_nothing_is_cut_or_covered_and_the_scheme_is_the_systems(browser, base_url, width, scheme):
     view = watched(browser, viewport={"width": width, "height": 900}, color_scheme=scheme)
     for path in ("/overview", "/compare"):
         view.open(base_url + path)
@@ -406,7 +406,7 @@ def test_unknown_runs_and_pages_are_said_in_the_page(page, base_url):
     assert "No such page" in page.page.inner_text("#page")
 
 
-def test_empty_directory_says_what_to_type(browser, tmp_path):  # noqa: F811
+def test_empty_directory_says_what_to_type(browser, tmp_path):
     with served(tmp_path / "missing") as url:
         view = watched(browser, viewport=DESKTOP)
         for path in ("/overview", "/compare"):
@@ -416,7 +416,7 @@ def test_empty_directory_says_what_to_type(browser, tmp_path):  # noqa: F811
         assert view.errors == []
 
 
-def test_a_broken_run_leaves_the_others_standing(browser, runs, tmp_path):  # noqa: F811
+def test_a_broken_run_leaves_the_others_standing(browser, runs, tmp_path):
     good = tmp_path / "good"
     good.symlink_to(runs / "runs" / name_of("reduce"))
     broken = tmp_path / "broken"

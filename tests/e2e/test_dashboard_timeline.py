@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from commprof.analysis import api
-from support.browser import Watched, browser, served  # noqa: F401 - browser is a fixture
+from support.browser import Watched, served
 from support.runs import SyntheticRun
 
 pytestmark = pytest.mark.browser
@@ -57,7 +57,7 @@ def base_url(runs):
 
 
 @pytest.fixture(scope="module")
-def context(browser):  # noqa: F811 - the fixture
+def context(browser):
     """One context, so that plotly.js is loaded once."""
     context = browser.new_context(
         viewport={"width": 1280, "height": 900}, color_scheme="light", accept_downloads=True
@@ -318,7 +318,7 @@ def test_the_grid_filters_sorts_and_scrolls_on_the_server(page, runs, base_url):
     wait_for_rows(page.page, "op", fit.rows["op"].tolist())
 
 
-def test_both_pages_are_drawn_in_the_dark(browser, runs, base_url):  # noqa: F811 - the fixture
+def test_both_pages_are_drawn_in_the_dark(browser, runs, base_url):
     context = browser.new_context(viewport={"width": 420, "height": 900}, color_scheme="dark")
     view = Watched(context.new_page())
     view.open(f"{base_url}/timeline?run=few")

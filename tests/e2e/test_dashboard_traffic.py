@@ -8,7 +8,7 @@ import io
 import pytest
 
 from commprof.analysis import api
-from support.browser import Watched, browser, served, watched  # noqa: F401 - browser is a fixture
+from support.browser import Watched, served, watched
 from support.detailed_runs import aligned_run, detailed_run
 
 pytestmark = pytest.mark.browser
@@ -40,7 +40,7 @@ def base_url(runs):
 
 
 @pytest.fixture(scope="module")
-def desktop(browser):  # noqa: F811 - the fixture
+def desktop(browser):
     context = browser.new_context(viewport=DESKTOP, color_scheme="light", accept_downloads=True)
     yield context
     context.close()
@@ -169,7 +169,7 @@ def test_every_chart_has_a_name_and_its_table_and_keys_reach_the_controls(page, 
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_telephone_has_no_sideways_scrolling(browser, base_url, scheme):  # noqa: F811 - the fixture
+def test_a_telephone_has_no_sideways_scrolling(browser, base_url, scheme):
     view = watched(browser, viewport={"width": 400, "height": 800}, color_scheme=scheme)
     for path in PATHS:
         view.open(f"{base_url}{path}?run={'aligned' if path == '/alignment' else 'plain'}")
