@@ -63,11 +63,11 @@ class Run:
             self._tables[name] = self._read(name)
         return self._tables[name]
 
-    def scan(self, name: str, most_rows: int = _MOST_ROWS) -> pa.Table | Scan:
+    def scan(self, name: str, most_rows: int | None = None) -> pa.Table | Scan:
         """Table ``name`` to ask something of: what :meth:`table` gives, or where its rows lie when they are many.
 
         Args:
-            most_rows: a table with more is left where it lies.
+            most_rows: a table with more is left where it lies; default: a million.
 
         Raises:
             TraceError: there is no such table, or its file is damaged.
@@ -75,9 +75,8 @@ class Run:
         if name != "collectives" or name in self._tables:
             return self.table(name)
         files = self._collective_files()
-        if sum(count_rows(file) for file in files) <= most_rows or not all(
-            has_schema(file, name) for file in files
-        ):
+        most = _MOST_ROWS if most_rows is None else most_rows
+        if sum(map(count_rows, files)) <= most or not all(has_schema(file, name) for file in files):
             return self.table(name)
         return Scan(tuple(files), merge(name, [arrow_schema(name).empty_table(), *self._pending(name)]))
 
