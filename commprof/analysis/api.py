@@ -116,6 +116,7 @@ __all__ = [
     "reduction_levels",
     "requested",
     "resources",
+    "run_names",
     "settings",
     "step_times",
     "step_window",
@@ -149,13 +150,14 @@ def _opened(run: AnyRun) -> Run:
     return open_run(Path(run)) if isinstance(run, str | Path) else run
 
 
-def _names(runs: Sequence[Run]) -> list[str]:
-    """The name of each run; with its parent's where two share one."""
-    names = [run.path.name for run in runs]
-    return [
-        name if names.count(name) == 1 else f"{run.path.parent.name}/{name}"
-        for run, name in zip(runs, names, strict=True)
+def run_names(runs: Sequence[Run]) -> list[str]:
+    """The name of each run; with its parent's where two share one, and its place in the list where that does not help."""
+    short = [run.path.name for run in runs]
+    names = [
+        name if short.count(name) == 1 else f"{run.path.parent.name}/{name}"
+        for run, name in zip(runs, short, strict=True)
     ]
+    return [name if names.count(name) == 1 else f"{name} #{place}" for place, name in enumerate(names, 1)]
 
 
 def find_runs(directory: Path | str) -> pd.DataFrame:
@@ -458,7 +460,7 @@ def settings(runs: Sequence[AnyRun]) -> pd.DataFrame:
     experiments counts as a key too: ``script``, ``arguments.*``, ``world_size``, ``environment.NCCL_*``. One row per run.
     """
     opened = [_opened(run) for run in runs]
-    names = _names(opened)
+    names = run_names(opened)
     return settings_module.settings_frame(
         settings_module.settings_of([run.manifest for run in opened], names), names
     )
@@ -466,7 +468,7 @@ def settings(runs: Sequence[AnyRun]) -> pd.DataFrame:
 
 def _measured(runs: Sequence[AnyRun]) -> list[_MeasuredRun]:
     opened = [_opened(run) for run in runs]
-    manifests, names = [run.manifest for run in opened], _names(opened)
+    manifests, names = [run.manifest for run in opened], run_names(opened)
     found = settings_module.settings_of(manifests, names)
     return [_measure(opened[i], names[i], found[i]) for i in settings_module.in_order(manifests)]
 
@@ -562,7 +564,7 @@ def reduction_levels(runs: Sequence[AnyRun]) -> pd.DataFrame:
     """
     opened = [_opened(run) for run in runs]
     manifests = [run.manifest for run in opened]
-    found = settings_module.settings_of(manifests, _names(opened))
+    found = settings_module.settings_of(manifests, run_names(opened))
     return levels_module.reduction_levels(
         [
             levels_module.Ledger(

@@ -16,10 +16,10 @@ from typing import Any, Final, NamedTuple
 from commprof.analysis.api import AnyRun, Run
 from commprof.errors import UsageError
 from commprof.export.chakra_messages import GlobalMetadata, Node, delimited
-from commprof.export.csv import opened_runs
 from commprof.export.files import ExportedFile, Progress, Sink, staged
 from commprof.export.one_clock import Operations, operations
 from commprof.export.provenance import PROVENANCE, provenance
+from commprof.export.tables import opened_runs
 from commprof.schema import Op, parse_ranks
 
 GROUPS: Final = "comm_groups.json"

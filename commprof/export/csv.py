@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from commprof.analysis.api import AnyRun, Run, open_run, write_csv
+from commprof.analysis.api import AnyRun, Run, write_csv
 from commprof.errors import TraceError
 from commprof.export.files import ExportedFile, Progress, staged
 from commprof.export.provenance import DICTIONARY, PROVENANCE, data_dictionary, provenance
@@ -20,6 +20,7 @@ from commprof.export.tables import (
     TRAFFIC_BY_SETTING,
     ExportedTable,
     comparison_of,
+    opened_runs,
     table_names,
     tables_of,
 )
@@ -64,12 +65,6 @@ def export_csv(
         staging.write(DICTIONARY, partial(write_csv, dictionary), len(dictionary))
         staging.write_text(PROVENANCE, json.dumps(provenance(runs, staging.files), indent=2) + "\n")
     return staging.files
-
-
-def opened_runs(run: AnyRun | Sequence[AnyRun]) -> list[Run]:
-    """The runs, opened; one may stand by itself."""
-    given = [run] if isinstance(run, str | Path) or not isinstance(run, Sequence) else list(run)
-    return [open_run(each) if isinstance(each, str | Path) else each for each in given]
 
 
 def _every(runs: Sequence[Run], names: Sequence[str], compared: bool) -> Iterator[ExportedTable]:

@@ -11,10 +11,9 @@ import duckdb
 
 from commprof.analysis.api import AnyRun
 from commprof.errors import TraceError
-from commprof.export.csv import opened_runs
 from commprof.export.files import ExportedFile, Progress, staged
 from commprof.export.provenance import PROVENANCE, provenance
-from commprof.export.tables import ExportedTable, comparison_of, table_names, tables_of
+from commprof.export.tables import ExportedTable, comparison_of, opened_runs, table_names, tables_of
 from commprof.schema import TABLES
 
 DATABASE: Final = "run.duckdb"

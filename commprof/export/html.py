@@ -16,9 +16,8 @@ from commprof import __version__
 from commprof.analysis import api
 from commprof.analysis.api import AnyRun, Run
 from commprof.errors import CommprofError
-from commprof.export.csv import opened_runs
 from commprof.export.files import ExportedFile, Progress, staged
-from commprof.export.tables import run_names
+from commprof.export.tables import opened_runs
 
 REPORT: Final = "report.html"
 _MOST_ROWS: Final = 200
@@ -57,7 +56,7 @@ def export_html(
 def _document(runs: Sequence[Run]) -> Iterator[str]:
     from plotly.offline import get_plotlyjs
 
-    names = run_names(runs)
+    names = api.run_names(runs)
     title = names[0] if len(runs) == 1 else f"{len(runs)} runs compared"
     yield f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{_text(title)} - commprof</title>\n'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">\n'

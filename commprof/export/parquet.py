@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from commprof.analysis.api import AnyRun, write_csv
-from commprof.export.csv import opened_runs
 from commprof.export.files import ExportedFile, Progress, staged
 from commprof.export.provenance import DICTIONARY, PROVENANCE, data_dictionary, provenance
 from commprof.export.tables import (
@@ -20,6 +19,7 @@ from commprof.export.tables import (
     TRAFFIC_BY_SETTING,
     ExportedTable,
     comparison_of,
+    opened_runs,
     table_names,
     tables_of,
 )

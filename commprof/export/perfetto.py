@@ -14,10 +14,10 @@ from typing import Any, Final
 
 from commprof import __version__
 from commprof.analysis.api import AnyRun, Run
-from commprof.export.csv import opened_runs
 from commprof.export.files import ExportedFile, Progress, Sink, staged
 from commprof.export.one_clock import NO_PARTNER, Operations, end_of, operations
 from commprof.export.provenance import PROVENANCE, provenance
+from commprof.export.tables import opened_runs
 from commprof.schema import wire_bytes
 
 TRACE: Final = "trace.json"

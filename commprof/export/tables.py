@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import pyarrow as pa
 
 from commprof.analysis import api
-from commprof.analysis.api import Run
+from commprof.analysis.api import AnyRun, Run, open_run
 from commprof.errors import UsageError
 from commprof.schema import TABLES, Column
 
@@ -49,14 +50,10 @@ def table_names(tables: Sequence[str] | None) -> list[str]:
     return names
 
 
-def run_names(runs: Sequence[Run]) -> list[str]:
-    """A name for each run; with its parent's where two share one, and a number where that does not help either."""
-    names = [run.path.name for run in runs]
-    longer = [
-        name if names.count(name) == 1 else f"{run.path.parent.name}/{name}"
-        for run, name in zip(runs, names, strict=True)
-    ]
-    return [name if longer.count(name) == 1 else f"{name} #{place}" for place, name in enumerate(longer, 1)]
+def opened_runs(run: AnyRun | Sequence[AnyRun]) -> list[Run]:
+    """The runs, opened; one may stand by itself."""
+    given = [run] if isinstance(run, str | Path) or not isinstance(run, Sequence) else list(run)
+    return [open_run(each) if isinstance(each, str | Path) else each for each in given]
 
 
 def tables_of(runs: Sequence[Run], names: Sequence[str]) -> Iterator[ExportedTable]:
@@ -65,7 +62,7 @@ def tables_of(runs: Sequence[Run], names: Sequence[str]) -> Iterator[ExportedTab
         for name in names:
             yield ExportedTable(name, TABLES[name].columns, runs[0].table(name))
         return
-    called = run_names(runs)
+    called = api.run_names(runs)
     for name in names:
         parts = []
         for run, label in zip(runs, called, strict=True):

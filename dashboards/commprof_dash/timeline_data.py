@@ -47,14 +47,21 @@ def view_of(values: Mapping[str, Any]) -> View:
     if begin is not None and end is not None and end <= begin:
         begin = end = None
     ranks = str(values.get(RANKS) or "")[:1000]
-    parts = re.fullmatch(r"(\d{1,9})\.(\d{1,9})\.(\d{1,9})\.(\d{1,18})", str(values.get(RECORD) or ""))
-    record = None if parts is None else tuple(int(part) for part in parts.groups())
-    return View(begin, end, ranks, record)  # type: ignore[arg-type]
+    return View(begin, end, ranks, record_of(str(values.get(RECORD) or "")))
 
 
 def view_in(query: Query) -> View:
     """The view in the query of an address."""
     return view_of({name: values[0] for name, values in query.items() if values})
+
+
+def record_of(text: str) -> tuple[int, int, int, int] | None:
+    """The record that :func:`record_text` wrote: rank, attempt, pid, seq; None where ``text`` names none."""
+    parts = re.fullmatch(r"(\d{1,9})\.(\d{1,9})\.(\d{1,9})\.(\d{1,18})", text)
+    if parts is None:
+        return None
+    rank, attempt, pid, seq = map(int, parts.groups())
+    return rank, attempt, pid, seq
 
 
 def record_text(record: Iterable[int]) -> str:

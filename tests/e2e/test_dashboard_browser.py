@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from support.browser import Watched, drawn_bars, served, watched
+from support.browser import drawn_bars, served, watched
 from support.ranks import run_ranks
 from support.runs import SyntheticRun
 
@@ -92,24 +92,6 @@ def runs(tmp_path_factory):
 def base_url(runs):
     with served(runs / "runs") as url:
         yield url
-
-
-@pytest.fixture(scope="module")
-def desktop(browser):
-    """One browser context, so that plotly.js is loaded once."""
-    context = browser.new_context(viewport=DESKTOP, color_scheme="light", accept_downloads=True)
-    yield context
-    context.close()
-
-
-@pytest.fixture
-def page(desktop, base_url):
-    """A desktop page; afterwards nothing may have left the dashboard, nor gone wrong in the console."""
-    view = Watched(desktop.new_page())
-    yield view
-    view.page.close()
-    assert view.foreign_requests(base_url) == []
-    assert view.errors == []
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:

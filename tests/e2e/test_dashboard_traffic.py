@@ -8,7 +8,7 @@ import io
 import pytest
 
 from commprof.analysis import api
-from support.browser import Watched, served, watched
+from support.browser import served, watched
 from support.detailed_runs import aligned_run, detailed_run
 
 pytestmark = pytest.mark.browser
@@ -37,23 +37,6 @@ def runs(tmp_path_factory):
 def base_url(runs):
     with served(runs) as url:
         yield url
-
-
-@pytest.fixture(scope="module")
-def desktop(browser):
-    context = browser.new_context(viewport=DESKTOP, color_scheme="light", accept_downloads=True)
-    yield context
-    context.close()
-
-
-@pytest.fixture
-def page(desktop, base_url):
-    """A desktop page; afterwards nothing may have left the dashboard, nor gone wrong in the console."""
-    view = Watched(desktop.new_page())
-    yield view
-    view.page.close()
-    assert view.foreign_requests(base_url) == []
-    assert view.errors == []
 
 
 def traces(view, card):

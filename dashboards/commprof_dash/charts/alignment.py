@@ -9,6 +9,7 @@ import plotly.graph_objects as go
 
 from commprof_dash.charts.axes import axis
 from commprof_dash.charts.ranks import rank_axis
+from commprof_dash.charts.series import hatched
 from commprof_dash.theme import OP_COLOURS, OTHER_COLOUR, SETTING_COLOURS, Scheme, template
 
 # In the order of the stack: what is well at the bottom, told apart by hatches as well.
@@ -38,17 +39,7 @@ def states(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
             name=state,
             x=part["rank"].astype(int).tolist(),
             y=part["lines"].tolist(),
-            marker={
-                "color": colour,
-                "line": {"width": 0},
-                "pattern": {
-                    "shape": hatch,
-                    "fillmode": "overlay",
-                    "fgcolor": "#ffffff",
-                    "fgopacity": 0.4,
-                    "size": 7,
-                },
-            },
+            marker=hatched(colour, hatch, 0.4),
             hovertemplate="Rank %{x}<br><b>" + state + "</b>: %{y:,}<extra></extra>",
         )
     highest = float(sums.groupby("rank")["lines"].sum().max()) if len(sums) else 0.0

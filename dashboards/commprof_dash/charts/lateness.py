@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 from commprof.analysis import api
 from commprof_dash.charts.axes import axis
 from commprof_dash.charts.ranks import rank_axis
+from commprof_dash.charts.series import hatched
 from commprof_dash.theme import EXPOSED_COLOUR, SETTING_COLOURS, STEP_COLOUR, Scheme, template
 
 CAUSES: Final = {
@@ -89,17 +90,7 @@ def causes(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
                 f"{api.format_ns(time)} in {count:,} collectives"
                 for time, count in zip(part["time_ns"], part["collectives"], strict=True)
             ],
-            marker={
-                "color": colour,
-                "line": {"width": 0},
-                "pattern": {
-                    "shape": hatch,
-                    "fillmode": "overlay",
-                    "fgcolor": "#ffffff",
-                    "fgopacity": 0.35,
-                    "size": 7,
-                },
-            },
+            marker=hatched(colour, hatch, 0.35),
             hovertemplate="Rank %{x}<br>" + name + ": <b>%{customdata}</b><extra></extra>",
         )
     highest = float(frame.groupby("rank")["time_ns"].sum().max()) if len(frame) else 0.0

@@ -58,11 +58,12 @@ def series_in_order(names: pd.Series) -> list[Series]:
 
 def marker(series: Series) -> dict[str, Any]:
     """plotly's marker of the bars of ``series``."""
-    pattern = {
-        "shape": series.hatch,
-        "fillmode": "overlay",
-        "fgcolor": "#ffffff",
-        "fgopacity": 0.32,
-        "size": 7,
-    }
-    return {"color": series.colour, "line": {"width": 0}, "pattern": pattern | {"solidity": 0.2}}
+    found = hatched(series.colour, series.hatch, 0.32)
+    found["pattern"]["solidity"] = 0.2
+    return found
+
+
+def hatched(colour: str, hatch: str, opacity: float) -> dict[str, Any]:
+    """plotly's marker of bars of ``colour`` with the pattern ``hatch`` ("" for none) over it."""
+    pattern = {"shape": hatch, "fillmode": "overlay", "fgcolor": "#ffffff", "fgopacity": opacity, "size": 7}
+    return {"color": colour, "line": {"width": 0}, "pattern": pattern}

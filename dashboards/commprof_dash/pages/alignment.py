@@ -23,6 +23,7 @@ from commprof_dash.measures import format_count
 from commprof_dash.pages.one_run import draw_run
 from commprof_dash.pages.page import Drawing, Page
 from commprof_dash.theme import Scheme
+from commprof_dash.timeline_data import RECORD, record_of
 
 PATH: Final = "/alignment"
 RANK: Final = "rank"
@@ -47,17 +48,18 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         if found.rows.empty:
             path = shlex.quote(str(runs.directory / name)[:1000])
             return _unaligned(path, edges, query, scheme)
+        placed = _with_place_of_record(query, found.rows)
         ranks = [_word(rank) for rank in found.rows["rank"].drop_duplicates()]
         first = found.divergences.iloc[0] if len(found.divergences) else None
-        rank = address.one(query, RANK, ranks, ranks[0] if first is None else _word(first["rank"]))
+        rank = address.one(placed, RANK, ranks, ranks[0] if first is None else _word(first["rank"]))
         of_rank = found.rows[_words(found.rows["rank"]) == rank]
         groups = [_word(group) for group in of_rank["pg"].drop_duplicates()]
         default = groups[0] if first is None or _word(first["pg"]) not in groups else _word(first["pg"])
-        group = address.one(query, GROUP, groups, default)
-        state = address.one(query, STATE, charts.STATES, ALL)
+        group = address.one(placed, GROUP, groups, default)
+        state = address.one(placed, STATE, charts.STATES, ALL)
         shown = of_rank[_words(of_rank["pg"]) == group]
         communicators = runs.of_run("comm_matches", name, lambda path: api.table(path, "comm_matches"))
-        topology_controls, topology_cards = _topology(edges, query, scheme)
+        topology_controls, topology_cards = _topology(edges, placed, scheme)
         parts = [
             controls.select(RANK, "Rank", ranks, rank),
             controls.select(GROUP, "Group", groups, group),
@@ -67,12 +69,28 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         return parts, [
             _tiles(found),
             cards.columns([_states(found.counts, scheme), _divergences(found.divergences, name)]),
-            _side_by_side(shown, found.divergences, query, state, name, rank, group),
+            _side_by_side(shown, found.divergences, placed, state, name, rank, group),
             _communicators(communicators),
             *topology_cards,
         ]
 
     return draw_run(runs, query, answers)
+
+
+def _with_place_of_record(query: Query, rows: pd.DataFrame) -> Query:
+    """``query`` with rank, group and row of the record that it names, as other pages link here; else as it is."""
+    record = record_of(next(iter(query.get(RECORD, ())), ""))
+    if record is None or AT in query:
+        return query
+    names = ("rank", "attempt", "record_pid", "seq")
+    chosen = rows
+    for column, number in zip(names, record, strict=True):
+        chosen = chosen[chosen[column].eq(number).fillna(False).astype(bool)]
+    if chosen.empty:
+        return query
+    row = chosen.iloc[0]
+    place = {RANK: _word(row["rank"]), GROUP: _word(row["pg"]), AT: str(int(row["position"]))}
+    return {**query, **{key: (text,) for key, text in place.items()}}
 
 
 def _unaligned(

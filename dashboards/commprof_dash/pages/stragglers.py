@@ -20,6 +20,7 @@ from commprof_dash.measures import format_count
 from commprof_dash.pages.one_run import draw_run
 from commprof_dash.pages.page import Drawing, Page
 from commprof_dash.theme import Scheme
+from commprof_dash.timeline_data import FROM, TO
 
 _TABLE_ROWS: Final = 500
 _ROOM: Final = 0.5  # beside a collective on the timeline, as part of its length
@@ -33,12 +34,14 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         statement = found.ranks.attrs["statement"]
         if found.lateness.empty:
             return [], [_nothing(statement)]
+        # The timeline counts from the begin of the run; its index knows that begin on the clock of the arrivals.
+        run_begin_ns: int = runs.of_run("run-begin", name, lambda path: int(api.index(path)["begin_ns"]))
         return [], [
             _statement(found.ranks, statement),
             _tiles(found),
             cards.columns([_boxes(found.lateness, scheme), _causes(found.causes, scheme)]),
             _ranks(found.ranks),
-            _collectives(found.collectives, name),
+            _collectives(found.collectives, name, run_begin_ns),
         ]
 
     return draw_run(runs, query, answers)
@@ -175,15 +178,15 @@ def _ranks(frame: pd.DataFrame) -> Component:
     )
 
 
-def _collectives(frame: pd.DataFrame, name: str) -> Component:
+def _collectives(frame: pd.DataFrame, name: str, run_begin_ns: int) -> Component:
     rows = frame.assign(links=range(len(frame)), skew=range(len(frame)))
     records = frame.to_dict("records")
 
     def links(position: int) -> Cell:
         row = records[position]
-        begin, end = int(row["begin_ns"]), int(row["end_ns"])
+        begin, end = (int(row[column]) - run_begin_ns for column in ("begin_ns", "end_ns"))
         room = max(int((end - begin) * _ROOM), 1000)
-        window = {"from": str(begin - room), "to": str(end + room)}
+        window = {FROM: str(begin - room), TO: str(end + room)}
         place = f"{row['op']} of step {row['step']}, number {row['pg_seq']} in group {row['pg']}"
         record = [f"rank:=:{row['last_rank']}", f"seq:=:{row['seq']}"]
         shown = [

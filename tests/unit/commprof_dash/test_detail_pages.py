@@ -8,11 +8,12 @@ import pytest
 from dash import dcc
 
 from commprof.analysis import api
-from commprof_dash.address import link
+from commprof_dash.address import link, parse
 from commprof_dash.app import draw_page, find_page
 from commprof_dash.charts import alignment, lateness, matrix, ranks, topology
 from commprof_dash.data import Runs
 from commprof_dash.pages.matrix import parse_steps
+from commprof_dash.timeline_data import record_text, view_in
 from support.detailed_runs import aligned_run, detailed_run
 from support.runs import SyntheticRun
 
@@ -137,6 +138,39 @@ def test_the_straggler_is_named_with_links_to_the_timeline_and_its_record(direct
     assert (worst["op"], worst["last_rank"]) == ("all_gather", 2)
     assert "/timeline?run=plain&from=" in text
     assert f"filter=rank%3A%3D%3A2&filter=seq%3A%3D%3A{worst['seq']}" in text
+
+
+def test_the_links_of_late_collectives_show_them_on_the_timeline(directory):
+    parts = draw(directory, "/stragglers?run=plain")
+    found = api.straggling(directory / "plain").collectives
+    hrefs = [
+        part.href
+        for root in parts
+        for part in root._traverse()
+        if isinstance(part, dcc.Link) and part.href.startswith("/timeline")
+    ]
+    assert len(hrefs) == len(found)
+    for href, row in zip(hrefs, found.to_dict("records"), strict=True):
+        view = view_in(parse(href.partition("?")[2]))
+        extent = api.index(directory / "plain")
+        begin, end = extent["begin_ns"] + view.begin_ns, extent["begin_ns"] + view.end_ns
+        assert begin <= row["begin_ns"] <= row["end_ns"] <= end
+        bars = api.timeline(directory / "plain", begin, end, 800).bars
+        assert row["op"] in set(bars["op"])
+
+
+def test_a_record_of_the_timeline_is_found_in_the_alignment(directory):
+    rows = api.alignment(directory / "aligned").rows
+    row = rows[rows["seq"].notna()].iloc[-1]
+    place = record_text(int(row[name]) for name in ("rank", "attempt", "record_pid", "seq"))
+    text = text_of(draw(directory, f"/alignment?run=aligned&record={place}"))
+    assert f"Records beside lines: rank {row['rank']}, group {row['pg']}" in text
+    shown = text.partition("side-by-side")[2]
+    assert str(int(row["line"])) in shown or str(int(row["seq"])) in shown
+    for nonsense in ("1.2.3", "9.9.9.9", "x"):
+        assert "could not be drawn" not in text_of(
+            draw(directory, f"/alignment?run=aligned&record={nonsense}")
+        )
 
 
 def test_an_alignment_is_drawn_with_its_first_divergence(directory):
