@@ -23,13 +23,16 @@ _MOST_RANKS: Final = 256  # that are drawn at once
 _FARTHEST: Final = 1 << 62
 
 
+Record = tuple[int, int, int, int]  # rank, attempt, pid, seq
+
+
 class View(NamedTuple):
     """What the timeline shows. Times are nanoseconds since the run began; None: from its begin, to its end, all ranks."""
 
     begin_ns: int | None = None
     end_ns: int | None = None
     ranks: str = ""
-    record: tuple[int, int, int, int] | None = None  # rank, attempt, pid, seq
+    record: Record | None = None
 
     def stored(self) -> dict[str, Any]:
         """As the browser keeps it."""
@@ -55,7 +58,7 @@ def view_in(query: Query) -> View:
     return view_of({name: values[0] for name, values in query.items() if values})
 
 
-def record_of(text: str) -> tuple[int, int, int, int] | None:
+def record_of(text: str) -> Record | None:
     """The record that :func:`record_text` wrote: rank, attempt, pid, seq; None where ``text`` names none."""
     parts = re.fullmatch(r"(\d{1,9})\.(\d{1,9})\.(\d{1,9})\.(\d{1,18})", text)
     if parts is None:

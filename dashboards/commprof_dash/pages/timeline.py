@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Final
 
 import dash
 import flask
-import pandas as pd
 from dash import ALL, ClientsideFunction, Input, Output, State, dcc, html
 from dash.development.base_component import Component
 from dash.exceptions import PreventUpdate
@@ -22,8 +20,10 @@ from commprof_dash.components import cards, messages, tables
 from commprof_dash.components.graph import graph, height_of
 from commprof_dash.components.tables import Field
 from commprof_dash.data import Runs, reason
+from commprof_dash.downloads import download
 from commprof_dash.pages.one_run import draw_run
 from commprof_dash.pages.page import Drawing, Page
+from commprof_dash.pages.timeline_record import record_section, shortened
 from commprof_dash.theme import EXPOSED_COLOUR, OP_COLOURS, OTHER_COLOUR, Scheme, scheme_of
 from commprof_dash.timeline_data import (
     Builds,
@@ -180,7 +180,7 @@ def _below(path: Any, name: str, view: View, shown: api.Timeline) -> list[Compon
     return [
         html.P(_said(shown), className="card-subtitle", role="status"),
         _legend(shown),
-        *_record(path, name, view, shown),
+        *([] if view.record is None else [record_section(path, name, view.record, shown.run_begin_ns)]),
         html.Details(
             [html.Summary(f"Table ({len(frame):,} rows)"), _csv_link(name, view), *_table(name, view, shown)],
             className="card-table",
@@ -278,7 +278,7 @@ def _table(name: str, view: View, shown: api.Timeline) -> list[Component]:
         Field("phase", "Phase"),
         Field("purpose", "Purpose"),
         Field("bucket", "Bucket", str, numeric=True),
-        Field("pg", "Group", _cut),
+        Field("pg", "Group", shortened),
         Field("key", "Record", lambda key: html.A("Show", href=_address(name, view, record=str(key)))),
     ]
     first = f"The first {_ROWS_SHOWN} of them; the CSV file has all." if len(shown.bars) > _ROWS_SHOWN else ""
@@ -287,10 +287,6 @@ def _table(name: str, view: View, shown: api.Timeline) -> list[Component]:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
-
-
-def _cut(text: Any) -> str:
-    return str(text) if len(str(text)) <= 60 else str(text)[:57] + "..."
 
 
 def _address(name: str, view: View, path: str = PATH, **changed: str) -> str:
@@ -306,77 +302,6 @@ def _csv_link(name: str, view: View) -> Component:
         className="card-action",
         title="Download what the figure shows as CSV",
     )
-
-
-def _record(path: Any, name: str, view: View, shown: api.Timeline) -> list[Component]:
-    if view.record is None:
-        return []
-    rank, attempt, pid, seq = view.record
-    found = api.record(path, rank, seq, attempt, pid)
-    if found is None:
-        return [
-            messages.message(
-                "No such record", f"This run has no record {record_text(view.record)}.", severity="warning"
-            )
-        ]
-    row = found.row
-    values: dict[str, Any] = {
-        "Operation": row["op"] + (f", meant as {row['intended_op']}" if row["intended_op"] else ""),
-        "Payload": f"{api.format_bytes(row['payload_bytes'])} {row['dtype'] or ''}",
-        "When": (
-            f"{api.format_ns(row['begin_ns'] - shown.run_begin_ns)} after the first record, for "
-            f"{api.format_ns(row['end_ns'] - row['begin_ns'])}"
-        ),
-        "Step": f"{row['step']}, micro-batch {row['micro_step']}, {row['phase']}",
-        "Group": f"{_cut(row['pg'])}: ranks {_cut(row['group_ranks'])}, number {row['pg_seq']} in it",
-        "Purpose": row["purpose"] or "not said",
-        "Parameters": _long(row["parameters"]),
-        "Call site": _long(row["call_site"]),
-    }
-    if row["bucket"] is not None:
-        values["Bucket"] = html.A(
-            f"bucket {row['bucket']} of step {row['step']}",
-            href=address.link("/buckets", run=name, step=str(row["step"]), bucket=str(row["bucket"])),
-        )
-    if len(found.lines):
-        values["NCCL lines"] = html.A(
-            ", ".join(_lines(found.lines.head(8))),
-            href=address.link("/alignment", run=name, record=record_text(view.record)),
-        )
-    values["In the grid"] = html.A(
-        "this record among all",
-        href=address.link("/records", run=name, filter=[f"rank:=:{rank}", f"seq:=:{seq}"]),
-    )
-    fields = [
-        Field("rank", "Rank", str, numeric=True),
-        Field("op", "Operation"),
-        Field("lateness_ns", "Came after the first", api.format_ns, numeric=True),
-        Field("exposed_ns", "Stood still", api.format_ns, numeric=True),
-    ]
-    return [
-        html.Section(
-            [
-                html.H3(f"Record {seq} of rank {rank}", id="record-title"),
-                tables.facts(values),
-                html.H3(f"The same collective on {len(found.partners):,} ranks"),
-                tables.table(found.partners.head(_ROWS_SHOWN), fields, "The same collective on its ranks"),
-            ],
-            className="record",
-            **{"aria-labelledby": "record-title"},
-        )
-    ]
-
-
-def _long(text: str | None) -> str:
-    return "not known" if text is None else text if len(text) <= 400 else text[:397] + "..."
-
-
-def _lines(lines: pd.DataFrame) -> list[str]:
-    names = ("file", "line", "state", "reason")
-    return [
-        f"{state}: {_long(reason)}" if pd.isna(file) else f"{_cut(file)}:{line} ({state})"
-        for file, line, state, reason in zip(*(lines[name] for name in names), strict=True)
-    ]
 
 
 def register(app: dash.Dash, runs: Runs) -> None:
@@ -473,13 +398,6 @@ def register(app: dash.Dash, runs: Runs) -> None:
         frame = shown.bars if shown.bars is not None else shown.density
         assert frame is not None
         return download("commprof-timeline.csv", iter([api.frame_csv(frame).encode()]))
-
-
-def download(name: str, parts: Iterator[bytes]) -> flask.Response:
-    """A CSV file for the browser to keep, sent as it is made."""
-    answer = flask.Response(parts, mimetype="text/csv")
-    answer.headers["Content-Disposition"] = f"attachment; filename={name}"
-    return answer
 
 
 PAGE: Final = Page(
