@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import _DEFAULT_FIRST_BUCKET_BYTES
 from torch.nn.parallel import DistributedDataParallel
 
 from commprof import hooks
+from commprof.recorder.adapters.comm_hooks import CommHooks
 from commprof.recorder.adapters.ddp_buckets import Assignment, Bucket, Reduction
 from commprof.recorder.adapters.flushes import open_bucket
 from commprof.recorder.adapters.parts import Doubts, Part, purpose
@@ -60,11 +61,13 @@ class Ddp:
         )
         self._names: dict[int, str] = {}  # of parameters, by their ``id``
         self._assignment: Assignment | None = None
+        self._hooks = CommHooks()
 
     def parts(self) -> list[Part]:
         """What to wrap."""
         return [
             *_PURPOSES,
+            *self._hooks.parts(),
             Part("torch.distributed", "_compute_bucket_assignment_by_size", self._wrap_assignment),
             Part("torch.distributed", "_register_comm_hook", self._wrap_comm_hook),
             Part(_MODULE, f"{_CLASS}._ddp_init_helper", self._wrap_construction),
@@ -172,7 +175,7 @@ class Ddp:
                 except Exception as error:
                     self._doubt(error)
                     tag = _BUCKET_UNKNOWN
-                with tag:
+                with self._hooks.running(tag):
                     return hook(state, bucket)
 
             return original(reducer, state, tagged_hook)

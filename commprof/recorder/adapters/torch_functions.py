@@ -14,6 +14,7 @@ from commprof.schema import Phase, Purpose
 _CLIP: Final = "clip_grad_norm_"
 _ZERO: Final = "torch.distributed.optim.zero_redundancy_optimizer"
 _ZERO_HOOK: Final = "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook"
+_AVERAGING: Final = "torch.distributed.algorithms.model_averaging.utils"
 _SCHEDULES: Final = "torch.distributed.pipelining.schedules"
 _STAGE: Final = "torch.distributed.pipelining.stage"
 _SAVER: Final = "torch.distributed.checkpoint.state_dict_saver"
@@ -28,6 +29,8 @@ _PURPOSES: Final = (
     purpose("torch.nn.modules._functions", "SyncBatchNorm.forward", Purpose.ACTIVATION),
     purpose("torch.nn.modules._functions", "SyncBatchNorm.backward", Purpose.ACTIVATION),
     purpose(_ZERO_HOOK, "_broadcast_bucket", Purpose.PARAMETER_BROADCAST, optional=True),
+    # Parameters that went their own ways for some steps (post-local SGD) become the same on all ranks.
+    purpose(_AVERAGING, "average_parameters", Purpose.PARAMETER_BROADCAST, optional=True),
     # What the stages agree on before the first batch.
     purpose(_STAGE, "PipelineStage._recv_meta", Purpose.PIPELINE, optional=True),
     purpose(_STAGE, "PipelineStage._send_meta", Purpose.PIPELINE, optional=True),

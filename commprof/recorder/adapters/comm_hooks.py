@@ -1,0 +1,61 @@
+"""DDP's communication hooks: what they issue at once, and what they issue later, in callbacks of futures."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from commprof import hooks
+from commprof.recorder.adapters.parts import Part
+
+_FUTURE: Final = "torch._C"  # the base of torch.futures.Future, and the class of what Work.get_future returns
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.in_hook = False
+
+
+class CommHooks:
+    """Keeps the tag of a hook for the callbacks that it attaches to futures, and for those that these attach.
+
+    A hook such as PowerSGD's reduces in several rounds, each begun by a callback when the one before has ended, on
+    whichever thread ends it.
+    """
+
+    def __init__(self) -> None:
+        self._thread = _Thread()
+
+    def parts(self) -> list[Part]:
+        """What to wrap."""
+        return [
+            Part(_FUTURE, "Future.then", self._wrap_attach),
+            Part(_FUTURE, "Future.add_done_callback", self._wrap_attach, optional=True),
+        ]
+
+    @contextmanager
+    def running(self, tag: hooks.tag) -> Iterator[None]:
+        """A hook, or one of its callbacks, runs on this thread under ``tag``."""
+        before = self._thread.in_hook
+        self._thread.in_hook = True
+        try:
+            with tag:
+                yield
+        finally:
+            self._thread.in_hook = before
+
+    def _wrap_attach(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def attach(future: Any, callback: Any, *args: Any, **kwargs: Any) -> Any:
+            tag = hooks.current_tag() if self._thread.in_hook else None
+            if tag is None:
+                return original(future, callback, *args, **kwargs)
+
+            def continued(completed: Any) -> Any:
+                with self.running(tag):
+                    return callback(completed)
+
+            return original(future, continued, *args, **kwargs)
+
+        return attach
