@@ -1,7 +1,8 @@
 """Parameters as views of flat buffers, whole on every rank (stages 1 and 2).
 
 What an optimizer over pieces needs of the parameters, here and in :mod:`zero_runtime.sharding.parameters`: ``own``, this
-rank's piece of every group in the model's dtype; ``begin_step`` before the pieces are written; ``share`` after.
+rank's piece of every group in the model's dtype, and how the step reads and writes it
+(:class:`zero_runtime.pieces.Pieces`); ``begin_step`` before the pieces are written; ``share`` after.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from commprof import hooks
 from zero_runtime.arrivals import Arrivals
 from zero_runtime.comm import DataParallelGroup, Work
 from zero_runtime.gradients import ParameterGroup
+from zero_runtime.pieces import Pieces
 
 _GATHER: Final = hooks.tag("parameter_gather")
 
@@ -31,7 +33,7 @@ class _Part(NamedTuple):
     rows: tuple[torch.Tensor, ...]
 
 
-class FlatParameters:
+class FlatParameters(Pieces):
     """Makes the parameters of each group views of one flat buffer, of which this rank updates a piece.
 
     Args:

@@ -18,7 +18,7 @@ from zero_runtime.gathered_matrices import GatheredMatrices
 from zero_runtime.gradients import ParameterGroup, ShardedGradients
 from zero_runtime.loss_scale import LossScale
 from zero_runtime.matrix_updates import MatrixUpdates
-from zero_runtime.optimizer import StepPolicy, WrappedOptimizer, master_of
+from zero_runtime.optimizer import StepPolicy, WrappedOptimizer
 from zero_runtime.optimizers.lamb import Division, Lamb, Segment
 from zero_runtime.optimizers.muon import Muon
 from zero_runtime.precision import agree_on_overflow, any_overflow
@@ -63,7 +63,7 @@ class ShardedOptimizer(WrappedOptimizer):
         self._parameters = parameters
         self._groups = list(groups)
         self.grow: Callable[[int, dict[str, Any]], list[ParameterGroup]] | None = None
-        self.masters = [master_of(own, policy.masters) for own in parameters.own]
+        self.masters = [parameters.master(index, policy.masters) for index in range(len(groups))]
         mine: list[list[torch.Tensor]] = [[] for _ in optimizer.param_groups]
         for each, master in zip(groups, self.masters, strict=True):
             mine[each.number].append(master)
@@ -115,7 +115,8 @@ class ShardedOptimizer(WrappedOptimizer):
             raise
         first = len(self.masters)
         self._groups += groups
-        self.masters += [master_of(own, self._policy.masters) for own in self._parameters.own[first:]]
+        indices = range(first, first + len(groups))
+        self.masters += [self._parameters.master(index, self._policy.masters) for index in indices]
         self.param_groups[number]["params"] = self.masters[first:]
         if isinstance(self.optimizer, torch.optim.Adagrad):
             # Adagrad makes its state when it is made, not in the first step.
@@ -170,12 +171,12 @@ class ShardedOptimizer(WrappedOptimizer):
     def adopt(self) -> None:
         """Make the masters copies of the model's parameters anew, whoever has changed those."""
         self.settle()
-        for master, own in zip(self.masters, self._parameters.own, strict=True):
-            master.copy_(own)
+        for index, master in enumerate(self.masters):
+            self._parameters.read(index, master)
 
     def _take_over(self, changes: Sequence[tuple[int, slice]]) -> None:
         for index, part in changes:
-            self.masters[index][part] = self._parameters.own[index][part]
+            self._parameters.read(index, self.masters[index], part)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -199,9 +200,8 @@ class ShardedOptimizer(WrappedOptimizer):
                 master.grad.mul_(factor)
         self.optimizer.step()
         self._scale.update(False)
-        for master, own in zip(self.masters, self._parameters.own, strict=True):
+        for index, master in enumerate(self.masters):
             master.grad = None
-            if own.dtype is not master.dtype:
-                own.copy_(master)
+            self._parameters.write(index, master)
         self._gradients.clear()
         self._parameters.share()

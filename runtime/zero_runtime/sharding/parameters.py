@@ -10,11 +10,12 @@ from collections.abc import Sequence
 import torch
 
 from zero_runtime.gradients import ParameterGroup
+from zero_runtime.pieces import Pieces
 from zero_runtime.sharding.residency import Residency
 from zero_runtime.sharding.shards import Shard, shard_of
 
 
-class ShardedParameters:
+class ShardedParameters(Pieces):
     """Lays this rank's slices of each sub-group end to end.
 
     Args:
