@@ -6,7 +6,9 @@
     ├── ConfigError          also a ValueError: a configuration, or an argument of initialize, that cannot be used
     │   └── UnsupportedError known and meaningful, but not in this version
     ├── UsageError           also a RuntimeError: methods of the engine called in an order that means nothing
-    └── LossScaleError       also a RuntimeError: gradients overflow at the smallest loss scale
+    ├── LossScaleError       also a RuntimeError: gradients overflow at the smallest loss scale
+    ├── CheckpointError      also a RuntimeError: a checkpoint that cannot be written or loaded
+    └── OffloadError         also a RuntimeError: files of offloaded tensors that cannot be written or read
 
 A message says what happened, with values; what was expected; and what to do.
 """
@@ -36,3 +38,7 @@ class LossScaleError(ZeroRuntimeError, RuntimeError):
 
 class CheckpointError(ZeroRuntimeError, RuntimeError):
     """A checkpoint cannot be written, or is not what can be loaded."""
+
+
+class OffloadError(ZeroRuntimeError, RuntimeError):
+    """A tensor that is kept in a file cannot be written there, or does not come back as it was written."""

@@ -1,0 +1,1 @@
+"""Optimizer states and parameters that live in host memory or in files while nobody works on them."""

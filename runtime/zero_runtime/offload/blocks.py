@@ -1,0 +1,141 @@
+"""Reads and writes of one range of a file, past the page cache where the file system takes that (O_DIRECT).
+
+Direct transfers go between the disk and the memory that is given, which therefore has to begin and end at multiples of
+:data:`ALIGNMENT` bytes, in memory and in the file. What does not is copied through an aligned buffer of the thread.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+ALIGNMENT: Final = 4096
+_local = threading.local()
+
+
+def aligned_empty(size: int, pinned: bool = False) -> torch.Tensor:
+    """Memory of ``size`` bytes that begins and ends at multiples of ``ALIGNMENT``: 1-D, uint8.
+
+    ``pinned`` memory is what an accelerator copies from without a copy in between; it needs CUDA.
+    """
+    whole = torch.empty(aligned(size) + ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
+    return whole.narrow(0, -whole.data_ptr() % ALIGNMENT, aligned(size)).narrow(0, 0, size)
+
+
+def aligned(size: int) -> int:
+    """``size`` rounded up to a multiple of ``ALIGNMENT``."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def as_memory(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory.
+
+    Raises:
+        ValueError: it is elsewhere, or not contiguous.
+    """
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} on {tensor.device} is not contiguous host memory"
+        )
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def takes_direct(folder: Path) -> bool:
+    """Whether the file system of ``folder`` takes direct reads and writes."""
+    path = folder / ".direct"
+    memory = mmap.mmap(-1, ALIGNMENT)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+    except OSError:
+        return False
+    try:
+        return os.pwritev(descriptor, [memory], 0) == os.preadv(descriptor, [memory], 0) == ALIGNMENT
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+        path.unlink()
+
+
+def write_range(path: Path, data: memoryview, offset: int, direct: bool) -> None:
+    """Write ``data`` at ``offset`` of an existing file; ``direct`` may write up to ``ALIGNMENT`` bytes more after it.
+
+    Args:
+        path: of the file.
+        data: what to write.
+        offset: in bytes; a multiple of ``ALIGNMENT`` where ``direct``.
+        direct: past the page cache.
+    """
+    descriptor = os.open(path, os.O_WRONLY | (os.O_DIRECT if direct else 0))
+    try:
+        if not direct:
+            _write_all(descriptor, data, offset)
+            return
+        whole = len(data) // ALIGNMENT * ALIGNMENT if _begins_aligned(data) else 0
+        _write_all(descriptor, data[:whole], offset)
+        if whole < len(data):
+            rest = len(data) - whole
+            bounce = _bounce(aligned(rest))
+            bounce[:rest] = data[whole:]
+            _write_all(descriptor, bounce, offset + whole)
+    finally:
+        os.close(descriptor)
+
+
+def read_range(path: Path, target: memoryview, offset: int, direct: bool) -> None:
+    """Fill ``target`` from ``offset`` of a file that ``write_range`` wrote in the same way.
+
+    Raises:
+        EOFError: the file is shorter.
+    """
+    descriptor = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+    try:
+        if not direct:
+            _read_all(descriptor, target, offset, len(target))
+            return
+        whole = len(target) // ALIGNMENT * ALIGNMENT if _begins_aligned(target) else 0
+        _read_all(descriptor, target[:whole], offset, whole)
+        if whole < len(target):
+            rest = len(target) - whole
+            bounce = _bounce(aligned(rest))
+            _read_all(descriptor, bounce, offset + whole, rest)
+            target[whole:] = bounce[:rest]
+    finally:
+        os.close(descriptor)
+
+
+def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    while len(data):
+        written = os.pwritev(descriptor, [data], offset)
+        data, offset = data[written:], offset + written
+
+
+def _read_all(descriptor: int, target: memoryview, offset: int, least: int) -> None:
+    """Read into ``target``, of which the file must have the first ``least`` bytes."""
+    found = 0
+    while found < least:
+        count = os.preadv(descriptor, [target[found:]], offset + found)
+        if count == 0:
+            raise EOFError
+        found += count
+
+
+def _begins_aligned(memory: memoryview) -> bool:
+    if len(memory) == 0:
+        return True
+    return bool(np.frombuffer(memory, np.uint8).ctypes.data % ALIGNMENT == 0)
+
+
+def _bounce(size: int) -> memoryview:
+    """An aligned buffer of this thread."""
+    kept: mmap.mmap | None = getattr(_local, "bounce", None)
+    if kept is None or len(kept) < size:
+        kept = _local.bounce = mmap.mmap(-1, size)
+    return memoryview(kept)[:size]

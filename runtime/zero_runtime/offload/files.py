@@ -1,0 +1,284 @@
+"""Tensors in files: written and read in the background, in requests that threads share out, and checked when they come back.
+
+A transfer is cut into requests of ``block_size * queue_depth`` bytes, each one call of the kernel (``single_submit``: of
+one block each). The threads of each direction take them as they come, so that a read ahead never waits behind what is
+being written. The checksum of every request (CRC-32) is kept in memory, and compared when it is read.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from pathlib import Path
+from typing import Final, NamedTuple
+from urllib.parse import quote
+
+import torch
+
+from zero_runtime.errors import OffloadError
+from zero_runtime.offload.blocks import aligned, as_memory, read_range, takes_direct, write_range
+from zero_runtime.offload.folders import remove_folder
+
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+_NO_RESERVATION: Final = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+_LONGEST_NAME: Final = 80
+
+
+class AsynchronousIO(NamedTuple):
+    """How files are read and written: the block ``aio``, whose defaults these are.
+
+    Attributes:
+        block_size: bytes of a block.
+        queue_depth: blocks that one request is made of.
+        threads: that share the requests of each direction.
+        single_submit: every block is a request of its own.
+        overlap_events: a thread has a second request under way, so that the checksum of one is computed while the other
+            is on the disk.
+    """
+
+    block_size: int = 1_048_576
+    queue_depth: int = 8
+    threads: int = 1
+    single_submit: bool = False
+    overlap_events: bool = True
+
+    @property
+    def request(self) -> int:
+        """Bytes of a request."""
+        return aligned(self.block_size) * (1 if self.single_submit else self.queue_depth)
+
+
+_DEFAULT: Final = AsynchronousIO()
+
+
+class Transfer:
+    """A tensor on its way to or from its file; its memory must be left alone until ``wait`` has returned."""
+
+    def __init__(
+        self, requests: Sequence[Future[None]], describe: Callable[[BaseException], OffloadError]
+    ) -> None:
+        self._requests = requests
+        self._describe = describe
+
+    @property
+    def done(self) -> bool:
+        """Whether ``wait`` would return, or raise, at once."""
+        return all(request.done() for request in self._requests)
+
+    def wait(self) -> None:
+        """Return when the tensor has arrived.
+
+        Raises:
+            OffloadError: it has not: what happened to which file, and what to do.
+        """
+        wait_for(self._requests)
+        for request in self._requests:
+            error = request.exception()
+            if isinstance(error, OffloadError):
+                raise error
+            if isinstance(error, OSError | EOFError):
+                raise self._describe(error) from error
+            if error is not None:
+                raise error
+
+
+class _File:
+    """One tensor's file.
+
+    Attributes:
+        path: of the file.
+        size: bytes of the tensor.
+        checksums: of its requests.
+        last: the transfer that was begun last.
+    """
+
+    __slots__ = ("checksums", "last", "path", "size")
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size = 0
+        self.checksums: list[int] = []
+        self.last: Transfer | None = None
+
+
+class TensorFiles:
+    """Named tensors in the files of one folder.
+
+    Args:
+        folder: exists, and is removed by ``close``, or when this object or its process ends.
+        io: how files are read and written.
+        checked: compare checksums.
+        direct: past the page cache; None for: where the file system takes it.
+        key: of the configuration that says where ``folder`` is, for errors.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        io: AsynchronousIO = _DEFAULT,
+        *,
+        checked: bool = True,
+        direct: bool | None = None,
+        key: str = "nvme_path",
+    ) -> None:
+        self.folder = folder
+        self.direct = takes_direct(folder) if direct is None else direct
+        self._io = io
+        self._checked = checked
+        self._key = key
+        self._files: dict[str, _File] = {}
+        self._count = 0
+        workers = io.threads * (2 if io.overlap_events else 1)
+        self._readers = ThreadPoolExecutor(workers, "zero_runtime-read")
+        self._writers = ThreadPoolExecutor(workers, "zero_runtime-write")
+        self._end = weakref.finalize(self, _end, os.getpid(), folder, self._readers, self._writers)
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a tensor of that name was written."""
+        return name in self._files
+
+    def write(self, name: str, tensor: torch.Tensor) -> Transfer:
+        """Begin to write a tensor, in place of an earlier one of that name.
+
+        Raises:
+            OffloadError: the file cannot be made that long.
+            ValueError: the tensor is not contiguous host memory.
+        """
+        memory = as_memory(tensor)
+        file = self._file(name)
+        self._settle(file)
+        self._reserve(name, file, len(memory))
+        parts = self._parts(len(memory))
+        file.checksums = [0] * len(parts)
+        requests = [
+            self._writers.submit(self._write_part, file, number, memory[part], part.start)
+            for number, part in enumerate(parts)
+        ]
+        file.last = Transfer(requests, lambda error: self._error("writing", name, file, error))
+        return file.last
+
+    def read(self, name: str, out: torch.Tensor) -> Transfer:
+        """Begin to fill ``out`` with the tensor of that name.
+
+        Raises:
+            OffloadError: it could not be written.
+            KeyError: there is none.
+            ValueError: ``out`` has not its number of bytes, or is not contiguous host memory.
+        """
+        file = self._files[name]
+        memory = as_memory(out)
+        if len(memory) != file.size:
+            raise ValueError(f"{name} has {file.size} bytes, and what it is read into {len(memory)}")
+        self._settle(file)
+        requests = [
+            self._readers.submit(self._read_part, name, file, number, memory[part], part.start)
+            for number, part in enumerate(self._parts(file.size))
+        ]
+        file.last = Transfer(requests, lambda error: self._error("reading", name, file, error))
+        return file.last
+
+    def remove(self, name: str) -> None:
+        """Forget a tensor, and remove its file; nothing where there is none."""
+        file = self._files.pop(name, None)
+        if file is not None:
+            if file.last is not None:
+                wait_for(file.last._requests)
+            file.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Wait for what is under way, and remove the folder. May be called twice."""
+        self._files.clear()
+        self._end()
+
+    def _file(self, name: str) -> _File:
+        file = self._files.get(name)
+        if file is None:
+            self._count += 1
+            safe = quote(name, safe="")[:_LONGEST_NAME]
+            file = self._files[name] = _File(self.folder / f"{self._count:06d}-{safe}")
+        return file
+
+    def _settle(self, file: _File) -> None:
+        """Let an earlier transfer of the file end first."""
+        if file.last is not None:
+            last, file.last = file.last, None
+            last.wait()
+
+    def _reserve(self, name: str, file: _File, size: int) -> None:
+        """Have the file's whole space before anything is written, so that a full disk shows at once."""
+        if size == file.size and file.checksums:
+            return
+        try:
+            descriptor = os.open(file.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            try:
+                if size:
+                    os.posix_fallocate(descriptor, 0, aligned(size))
+            except OSError as error:
+                if error.errno not in _NO_RESERVATION:
+                    raise
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            file.path.unlink(missing_ok=True)
+            del self._files[name]
+            file.size = size
+            raise self._error("writing", name, file, error) from error
+        file.size = size
+
+    def _parts(self, size: int) -> list[slice]:
+        step = self._io.request
+        return [slice(start, min(start + step, size)) for start in range(0, size, step)]
+
+    def _write_part(self, file: _File, number: int, data: memoryview, offset: int) -> None:
+        if self._checked:
+            file.checksums[number] = zlib.crc32(data)
+        write_range(file.path, data, offset, self.direct)
+
+    def _read_part(self, name: str, file: _File, number: int, target: memoryview, offset: int) -> None:
+        read_range(file.path, target, offset, self.direct)
+        if self._checked and zlib.crc32(target) != file.checksums[number]:
+            raise OffloadError(
+                f"{file.path} ({name}) has other bytes at {offset} than were written: the CRC-32 of {len(target)} bytes is "
+                f"{zlib.crc32(target):08x}, expected {file.checksums[number]:08x}; the disk, or another program, has "
+                f"changed it; check the disk, and resume from the last checkpoint with another {self._key}"
+            )
+
+    def _error(self, doing: str, name: str, file: _File, error: BaseException) -> OffloadError:
+        what = f"{doing} {file.size} bytes of {name} ({file.path}) failed"
+        if isinstance(error, EOFError):
+            return OffloadError(
+                f"{what}: the file is shorter than it was written; something has changed it; resume from the last checkpoint"
+            )
+        number = error.errno if isinstance(error, OSError) else None
+        reason = f"{what}: {getattr(error, 'strerror', error)} (errno {number})"
+        if number in _FULL:
+            return OffloadError(
+                f"{reason}; {_free(self.folder)} Free some, or set {self._key} to a folder on a larger disk, and resume "
+                "from the last checkpoint, which is as it was saved"
+            )
+        return OffloadError(
+            f"{reason}; expected a disk that can be read and written; check it, or set {self._key} to another, and resume "
+            "from the last checkpoint"
+        )
+
+
+def _free(folder: Path) -> str:
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError:
+        return "the disk is full."
+    return f"{usage.free} of {usage.total} bytes are free there."
+
+
+def _end(pid: int, folder: Path, *pools: ThreadPoolExecutor) -> None:
+    if os.getpid() != pid:
+        return  # a fork: the files, and the threads, are its parent's
+    for pool in pools:
+        pool.shutdown(wait=True, cancel_futures=True)
+    remove_folder(folder)
