@@ -33,6 +33,11 @@ class Method(NamedTuple):
         """Whether it is a send or a receive."""
         return self.shape in (Shape.PEER, Shape.ANY_PEER)
 
+    @property
+    def blocks(self) -> bool:
+        """Whether it returns only when all ranks have come, and gives no handle."""
+        return self.name == "monitored_barrier"
+
 
 _B, _OI = Shape.BUFFERS, Shape.OUTPUTS_INPUTS
 

@@ -112,7 +112,7 @@ class OperatorCalls:
         at_group, at_reduction = places.group, _ABSENT if places.reduction is None else places.reduction
         at_root = _ABSENT if places.root is None else places.root
         at_async = _ABSENT if places.asynchronous is None else places.asynchronous
-        blocks = method.name == "monitored_barrier"
+        blocks = method.blocks
         crossing, sample, unknown = _CROSSING_NS, _SAMPLE, _UNKNOWN
         unbox, learn = ProcessGroup.unbox, self._learn
         calls: dict[Any, _Known | None] = {}

@@ -127,7 +127,7 @@ def read_c10d(method: Method, places: Layout) -> Reader:
             return default if position is None or position >= len(args) else args[position]
 
         root = value(places.root, None)
-        is_async = bool(value(places.asynchronous, True))
+        is_async = bool(value(places.asynchronous, True)) and not method.blocks
         if method.is_p2p:
             values = (args[0],) if root is None else (args[0], root)
         else:

@@ -125,9 +125,8 @@ def _sort_arguments(method: Method, args: Sequence[Any], kwargs: Mapping[str, An
     if method.shape is Shape.NONE:
         empty = _Buffers([])
         options = kwargs.get("opts", args[0] if args else None)
-        if isinstance(options, CallOptions):
-            return _Call(empty, empty, None, None, options.is_async)
-        return _Call(empty, empty, None, None, bool(getattr(options, "asyncOp", False)))
+        asked = options.is_async if isinstance(options, CallOptions) else getattr(options, "asyncOp", True)
+        return _Call(empty, empty, None, None, bool(asked) and not method.blocks)
     tensor_arguments = 2 if method.shape is Shape.OUTPUTS_INPUTS else 1
     buffers = [_Buffers(_flatten(value)) for value in args[:tensor_arguments]]
     rest = list(args[tensor_arguments:])

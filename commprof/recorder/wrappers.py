@@ -105,7 +105,7 @@ class Wrappers:
         journal, issue, settle = self.journal, self.issue, self.settle
         get_frame, clock = sys._getframe, time.perf_counter_ns
         extra = GLOO_EXTRA.get(method.name)
-        blocks = method.name == "monitored_barrier"
+        blocks = method.blocks
         function = unbound(original)
 
         def call(pg: Any, /, *args: Any, **kwargs: Any) -> Any:
