@@ -61,7 +61,7 @@ class Position:
 class _ThreadState:
     """The open tags of one thread, and what the recorder remembers of that thread."""
 
-    __slots__ = ("current", "outer", "recorder_number")
+    __slots__ = ("__weakref__", "current", "outer", "recorder_number")
 
     def __init__(self) -> None:
         self.current: tag | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from commprof import hooks
 from commprof.recorder.completion import Completions
 from commprof.recorder.device_times import DeviceTimes
 from commprof.recorder.groups import Group
+from commprof.recorder.threads import ThreadNames
 from commprof.schema import LAYERS, OPS, PHASES, PURPOSES, Layer, Phase, Purpose
 from commprof.trace.writer import (
     NO_WORDS,
@@ -69,7 +71,9 @@ class Journal:
             None  # interned rows by number, for who makes sums of them
         )
         self._notes: list[str] = []  # said before there was a file
-        self._threads: list[Any] = []  # states of the threads that were given a number
+        self._thread_names = ThreadNames()
+        # States of the threads that were given a number, as long as these live.
+        self._threads: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._interned: dict[tuple[Any, ...], int] = {}
         self._next_id = 1
 
@@ -200,11 +204,11 @@ class Journal:
 
     def intern_thread(self) -> int:
         """The number of the current thread's name."""
-        number = self.intern("thread", {"name": threading.current_thread().name})
-        state = hooks._thread.state
-        state.recorder_number = number
         with self._lock:
-            self._threads.append(state)
+            number = self.intern("thread", self._thread_names.row())
+            state = hooks._thread.state
+            state.recorder_number = number
+            self._threads[id(state)] = state
         return number
 
     def fault(self, error: BaseException) -> None:
@@ -225,8 +229,10 @@ class Journal:
             self.events.close()
 
     def _forget_threads(self) -> None:
-        for state in self._threads:
-            state.recorder_number = 0
+        for reference in self._threads.valuerefs():  # without a lock, which a forked child might find taken
+            state = reference()
+            if state is not None:
+                state.recorder_number = 0
         self._threads.clear()
 
     def drop(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 
 from commprof.schema import Layer, Op
 
+MAIN_THREAD: Final = "MainThread"
 WINDOW: Final = 20_000  # the last records of a rank that are looked at
 
 # Layers whose waits the recorder times: what was not waited for there is still on its way, or was left alone.
@@ -62,6 +63,12 @@ class Call(NamedTuple):
     wait_begin_ns: int
     wait_end_ns: int
     device_end_ns: int
+    thread_ident: int | None = None  # by which stacks name the thread; None where the trace does not say
+
+    @property
+    def other_thread(self) -> str | None:
+        """The thread that issued it, where that is not the main one."""
+        return None if self.thread == MAIN_THREAD else self.thread
 
     @property
     def end_ns(self) -> int:

@@ -78,6 +78,7 @@ def _state(situation: Situation, report: RankReport) -> str:
 
 def _call(situation: Situation, report: RankReport, call: Call, time_ns: int) -> str:
     parts = [f"{situation.name(call)} of {situation.label_of(call)}", size_of(call), call.purpose, call.site]
+    parts.append(f"thread {call.other_thread}" if call.other_thread else None)
     parts += [f"step {call.step}" if call.step >= 0 else None, report.ago(time_ns)]
     return ", ".join(part for part in parts if part)
 
@@ -124,15 +125,26 @@ def _stacks(situation: Situation) -> list[str]:
         if report.stacks.problem is not None:
             lines.append(_folded(f"rank {report.rank}: no stacks: {report.stacks.problem}"))
         for stack in report.stacks.threads:
-            key = (f"{_thread(stack)}, by {report.stacks.source}", tuple(map(str, stack.frames)))
+            key = (
+                f"{_thread(situation, report, stack)}, by {report.stacks.source}",
+                tuple(map(str, stack.frames)),
+            )
             found.setdefault(key, []).append(report.rank)
     for (thread, frames), ranks in found.items():
         lines += _stack(ranks, thread, frames)
     return lines or ["none: no rank runs on this host"]
 
 
-def _thread(stack: Stack) -> str:
-    return "main thread" if stack.is_main else stack.thread
+def _thread(situation: Situation, report: RankReport, stack: Stack) -> str:
+    """``main thread``, ``thread loader in all_reduce #7``: who stands there, and in which collective."""
+    if stack.is_main or report.stacks is None:
+        return "main thread"
+    last = {(call.thread, call.thread_ident): call for call in report.calls.calls}
+    mine = next((call for who, call in last.items() if report.stacks.of(*who) is stack), None)
+    if mine is None:
+        return f"thread {stack.thread.removeprefix('thread ')}"
+    name = f"thread {mine.thread}"
+    return f"{name} in {situation.name(mine)}" if mine in report.calls.inside() else name
 
 
 def _stack(ranks: Sequence[int], thread: str, frames: Sequence[str]) -> list[str]:

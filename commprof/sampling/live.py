@@ -181,6 +181,7 @@ def _calls(data: bytes, events: Events) -> list[Call]:
     sites = _texts(events, "site", "call_site")
     purposes = _texts(events, "tag", "purpose")
     threads = _texts(events, "thread", "name")
+    idents = {number: _of_type(row.get("ident"), int) for number, row in events.interned("thread").items()}
     at = _FIELDS
     calls = []
     for record in RECORD.iter_unpack(data):
@@ -202,6 +203,7 @@ def _calls(data: bytes, events: Events) -> list[Call]:
                 wait_begin_ns=record[at["wait_begin_ns"]],
                 wait_end_ns=record[at["wait_end_ns"]],
                 device_end_ns=record[at["device_end_ns"]],
+                thread_ident=idents.get(record[at["thread"]]),
             )
         )
     return calls

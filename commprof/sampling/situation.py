@@ -81,17 +81,21 @@ class Situation:
         """``(4.00 MiB float32, issued at train.py:88 step, 12.3 s ago)``."""
         ago = None if report is None else report.ago(call.issue_ns)
         place = f"{since} at {short_site(call.site)}" if call.site else None
+        if call.other_thread is not None:
+            place = f"{place or since} in thread {call.other_thread}"
         parts = [size_of(call), place if ago is None else f"{place or since}, {ago}"]
         return f"({', '.join(part for part in parts if part)})" if any(parts) else ""
 
-    def whereabouts(self, rank: int) -> str:
-        """What a rank does instead of what it is missed in, as a clause."""
+    def whereabouts(self, rank: int, pg: str | None = None) -> str:
+        """What a rank does instead of what it is missed in, as a clause.
+
+        Args:
+            pg: the group in which it is missed: what counts is what the thread does that issues in it.
+        """
         report = self.reports.get(rank)
         if report is None:
             return "it left no trace"
-        stack = None if report.stacks is None else report.stacks.main
-        place = None if stack is None else stack.place
-        where = None if place is None else f"{place.function} ({PurePath(place.file).name}:{place.line})"
+        subject, where = _place(report, pg)
         if report.state is State.ENDED:
             return f"it {'had' if self.is_past else 'has'} ended{self._after_last(report)}"
         if report.state is State.GONE and not self.is_past:
@@ -101,9 +105,10 @@ class Situation:
         inside = report.calls.inside()
         if inside:
             verb = "stood" if self.is_past else "stands"
-            return f"it {verb} in {self.name(inside[-1])} of {self.label_of(inside[-1])}"
+            thread = f" in thread {inside[-1].other_thread}" if inside[-1].other_thread else ""
+            return f"it {verb} in {self.name(inside[-1])} of {self.label_of(inside[-1])}{thread}"
         if where is not None:
-            return f"it is in {where}"
+            return f"{subject} is in {where}"
         return f"its last collective {'was' if self.is_past else 'is'} {self._last(report)}"
 
     def label_of(self, call: Call) -> str:
@@ -120,6 +125,21 @@ class Situation:
         site = f" at {short_site(last.site)}" if last.site else ""
         ago = report.ago(last.end_ns)
         return f"{self.name(last)} of {self.label_of(last)}{site}{f', {ago}' if ago else ''}"
+
+
+def _place(report: RankReport, pg: str | None) -> tuple[str, str | None]:
+    """Who of a rank is to be looked at, and where that is: the thread that issued last in ``pg``, else the main one."""
+    if report.stacks is None:
+        return "it", None
+    calls = report.calls.calls
+    issued = next((call for call in reversed(calls) if call.what.pg == pg), calls[-1] if calls else None)
+    stack = None if issued is None else report.stacks.of(issued.thread, issued.thread_ident)
+    stack = stack or report.stacks.main
+    place = None if stack is None else stack.place
+    if stack is None or place is None:
+        return "it", None
+    subject = "it" if stack.is_main or issued is None else f"its thread {issued.thread}"
+    return subject, f"{place.function} ({PurePath(place.file).name}:{place.line})"
 
 
 def size_of(call: Call) -> str:

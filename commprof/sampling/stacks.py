@@ -50,11 +50,12 @@ class Frame(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """One thread: its frames, the innermost first."""
+    """One thread: its frames, the innermost first, and the number by which Python knows it, where it shows."""
 
     thread: str
     is_main: bool
     frames: tuple[Frame, ...]
+    ident: int | None = None
 
     @property
     def place(self) -> Frame | None:
@@ -73,6 +74,13 @@ class Stacks(NamedTuple):
     def main(self) -> Stack | None:
         """The main thread."""
         return next((stack for stack in self.threads if stack.is_main), None)
+
+    def of(self, thread: str | None, ident: int | None) -> Stack | None:
+        """The thread of this number, else the only one of this name; None where there is none."""
+        by_ident = [stack for stack in self.threads if ident is not None and stack.ident == ident]
+        by_name = [stack for stack in self.threads if stack.thread == thread]
+        found = by_ident or (by_name if len(by_name) == 1 else [])
+        return found[0] if found else None
 
 
 def take_stacks(
@@ -161,7 +169,7 @@ def parse_spy(text: str, pid: int) -> tuple[Stack, ...]:
         frames = tuple(Frame(f["filename"], f["line"], f["name"]) for f in thread["frames"])
         name = thread["thread_name"] or f"thread {thread['os_thread_id'] or thread['thread_id']}"
         is_main = thread["os_thread_id"] == pid or thread["thread_name"] == "MainThread"
-        stacks.append(Stack(name, is_main, frames))
+        stacks.append(Stack(name, is_main, frames, thread.get("thread_id")))
     return _main_first(stacks)
 
 
@@ -173,19 +181,19 @@ _FRAME: Final = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 def parse_faulthandler(text: str) -> tuple[Stack, ...]:
     """The threads in what faulthandler writes, the main one, which it writes last, first."""
-    found: list[tuple[str, list[Frame]]] = []
+    found: list[tuple[str, int, list[Frame]]] = []
     for line in text.splitlines():
         thread = _THREAD.match(line)
         frame = _FRAME.fullmatch(line)
         if thread is not None:
-            found.append((thread[2] or f"thread {thread[1]}", []))
+            found.append((thread[2] or f"thread {thread[1]}", int(thread[1], 16), []))
         elif frame is not None and found:
-            found[-1][1].append(Frame(frame[1], int(frame[2]), frame[3]))
+            found[-1][2].append(Frame(frame[1], int(frame[2]), frame[3]))
     last = len(found) - 1
     return _main_first(
         [
-            Stack("MainThread" if number == last else name, number == last, tuple(frames))
-            for number, (name, frames) in enumerate(found)
+            Stack("MainThread" if number == last else name, number == last, tuple(frames), ident)
+            for number, (name, ident, frames) in enumerate(found)
         ]
     )
 

@@ -83,7 +83,7 @@ def _say_missing(situation: Situation, wait: Wait) -> str:
     what = its if wait.call.what.is_p2p else "it"
     has = "had" if situation.is_past else "has" if len(wait.missing) == 1 else "have"
     parts.append(
-        f"{ranks_text(wait.missing)} {has} not issued {what}: {_whereabouts(situation, wait.missing)}"
+        f"{ranks_text(wait.missing)} {has} not issued {what}: {_whereabouts(situation, wait.missing, wait.group.pg)}"
     )
     return "; ".join(parts)
 
@@ -120,7 +120,7 @@ def _say_stuck(situation: Situation, wait: Wait) -> str:
     ]
     if halted:
         return f"{text}; all have issued it, but of {ranks_text([r.rank for r in halted])}: " + "; ".join(
-            situation.whereabouts(report.rank) for report in halted[:_MOST_NAMED]
+            situation.whereabouts(report.rank, wait.group.pg) for report in halted[:_MOST_NAMED]
         )
     if wait.finished:
         return (
@@ -170,13 +170,13 @@ def _waiting_clause(situation: Situation, wait: Wait) -> str:
     )
 
 
-def _whereabouts(situation: Situation, ranks: Sequence[int]) -> str:
+def _whereabouts(situation: Situation, ranks: Sequence[int], pg: str) -> str:
     if len(ranks) == 1:
-        return situation.whereabouts(ranks[0])
+        return situation.whereabouts(ranks[0], pg)
     # Ranks that do the same are named together.
     by_text: dict[str, list[int]] = {}
     for rank in ranks:
-        by_text.setdefault(situation.whereabouts(rank), []).append(rank)
+        by_text.setdefault(situation.whereabouts(rank, pg), []).append(rank)
     said = [f"{ranks_text(same)}: {text}" for text, same in by_text.items()]
     more = f", and {len(said) - _MOST_NAMED} more" if len(said) > _MOST_NAMED else ""
     return ", ".join(said[:_MOST_NAMED]) + more

@@ -33,7 +33,7 @@ EVENT_KINDS: Final[tuple[str, ...]] = (
     "signature",  # interned: id and the columns whose source is SIGNATURE
     "tag",  # interned: id and the columns whose source is TAG
     "site",  # interned: id, call_site, api
-    "thread",  # interned: id, name
+    "thread",  # interned: id, name, ident
     "group",  # a process group that this rank is a member of
     "step",  # a step or micro step begins; resources at that moment
     "metrics",

@@ -325,3 +325,37 @@ def test_a_wait_in_cpp_does_not_show_and_the_rank_that_is_behind_does(tmp_path):
     assert dump.verdict.sentence.startswith("rank 0 has issued all_reduce #")
     assert "; rank 1 has not issued it: it is in load_batch (" in dump.verdict.sentence
     assert "and whether it is complete does not show" in dump_text(dump)
+
+
+def sends_from_a_thread(rank, world):
+    """The main thread prepares batches, and a thread of the program's own reduces; that of rank 1 does not come."""
+    import threading
+
+    def reduce():
+        all_reduces(3)
+        if rank == 1:
+            load_batch()
+        all_reduces(1)
+
+    sender = threading.Thread(target=reduce, name="sender")
+    sender.start()
+    sender.join()
+
+
+@pytest.mark.parametrize("by", ["py-spy", "faulthandler"])
+def test_the_thread_that_issues_is_the_one_that_is_looked_at(tmp_path, monkeypatch, by):
+    monkeypatch.setenv("COMMPROF_STACKS", by)
+    if by == "py-spy" and py_spy_program() is None:
+        pytest.skip("py-spy is not installed")
+    run = tmp_path / "run"
+    with hanging_ranks(run, 2, sends_from_a_thread):
+        dump = look(run, 2 * 3 + 1)
+    waiting, _, missing = dump.verdict.sentence.partition("; ")
+    assert " all_reduces in thread sender, " in waiting
+    place = line_of("time.sleep", load_batch)
+    assert missing == f"rank 1 has not issued it: its thread sender is in load_batch ({place})"
+    text = dump_text(dump)
+    assert f"rank 0, thread sender in all_reduce #3, by {by}" in text
+    assert f"rank 1, thread sender, by {by}, innermost call first:\n    load_batch (" in text
+    assert f"ranks 0, 1, main thread, by {by}" in text
+    assert ", thread sender, " in text.partition("Groups")[0]

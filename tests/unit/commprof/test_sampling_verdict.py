@@ -344,3 +344,44 @@ def test_groups_with_one_description_are_told_apart_by_name_and_ranks():
         rank.issue(pg="1")
     ranks[0].issue(pg="2", stage="inside")
     assert "of group tp 2 (ranks 0, 1) (4.00 KiB" in look(*ranks).sentence
+
+
+def two_threads(*, ident, name="sender"):
+    """Stacks of a rank whose main thread is in ``epoch`` and whose other thread is in ``prepare``."""
+    return Stacks(
+        "py-spy",
+        (
+            Stack("MainThread", True, (Frame("/home/me/train.py", 40, "epoch"),), 1),
+            Stack(name, False, (Frame("/home/me/comm.py", 7, "prepare"),), ident),
+        ),
+    )
+
+
+@pytest.mark.parametrize("by", ["ident", "name"])
+def test_of_a_rank_that_issues_from_another_thread_that_thread_is_looked_at(by):
+    ranks = [Rank(n, 2, [(PAIR, (0, 1))]).issue() for n in range(2)]
+    for rank in ranks:
+        rank.issue(pg=PAIR, numbers=2, thread="sender")
+    ranks[0].issue(pg=PAIR, stage="inside", thread="sender")
+    ranks[1].issue()  # the main thread, which has issued last
+    ranks[1].calls.calls = [
+        call._replace(thread_ident=2 if call.thread == "sender" else 1) for call in ranks[1].calls.calls
+    ]
+    stacks = two_threads(ident=2, name="thread 0x2") if by == "ident" else two_threads(ident=None)
+    reports = [RankReport(rank.calls, State.RUNS, NOW) for rank in ranks]
+    reports[1].stacks = stacks
+    situation = Situation(reports, 1)
+    assert judge(situation).sentence == (
+        "rank 0 waits in all_reduce #2 of group 1 (4.00 KiB float32, issued at train.py:8 step in thread sender, "
+        "96.0 s ago); "
+        "rank 1 has not issued it: its thread sender is in prepare (comm.py:7)"
+    )
+    assert situation.whereabouts(1, WORLD) == "it is in epoch (train.py:40)"
+
+
+def test_where_the_thread_that_issued_is_gone_the_main_one_says_where_the_rank_is():
+    ranks = [Rank(n, 2).issue(numbers=2, thread="sender") for n in range(2)]
+    ranks[0].issue(stage="inside", thread="sender")
+    reports = [RankReport(rank.calls, State.RUNS, NOW) for rank in ranks]
+    reports[1].stacks = two_threads(ident=9, name="loader")
+    assert judge(Situation(reports, 1)).sentence.endswith("it is in epoch (train.py:40)")
