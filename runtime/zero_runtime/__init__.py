@@ -13,6 +13,7 @@ Stages 0 to 3; fp32, bf16 and fp16. What differs from DeepSpeed stands in ``docs
 
 from __future__ import annotations
 
+from zero_runtime import activation_checkpointing as checkpointing
 from zero_runtime import comm, zero
 from zero_runtime.arguments import add_config_arguments
 from zero_runtime.comm import init_distributed
@@ -37,6 +38,7 @@ __all__ = [
     "ZeroRuntimeError",
     "__version__",
     "add_config_arguments",
+    "checkpointing",
     "comm",
     "init_distributed",
     "initialize",

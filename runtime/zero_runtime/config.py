@@ -14,6 +14,7 @@ from typing import Any
 
 from zero_runtime.buckets import Scaling
 from zero_runtime.configuration import document, keys
+from zero_runtime.configuration.activation_checkpointing import ActivationCheckpointing
 from zero_runtime.configuration.combinations import check, note_contradictions, whole_gradients
 from zero_runtime.configuration.precision import PrecisionConfig, read_precision
 from zero_runtime.configuration.zero import ZeroConfig, read_zero
@@ -68,6 +69,7 @@ class RuntimeConfig:
     dump_state: bool
     csv_monitor: MonitorConfig
     tensorboard: MonitorConfig
+    activation_checkpointing: ActivationCheckpointing
     precision: PrecisionConfig
     zero: ZeroConfig
     checkpoint_tag_validation: str
@@ -110,6 +112,7 @@ class RuntimeConfig:
             disable_python_gc=top["disable_python_gc"],
             csv_monitor=MonitorConfig(**top["csv_monitor"]),
             tensorboard=MonitorConfig(**top["tensorboard"]),
+            activation_checkpointing=ActivationCheckpointing(**top["activation_checkpointing"]),
             dump_state=top["dump_state"],
             precision=read_precision(top),
             zero=zero,

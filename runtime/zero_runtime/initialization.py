@@ -11,6 +11,7 @@ import torch
 from commprof import hooks
 from zero_runtime import comm
 from zero_runtime import config as configuration
+from zero_runtime.activation_checkpointing.configuration import configure_by
 from zero_runtime.assembly import assemble
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.data import rank_loader
@@ -78,6 +79,9 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     checked = RuntimeConfig.from_mapping(given, comm.get_world_size())
     _notify(checked)
     assembly = assemble(checked, model, optimizer, model_parameters)
+    configure_by(
+        checked.activation_checkpointing, assembly.device.type, "activation_checkpointing" in checked.given
+    )
     scheduler = None
     if assembly.torch_optimizer is not None:
         scheduler = schedule(checked.scheduler, lr_scheduler, assembly.torch_optimizer)

@@ -130,7 +130,7 @@ def known_features(case: Case) -> bool:
         and not config.get("comms_logger", {}).get("enabled")
         and not config.get("flops_profiler", {}).get("enabled")
         and not {"checkpoint", "compile", "tensor_parallel"} & set(config)
-        and case.flags.get("args", {}).get("mode") in (None, "reentrant", "nonreentrant")
+        and case.flags.get("args", {}).get("mode") in (None, "reentrant", "nonreentrant", "ds")
     )
 
 
@@ -236,6 +236,8 @@ def _replay(case: Case, rank: int, log) -> Replay:
 def _engine(case: Case):
     with zero_runtime.zero.Init(config_dict_or_path=_config(case), enabled=bool(case.flags.get("zero_init"))):
         model = make_model(case.model)
+    if case.flags.get("args", {}).get("mode") == "ds":
+        zero_runtime.checkpointing.configure(None, deepspeed_config=_config(case))
     parameters: Any = model.parameters()
     arguments: dict[str, Any] = {}
     if case.flags.get("two_groups"):

@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from zero_runtime import checkpointing
+
 VOCABULARY, CONTEXT, MICRO_BATCH = 96, 16, 4
 WIDTH, HEADS, LAYERS = 64, 4, 2
 MLP_WIDTHS = (37, 131, 257, 67, 11)
@@ -72,6 +74,13 @@ class ReentrantTransformer(CheckpointedTransformer):
     reentrant = True
 
 
+class RegionsTransformer(Transformer):
+    """The same by DeepSpeed's own function."""
+
+    def run(self, block, hidden):
+        return checkpointing.checkpoint(block, hidden)
+
+
 class Perceptron(nn.Module):
     """``mlp``: 56,936 parameters in 8 tensors of odd sizes, so that pieces of 2, 3 and 4 ranks end inside tensors."""
 
@@ -104,6 +113,7 @@ MODELS = {
     "partly_used": PartlyUsed,
     "nonreentrant_gpt": CheckpointedTransformer,
     "reentrant_gpt": ReentrantTransformer,
+    "ds_gpt": RegionsTransformer,
 }
 # Classes that recorded configs name, and what they are called here.
 CLASSES = {"models.Block": f"{Layer.__module__}.{Layer.__name__}"}

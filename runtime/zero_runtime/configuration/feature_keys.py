@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from zero_runtime.configuration.activation_checkpointing import KEYS as ACTIVATION_CHECKPOINTING
 from zero_runtime.configuration.checks import (
     Check,
     anything,
@@ -109,13 +110,7 @@ FEATURES: Final[Table] = {
         "detailed": (boolean, True, "print the whole tree"),
         "output_file": (_NAME, None, "where it is printed"),
     }),
-    "activation_checkpointing": _part("activation checkpointing", {
-        "number_checkpoints": (optional(_SIZE), None, "checkpoints of the model"),
-        "contiguous_memory_optimization": (boolean, False, "copy checkpoints into one buffer"),
-        "synchronize_checkpoint_boundary": (boolean, False, "wait for the device at each checkpoint"),
-        "profile": (boolean, False, "time the checkpoints"),
-        "cpu_checkpointing": (boolean, False, "keep checkpoints in host memory"),
-    }, switch="partition_activations", instead="torch.utils.checkpoint works"),
+    "activation_checkpointing": used(inside(ACTIVATION_CHECKPOINTING), {}, "how checkpoint() keeps what it saves"),
     "pipeline": inert(optional(inside({
         name: waiting(check, default, meaning, "pipelines")
         for name, (check, default, meaning) in {

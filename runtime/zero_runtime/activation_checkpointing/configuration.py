@@ -1,0 +1,125 @@
+"""``configure`` and its kin: DeepSpeed's functions that say how checkpoints are kept."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from zero_runtime import comm
+from zero_runtime import config as configuration
+from zero_runtime.activation_checkpointing.model_parallel import ModelParallel, model_parallel
+from zero_runtime.activation_checkpointing.process import process
+from zero_runtime.activation_checkpointing.random_states import (
+    MODEL_PARALLEL,
+    default_generator,
+    get_rng_tracker,
+)
+from zero_runtime.configuration.activation_checkpointing import BLOCK, ActivationCheckpointing
+from zero_runtime.configuration.checks import mapping
+
+
+def configure(
+    mpu_: Any,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Say how checkpoints are kept from now on, in place of all that was said before. The signature is DeepSpeed's.
+
+    Args:
+        mpu_: names the model-parallel ranks (:func:`~zero_runtime.activation_checkpointing.model_parallel.model_parallel`);
+            None for those of the last call.
+        deepspeed_config: a configuration, as a dict or the path of a JSON file, of which the block
+            ``activation_checkpointing`` counts.
+        partition_activations: each model-parallel rank keeps its part. This and the following win over the block.
+        contiguous_checkpointing: its ``contiguous_memory_optimization``.
+        num_checkpoints: its ``number_checkpoints``.
+        checkpoint_in_cpu: its ``cpu_checkpointing``.
+        synchronize: its ``synchronize_checkpoint_boundary``.
+        profile: print times.
+
+    Raises:
+        ConfigError: a setting or a combination that cannot be used.
+    """
+    block = configuration.load(deepspeed_config).get(BLOCK) if deepspeed_config is not None else None
+    given = {
+        "partition_activations": partition_activations,
+        "contiguous_memory_optimization": contiguous_checkpointing,
+        "number_checkpoints": num_checkpoints,
+        "cpu_checkpointing": checkpoint_in_cpu,
+        "synchronize_checkpoint_boundary": synchronize,
+        "profile": profile,
+    }
+    explicit = {name: value for name, value in given.items() if value is not None}
+    settings = ActivationCheckpointing().changed({**mapping(BLOCK, block or {}), **explicit})
+    process.use(settings, process.ranks if mpu_ is None else model_parallel(mpu_))
+    process.configured_by = "configure"
+
+
+def configure_by(settings: ActivationCheckpointing, device: str, given: bool) -> None:
+    """What ``initialize`` does with its configuration. What :func:`configure` has said stays.
+
+    Args:
+        settings: of the configuration.
+        device: the type of the model's device.
+        given: whether the configuration has the block.
+    """
+    if process.configured_by == "configure":
+        return
+    process.use(settings, process.ranks)
+    process.configured_by = "initialize" if given else None
+    if comm.get_rank() == 0:
+        for sentence in process.idle_settings(device):
+            print(f"zero_runtime: {sentence}", file=sys.stderr, flush=True)
+
+
+def is_configured() -> bool:
+    """Whether :func:`configure`, or ``initialize`` with the block ``activation_checkpointing``, has been called."""
+    return process.configured_by is not None
+
+
+def reset() -> None:
+    """Free the buffers of ``contiguous_memory_optimization``: call it after forward passes without a backward pass."""
+    if process.store is not None:
+        process.store.reset()
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Change ``partition_activations`` alone."""
+    process.use(process.settings.changed({"partition_activations": partition_activation}), process.ranks)
+
+
+def set_num_layers(nlayers: int) -> None:
+    """Change ``number_checkpoints`` alone."""
+    process.use(process.settings.changed({"number_checkpoints": nlayers}), process.ranks)
+
+
+def forget() -> None:
+    """Go back to the defaults, without model-parallel ranks."""
+    process.use(ActivationCheckpointing(), ModelParallel())
+    process.configured_by = None
+
+
+def model_parallel_manual_seed(seed: int) -> None:
+    """Seed the default generator with ``seed``, and the state ``model-parallel-rng`` with one of each model-parallel rank.
+
+    As in DeepSpeed and Megatron-LM: the latter is ``seed + 2718 + rank``. All other states are forgotten.
+    """
+    tracker = get_rng_tracker()
+    tracker.reset()
+    default_generator().manual_seed(seed)
+    tracker.add(MODEL_PARALLEL, _own_seed(seed))
+
+
+def model_parallel_reconfigure_tp_seed(seed: int) -> None:
+    """Begin the state ``model-parallel-rng`` anew, as :func:`model_parallel_manual_seed` does."""
+    with get_rng_tracker().fork():
+        default_generator().manual_seed(_own_seed(seed))
+
+
+def _own_seed(seed: int) -> int:
+    return seed + 2718 + process.ranks.rank

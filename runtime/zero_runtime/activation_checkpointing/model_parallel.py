@@ -1,0 +1,50 @@
+"""The model-parallel ranks among which activations are partitioned, as a script's ``mpu`` names them."""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.errors import ConfigError
+
+_PREFIXES: Final = ("get_tensor_model_parallel", "get_model_parallel")
+_PARTS: Final = ("rank", "world_size", "group")
+
+
+class ModelParallel(NamedTuple):
+    """This process among the ranks that share a model.
+
+    Attributes:
+        rank: its number among them.
+        group: them all; None where it is the only one.
+    """
+
+    rank: int = 0
+    group: DataParallelGroup | None = None
+
+
+def model_parallel(mpu: Any) -> ModelParallel:
+    """What ``mpu`` says: an object with the methods ``get_model_parallel_rank``, ``_world_size`` and ``_group``.
+
+    Those of ``get_tensor_model_parallel`` come first where it has them.
+
+    Raises:
+        ConfigError: it has neither, or they contradict each other.
+    """
+    for prefix in _PREFIXES:
+        methods = [getattr(mpu, f"{prefix}_{part}", None) for part in _PARTS]
+        if all(callable(method) for method in methods):
+            break
+    else:
+        wanted = ", ".join(f"{_PREFIXES[1]}_{part}" for part in _PARTS)
+        raise ConfigError(f"mpu is a {type(mpu).__name__}; expected an object with the methods {wanted}")
+    rank, size = int(methods[0]()), int(methods[1]())
+    if size == 1:
+        return ModelParallel(rank)
+    group = DataParallelGroup(methods[2]())
+    if (group.rank, group.world_size) != (rank, size):
+        raise ConfigError(
+            f"mpu says that this is rank {rank} of {size} model-parallel ranks, but it is rank {group.rank} of the "
+            f"{group.world_size} ranks of {prefix}_group()"
+        )
+    return ModelParallel(rank, group)

@@ -1,0 +1,53 @@
+"""What this process does about activation checkpoints: DeepSpeed has one configuration for each process, and so has this."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from zero_runtime.activation_checkpointing.model_parallel import ModelParallel
+from zero_runtime.activation_checkpointing.storage import Store
+from zero_runtime.configuration.activation_checkpointing import ActivationCheckpointing
+
+
+class Process:
+    """The configuration of a process.
+
+    Attributes:
+        settings: in use.
+        ranks: those that share a model.
+        store: keeps tensors in their ways; None where all stay as they are.
+        configured_by: who has set them: ``configure``, ``initialize``, or None.
+    """
+
+    def __init__(self) -> None:
+        self.settings = ActivationCheckpointing()
+        self.ranks = ModelParallel()
+        self.store: Store | None = None
+        self.configured_by: str | None = None
+
+    def use(self, settings: ActivationCheckpointing, ranks: ModelParallel) -> None:
+        """Do as ``settings`` say from now on; checkpoints that are alive stay what they are."""
+        self.settings, self.ranks = settings, ranks
+        moves = (
+            settings.partition_activations and ranks.group is not None,
+            settings.cpu_checkpointing,
+            settings.contiguous_memory_optimization,
+        )
+        self.store = Store(settings, ranks.group) if any(moves) else None
+
+    def idle_settings(self, device: str) -> list[str]:
+        """A sentence for each setting that changes nothing here. ``device`` is the type of the model's device."""
+        found = []
+        if self.settings.partition_activations and self.ranks.group is None:
+            found.append(
+                "activation_checkpointing.partition_activations: there is no model-parallel group, so each rank keeps "
+                "checkpoints whole; zero_runtime.checkpointing.configure(mpu) names one"
+            )
+        if self.settings.cpu_checkpointing and device == "cpu":
+            found.append(
+                "activation_checkpointing.cpu_checkpointing: the model is in host memory, and so are its checkpoints"
+            )
+        return found
+
+
+process: Final = Process()

@@ -1,0 +1,115 @@
+"""Random generators: named states beside the default one, and the states of a moment, put back in the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+import torch
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from zero_runtime.errors import UsageError
+
+MODEL_PARALLEL: Final = (
+    "model-parallel-rng"  # DeepSpeed's name of the state that model-parallel ranks have apart
+)
+
+
+def default_generator() -> torch.Generator:
+    """The generator that models draw from: the CUDA device's, where there is one, else the CPU's."""
+    if torch.cuda.is_available():
+        number = torch.cuda.current_device()  # which makes the generators, too
+        return torch.cuda.default_generators[number]
+    return torch.default_generator
+
+
+class RNGTracker:
+    """Random states by name, beside that of the default generator.
+
+    Model-parallel ranks draw the same numbers where each computes the same (dropout of a whole activation), and other
+    numbers where each has a part of its own: there they :meth:`fork` a state that was added with another seed on each rank.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[str, torch.Tensor] = {}
+        self._seeds: set[int] = set()
+
+    def reset(self) -> None:
+        """Forget all states."""
+        self._states, self._seeds = {}, set()
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        """The states by name. The dictionary is a copy."""
+        return dict(self._states)
+
+    def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Replace all states by ``states``, as :meth:`get_states` gave them."""
+        self._states = dict(states)
+
+    def add(self, name: str, seed: int) -> None:
+        """Begin a state ``name`` with ``seed``.
+
+        Raises:
+            UsageError: the seed or the name is in use.
+        """
+        if seed in self._seeds:
+            raise UsageError(f"seed {seed} is in use by another random state; give {name!r} one of its own")
+        if name in self._states:
+            raise UsageError(f"the random state {name!r} was added before; reset() forgets all of them")
+        self._seeds.add(seed)
+        self._states[name] = torch.Generator(default_generator().device).manual_seed(seed).get_state()
+
+    @contextmanager
+    def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
+        """Draw from state ``name`` inside; the default generator goes on afterwards as if nothing had been drawn.
+
+        Raises:
+            UsageError: there is no such state.
+        """
+        if name not in self._states:
+            known = ", ".join(sorted(self._states)) or "none"
+            raise UsageError(
+                f"there is no random state {name!r} (there are: {known}); call add({name!r}, seed) first"
+            )
+        generator = default_generator()
+        before = generator.get_state()
+        generator.set_state(self._states[name])
+        try:
+            yield
+        finally:
+            self._states[name] = generator.get_state()
+            generator.set_state(before)
+
+
+_tracker: Final = RNGTracker()
+
+
+def get_rng_tracker() -> RNGTracker:
+    """The tracker of this process. Its states are put back for what is computed again in the backward pass."""
+    return _tracker
+
+
+class RandomStates:
+    """The states of all generators now: the CPU's, those of the devices of ``tensors``, and the tracker's."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        elsewhere = [tensor for tensor in tensors if tensor.device.type not in ("cpu", "meta")]
+        self._kind = elsewhere[0].device.type if elsewhere else "cuda"
+        self._cpu = torch.get_rng_state()
+        self._devices, self._states = get_device_states(*elsewhere) if elsewhere else ([], [])
+        self._tracked = _tracker.get_states()
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, the generators are as they were; afterwards as if nothing had been drawn."""
+        tracked = _tracker.get_states()
+        with torch.random.fork_rng(devices=self._devices, device_type=self._kind):
+            torch.set_rng_state(self._cpu)
+            if self._devices:
+                set_device_states(self._devices, self._states, device_type=self._kind)
+            _tracker.set_states(self._tracked)
+            try:
+                yield
+            finally:
+                _tracker.set_states(tracked)

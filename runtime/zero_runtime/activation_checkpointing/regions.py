@@ -1,0 +1,216 @@
+"""Regions: calls whose inputs alone are kept, and which run again in the backward pass.
+
+torch.utils.checkpoint, in the way that is not reentrant, drops what the operations of a region save, runs the region again
+when the first of it is asked for, and stops as soon as all is there. A region adds to that: what its inputs are kept in
+(:mod:`~zero_runtime.activation_checkpointing.storage`), the states of all random generators, and its
+ends.
+
+A region begins with a mark, an operation that saves a tensor of no elements, and ends with an exit. In the backward pass
+the exit comes first. It asks for what the mark has saved, so that the region runs again before any of it is
+differentiated: modules with sharded parameters (stage 3) are entered in the order in which DeepSpeed's reentrant
+checkpoints enter them. The mark comes last in the backward pass: then the region is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._compile import _disable_dynamo
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from zero_runtime.activation_checkpointing.process import process
+from zero_runtime.activation_checkpointing.random_states import RandomStates
+from zero_runtime.activation_checkpointing.storage import Kept
+from zero_runtime.activation_checkpointing.times import Boundaries
+
+
+@_disable_dynamo
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``function`` and keep its inputs only; what it saves for the backward pass is computed again there.
+
+    Gradients are those of ``function(*args, **kwargs)`` to the bit, if the function does the same when it is called again.
+    Random numbers are the same the second time: those of the default generators and of ``get_rng_tracker()``.
+
+    Args:
+        function: a module, or anything that can be called.
+        args, kwargs: its arguments. Tensors are found in nested tuples, lists and dictionaries.
+
+    Returns:
+        What the function returns. Tensors in it that have a gradient are aliases of the function's own.
+
+    Raises:
+        UsageError: ``contiguous_memory_optimization`` has too few buffers.
+    """
+    return _run(function, args, kwargs, ends=True)
+
+
+@_disable_dynamo
+def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """As :func:`checkpoint`, but run again when the backward pass first needs something saved, not before it begins.
+
+    At stage 3 parameters are gathered in another order for it. With ``profile`` the backward pass is not timed.
+    """
+    return _run(function, args, kwargs, ends=False)
+
+
+class CheckpointFunction:
+    """DeepSpeed's name of what :func:`checkpoint` does, for scripts that call it directly."""
+
+    @staticmethod
+    def apply(run_function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
+        """Checkpoint ``run_function(*args)``, and append what it returns to ``all_outputs``, one by one."""
+        outputs = checkpoint(run_function, *args)
+        all_outputs += [outputs] if isinstance(outputs, torch.Tensor) else outputs
+        return outputs
+
+
+def _run(function: Callable[..., Any], args: Any, kwargs: Any, *, ends: bool) -> Any:
+    boundaries = Boundaries(process.settings, function)
+    with boundaries.forward():
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        region = _Region(function, args, kwargs, boundaries, ends)
+        return torch_checkpoint(region, *region.given, use_reentrant=False, preserve_rng_state=False)
+
+
+class _Given(int):
+    """A tensor among the inputs that torch keeps, by its number among these."""
+
+
+class _Region:
+    """A function and its inputs. The first call runs it, every later one is in a backward pass.
+
+    Attributes:
+        given: the inputs that torch keeps.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, boundaries: Boundaries, ends: bool
+    ) -> None:
+        leaves, self._structure = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self.given: list[torch.Tensor] = []
+        self._function = function
+        self._boundaries = boundaries
+        self._ends = ends
+        self._first: list[Any] | None = leaves
+        self._kept = self._keep(leaves)
+        self._device = tensors[0].device if tensors else torch.device("cpu")
+        self._random = RandomStates(tensors)
+
+    def _keep(self, leaves: Sequence[Any]) -> list[Any]:
+        """What is needed to have ``leaves`` again, a tensor that is passed twice once."""
+        store = process.store
+        kept: list[Any] = []
+        seen: dict[int, Any] = {}
+        for place, leaf in enumerate(leaves):
+            if not isinstance(leaf, torch.Tensor):
+                kept.append(leaf)
+                continue
+            if id(leaf) not in seen:
+                if store is not None and store.takes(leaf):
+                    seen[id(leaf)] = store.keep(leaf, place)
+                else:
+                    seen[id(leaf)] = _Given(len(self.given))
+                    self.given.append(leaf)
+            kept.append(seen[id(leaf)])
+        return kept
+
+    def __call__(self, *given: torch.Tensor) -> Any:
+        first, self._first = self._first, None
+        if first is None:
+            self._again(given)
+            return None
+        self.given = []
+        mark = _Mark.apply(_anchor(self._device), self._boundaries)
+        args, kwargs = tree_unflatten(first, self._structure)
+        outputs = self._function(*args, **kwargs)
+        return self._exit(mark, outputs) if self._ends else outputs
+
+    def _again(self, given: Sequence[torch.Tensor]) -> None:
+        with self._boundaries.again(), self._random.again():
+            _Mark.apply(_anchor(self._device), self._boundaries)
+            args, kwargs = tree_unflatten(self._inputs(given), self._structure)
+            self._function(*args, **kwargs)
+
+    def _inputs(self, given: Sequence[torch.Tensor]) -> list[Any]:
+        """The inputs as they were, those that were kept elsewhere made whole."""
+        stored = {id(each): each for each in self._kept if isinstance(each, Kept)}
+        differentiable = [each for each in stored.values() if each.requires_grad]
+        whole = {key: each.whole() for key, each in stored.items() if not each.requires_grad}
+        if differentiable:
+            found = _Restored.apply(_anchor(self._device), differentiable)
+            whole |= {id(each): tensor for each, tensor in zip(differentiable, found, strict=True)}
+        return [
+            whole[id(each)] if isinstance(each, Kept) else given[each] if isinstance(each, _Given) else each
+            for each in self._kept
+        ]
+
+    def _exit(self, mark: torch.Tensor, outputs: Any) -> Any:
+        leaves, structure = tree_flatten(outputs)
+        numbers = [
+            number
+            for number, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
+        ]
+        if not numbers:
+            return outputs
+        replaced = _Exit.apply(mark, self._boundaries, *(leaves[number] for number in numbers))
+        for number, tensor in zip(numbers, replaced, strict=True):
+            leaves[number] = tensor
+        return tree_unflatten(leaves, structure)
+
+
+def _anchor(device: torch.device) -> torch.Tensor:
+    """What makes an operation one that is differentiated."""
+    return torch.empty(0, device=device, requires_grad=True)
+
+
+class _Mark(torch.autograd.Function):
+    """The first operation of a region."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, boundaries: Boundaries) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.boundaries = boundaries
+        ctx.save_for_backward(anchor.detach())
+        return torch.empty_like(anchor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None]:
+        ctx.boundaries.end_backward()
+        return None, None
+
+
+class _Exit(torch.autograd.Function):
+    """The last operation of a region: passes its differentiable outputs on."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, mark: torch.Tensor, boundaries: Boundaries, *outputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.boundaries = boundaries
+        ctx.mark = mark.grad_fn
+        return tuple(output.detach() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.boundaries.begin_backward()
+        _ = ctx.mark.saved_tensors  # the region runs again
+        return None, None, *gradients
+
+
+class _Restored(torch.autograd.Function):
+    """Inputs that were kept elsewhere. They are results of an operation, so that the region may change them in place."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, kept: Sequence[Kept]) -> tuple[torch.Tensor, ...]:
+        return tuple(each.whole() for each in kept)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None]:
+        return None, None

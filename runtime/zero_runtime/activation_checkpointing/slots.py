@@ -1,0 +1,74 @@
+"""Buffers that are made once and hold one checkpoint in each of their rows (``contiguous_memory_optimization``)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from zero_runtime.errors import UsageError
+
+
+class Kind(NamedTuple):
+    """What has a buffer of its own: an argument of checkpointed functions, by place, size, dtype and device."""
+
+    place: int
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Slot:
+    """One row of a buffer; given back when nobody refers to it any more.
+
+    Attributes:
+        row: 1-D.
+    """
+
+    __slots__ = ("_free", "_number", "row")
+
+    def __init__(self, row: torch.Tensor, number: int, free: list[int]) -> None:
+        self.row = row
+        self._number = number
+        self._free = free
+
+    def __del__(self) -> None:
+        self._free.append(self._number)
+
+
+class Slots:
+    """The buffers of this process.
+
+    Args:
+        count: rows of each buffer.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._buffers: dict[Kind, tuple[torch.Tensor, list[int]]] = {}
+
+    def take(self, kind: Kind) -> Slot:
+        """A row that is free; the first of a kind makes the buffer.
+
+        Raises:
+            UsageError: there is none.
+        """
+        if kind not in self._buffers:
+            pinned = kind.device.type == "cpu" and torch.cuda.is_available()
+            buffer = torch.empty(
+                self._count, kind.numel, dtype=kind.dtype, device=kind.device, pin_memory=pinned
+            )
+            self._buffers[kind] = buffer, list(reversed(range(self._count)))
+        buffer, free = self._buffers[kind]
+        if not free:
+            raise UsageError(
+                f"activation_checkpointing.number_checkpoints is {self._count}, and more checkpoints than that are alive at "
+                "once; set it to the calls of checkpoint() before a backward pass, or call "
+                "zero_runtime.checkpointing.reset() after forward passes that have no backward pass"
+            )
+        number = free.pop()
+        return Slot(buffer[number], number, free)
+
+    def reset(self) -> None:
+        """Make new buffers from now on. Checkpoints that are still needed keep the old ones."""
+        self._buffers.clear()
