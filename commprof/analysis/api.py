@@ -7,9 +7,9 @@ nccl-tests), ``wire_bytes`` (modelled: mean bytes that a rank of the group sends
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import pandas as pd
 import pyarrow as pa
@@ -49,6 +49,7 @@ from commprof.analysis.buckets import BucketContent
 from commprof.analysis.csv_text import frame_csv, write_csv
 from commprof.analysis.engine import ask
 from commprof.analysis.frames import from_arrow
+from commprof.analysis.kept import kept, stamp
 from commprof.analysis.lateness import Straggling
 from commprof.analysis.question import query as ask_question
 from commprof.analysis.record import Record
@@ -118,6 +119,7 @@ __all__ = [
     "resources",
     "run_names",
     "settings",
+    "stamp",
     "step_times",
     "step_window",
     "stragglers",
@@ -132,6 +134,7 @@ __all__ = [
 ]
 
 AnyRun: TypeAlias = Run | Path | str
+_Answer = TypeVar("_Answer")
 
 TRAFFIC_BY: Final = (
     "step",
@@ -466,32 +469,49 @@ def settings(runs: Sequence[AnyRun]) -> pd.DataFrame:
     )
 
 
-def _measured(runs: Sequence[AnyRun]) -> list[_MeasuredRun]:
-    opened = [_opened(run) for run in runs]
-    manifests, names = [run.manifest for run in opened], run_names(opened)
-    found = settings_module.settings_of(manifests, names)
-    return [_measure(opened[i], names[i], found[i]) for i in settings_module.in_order(manifests)]
-
-
 class _MeasuredRun(NamedTuple):
     measured: comparison.Measured
     ranks: rank_bytes_module.RankTotals
 
 
-def _measure(run: Run, name: str, setting: settings_module.Setting) -> _MeasuredRun:
+def _measured(runs: Sequence[AnyRun]) -> list[_MeasuredRun]:
+    opened = [_opened(run) for run in runs]
+    manifests, names = [run.manifest for run in opened], run_names(opened)
+    found = settings_module.settings_of(manifests, names)
+    return [
+        _named(_of_run(runs[i], "measured", _measure, opened[i]), names[i], found[i])
+        for i in settings_module.in_order(manifests)
+    ]
+
+
+def _of_run(run: AnyRun, question: str, answer: Callable[[Run], _Answer], opened: Run) -> _Answer:
+    """What ``answer`` says of ``opened``; kept where ``run`` is a path, whose files say whether it still holds."""
+    if isinstance(run, Run):
+        return answer(opened)
+    return kept(opened.path, question, lambda: answer(opened))
+
+
+def _measure(run: Run) -> _MeasuredRun:
+    """What a comparison needs of one run; its name and setting depend on the others."""
     operations = sums.operations(run, sums.HELD_COLUMNS)
     times = steps.step_times(run.table("steps"), sums.stood_still(run), operations)
     manifest = run.manifest
     measured = comparison.Measured(
-        name=name,
-        setting=setting,
+        name="",
+        setting=settings_module.Setting("", {}),
         step_totals=steps.step_totals(run.table("steps"), operations, times),
         durations=steps.durations_after_first(times),
         final_loss=steps.final_loss(times),
         requested=expectation.requested_reduction(manifest.config, manifest.effective_config),
         usage=usage.usage(times, manifest.effective_config or manifest.config, manifest.world_size),
     )
-    return _MeasuredRun(measured, rank_bytes_module.rank_totals(setting.label, times, operations))
+    return _MeasuredRun(measured, rank_bytes_module.rank_totals("", times, operations))
+
+
+def _named(found: _MeasuredRun, name: str, setting: settings_module.Setting) -> _MeasuredRun:
+    return _MeasuredRun(
+        found.measured._replace(name=name, setting=setting), found.ranks._replace(label=setting.label)
+    )
 
 
 def compare(runs: Sequence[AnyRun]) -> pd.DataFrame:
@@ -557,6 +577,10 @@ def rank_bytes(runs: Sequence[AnyRun]) -> pd.DataFrame:
     return compare_both(runs).ranks
 
 
+def _ledger(run: Run) -> tuple[Verdict, dict[str, str]]:
+    return verification.verify(run), levels_module.meant_ops(run.table("collectives"))
+
+
 def reduction_levels(runs: Sequence[AnyRun]) -> pd.DataFrame:
     """What each setting requested, issued, executed and moved to reduce gradients, out of the ledger of each run.
 
@@ -567,11 +591,7 @@ def reduction_levels(runs: Sequence[AnyRun]) -> pd.DataFrame:
     found = settings_module.settings_of(manifests, run_names(opened))
     return levels_module.reduction_levels(
         [
-            levels_module.Ledger(
-                found[i].label,
-                verification.verify(opened[i]),
-                levels_module.meant_ops(opened[i].table("collectives")),
-            )
+            levels_module.Ledger(found[i].label, *_of_run(runs[i], "ledger", _ledger, opened[i]))
             for i in settings_module.in_order(manifests)
         ]
     )

@@ -16,6 +16,7 @@ from typing import Final
 import duckdb
 import pyarrow as pa
 
+from commprof.analysis.memory import engine_settings
 from commprof.errors import TraceError
 from commprof.trace.reader import Scan
 
@@ -24,7 +25,20 @@ class _Connection(threading.local):
     """One engine for each thread: starting one takes longer than most questions."""
 
     def __init__(self) -> None:
-        self.engine = duckdb.connect()
+        self.engine = connect()
+
+
+def connect(path: str = ":memory:", **settings: str) -> duckdb.DuckDBPyConnection:
+    """An engine that takes no more memory than it should, and puts the rest into files (:mod:`commprof.analysis.memory`).
+
+    Args:
+        path: of its database; default: none.
+        settings: DuckDB's, in the place of the usual ones.
+
+    Raises:
+        UsageError: the environment sets a limit that is no size. duckdb.Error: the database cannot be opened.
+    """
+    return duckdb.connect(path, config={**engine_settings(), **settings})
 
 
 _connection: Final = _Connection()

@@ -11,11 +11,13 @@ import pyarrow.compute as pc
 
 from commprof.analysis.answers import RUNS
 from commprof.analysis.frames import from_rows
+from commprof.analysis.kept import kept
 from commprof.analysis.settings import settings_of, value_text
 from commprof.analysis.summary import group_backends, script_name
 from commprof.errors import CommprofError
 from commprof.trace.directory import find_runs
 from commprof.trace.layout import rank_files
+from commprof.trace.manifest import COMPLETE, FAILED, KILLED
 from commprof.trace.reader import Run, open_run
 
 _ZERO_KEYS: Final = (
@@ -62,13 +64,21 @@ def _row(run: Run) -> dict[str, Any]:
     }
 
 
+def _has_ended(row: Mapping[str, Any]) -> bool:
+    """Whether nothing but its files can change what a row says: a run that is going ends without a change of them."""
+    return row["state"] in (COMPLETE, FAILED, KILLED)
+
+
 def runs_below(directory: Path) -> pd.DataFrame:
-    """One row per run in or below ``directory`` (:data:`answers.RUNS`), newest first."""
+    """One row per run in or below ``directory`` (:data:`answers.RUNS`), newest first.
+
+    Of a run that has ended and whose files are what they were the last time, none is read.
+    """
     rows = []
     for path in find_runs(directory):
         row: dict[str, Any] = {"name": _name(path, directory), "path": str(path), "finalised": False}
         try:
-            row |= _row(open_run(path))
+            row |= kept(path, "listing", lambda path=path: _row(open_run(path)), _has_ended)  # type: ignore[misc]
         except CommprofError as error:
             row |= {"state": "unreadable", "note": str(error)}
         rows.append(row)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import duckdb
 import pyarrow as pa
 
+from commprof.analysis.engine import connect
 from commprof.errors import UsageError
 from commprof.schema import TABLES
 from commprof.trace.reader import Run
@@ -18,7 +19,7 @@ def query(run: Run, sql: str) -> pa.Table:
     Raises:
         UsageError: it is not one SELECT, names another table, or DuckDB cannot carry it out.
     """
-    with duckdb.connect() as engine:
+    with connect() as engine:
         try:
             statements = engine.extract_statements(sql)
             if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:

@@ -1,0 +1,91 @@
+"""How much memory the engine may take, and where it puts what does not fit.
+
+By default it takes half of what there is: of the machine's memory, or of what the control group of this process may have,
+whichever is less. ``COMMPROF_MEMORY_LIMIT`` (``2GiB``, ``500MB``) sets it. What does not fit goes to the system's directory
+for temporary files, which ``TMPDIR`` sets.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from commprof.errors import UsageError
+
+VARIABLE: Final = "COMMPROF_MEMORY_LIMIT"
+_UNITS: Final = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+_LEAST: Final = 128 << 20  # with less the engine cannot even sort
+_SHARE: Final = 2
+
+
+def engine_settings() -> dict[str, str]:
+    """``memory_limit`` and ``temp_directory`` of an engine.
+
+    Raises:
+        UsageError: the environment sets a limit that is no size.
+    """
+    return {"memory_limit": f"{limit_bytes() >> 10}KiB", "temp_directory": _spill_directory().name}
+
+
+def limit_bytes() -> int:
+    """The most that an engine takes.
+
+    Raises:
+        UsageError: the environment sets a limit that is no size.
+    """
+    said = os.environ.get(VARIABLE, "").strip()
+    if not said:
+        return max(_LEAST, memory_bytes() // _SHARE)
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?)\s*([a-z]*)", said.lower())
+    if found is None or found[2] not in _UNITS:
+        raise UsageError(f"{VARIABLE} is {said[:60]!r}, which is no size; write for example 2GiB or 500MB")
+    return max(_LEAST, int(float(found[1]) * _UNITS[found[2]]))
+
+
+def memory_bytes(root: Path = Path("/")) -> int:
+    """The memory of this machine, or what the control groups of this process leave it, whichever is less.
+
+    Args:
+        root: where ``proc`` and ``sys`` are.
+    """
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([whole, *_group_limits(root)])
+
+
+def _group_limits(root: Path) -> list[int]:
+    """What each control group above this process allows; version 2 and version 1."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if not controllers:
+            base, name = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            base, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        group = Path(path.lstrip("/"))
+        for each in (group, *group.parents):  # in a container the path may be that outside of it
+            found += _number(base / each / name)
+    return found
+
+
+def _number(file: Path) -> list[int]:
+    try:
+        text = file.read_text("ascii", "replace").strip()
+    except OSError:
+        return []
+    return [int(text)] if text.isdecimal() else []  # "max" is no limit
+
+
+@cache
+def _spill_directory() -> tempfile.TemporaryDirectory[str]:
+    """One directory for this process, which goes when it ends."""
+    return tempfile.TemporaryDirectory(prefix="commprof-", ignore_cleanup_errors=True)
