@@ -1,0 +1,153 @@
+"""What the configuration says of offload: where the optimizer's state is kept, and how files are read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from zero_runtime.configuration.checks import Check, boolean, choice, integer, number, optional, text
+from zero_runtime.configuration.key_table import Table, inert, later, used
+from zero_runtime.errors import ConfigError
+from zero_runtime.offload.files import AsynchronousIO
+
+OPTIMIZER_KEY: Final = "zero_optimization.offload_optimizer"
+
+
+def _share(name: str, value: Any) -> float:
+    found = float(number(0.0)(name, value))
+    if found > 1.0:
+        raise ConfigError(f"{name} is {value!r}; expected a number from 0 to 1")
+    return found
+
+
+_SHARE: Final = Check("number from 0 to 1", _share)
+
+OFFLOAD_OPTIMIZER: Final[Table] = {
+    "device": used(
+        choice("none", "cpu", "nvme"), "none", "where the optimizer's state is kept: host memory, or files"
+    ),
+    "nvme_path": used(optional(text), None, "folder for the files; needed for nvme"),
+    "buffer_count": used(integer(1), 4, "pieces of the state that are in memory at once, with nvme"),
+    "pin_memory": used(boolean, True, "page-locked host memory, where there is a GPU to copy from it"),
+    "pipeline": used(optional(boolean), None, "both of the next two keys"),
+    "pipeline_read": used(
+        optional(boolean), None, "read the next piece while one is updated; null is as pipeline, else true"
+    ),
+    "pipeline_write": used(
+        optional(boolean), None, "write a piece while the next is updated; null is as pipeline, else true"
+    ),
+    "fast_init": used(boolean, False, "write master weights after the first step only, with nvme"),
+    "ratio": used(_SHARE, 1.0, "share of the state that is offloaded; the rest stays on the device"),
+    "super_offload": later(boolean, False, "SuperOffload", "SuperOffload", "device cpu with ratio"),
+    "cpuadam_cores_perc": inert(
+        number(0.0), 0.8, "share of the cores for the update", "acts with super_offload only"
+    ),
+}
+
+AIO: Final[Table] = {
+    "block_size": used(integer(1), 1_048_576, "bytes of a block"),
+    "queue_depth": used(integer(1), 8, "blocks that are read or written in one request"),
+    "intra_op_parallelism": used(integer(1), 1, "threads for reading, and as many for writing"),
+    "thread_count": used(optional(integer(1)), None, "old name of intra_op_parallelism"),
+    "single_submit": used(boolean, False, "every block is a request of its own"),
+    "overlap_events": used(
+        boolean, True, "each thread has two requests under way: one on the disk while one is summed up"
+    ),
+    "use_gds": later(
+        boolean, False, "from the GPU to NVMe directly", "GPUDirect Storage", "files go through host memory"
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerOffload:
+    """Where the optimizer's masters and states are kept, if not on the device.
+
+    Attributes:
+        device: ``cpu`` or ``nvme``.
+        nvme_path: folder for the files; None with ``cpu``.
+        buffer_count: pieces that are in memory at once, with ``nvme``.
+        pin_memory: page-locked memory, where there is a GPU.
+        pipeline_read: read the next piece while one is updated.
+        pipeline_write: write a piece while the next is updated.
+        fast_init: write masters after the first step only.
+        ratio: share that is offloaded.
+    """
+
+    device: str
+    nvme_path: str | None = None
+    buffer_count: int = 4
+    pin_memory: bool = True
+    pipeline_read: bool = True
+    pipeline_write: bool = True
+    fast_init: bool = False
+    ratio: float = 1.0
+
+
+def read_optimizer_offload(zero: Mapping[str, Any]) -> OptimizerOffload | None:
+    """What the checked values of ``zero_optimization`` say of the optimizer; None where it stays on the device.
+
+    Raises:
+        ConfigError: keys that contradict each other, or files without a folder.
+    """
+    given = dict(zero["offload_optimizer"] or {})
+    device = given.get("device", "none")
+    if zero["cpu_offload"]:
+        if zero["offload_optimizer"] is not None and device != "cpu":
+            raise ConfigError(
+                f"zero_optimization.cpu_offload is true, and {OPTIMIZER_KEY}.device is {device!r}; keep offload_optimizer"
+            )
+        device = "cpu"
+    if device == "none":
+        return None
+    path = given.get("nvme_path")
+    if device == "nvme" and not path:
+        raise ConfigError(
+            f"{OPTIMIZER_KEY}.device is 'nvme' without nvme_path; set {OPTIMIZER_KEY}.nvme_path to a folder on a fast local "
+            "disk"
+        )
+    both = given.get("pipeline")
+    read, write = (
+        each if each is not None else both is not False
+        for each in (given.get("pipeline_read"), given.get("pipeline_write"))
+    )
+    return OptimizerOffload(
+        device=device,
+        nvme_path=path if device == "nvme" else None,
+        buffer_count=given.get("buffer_count", 4),
+        pin_memory=given.get("pin_memory", True),
+        pipeline_read=read,
+        pipeline_write=write,
+        fast_init=given.get("fast_init", False),
+        ratio=given.get("ratio", 1.0),
+    )
+
+
+def read_aio(given: Mapping[str, Any] | None) -> AsynchronousIO:
+    """The checked values of the block ``aio``.
+
+    Raises:
+        ConfigError: two names of one key with different values.
+    """
+    if given is None:
+        return AsynchronousIO()
+    threads, old = given["intra_op_parallelism"], given["thread_count"]
+    if old is not None and old != threads and threads != AIO["intra_op_parallelism"].default:
+        raise ConfigError(
+            f"aio has intra_op_parallelism {threads} and thread_count {old}, two names of one key; keep intra_op_parallelism"
+        )
+    return AsynchronousIO(
+        block_size=given["block_size"],
+        queue_depth=given["queue_depth"],
+        threads=threads if old is None else old,
+        single_submit=given["single_submit"],
+        overlap_events=given["overlap_events"],
+    )
+
+
+def effective_aio(aio: AsynchronousIO) -> dict[str, Any]:
+    """``aio`` under the keys of a configuration."""
+    values: dict[str, Any] = aio._asdict()
+    values["intra_op_parallelism"] = values.pop("threads")
+    return values
