@@ -26,10 +26,11 @@ ReduceOp = dist.ReduceOp
 ProcessGroup = dist.ProcessGroup
 Work = dist.Work
 # New names since torch 2.13; the old ones warn there and are the only ones before.
-_all_gather_single: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single: Final = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Final = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _UNTAGGED: Final = nullcontext()
 
+DEFAULT_PORT: Final = 29500  # torch.distributed's, and DeepSpeed's
 DEFAULT_TIMEOUT: Final = datetime.timedelta(minutes=30)
 
 
@@ -48,10 +49,12 @@ def init_distributed(
     """Initialise torch.distributed unless it is already.
 
     The backend is nccl where CUDA is available, else gloo. Without a launcher (no RANK in the environment)
-    the process is rank 0 of 1. ``auto_mpi_discovery``, ``verbose`` and ``config`` are accepted for DeepSpeed's signature.
+    the process is rank 0 of 1, or with ``auto_mpi_discovery`` the rank that Open MPI has started. ``verbose`` and ``config``
+    are accepted for DeepSpeed's signature.
 
     Raises:
-        ConfigError: for ``dist_init_required=False`` when nobody has initialised it.
+        ConfigError: for ``dist_init_required=False`` when nobody has initialised it; Open MPI has started ranks on several
+            hosts, and nobody says where rank 0 is.
     """
     if dist.is_initialized():
         return
@@ -60,6 +63,8 @@ def init_distributed(
             "dist_init_required is False, but torch.distributed is not initialised. Call "
             "torch.distributed.init_process_group first, or leave dist_init_required out."
         )
+    if auto_mpi_discovery and "RANK" not in os.environ and rank < 0 and init_method is None:
+        _take_over_mpi(distributed_port)
     if "RANK" not in os.environ and rank < 0 and init_method is None:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
         os.environ.setdefault("MASTER_PORT", str(distributed_port or _free_port()))
@@ -69,6 +74,28 @@ def init_distributed(
     dist.init_process_group(
         backend, timeout=timeout, init_method=init_method, rank=rank, world_size=world_size
     )
+
+
+def _take_over_mpi(port: int | None) -> None:
+    """Set the variables of a launcher from those of Open MPI, where it has started this process."""
+    names = {
+        "RANK": "RANK",
+        "WORLD_SIZE": "SIZE",
+        "LOCAL_RANK": "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE": "LOCAL_SIZE",
+    }
+    found = {name: os.environ.get(f"OMPI_COMM_WORLD_{theirs}") for name, theirs in names.items()}
+    given = {name: value for name, value in found.items() if value is not None}
+    if len(given) < len(names):
+        return
+    if given["WORLD_SIZE"] != given["LOCAL_WORLD_SIZE"] and "MASTER_ADDR" not in os.environ:
+        raise ConfigError(
+            f"Open MPI has started {given['WORLD_SIZE']} ranks, {given['LOCAL_WORLD_SIZE']} of them here; set "
+            "MASTER_ADDR to the host of rank 0 (mpirun -x MASTER_ADDR=...), so that the others find it"
+        )
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(port or DEFAULT_PORT))
+    os.environ.update(given)
 
 
 def _free_port() -> int:
@@ -144,7 +171,7 @@ def all_gather_into_tensor(
     async_op: bool = False,
 ) -> Any:
     """Gather ``tensor`` (n elements) of every rank into ``output_tensor`` (world_size x n)."""
-    return _all_gather_single(output_tensor, tensor, group=group, async_op=async_op)
+    return all_gather_single(output_tensor, tensor, group=group, async_op=async_op)
 
 
 def reduce_scatter_tensor(
@@ -155,7 +182,7 @@ def reduce_scatter_tensor(
     async_op: bool = False,
 ) -> Any:
     """Reduce ``tensor`` (world_size x n elements) and keep this rank's n elements in ``output_tensor``."""
-    return _reduce_scatter_single(output_tensor, tensor, op=op, group=group, async_op=async_op)
+    return reduce_scatter_single(output_tensor, tensor, op=op, group=group, async_op=async_op)
 
 
 class DataParallelGroup:
@@ -228,14 +255,14 @@ class DataParallelGroup:
     ) -> Work | None:
         """Gather every rank's ``piece`` (n elements) into ``output`` (world_size x n)."""
         with why or _UNTAGGED:
-            return _all_gather_single(output, piece, group=self.group, async_op=asynchronous)
+            return all_gather_single(output, piece, group=self.group, async_op=asynchronous)
 
     def start_all_gather(
         self, output: torch.Tensor, piece: torch.Tensor, why: hooks.tag | None = None
     ) -> dist.Work:
         """As :meth:`all_gather_single`, but only begun: the result is there after ``wait()`` of what this returns."""
         with why or _UNTAGGED:
-            return _all_gather_single(output, piece, group=self.group, async_op=True)
+            return all_gather_single(output, piece, group=self.group, async_op=True)
 
     def start_all_reduce(self, tensor: torch.Tensor, why: hooks.tag | None = None) -> dist.Work:
         """As :meth:`all_reduce` by sum, but only begun: the result is there after ``wait()`` of what this returns."""
@@ -278,7 +305,7 @@ class DataParallelGroup:
     ) -> dist.Work | None:
         """Sum ``rows`` (world_size equal rows end to end) and keep this rank's row in ``output``."""
         with why or _UNTAGGED:
-            return _reduce_scatter_single(output, rows, group=self.group, async_op=asynchronous)
+            return reduce_scatter_single(output, rows, group=self.group, async_op=asynchronous)
 
     def all_to_all_single(
         self,

@@ -7,6 +7,8 @@
     │   └── UnsupportedError known and meaningful, but not in this version
     ├── UsageError           also a RuntimeError: methods of the engine called in an order that means nothing
     ├── LossScaleError       also a RuntimeError: gradients overflow at the smallest loss scale
+    ├── CheckpointError      also a RuntimeError: a checkpoint cannot be written, or is not what can be loaded
+    └── MissingNameError     also an ImportError: a name of DeepSpeed's that is not given here
     ├── CheckpointError      also a RuntimeError: a checkpoint that cannot be written or loaded
     └── OffloadError         also a RuntimeError: files of offloaded tensors that cannot be written or read
 
@@ -42,3 +44,11 @@ class CheckpointError(ZeroRuntimeError, RuntimeError):
 
 class OffloadError(ZeroRuntimeError, RuntimeError):
     """A tensor that is kept in a file cannot be written there, or does not come back as it was written."""
+
+
+class MissingNameError(ZeroRuntimeError, ImportError):
+    """A module or name of DeepSpeed's is imported, and this runtime does not give it."""
+
+
+class MissingAttributeError(ZeroRuntimeError, AttributeError):
+    """The same where the name is looked up as an attribute, so that ``hasattr`` is false and ``getattr`` has its default."""

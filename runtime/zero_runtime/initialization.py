@@ -17,7 +17,9 @@ from zero_runtime.config import RuntimeConfig
 from zero_runtime.data import rank_loader
 from zero_runtime.engine import Engine
 from zero_runtime.errors import ConfigError, UnsupportedError
+from zero_runtime.optimizer import WrappedOptimizer
 from zero_runtime.schedules import schedule
+from zero_runtime.tensor_access import remember
 from zero_runtime.uncaught import reports_config_errors
 from zero_runtime.version import VERSION
 
@@ -94,6 +96,8 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
             collate_fn=collate_fn,
         )
     engine = Engine(checked, assembly, scheduler, loader)
+    if isinstance(assembly.optimizer, WrappedOptimizer):
+        remember(assembly.optimizer, assembly.group)
     engine.collate_fn = collate_fn
     hooks.describe_config(checked.effective(), engine=f"zero_runtime {VERSION}")
     hooks.phase("other")

@@ -50,7 +50,10 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
     Attributes:
         overflow: whether the last step was skipped, since a gradient was infinite or NaN.
         grad_norm: of the last step, before clipping; infinity where it was skipped; None where it is not computed.
+        is_sharded: whether each rank holds a part of the masters only.
     """
+
+    is_sharded: bool
 
     def __init__(
         self,
@@ -139,6 +142,10 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
     @abstractmethod
     def held(self) -> list[Master]:
         """The tensors that the torch optimizer updates on this rank, and which parameters they are made of."""
+
+    @abstractmethod
+    def reduced(self) -> list[torch.Tensor]:
+        """The reduced gradients of the step under way: for each of ``held``, one of the same layout."""
 
     @abstractmethod
     def trained(self) -> dict[str, tuple[torch.nn.Parameter, int]]:

@@ -29,6 +29,8 @@ class ReplicatedOptimizer(WrappedOptimizer):
         names: of the model's parameters.
     """
 
+    is_sharded = False
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -61,6 +63,13 @@ class ReplicatedOptimizer(WrappedOptimizer):
             for (name, group), parameter, master in zip(
                 self._labels, self._parameters, self.masters, strict=True
             )
+        ]
+
+    def reduced(self) -> list[torch.Tensor]:
+        """The gradient of each trainable parameter; zeros where there is none."""
+        return [
+            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            for parameter in self._parameters
         ]
 
     def trained(self) -> dict[str, tuple[torch.nn.Parameter, int]]:

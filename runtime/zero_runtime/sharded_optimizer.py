@@ -46,6 +46,8 @@ class ShardedOptimizer(WrappedOptimizer):
         chunk: elements of the matrices that Muon gathers at a time, at stage 3.
     """
 
+    is_sharded = True
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -153,6 +155,10 @@ class ShardedOptimizer(WrappedOptimizer):
             ]
             held.append(Master(master, tuple(parts)))
         return held
+
+    def reduced(self) -> list[torch.Tensor]:
+        """This rank's piece of the gradients of each group."""
+        return list(self._reduced.pieces)
 
     def trained(self) -> dict[str, tuple[torch.nn.Parameter, int]]:
         """The parameters of all groups."""

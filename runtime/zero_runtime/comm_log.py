@@ -1,0 +1,252 @@
+"""What messages took, by operation and size: the communication logger of ``comms_logger`` and ``log_summary``.
+
+Each call is timed by itself, on the host for tensors in host memory and by events on CUDA, where nobody waits for the device
+until the log is read. Of an asynchronous message the time until it has arrived counts, on CUDA until the program waited for
+it. Bandwidths follow the definitions of nccl-tests, with the number of ranks of the message's own group.
+
+The size under which a message is kept is what one rank hands in, as in DeepSpeed: of an all_gather its own piece, of a
+reduce_scatter the whole input.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any, Final, NamedTuple
+
+import torch
+
+# (size that nccl-tests calls S, of the bytes that a rank hands in) and (bus bandwidth of the algorithm's), for n ranks.
+_BUS: Final[Mapping[str, Callable[[int], float]]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+}
+_TRIM: Final = 0.1  # of the calls at either end, which averages leave out
+
+
+class Sample(NamedTuple):
+    """One message.
+
+    Attributes:
+        operation: its kind, such as ``all_reduce``: it decides how bandwidth is counted.
+        ranks: of its group.
+        milliseconds: what it took.
+    """
+
+    operation: str
+    ranks: int
+    milliseconds: float
+
+
+class Summary(NamedTuple):
+    """The messages of one operation and size.
+
+    Attributes:
+        calls: messages.
+        total_ms: what they took together.
+        average_ms: what one took, without the slowest and fastest tenth.
+        algorithm_gbps: size over time, in Gbit/s.
+        bus_gbps: the same as nccl-tests makes it comparable between operations.
+    """
+
+    calls: int
+    total_ms: float
+    average_ms: float
+    algorithm_gbps: float
+    bus_gbps: float
+
+
+@dataclass(slots=True)
+class CommLog:
+    """The log of one process.
+
+    Attributes:
+        enabled: whether anything is timed.
+        verbose: print a line for each message.
+        prof_all: time all operations; otherwise those of ``prof_ops``.
+        prof_ops: names of operations.
+        debug: name the function that called beside the operation.
+    """
+
+    enabled: bool = False
+    verbose: bool = False
+    prof_all: bool = True
+    prof_ops: Sequence[str] = ()
+    debug: bool = False
+    _samples: dict[str, dict[int, list[Sample]]] = field(default_factory=dict)
+    _on_device: list[tuple[str, int, Sample, Any, Any]] = field(default_factory=list)
+
+    def wants(self, name: str, asked: bool = False) -> bool:
+        """Whether a message of operation ``name`` is to be timed."""
+        return self.enabled and (asked or self.prof_all or name in self.prof_ops)
+
+    def add(self, name: str, size: int, sample: Sample) -> None:
+        """Keep one message of ``size`` bytes under ``name``."""
+        self._samples.setdefault(name, {}).setdefault(size, []).append(sample)
+        if self.verbose:
+            summary = summarise(size, [sample])
+            print(
+                f"zero_runtime: {name}, {shown_size(size)}: {sample.milliseconds:.3f} ms, "
+                f"{summary.algorithm_gbps:.2f} Gbit/s ({summary.bus_gbps:.2f} on the bus)",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def time(
+        self, name: str, operation: str, ranks: int, size: int, call: Callable[[], Any], cuda: bool
+    ) -> Any:
+        """Call ``call``, which sends a message, and keep what it took. Returns its result, or what stands for that."""
+        stopwatch = _DeviceStopwatch(self) if cuda else _HostStopwatch(self)
+        result = call()
+
+        def stop() -> None:
+            stopwatch.stop(name, operation, ranks, size)
+
+        if not _is_work(result):
+            stop()
+            return result
+        if cuda or not _tells_of_its_end(result, stop):
+            return LoggedWork(result, stop)
+        return result
+
+    def read(self) -> Mapping[str, Mapping[int, Sequence[Sample]]]:
+        """All messages, by name and size. Waits for the device."""
+        waiting, self._on_device = self._on_device, []
+        for name, size, sample, begin, end in waiting:
+            end.synchronize()
+            self.add(name, size, sample._replace(milliseconds=begin.elapsed_time(end)))
+        return self._samples
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time nothing inside."""
+        enabled, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = enabled
+
+    def reset(self) -> None:
+        """Forget all messages."""
+        self._samples.clear()
+        self._on_device.clear()
+
+
+class _HostStopwatch:
+    def __init__(self, log: CommLog) -> None:
+        self._log = log
+        self._start = time.perf_counter()
+
+    def stop(self, name: str, operation: str, ranks: int, size: int) -> None:
+        passed = (time.perf_counter() - self._start) * 1e3
+        self._log.add(name, size, Sample(operation, ranks, passed))
+
+
+class _DeviceStopwatch:
+    def __init__(self, log: CommLog) -> None:
+        self._log = log
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._start.record()
+
+    def stop(self, name: str, operation: str, ranks: int, size: int) -> None:
+        end = torch.cuda.Event(enable_timing=True)
+        end.record()
+        self._log._on_device.append((name, size, Sample(operation, ranks, 0.0), self._start, end))
+
+
+class LoggedWork:
+    """A message under way whose time ends when it is waited for."""
+
+    def __init__(self, work: Any, stop: Callable[[], None]) -> None:
+        self._work = work
+        self._stop: Callable[[], None] | None = stop
+
+    def wait(self, *arguments: Any) -> Any:
+        """Wait for it."""
+        result = self._work.wait(*arguments)
+        stop, self._stop = self._stop, None
+        if stop is not None:
+            stop()
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def _is_work(result: Any) -> bool:
+    return hasattr(result, "wait") and hasattr(result, "is_completed")
+
+
+def _tells_of_its_end(work: Any, stop: Callable[[], None]) -> bool:
+    try:
+        work.get_future().add_done_callback(lambda _: stop())
+    except RuntimeError:  # point-to-point messages of gloo have no future
+        return False
+    return True
+
+
+def message_size(*given: Any) -> int:
+    """Bytes of the tensors in ``given``, which may be nested in lists and tuples."""
+    size = 0
+    for each in given:
+        if isinstance(each, torch.Tensor):
+            size += each.element_size() * each.numel()
+        elif isinstance(each, list | tuple):
+            size += message_size(*each)
+    return size
+
+
+def bandwidths(operation: str, ranks: int, size: int, milliseconds: float) -> tuple[float, float]:
+    """(algorithm, bus) bandwidth in Gbit/s, by the definitions of nccl-tests (doc/PERFORMANCE.md).
+
+    Args:
+        operation: the kind of message.
+        ranks: of its group.
+        size: bytes that one rank hands in.
+        milliseconds: what it took.
+    """
+    if milliseconds <= 0.0:
+        return 0.0, 0.0
+    whole = size * ranks if operation == "all_gather" else size
+    algorithm = whole * 8 / (milliseconds * 1e6)
+    factor = _BUS.get(operation)
+    return algorithm, algorithm * (1.0 if factor is None else factor(ranks))
+
+
+def trimmed_mean(values: Iterable[float], share: float = _TRIM) -> float:
+    """The mean of ``values`` without the largest and the smallest ``share`` of them; 0 where there are none."""
+    ordered = sorted(values)
+    cut = int(len(ordered) * share)
+    kept = ordered[cut : len(ordered) - cut]
+    return fmean(kept) if kept else 0.0
+
+
+def summarise(size: int, samples: Sequence[Sample]) -> Summary:
+    """The messages of one operation and size in figures."""
+    speeds = [bandwidths(each.operation, each.ranks, size, each.milliseconds) for each in samples]
+    return Summary(
+        len(samples),
+        sum(each.milliseconds for each in samples),
+        trimmed_mean(each.milliseconds for each in samples),
+        trimmed_mean(speed for speed, _ in speeds),
+        trimmed_mean(bus for _, bus in speeds),
+    )
+
+
+def shown_size(size: int) -> str:
+    """Bytes as people read them, in powers of 1024."""
+    value = float(size)
+    for unit in ("B", "KB", "MB", "GB"):
+        if value < 1024:
+            return f"{size} B" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1024
+    return f"{value:.2f} TB"
+
+
+LOG: Final = CommLog()  # of this process

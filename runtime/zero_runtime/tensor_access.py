@@ -1,0 +1,254 @@
+"""A parameter's fp32 values, gradient and optimizer state, wherever the stage keeps them: to look at and to change.
+
+The names are those of ``deepspeed.utils``. What is *full* is put together over the ranks, so every rank must call it, with
+one all_reduce for each call where the stage shards; what is *local* is this rank's part, 1-D, and sends nothing::
+
+    engine.backward(loss)
+    gradient = safe_get_full_grad(model.head.weight)        # after backward, before step
+
+Gradients are the reduced ones of the step under way, times the loss scale.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+import torch
+
+from commprof import hooks
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.errors import UsageError
+from zero_runtime.optimizer import WrappedOptimizer
+from zero_runtime.sharding.shards import shard_of
+
+_ATTRIBUTE: Final = "zero_training"
+_WHY: Final = hooks.tag("other")
+
+
+class Training(NamedTuple):
+    """What trains a parameter.
+
+    Attributes:
+        optimizer: the wrapper of the torch optimizer.
+        group: the data-parallel ranks.
+    """
+
+    optimizer: weakref.ref[WrappedOptimizer]
+    group: DataParallelGroup
+
+
+class _Piece(NamedTuple):
+    """Elements of a parameter: from ``start``, in a tensor of ``numel`` elements that may be written to."""
+
+    start: int
+    tensor: torch.Tensor
+
+
+def remember(optimizer: WrappedOptimizer, group: DataParallelGroup) -> None:
+    """Let the parameters of ``optimizer`` know what trains them."""
+    training = Training(weakref.ref(optimizer), group)
+    for parameter, _ in optimizer.trained().values():
+        setattr(parameter, _ATTRIBUTE, training)
+
+
+# Whole.
+
+
+def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
+    """The whole parameter as the optimizer has it, in fp32; None where nothing trains it."""
+    return _full(param, _masters)
+
+
+def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """A whole tensor of the optimizer's state, such as ``exp_avg``; None before its first step, or where nothing trains it."""
+    return _full(param, lambda given, optimizer: _states(given, optimizer, optim_state_key))
+
+
+def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
+    """The whole gradient, reduced over the ranks; None where there is none."""
+    if param.grad is not None:
+        return param.grad
+    return _full(param, _gradients)
+
+
+@torch.no_grad()
+def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Set the whole parameter, for the optimizer and for the model; every rank gives the same ``value``."""
+    _set_full(param, value, _masters)
+    shard = shard_of(param)
+    if shard is None:
+        param.data.copy_(value.view(param.shape))
+        return
+    _write_slice(shard.own, value.reshape(-1), shard.group.rank)
+    shard.secondary = None
+    if shard.available:
+        param.data.copy_(value.view(shard.shape))
+
+
+@torch.no_grad()
+def safe_set_full_optimizer_state(
+    param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str
+) -> None:
+    """Set a whole tensor of the optimizer's state."""
+    _set_full(param, value, lambda given, optimizer: _states(given, optimizer, optim_state_key))
+
+
+@torch.no_grad()
+def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Set the whole gradient of the step under way."""
+    if param.grad is not None:
+        param.grad.copy_(value)
+    else:
+        _set_full(param, value, _gradients)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Sequence[torch.nn.Parameter],
+    update_func: Callable[[torch.Tensor, torch.nn.Parameter], torch.Tensor],
+) -> None:
+    """Replace the gradient of each parameter by what ``update_func`` makes of it and the parameter."""
+    for parameter in param_list:
+        gradient = safe_get_full_grad(parameter)
+        if gradient is not None:
+            safe_set_full_grad(parameter, update_func(gradient, parameter))
+
+
+# This rank's part.
+
+
+def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
+    """This rank's elements of the parameter as the optimizer has it, 1-D; None where it has none."""
+    return _local(param, _masters)
+
+
+def safe_get_local_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """This rank's elements of a tensor of the optimizer's state."""
+    return _local(param, lambda given, optimizer: _states(given, optimizer, optim_state_key))
+
+
+def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
+    """This rank's elements of the gradient."""
+    return _local(param, _gradients)
+
+
+@torch.no_grad()
+def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Set this rank's elements of the parameter, at stage 3 for the model too."""
+    _set_local(param, value, _masters)
+    shard = shard_of(param)
+    if shard is not None:
+        flat = value.reshape(-1)
+        shard.own.narrow(0, 0, flat.numel()).copy_(flat)
+        shard.secondary = None
+
+
+@torch.no_grad()
+def safe_set_local_optimizer_state(
+    param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str
+) -> None:
+    """Set this rank's elements of a tensor of the optimizer's state."""
+    _set_local(param, value, lambda given, optimizer: _states(given, optimizer, optim_state_key))
+
+
+@torch.no_grad()
+def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Set this rank's elements of the gradient."""
+    _set_local(param, value, _gradients)
+
+
+_Pieces = Callable[[torch.nn.Parameter, WrappedOptimizer], Iterator[_Piece]]
+
+
+def _training_of(parameter: torch.nn.Parameter) -> tuple[WrappedOptimizer, DataParallelGroup] | None:
+    training: Training | None = getattr(parameter, _ATTRIBUTE, None)
+    optimizer = None if training is None else training.optimizer()
+    return None if training is None or optimizer is None else (optimizer, training.group)
+
+
+def _masters(parameter: torch.nn.Parameter, optimizer: WrappedOptimizer) -> Iterator[_Piece]:
+    for fragment in optimizer.fragments():
+        if fragment.parameter is parameter:
+            yield _Piece(fragment.start, fragment.master)
+
+
+def _states(parameter: torch.nn.Parameter, optimizer: WrappedOptimizer, key: str) -> Iterator[_Piece]:
+    for fragment in optimizer.fragments():
+        if fragment.parameter is parameter:
+            found = fragment.state.get(key, fragment.whole.get(key))
+            if found is not None:
+                yield _Piece(fragment.start, found)
+
+
+def _gradients(parameter: torch.nn.Parameter, optimizer: WrappedOptimizer) -> Iterator[_Piece]:
+    for piece, master in zip(optimizer.reduced(), optimizer.held(), strict=True):
+        for part in master.parts:
+            if part.parameter is parameter:
+                yield _Piece(part.start, piece.reshape(-1).narrow(0, part.offset, part.numel))
+
+
+@torch.no_grad()
+def _full(parameter: torch.nn.Parameter, pieces: _Pieces) -> torch.Tensor | None:
+    training = _training_of(parameter)
+    if training is None:
+        return None
+    optimizer, group = training
+    shape, numel = _shape(parameter)
+    found = list(pieces(parameter, optimizer))
+    if not optimizer.is_sharded:
+        return found[0].tensor.detach().clone().view(shape) if found else None
+    # One more element counts the ranks that have something, so that all of them know when none does.
+    whole = torch.zeros(numel + 1, dtype=torch.float32, device=group.device)
+    for start, tensor in found:
+        whole.narrow(0, start, tensor.numel()).copy_(tensor.reshape(-1))
+        whole[-1] = 1.0
+    group.all_reduce(whole, why=_WHY)
+    return whole[:-1].view(shape) if whole[-1].item() else None
+
+
+def _set_full(parameter: torch.nn.Parameter, value: torch.Tensor, pieces: _Pieces) -> None:
+    training = _training_of(parameter)
+    if training is None:
+        raise UsageError("the parameter is trained by no engine, so that there is nothing to set")
+    shape, numel = _shape(parameter)
+    if value.numel() != numel:
+        raise UsageError(f"the value has shape {tuple(value.shape)}, and the parameter {tuple(shape)}")
+    flat = value.detach().reshape(-1)
+    for start, tensor in pieces(parameter, training[0]):
+        tensor.copy_(flat.narrow(0, start, tensor.numel()).view(tensor.shape))
+
+
+def _local(parameter: torch.nn.Parameter, pieces: _Pieces) -> torch.Tensor | None:
+    training = _training_of(parameter)
+    found = (
+        []
+        if training is None
+        else [piece.tensor.detach().reshape(-1) for piece in pieces(parameter, training[0])]
+    )
+    return None if not found else found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _set_local(parameter: torch.nn.Parameter, value: torch.Tensor, pieces: _Pieces) -> None:
+    training = _training_of(parameter)
+    if training is None:
+        raise UsageError("the parameter is trained by no engine, so that there is nothing to set")
+    found = [piece.tensor for piece in pieces(parameter, training[0])]
+    mine = sum(tensor.numel() for tensor in found)
+    if value.numel() < mine:
+        raise UsageError(f"the value has {value.numel()} elements, and this rank has {mine} of the parameter")
+    position, flat = 0, value.detach().reshape(-1)
+    for tensor in found:
+        tensor.copy_(flat.narrow(0, position, tensor.numel()).view(tensor.shape))
+        position += tensor.numel()
+
+
+def _shape(parameter: torch.nn.Parameter) -> tuple[torch.Size, int]:
+    shard = shard_of(parameter)
+    return (parameter.shape, parameter.numel()) if shard is None else (shard.shape, shard.numel)
+
+
+def _write_slice(own: torch.Tensor, flat: torch.Tensor, rank: int) -> None:
+    start = min(rank * own.numel(), flat.numel())
+    mine = flat.narrow(0, start, min(own.numel(), flat.numel() - start))
+    own.narrow(0, 0, mine.numel()).copy_(mine)

@@ -1,0 +1,138 @@
+"""safe_get_* and safe_set_*: a parameter's values, gradient and state are the same at every stage, and can be changed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.ranks import run_ranks
+
+LR = 0.1
+STEPS = 2
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def config(stage: int, **zero) -> dict:
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "Adam", "params": {"lr": LR, "betas": [0.9, 0.99], "weight_decay": 0.0}},
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage, **zero},
+    }
+
+
+def expected(world: int) -> dict[str, torch.Tensor]:
+    """What plain torch has after STEPS steps and one more backward pass over the batches of all ranks."""
+    plain = model()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=LR, betas=(0.9, 0.99), weight_decay=0.0)
+    for step in range(STEPS + 1):
+        optimizer.zero_grad()
+        loss = sum(plain(batch(rank, step)).pow(2).mean() for rank in range(world)) / world
+        loss.backward()
+        if step < STEPS:
+            optimizer.step()
+    found = {}
+    for name, parameter in plain.named_parameters():
+        found[f"{name} value"] = parameter.detach().clone()
+        found[f"{name} gradient"] = parameter.grad.clone()
+        found[f"{name} exp_avg"] = optimizer.state[parameter]["exp_avg"].clone()
+    return found
+
+
+def read(rank, world, settings):
+    import zero_runtime
+    from zero_runtime import tensor_access as access
+
+    engine, *_ = zero_runtime.initialize(model=model(), config=settings)
+    for step in range(STEPS):
+        engine.backward(engine(batch(rank, step)).pow(2).mean())
+        engine.step()
+    engine.backward(engine(batch(rank, STEPS)).pow(2).mean())
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        found[f"{name} value"] = access.safe_get_full_fp32_param(parameter)
+        found[f"{name} gradient"] = access.safe_get_full_grad(parameter).clone()
+        found[f"{name} exp_avg"] = access.safe_get_full_optimizer_state(parameter, "exp_avg")
+        assert access.safe_get_full_optimizer_state(parameter, "no_such_state") is None
+        local = access.safe_get_local_fp32_param(parameter)
+        assert local is None or local.dim() == 1
+    return {name: tensor.tolist() for name, tensor in found.items()}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        config(0),
+        config(1),
+        config(2),
+        config(2, gradient_reduction="reduce_scatter"),
+        config(3, stage3_param_persistence_threshold=0),
+    ],
+    ids=["0", "1", "2", "2-bands", "3"],
+)
+def test_full_values_gradients_and_states_are_those_of_plain_torch(settings):
+    wanted = expected(2)
+    for found in run_ranks(2, read, settings):
+        assert found.keys() == wanted.keys()
+        for name, values in found.items():
+            torch.testing.assert_close(torch.tensor(values), wanted[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def change(rank, world, settings):
+    import zero_runtime
+    from zero_runtime import tensor_access as access
+
+    engine, *_ = zero_runtime.initialize(model=model(), config=settings)
+    engine.backward(engine(batch(rank, 0)).pow(2).mean())
+    engine.step()
+    first = next(engine.module.parameters())
+    access.safe_set_full_fp32_param(first, torch.full((7, 5), 0.5))
+    access.safe_set_full_optimizer_state(first, torch.zeros(7, 5), "exp_avg")
+    access.safe_set_full_optimizer_state(first, torch.ones(7, 5), "exp_avg_sq")
+    engine.backward(engine(batch(rank, 1)).pow(2).mean())
+    access.safe_update_full_grad_vectorized(
+        list(engine.module.parameters()), lambda gradient, parameter: torch.zeros_like(gradient)
+    )
+    engine.step()
+    state = access.safe_get_full_optimizer_state(first, "exp_avg_sq")
+    local = access.safe_get_local_fp32_param(first)
+    if local is not None:
+        access.safe_set_local_fp32_param(first, torch.full_like(local, 0.25))
+    with zero_runtime.zero.GatheredParameters([first]):
+        used = first.detach().float().clone()
+    return used.tolist(), state.tolist(), access.safe_get_full_fp32_param(first).tolist()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_is_set_is_what_the_next_step_and_the_model_use(stage):
+    settings = config(stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}))
+    for used, state, master in run_ranks(2, change, settings):
+        # Gradients of zero, no momentum and no decay: the step leaves 0.5 as it is.
+        if stage == 3:
+            assert torch.equal(torch.tensor(used), torch.full((7, 5), 0.25))
+        torch.testing.assert_close(torch.tensor(state), torch.full((7, 5), 0.99))
+        assert torch.equal(torch.tensor(master), torch.full((7, 5), 0.25))
+
+
+def refuse(rank, world):
+    from zero_runtime import tensor_access as access
+    from zero_runtime.errors import UsageError
+
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    assert access.safe_get_full_fp32_param(parameter) is None
+    assert access.safe_get_full_grad(parameter) is None
+    with pytest.raises(UsageError, match="trained by no engine"):
+        access.safe_set_full_fp32_param(parameter, torch.zeros(3))
+    return True
+
+
+def test_a_parameter_that_nothing_trains_has_none_of_them():
+    assert all(run_ranks(2, refuse))
