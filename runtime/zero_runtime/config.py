@@ -16,9 +16,11 @@ from zero_runtime.buckets import Scaling
 from zero_runtime.configuration import document, keys
 from zero_runtime.configuration.activation_checkpointing import ActivationCheckpointing
 from zero_runtime.configuration.combinations import check, note_contradictions, whole_gradients
+from zero_runtime.configuration.offload import effective_aio, read_aio
 from zero_runtime.configuration.precision import PrecisionConfig, read_precision
 from zero_runtime.configuration.zero import ZeroConfig, read_zero
 from zero_runtime.errors import ConfigError
+from zero_runtime.offload.files import AsynchronousIO
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +74,7 @@ class RuntimeConfig:
     activation_checkpointing: ActivationCheckpointing
     precision: PrecisionConfig
     zero: ZeroConfig
+    aio: AsynchronousIO
     checkpoint_tag_validation: str
     given: Mapping[str, Any] = field(repr=False)
     notices: tuple[str, ...] = ()
@@ -116,6 +119,7 @@ class RuntimeConfig:
             dump_state=top["dump_state"],
             precision=read_precision(top),
             zero=zero,
+            aio=read_aio(top["aio"]),
             checkpoint_tag_validation=top["checkpoint"]["tag_validation"],
             given=dict(given),
             notices=(),
@@ -130,10 +134,13 @@ class RuntimeConfig:
     def accumulates_whole(self) -> bool:
         """Whether a bf16 model's gradients are accumulated in fp32 without being sharded.
 
-        That is stage 1 with grad_accum_dtype fp32, where DeepSpeed has another optimizer: one message for all gradients.
+        That is stage 1 with grad_accum_dtype fp32 and no optimizer in host memory, where DeepSpeed has another optimizer: one message for all gradients.
         """
         stage = self.zero.stage
         wide = self.precision.bf16 and self.precision.grad_accum_dtype == "fp32"
+        offload = self.zero.offload_optimizer
+        if offload is not None and offload.device == "cpu":
+            return False
         return wide and stage.shards_optimizer and not stage.shards_gradients
 
     def scaling(self, world_size: int) -> Scaling:
@@ -192,6 +199,7 @@ class RuntimeConfig:
             },
             "torch_autocast": {"enabled": True, "dtype": autocast} if autocast else {"enabled": False},
             "zero_optimization": zero,
+            "aio": effective_aio(self.aio),
         }
 
 

@@ -97,10 +97,19 @@ def note_contradictions(config: RuntimeConfig, notices: list[str]) -> None:
     if config.precision.fp32_modules and config.precision.model == "fp32":
         notices.append("fp16_override_modules has no effect here: the whole model trains in fp32")
     if not zero.stage.shards_optimizer:
+        device = (given.get("offload_optimizer") or {}).get("device") or "none"
+        if device != "none" or given.get("cpu_offload"):
+            notices.append(
+                "offload_optimizer has no effect at stage 0, where every rank keeps the whole optimizer; use stage 1, 2 or 3"
+            )
         return
     if zero.stage.shards_parameters:
         _note_stage_3(config, notices)
         return
+    if zero.offload_optimizer is not None and given.get("contiguous_gradients") is False:
+        notices.append(
+            "contiguous_gradients false has no effect with offload_optimizer: gradients share a buffer"
+        )
     names = ("reduce_scatter", "use_multi_rank_bucket_allreduce")
     if zero.explicit_reduction:
         wanted = automatic_reduction(

@@ -19,6 +19,7 @@ from zero_runtime.configuration.checks import (
     text,
 )
 from zero_runtime.configuration.key_table import Key, Table, inert, inside, later, refused, used, waiting
+from zero_runtime.configuration.offload import AIO
 from zero_runtime.configuration.zero_keys import ANY_LAYOUT
 
 _SIZE: Final = integer(0)
@@ -123,18 +124,7 @@ FEATURES: Final[Table] = {
             "use_reentrant": (boolean, True, "which kind of activation checkpoint"),
         }.items()
     })), None, "settings of a pipeline", "acts with a pipeline module only"),
-    "aio": inert(optional(inside({
-        name: waiting(check, default, meaning, "offload")
-        for name, (check, default, meaning) in {
-            "block_size": (_SIZE, 1_048_576, "bytes of a request"),
-            "queue_depth": (_SIZE, 8, "requests at once"),
-            "intra_op_parallelism": (_SIZE, 1, "threads of one operation"),
-            "thread_count": (_SIZE, 1, "old name of intra_op_parallelism"),
-            "single_submit": (boolean, False, "submit requests one by one"),
-            "overlap_events": (boolean, True, "submit and complete at the same time"),
-            "use_gds": (boolean, False, "from the GPU to NVMe directly"),
-        }.items()
-    })), None, "reading and writing of NVMe files", "acts with offload to NVMe only"),
+    "aio": used(optional(inside(AIO)), None, "how files of offloaded tensors are read and written"),
     "timers": inert(optional(inside({
         "throughput": inert(optional(inside({
             "enabled": inert(boolean, True, "measure samples per second", "there are no throughput timers"),

@@ -96,7 +96,7 @@ TOP: Final[Table] = {
     "disable_python_gc": used(boolean, False, "no automatic garbage collection while training"),
     **FEATURES,
     "zero_force_ds_cpu_optimizer": inert(
-        boolean, True, "DeepSpeed's own Adam on the CPU", "acts with an offloaded optimizer only"
+        boolean, True, "DeepSpeed's own Adam on the CPU", "torch's own optimizers update offloaded state"
     ),
     "seq_parallel_communication_data_type": inert(
         choice(*DTYPES), "fp32", "the same as communication_data_type", "acts with sequence parallelism only"

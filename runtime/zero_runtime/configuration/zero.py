@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_runtime.configuration.combinations import WHOLE_BUCKET_NUMEL, automatic_overlap, automatic_reduction
+from zero_runtime.configuration.offload import OptimizerOffload, read_optimizer_offload
 from zero_runtime.configuration.sharding import ShardingConfig, read_sharding
 from zero_runtime.errors import ConfigError
 from zero_runtime.stages import Stage, stage
@@ -36,12 +37,17 @@ class ZeroConfig:
     round_robin_gradients: bool
     parameter_alignment: bool
     load_from_fp32_weights: bool
+    offload_optimizer: OptimizerOffload | None
     sharding: ShardingConfig
 
 
 def read_zero(values: Mapping[str, Any], disable_allgather: bool) -> ZeroConfig:
     """The checked ``values`` of the block, resolved. Raises ConfigError where the stage cannot do what they ask for."""
+    offload = read_optimizer_offload(values)
     row = stage(values["stage"], bool(values["overlap_comm"]))
+    if offload is not None and row.shards_optimizer and not row.shards_parameters:
+        # Gradients on their way to the host are in one buffer, in DeepSpeed too.
+        values = {**values, "contiguous_gradients": True}
     wanted = values["gradient_reduction"]
     reduction = automatic_reduction(row, values) if wanted == "auto" else wanted
     if reduction not in row.reductions and row.shards_parameters:
@@ -81,5 +87,6 @@ def read_zero(values: Mapping[str, Any], disable_allgather: bool) -> ZeroConfig:
         round_robin_gradients=values["round_robin_gradients"],
         parameter_alignment=values["parameter_alignment"],
         load_from_fp32_weights=values["load_from_fp32_weights"],
+        offload_optimizer=offload if row.shards_optimizer else None,
         sharding=read_sharding(values) if row.shards_parameters else ShardingConfig(),
     )

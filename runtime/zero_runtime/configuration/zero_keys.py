@@ -26,30 +26,12 @@ from zero_runtime.configuration.key_table import (
     used,
     waiting,
 )
+from zero_runtime.configuration.offload import OFFLOAD_OPTIMIZER
 
 _SIZE: Final = integer(0)
 _OFFLOAD: Final = "offload"
 _ZENFLOW: Final = "ZenFlow"
 ANY_LAYOUT: Final = "every checkpoint loads at any world size and stage"
-
-OFFLOAD_OPTIMIZER: Final[Table] = {
-    "device": later(
-        choice("none", "cpu", "nvme"),
-        "none",
-        "where the optimizer's state is kept",
-        _OFFLOAD,
-        "the optimizer stays on the device",
-    ),
-    "nvme_path": waiting(optional(text), None, "directory of the swap files", _OFFLOAD),
-    "buffer_count": waiting(_SIZE, 4, "buffers for swapping", _OFFLOAD),
-    "pin_memory": waiting(boolean, True, "page-locked host memory", _OFFLOAD),
-    "pipeline_read": waiting(boolean, False, "read the next piece during the update", _OFFLOAD),
-    "pipeline_write": waiting(boolean, False, "write the last piece during the update", _OFFLOAD),
-    "fast_init": waiting(boolean, False, "quicker set-up of swapping", _OFFLOAD),
-    "ratio": waiting(number(0.0), 1.0, "share of the parameters that is updated on the CPU", _OFFLOAD),
-    "super_offload": waiting(boolean, False, "SuperOffload", _OFFLOAD),
-    "cpuadam_cores_perc": waiting(number(0.0), 0.8, "share of the cores for the update", _OFFLOAD),
-}
 
 OFFLOAD_PARAM: Final[Table] = {
     "device": used(
@@ -138,22 +120,16 @@ ZERO: Final[Table] = {
         boolean,
         True,
         "leave parameters without gradient out of the norm",
-        "acts with an offloaded optimizer only",
+        "a parameter without gradient has a gradient of zeros, and changes no norm",
     ),
     "offload_param": stage_3(optional(inside(OFFLOAD_PARAM)), None, "slices of parameters in host memory"),
     "offload_params": later(
         optional(mapping), None, "another spelling of offload_param", _OFFLOAD, "write offload_param"
     ),
-    "offload_optimizer": waiting(
-        optional(inside(OFFLOAD_OPTIMIZER)), None, "optimizer state in host memory or on NVMe", _OFFLOAD
+    "offload_optimizer": used(
+        optional(inside(OFFLOAD_OPTIMIZER)), None, "optimizer state in host memory or in files"
     ),
-    "cpu_offload": later(
-        optional(boolean),
-        None,
-        "old form of offload_optimizer.device cpu",
-        _OFFLOAD,
-        "the optimizer stays on the device",
-    ),
+    "cpu_offload": used(optional(boolean), None, "old form of offload_optimizer.device cpu"),
     "cpu_offload_param": stage_3(optional(boolean), None, "old form of offload_param.device cpu"),
     "cpu_offload_use_pin_memory": inert(
         optional(boolean), None, "page-locked host memory", "it has no effect in DeepSpeed either"
@@ -232,7 +208,7 @@ ZERO: Final[Table] = {
         boolean, True, "module.apply gathers parameters", "module.apply needs no help here"
     ),
     "save_muon_momentum_buffer_in_memory": inert(
-        boolean, False, "keep Muon's momentum off NVMe", "acts with an offloaded optimizer only"
+        boolean, False, "keep Muon's momentum off NVMe", "Muon's state is never in files"
     ),
     "legacy_stage1": refused(
         "the old ZeRO stage 1 does not exist any more, in DeepSpeed either; use stage 1",

@@ -160,8 +160,8 @@ def test_refused_with_the_reason(top, message):
     "top",
     [
         {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
-        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
-        {"zero_optimization": {"stage": 1, "cpu_offload": True}},
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
+        {"aio": {"use_gds": True}},
         {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
         {"comms_logger": {"enabled": True}},
         {"flops_profiler": {"enabled": True}},

@@ -27,6 +27,13 @@ PLAIN = {
     "zero_optimization": {"stage": 2, "reduce_scatter": False},
 }
 STAGE_3 = {"zero_optimization": {"stage": 3, "reduce_scatter": False}}
+NVME = {
+    "zero_optimization": {
+        "stage": 2,
+        "reduce_scatter": False,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "here"},
+    }
+}
 # For each implemented key a value that must make a difference, and what else it needs for that.
 VALUES = {
     "train_batch_size": (8, {"train_micro_batch_size_per_gpu": None}),
@@ -59,6 +66,34 @@ VALUES = {
     "zero_optimization.offload_param.device": ("cpu", STAGE_3),
     "zero_optimization.cpu_offload_param": (True, STAGE_3),
     "zero_optimization.sub_group_size": (1000, STAGE_3),
+    "zero_optimization.cpu_offload": (True, {}),
+    "zero_optimization.offload_optimizer": ({"device": "cpu"}, {}),
+    "zero_optimization.offload_optimizer.device": ("cpu", {}),
+    **{
+        f"zero_optimization.offload_optimizer.{name}": (value, NVME)
+        for name, value in {
+            "nvme_path": "there",
+            "buffer_count": 2,
+            "pin_memory": False,
+            "pipeline": False,
+            "pipeline_read": False,
+            "pipeline_write": False,
+            "fast_init": True,
+            "ratio": 0.5,
+        }.items()
+    },
+    "aio": ({"block_size": 8192}, {}),
+    **{
+        f"aio.{name}": (value, {})
+        for name, value in {
+            "block_size": 8192,
+            "queue_depth": 4,
+            "intra_op_parallelism": 2,
+            "thread_count": 2,
+            "single_submit": True,
+            "overlap_events": False,
+        }.items()
+    },
     "zero_optimization.zero_hpz_partition_size": (2, STAGE_3),
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": (True, STAGE_3),
     "zero_optimization.memory_efficient_linear": (False, STAGE_3),
@@ -225,7 +260,6 @@ def test_each_setting_is_read_by_the_runtime():
 SWITCHED_ON = {
     "tensor_parallel.autotp_size": 2,
     "sequence_parallel_size": 2,
-    "zero_optimization.offload_optimizer.device": "nvme",
 }
 
 
