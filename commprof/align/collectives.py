@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.distinct import distinct_rows
+from commprof.align.distinct import numbered
 
 COLUMNS: Final = (
     "attempt",
@@ -24,6 +25,7 @@ COLUMNS: Final = (
     "seq",
 )
 Numbers = npt.NDArray[np.int64]
+_FITS: Final = 1 << 62
 
 
 def matchable(collectives: pa.Table) -> pa.Table:
@@ -47,36 +49,72 @@ def same_collective(rows: pa.Table) -> Numbers:
     is_send = is_p2p & pc.equal(rows["op"], "send").to_numpy(zero_copy_only=False)
     sender = np.where(is_p2p, np.where(is_send, rank, peer), -1)
     receiver = np.where(is_p2p, np.where(is_send, peer, rank), -1)
-    what = pc.if_else(rows["is_p2p"], pa.scalar("message"), rows["op"])
-    named = rows.select(["attempt", "pg", "group_ranks"]).append_column("what", what)
-    streams, _ = distinct_rows(
-        named.append_column("sender", pa.array(sender)).append_column("receiver", pa.array(receiver)),
-        ("attempt", "pg", "group_ranks", "what", "sender", "receiver"),
-    )
+    named = rows.select(["attempt", "pg", "group_ranks"]).append_column("op", _what(rows["op"], is_p2p))
+    named = named.append_column("sender", pa.array(sender)).append_column("receiver", pa.array(receiver))
+    streams, _ = numbered(named)
     number = np.where(is_p2p, 0, rows["pg_seq"].to_numpy())
     issue, seq = rows["issue_ns"].to_numpy(), rows["seq"].to_numpy()
     repetition = _occurrence((streams, is_send.astype(np.int64), rank, number), issue, seq)
     return _codes(streams, number, repetition)
 
 
+def _what(op: pa.ChunkedArray, is_p2p: npt.NDArray[np.bool_]) -> pa.Array:
+    """The operation of a collective; one value for all messages."""
+    encoded = (
+        op.combine_chunks() if pa.types.is_dictionary(op.type) else pc.dictionary_encode(op).combine_chunks()
+    )
+    encoded = encoded.chunk(0) if isinstance(encoded, pa.ChunkedArray) else encoded
+    codes = encoded.indices.to_numpy(zero_copy_only=False)
+    return pa.array(np.where(is_p2p, -1, codes))
+
+
 def _occurrence(keys: tuple[Numbers, ...], issue: Numbers, seq: Numbers) -> Numbers:
     """How many rows with equal ``keys`` were issued before each row."""
-    order = np.lexsort((seq, issue, *reversed(keys)))
-    starts = _starts([key[order] for key in keys])
+    order, starts = in_order(keys)
     lengths = np.diff(np.append(starts, len(order)))
-    occurrence = np.empty(len(order), np.int64)
-    occurrence[order] = np.arange(len(order)) - np.repeat(starts, lengths)
+    occurrence = np.zeros(len(order), np.int64)
+    several = np.repeat(lengths > 1, lengths)
+    if several.any():  # the others are the only ones of their keys
+        some = order[several]
+        place = np.repeat(np.arange(len(lengths)), lengths)[several]
+        some = some[np.lexsort((seq[some], issue[some], place))]
+        occurrence[some] = np.arange(len(some)) - np.repeat(*_first_of_each(lengths[lengths > 1]))
     return occurrence
+
+
+def _first_of_each(lengths: Numbers) -> tuple[Numbers, Numbers]:
+    """Where each of the stretches of ``lengths`` begins, and its length."""
+    return np.cumsum(lengths) - lengths, lengths
 
 
 def _codes(*keys: Numbers) -> Numbers:
     """A number for each distinct combination of ``keys``, in their order."""
-    order = np.lexsort(tuple(reversed(keys)))
+    order, starts = in_order(keys)
     is_new = np.zeros(len(order), np.int64)
-    is_new[_starts([key[order] for key in keys])[1:]] = 1
+    is_new[starts[1:]] = 1
     codes = np.empty(len(order), np.int64)
     codes[order] = np.cumsum(is_new)
     return codes
+
+
+def in_order(keys: Sequence[Numbers]) -> tuple[Numbers, Numbers]:
+    """The rows in order of ``keys``, the first of which counts most, equal ones as they stand; and where new ones begin.
+
+    The keys become one number where they fit into it, which is sorted far quicker than one after the other.
+    """
+    if not len(keys[0]):
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    one, bound = np.zeros(len(keys[0]), np.int64), 1
+    for key in keys:
+        low = int(key.min())
+        width = int(key.max()) - low + 1
+        bound *= width
+        if bound >= _FITS:
+            order = np.lexsort(tuple(reversed(keys)))
+            return order, _starts([key[order] for key in keys])
+        one = one * width + (key - low)
+    order = np.argsort(one, kind="stable")
+    return order, _starts([one[order]])
 
 
 def _starts(keys: list[Numbers]) -> Numbers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from commprof.errors import CommprofError
 from commprof.trace.directory import find_runs
 from commprof.trace.layout import rank_files
 from commprof.trace.manifest import COMPLETE, FAILED, KILLED
-from commprof.trace.reader import Run, open_run
+from commprof.trace.reader import open_run
 
 _ZERO_KEYS: Final = (
     "stage",
@@ -44,7 +45,8 @@ def _name(path: Path, directory: Path) -> str:
     return relative.as_posix() if relative.parts else path.resolve().name
 
 
-def _row(run: Run) -> dict[str, Any]:
+def _read(path: Path) -> Mapping[str, Any]:
+    run = open_run(path)
     manifest, health = run.manifest, run.health
     steps = run.table("steps")
     training = steps.filter(pc.greater_equal(steps["step"], 0))
@@ -78,7 +80,7 @@ def runs_below(directory: Path) -> pd.DataFrame:
     for path in find_runs(directory):
         row: dict[str, Any] = {"name": _name(path, directory), "path": str(path), "finalised": False}
         try:
-            row |= kept(path, "listing", lambda path=path: _row(open_run(path)), _has_ended)  # type: ignore[misc]
+            row |= kept(path, "listing", partial(_read, path), _has_ended)
         except CommprofError as error:
             row |= {"state": "unreadable", "note": str(error)}
         rows.append(row)

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from commprof.align.distinct import split_by
+from commprof.align.distinct import numbered, split_by
 from commprof.align.reference_clock import ReferenceClock
 from commprof.errors import TraceError
 from commprof.schema import COLLECTIVES
@@ -56,7 +56,6 @@ SPANS: Final = pa.schema(
 )
 _ENDS: Final = ("return_ns", "wait_end_ns", "device_end_ns")
 _STRINGS: Final = [column.name for column in COLLECTIVES.columns if column.type == "string"]
-_MOST_CODES: Final = 1 << 40
 _FARTHEST: Final = (
     1 << 60
 )  # no clock is beyond; a damaged time counts as this, so that differences fit 64 bits
@@ -70,7 +69,7 @@ class Kinds:
 
     def number(self, rows: pa.Table) -> Numbers:
         """The number of each row's combination."""
-        codes, first = _distinct(rows.select(KIND_COLUMNS))
+        codes, first = numbered(rows.select(KIND_COLUMNS))
         found = rows.select(KIND_COLUMNS).take(pa.array(first))
         combinations = zip(*(column.to_pylist() for column in found.columns), strict=True)
         numbers = [self._numbers.setdefault(one, len(self._numbers)) for one in combinations]
@@ -130,7 +129,7 @@ def spans(records: pa.Table, clock: ReferenceClock | None, kinds: Kinds) -> Span
     for name in _ENDS:
         np.maximum(end, _filled(records[name], -_FARTHEST), out=end)
     held_end, exposed, is_held = _held(records)
-    process, _ = _distinct(records.select(["rank", "attempt", "pid"]))
+    process, _ = numbered(records.select(["rank", "attempt", "pid"]))
     busy, still = np.zeros(len(records), np.int64), np.zeros(len(records), np.int64)
     for mine in split_by(process, np.arange(len(records))):
         busy[mine] = own_parts(issue[mine], end[mine])
@@ -178,33 +177,3 @@ def _filled(column: pa.ChunkedArray, value: int) -> Numbers:
     filled = pc.fill_null(column, value).to_numpy().astype(np.int64, copy=False)
     clipped: Numbers = np.clip(filled, -_FARTHEST, _FARTHEST)
     return clipped
-
-
-def _distinct(rows: pa.Table) -> tuple[Numbers, Numbers]:
-    """A number for each row, equal where the rows are, and the first row of each number. By hashing, without sorting."""
-    codes, bound = np.zeros(len(rows), np.int64), 1
-    for column in rows.unify_dictionaries().columns:
-        if len(rows) and not pa.types.is_dictionary(column.type):
-            column = pc.dictionary_encode(column)
-        encoded = column.combine_chunks()
-        if isinstance(encoded, pa.ChunkedArray):
-            encoded = encoded.chunk(0) if encoded.num_chunks else None
-        if encoded is None or not len(encoded):
-            continue
-        values = len(encoded.dictionary)
-        if values < 2 and not encoded.null_count:
-            continue
-        indices = pc.fill_null(encoded.indices.cast(pa.int64()), values).to_numpy(zero_copy_only=False)
-        codes, bound = codes * (values + 1) + indices, bound * (values + 1)
-        if bound > _MOST_CODES:
-            codes, bound = _renumbered(codes)
-    codes, count = _renumbered(codes)
-    first = np.empty(count, np.int64)
-    first[codes[::-1]] = np.arange(len(codes) - 1, -1, -1)  # the last one written stays: the first row
-    return codes, first
-
-
-def _renumbered(codes: Numbers) -> tuple[Numbers, int]:
-    """``codes`` as numbers from 0 without gaps, and how many there are."""
-    encoded = pc.dictionary_encode(pa.array(codes))
-    return encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64), len(encoded.dictionary)
