@@ -98,7 +98,7 @@ def run_foreign_rank(job: Job, place: Place, say: Callable[[str], None]) -> Fini
             f"process 0 of {place.world_size} ({place.launcher}): recording {which}, and the same beside it, into "
             f"{summary.shown(run)}"
         )
-        injection.announce_nesting(os.environ, run, say)
+        injection.announce(os.environ, run, say)
     else:
         _await_directory(run, since_ns)
     # On a host that does not share the run directory, NCCL needs one as well.

@@ -51,8 +51,10 @@ def injected(
     changed.pop(autoload.SWITCH, None)  # this command says it: an earlier word must not undo it
     changed.pop(WATCHED_FILE_VARIABLE, None)
     changed.pop(WIRE_VARIABLE, None)
-    if recording.changed():
-        changed[OPTIONS_VARIABLE] = json.dumps({**_inherited(environment), **recording.changed()})
+    options = {**from_json(environment.get(OPTIONS_VARIABLE))[0].changed(), **recording.changed()}
+    changed.pop(OPTIONS_VARIABLE, None)
+    if options:
+        changed[OPTIONS_VARIABLE] = json.dumps(options)
     if wire:
         changed[WIRE_VARIABLE] = "1"
     if watched_file is not None:
@@ -60,12 +62,17 @@ def injected(
     return changed
 
 
-def _inherited(environment: Mapping[str, str]) -> dict[str, Any]:
-    """The options that the environment carries already, as far as they can be used."""
-    return from_json(environment.get(OPTIONS_VARIABLE))[0].changed()
+def announce(environment: Mapping[str, str], run: Path, say: Callable[[str], None]) -> None:
+    """Say what of ``environment`` is ignored, and where ``run`` is started within another recording.
+
+    The processes of the job get the options without what is ignored, so that none of them says it again.
+    """
+    for note in from_json(environment.get(OPTIONS_VARIABLE))[1]:
+        say(f"warning: {note}")
+    _announce_nesting(environment, run, say)
 
 
-def announce_nesting(environment: Mapping[str, str], run: Path, say: Callable[[str], None]) -> None:
+def _announce_nesting(environment: Mapping[str, str], run: Path, say: Callable[[str], None]) -> None:
     """Say where ``run`` is started below another recorded program: its ranks are the inner recording's, not the outer's."""
     outer = environment.get(RUN_VARIABLE)
     if not outer or Path(outer) == run.absolute():

@@ -79,7 +79,7 @@ def run_job(job: Job, say: Callable[[str], None]) -> Finished:
     log = job_log.ask(job.nccl_log, run)
     create(job, run, ranks=ranks, launcher=_this_process(), log=log, say=say)
     planned = _plan_ranks(job, run, ranks, log, say)
-    injection.announce_nesting(os.environ, run, say)
+    injection.announce(os.environ, run, say)
     job_log.begin(log, run, say)
     return _run_ranks(job, run, planned, log, say)
 

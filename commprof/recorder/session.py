@@ -46,6 +46,7 @@ class Session:
     Args:
         out: run directory; default: ``COMMPROF_RUN``, else one that all ranks of a launcher share, below ``traces/``.
         options: how to record.
+        notes: what of the options is ignored; rank 0 says it, once, when its files are opened.
         armed: by the environment, which forked children share: they are recorded too.
         speaks: says at the end where the trace is, unless ``out`` named the place.
     """
@@ -54,10 +55,12 @@ class Session:
         self,
         out: str | os.PathLike[str] | None = None,
         options: Options = DEFAULTS,
+        notes: Sequence[str] = (),
         armed: bool = False,
         speaks: bool = True,
     ) -> None:
         self.options = options
+        self._notes = notes
         self.armed = armed
         self.speaks = speaks and not options.quiet
         self.opened: Opened | None = None
@@ -281,6 +284,9 @@ class Session:
             return
         self.journal.open(self.opened.records, self.opened.events)
         self.journal.write("begin", begin_row(self.opened.identity, rank.world_size, self.options.changed()))
+        for note in self._notes if rank.rank == 0 else ():
+            self.journal.note(note)
+            _say_once(note)
         self.steps.readings = step_readings(os.environ, directory)
         self.steps.start(self.window.is_open)
         signal = self.stacks.install(directory, self.opened.identity.stem)
@@ -304,6 +310,13 @@ def say(text: str) -> None:
         pass
 
 
+def _say_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        say(text)
+
+
+_said: Final[set[str]] = set()  # by this process and those that it was forked from
 _session: Session | None = None
 _first_seq: Final = [0]  # records of earlier recordings of this process: seq goes on over them
 
@@ -360,10 +373,7 @@ def _begin(
         if not dist.is_available():
             say("nothing is recorded: this torch was built without torch.distributed")
             return
-        session = Session(out, options, armed=armed, speaks=speaks)
-        for note in () if forked else notes:
-            session.journal.note(note)
-            say(note)
+        session = Session(out, options, notes, armed=armed, speaks=speaks)
         session.start(forked)
     except Exception as error:
         say(f"nothing is recorded: {type(error).__name__}: {error}. The training goes on")

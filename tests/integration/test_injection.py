@@ -297,3 +297,54 @@ def test_the_exit_code_of_a_command_stays_its_own(tmp_path, environment):
     done = commprof("run", "--", "sh", "-c", "kill -9 $$", cwd=tmp_path, environment=environment)
     assert done.returncode == 137
     assert json.loads(next((tmp_path / "traces").glob("*/run.json")).read_text())["exit_code"] == 137
+
+
+DAMAGED = {"COMMPROF_OPTIONS": '{"warmup": -3, "colour": "red", "clocks": false}'}
+IGNORED = ("option warmup -3 is ignored", "option 'colour' is ignored")
+
+
+def said(done) -> list[int]:
+    assert done.returncode == 0, done.stderr
+    return [done.stderr.count(text) for text in IGNORED]
+
+
+@pytest.mark.ranks
+def test_damaged_options_are_said_once_by_rank_0(tmp_path, environment):
+    from commprof.trace.reader import open_run
+
+    write(tmp_path / "train.py", TORCHRUN_RANK)
+    words = [sys.executable, *TORCHRUN, "train.py"]
+    assert said(execute(words, tmp_path, environment, COMMPROF="1", **DAMAGED)) == [1, 1]
+    (run,) = (tmp_path / "traces").iterdir()
+    assert [sum(text in note for note in open_run(run).health.notes) for text in IGNORED] == [1, 1]
+    assert recorded(run) == [(0, 5), (1, 5)]
+
+
+@pytest.mark.ranks
+def test_damaged_options_are_said_once_by_the_launcher(tmp_path, environment):
+    write(tmp_path / "train.py", TORCHRUN_RANK)
+    words = ["run", "--nproc", "2", "--out", "run", "--steps", ":9", "train.py"]
+    done = commprof(*words, cwd=tmp_path, environment=environment, **DAMAGED)
+    assert said(done) == [1, 1]
+    assert recorded(tmp_path / "run") == [(0, 5), (1, 5)]
+
+
+def test_what_can_be_used_of_damaged_options_reaches_the_ranks(tmp_path):
+    from commprof.launch.injection import injected
+    from commprof.recorder.options import from_mapping
+
+    options = from_mapping({"steps": ":9"})[0]
+    passed_on = [
+        injected(environment, tmp_path, recording=recording).get("COMMPROF_OPTIONS")
+        for environment in (DAMAGED, {"COMMPROF_OPTIONS": "{"})
+        for recording in (options, from_mapping({})[0])
+    ]
+    found = [text and json.loads(text) for text in passed_on]
+    assert found == [{"clocks": False, "steps": ":9"}, {"clocks": False}, {"steps": ":9"}, None]
+
+
+@pytest.mark.ranks
+def test_damaged_options_are_said_once_where_forked_processes_become_the_ranks(tmp_path, environment):
+    write(tmp_path / "train.py", SPAWN_AND_FORK.replace('("spawn", "fork")', '("fork",)'))
+    done = execute([sys.executable, "train.py"], tmp_path, environment, COMMPROF="1", **DAMAGED)
+    assert said(done) == [1, 1]
