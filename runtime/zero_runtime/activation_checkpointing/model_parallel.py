@@ -31,17 +31,14 @@ def model_parallel(mpu: Any) -> ModelParallel:
     Raises:
         ConfigError: it has neither, or they contradict each other.
     """
-    for prefix in _PREFIXES:
-        methods = [getattr(mpu, f"{prefix}_{part}", None) for part in _PARTS]
-        if all(callable(method) for method in methods):
-            break
-    else:
+    prefix = next((each for each in _PREFIXES if hasattr(mpu, f"{each}_rank")), _PREFIXES[-1])
+    if not all(callable(getattr(mpu, f"{prefix}_{part}", None)) for part in _PARTS):
         wanted = ", ".join(f"{_PREFIXES[1]}_{part}" for part in _PARTS)
         raise ConfigError(f"mpu is a {type(mpu).__name__}; expected an object with the methods {wanted}")
-    rank, size = int(methods[0]()), int(methods[1]())
+    rank, size = (int(getattr(mpu, f"{prefix}_{part}")()) for part in ("rank", "world_size"))
     if size == 1:
         return ModelParallel(rank)
-    group = DataParallelGroup(methods[2]())
+    group = DataParallelGroup(getattr(mpu, f"{prefix}_group")())
     if (group.rank, group.world_size) != (rank, size):
         raise ConfigError(
             f"mpu says that this is rank {rank} of {size} model-parallel ranks, but it is rank {group.rank} of the "

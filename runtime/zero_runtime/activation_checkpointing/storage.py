@@ -3,14 +3,17 @@
 A kept tensor is a copy in the order of its memory. Over the ``n`` ranks of a model-parallel group each keeps
 ``ceil(numel / n)`` elements, and one all_gather makes the tensor whole again. Tensors that this does not fit stay as
 they are: parameters, what is not floating point, what has gaps or overlaps in memory, what is marked
-``no_checkpointing``, and tensors of fewer elements than the group has ranks.
+``no_checkpointing``, and tensors of fewer elements than the group has ranks. A tensor that several functions are given,
+as a mask is, is kept once.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Final
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from commprof import hooks
 from zero_runtime.activation_checkpointing.slots import Kind, Slot, Slots
@@ -28,7 +31,7 @@ class Kept:
         requires_grad: whether the tensor did.
     """
 
-    __slots__ = ("_device", "_group", "_piece", "_shape", "_slot", "_strides", "requires_grad")
+    __slots__ = ("__weakref__", "_device", "_group", "_piece", "_shape", "_slot", "_strides", "requires_grad")
 
     def __init__(
         self, tensor: torch.Tensor, piece: torch.Tensor, slot: Slot | None, group: DataParallelGroup | None
@@ -68,6 +71,9 @@ class Store:
         self._slots = (
             Slots(settings.number_checkpoints or 0) if settings.contiguous_memory_optimization else None
         )
+        self._known = (
+            WeakTensorKeyDictionary()
+        )  # tensor -> its version when it was kept, and what it is kept in
 
     def takes(self, value: Any) -> bool:
         """Whether ``value``, an argument of a checkpointed function, is kept here; what is not stays where it is."""
@@ -84,9 +90,19 @@ class Store:
         group = self._group
         return group if group is not None and tensor.numel() >= group.world_size else None
 
-    @torch.no_grad()
     def keep(self, tensor: torch.Tensor, place: int) -> Kept:
         """Keep a copy of ``tensor``, or of this rank's part, which is argument number ``place``."""
+        if tensor.is_inference():  # which counts no versions
+            return self._copy(tensor, place)
+        version, known = self._known.get(tensor, (-1, None))
+        kept = known() if known is not None and version == tensor._version else None
+        if kept is None or kept.requires_grad != tensor.requires_grad:
+            kept = self._copy(tensor, place)
+            self._known[tensor] = tensor._version, weakref.ref(kept)
+        return kept
+
+    @torch.no_grad()
+    def _copy(self, tensor: torch.Tensor, place: int) -> Kept:
         group = self._group_of(tensor)
         size, rank = (1, 0) if group is None else (group.world_size, group.rank)
         numel = -(-tensor.numel() // size)

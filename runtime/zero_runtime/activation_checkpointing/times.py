@@ -88,4 +88,4 @@ def name_of(function: Callable[..., Any]) -> str:
     """A module's class, or a function's own name."""
     while isinstance(function, functools.partial):
         function = function.func
-    return getattr(function, "__qualname__", type(function).__name__)
+    return getattr(function, "__name__", type(function).__name__)
