@@ -53,7 +53,8 @@ def import_files(
         wanted: take the files for this; by default each is recognised by its content.
 
     Raises:
-        LogError: a file cannot be read, or is of no tool that commprof knows, or of another than the rest.
+        LogError: a file cannot be read, or is of no tool that commprof knows, or of another than the rest; or none holds
+            an operation.
         UsageError: there is no file, or ``out`` is in use.
     """
     files = _files(paths)
@@ -69,8 +70,28 @@ def import_files(
         raise LogError(
             f"{found[0].path} and the other files look like {formats[0]}, but are damaged: {type(error).__name__}: {error}"
         ) from None
+    _check_content(imported, files)
     write_run(out, imported, files, force)
     return imported
+
+
+def _check_content(imported: Imported, files: Sequence[Path]) -> None:
+    """Raise where there is nothing to make a run of, and note of which ranks there is nothing.
+
+    Raises:
+        LogError: no file holds an operation.
+    """
+    empty = [rank.rank for rank in imported.ranks if not rank.collectives]
+    if len(empty) == len(imported.ranks):
+        which = str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
+        left_out = [note for note in imported.notes if "left out" in note]
+        why = f" ({'; '.join(left_out)})" if left_out else ""
+        raise LogError(
+            f"nothing was imported: {which}, of {imported.tool}, {'holds' if len(files) == 1 else 'hold'} no collective "
+            f"and no message{why}; record again while the program communicates"
+        )
+    if empty:
+        imported.notes.append(f"the files of rank(s) {', '.join(map(str, sorted(empty)))} hold no operation")
 
 
 def _files(paths: Sequence[Path]) -> list[Path]:

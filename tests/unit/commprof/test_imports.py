@@ -440,6 +440,29 @@ def test_files_of_no_tool_are_an_error_in_one_line(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("content", "left_out"),
+    [
+        (lambda: dump(), ""),
+        (lambda: dump({"of": "another form"}), "1 entries are not of the form that torch writes"),
+        (lambda: kineto(0, []), ""),
+    ],
+)
+def test_files_without_an_operation_make_no_run(tmp_path, capsys, content, left_out):
+    (tmp_path / "trace_0").write_text(json.dumps(content()))
+    assert commprof("import", str(tmp_path / "trace_0"), "-o", str(tmp_path / "run")) == 1
+    told = capsys.readouterr().err.strip()
+    assert len(told.splitlines()) == 1 and "no collective" in told and left_out in told
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_without_an_operation_is_noted(tmp_path):
+    (tmp_path / "trace_0").write_text(json.dumps(dump(entry(0))))
+    (tmp_path / "trace_1").write_text(json.dumps(dump()))
+    found = import_files([tmp_path / "trace_0", tmp_path / "trace_1"], tmp_path / "run")
+    assert "the files of rank(s) 1 hold no operation" in found.notes
+
+
 def test_files_of_two_tools_are_not_mixed(tmp_path):
     (tmp_path / "trace_0").write_text(json.dumps(dump(entry(0))))
     (tmp_path / "k.json").write_text(json.dumps(kineto(1, [])))
