@@ -17,6 +17,7 @@ from zero_runtime.configuration import document, keys
 from zero_runtime.configuration.activation_checkpointing import ActivationCheckpointing
 from zero_runtime.configuration.combinations import check, note_contradictions, whole_gradients
 from zero_runtime.configuration.offload import effective_aio, read_aio
+from zero_runtime.configuration.offload_param import modern as modern_zero
 from zero_runtime.configuration.precision import PrecisionConfig, read_precision
 from zero_runtime.configuration.zero import ZeroConfig, read_zero
 from zero_runtime.errors import ConfigError
@@ -287,6 +288,8 @@ def _modern(given: Mapping[str, Any], notices: list[str]) -> Mapping[str, Any]:
         notices.append(
             f'zero_optimization {str(old).lower()} is an old form, read as {{"stage": {int(old)}}}'
         )
+    if "zero_optimization" in given:
+        given["zero_optimization"] = modern_zero(given["zero_optimization"], notices)
     if "bfloat16" in given:
         if given.get("bf16"):
             raise ConfigError("both bf16 and its old name bfloat16 are given; keep bf16")

@@ -81,7 +81,8 @@ def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> 
     if shard is None:
         param.data.copy_(value.view(param.shape))
         return
-    _write_slice(shard.own, value.reshape(-1), shard.group.rank)
+    with shard.lent() as own:
+        _write_slice(own, value.reshape(-1), shard.group.rank)
     shard.secondary = None
     if shard.available:
         param.data.copy_(value.view(shard.shape))
@@ -140,7 +141,8 @@ def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) ->
     shard = shard_of(param)
     if shard is not None:
         flat = value.reshape(-1)
-        shard.own.narrow(0, 0, flat.numel()).copy_(flat)
+        with shard.lent() as own:
+            own.narrow(0, 0, flat.numel()).copy_(flat)
         shard.secondary = None
 
 

@@ -23,6 +23,9 @@ import torch
 from zero_runtime import comm
 from zero_runtime import config as configuration
 from zero_runtime.comm import DataParallelGroup
+from zero_runtime.configuration import key_table
+from zero_runtime.configuration.offload import AIO, read_aio
+from zero_runtime.configuration.offload_param import slice_offload_of
 from zero_runtime.errors import ConfigError, UnsupportedError, UsageError
 from zero_runtime.sharding.access import register_external_parameter, unregister_external_parameter
 from zero_runtime.sharding.construction import Cutter, constructing
@@ -34,9 +37,10 @@ from zero_runtime.sharding.leaves import (
     unset_z3_leaf_modules,
     z3_leaf_module,
 )
-from zero_runtime.sharding.policy import remote
+from zero_runtime.sharding.policy import SliceOffload
 from zero_runtime.sharding.shards import Shard, shards_of
 from zero_runtime.sharding.shards import Status as ZeroParamStatus
+from zero_runtime.sharding.storage import SliceStorage
 
 __all__ = [
     "GatheredParameters",
@@ -65,8 +69,9 @@ class Init:
         module: a whole model, to be cut now; then there is no need to enter the context.
         data_parallel_group: the ranks that share the parameters out; default: all.
         mem_efficient_linear: accepted; the key ``memory_efficient_linear`` decides.
-        remote_device: where slices are kept: ``cpu``, or ``none`` for where parameters are used.
-        pin_memory: accepted; slices on the CPU are not pinned.
+        remote_device: where slices are kept where the configuration does not say it: ``cpu``, or ``none`` for where
+            parameters are used. ``nvme`` needs ``offload_param`` in the configuration.
+        pin_memory: page-locked host memory for ``remote_device`` cpu, where there is a GPU.
         config_dict_or_path: the configuration, for dtype, stage and ``offload_param``.
         config: another name of ``config_dict_or_path``.
         enabled: False makes the context do nothing.
@@ -106,11 +111,10 @@ class Init:
         if not self._enabled:
             return
         comm.init_distributed()
-        offload = (zero.get("offload_param") or {}).get("device")
         self._gathers_in_apply = zero.get("override_module_apply", True)
-        self._cutter = Cutter(
-            DataParallelGroup(data_parallel_group), remote(offload or remote_device), dtype or _dtype(given)
-        )
+        group = DataParallelGroup(data_parallel_group)
+        storage = SliceStorage(_offload(given, remote_device, pin_memory), group.device, comm.get_rank())
+        self._cutter = Cutter(group, storage, dtype or _dtype(given))
         if module is not None:
             self._cutter.cut(module, recurse=True)
 
@@ -176,6 +180,24 @@ class GatheredParameters:
 
 def _read(config: Any) -> Mapping[str, Any]:
     return {} if config is None else configuration.load(config)
+
+
+def _offload(given: Mapping[str, Any], remote_device: str | None, pinned: bool) -> SliceOffload:
+    """Where slices are kept, by the configuration or else by ``remote_device``."""
+    offload = slice_offload_of(_block(given, "zero_optimization"))
+    remote = "none" if remote_device is None else str(remote_device)
+    if offload.device == "none" and remote == "nvme":
+        raise ConfigError(
+            "remote_device of zero.Init is 'nvme', and the configuration has no zero_optimization.offload_param that says "
+            "where; give config_dict_or_path with device nvme and nvme_path in it"
+        )
+    if remote not in ("none", "cpu", "nvme"):
+        raise ConfigError(f"remote_device of zero.Init is {remote_device!r}; expected cpu, nvme or none")
+    if offload.device == "none":
+        return SliceOffload(remote, pinned=pinned)
+    aio = _block(given, "aio")
+    known = {name: value for name, value in aio.items() if name in AIO}  # initialize refuses the others
+    return offload._replace(io=read_aio(key_table.read(AIO, "aio", known)))
 
 
 def _block(given: Mapping[str, Any], *names: str) -> Mapping[str, Any]:

@@ -31,7 +31,7 @@ from zero_runtime.checkpoint.training import Training, buffers, parameters, whol
 from zero_runtime.checkpoint.values import Encoder
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.fragments import Fragment, NumberTensor
-from zero_runtime.sharding.shards import shard_of
+from zero_runtime.sharding.shards import Shard, shard_of
 
 METADATA: Final = "zero_runtime"
 _CHECKPOINT: Final = hooks.tag("checkpoint")
@@ -110,7 +110,14 @@ def _parameter_entries(name: str, parameter: torch.nn.Parameter, rank: int, writ
         return [held(f"value/0/{name}", parameter, (parameter.numel(),))]
     start = rank * shard.slice_numel
     numel = min(shard.slice_numel, shard.numel - start)
-    return [held(f"value/{start}/{name}", shard.own.narrow(0, 0, numel))] if numel > 0 else []
+    if numel <= 0:
+        return []
+    return [Entry(f"value/{start}/{name}", shard.dtype, (numel,), lambda: _slice_of(shard, numel))]
+
+
+def _slice_of(shard: Shard, numel: int) -> torch.Tensor:
+    with shard.lent() as own:
+        return own.narrow(0, 0, numel)
 
 
 def _scalars_text(fragment: Fragment) -> str:

@@ -212,7 +212,8 @@ def _restore_module(training: Training, checkpoint: Checkpoint) -> None:
         if shard is not None:
             start = training.group.rank * shard.slice_numel
             numel = max(0, min(shard.slice_numel, shard.numel - start))
-            checkpoint.read_value(name, start, shard.own.narrow(0, 0, numel))
+            with shard.lent() as own:
+                checkpoint.read_value(name, start, own.narrow(0, 0, numel))
         elif parameter.is_contiguous():
             checkpoint.read_value(name, 0, parameter.detach().view(-1))
         else:

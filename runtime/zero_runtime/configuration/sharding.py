@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from zero_runtime.configuration.offload_param import read_slice_offload
 from zero_runtime.errors import ConfigError, UnsupportedError
 from zero_runtime.sharding.policy import ResidencyPolicy
 
@@ -68,6 +69,7 @@ class ShardingConfig:
             "enable_sanity_checks": self.enable_sanity_checks,
             "zero_hpz_partition_size": policy.secondary_size,
             "log_trace_cache_warnings": policy.report_trace,
+            "offload_param": policy.offload.effective(),
             "leaf_module": {
                 "classes": list(policy.leaf_classes),
                 "names": list(policy.leaf_names),
@@ -89,12 +91,6 @@ def read_sharding(values: Mapping[str, Any]) -> ShardingConfig:
                 f"zero_optimization.{name} is true: quantized messages are not in this version yet; remove the key, or use "
                 "bf16 with communication_data_type"
             )
-    offload = (values["offload_param"] or {}).get("device") or "none"
-    if offload not in ("none", "cpu"):
-        raise UnsupportedError(
-            f"zero_optimization.offload_param.device is {offload!r}; expected none or cpu: parameters on NVMe are not in "
-            "this version yet"
-        )
     named = {name: _either(values, name) for name in PREFIXED}
     leaves = values["leaf_module"] or {}
     residency = ResidencyPolicy(
@@ -111,7 +107,7 @@ def read_sharding(values: Mapping[str, Any]) -> ShardingConfig:
         leaf_suffixes=tuple(leaves.get("name_suffixes") or ()),
         granularity=named["module_granularity_threshold"],
         report_trace=values["log_trace_cache_warnings"],
-        remote_device="cpu" if offload == "cpu" or values["cpu_offload_param"] else None,
+        offload=read_slice_offload(values),
     )
     saves = named["gather_16bit_weights_on_model_save"] or values["stage3_gather_fp16_weights_on_model_save"]
     return ShardingConfig(

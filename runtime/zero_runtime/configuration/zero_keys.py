@@ -24,27 +24,14 @@ from zero_runtime.configuration.key_table import (
     refused,
     stage_3,
     used,
-    waiting,
 )
 from zero_runtime.configuration.offload import OFFLOAD_OPTIMIZER
+from zero_runtime.configuration.offload_param import OFFLOAD_PARAM
 
 _SIZE: Final = integer(0)
 _OFFLOAD: Final = "offload"
 _ZENFLOW: Final = "ZenFlow"
 ANY_LAYOUT: Final = "every checkpoint loads at any world size and stage"
-
-OFFLOAD_PARAM: Final[Table] = {
-    "device": used(
-        choice("none", "cpu", "nvme"),
-        "none",
-        "where slices of parameters are kept; nvme is refused, and belongs to offload",
-    ),
-    "nvme_path": waiting(optional(text), None, "directory of the swap files", _OFFLOAD),
-    "buffer_count": waiting(_SIZE, 5, "buffers for swapping", _OFFLOAD),
-    "buffer_size": waiting(_SIZE, 100_000_000, "elements of a buffer", _OFFLOAD),
-    "max_in_cpu": waiting(_SIZE, 1_000_000_000, "elements kept in host memory beside NVMe", _OFFLOAD),
-    "pin_memory": waiting(boolean, True, "page-locked host memory", _OFFLOAD),
-}
 
 ZENFLOW: Final[Table] = {
     "topk_ratio": later(number(0.0), 0.1, "share of the gradients that is updated at once", _ZENFLOW),
@@ -122,10 +109,10 @@ ZERO: Final[Table] = {
         "leave parameters without gradient out of the norm",
         "a parameter without gradient has a gradient of zeros, and changes no norm",
     ),
-    "offload_param": stage_3(optional(inside(OFFLOAD_PARAM)), None, "slices of parameters in host memory"),
-    "offload_params": later(
-        optional(mapping), None, "another spelling of offload_param", _OFFLOAD, "write offload_param"
+    "offload_param": stage_3(
+        optional(inside(OFFLOAD_PARAM)), None, "slices of parameters in host memory or in files"
     ),
+    "offload_params": stage_3(optional(mapping), None, "another spelling of offload_param, with a notice"),
     "offload_optimizer": used(
         optional(inside(OFFLOAD_OPTIMIZER)), None, "optimizer state in host memory or in files"
     ),
@@ -135,7 +122,11 @@ ZERO: Final[Table] = {
         optional(boolean), None, "page-locked host memory", "it has no effect in DeepSpeed either"
     ),
     "zenflow": later(optional(inside(ZENFLOW)), None, "update the most important gradients first", _ZENFLOW),
-    "sub_group_size": stage_3(integer(1), 1_000_000_000, "elements that the optimizer updates together"),
+    "sub_group_size": used(
+        integer(1),
+        1_000_000_000,
+        "elements that the optimizer updates together; at stages 1 and 2 with an offloaded optimizer only",
+    ),
     **{
         prefix + name: stage_3(check, default, meaning if prefix else f"another name of stage3_{name}")
         for name, check, default, meaning in (

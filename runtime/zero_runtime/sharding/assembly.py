@@ -49,7 +49,8 @@ class ShardedModel:
         sharding = config.zero.sharding
         dtypes = communication_dtypes(module, kinds, config.precision.autocast_modules)
         lower = {p: dtype for p, dtype in dtypes.items() if dtype is not p.dtype} if kinds.autocast else None
-        self.residency = Residency(module, group, sharding.residency, lower)
+        offload = sharding.residency.offload._replace(io=config.aio)
+        self.residency = Residency(module, group, sharding.residency._replace(offload=offload), lower)
         self.residency.shard()
         self.groups = shard_groups(
             module,
@@ -65,7 +66,7 @@ class ShardedModel:
             scaling=config.scaling(group.world_size),
             limit=config.zero.reduce_bucket_size,
             contiguous=config.zero.contiguous_gradients,
-            norm_dtype=torch.float64,
+            norm_dtype=torch.float64 if config.zero.offload_optimizer is None else torch.float32,
             overlap=config.zero.overlap_comm,
         )
         self.gradients = ShardedGradients(

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.sharding.gathering import Gatherer, broadcast
 from zero_runtime.sharding.shards import Shard, shard_of, shards_of
+from zero_runtime.sharding.storage import SliceStorage
 
 Module: Final = torch.nn.Module
 _FACTORIES: Final = frozenset(
@@ -31,15 +32,13 @@ class Cutter:
 
     Args:
         group: the ranks that share them out.
-        device: where slices are kept; None for the group's device.
+        storage: where slices are kept.
         dtype: of the parameters; None to leave it.
     """
 
-    def __init__(
-        self, group: DataParallelGroup, device: torch.device | None, dtype: torch.dtype | None
-    ) -> None:
+    def __init__(self, group: DataParallelGroup, storage: SliceStorage, dtype: torch.dtype | None) -> None:
         self.group = group
-        self.device = device
+        self.storage = storage
         self.dtype = dtype
 
     @torch.no_grad()
@@ -51,7 +50,9 @@ class Cutter:
             wanted = self.dtype if parameter.is_floating_point() else None
             parameter.data = parameter.data.to(device=self.group.device, dtype=wanted)
             broadcast(parameter, self.group)
-            Shard(parameter, self.group, self.device).release()
+            shard = Shard(parameter, self.group, self.storage.place)
+            shard.release()
+            self.storage.keep(shard)
 
 
 @contextmanager

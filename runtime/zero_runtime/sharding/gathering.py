@@ -13,6 +13,7 @@ import torch
 
 from commprof import hooks
 from zero_runtime.comm import DataParallelGroup
+from zero_runtime.sharding.pages import Pager
 from zero_runtime.sharding.shards import Shard, Status
 
 _GATHER: Final = hooks.tag("parameter_gather")
@@ -80,6 +81,7 @@ class Gatherer:
         waiting = sorted(
             (each for each in shards if each.status is Status.NOT_AVAILABLE), key=lambda each: each.number
         )
+        _begin_to_read(waiting)
         messages: list[_Message] = []
         first = [each for each in waiting if each.secondary is not None]
         for batch in (first, [each for each in waiting if each.secondary is None]):
@@ -104,37 +106,41 @@ class Gatherer:
         for each in shards:
             each.wait()
         waiting = [each for each in shards if each.status is Status.NOT_AVAILABLE]
+        _begin_to_read(waiting)
         # Several of one rank are no message, but a single one is, in DeepSpeed.
         sent = waiting if len(waiting) == 1 and waiting[0].numel else _without_messages(waiting)
         for each in sent:
             each.status = Status.INFLIGHT
-        Gathering([self._send(each, each.own, each.group, each.dtype) for each in sent]).wait()
+        Gathering([self._send(each, None, each.dtype) for each in sent]).wait()
 
     def keep_secondary(self, shard: Shard) -> None:
         """Cut the secondary slice of a whole parameter, unless it has one or the setting knows none."""
         if self._secondary is None or shard.secondary is not None or not shard.numel:
             return
         numel = shard.slice_numel * shard.group.world_size // self._secondary.world_size
-        piece = torch.zeros(numel, dtype=shard.dtype, device=shard.own.device)
+        piece = torch.zeros(numel, dtype=shard.dtype, device=shard.place.device or shard.parameter.device)
         shard.cut(piece, self._secondary.rank)
         shard.secondary = piece
 
-    def _route(self, shard: Shard) -> tuple[torch.Tensor, DataParallelGroup]:
-        if shard.secondary is not None and self._secondary is not None:
-            return shard.secondary, self._secondary
-        return shard.own, shard.group
-
     def _send_one(self, shard: Shard) -> _Message:
-        piece, group = self._route(shard)
-        return self._send(shard, piece, group, self._dtypes.get(shard.parameter, shard.dtype))
+        return self._send(shard, self._secondary_of(shard), self._dtypes.get(shard.parameter, shard.dtype))
 
-    def _send(
-        self, shard: Shard, piece: torch.Tensor, group: DataParallelGroup, dtype: torch.dtype
-    ) -> _Message:
-        device = shard.parameter.device
-        buffer = torch.empty(piece.numel() * group.world_size, dtype=dtype, device=device)
-        work = group.start_all_gather(buffer, piece.to(device=device, dtype=dtype), why=_why([shard]))
-        return _Message(work, buffer, [shard], 0)
+    def _secondary_of(self, shard: Shard) -> DataParallelGroup | None:
+        return None if shard.secondary is None else self._secondary
+
+    def _send(self, shard: Shard, secondary: DataParallelGroup | None, dtype: torch.dtype) -> _Message:
+        """Send a parameter by itself: by its slices in the group ``secondary``, or, for None, by its primary ones."""
+        group = shard.group if secondary is None else secondary
+        numel = _numel(shard, secondary)
+        buffer = torch.empty(numel * group.world_size, dtype=dtype, device=shard.parameter.device)
+        if secondary is None and shard.pager is not None:
+            row = buffer.narrow(0, group.rank * numel, numel)
+            shard.read(row)
+        else:
+            piece = shard.own if secondary is None else shard.secondary
+            assert piece is not None
+            row = piece.to(device=buffer.device, dtype=dtype)
+        return _Message(group.start_all_gather(buffer, row, why=_why([shard])), buffer, [shard], 0)
 
     def _send_several(self, shards: Sequence[Shard]) -> list[_Message]:
         batches: dict[tuple[str, int], list[Shard]] = {}
@@ -144,18 +150,18 @@ class Gatherer:
         return [self._send_batch(batches[key]) for key in sorted(batches, key=lambda key: key[0])]
 
     def _send_batch(self, shards: Sequence[Shard]) -> _Message:
-        pieces, groups = zip(*map(self._route, shards), strict=True)
-        group: DataParallelGroup = groups[0]
         first = shards[0]
+        secondary = self._secondary_of(first)
+        group = first.group if secondary is None else secondary
         dtype, device = self._dtypes.get(first.parameter, first.dtype), first.parameter.device
-        if self._by_all_reduce and group is first.group:
+        if self._by_all_reduce and secondary is None:
             return _reduce_whole(shards, group, dtype, device)
-        numel = sum(piece.numel() for piece in pieces)
+        numel = sum(_numel(each, secondary) for each in shards)
         buffer = torch.empty(group.world_size * numel, dtype=dtype, device=device)
-        row = _end_to_end(pieces, numel)
+        row = _end_to_end(shards, secondary, numel)
         if row is None:
             row = buffer.narrow(0, group.rank * numel, numel)
-            torch.cat([piece.to(device=device, dtype=dtype) for piece in pieces], out=row)
+            _lay(shards, secondary, row)
         work = group.start_all_gather(buffer, row.to(device=device, dtype=dtype), why=_why(shards))
         return _Message(work, buffer, shards, group.world_size)
 
@@ -175,27 +181,64 @@ def _why(shards: Sequence[Shard]) -> hooks.tag:
     return hooks.tag("parameter_gather", parameters=tuple(each.name for each in shards))
 
 
+def _numel(shard: Shard, secondary: DataParallelGroup | None) -> int:
+    """Elements of this rank's slice, or of its secondary one."""
+    if secondary is None:
+        return shard.slice_numel
+    return shard.slice_numel * shard.group.world_size // secondary.world_size
+
+
+def _begin_to_read(shards: Sequence[Shard]) -> None:
+    """Begin to read what is in files, so that one slice comes while another is laid where it is sent from."""
+    filed: dict[Pager, list[Shard]] = {}
+    for each in shards:
+        if each.pager is not None and each.secondary is None:
+            filed.setdefault(each.pager, []).append(each)
+    for pager, theirs in filed.items():
+        pager.begin(theirs)
+
+
 def _without_messages(shards: Sequence[Shard]) -> list[Shard]:
     """Make whole what needs no other rank, and return the rest."""
     rest = []
     for each in shards:
         if each.numel and each.group.world_size > 1:
             rest.append(each)
-        else:
+        elif each.pager is None:
             each.fill(each.own.to(each.parameter.device))
+        else:
+            whole = torch.empty(each.slice_numel, dtype=each.dtype, device=each.parameter.device)
+            each.read(whole)
+            each.fill(whole)
     return rest
 
 
-def _end_to_end(pieces: Sequence[torch.Tensor], numel: int) -> torch.Tensor | None:
-    """The pieces as one tensor, where they lie in memory as they are to be sent; else None."""
-    first = pieces[0]
+def _end_to_end(
+    shards: Sequence[Shard], secondary: DataParallelGroup | None, numel: int
+) -> torch.Tensor | None:
+    """The primary slices as one tensor, where they lie in memory as they are to be sent; else None."""
+    if secondary is not None or any(each.pager is not None for each in shards):
+        return None
+    first = shards[0].own
     storage, end = first.untyped_storage().data_ptr(), first.storage_offset()
-    for piece in pieces:
+    for piece in (each.own for each in shards):
         apart = piece.untyped_storage().data_ptr() != storage or piece.storage_offset() != end
         if apart or piece.dtype != first.dtype:
             return None
         end += piece.numel()
     return first.as_strided((numel,), (1,))
+
+
+def _lay(shards: Sequence[Shard], secondary: DataParallelGroup | None, row: torch.Tensor) -> None:
+    """Lay the slices, or the secondary ones, end to end in ``row``."""
+    if secondary is not None or all(each.pager is None for each in shards):
+        pieces = [each.own if secondary is None else each.secondary for each in shards]
+        torch.cat([piece.to(row) for piece in pieces if piece is not None], out=row)
+        return
+    start = 0
+    for each in shards:
+        each.read(row.narrow(0, start, each.slice_numel))
+        start += each.slice_numel
 
 
 def _reduce_whole(
@@ -206,7 +249,7 @@ def _reduce_whole(
     )
     start = 0
     for each in shards:
-        buffer.narrow(0, start + each.slice_numel * group.rank, each.slice_numel).copy_(each.own)
+        each.read(buffer.narrow(0, start + each.slice_numel * group.rank, each.slice_numel))
         start += each.slice_numel * group.world_size
     return _Message(group.start_all_reduce(buffer, why=_why(shards)), buffer, shards, 0)
 

@@ -7,7 +7,7 @@ ahead and what to keep.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -17,6 +17,7 @@ from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import UsageError
 from zero_runtime.sharding import access
 from zero_runtime.sharding.gathering import Gatherer
+from zero_runtime.sharding.pages import Pager
 from zero_runtime.sharding.shards import Shard, Status, shards_of
 from zero_runtime.sharding.trace import Limits, Planner
 from zero_runtime.sharding.units import Unit, tensors_in, watch_outputs
@@ -54,6 +55,7 @@ class Iteration:
         self.listener: Callable[[torch.nn.Module], None] | None = (
             None  # hears of backward passes that have ended
         )
+        self.pager: Pager | None = None  # reads slices ahead that are in files
 
     def add(self, shard: Shard) -> None:
         """Count the parameter of ``shard`` among those of the model."""
@@ -71,6 +73,23 @@ class Iteration:
 
         for numbers in self._planner.begin(parameters_of):
             self._compare(numbers)
+        self._read_ahead(self._planner.coming)
+
+    def anticipate(self) -> None:
+        """Begin to read what the next forward pass uses first, where that is in files."""
+        self._read_ahead(self._planner.next_time)
+
+    def _read_ahead(self, coming: Callable[[], Iterator[int]]) -> None:
+        pager = self.pager
+        if pager is not None and pager.in_files:
+            shards = self.shards
+            pager.refill(
+                lambda: (
+                    shards[number]
+                    for number in coming()
+                    if shards[number].pager is pager and shards[number].status is Status.NOT_AVAILABLE
+                )
+            )
 
     def before_forward(self, unit: Unit) -> bool:
         """A module is about to run: gather for it. Returns whether there is anything to gather."""
@@ -186,6 +205,7 @@ class Iteration:
             self._forget(unit)
         elif ahead:
             self._start([self.shards[number] for number in ahead])
+        self._read_ahead(self._planner.coming)
         return bool(shards)
 
     def _leave(self, unit: Unit, use: int) -> None:
@@ -232,6 +252,8 @@ class Iteration:
 
     def _forget(self, unit: Unit) -> None:
         self.drain()
+        if self.pager is not None:
+            self.pager.cancel()
         if self._report_trace and self._group.rank == 0:
             what = f"{type(unit.module).__name__} (module {unit.number})"
             print(

@@ -1,18 +1,32 @@
 """Parameters of which each rank keeps a slice (stage 3), as an optimizer over pieces needs them.
 
-The slices of a sub-group move into one flat buffer, so that writing this rank's piece writes all of them.
+The slices of a sub-group move into one flat buffer, so that writing this rank's piece writes all of them. A sub-group with
+a slice in files has no such buffer: its piece is read slice by slice, and written likewise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from zero_runtime.gradients import ParameterGroup
-from zero_runtime.pieces import Pieces
+from zero_runtime.pieces import WHOLE, Pieces
 from zero_runtime.sharding.residency import Residency
 from zero_runtime.sharding.shards import Shard, shard_of
+
+
+class _Slot(NamedTuple):
+    """Where a slice lies: from element ``start`` of the piece of sub-group ``group``."""
+
+    shard: Shard
+    group: int
+    start: int
+
+    @property
+    def span(self) -> slice:
+        return slice(self.start, self.start + self.shard.slice_numel)
 
 
 class ShardedParameters(Pieces):
@@ -23,19 +37,73 @@ class ShardedParameters(Pieces):
         residency: what gathers the parameters of the model.
 
     Attributes:
-        own: for each sub-group, this rank's slices, padding included; 1-D.
+        own: for each sub-group, this rank's slices, padding included; 1-D; empty where some of them are in files.
     """
 
     def __init__(self, groups: Sequence[ParameterGroup], residency: Residency) -> None:
         self._residency = residency
-        self._places: list[tuple[Shard, int, int]] = []  # sub-group and offset of each slice
+        self._groups: list[ParameterGroup] = []
+        self._slots: list[list[_Slot]] = []  # of each sub-group
         self.own: list[torch.Tensor] = []
         self.add(groups)
 
     def add(self, groups: Sequence[ParameterGroup]) -> None:
         """Take over the slices of further sub-groups."""
         for each in groups:
-            self.own.append(self._flatten(len(self.own), each))
+            slots = _slots(len(self._groups), each)
+            self._groups.append(each)
+            self._slots.append(slots)
+            self.own.append(_flatten(each, slots))
+            for slot in slots:
+                slot.shard.changed = False
+
+    def master(self, index: int, dtype: torch.dtype, part: slice = WHOLE) -> torch.Tensor:
+        """What the optimizer updates in place of a part of piece ``index``, where the parameters are used."""
+        first = self._groups[index].parameters[0]
+        if not self._in_files(index):
+            return super().master(index, dtype, part).detach().to(first.device).requires_grad_()
+        begin, end, _ = part.indices(self._groups[index].layout.piece_numel)
+        wide = torch.promote_types(first.dtype, dtype)
+        master = torch.zeros(end - begin, dtype=wide, device=first.device)
+        self.read(index, master, part)
+        return master.requires_grad_()
+
+    def is_master(self, index: int, dtype: torch.dtype) -> bool:
+        """Whether ``master`` gives the memory of piece ``index`` itself."""
+        beside = self.own[index].device == self._groups[index].parameters[0].device
+        return not self._in_files(index) and beside and super().is_master(index, dtype)
+
+    def starts(self, index: int) -> Sequence[int] | None:
+        """The elements of piece ``index`` at which a part may begin, in order; None where it may anywhere."""
+        if not self._in_files(index):
+            return super().starts(index)
+        return [slot.start + start for slot in self._slots[index] for start in slot.shard.starts]
+
+    @torch.no_grad()
+    def read(self, index: int, target: torch.Tensor, part: slice = WHOLE) -> None:
+        """Fill ``target``, which is as long as the ``part`` of piece ``index``, with its values."""
+        if not self._in_files(index):
+            super().read(index, target, part)
+            return
+        for slot, within, there in self._overlaps(index, part):
+            slot.shard.read(target[there], within.start)
+
+    @torch.no_grad()
+    def write(self, index: int, master: torch.Tensor, part: slice = WHOLE) -> None:
+        """Make the values of ``master`` those of that ``part`` of piece ``index``; for files this only begins to."""
+        if not self._in_files(index):
+            super().write(index, master, part)
+            return
+        for slot, within, there in self._overlaps(index, part):
+            slot.shard.write(master[there], within.start)
+
+    def _overlaps(self, index: int, part: slice) -> Iterator[tuple[_Slot, slice, slice]]:
+        """The slices that lie in a part of piece ``index``: elements of each, and where they are in the part."""
+        begin, end, _ = part.indices(self._groups[index].layout.piece_numel)
+        for slot in self._slots[index]:
+            first, last = max(begin, slot.span.start), min(end, slot.span.stop)
+            if first < last:
+                yield slot, slice(first - slot.start, last - slot.start), slice(first - begin, last - begin)
 
     def begin_step(self) -> Sequence[tuple[int, slice]]:
         """Give up every whole parameter: it is about to change.
@@ -49,25 +117,36 @@ class ShardedParameters(Pieces):
     def changes(self) -> Sequence[tuple[int, slice]]:
         """What ``begin_step`` returns, without giving anything up."""
         changed = []
-        for shard, index, start in self._places:
-            if shard.changed:
-                shard.changed = False
-                changed.append((index, slice(start, start + shard.slice_numel)))
+        for slot in (slot for slots in self._slots for slot in slots):
+            if slot.shard.changed:
+                slot.shard.changed = False
+                changed.append((slot.group, slot.span))
         return changed
 
     def share(self) -> None:
         """Gather the parameters that stay whole between steps; the next forward gathers the others."""
         self._residency.parameters_changed()
 
-    def _flatten(self, index: int, each: ParameterGroup) -> torch.Tensor:
-        first = each.parameters[0]
-        flat = torch.zeros(each.layout.piece_numel, dtype=first.dtype, device=first.device)
-        position = 0
-        for parameter in each.parameters:
-            shard = shard_of(parameter)
-            assert shard is not None
-            shard.move(flat.narrow(0, position, shard.slice_numel))
-            shard.changed = False
-            self._places.append((shard, index, position))
-            position += shard.slice_numel
-        return flat
+    def _in_files(self, index: int) -> bool:
+        return self.own[index].numel() != self._groups[index].layout.piece_numel
+
+
+def _slots(index: int, each: ParameterGroup) -> list[_Slot]:
+    slots, start = [], 0
+    for parameter in each.parameters:
+        shard = shard_of(parameter)
+        assert shard is not None
+        slots.append(_Slot(shard, index, start))
+        start += shard.slice_numel
+    return slots
+
+
+def _flatten(each: ParameterGroup, slots: Sequence[_Slot]) -> torch.Tensor:
+    """The slices end to end in new memory, where all of them are in memory; else nothing."""
+    first = each.parameters[0]
+    if any(slot.shard.pager is not None for slot in slots):
+        return torch.empty(0, dtype=first.dtype)
+    flat = slots[0].shard.place.zeros(each.layout.piece_numel, first)
+    for slot in slots:
+        slot.shard.move(flat[slot.span])
+    return flat

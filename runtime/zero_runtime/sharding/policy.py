@@ -4,11 +4,43 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-
 from zero_runtime import comm
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.errors import ConfigError, UnsupportedError
+from zero_runtime.errors import ConfigError
+from zero_runtime.offload.files import AsynchronousIO
+
+
+class SliceOffload(NamedTuple):
+    """Where slices are kept while nobody uses them: the block ``offload_param``. Sizes are elements.
+
+    Attributes:
+        device: none for where the parameters are, cpu for host memory, nvme for files.
+        nvme_path: directory of the files.
+        pinned: host memory is page-locked, where the parameters are on an accelerator.
+        buffer_count: buffers for what is being read or written.
+        buffer_size: elements of one; a larger slice is kept in several files, and moved in parts.
+        max_in_cpu: elements of each rank that stay in host memory; the others are in files.
+        io: how files are read and written.
+    """
+
+    device: str = "none"
+    nvme_path: str | None = None
+    pinned: bool = True
+    buffer_count: int = 5
+    buffer_size: int = 100_000_000
+    max_in_cpu: int = 1_000_000_000
+    io: AsynchronousIO = AsynchronousIO()
+
+    def effective(self) -> dict[str, object]:
+        """The settings under the keys of a configuration."""
+        return {
+            "device": self.device,
+            "nvme_path": self.nvme_path,
+            "pin_memory": self.pinned,
+            "buffer_count": self.buffer_count,
+            "buffer_size": self.buffer_size,
+            "max_in_cpu": self.max_in_cpu,
+        }
 
 
 class ResidencyPolicy(NamedTuple):
@@ -26,7 +58,7 @@ class ResidencyPolicy(NamedTuple):
         leaf_classes, leaf_names, leaf_suffixes: modules that are gathered as one, children included.
         granularity: modules of fewer elements per layer than this are gathered as one; 0 for none.
         report_trace: say on stderr when the recorded order of modules no longer holds.
-        remote_device: where slices are kept; None for the parameters' device.
+        offload: where slices are kept.
     """
 
     prefetch: int = 50_000_000
@@ -42,24 +74,7 @@ class ResidencyPolicy(NamedTuple):
     leaf_suffixes: tuple[str, ...] = ()
     granularity: int = 0
     report_trace: bool = False
-    remote_device: str | None = None
-
-
-def remote(device: str | None) -> torch.device | None:
-    """Where slices are kept: None for the parameters' own device.
-
-    Raises:
-        UnsupportedError: for a device that holds files.
-        ConfigError: for anything that is no device.
-    """
-    if device in (None, "none"):
-        return None
-    if device == "nvme":
-        raise UnsupportedError("slices of parameters on nvme are not in this version yet; use cpu or none")
-    try:
-        return torch.device(str(device))
-    except RuntimeError as error:
-        raise ConfigError(f"{device!r} is no device to keep parameters on; expected cpu or none") from error
+    offload: SliceOffload = SliceOffload()
 
 
 def secondary_group(group: DataParallelGroup, size: int) -> DataParallelGroup | None:

@@ -24,13 +24,15 @@ from typing import Any, Final
 
 import torch
 
+from zero_runtime import comm
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import ConfigError
 from zero_runtime.sharding import access, leaves
 from zero_runtime.sharding.gathering import Gatherer, broadcast
 from zero_runtime.sharding.iteration import Iteration
-from zero_runtime.sharding.policy import ResidencyPolicy, remote, secondary_group
+from zero_runtime.sharding.policy import ResidencyPolicy, secondary_group
 from zero_runtime.sharding.shards import Shard, shard_of, shards_of
+from zero_runtime.sharding.storage import SliceStorage
 from zero_runtime.sharding.trace import Limits
 from zero_runtime.sharding.units import Unit, units_of, watch_inputs
 
@@ -62,6 +64,7 @@ class Residency:
         prefetch = min(policy.prefetch, 1) if policy.sequential else policy.prefetch
         limits = Limits(prefetch, policy.reuse_distance, policy.max_live)
         self._iteration = Iteration(group, self._gatherer, limits, policy.report_trace)
+        self._storage = SliceStorage(policy.offload, group.device, comm.get_rank())
         self._handles: list[Any] = []
         self._flagged: list[torch.nn.Module] = []  # as leaf modules, by the policy
 
@@ -73,7 +76,7 @@ class Residency:
     def shard(self) -> None:
         """Cut every parameter that is not a shard yet: one broadcast of its elements from rank 0 for each."""
         self._flag_leaves()
-        device = remote(self._policy.remote_device)
+        storage, persistent = self._storage, 0
         for name, parameter in self._module.named_parameters():
             shard = shard_of(parameter)
             if torch.nn.parameter.is_lazy(parameter):
@@ -82,14 +85,18 @@ class Residency:
                 )
             if shard is None:
                 broadcast(parameter, self._group)
-                shard = Shard(parameter, self._group, device)
+                shard = Shard(parameter, self._group, storage.place)
                 self._gatherer.keep_secondary(shard)
                 shard.release()
             elif shard.dtype != parameter.dtype:
                 shard.cast(parameter.dtype)
             shard.name = name
+            shard.persistent = self._persists(shard, persistent)
+            persistent += shard.numel if shard.persistent else 0
+            storage.keep(shard)
             self._iteration.add(shard)
-        self._mark_persistent()
+        self._iteration.pager = storage.pager
+        storage.report(self._iteration.shards.values())
 
     def _flag_leaves(self) -> None:
         """Flag the leaf modules that the policy names, until :meth:`shut_down`."""
@@ -107,16 +114,10 @@ class Residency:
             )
         self._flagged = [module for module in (*flagged, *fine) if module not in before]
 
-    def _mark_persistent(self) -> None:
-        """Small parameters, in the order of the model, while there is room for all of one."""
-        numel = 0
-        for parameter in self._module.parameters():
-            shard = shard_of(parameter)
-            if shard is None:
-                continue
-            fits = numel + shard.numel <= self._policy.model_persistence
-            shard.persistent = fits and shard.numel <= self._policy.persistence
-            numel += shard.numel if shard.persistent else 0
+    def _persists(self, shard: Shard, before: int) -> bool:
+        """Whether a parameter is small and there is room for all of it, after ``before`` elements that stay whole."""
+        fits = before + shard.numel <= self._policy.model_persistence
+        return fits and shard.numel <= self._policy.persistence
 
     def install(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
         """Put hooks on the modules, and send what DeepSpeed sends at its start: 3 barriers, 1 all_gather for each parameter.
@@ -203,6 +204,7 @@ class Residency:
                 shard.secondary = None
         named = (shard_of(parameter) for parameter in self._module.parameters())
         self._gatherer.gather_each([shard for shard in named if shard is not None and shard.persistent])
+        self._iteration.anticipate()
 
     def shut_down(self) -> None:
         """Take the hooks away and make every parameter whole and ordinary again."""

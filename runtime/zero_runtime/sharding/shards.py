@@ -2,19 +2,22 @@
 
 Every parameter is cut by itself: ``ceil(numel / world_size)`` elements for each rank, in rank order. The last ranks may
 hold padding, which is zero. While a parameter is not gathered its ``data`` is an empty tensor; its :class:`Shard` knows
-the shape that it really has.
+the shape that it really has. The slice is in memory, on the parameter's device or on the host, or in files
+(:mod:`zero_runtime.sharding.pages`).
 """
 
 from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterable
-from typing import Final, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final, NamedTuple, Protocol
 
 import torch
 
 from zero_runtime.comm import DataParallelGroup
+from zero_runtime.sharding.pages import Pager
 
 _ATTRIBUTE: Final = "zero_shard"
 _numbers = itertools.count()
@@ -35,6 +38,25 @@ class OnItsWay(Protocol):
         """Wait until the parameters are whole."""
 
 
+class Place(NamedTuple):
+    """Where slices are kept in memory.
+
+    Attributes:
+        device: None for the parameters' own.
+        pinned: page-locked host memory.
+    """
+
+    device: torch.device | None = None
+    pinned: bool = False
+
+    def zeros(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """Memory there for ``numel`` elements of the dtype of ``like``, a parameter."""
+        return torch.zeros(numel, dtype=like.dtype, device=self.device or like.device, pin_memory=self.pinned)
+
+
+_BESIDE: Final = Place()
+
+
 def slice_numel(numel: int, world_size: int) -> int:
     """Elements of each rank's slice of a parameter of ``numel`` elements, padding included."""
     return -(-numel // world_size)
@@ -46,7 +68,7 @@ class Shard:
     Args:
         parameter: to be cut; it stays whole until :meth:`release`.
         group: the ranks that share it out.
-        device: where the slice is kept; None for the parameter's device.
+        place: where the slice is kept.
 
     Attributes:
         parameter: the parameter that carries this shard.
@@ -55,7 +77,8 @@ class Shard:
         name: of the parameter in its model; empty until the model is known.
         shape, numel, dtype: of the whole parameter.
         slice_numel: elements of each rank's slice.
-        own: this rank's slice, 1-D, ``slice_numel`` elements in the parameter's dtype; padding is zeros.
+        place: where the slice is kept while it is in memory.
+        pager: what keeps the slice in files; None where it is in memory.
         secondary: a larger slice shared out inside the secondary group (hpZ), or None.
         active: who is using the parameter now: modules by number, contexts of scripts by negative numbers.
         gathering: the messages that the parameter is on its way in, or None.
@@ -64,6 +87,7 @@ class Shard:
 
     __slots__ = (
         "_empty",
+        "_own",
         "_persistent",
         "_status",
         "active",
@@ -74,15 +98,16 @@ class Shard:
         "name",
         "number",
         "numel",
-        "own",
+        "pager",
         "parameter",
+        "place",
         "secondary",
         "shape",
         "slice_numel",
     )
 
     def __init__(
-        self, parameter: torch.nn.Parameter, group: DataParallelGroup, device: torch.device | None = None
+        self, parameter: torch.nn.Parameter, group: DataParallelGroup, place: Place = _BESIDE
     ) -> None:
         self.parameter = parameter
         self.group = group
@@ -98,11 +123,24 @@ class Shard:
         self.gathering: OnItsWay | None = None
         self.changed = False
         self._empty: torch.Tensor | None = None
-        self.own = torch.zeros(self.slice_numel, dtype=self.dtype, device=device or parameter.device)
+        self.place = place
+        self.pager: Pager | None = None
+        self._own: torch.Tensor | None = place.zeros(self.slice_numel, parameter)
         self._status = Status.AVAILABLE
-        self.cut(self.own, group.rank)
+        self.cut(self._own, group.rank)
         setattr(parameter, _ATTRIBUTE, self)
         _tell_scripts(self)
+
+    @property
+    def own(self) -> torch.Tensor:
+        """This rank's slice, which must be in memory: 1-D, ``slice_numel`` elements of ``dtype``; padding is zeros."""
+        assert self._own is not None, f"the slice of {self.name} is in files"
+        return self._own
+
+    @own.setter
+    def own(self, own: torch.Tensor | None) -> None:
+        self._own = own
+        self.parameter.ds_tensor = torch.empty(0, dtype=self.dtype) if own is None else own  # type: ignore[attr-defined]
 
     @property
     def persistent(self) -> bool:
@@ -139,7 +177,8 @@ class Shard:
 
     def keep(self) -> None:
         """Take the values of the whole parameter, which a script has changed, over into the slice."""
-        self.cut(self.own, self.group.rank)
+        with self.lent() as own:
+            self.cut(own, self.group.rank)
         self.secondary = None
         self.changed = True
 
@@ -153,14 +192,61 @@ class Shard:
         """Keep the slice in ``own`` (1-D, ``slice_numel`` elements), such as a part of a larger buffer, from now on."""
         own.copy_(self.own)
         self.own = own
-        self.parameter.ds_tensor = own  # type: ignore[attr-defined]
+
+    @property
+    def starts(self) -> Sequence[int]:
+        """The elements at which :meth:`write` may begin, and before which it may end; the first is 0."""
+        return (0,) if self.pager is None else range(0, self.slice_numel, self.pager.offload.buffer_size)
+
+    def read(self, out: torch.Tensor, start: int = 0) -> None:
+        """Fill ``out``, 1-D and of any dtype on any device, with the slice's elements from ``start``."""
+        if self.pager is None:
+            out.copy_(self.own.narrow(0, start, out.numel()))
+        else:
+            self.pager.read(self, out, start)
+
+    def write(self, values: torch.Tensor, start: int = 0) -> None:
+        """Make ``values``, the slice's elements from ``start``; to files, this only begins to write them."""
+        if self.pager is None:
+            self.own.narrow(0, start, values.numel()).copy_(values)
+        else:
+            self.pager.write(self, values, start)
+
+    @contextmanager
+    def lent(self) -> Iterator[torch.Tensor]:
+        """The slice, to be looked at and changed inside."""
+        if self.pager is None:
+            yield self.own
+            return
+        own = torch.empty(self.slice_numel, dtype=self.dtype)
+        self.pager.read(self, own)
+        yield own
+        self.pager.write(self, own)
+
+    def page_out(self, pager: Pager) -> None:
+        """``pager`` has the slice from now on."""
+        self.pager = pager
+        self.own = None
+
+    def page_in(self) -> None:
+        """Keep the slice in memory again."""
+        pager = self.pager
+        if pager is not None:
+            own = self.place.zeros(self.slice_numel, self.parameter)
+            pager.read(self, own)
+            pager.forget(self)
+            self.pager = None
+            self.own = own
 
     def cast(self, dtype: torch.dtype) -> None:
         """Keep the slice, and gather the parameter, in ``dtype`` from now on. Not while the parameter is whole."""
+        pager = self.pager
+        self.page_in()
         self.dtype = dtype
         self.own = self.own.to(dtype)
+        if pager is not None:
+            pager.adopt(self)
         self.secondary = None
-        self.parameter.ds_tensor = self.own  # type: ignore[attr-defined]
         self.release()
 
     def fill(self, whole: torch.Tensor) -> None:
@@ -179,6 +265,9 @@ class Shard:
 
     def detach(self) -> None:
         """Make of the parameter, which must be whole, an ordinary one again."""
+        if self.pager is not None:
+            self.pager.forget(self)
+            self.pager = None
         delattr(self.parameter, _ATTRIBUTE)
         for name in _SCRIPT_ATTRIBUTES:
             delattr(self.parameter, name)

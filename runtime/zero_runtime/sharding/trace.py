@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -177,6 +177,14 @@ class Planner:
                 chosen = None
         self._position += 1
         return chosen
+
+    def coming(self) -> Iterator[int]:
+        """Parameters in the order of the trace that nothing has been gathered for yet; some may be whole all the same."""
+        return (use.parameter for use in self._queue)
+
+    def next_time(self) -> Iterator[int]:
+        """Parameters in the order in which the next iteration uses them, as far as that is known."""
+        return iter(()) if self._trace is None else (use.parameter for use in self._trace.uses)
 
     def releasable(
         self,

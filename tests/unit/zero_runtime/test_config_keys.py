@@ -34,6 +34,9 @@ NVME = {
         "offload_optimizer": {"device": "nvme", "nvme_path": "here"},
     }
 }
+PARAMETERS_IN_FILES = {
+    "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "there"}}
+}
 # For each implemented key a value that must make a difference, and what else it needs for that.
 VALUES = {
     "train_batch_size": (8, {"train_micro_batch_size_per_gpu": None}),
@@ -64,6 +67,17 @@ VALUES = {
     "zero_optimization.load_from_fp32_weights": (False, {}),
     "zero_optimization.offload_param": ({"device": "cpu"}, STAGE_3),
     "zero_optimization.offload_param.device": ("cpu", STAGE_3),
+    "zero_optimization.offload_params": ({"device": "cpu"}, STAGE_3),
+    **{
+        f"zero_optimization.offload_param.{name}": (value, PARAMETERS_IN_FILES)
+        for name, value in {
+            "nvme_path": "elsewhere",
+            "buffer_count": 2,
+            "buffer_size": 1000,
+            "max_in_cpu": 0,
+            "pin_memory": False,
+        }.items()
+    },
     "zero_optimization.cpu_offload_param": (True, STAGE_3),
     "zero_optimization.sub_group_size": (1000, STAGE_3),
     "zero_optimization.cpu_offload": (True, {}),

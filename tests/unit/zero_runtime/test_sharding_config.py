@@ -69,7 +69,6 @@ def test_refused(top, zero, message):
     [
         {"zero_quantized_weights": True},
         {"zero_quantized_gradients": True},
-        {"offload_param": {"device": "nvme"}},
     ],
 )
 def test_not_in_this_version(zero):
@@ -101,3 +100,37 @@ def test_gradients_are_divided_between_the_cast_and_the_sum():
     assert predivided.scaling(4) == (1.0, 4, 0.5, 2.0)
     prescaled = read(world=4, top={"prescale_gradients": True}, reduce_scatter=False)
     assert prescaled.scaling(4) == (1.0, 4, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("zero", "message"),
+    [
+        ({"offload_param": {"device": "nvme"}}, "'nvme' without nvme_path"),
+        ({"offload_param": {"device": "nvme", "nvme_path": "x", "buffer_count": 0}}, "buffer_count is 0"),
+        ({"offload_param": {"device": "nvme", "nvme_path": "x", "buffer_size": 0}}, "buffer_size is 0"),
+        ({"offload_param": {"device": "disk"}}, "offload_param.device is 'disk'"),
+        ({"offload_param": {"devise": "cpu"}}, "did you mean 'zero_optimization.offload_param.device'"),
+        ({"offload_params": {"devise": "cpu"}}, "did you mean 'zero_optimization.offload_param.device'"),
+        ({"offload_params": {"device": "cpu"}, "offload_param": {"device": "none"}}, "two names of one key"),
+        ({"cpu_offload_param": True, "offload_param": {"device": "none"}}, "cpu_offload_param is true"),
+    ],
+)
+def test_refused_ways_to_keep_slices(zero, message):
+    with pytest.raises(ConfigError, match=message):
+        read(**zero)
+
+
+def test_slices_in_files():
+    given = {"device": "nvme", "nvme_path": "x", "buffer_size": 1e6, "max_in_cpu": 5e8}
+    for name in ("offload_param", "offload_params"):
+        config = read(**{name: given})
+        offload = config.zero.sharding.residency.offload
+        assert offload[:6] == ("nvme", "x", True, 5, 1_000_000, 500_000_000)
+        assert config.effective()["zero_optimization"]["offload_param"]["max_in_cpu"] == 500_000_000
+    assert any("read as offload_param" in notice for notice in config.notices)
+
+
+def test_slices_stay_where_they_are_at_other_stages():
+    """DeepSpeed takes the key there, and ignores it."""
+    (notice,) = read(stage=2, offload_param={"device": "nvme"}).notices
+    assert "offload_param.device" in notice and "stage 3 only" in notice

@@ -1,0 +1,92 @@
+"""What the configuration says of sharded parameters that are kept in host memory or in files: ``offload_param``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from zero_runtime.configuration.checks import boolean, choice, integer, mapping, optional, text, unknown_key
+from zero_runtime.configuration.key_table import Table, read, stage_3
+from zero_runtime.errors import ConfigError
+from zero_runtime.sharding.policy import SliceOffload
+
+KEY: Final = "zero_optimization.offload_param"
+OTHER_NAME: Final = "offload_params"
+_SIZE: Final = integer(0)
+
+OFFLOAD_PARAM: Final[Table] = {
+    "device": stage_3(
+        choice("none", "cpu", "nvme"), "none", "where slices of parameters are kept: host memory, or files"
+    ),
+    "nvme_path": stage_3(optional(text), None, "folder for the files; needed for nvme"),
+    "buffer_count": stage_3(_SIZE, 5, "buffers for what is read ahead or being written, with nvme"),
+    "buffer_size": stage_3(_SIZE, 100_000_000, "elements of a buffer; a larger slice is moved in parts"),
+    "max_in_cpu": stage_3(
+        _SIZE, 1_000_000_000, "elements of each rank that stay in host memory; the others are in files"
+    ),
+    "pin_memory": stage_3(boolean, True, "page-locked host memory, where there is a GPU to copy from it"),
+}
+
+
+def modern(zero: Any, notices: list[str]) -> Any:
+    """``zero_optimization`` with ``offload_param`` under that name. Raises ConfigError where it is given under two."""
+    if not isinstance(zero, Mapping) or OTHER_NAME not in zero:
+        return zero
+    renamed = dict(zero)
+    value = renamed.pop(OTHER_NAME)
+    known = renamed.get("offload_param")
+    if known is not None and known != value:
+        raise ConfigError(
+            f"zero_optimization has offload_param {known!r} and {OTHER_NAME} {value!r}, two names of one key; keep "
+            "offload_param"
+        )
+    notices.append(
+        f"zero_optimization.{OTHER_NAME} is read as offload_param, which is DeepSpeed's name of it"
+    )
+    return {**renamed, "offload_param": value}
+
+
+def read_slice_offload(values: Mapping[str, Any]) -> SliceOffload:
+    """Where slices are kept, by the checked values of ``zero_optimization``.
+
+    Raises:
+        ConfigError: keys that contradict each other, files without a folder, or no room for a buffer.
+    """
+    given = dict(values["offload_param"] or {})
+    device = given.get("device") or "none"
+    if values["cpu_offload_param"]:
+        if values["offload_param"] is not None and device != "cpu":
+            raise ConfigError(
+                f"zero_optimization.cpu_offload_param is true, and {KEY}.device is {device!r}; keep offload_param"
+            )
+        device = "cpu"
+    if device == "none":
+        return SliceOffload()
+    path, pinned = given.get("nvme_path"), given.get("pin_memory", True)
+    if device == "cpu":
+        return SliceOffload(device, pinned=pinned)
+    if not path:
+        raise ConfigError(
+            f"{KEY}.device is 'nvme' without nvme_path; set {KEY}.nvme_path to a folder on a fast local disk"
+        )
+    for name in ("buffer_count", "buffer_size"):
+        if given[name] == 0:
+            raise ConfigError(f"{KEY}.{name} is 0, and files are read through buffers; expected at least 1")
+    return SliceOffload(
+        device, path, pinned, given["buffer_count"], given["buffer_size"], given["max_in_cpu"]
+    )
+
+
+def slice_offload_of(zero: Mapping[str, Any]) -> SliceOffload:
+    """The same of a ``zero_optimization`` block that nothing has been checked of."""
+    zero = modern(zero, [])
+    given = zero.get("offload_param")
+    if given is not None:
+        given = mapping(KEY, given)
+        for name in given:
+            if name not in OFFLOAD_PARAM:
+                raise ConfigError(unknown_key(f"{KEY}.{name}", name, OFFLOAD_PARAM, KEY, {}))
+        given = read(OFFLOAD_PARAM, KEY, given)
+    return read_slice_offload(
+        {"offload_param": given, "cpu_offload_param": zero.get("cpu_offload_param") is True}
+    )
