@@ -77,6 +77,7 @@ class RuntimeConfig:
     zero: ZeroConfig
     aio: AsynchronousIO
     checkpoint_tag_validation: str
+    checkpoint_load_universal: bool
     given: Mapping[str, Any] = field(repr=False)
     notices: tuple[str, ...] = ()
 
@@ -122,6 +123,7 @@ class RuntimeConfig:
             zero=zero,
             aio=read_aio(top["aio"]),
             checkpoint_tag_validation=top["checkpoint"]["tag_validation"],
+            checkpoint_load_universal=top["checkpoint"]["load_universal"],
             given=dict(given),
             notices=(),
         )
@@ -168,7 +170,9 @@ class RuntimeConfig:
         """Everything as it is really used, under the keys of a configuration; for the record of a run."""
         values = dataclasses.asdict(self)
         zero, kinds = values.pop("zero"), values.pop("precision")
-        values["checkpoint"] = {"tag_validation": values.pop("checkpoint_tag_validation")}
+        values["checkpoint"] = {
+            name: values.pop(f"checkpoint_{name}") for name in ("tag_validation", "load_universal")
+        }
         del (
             values["given"],
             values["notices"],

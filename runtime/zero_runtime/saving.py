@@ -105,6 +105,7 @@ class Saving:
             load_module_only,
             self.config.zero.load_from_fp32_weights,
             custom_load_fn,
+            self.config.checkpoint_load_universal,
         )
         with self._checkpointing() as training:
             loaded = load(training, Path(load_dir), None if tag is None else str(tag), wanted)

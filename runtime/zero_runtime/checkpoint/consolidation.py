@@ -14,7 +14,9 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from zero_runtime.checkpoint.manifest import check_tag, read_latest
+from zero_runtime.checkpoint.deepspeed.checkpoint import open_folder
+from zero_runtime.checkpoint.manifest import FILE_NAME, LATEST_UNIVERSAL, check_tag, read_latest
+from zero_runtime.checkpoint.opened import OpenCheckpoint
 from zero_runtime.checkpoint.reader import Checkpoint
 from zero_runtime.checkpoint.tensor_file import Entry, discard, write
 from zero_runtime.errors import CheckpointError
@@ -31,23 +33,27 @@ class _Tensor(NamedTuple):
     is_buffer: bool
 
 
-def open_checkpoint(directory: str | Path, tag: str | None = None) -> Checkpoint:
+def open_checkpoint(directory: str | Path, tag: str | None = None) -> OpenCheckpoint:
     """The checkpoint ``tag`` in ``directory``, or the one that was saved last, or ``directory`` itself; verified.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
     directory = Path(directory)
-    if tag is None and not (directory / "manifest.json").is_file():
-        tag = read_latest(directory)
+    if tag is None and not (directory / FILE_NAME).is_file():
+        tag = read_latest(directory) or read_latest(directory, LATEST_UNIVERSAL)
+    if tag is not None:
+        check_tag(tag)
+        directory = directory / tag
+    checkpoint: OpenCheckpoint | None = None
+    if not (directory / FILE_NAME).is_file():
+        checkpoint = open_folder(directory)
+    if checkpoint is None:
         if tag is None and directory.is_dir() and any(each.is_dir() for each in directory.iterdir()):
             raise CheckpointError(
                 f"{directory / 'latest'} does not exist, so no tag is the last one; name the tag"
             )
-    if tag is not None:
-        check_tag(tag)
-        directory = directory / tag
-    checkpoint = Checkpoint(directory)
+        checkpoint = Checkpoint(directory)
     checkpoint.verify(range(len(checkpoint.manifest.files)))
     return checkpoint
 
@@ -71,7 +77,7 @@ def consolidated_state_dict(
 
 
 def state_dict(
-    checkpoint: Checkpoint, fp32: bool = True, exclude_frozen: bool = False
+    checkpoint: OpenCheckpoint, fp32: bool = True, exclude_frozen: bool = False
 ) -> dict[str, torch.Tensor]:
     """The whole model on the CPU, in fp32 or in the dtypes that the model had."""
     found: dict[str, torch.Tensor] = {}
@@ -139,12 +145,12 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         (output / f"{stem}{suffix}.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def write_state_dict(checkpoint: Checkpoint, path: Path, exclude_frozen: bool = False) -> None:
+def write_state_dict(checkpoint: OpenCheckpoint, path: Path, exclude_frozen: bool = False) -> None:
     """Write the consolidated state dict to one file: safetensors, or torch.save's format for .bin, .pt and .pth."""
     _write(checkpoint, list(_tensors(checkpoint, True, exclude_frozen)), path)
 
 
-def _write(checkpoint: Checkpoint, tensors: list[_Tensor], path: Path) -> None:
+def _write(checkpoint: OpenCheckpoint, tensors: list[_Tensor], path: Path) -> None:
     fresh = path.with_name(f".{path.name}.writing")
     try:
         if path.suffix in PICKLED:
@@ -168,7 +174,7 @@ def _write(checkpoint: Checkpoint, tensors: list[_Tensor], path: Path) -> None:
         ) from None
 
 
-def _tensors(checkpoint: Checkpoint, fp32: bool, exclude_frozen: bool) -> Iterator[_Tensor]:
+def _tensors(checkpoint: OpenCheckpoint, fp32: bool, exclude_frozen: bool) -> Iterator[_Tensor]:
     further: dict[str, list[str]] = {}
     for alias, name in checkpoint.manifest.aliases.items():
         further.setdefault(name, []).append(alias)
@@ -185,7 +191,7 @@ def _tensors(checkpoint: Checkpoint, fp32: bool, exclude_frozen: bool) -> Iterat
             yield _Tensor(each, name, buffer.dtype, tuple(buffer.shape), True)
 
 
-def _read(checkpoint: Checkpoint, each: _Tensor) -> torch.Tensor:
+def _read(checkpoint: OpenCheckpoint, each: _Tensor) -> torch.Tensor:
     if each.is_buffer:
         return checkpoint.buffer(each.kept_as, 0)
     whole = torch.empty(math.prod(each.shape), dtype=each.dtype)

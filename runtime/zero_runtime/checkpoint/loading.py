@@ -13,9 +13,12 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from zero_runtime.checkpoint import agreement, random_state
-from zero_runtime.checkpoint.manifest import FILE_NAME, read_latest
+from zero_runtime.checkpoint.deepspeed.checkpoint import Known, open_folder
+from zero_runtime.checkpoint.deepspeed.folder import is_exported
+from zero_runtime.checkpoint.manifest import FILE_NAME, LATEST_UNIVERSAL, read_latest
+from zero_runtime.checkpoint.opened import OpenCheckpoint
 from zero_runtime.checkpoint.reader import Checkpoint
-from zero_runtime.checkpoint.training import Training, buffers, extra_states, parameters, whole_shape
+from zero_runtime.checkpoint.training import Training, aliases, buffers, extra_states, parameters, whole_shape
 from zero_runtime.errors import CheckpointError
 from zero_runtime.fragments import IMPLEMENTATION
 from zero_runtime.sharding.residency import residency_of
@@ -35,6 +38,7 @@ class Wanted(NamedTuple):
         module_only: parameters and buffers, and nothing else.
         from_fp32: fill fp32 masters with what was kept in fp32, not with the model's dtype.
         custom: called with ``src``, the state dict, and ``dst``, the model, instead of loading parameters and buffers.
+        universal: without a tag, prefer the universal folder of DeepSpeed's that was made last.
     """
 
     strict: bool = True
@@ -43,10 +47,14 @@ class Wanted(NamedTuple):
     module_only: bool = False
     from_fp32: bool = True
     custom: Callable[..., Any] | None = None
+    universal: bool = False
 
 
 class Loaded(NamedTuple):
-    """What has been loaded: the directory, the client state, and the counters (None with ``module_only``)."""
+    """What has been loaded: the directory, the client state, and the counters.
+
+    There are no counters with ``module_only``, nor of weights alone.
+    """
 
     directory: Path
     client_state: dict[str, Any]
@@ -90,35 +98,65 @@ def load(training: Training, load_dir: Path, tag: str | None, wanted: Wanted) ->
     return loaded
 
 
-def _open(training: Training, load_dir: Path, tag: str | None, wanted: Wanted) -> Checkpoint | None:
+def _open(training: Training, load_dir: Path, tag: str | None, wanted: Wanted) -> OpenCheckpoint | None:
     """The checkpoint, once it fits ``training`` and this rank's share of its files has the right checksums."""
-    if tag is None:
-        tag = read_latest(load_dir)
-        if tag is None:
-            if (load_dir / FILE_NAME).is_file():
-                here = load_dir.absolute()
-                raise CheckpointError(
-                    f"{load_dir} is a checkpoint itself; expected the directory that holds it: "
-                    f"load_checkpoint({str(here.parent)!r}, tag={here.name!r})"
-                )
-            if training.group.rank == 0:
-                missing = load_dir / "latest" if load_dir.exists() else load_dir
-                end = "; name a tag to load one" if load_dir.exists() else ""
-                print(
-                    f"zero_runtime: {missing} does not exist, so nothing was loaded{end}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            return None
+    directory = _directory(load_dir, tag, wanted.universal)
+    if directory is None:
+        if training.group.rank == 0:
+            missing = load_dir / "latest" if load_dir.exists() else load_dir
+            end = "; name a tag to load one" if load_dir.exists() else ""
+            print(
+                f"zero_runtime: {missing} does not exist, so nothing was loaded{end}",
+                file=sys.stderr,
+                flush=True,
+            )
+        return None
     dtypes = {name: each.dtype for name, each in parameters(training).items()}
-    checkpoint = Checkpoint(load_dir / tag, rounding={} if wanted.from_fp32 else dtypes)
+    rounding = {} if wanted.from_fp32 else dtypes
+    checkpoint: OpenCheckpoint | None = None
+    if not (directory / FILE_NAME).is_file():
+        checkpoint = open_folder(directory, rounding, _known(training))
+    if checkpoint is None:
+        checkpoint = Checkpoint(directory, rounding)
     _check_fits(training, checkpoint, wanted)
     files = len(checkpoint.manifest.files)
     checkpoint.verify(range(training.group.rank, files, training.group.world_size))
     return checkpoint
 
 
-def _identity(checkpoint: Checkpoint) -> int:
+def _directory(load_dir: Path, tag: str | None, universal: bool) -> Path | None:
+    """The directory of ``tag``, or of the tag that was saved last; None where nothing was saved."""
+    if tag is None:
+        tag = read_latest(load_dir, LATEST_UNIVERSAL) if universal else None
+        tag = tag or read_latest(load_dir) or read_latest(load_dir, LATEST_UNIVERSAL)
+    if tag is not None:
+        return load_dir / tag
+    if (load_dir / FILE_NAME).is_file():
+        here = load_dir.absolute()
+        raise CheckpointError(
+            f"{load_dir} is a checkpoint itself; expected the directory that holds it: "
+            f"load_checkpoint({str(here.parent)!r}, tag={here.name!r})"
+        )
+    return load_dir if is_exported(load_dir) else None
+
+
+def _known(training: Training) -> Known:
+    """What a checkpoint that names no parameters needs to know of the model."""
+    groups: dict[int, list[str]] = {}
+    for name, (_, number) in training.trained.items():
+        groups.setdefault(number, []).append(name)
+    inner = None if training.optimizer is None else training.optimizer.optimizer
+    count = 0 if inner is None else len(training.optimizer.param_groups)
+    return Known(
+        tuple(tuple(groups.get(number, ())) for number in range(count)),
+        frozenset(name for name in parameters(training) if name not in training.trained),
+        frozenset(buffers(training.module)),
+        aliases(training.module),
+        None if inner is None else type(inner).__name__,
+    )
+
+
+def _identity(checkpoint: OpenCheckpoint) -> int:
     """A number that tells checkpoints apart."""
     crc = 1
     for each in checkpoint.manifest.files:
@@ -126,7 +164,7 @@ def _identity(checkpoint: Checkpoint) -> int:
     return crc + 1
 
 
-def _check_fits(training: Training, checkpoint: Checkpoint, wanted: Wanted) -> None:
+def _check_fits(training: Training, checkpoint: OpenCheckpoint, wanted: Wanted) -> None:
     model = parameters(training)
     where = checkpoint.directory
     if wanted.custom is None:
@@ -151,7 +189,7 @@ def _check_fits(training: Training, checkpoint: Checkpoint, wanted: Wanted) -> N
         )
 
 
-def _check_names(training: Training, checkpoint: Checkpoint) -> None:
+def _check_names(training: Training, checkpoint: OpenCheckpoint) -> None:
     manifest = checkpoint.manifest
     kept = {*checkpoint.parameters, *manifest.buffers, *manifest.aliases}
     aliased = {checkpoint.name_of(name) for name in manifest.aliases}
@@ -175,7 +213,7 @@ def _check_names(training: Training, checkpoint: Checkpoint) -> None:
 
 
 @torch.no_grad()
-def _restore(training: Training, checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
+def _restore(training: Training, checkpoint: OpenCheckpoint, wanted: Wanted) -> Loaded:
     manifest = checkpoint.manifest
     if wanted.custom is None:
         _restore_module(training, checkpoint)
@@ -198,10 +236,11 @@ def _restore(training: Training, checkpoint: Checkpoint, wanted: Wanted) -> Load
         if state is not None:
             training.scheduler.load_state_dict(state)
     client_state = checkpoint.decode(manifest.client_state)
-    return Loaded(checkpoint.directory, client_state, None if wanted.module_only else dict(manifest.counters))
+    counters = None if wanted.module_only or not manifest.counters else dict(manifest.counters)
+    return Loaded(checkpoint.directory, client_state, counters)
 
 
-def _restore_module(training: Training, checkpoint: Checkpoint) -> None:
+def _restore_module(training: Training, checkpoint: OpenCheckpoint) -> None:
     """Fill parameters, this rank's slices of sharded ones, and buffers."""
     optimizer = training.optimizer
     masters = set() if optimizer is None else {id(each.tensor) for each in optimizer.held()}
@@ -237,7 +276,7 @@ def _restore_module(training: Training, checkpoint: Checkpoint) -> None:
             child.set_extra_state(extra[name])
 
 
-def _restore_by(custom: Callable[..., Any], training: Training, checkpoint: Checkpoint) -> None:
+def _restore_by(custom: Callable[..., Any], training: Training, checkpoint: OpenCheckpoint) -> None:
     """Let the client's function load a whole state dict in the model's dtypes, then take masters from the model."""
     from zero_runtime.checkpoint.consolidation import state_dict
 
@@ -263,7 +302,7 @@ class _Whole:
         target.copy_(self._named[name].detach().reshape(-1).narrow(0, start, target.numel()))
 
 
-def _restore_options(training: Training, checkpoint: Checkpoint) -> None:
+def _restore_options(training: Training, checkpoint: OpenCheckpoint) -> None:
     """Give each param group the options that its parameters were saved with; where they differ, it keeps its own."""
     saved = checkpoint.decode(checkpoint.manifest.param_groups)
     members: dict[int, set[int]] = {}

@@ -27,6 +27,7 @@ FORMAT: Final = "zero_runtime checkpoint"
 VERSION: Final = 1
 FILE_NAME: Final = "manifest.json"
 LATEST: Final = "latest"
+LATEST_UNIVERSAL: Final = "latest_universal"  # DeepSpeed's, of what its ds_to_universal made
 _RANK_FILE: Final = re.compile(r"rank-\d{5,}-\d+\.safetensors")
 
 
@@ -189,11 +190,6 @@ def describe_foreign(directory: Path) -> str:
     names = sorted(each.name for each in directory.iterdir())
     if not names:
         return f"{directory} is empty: no checkpoint was saved there; load another tag"
-    if any(name.endswith(("_model_states.pt", "_optim_states.pt")) for name in names):
-        return (
-            f"{directory} is a checkpoint of DeepSpeed's, which is pickle and is not read here; make one state dict of it "
-            "with DeepSpeed's zero_to_fp32, load that into the model, and train on from it"
-        )
     if any(is_rank_file(name) for name in names):
         return (
             f"{directory} was never finished: it has files of ranks and no {FILE_NAME}. The save was cut off; load "
@@ -207,13 +203,13 @@ def write_latest(directory: Path, tag: str) -> None:
     replace_file(directory / LATEST, tag)
 
 
-def read_latest(directory: Path) -> str | None:
-    """The tag that was saved last into ``directory``; None where there is none.
+def read_latest(directory: Path, name: str = LATEST) -> str | None:
+    """The tag that was saved last into ``directory``, as the file ``name`` says; None where there is none.
 
     Raises:
         CheckpointError: the file cannot be read, or holds no tag.
     """
-    path = directory / LATEST
+    path = directory / name
     try:
         tag = path.read_text(encoding="utf-8").strip()
     except (FileNotFoundError, NotADirectoryError):

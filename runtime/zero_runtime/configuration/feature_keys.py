@@ -62,7 +62,9 @@ CHECKPOINT: Final[Table] = {
     "tag_validation": used(
         choice_of_any_case("Ignore", "Warn", "Fail"), "Warn", "what happens where ranks name different tags"
     ),
-    "load_universal": inert(boolean, False, "load a universal checkpoint", ANY_LAYOUT),
+    "load_universal": used(
+        boolean, False, "without a tag, load the universal folder of DeepSpeed's that was made last; others load without it"
+    ),
     "use_node_local_storage": later(
         boolean, False, "each host keeps its own files", "checkpoints on local disks",
         "checkpoints need a directory that all ranks see",

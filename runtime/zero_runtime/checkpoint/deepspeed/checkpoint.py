@@ -1,0 +1,387 @@
+"""A checkpoint of DeepSpeed's, open: the same as one of this runtime's own, for all who read it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from zero_runtime.checkpoint.deepspeed import file
+from zero_runtime.checkpoint.deepspeed.folder import Folder, find
+from zero_runtime.checkpoint.deepspeed.objects import plain
+from zero_runtime.checkpoint.deepspeed.partitions import read_partitions
+from zero_runtime.checkpoint.deepspeed.runs import Run
+from zero_runtime.checkpoint.deepspeed.universal import read_universal
+from zero_runtime.checkpoint.deepspeed.whole import read_whole
+from zero_runtime.checkpoint.manifest import Manifest, ParameterFacts, RankFile
+from zero_runtime.checkpoint.opened import OpenCheckpoint, Piece
+from zero_runtime.errors import CheckpointError
+from zero_runtime.fragments import NumberTensor, Scalar
+
+_EXTRA: Final = "_extra_state"
+# What DeepSpeed keeps beside the client's values in one dictionary.
+_OWN_KEYS: Final = frozenset(
+    (
+        *(
+            "module",
+            "buffer_names",
+            "optimizer",
+            "param_shapes",
+            "frozen_param_shapes",
+            "frozen_param_fragments",
+        ),
+        *("shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names"),
+        *("csr_tensor_module_names", "skipped_steps", "global_steps", "global_samples", "dp_world_size"),
+        *("mp_world_size", "ds_config", "ds_version", "checkpoint_parallel_dimensions", "num_experts"),
+        *("universal_checkpoint_info", "ds_autoep_layers", "autoep_layers"),
+    )
+)
+_NAMES: Final = {
+    "adam": "AdamW",
+    "adamw": "AdamW",
+    "adagrad": "Adagrad",
+    "sgd": "SGD",
+    "lamb": "Lamb",
+    "lion": "Lion",
+    "muon": "Muon",
+}
+_BY_STATES: Final = {
+    frozenset(("exp_avg", "exp_avg_sq")): "AdamW",
+    frozenset(("exp_avg", "exp_avg_sq", "max_exp_avg_sq")): "AdamW",
+    frozenset(("momentum_buffer",)): "SGD",
+    frozenset(): "SGD",
+    frozenset(("sum",)): "Adagrad",
+    frozenset(("exp_avg",)): "Lion",
+}
+
+
+class Known(NamedTuple):
+    """What a model that loads a checkpoint knows of itself, and some checkpoints do not say.
+
+    Attributes:
+        groups: the names of the parameters that each param group trains, in the optimizer's order.
+        frozen: names of the parameters that nothing trains.
+        buffers: names of the persistent buffers.
+        aliases: further names of tied parameters and shared buffers, and their first names.
+        optimizer: the class of the torch optimizer.
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    frozen: frozenset[str]
+    buffers: frozenset[str]
+    aliases: Mapping[str, str]
+    optimizer: str | None
+
+
+class DeepSpeedCheckpoint(OpenCheckpoint):
+    """A checkpoint that DeepSpeed 0.14 to 0.19 wrote: of any stage, universal, or the weights alone.
+
+    Tensors stay in their files until they are read.
+
+    Args:
+        folder: which files there are.
+        rounding: by parameter, the dtype to which ``read_master`` rounds; empty for none.
+        known: of the model that loads it; None where there is no model.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, or of a kind that is not read here.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        rounding: Mapping[str, torch.dtype] | None = None,
+        known: Known | None = None,
+    ) -> None:
+        super().__init__(folder.directory, rounding)
+        self._known = known
+        self._folder = folder
+        self._facts: dict[str, ParameterFacts] = {}
+        self._aliases: dict[str, str] = {}
+        self._buffers: list[str] = []
+        self._extra: dict[str, Any] = {}
+        self.manifest = self._weights() if folder.weights else self._training()
+        self._check_complete()
+
+    def verify(self, ranks: Iterable[int]) -> None:
+        """Compare the files of these numbers with the checksums in them."""
+        for rank in ranks:
+            file.verify(self._folder.files[rank])
+
+    # The weights alone.
+
+    def _weights(self) -> Manifest:
+        tensors: dict[str, torch.Tensor] = {}
+        for path in self._folder.weights:
+            tensors.update(file.read_weights(path))
+        self._take_module(tensors, self._known.buffers if self._known else frozenset())
+        return self._manifest({}, {}, None, [], None)
+
+    # All of a training.
+
+    def _training(self) -> Manifest:
+        paths = self._folder.models
+        models = {rank: file.read_dict(path, "module", "global_steps") for rank, path in paths.items()}
+        first = models.get(0)
+        if first is None or not isinstance(first["module"], dict):
+            raise CheckpointError(
+                f"{self.directory} lacks the model states of rank 0; copy all files of the checkpoint, or load another tag"
+            )
+        module, buffers = first["module"], frozenset(first.get("buffer_names") or ())
+        shapes = first.get("param_shapes")
+        sharded = paths[0].name.startswith(("zero_pp_rank", "bf16_zero_pp_rank"))
+        self._aliases.update(first.get("shared_params") or {})
+        common: Mapping[str, Any] = {}
+        options: list[dict[str, Any]] = []
+        if self._folder.universal:
+            partitions, found = read_universal(self._folder, shapes or [])
+            shapes = [{name: found[name] for name in named} for named in shapes or []]
+        elif shapes is not None or self._folder.optimizers:
+            partitions = read_partitions(self._folder, shapes)
+        else:
+            partitions = None
+        trained = None
+        if partitions is not None:
+            trained = {name: shape for named in shapes or () for name, shape in named.items()}
+            options, common = partitions.options, partitions.common
+            for name, shape in trained.items():
+                dtype = module[name].dtype if name in module else torch.float32
+                self._describe(name, shape, dtype, partitions.groups.get(name))
+        self._take_module(module, buffers, trained, sharded)
+        self._take_frozen(models)
+        for rank, model in models.items():
+            if rank:
+                self._take_buffers(model["module"], buffers, rank)
+        if partitions is not None:
+            self._take_runs(partitions.runs)
+        elif first.get("optimizer") is not None and self._known is not None:
+            common = first["optimizer"]
+            whole = read_whole(
+                paths[0],
+                common,
+                self._known.groups,
+                {name: facts.shape for name, facts in self._facts.items()},
+            )
+            options = whole.options
+            self._take_runs(whole.runs)
+            for number, names in enumerate(self._known.groups):
+                for name in names:
+                    facts = self._facts[name]
+                    self._describe(name, facts.shape, getattr(torch, facts.dtype), number)
+        config = first.get("ds_config")
+        return self._manifest(
+            first,
+            config if isinstance(config, dict) else {},
+            _loss_scale(common),
+            options,
+            _stage(common, config),
+        )
+
+    # Tensors.
+
+    def _describe(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, group: int | None, trained: bool = True
+    ) -> None:
+        self._facts[name] = ParameterFacts(tuple(shape), str(dtype).removeprefix("torch."), group, trained)
+
+    def _take_module(
+        self,
+        module: Mapping[str, Any],
+        buffers: frozenset[str],
+        trained: Mapping[str, Any] | None = None,
+        sharded: bool = False,
+    ) -> None:
+        """Take up the model's own tensors, but for those that are ``trained``, where that is known.
+
+        Where the model is ``sharded``, its parameters are empty there.
+        """
+        self._take_buffers(module, buffers, 0)
+        places: dict[tuple[Any, ...], str] = {}
+        for name, value in module.items():
+            if name.endswith(_EXTRA):
+                self._extra[name.removesuffix(_EXTRA).removesuffix(".")] = plain(value)
+                continue
+            if name in self._buffers or not isinstance(value, torch.Tensor):
+                continue
+            first = self._first_name(name, value, places)
+            if first != name:
+                self._aliases[name] = first
+            elif not sharded and name not in (trained or ()):
+                self._describe(name, value.shape, value.dtype, None, trained is None)
+                self._add("value", name, _piece(0, value.reshape(-1)))
+
+    def _first_name(self, name: str, value: torch.Tensor, places: dict[tuple[Any, ...], str]) -> str:
+        """The name under which ``value`` is kept: another one's, where they are tied."""
+        if name in self._aliases:
+            return self._aliases[name]
+        if self._known is not None and name in self._known.aliases:
+            return self._known.aliases[name]
+        if not value.numel():
+            return name
+        place = (value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
+        return places.setdefault(place, name)
+
+    def _take_buffers(self, module: Mapping[str, Any], buffers: frozenset[str], rank: int) -> None:
+        for name in module:
+            if name in buffers and isinstance(module[name], torch.Tensor):
+                if rank == 0:
+                    self._buffers.append(name)
+                self._add("buffer", name, _piece(rank, module[name]))
+
+    def _take_frozen(self, models: Mapping[int, Mapping[str, Any]]) -> None:
+        """Take up parameters that nothing trained and of which, at stage 3, every rank has a slice."""
+        shapes = models[0].get("frozen_param_shapes") or {}
+        for name, shape in shapes.items():
+            if name in self._facts:
+                continue
+            numel = math.prod(shape)
+            start = 0
+            for rank in sorted(models):
+                fragment = models[rank]["frozen_param_fragments"][name].reshape(-1)
+                held = fragment.narrow(0, 0, min(fragment.numel(), numel - start))
+                if start == 0:
+                    self._describe(name, shape, fragment.dtype, None, trained=False)
+                if held.numel():
+                    self._add("value", name, _piece(start, held))
+                start += held.numel()
+
+    def _take_runs(self, runs: Sequence[Run]) -> None:
+        for name in {run.name for run in runs if run.value is not None}:
+            self._pieces.pop(("value", name), None)  # the model's own, in 16 bits
+        for run in runs:
+            if run.value is not None:
+                self._add("value", run.name, _piece(run.start, run.value))
+            for state, tensor in run.state.items():
+                self._add(f"state.{state}", run.name, _piece(run.start, tensor))
+            for state, tensor in run.whole.items():
+                key = f"{run.name}/{state}"
+                self._whole.setdefault(run.name, {})[state] = key
+                self._add("whole", key, _piece(0, tensor))
+            if run.scalars:
+                scalars = {name: self._scalar(name, value) for name, value in run.scalars.items()}
+                self._scalars[run.name] = scalars
+
+    def _scalar(self, name: str, value: Any) -> Scalar | NumberTensor:
+        if isinstance(value, torch.Tensor):
+            return NumberTensor(value.item(), value.dtype)
+        value = plain(value)
+        kind = self._known.optimizer if self._known else None
+        if name == "step" and (kind is None or hasattr(torch.optim, kind)):
+            # torch's own optimizers count in tensors, DeepSpeed's in whole numbers.
+            return NumberTensor(float(value), torch.float32)
+        return value  # type: ignore[no-any-return]
+
+    # The manifest.
+
+    def _manifest(
+        self,
+        first: Mapping[str, Any],
+        config: Mapping[str, Any],
+        loss_scale: Any,
+        options: list[dict[str, Any]],
+        stage: int | None,
+    ) -> Manifest:
+        counters = {}
+        if first:
+            steps = int(first["global_steps"])
+            counters = {
+                "global_steps": steps,
+                "global_samples": int(first.get("global_samples") or 0),
+                "skipped_steps": int(first.get("skipped_steps") or 0),
+                # DeepSpeed keeps no count of micro-steps: a window begins where a step ended.
+                "micro_steps": steps,
+                "gradient_accumulation_steps": 1,
+            }
+        frozen = self._known.frozen if self._known else frozenset()
+        return Manifest(
+            tag=self.directory.name,
+            generation=1,
+            zero_runtime="",
+            torch="",
+            stage=stage or 0,
+            counters=counters,
+            optimizer=self._optimizer(config) if options else None,
+            param_groups=plain(options),
+            lr_scheduler=plain(first.get("lr_scheduler")),
+            loss_scale=loss_scale,
+            client_state={key: plain(value) for key, value in first.items() if key not in _OWN_KEYS},
+            parameters=self._facts,
+            aliases={alias: name for alias, name in self._aliases.items() if alias not in self._facts},
+            buffers=self._buffers,
+            extra_state=self._extra,
+            # exclude_frozen_parameters leaves them out without a word.
+            excluded=sorted(name for name in frozen if name not in self._facts),
+            files=tuple(
+                RankFile(str(path.relative_to(self.directory)), path.stat().st_size, file.checksum(path))
+                for path in self._folder.files
+            ),
+        )
+
+    def _optimizer(self, config: Mapping[str, Any]) -> str:
+        """The class of the optimizer: as the configuration names it, or as its state tells."""
+        told = config.get("optimizer")
+        name = told.get("type") if isinstance(told, dict) else None
+        if isinstance(name, str):
+            return _NAMES.get(name.lower(), name)
+        kinds = {
+            frozenset(self._states.get(each, ()))
+            for each, facts in self._facts.items()
+            if facts.requires_grad
+        }
+        known = self._known.optimizer if self._known else None
+        return _BY_STATES.get(next(iter(kinds)), known or "") if len(kinds) == 1 else known or ""
+
+
+class _Held:
+    """A tensor that is at hand: its file is mapped into memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def get_tensor(self, key: str) -> torch.Tensor:
+        return self._tensor
+
+    def get_slice(self, key: str) -> torch.Tensor:
+        return self._tensor
+
+
+def _piece(start: int, tensor: torch.Tensor) -> Piece:
+    tensor = tensor.detach()
+    return Piece(start, tensor.numel(), tensor.dtype, _Held(tensor), "")
+
+
+def _stage(common: Mapping[str, Any], config: Any) -> int:
+    told = common.get("zero_stage")
+    if isinstance(told, int):
+        return int(told)
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    stage = zero.get("stage") if isinstance(zero, dict) else None
+    return stage if isinstance(stage, int) else 0
+
+
+def _loss_scale(common: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The state of the loss scale, in this runtime's words; None where it is fixed."""
+    kept = vars(common["loss_scaler"]) if hasattr(common.get("loss_scaler"), "__dict__") else common
+    if not (kept.get("dynamic") or kept.get("dynamic_loss_scale")) or "cur_scale" not in kept:
+        return None
+    return {
+        "value": float(kept["cur_scale"]),
+        "steps": int(kept.get("cur_iter", 0)),
+        "last_overflow": int(kept.get("last_overflow_iter", -1)),
+        "overflows_left": int(kept.get("cur_hysteresis", 1)),
+    }
+
+
+def open_folder(
+    directory: Path, rounding: Mapping[str, torch.dtype] | None = None, known: Known | None = None
+) -> DeepSpeedCheckpoint | None:
+    """The checkpoint of DeepSpeed's in ``directory``; None where there is none.
+
+    Raises:
+        CheckpointError: it is damaged, or of a kind that is not read here.
+    """
+    folder = find(directory)
+    return None if folder is None else DeepSpeedCheckpoint(folder, rounding, known)

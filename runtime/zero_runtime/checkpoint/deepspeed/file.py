@@ -1,0 +1,149 @@
+"""One file of torch.save, read without running anything in it, its tensors mapped and not copied."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+import zlib
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from zero_runtime.checkpoint.deepspeed.objects import STAND_INS
+from zero_runtime.errors import CheckpointError
+
+_CHUNK: Final = 1 << 20  # bytes that are summed up at once
+_AGAIN: Final = "copy it again, or load another tag"
+
+
+def read(path: Path) -> Any:
+    """What ``path`` holds, on the CPU. Tensors are read when they are used.
+
+    Raises:
+        CheckpointError: it is missing, cut off or of another format, or names a class that is not on the closed list;
+            nothing of it was run.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; copy all files of the checkpoint, or load another tag")
+    with torch.serialization.safe_globals([(stand_in, name) for name, stand_in in STAND_INS.items()]):
+        try:
+            unknown = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+        except Exception as error:  # of many kinds: a damaged file is whatever its bytes say
+            raise CheckpointError(_damaged(path, error)) from None
+        if unknown:
+            raise CheckpointError(
+                f"{path} asks for {', '.join(sorted(unknown))}, which is not among the classes that a checkpoint of "
+                "DeepSpeed's needs; nothing of it was run. If it is yours, save it as numbers, texts, lists, dicts and "
+                "tensors, with DeepSpeed, and load that"
+            )
+        try:
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except Exception as error:
+            raise CheckpointError(_damaged(path, error)) from None
+
+
+def read_dict(path: Path, *keys: str) -> dict[str, Any]:
+    """As :func:`read`, of a file that holds a dictionary with ``keys``.
+
+    Raises:
+        CheckpointError: also where it holds something else.
+    """
+    found = read(path)
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds a {type(found).__name__}; expected a dictionary; {_AGAIN}")
+    missing = [key for key in keys if key not in found]
+    if missing:
+        raise CheckpointError(
+            f"{path} has no {', '.join(map(repr, missing))}, only {', '.join(map(repr, list(found)[:8]))}; expected a file "
+            f"as DeepSpeed 0.14 to 0.19 writes it; {_AGAIN}"
+        )
+    return found
+
+
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file of weights by name: torch.save's format, or safetensors.
+
+    Raises:
+        CheckpointError: it is neither, or holds something else.
+    """
+    if path.suffix == ".safetensors":
+        try:
+            found = import_module("safetensors.torch").load_file(path)
+        except Exception as error:
+            raise CheckpointError(_damaged(path, error)) from None
+    else:
+        found = read_dict(path)
+    strange = [name for name, value in found.items() if not isinstance(value, torch.Tensor)]
+    if strange:
+        raise CheckpointError(f"{path} holds {strange[0]!r}, which is no tensor; expected weights by name")
+    return dict(found)
+
+
+def read_index(path: Path) -> list[str]:
+    """The names of the files that ``path``, the index of weights in several files, names.
+
+    Raises:
+        CheckpointError: it is no such index.
+    """
+    try:
+        places: Mapping[str, str] = json.loads(path.read_text())["weight_map"]
+        names = sorted(set(places.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is no index of weights ({error}); {_AGAIN}") from None
+    strange = [name for name in names if Path(name).name != name]
+    if strange:
+        raise CheckpointError(f"{path} names the file {strange[0]!r}; expected one in the same directory")
+    return names
+
+
+def verify(path: Path) -> None:
+    """Read all of ``path`` and compare it with the checksums in it; a file written without them passes.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    if path.suffix in (".json", ".safetensors"):
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            records = [each for each in archive.infolist() if each.file_size]
+            wrong = [each.filename for each in records if not _is_whole(archive, each)]
+    except (OSError, zipfile.BadZipFile) as error:
+        raise CheckpointError(_damaged(path, error)) from None
+    if wrong and len(wrong) < len(records):
+        raise CheckpointError(
+            f"{path} is damaged: {wrong[0]} in it does not agree with its checksum; {_AGAIN}"
+        )
+
+
+def checksum(path: Path) -> int:
+    """A number of 32 bits that other content would change: of the names, lengths and checksums in ``path``."""
+    if path.suffix in (".json", ".safetensors"):
+        return zlib.crc32(path.read_bytes())
+    try:
+        with zipfile.ZipFile(path) as archive:
+            told = [(each.filename, each.file_size, each.CRC) for each in archive.infolist()]
+    except (OSError, zipfile.BadZipFile) as error:
+        raise CheckpointError(_damaged(path, error)) from None
+    return zlib.crc32(repr(told).encode())
+
+
+def _is_whole(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> bool:
+    try:
+        with archive.open(record) as file:
+            while file.read(_CHUNK):
+                pass
+    except zipfile.BadZipFile:
+        return False
+    return True
+
+
+def _damaged(path: Path, error: Exception) -> str:
+    said = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+    return (
+        f"{path} cannot be read ({said}); expected a file of torch.save's, as DeepSpeed writes it. It is damaged, was cut "
+        f"off, or is something else; {_AGAIN}"
+    )

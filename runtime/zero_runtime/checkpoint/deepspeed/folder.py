@@ -1,0 +1,130 @@
+"""Which files a directory of DeepSpeed's has, by their names alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from zero_runtime.checkpoint.deepspeed.file import read_index
+from zero_runtime.errors import CheckpointError
+
+_MODEL: Final = re.compile(r"(?:bf16_)?(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_OPTIMIZER: Final = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+_WEIGHTS: Final = (
+    "pytorch_model.bin",
+    "model.safetensors",
+    "pytorch_model.bin.index.json",
+    "model.safetensors.index.json",
+)
+UNIVERSAL: Final = "zero"
+CONVERT: Final = (
+    "convert it with DeepSpeed first, python -m deepspeed.checkpoint.ds_to_universal --input_folder ... "
+    "--output_folder ..., and load what that writes"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """The files of one checkpoint.
+
+    Attributes:
+        directory: of the checkpoint.
+        models: the files of model states by data-parallel rank; only rank 0 has one below stage 3.
+        optimizers: the files of ZeRO's optimizer states by data-parallel rank.
+        universal: whether parameters have a directory each, below ``zero``.
+        weights: the files of an export of the weights alone.
+        model_parallel: how many ranks shared one copy of the model.
+    """
+
+    directory: Path
+    models: Mapping[int, Path] = field(default_factory=dict)
+    optimizers: Mapping[int, Path] = field(default_factory=dict)
+    universal: bool = False
+    weights: Sequence[Path] = ()
+    model_parallel: int = 1
+
+    @property
+    def files(self) -> list[Path]:
+        """All files that are read, in one order everywhere."""
+        below = self.directory / UNIVERSAL
+        kept = sorted(below.rglob("*.pt")) if self.universal else []
+        return [*self.models.values(), *self.optimizers.values(), *kept, *self.weights]
+
+
+def find(directory: Path) -> Folder | None:
+    """The checkpoint of DeepSpeed's in ``directory``; None where there is none.
+
+    Raises:
+        CheckpointError: one of a kind that cannot be read here, or with a file missing.
+    """
+    if not directory.is_dir():
+        return None
+    names = sorted(each.name for each in directory.iterdir())
+    models = _by_rank(directory, names, _MODEL)
+    if not models:
+        if any(_OPTIMIZER.fullmatch(name) for name in names):
+            raise CheckpointError(
+                f"{directory} has optimizer states and no file *model_states.pt of DeepSpeed's; copy all files of the "
+                "checkpoint, or load another tag"
+            )
+        return _exported(directory, names)
+    _check_kind(directory, names)
+    universal = (directory / UNIVERSAL).is_dir()
+    parallel = 1 + max(number for _, number in models)
+    if parallel > 1 and not universal:
+        raise CheckpointError(
+            f"{directory} was saved by {parallel} tensor-parallel ranks (mp_rank_{parallel - 1:02d}), whose slices of the "
+            f"parameters only DeepSpeed can put together; {CONVERT}"
+        )
+    optimizers = {} if universal else _by_rank(directory, names, _OPTIMIZER)
+    return Folder(
+        directory,
+        models={rank: path for (rank, number), path in models.items() if number == 0},
+        optimizers={rank: path for (rank, number), path in optimizers.items() if number == 0},
+        universal=universal,
+        model_parallel=parallel,
+    )
+
+
+def is_exported(directory: Path) -> bool:
+    """Whether ``directory`` has weights of an export, by their usual names."""
+    return any((directory / name).is_file() for name in _WEIGHTS)
+
+
+def _by_rank(directory: Path, names: Sequence[str], pattern: re.Pattern[str]) -> dict[tuple[int, int], Path]:
+    """The files whose names match, by data-parallel rank and by number among the ranks that share one model."""
+    found = {}
+    for name in names:
+        match = pattern.fullmatch(name)
+        if match:
+            found[int(match[1] or 0), int(match[2])] = directory / name
+    return dict(sorted(found.items()))
+
+
+def _check_kind(directory: Path, names: Sequence[str]) -> None:
+    if any(name.startswith("expp_rank_") or "_expert_" in name for name in names):
+        raise CheckpointError(
+            f"{directory} is of a model with experts (MoE), each in files of its own, which is not read here; train on "
+            "from it with DeepSpeed, or load its weights into the model yourself"
+        )
+    if any(name.startswith("layer_") for name in names):
+        raise CheckpointError(
+            f"{directory} is of a pipeline, with files for each layer (layer_*), which are not read here; {CONVERT}"
+        )
+    if "offloaded_tensors" in names:
+        raise CheckpointError(
+            f"{directory} was saved with optimizer states on NVMe (offloaded_tensors), in raw files whose layout only that "
+            "run knows; load it with DeepSpeed at that setting, and save it from offload_optimizer.device none or cpu"
+        )
+
+
+def _exported(directory: Path, names: Sequence[str]) -> Folder | None:
+    for name in _WEIGHTS:
+        if name in names:
+            path = directory / name
+            files = [directory / each for each in read_index(path)] if path.suffix == ".json" else [path]
+            return Folder(directory, weights=files)
+    return None

@@ -1,0 +1,148 @@
+"""The optimizer's state in a checkpoint without ZeRO (stage 0): by number, not by name.
+
+It names no parameter: the first state is that of the first parameter that the optimizer was given, and so on. So it can be
+read only by one who knows those parameters, in order: an engine of the same model and param groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from zero_runtime.checkpoint.deepspeed.partitions import STATES, options_of
+from zero_runtime.checkpoint.deepspeed.runs import Flat, Run, end_to_end
+from zero_runtime.errors import CheckpointError
+
+_FLAT: Final = "fp32_groups_flat"
+_LISTS: Final = "fp32_groups"
+
+
+class WholeStates(NamedTuple):
+    """The optimizer's state by name: see :class:`~zero_runtime.checkpoint.deepspeed.partitions.Partitions`."""
+
+    runs: list[Run]
+    options: list[dict[str, Any]]
+
+
+def read_whole(
+    path: Path,
+    optimizer: Mapping[str, Any],
+    groups: Sequence[Sequence[str]],
+    shapes: Mapping[str, Sequence[int]],
+) -> WholeStates:
+    """The optimizer's state and fp32 masters, where it has some.
+
+    Args:
+        path: of the file, for messages.
+        optimizer: what the file keeps under that key: a torch optimizer's state, or that of a 16-bit wrapper around one.
+        groups: the names of the parameters of each param group, in the optimizer's order.
+        shapes: of all parameters.
+
+    Raises:
+        CheckpointError: the state is of other parameters.
+    """
+    inner = optimizer.get(STATES, optimizer)
+    try:
+        state, told = inner["state"], inner["param_groups"]
+        steps = [_step(group, state) for group in told]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} has no state of an optimizer under 'optimizer' ({error}); load another tag, or pass "
+            "load_optimizer_states=False"
+        ) from None
+    if len(told) != len(groups):
+        raise CheckpointError(
+            f"{path} has the optimizer state of {len(told)} param groups, and the engine has {len(groups)}. It names no "
+            "parameters, so it loads only into the same param groups; make them so, or pass load_optimizer_states=False"
+        )
+    options = [options_of(group) for group in told]
+    runs: list[Run] = []
+    for number, (group, names) in enumerate(zip(told, groups, strict=True)):
+        if _FLAT in optimizer:
+            runs += _from_flat(path, number, optimizer[_FLAT][number], state, steps[number], names, shapes)
+            continue
+        indices = _indices(path, number, group["params"], state, names)
+        masters: Sequence[torch.Tensor | None] = [None] * len(names)
+        if _LISTS in optimizer:
+            masters = optimizer[_LISTS][number]
+        for name, index, master in zip(names, indices, masters, strict=True):
+            runs.append(_run(path, name, state.get(index, {}), steps[number], master, shapes[name]))
+    return WholeStates(runs, options)
+
+
+def _step(group: Mapping[str, Any], state: Mapping[int, Any]) -> Any:
+    """The steps that DeepSpeed's own optimizers count for a group; None where each parameter has a count of its own.
+
+    They keep a whole number, and raise that of one parameter of the group alone.
+    """
+    counts = [state[index].get("step") for index in group["params"] if index in state]
+    counts = [each for each in [group.get("step"), *counts] if isinstance(each, int)]
+    return max(counts, default=None)
+
+
+def _from_flat(
+    path: Path,
+    number: int,
+    master: torch.Tensor,
+    state: Mapping[int, Any],
+    step: Any,
+    names: Sequence[str],
+    shapes: Mapping[str, Sequence[int]],
+) -> list[Run]:
+    numels = [math.prod(shapes[name]) for name in names]
+    values = dict(state.get(number, {}))
+    if values and step is not None:
+        values["step"] = step
+    if sum(numels) > master.numel():
+        raise CheckpointError(
+            f"{path} has {master.numel()} elements in param group {number}, and the engine {sum(numels)}: it is of other "
+            "parameters; make the param groups the same, or pass load_optimizer_states=False"
+        )
+    return end_to_end(names, numels, [0] * len(names), [Flat(str(path), master.detach().reshape(-1), values)])
+
+
+def _indices(
+    path: Path, number: int, told: Sequence[int], state: Mapping[int, Any], names: Sequence[str]
+) -> Sequence[int]:
+    """The numbers of ``names`` in the optimizer, which may have been given frozen parameters too."""
+    with_state = [index for index in told if index in state]
+    for indices in (told, with_state):
+        if len(indices) == len(names):
+            return indices
+    raise CheckpointError(
+        f"{path} has the optimizer state of {len(with_state)} parameters in param group {number}, and the engine trains "
+        f"{len(names)} there. It names no parameters, so it loads only into the same param groups; make them so, or pass "
+        "load_optimizer_states=False"
+    )
+
+
+def _run(
+    path: Path,
+    name: str,
+    values: Mapping[str, Any],
+    step: Any,
+    master: torch.Tensor | None,
+    shape: Sequence[int],
+) -> Run:
+    state, scalars, whole = {}, {}, {}
+    for key, value in values.items():
+        if not isinstance(value, torch.Tensor) or (value.dim() == 0 and tuple(shape) != ()) or key == "step":
+            scalars[key] = value
+        elif tuple(value.shape) == tuple(shape):
+            state[key] = value.reshape(-1)
+        else:
+            whole[key] = value
+    if any(value.numel() == math.prod(shape) for value in whole.values()):
+        raise CheckpointError(
+            f"{path} has state tensors of shape {tuple(next(iter(whole.values())).shape)} where parameter {name!r} has "
+            f"{tuple(shape)}: its parameters are in another order; make the param groups as they were, or pass "
+            "load_optimizer_states=False"
+        )
+    if scalars.get("step") is not None and step is not None:
+        scalars["step"] = step
+    value = None if master is None else master.detach().reshape(-1)
+    return Run(name, 0, value, state, scalars, whole)

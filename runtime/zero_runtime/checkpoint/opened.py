@@ -1,0 +1,194 @@
+"""An open checkpoint of any format: its manifest, and every tensor in it by name and range."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from zero_runtime.checkpoint.manifest import Manifest, ParameterFacts
+from zero_runtime.errors import CheckpointError
+from zero_runtime.fragments import NumberTensor, Scalar
+
+
+class TensorSource(Protocol):
+    """Where a piece is read from: an open file, which reads the range that is asked for."""
+
+    def get_tensor(self, key: str) -> torch.Tensor:
+        """The whole tensor of ``key``."""
+
+    def get_slice(self, key: str) -> Any:
+        """What gives elements of the tensor of ``key`` when it is sliced."""
+
+
+class Piece(NamedTuple):
+    """Consecutive elements of a tensor, in one file."""
+
+    start: int
+    numel: int
+    dtype: torch.dtype
+    file: TensorSource
+    key: str
+
+
+class OpenCheckpoint:
+    """What is common to checkpoints of all formats. A subclass fills the manifest and adds pieces.
+
+    Args:
+        directory: of the checkpoint.
+        rounding: by parameter, the dtype to which ``read_master`` rounds; empty for none.
+
+    Attributes:
+        manifest: what it says of itself.
+    """
+
+    manifest: Manifest
+
+    def __init__(self, directory: Path, rounding: Mapping[str, torch.dtype] | None = None) -> None:
+        self.directory = directory
+        self._rounding = rounding or {}
+        self._pieces: dict[tuple[str, str], list[Piece]] = {}
+        self._scalars: dict[str, dict[str, Scalar | NumberTensor]] = {}
+        self._states: dict[str, dict[str, torch.dtype]] = {}
+        self._whole: dict[str, dict[str, str]] = {}
+
+    def verify(self, ranks: Iterable[int]) -> None:
+        """Compare the files of these numbers, of ``manifest.files``, with their checksums.
+
+        Raises:
+            CheckpointError: one has other content than it was written with.
+        """
+        raise CheckpointError(f"{self.directory} has no checksums")
+
+    def decode(self, value: Any) -> Any:
+        """A value of the manifest as it was given to ``save``."""
+        return value
+
+    # Parameters.
+
+    @property
+    def parameters(self) -> Mapping[str, ParameterFacts]:
+        """The parameters that are kept, by name."""
+        return {
+            name: each
+            for name, each in self.manifest.parameters.items()
+            if name not in self.manifest.excluded
+        }
+
+    def name_of(self, name: str) -> str:
+        """The name under which parameter or buffer ``name`` is kept: its own, or that of what it is tied to."""
+        return self.manifest.aliases.get(name, name)
+
+    def has(self, name: str) -> bool:
+        """Whether parameter ``name`` is kept."""
+        found = self.name_of(name)
+        return found in self.manifest.parameters and found not in self.manifest.excluded
+
+    def read_value(self, name: str, start: int, target: torch.Tensor) -> None:
+        """Fill the 1-D ``target`` with elements from ``start`` of parameter ``name``, as exactly as they are kept."""
+        self._read("value", self.name_of(name), start, target)
+
+    def read_master(self, name: str, start: int, target: torch.Tensor) -> None:
+        """As ``read_value``, for the tensor that an optimizer updates."""
+        self.read_value(name, start, target)
+        if name in self._rounding:
+            target.copy_(target.to(self._rounding[name]))
+
+    # The optimizer's state.
+
+    def state_dtypes(self, name: str) -> Mapping[str, torch.dtype]:
+        """The state tensors of parameter ``name`` that have an element for each of its own."""
+        return self._states.get(self.name_of(name), {})
+
+    def read_state(self, state: str, name: str, start: int, target: torch.Tensor) -> None:
+        """Fill the 1-D ``target`` with elements from ``start`` of a state tensor of parameter ``name``."""
+        self._read(f"state.{state}", self.name_of(name), start, target)
+
+    def scalars(self, name: str) -> Mapping[str, Scalar | NumberTensor]:
+        """The state values of parameter ``name`` that are one number, or none."""
+        return self._scalars.get(self.name_of(name), {})
+
+    def whole(self, name: str) -> Mapping[str, torch.Tensor]:
+        """The state tensors of parameter ``name`` of other shapes."""
+        name = self.name_of(name)
+        return {state: self._tensor("whole", key) for state, key in self._whole.get(name, {}).items()}
+
+    # What else there is.
+
+    def buffer(self, name: str, rank: int) -> torch.Tensor:
+        """A buffer: that of ``rank`` where it is kept, and of rank 0 elsewhere."""
+        name = self.name_of(name)
+        pieces = {piece.start: piece for piece in self._pieces.get(("buffer", name), ())}
+        if not pieces:
+            raise CheckpointError(
+                f"{self.directory} lacks buffer {name!r}, which its manifest names; load another tag"
+            )
+        piece = pieces.get(rank, pieces.get(0))
+        assert piece is not None
+        return piece.file.get_tensor(piece.key)
+
+    def random_states(self, rank: int) -> dict[str, torch.Tensor]:
+        """The states of the random generators of ``rank``, by name."""
+        return {
+            name: piece.file.get_tensor(piece.key)
+            for (kind, name), pieces in self._pieces.items()
+            if kind == "random"
+            for piece in pieces
+            if piece.start == rank
+        }
+
+    # For subclasses.
+
+    def _add(self, kind: str, name: str, piece: Piece) -> None:
+        """Take up a piece of ``kind``: value, state.<state>, whole, buffer, random or json."""
+        self._pieces.setdefault((kind, name), []).append(piece)
+        if kind.startswith("state."):
+            self._states.setdefault(name, {})[kind.removeprefix("state.")] = piece.dtype
+
+    def _check_complete(self) -> None:
+        """Sort the pieces, once all are added.
+
+        Raises:
+            CheckpointError: an element of a parameter is in none of them.
+        """
+        for pieces in self._pieces.values():
+            pieces.sort(key=lambda piece: piece.start)
+        for name, facts in self.parameters.items():
+            covered = 0
+            for piece in self._pieces.get(("value", name), ()):
+                if piece.start > covered:
+                    break
+                covered = max(covered, piece.start + piece.numel)
+            if covered < math.prod(facts.shape):
+                raise CheckpointError(
+                    f"{self.directory} lacks element {covered} of parameter {name!r} of {math.prod(facts.shape)} elements; "
+                    "it was changed after it was written; load another tag"
+                )
+
+    def _tensor(self, kind: str, key: str) -> torch.Tensor:
+        pieces = self._pieces.get((kind, key))
+        if not pieces:
+            raise CheckpointError(f"{self.directory} lacks the tensor {key!r}; load another tag")
+        return pieces[0].file.get_tensor(key)
+
+    def _read(self, kind: str, name: str, start: int, target: torch.Tensor) -> None:
+        stop = start + target.numel()
+        for piece, begin, end in self._overlaps(kind, name, start, stop):
+            if begin != start:
+                break
+            part = piece.file.get_slice(piece.key)[begin - piece.start : end - piece.start]
+            target.narrow(0, begin - (stop - target.numel()), end - begin).copy_(part)
+            start = end
+        if start < stop:
+            raise CheckpointError(
+                f"{self.directory} lacks elements {start} to {stop} of {kind} of parameter {name!r}; load another tag"
+            )
+
+    def _overlaps(self, kind: str, name: str, start: int, stop: int) -> Iterator[tuple[Piece, int, int]]:
+        for piece in self._pieces.get((kind, name), ()):
+            begin, end = max(start, piece.start), min(stop, piece.start + piece.numel)
+            if begin < end:
+                yield piece, begin, end

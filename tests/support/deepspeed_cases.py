@@ -1,0 +1,146 @@
+"""The model, the data and the settings of the recorded DeepSpeed checkpoints; no import of any runtime.
+
+``tools/deepspeed_checkpoints.py`` trains this with the real DeepSpeed and saves; tests load what it saved into zero_runtime
+and go on with the same data.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+WORLD, BEFORE, AFTER = 2, 3, 3  # ranks, steps before the save, steps after it
+WORDS, WIDTH = 11, 6
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CLIENT_STATE = {"epoch": 3, "seen": (1, 2.5), "names": ["a", None], "table": torch.arange(3.0)}
+
+_PLAIN = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True, "weight_decay": 0.1}}
+_OWN = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
+_FP16 = {
+    "fp16": {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 2, "hysteresis": 1},
+}
+_BF16 = {"bf16": {"enabled": True}}
+
+# The key is the name of the fixture's directory; "version" is the DeepSpeed that records it.
+CASES = {
+    "stage0_fp32": {"stage": 0},
+    "stage0_bf16": {"stage": 0, "config": _BF16},
+    "stage0_fp16": {"stage": 0, "config": _FP16},
+    "stage0_fused": {"stage": 0, "optimizer": _OWN},
+    "stage1_fp32": {"stage": 1},
+    "stage1_bf16": {"stage": 1, "config": _BF16},
+    "stage1_bf16_fp32_sums": {
+        "stage": 1,
+        "config": {**_BF16, "data_types": {"grad_accum_dtype": "fp32"}},
+    },
+    "stage2_fp32": {"stage": 2, "config": {"gradient_accumulation_steps": 2}},
+    "stage2_bf16": {"stage": 2, "config": _BF16},
+    "stage2_fp16": {"stage": 2, "config": _FP16},
+    "stage2_round_robin": {"stage": 2, "zero": {"round_robin_gradients": True}},
+    "stage2_elastic": {"stage": 2, "zero": {"elastic_checkpoint": True}, "resume": False},
+    "stage2_fused": {"stage": 2, "optimizer": _OWN},
+    "stage2_sgd": {
+        "stage": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}},
+        "config": {"zero_allow_untested_optimizer": True},
+    },
+    "stage2_without_frozen": {"stage": 2, "exclude_frozen": True, "resume": False},
+    "stage2_aligned": {"stage": 2, "zero": {"parameter_alignment": True}},
+    "stage3_fp32": {"stage": 3},
+    "stage3_bf16": {"stage": 3, "config": _BF16, "zero": {"stage3_param_persistence_threshold": 0}},
+    "stage3_fp16": {"stage": 3, "config": _FP16},
+    "stage3_sub_groups": {"stage": 3, "zero": {"sub_group_size": 60}},
+    **{
+        f"v{version}_{name}": {**case, "version": version}
+        for version in ("0.14.5", "0.16.9")
+        for name, case in {
+            "stage0_bf16": {"stage": 0, "config": _BF16},
+            "stage1_bf16": {"stage": 1, "config": _BF16},
+            "stage2_fp32": {"stage": 2},
+            "stage2_round_robin": {"stage": 2, "zero": {"round_robin_gradients": True}},
+            "stage3_fp32": {"stage": 3},
+        }.items()
+    },
+}
+# Made of the checkpoint of another case: by DeepSpeed's own ds_to_universal, save_16bit_model and zero_to_fp32.
+UNIVERSAL = {"universal_of_stage2_fp32": "stage2_fp32", "universal_of_stage3_bf16": "stage3_bf16"}
+EXPORTS = {"export_of_stage2_bf16": "stage2_bf16", "export_of_stage3_fp16": "stage3_fp16"}
+
+
+class Words(nn.Module):
+    """Tied and frozen parameters of odd sizes, and buffers that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH)
+        self.frozen.requires_grad_(False)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 7)
+        self.down = nn.Linear(7, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.table.weight
+        self.gain = nn.Parameter(torch.tensor([1.25]))
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("level", torch.zeros(3))
+
+    def forward(self, words, targets):
+        if self.training:
+            self.passes += 1
+            self.level += 0.5
+        hidden = self.norm(torch.tanh(self.frozen(self.table(words))))
+        hidden = hidden + self.down(F.gelu(self.up(hidden))) * self.gain
+        logits = self.head(hidden).float() * 3.0
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def make_model() -> Words:
+    torch.manual_seed(11)
+    return Words()
+
+
+def make_groups(model: nn.Module) -> list[dict]:
+    """Two param groups of different sizes and options; the frozen parameters are in neither."""
+    trained = [each for each in model.parameters() if each.requires_grad]
+    wide = [each for each in trained if getattr(each, "ds_shape", each.shape).numel() > 20]
+    narrow = [each for each in trained if getattr(each, "ds_shape", each.shape).numel() <= 20]
+    return [{"params": wide}, {"params": narrow, "weight_decay": 0.0, "lr": 0.02}]
+
+
+def make_batch(step: int, micro: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
+    words = torch.randint(0, WORDS, (2, 5), generator=generator)
+    return words[:, :-1], words[:, 1:]
+
+
+def make_config(case: dict) -> dict:
+    """The configuration of ``case``; both runtimes take it."""
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 1000000,
+        "optimizer": case.get("optimizer", _PLAIN),
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": 0.001, "warmup_max_lr": [0.02, 0.04], "warmup_num_steps": 5},
+        },
+        "zero_optimization": {
+            "stage": case["stage"],
+            **case.get("zero", {}),
+            **({"stage3_gather_16bit_weights_on_model_save": True} if case["stage"] == 3 else {}),
+        },
+        **case.get("config", {}),
+    }
+
+
+def train(engine, rank: int, first: int, steps: int) -> list[float]:
+    """The losses of all micro-batches of ``steps`` steps from number ``first``."""
+    losses = []
+    for step in range(first, first + steps):
+        for micro in range(engine.gradient_accumulation_steps()):
+            loss = engine(*make_batch(step, micro, rank))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    return losses

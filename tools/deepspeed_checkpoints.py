@@ -1,0 +1,193 @@
+"""Record checkpoints of the real DeepSpeed for tests, on two gloo ranks on the CPU.
+
+Run it with an interpreter that has DeepSpeed::
+
+    python tools/deepspeed_checkpoints.py tests/golden/deepspeed_checkpoints [--only NAME ...]
+
+It records the cases of ``tests/support/deepspeed_cases.py`` that are of its DeepSpeed's version. Each becomes a directory
+with the files that DeepSpeed wrote, and ``expected.json``: the losses, learning rates and loss scales of the steps before
+the save, of the steps after it, and of a fresh engine that loaded it; and checksums of the weights as DeepSpeed's own
+zero_to_fp32 reads them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
+import deepspeed_cases as cases
+import torch
+
+RECOVERY = ("zero_to_fp32.py", "zero_to_torch.py")
+
+
+def main() -> int:
+    """Record what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, help="the directory of the fixtures")
+    parser.add_argument("--only", nargs="*", default=[], help="names of cases; default: all of this version")
+    given = parser.parse_args()
+    import deepspeed
+
+    version = deepspeed.__version__
+    for name, case in cases.CASES.items():
+        if case.get("version", "0.19.8") == version and (not given.only or name in given.only):
+            record(given.out / name, name)
+    for name, source in (cases.UNIVERSAL | cases.EXPORTS).items():
+        if version == "0.19.8" and (not given.only or name in given.only):
+            convert(given.out, name, source)
+    return 0
+
+
+def record(out: Path, name: str) -> None:
+    """Train, save, go on, and load in fresh ranks: the fixture ``name`` in ``out``."""
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    results = run_ranks(out, name, "train")
+    if cases.CASES[name].get("resume", True):
+        for mine, resumed in zip(results, run_ranks(out, name, "resume"), strict=True):
+            mine["resumed"] = resumed
+    expected = {"ranks": results, "weights": checksums(out) if cases.CASES[name]["stage"] else None}
+    (out / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
+    for script in RECOVERY:
+        (out / script).unlink(missing_ok=True)
+    print(f"{out}: {sum(each.stat().st_size for each in out.rglob('*') if each.is_file())} bytes")
+
+
+def run_ranks(out: Path, name: str, what: str) -> list[dict]:
+    """What each rank found, in processes of their own."""
+    with tempfile.TemporaryDirectory() as scratch:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--rank", str(rank), str(out), name, what, scratch],
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": "0",
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(cases.WORLD),
+                },
+            )
+            for rank in range(cases.WORLD)
+        ]
+        codes = [each.wait(timeout=300) for each in ranks]
+        if any(codes):
+            raise SystemExit(f"{name}: the ranks ended with {codes}")
+        return [json.loads((Path(scratch) / f"{rank}.json").read_text()) for rank in range(cases.WORLD)]
+
+
+def one_rank(rank: int, out: Path, name: str, what: str, scratch: Path) -> None:
+    """One rank: train and save, or load and go on."""
+    import deepspeed
+    import deepspeed.comm.torch
+    from deepspeed.accelerator import get_accelerator
+
+    deepspeed.comm.torch.build_shm_op = lambda: None  # it would compile for minutes, and gloo does the same
+    get_accelerator().is_fp16_supported = lambda: True  # oneDNN says no; the arithmetic itself works
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"file://{scratch}/store", rank=rank, world_size=cases.WORLD)
+    deepspeed.init_distributed("gloo")
+    case = cases.CASES[name]
+    model = cases.make_model()
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=cases.make_groups(model), config=cases.make_config(case)
+    )
+    if what == "train":
+        found = {"before": steps(engine, rank, 0, cases.BEFORE)}
+        engine.save_checkpoint(
+            str(out),
+            client_state=dict(cases.CLIENT_STATE),
+            exclude_frozen_parameters=case.get("exclude_frozen", False),
+        )
+        if name in cases.EXPORTS.values():
+            engine.save_16bit_model(str(out / "export"))
+        found["counters"] = {
+            "global_steps": engine.global_steps,
+            "global_samples": engine.global_samples,
+            "skipped_steps": engine.skipped_steps,
+        }
+        found["after"] = steps(engine, rank, cases.BEFORE, cases.AFTER)
+    else:
+        engine.load_checkpoint(str(out))
+        found = steps(engine, rank, cases.BEFORE, cases.AFTER)
+    (scratch / f"{rank}.json").write_text(json.dumps(found))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def steps(engine, rank: int, first: int, count: int) -> dict:
+    """Losses, learning rates and loss scales of ``count`` steps from number ``first``."""
+    found: dict[str, list] = {"losses": [], "rates": [], "scales": []}
+    for step in range(first, first + count):
+        found["losses"] += cases.train(engine, rank, step, 1)
+        found["rates"].append(engine.get_lr())
+        scale = getattr(engine.optimizer, "loss_scale", None)
+        if scale is None and hasattr(engine.optimizer, "cur_scale"):
+            scale = engine.optimizer.cur_scale
+        found["scales"].append(scale)
+    return found
+
+
+def checksums(out: Path) -> dict[str, list[float]] | None:
+    """Sum and sum of squares of every tensor, as DeepSpeed's own tool reads them."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    try:
+        found = get_fp32_state_dict_from_zero_checkpoint(str(out))
+    except ValueError as error:  # it does not read what BF16_Optimizer wrote
+        print(f"{out}: {error}")
+        return None
+    return {
+        name: [each.double().sum().item(), each.double().square().sum().item()]
+        for name, each in found.items()
+    }
+
+
+def convert(out: Path, name: str, source: str) -> None:
+    """A universal folder, or 16-bit files, made of the checkpoint of another case."""
+    made, tag = out / name, f"global_step{cases.BEFORE}"
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir(parents=True)
+    if name in cases.EXPORTS:
+        exported = out / source / "export"
+        exported.rename(made / "whole")
+        from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+
+        convert_zero_checkpoint_to_fp32_state_dict(
+            str(out / source), str(made / "shards"), max_shard_size="500B"
+        )
+        return
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "deepspeed.checkpoint.ds_to_universal",
+            "--inject_missing_state",
+            "--num_extract_workers",
+            "1",
+            "--num_merge_workers",
+            "1",
+            "--input_folder",
+            str(out / source / tag),
+            "--output_folder",
+            str(made / f"{tag}_universal"),
+        ],
+        check=True,
+    )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        one_rank(int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], sys.argv[5], Path(sys.argv[6]))
+    else:
+        sys.exit(main())
