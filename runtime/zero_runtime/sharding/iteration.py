@@ -194,6 +194,7 @@ class Iteration:
             self._forget(unit)
         shards = unit.shards()
         self._start(shards)
+        self._read_ahead(self._planner.coming)
         for shard in shards:
             if shard.number not in self.shards:  # of another model, named by register_external_parameter
                 self.add(shard)

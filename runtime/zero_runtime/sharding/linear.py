@@ -1,7 +1,8 @@
 """The linear layer of stage 3: the same arithmetic as torch's, with a backward that needs no view of the weight.
 
 torch's own saves a transposed view of the weight for backward, which keeps the gathered weight in memory after it has
-been released. This one saves the parameter itself, whose memory comes and goes. As in DeepSpeed 0.19.8, whose
+been released. This one keeps the parameter itself, whose memory comes and goes, and not as a saved tensor, since activation
+checkpointing would hold on to the memory that it has at that moment. As in DeepSpeed 0.19.8, whose
 ``memory_efficient_linear`` this is, the weight's gradient comes before the bias's, which decides how gradients fall into
 buckets.
 """
@@ -14,6 +15,9 @@ from typing import Any, Final
 
 import torch
 from torch.nn import functional
+
+from zero_runtime.errors import UsageError
+from zero_runtime.sharding.shards import shard_of
 
 _torch_linear: Final = functional.linear
 
@@ -29,8 +33,24 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     features, weight, bias = inputs
     device = features.device.type
     ctx.autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    ctx.save_for_backward(features, weight)
+    sharded = shard_of(weight) is not None
+    ctx.weight, ctx.version = (weight, weight._version) if sharded else (None, 0)
+    ctx.save_for_backward(features, *(() if sharded else (weight,)))
     ctx.has_bias = bias is not None
+
+
+def _remembered(ctx: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inputs and the weight. Raises UsageError where the weight has changed since."""
+    if ctx.weight is None:
+        inputs, weight = ctx.saved_tensors
+        return inputs, weight
+    if ctx.weight._version != ctx.version:
+        raise UsageError(
+            "the weight of a linear layer was changed in place between its forward and its backward pass; change it before "
+            "or after both"
+        )
+    (inputs,) = ctx.saved_tensors
+    return inputs, ctx.weight
 
 
 class _Linear(torch.autograd.Function):
@@ -45,7 +65,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
-        inputs, weight = ctx.saved_tensors
+        inputs, weight = _remembered(ctx)
         enabled, dtype = ctx.autocast
         of_inputs = of_weight = of_bias = None
         with torch.autocast(inputs.device.type, dtype=dtype, enabled=enabled):

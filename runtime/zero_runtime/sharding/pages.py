@@ -1,8 +1,8 @@
 """Slices that live in files while nobody needs them, and the buffers in which they come and go (stage 3).
 
-A slice is kept in pages of at most ``buffer_size`` elements, one file each. Pages are read ahead of their use into buffers,
-at most ``buffer_count * buffer_size`` elements at a time, and copied from there to where slices are sent from; changed
-slices are copied into buffers page by page, and written while the training goes on::
+A slice is kept in pages of at most ``buffer_size`` elements, and of a few MiB, one file each. Pages are read ahead of
+their use into buffers, at most ``buffer_count * buffer_size`` elements at a time, and copied from there to where slices are
+sent from; changed slices are copied into buffers page by page, and written while the training goes on::
 
     pager.adopt(shard)             # keeps the slice in memory while there is room for it, else in files
     pager.refill(coming)           # reads ahead what ``coming`` tells, as far as there are buffers
@@ -12,9 +12,8 @@ slices are copied into buffers page by page, and written while the training goes
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
@@ -26,7 +25,8 @@ from zero_runtime.sharding.policy import SliceOffload
 if TYPE_CHECKING:
     from zero_runtime.sharding.shards import Shard
 
-KEY = "zero_optimization.offload_param.nvme_path"
+KEY: Final = "zero_optimization.offload_param.nvme_path"
+_LARGEST: Final = 2**22  # elements of a page: enough for a disk, and a small part of what is written at once
 
 
 class _Page(NamedTuple):
@@ -76,7 +76,7 @@ class Pager:
         self._free = self._limit = offload.buffer_count * offload.buffer_size
         self._ahead: dict[_Page, _Buffer] = {}  # read, in the order in which that was begun
         self._leaving: dict[_Page, _Buffer] = {}  # being written, likewise
-        self._wanted: deque[_Page] = deque()  # to be read when there are buffers
+        self._wanted: dict[_Page, None] = {}  # to be read when there are buffers, in this order
 
     # What is kept where.
 
@@ -124,7 +124,7 @@ class Pager:
 
     def _pages(self, shard: Shard, first: int = 0, last: int | None = None) -> Sequence[_Page]:
         """The pages that have elements from ``first`` to before ``last``; all by default."""
-        size, numel = self.offload.buffer_size, shard.slice_numel
+        size, numel = min(self.offload.buffer_size, _LARGEST), shard.slice_numel
         starts = range(first // size * size, numel if last is None else last, size)
         return [_Page(shard.number, start, min(size, numel - start), shard.dtype) for start in starts]
 
@@ -158,7 +158,7 @@ class Pager:
                     break
             for page in set(self._ahead).difference(wanted):
                 self._discard(page)  # nobody has come for it
-            self._wanted.extend(dict.fromkeys(wanted))
+            self._wanted = dict.fromkeys(wanted)
         self._pump()
 
     def cancel(self) -> None:
@@ -166,7 +166,7 @@ class Pager:
         self._wanted.clear()
 
     def _want(self, pages: Sequence[_Page]) -> None:
-        self._wanted.extendleft(page for page in reversed(pages) if page not in self._ahead)
+        self._wanted = dict.fromkeys((*pages, *self._wanted))
         self._pump()
 
     def _arrived(self, page: _Page) -> torch.Tensor:
@@ -175,6 +175,7 @@ class Pager:
         if leaving is not None:
             return leaving.values
         if page not in self._ahead:
+            self._wanted.pop(page, None)
             self._begin(page)
         buffer = self._ahead[page]
         buffer.transfer.wait()
@@ -183,14 +184,14 @@ class Pager:
     def _pump(self) -> None:
         """Begin to read what is wanted while there are buffers."""
         while self._wanted:
-            page = self._wanted[0]
+            page = next(iter(self._wanted))
             if page not in self._ahead and page not in self._leaving:
                 if page.numel > self._free:
                     self._reap()
                 if page.numel > self._free:
                     return
                 self._begin(page)
-            self._wanted.popleft()
+            del self._wanted[page]
 
     def _begin(self, page: _Page) -> None:
         values = self._buffer(page)
@@ -199,27 +200,30 @@ class Pager:
     # Writing.
 
     def write(self, shard: Shard, values: torch.Tensor, start: int = 0) -> None:
-        """Begin to write the slice's elements from ``start``, which are whole pages; ``values`` may change afterwards.
+        """Begin to write ``values``, 1-D and of any dtype on any device, as the slice's elements from ``start``.
 
-        Args:
-            shard: the slice's.
-            values: 1-D, of any dtype on any device.
-            start: the first element.
+        They may change afterwards. Of pages of which this is a part only, the rest is read first.
         """
-        for page in self._pages(shard, start, start + values.numel()):
-            self._discard(page)
-            buffer = self._buffer(page)
-            buffer.copy_(values.narrow(0, page.start - start, page.numel))
+        end = start + values.numel()
+        for page in self._pages(shard, start, end):
+            first, last = max(start, page.start), min(end, page.start + page.numel)
+            buffer = self._emptied(page) if last - first == page.numel else self._taken(page)
+            part = buffer.narrow(0, first - page.start, last - first)
+            part.copy_(values.narrow(0, first - start, last - first))
             self._leaving[page] = _Buffer(buffer, self._open_files().write(page.name, buffer))
 
-    def finish(self) -> None:
-        """Wait until everything is written.
+    def _emptied(self, page: _Page) -> torch.Tensor:
+        """A buffer for other values of a page."""
+        self._discard(page)
+        return self._buffer(page)
 
-        Raises:
-            OffloadError: it cannot be.
-        """
-        for page in list(self._leaving):
-            self._discard(page)
+    def _taken(self, page: _Page) -> torch.Tensor:
+        """A buffer with the values of a page, which is in nobody's way any more."""
+        if page not in self._leaving:
+            self._arrived(page)
+        buffer = (self._leaving if page in self._leaving else self._ahead).pop(page)
+        buffer.transfer.wait()
+        return buffer.values
 
     # Buffers.
 

@@ -73,12 +73,6 @@ class ShardedParameters(Pieces):
         beside = self.own[index].device == self._groups[index].parameters[0].device
         return not self._in_files(index) and beside and super().is_master(index, dtype)
 
-    def starts(self, index: int) -> Sequence[int] | None:
-        """The elements of piece ``index`` at which a part may begin, in order; None where it may anywhere."""
-        if not self._in_files(index):
-            return super().starts(index)
-        return [slot.start + start for slot in self._slots[index] for start in slot.shard.starts]
-
     @torch.no_grad()
     def read(self, index: int, target: torch.Tensor, part: slice = WHOLE) -> None:
         """Fill ``target``, which is as long as the ``part`` of piece ``index``, with its values."""

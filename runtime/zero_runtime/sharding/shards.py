@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final, NamedTuple, Protocol
 
@@ -192,11 +192,6 @@ class Shard:
         """Keep the slice in ``own`` (1-D, ``slice_numel`` elements), such as a part of a larger buffer, from now on."""
         own.copy_(self.own)
         self.own = own
-
-    @property
-    def starts(self) -> Sequence[int]:
-        """The elements at which :meth:`write` may begin, and before which it may end; the first is 0."""
-        return (0,) if self.pager is None else range(0, self.slice_numel, self.pager.offload.buffer_size)
 
     def read(self, out: torch.Tensor, start: int = 0) -> None:
         """Fill ``out``, 1-D and of any dtype on any device, with the slice's elements from ``start``."""
