@@ -22,6 +22,7 @@ from zero_runtime.gradients import ParameterGroup, Policy, ShardedGradients
 from zero_runtime.grouping import flat_groups
 from zero_runtime.loss_scale import LossScale
 from zero_runtime.matrix_updates import check_whole_gradients
+from zero_runtime.offload.placement import placement
 from zero_runtime.optimizer import StepPolicy
 from zero_runtime.optimizers.muon import mark_matrices
 from zero_runtime.precision import (
@@ -130,10 +131,11 @@ _gradients_of: WeakKeyDictionary[torch.nn.Module, weakref.ref[ShardedGradients |
     WeakKeyDictionary()
 )
 _parameters_of: WeakKeyDictionary[torch.nn.Module, weakref.ref[FlatParameters]] = WeakKeyDictionary()
+_optimizer_of: WeakKeyDictionary[torch.nn.Module, weakref.ref[ShardedOptimizer]] = WeakKeyDictionary()
 
 
 def close(module: torch.nn.Module) -> None:
-    """Undo what an earlier ``assemble`` did to ``module``: its hooks, and parameters that are not whole."""
+    """Undo what an earlier ``assemble`` did to ``module``: its hooks, parameters that are not whole, and files."""
     earlier = _gradients_of.pop(module, None)
     gradients = None if earlier is None else earlier()
     if gradients is not None:
@@ -146,6 +148,10 @@ def close(module: torch.nn.Module) -> None:
     residency = residency_of(module)
     if residency is not None:
         residency.shut_down()
+    sharded = _optimizer_of.pop(module, None)
+    optimizer = None if sharded is None else sharded()
+    if optimizer is not None:
+        optimizer.close()
 
 
 def broadcast_parameters(module: torch.nn.Module, group: DataParallelGroup) -> None:
@@ -214,7 +220,18 @@ def _sharded(
     _parameters_of[module] = weakref.ref(parameters)
     if isinstance(gradients, ShardedGradients | BandedGradients):
         _gradients_of[module] = weakref.ref(gradients)
-    return ShardedOptimizer(inner, groups, parameters, gradients, group, steps, scale), gradients
+    optimizer = ShardedOptimizer(
+        inner,
+        groups,
+        parameters,
+        gradients,
+        group,
+        steps,
+        scale,
+        placement=placement(config, inner, group),
+    )
+    _optimizer_of[module] = weakref.ref(optimizer)
+    return optimizer, gradients
 
 
 def _replicated(
@@ -297,7 +314,9 @@ def _with_sharded_parameters(
             steps,
             scale,
             config.zero.reduce_bucket_size,
+            placement(config, inner, group),
         )
+        _optimizer_of[module] = weakref.ref(optimizer)
         optimizer.grow = sharded.add
     sharded.residency.install(sharded.trained)
     return Assembly(

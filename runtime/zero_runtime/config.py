@@ -181,6 +181,8 @@ class RuntimeConfig:
         )
         if self.zero.stage.shards_parameters:
             zero.update(self.zero.sharding.effective())
+        elif self.zero.offload_optimizer is not None:
+            zero["sub_group_size"] = self.zero.sharding.sub_group_size
         zero["stage"] = self.zero.stage.number
         zero["reduce_scatter_impl"] = self.zero.reduce_scatter_impl or "auto"
         autocast = self.precision.autocast_dtype

@@ -13,7 +13,7 @@ belongs to no part, and is never saved.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -81,6 +81,27 @@ class Fragment(NamedTuple):
     whole: Mapping[str, torch.Tensor]
 
 
+class Elements(NamedTuple):
+    """Consecutive elements that may be in a file: ``read`` makes a 1-D tensor of them, of dtype ``dtype``."""
+
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
+
+
+class Stored(NamedTuple):
+    """A :class:`Fragment` whose tensors are read one by one, when each is wanted."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    group: int
+    start: int
+    numel: int
+    master: Elements
+    state: Mapping[str, Elements]
+    scalars: Mapping[str, Scalar | NumberTensor]
+    whole: Mapping[str, torch.Tensor]
+
+
 class Source(Protocol):
     """Where :func:`load` takes values from: a checkpoint that is open."""
 
@@ -122,6 +143,30 @@ def fragments_of(
                 scalars=scalars,
                 whole=whole,
             )
+
+
+def stored(fragment: Fragment) -> Stored:
+    """``fragment``, whose tensors are in memory, as one whose tensors are read."""
+    return Stored(
+        *fragment[:5],
+        master=_elements(fragment.master),
+        state={name: _elements(tensor) for name, tensor in fragment.state.items()},
+        scalars=fragment.scalars,
+        whole=fragment.whole,
+    )
+
+
+def _elements(tensor: torch.Tensor) -> Elements:
+    return Elements(tensor.dtype, lambda: tensor)
+
+
+def scalars_of(values: Mapping[str, Any], master: Master) -> Mapping[str, Scalar | NumberTensor]:
+    """The state values of ``master`` that are one number, or none, where those with an element for each are elsewhere.
+
+    Raises:
+        CheckpointError: a state value that cannot be told by parameter.
+    """
+    return _sorted_state(values, master)[1]
 
 
 @torch.no_grad()

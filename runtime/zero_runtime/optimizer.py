@@ -18,7 +18,7 @@ from commprof import hooks
 from zero_runtime.bands import BandedGradients
 from zero_runtime.clip import clip_factor
 from zero_runtime.errors import UsageError
-from zero_runtime.fragments import Fragment, Master, Source, fragments_of, load
+from zero_runtime.fragments import Fragment, Master, Source, Stored, fragments_of, load, stored
 from zero_runtime.gradients import ShardedGradients
 from zero_runtime.loss_scale import UNSCALED, LossScale
 from zero_runtime.whole_gradients import AccumulatedGradients, ReplicatedGradients
@@ -157,9 +157,19 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
     def adopt(self) -> None:
         """Make the masters copies of the model's parameters anew, whoever has changed those."""
 
-    def fragments(self) -> Iterator[Fragment]:
-        """What this rank holds of each parameter, its state included, for a checkpoint."""
-        return fragments_of(self.optimizer.state, self.held())
+    def fragments(self, parameter: torch.nn.Parameter | None = None) -> Iterator[Fragment]:
+        """What this rank holds of each parameter, or of one, its state included.
+
+        The tensors may be looked at and written to until the next one is asked for.
+        """
+        held = self.held()
+        if parameter is not None:
+            held = [master for master in held if any(part.parameter is parameter for part in master.parts)]
+        return fragments_of(self.optimizer.state, held)
+
+    def stored(self) -> Iterator[Stored]:
+        """What ``fragments`` gives, to be read one by one, in any order: for a checkpoint."""
+        return map(stored, self.fragments())
 
     def load_fragments(self, source: Source, states: bool = True) -> None:
         """Fill the masters and, with ``states``, the state from a checkpoint; the model's parameters stay as they are."""

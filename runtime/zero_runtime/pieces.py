@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+
+WHOLE = slice(None)
 
 
 class Pieces:
-    """Pieces that are in memory, one for each group.
+    """Pieces that are in memory, one for each group. A part of one is a slice of its elements, with a step of 1.
 
     Attributes:
         own: for each group, this rank's piece in the model's dtype, 1-D.
@@ -14,17 +18,26 @@ class Pieces:
 
     own: list[torch.Tensor]
 
-    def master(self, index: int, dtype: torch.dtype) -> torch.Tensor:
-        """What the optimizer updates in place of piece ``index``: a copy of at least ``dtype``, or itself if it is that."""
+    def master(self, index: int, dtype: torch.dtype, part: slice = WHOLE) -> torch.Tensor:
+        """What the optimizer updates in place of a part of piece ``index``: a copy of at least ``dtype``, or itself."""
         own = self.own[index]
-        return own.detach().to(torch.promote_types(own.dtype, dtype)).requires_grad_()
+        return own.detach()[part].to(torch.promote_types(own.dtype, dtype)).requires_grad_()
 
-    def read(self, index: int, target: torch.Tensor, part: slice = slice(None)) -> None:
-        """Fill that ``part`` of ``target``, which is as long as piece ``index``, with the piece's values."""
-        target[part] = self.own[index][part]
-
-    def write(self, index: int, master: torch.Tensor) -> None:
-        """Make the values of ``master``, which has been updated, those of piece ``index``."""
+    def is_master(self, index: int, dtype: torch.dtype) -> bool:
+        """Whether ``master`` gives the memory of piece ``index`` itself."""
         own = self.own[index]
+        return torch.promote_types(own.dtype, dtype) is own.dtype
+
+    def starts(self, index: int) -> Sequence[int] | None:
+        """The elements of piece ``index`` at which a part may begin, in order; None where it may anywhere."""
+        return None
+
+    def read(self, index: int, target: torch.Tensor, part: slice = WHOLE) -> None:
+        """Fill ``target``, which is as long as the ``part`` of piece ``index``, with its values."""
+        target.copy_(self.own[index][part])
+
+    def write(self, index: int, master: torch.Tensor, part: slice = WHOLE) -> None:
+        """Make the values of ``master``, which has been updated, those of that ``part`` of piece ``index``."""
+        own = self.own[index][part]
         if own.dtype is not master.dtype or own.data_ptr() != master.data_ptr():
             own.copy_(master)

@@ -13,10 +13,11 @@ from zero_runtime.bands import BandedGradients
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import ConfigError
 from zero_runtime.flat_parameters import FlatParameters
-from zero_runtime.fragments import Fragment, Master, Part, Source, fragments_of
+from zero_runtime.fragments import Fragment, Master, Source, Stored, fragments_of
 from zero_runtime.gathered_matrices import GatheredMatrices
 from zero_runtime.gradients import ParameterGroup, ShardedGradients
 from zero_runtime.loss_scale import LossScale
+from zero_runtime.masters import Masters, Placement
 from zero_runtime.matrix_updates import MatrixUpdates
 from zero_runtime.optimizer import StepPolicy, WrappedOptimizer
 from zero_runtime.optimizers.lamb import Division, Lamb, Segment
@@ -44,6 +45,7 @@ class ShardedOptimizer(WrappedOptimizer):
         policy: what a step does besides the update.
         scale: what the loss was multiplied by.
         chunk: elements of the matrices that Muon gathers at a time, at stage 3.
+        placement: where the pieces and the optimizer's state are kept, if not with the parameters.
     """
 
     is_sharded = True
@@ -58,6 +60,7 @@ class ShardedOptimizer(WrappedOptimizer):
         policy: StepPolicy,
         scale: LossScale,
         chunk: int = 0,
+        placement: Placement | None = None,
     ) -> None:
         super().__init__(optimizer, gradients, policy, scale)
         self._reduced = gradients
@@ -65,11 +68,12 @@ class ShardedOptimizer(WrappedOptimizer):
         self._parameters = parameters
         self._groups = list(groups)
         self.grow: Callable[[int, dict[str, Any]], list[ParameterGroup]] | None = None
-        self.masters = [parameters.master(index, policy.masters) for index in range(len(groups))]
+        self._masters = Masters(optimizer, parameters, policy.masters, group.rank, placement)
         mine: list[list[torch.Tensor]] = [[] for _ in optimizer.param_groups]
-        for each, master in zip(groups, self.masters, strict=True):
-            mine[each.number].append(master)
+        for each, masters in zip(groups, self._masters.add(groups), strict=True):
+            mine[each.number] += masters
         replace_parameters(optimizer, mine)
+        self._masters.watch()
         if isinstance(optimizer, Lamb):
             optimizer.divide(self._division())
         self._matrices: MatrixUpdates | GatheredMatrices | None = None
@@ -77,20 +81,34 @@ class ShardedOptimizer(WrappedOptimizer):
             self._matrices = (
                 MatrixUpdates(optimizer, self.held(), gradients)
                 if isinstance(parameters, FlatParameters)
-                else GatheredMatrices(optimizer, self._groups, self.masters, group, chunk)
+                else GatheredMatrices(optimizer, self._groups, self._masters.tensors, group, chunk)
             )
 
-    def fragments(self) -> Iterator[Fragment]:
-        """What this rank holds of each parameter, its state included, for a checkpoint."""
+    def close(self) -> None:
+        """Remove what is kept in files; no step can be taken any more."""
+        self._masters.close()
+
+    def fragments(self, parameter: torch.nn.Parameter | None = None) -> Iterator[Fragment]:
+        """What this rank holds of each parameter, or of one, its state included."""
         if isinstance(self._matrices, MatrixUpdates):
             return fragments_of(self._matrices.elementwise(), self.held())
-        return super().fragments()
+        return self._masters.fragments(parameter)
+
+    def stored(self) -> Iterator[Stored]:
+        """What ``fragments`` gives, to be read one by one, in any order: for a checkpoint."""
+        if isinstance(self._matrices, MatrixUpdates):
+            return super().stored()
+        return self._masters.stored()
 
     def load_fragments(self, source: Source, states: bool = True) -> None:
         """Fill the masters and, with ``states``, the state from a checkpoint; the model's parameters stay as they are."""
-        super().load_fragments(source, states)
+        self._masters.load(source, states)
         if isinstance(self._matrices, MatrixUpdates) and states:
             self._matrices.load(source)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The torch optimizer's state, of this rank alone."""
+        return self._masters.state_dict()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train further parameters of the model, at stage 3; those that are new in it are broadcast from rank 0.
@@ -115,15 +133,15 @@ class ShardedOptimizer(WrappedOptimizer):
         except BaseException:
             del self.param_groups[number]
             raise
-        first = len(self.masters)
         self._groups += groups
-        indices = range(first, first + len(groups))
-        self.masters += [self._parameters.master(index, self._policy.masters) for index in indices]
-        self.param_groups[number]["params"] = self.masters[first:]
+        self.param_groups[number]["params"] = [
+            each for masters in self._masters.add(groups) for each in masters
+        ]
         if isinstance(self.optimizer, torch.optim.Adagrad):
             # Adagrad makes its state when it is made, not in the first step.
             renewed = torch.optim.Adagrad([self.param_groups[number]], **self.optimizer.defaults)
             self.state.update(renewed.state)
+        self._masters.watch()
         if isinstance(self.optimizer, Lamb):
             self.optimizer.divide(self._division())
 
@@ -137,28 +155,12 @@ class ShardedOptimizer(WrappedOptimizer):
         return Division(segments, len(numbers), partial(self._group.all_reduce, why=_NORM))
 
     def held(self) -> list[Master]:
-        """One master for each group: this rank's piece of it."""
-        held = []
-        for each, master in zip(self._groups, self.masters, strict=True):
-            parts = [
-                Part(
-                    each.names[index],
-                    each.parameters[index],
-                    each.number,
-                    piece.start,
-                    piece.numel,
-                    piece.offset,
-                )
-                for index in each.layout.order
-                for piece in each.layout.slices(index)
-                if piece.owner == self._group.rank
-            ]
-            held.append(Master(master, tuple(parts)))
-        return held
+        """The masters: for each group this rank's piece of it, whole or in stretches; empty while they are in files."""
+        return self._masters.held()
 
     def reduced(self) -> list[torch.Tensor]:
-        """This rank's piece of the gradients of each group."""
-        return list(self._reduced.pieces)
+        """The gradients of the masters."""
+        return self._masters.reduced(self._reduced.pieces)
 
     def trained(self) -> dict[str, tuple[torch.nn.Parameter, int]]:
         """The parameters of all groups."""
@@ -177,12 +179,11 @@ class ShardedOptimizer(WrappedOptimizer):
     def adopt(self) -> None:
         """Make the masters copies of the model's parameters anew, whoever has changed those."""
         self.settle()
-        for index, master in enumerate(self.masters):
-            self._parameters.read(index, master)
+        self._masters.take_all_over()
 
     def _take_over(self, changes: Sequence[tuple[int, slice]]) -> None:
         for index, part in changes:
-            self._parameters.read(index, self.masters[index], part)
+            self._masters.take_over(index, part)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -200,14 +201,13 @@ class ShardedOptimizer(WrappedOptimizer):
         if commit is not None:
             commit()
         factor = self._factor()
-        for master, piece in zip(self.masters, pieces, strict=True):
-            master.grad = piece.to(master.dtype)
-            if factor is not None:
-                master.grad.mul_(factor)
-        self.optimizer.step()
+        reduced = self.reduced()
+        for numbers in self._masters.rounds():
+            for number in numbers:
+                self._masters.take_gradient(number, reduced[number], factor)
+            self.optimizer.step()
+            for number in numbers:
+                self._masters.give_values(number)
         self._scale.update(False)
-        for index, master in enumerate(self.masters):
-            master.grad = None
-            self._parameters.write(index, master)
         self._gradients.clear()
         self._parameters.share()

@@ -62,7 +62,7 @@ def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """A whole tensor of the optimizer's state, such as ``exp_avg``; None before its first step, or where nothing trains it."""
+    """A whole tensor of the optimizer's state, such as ``exp_avg``; None before the first step, or without an engine."""
     return _full(param, lambda given, optimizer: _states(given, optimizer, optim_state_key))
 
 
@@ -170,13 +170,13 @@ def _training_of(parameter: torch.nn.Parameter) -> tuple[WrappedOptimizer, DataP
 
 
 def _masters(parameter: torch.nn.Parameter, optimizer: WrappedOptimizer) -> Iterator[_Piece]:
-    for fragment in optimizer.fragments():
+    for fragment in optimizer.fragments(parameter):
         if fragment.parameter is parameter:
             yield _Piece(fragment.start, fragment.master)
 
 
 def _states(parameter: torch.nn.Parameter, optimizer: WrappedOptimizer, key: str) -> Iterator[_Piece]:
-    for fragment in optimizer.fragments():
+    for fragment in optimizer.fragments(parameter):
         if fragment.parameter is parameter:
             found = fragment.state.get(key, fragment.whole.get(key))
             if found is not None:
@@ -197,12 +197,12 @@ def _full(parameter: torch.nn.Parameter, pieces: _Pieces) -> torch.Tensor | None
         return None
     optimizer, group = training
     shape, numel = _shape(parameter)
-    found = list(pieces(parameter, optimizer))
     if not optimizer.is_sharded:
+        found = list(pieces(parameter, optimizer))
         return found[0].tensor.detach().clone().view(shape) if found else None
     # One more element counts the ranks that have something, so that all of them know when none does.
     whole = torch.zeros(numel + 1, dtype=torch.float32, device=group.device)
-    for start, tensor in found:
+    for start, tensor in pieces(parameter, optimizer):
         whole.narrow(0, start, tensor.numel()).copy_(tensor.reshape(-1))
         whole[-1] = 1.0
     group.all_reduce(whole, why=_WHY)
@@ -226,7 +226,7 @@ def _local(parameter: torch.nn.Parameter, pieces: _Pieces) -> torch.Tensor | Non
     found = (
         []
         if training is None
-        else [piece.tensor.detach().reshape(-1) for piece in pieces(parameter, training[0])]
+        else [piece.tensor.detach().reshape(-1).clone() for piece in pieces(parameter, training[0])]
     )
     return None if not found else found[0] if len(found) == 1 else torch.cat(found)
 
@@ -235,12 +235,11 @@ def _set_local(parameter: torch.nn.Parameter, value: torch.Tensor, pieces: _Piec
     training = _training_of(parameter)
     if training is None:
         raise UsageError("the parameter is trained by no engine, so that there is nothing to set")
-    found = [piece.tensor for piece in pieces(parameter, training[0])]
-    mine = sum(tensor.numel() for tensor in found)
+    mine = sum(piece.tensor.numel() for piece in pieces(parameter, training[0]))
     if value.numel() < mine:
         raise UsageError(f"the value has {value.numel()} elements, and this rank has {mine} of the parameter")
     position, flat = 0, value.detach().reshape(-1)
-    for tensor in found:
+    for _, tensor in pieces(parameter, training[0]):
         tensor.copy_(flat.narrow(0, position, tensor.numel()).view(tensor.shape))
         position += tensor.numel()
 

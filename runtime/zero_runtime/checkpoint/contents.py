@@ -30,7 +30,7 @@ from zero_runtime.checkpoint.tensor_file import Entry, as_bytes, held
 from zero_runtime.checkpoint.training import Training, buffers, parameters, whole_shape
 from zero_runtime.checkpoint.values import Encoder
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.fragments import Fragment, NumberTensor
+from zero_runtime.fragments import NumberTensor, Stored
 from zero_runtime.sharding.shards import Shard, shard_of
 
 METADATA: Final = "zero_runtime"
@@ -48,7 +48,7 @@ def entries(training: Training, excluded: Iterable[str]) -> tuple[list[Entry], d
     found: list[Entry] = []
     scalars: dict[str, list[str]] = {}
     if training.optimizer is not None:
-        for fragment in training.optimizer.fragments():
+        for fragment in training.optimizer.stored():
             if fragment.numel and (training.sharded or writers[fragment.name] == rank):
                 found += _fragment_entries(fragment)
                 scalars.setdefault(_scalars_text(fragment), []).append(fragment.name)
@@ -91,12 +91,15 @@ def _writers(training: Training) -> dict[str, int]:
     return writers
 
 
-def _fragment_entries(fragment: Fragment) -> list[Entry]:
+def _fragment_entries(fragment: Stored) -> list[Entry]:
     place = f"{fragment.start}/{fragment.name}"
     shape = (fragment.numel,)
     return [
-        held(f"value/{place}", fragment.master, shape),
-        *(held(f"state.{name}/{place}", tensor, shape) for name, tensor in fragment.state.items()),
+        Entry(f"value/{place}", fragment.master.dtype, shape, fragment.master.read),
+        *(
+            Entry(f"state.{name}/{place}", each.dtype, shape, each.read)
+            for name, each in fragment.state.items()
+        ),
         *(held(f"whole.{name}/0/{fragment.name}", tensor) for name, tensor in fragment.whole.items()),
     ]
 
@@ -120,7 +123,7 @@ def _slice_of(shard: Shard, numel: int) -> torch.Tensor:
         return own.narrow(0, 0, numel)
 
 
-def _scalars_text(fragment: Fragment) -> str:
+def _scalars_text(fragment: Stored) -> str:
     encoder = Encoder()
     found: Mapping[str, Any] = {
         name: {

@@ -156,8 +156,9 @@ def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes
 
 
 def _in_file_order(entries: Sequence[Entry]) -> list[Entry]:
-    # Wide elements first, so that every tensor begins at a multiple of its element size.
-    return sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.key))
+    # Wide elements first, so that every tensor begins at a multiple of its element size. Otherwise as they were given: what
+    # is in files is then read in their order.
+    return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
 
 
 def _chunks(entries: Sequence[Entry], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:

@@ -17,7 +17,7 @@ class Training(NamedTuple):
 
     Attributes:
         module: the model.
-        optimizer: its optimizer (``held``, ``trained``, ``fragments``, ``load_fragments``); None without one.
+        optimizer: its optimizer (``held``, ``trained``, ``stored``, ``load_fragments``); None without one.
         scheduler: the learning-rate schedule, or None.
         loss_scale: the scale of the loss, or None.
         group: the data-parallel ranks.

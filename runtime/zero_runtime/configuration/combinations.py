@@ -106,6 +106,10 @@ def note_contradictions(config: RuntimeConfig, notices: list[str]) -> None:
     if zero.stage.shards_parameters:
         _note_stage_3(config, notices)
         return
+    if zero.offload_optimizer is None and "sub_group_size" in given:
+        notices.append(
+            "sub_group_size has no effect here: it acts at stage 3, and elsewhere with offload_optimizer"
+        )
     if zero.offload_optimizer is not None and given.get("contiguous_gradients") is False:
         notices.append(
             "contiguous_gradients false has no effect with offload_optimizer: gradients share a buffer"

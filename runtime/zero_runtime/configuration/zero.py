@@ -88,5 +88,7 @@ def read_zero(values: Mapping[str, Any], disable_allgather: bool) -> ZeroConfig:
         parameter_alignment=values["parameter_alignment"],
         load_from_fp32_weights=values["load_from_fp32_weights"],
         offload_optimizer=offload if row.shards_optimizer else None,
-        sharding=read_sharding(values) if row.shards_parameters else ShardingConfig(),
+        sharding=read_sharding(values)
+        if row.shards_parameters
+        else ShardingConfig(sub_group_size=values["sub_group_size"]),
     )

@@ -1,0 +1,49 @@
+"""Where the masters and states of an optimizer are kept, as the configuration and the device say."""
+
+from __future__ import annotations
+
+import torch
+
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.config import RuntimeConfig
+from zero_runtime.configuration.offload import OPTIMIZER_KEY
+from zero_runtime.errors import UnsupportedError
+from zero_runtime.masters import Placement
+from zero_runtime.offload.files import TensorFiles
+from zero_runtime.offload.folders import new_folder
+from zero_runtime.optimizers import Lamb, Muon
+
+
+def placement(
+    config: RuntimeConfig, optimizer: torch.optim.Optimizer, group: DataParallelGroup
+) -> Placement | None:
+    """Where ``optimizer`` keeps its masters and states; None where that is with the parameters.
+
+    So it is for device ``cpu`` where the parameters are in host memory themselves.
+
+    Raises:
+        UnsupportedError: the optimizer cannot update elsewhere.
+        ConfigError: the folder for the files cannot be made.
+    """
+    policy = config.zero.offload_optimizer
+    on_host = group.device.type == "cpu"
+    if policy is None or (policy.device == "cpu" and on_host):
+        return None
+    name = type(optimizer).__name__
+    divisible = not isinstance(optimizer, Lamb | Muon)
+    if policy.device == "nvme" and not divisible:
+        raise UnsupportedError(
+            f"{OPTIMIZER_KEY}.device is nvme, and optimizer {name} needs all of its state at once; use cpu or none, or an "
+            "optimizer that works element by element, such as AdamW"
+        )
+    if isinstance(optimizer, Muon):
+        raise UnsupportedError(
+            f"{OPTIMIZER_KEY}.device is cpu, and Muon works on whole matrices, on the device of their gradients "
+            f"({group.device.type}); use none, or AdamW"
+        )
+    pinned = policy.pin_memory and group.device.type == "cuda"
+    files = None
+    if policy.nvme_path is not None:
+        key = f"{OPTIMIZER_KEY}.nvme_path"
+        files = TensorFiles(new_folder(policy.nvme_path, group.rank, "optimizer", key), config.aio, key=key)
+    return Placement(policy, files, config.zero.sharding.sub_group_size, pinned, divisible)
