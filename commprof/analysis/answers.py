@@ -28,11 +28,13 @@ _MEASURES: Final = (
     Column(
         "exposed_ns",
         "int64",
-        "time that the program stood still, mean over the ranks of a collective, added up",
+        "time that the program stood still, mean over the ranks of a collective, added up; at least, where timed is less "
+        "than records",
         True,
         "ns",
     ),
     Column("tensors", "int64", "tensors in the collectives"),
+    Column("timed", "int64", "records whose exposed_ns is known; 0 of what was kept as sums only"),
 )
 
 
@@ -77,7 +79,8 @@ STEP_TIMES: Final = Table(
         Column(
             "exposed_ns",
             "int64",
-            "time in it that the program stood still for collectives, a moment once, mean over ranks",
+            "time in it that the program stood still for collectives, a moment once, mean over ranks; at least, where "
+            "exposure says that not all its records are timed",
             True,
             "ns",
         ),
@@ -119,11 +122,14 @@ EXPOSURE: Final = Table(
         Column(
             "exposed_ns",
             "int64",
-            "time in which the program stood still for at least one of them; a moment counts once",
+            "time in which the program stood still for at least one of them; a moment counts once; at least, where timed is "
+            "less than records",
             True,
             "ns",
         ),
-        Column("summed_ns", "int64", "exposed_ns of the records, added up", True, "ns"),
+        Column(
+            "summed_ns", "int64", "exposed_ns of the records, added up; at least, as exposed_ns", True, "ns"
+        ),
         Column(
             "overlapped_ns",
             "int64",
@@ -133,7 +139,12 @@ EXPOSURE: Final = Table(
             "ns",
         ),
         Column("step_ns", "int64", "time of the training steps of the row, mean over the ranks", True, "ns"),
-        Column("exposed_share", "float64", "part of step_ns in which the program stood still", True),
+        Column(
+            "exposed_share",
+            "float64",
+            "part of step_ns in which the program stood still; at least, as exposed_ns",
+            True,
+        ),
     ),
 )
 
@@ -144,8 +155,16 @@ EXPOSURE_PER_STEP: Final = Table(
         Column("purpose", "string", "why, as the runtime says; null where it does not; all", True),
         Column("steps", "int64", "training steps behind the row: those that ended, without the first"),
         *_KNOWN,
-        Column("exposed_ns", "int64", "median over the steps of exposed_ns of exposure", True, "ns"),
-        Column("exposed_share", "float64", "part of the time of all these steps", True),
+        Column(
+            "exposed_ns",
+            "int64",
+            "median over the steps of exposed_ns of exposure; at least, where timed is less than records",
+            True,
+            "ns",
+        ),
+        Column(
+            "exposed_share", "float64", "part of the time of all these steps; at least, as exposed_ns", True
+        ),
         Column("overlapped_ns", "int64", "median over the steps of overlapped_ns of exposure", True, "ns"),
     ),
     key=("purpose",),

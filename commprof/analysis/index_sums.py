@@ -39,6 +39,7 @@ MEASURES: Final = {
     "wire_share": "decimal(38, 0)",
     "host_ns": "double",
     "exposed_ns": "double",
+    "timed": "bigint",
     "tensors": "bigint",
 }
 

@@ -21,7 +21,7 @@ _HEADINGS: Final = (
 _LEGEND: Final = (
     "exposed: time in which the program stood still for collectives (also where a rank came late), each moment once, mean "
     "over the ranks. overlapped: time in which some were under way and the program stood still for none. timed: records "
-    "whose exposed time is known."
+    "whose exposed time is known; >=: at least so much, since of some it is not."
 )
 
 
@@ -48,11 +48,16 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     purpose = "(no purpose given)" if rendering.is_missing(row["purpose"]) else str(row["purpose"])
     return (
         purpose,
-        rendering.duration(row["exposed_ns"]),
-        _share(row["exposed_share"]),
+        at_least(row, rendering.duration(row["exposed_ns"])),
+        at_least(row, _share(row["exposed_share"])),
         _overlapped(row),
         f"{rendering.count(row['timed'])} of {rendering.count(row['records'])}",
     )
+
+
+def at_least(row: Mapping[str, Any], text: str) -> str:
+    """``text``, a time that was stood still, and whether it is a lower bound: of some records it is not known."""
+    return f">= {text}" if text != rendering.MISSING and row["timed"] < row["records"] else text
 
 
 def _share(value: Any) -> str:
@@ -69,7 +74,7 @@ def _overlapped(row: Mapping[str, Any]) -> str:
 def step_texts(exposure: pd.DataFrame) -> dict[tuple[int, int], str]:
     """By attempt and step: what the heading of a step says of its time, from exposure by attempt and step."""
     return {
-        (row["attempt"], row["step"]): f"exposed {rendering.duration(row['exposed_ns'])} "
+        (row["attempt"], row["step"]): f"exposed {at_least(row, rendering.duration(row['exposed_ns']))} "
         f"({_share(row['exposed_share'])}), overlapped {_overlapped(row)}"
         for row in rendering.records(exposure)
         if not rendering.is_missing(row["step"]) and not rendering.is_missing(row["exposed_ns"])

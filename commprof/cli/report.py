@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 BY: Final = ("attempt", "step", "purpose", "op", "intended_op", "group_ranks")
-_SUMMED: Final = ("collectives", "payload_bytes", "wire_bytes", "host_ns", "exposed_ns")
+_SUMMED: Final = ("collectives", "records", "timed", "payload_bytes", "wire_bytes", "host_ns", "exposed_ns")
 _HEADINGS: Final = (
     Heading("purpose, operation"),
     Heading("group"),
@@ -31,7 +31,7 @@ _MOST_COMPARED: Final = 1_000_000  # records whose arrivals are compared for a r
 LEGEND: Final = (
     "payload: S of nccl-tests. wire: modelled, mean bytes that a rank sends. in calls, exposed: time in the issuing calls, "
     "and time that the program stood still for them, mean over the ranks; "
-    "a dash: not known."
+    "a dash: not known; >=: not of all of them."
 )
 
 
@@ -177,7 +177,9 @@ def _measures(sums: Mapping[str, float | None], steps: int) -> tuple[str, ...]:
         rendering.number_of_bytes(mean["payload_bytes"]),
         rendering.number_of_bytes(mean["wire_bytes"]),
         rendering.duration(mean["host_ns"]),
-        rendering.duration(mean["exposed_ns"]),
+        exposed.at_least(
+            {name: sums[name] or 0 for name in ("records", "timed")}, rendering.duration(mean["exposed_ns"])
+        ),
     )
 
 

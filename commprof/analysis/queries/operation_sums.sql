@@ -15,6 +15,7 @@ select
     sum(cast(wire_share as decimal(38, 0))) as wire_share,
     sum(host_ns) as host_ns,
     sum(exposed_ns) as exposed_ns,
+    cast(sum(timed) as bigint) as timed,
     cast(sum(tensors) as bigint) as tensors
 from operations
 group by {by} wire_ranks

@@ -14,7 +14,8 @@
 -- and a receiver.
 --
 -- What a run kept as sums is in neither of these records: each of its combinations is one row with as many collectives as the
--- rank with most of them issued, and the time of a mean rank. A recv counts at its send.
+-- rank with most of them issued, and the time of a mean rank. A recv counts at its send. Of how many exposed_ns was known
+-- the sums do not say: timed is 0.
 with often as (
     select attempt, pg, group_ranks, pg_seq
     from collectives
@@ -71,7 +72,8 @@ shared as (
         max(payload_bytes) as largest_bytes,
         avg(payload_bytes) as mean_bytes,
         avg(return_ns - issue_ns) as host_ns,
-        avg(exposed_ns) as exposed_ns
+        avg(exposed_ns) as exposed_ns,
+        count(exposed_ns) as timed
     from repeated
     group by attempt, pg, group_ranks, pg_seq, repetition
 ),
@@ -162,7 +164,7 @@ operations as (
         reduce_op, backend, device, group_desc, group_size, api, call_site, records, tensors,
         1 as collectives,
         case when op = 'all_to_all' then cast(round(mean_bytes) as bigint) else largest_bytes end as payload_bytes,
-        host_ns, exposed_ns, root, null as sender, null as receiver
+        host_ns, exposed_ns, timed, root, null as sender, null as receiver
     from shared
     union all
     select
@@ -172,6 +174,7 @@ operations as (
         counted as collectives,
         counted * payload_bytes as payload_bytes,
         cast(return_ns - issue_ns as double) as host_ns, cast(exposed_ns as double) as exposed_ns,
+        case when exposed_ns is null then 0 else 1 end as timed,
         -1 as root,
         case when op = 'send' then rank else peer end as sender,
         case when op = 'send' then peer else rank end as receiver
@@ -181,7 +184,7 @@ operations as (
         attempt, pg, group_ranks, step, null as micro_step, phase, op, intended_op, purpose, null as bucket, null as owner,
         null as dtype, null as reduce_op, null as backend, null as device, null as group_desc, group_size, null as api,
         null as call_site, records, 0 as tensors, collectives, payload_bytes, host_ns, exposed_ns,
-        -1 as root, null as sender, null as receiver
+        0 as timed, -1 as root, null as sender, null as receiver
     from summed
 )
 select

@@ -12,6 +12,7 @@ with of_size as (
         cast(sum(cast(wire_share as decimal(38, 0))) as double) / wire_ranks as wire_bytes,
         sum(host_ns) as host_ns,
         sum(exposed_ns) as exposed_ns,
+        sum(timed) as timed,
         sum(tensors) as tensors
     from operations
     group by {by} wire_ranks
@@ -24,7 +25,8 @@ select
     coalesce(sum(wire_bytes), 0.0) as wire_bytes,
     cast(round(sum(host_ns)) as bigint) as host_ns,
     cast(round(sum(exposed_ns)) as bigint) as exposed_ns,
-    cast(coalesce(sum(tensors), 0) as bigint) as tensors
+    cast(coalesce(sum(tensors), 0) as bigint) as tensors,
+    cast(coalesce(sum(timed), 0) as bigint) as timed
 from of_size
 {group_by}
 {order_by}

@@ -57,11 +57,17 @@ def exposure(frame: pd.DataFrame, facts: Mapping[str, Any], scheme: Scheme) -> C
     if not known:
         return cards.empty_card("exposure", _EXPOSED, "Nothing was issued in its training steps.")
     unknown = [f"Of {whole['timed']:,} of {whole['records']:,} records the exposed time is known."]
+    if whole["timed"] < whole["records"]:
+        unknown = [f"{unknown[0]} So it is at least what is shown."]
     if whole["unwaited"]:
         unknown.append(
             f"For {whole['unwaited']:,} no wait was seen (DDP and compiled code wait in C++): what they cost is not known."
         )
-    share = "" if pd.isna(whole["exposed_share"]) else f", {100 * whole['exposed_share']:.1f} % of the step"
+    share = (
+        ""
+        if pd.isna(whole["exposed_share"])
+        else f", {_at_least(whole)}{100 * whole['exposed_share']:.1f} % of the step"
+    )
     return cards.figure_card(
         "exposure",
         _EXPOSED,
@@ -79,6 +85,10 @@ def exposure(frame: pd.DataFrame, facts: Mapping[str, Any], scheme: Scheme) -> C
             Field("unwaited", "No wait seen", format_count, numeric=True),
         ],
     )
+
+
+def _at_least(row: pd.Series[Any]) -> str:
+    return "at least " if row["timed"] < row["records"] else ""
 
 
 def cost(facts: Mapping[str, Any]) -> Component:

@@ -32,7 +32,16 @@ def test_a_collective_of_four_ranks_counts_once():
         "host_ns": 1000,
         "exposed_ns": None,
         "tensors": 1,
+        "timed": 0,
     }
+
+
+def test_what_is_known_of_some_ranks_only_says_of_how_many():
+    run = SyntheticRun(world_size=4)
+    for ranks, exposed_ns in (((1,), 300), ((2,), 100), ((0, 3), None)):
+        run.add_collective("all_reduce", payload_bytes=1000, pg_seq=0, ranks=ranks, exposed_ns=exposed_ns)
+    found = only(run)
+    assert (found["records"], found["timed"], found["exposed_ns"]) == (4, 2, 200)
 
 
 @pytest.mark.parametrize(

@@ -84,9 +84,9 @@ def test_a_report_tells_initialisation_from_steps(capsys, run):
 def test_per_step_reports_each_step(capsys, run):
     text = printed(capsys, "report", "run", "--per-step")
     assert [line for line in text.splitlines() if line.startswith("Step ")] == [
-        "Step 0: 50.0 ms, exposed 4.00 us (0.0 %), overlapped 0 ns, loss 2",
-        "Step 1: 20.0 ms, exposed 4.00 us (0.0 %), overlapped 0 ns, loss 1",
-        "Step 2: 20.0 ms, exposed 4.00 us (0.0 %), overlapped 0 ns, loss 0",
+        "Step 0: 50.0 ms, exposed >= 4.00 us (0.0 %), overlapped 0 ns, loss 2",
+        "Step 1: 20.0 ms, exposed >= 4.00 us (0.0 %), overlapped 0 ns, loss 1",
+        "Step 2: 20.0 ms, exposed >= 4.00 us (0.0 %), overlapped 0 ns, loss 0",
     ]
     assert text.count("  all_to_all  ") == 3
 
@@ -118,7 +118,7 @@ def test_a_report_says_what_a_step_stands_still_for(capsys, tmp_path, monkeypatc
         "gradient_norm 2.00 ms 20.0 % 0 ns 2 of 2",
         "parameter_gather 500 us 5.0 % <= 3.00 ms 2 of 2",
         "(no purpose given) - - - 0 of 2",
-        "all 2.50 ms 25.0 % <= 3.00 ms 4 of 6",
+        "all >= 2.50 ms >= 25.0 % <= 3.00 ms 4 of 6",
     ]
     assert "For 2 records no wait was seen" in block
     content = json.loads(printed(capsys, "report", "run", "--json"))
