@@ -61,7 +61,7 @@ class Masters:
         placement: None where masters and states are kept with the parameters.
 
     Attributes:
-        tensors: the masters, for each group one or more; empty while they are in files.
+        tensors: the masters, for each group one or more; not to be looked at while they are in files.
         stretches: for each of them, what it stands for.
     """
 
@@ -114,11 +114,9 @@ class Masters:
                 continue
             if number not in self._files:
                 self._files.add_state(number, master)
-            elif isinstance(self._optimizer, torch.optim.Adagrad) and not self._files.kept(number):
-                # Made of an empty master.
+            elif self._optimizer.state.get(master):
                 for _ in self._in_memory(number, fill=True):
-                    value = self._optimizer.defaults["initial_accumulator_value"]
-                    self._optimizer.state[master]["sum"] = torch.full_like(master, value, requires_grad=False)
+                    pass  # it is written at the end
 
     def held(self) -> list[Master]:
         """Each master with what it is made of."""

@@ -155,7 +155,7 @@ class ShardedOptimizer(WrappedOptimizer):
         return Division(segments, len(numbers), partial(self._group.all_reduce, why=_NORM))
 
     def held(self) -> list[Master]:
-        """The masters: for each group this rank's piece of it, whole or in stretches; empty while they are in files."""
+        """The masters: for each group this rank's piece of it, whole or in stretches, which may be in files."""
         return self._masters.held()
 
     def reduced(self) -> list[torch.Tensor]:

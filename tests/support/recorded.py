@@ -126,7 +126,6 @@ def known_features(case: Case) -> bool:
         and case.script in _SCRIPTS
         and optimizer in _OPTIMIZERS
         and not any(zero.get(name) for name in _QUANTIZED)
-        and not _offloads(zero)
         and not config.get("comms_logger", {}).get("enabled")
         and not config.get("flops_profiler", {}).get("enabled")
         and not {"checkpoint", "compile", "tensor_parallel"} & set(config)
@@ -137,12 +136,6 @@ def known_features(case: Case) -> bool:
 def precision_of(case: Case) -> str:
     """What the parameters of the case are: fp16, bf16 or fp32."""
     return next((name for name in ("fp16", "bf16") if case.config.get(name, {}).get("enabled")), "fp32")
-
-
-def _offloads(zero: Mapping[str, Any]) -> bool:
-    return (
-        bool(zero.get("cpu_offload")) or (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
-    )
 
 
 def difference(case: Case) -> str | None:

@@ -8,8 +8,8 @@ set of buffers: there are ``buffer_count`` of them, which is all the memory that
     buffers 2   read 2                       | update 2 | write 2
     buffers 3   read 3                                  | update 3 | ...
 
-The optimizer knows each stretch by one tensor, its master, which is empty while the values are in files; the state tensors
-are put into the optimizer's own state for the update, and taken out after it.
+The optimizer knows each stretch by one tensor, its master. While the values are in files it holds NaN, one element in memory
+for all of them, and so do the tensors of its state: they have their shape, and cannot be written to.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class StateFiles:
         """A master of ``numel`` elements, in files, which ``fill`` fills; written now, unless ``fast_init`` is set."""
         master = torch.empty(numel, dtype=dtype)
         entry = self._entries[number] = _Entry(master, fill)
-        master.data = torch.empty(0, dtype=dtype)
+        master.data = _absent(numel, dtype)
         if not self._policy.fast_init:
             self._begin(number)
             self._land(entry)
@@ -247,7 +247,8 @@ class StateFiles:
         """Take a stretch from the optimizer, and begin to write it."""
         entry = self._entries[number]
         state: dict[str, Any] = self._optimizer.state.get(entry.master, {})
-        tensors = {name: state.pop(name) for name in _elementwise(state, entry.master)}
+        tensors: dict[str, torch.Tensor] = {name: state[name] for name in _elementwise(state, entry.master)}
+        state.update((name, _absent(entry.numel, each.dtype)) for name, each in tensors.items())
         if entry.fill is not None:
             tensors[MASTER] = entry.master.data
         for name in entry.kept.keys() - tensors.keys():
@@ -255,7 +256,7 @@ class StateFiles:
         entry.kept = {name: tensor.dtype for name, tensor in tensors.items()}
         writes = [self._files.write(f"{number}.{name}", each.detach()) for name, each in tensors.items()]
         if entry.fill is not None:
-            entry.master.data = torch.empty(0, dtype=entry.dtype)
+            entry.master.data = _absent(entry.numel, entry.dtype)
         if entry.reading is not None:
             entry.reading.buffers.writes = writes
             entry.reading.buffers.used = False
@@ -263,6 +264,12 @@ class StateFiles:
         if not self._policy.pipeline_write or not self._buffers:
             for write in writes:
                 write.wait()
+
+
+def _absent(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """What stands for a tensor that is in a file."""
+    value = float("nan") if dtype.is_floating_point else 0
+    return torch.full((1,), value, dtype=dtype).expand(numel)
 
 
 def _elementwise(state: dict[str, Any], master: torch.Tensor) -> list[str]:
