@@ -42,6 +42,7 @@ GRID: Final[dict[Scheme, str]] = {"light": "#e5e8eb", "dark": "#3a3d41"}
 
 MANTINE: Final = {
     "primaryColor": "indigo",
+    "primaryShade": {"light": 8, "dark": 8},  # its text reaches 4.5:1 on white and on its own tint
     "fontFamily": FONT,
     "defaultRadius": "md",
     "headings": {"fontFamily": FONT},

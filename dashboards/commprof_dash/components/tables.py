@@ -46,7 +46,7 @@ def table(frame: pd.DataFrame, fields: Sequence[Field], caption: str) -> Compone
         ),
         className="table-scroll",
         tabIndex=0,
-        role="region",
+        role="group",  # not a region: the section around it has the same name
         **{"aria-label": caption},
     )
 

@@ -104,7 +104,7 @@ def _answers(runs: Runs, name: str, asked: Asked) -> list[Component]:
                     className="controls",
                 ),
                 html.P(f"{records:,} records", id=COUNTED, className="card-subtitle", role="status"),
-                html.Div(_grid(asked), role="region", **{"aria-label": "Records"}),
+                html.Div(_grid(asked), role="group", **{"aria-label": "Records"}),
             ],
         ),
     ]

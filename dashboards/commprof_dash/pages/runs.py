@@ -68,7 +68,7 @@ def _tiles(listing: pd.DataFrame) -> Component:
 
 
 def _table(shown: pd.DataFrame, listing: pd.DataFrame, ticked: list[str]) -> Component:
-    head = [html.Th(text, scope="col", className=kind) for text, kind in _HEADINGS]
+    head = [html.Th(heading, scope="col", className=kind) for heading, kind in _HEADINGS]
     rows = [_row(row) for row in shown.to_dict("records")]
     title = "All runs"
     cut = (
@@ -99,7 +99,7 @@ def _table(shown: pd.DataFrame, listing: pd.DataFrame, ticked: list[str]) -> Com
                 ),
                 dmc.CheckboxGroup(
                     html.Div(
-                        table, className="table-scroll", tabIndex=0, role="region", **{"aria-label": title}
+                        table, className="table-scroll", tabIndex=0, role="group", **{"aria-label": title}
                     ),
                     id=TICKED,
                     value=ticked,
@@ -114,7 +114,7 @@ def _table(shown: pd.DataFrame, listing: pd.DataFrame, ticked: list[str]) -> Com
 
 
 _HEADINGS: Final = (
-    ("", "text"),
+    (html.Span("Compare", className="visually-hidden"), "text"),
     ("Run", "text"),
     ("Health", "text"),
     ("What ran", "text"),
@@ -158,8 +158,7 @@ def _health(row: dict[Any, Any]) -> Component:
     badge = dmc.Badge(
         str(row["state"]),
         color=_COLOURS.get(str(row["state"]), "gray"),
-        variant="light",
-        size="sm",
+        variant="dot",  # its text has the colour of all text, which can be read on any page
         className="state",
     )
     if note is None:

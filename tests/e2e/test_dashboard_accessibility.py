@@ -1,0 +1,129 @@
+"""axe-core over every page, over what pages say instead, over lists and menus that are open: nothing that it objects to."""
+
+from __future__ import annotations
+
+import pytest
+
+from commprof_dash.pages import PAGES
+from support.browser import served, watched
+from support.detailed_runs import aligned_run, detailed_run
+from support.runs import SyntheticRun
+
+pytest.importorskip("axe_playwright_python", reason="axe-playwright-python is not installed")
+pytestmark = pytest.mark.browser
+
+RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+LOOKS = [("light", 1280), ("dark", 1280), ("light", 400), ("dark", 400)]
+RUN_OF = {"/alignment": "aligned"}  # the others are shown over the run called plain
+ADDRESSES = {
+    "chosen in the timeline": "/timeline?run=plain&from=0&to=30000000&record=0.0.1000.5",
+    "what cannot be understood": "/matrix?run=plain&steps=abc",
+    "counters that were not read": "/matrix?run=plain&measure=counters",
+    "no buckets": "/buckets?run=bare",
+    "not aligned": "/alignment?run=plain",
+    "no such run": "/overview?run=gone",
+    "a broken run": "/overview?run=broken",
+    "one of two is broken": "/compare?run=plain&run=broken",
+    "no such page": "/nowhere",
+}
+
+
+@pytest.fixture(scope="module")
+def base_url(tmp_path_factory):
+    base = tmp_path_factory.mktemp("accessibility")
+    detailed_run().write(base / "plain")
+    aligned_run(base / "aligned")
+    SyntheticRun(2, state="failed", lost=3).write(base / "bare")
+    (base / "broken").mkdir()
+    (base / "broken" / "run.json").write_text("{")
+    with served(base) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def axe():
+    from axe_playwright_python.sync_playwright import Axe
+
+    return Axe()
+
+
+@pytest.fixture(scope="module")
+def view(browser):
+    """One page that the tests take in turn, so that the scripts are loaded once."""
+    view = watched(browser, viewport={"width": 1280, "height": 900}, color_scheme="light")
+    yield view
+    view.page.context.close()
+
+
+def objections(axe, view) -> list[str]:
+    """What axe objects to, one text for each rule: what is wrong, and where first."""
+    found = axe.run(
+        view.page, options={"runOnly": {"type": "tag", "values": RULES}, "resultTypes": ["violations"]}
+    )
+    return [
+        f"{rule['id']} at {len(rule['nodes'])} places: {rule['nodes'][0]['html'][:300]}: "
+        f"{rule['nodes'][0]['failureSummary'][:300]}"
+        for rule in found.response["violations"]
+    ]
+
+
+def begin_at(view, url: str, width: int = 1280) -> None:
+    """Open ``url`` as the browser of a system in light colours shows it, so wide."""
+    view.page.emulate_media(color_scheme="light")
+    view.page.set_viewport_size({"width": width, "height": 900})
+    view.open(url)
+
+
+def look(view, scheme: str, width: int) -> None:
+    """The same page as the browser of a system in ``scheme`` shows it, so wide."""
+    view.page.emulate_media(color_scheme=scheme)
+    view.page.set_viewport_size({"width": width, "height": 900})
+    view.page.wait_for_function(
+        "(scheme) => document.documentElement.dataset.mantineColorScheme === scheme", arg=scheme
+    )
+    view.page.wait_for_timeout(150)  # the server draws the figures of the scheme
+    view.settle()
+
+
+def open_details(view) -> None:
+    view.page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+
+
+@pytest.mark.parametrize("path", [page.path for page in PAGES])
+def test_every_page_in_both_schemes_and_on_a_telephone(axe, view, base_url, path):
+    begin_at(view, f"{base_url}{path}?run={RUN_OF.get(path, 'plain')}")
+    for scheme, width in LOOKS:
+        look(view, scheme, width)
+        open_details(view)
+        assert objections(axe, view) == [], (scheme, width)
+
+
+@pytest.mark.parametrize("what", ADDRESSES)
+def test_what_pages_say_instead(axe, view, base_url, what):
+    begin_at(view, base_url + ADDRESSES[what])
+    for scheme in ("light", "dark"):
+        look(view, scheme, 1280)
+        open_details(view)
+        assert objections(axe, view) == [], scheme
+
+
+def test_an_empty_directory(axe, view, tmp_path):
+    with served(tmp_path) as url:
+        for path in ("/", "/overview"):
+            begin_at(view, url + path)
+            assert objections(axe, view) == [], path
+
+
+def test_open_lists_and_the_menu_of_a_telephone(axe, view, base_url):
+    begin_at(view, f"{base_url}/matrix?run=plain")
+    view.page.get_by_role("textbox", name="Operation").click()
+    view.page.wait_for_selector("[role=option]:visible")
+    assert objections(axe, view) == [], "a list"
+    begin_at(view, f"{base_url}/compare?run=plain")
+    view.page.locator(".control-wide input").first.click()
+    view.page.wait_for_selector("[role=option]:visible")
+    assert objections(axe, view) == [], "a list of several"
+    begin_at(view, f"{base_url}/", width=400)
+    view.page.get_by_role("button", name="Show the pages").click()
+    view.page.wait_for_selector("nav a:visible")
+    assert objections(axe, view) == [], "the menu"
