@@ -9,7 +9,7 @@ way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -55,10 +55,11 @@ SPANS: Final = pa.schema(
     ]
 )
 _ENDS: Final = ("return_ns", "wait_end_ns", "device_end_ns")
+TIME_COLUMNS: Final = ("rank", "attempt", "pid", "issue_ns", *_ENDS, "exposed_ns", "device")
 _STRINGS: Final = [column.name for column in COLLECTIVES.columns if column.type == "string"]
-_FARTHEST: Final = (
-    1 << 60
-)  # no clock is beyond; a damaged time counts as this, so that differences fit 64 bits
+# No clock is beyond, nor a wall clock (imported runs have its times) before 2043; a damaged time counts as this, so that
+# differences fit 64 bits.
+_FARTHEST: Final = 1 << 61
 
 
 class Kinds:
@@ -86,39 +87,64 @@ class Kinds:
 
 
 class Spans(NamedTuple):
-    """The spans of some processes: :data:`OWN_COLUMNS`, ``kind`` and :data:`SPAN_COLUMNS`."""
+    """When each of some records began and ended, and its own parts of that; a number for each record."""
 
-    rows: pa.Table
+    begin: Numbers
+    end: Numbers
+    busy: Numbers
+    held_end: Numbers
+    is_held: npt.NDArray[np.bool_]  # the others have no held_end
+    still: Numbers
     unknown_clocks: int  # rows whose clock was never compared with the reference: their times are their own
 
 
-def parts(collectives: pa.Table | Scan) -> Iterator[pa.Table]:
+class Part(NamedTuple):
+    """All records of some processes: what their spans are told from, and then all columns, some rows at a time."""
+
+    times: pa.Table
+    rows: Iterable[pa.Table]
+
+
+def parts(collectives: pa.Table | Scan) -> Iterator[Part]:
     """The records in parts, each with all records of its processes.
 
     Raises:
         TraceError: a file is damaged.
     """
     if not isinstance(collectives, Scan):
-        yield collectives
+        yield Part(collectives.select(TIME_COLUMNS), [collectives])
         return
     for file in collectives.files:
-        yield _read(file)
+        yield Part(_read(file), _row_groups(file))
     if len(collectives.rest):
-        yield collectives.rest
+        yield Part(collectives.rest.select(TIME_COLUMNS), [collectives.rest])
 
 
 def _read(file: Path) -> pa.Table:
     try:
-        with pq.ParquetFile(file, read_dictionary=_STRINGS, page_checksum_verification=True) as opened:
-            return opened.read()
+        with pq.ParquetFile(file, page_checksum_verification=True) as opened:
+            return opened.read(columns=list(TIME_COLUMNS))
     except (OSError, pa.ArrowException, ValueError) as error:
-        raise TraceError(
-            f"{file} cannot be read: {error}. It is damaged or not a Parquet file; copy it again from where it was made"
-        ) from None
+        raise _damaged(file, error) from None
 
 
-def spans(records: pa.Table, clock: ReferenceClock | None, kinds: Kinds) -> Spans:
-    """The spans of ``records``; ``clock`` None: all processes read one clock."""
+def _row_groups(file: Path) -> Iterator[pa.Table]:
+    try:
+        with pq.ParquetFile(file, read_dictionary=_STRINGS, page_checksum_verification=True) as opened:
+            for group in range(opened.num_row_groups):
+                yield opened.read_row_group(group)
+    except (OSError, pa.ArrowException, ValueError) as error:
+        raise _damaged(file, error) from None
+
+
+def _damaged(file: Path, error: Exception) -> TraceError:
+    return TraceError(
+        f"{file} cannot be read: {error}. It is damaged or not a Parquet file; copy it again from where it was made"
+    )
+
+
+def spans(records: pa.Table, clock: ReferenceClock | None) -> Spans:
+    """The spans of ``records`` (:data:`TIME_COLUMNS`); ``clock`` None: all processes read one clock."""
     shift, unknown = np.zeros(len(records), np.int64), 0
     if clock is not None and len(records):
         readings = clock.readings(records)
@@ -135,16 +161,26 @@ def spans(records: pa.Table, clock: ReferenceClock | None, kinds: Kinds) -> Span
         busy[mine] = own_parts(issue[mine], end[mine])
         held = mine[is_held[mine]]
         still[held] = own_parts(held_end[held] - exposed[held], held_end[held])
+    return Spans(issue + shift, end + shift, busy, held_end + shift, is_held, still, unknown)
+
+
+def with_spans(records: pa.Table, found: Spans, first: int, kinds: Kinds) -> pa.Table:
+    """Some ``records`` as the index holds them: :data:`OWN_COLUMNS`, ``kind`` and :data:`SPAN_COLUMNS`.
+
+    Args:
+        first: the place in ``found`` of the first of them.
+    """
+    mine = slice(first, first + len(records))
     added = [
         pa.array(kinds.number(records).astype(np.int32)),
-        pa.array(issue + shift),
-        pa.array(end + shift),
-        pa.array(busy),
-        pa.array(held_end + shift, mask=~is_held),
-        pa.array(still),
+        pa.array(found.begin[mine]),
+        pa.array(found.end[mine]),
+        pa.array(found.busy[mine]),
+        pa.array(found.held_end[mine], mask=~found.is_held[mine]),
+        pa.array(found.still[mine]),
     ]
     own = [records[name].cast(SPANS.field(name).type) for name in OWN_COLUMNS]
-    return Spans(pa.table([*own, *added], schema=SPANS), unknown)
+    return pa.table([*own, *added], schema=SPANS)
 
 
 def _held(records: pa.Table) -> tuple[Numbers, Numbers, npt.NDArray[np.bool_]]:
