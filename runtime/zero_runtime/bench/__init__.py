@@ -1,0 +1,1 @@
+"""What this machine can do, measured: ``python -m zero_runtime.bench``."""

@@ -1,0 +1,199 @@
+"""How fast a disk reads and writes the files of offloaded tensors: with and past the page cache, by blocks and threads.
+
+It writes and reads with the code that offload uses, checksums included, so the fastest row is what ``aio`` should say.
+Writes past the page cache end on the disk; the others are timed until the kernel has put them there (fsync). Before a read
+through the page cache, the file is dropped from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Final, NamedTuple
+
+import torch
+
+from zero_runtime.errors import UsageError
+from zero_runtime.offload.blocks import aligned_empty, takes_direct
+from zero_runtime.offload.files import AsynchronousIO, TensorFiles
+from zero_runtime.offload.folders import new_folder, remove_folder
+
+_MIB: Final = 1 << 20
+_NAME: Final = "tensor"
+_SUFFIXES: Final = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+class Setting(NamedTuple):
+    """One way to read and write.
+
+    Attributes:
+        direct: past the page cache.
+        io: blocks and threads.
+    """
+
+    direct: bool
+    io: AsynchronousIO
+
+
+class Speed(NamedTuple):
+    """What one way reaches, in bytes per second."""
+
+    setting: Setting
+    write: float
+    read: float
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; 0, or 2 where it could not be done."""
+    parser = argparse.ArgumentParser(
+        prog="python -m zero_runtime.bench io",
+        description="Measure how fast files of offloaded tensors are written and read, and print the block aio that was "
+        "fastest.",
+    )
+    parser.add_argument("--path", type=Path, default=Path(), help="a folder on the disk (default: this one)")
+    parser.add_argument("--size", type=_bytes, default=256 * _MIB, help="bytes of the file (default: 256m)")
+    parser.add_argument(
+        "--blocks",
+        type=_bytes,
+        nargs="+",
+        default=[256 << 10, _MIB, 8 * _MIB],
+        help="block_size (256k 1m 8m)",
+    )
+    parser.add_argument(
+        "--threads", type=_count, nargs="+", default=[1, 2, 4], help="intra_op_parallelism (1 2 4)"
+    )
+    parser.add_argument(
+        "--depth", type=_count, default=1, help="queue_depth: blocks in one request (default: 1)"
+    )
+    parser.add_argument(
+        "--repeat", type=_count, default=3, help="of each way; the median counts (default: 3)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    given = parser.parse_args(arguments)
+    if given.size % 4096:
+        raise UsageError(f"--size is {given.size}; expected a multiple of 4096 bytes")
+    folder = new_folder(given.path, 0, "bench", "--path")
+    try:
+        if not takes_direct(folder):
+            print(f"zero_runtime: {given.path} takes no direct reads and writes (O_DIRECT)", file=sys.stderr)
+        settings = ways(folder, given.blocks, given.threads, given.depth)
+        speeds = [measure(folder, setting, given.size, given.repeat) for setting in settings]
+    finally:
+        remove_folder(folder)
+    print(_as_json(speeds, given.size) if given.json else _as_table(speeds, given.size, given.path))
+    return 0
+
+
+def ways(folder: Path, blocks: Sequence[int], threads: Sequence[int], depth: int) -> list[Setting]:
+    """Every combination, with direct ones first where the file system of ``folder`` takes them."""
+    how = [True, False] if takes_direct(folder) else [False]
+    return [
+        Setting(direct, AsynchronousIO(block, depth, threads=count))
+        for direct, block, count in product(how, blocks, threads)
+    ]
+
+
+def measure(folder: Path, setting: Setting, size: int, repeats: int) -> Speed:
+    """Write and read a tensor of ``size`` bytes ``repeats`` times in a folder below ``folder``.
+
+    Raises:
+        OffloadError: it cannot be written or read, or comes back changed.
+    """
+    below = folder / "files"
+    below.mkdir()
+    files = TensorFiles(below, setting.io, direct=setting.direct, key="--path")
+    try:
+        written = aligned_empty(size)
+        written.view(torch.int64).random_(generator=torch.Generator().manual_seed(0))
+        read = aligned_empty(size)
+        seconds = [_once(files, below, written, read) for _ in range(repeats)]
+    finally:
+        files.close()
+    return Speed(setting, *(size / median(each) for each in zip(*seconds, strict=True)))
+
+
+def _once(files: TensorFiles, folder: Path, written: torch.Tensor, read: torch.Tensor) -> tuple[float, float]:
+    begin = time.perf_counter()
+    files.write(_NAME, written).wait()
+    path = next(each for each in folder.iterdir() if each.name.endswith(_NAME))
+    with _opened(path) as descriptor:
+        os.fsync(descriptor)
+        end = time.perf_counter()
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    before = time.perf_counter()
+    files.read(_NAME, read).wait()
+    return end - begin, time.perf_counter() - before
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def fastest(speeds: Sequence[Speed]) -> Speed:
+    """The way that writes and reads a byte in the least time."""
+    return min(speeds, key=lambda speed: 1 / speed.write + 1 / speed.read)
+
+
+def _as_table(speeds: Sequence[Speed], size: int, path: Path) -> str:
+    lines = [
+        f"{size / _MIB:.0f} MiB in {path.absolute()}, checksums included; MB/s are 10^6 bytes per second",
+        "",
+        f"{'page cache':<10} {'block':>9} {'threads':>7} {'write MB/s':>11} {'read MB/s':>10}",
+    ]
+    best = fastest(speeds)
+    for speed in speeds:
+        direct, io = speed.setting
+        lines.append(
+            f"{'past' if direct else 'through':<10} {io.block_size / 1024:>5.0f} KiB {io.threads:>7} "
+            f"{speed.write / 1e6:>11.0f} {speed.read / 1e6:>10.0f}{'  fastest' if speed is best else ''}"
+        )
+    return "\n".join([*lines, "", f'"aio": {json.dumps(_aio(best))}'])
+
+
+def _as_json(speeds: Sequence[Speed], size: int) -> str:
+    rows = [
+        {
+            "direct": speed.setting.direct,
+            "block_size": speed.setting.io.block_size,
+            "threads": speed.setting.io.threads,
+            "queue_depth": speed.setting.io.queue_depth,
+            "write_bytes_per_s": round(speed.write),
+            "read_bytes_per_s": round(speed.read),
+        }
+        for speed in speeds
+    ]
+    return json.dumps({"size_bytes": size, "rows": rows, "aio": _aio(fastest(speeds))}, indent=1)
+
+
+def _aio(speed: Speed) -> dict[str, int]:
+    io = speed.setting.io
+    return {
+        "block_size": io.block_size,
+        "queue_depth": io.queue_depth,
+        "intra_op_parallelism": io.threads,
+    }
+
+
+def _bytes(text: str) -> int:
+    """A number of bytes, with k, m or g for 1024, 1024^2 or 1024^3 of them."""
+    unit = _SUFFIXES.get(text[-1:].lower(), 1)
+    return _count(text[:-1] if unit > 1 else text) * unit
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
