@@ -10,13 +10,18 @@ import typer
 
 from commprof.cli.console import say
 from commprof.cli.recording import recording_options
+from commprof.engine import Engine
 from commprof.errors import CommprofError, LaunchError, UsageError
 from commprof.launch.nccl_log import Mode
-from commprof.launch.program import check_program, parse_program
+from commprof.launch.program import check_program, parse_program, with_engine
 from commprof.recorder.options import DEFAULTS, Options
 
 NPROC_HELP = "Ranks to start. Default: the visible GPUs, else 2."
 NCCL_LOG_HELP = "Have NCCL write a log into the run. auto: where a GPU is visible."
+ENGINE_HELP = (
+    "What import deepspeed means in the program: zero_runtime, deepspeed (the installed one), or auto (that if there is "
+    "one, else zero_runtime). Default: left as it is."
+)
 WIRE_HELP = "Read the interface counters at each step too, once per host."
 
 
@@ -40,6 +45,7 @@ def run(
     force: Annotated[bool, typer.Option("--force", "-f", help="Replace an earlier run in --out.")] = False,
     nccl_log: Annotated[Mode, typer.Option("--nccl-log", help=NCCL_LOG_HELP)] = Mode.AUTO,
     wire: Annotated[bool, typer.Option("--wire", help=WIRE_HELP)] = False,
+    engine: Annotated[Engine | None, typer.Option("--engine", help=ENGINE_HELP, show_default=False)] = None,
     recording: Options = DEFAULTS,
 ) -> int:
     """Run a program on every rank and record its collectives.
@@ -50,7 +56,7 @@ def run(
     first, where there are several.
     """
     ranks = parse_ranks(nproc)
-    parsed = parse_program(program or [])
+    parsed = with_engine(parse_program(program or []), engine)
     check_program(parsed)
 
     # Imported only now: reading traces and starting processes is nothing that a help page needs.
@@ -65,6 +71,7 @@ def run(
         nccl_log=nccl_log,
         wire=wire,
         recording=recording,
+        engine=engine,
     )
     try:
         here = belongs_to_a_job(job, os.environ)

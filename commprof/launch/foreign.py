@@ -120,7 +120,10 @@ def run_foreign_rank(job: Job, place: Place, say: Callable[[str], None]) -> Fini
 def _run_child(
     job: Job, run: Path, place: Place, log: nccl_log.Request, say: Callable[[str], None]
 ) -> Outcome:
-    variables = {**injection.injected(os.environ, run, wire=job.wire, recording=job.recording), **log.set}
+    variables = {
+        **injection.injected(os.environ, run, wire=job.wire, recording=job.recording, engine=job.engine),
+        **log.set,
+    }
     command_line = job.program.command_line(environment.python_command())
     death_signal = signal.SIGTERM if job.program.kind is Kind.COMMAND else signal.SIGKILL
     ranks = [Rank(place.rank, command_line, variables, reads_stdin=True)]

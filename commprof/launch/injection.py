@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from commprof.engine import Engine, variables
 from commprof.recorder import autoload
 from commprof.recorder.options import DEFAULTS, OPTIONS_VARIABLE, Options, from_json
 
@@ -32,6 +33,7 @@ def injected(
     watched_file: Path | None = None,
     wire: bool = False,
     recording: Options = DEFAULTS,
+    engine: Engine | None = None,
 ) -> dict[str, str]:
     """``environment`` with the recorder in it, for processes that record into ``run``.
 
@@ -39,6 +41,7 @@ def injected(
         watched_file: have each process note whether it opened this file.
         wire: have one rank of each host read the interface counters at each step.
         recording: how to record; where it is silent, what ``environment`` says already holds.
+        engine: what ``import deepspeed`` means in them; None leaves it as it is.
     """
     paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path != str(DIRECTORY)]
     # An empty entry means the working directory, so an empty variable must not become one.
@@ -51,6 +54,7 @@ def injected(
     changed.pop(autoload.SWITCH, None)  # this command says it: an earlier word must not undo it
     changed.pop(WATCHED_FILE_VARIABLE, None)
     changed.pop(WIRE_VARIABLE, None)
+    changed.update(variables(engine))
     options = {**from_json(environment.get(OPTIONS_VARIABLE))[0].changed(), **recording.changed()}
     changed.pop(OPTIONS_VARIABLE, None)
     if options:

@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from commprof.engine import Engine
 from commprof.errors import CommprofError, LaunchError, UsageError
 from commprof.launch import environment, injection, job_log, nccl_log, summary
 from commprof.launch.configuration import ConfigFile, find_config
@@ -39,6 +40,7 @@ class Job:
     ``derived``, ``sweep`` and ``keep_output`` are set by a sweep: the config that it made for this run, in place of the one
     that the script was given; which point of which sweep this is; and that what the program prints goes into the run.
     ``wire``: read the interface counters at each step. ``recording``: how the ranks are recorded.
+    ``engine``: what ``import deepspeed`` means in them.
     """
 
     program: Program
@@ -51,6 +53,7 @@ class Job:
     nccl_log: nccl_log.Mode = nccl_log.Mode.AUTO
     wire: bool = False
     recording: Options = DEFAULTS
+    engine: Engine | None = None
 
 
 class Finished(NamedTuple):
@@ -137,6 +140,7 @@ def _first_manifest(
             "host": socket.gethostname(),
             "nccl_log": log.described(),
             "wire": job.wire,
+            "engine": job.engine.value if job.engine is not None else None,
             "options": job.recording.changed(),
         },
         torch=_torch_version(),
@@ -181,7 +185,9 @@ def _plan_ranks(
 ) -> list[Rank]:
     watched = run / CONFIG_NAME if job.derived is not None else None
     inherited = {
-        **injection.injected(os.environ, run, watched_file=watched, wire=job.wire, recording=job.recording),
+        **injection.injected(
+            os.environ, run, watched_file=watched, wire=job.wire, recording=job.recording, engine=job.engine
+        ),
         **log.set,
     }
     command_line = job.program.command_line(environment.python_command())

@@ -9,11 +9,14 @@ from __future__ import annotations
 import difflib
 import os
 import shutil
+import sys
 from collections.abc import Collection, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
+from commprof.engine import PACKAGE as DEEPSPEED
+from commprof.engine import RUNTIME, Engine, is_installed, missing
 from commprof.errors import UsageError
 
 CONFIG_ARGUMENTS = ("--config", "--deepspeed_config", "--deepspeed-config", "--ds_config", "--ds-config")
@@ -107,6 +110,23 @@ def parse_program(words: Sequence[str]) -> Program:
     return Program(Kind.SCRIPT, first, rest)
 
 
+def with_engine(program: Program, engine: Engine | None) -> Program:
+    """``program`` as it is started with ``engine``: the command ``deepspeed`` is zero_runtime's where it is missing.
+
+    Raises:
+        UsageError: the installed DeepSpeed is asked for, and there is none.
+    """
+    if program.kind is Kind.COMMAND:
+        ours = engine in (Engine.AUTO, Engine.ZERO_RUNTIME) and program.target == DEEPSPEED
+        if ours and shutil.which(DEEPSPEED) is None:
+            return Program(Kind.COMMAND, sys.executable, ("-m", f"{RUNTIME}.launch", *program.arguments))
+        return program
+    directory = Path(program.target).parent if program.kind is Kind.SCRIPT else Path()
+    if engine is Engine.DEEPSPEED and not is_installed(str(directory.absolute())):
+        raise UsageError(missing(sys.executable))
+    return program
+
+
 def check_program(program: Program) -> None:
     """Raise UsageError, before anything is written, where ``program`` cannot be started.
 
@@ -114,7 +134,10 @@ def check_program(program: Program) -> None:
     """
     if program.kind is Kind.COMMAND:
         if shutil.which(program.target) is None:
-            raise UsageError(f"no such command: {program.target}. Is it installed, and on PATH?")
+            instead = (
+                " --engine zero_runtime starts its ranks without it" if program.target == DEEPSPEED else ""
+            )
+            raise UsageError(f"no such command: {program.target}. Is it installed, and on PATH?{instead}")
         return
     if program.kind is Kind.MODULE:
         return

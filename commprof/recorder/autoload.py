@@ -20,6 +20,10 @@ def start() -> None:
     try:
         asked = os.environ.get(SWITCH, "").strip().lower()
         below_run = bool(os.environ.get("COMMPROF_RUN"))
+        if os.environ.get("COMMPROF_ENGINE"):
+            from commprof import engine
+
+            engine.install()
         if asked in _OFF or not (asked or below_run):
             return
         from commprof.recorder import session

@@ -18,6 +18,7 @@ from zero_runtime import comm, zero
 from zero_runtime.arguments import add_config_arguments
 from zero_runtime.comm import init_distributed
 from zero_runtime.data import RepeatingLoader
+from zero_runtime.deepspeed_names import as_deepspeed
 from zero_runtime.engine import Engine
 from zero_runtime.errors import ConfigError, LossScaleError, UnsupportedError, UsageError, ZeroRuntimeError
 from zero_runtime.initialization import initialize
@@ -38,6 +39,7 @@ __all__ = [
     "ZeroRuntimeError",
     "__version__",
     "add_config_arguments",
+    "as_deepspeed",
     "checkpointing",
     "comm",
     "init_distributed",

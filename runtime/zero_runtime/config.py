@@ -214,13 +214,13 @@ def load(config: Any, args: Any = None) -> dict[str, Any]:
     """The configuration as a dictionary.
 
     Args:
-        config: a mapping, or the path of a JSON file.
+        config: a mapping, the path of a JSON file, or the file itself in URL-safe base64, as launchers pass it on.
         args: where ``config`` is None: an object whose ``deepspeed_config`` is one of those.
 
     Raises:
         ConfigError: no configuration, two of them, or one that cannot be read.
     """
-    from_args = getattr(args, "deepspeed_config", None) if args is not None else None
+    from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     if config is not None and from_args is not None and config != from_args:
         raise ConfigError(
             f"two configurations: config={_shown(config)} and args.deepspeed_config={_shown(from_args)}; give one"
@@ -230,6 +230,10 @@ def load(config: Any, args: Any = None) -> dict[str, Any]:
         raise ConfigError("no configuration; pass config= (a path or a dict) or args.deepspeed_config")
     if isinstance(chosen, Mapping):
         return dict(chosen)
+    if isinstance(chosen, str):
+        encoded = document.decoded(chosen)
+        if encoded is not None:
+            return encoded
     if isinstance(chosen, str | Path):
         return document.load(chosen)
     raise ConfigError(f"config is a {type(chosen).__name__}; expected a dict, or the path of a JSON file")

@@ -7,9 +7,9 @@
     │   └── UnsupportedError known and meaningful, but not in this version
     ├── UsageError           also a RuntimeError: methods of the engine called in an order that means nothing
     ├── LossScaleError       also a RuntimeError: gradients overflow at the smallest loss scale
-    ├── CheckpointError      also a RuntimeError: a checkpoint cannot be written, or is not what can be loaded
-    └── MissingNameError     also an ImportError: a name of DeepSpeed's that is not given here
     ├── CheckpointError      also a RuntimeError: a checkpoint that cannot be written or loaded
+    ├── MissingNameError     also a ModuleNotFoundError: a name of DeepSpeed's that is not given here
+    ├── MissingAttributeError also an AttributeError: the same where it is looked up
     └── OffloadError         also a RuntimeError: files of offloaded tensors that cannot be written or read
 
 A message says what happened, with values; what was expected; and what to do.
@@ -46,7 +46,7 @@ class OffloadError(ZeroRuntimeError, RuntimeError):
     """A tensor that is kept in a file cannot be written there, or does not come back as it was written."""
 
 
-class MissingNameError(ZeroRuntimeError, ImportError):
+class MissingNameError(ZeroRuntimeError, ModuleNotFoundError):
     """A module or name of DeepSpeed's is imported, and this runtime does not give it."""
 
 

@@ -59,7 +59,7 @@ def torch_optimizer(
         kind, arguments = _from_config(config)
         given = [_with_list(each) for each in parameters]
         try:
-            optimizer = kind(given, **_with_fusion(kind, arguments, given))
+            optimizer = kind(given, **with_fusion(kind, arguments, given))
         except ConfigError:
             raise
         except (TypeError, ValueError, RuntimeError) as error:
@@ -194,7 +194,7 @@ def _refuse_amsgrad(arguments: dict[str, Any], name: str) -> None:
         raise ConfigError(f"optimizer.params.amsgrad is true, and {name} has no such variant; remove it")
 
 
-def _with_fusion(
+def with_fusion(
     kind: Callable[..., torch.optim.Optimizer], arguments: dict[str, Any], parameters: list[Any]
 ) -> dict[str, Any]:
     """``arguments``, with torch's fused implementation chosen where it can be used."""

@@ -131,8 +131,24 @@ def _watch_config() -> None:
     sys.addaudithook(audit)
 
 
+def _choose_engine() -> None:
+    """For ``commprof run --engine``: what ``import deepspeed`` means in this process."""
+    if not os.environ.get("COMMPROF_ENGINE"):
+        return
+    added = _PACKAGE_PARENT not in sys.path
+    if added:
+        sys.path.append(_PACKAGE_PARENT)
+    try:
+        from commprof import engine
+    finally:
+        if added and _PACKAGE_PARENT in sys.path:
+            sys.path.remove(_PACKAGE_PARENT)
+    engine.install()
+
+
 def _start() -> None:
     try:
+        _choose_engine()
         if not os.environ.get("COMMPROF_RUN") or os.environ.get("COMMPROF", "").lower() in _OFF:
             return
         sys.meta_path.insert(0, _Arming())

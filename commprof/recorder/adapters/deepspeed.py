@@ -22,6 +22,7 @@ from commprof.recorder.adapters.patching import Patches, tagged
 from commprof.recorder.journal import Journal
 
 _PACKAGE: Final = "deepspeed"
+_ANOTHER: Final = "__runtime__"
 _VERSION_MODULE: Final = "deepspeed.git_version_info"
 _MODULES: Final = frozenset({_PACKAGE, _VERSION_MODULE, ENGINE_MODULE, *(m.module for m in METHODS)})
 
@@ -58,6 +59,10 @@ class DeepSpeedAdapter:
 
     def _on_import(self, module: ModuleType) -> None:
         if self._refused:
+            return
+        if _ANOTHER in vars(module):  # a runtime that gives DeepSpeed's names, and says itself what it does
+            self._refused = True
+            self._watch.stop()
             return
         self._waiting.append(module)
         if self._version is None:

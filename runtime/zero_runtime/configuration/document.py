@@ -6,6 +6,8 @@ quotes, NaN, a key given twice. Lines and columns count from 1.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 import re
 from pathlib import Path
@@ -38,6 +40,19 @@ def load(path: str | Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path} cannot be read: {error}") from None
     return parse(text, str(path))
+
+
+def decoded(text: str) -> dict[str, Any] | None:
+    """The config file whose URL-safe base64 ``text`` is; None where it is none.
+
+    Raises:
+        ConfigError: what is in it is no JSON object.
+    """
+    try:
+        content = base64.b64decode(text.encode("ascii"), altchars=b"-_", validate=True).decode()
+    except (UnicodeError, binascii.Error):
+        return None
+    return parse(content, "config in base64") if content.lstrip().startswith("{") else None
 
 
 def parse(text: str, name: str = "config") -> dict[str, Any]:

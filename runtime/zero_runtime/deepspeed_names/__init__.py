@@ -1,0 +1,26 @@
+"""DeepSpeed's names for this runtime: after :func:`as_deepspeed`, ``import deepspeed`` means zero_runtime.
+
+::
+
+    import zero_runtime
+
+    zero_runtime.as_deepspeed()
+    import deepspeed
+
+or, without a change to the script, ``commprof run --engine zero_runtime train.py`` or
+``python -m zero_runtime.deepspeed_names train.py``. What each name is stands in the tables of this package, and in
+``docs/deepspeed-names.md``, which is made of them.
+"""
+
+from __future__ import annotations
+
+
+def as_deepspeed() -> None:
+    """Make ``import deepspeed`` mean this runtime in this process from now on. A second call changes nothing.
+
+    Raises:
+        UsageError: DeepSpeed itself has been imported already.
+    """
+    from zero_runtime.deepspeed_names.finder import install
+
+    install()

@@ -1,0 +1,22 @@
+"""``deepspeed.runtime.compiler``: marks for torch.compile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def is_compiling() -> bool:
+    """Whether torch.compile is tracing."""
+    return torch.compiler.is_compiling()
+
+
+def disable(func: Any) -> Any:
+    """``func``, left out of compiling."""
+    return torch.compiler.disable(func)
+
+
+def enable(min_version: Any = None) -> Any:
+    """A decorator that leaves functions as they are: nothing is compiled unless ``engine.compile`` asks for it."""
+    return lambda func: func

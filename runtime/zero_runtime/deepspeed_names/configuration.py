@@ -1,0 +1,125 @@
+"""``deepspeed.runtime.config`` and its neighbours: the configuration as an object, and the words in it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from zero_runtime import comm
+from zero_runtime import config as configuration
+from zero_runtime.config import RuntimeConfig
+from zero_runtime.configuration import keys
+from zero_runtime.errors import UnsupportedError
+
+
+class ZeroStageEnum(enum.IntEnum):
+    """The stages, by DeepSpeed's names."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3
+
+
+class OffloadDeviceEnum(enum.StrEnum):
+    """Where states and parameters are kept."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(enum.StrEnum):
+    """What engine.offload_states of DeepSpeed can move."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+class ZeroParamType(enum.Enum):
+    """How a parameter is shared out. Here each rank has its slice."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+class ValidationMode:
+    """What happens where ranks name different tags."""
+
+    WARN = "WARN"
+    IGNORE = "IGNORE"
+    FAIL = "FAIL"
+
+
+class DeepSpeedConfig:
+    """A checked configuration, with the attributes by which scripts read it.
+
+    Args:
+        config: a dict, a path, or base64 of a JSON object.
+        mpu: model parallelism, not in this version.
+        mesh_device: meshes of ranks, not in this version.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+
+    def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
+        if mpu is not None or mesh_device is not None:
+            raise UnsupportedError(
+                "mpu and mesh_device of DeepSpeedConfig are not in this version yet; leave them out"
+            )
+        self._param_dict = configuration.load(config)
+        self.global_rank = comm.get_rank() if comm.is_initialized() else 0
+        self.world_size = comm.get_world_size() if comm.is_initialized() else 1
+        checked = RuntimeConfig.from_mapping(self._param_dict, self.world_size)
+        self.checked = checked
+        effective = checked.effective()
+        for name, value in effective.items():
+            if not isinstance(value, Mapping):
+                setattr(self, name, value)
+        self.zero_config = namespace(effective["zero_optimization"])
+        self.zero_optimization_stage = checked.zero.stage.number
+        self.zero_enabled = checked.zero.stage.shards_optimizer
+        self.float16_config = namespace(effective["fp16"])
+        self.bfloat16_config = namespace(effective["bf16"])
+        self.torch_autocast_enabled = checked.precision.autocast_dtype is not None
+        for part in ("optimizer", "scheduler"):
+            chosen = getattr(checked, part)
+            setattr(self, f"{part}_name", None if chosen is None else chosen.type)
+            setattr(self, f"{part}_params", None if chosen is None else dict(chosen.params))
+
+    def print_user_config(self) -> None:
+        """Print what was given."""
+        import json
+
+        print(json.dumps(self._param_dict, indent=4, sort_keys=True))
+
+    def print(self, name: str) -> None:
+        """Print every key as it is used."""
+        print(f"{name}:")
+        for key, value in sorted(self.checked.effective().items()):
+            print(f"  {key} = {value}")
+
+
+def zero_config(**given: Any) -> SimpleNamespace:
+    """The block zero_optimization with its defaults, as an object; by DeepSpeed's name DeepSpeedZeroConfig."""
+    return namespace(keys.read({"zero_optimization": given})["zero_optimization"])
+
+
+def get_zero_config(param_dict: Mapping[str, Any]) -> SimpleNamespace:
+    """The same of a whole configuration."""
+    return zero_config(**param_dict.get("zero_optimization", {}))
+
+
+def namespace(block: Mapping[str, Any]) -> SimpleNamespace:
+    """A block with its keys as attributes, inner blocks too."""
+    return SimpleNamespace(
+        **{name: namespace(value) if isinstance(value, Mapping) else value for name, value in block.items()}
+    )

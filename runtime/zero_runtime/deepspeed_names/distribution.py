@@ -1,0 +1,33 @@
+"""DeepSpeed as a package that seems to be installed: what ``importlib.metadata`` answers for it.
+
+Libraries that work with DeepSpeed ask there whether it is installed, and in which version, before they import it.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import Distribution
+from pathlib import Path
+from typing import Any, Final
+
+from zero_runtime.version import VERSION
+
+DISTRIBUTION: Final = "deepspeed"
+FOLLOWED: Final = "0.19.8"  # the version of DeepSpeed whose interface this is
+NAMES_VERSION: Final = f"{FOLLOWED}+zero.runtime.{VERSION.replace('+', '.')}"
+
+
+class NamesDistribution(Distribution):
+    """The metadata of a package that has no files."""
+
+    def read_text(self, filename: str) -> str | None:
+        """The file METADATA; there are no others."""
+        if filename != "METADATA":
+            return None
+        return (
+            f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: {NAMES_VERSION}\n"
+            f"Summary: DeepSpeed's names, given by zero_runtime {VERSION}\n"
+        )
+
+    def locate_file(self, path: Any) -> Path:
+        """Where a file of the package would be."""
+        return Path(__file__).parent / path

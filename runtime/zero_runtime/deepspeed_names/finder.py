@@ -1,0 +1,186 @@
+"""Makes ``import deepspeed`` mean this runtime: a finder of modules that exist in a table only.
+
+Nothing is copied, and nothing is put on ``sys.path``: a module named ``deepspeed.comm`` is made when it is imported, and
+looks each name up when somebody asks for it. Every module is a package without files of its own, so that importing a
+name that is not in the table comes back to the finder, which says what to use instead.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from functools import partial
+from importlib.abc import InspectLoader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any, Final
+
+from zero_runtime.deepspeed_names.distribution import DISTRIBUTION, NamesDistribution
+from zero_runtime.deepspeed_names.names import INSTEAD, Refused, refuse_module, resolve
+from zero_runtime.deepspeed_names.table import MODULES
+from zero_runtime.errors import MissingAttributeError, MissingNameError, UsageError
+
+PACKAGE: Final = "deepspeed"
+MARK: Final = "__runtime__"  # what tells these modules from DeepSpeed's own
+_FILE: Final = str(Path(__file__).with_name("__init__.py"))
+
+
+class NamesFinder(MetaPathFinder):
+    """Finds ``deepspeed`` and what is in it, in the table."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec of a module of the table; None for all that is not DeepSpeed's.
+
+        Raises:
+            MissingNameError: the module, or the name that is imported from a module, is not given here.
+        """
+        if fullname != PACKAGE and not fullname.startswith(f"{PACKAGE}."):
+            return None
+        inner = _inner(fullname)
+        module = MODULES.get(inner)
+        if module is None and _main_of(fullname):
+            return ModuleSpec(fullname, NamesLoader(), origin=_FILE)
+        if module is None:
+            raise MissingNameError(_unknown(fullname))
+        if module.refused:
+            raise refuse_module(fullname, module.refused)
+        spec = ModuleSpec(fullname, NamesLoader(), origin=_FILE, is_package=True)
+        spec.has_location = True
+        return spec
+
+    def find_distributions(self, context: DistributionFinder.Context) -> Iterable[Distribution]:
+        """DeepSpeed as an installed package, for those who ask for its version."""
+        if context.name is None or context.name.lower() == DISTRIBUTION:
+            return [NamesDistribution()]
+        return []
+
+
+class NamesLoader(InspectLoader):
+    """Makes the modules."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """An ordinary module."""
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Have the module look its names up in the table when they are asked for."""
+        inner = _inner(module.__name__)
+        names = [name for name, row in sorted(MODULES[inner].names.items()) if not isinstance(row, Refused)]
+        below = sorted(_children(inner))
+        module.__dict__.update(
+            {
+                MARK: "zero_runtime",
+                "__doc__": f"{module.__name__} of DeepSpeed, as zero_runtime gives it.",
+                "__all__": [name for name in names if not name.startswith("_")],
+                "__getattr__": partial(_look_up, module),
+                "__dir__": lambda: sorted({*module.__dict__, *names, *below}),
+            }
+        )
+
+    def is_package(self, fullname: str) -> bool:
+        """All are, see above, but what ``python -m`` runs in them."""
+        return not fullname.endswith(".__main__")
+
+    def get_source(self, fullname: str) -> str | None:
+        """There is none."""
+        return None
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """What ``python -m`` runs."""
+        module, _, function = _main_of(fullname).partition(":")
+        if not function:
+            return None
+        return compile(
+            f"import sys\nfrom {module} import {function} as main\nsys.exit(main())\n", fullname, "exec"
+        )
+
+
+def install() -> None:
+    """Make ``import deepspeed`` mean this runtime in this process from now on. A second call changes nothing.
+
+    Raises:
+        UsageError: DeepSpeed itself has been imported already.
+    """
+    loaded = sys.modules.get(PACKAGE)
+    if loaded is not None and MARK not in vars(loaded):
+        raise UsageError(
+            f"deepspeed has been imported already, from {getattr(loaded, '__file__', 'somewhere')}; call as_deepspeed "
+            "before the first import of it"
+        )
+    if not any(isinstance(finder, NamesFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, NamesFinder())
+
+
+def uninstall() -> None:
+    """Undo :func:`install`: forget the finder, and the modules that it gave."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, NamesFinder)]
+    for name, module in list(sys.modules.items()):
+        if (name == PACKAGE or name.startswith(f"{PACKAGE}.")) and MARK in vars(module):
+            del sys.modules[name]
+
+
+def _main_of(fullname: str) -> str:
+    """The function that ``python -m`` runs for ``package.__main__``; empty where there is none."""
+    row = MODULES.get(_inner(fullname.removesuffix(".__main__")))
+    return row.main if row is not None and fullname.endswith(".__main__") else ""
+
+
+def _look_up(module: ModuleType, name: str) -> Any:
+    if name.startswith("__") and name.endswith("__") and name not in MODULES[_inner(module.__name__)].names:
+        raise AttributeError(name)
+    full = f"{module.__name__}.{name}"
+    row = MODULES[_inner(module.__name__)].names.get(name)
+    if row is not None:
+        found = resolve(full, row)
+    elif _inner(full) in MODULES and not MODULES[_inner(full)].refused:
+        __import__(full)
+        return sys.modules[full]
+    else:
+        raise MissingAttributeError(_refusal(full), name=name, obj=module)
+    setattr(module, name, found)
+    return found
+
+
+def _refusal(full: str) -> str:
+    module = MODULES.get(_inner(full))
+    return str(refuse_module(full, module.refused)) if module is not None else _unknown(full)
+
+
+def _unknown(full: str) -> str:
+    inner = _inner(full)
+    above = inner
+    while above:
+        above = above.rpartition(".")[0]
+        if above in MODULES and MODULES[above].refused:
+            return str(refuse_module(full, MODULES[above].refused))
+    parent, _, name = inner.rpartition(".")
+    if parent in MODULES and name in MODULES[parent].names:
+        above = f"{PACKAGE}.{parent}" if parent else PACKAGE
+        return f"{full} is not a module; it is a name in one: from {above} import {name}"
+    known = [*MODULES[parent].names, *_children(parent)] if parent in MODULES else []
+    near = get_close_matches(name, known, 1, 0.8)
+    hint = f"; did you mean {near[0]}?" if near else ";"
+    return (
+        f"{full} is not among the names of DeepSpeed that zero_runtime gives{hint} "
+        f"`python -m zero_runtime.deepspeed_names --list` lists them; {INSTEAD}"
+    )
+
+
+def _inner(fullname: str) -> str:
+    """The name within the package: ``deepspeed.zero`` is ``zero``, the package itself is empty."""
+    return fullname[len(PACKAGE) + 1 :]
+
+
+def _children(inner: str) -> set[str]:
+    """Names of the modules directly below one, as far as they can be imported."""
+    prefix = f"{inner}." if inner else ""
+    return {
+        name[len(prefix) :]
+        for name, row in MODULES.items()
+        if name.startswith(prefix) and name != inner and "." not in name[len(prefix) :] and not row.refused
+    }

@@ -1,0 +1,104 @@
+"""Rows of the tables of DeepSpeed's names: what stands behind a name here, or why nothing does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any, NamedTuple, NoReturn
+
+from zero_runtime.errors import MissingNameError, UnsupportedError
+
+INSTEAD = "commprof run --engine deepspeed runs the script with DeepSpeed itself"
+
+
+class Given(NamedTuple):
+    """A name that works.
+
+    Attributes:
+        target: what it is here: ``module:attribute``, or a module.
+        note: how it differs from DeepSpeed's, if it does.
+    """
+
+    target: str
+    note: str = ""
+
+
+class Value(NamedTuple):
+    """A name that is a plain value."""
+
+    value: Any
+
+
+class Refused(NamedTuple):
+    """A name that can be imported, and is one clear error where it is used.
+
+    Attributes:
+        reason: why, and what to use instead.
+    """
+
+    reason: str
+
+
+Name = Given | Value | Refused
+
+
+class Module(NamedTuple):
+    """A module of DeepSpeed.
+
+    Attributes:
+        names: what is in it.
+        refused: why importing it is an error; empty where it can be imported.
+        main: the function that ``python -m`` runs, as ``module:attribute``.
+    """
+
+    names: Mapping[str, Name] = {}
+    refused: str = ""
+    main: str = ""
+
+
+def given(module: str, *names: str, note: str = "", **renamed: str) -> dict[str, Name]:
+    """Names that stand for those of ``module``: under the same name, or as ``theirs="ours"``."""
+    pairs = {**{name: name for name in names}, **renamed}
+    return {theirs: Given(f"{module}:{ours}", note) for theirs, ours in pairs.items()}
+
+
+def values(**pairs: Any) -> dict[str, Name]:
+    """Plain values."""
+    return {name: Value(value) for name, value in pairs.items()}
+
+
+def refused(reason: str, *names: str) -> dict[str, Name]:
+    """Names that are an error where they are used, all for one reason."""
+    return {name: Refused(reason) for name in names}
+
+
+def resolve(full_name: str, name: Name) -> Any:
+    """What stands behind ``full_name``, such as ``deepspeed.zero.Init``."""
+    if isinstance(name, Value):
+        return name.value
+    if isinstance(name, Refused):
+        return placeholder(full_name, name.reason)
+    module, _, attribute = name.target.partition(":")
+    found = import_module(module)
+    return getattr(found, attribute) if attribute else found
+
+
+class _Placeholder(type):
+    """The class of names that are refused: they may be imported, subclassed and asked for in isinstance, and no more."""
+
+    refusal: str
+
+    def __call__(cls, *arguments: Any, **options: Any) -> NoReturn:
+        raise UnsupportedError(cls.refusal)
+
+
+def placeholder(full_name: str, reason: str) -> type:
+    """A class that stands for ``full_name``, and whose use is an error that says ``reason``."""
+    text = f"{full_name} is not in this version: {reason}; {INSTEAD}"
+    return _Placeholder(full_name.rpartition(".")[2], (), {"refusal": text, "__doc__": text})
+
+
+def refuse_module(full_name: str, reason: str) -> MissingNameError:
+    """The error of importing a module that is refused."""
+    # Without its attribute ``name``: Python swallows one that names what a from-import looks for.
+    return MissingNameError(f"{full_name} is not in this version of zero_runtime: {reason}; {INSTEAD}")

@@ -1,0 +1,250 @@
+"""``deepspeed.runtime.utils``: norms, clipping, seeds, and things moved between devices."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero_runtime.deepspeed_names.accelerator import get_accelerator
+from zero_runtime.deepspeed_names.tiling import bounds
+from zero_runtime.errors import ConfigError, UnsupportedError
+
+
+class DummyOptim:
+    """Holds param groups, where no optimizer is wanted.
+
+    Args:
+        params: tensors.
+    """
+
+    def __init__(self, params: Any) -> None:
+        self.param_groups = [{"params": params}]
+
+
+class noop_context:  # noqa: N801 - DeepSpeed's name
+    """A context that does nothing."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exception: Any) -> None:
+        pass
+
+
+def noop_decorator(func: Any) -> Any:
+    """``func``."""
+    return func
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed Python, NumPy where it is there, and torch on all devices."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    try:
+        import numpy
+    except ImportError:
+        return
+    numpy.random.seed(seed)
+
+
+def ensure_directory_exists(filename: str) -> None:
+    """Make the directory of a file."""
+    Path(filename).parent.mkdir(parents=True, exist_ok=True)
+
+
+def empty_cache() -> None:
+    """Give cached memory of the device back, and forget peaks."""
+    get_accelerator().empty_cache()
+    get_accelerator().reset_peak_memory_stats()
+
+
+def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """``item`` with the data of its tensors moved to ``device``; lists, tuples and dicts are gone through.
+
+    Args:
+        item: a tensor, or anything that holds some.
+        device: where to.
+        criterion_func: which tensors to move; default: all.
+    """
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if criterion_func is None:
+            return tensor.to(device)
+        if criterion_func(tensor):
+            tensor.data = tensor.data.to(device)
+        return tensor
+
+    return _map(item, move)
+
+
+def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
+    """``item`` with copies on ``device`` of those tensors that ``criterion_func`` chooses."""
+    return _map(item, lambda tensor: tensor.to(device) if criterion_func(tensor) else tensor)
+
+
+def _map(item: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(item, torch.Tensor):
+        return function(item)
+    if isinstance(item, list):
+        return [_map(each, function) for each in item]
+    if isinstance(item, tuple):
+        return tuple(_map(each, function) for each in item)
+    if isinstance(item, dict):
+        return {name: _map(each, function) for name, each in item.items()}
+    return item
+
+
+def has_inf_or_nan(x: torch.Tensor) -> torch.Tensor:
+    """Whether any element is infinite or NaN, as a tensor."""
+    return ~torch.isfinite(x).all()
+
+
+def get_only_unique_item(items: Iterable[Any]) -> Any:
+    """The one value that all ``items`` have.
+
+    Raises:
+        ConfigError: they have several, or there are none.
+    """
+    found = set(items)
+    if len(found) != 1:
+        raise ConfigError(f"expected one value, found {sorted(map(repr, found))}")
+    return found.pop()
+
+
+def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> torch.Tensor:
+    """torch's clipping. The engine clips by itself: use the key gradient_clipping there."""
+    _refuse(mpu)
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+def get_grad_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> float:
+    """The norm of the gradients of this rank; -1 where it is infinite or NaN."""
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    return _norm([parameter.grad for parameter in given if parameter.grad is not None], norm_type, mpu)
+
+
+def get_weight_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> float:
+    """The norm of the parameters of this rank; -1 where it is infinite or NaN."""
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    return _norm([parameter.detach() for parameter in given], norm_type, mpu)
+
+
+def _norm(tensors: Sequence[torch.Tensor], norm_type: float, mpu: Any) -> float:
+    _refuse(mpu)
+    if not tensors:
+        return 0.0
+    each = torch.stack([torch.linalg.vector_norm(tensor.float(), norm_type) for tensor in tensors])
+    norm = float(torch.linalg.vector_norm(each, norm_type))
+    return -1.0 if norm in (float("inf"), float("-inf")) or norm != norm else norm
+
+
+def get_global_norm(norm_list: Iterable[float]) -> float:
+    """The norm of all from those of the parts."""
+    return float(sum(norm**2 for norm in norm_list) ** 0.5)
+
+
+def get_global_norm_of_tensors(
+    input_tensors: Sequence[torch.Tensor], norm_type: float = 2, mpu: Any = None, **others: Any
+) -> torch.Tensor:
+    """The norm of tensors of this rank; -1 where it is infinite or NaN."""
+    return torch.tensor(_norm(list(input_tensors), norm_type, mpu))
+
+
+def clip_tensors_by_global_norm(
+    input_tensors: Sequence[torch.Tensor],
+    max_norm: float = 1.0,
+    global_norm: Any = None,
+    mpu: Any = None,
+    eps: float = 1e-6,
+) -> Any:
+    """Scale tensors in place so that their common norm is at most ``max_norm``; returns the norm before."""
+    norm = get_global_norm_of_tensors(input_tensors, mpu=mpu) if global_norm is None else global_norm
+    factor = max_norm / (float(norm) + eps)
+    if 0.0 < factor < 1.0:
+        for tensor in input_tensors:
+            tensor.mul_(factor)
+    return norm
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """Where ``num_parts`` nearly equal parts of ``num_items`` begin, and the end of the last one."""
+    if num_items <= num_parts:
+        return [min(part, num_items) for part in range(num_parts + 1)]
+    return bounds(num_items, num_parts)
+
+
+def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
+    """The sums of all weights up to each, that one included."""
+    sums: list[float] = []
+    for weight in weights:
+        sums.append(weight + (sums[-1] if sums else 0))
+    return sums
+
+
+def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
+    """Where parts of consecutive ``weights`` begin, and the end of the last, such that the heaviest part is lightest."""
+    count = len(weights)
+    if count <= num_parts:
+        return partition_uniform(count, num_parts)
+    sums = [0.0, *prefix_sum_inc(weights)]
+    # lightest[n]: the heaviest part of the first n weights in the parts so far; cuts: where the last of them begins.
+    lightest = sums[:]
+    cuts: list[list[int]] = []
+    for _ in range(1, num_parts):
+        before, cut = lightest, [0] * (count + 1)
+        lightest = [0.0] * (count + 1)
+        for end in range(1, count + 1):
+            heaviest, cut[end] = min(
+                (max(before[begin], sums[end] - sums[begin]), begin) for begin in range(end)
+            )
+            lightest[end] = heaviest
+        cuts.append(cut)
+    ends = [count]
+    for cut in reversed(cuts):
+        ends.append(cut[ends[-1]])
+    return [0, *reversed(ends)]
+
+
+def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+    """A call as text.
+
+    >>> call_to_str("load", 3, strict=True)
+    'load(3, strict=True)'
+    """
+    given = [repr(each) for each in args] + [f"{name}={value!r}" for name, value in kwargs.items()]
+    return f"{base}({', '.join(given)})"
+
+
+def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
+    """Whether torch's version (major.minor) is within the given ones, both included."""
+    here = _version(torch.__version__)
+    above = min_version is None or here >= _version(str(min_version))
+    return above and (max_version is None or here <= _version(str(max_version)))
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(each) for each in re.findall(r"\d+", text)[:2])
+
+
+def recursive_getattr(model: Any, module_name: str) -> Any:
+    """The part of ``model`` with a dotted name."""
+    found = model
+    for name in module_name.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+    """Set the part of ``model`` with a dotted name."""
+    above, _, name = module_name.rpartition(".")
+    setattr(recursive_getattr(model, above) if above else model, name, module)
+
+
+def _refuse(mpu: Any) -> None:
+    if mpu is not None:
+        raise UnsupportedError("mpu (model parallelism) is not in this version; leave it out")

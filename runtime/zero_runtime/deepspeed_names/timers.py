@@ -1,0 +1,287 @@
+"""``deepspeed.utils.timer``: named timers, and samples per second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+
+from zero_runtime.comm_log import trimmed_mean
+from zero_runtime.deepspeed_names.accelerator import get_accelerator
+from zero_runtime.deepspeed_names.messages import log_dist
+from zero_runtime.errors import UsageError
+from zero_runtime.memory import memory_in_use
+
+FORWARD_MICRO_TIMER: Final = "fwd_microstep"
+FORWARD_GLOBAL_TIMER: Final = "fwd"
+BACKWARD_MICRO_TIMER: Final = "bwd_microstep"
+BACKWARD_GLOBAL_TIMER: Final = "bwd"
+BACKWARD_INNER_MICRO_TIMER: Final = "bwd_inner_microstep"
+BACKWARD_INNER_GLOBAL_TIMER: Final = "bwd_inner"
+BACKWARD_REDUCE_MICRO_TIMER: Final = "bwd_allreduce_microstep"
+BACKWARD_REDUCE_GLOBAL_TIMER: Final = "bwd_allreduce"
+STEP_MICRO_TIMER: Final = "step_microstep"
+STEP_GLOBAL_TIMER: Final = "step"
+TIME_EPSILON: Final = 1e-6
+PSUTILS_INSTALLED: Final = False
+
+
+class NamedTimer:
+    """Adds up the time between ``start`` and ``stop``: of the device on CUDA, of the host elsewhere.
+
+    Args:
+        name: of the timer.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name_ = name
+        self.started_ = False
+        self._begin: Any = None
+        self._passed: list[float | tuple[Any, Any]] = []  # milliseconds, or the events around them
+        self._means: list[float] = []
+
+    def start(self) -> None:
+        """Begin."""
+        if self.started_:
+            raise UsageError(f"timer {self.name_} runs already; stop it first")
+        self._begin = _now()
+        self.started_ = True
+
+    def stop(self, reset: bool = False, record: bool = False) -> None:
+        """End; ``reset`` forgets what was added up before, ``record`` keeps the time for ``mean``."""
+        if not self.started_:
+            raise UsageError(f"timer {self.name_} does not run; start it first")
+        end = _now()
+        passed = (end - self._begin) * 1e3 if isinstance(end, float) else (self._begin, end)
+        self.started_ = False
+        if reset:
+            self._passed.clear()
+        self._passed.append(passed)
+        if record:
+            self._means.append(_milliseconds(passed))
+
+    def reset(self) -> None:
+        """Forget all."""
+        self.started_ = False
+        self._begin = None
+        self._passed.clear()
+
+    def elapsed(self, reset: bool = True) -> float:
+        """Milliseconds added up so far; one that runs goes on."""
+        running = self.started_
+        if running:
+            self.stop()
+        total = sum(map(_milliseconds, self._passed))
+        if reset:
+            self._passed.clear()
+        if running:
+            self.start()
+        return total
+
+    def mean(self) -> float:
+        """The mean of what was recorded, without the extremes, in milliseconds."""
+        return trimmed_mean(self._means)
+
+
+class SynchronizedWallClockTimer:
+    """Timers by name."""
+
+    Timer = NamedTimer
+
+    def __init__(self) -> None:
+        self.timers: dict[str, NamedTimer] = {}
+
+    def __call__(self, name: str) -> NamedTimer:
+        """The timer of this name, made if need be."""
+        return self.timers.setdefault(name, NamedTimer(name))
+
+    def get_timers(self) -> dict[str, NamedTimer]:
+        """All timers."""
+        return self.timers
+
+    @staticmethod
+    def memory_usage() -> str:
+        """The memory in use, as text."""
+        return memory_in_use().shown()
+
+    def log(
+        self,
+        names: Sequence[str],
+        normalizer: float = 1.0,
+        reset: bool = True,
+        memory_breakdown: bool = False,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        """Log the milliseconds of some timers, divided by ``normalizer``, on ``ranks`` (default: rank 0)."""
+        _check(normalizer)
+        known = [name for name in names if name in self.timers]
+        times = [f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}" for name in known]
+        memory = f" | {self.memory_usage()}" if memory_breakdown else ""
+        log_dist(f"time (ms) | {' | '.join(times)}{memory}", ranks=ranks or [0])
+
+    def get_mean(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
+        """The mean milliseconds of some timers."""
+        _check(normalizer)
+        means = {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}
+        for name in means:
+            if reset:
+                self.timers[name].reset()
+        return means
+
+
+class NoopTimer:
+    """Timers that measure nothing."""
+
+    class Timer:
+        """A timer that measures nothing."""
+
+        def start(self) -> None:
+            """Nothing."""
+
+        def reset(self) -> None:
+            """Nothing."""
+
+        def stop(self, **options: Any) -> None:
+            """Nothing."""
+
+        def elapsed(self, **options: Any) -> float:
+            """0."""
+            return 0.0
+
+        def mean(self) -> float:
+            """0."""
+            return 0.0
+
+    def __init__(self) -> None:
+        self.timer = self.Timer()
+
+    def __call__(self, name: str) -> Any:
+        """The one timer."""
+        return self.timer
+
+    def get_timers(self) -> dict[str, Any]:
+        """None."""
+        return {}
+
+    def log(self, *arguments: Any, **options: Any) -> None:
+        """Nothing."""
+
+    def get_mean(self, *arguments: Any, **options: Any) -> None:
+        """Nothing."""
+
+
+class ThroughputTimer:
+    """Samples per second.
+
+    Args:
+        config: with ``enabled`` and ``synchronized``; None enables it.
+        batch_size: samples of a step.
+        start_step: steps that are not counted.
+        steps_per_output: steps between two lines; None for none.
+        monitor_memory: say the memory in use too.
+        logging_fn: what is called with a line.
+    """
+
+    def __init__(
+        self,
+        config: Any = None,
+        batch_size: int | None = 1,
+        start_step: int = 2,
+        steps_per_output: int | None = None,
+        monitor_memory: bool = False,
+        logging_fn: Callable[[str], None] | None = None,
+    ) -> None:
+        self.config = config
+        self.batch_size = 1 if batch_size is None else batch_size
+        self.start_step = start_step
+        self.steps_per_output = steps_per_output
+        self.monitor_memory = monitor_memory
+        self.logging = logging_fn or log_dist
+        self.epoch_count = self.micro_step_count = self.global_step_count = 0
+        self.total_elapsed_time = self.step_elapsed_time = 0.0
+        self.started = False
+        self._begin = 0.0
+
+    @property
+    def enabled(self) -> bool:
+        """Whether it measures."""
+        return bool(getattr(self.config, "enabled", True))
+
+    def update_epoch_count(self) -> None:
+        """An epoch begins."""
+        self.epoch_count += 1
+        self.micro_step_count = 0
+
+    def start(self) -> None:
+        """A micro-batch begins."""
+        if not self.enabled:
+            return
+        self.started = True
+        if self.global_step_count >= self.start_step:
+            self._synchronize()
+            self._begin = time.perf_counter()
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        """It ends, and with ``global_step`` the step."""
+        if not self.enabled or not self.started:
+            return
+        self.started = False
+        self.micro_step_count += 1
+        self.global_step_count += int(global_step)
+        if not self._begin:
+            return
+        self._synchronize()
+        passed = time.perf_counter() - self._begin
+        self.total_elapsed_time += passed
+        self.step_elapsed_time += passed
+        every = self.steps_per_output
+        if global_step and report_speed and every and self.global_step_count % every == 0:
+            last = self.batch_size / (self.step_elapsed_time + TIME_EPSILON)
+            memory = f", {memory_in_use().shown()}" if self.monitor_memory else ""
+            self.logging(
+                f"epoch={self.epoch_count}/micro_step={self.micro_step_count}/global_step={self.global_step_count}, "
+                f"RunningAvgSamplesPerSec={self.avg_samples_per_sec():.2f}, CurrSamplesPerSec={last:.2f}{memory}"
+            )
+        if global_step:
+            self.step_elapsed_time = 0.0
+
+    def avg_samples_per_sec(self) -> float:
+        """Samples per second since counting began; minus infinity before."""
+        counted = self.global_step_count - self.start_step
+        if counted <= 0 or not self.total_elapsed_time:
+            return float("-inf")
+        return self.batch_size * counted / self.total_elapsed_time
+
+    def _synchronize(self) -> None:
+        if getattr(self.config, "synchronized", True):
+            get_accelerator().synchronize()
+
+
+def trim_mean(data: Sequence[float], trim_percent: float) -> float:
+    """The mean of ``data`` without the smallest and the largest ``trim_percent`` (0 to 1) of it."""
+    if not 0.0 <= trim_percent <= 1.0:
+        raise UsageError(f"trim_percent is {trim_percent}; expected a number from 0 to 1")
+    return trimmed_mean(data, trim_percent)
+
+
+def _now() -> Any:
+    if get_accelerator().use_host_timers():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _milliseconds(passed: Any) -> float:
+    if isinstance(passed, float):
+        return passed
+    begin, end = passed
+    end.synchronize()
+    return float(begin.elapsed_time(end))
+
+
+def _check(normalizer: float) -> None:
+    if normalizer <= 0.0:
+        raise UsageError(f"normalizer is {normalizer}; expected a number above 0")

@@ -1,0 +1,167 @@
+"""DeepSpeed's names at the top: ``deepspeed`` itself, ``deepspeed.comm``, ``deepspeed.accelerator``, ``deepspeed.pipe``."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Final
+
+from zero_runtime.comm import DEFAULT_PORT
+from zero_runtime.deepspeed_names.distribution import FOLLOWED, NAMES_VERSION
+from zero_runtime.deepspeed_names.names import Module, Name, given, refused, values
+
+_HERE: Final = "zero_runtime.deepspeed_names"
+INFERENCE: Final = (
+    "inference engines are not part of this runtime; call the model itself under torch.inference_mode()"
+)
+PIPELINE: Final = "pipelines are to come; a model that fits with ZeRO stage 3 needs none"
+TENSOR_PARALLEL: Final = "tensor parallelism is not in this version"
+KERNELS: Final = "there are no kernels of its own to build or inject; torch's are used"
+
+LOG: Final = given(
+    f"{_HERE}.comm_summary",
+    "configure", "get_comm_operation_count", "get_logged_comm_ops", "has_comm_data", "reset_log",
+) | given(
+    f"{_HERE}.comm_summary",
+    "log_summary",
+    note="each call is timed by itself, and bandwidths are those of nccl-tests; and nothing is waited for",
+)  # fmt: skip
+
+_GROUPS: Final = given(
+    f"{_HERE}.comm",
+    "ProcessGroup", "ReduceOp", "destroy_process_group", "get_all_ranks_from_group", "get_global_rank", "get_local_rank",
+    "get_local_rank_from_launcher", "get_rank", "get_world_group", "get_world_rank_from_launcher", "get_world_size",
+    "get_world_size_from_launcher", "has_all_gather_into_tensor", "has_all_reduce_coalesced", "has_coalescing_manager",
+    "has_reduce_scatter_tensor", "init_distributed", "initialize_mesh_device", "is_available", "is_initialized", "new_group",
+)  # fmt: skip
+
+_MESSAGES: Final = given(
+    f"{_HERE}.comm",
+    "P2POp", "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_reduce",
+    "all_reduce_coalesced", "all_to_all", "all_to_all_single", "allgather_fn", "barrier", "batch_isend_irecv", "broadcast",
+    "broadcast_object_list", "gather", "irecv", "isend", "recv", "reduce", "reduce_scatter", "reduce_scatter_fn",
+    "reduce_scatter_tensor", "scatter", "send",
+) | given(f"{_HERE}.comm", "inference_all_reduce", note="an all_reduce like any other") | given(
+    f"{_HERE}.comm", "monitored_barrier", note="names the ranks that are missing on gloo; elsewhere an ordinary barrier"
+)  # fmt: skip
+
+_WORDS: Final = values(
+    NCCL_BACKEND="nccl",
+    GLOO_BACKEND="gloo",
+    MPI_BACKEND="mpi",
+    CCL_BACKEND="ccl",
+    HCCL_BACKEND="hccl",
+    TORCH_DISTRIBUTED_DEFAULT_PORT=DEFAULT_PORT,
+    default_pg_timeout=datetime.timedelta(minutes=30),
+)
+
+COMM: Final[dict[str, Name]] = {
+    **_GROUPS,
+    **_MESSAGES,
+    **LOG,
+    **_WORDS,
+    **given("zero_runtime.comm_log", comms_logger="LOG"),
+}
+
+PIPE: Final[dict[str, Name]] = {
+    **refused(PIPELINE, "PipelineModule", "LayerSpec", "TiedLayerSpec", "DualPipeVModule"),
+}
+
+_ENGINE_NAMES: Final = given("zero_runtime.engine", DeepSpeedEngine="Engine")
+
+DEEPSPEED: Final[dict[str, Name]] = {
+    **given("zero_runtime.initialization", "initialize"),
+    **given("zero_runtime.comm", "init_distributed"),
+    **given(
+        "zero_runtime.arguments",
+        "add_core_arguments",
+        add_config_arguments="add_core_arguments",
+        _add_core_arguments="add_core_arguments",
+    ),
+    **_ENGINE_NAMES,
+    **given(f"{_HERE}.configuration", "DeepSpeedConfig"),
+    **given("zero_runtime.errors", DeepSpeedConfigError="ConfigError"),
+    **given("zero_runtime.data", DeepSpeedDataLoader="RankLoader", note="made by engine.deepspeed_io"),
+    **given("zero_runtime.optimizer", DeepSpeedOptimizer="WrappedOptimizer"),
+    **given(f"{_HERE}.messages", "log_dist", "logger"),
+    **given(f"{_HERE}.device_context", "OnDevice"),
+    **given(f"{_HERE}.accelerator", "get_accelerator"),
+    **given("deepspeed.runtime.zero", zero=""),
+    **given("deepspeed.runtime.activation_checkpointing.checkpointing", checkpointing=""),
+    **given("deepspeed.comm", dist=""),
+    **values(
+        __version__=NAMES_VERSION,
+        version=NAMES_VERSION,
+        __version_major__=int(FOLLOWED.split(".")[0]),
+        __version_minor__=int(FOLLOWED.split(".")[1]),
+        __version_patch__=int(FOLLOWED.split(".")[2]),
+        __git_hash__=None,
+        __git_branch__=None,
+        git_hash=None,
+        git_branch=None,
+        HAS_TRITON=False,
+        MUON_OPTIMIZER="muon",
+        TORCH_DISTRIBUTED_DEFAULT_PORT=DEFAULT_PORT,
+    ),
+    **refused(
+        INFERENCE, "init_inference", "InferenceEngine", "DeepSpeedInferenceConfig", "default_inference_config"
+    ),
+    **PIPE,
+    **refused(PIPELINE, "PipelineEngine", "DualPipeVEngine"),
+    **refused(TENSOR_PARALLEL, "tp_model_init", "set_autotp_mode"),
+    **refused("the hybrid engine is not in this version", "DeepSpeedHybridEngine"),
+    **refused(
+        KERNELS, "DeepSpeedTransformerLayer", "DeepSpeedTransformerConfig", "replace_transformer_layer"
+    ),
+}
+
+ACCELERATOR: Final[dict[str, Name]] = {
+    **given(f"{_HERE}.accelerator", "get_accelerator", "set_accelerator", "is_current_accelerator_supported"),
+    **given(f"{_HERE}.accelerator", DeepSpeedAccelerator="Accelerator"),
+}
+
+MODULES: Final[dict[str, Module]] = {
+    "": Module(DEEPSPEED, main="zero_runtime.launch:main"),
+    "comm": Module(COMM),
+    "comm.comm": Module(COMM),
+    "comm.torch": Module(_GROUPS | _MESSAGES),
+    "comm.reduce_op": Module(given(f"{_HERE}.comm", "ReduceOp")),
+    "comm.constants": Module(_WORDS),
+    "comm.utils": Module(
+        given(
+            f"{_HERE}.comm",
+            "get_local_rank_from_launcher",
+            "get_world_rank_from_launcher",
+            "get_world_size_from_launcher",
+        )
+    ),
+    "constants": Module(values(
+        TORCH_DISTRIBUTED_DEFAULT_PORT=DEFAULT_PORT, default_pg_timeout=datetime.timedelta(minutes=30),
+        CROSS_RANK="CROSS_RANK", CROSS_SIZE="CROSS_SIZE", LOCAL_RANK="LOCAL_RANK",
+    )),
+    "accelerator": Module(ACCELERATOR),
+    "accelerator.real_accelerator": Module(ACCELERATOR),
+    "accelerator.abstract_accelerator": Module(given(f"{_HERE}.accelerator", DeepSpeedAccelerator="Accelerator")),
+    "accelerator.cpu_accelerator": Module(given(f"{_HERE}.accelerator", CPU_Accelerator="Accelerator")),
+    "accelerator.cuda_accelerator": Module(given(f"{_HERE}.accelerator", CUDA_Accelerator="Accelerator")),
+    "pipe": Module(PIPE),
+    "git_version_info": Module(values(version=NAMES_VERSION, git_hash=None, git_branch=None)),
+    "env_report": Module(given("zero_runtime.report", "main", cli_main="main"), main="zero_runtime.report:main"),
+    "launcher": Module(),
+    "launcher.runner": Module(given("zero_runtime.launch", "main"), main="zero_runtime.launch:main"),
+    "inference": Module(refused=INFERENCE),
+    "module_inject": Module(refused=KERNELS),
+    "model_implementations": Module(refused=INFERENCE),
+    "moe": Module(refused="experts (MoE) are not in this version"),
+    "sequence": Module(refused="sequence parallelism is not in this version"),
+    "compression": Module(refused="compression of models is not in this version"),
+    "autotuning": Module(refused="`commprof sweep --set KEY=V1,V2` tries settings and compares them"),
+    "elasticity": Module(refused="elastic batch sizes are not in this version; torchrun --max-restarts restarts ranks"),
+    "profiling": Module(refused="torch.utils.flop_counter counts operations; `commprof run` records messages"),
+    "linear": Module(refused="OptimizedLinear (LoRA with quantized weights) is not in this version"),
+    "nebula": Module(refused="Nebula is a service; save_checkpoint writes files"),
+    "compile": Module(refused="DeepCompile is not in this version; engine.compile() compiles the model with torch.compile"),
+    "io": Module(refused="`python -m zero_runtime.bench io` measures disks; save_checkpoint writes files by itself"),
+    "nvme": Module(refused="`python -m zero_runtime.bench io` measures disks"),
+    "datastates": Module(refused="checkpoints by DataStates are not in this version"),
+    "monitor": Module(refused="monitors are made from the keys csv_monitor and tensorboard of the configuration"),
+}  # fmt: skip

@@ -1,0 +1,265 @@
+"""DeepSpeed's names below ``deepspeed.runtime``, as far as scripts import them, and ``deepspeed.checkpoint``."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from zero_runtime.deepspeed_names.names import Module, Name, given, refused, values
+from zero_runtime.deepspeed_names.top_names import PIPELINE, TENSOR_PARALLEL
+
+_HERE: Final = "zero_runtime.deepspeed_names"
+_STAGES: Final = "`isinstance` knows the engine's optimizer by it; deepspeed.initialize makes it"
+MICS: Final = (
+    "MiCS shards within groups of ranks, and this runtime over all of them; zero_hpz_partition_size keeps a second slice "
+    "within a host, which saves the same messages"
+)
+_DATA: Final = "curriculum learning, random-LTD and data analysis are not in this version"
+_ONEBIT: Final = (
+    "the 1-bit optimizers have been removed from DeepSpeed; communication_data_type bf16 halves the bytes"
+)
+
+_ENGINE: Final[dict[str, Name]] = {
+    **given("zero_runtime.engine", DeepSpeedEngine="Engine"),
+    **values(MEMORY_OPT_ALLREDUCE_SIZE=500_000_000),
+}
+_INIT: Final = given(
+    "zero_runtime.zero",
+    "Init",
+    note="without a config and a dtype parameters are made as the script makes them",
+)
+_GATHERED: Final = given(
+    "zero_runtime.zero",
+    "GatheredParameters",
+    note="may be nested, and the optimizer goes on from changed values",
+)
+_PARAMETERS: Final[dict[str, Name]] = {
+    **_INIT,
+    **_GATHERED,
+    **given(
+        "zero_runtime.zero", "ZeroParamStatus", "register_external_parameter", "unregister_external_parameter"
+    ),
+    **given(f"{_HERE}.configuration", "ZeroParamType"),
+}
+_TILES: Final = given(
+    f"{_HERE}.tiling", "TiledLinear", "TiledLinearReturnBias", "split_tensor_along_last_dim"
+)
+_MEMORY_2: Final = given(
+    "zero_runtime.memory_estimates",
+    "estimate_zero2_model_states_mem_needs",
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
+)
+_MEMORY_3: Final = given(
+    "zero_runtime.memory_estimates",
+    "estimate_zero3_model_states_mem_needs",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
+)
+_MICS_NAMES: Final = refused(MICS, "MiCS_Init", "MiCS_Offload", "MiCS_Optimizer")
+_OPTIMIZERS: Final = given(
+    "zero_runtime.optimizer",
+    DeepSpeedOptimizer="WrappedOptimizer",
+    ZeROOptimizer="WrappedOptimizer",
+    note=_STAGES,
+)
+_ENUMS: Final = given(f"{_HERE}.configuration", "OffloadDeviceEnum", "OffloadStateTypeEnum")
+
+_SCHEDULES: Final[dict[str, Name]] = {
+    **given(
+        "zero_runtime.schedules", "LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"
+    ),
+    **given(
+        f"{_HERE}.schedule_arguments", "add_tuning_arguments", "get_config_from_args", "get_lr_from_config"
+    ),
+    **values(
+        LR_SCHEDULE="lr_schedule",
+        LR_RANGE_TEST="LRRangeTest",
+        ONE_CYCLE="OneCycle",
+        WARMUP_LR="WarmupLR",
+        WARMUP_DECAY_LR="WarmupDecayLR",
+        WARMUP_COSINE_LR="WarmupCosineLR",
+        VALID_LR_SCHEDULES=["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"],
+        LR_RANGE_TEST_MIN_LR="lr_range_test_min_lr",
+        LR_RANGE_TEST_STEP_RATE="lr_range_test_step_rate",
+        LR_RANGE_TEST_STEP_SIZE="lr_range_test_step_size",
+        LR_RANGE_TEST_STAIRCASE="lr_range_test_staircase",
+        CYCLE_MIN_LR="cycle_min_lr",
+        CYCLE_MAX_LR="cycle_max_lr",
+        CYCLE_FIRST_STEP_SIZE="cycle_first_step_size",
+        CYCLE_SECOND_STEP_SIZE="cycle_second_step_size",
+        CYCLE_FIRST_STAIR_COUNT="cycle_first_stair_count",
+        CYCLE_SECOND_STAIR_COUNT="cycle_second_stair_count",
+        CYCLE_MIN_MOM="cycle_min_mom",
+        CYCLE_MAX_MOM="cycle_max_mom",
+        DECAY_LR_RATE="decay_lr_rate",
+        DECAY_MOM_RATE="decay_mom_rate",
+        DECAY_STEP_SIZE="decay_step_size",
+        WARMUP_MIN_LR="warmup_min_lr",
+        WARMUP_MAX_LR="warmup_max_lr",
+        WARMUP_NUM_STEPS="warmup_num_steps",
+        WARMUP_TYPE="warmup_type",
+        WARMUP_LOG_RATE="log",
+        WARMUP_LINEAR_RATE="linear",
+        TOTAL_NUM_STEPS="total_num_steps",
+    ),
+}
+
+_NUMERICS: Final[dict[str, Name]] = {
+    **given("zero_runtime.memory", "see_memory_usage", "memory_status"),
+    **given(
+        f"{_HERE}.numerics",
+        "DummyOptim", "call_to_str", "clip_grad_norm_", "clip_tensors_by_global_norm", "copy_to_device", "empty_cache",
+        "ensure_directory_exists", "get_global_norm", "get_global_norm_of_tensors", "get_grad_norm", "get_only_unique_item",
+        "get_weight_norm", "has_inf_or_nan", "move_to_device", "noop_context", "noop_decorator", "partition_balanced",
+        "partition_uniform", "prefix_sum_inc", "required_torch_version", "set_random_seed",
+    ),
+    **refused(f"it belongs to pipelines, and {PIPELINE}", "PartitionedTensor"),
+}  # fmt: skip
+
+_CONFIG: Final[dict[str, Name]] = {
+    **given(f"{_HERE}.configuration", "DeepSpeedConfig", "ValidationMode", "ZeroStageEnum"),
+    **given("zero_runtime.errors", DeepSpeedConfigError="ConfigError"),
+    **values(
+        ADAM_OPTIMIZER="adam",
+        ADAMW_OPTIMIZER="adamw",
+        ADAGRAD_OPTIMIZER="adagrad",
+        LAMB_OPTIMIZER="lamb",
+        LION_OPTIMIZER="lion",
+        MUON_OPTIMIZER="muon",
+        SGD_OPTIMIZER="sgd",
+        DEEPSPEED_OPTIMIZERS=["adagrad", "adam", "adamw", "lamb", "lion", "muon"],
+        TRAIN_BATCH_SIZE="train_batch_size",
+        TRAIN_MICRO_BATCH_SIZE_PER_GPU="train_micro_batch_size_per_gpu",
+        GRADIENT_ACCUMULATION_STEPS="gradient_accumulation_steps",
+        GRADIENT_CLIPPING="gradient_clipping",
+        STEPS_PER_PRINT="steps_per_print",
+        ROUTE_TRAIN="train",
+        ROUTE_EVAL="eval",
+        ROUTE_PREDICT="predict",
+        ROUTE_ENCODE="encode",
+    ),
+}
+_ZERO_CONFIG: Final[dict[str, Name]] = {
+    **given(f"{_HERE}.configuration", "get_zero_config", "ZeroStageEnum", "OffloadDeviceEnum"),
+    **given(
+        f"{_HERE}.configuration",
+        DeepSpeedZeroConfig="zero_config",
+        note="a function that fills the block's defaults in",
+    ),
+}
+
+_ZERO: Final[dict[str, Name]] = {
+    **{name: row for name, row in _PARAMETERS.items() if name != "unregister_external_parameter"},
+    **{name: row for name, row in _TILES.items() if name.startswith("Tiled")},
+    **_MEMORY_2,
+    **_MEMORY_3,
+    **_MICS_NAMES,
+}
+_CHECKPOINTING: Final = given(
+    "zero_runtime.activation_checkpointing",
+    "CheckpointFunction",
+    "checkpoint", "configure", "get_cuda_rng_tracker", "is_configured",
+    "model_parallel_cuda_manual_seed", "model_parallel_reconfigure_tp_seed",
+    "non_reentrant_checkpoint", "partition_activations_in_checkpoint", "reset",
+    "set_num_layers",
+)  # fmt: skip
+_TOPOLOGY: Final = refused(
+    PIPELINE,
+    "ProcessTopology",
+    "PipeDataParallelTopology",
+    "PipeModelDataParallelTopology",
+    "PipelineParallelGrid",
+)
+
+MODULES: Final[dict[str, Module]] = {
+    "runtime": Module(_OPTIMIZERS),
+    "runtime.engine": Module(_ENGINE),
+    "runtime.base_optimizer": Module(
+        _OPTIMIZERS
+    ),
+    "runtime.bf16_optimizer": Module(given("zero_runtime.optimizer", BF16_Optimizer="WrappedOptimizer", note=_STAGES)),
+    "runtime.fp16": Module(),
+    "runtime.fp16.fused_optimizer": Module(
+        given("zero_runtime.replicated_optimizer", FP16_Optimizer="ReplicatedOptimizer", note=_STAGES)
+    ),
+    "runtime.fp16.unfused_optimizer": Module(
+        given("zero_runtime.replicated_optimizer", FP16_UnfusedOptimizer="ReplicatedOptimizer", note=_STAGES)
+    ),
+    "runtime.fp16.loss_scaler": Module(
+        given(
+            f"{_HERE}.loss_scaler",
+            "CONSECUTIVE_HYSTERESIS", "DELAYED_SHIFT", "DynamicLossScaler", "INITIAL_LOSS_SCALE", "LossScaler",
+            "LossScalerBase",
+            "MIN_LOSS_SCALE", "SCALE_WINDOW", "to_python_float", CreateLossScaler="make_loss_scaler",
+        )
+    ),
+    "runtime.fp16.onebit": Module(refused=_ONEBIT),
+    "runtime.zero": Module(_ZERO),
+    "runtime.zero.partition_parameters": Module(_PARAMETERS),
+    "runtime.zero.parameter_offload": Module(
+        refused("stage 3 is put together by deepspeed.initialize", "DeepSpeedZeRoOffload")
+    ),
+    "runtime.zero.stage3": Module(
+        _MEMORY_3 | given("zero_runtime.sharded_optimizer", DeepSpeedZeroOptimizer_Stage3="ShardedOptimizer", note=_STAGES)
+    ),
+    "runtime.zero.stage_1_and_2": Module(
+        _MEMORY_2 | given("zero_runtime.sharded_optimizer", DeepSpeedZeroOptimizer="ShardedOptimizer", note=_STAGES)
+    ),
+    "runtime.zero.tiling": Module(_TILES),
+    "runtime.zero.config": Module(_ZERO_CONFIG),
+    "runtime.zero.offload_config": Module(_ENUMS),
+    "runtime.zero.mics": Module(_MICS_NAMES),
+    "runtime.zero.utils": Module(
+        given(f"{_HERE}.zero_checks", "ZERO_SUPPORTED_OPTIMIZERS", "is_zero_param", "is_zero_supported_optimizer")
+        | given(f"{_HERE}.zero_checks", "assert_ints_same_as_other_ranks", "get_lst_from_rank0")
+        | given("zero_runtime.errors", ZeRORuntimeException="ZeroRuntimeError")
+    ),
+    "runtime.lr_schedules": Module(_SCHEDULES),
+    "runtime.utils": Module(_NUMERICS),
+    "runtime.config": Module(_CONFIG),
+    "runtime.constants": Module({name: row for name, row in _CONFIG.items() if name.isupper() or name == "ValidationMode"}),
+    "runtime.config_utils": Module(
+        refused("configurations are checked by zero_runtime.config", "DeepSpeedConfigModel", "DeepSpeedConfigObject")
+    ),
+    "runtime.dataloader": Module(
+        given("zero_runtime.data", "RepeatingLoader", DeepSpeedDataLoader="RankLoader")
+    ),
+    "runtime.activation_checkpointing": Module(),
+    "runtime.activation_checkpointing.checkpointing": Module(_CHECKPOINTING),
+    "runtime.pipe": Module(refused(PIPELINE, "PipelineModule", "LayerSpec", "TiedLayerSpec") | _TOPOLOGY),
+    "runtime.pipe.module": Module(refused(PIPELINE, "PipelineModule", "LayerSpec", "TiedLayerSpec", "PipelineError")),
+    "runtime.pipe.engine": Module(refused(PIPELINE, "PipelineEngine")),
+    "runtime.pipe.topology": Module(_TOPOLOGY),
+    "runtime.pipe.schedule": Module(refused=PIPELINE),
+    "runtime.pipe.p2p": Module(refused=PIPELINE),
+    "runtime.hybrid_engine": Module(refused("the hybrid engine is not in this version", "DeepSpeedHybridEngine")),
+    "runtime.data_pipeline": Module(refused=_DATA),
+    "runtime.progressive_layer_drop": Module(refused=_DATA),
+    "runtime.eigenvalue": Module(refused=_DATA),
+    "runtime.quantize": Module(refused="quantization while training is not in this version"),
+    "runtime.weight_quantizer": Module(refused="quantization is not in this version"),
+    "runtime.sequence_parallel": Module(refused="sequence parallelism is not in this version"),
+    "runtime.tensor_parallel": Module(refused=TENSOR_PARALLEL),
+    "runtime.domino": Module(refused=TENSOR_PARALLEL),
+    "runtime.compiler": Module(given(f"{_HERE}.compiling", "disable", "enable", "is_compiling")),
+    "runtime.comm": Module(refused="zero_optimization.gradient_reduction chooses how gradients are reduced"),
+    "runtime.swap_tensor": Module(refused="offload is chosen by offload_optimizer and offload_param in the configuration"),
+    "runtime.state_dict_factory": Module(refused="Megatron's checkpoints are not read; load a state dict of the model"),
+    "runtime.checkpoint_engine": Module(refused="checkpoints are written in one way; docs/checkpoints.md describes it"),
+    "runtime.zenflow": Module(refused="ZenFlow is not in this version"),
+    "runtime.superoffload": Module(refused="SuperOffload is not in this version"),
+    "checkpoint": Module(
+        refused(
+            "checkpoints are read by engine.load_checkpoint, and by get_fp32_state_dict_from_zero_checkpoint",
+            "DeepSpeedCheckpoint", "ZeROCheckpoint",
+        )
+    ),
+    "checkpoint.utils": Module(given(f"{_HERE}.zero_checks", "clone_tensors_for_torch_save")),
+    "checkpoint.ds_to_universal": Module(refused="every checkpoint of this runtime loads at any world size and stage"),
+    "checkpoint.constants": Module(values(
+        OPTIMIZER_STATE_DICT="optimizer_state_dict", FP32_FLAT_GROUPS="fp32_flat_groups",
+        SINGLE_PARTITION_OF_FP32_GROUPS="single_partition_of_fp32_groups", BASE_OPTIMIZER_STATE="base_optimizer_state",
+        PARTITION_COUNT="partition_count", ZERO_STAGE="zero_stage", PARAM_SHAPES="param_shapes", BUFFER_NAMES="buffer_names",
+        FROZEN_PARAM_SHAPES="frozen_param_shapes", FROZEN_PARAM_FRAGMENTS="frozen_param_fragments", DS_VERSION="ds_version",
+    )),
+}  # fmt: skip

@@ -1,0 +1,157 @@
+"""DeepSpeed's names in ``deepspeed.utils`` and ``deepspeed.ops``."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from zero_runtime.deepspeed_names.names import Module, Name, given, refused
+from zero_runtime.deepspeed_names.top_names import KERNELS, LOG
+
+_HERE: Final = "zero_runtime.deepspeed_names"
+_EXPERTS: Final = "experts (MoE) are not in this version"
+
+LOGGING: Final[dict[str, Name]] = given(
+    f"{_HERE}.messages",
+    "LoggerFactory", "get_current_level", "get_dist_msg", "get_log_level_from_string", "log_dist", "log_dist_once",
+    "log_levels", "logger", "print_configuration", "print_dist", "print_json_dist", "set_log_level_from_string",
+    "should_log_le", "warning_once",
+)  # fmt: skip
+
+TENSORS: Final[dict[str, Name]] = given(
+    "zero_runtime.tensor_access",
+    "safe_get_full_fp32_param", "safe_get_full_grad", "safe_get_full_optimizer_state", "safe_set_full_fp32_param",
+    "safe_set_full_grad", "safe_set_full_optimizer_state", "safe_update_full_grad_vectorized",
+) | given(
+    "zero_runtime.tensor_access",
+    "safe_get_local_fp32_param", "safe_get_local_grad", "safe_get_local_optimizer_state", "safe_set_local_fp32_param",
+    "safe_set_local_grad", "safe_set_local_optimizer_state",
+    note="at stages 1 and 2 too",
+)  # fmt: skip
+
+LEAVES: Final[dict[str, Name]] = given(
+    "zero_runtime.zero",
+    "get_z3_leaf_modules", "set_z3_leaf_module", "set_z3_leaf_modules", "unset_z3_leaf_modules", "z3_leaf_module",
+) | given(
+    f"{_HERE}.zero_checks", "set_z3_leaf_modules_by_name", "set_z3_leaf_modules_by_suffix"
+)  # fmt: skip
+
+_DATA: Final = ("get_data_parallel_group", "get_data_parallel_world_size", "get_data_parallel_rank")
+_SINGLE: Final = ("tensor_model_parallel", "model_parallel")
+GROUPS: Final[dict[str, Name]] = {
+    **given(f"{_HERE}.groups", "initialize", "mpu", "mesh_device", "expert_tensor_parallel_world_size", *_DATA),
+    **given(
+        f"{_HERE}.groups",
+        **{f"_{name}": name for name in _DATA},
+        **{name.replace("get_data", "_get_sequence_data"): name for name in _DATA},
+        _get_data_parallel_group_ranks="get_data_parallel_ranks",
+        _clone_world_group="get_data_parallel_group",
+    ),
+    **given(
+        f"{_HERE}.groups",
+        note="one rank: the group is None",
+        **{f"get_{kind}_group": "get_single_group" for kind in _SINGLE},
+        **{f"get_{kind}_world_size": "get_single_world_size" for kind in _SINGLE},
+        **{f"get_{kind}_rank": "get_single_rank" for kind in _SINGLE},
+        get_tensor_model_parallel_src_rank="get_source_rank",
+        set_tensor_model_parallel_world_size="set_single_world_size",
+        set_tensor_model_parallel_rank="set_single_rank",
+        _get_model_parallel_world_size="get_single_world_size",
+        _get_sequence_parallel_group="get_single_group",
+        _get_sequence_parallel_world_size="get_single_world_size",
+        _get_sequence_parallel_rank="get_single_rank",
+        _get_expert_model_parallel_world_size="get_single_world_size",
+        _get_zero_param_intra_parallel_group="get_single_group",
+        _zero_param_parallel_is_initialized="no_secondary_group",
+    ),
+    **refused(
+        _EXPERTS,
+        "_get_expert_parallel_group", "_get_expert_parallel_world_size", "_get_expert_parallel_rank",
+        "_get_expert_data_parallel_group", "_get_expert_data_parallel_world_size", "_get_expert_data_parallel_rank",
+        "_get_max_expert_parallel_group", "_get_max_expert_size", "_create_expert_and_data_parallel",
+    ),
+}  # fmt: skip
+
+TIMERS: Final[dict[str, Name]] = given(
+    f"{_HERE}.timers",
+    "BACKWARD_GLOBAL_TIMER", "BACKWARD_INNER_GLOBAL_TIMER", "BACKWARD_INNER_MICRO_TIMER", "BACKWARD_MICRO_TIMER",
+    "BACKWARD_REDUCE_GLOBAL_TIMER", "BACKWARD_REDUCE_MICRO_TIMER", "FORWARD_GLOBAL_TIMER", "FORWARD_MICRO_TIMER",
+    "NoopTimer",
+    "PSUTILS_INSTALLED", "STEP_GLOBAL_TIMER", "STEP_MICRO_TIMER", "SynchronizedWallClockTimer", "TIME_EPSILON",
+    "ThroughputTimer", "trim_mean",
+)  # fmt: skip
+
+CONSOLIDATION: Final[dict[str, Name]] = given(
+    "zero_runtime.checkpoint.consolidation",
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "load_state_dict_from_zero_checkpoint",
+)
+
+_CONTEXT: Final = given(f"{_HERE}.device_context", "OnDevice", "instrument_w_nvtx")
+_PATHS: Final = given(f"{_HERE}.numerics", "recursive_getattr", "recursive_setattr")
+
+UTILS: Final[dict[str, Name]] = {
+    **{name: LOGGING[name] for name in ("log_dist", "log_dist_once", "logger", "set_log_level_from_string")},
+    **TENSORS,
+    **LEAVES,
+    **_CONTEXT,
+    **_PATHS,
+    **given("zero_runtime.data", "RepeatingLoader"),
+    **{name: row for name, row in GROUPS.items() if not name.startswith("_")},
+}
+
+_ADAM: Final = given(
+    f"{_HERE}.optimizers",
+    "DeepSpeedCPUAdam",
+    "FusedAdam",
+    note="torch's AdamW or Adam, fused where it can be",
+)
+_LION: Final = given(f"{_HERE}.optimizers", "DeepSpeedCPULion", "FusedLion")
+_ADAGRAD: Final = given(f"{_HERE}.optimizers", "DeepSpeedCPUAdagrad")
+_LAMB: Final = given(f"{_HERE}.optimizers", "FusedLamb")
+_ZENFLOW: Final = refused(
+    "ZenFlow is not in this version",
+    "ZenFlowCPUAdam",
+    "ZenFlowSelectiveAdamW",
+    "ZenFlowSelectiveAdamW_stage3",
+)
+
+MODULES: Final[dict[str, Module]] = {
+    "utils": Module(UTILS),
+    "utils.logging": Module(LOGGING),
+    "utils.tensor_fragment": Module(TENSORS),
+    "utils.z3_leaf_module": Module(LEAVES),
+    "utils.groups": Module(GROUPS),
+    "utils.timer": Module(TIMERS),
+    "utils.zero_to_fp32": Module(CONSOLIDATION, main="zero_runtime.checkpoint.__main__:main"),
+    "utils.nvtx": Module(given(f"{_HERE}.device_context", "instrument_w_nvtx")),
+    "utils.init_on_device": Module(given(f"{_HERE}.device_context", "OnDevice")),
+    "utils.module_utils": Module(_PATHS),
+    "utils.torch": Module(given(f"{_HERE}.numerics", "required_torch_version")),
+    "utils.comms_logging": Module(LOG | given("zero_runtime.comm_log", CommsLogger="CommLog", convert_size="shown_size")),
+    "utils.exceptions": Module(given("zero_runtime.errors", DeprecatedException="UnsupportedError")),
+    "utils.types": Module(refused=KERNELS),
+    "utils.numa": Module(refused="`python -m zero_runtime.launch --bind_cores_to_rank` binds ranks to cores"),
+    "utils.debug": Module(refused="commprof records what is sent, and names the parameters"),
+    "ops": Module(),
+    "ops.adam": Module(_ADAM | _ZENFLOW),
+    "ops.adam.fused_adam": Module(given(f"{_HERE}.optimizers", "FusedAdam")),
+    "ops.adam.cpu_adam": Module(given(f"{_HERE}.optimizers", "DeepSpeedCPUAdam")),
+    "ops.adagrad": Module(_ADAGRAD),
+    "ops.adagrad.cpu_adagrad": Module(_ADAGRAD),
+    "ops.lamb": Module(_LAMB),
+    "ops.lamb.fused_lamb": Module(_LAMB),
+    "ops.lion": Module(_LION),
+    "ops.lion.cpu_lion": Module(given(f"{_HERE}.optimizers", "DeepSpeedCPULion")),
+    "ops.lion.fused_lion": Module(given(f"{_HERE}.optimizers", "FusedLion")),
+    "ops.op_builder": Module(refused=KERNELS),
+    "ops.__compatible_ops__": Module(refused=KERNELS),
+    "ops.transformer": Module(refused=KERNELS),
+    "ops.sparse_attention": Module(refused=f"{KERNELS}, such as torch.nn.attention.flex_attention for sparse attention"),
+    "ops.quantizer": Module(refused=KERNELS),
+    "ops.fp_quantizer": Module(refused=KERNELS),
+    "ops.random_ltd": Module(refused=KERNELS),
+    "ops.deepspeed4science": Module(refused=KERNELS),
+    "ops.aio": Module(refused="zero_runtime.offload reads and writes files; `python -m zero_runtime.bench io` measures it"),
+    "ops.gds": Module(refused="there is no reading from NVMe to the GPU directly; device nvme goes through host memory"),
+}  # fmt: skip

@@ -1,0 +1,316 @@
+"""``python -m zero_runtime.launch``: the arguments of the ``deepspeed`` launcher, for ranks of one host, on torchrun.
+
+::
+
+    python -m zero_runtime.launch --num_gpus 2 train.py --deepspeed_config ds.json
+
+``import deepspeed`` means this runtime in the ranks. Each gets ``--local_rank=N`` before its own arguments, as DeepSpeed's
+launcher gives it. Several hosts are started one by one, with ``--no_ssh`` on each of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import torch
+
+from zero_runtime.comm import DEFAULT_PORT
+from zero_runtime.errors import ConfigError
+
+EXIT_CODE: Final = 2
+_LINE: Final = re.compile(r"^(\S+)\s+slots=(\d+)\s*$")
+_HOST: Final = re.compile(r"^([^:@]+)(?::([\d,\s]+))?$")
+_THIS_HOST: Final = ("localhost", "127.0.0.1")
+_SEVERAL: Final = (
+    "ranks on other hosts are not started over ssh; run on each host, with N from 0: python -m zero_runtime.launch --no_ssh "
+    "--num_nodes {hosts} --node_rank N --master_addr {address} --num_gpus ... train.py"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be started here.
+
+    Attributes:
+        slots: numbers of the devices, one for each rank.
+        hosts: how many hosts take part.
+        host: number of this one.
+        address: host of rank 0.
+        port: where rank 0 is found.
+        chooses_devices: whether ``slots`` is a choice among the visible devices.
+    """
+
+    slots: tuple[int, ...]
+    hosts: int
+    host: int
+    address: str
+    port: int
+    chooses_devices: bool
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments, by the names of DeepSpeed's launcher."""
+    made = argparse.ArgumentParser(
+        prog="python -m zero_runtime.launch",
+        description="Start the ranks of a training on this host.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add("-H", "--hostfile", default=None, help="file with a line 'HOST slots=N'; one host")
+    add("-i", "--include", default="", help="devices to use: localhost:0,1")
+    add("-e", "--exclude", default="", help="devices to leave out: localhost:3")
+    add("--num_nodes", type=int, default=-1, help="hosts; several with --no_ssh on each")
+    add("--min_elastic_nodes", type=int, default=-1, help=argparse.SUPPRESS)
+    add("--max_elastic_nodes", type=int, default=-1, help=argparse.SUPPRESS)
+    add(
+        "--num_gpus",
+        "--num_accelerators",
+        type=int,
+        default=-1,
+        help="ranks of this host; default: its GPUs, else 1",
+    )
+    add(
+        "--master_port",
+        type=int,
+        default=None,
+        help=f"port of rank 0; default: {DEFAULT_PORT}, or another where it is taken",
+    )
+    add("--master_addr", default="", help="host of rank 0")
+    add("--node_rank", type=int, default=-1, help="number of this host, with --no_ssh")
+    add("--launcher", default="pdsh", help="accepted for one host")
+    add("--launcher_args", default="", help=argparse.SUPPRESS)
+    add("--module", action="store_true", help="the script is a module: python -m SCRIPT")
+    add("--no_python", action="store_true", help="the script is a program, and Python is not to run it")
+    add("--no_local_rank", action="store_true", help="do not give --local_rank to the script")
+    add("--no_ssh", action="store_true", help="start the ranks of this host only")
+    add("--no_ssh_check", action="store_true", help=argparse.SUPPRESS)
+    add("--force_multi", action="store_true", help=argparse.SUPPRESS)
+    add(
+        "--save_pid",
+        action="store_true",
+        help="write the process's number to a file in the directory for temporary ones",
+    )
+    add(
+        "--enable_each_rank_log",
+        default="None",
+        metavar="DIR",
+        help="write what each rank prints to a file of its own",
+    )
+    add("--autotuning", default="", choices=["", "tune", "run"], help=argparse.SUPPRESS)
+    add("--elastic_training", action="store_true", help=argparse.SUPPRESS)
+    add("--bind_cores_to_rank", action="store_true", help="give each rank cores of its own")
+    add("--bind_core_list", default=None, metavar="LIST", help="these cores: 0-15,32-47")
+    add("--ssh_port", type=int, default=None, help=argparse.SUPPRESS)
+    add("--venv_script", default=None, help=argparse.SUPPRESS)
+    add("--log_level", default="info", help=argparse.SUPPRESS)
+    add("-q", "--quiet", action="store_true", help=argparse.SUPPRESS)
+    add("user_script", help="what each rank runs")
+    add("user_args", nargs=argparse.REMAINDER, help="its arguments")
+    return made
+
+
+def plan(given: Any, visible: int, hostname: str) -> Plan:
+    """What arguments ask for.
+
+    Args:
+        given: parsed arguments.
+        visible: GPUs that can be used here; 0 for none.
+        hostname: of this host.
+
+    Raises:
+        ConfigError: they contradict each other, or ask for what is not there.
+    """
+    _refuse(given)
+    if given.num_gpus == 0 or given.num_gpus < -1 or given.num_nodes == 0 or given.num_nodes < -1:
+        raise ConfigError("--num_gpus and --num_nodes are numbers from 1")
+    if (given.num_gpus > 0 or given.num_nodes > 0) and (given.include or given.exclude):
+        raise ConfigError(
+            "--num_gpus and --num_nodes choose by number, --include and --exclude by name; give one of the two"
+        )
+    pool = read_hosts(given.hostfile)
+    hosts = max(given.num_nodes, 1)
+    several = hosts > 1 or (len(pool) > 1 and given.num_nodes != 1 and not given.include)
+    if several and not given.no_ssh:
+        address = given.master_addr or next(iter(pool), "HOST-OF-RANK-0")
+        raise ConfigError(_SEVERAL.format(hosts=max(hosts, len(pool)), address=address))
+    if given.no_ssh and (given.node_rank < 0 or given.node_rank >= hosts or not given.master_addr):
+        raise ConfigError(
+            f"--no_ssh needs --num_nodes, --node_rank from 0 to {hosts - 1}, and --master_addr; given are "
+            f"{given.num_nodes}, {given.node_rank} and {given.master_addr!r}"
+        )
+    known = next(iter(pool.values()), visible)
+    slots, chosen = _slots(given, known, hostname, next(iter(pool), "localhost"))
+    if visible and max(slots) >= visible:
+        raise ConfigError(
+            f"{len(slots)} ranks ask for GPU {max(slots)}, and this host has {visible}, from 0 to {visible - 1}"
+        )
+    address = given.master_addr or "127.0.0.1"
+    return Plan(slots, hosts, max(given.node_rank, 0), address, given.master_port or DEFAULT_PORT, chosen)
+
+
+def read_hosts(path: str | None) -> dict[str, int]:
+    """Slots of each host in a hostfile; nothing without one.
+
+    Raises:
+        ConfigError: it cannot be read, or has other lines than ``HOST slots=N``.
+    """
+    if path is None:
+        return {}
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(f"hostfile {path} cannot be read: {error.strerror}") from None
+    hosts: dict[str, int] = {}
+    for number, line in enumerate(lines, 1):
+        text = line.split("#")[0].strip()
+        if not text:
+            continue
+        found = _LINE.match(text)
+        if found is None:
+            raise ConfigError(
+                f"hostfile {path}, line {number}: {text!r}; expected a line such as 'localhost slots=4'"
+            )
+        if found[1] in hosts:
+            raise ConfigError(
+                f"hostfile {path}, line {number}: host {found[1]} stands there twice; keep one line"
+            )
+        hosts[found[1]] = int(found[2])
+    if not hosts:
+        raise ConfigError(f"hostfile {path} names no host; expected a line such as 'localhost slots=4'")
+    return hosts
+
+
+def parse_filter(text: str, names: Sequence[str]) -> tuple[int, ...] | None:
+    """The devices that ``--include`` or ``--exclude`` names; None for all of the host.
+
+    Args:
+        text: such as ``localhost:0,2``.
+        names: of this host.
+
+    Raises:
+        ConfigError: it names another host, or no devices.
+    """
+    if "@" in text:
+        raise ConfigError(
+            f"{text!r} names several hosts; {_SEVERAL.format(hosts='N', address='HOST-OF-RANK-0')}"
+        )
+    found = _HOST.match(text.strip())
+    if found is None:
+        raise ConfigError(f"{text!r} is no choice of devices; expected localhost:0,1")
+    if found[1] not in names:
+        raise ConfigError(f"{text!r} names host {found[1]}; this one is {' or '.join(dict.fromkeys(names))}")
+    return None if found[2] is None else tuple(sorted({int(each) for each in found[2].split(",")}))
+
+
+def _slots(given: Any, known: int, hostname: str, listed: str) -> tuple[tuple[int, ...], bool]:
+    """(numbers of the devices, whether some were chosen by name)."""
+    names = (*_THIS_HOST, hostname, listed)
+    if given.include:
+        chosen = parse_filter(given.include, names)
+        return (tuple(range(known or 1)), False) if chosen is None else (chosen, True)
+    if given.exclude:
+        left_out = parse_filter(given.exclude, names)
+        left = tuple(slot for slot in range(known or 1) if left_out is not None and slot not in left_out)
+        if not left:
+            raise ConfigError(f"--exclude {given.exclude} leaves no device of {known or 1}")
+        return left, True
+    return tuple(range(given.num_gpus if given.num_gpus > 0 else known or 1)), False
+
+
+def _refuse(given: Any) -> None:
+    for name, why in {
+        "autotuning": "`commprof sweep --set KEY=V1,V2` tries settings and compares them",
+        "elastic_training": "torchrun --max-restarts restarts ranks",
+        "force_multi": "ranks are started on this host only",
+        "launcher_args": "they are for launchers of several hosts",
+        "venv_script": "activate the environment before",
+    }.items():
+        if getattr(given, name):
+            raise ConfigError(f"--{name} is not in this version: {why}; leave it out")
+    if given.no_python and given.module:
+        raise ConfigError("--no_python and --module contradict each other; give one of them")
+
+
+def torchrun_command(planned: Plan, given: Any) -> list[str]:
+    """The command that starts the ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={len(planned.slots)}"]
+    command += [
+        f"--nnodes={planned.hosts}",
+        f"--node-rank={planned.host}",
+        f"--master-addr={planned.address}",
+    ]
+    command.append(f"--master-port={planned.port}")
+    if given.enable_each_rank_log != "None":
+        command += ["--log-dir", given.enable_each_rank_log, "--redirects", "3"]
+    command += ["-m", "zero_runtime.launch_rank"]
+    kind = "program" if given.no_python else "module" if given.module else "script"
+    command.append(f"--kind={kind}")
+    if given.no_local_rank:
+        command.append("--no-local-rank")
+    if given.bind_cores_to_rank or given.bind_core_list:
+        command.append(f"--cores={given.bind_core_list or 'all'}")
+    return [*command, "--", given.user_script, *given.user_args]
+
+
+def variables(planned: Plan, environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of the ranks."""
+    changed = dict(environment)
+    changed.setdefault("OMP_NUM_THREADS", "1") if len(planned.slots) > 1 else None
+    if planned.chooses_devices:
+        visible = [each for each in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip()]
+        changed["CUDA_VISIBLE_DEVICES"] = ",".join(
+            visible[slot] if slot < len(visible) else str(slot) for slot in planned.slots
+        )
+    return {
+        **changed,
+        "CROSS_RANK": str(planned.host),
+        "CROSS_SIZE": str(planned.hosts),
+        "LOCAL_SIZE": str(len(planned.slots)),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Become torchrun, which starts the ranks and gives their exit code."""
+    given = parser().parse_args(arguments)
+    try:
+        planned = plan(given, torch.cuda.device_count(), socket.gethostname())
+        if given.master_port is None and planned.hosts == 1:
+            planned = _with_free_port(planned)
+        if given.save_pid:
+            _save_pid()
+    except ConfigError as error:
+        print(f"zero_runtime: error: {error}", file=sys.stderr)
+        sys.exit(EXIT_CODE)
+    os.execve(sys.executable, torchrun_command(planned, given), variables(planned, os.environ))
+
+
+def _with_free_port(planned: Plan) -> Plan:
+    from dataclasses import replace
+
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", planned.port))
+            return planned
+        except OSError:
+            probe.bind(("127.0.0.1", 0))
+            return replace(planned, port=int(probe.getsockname()[1]))
+
+
+def _save_pid() -> None:
+    import tempfile
+
+    path = Path(tempfile.gettempdir()) / f"{os.getpid()}.ds"
+    path.write_text(f"{os.getpid()}")
+    print(f"zero_runtime: the process's number is in {path}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
