@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from commprof import __version__
+from commprof.cli import entry_point
 from commprof.cli.extras import PACKAGES
 
 _COLLECTIVE_NAME: Final = re.compile(
@@ -43,7 +44,7 @@ class Finding(NamedTuple):
 
 def diagnose() -> list[Finding]:
     """All findings, in the order in which to read them."""
-    return [*_versions(), *_extras(), *_interception(), *_blind_spots(), *_machine()]
+    return [*_versions(), *_entry_point(), *_extras(), *_interception(), *_blind_spots(), *_machine()]
 
 
 def _versions() -> Iterator[Finding]:
@@ -55,8 +56,14 @@ def _versions() -> Iterator[Finding]:
         text = "torch is not installed here: there is nothing to record. Install commprof into the environment that trains"
         yield Finding(section, Level.FAULT, text)
         return
-    import torch
-
+    try:
+        import torch
+    except (
+        Exception
+    ) as error:  # RuntimeError where an entry point of some package fails, OSError for a library
+        text = f"torch cannot be imported: {type(error).__name__}: {error}{_caused_by(error)}"
+        yield Finding(section, Level.FAULT, text)
+        return
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
     yield Finding(section, Level.OK, f"torch {torch.__version__}, {cuda}")
     import torch.distributed as dist
@@ -69,6 +76,17 @@ def _versions() -> Iterator[Finding]:
     backends = ("gloo", "nccl", "mpi", "ucc", "xccl")
     found = [name for name in backends if getattr(dist, f"is_{name}_available", lambda: False)()]
     yield Finding(section, Level.OK, f"torch.distributed with {', '.join(found) or 'no backend of its own'}")
+
+
+def _caused_by(error: BaseException) -> str:
+    cause = error.__cause__
+    return "" if cause is None else f" (caused by {type(cause).__name__}: {cause})"
+
+
+def _entry_point() -> Iterator[Finding]:
+    if importlib.util.find_spec("torch") is not None:
+        found = entry_point.examine()
+        yield Finding("installed", Level.OK if found.works else Level.NOTE, found.text)
 
 
 def _extras() -> Iterator[Finding]:
@@ -95,6 +113,8 @@ def _version(package: str) -> str | None:
 
 
 def _process_group() -> Any:
+    if "torch" not in sys.modules:  # not installed, or its import has failed, as was said
+        return None
     try:
         from torch._C._distributed_c10d import ProcessGroup
     except ImportError:

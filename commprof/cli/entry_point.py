@@ -1,0 +1,75 @@
+"""Whether torch starts the recorder by itself, as ``COMMPROF=1`` needs it: by an entry point of the installed commprof."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from commprof.recorder import autoload
+
+GROUP: Final = "torch.backends"
+NAME: Final = "commprof"
+VALUE: Final = "commprof.recorder.autoload:start"
+SWITCH: Final = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # torch's own: 0 keeps it from calling any entry point
+
+_LOST: Final = "COMMPROF=1 records nothing, and commprof run does not reach programs run with python -I or -E"
+_AGAIN: Final = "install commprof again (pip install --force-reinstall --no-deps commprof; pip install -e . in a checkout)"
+
+
+class Answer(NamedTuple):
+    """Whether it works, and a sentence on it."""
+
+    works: bool
+    text: str
+
+
+def examine(
+    entries: Iterable[metadata.EntryPoint] | None = None, environment: Mapping[str, str] = os.environ
+) -> Answer:
+    """Look at the entry points of the group ``torch.backends``, loading none but commprof's own.
+
+    Args:
+        entries: of that group. Default: the installed ones.
+    """
+    if entries is None:
+        try:
+            entries = metadata.entry_points(group=GROUP)
+        except Exception as error:  # damaged metadata of any package: torch fails at it too
+            return _broken(f"the entry points {GROUP} cannot be read ({_said(error)})")
+    ours = [entry for entry in entries if entry.name == NAME or entry.value.startswith("commprof.")]
+    if not ours:
+        return _broken(
+            f"the entry point {GROUP} of commprof is not installed", "it was installed before there was one"
+        )
+    for entry in ours:
+        wrong = _wrong_with(entry)
+        if wrong is not None:
+            return _broken(f"the entry point {GROUP} of commprof is broken: {wrong}")
+    if environment.get(SWITCH, "1") == "0":
+        return Answer(False, f"{SWITCH}=0 is set, so torch calls no entry point: {_LOST}. Unset it")
+    return Answer(True, f"entry point {GROUP}: COMMPROF=1 records with any launcher")
+
+
+def _wrong_with(entry: metadata.EntryPoint) -> str | None:
+    if entry.value != VALUE:
+        return f"it names {entry.value}, not {VALUE}"
+    try:
+        start: Callable[[], None] = entry.load()
+    except Exception as error:
+        return f"{entry.value} cannot be loaded ({_said(error)})"
+    code = getattr(start, "__code__", None)
+    if code is None or Path(code.co_filename).resolve() != Path(str(autoload.__file__)).resolve():
+        return f"it starts another commprof, {getattr(code, 'co_filename', start)!s}, than this one"
+    return None
+
+
+def _broken(what: str, why: str = "") -> Answer:
+    reason = f" ({why})" if why else ""
+    return Answer(False, f"{what}{reason}, so {_LOST}: {_AGAIN}")
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
