@@ -17,7 +17,7 @@ _EPSILON: Final = 1e-6
 _ROW: Final = 1024  # elements
 _NORM: Final = hooks.tag("gradient_norm")
 _INVALID_NORM: Final = float("inf")
-_CHUNK: Final = 2**16  # elements
+_CHUNK: Final = 2**20  # elements; whole rows
 
 
 def sharded_norm(
@@ -46,20 +46,12 @@ def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
 
     Rows short enough for fp32 are summed in it, and those sums in fp64. An fp64 copy of everything takes 20 times as long.
     """
-    wide = values.float()
-    even = wide.numel() - wide.numel() % _ROW
-    rows = torch.linalg.vector_norm(wide[:even].view(-1, _ROW), dim=1)
-    rest = torch.linalg.vector_norm(wide[even:], dtype=torch.float64)
-    return rows.double().square().sum() + rest.square()
-
-
-def _sum_of_squares(piece: torch.Tensor) -> torch.Tensor:
-    """The sum of the squares of a 1-D tensor, in float64."""
-    if piece.device.type != "cpu" or piece.numel() <= _CHUNK:
-        return torch.linalg.vector_norm(piece, dtype=torch.float64).square()
-    # On a CPU torch makes a float64 copy first: of a chunk it stays in the cache, and no memory is needed.
-    norms = [torch.linalg.vector_norm(chunk, dtype=torch.float64) for chunk in piece.split(_CHUNK)]
-    return torch.stack(norms).square().sum()
+    even = values.numel() - values.numel() % _ROW
+    # An fp32 copy of 16-bit values is made of a chunk at a time.
+    chunks = values[:even].split(even if values.dtype is torch.float32 and even else _CHUNK)
+    rows = [torch.linalg.vector_norm(chunk.float().view(-1, _ROW), dim=1) for chunk in chunks]
+    rest = torch.linalg.vector_norm(values[even:].float(), dtype=torch.float64)
+    return torch.cat(rows).double().square().sum() + rest.square()
 
 
 def replicated_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
