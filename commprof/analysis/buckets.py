@@ -62,8 +62,9 @@ def _declared(frame: pd.DataFrame, columns: Iterable[Column]) -> pd.DataFrame:
 
 
 def bucket_means(found: pd.DataFrame) -> pd.DataFrame:
-    """The buckets of a training step, each the mean over the steps that have one of that number.
+    """The buckets of a training step, each the mean over the steps in which it holds what it holds in most of them.
 
+    DDP, for one, builds its buckets anew after the first step: a mean over different buckets would be that of none.
     Times leave out the first step of each attempt, which warms up, where there are others.
 
     Args:
@@ -72,7 +73,8 @@ def bucket_means(found: pd.DataFrame) -> pd.DataFrame:
     steps = found[found["step"] >= 0]
     first = steps.groupby("attempt")["step"].transform("min")
     rows = []
-    for _, part in steps.groupby(["micro_step", "bucket"]):
+    for _, every in steps.groupby(["micro_step", "bucket"]):
+        part = _usual(every)
         later = part[part["step"] > first[part.index]]
         timed = later if len(later) else part
         newest = part.iloc[-1]
@@ -86,12 +88,21 @@ def bucket_means(found: pd.DataFrame) -> pd.DataFrame:
                 "lowest_fill": None if part["fill"].isna().all() else float(part["fill"].min()),
                 **{name: _distinct(part[name]) for name in ("op", "intended_op", "flush_reason")},
                 **{name: _text(newest[name]) for name in ("owners", "parameters")},
-                "steady": part["parameters"].nunique(dropna=False) == 1 and part["numel"].nunique() == 1,
+                "steady": len(part) == len(every),
                 "duration_ns": _median(timed["duration_ns"]),
                 "exposed_ns": _median(timed["exposed_ns"]),
             }
         )
     return from_rows(rows, BUCKET_MEANS.columns)
+
+
+def _usual(part: pd.DataFrame) -> pd.DataFrame:
+    """Those of the rows that hold the same as most of them; as the newest, where that is a tie."""
+    contents = part.groupby(["numel", "parameters"], dropna=False).ngroup()
+    counts = contents.value_counts()
+    most = set(counts[counts == counts.max()].index)
+    chosen = next(one for one in reversed(contents.tolist()) if one in most)
+    return part[contents == chosen]
 
 
 def _text(value: Any) -> str | None:

@@ -23,6 +23,7 @@ select
     payload_bytes,
     pg,
     group_ranks,
+    module,
     issue_ns,
     greatest(
         issue_ns, coalesce(return_ns, issue_ns), coalesce(wait_end_ns, issue_ns), coalesce(device_end_ns, issue_ns)
