@@ -24,13 +24,13 @@ from commprof.recorder.journal import Journal
 from commprof.recorder.methods import Method
 from commprof.recorder.operator_calls import OperatorCalls
 from commprof.recorder.operators import C10D, Issued, Reader, layout
+from commprof.recorder.results import Results
 from commprof.recorder.sequence import GLOO, GLOO_EXTRA
 from commprof.recorder.signatures import describe, freeze
 from commprof.schema import LAYERS, Layer
 from commprof.trace.writer import RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Token, mark_raised
 
 _MOST_SIGNATURES: Final = 20_000
-_MOST_RESULTS: Final = 4096  # results of functional operators that nobody waited for, remembered at most
 # What the dispatcher takes to call a kernel in Python and to go on from it, beside the kernel's own time (measured, bare).
 _CROSSING_NS: Final = 2_200
 _FRAMEWORK: Final = LAYERS.index(Layer.FRAMEWORK)
@@ -58,7 +58,7 @@ class KernelRecorder:
         self.groups = groups
         self.sites = CallSites(lambda row: journal.intern("site", row))
         self._signatures: dict[Any, int] = {}
-        self._results: dict[int, Token] = {}  # by address of the storage that a functional operator returned
+        self._results = Results()  # of functional operators
         self._operators = OperatorCalls(self)
 
     def replace_methods(self) -> None:
@@ -195,28 +195,18 @@ class KernelRecorder:
             tokens = [token for token, _ in calls]
             for words, base, _ in tokens:
                 words[base + RETURN_WORD] = now
-            self._remember(tokens, result)
+            self._results.remember(tokens, result)
         except Exception as error:
             self.journal.fault(error)
 
-    def _remember(self, tokens: list[Token], result: Any) -> None:
-        """Which record the wait for each result belongs to: several results of one collective, or each of its own."""
-        results = result if isinstance(result, (list, tuple)) else [result]
-        for position, tensor in enumerate(results):
-            address = _storage_address(tensor)
-            if address:
-                self._results[address] = tokens[position if len(tokens) == len(results) else 0]
-        while len(self._results) > _MOST_RESULTS:
-            self._results.pop(next(iter(self._results)), None)
-
     def _make_wait(self, redispatch: Redispatch) -> Callable[..., Any]:
-        take, journal, clock = self._results.pop, self.journal, time.perf_counter_ns
+        take, journal, clock = self._results.take, self.journal, time.perf_counter_ns
 
         def wait(keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
             token = None
             try:
                 self.cost_ns += _CROSSING_NS
-                token = take(_storage_address(args[0]), None)
+                token = take(args[0])
                 if token is not None:
                     words, base, _ = token
                     words[base + WAIT_BEGIN_WORD] = clock()
@@ -256,10 +246,3 @@ def _first_tensor(values: Sequence[Any]) -> torch.Tensor | None:
             if found is not None:
                 return found
     return None
-
-
-def _storage_address(tensor: Any) -> int:
-    """Where the storage of ``tensor`` lies; 0 where it has none."""
-    if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
-        return 0
-    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,47 @@
+"""Results of functional collectives that nobody has waited for yet, and the records that their waits belong to.
+
+A result is known by the storage that it lies in, as torch itself finds the handle of one. When a storage is gone its memory
+becomes another's, address and all; so each is remembered by a weak reference, which holds no memory, and whose number no other
+storage can get meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from commprof.trace.writer import Token
+
+_MOST: Final = 4096  # remembered at most
+
+
+class Results:
+    """The records of results, by their storages."""
+
+    def __init__(self) -> None:
+        self._of_storage: dict[int, tuple[StorageWeakRef, Token]] = {}
+
+    def remember(self, tokens: Sequence[Token], result: Any) -> None:
+        """Which record the wait for each result belongs to: several results of one collective, or each of its own."""
+        results = result if isinstance(result, (list, tuple)) else [result]
+        for position, tensor in enumerate(results):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                storage = StorageWeakRef(tensor.untyped_storage())
+                token = tokens[position if len(tokens) == len(results) else 0]
+                self._of_storage[storage.cdata] = storage, token
+        while len(self._of_storage) > _MOST:
+            self._of_storage.pop(next(iter(self._of_storage)), None)
+
+    def take(self, tensor: Any) -> Token | None:
+        """The record of the result that ``tensor`` lies in; only once, and None where it is no such result."""
+        if not self._of_storage or not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+            return None
+        found = self._of_storage.pop(tensor.untyped_storage()._cdata, None)
+        return None if found is None else found[1]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._of_storage.clear()
