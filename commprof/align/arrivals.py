@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -36,7 +37,7 @@ _TIMES: Final = (
     "device_end_ns",
     "exposed_ns",
 )
-_NEEDED: Final = tuple(dict.fromkeys((*COLUMNS, *_CARRIED, *_TIMES, "captured", "is_async", "device")))
+NEEDED: Final = tuple(dict.fromkeys((*COLUMNS, *_CARRIED, *_TIMES, "captured", "is_async", "device")))
 # The end of a wait shorter than this is no end of the collective: it may have been complete before.
 _REAL_WAIT_NS: Final = 50_000
 _MOST_LENGTHS: Final = 64
@@ -46,13 +47,13 @@ Flags = npt.NDArray[np.bool_]
 Values = Any  # an array of floats or integers, one for each row; what is not known is not-a-number
 
 
-def arrivals(collectives: pa.Table, reference: ReferenceClock) -> pa.Table:
+def arrivals(collectives: pa.Table, reference: ReferenceClock, also: Sequence[str] = ()) -> pa.Table:
     """One row per record that can have partners, in the order of its collective and rank.
 
     Where the members of a collective read one clock their times are compared as they are; else on the reference.
-    The columns are those of the answer ``arrivals``.
+    The columns are those of the answer ``arrivals``, and of the records those that are named in ``also``.
     """
-    rows = matchable(collectives.select(_NEEDED))
+    rows = matchable(collectives.select(tuple(dict.fromkeys((*NEEDED, *also)))))
     collective = same_collective(rows)
     clock = reference.readings(rows)
     together, _ = in_order((collective, rows["rank"].to_numpy().astype(np.int64)))
@@ -77,7 +78,7 @@ def arrivals(collectives: pa.Table, reference: ReferenceClock) -> pa.Table:
         "from_median_ns": _integers(times.issue - order.median, comparable),
         **_waits(rows, groups, times, order, comparable),
     }
-    carried = {name: rows[name] for name in _CARRIED}
+    carried = {name: rows[name] for name in (*_CARRIED, *also)}
     carried["pg_seq"] = pc.if_else(rows["is_p2p"], pa.scalar(None, pa.int64()), rows["pg_seq"])
     return pa.table({**carried, **columns})
 

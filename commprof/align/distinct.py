@@ -15,7 +15,7 @@ _MOST_CODES: Final = 1 << 40
 
 
 def numbered(rows: pa.Table) -> tuple[Codes, Codes]:
-    """A number for each row, equal where all its columns are, and the first row of each number. By hashing, not by sorting."""
+    """A number for each row, equal where all its columns are, and the first row of each number. By hashing, not sorting."""
     codes, bound = np.zeros(len(rows), np.int64), 1
     for column in rows.unify_dictionaries().columns:
         if len(rows) and not pa.types.is_dictionary(column.type):

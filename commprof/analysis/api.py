@@ -16,13 +16,13 @@ import pyarrow as pa
 
 from commprof.analysis import advice as advice_module
 from commprof.analysis import alignment as alignment_module
-from commprof.analysis import arrivals as arrivals_module
 from commprof.analysis import bandwidth as bandwidth_module
 from commprof.analysis import buckets as buckets_module
 from commprof.analysis import (
     comparison,
     counters,
     expectation,
+    lateness_sums,
     listing,
     recommendation,
     steps,
@@ -32,7 +32,6 @@ from commprof.analysis import (
 )
 from commprof.analysis import exposure as exposure_module
 from commprof.analysis import index as index_module
-from commprof.analysis import lateness as lateness_module
 from commprof.analysis import levels as levels_module
 from commprof.analysis import matrix as matrix_module
 from commprof.analysis import rank_bytes as rank_bytes_module
@@ -47,15 +46,14 @@ from commprof.analysis.answers import ANSWERS, EXPOSURE_BY, GROUPINGS
 from commprof.analysis.bandwidth import Bandwidths
 from commprof.analysis.buckets import BucketContent
 from commprof.analysis.csv_text import frame_csv, write_csv
-from commprof.analysis.engine import ask
 from commprof.analysis.frames import from_arrow
 from commprof.analysis.kept import kept, stamp
-from commprof.analysis.lateness import Straggling
 from commprof.analysis.question import query as ask_question
 from commprof.analysis.record import Record
 from commprof.analysis.record import record as record_of
 from commprof.analysis.records import Filter
 from commprof.analysis.records import Page as RecordsPage
+from commprof.analysis.straggling import MOST_LATE, Straggling
 from commprof.analysis.timeline import MOST_BARS, Timeline
 from commprof.analysis.units import format_bytes, format_ns
 from commprof.calibration.file import read_calibration
@@ -224,14 +222,12 @@ def bucket_flushes(run: AnyRun) -> pd.DataFrame:
 
     What is sent is counted as in :func:`traffic`: the collectives of purpose gradient_reduce that carry the bucket's number.
     """
-    run = _opened(run)
-    operations = sums.operations(run, buckets_module.COLUMNS)
-    return buckets_module.bucket_flushes(run.table("buckets"), run.scan("collectives"), operations)
+    return sums.bucket_flushes(_opened(run))
 
 
 def bucket_means(run: AnyRun) -> pd.DataFrame:
     """The buckets of a mean training step. Times are medians, and leave out the first step of each attempt."""
-    return buckets_module.bucket_means(bucket_flushes(run))
+    return sums.bucket_means(_opened(run))
 
 
 def bucket_content(
@@ -251,7 +247,8 @@ def bucket_content(
         wanted = wanted[wanted["attempt"] == attempt]
     if wanted.empty:
         return None
-    return buckets_module.content(wanted.iloc[-1], run.table("parameters"), run.scan("collectives"))
+    last = wanted.iloc[-1]
+    return buckets_module.content(last, run.table("parameters"), sums.reducing(run, last))
 
 
 def step_times(run: AnyRun) -> pd.DataFrame:
@@ -260,22 +257,13 @@ def step_times(run: AnyRun) -> pd.DataFrame:
     return steps.step_times(run.table("steps"), sums.stood_still(run), sums.operations(run, steps.COLUMNS))
 
 
-def _arrived(run: Run) -> pa.Table:
-    return arrivals_module.arrivals(
-        run.table("collectives"),
-        run.table("clocks"),
-        run.table("clock_offsets"),
-        one_host=len(run.manifest.hosts) < 2,
-    )
-
-
 def arrivals(run: AnyRun) -> pd.DataFrame:
-    """When each rank came to each collective and message, on one clock, with the bound of its error; one row per rank.
+    """When each rank came to each collective, on one clock, with the bound of its error; one row per rank.
 
     Collectives match by attempt, group (name and ranks), number in the group and operation; a send and a recv by sender,
     receiver and order. Ranks that read one clock are compared exactly. ``docs/clocks.md`` states bounds and formulas.
     """
-    return arrivals_module.arrivals_frame(_arrived(_opened(run)))
+    return from_arrow(lateness_sums.arrivals(_opened(run)), ANSWERS["arrivals"].columns)
 
 
 def stragglers(run: AnyRun) -> pd.DataFrame:
@@ -283,7 +271,7 @@ def stragglers(run: AnyRun) -> pd.DataFrame:
 
     ``frame.attrs["statement"]`` says in a sentence what follows; None where nothing does.
     """
-    return arrivals_module.stragglers(_arrived(_opened(run)))
+    return straggling(run).ranks
 
 
 def alignment(run: AnyRun) -> Alignment:
@@ -300,20 +288,13 @@ def topology(run: AnyRun) -> pd.DataFrame:
     return alignment_module.topology(_opened(run))
 
 
-def straggling(run: AnyRun, limit: int = 200) -> Straggling:
+def straggling(run: AnyRun, limit: int = MOST_LATE) -> Straggling:
     """Who comes late, read once: :func:`stragglers`, how late each rank comes, why ranks wait, and the worst collectives.
 
     Args:
         limit: the worst collectives at most.
     """
-    arrived = _arrived(_opened(run))
-    frame = arrivals_module.arrivals_frame(arrived)
-    return Straggling(
-        arrivals_module.stragglers(arrived),
-        lateness_module.lateness(frame),
-        lateness_module.causes(frame),
-        lateness_module.late_collectives(frame, limit),
-    )
+    return lateness_sums.straggling(_opened(run), limit)
 
 
 AnyCalibration: TypeAlias = Calibration | Path | str
@@ -324,18 +305,8 @@ def bandwidth_both(
 ) -> Bandwidths:
     """:func:`bandwidth` and :func:`bandwidth_times` of the same run, reading it once."""
     run = _opened(run)
-    collectives = run.scan("collectives")
-    if steps is not None:
-        bounds = {"first": str(int(steps[0])), "last": str(int(steps[1]))}
-        collectives = ask("of_steps", {"collectives": collectives}, **bounds)
-    arrived = arrivals_module.arrivals(
-        run.table("collectives") if steps is None else collectives,
-        run.table("clocks"),
-        run.table("clock_offsets"),
-        one_host=len(run.manifest.hosts) < 2,
-    )
     held = read_calibration(Path(calibration)) if isinstance(calibration, str | Path) else calibration
-    return bandwidth_module.bandwidths(arrived, collectives, held, run.manifest.hosts)
+    return bandwidth_module.bandwidths(lateness_sums.times(run, steps), held, run.manifest.hosts)
 
 
 def bandwidth(

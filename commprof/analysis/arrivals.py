@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import pandas as pd
@@ -14,6 +15,7 @@ from commprof.analysis.answers import ARRIVALS, STRAGGLERS
 from commprof.analysis.engine import ask
 from commprof.analysis.frames import from_arrow
 from commprof.analysis.units import format_ns
+from commprof.trace.reader import Run, Scan
 
 # A rank that stands out is named when the others stood still for it for this part of the time at least.
 _WORTH_SAYING: Final = 0.01
@@ -27,6 +29,21 @@ def arrivals(collectives: pa.Table, clocks: pa.Table, offsets: pa.Table, one_hos
     return align(collectives, ReferenceClock(clocks.to_pylist(), offsets.to_pylist(), one_host))
 
 
+def reference_clock(run: Run) -> ReferenceClock:
+    """The clock of ``run``: of one host, processes that left no clock count as sharing one."""
+    return ReferenceClock(
+        run.table("clocks").to_pylist(),
+        run.table("clock_offsets").to_pylist(),
+        one_host=len(run.manifest.hosts) < 2,
+    )
+
+
+def aligned(run: Run, also: Sequence[str] = ()) -> Callable[[pa.Table], pa.Table]:
+    """From records of ``run`` (whole collectives) to their arrivals (:func:`commprof.align.arrivals.arrivals`)."""
+    clock = reference_clock(run)
+    return lambda records: align(records, clock, also)
+
+
 def arrivals_frame(arrived: pa.Table) -> pd.DataFrame:
     """:func:`arrivals` as a frame."""
     return from_arrow(arrived, ARRIVALS.columns)
@@ -34,8 +51,15 @@ def arrivals_frame(arrived: pa.Table) -> pd.DataFrame:
 
 def stragglers(arrived: pa.Table) -> pd.DataFrame:
     """One row per rank (``queries/stragglers.sql``); ``frame.attrs["statement"]`` says what follows, None if nothing."""
+    ends = pc.min_max(arrived["arrived_ns"]).as_py()
+    span = 0 if ends["min"] is None else int(ends["max"] - ends["min"])
+    return stragglers_among(arrived, span, incomparable(arrived))
+
+
+def stragglers_among(arrived: pa.Table | Scan, span_ns: int, unknown: int) -> pd.DataFrame:
+    """The same, where these two are known: see :func:`statement`."""
     frame = from_arrow(ask("stragglers", {"arrivals": arrived}), STRAGGLERS.columns)
-    frame.attrs["statement"] = statement(frame, _span(arrived), _unknown(arrived))
+    frame.attrs["statement"] = statement(frame, span_ns, unknown)
     return frame
 
 
@@ -84,12 +108,7 @@ def _incomparable(unknown: int) -> str | None:
     )
 
 
-def _span(arrived: pa.Table) -> int:
-    ends = pc.min_max(arrived["arrived_ns"]).as_py()
-    return 0 if ends["min"] is None else int(ends["max"] - ends["min"])
-
-
-def _unknown(arrived: pa.Table) -> int:
+def incomparable(arrived: pa.Table) -> int:
     """Collectives of several recorded ranks whose times could not be compared."""
     several = pc.and_(pc.greater(arrived["members"], 1), pc.is_null(arrived["lateness_ns"]))
     return int(pc.count_distinct(arrived["collective"].filter(several)).as_py())

@@ -28,7 +28,6 @@ from commprof.calibration.file import read_calibration
 from commprof.calibration.results import Calibration
 from commprof.errors import CommprofError
 from commprof.schema import Op
-from commprof.trace.reader import Scan
 
 OK: Final = "ok"
 SLOW: Final = "slow"
@@ -44,6 +43,11 @@ _BIN: Final = ["op", "backend", "group_ranks", "group_size", "payload_bytes"]
 _CURVE_POINTS: Final = 49
 FILE_PATTERN: Final = "calibration*.json"
 
+ALSO: Final = (  # columns of the records that times are told from
+    *("backend", "dtype", "payload_bytes", "status", "device", "is_async"),
+    *("issue_ns", "return_ns", "wait_begin_ns", "wait_end_ns", "device_begin_ns", "device_end_ns"),
+)
+
 Floats = npt.NDArray[np.float64]
 
 
@@ -54,26 +58,28 @@ class Bandwidths(NamedTuple):
     collectives: pd.DataFrame
 
 
-def bandwidths(
-    arrived: pa.Table,
-    collectives: pa.Table | Scan,
-    calibration: Calibration | None,
-    hosts: Sequence[str] = (),
-) -> Bandwidths:
+def timed(arrived: pa.Table) -> pa.Table:
+    """How long each collective and message took (``queries/bandwidth.sql``).
+
+    Args:
+        arrived: see :func:`commprof.analysis.arrivals.aligned`, with the columns :data:`ALSO`; of whole collectives.
+    """
+    return ask("bandwidth", {"arrivals": arrived})
+
+
+def bandwidths(times: pa.Table, calibration: Calibration | None, hosts: Sequence[str] = ()) -> Bandwidths:
     """What every collective reached, and what those of one operation, group and size did typically.
 
     Args:
-        arrived: see :func:`commprof.analysis.arrivals.arrivals`.
+        times: see :func:`timed`.
         calibration: the ceiling; None for none.
         hosts: of the run.
     """
-    times = from_arrow(
-        ask("bandwidth", {"arrivals": arrived, "collectives": collectives}), BANDWIDTH_TIMES.columns[:13]
-    )
-    times = _with_verdicts(_with_ceilings(_with_rates(times), calibration))
-    sizes = _by_size(times)
+    found = from_arrow(times, BANDWIDTH_TIMES.columns[:13])
+    found = _with_verdicts(_with_ceilings(_with_rates(found), calibration))
+    sizes = _by_size(found)
     sizes.attrs["notes"] = notes(sizes, calibration, hosts)
-    return Bandwidths(sizes, times)
+    return Bandwidths(sizes, found)
 
 
 def _with_rates(times: pd.DataFrame) -> pd.DataFrame:
@@ -154,36 +160,45 @@ def _scores(times: pd.DataFrame, took: Floats, usable: npt.NDArray[np.bool_]) ->
 
 
 def _by_size(times: pd.DataFrame) -> pd.DataFrame:
-    rows = []
-    for _, part in times.groupby(_BIN, dropna=False, sort=True):
-        row: dict[str, Any] = {name: part[name].iloc[0] for name in _BIN}
-        good = part.loc[part["verdict"] == OK]
-        counts = part["verdict"].value_counts()
-        row |= {name: int(counts.get(name, 0)) for name in (SLOW, FAST, IMPOSSIBLE, UNTIMED)}
-        row |= {"collectives": len(part), "timed": len(good)}
-        payload, ceiling = int(row["payload_bytes"]), part["ceiling_ns"].iloc[0]
-        factor = bus_factor(row["op"], int(row["group_size"])) or np.nan
-        if not pd.isna(ceiling):
-            row |= {"ceiling_ns": ceiling, "ceiling_busbw_bytes_per_s": payload / ceiling * 1e9 * factor}
-        if len(good):
-            row |= _typical(good, payload, factor)
-            row["ceiling_share"] = None if pd.isna(ceiling) else ceiling / row["time_ns"]
-        rows.append(row)
-    return from_rows(rows, BANDWIDTH.columns)
+    number = np.asarray(times.groupby(_BIN, dropna=False, sort=True).ngroup(), np.int64)
+    order = np.argsort(number, kind="stable")
+    bins = np.split(order, np.flatnonzero(np.diff(number[order])) + 1) if len(order) else []
+    took = np.asarray(times["time_ns"].astype("float64"), np.float64)
+    verdict, source = times["verdict"].to_numpy(object), times["time_source"].to_numpy(object)
+    firsts = times[[*_BIN, "ceiling_ns"]].iloc[[int(rows[0]) for rows in bins]].to_dict("records")
+    return from_rows(
+        (
+            _of_bin(
+                {str(name): value for name, value in first.items()}, took[rows], verdict[rows], source[rows]
+            )
+            for first, rows in zip(firsts, bins, strict=True)
+        ),
+        BANDWIDTH.columns,
+    )
 
 
-def _typical(good: pd.DataFrame, payload: int, factor: float) -> dict[str, Any]:
-    """Medians and quartiles of the times ``good``, and the bandwidth of the median."""
-    low, middle, high = good["time_ns"].astype("float64").quantile([0.25, 0.5, 0.75])
-    algbw = payload / middle * 1e9
-    return {
-        "time_source": ", ".join(sorted(set(good["time_source"].dropna()))),
-        "time_ns": round(middle),
-        "time_low_ns": round(low),
-        "time_high_ns": round(high),
-        "algbw_bytes_per_s": algbw,
-        "busbw_bytes_per_s": algbw * factor,
-    }
+def _of_bin(first: dict[str, Any], took: Floats, verdict: Any, source: Any) -> dict[str, Any]:
+    """The row of one operation, group and size; ``first``: of its first collective."""
+    ceiling, payload = first.pop("ceiling_ns"), int(first["payload_bytes"])
+    good = verdict == OK
+    row = first | {name: int((verdict == name).sum()) for name in (SLOW, FAST, IMPOSSIBLE, UNTIMED)}
+    row |= {"collectives": len(took), "timed": int(good.sum())}
+    factor = bus_factor(row["op"], int(row["group_size"])) or np.nan
+    if not pd.isna(ceiling):
+        row |= {"ceiling_ns": ceiling, "ceiling_busbw_bytes_per_s": payload / ceiling * 1e9 * factor}
+    if good.any():
+        low, middle, high = np.quantile(took[good], [0.25, 0.5, 0.75]).tolist()
+        algbw = payload / middle * 1e9
+        row |= {
+            "time_source": ", ".join(sorted({str(one) for one in source[good] if not pd.isna(one)})),
+            "time_ns": round(middle),
+            "time_low_ns": round(low),
+            "time_high_ns": round(high),
+            "algbw_bytes_per_s": algbw,
+            "busbw_bytes_per_s": algbw * factor,
+            "ceiling_share": None if pd.isna(ceiling) else ceiling / round(middle),
+        }
+    return row
 
 
 def notes(sizes: pd.DataFrame, calibration: Calibration | None, hosts: Sequence[str]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 import pandas as pd
@@ -16,9 +15,9 @@ from commprof.analysis.detailed_answers import (
     BUCKET_PARAMETERS,
 )
 from commprof.analysis.engine import ask
-from commprof.analysis.frames import from_arrow, from_rows
+from commprof.analysis.frames import as_declared, from_arrow, from_rows
 from commprof.analysis.traffic import traffic
-from commprof.schema import Column, Purpose
+from commprof.schema import Purpose
 from commprof.trace.reader import Scan
 
 _KEY: Final = ["attempt", "step", "micro_step", "bucket"]
@@ -33,32 +32,43 @@ class BucketContent(NamedTuple):
     operations: pd.DataFrame
 
 
-def bucket_flushes(flushed: pa.Table, collectives: pa.Table | Scan, operations: pa.Table) -> pd.DataFrame:
-    """One row per bucket (``queries/buckets.sql``), with what reduced it."""
+def flushed(buckets: pa.Table, collectives: pa.Table | Scan) -> pa.Table:
+    """One row per bucket, without what reduced it (``queries/buckets.sql``)."""
+    return ask("buckets", {"buckets": buckets, "collectives": collectives})
+
+
+def bucket_flushes(flushed: pa.Table, operations: pa.Table) -> pd.DataFrame:
+    """One row per bucket, with what reduced it.
+
+    Args:
+        flushed: see :func:`flushed`.
+        operations: with :data:`COLUMNS`; those of other purposes or of no bucket count not.
+    """
     found = from_arrow(
-        ask("buckets", {"buckets": flushed, "collectives": collectives}),
+        flushed,
         [column for column in BUCKET_FLUSHES.columns if column.name not in ("op", "intended_op", *_SENT)],
     )
     by = traffic(operations, COLUMNS)
     by = by[by["bucket"].notna() & (by["purpose"] == Purpose.GRADIENT_REDUCE)]
     sums = by.groupby(_KEY, as_index=False)[_SENT].sum()
-    names = by.groupby(_KEY, as_index=False)[["op", "intended_op"]].agg(_distinct)
-    joined = found.merge(sums, on=_KEY, how="left").merge(names, on=_KEY, how="left")
+    joined = found.merge(sums, on=_KEY, how="left")
+    for name in ("op", "intended_op"):
+        joined = joined.merge(_names(by, name), on=_KEY, how="left")
     for name in _SENT:
         joined[name] = joined[name].fillna(0)
-    return _declared(joined, BUCKET_FLUSHES.columns)
+    return as_declared(joined, BUCKET_FLUSHES.columns)
+
+
+def _names(by: pd.DataFrame, name: str) -> pd.DataFrame:
+    """The values of column ``name`` for each bucket, joined where there are several."""
+    some = by[[*_KEY, name]].dropna(subset=[name]).drop_duplicates().sort_values([*_KEY, name])
+    several = some.duplicated(_KEY, keep=False)
+    joined = pd.DataFrame(some[several].groupby(_KEY, as_index=False)[name].agg(", ".join))
+    return pd.concat([pd.DataFrame(some[~several]), joined], ignore_index=True)
 
 
 def _distinct(values: pd.Series[Any]) -> str | None:
     return ", ".join(sorted({str(value) for value in values.dropna()})) or None
-
-
-def _declared(frame: pd.DataFrame, columns: Iterable[Column]) -> pd.DataFrame:
-    rows: list[dict[Any, Any]] = frame.to_dict("records")
-    return from_rows(
-        ({str(name): None if pd.isna(value) else value for name, value in row.items()} for row in rows),
-        columns,
-    )
 
 
 def bucket_means(found: pd.DataFrame) -> pd.DataFrame:

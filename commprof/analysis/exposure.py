@@ -32,8 +32,13 @@ def as_frame(answer: pa.Table, by: Sequence[str]) -> pd.DataFrame:
     return from_arrow(answer, (*(EXPOSURE_BY[name] for name in by), *EXPOSURE.columns))
 
 
-def answer(collectives: pa.Table | Scan, steps: pa.Table, by: Sequence[str]) -> pa.Table:
+def answer(
+    collectives: pa.Table | Scan, steps: pa.Table, by: Sequence[str], standing: pa.Table | None = None
+) -> pa.Table:
     """Exposed and overlapped time for each combination of the columns ``by``; without any, one row.
+
+    Args:
+        standing: what :func:`standstill` says by these columns, where that is known.
 
     Raises:
         UsageError: a column of ``by`` cannot be grouped by.
@@ -51,7 +56,7 @@ def answer(collectives: pa.Table | Scan, steps: pa.Table, by: Sequence[str]) -> 
     return ask(
         "exposure",
         {
-            "standstill": standstill(collectives, steps, by),
+            "standstill": standstill(collectives, steps, by) if standing is None else standing,
             "collectives": collectives,
             "steps": steps,
         },

@@ -45,6 +45,11 @@ def _series(values: pa.ChunkedArray, column: Column) -> pd.Series[Any]:
     return series.astype(_dtype(column))
 
 
+def as_declared(frame: pd.DataFrame, columns: Iterable[Column]) -> pd.DataFrame:
+    """The columns of ``frame`` that are declared, in that order, each with the type that its declaration asks for."""
+    return pd.DataFrame({column.name: frame[column.name].astype(_dtype(column)) for column in columns})
+
+
 def from_rows(rows: Iterable[Mapping[str, Any]], columns: Iterable[Column]) -> pd.DataFrame:
     """``rows`` as a frame with exactly the declared columns; a missing value is null."""
     rows = list(rows)

@@ -27,8 +27,10 @@ from typing import Any, Final
 import duckdb
 import pyarrow as pa
 
+from commprof.analysis.engine import connect
 from commprof.analysis.index_sums import fill_sums
 from commprof.analysis.index_tables import fill
+from commprof.analysis.memory import engine_settings, limit_bytes
 from commprof.errors import TraceError
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, INDEX_NAME, MANIFEST_NAME, resolve
 from commprof.trace.layout import rank_files
@@ -40,7 +42,10 @@ MOST_IN_MEMORY: Final = 5_000_000  # records; more need the file
 _FEWEST_IN_FILE: Final = 300_000  # fewer are indexed in less time than a person notices
 _KEPT: Final = 8  # indexes that stay open
 _LIVE_SECONDS: Final = 2.0  # how old the picture of a run that is still going may be
-_INPUTS: Final = ("clocks", "clock_offsets", "steps", "aggregates")
+_INPUTS: Final = ("clocks", "clock_offsets", "steps", "aggregates", "buckets")
+_MOST_MEMORY: Final = (
+    640 << 20
+)  # that the engine takes while it builds an index; what does not fit goes to files
 
 Progress = Callable[[int, int], None]
 
@@ -228,10 +233,14 @@ def _existing(run: Path, file: Path) -> Index | None:
         return None
     engine = None
     try:
-        engine = duckdb.connect(str(file), read_only=True)
-        if _one(engine, "select value from facts where name = 'fingerprint'") == fingerprint(run):
+        engine = duckdb.connect(str(file), read_only=True, config=engine_settings())
+        blocks = int(_one(engine, "select block_size * total_blocks from pragma_database_size()"))
+        is_whole = file.stat().st_size >= blocks
+        if is_whole and _one(engine, "select value from facts where name = 'fingerprint'") == fingerprint(
+            run
+        ):
             return Index(run, engine, file)
-    except (duckdb.Error, ValueError, TypeError):
+    except (duckdb.Error, ValueError, TypeError, OSError):
         pass
     if engine is not None:
         engine.close()
@@ -239,7 +248,7 @@ def _existing(run: Path, file: Path) -> Index | None:
 
 
 def _in_memory(run: Run, progress: Progress) -> Index:
-    engine = duckdb.connect()
+    engine = connect()
     try:
         fill(engine, run, {"fingerprint": fingerprint(run.path)}, progress)
     except duckdb.Error as error:
@@ -254,9 +263,19 @@ def _write(run: Run, file: Path, progress: Progress) -> None:
     with TemporaryDirectory(dir=run.path, prefix=f".{INDEX_NAME}-", ignore_cleanup_errors=True) as folder:
         temporary = Path(folder) / INDEX_NAME
         try:
-            with duckdb.connect(str(temporary), config={"temp_directory": folder}) as engine:
-                fill(engine, run, {"fingerprint": fingerprint(run.path)}, progress)
-                fill_sums(engine, run)
+            settings = {
+                "temp_directory": folder,
+                "memory_limit": f"{min(limit_bytes(), _MOST_MEMORY) >> 10}KiB",
+            }
+            with connect(str(temporary), **settings) as engine:
+                fill(
+                    engine,
+                    run,
+                    {"fingerprint": fingerprint(run.path)},
+                    lambda done, of: progress(done // 2, of),
+                )
+                records = run.health.records
+                fill_sums(engine, run, lambda done, of: progress((of + done) * records // of // 2, records))
         except duckdb.Error as error:
             raise OSError(_first_line(error)) from None
         temporary.replace(file)

@@ -1,17 +1,39 @@
-"""The sums that stand in the index of a run, so that its questions need not read every record again."""
+"""What stands in the index of a run beside its records: sums and answers, so that no question reads every record again.
+
+Whatever is asked of whole collectives is worked out part by part (:mod:`commprof.analysis.whole_collectives`).
+"""
 
 from __future__ import annotations
 
-from typing import Final
+import json
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final, NamedTuple
 
 import duckdb
+import pandas as pd
 import pyarrow as pa
 
-from commprof.analysis import exposure, steps, traffic
+from commprof.align.arrivals import NEEDED
+from commprof.analysis import arrivals, bandwidth, buckets, exposure, steps, straggling, traffic
+from commprof.analysis.engine import query_text
+from commprof.analysis.standstill import standstill
+from commprof.analysis.whole_collectives import IndexedParts, columns_of
 from commprof.trace.reader import Run
 
 OPERATIONS: Final = "operations"
 STOOD_STILL: Final = "stood_still"
+BANDWIDTH_TIMES: Final = "bandwidth_times"
+BUCKET_FLUSHES: Final = "bucket_flushes"
+BUCKET_MEANS: Final = "bucket_means"
+STRAGGLING: Final = dict(
+    zip(
+        straggling.Straggling._fields,
+        ("stragglers", "lateness", "waiting_causes", "late_collectives"),
+        strict=True,
+    )
+)
 EXPOSURES: Final = {  # by these columns
     ("attempt", "step"): "exposure_of_steps",
     ("attempt", "step", "purpose"): "exposure_of_purposes",
@@ -42,22 +64,141 @@ MEASURES: Final = {
     "timed": "bigint",
     "tensors": "bigint",
 }
+_BUCKET_SUMS: Final = "bucket_sums"
+_SUMMED: Final = columns_of(HELD_COLUMNS, buckets.COLUMNS)
+_COLUMNS: Final = columns_of(NEEDED, bandwidth.ALSO, traffic.NEEDED)
+_WORKERS: Final = 2
+_FEWEST_SCANNED: Final = 100_000  # rows that are read file by file
+_AHEAD: Final = 2  # parts that are worked on at once
+
+Progress = Callable[[int, int], None]
 
 
-def fill_sums(engine: duckdb.DuckDBPyConnection, run: Run) -> None:
-    """Create the tables of sums of the index of ``run`` in ``engine``'s database.
+class _Found(NamedTuple):
+    """What one part says."""
+
+    operations: pa.Table
+    times: pa.Table
+    arrived: pa.Table
+
+
+def fill_sums(engine: duckdb.DuckDBPyConnection, run: Run, progress: Progress) -> None:
+    """Create the tables of sums and answers of the index of ``run`` in ``engine``'s database, which has its records.
+
+    Args:
+        progress: told how many parts of how many are done.
 
     Raises:
         TraceError: a file of the run is damaged. duckdb.Error: the database cannot be written.
     """
-    collectives = run.scan("collectives")
-    _keep(engine, OPERATIONS, traffic.operations(collectives, run.table("aggregates"), HELD_COLUMNS))
-    _keep(engine, STOOD_STILL, steps.stood_still(run.table("steps"), collectives))
+    with ThreadPoolExecutor(_WORKERS) as pool, straggling.collector() as taken:
+        standing = pool.submit(_standing, run)
+        for number, found in enumerate(_parts(engine, run, pool, progress)):
+            taken.add(straggling.apart(found.arrived, number))
+            _append(engine, BANDWIDTH_TIMES, found.times)
+            _append_sums(engine, OPERATIONS, HELD_COLUMNS, found.operations)
+            _append_sums(
+                engine,
+                _BUCKET_SUMS,
+                buckets.COLUMNS,
+                found.operations,
+                "where bucket is not null and purpose = 'gradient_reduce'",
+            )
+        _keep_straggling(engine, taken.answer())
+        _keep_buckets(engine, run)
+        for name, rows in standing.result().items():
+            _append(engine, name, rows)
+    progress(1, 1)
+
+
+def _parts(
+    engine: duckdb.DuckDBPyConnection, run: Run, pool: ThreadPoolExecutor, progress: Progress
+) -> Iterator[_Found]:
+    """What the parts say, in their order; some are worked on while the one before is kept."""
+    aligned = arrivals.aligned(run, bandwidth.ALSO)
+    aggregates = run.table("aggregates")
+    parts = IndexedParts(lambda sql: engine.sql(sql).to_arrow_table(), _COLUMNS)
+
+    def work(number: int, condition: str) -> _Found:
+        with engine.cursor() as cursor:
+            rows = parts.read(condition, lambda sql: cursor.sql(sql).to_arrow_table())
+        summed = aggregates if number == 0 else aggregates.slice(0, 0)
+        arrived = aligned(rows)
+        return _Found(traffic.operations(rows, summed, _SUMMED), bandwidth.timed(arrived), arrived)
+
+    under_way: deque[Future[_Found]] = deque()
+    for number, condition in enumerate(parts.conditions):
+        under_way.append(pool.submit(work, number, condition))
+        if len(under_way) > _AHEAD:
+            yield under_way.popleft().result()
+            progress(number - _AHEAD, len(parts.conditions))
+    while under_way:
+        yield under_way.popleft().result()
+
+
+def _standing(run: Run) -> dict[str, pa.Table]:
+    """What collectives cost in time, by the columns of :data:`EXPOSURES`, and for how long steps stood still."""
+    collectives, of_steps = run.scan("collectives", _FEWEST_SCANNED), run.table("steps")
+    whole = standstill(collectives, of_steps)
+    found = {STOOD_STILL: steps.stood_still(of_steps, collectives, whole)}
     for by, name in EXPOSURES.items():
-        _keep(engine, name, exposure.answer(collectives, run.table("steps"), by))
+        same = not set(by) - {"attempt", "step"}
+        found[name] = exposure.answer(collectives, of_steps, by, whole if same else None)
+    return found
 
 
-def _keep(engine: duckdb.DuckDBPyConnection, name: str, rows: pa.Table) -> None:
-    engine.register("sums_to_keep", rows)
-    engine.execute(f"create table {name} as select * from sums_to_keep")
-    engine.unregister("sums_to_keep")
+def _append_sums(
+    engine: duckdb.DuckDBPyConnection, name: str, by: Sequence[str], operations: pa.Table, where: str = ""
+) -> None:
+    columns = ", ".join((*by, "wire_ranks"))
+    sums = ", ".join(f"cast(sum({measure}) as {kind}) as {measure}" for measure, kind in MEASURES.items())
+    _append(engine, name, operations, f"select {columns}, {sums} from rows_to_add {where} group by {columns}")
+
+
+def _append(
+    engine: duckdb.DuckDBPyConnection, name: str, rows: pa.Table, sql: str = "select * from rows_to_add"
+) -> None:
+    """Put ``rows``, or what ``sql`` makes of them, into table ``name``, which is created by the first of them."""
+    engine.register("rows_to_add", rows)
+    try:
+        engine.execute(f"create table if not exists {name} as {sql} limit 0")
+        engine.execute(f"insert into {name} {sql}")
+    finally:
+        engine.unregister("rows_to_add")
+
+
+def _keep_straggling(engine: duckdb.DuckDBPyConnection, found: straggling.Straggling) -> None:
+    for field, name in STRAGGLING.items():
+        _append(engine, name, _rows_of(getattr(found, field)))
+    about: dict[str, Any] = {"statement": found.ranks.attrs["statement"]}
+    engine.execute("insert into facts values ('straggling', ?)", [json.dumps(about)])
+
+
+def _keep_buckets(engine: duckdb.DuckDBPyConnection, run: Run) -> None:
+    """The buckets of the run with what reduced them, and those of a mean step."""
+    own = (
+        "attempt",
+        "rank",
+        "step",
+        "micro_step",
+        "issue_ns",
+        "return_ns",
+        "wait_end_ns",
+        "device_end_ns",
+        "exposed_ns",
+    )
+    names = ", ".join((*(f"r.{name}" for name in own), "k.bucket", "k.purpose"))
+    engine.execute(f"create temp view collectives as select {names} from records r join kinds k using (kind)")
+    engine.register("buckets", run.table("buckets"))
+    flushed = engine.sql(query_text("buckets")).to_arrow_table()
+    engine.unregister("buckets")
+    engine.execute("drop view collectives")
+    sums = engine.sql(f"select * from {_BUCKET_SUMS}").to_arrow_table()
+    found = buckets.bucket_flushes(flushed, sums)
+    _append(engine, BUCKET_FLUSHES, _rows_of(found))
+    _append(engine, BUCKET_MEANS, _rows_of(buckets.bucket_means(found)))
+    engine.execute(f"drop table {_BUCKET_SUMS}")
+
+
+def _rows_of(frame: pd.DataFrame) -> pa.Table:
+    return pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata(None)

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from commprof.align.reference_clock import ReferenceClock
 from commprof.analysis.density import Numbers, binned, folded
-from commprof.analysis.spans import SPANS, Kinds, parts, spans
+from commprof.analysis.spans import SPANS, Kinds, parts, spans, with_spans
 from commprof.errors import TraceError
 from commprof.schema import OPS
 from commprof.trace.reader import Run
@@ -128,11 +128,13 @@ class _Source:
     def _parts(self) -> Iterator[pa.RecordBatch]:
         done, total = 0, self._run.health.records
         for part in parts(self._run.scan("collectives", _FEWEST_SCANNED)):
-            self._progress(done, max(total, done))
-            found = spans(part, self.clock, self.kinds)
+            found, first = spans(part.times, self.clock), 0
             self.unknown_clocks += found.unknown_clocks
-            yield from found.rows.to_batches(max_chunksize=_BATCH)
-            done += len(part)
+            for rows in part.rows:
+                self._progress(done, max(total, done))
+                yield from with_spans(rows, found, first, self.kinds).to_batches(max_chunksize=_BATCH)
+                first += len(rows)
+                done += len(rows)
 
 
 def _clock(run: Run) -> ReferenceClock | None:

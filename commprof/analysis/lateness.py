@@ -2,74 +2,68 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
+import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from commprof.align.arrivals import CAUSES
+from commprof.analysis.answers import ARRIVALS
 from commprof.analysis.detailed_answers import LATE_COLLECTIVES, LATENESS, WAITING_CAUSES
-from commprof.analysis.frames import from_rows
+from commprof.analysis.engine import ask
+from commprof.analysis.frames import from_arrow, from_rows
+from commprof.trace.reader import Scan
 
-_QUANTILES: Final = {"p5_ns": 0.05, "p25_ns": 0.25, "median_ns": 0.5, "p75_ns": 0.75, "p95_ns": 0.95}
+_MEASURED: Final = ("p5_ns", "p25_ns", "median_ns", "p75_ns", "p95_ns", "error_ns")
 _TIME_OF: Final = dict(zip(CAUSES, ("waiting_ns", "launch_ns", "transfer_ns"), strict=True))
 
 
-class Straggling(NamedTuple):
-    """Who comes late, in four tables: see :func:`commprof.analysis.api.straggling`."""
+def lateness(arrived: pa.Table | Scan) -> pd.DataFrame:
+    """How late each rank comes after the first one (``queries/lateness.sql``)."""
+    found = ask("lateness", {"arrivals": arrived})
+    for name in _MEASURED:
+        whole = np.rint(found[name].to_numpy()).astype(np.int64)
+        found = found.set_column(found.column_names.index(name), name, pa.array(whole))
+    return from_arrow(found, LATENESS.columns)
 
-    ranks: pd.DataFrame
-    lateness: pd.DataFrame
-    causes: pd.DataFrame
-    collectives: pd.DataFrame
 
-
-def lateness(arrived: pd.DataFrame) -> pd.DataFrame:
-    """How late each rank comes after the first one: quantiles over the collectives of several ranks that can be compared."""
-    known = _comparable(arrived)
-    groups = known.groupby("rank")["lateness_ns"]
-    found = {name: groups.quantile(share) for name, share in _QUANTILES.items()}
-    errors = known.groupby("rank")["lateness_error_ns"].median()
-    highest, counts = groups.max(), groups.size()
+def causes(arrived: pa.Table | Scan) -> pd.DataFrame:
+    """What each rank waited for (``queries/waiting_causes.sql``): one row per rank and cause, also of those it has not."""
+    counted = ask("waiting_causes", {"arrivals": arrived}).to_pylist()
+    of_rank: dict[int, int] = {}
+    for row in counted:
+        of_rank[row["rank"]] = of_rank.get(row["rank"], 0) + row["collectives"]
+    known = {(row["rank"], row["cause"]): row for row in counted}
     rows = [
         {
-            "rank": int(rank),
-            "collectives": int(counts[rank]),
-            **{name: round(float(values[rank])) for name, values in found.items()},
-            "highest_ns": int(highest[rank]),
-            "error_ns": round(float(errors[rank])),
+            "rank": rank,
+            "cause": cause,
+            "collectives": known.get((rank, cause), {}).get("collectives", 0),
+            "of_collectives": of_rank[rank],
+            "time_ns": known.get((rank, cause), {}).get("time_ns", 0),
         }
-        for rank in sorted(set(known["rank"]))
+        for rank in sorted(of_rank)
+        for cause in CAUSES
     ]
-    return from_rows(rows, LATENESS.columns)
-
-
-def causes(arrived: pd.DataFrame) -> pd.DataFrame:
-    """What each rank waited for, where that is beyond the error of the clocks: one row per rank and cause."""
-    known = _comparable(arrived)
-    all_of = known.groupby("rank").size()
-    rows = []
-    for cause, column in _TIME_OF.items():
-        part = known[(known["cause"] == cause).fillna(False)].groupby("rank")[column]
-        counts, times = part.size(), part.sum()
-        rows += [
-            {
-                "rank": int(rank),
-                "cause": cause,
-                "collectives": int(counts.get(rank, 0)),
-                "of_collectives": int(all_of[rank]),
-                "time_ns": int(times.get(rank, 0)),
-            }
-            for rank in all_of.index
-        ]
-    rows.sort(key=lambda row: (row["rank"], CAUSES.index(str(row["cause"]))))
     return from_rows(rows, WAITING_CAUSES.columns)
 
 
-def late_collectives(arrived: pd.DataFrame, limit: int) -> pd.DataFrame:
+def worst(arrived: pa.Table, limit: int) -> pa.Table:
+    """The rows of the ``limit`` collectives and messages whose ranks came furthest apart; of equal ones the first."""
+    known = arrived.filter(pc.and_(pc.greater(arrived["members"], 1), pc.is_valid(arrived["lateness_ns"])))
+    spreads = (
+        known.select(["collective", "lateness_ns"]).group_by("collective").aggregate([("lateness_ns", "max")])
+    )
+    order = [("lateness_ns_max", "descending"), ("collective", "ascending")]
+    chosen = spreads.take(pc.sort_indices(spreads, order).slice(0, limit))["collective"]
+    return known.filter(pc.is_in(known["collective"], chosen))
+
+
+def late_collectives(arrived: pa.Table, limit: int) -> pd.DataFrame:
     """The collectives and messages whose ranks came furthest apart, one row each, the worst first."""
-    known = _comparable(arrived)
-    spreads = known.groupby("collective")["lateness_ns"].max().sort_values(ascending=False, kind="stable")
-    kept = known[known["collective"].isin(set(spreads.index[:limit]))].reset_index(drop=True)
+    kept = from_arrow(worst(arrived, limit), ARRIVALS.columns)
     times = kept[list(_TIME_OF.values())]
     whole = times.fillna(0).astype("int64")
     by = kept.assign(
@@ -96,7 +90,3 @@ def late_collectives(arrived: pd.DataFrame, limit: int) -> pd.DataFrame:
         ({str(name): None if pd.isna(value) else value for name, value in row.items()} for row in rows),
         LATE_COLLECTIVES.columns,
     )
-
-
-def _comparable(arrived: pd.DataFrame) -> pd.DataFrame:
-    return arrived[(arrived["members"] > 1) & arrived["lateness_ns"].notna()]

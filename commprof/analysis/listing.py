@@ -45,7 +45,7 @@ def _name(path: Path, directory: Path) -> str:
     return relative.as_posix() if relative.parts else path.resolve().name
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     run = open_run(path)
     manifest, health = run.manifest, run.health
     steps = run.table("steps")
@@ -66,7 +66,7 @@ def _read(path: Path) -> Mapping[str, Any]:
     }
 
 
-def _has_ended(row: Mapping[str, Any]) -> bool:
+def _has_ended(row: dict[str, Any]) -> bool:
     """Whether nothing but its files can change what a row says: a run that is going ends without a change of them."""
     return row["state"] in (COMPLETE, FAILED, KILLED)
 
@@ -80,7 +80,8 @@ def runs_below(directory: Path) -> pd.DataFrame:
     for path in find_runs(directory):
         row: dict[str, Any] = {"name": _name(path, directory), "path": str(path), "finalised": False}
         try:
-            row |= kept(path, "listing", partial(_read, path), _has_ended)
+            said: dict[str, Any] = kept(path, "listing", partial(_read, path), _has_ended)
+            row |= said
         except CommprofError as error:
             row |= {"state": "unreadable", "note": str(error)}
         rows.append(row)

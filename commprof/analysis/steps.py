@@ -16,9 +16,14 @@ from commprof.trace.reader import Scan
 COLUMNS: Final = ("attempt", "step", "op")  # of the operations that step_times asks for
 
 
-def stood_still(steps: pa.Table, collectives: pa.Table | Scan) -> pa.Table:
-    """For how long the ranks of each step stood still for collectives together (``queries/stood_still.sql``)."""
-    return ask("stood_still", {"standstill": standstill(collectives, steps), "collectives": collectives})
+def stood_still(steps: pa.Table, collectives: pa.Table | Scan, standing: pa.Table | None = None) -> pa.Table:
+    """For how long the ranks of each step stood still for collectives together (``queries/stood_still.sql``).
+
+    Args:
+        standing: what :func:`standstill` says by nothing else, where that is known.
+    """
+    found = standstill(collectives, steps) if standing is None else standing
+    return ask("stood_still", {"standstill": found, "collectives": collectives})
 
 
 def step_times(steps: pa.Table, stood_still: pa.Table, operations: pa.Table) -> pd.DataFrame:

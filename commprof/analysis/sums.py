@@ -6,17 +6,38 @@ Each is worked out once for an opened run and kept with it; where the run's inde
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pandas as pd
 import pyarrow as pa
 
+from commprof.analysis import buckets as buckets_module
 from commprof.analysis import exposure as exposure_module
 from commprof.analysis import steps, traffic
+from commprof.analysis.detailed_answers import BUCKET_FLUSHES as FLUSHES
+from commprof.analysis.detailed_answers import BUCKET_MEANS as MEANS
+from commprof.analysis.frames import from_arrow, from_rows
 from commprof.analysis.index import index_if_there
-from commprof.analysis.index_sums import EXPOSURES, HELD_COLUMNS, MEASURES, OPERATIONS, STOOD_STILL
-from commprof.trace.reader import Run
+from commprof.analysis.index_sums import (
+    BUCKET_FLUSHES,
+    BUCKET_MEANS,
+    EXPOSURES,
+    HELD_COLUMNS,
+    MEASURES,
+    OPERATIONS,
+    STOOD_STILL,
+)
+from commprof.trace.reader import Run, Scan
 
-__all__ = ["HELD_COLUMNS", "exposure", "operations", "stood_still"]
+__all__ = [
+    "HELD_COLUMNS",
+    "bucket_flushes",
+    "bucket_means",
+    "exposure",
+    "operations",
+    "reducing",
+    "stood_still",
+]
 
 
 def operations(run: Run, columns: Sequence[str]) -> pa.Table:
@@ -63,3 +84,35 @@ def exposure(run: Run, by: Sequence[str]) -> pd.DataFrame:
         else:
             run.kept[key] = exposure_module.answer(run.scan("collectives"), run.table("steps"), wanted)
     return exposure_module.as_frame(run.kept[key], wanted)
+
+
+def bucket_flushes(run: Run) -> pd.DataFrame:
+    """The gradient buckets of ``run``: see :func:`commprof.analysis.api.bucket_flushes`."""
+    index = index_if_there(run.path)
+    if index is not None:
+        found = index.ask(f"select * from {BUCKET_FLUSHES} order by attempt, step, micro_step, bucket")
+        return from_arrow(found, FLUSHES.columns)
+    if not len(run.table("buckets")):
+        return from_rows([], FLUSHES.columns)
+    flushed = buckets_module.flushed(run.table("buckets"), run.scan("collectives"))
+    return buckets_module.bucket_flushes(flushed, operations(run, buckets_module.COLUMNS))
+
+
+def bucket_means(run: Run) -> pd.DataFrame:
+    """The buckets of a mean step of ``run``: see :func:`commprof.analysis.api.bucket_means`."""
+    index = index_if_there(run.path)
+    if index is None:
+        return buckets_module.bucket_means(bucket_flushes(run))
+    return from_arrow(index.ask(f"select * from {BUCKET_MEANS} order by micro_step, bucket"), MEANS.columns)
+
+
+def reducing(run: Run, bucket: pd.Series[Any]) -> pa.Table | Scan:
+    """The records of ``run`` among which are those that reduced ``bucket``; of an index no others."""
+    index = index_if_there(run.path)
+    if index is None:
+        return run.scan("collectives")
+    return index.ask(
+        "select r.*, k.* exclude (kind) from records r join kinds k using (kind) "
+        "where k.bucket = ? and r.step = ? and r.micro_step = ? and r.attempt = ?",
+        [int(bucket[name]) for name in ("bucket", "step", "micro_step", "attempt")],
+    )

@@ -17,6 +17,23 @@ from commprof.trace.reader import Scan
 
 EVERY_COLUMN: Final = (*GROUPINGS, "root", "sender", "receiver")
 
+NEEDED: Final = (  # columns of the records that operations are made of
+    *(name for name in GROUPINGS),
+    *(
+        "rank",
+        "pid",
+        "seq",
+        "pg_seq",
+        "peer",
+        "num_tensors",
+        "payload_bytes",
+        "issue_ns",
+        "return_ns",
+        "exposed_ns",
+    ),
+    "is_p2p",
+)
+
 
 def operations(
     collectives: pa.Table | Scan, aggregates: pa.Table, columns: Sequence[str] = EVERY_COLUMN

@@ -1,6 +1,6 @@
 -- How long each collective and each message took, from when it could begin until it had ended.
 --
--- Input:  arrivals (see commprof.align.arrivals), collectives
+-- Input:  arrivals (see commprof.align.arrivals), with further columns of their records
 -- Output: one row per collective or message with a payload, among two ranks or more.
 --
 -- Times of the ranks of a collective are counted from the first arrival, on one clock (lateness_ns). Waiting for a rank that comes
@@ -16,20 +16,18 @@ with records as (
     select
         a.attempt, a.collective, a.step, a.op, a.purpose, a.pg, a.group_ranks, a.group_size, a.members, a.is_p2p, a.rank,
         a.peer, a.lateness_ns as arrived, a.lateness_error_ns as error_ns,
-        c.backend, c.dtype, c.payload_bytes,
-        a.lateness_ns + greatest(coalesce(c.device_begin_ns, c.issue_ns) - c.issue_ns, 0) as ready,
+        a.backend, a.dtype, a.payload_bytes,
+        a.lateness_ns + greatest(coalesce(a.device_begin_ns, a.issue_ns) - a.issue_ns, 0) as ready,
         case
-            when c.status <> 'ok' then null
-            when c.device_end_ns is not null and c.device = 'cpu' then 'sampled'
-            when c.device_end_ns is not null then 'device'
-            when coalesce(c.device, case when c.backend = 'gloo' then 'cpu' else 'unknown' end) <> 'cpu' then null
-            when c.is_async and c.wait_end_ns - c.wait_begin_ns > 50000 then 'wait'
-            when not c.is_async and coalesce(c.wait_end_ns, c.return_ns) is not null then 'host'
+            when a.status <> 'ok' then null
+            when a.device_end_ns is not null and a.device = 'cpu' then 'sampled'
+            when a.device_end_ns is not null then 'device'
+            when coalesce(a.device, case when a.backend = 'gloo' then 'cpu' else 'unknown' end) <> 'cpu' then null
+            when a.is_async and a.wait_end_ns - a.wait_begin_ns > 50000 then 'wait'
+            when not a.is_async and coalesce(a.wait_end_ns, a.return_ns) is not null then 'host'
         end as time_source,
-        a.lateness_ns + coalesce(c.device_end_ns, c.wait_end_ns, c.return_ns) - c.issue_ns as ended
+        a.lateness_ns + coalesce(a.device_end_ns, a.wait_end_ns, a.return_ns) - a.issue_ns as ended
     from arrivals a
-    join collectives c
-        on c.attempt = a.attempt and c.rank = a.rank and c.pid = a.pid and c.seq = a.seq
     where a.op <> 'barrier' and a.group_size > 1
 ),
 placed as (

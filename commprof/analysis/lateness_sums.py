@@ -1,0 +1,87 @@
+"""What follows from when ranks came to their collectives: out of the index of a run where it holds, else part by part."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from commprof.align.arrivals import NEEDED
+from commprof.analysis import arrivals as arrivals_module
+from commprof.analysis import bandwidth
+from commprof.analysis import straggling as straggling_module
+from commprof.analysis.answers import STRAGGLERS
+from commprof.analysis.detailed_answers import LATE_COLLECTIVES, LATENESS, WAITING_CAUSES
+from commprof.analysis.engine import connect
+from commprof.analysis.frames import from_arrow
+from commprof.analysis.index import Index, index_if_there
+from commprof.analysis.index_sums import BANDWIDTH_TIMES, STRAGGLING
+from commprof.analysis.straggling import MOST_LATE, Straggling, apart
+from commprof.analysis.whole_collectives import columns_of, of_scan
+from commprof.trace.reader import Run
+
+_DECLARED: Final = dict(
+    zip(Straggling._fields, (STRAGGLERS, LATENESS, WAITING_CAUSES, LATE_COLLECTIVES), strict=True)
+)
+_ORDER: Final = {"ranks": "rank", "lateness": "rank", "causes": "rank, rowid", "collectives": "rowid"}
+
+
+def arrivals(run: Run) -> pa.Table:
+    """The arrivals of all records of ``run`` that can have partners."""
+    align = arrivals_module.aligned(run)
+    with connect() as engine:
+        found, collectives = [], 0
+        for part in of_scan(run.scan("collectives"), NEEDED, engine):
+            arrived = align(part)
+            place = arrived.column_names.index("collective")
+            moved = pc.add(arrived["collective"], pa.scalar(collectives, pa.int64()))
+            found.append(arrived.set_column(place, "collective", moved))
+            collectives = max(collectives, (pc.max(moved).as_py() or 0) + 1)
+    return pa.concat_tables(found)
+
+
+def straggling(run: Run, limit: int) -> Straggling:
+    """Who comes late in ``run``: see :func:`commprof.analysis.api.straggling`."""
+    index = index_if_there(run.path)
+    if index is not None and limit <= MOST_LATE:
+        return _from_index(index, limit)
+    with connect() as engine:
+        parts = of_scan(run.scan("collectives"), NEEDED, engine)
+        return straggling_module.straggling(parts, arrivals_module.aligned(run), limit)
+
+
+def _from_index(index: Index, limit: int) -> Straggling:
+    frames = {
+        field: from_arrow(
+            index.ask(f"select * from {STRAGGLING[field]} order by {_ORDER[field]}"), declared.columns
+        )
+        for field, declared in _DECLARED.items()
+    }
+    told: dict[str, Any] = json.loads(
+        index.ask("select value from facts where name = 'straggling'")["value"][0].as_py()
+    )
+    frames["ranks"].attrs["statement"] = told["statement"]
+    frames["collectives"] = frames["collectives"].head(limit)
+    return Straggling(**frames)
+
+
+def times(run: Run, steps: tuple[int, int] | None) -> pa.Table:
+    """How long each collective and message of ``run`` took (:func:`commprof.analysis.bandwidth.timed`), of some steps."""
+    index = index_if_there(run.path)
+    if index is not None:
+        first, last = (-(1 << 31), 1 << 31) if steps is None else steps
+        return index.ask(
+            f"select * from {BANDWIDTH_TIMES} where step between ? and ?", [int(first), int(last)]
+        )
+    align = arrivals_module.aligned(run, bandwidth.ALSO)
+    columns = columns_of(NEEDED, bandwidth.ALSO)
+    with connect() as engine:
+        parts = enumerate(of_scan(run.scan("collectives"), columns, engine))
+        found = pa.concat_tables([bandwidth.timed(apart(align(part), number)) for number, part in parts])
+    if steps is None:
+        return found
+    return found.filter(
+        pc.and_(pc.greater_equal(found["step"], steps[0]), pc.less_equal(found["step"], steps[1]))
+    )
