@@ -56,8 +56,9 @@ def page() -> str:
     found = counts()
     lines = [
         f"{found.works} names work, {found.differs} of them with a difference that is noted below; {found.refused} can be",
-        f"imported and are one error where they are used. {found.modules} modules can be imported, {found.refused_modules} are",
-        f"an error that says what to use instead. The names are those of DeepSpeed {FOLLOWED}, and some of earlier versions.",
+        f"imported and are one error where they are used. {found.modules} modules can be imported,",
+        f"{found.refused_modules} are an error that says what to use instead. The names are those of DeepSpeed {FOLLOWED},",
+        "and some of earlier versions.",
         "",
         "## What works",
         "",

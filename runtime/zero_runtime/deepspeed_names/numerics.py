@@ -13,6 +13,7 @@ import torch
 from zero_runtime.deepspeed_names.accelerator import get_accelerator
 from zero_runtime.deepspeed_names.tiling import bounds
 from zero_runtime.errors import ConfigError, UnsupportedError
+from zero_runtime.sharding.shards import shard_of
 
 
 class DummyOptim:
@@ -102,6 +103,17 @@ def _map(item: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 def has_inf_or_nan(x: torch.Tensor) -> torch.Tensor:
     """Whether any element is infinite or NaN, as a tensor."""
     return ~torch.isfinite(x).all()
+
+
+def is_model_parallel_parameter(p: Any) -> bool:
+    """Whether a parameter is one of several ranks' (tensor parallelism); what other libraries mark counts."""
+    return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
+
+
+def get_inactive_params(param_list: Iterable[Any]) -> list[Any]:
+    """Those of ``param_list`` that are in slices now."""
+    found = ((each, shard_of(each)) for each in param_list)
+    return [each for each, shard in found if shard is not None and not shard.available]
 
 
 def get_only_unique_item(items: Iterable[Any]) -> Any:

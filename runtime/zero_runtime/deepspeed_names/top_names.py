@@ -55,6 +55,9 @@ _WORDS: Final = values(
 )
 
 COMM: Final[dict[str, Name]] = {
+    **refused(
+        "init_distributed finds out by itself who has started the ranks", "mpi_discovery", "set_backend"
+    ),
     **_GROUPS,
     **_MESSAGES,
     **LOG,
@@ -105,8 +108,7 @@ DEEPSPEED: Final[dict[str, Name]] = {
     **refused(
         INFERENCE, "init_inference", "InferenceEngine", "DeepSpeedInferenceConfig", "default_inference_config"
     ),
-    **PIPE,
-    **refused(PIPELINE, "PipelineEngine", "DualPipeVEngine"),
+    **refused(PIPELINE, "PipelineModule", "PipelineEngine", "DualPipeVEngine", "DualPipeVModule"),
     **refused(TENSOR_PARALLEL, "tp_model_init", "set_autotp_mode"),
     **refused("the hybrid engine is not in this version", "DeepSpeedHybridEngine"),
     **refused(
@@ -123,9 +125,9 @@ MODULES: Final[dict[str, Module]] = {
     "": Module(DEEPSPEED, main="zero_runtime.launch:main"),
     "comm": Module(COMM),
     "comm.comm": Module(COMM),
-    "comm.torch": Module(_GROUPS | _MESSAGES),
+    "comm.torch": Module(refused="torch.distributed is called directly; deepspeed.comm has its functions"),
     "comm.reduce_op": Module(given(f"{_HERE}.comm", "ReduceOp")),
-    "comm.constants": Module(_WORDS),
+    "comm.constants": Module({name: row for name, row in _WORDS.items() if name.endswith("_BACKEND")}),
     "comm.utils": Module(
         given(
             f"{_HERE}.comm",
@@ -147,7 +149,11 @@ MODULES: Final[dict[str, Module]] = {
     "git_version_info": Module(values(version=NAMES_VERSION, git_hash=None, git_branch=None)),
     "env_report": Module(given("zero_runtime.report", "main", cli_main="main"), main="zero_runtime.report:main"),
     "launcher": Module(),
-    "launcher.runner": Module(given("zero_runtime.launch", "main"), main="zero_runtime.launch:main"),
+    "launcher.runner": Module(
+        given("zero_runtime.launch", "main", fetch_hostfile="read_hosts")
+        | refused("ranks are started by python -m zero_runtime.launch", "parse_inclusion_exclusion", "encode_world_info"),
+        main="zero_runtime.launch:main",
+    ),
     "inference": Module(refused=INFERENCE),
     "module_inject": Module(refused=KERNELS),
     "model_implementations": Module(refused=INFERENCE),

@@ -21,6 +21,9 @@ _ONEBIT: Final = (
 _ENGINE: Final[dict[str, Name]] = {
     **given("zero_runtime.engine", DeepSpeedEngine="Engine"),
     **values(MEMORY_OPT_ALLREDUCE_SIZE=500_000_000),
+    **refused(
+        "wall_clock_breakdown measures; engine.get_wall_clock_timers() has the figures", "EngineTimers"
+    ),
 }
 _INIT: Final = given(
     "zero_runtime.zero",
@@ -62,7 +65,7 @@ _OPTIMIZERS: Final = given(
     ZeROOptimizer="WrappedOptimizer",
     note=_STAGES,
 )
-_ENUMS: Final = given(f"{_HERE}.configuration", "OffloadDeviceEnum", "OffloadStateTypeEnum")
+_OFFLOAD_ENUMS: Final = given(f"{_HERE}.configuration", "OffloadDeviceEnum", "OffloadStateTypeEnum")
 
 _SCHEDULES: Final[dict[str, Name]] = {
     **given(
@@ -109,14 +112,28 @@ _NUMERICS: Final[dict[str, Name]] = {
     **given(
         f"{_HERE}.numerics",
         "DummyOptim", "call_to_str", "clip_grad_norm_", "clip_tensors_by_global_norm", "copy_to_device", "empty_cache",
-        "ensure_directory_exists", "get_global_norm", "get_global_norm_of_tensors", "get_grad_norm", "get_only_unique_item",
-        "get_weight_norm", "has_inf_or_nan", "move_to_device", "noop_context", "noop_decorator", "partition_balanced",
+        "ensure_directory_exists", "get_inactive_params",
+        "is_model_parallel_parameter", "get_global_norm", "get_global_norm_of_tensors", "get_grad_norm",
+        "get_only_unique_item", "get_weight_norm",
+        "has_inf_or_nan", "move_to_device", "noop_context", "noop_decorator", "partition_balanced",
         "partition_uniform", "prefix_sum_inc", "required_torch_version", "set_random_seed",
     ),
     **refused(f"it belongs to pipelines, and {PIPELINE}", "PartitionedTensor"),
 }  # fmt: skip
 
+_WORDS: Final = values(
+    TRAIN_BATCH_SIZE="train_batch_size",
+    TRAIN_MICRO_BATCH_SIZE_PER_GPU="train_micro_batch_size_per_gpu",
+    GRADIENT_ACCUMULATION_STEPS="gradient_accumulation_steps",
+    GRADIENT_CLIPPING="gradient_clipping",
+    STEPS_PER_PRINT="steps_per_print",
+    ROUTE_TRAIN="train",
+    ROUTE_EVAL="eval",
+    ROUTE_PREDICT="predict",
+    ROUTE_ENCODE="encode",
+)
 _CONFIG: Final[dict[str, Name]] = {
+    **_WORDS,
     **given(f"{_HERE}.configuration", "DeepSpeedConfig", "ValidationMode", "ZeroStageEnum"),
     **given("zero_runtime.errors", DeepSpeedConfigError="ConfigError"),
     **values(
@@ -126,17 +143,7 @@ _CONFIG: Final[dict[str, Name]] = {
         LAMB_OPTIMIZER="lamb",
         LION_OPTIMIZER="lion",
         MUON_OPTIMIZER="muon",
-        SGD_OPTIMIZER="sgd",
         DEEPSPEED_OPTIMIZERS=["adagrad", "adam", "adamw", "lamb", "lion", "muon"],
-        TRAIN_BATCH_SIZE="train_batch_size",
-        TRAIN_MICRO_BATCH_SIZE_PER_GPU="train_micro_batch_size_per_gpu",
-        GRADIENT_ACCUMULATION_STEPS="gradient_accumulation_steps",
-        GRADIENT_CLIPPING="gradient_clipping",
-        STEPS_PER_PRINT="steps_per_print",
-        ROUTE_TRAIN="train",
-        ROUTE_EVAL="eval",
-        ROUTE_PREDICT="predict",
-        ROUTE_ENCODE="encode",
     ),
 }
 _ZERO_CONFIG: Final[dict[str, Name]] = {
@@ -157,7 +164,7 @@ _ZERO: Final[dict[str, Name]] = {
 }
 _CHECKPOINTING: Final = given(
     "zero_runtime.activation_checkpointing",
-    "CheckpointFunction",
+    "CheckpointFunction", "CudaRNGStatesTracker",
     "checkpoint", "configure", "get_cuda_rng_tracker", "is_configured",
     "model_parallel_cuda_manual_seed", "model_parallel_reconfigure_tp_seed",
     "non_reentrant_checkpoint", "partition_activations_in_checkpoint", "reset",
@@ -200,14 +207,23 @@ MODULES: Final[dict[str, Module]] = {
         refused("stage 3 is put together by deepspeed.initialize", "DeepSpeedZeRoOffload")
     ),
     "runtime.zero.stage3": Module(
-        _MEMORY_3 | given("zero_runtime.sharded_optimizer", DeepSpeedZeroOptimizer_Stage3="ShardedOptimizer", note=_STAGES)
+        _MEMORY_3
+        | given(f"{_HERE}.zero_checks", "unwrap_model_for_generation")
+        | given("zero_runtime.sharded_optimizer", DeepSpeedZeroOptimizer_Stage3="ShardedOptimizer", note=_STAGES)
     ),
     "runtime.zero.stage_1_and_2": Module(
         _MEMORY_2 | given("zero_runtime.sharded_optimizer", DeepSpeedZeroOptimizer="ShardedOptimizer", note=_STAGES)
     ),
     "runtime.zero.tiling": Module(_TILES),
     "runtime.zero.config": Module(_ZERO_CONFIG),
-    "runtime.zero.offload_config": Module(_ENUMS),
+    "runtime.zero.offload_config": Module(
+        _OFFLOAD_ENUMS
+        | refused(
+            "configurations are checked by zero_runtime.config; give offload_optimizer and offload_param as dicts",
+            "DeepSpeedZeroOffloadOptimizerConfig",
+            "DeepSpeedZeroOffloadParamConfig",
+        )
+    ),
     "runtime.zero.mics": Module(_MICS_NAMES),
     "runtime.zero.utils": Module(
         given(f"{_HERE}.zero_checks", "ZERO_SUPPORTED_OPTIMIZERS", "is_zero_param", "is_zero_supported_optimizer")
@@ -217,7 +233,7 @@ MODULES: Final[dict[str, Module]] = {
     "runtime.lr_schedules": Module(_SCHEDULES),
     "runtime.utils": Module(_NUMERICS),
     "runtime.config": Module(_CONFIG),
-    "runtime.constants": Module({name: row for name, row in _CONFIG.items() if name.isupper() or name == "ValidationMode"}),
+    "runtime.constants": Module({name: row for name, row in _CONFIG.items() if name in _WORDS or name == "ValidationMode"}),
     "runtime.config_utils": Module(
         refused("configurations are checked by zero_runtime.config", "DeepSpeedConfigModel", "DeepSpeedConfigObject")
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from zero_runtime.deepspeed_names.names import Module, Name, given, refused
-from zero_runtime.deepspeed_names.top_names import KERNELS, LOG
+from zero_runtime.deepspeed_names.top_names import KERNELS
 
 _HERE: Final = "zero_runtime.deepspeed_names"
 _EXPERTS: Final = "experts (MoE) are not in this version"
@@ -85,6 +85,14 @@ CONSOLIDATION: Final[dict[str, Name]] = given(
     "convert_zero_checkpoint_to_fp32_state_dict",
     "get_fp32_state_dict_from_zero_checkpoint",
     "load_state_dict_from_zero_checkpoint",
+) | refused(
+    "checkpoints of this runtime have other files; get_fp32_state_dict_from_zero_checkpoint reads them, and DeepSpeed's",
+    "convert_zero_checkpoint_to_state_dict",
+    "get_checkpoint_files",
+    "get_model_state_file",
+    "get_optim_files",
+    "parse_model_states",
+    "parse_optim_states",
 )
 
 _CONTEXT: Final = given(f"{_HERE}.device_context", "OnDevice", "instrument_w_nvtx")
@@ -119,7 +127,10 @@ _ZENFLOW: Final = refused(
 MODULES: Final[dict[str, Module]] = {
     "utils": Module(UTILS),
     "utils.logging": Module(LOGGING),
-    "utils.tensor_fragment": Module(TENSORS),
+    "utils.tensor_fragment": Module(
+        TENSORS
+        | refused("safe_get_* and safe_set_* reach what the optimizer has", "fragment_address", "tensor_fragment")
+    ),
     "utils.z3_leaf_module": Module(LEAVES),
     "utils.groups": Module(GROUPS),
     "utils.timer": Module(TIMERS),
@@ -128,7 +139,7 @@ MODULES: Final[dict[str, Module]] = {
     "utils.init_on_device": Module(given(f"{_HERE}.device_context", "OnDevice")),
     "utils.module_utils": Module(_PATHS),
     "utils.torch": Module(given(f"{_HERE}.numerics", "required_torch_version")),
-    "utils.comms_logging": Module(LOG | given("zero_runtime.comm_log", CommsLogger="CommLog", convert_size="shown_size")),
+    "utils.comms_logging": Module(given("zero_runtime.comm_log", CommsLogger="CommLog", convert_size="shown_size")),
     "utils.exceptions": Module(given("zero_runtime.errors", DeprecatedException="UnsupportedError")),
     "utils.types": Module(refused=KERNELS),
     "utils.numa": Module(refused="`python -m zero_runtime.launch --bind_cores_to_rank` binds ranks to cores"),

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -14,6 +15,7 @@ from zero_runtime.errors import ConfigError, UsageError
 from zero_runtime.optimizers import Lamb, Lion, Muon, UncorrectedAdam
 from zero_runtime.sharding.leaves import is_leaf, set_z3_leaf_module
 from zero_runtime.sharding.shards import shard_of
+from zero_runtime.zero import GatheredParameters
 
 ZERO_SUPPORTED_OPTIMIZERS: Final = [
     *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD),
@@ -93,6 +95,14 @@ def _flag(
     if missing and raise_if_not_found:
         raise ConfigError(f"no module of the model is called {', '.join(missing)}")
     return found, missing
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """The model of an engine with all its parameters whole, for as long as the block lasts. All ranks must enter it."""
+    module = getattr(model, "module", model)
+    with GatheredParameters(list(module.parameters())):
+        yield module
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
