@@ -1,8 +1,8 @@
 """Results of functional collectives that nobody has waited for yet, and the records that their waits belong to.
 
 A result is known by the storage that it lies in, as torch itself finds the handle of one. When a storage is gone its memory
-becomes another's, address and all; so each is remembered by a weak reference, which holds no memory, and whose number no other
-storage can get meanwhile.
+becomes another's, address and all; so each is remembered by a weak reference, which holds no memory, and whose number no
+other storage can get meanwhile.
 """
 
 from __future__ import annotations
