@@ -34,7 +34,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="the directory of the fixtures")
     parser.add_argument("--only", nargs="*", default=[], help="names of cases; default: all of this version")
+    parser.add_argument(
+        "--go-on",
+        action="store_true",
+        help="record nothing: load OUT, a universal folder that another runtime wrote, with the settings of each case, "
+        "and print what the steps after it give, as JSON by case and rank",
+    )
     given = parser.parse_args()
+    if given.go_on:
+        print(json.dumps({name: run_ranks(given.out, name, "universal") for name in given.only}))
+        return 0
     import deepspeed
 
     version = deepspeed.__version__
@@ -76,11 +85,17 @@ def run_ranks(out: Path, name: str, what: str) -> list[dict]:
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank),
                     "WORLD_SIZE": str(cases.WORLD),
+                    # DeepSpeed 0.14 loads its own files as torch did before 2.6.
+                    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
                 },
             )
             for rank in range(cases.WORLD)
         ]
-        codes = [each.wait(timeout=300) for each in ranks]
+        try:
+            codes = [each.wait(timeout=300) for each in ranks]
+        finally:
+            for each in ranks:
+                each.kill()
         if any(codes):
             raise SystemExit(f"{name}: the ranks ended with {codes}")
         return [json.loads((Path(scratch) / f"{rank}.json").read_text()) for rank in range(cases.WORLD)]
@@ -89,18 +104,21 @@ def run_ranks(out: Path, name: str, what: str) -> list[dict]:
 def one_rank(rank: int, out: Path, name: str, what: str, scratch: Path) -> None:
     """One rank: train and save, or load and go on."""
     import deepspeed
-    import deepspeed.comm.torch
     from deepspeed.accelerator import get_accelerator
 
-    deepspeed.comm.torch.build_shm_op = lambda: None  # it would compile for minutes, and gloo does the same
+    # It would compile for minutes, and gloo does the same. The attribute deepspeed.comm.torch is torch itself.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
     get_accelerator().is_fp16_supported = lambda: True  # oneDNN says no; the arithmetic itself works
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{scratch}/store", rank=rank, world_size=cases.WORLD)
     deepspeed.init_distributed("gloo")
     case = cases.CASES[name]
     model = cases.make_model()
+    config = cases.make_config(case)
+    if what == "universal":
+        config["checkpoint"] = {"load_universal": True}
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=cases.make_groups(model), config=cases.make_config(case)
+        model=model, model_parameters=cases.make_groups(model, case), config=config
     )
     if what == "train":
         found = {"before": steps(engine, rank, 0, cases.BEFORE)}
@@ -161,11 +179,7 @@ def convert(out: Path, name: str, source: str) -> None:
     if name in cases.EXPORTS:
         exported = out / source / "export"
         exported.rename(made / "whole")
-        from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
-
-        convert_zero_checkpoint_to_fp32_state_dict(
-            str(out / source), str(made / "shards"), max_shard_size="500B"
-        )
+        split(made / "whole" / "pytorch_model.bin", made / "shards")
         return
     subprocess.run(
         [
@@ -184,6 +198,20 @@ def convert(out: Path, name: str, source: str) -> None:
         ],
         check=True,
     )
+
+
+def split(whole: Path, out: Path) -> None:
+    """The weights in two files and an index, as zero_to_fp32 writes them where huggingface_hub is installed."""
+    out.mkdir()
+    weights = torch.load(whole, weights_only=True)
+    names = list(weights)
+    places = {}
+    for number, part in enumerate((names[: len(names) // 2], names[len(names) // 2 :]), 1):
+        file = f"pytorch_model-{number:05d}-of-00002.bin"
+        torch.save({name: weights[name].clone() for name in part}, out / file)
+        places.update(dict.fromkeys(part, file))
+    index = {"metadata": {"total_size": sum(each.nbytes for each in weights.values())}, "weight_map": places}
+    (out / "pytorch_model.bin.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

@@ -112,8 +112,9 @@ class LossScale:
             self._value *= _FACTOR
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: plain numbers."""
-        return {name: getattr(self, f"_{name}") for name in _STATE}
+        """What a checkpoint keeps: plain numbers, and for readers the rules by which the scale adapts."""
+        rules = {name: value for name, value in self.rules._asdict().items() if name != "value"}
+        return {**{name: getattr(self, f"_{name}") for name in _STATE}, **rules}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``. The rules stay those of this scale; a fixed scale stays as it is.

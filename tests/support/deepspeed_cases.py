@@ -51,6 +51,7 @@ CASES = {
     "stage3_bf16": {"stage": 3, "config": _BF16, "zero": {"stage3_param_persistence_threshold": 0}},
     "stage3_fp16": {"stage": 3, "config": _FP16},
     "stage3_sub_groups": {"stage": 3, "zero": {"sub_group_size": 60}},
+    "stage3_one_group": {"stage": 3, "config": _BF16, "one_group": True},
     **{
         f"v{version}_{name}": {**case, "version": version}
         for version in ("0.14.5", "0.16.9")
@@ -100,9 +101,11 @@ def make_model() -> Words:
     return Words()
 
 
-def make_groups(model: nn.Module) -> list[dict]:
-    """Two param groups of different sizes and options; the frozen parameters are in neither."""
+def make_groups(model: nn.Module, case: dict) -> list[dict]:
+    """Two param groups of different sizes and options, or one; the frozen parameters are in none."""
     trained = [each for each in model.parameters() if each.requires_grad]
+    if case.get("one_group"):
+        return [{"params": trained}]
     wide = [each for each in trained if getattr(each, "ds_shape", each.shape).numel() > 20]
     narrow = [each for each in trained if getattr(each, "ds_shape", each.shape).numel() <= 20]
     return [{"params": wide}, {"params": narrow, "weight_decay": 0.0, "lr": 0.02}]
@@ -123,7 +126,11 @@ def make_config(case: dict) -> dict:
         "optimizer": case.get("optimizer", _PLAIN),
         "scheduler": {
             "type": "WarmupLR",
-            "params": {"warmup_min_lr": 0.001, "warmup_max_lr": [0.02, 0.04], "warmup_num_steps": 5},
+            "params": {
+                "warmup_min_lr": 0.001,
+                "warmup_max_lr": 0.02 if case.get("one_group") else [0.02, 0.04],
+                "warmup_num_steps": 5,
+            },
         },
         "zero_optimization": {
             "stage": case["stage"],

@@ -1,4 +1,4 @@
-"""``python -m zero_runtime.checkpoint DIR OUT [--tag T]``: one fp32 state dict out of a checkpoint."""
+"""``python -m zero_runtime.checkpoint DIR OUT [--tag T]``: one fp32 state dict, or a universal folder, of a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zero_runtime.checkpoint.consolidation import PICKLED, SAFETENSORS, open_checkpoint, write_state_dict
+from zero_runtime.checkpoint.deepspeed.export import write_universal
+from zero_runtime.checkpoint.opened import OpenCheckpoint
 from zero_runtime.errors import ZeroRuntimeError
 
 
@@ -16,7 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 0, or 2 where it could not be done."""
     parser = argparse.ArgumentParser(
         prog="python -m zero_runtime.checkpoint",
-        description="Write the whole model of a checkpoint into one file, in fp32.",
+        description="Write the whole model of a checkpoint into one file, in fp32; or all of a training into a folder that "
+        "DeepSpeed loads. The checkpoint is zero_runtime's or DeepSpeed's.",
     )
     parser.add_argument(
         "dir", type=Path, help="the directory that checkpoints were saved to, or one checkpoint"
@@ -32,8 +35,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--exclude-frozen", action="store_true", help="leave out parameters that were not trainable"
     )
     parser.add_argument("--force", action="store_true", help="replace OUT if it is there")
+    parser.add_argument(
+        "--universal",
+        action="store_true",
+        help="make OUT a directory with a universal folder, which DeepSpeed loads with checkpoint.load_universal",
+    )
+    parser.add_argument(
+        "--steps",
+        choices=("numbers", "tensors"),
+        default="numbers",
+        help="with --universal, how steps are counted: numbers (default) for DeepSpeed's own optimizers (FusedAdam, "
+        "DeepSpeedCPUAdam), tensors for torch's (torch_adam, or one that the script makes)",
+    )
     given = parser.parse_args(arguments)
     out = given.out
+    if given.universal:
+        return _universal(given)
     if out.suffix not in (SAFETENSORS, *PICKLED):
         out = out / f"model{SAFETENSORS}"
     if out.exists() and not given.force:
@@ -44,10 +61,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_state_dict(checkpoint, out, given.exclude_frozen)
     except (ZeroRuntimeError, OSError) as error:
         return _fail(str(error))
+    print(_summary(out, checkpoint))
+    return 0
+
+
+def _universal(given: argparse.Namespace) -> int:
+    try:
+        checkpoint = open_checkpoint(given.dir, given.tag)
+        given.out.mkdir(parents=True, exist_ok=True)
+        made = write_universal(checkpoint, given.out, given.steps == "tensors", given.force)
+    except (ZeroRuntimeError, OSError) as error:
+        return _fail(str(error))
+    print(_summary(made, checkpoint))
+    return 0
+
+
+def _summary(out: Path, checkpoint: OpenCheckpoint) -> str:
     manifest = checkpoint.manifest
     numel = sum(math.prod(each.shape) for each in checkpoint.parameters.values())
-    print(f"{out}: {numel} elements of {manifest.tag}, step {manifest.counters.get('global_steps')}")
-    return 0
+    step = manifest.counters.get("global_steps")
+    return f"{out}: {numel} elements of {manifest.tag}" + ("" if step is None else f", step {step}")
 
 
 def _fail(message: str) -> int:

@@ -10,6 +10,13 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from zero_runtime.checkpoint.deepspeed import file
+from zero_runtime.checkpoint.deepspeed.description import (
+    client_values,
+    counters,
+    loss_scale,
+    optimizer_class,
+    stage,
+)
 from zero_runtime.checkpoint.deepspeed.folder import Folder, find
 from zero_runtime.checkpoint.deepspeed.objects import plain
 from zero_runtime.checkpoint.deepspeed.partitions import read_partitions
@@ -22,40 +29,6 @@ from zero_runtime.errors import CheckpointError
 from zero_runtime.fragments import NumberTensor, Scalar
 
 _EXTRA: Final = "_extra_state"
-# What DeepSpeed keeps beside the client's values in one dictionary.
-_OWN_KEYS: Final = frozenset(
-    (
-        *(
-            "module",
-            "buffer_names",
-            "optimizer",
-            "param_shapes",
-            "frozen_param_shapes",
-            "frozen_param_fragments",
-        ),
-        *("shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names"),
-        *("csr_tensor_module_names", "skipped_steps", "global_steps", "global_samples", "dp_world_size"),
-        *("mp_world_size", "ds_config", "ds_version", "checkpoint_parallel_dimensions", "num_experts"),
-        *("universal_checkpoint_info", "ds_autoep_layers", "autoep_layers"),
-    )
-)
-_NAMES: Final = {
-    "adam": "AdamW",
-    "adamw": "AdamW",
-    "adagrad": "Adagrad",
-    "sgd": "SGD",
-    "lamb": "Lamb",
-    "lion": "Lion",
-    "muon": "Muon",
-}
-_BY_STATES: Final = {
-    frozenset(("exp_avg", "exp_avg_sq")): "AdamW",
-    frozenset(("exp_avg", "exp_avg_sq", "max_exp_avg_sq")): "AdamW",
-    frozenset(("momentum_buffer",)): "SGD",
-    frozenset(): "SGD",
-    frozenset(("sum",)): "Adagrad",
-    frozenset(("exp_avg",)): "Lion",
-}
 
 
 class Known(NamedTuple):
@@ -118,7 +91,7 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
         for path in self._folder.weights:
             tensors.update(file.read_weights(path))
         self._take_module(tensors, self._known.buffers if self._known else frozenset())
-        return self._manifest({}, {}, None, [], None)
+        return self._manifest({}, {}, None, [], 0)
 
     # All of a training.
 
@@ -132,7 +105,13 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
             )
         module, buffers = first["module"], frozenset(first.get("buffer_names") or ())
         shapes = first.get("param_shapes")
-        sharded = paths[0].name.startswith(("zero_pp_rank", "bf16_zero_pp_rank"))
+        sharded = "zero_pp_rank" in paths[0].name
+        lost = sorted(set(range(int(first.get("dp_world_size") or 1))) - set(paths)) if sharded else []
+        if lost and not self._folder.universal:
+            missing = paths[0].with_name(paths[0].name.replace("pp_rank_0_", f"pp_rank_{lost[0]}_"))
+            raise CheckpointError(
+                f"{missing}, the model states of rank {lost[0]}, is missing; copy the files of all ranks, or load another tag"
+            )
         self._aliases.update(first.get("shared_params") or {})
         common: Mapping[str, Any] = {}
         options: list[dict[str, Any]] = []
@@ -175,9 +154,9 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
         return self._manifest(
             first,
             config if isinstance(config, dict) else {},
-            _loss_scale(common),
+            loss_scale(common),
             options,
-            _stage(common, config),
+            stage(common, config),
         )
 
     # Tensors.
@@ -280,34 +259,23 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
         self,
         first: Mapping[str, Any],
         config: Mapping[str, Any],
-        loss_scale: Any,
+        scale: Any,
         options: list[dict[str, Any]],
-        stage: int | None,
+        stage_number: int,
     ) -> Manifest:
-        counters = {}
-        if first:
-            steps = int(first["global_steps"])
-            counters = {
-                "global_steps": steps,
-                "global_samples": int(first.get("global_samples") or 0),
-                "skipped_steps": int(first.get("skipped_steps") or 0),
-                # DeepSpeed keeps no count of micro-steps: a window begins where a step ended.
-                "micro_steps": steps,
-                "gradient_accumulation_steps": 1,
-            }
         frozen = self._known.frozen if self._known else frozenset()
         return Manifest(
             tag=self.directory.name,
             generation=1,
             zero_runtime="",
             torch="",
-            stage=stage or 0,
-            counters=counters,
+            stage=stage_number,
+            counters=counters(first),
             optimizer=self._optimizer(config) if options else None,
             param_groups=plain(options),
             lr_scheduler=plain(first.get("lr_scheduler")),
-            loss_scale=loss_scale,
-            client_state={key: plain(value) for key, value in first.items() if key not in _OWN_KEYS},
+            loss_scale=scale,
+            client_state=client_values(first),
             parameters=self._facts,
             aliases={alias: name for alias, name in self._aliases.items() if alias not in self._facts},
             buffers=self._buffers,
@@ -321,18 +289,12 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
         )
 
     def _optimizer(self, config: Mapping[str, Any]) -> str:
-        """The class of the optimizer: as the configuration names it, or as its state tells."""
-        told = config.get("optimizer")
-        name = told.get("type") if isinstance(told, dict) else None
-        if isinstance(name, str):
-            return _NAMES.get(name.lower(), name)
-        kinds = {
-            frozenset(self._states.get(each, ()))
-            for each, facts in self._facts.items()
+        kinds = [
+            frozenset(self._states.get(name, ()))
+            for name, facts in self._facts.items()
             if facts.requires_grad
-        }
-        known = self._known.optimizer if self._known else None
-        return _BY_STATES.get(next(iter(kinds)), known or "") if len(kinds) == 1 else known or ""
+        ]
+        return optimizer_class(config, kinds, self._known.optimizer if self._known else None)
 
 
 class _Held:
@@ -351,28 +313,6 @@ class _Held:
 def _piece(start: int, tensor: torch.Tensor) -> Piece:
     tensor = tensor.detach()
     return Piece(start, tensor.numel(), tensor.dtype, _Held(tensor), "")
-
-
-def _stage(common: Mapping[str, Any], config: Any) -> int:
-    told = common.get("zero_stage")
-    if isinstance(told, int):
-        return int(told)
-    zero = config.get("zero_optimization") if isinstance(config, dict) else None
-    stage = zero.get("stage") if isinstance(zero, dict) else None
-    return stage if isinstance(stage, int) else 0
-
-
-def _loss_scale(common: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The state of the loss scale, in this runtime's words; None where it is fixed."""
-    kept = vars(common["loss_scaler"]) if hasattr(common.get("loss_scaler"), "__dict__") else common
-    if not (kept.get("dynamic") or kept.get("dynamic_loss_scale")) or "cur_scale" not in kept:
-        return None
-    return {
-        "value": float(kept["cur_scale"]),
-        "steps": int(kept.get("cur_iter", 0)),
-        "last_overflow": int(kept.get("last_overflow_iter", -1)),
-        "overflows_left": int(kept.get("cur_hysteresis", 1)),
-    }
 
 
 def open_folder(

@@ -61,7 +61,7 @@ def _counted(common: Mapping[str, Any], told: Sequence[Mapping[str, Any]]) -> An
 def _parameter(
     directory: Path, name: str, shape: tuple[int, ...], counted: Any
 ) -> tuple[Run, tuple[int, ...]]:
-    if not (directory / f"{VALUE}.pt").is_file():
+    if "/" in name or not (directory / f"{VALUE}.pt").is_file():
         raise CheckpointError(
             f"{directory / VALUE}.pt is missing, which has the weights of parameter {name!r}; the conversion was cut off. "
             "Convert the checkpoint again, or load another tag"

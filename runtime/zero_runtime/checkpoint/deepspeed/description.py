@@ -1,0 +1,98 @@
+"""What the files say of a training besides its tensors, in this runtime's words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from zero_runtime.checkpoint.deepspeed.objects import plain
+
+# What DeepSpeed keeps beside the client's values, in one dictionary with them.
+_OWN_KEYS: Final = frozenset((
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
+    "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "csr_tensor_module_names", "skipped_steps",
+    "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version",
+    "checkpoint_parallel_dimensions", "num_experts", "universal_checkpoint_info", "ds_autoep_layers", "autoep_layers",
+))  # fmt: skip
+# The classes that stand for DeepSpeed's optimizers here, by the types in a configuration and by the names of state tensors.
+_CLASSES: Final = {
+    "adam": "AdamW",
+    "adamw": "AdamW",
+    "adagrad": "Adagrad",
+    "sgd": "SGD",
+    "lamb": "Lamb",
+    "lion": "Lion",
+    "muon": "Muon",
+}
+_BY_STATES: Final = {
+    frozenset(("exp_avg", "exp_avg_sq")): "AdamW",
+    frozenset(("exp_avg", "exp_avg_sq", "max_exp_avg_sq")): "AdamW",
+    frozenset(("momentum_buffer",)): "SGD",
+    frozenset(): "SGD",
+    frozenset(("sum",)): "Adagrad",
+    frozenset(("exp_avg",)): "Lion",
+}
+
+
+def counters(states: Mapping[str, Any]) -> dict[str, int]:
+    """The counters of the model states; none where there are no model states."""
+    if not states:
+        return {}
+    steps = int(states["global_steps"])
+    return {
+        "global_steps": steps,
+        "global_samples": int(states.get("global_samples") or 0),
+        "skipped_steps": int(states.get("skipped_steps") or 0),
+        # DeepSpeed keeps no count of micro-steps: a window begins where a step ended.
+        "micro_steps": steps,
+        "gradient_accumulation_steps": 1,
+    }
+
+
+def client_values(states: Mapping[str, Any]) -> dict[str, Any]:
+    """The client's values among the model states."""
+    return {key: plain(value) for key, value in states.items() if key not in _OWN_KEYS}
+
+
+def stage(common: Mapping[str, Any], config: Any) -> int:
+    """The ZeRO stage: as the optimizer states say, or else the configuration."""
+    told = common.get("zero_stage")
+    if isinstance(told, int):
+        return int(told)
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    number = zero.get("stage") if isinstance(zero, dict) else None
+    return number if isinstance(number, int) else 0
+
+
+def loss_scale(common: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The state of the loss scale; None where it is fixed."""
+    kept = vars(common["loss_scaler"]) if hasattr(common.get("loss_scaler"), "__dict__") else common
+    if not (kept.get("dynamic") or kept.get("dynamic_loss_scale")) or "cur_scale" not in kept:
+        return None
+    return {
+        "value": float(kept["cur_scale"]),
+        "steps": int(kept.get("cur_iter", 0)),
+        "last_overflow": int(kept.get("last_overflow_iter", -1)),
+        "overflows_left": int(kept.get("cur_hysteresis", 1)),
+        "dynamic": True,
+        "window": int(kept.get("scale_window", 1000)),
+        "hysteresis": int(kept.get("delayed_shift", 1)),
+        "consecutive_hysteresis": bool(kept.get("consecutive_hysteresis", False)),
+        "minimum": float(kept.get("min_scale", 1.0)),
+    }
+
+
+def optimizer_class(config: Mapping[str, Any], states: Sequence[frozenset[str]], known: str | None) -> str:
+    """The class of the optimizer, which no file names.
+
+    Args:
+        config: the configuration, which may name its type.
+        states: the names of the state tensors of each parameter that was trained.
+        known: the class of the optimizer that loads the checkpoint; believed where nothing speaks against it.
+    """
+    told = config.get("optimizer")
+    name = told.get("type") if isinstance(told, dict) else None
+    if isinstance(name, str):
+        return _CLASSES.get(name.lower(), name)
+    kinds = set(states)
+    return _BY_STATES.get(next(iter(kinds)), known or "") if len(kinds) == 1 else known or ""
