@@ -20,6 +20,7 @@ from commprof.cli import (
     paper,
     query,
     report,
+    requested,
     run,
     sweep,
     verify,
@@ -52,6 +53,7 @@ def build() -> typer.Typer:
     app.command("align")(align.align)
     app.command("verify")(verify.verify)
     app.command("check")(check.check)
+    app.command("requested")(requested.requested)
     app.command("query")(query.query)
     app.command("export")(export.export)
     app.command("paper")(paper.paper)

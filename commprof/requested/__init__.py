@@ -20,6 +20,9 @@ job, imports nothing of the runtime and is imported by nothing of it, so that th
 ``expectation``         one line of the answer
 ``zero``                :func:`~commprof.requested.zero.expected`, all of it per step and purpose
 ``explanation``         the same in one sentence
+``offload``             what is kept in host memory or in files
+``memory``              what each rank holds, and what moves between device, host and disk
+``models``              a list of parameters for a model of which only the size is known
 ``support``             what a config may ask for that is not stated here
 ======================= ======================================================================================
 """

@@ -1,0 +1,168 @@
+"""``commprof requested``: what a config asks for, before anything is run: memory of each rank, bytes of each step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from commprof.cli import rendering
+from commprof.cli.rendering import Heading, Rows
+from commprof.errors import UsageError
+
+_FACTORS: Final = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_STEADY_STEP: Final = 3  # one of those that all send the same
+
+
+def requested(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The config file, as DeepSpeed reads it.")],
+    params: Annotated[
+        str, typer.Option(metavar="N", help="Parameters of the model: 175e9, 1.3B, 125M.", show_default=False)
+    ],
+    world: Annotated[int, typer.Option(metavar="W", min=1, help="Ranks.")] = 1,
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            metavar="L", min=1, help="Layers of the model; default: what is usual for N.", show_default=False
+        ),
+    ] = None,
+    devices_per_host: Annotated[
+        int, typer.Option(metavar="D", min=1, help="Ranks of a host, which share its memory and disk.")
+    ] = 8,
+    backend: Annotated[str, typer.Option(help="Backend of the ranks: nccl or gloo.")] = "nccl",
+    as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
+) -> int:
+    """Say what a config asks for: the memory of each rank, and the bytes that it moves in each step. Nothing is run."""
+    from commprof.requested.errors import RequestedError
+    from commprof.requested.memory import holdings, movements
+    from commprof.requested.models import likely_layers, transformer
+    from commprof.requested.zero import expected_in_step
+
+    given = _read(config)
+    numel = _number(params)
+    model = transformer(numel, layers or likely_layers(numel))
+    held = holdings(given, model, world)
+    note = ""
+    try:
+        sent = expected_in_step(given, model, world, _STEADY_STEP, backend=backend)
+    except RequestedError as problem:
+        sent, note = [], f"bytes of messages cannot be said: {problem}"
+    gathered = sum(row.payload_bytes for row in sent if row.purpose == "parameter_gather")
+    moved = movements(given, model, world, gathered)
+    depth = layers or likely_layers(numel)
+    assumed = (
+        f"{numel:,} parameters, taken to be {depth} layers of 4 matrices each (--layers); {world} rank{'s' * (world > 1)} "
+        f"on {backend}; activations come on top"
+    )
+    if as_json:
+        rendering.show_json(
+            {
+                "config": str(config),
+                "parameters": numel,
+                "layers": depth,
+                "world_size": world,
+                "backend": backend,
+                "memory_per_rank": [each._asdict() for each in held],
+                "messages_per_step": [each._asdict() for each in sent],
+                "movements_per_step": [each._asdict() for each in moved],
+                "note": note or None,
+            }
+        )
+        return 0
+    rendering.show(assumed, "", _memory(held, min(devices_per_host, world)), "")
+    rendering.show(_messages(sent) if sent else note)
+    if moved:
+        rendering.show("", _movements(moved))
+    for line in sorted({row.note for row in sent if row.note}):
+        rendering.show(rendering.paragraph(f"  {line}"))
+    return 0
+
+
+def _memory(held: Sequence[Any], ranks: int) -> Rows:
+    places = ("device", "host", "disk")
+    rows = [
+        (each.what, *(rendering.number_of_bytes(getattr(each, place)) for place in places), each.note)
+        for each in held
+    ]
+    totals = [sum(getattr(each, place) for each in held) for place in places]
+    rows += [(), ("of a rank", *map(rendering.number_of_bytes, totals), "")]
+    if ranks > 1:
+        shared = ["", *(rendering.number_of_bytes(total * ranks) for total in totals[1:])]
+        rows.append((f"of a host with {ranks} ranks", *shared, ""))
+    headings = [Heading("memory"), *(Heading(place, True) for place in places), Heading("")]
+    return Rows(headings, rows, "memory of each rank")
+
+
+def _messages(sent: Sequence[Any]) -> Rows:
+    rows = [
+        (
+            row.purpose,
+            row.issued_op if row.intended_op is None else f"{row.issued_op} for {row.intended_op}",
+            rendering.count(row.count),
+            rendering.number_of_bytes(row.payload_bytes),
+            rendering.number_of_bytes(row.wire_bytes),
+            "" if row.exact else "about",
+        )
+        for row in sent
+    ]
+    total = (
+        "all",
+        "",
+        rendering.count(sum(row.count for row in sent)),
+        rendering.number_of_bytes(sum(row.payload_bytes for row in sent)),
+        rendering.number_of_bytes(sum(row.wire_bytes for row in sent)),
+        "",
+    )
+    headings = [
+        Heading("purpose"),
+        Heading("issued"),
+        Heading("messages", True),
+        Heading("payload", True),
+        Heading("sent by each rank", True),
+        Heading(""),
+    ]
+    return Rows(headings, [*rows, (), total], "messages of each step")
+
+
+def _movements(moved: Sequence[Any]) -> Rows:
+    headings = [Heading("what"), Heading("from"), Heading("to"), Heading("bytes", True)]
+    rows = [
+        (each.what, each.source, each.target, rendering.number_of_bytes(each.num_bytes)) for each in moved
+    ]
+    return Rows(headings, rows, "moved on each rank in each step by offload")
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as problem:
+        reason = getattr(problem, "strerror", None) or problem
+        raise UsageError(f"{path} cannot be read: {reason}; name a config file") from None
+    except json.JSONDecodeError as problem:
+        raise UsageError(
+            f"{path} is no JSON: {problem.msg} in line {problem.lineno}, column {problem.colno}; correct it"
+        ) from None
+    if not isinstance(found, dict):
+        raise UsageError(
+            f"{path} holds a {type(found).__name__}; expected an object with keys, as in a DeepSpeed config"
+        )
+    return found
+
+
+def _number(text: str) -> int:
+    """``175e9``, ``1.3B``, ``125M`` as a number."""
+    stripped = text.strip().replace("_", "").replace(",", "")
+    factor = _FACTORS.get(stripped[-1:].upper(), 1.0)
+    digits = stripped[:-1] if factor > 1.0 else stripped
+    try:
+        numel = float(digits) * factor
+    except ValueError:
+        numel = float("nan")
+    if not 1 <= numel < 1e18:
+        raise UsageError(
+            f"--params is {text!r}; expected a number of parameters, such as 175e9, 1.3B or 125M"
+        )
+    return round(numel)

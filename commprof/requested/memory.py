@@ -1,0 +1,262 @@
+"""How much memory the states of a training need on each rank, and what moves between device, host and disk in a step.
+
+A statement of rules, as for the messages: nothing is run. Activations, and what the program itself needs, come on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from commprof.requested.configuration import Configuration, read_configuration, zero_section
+from commprof.requested.errors import RequestedError
+from commprof.requested.fetch_configuration import read_fetch_configuration
+from commprof.requested.fetching import persistent_parameters
+from commprof.requested.keys import flag, section
+from commprof.requested.offload import Offload, read_offload
+from commprof.requested.parameters import Parameter, check_parameters, in_model_order, item_bytes
+from commprof.requested.support import optimizer_type
+
+# fp32 numbers that an optimizer keeps for each parameter.
+_STATES: Final[Mapping[str, int]] = {
+    **dict.fromkeys(
+        ("adam", "adamw", "lamb", "nadam", "radam", "adamax", "fusedadam", "cpuadam", "muadam", "muadamw"), 2
+    ),
+    **dict.fromkeys(("adagrad", "lion", "rmsprop", "muon"), 1),
+    "adadelta": 2,
+}
+_WIDE: Final = 4  # bytes of an fp32 number
+_STRETCH: Final = 2**22  # most elements of an optimizer that are in memory at once for an update, with nvme
+_SHARE: Final = 64
+_SMALLEST: Final = 2**18
+_BUCKETS_UNDER_WAY: Final = 2  # where they overlap with the backward pass
+
+
+class Holding(NamedTuple):
+    """What one rank holds of one kind, in bytes.
+
+    Attributes:
+        what: ``parameters``, ``gathered parameters``, ``gradients``, ``reduced gradients``, ``gradient buckets``,
+            ``masters``, ``optimizer states`` or ``buffers of files``.
+        device: on the accelerator; on a machine without one this is host memory too.
+        host: in host memory.
+        disk: in files.
+        note: what a reader should know; empty when there is nothing.
+    """
+
+    what: str
+    device: int
+    host: int = 0
+    disk: int = 0
+    note: str = ""
+
+
+class Movement(NamedTuple):
+    """What moves between two places of one rank in each optimizer step, in bytes.
+
+    Attributes:
+        what: as of a Holding.
+        source: ``device``, ``host`` or ``disk``.
+        target: likewise.
+        num_bytes: in one step.
+    """
+
+    what: str
+    source: str
+    target: str
+    num_bytes: int
+
+
+class _Sizes(NamedTuple):
+    """What the rules are stated in.
+
+    Attributes:
+        numel: elements of all parameters.
+        share: of which this rank has, where they are shared out.
+        item: bytes of an element in the model.
+        master: bytes of an element that the optimizer updates in its place; 0 where that is the parameter itself.
+        state: bytes of the optimizer's state for an element.
+        gradient: bytes of an element of an accumulated gradient.
+    """
+
+    numel: int
+    share: int
+    item: int
+    master: int
+    state: int
+    gradient: int
+
+
+def holdings(config: Mapping[str, Any], parameters: Sequence[Parameter], world_size: int) -> list[Holding]:
+    """What the rank with the most holds while it trains with ``config``.
+
+    Args:
+        config: the config file as DeepSpeed reads it.
+        parameters: all parameters of the model.
+        world_size: ranks that train on different data.
+
+    Raises:
+        RequestedError: the config or the parameters cannot be used as they are.
+    """
+    configuration, offload, sizes = _read(config, parameters, world_size)
+    found = _parameters(config, configuration, offload, sizes, parameters)
+    found += _gradients(configuration, sizes)
+    away = round(sizes.share * offload.ratio) if offload.optimizer != "none" else 0
+    for what, item in (("masters", sizes.master), ("optimizer states", sizes.state)):
+        there = away * item
+        found.append(
+            Holding(
+                what,
+                sizes.share * item - there,
+                there if offload.optimizer == "cpu" else 0,
+                there if offload.optimizer == "nvme" else 0,
+                _state_note(config) if what == "optimizer states" else "",
+            )
+        )
+    buffers = _buffers(offload, sizes)
+    if buffers:
+        found.append(Holding("buffers of files", 0, buffers))
+    return [each for each in found if each.device or each.host or each.disk]
+
+
+def movements(
+    config: Mapping[str, Any], parameters: Sequence[Parameter], world_size: int, gathered_bytes: int
+) -> list[Movement]:
+    """What moves on one rank in each step between device, host and disk.
+
+    Args:
+        config, parameters, world_size: as for :func:`holdings`.
+        gathered_bytes: payload of all messages that gather parameters in a step (stage 3).
+
+    Raises:
+        RequestedError: the config or the parameters cannot be used as they are.
+    """
+    _, offload, sizes = _read(config, parameters, world_size)
+    found = []
+    if offload.parameters != "none":
+        sent = gathered_bytes // world_size  # each message is made of one slice of every rank
+        in_files = _in_files(offload, sizes)
+        if in_files:
+            found.append(Movement("parameters", "disk", "host", sent * in_files // max(sizes.share, 1)))
+            found.append(Movement("parameters", "host", "disk", in_files * sizes.item))
+        found.append(Movement("parameters", "host", "device", sent))
+        if offload.optimizer == "none":
+            found.append(Movement("parameters", "device", "host", sizes.share * sizes.item))
+    if offload.optimizer != "none":
+        away = round(sizes.share * offload.ratio)
+        if offload.optimizer == "nvme":
+            for what, item in (("masters", sizes.master), ("optimizer states", sizes.state)):
+                found += [
+                    Movement(what, "disk", "host", away * item),
+                    Movement(what, "host", "disk", away * item),
+                ]
+        found.append(Movement("gradients", "device", "host", away * sizes.gradient))
+        if offload.parameters == "none":
+            found.append(Movement("parameters", "host", "device", away * sizes.item))
+    return [each for each in found if each.num_bytes]
+
+
+def _read(
+    config: Mapping[str, Any], parameters: Sequence[Parameter], world_size: int
+) -> tuple[Configuration, Offload, _Sizes]:
+    if world_size < 1:
+        raise RequestedError(f"the world size is {world_size}; expected 1 or more")
+    check_parameters(parameters)
+    configuration = read_configuration(config)
+    offload = read_offload(zero_section(config), configuration.stage)
+    numel = sum(parameter.numel for parameter in parameters)
+    if configuration.stage == 3:
+        share = sum(-(-parameter.numel // world_size) for parameter in parameters)
+    else:
+        share = -(-numel // world_size) if configuration.partitions else numel
+    item = item_bytes(configuration.model_dtype or "float32")
+    wide = item if _narrow_masters(config) else _WIDE
+    # A parameter as wide as a master is its own, unless it is kept elsewhere than the optimizer.
+    own = item == wide and offload.optimizer == offload.parameters == "none"
+    accumulation = configuration.accumulation_dtype
+    gradient = item_bytes(accumulation) if accumulation else item
+    return (
+        configuration,
+        offload,
+        _Sizes(numel, share, item, 0 if own else wide, wide * _states(config), gradient),
+    )
+
+
+def _narrow_masters(config: Mapping[str, Any]) -> bool:
+    """Whether the optimizer updates the 16-bit parameters themselves."""
+    name = "bf16" if "bf16" in config or "bfloat16" not in config else "bfloat16"
+    return flag(section(config, name), f"{name}.bf16_master_weights_and_grads", False)
+
+
+def _states(config: Mapping[str, Any]) -> int:
+    kind = optimizer_type(config)
+    if kind == "sgd":
+        block = config["optimizer"].get("params") or {}
+        return 1 if isinstance(block, Mapping) and block.get("momentum") else 0
+    return _STATES.get(kind, 2)
+
+
+def _state_note(config: Mapping[str, Any]) -> str:
+    kind = optimizer_type(config)
+    return (
+        ""
+        if kind in _STATES or kind == "sgd"
+        else "those of Adam: the config names no optimizer that is known here"
+    )
+
+
+def _parameters(
+    config: Mapping[str, Any],
+    configuration: Configuration,
+    offload: Offload,
+    sizes: _Sizes,
+    parameters: Sequence[Parameter],
+) -> list[Holding]:
+    if configuration.stage != 3:
+        return [Holding("parameters", sizes.numel * sizes.item, note="whole on every rank")]
+    in_files = _in_files(offload, sizes)
+    kept = (sizes.share - in_files) * sizes.item
+    on_device = offload.parameters == "none"
+    slices = Holding("parameters", kept if on_device else 0, 0 if on_device else kept, in_files * sizes.item)
+    fetching = read_fetch_configuration(zero_section(config))
+    listed = in_model_order(parameters)
+    persistent = sum(each.numel for each in persistent_parameters(listed, fetching))
+    largest = max((each.numel for each in listed), default=0)
+    # What is used again soon is kept, and gathering ahead stops at max_live_parameters.
+    limit = max(fetching.max_live_parameters, fetching.max_reuse_distance) + largest + persistent
+    whole = min(sizes.numel, limit)
+    note = "at most, while modules use them"
+    if whole == sizes.numel:
+        note += (
+            ": all of the model, since stage3_max_reuse_distance and stage3_max_live_parameters allow as much"
+        )
+    return [slices, Holding("gathered parameters", whole * sizes.item, note=note)]
+
+
+def _gradients(configuration: Configuration, sizes: _Sizes) -> list[Holding]:
+    if configuration.stage < 2:
+        found = [
+            Holding("gradients", sizes.numel * sizes.item, note="whole on every rank until they are reduced")
+        ]
+        if configuration.partitions:
+            found.append(Holding("reduced gradients", sizes.share * sizes.gradient))
+        bucket = sizes.numel if not configuration.partitions else configuration.reduce_bucket_size
+    else:
+        found = [Holding("gradients", sizes.share * sizes.gradient)]
+        bucket = configuration.reduce_bucket_size
+    under_way = _BUCKETS_UNDER_WAY if configuration.overlap_comm else 1
+    numel = min(bucket * under_way, sizes.numel)
+    item = item_bytes(configuration.communication_dtype)
+    return [*found, Holding("gradient buckets", numel * item, note="at most, in the backward pass")]
+
+
+def _in_files(offload: Offload, sizes: _Sizes) -> int:
+    return max(sizes.share - offload.max_in_cpu, 0) if offload.parameters == "nvme" else 0
+
+
+def _buffers(offload: Offload, sizes: _Sizes) -> int:
+    needed = min(offload.buffers, _in_files(offload, sizes)) * sizes.item
+    if offload.optimizer == "nvme":
+        stretch = min(max(sizes.share // _SHARE, _SMALLEST), _STRETCH, sizes.share)
+        needed += offload.optimizer_buffers * stretch * (sizes.master + sizes.state + _WIDE)
+    return needed

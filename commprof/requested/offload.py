@@ -1,0 +1,73 @@
+"""What a config keeps in host memory or in files instead of on the device, with DeepSpeed 0.19's defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from commprof.requested.errors import RequestedError
+from commprof.requested.keys import count, flag, number, section, wrong
+
+DEVICES = ("none", "cpu", "nvme")
+
+
+class Offload(NamedTuple):
+    """The blocks ``offload_optimizer`` and ``offload_param``. Sizes are elements.
+
+    Attributes:
+        optimizer: where masters and optimizer states are: ``none`` (the device), ``cpu`` or ``nvme``.
+        optimizer_buffers: parts of them that are in memory at once, with nvme.
+        ratio: share of them that is there; the rest is on the device.
+        parameters: where the slices of parameters are, at stage 3; likewise.
+        buffers: for slices on their way to or from files.
+        max_in_cpu: of each rank's slices, those that stay in host memory, with nvme.
+    """
+
+    optimizer: str = "none"
+    optimizer_buffers: int = 4
+    ratio: float = 1.0
+    parameters: str = "none"
+    buffers: int = 0
+    max_in_cpu: int = 0
+
+
+def read_offload(zero: Mapping[str, Any], stage: int) -> Offload:
+    """What ``zero_optimization`` says; of a key that does not act at ``stage``, nothing.
+
+    Raises:
+        RequestedError: a key has a value of the wrong type or outside its range.
+    """
+    optimizer, ratio, buffers = "none", 1.0, 4
+    if stage:
+        block = section(zero, "offload_optimizer")
+        optimizer = _device(zero, "cpu_offload", block, "offload_optimizer")
+        ratio = min(number(block, "offload_optimizer.ratio", 1.0), 1.0)
+        buffers = count(block, "offload_optimizer.buffer_count", 4, least=0) or 0
+    if stage != 3:
+        return Offload(optimizer, buffers, ratio)
+    if zero.get("offload_param") is not None and zero.get("offload_params") is not None:
+        raise RequestedError(
+            "zero_optimization has offload_param and offload_params, which are one key; keep the first"
+        )
+    key = "offload_params" if zero.get("offload_params") is not None else "offload_param"
+    block = section(zero, key)
+    size = count(block, f"{key}.buffer_size", 100_000_000, least=0) or 0
+    return Offload(
+        optimizer,
+        buffers,
+        ratio,
+        _device(zero, "cpu_offload_param", block, key),
+        size * (count(block, f"{key}.buffer_count", 5, least=0) or 0),
+        count(block, f"{key}.max_in_cpu", 1_000_000_000, least=0) or 0,
+    )
+
+
+def _device(zero: Mapping[str, Any], old: str, block: Mapping[str, Any], key: str) -> str:
+    if flag(zero, f"zero_optimization.{old}", False):
+        return "cpu"
+    device = block.get("device")
+    if device is None:
+        return "none"
+    if device not in DEVICES:
+        raise wrong(f"zero_optimization.{key}.device", device, "none, cpu or nvme")
+    return str(device)

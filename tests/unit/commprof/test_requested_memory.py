@@ -1,0 +1,183 @@
+"""Memory of each rank, and what offload moves, by hand; and the command that shows them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from commprof.cli.application import invoke
+from commprof.errors import UsageError
+from commprof.requested.memory import Movement, holdings, movements
+from commprof.requested.models import likely_layers, transformer
+from commprof.requested.parameters import Parameter
+from zero_runtime.config import RuntimeConfig
+
+N = 64_000_000
+MODEL = [Parameter(f"layers.{number}.weight", N // 8) for number in range(8)]
+ADAM = {"type": "AdamW", "params": {}}
+
+
+def config(stage, precision="fp16", optimizer=ADAM, **zero):
+    found = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": optimizer,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1000, **zero},
+    }
+    return found if precision == "fp32" else {**found, precision: {"enabled": True}}
+
+
+def table(*arguments, **keywords):
+    return {each.what: each[1:4] for each in holdings(config(*arguments, **keywords), MODEL, 4)}
+
+
+def test_what_every_stage_shares_out():
+    whole, quarter = N, N // 4
+    assert table(0) == {
+        "parameters": (2 * whole, 0, 0),
+        "gradients": (2 * whole, 0, 0),
+        "gradient buckets": (2 * whole, 0, 0),
+        "masters": (4 * whole, 0, 0),
+        "optimizer states": (8 * whole, 0, 0),
+    }
+    assert table(1)["masters"] == (4 * quarter, 0, 0)
+    assert table(1)["gradients"] == (2 * whole, 0, 0)
+    assert table(2)["gradients"] == (2 * quarter, 0, 0)
+    assert table(2)["parameters"] == (2 * whole, 0, 0)
+    assert table(3)["parameters"] == (2 * quarter, 0, 0)
+    assert table(3)["gathered parameters"] == (2 * whole, 0, 0)
+    assert table(2)["gradient buckets"] == (2 * 1000, 0, 0)
+    assert table(3)["gradient buckets"] == (2 * 2 * 1000, 0, 0)
+
+
+def test_what_stays_gathered_is_limited():
+    zero = {"stage3_max_live_parameters": 1000, "stage3_max_reuse_distance": 2000}
+    assert table(3, **zero)["gathered parameters"] == (2 * (2000 + N // 8), 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "numbers"),
+    [
+        (ADAM, 2),
+        ({"type": "SGD", "params": {"lr": 0.1}}, 0),
+        ({"type": "SGD", "params": {"momentum": 0.9}}, 1),
+        ({"type": "Adagrad"}, 1),
+        ({"type": "Lion"}, 1),
+        (None, 2),
+    ],
+)
+def test_states_of_optimizers(optimizer, numbers):
+    assert table(2, optimizer=optimizer).get("optimizer states", (0,))[0] == 4 * numbers * N // 4
+
+
+def test_a_wide_parameter_is_its_own_master():
+    assert "masters" not in table(2, "fp32")
+    assert table(2, "fp32", offload_optimizer={"device": "cpu"})["masters"] == (0, N, 0)
+
+
+def test_offload():
+    slices = {
+        "device": "nvme",
+        "nvme_path": "x",
+        "max_in_cpu": N // 8,
+        "buffer_size": 1000,
+        "buffer_count": 2,
+    }
+    found = table(
+        3, offload_optimizer={"device": "nvme", "nvme_path": "x", "ratio": 0.5}, offload_param=slices
+    )
+    assert found["parameters"] == (0, 2 * N // 8, 2 * N // 8)
+    assert found["masters"] == (2 * N // 4, 0, 2 * N // 4)
+    assert found["optimizer states"] == (4 * N // 4, 0, 4 * N // 4)
+    assert found["buffers of files"][1] == 2 * 2000 + 4 * 2**18 * (4 + 8 + 4)
+    other = table(3, offload_optimizer={"device": "cpu"}, offload_params={"device": "cpu"})
+    assert other["parameters"] == (0, 2 * N // 4, 0)
+    assert other["optimizer states"] == (0, 8 * N // 4, 0)
+    assert table(2, offload_param={"device": "cpu"}) == table(2)
+
+
+def test_what_moves_in_a_step():
+    slices = {"device": "nvme", "nvme_path": "x", "max_in_cpu": 0}
+    given = config(3, offload_optimizer={"device": "nvme", "nvme_path": "x"}, offload_param=slices)
+    assert movements(given, MODEL, 4, 2 * 2 * N) == [
+        Movement("parameters", "disk", "host", N),  # twice a quarter of 2 bytes for each parameter
+        Movement("parameters", "host", "disk", 2 * N // 4),
+        Movement("parameters", "host", "device", N),
+        Movement("masters", "disk", "host", 4 * N // 4),
+        Movement("masters", "host", "disk", 4 * N // 4),
+        Movement("optimizer states", "disk", "host", 8 * N // 4),
+        Movement("optimizer states", "host", "disk", 8 * N // 4),
+        Movement("gradients", "device", "host", 2 * N // 4),
+    ]
+    assert movements(config(3), MODEL, 4, 2 * 2 * N) == []
+
+
+def test_layers_of_known_models():
+    assert likely_layers(175_000_000_000) == 96
+    model = transformer(1001, 3)
+    assert sum(each.numel for each in model) == 1001
+    assert len(model) == 12
+
+
+LARGE = {
+    "train_batch_size": 4096,
+    "gradient_accumulation_steps": 16,
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "contiguous_gradients": True},
+    "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True},
+    "fp16": {"enabled": True, "loss_scale": 0},
+    "steps_per_print": 10,
+    "wall_clock_breakdown": False,
+}
+
+
+def test_a_large_model(tmp_path, capsys):
+    assert RuntimeConfig.from_mapping(LARGE, 256).train_micro_batch_size_per_gpu == 1
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(LARGE))
+    assert invoke(["requested", str(path), "--params", "175e9", "--world", "256", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    held = {each["what"]: each for each in found["memory_per_rank"]}
+    share = 175_000_000_000 / 256
+    assert held["parameters"]["device"] == pytest.approx(2 * share, rel=1e-6)
+    assert held["masters"]["host"] == pytest.approx(4 * share, rel=1e-6)
+    assert held["optimizer states"]["host"] == pytest.approx(8 * share, rel=1e-6)
+    reduced = [each for each in found["messages_per_step"] if each["purpose"] == "gradient_reduce"]
+    assert sum(each["payload_bytes"] for each in reduced) == pytest.approx(16 * 2 * 175e9, rel=1e-6)
+    assert invoke(["requested", str(path), "--params", "175B", "--world", "256"]) == 0
+    shown = capsys.readouterr().out
+    assert "of a host with 8 ranks" in shown and "96 layers" in shown
+    assert "of a rank               7.40 GiB  7.64 GiB   0 B" in shown
+
+
+def test_what_cannot_be_said_in_bytes_is_said(tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config(3, zero_quantized_weights=True)))
+    assert invoke(["requested", str(path), "--params", "1e9"]) == 0
+    assert (
+        "bytes of messages cannot be said: zero_optimization.zero_quantized_weights"
+        in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "message"),
+    [
+        ("{", ["--params", "1e9"], "is no JSON"),
+        ("[]", ["--params", "1e9"], "holds a list"),
+        ("{}", ["--params", "many"], "--params is 'many'"),
+        ("{}", ["--params", "20"], "expected at least"),
+        ('{"zero_optimization": {"stage": 4}}', ["--params", "1e9"], "stage is 4"),
+        (
+            '{"zero_optimization": {"stage": 3, "offload_param": {"device": "disk"}}}',
+            ["--params", "1e9"],
+            "offload_param.device is 'disk'",
+        ),
+    ],
+)
+def test_refused(tmp_path, text, arguments, message):
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    if message == "expected at least":
+        arguments = [*arguments, "--layers", "2"]
+    with pytest.raises(UsageError, match=message):
+        invoke(["requested", str(path), *arguments])
