@@ -20,6 +20,7 @@ from typing import Any, Final, Protocol
 __all__ = [
     "Listener",
     "attach",
+    "bucket",
     "current_tag",
     "describe_bucket",
     "describe_config",
@@ -44,7 +45,10 @@ class Listener(Protocol):
         """The phase changed."""
 
     def on_row(self, table: str, row: Mapping[str, Any]) -> None:
-        """One row of a side table: ``metrics``, ``parameters``, ``buckets`` or ``config``."""
+        """One row of a side table: ``metrics``, ``parameters`` or ``config``."""
+
+    def on_flush(self, content: bucket) -> None:
+        """A gradient bucket was flushed."""
 
 
 class Position:
@@ -214,14 +218,30 @@ def describe_parameters(rows: Iterable[Mapping[str, Any]]) -> None:
             _listener.on_row("parameters", row)
 
 
-def describe_bucket(**row: Any) -> None:
-    """Publish a flushed gradient bucket of the current step.
+class bucket:  # noqa: N801 - as tag
+    """A gradient bucket, which comes back in every step: described once, and told each time it is flushed.
 
-    ``bucket`` (number within the step), ``numel``, ``bytes``, ``capacity`` (elements), ``dtype``, ``owners`` (text),
-    ``parameters`` (text), ``flush_reason``.
+    Args:
+        row: ``bucket`` (number within the step), ``numel``, ``bytes``, ``capacity`` (elements), ``dtype``, ``owners``
+            (text), ``parameters`` (text), ``flush_reason``.
     """
+
+    __slots__ = ("interned", "row")
+
+    def __init__(self, **row: Any) -> None:
+        self.row: Mapping[str, Any] = row
+        self.interned: tuple[object, int] | None = None  # the recorder's cache: (session, id)
+
+    def flushed(self) -> None:
+        """Publish that it was flushed now, in the current step."""
+        if _listener is not None:
+            _listener.on_flush(self)
+
+
+def describe_bucket(**row: Any) -> None:
+    """Publish a gradient bucket that was flushed now. One that comes back is cheaper as a :class:`bucket` that is kept."""
     if _listener is not None:
-        _listener.on_row("buckets", row)
+        _listener.on_flush(bucket(**row))
 
 
 def describe_config(config: Mapping[str, Any], engine: str) -> None:

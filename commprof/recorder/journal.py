@@ -151,7 +151,7 @@ class Journal:
         return self.events is not None and self.write_line(kind, encode_row(kind, row))
 
     def write_line(self, kind: str, line: bytes) -> bool:
-        """The same for a row of ``kind`` that is a line already."""
+        """The same for a row of ``kind`` that is a line already, or several of them."""
         events, records = self.events, self.records
         if events is None or (self.allows_line is not None and not self.allows_line(kind)):
             return False

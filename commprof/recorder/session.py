@@ -36,8 +36,7 @@ from commprof.recorder.stacks import StackSignal
 from commprof.recorder.steps import Steps
 from commprof.trace.writer import count_of
 
-_TABLES: Final = frozenset({"metrics", "parameters", "buckets", "config"})
-_OF_STEPS: Final = frozenset({"metrics", "buckets"})
+_TABLES: Final = frozenset({"metrics", "parameters", "config"})
 
 
 class Session:
@@ -215,8 +214,16 @@ class Session:
         try:
             if table == "parameters":
                 self.frameworks.models.heard()
-            if table in _TABLES and (self.window.is_open or table not in _OF_STEPS):
+            if table in _TABLES and (self.window.is_open or table != "metrics"):
                 self.steps.note_row(table, row)
+        except Exception as error:
+            self.journal.fault(error)
+
+    def on_flush(self, content: hooks.bucket) -> None:
+        """A gradient bucket was flushed."""
+        try:
+            if self.window.is_open:
+                self.steps.note_flush(content)
         except Exception as error:
             self.journal.fault(error)
 

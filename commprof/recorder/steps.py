@@ -53,6 +53,7 @@ class Steps:
         """Step ``step`` begins, or a further micro step of it."""
         now = time.perf_counter_ns()
         self._hear()
+        self._buckets.write()
         if micro_step == 0:
             self._check()
             if self.readings is not None:
@@ -87,6 +88,7 @@ class Steps:
         if self.readings is not None:
             self.readings.finish()
             self.readings = None
+        self._buckets.write()
         now = time.perf_counter_ns()
         self.journal.write(
             "step", {"step": None, "micro_step": 0, "time_ns": now, "closed": True, **_resources()}
@@ -95,6 +97,7 @@ class Steps:
     def finish(self) -> None:
         """Recording ends: the last step's resources and the clocks."""
         now = time.perf_counter_ns()
+        self._buckets.write()
         if self.readings is not None:
             self.readings.finish()
         self.journal.write("step", {"step": None, "micro_step": 0, "time_ns": now, **_resources()})
@@ -110,12 +113,14 @@ class Steps:
                 self.journal.refused_metrics += 1
                 return
             content["value"] = float(value) if math.isfinite(value) else repr(float(value))
-        step, micro_step = hooks.position.step, hooks.position.micro_step
-        if table == "buckets":
-            self._buckets.write(content, step, micro_step, now)
-        else:
-            moment = {"step": step, "micro_step": micro_step, "time_ns": now}
-            self.journal.write(table, content | moment)
+        moment = {"step": hooks.position.step, "micro_step": hooks.position.micro_step, "time_ns": now}
+        self.journal.write(table, content | moment)
+        self.cost_ns += time.perf_counter_ns() - now
+
+    def note_flush(self, bucket: hooks.bucket) -> None:
+        """Keep that ``bucket`` was flushed, with the step and the time; written when the next step begins."""
+        now = time.perf_counter_ns()
+        self._buckets.add(bucket, hooks.position.step, hooks.position.micro_step, now)
         self.cost_ns += time.perf_counter_ns() - now
 
     def _write_clock(self, now: int) -> None:

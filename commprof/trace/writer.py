@@ -406,7 +406,7 @@ class EventFile:
         return self.write_line(encode_row(kind, row))
 
     def write_line(self, line: bytes) -> bool:
-        """The same for a row that is a line already."""
+        """The same for a row that is a line already, or for several."""
         with self._lock:
             if self.stopped_reason is not None:
                 self.lost += 1

@@ -229,7 +229,7 @@ class BandedGradients:
         bucket = self._bucket(band, buffer)
         band.buffer = None
         if hooks.recording():
-            bucket.describe()
+            bucket.publish()
         self._spare.append((buffer, self._overlap.send(bucket, partial(self._start, band))))
 
     def _bucket(self, band: Band, buffer: torch.Tensor) -> Bucket:

@@ -95,21 +95,16 @@ class Bucket:
         """The tag of a collective that carries this bucket; no more than its purpose when nobody records."""
         if not hooks.recording():
             return _UNRECORDED
-        names = tuple(dict.fromkeys(entry.name for entry in self.entries))
+        names = tuple([entry.name for entry in self.entries])
         return _reduction_tag(self.number, owner, names, intended_op, self.num_bytes)
 
-    def describe(self) -> None:
-        """Publish the bucket."""
-        hooks.describe_bucket(
-            bucket=self.number,
-            numel=self.tensor.numel(),
-            bytes=self.num_bytes,
-            capacity=self.limit,
-            dtype=str(self.dtype).removeprefix("torch."),
-            owners=",".join(map(str, dict.fromkeys(run.owner for run in self.runs))) or None,
-            parameters=",".join(dict.fromkeys(entry.name for entry in self.entries)),
-            flush_reason=self.flush_reason,
-        )
+    def publish(self) -> None:
+        """Tell whoever records that the bucket is flushed."""
+        if not hooks.recording():
+            return
+        names = tuple([entry.name for entry in self.entries])
+        content = self.tensor.numel(), self.limit, self.dtype, self.runs, self.flush_reason
+        _published(self.number, names, *content).flushed()
 
 
 _UNRECORDED: Final = hooks.tag("gradient_reduce")
@@ -120,7 +115,30 @@ def _reduction_tag(
     bucket: int, owner: int | None, parameters: tuple[str, ...], intended_op: str | None, bucket_bytes: int
 ) -> hooks.tag:
     # The same buckets come back every step, and a tag that is kept is cheaper for the recorder.
-    return hooks.tag("gradient_reduce", bucket, owner, parameters, intended_op, bucket_bytes)
+    names = tuple(dict.fromkeys(parameters))
+    return hooks.tag("gradient_reduce", bucket, owner, names, intended_op, bucket_bytes)
+
+
+@lru_cache(maxsize=4096)
+def _published(
+    number: int,
+    parameters: tuple[str, ...],
+    numel: int,
+    limit: int,
+    dtype: torch.dtype,
+    runs: tuple[Run, ...],
+    flush_reason: str,
+) -> hooks.bucket:
+    return hooks.bucket(
+        bucket=number,
+        numel=numel,
+        bytes=numel * dtype.itemsize,
+        capacity=limit,
+        dtype=str(dtype).removeprefix("torch."),
+        owners=",".join(map(str, dict.fromkeys(run.owner for run in runs))) or None,
+        parameters=",".join(dict.fromkeys(parameters)),
+        flush_reason=flush_reason,
+    )
 
 
 @dataclass(slots=True)
@@ -244,7 +262,7 @@ class Bucketer:
         current.numel = 0
         self._number += 1
         if hooks.recording():
-            bucket.describe()
+            bucket.publish()
         flight = self._send(bucket)
         if buffered:
             current.buffers[0].flight = flight

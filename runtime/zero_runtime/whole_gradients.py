@@ -183,7 +183,7 @@ def _reduce(
         tensor = joined([entry.gradient for entry in sent])
         bucket = Bucket(number, tensor, (), dtype, policy.limit, policy.scaling, sent, END_OF_BACKWARD)
         if hooks.recording():
-            bucket.describe()
+            bucket.publish()
         policy.reduce(bucket, group)
         sums.append(tensor.split([run.numel for run in batch]))
     return sums

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from types import ModuleType
 from typing import Any, Final, NamedTuple
 
 import torch
 
 from commprof import hooks
+from commprof.recorder.adapters.flushes import open_bucket
 from commprof.recorder.adapters.patching import Patches
 
 
@@ -82,17 +82,7 @@ class Buckets:
             self._step, self._next = hooks.position.step, 0
         number, self._next = self._next, self._next + 1
         nbytes = content.numel * content.dtype.itemsize
-        hooks.describe_bucket(
-            bucket=number,
-            numel=content.numel,
-            bytes=nbytes,
-            capacity=content.capacity,
-            dtype=str(content.dtype).removeprefix("torch."),
-            owners=None,
-            parameters=",".join(content.names) or None,
-            flush_reason=None,
-        )
-        return _tag(number, content.names, nbytes)
+        return open_bucket(number, content.numel, nbytes, content.dtype, content.names, content.capacity)
 
     def _engine_content(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Content | None:
         gradients = kwargs.get("bucket", args[0] if args else None)
@@ -130,9 +120,3 @@ def _parameter(optimizer: Any, entry: Any) -> Any:
 
 
 _NO_BUCKET: Final = hooks.tag("gradient_reduce")
-
-
-@lru_cache(maxsize=4096)
-def _tag(number: int, names: tuple[str, ...], nbytes: int) -> hooks.tag:
-    # The same buckets come back every step, and a tag that is kept is cheaper for the recorder.
-    return hooks.tag("gradient_reduce", number, None, names, None, nbytes)

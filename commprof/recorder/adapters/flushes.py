@@ -27,7 +27,23 @@ def open_bucket(
         nbytes: as it travels.
         capacity: elements that it may hold.
     """
-    hooks.describe_bucket(
+    bucket, tag = _known(number, numel, nbytes, dtype, names, capacity, module)
+    bucket.flushed()
+    return tag
+
+
+# The same buckets come back every step, and what is kept is cheaper for the recorder.
+@lru_cache(maxsize=4096)
+def _known(
+    number: int,
+    numel: int,
+    nbytes: int,
+    dtype: torch.dtype,
+    names: tuple[str, ...],
+    capacity: int | None,
+    module: str | None,
+) -> tuple[hooks.bucket, hooks.tag]:
+    bucket = hooks.bucket(
         bucket=number,
         numel=numel,
         bytes=nbytes,
@@ -37,19 +53,8 @@ def open_bucket(
         parameters=",".join(names) or None,
         flush_reason=None,
     )
-    return _tag(number, names, nbytes, module)
-
-
-# The same buckets come back every step, and a tag that is kept is cheaper for the recorder.
-@lru_cache(maxsize=4096)
-def _tag(number: int, names: tuple[str, ...], nbytes: int, module: str | None) -> hooks.tag:
-    return hooks.tag(
-        Purpose.GRADIENT_REDUCE.value,
-        bucket=number,
-        parameters=names,
-        bucket_bytes=nbytes,
-        module=module,
-    )
+    purpose = Purpose.GRADIENT_REDUCE.value
+    return bucket, hooks.tag(purpose, bucket=number, parameters=names, bucket_bytes=nbytes, module=module)
 
 
 class Numbers:
