@@ -26,22 +26,30 @@ _LEGEND: Final = (
 
 
 def per_step_parts(per_step: pd.DataFrame) -> list[Rows | str]:
-    """What a training step stands still for; nothing where no step ended or nothing was timed."""
+    """What a training step stands still for; nothing where no step ended, and a sentence where it is not known."""
     rows = rendering.records(per_step)
-    if not rows or rendering.is_missing(rows[-1]["exposed_ns"]):
+    if not rows:
         return []
+    if rendering.is_missing(rows[-1]["exposed_ns"]):
+        why = _unseen_waits(rows[-1])
+        return [rendering.paragraph(f"Exposed per training step: not known. {why}") + "\n"] if why else []
     steps = rows[-1]["steps"]
     name = f"Exposed per training step, median of {steps} {'step' if steps == 1 else 'steps'}"
     legend = [_LEGEND]
-    if rows[-1]["unwaited"]:
-        legend.append(
-            f"For {rendering.count(rows[-1]['unwaited'])} records no wait was seen (DDP and compiled code wait in C++): "
-            "what they cost is not known."
-        )
+    legend += [why] if (why := _unseen_waits(rows[-1])) else []
     return [
         Rows(_HEADINGS, [_cells(row) for row in rows], name),
         rendering.paragraph(" ".join(legend)) + "\n",
     ]
+
+
+def _unseen_waits(row: Mapping[str, Any]) -> str:
+    if not row["unwaited"]:
+        return ""
+    return (
+        f"For {rendering.count(row['unwaited'])} records no wait was seen (DDP and compiled code wait in C++): "
+        "what they cost is not known."
+    )
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:

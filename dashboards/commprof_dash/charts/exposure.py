@@ -47,9 +47,11 @@ def by_purpose(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
 
 
 def duration(row: dict[str, Any], kind: str) -> str:
-    """Overlapped time is at most so much where the backend did not tell the end of all records."""
+    """Exposed time is at least so much where it is not known of all records; overlapped at most, where not all ends are."""
     value = row[f"{kind}_ns"]
     if pd.isna(value):
         return UNKNOWN
+    if kind == "exposed" and row["timed"] < row["records"]:
+        return f">= {api.format_ns(value)}"
     bounded = kind == "overlapped" and value > 0 and row["sampled"] < row["records"]
     return f"<= {api.format_ns(value)}" if bounded else api.format_ns(value)

@@ -147,6 +147,20 @@ def test_exposure_that_nobody_saw_is_not_called_none(capsys, tmp_path, monkeypat
     assert {(each["op"], each["exposed_ns"]) for each in traffic} == {("all_reduce", None), ("barrier", 0)}
 
 
+def test_where_no_wait_was_seen_at_all_that_is_said(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = SyntheticRun(world_size=2)
+    for step in range(3):
+        run.add_step(step, duration_ns=20_000_000)
+        run.add_collective("all_reduce", step=step, purpose="gradient_reduce", is_async=True)
+    run.write(tmp_path / "run")
+    shown = " ".join(printed(capsys, "report", "run").split())
+    assert "Exposed per training step: not known. For 4 records no wait was seen" in shown
+    content = json.loads(printed(capsys, "report", "run", "--json"))
+    for answer in ("traffic", "steps", "exposure", "exposure_per_step"):
+        assert {row["exposed_ns"] for row in content[answer]} == {None}
+
+
 def test_json_keeps_bytes_and_nanoseconds(capsys, run):
     content = json.loads(printed(capsys, "report", "run", "--json"))
     assert content["overview"]["records"] == 14
