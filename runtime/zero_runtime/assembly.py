@@ -20,6 +20,7 @@ from zero_runtime.errors import ConfigError, UnsupportedError
 from zero_runtime.flat_parameters import FlatParameters
 from zero_runtime.gradients import ParameterGroup, Policy, ShardedGradients
 from zero_runtime.grouping import flat_groups
+from zero_runtime.logged_group import log_messages
 from zero_runtime.loss_scale import LossScale
 from zero_runtime.matrix_updates import check_whole_gradients
 from zero_runtime.offload.placement import placement
@@ -92,6 +93,8 @@ def assemble(
     close(module)
     given = list(parameters) if parameters is not None else None
     group = TimedGroup() if config.wall_clock_breakdown else DataParallelGroup()
+    if config.comms_logger.enabled:
+        log_messages(group)
     device = group.device
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -27,6 +27,13 @@ _BUS: Final[Mapping[str, Callable[[int], float]]] = {
     "reduce_scatter": lambda n: (n - 1) / n,
     "all_to_all": lambda n: (n - 1) / n,
 }
+# The kind of those operations whose name says more than that.
+KINDS: Final[Mapping[str, str]] = {
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_coalesced": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
 _TRIM: Final = 0.1  # of the calls at either end, which averages leave out
 
 
@@ -81,6 +88,12 @@ class CommLog:
     debug: bool = False
     _samples: dict[str, dict[int, list[Sample]]] = field(default_factory=dict)
     _on_device: list[tuple[str, int, Sample, Any, Any]] = field(default_factory=list)
+
+    def configure(self, **settings: Any) -> None:
+        """Change some of the attributes; what is None stays as it is."""
+        for name, value in settings.items():
+            if value is not None:
+                setattr(self, name, value)
 
     def wants(self, name: str, asked: bool = False) -> bool:
         """Whether a message of operation ``name`` is to be timed."""

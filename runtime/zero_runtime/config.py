@@ -50,6 +50,17 @@ class MonitorConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CommsLoggerConfig:
+    """Which messages are timed, and what is said of each: see :mod:`zero_runtime.comm_log`."""
+
+    enabled: bool
+    prof_all: bool
+    prof_ops: tuple[str, ...]
+    verbose: bool
+    debug: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RuntimeConfig:
     """The whole configuration for one world size."""
 
@@ -70,6 +81,7 @@ class RuntimeConfig:
     memory_breakdown: bool
     disable_python_gc: bool
     dump_state: bool
+    comms_logger: CommsLoggerConfig
     csv_monitor: MonitorConfig
     tensorboard: MonitorConfig
     activation_checkpointing: ActivationCheckpointing
@@ -115,6 +127,7 @@ class RuntimeConfig:
             wall_clock_breakdown=top["wall_clock_breakdown"],
             memory_breakdown=top["memory_breakdown"],
             disable_python_gc=top["disable_python_gc"],
+            comms_logger=CommsLoggerConfig(**top["comms_logger"]),
             csv_monitor=MonitorConfig(**top["csv_monitor"]),
             tensorboard=MonitorConfig(**top["tensorboard"]),
             activation_checkpointing=ActivationCheckpointing(**top["activation_checkpointing"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from zero_runtime import comm
 from zero_runtime import config as configuration
 from zero_runtime.activation_checkpointing.configuration import configure_by
 from zero_runtime.assembly import assemble
+from zero_runtime.comm_log import LOG
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.data import rank_loader
 from zero_runtime.engine import Engine
@@ -80,6 +82,8 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         args.local_rank = comm.get_local_rank()
     checked = RuntimeConfig.from_mapping(given, comm.get_world_size())
     _notify(checked)
+    if checked.comms_logger.enabled:
+        LOG.configure(**dataclasses.asdict(checked.comms_logger))
     assembly = assemble(checked, model, optimizer, model_parameters)
     configure_by(
         checked.activation_checkpointing, assembly.device.type, "activation_checkpointing" in checked.given

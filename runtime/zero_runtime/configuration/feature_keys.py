@@ -99,12 +99,13 @@ FEATURES: Final[Table] = {
         "online": (optional(boolean), None, "send at once"),
         "mode": (_NAME, None, "begin a run or go on with one"),
     }),
-    "comms_logger": _part("the communication logger", {
-        "prof_all": (boolean, True, "log every operation"),
-        "prof_ops": (strings, (), "operations to log"),
-        "verbose": (boolean, False, "print each one"),
-        "debug": (boolean, False, "name the caller"),
-    }, instead="`commprof run` records every collective"),
+    "comms_logger": used(inside({
+        "enabled": used(boolean, False, "time messages, for log_summary; `commprof run` records them without waiting"),
+        "prof_all": used(boolean, True, "time every operation"),
+        "prof_ops": used(strings, (), "operations to time"),
+        "verbose": used(boolean, False, "print a line for each message"),
+        "debug": used(boolean, False, "name the function that called deepspeed.comm"),
+    }), {}, "the communication logger"),
     "flops_profiler": _part("the flops profiler", {
         "recompute_fwd_factor": (number(), 0.0, "of operations run again in the backward pass"),
         "profile_step": (_SIZE, 1, "which step"),

@@ -26,7 +26,7 @@ from zero_runtime.comm import (
     init_distributed,
     reduce_scatter_single,
 )
-from zero_runtime.comm_log import LOG, message_size
+from zero_runtime.comm_log import KINDS, LOG, message_size
 from zero_runtime.errors import UsageError
 
 __all__ = [
@@ -42,14 +42,8 @@ __all__ = [
 
 Group = ProcessGroup | None
 Function = Callable[..., Any]
-# The name under which DeepSpeed keeps some operations, and the kind that decides how bandwidth is counted.
+# The name under which DeepSpeed keeps some operations.
 _NAMES: Final = {"inference_all_reduce": "all_reduce", "all_reduce_coalesced": "all_reduce"}
-_KINDS: Final = {
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_coalesced": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-}
 
 
 def _logged(*tensors: str | int) -> Callable[[Function], Function]:
@@ -62,7 +56,7 @@ def _logged(*tensors: str | int) -> Callable[[Function], Function]:
     def decorate(function: Function) -> Function:
         own = function.__name__
         name = _NAMES.get(own, own)
-        kind = _KINDS.get(own, name)
+        kind = KINDS.get(own, name)
 
         @wraps(function)
         def call(

@@ -37,15 +37,7 @@ def configure(
     """
     if deepspeed_config is not None:
         _configure_from(deepspeed_config)
-    for name, value in {
-        "enabled": enabled,
-        "prof_all": prof_all,
-        "prof_ops": prof_ops,
-        "verbose": verbose,
-        "debug": debug,
-    }.items():
-        if value is not None:
-            setattr(LOG, name, value)
+    LOG.configure(enabled=enabled, prof_all=prof_all, prof_ops=prof_ops, verbose=verbose, debug=debug)
 
 
 def _configure_from(given: Any) -> None:

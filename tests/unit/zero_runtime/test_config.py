@@ -163,7 +163,6 @@ def test_refused_with_the_reason(top, message):
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
         {"aio": {"use_gds": True}},
         {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
-        {"comms_logger": {"enabled": True}},
         {"flops_profiler": {"enabled": True}},
         {"autotuning": {"enabled": True}},
         {"compile": {"deepcompile": True}},

@@ -180,6 +180,12 @@ VALUES = {
     "dump_state": (True, {}),
     "checkpoint": ({"tag_validation": "Fail"}, {}),
     "checkpoint.tag_validation": ("fail", {}),
+    "comms_logger": ({"enabled": True}, {}),
+    "comms_logger.enabled": (True, {}),
+    "comms_logger.prof_all": (False, {}),
+    "comms_logger.prof_ops": (["all_reduce"], {}),
+    "comms_logger.verbose": (True, {}),
+    "comms_logger.debug": (True, {}),
     **{
         name: value
         for block in ("csv_monitor", "tensorboard")
