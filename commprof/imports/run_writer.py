@@ -147,7 +147,7 @@ def _entry(
         "raised": 0,
         "incomplete": sum(not each.finished for each in collectives),
         "faults": 0,
-        "recorder_ns": 0,
+        "recorder_ns": None,
         "stopped_reason": None,
         "ended": True,
     }

@@ -11,7 +11,7 @@ from commprof.analysis import api
 from commprof_dash.charts.axes import axis
 from commprof_dash.charts.labels import escape
 from commprof_dash.charts.series import marker, series_in_order
-from commprof_dash.theme import EXPOSED_COLOUR, OTHER_COLOUR, STEP_COLOUR, Scheme, template
+from commprof_dash.theme import EXPOSED_COLOUR, OTHER_COLOUR, STEP_COLOUR, TEXT, Scheme, template
 
 _FEW: Final = 5
 
@@ -42,11 +42,10 @@ def sizes(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
     if full.notna().any():
         figure.add_scatter(
             name="full",
-            mode="lines+markers" if len(labels) < _FEW else "lines",  # a line through one point is none
-            marker={"symbol": "line-ew", "size": 40, "line": {"width": 2, "color": OTHER_COLOUR}},
+            mode="markers",  # a line from bucket to bucket would say that there is something between them
+            marker={"symbol": "line-ew", "size": 40, "color": OTHER_COLOUR, "line": {"width": 3, "color": TEXT[scheme]}},
             x=labels,
             y=[None if pd.isna(value) else float(value) for value in full],
-            line={"color": OTHER_COLOUR, "dash": "dash", "width": 2},
             hoverinfo="skip",
         )
     highest = max(float(frame["bytes"].max()), float(full.max()) if full.notna().any() else 0.0)

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from dash import html
 from dash.development.base_component import Component
 
-_MARKERS: Final = {"x-thin-open": "\u2715", "diamond-open": "\u25c7"}
+_MARKERS: Final = {"x-thin-open": "\u2715", "diamond-open": "\u25c7", "line-ew": "\u2013"}
 
 
 def legend(figure: go.Figure) -> Component | None:
@@ -22,7 +22,7 @@ def legend(figure: go.Figure) -> Component | None:
 
 
 def _swatch(trace: Any) -> Component:
-    if trace.type == "scatter" and trace.mode == "markers":
+    if trace.type == "scatter" and "lines" not in trace.mode:
         symbol = _MARKERS.get(trace.marker.symbol, "\u25cf")
         return html.Span(symbol, style={"color": trace.marker.color}, **{"aria-hidden": "true"})
     if trace.type == "scatter":

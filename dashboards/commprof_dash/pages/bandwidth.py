@@ -20,7 +20,7 @@ from commprof_dash.components.tables import Field
 from commprof_dash.data import Runs
 from commprof_dash.measures import format_count
 from commprof_dash.pages.matrix import parse_steps
-from commprof_dash.pages.one_run import draw_run
+from commprof_dash.pages.one_run import draw_run, no_records
 from commprof_dash.pages.page import Drawing, Page
 from commprof_dash.theme import Scheme
 
@@ -65,6 +65,9 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
                 chosen,
             ),
         ]
+        nothing = no_records(runs, name) if found.sizes.empty else None
+        if nothing is not None:
+            return [], [nothing]
         body = [
             *([] if recent is None else [_about_steps(*recent)]),
             *_about_ceiling(runs, chosen, file, broken),

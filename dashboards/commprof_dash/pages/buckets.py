@@ -27,6 +27,8 @@ MEAN: Final = "mean"
 
 _DRAWN: Final = 400
 _TABLE_ROWS: Final = 300
+_NAMED: Final = 8  # buckets in a sentence
+_NOT_SAID: Final = "not said"
 
 
 def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
@@ -51,7 +53,8 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
             controls.select(BUCKET, "Bucket", list(dict.fromkeys(frame["label"])), chosen),
         ]
         return parts, [
-            _tiles(found, frame),
+            _tiles(found, frame, mean),
+            *(_unlike_steps(frame) if mean else []),
             cards.columns([_sizes(frame, mean, scheme), _times(frame, mean, scheme)]),
             _table(frame, name, step),
             *_one(runs, name, found, frame[frame["label"] == chosen].iloc[-1], None if mean else int(step)),
@@ -63,37 +66,66 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
 def _no_buckets() -> Component:
     return messages.message(
         "No gradient buckets",
-        "This run has none: its runtime publishes no buckets (zero_runtime, DeepSpeed, DDP and FSDP do), or it "
-        "ended before the first was sent. A runtime of your own calls commprof.hooks.describe_bucket(...) for each. Record "
-        "such a run with:",
+        "This run has none: its runtime publishes no buckets (zero_runtime, DeepSpeed, DDP and FSDP do), it ended before "
+        "the first was sent, or it was imported from a tool that does not know them. A runtime of your own calls "
+        "commprof.hooks.describe_bucket(...) for each. Record such a run with:",
         ["commprof run train.py --config ds.json"],
     )
 
 
-def _tiles(found: pd.DataFrame, frame: pd.DataFrame) -> Component:
+def _unlike_steps(frame: pd.DataFrame) -> list[Component]:
+    """Of which buckets the mean leaves steps out, because they held something else there."""
+    changed = [str(label) for label in frame.loc[~frame["steady"].astype(bool), "label"]]
+    if not changed:
+        return []
+    more = f" and {len(changed) - _NAMED:,} more" if len(changed) > _NAMED else ""
+    which = f"Bucket {changed[0]}" if len(changed) == 1 else f"Buckets {', '.join(changed[:_NAMED])}{more}"
+    return [
+        messages.message(
+            "Not the same buckets in every step",
+            f"{which} held other parameters in some steps, as with DDP, which builds its buckets anew after the first step. "
+            "Each row below is of the steps in which it held the same as in most; choose a step above to see what that had.",
+        )
+    ]
+
+
+def _tiles(found: pd.DataFrame, frame: pd.DataFrame, mean: bool) -> Component:
     fill = frame["fill"].mean()
+    of_steps = found[found["step"] >= 0] if mean else frame
+    steps = max(1, of_steps["step"].nunique()) if mean else 1
+    per_step, sent = len(of_steps) / steps, bool(of_steps["collectives"].any())
     unlike = int((~found["alike"].astype(bool)).sum())
-    reasons = found["flush_reason"].fillna("not said").value_counts()
+    reasons = found["flush_reason"].fillna(_NOT_SAID).value_counts()
     return cards.tiles(
         [
-            cards.tile("Buckets of the step", format_count(len(frame)), f"{len(found):,} in the run"),
+            cards.tile(
+                "Buckets of the step",
+                f"{per_step:.4g}" if per_step % 1 else format_count(per_step),
+                f"{len(found):,} in the run" + (", mean of the steps" if mean else ""),
+            ),
             cards.tile(
                 "Fill",
                 "not known" if pd.isna(fill) else f"{100 * fill:.0f} %",
-                "elements over capacity, mean of the buckets",
+                "its runtime names no capacity"
+                if pd.isna(fill)
+                else "elements over capacity, mean of the buckets",
             ),
             cards.tile(
-                "Bytes of the step", api.format_bytes(frame["bytes"].sum()), "as they travel, per rank"
+                "Bytes of the step",
+                api.format_bytes(of_steps["bytes"].sum() / steps),
+                "as they travel, per rank",
             ),
             cards.tile(
                 "Wire bytes of the step",
-                api.format_bytes(frame["wire_bytes"].sum()),
-                "modelled, mean of a rank",
+                api.format_bytes(of_steps["wire_bytes"].sum() / steps) if sent else "not known",
+                "modelled, mean of a rank" if sent else "no record carries the number of a bucket",
             ),
             cards.tile(
                 "Why they were sent",
                 str(reasons.index[0]) if len(reasons) else "not said",
-                ", ".join(f"{reason} {count:,}" for reason, count in reasons.items()),
+                "its runtime tells no reason"
+                if list(reasons.index) == [_NOT_SAID]
+                else ", ".join(f"{reason} {count:,}" for reason, count in reasons.items()),
             ),
             cards.tile(
                 "Unlike between ranks",
@@ -113,10 +145,11 @@ def _drawn(frame: pd.DataFrame) -> tuple[pd.DataFrame, str]:
 def _sizes(frame: pd.DataFrame, mean: bool, scheme: Scheme) -> Component:
     drawn, cut = _drawn(frame)
     over = "Mean over the training steps: b" if mean else "B"
+    full = "" if drawn["fill"].isna().all() else "; the dashes are its capacity"
     return cards.figure_card(
         "bucket-sizes",
         "What each bucket holds",
-        f"{over}ytes of each bucket as it travels, by the operation that reduced it; the dashed line is its capacity.{cut}",
+        f"{over}ytes of each bucket as it travels, by the operation that reduced it{full}.{cut}",
         charts.sizes(drawn, scheme),
         frame.drop(columns="parameters"),
         [
@@ -246,12 +279,14 @@ def _operations(where: str, name: str, frame: pd.DataFrame) -> Component:
     return cards.table_card(
         "bucket-operations",
         title,
-        f"The records of rank {rank}, in order of issue; each part of the bucket goes to its owner.",
+        f"The records of rank {rank}, in order of issue"
+        + ("." if frame["owner"].isna().all() else "; each part of the bucket goes to its owner."),
         frame,
         [
             Field("seq", "Record", link, numeric=True),
             Field("op", "Operation"),
             Field("intended_op", "Meant"),
+            *([] if frame["module"].isna().all() else [Field("module", "Module")]),
             Field("owner", "Owner", str, numeric=True),
             Field("first_element", "From element", format_count, numeric=True),
             Field("numel", "Elements", format_count, numeric=True),

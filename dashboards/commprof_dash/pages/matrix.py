@@ -140,6 +140,8 @@ def _matrix(frame: pd.DataFrame, measure: Measure, op: str | None, scheme: Schem
 
 
 def _why_empty(frame: pd.DataFrame, measure: Measure) -> str:
+    if not frame.attrs["ranks"]:
+        return "Nothing was recorded that went between ranks."
     if int(frame.attrs["ranks"]) < 2:
         return "This run has one rank: nothing goes from one to another."
     if measure is MESSAGES:

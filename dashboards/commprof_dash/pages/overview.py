@@ -20,6 +20,7 @@ from commprof_dash.components.tables import Field
 from commprof_dash.data import Runs
 from commprof_dash.measures import MEASURES, WIRE, Measure, format_count
 from commprof_dash.pages import overview_cards
+from commprof_dash.pages.one_run import still_going
 from commprof_dash.pages.page import Drawing, Page
 from commprof_dash.theme import Scheme
 
@@ -31,10 +32,11 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         return Drawing([], [messages.no_runs(str(runs.directory))])
     name = next(iter(query.get(address.RUN, ())), names[0])
     measure = MEASURES[address.one(query, address.MEASURE, MEASURES, WIRE.key)]
+    going = runs.is_going([name])
     return Drawing(
         [controls.run_select(names, name), controls.measure_select(measure)],
-        _answers(runs, name, measure, scheme),
-        follows=runs.is_going([name]),
+        [*([still_going()] if going else []), *_answers(runs, name, measure, scheme)],
+        follows=going,
     )
 
 
@@ -115,7 +117,7 @@ def _share(share: float | None) -> str:
 
 def _recorder_time(facts: Mapping[str, Any]) -> str:
     spent = facts["recorder_ns"]
-    return "of the run's time" if spent is None else f"{api.format_ns(spent)} per rank, of the run's time"
+    return "nobody measured it" if spent is None else f"{api.format_ns(spent)} per rank, of the run's time"
 
 
 def _or_none(value: Any, write: Callable[[Any], str]) -> str:
@@ -123,11 +125,19 @@ def _or_none(value: Any, write: Callable[[Any], str]) -> str:
 
 
 def _health(facts: Mapping[str, Any]) -> Component:
+    if not facts["records"] and not facts["summed"] and facts["state"] != "running":
+        return messages.message(
+            "No records",
+            "Nothing that this run issued was recorded: it ended before its first collective, does not use "
+            "torch.distributed, or no step that was to be recorded came.",
+            severity="warning",
+        )
     if facts["notes"]:
         return messages.sentences("What is missing", facts["notes"], severity="warning")
+    ranks = "its one rank" if _ranks(facts) == "1" else f"{_ranks(facts)} ranks"
     return messages.message(
         "Nothing is missing",
-        f"Every record of {_ranks(facts)} ranks is there: {_missing(facts)}, {facts['torn']:,} torn.",
+        f"Every record of {ranks} is there: {_missing(facts)}, {facts['torn']:,} torn.",
         severity="good",
     )
 

@@ -17,10 +17,10 @@ from dash.exceptions import PreventUpdate
 from commprof.analysis import api
 from commprof_dash import address
 from commprof_dash.address import Query
-from commprof_dash.components import cards, messages
+from commprof_dash.components import cards
 from commprof_dash.data import Runs, reason
 from commprof_dash.downloads import download
-from commprof_dash.pages.one_run import draw_run
+from commprof_dash.pages.one_run import draw_run, no_records
 from commprof_dash.pages.page import Drawing, Page
 from commprof_dash.pages.timeline import PATH as TIMELINE_PATH
 from commprof_dash.pages.timeline import RUN, builds, waiting_for_index
@@ -69,9 +69,8 @@ def _answers(runs: Runs, name: str, asked: Asked) -> list[Component]:
     if waiting is not None:
         return waiting_for_index(waiting, name)
     records = int(api.index(path)["records"])
-    if not records:
-        text = "This run has no records yet. If it is still going, reload this page in a moment."
-        return [messages.message("Nothing to show", text)]
+    if not records and (nothing := no_records(runs, name)) is not None:
+        return [nothing]
     return [
         dcc.Store(id=RUN, data=name),
         dcc.Store(id=STATE, data={"pairs": _pairs(asked), "drawn": True}),

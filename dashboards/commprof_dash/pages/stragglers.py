@@ -17,7 +17,7 @@ from commprof_dash.components import cards, messages
 from commprof_dash.components.tables import Cell, Field
 from commprof_dash.data import Runs
 from commprof_dash.measures import format_count
-from commprof_dash.pages.one_run import draw_run
+from commprof_dash.pages.one_run import draw_run, no_records
 from commprof_dash.pages.page import Drawing, Page
 from commprof_dash.theme import Scheme
 from commprof_dash.timeline_data import FROM, TO
@@ -33,7 +33,7 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         found: api.Straggling = runs.of_run("straggling", name, api.straggling)
         statement = found.ranks.attrs["statement"]
         if found.lateness.empty:
-            return [], [_nothing(statement)]
+            return [], [no_records(runs, name) or _nothing(statement, runs.overview(name)["ranks_recorded"])]
         # The timeline counts from the begin of the run; its index knows that begin on the clock of the arrivals.
         run_begin_ns: int = runs.of_run("run-begin", name, lambda path: int(api.index(path)["begin_ns"]))
         return [], [
@@ -47,7 +47,13 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
     return draw_run(runs, query, answers)
 
 
-def _nothing(statement: str | None) -> Component:
+def _nothing(statement: str | None, ranks: int) -> Component:
+    if ranks == 1:
+        return messages.message(
+            "Nobody to compare",
+            "One rank of this run was recorded: nobody came before or after it. Record several:",
+            ["commprof run --nproc 4 train.py"],
+        )
     why = statement or (
         "No collective of this run was recorded on more than one rank, so nobody came before or after another."
     )

@@ -21,7 +21,7 @@ from commprof_dash.components.graph import graph, height_of
 from commprof_dash.components.tables import Field
 from commprof_dash.data import Runs, reason
 from commprof_dash.downloads import download
-from commprof_dash.pages.one_run import draw_run
+from commprof_dash.pages.one_run import draw_run, no_records
 from commprof_dash.pages.page import Drawing, Page
 from commprof_dash.pages.timeline_record import record_section, shortened
 from commprof_dash.theme import EXPOSED_COLOUR, OP_COLOURS, OTHER_COLOUR, Scheme, scheme_of
@@ -72,9 +72,8 @@ def _answers(runs: Runs, name: str, view: View, scheme: Scheme) -> list[Componen
     if waiting is not None:
         return waiting_for_index(waiting, name)
     shown = timeline(path, view)
-    if not shown.records:
-        text = "This run has no records yet. If it is still going, reload this page in a moment."
-        return [messages.message("Nothing to show", text)]
+    if not shown.records and (nothing := no_records(runs, name)) is not None:
+        return [nothing]
     figure = chart.figure(shown, scheme, _selected(path, view))
     return [
         dcc.Store(id=VIEW, data=view.stored() | _extent(shown) | {"drawn": True}),
