@@ -1,7 +1,8 @@
 """What an optimizer updates in place of this rank's pieces: flat tensors, on the device, in host memory or in files.
 
 A piece is one master, or where it is offloaded a row of them, one for each stretch, which are updated one after the other
-(:mod:`zero_runtime.offload.stretches`). The optimizer's state is where its master is.
+(:mod:`zero_runtime.offload.stretches`). The optimizer's state is where its master is. Masters of fp32 parameters that are in
+files themselves are read from there for their update, stretch by stretch, and written back.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from zero_runtime.fragments import (
 )
 from zero_runtime.gradients import ParameterGroup
 from zero_runtime.offload.files import TensorFiles
-from zero_runtime.offload.states import MASTER, StateFiles
+from zero_runtime.offload.states import MASTER, StateFiles, absent
 from zero_runtime.offload.stretches import Stretch, cut, stretch_numel, whole
+from zero_runtime.optimizers import Lamb, Muon
 from zero_runtime.pieces import Pieces
 
 
@@ -81,6 +83,7 @@ class Masters:
         self._rank = rank
         self._placement = placement
         self._groups: list[ParameterGroup] = []
+        self._borrowed: list[int] = []  # numbers of masters that are in memory only for their update
         self._staging: torch.Tensor | None = None
         self._files: StateFiles | None = None
         if placement is not None and placement.files is not None:
@@ -142,9 +145,11 @@ class Masters:
     def rounds(self) -> Iterator[list[int]]:
         """The numbers of the masters that are updated together, round after round; in a round they are in memory."""
         alone = [number for number, stretch in enumerate(self.stretches) if self._is_alone(stretch)]
-        together = sorted(set(range(len(self.tensors))) - set(alone))
+        together = sorted(set(range(len(self.tensors))).difference(alone, self._borrowed))
         if together:
             yield together
+        for number in self._borrow(self._borrowed):
+            yield [number]
         for number in alone if self._files is None else self._files.walk():
             yield [number]
 
@@ -169,7 +174,7 @@ class Masters:
         """Bring what has changed in a part of piece ``index`` into the masters."""
         for number, stretch in enumerate(self.stretches):
             begin, end = max(part.start, stretch.part.start), min(part.stop, stretch.part.stop)
-            if stretch.piece != index or begin >= end:
+            if stretch.piece != index or begin >= end or number in self._borrowed:
                 continue
             for master in self._in_memory(number):
                 own = master[begin - stretch.part.start : end - stretch.part.start]
@@ -192,6 +197,12 @@ class Masters:
     def stored(self) -> Iterator[Stored]:
         """The same, to be read one by one, in any order."""
         for number, held in enumerate(self.held()):
+            if number in self._borrowed:
+                for each in fragments_of(self._optimizer.state, [held]):
+                    part = next(part for part in held.parts if part.name == each.name)
+                    read = partial(self._look, number, slice(part.offset, part.offset + part.numel))
+                    yield stored(each)._replace(master=Elements(held.tensor.dtype, read))
+                continue
             if self._files is None or number not in self._files:
                 yield from map(stored, fragments_of(self._optimizer.state, [held]))
                 continue
@@ -235,14 +246,51 @@ class Masters:
 
     def _in_memory(self, number: int, fill: bool = False) -> Iterator[torch.Tensor]:
         """The master once, in memory; not one in files that is still to be filled, unless ``fill`` is set."""
-        if self._files is None or number not in self._files:
+        if number in self._borrowed:
+            for _ in self._borrow([number]):
+                yield self.tensors[number]
+                self.give_values(number)
+        elif self._files is None or number not in self._files:
             yield self.tensors[number]
         elif fill or not self._files.pending(number):
             for _ in self._files.walk([number]):
                 yield self.tensors[number]
 
+    @torch.no_grad()
+    def _borrow(self, numbers: Sequence[int]) -> Iterator[int]:
+        """Each of these masters in turn, with the values of the pieces, until the next is asked for."""
+        for place, number in enumerate(numbers):
+            master, stretch = self.tensors[number], self.stretches[number]
+            values = torch.empty(stretch.numel, dtype=master.dtype, device=master.device)
+            self._parameters.read(stretch.piece, values, stretch.part)
+            for following in numbers[place + 1 : place + 2]:
+                after = self.stretches[following]
+                self._parameters.begin_to_read(after.piece, after.part)
+            master.data = values
+            yield number
+            master.data = absent(stretch.numel, master.dtype, master.device)
+
+    def _look(self, number: int, part: slice) -> torch.Tensor:
+        """A part of a master that is not in memory."""
+        stretch, master = self.stretches[number], self.tensors[number]
+        begin = stretch.part.start
+        values = torch.empty(part.stop - part.start, dtype=master.dtype)
+        self._parameters.read(stretch.piece, values, slice(begin + part.start, begin + part.stop))
+        return values
+
+    def _borrows(self, index: int) -> bool:
+        """Whether the master of piece ``index`` has the piece's values, which are in files, and is not kept elsewhere."""
+        parameters = self._parameters
+        dtype = parameters.own[index].dtype
+        as_wide = torch.promote_types(dtype, self._dtype) is dtype
+        divisible = not isinstance(self._optimizer, Lamb | Muon)
+        return self._placement is None and as_wide and divisible and parameters.are_filed(index)
+
     def _cut(self, index: int, numel: int, total: int) -> list[Stretch]:
         placement = self._placement
+        if self._borrows(index):
+            stretches = cut(index, numel, stretch_numel(total, numel))
+            return [each._replace(offloaded=False) for each in stretches]
         if placement is None:
             return [whole(index, numel)]
         if not placement.divisible:
@@ -254,6 +302,10 @@ class Masters:
     def _master(self, number: int, stretch: Stretch) -> torch.Tensor:
         placement, parameters = self._placement, self._parameters
         part = stretch.part
+        if self._borrows(stretch.piece):
+            self._borrowed.append(number)
+            device = self._groups[stretch.piece].parameters[0].device
+            return absent(stretch.numel, parameters.own[stretch.piece].dtype, device).requires_grad_()
         on_host = parameters.own[stretch.piece].device.type == "cpu"
         if placement is None or not stretch.offloaded:
             return parameters.master(stretch.piece, self._dtype, part)

@@ -28,6 +28,13 @@ class Pieces:
         own = self.own[index]
         return torch.promote_types(own.dtype, dtype) is own.dtype
 
+    def are_filed(self, index: int) -> bool:
+        """Whether a part of piece ``index`` is in files, so that reading it takes time."""
+        return False
+
+    def begin_to_read(self, index: int, part: slice = WHOLE) -> None:
+        """That part of piece ``index`` is read next: begin to, where it is in files."""
+
     def starts(self, index: int) -> Sequence[int] | None:
         """The elements of piece ``index`` at which a part may begin, in order; None where it may anywhere."""
         return None

@@ -130,7 +130,7 @@ class StateFiles:
         """A master of ``numel`` elements, in files, which ``fill`` fills; written now, unless ``fast_init`` is set."""
         master = torch.empty(numel, dtype=dtype)
         entry = self._entries[number] = _Entry(master, fill)
-        master.data = _absent(numel, dtype)
+        master.data = absent(numel, dtype)
         if not self._policy.fast_init:
             self._begin(number)
             self._land(entry)
@@ -248,7 +248,7 @@ class StateFiles:
         entry = self._entries[number]
         state: dict[str, Any] = self._optimizer.state.get(entry.master, {})
         tensors: dict[str, torch.Tensor] = {name: state[name] for name in _elementwise(state, entry.master)}
-        state.update((name, _absent(entry.numel, each.dtype)) for name, each in tensors.items())
+        state.update((name, absent(entry.numel, each.dtype)) for name, each in tensors.items())
         if entry.fill is not None:
             tensors[MASTER] = entry.master.data
         for name in entry.kept.keys() - tensors.keys():
@@ -256,7 +256,7 @@ class StateFiles:
         entry.kept = {name: tensor.dtype for name, tensor in tensors.items()}
         writes = [self._files.write(f"{number}.{name}", each.detach()) for name, each in tensors.items()]
         if entry.fill is not None:
-            entry.master.data = _absent(entry.numel, entry.dtype)
+            entry.master.data = absent(entry.numel, entry.dtype)
         if entry.reading is not None:
             entry.reading.buffers.writes = writes
             entry.reading.buffers.used = False
@@ -266,10 +266,10 @@ class StateFiles:
                 write.wait()
 
 
-def _absent(numel: int, dtype: torch.dtype) -> torch.Tensor:
+def absent(numel: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
     """What stands for a tensor that is in a file."""
     value = float("nan") if dtype.is_floating_point else 0
-    return torch.full((1,), value, dtype=dtype).expand(numel)
+    return torch.full((1,), value, dtype=dtype, device=device).expand(numel)
 
 
 def _elementwise(state: dict[str, Any], master: torch.Tensor) -> list[str]:

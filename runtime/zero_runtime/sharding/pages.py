@@ -142,9 +142,9 @@ class Pager:
                 self._discard(page)
                 self._pump()
 
-    def begin(self, shards: Iterable[Shard]) -> None:
-        """The slices of ``shards`` are read next: begin to, as far as there are buffers, before what else was wanted."""
-        self._want([page for shard in shards for page in self._pages(shard)])
+    def begin(self, shards: Iterable[Shard], first: int = 0, last: int | None = None) -> None:
+        """The slices of ``shards``, or these elements of them, are read next, before what else was wanted: begin to."""
+        self._want([page for shard in shards for page in self._pages(shard, first, last)])
 
     def refill(self, coming: Callable[[], Iterable[Shard]]) -> None:
         """Read ahead the slices that ``coming`` tells, in that order; not before what was wanted earlier has been read."""

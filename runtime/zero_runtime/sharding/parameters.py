@@ -60,7 +60,7 @@ class ShardedParameters(Pieces):
     def master(self, index: int, dtype: torch.dtype, part: slice = WHOLE) -> torch.Tensor:
         """What the optimizer updates in place of a part of piece ``index``, where the parameters are used."""
         first = self._groups[index].parameters[0]
-        if not self._in_files(index):
+        if not self.are_filed(index):
             return super().master(index, dtype, part).detach().to(first.device).requires_grad_()
         begin, end, _ = part.indices(self._groups[index].layout.piece_numel)
         wide = torch.promote_types(first.dtype, dtype)
@@ -71,12 +71,22 @@ class ShardedParameters(Pieces):
     def is_master(self, index: int, dtype: torch.dtype) -> bool:
         """Whether ``master`` gives the memory of piece ``index`` itself."""
         beside = self.own[index].device == self._groups[index].parameters[0].device
-        return not self._in_files(index) and beside and super().is_master(index, dtype)
+        return not self.are_filed(index) and beside and super().is_master(index, dtype)
+
+    def are_filed(self, index: int) -> bool:
+        """Whether a part of piece ``index`` is in files."""
+        return self.own[index].numel() != self._groups[index].layout.piece_numel
+
+    def begin_to_read(self, index: int, part: slice = WHOLE) -> None:
+        """That part of piece ``index`` is read next: begin to, where it is in files."""
+        if self.are_filed(index):
+            for slot, within, _ in self._overlaps(index, part):
+                slot.shard.begin_to_read(within)
 
     @torch.no_grad()
     def read(self, index: int, target: torch.Tensor, part: slice = WHOLE) -> None:
         """Fill ``target``, which is as long as the ``part`` of piece ``index``, with its values."""
-        if not self._in_files(index):
+        if not self.are_filed(index):
             super().read(index, target, part)
             return
         for slot, within, there in self._overlaps(index, part):
@@ -85,7 +95,7 @@ class ShardedParameters(Pieces):
     @torch.no_grad()
     def write(self, index: int, master: torch.Tensor, part: slice = WHOLE) -> None:
         """Make the values of ``master`` those of that ``part`` of piece ``index``; for files this only begins to."""
-        if not self._in_files(index):
+        if not self.are_filed(index):
             super().write(index, master, part)
             return
         for slot, within, there in self._overlaps(index, part):
@@ -120,9 +130,6 @@ class ShardedParameters(Pieces):
     def share(self) -> None:
         """Gather the parameters that stay whole between steps; the next forward gathers the others."""
         self._residency.parameters_changed()
-
-    def _in_files(self, index: int) -> bool:
-        return self.own[index].numel() != self._groups[index].layout.piece_numel
 
 
 def _slots(index: int, each: ParameterGroup) -> list[_Slot]:

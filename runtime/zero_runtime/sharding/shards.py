@@ -193,6 +193,11 @@ class Shard:
         own.copy_(self.own)
         self.own = own
 
+    def begin_to_read(self, part: slice) -> None:
+        """These elements of the slice are read next: begin to, where they are in files."""
+        if self.pager is not None:
+            self.pager.begin([self], part.start, part.stop)
+
     def read(self, out: torch.Tensor, start: int = 0) -> None:
         """Fill ``out``, 1-D and of any dtype on any device, with the slice's elements from ``start``."""
         if self.pager is None:
