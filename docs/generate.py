@@ -108,10 +108,21 @@ def _config_row(name: str, key: Key) -> str:
 
 def architecture_page() -> str:
     """docs/ARCHITECTURE.md with its list of modules renewed."""
-    text = (DOCS / "ARCHITECTURE.md").read_text()
-    before, _, rest = text.partition("<!-- modules -->\n")
-    _, _, after = rest.partition("<!-- /modules -->")
-    return f"{before}<!-- modules -->\n{module_map()}<!-- /modules -->{after}"
+    return renewed("ARCHITECTURE.md", "modules", module_map())
+
+
+def deepspeed_names_page() -> str:
+    """docs/deepspeed-names.md with its lists of names renewed."""
+    from zero_runtime.deepspeed_names.catalogue import page
+
+    return renewed("deepspeed-names.md", "names", f"\n{page()}\n\n")
+
+
+def renewed(name: str, part: str, text: str) -> str:
+    """The page ``name`` with what stands between two marks replaced by ``text``."""
+    before, _, rest = (DOCS / name).read_text().partition(f"<!-- {part} -->\n")
+    _, _, after = rest.partition(f"<!-- /{part} -->")
+    return f"{before}<!-- {part} -->\n{text}<!-- /{part} -->{after}"
 
 
 def module_map() -> str:
@@ -141,6 +152,7 @@ PAGES = {
     "cli.md": command_line_page,
     "config.md": config_page,
     "ARCHITECTURE.md": architecture_page,
+    "deepspeed-names.md": deepspeed_names_page,
 }
 
 

@@ -65,10 +65,12 @@ def page() -> str:
         "| module | names |",
         "|---|---|",
     ]
+    where: dict[str, list[str]] = {}
     for inner, module in MODULES.items():
         names = [f"`{name}`" for name, row in sorted(module.names.items()) if not isinstance(row, Refused)]
         if names:
-            lines.append(f"| `{_full(inner)}` | {', '.join(names)} |")
+            where.setdefault(", ".join(names), []).append(f"`{_full(inner)}`")
+    lines += [f"| {', '.join(modules)} | {names} |" for names, modules in where.items()]
     lines += ["", "## What works otherwise than in DeepSpeed", "", "| name | how |", "|---|---|"]
     notes: dict[str, list[str]] = {}
     for inner, module in MODULES.items():
