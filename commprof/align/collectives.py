@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,44 @@ def matchable(collectives: pa.Table) -> pa.Table:
     return collectives.filter(pc.invert(pc.or_(nameless, collectives["captured"])))
 
 
+class Streams(NamedTuple):
+    """The streams that rows belong to: the collectives of one operation in a group, or the messages of one rank to another.
+
+    ``codes``: of each row. ``names``: of each code, whatever the rows. ``number``: of each row in its stream, as far as
+    the row itself tells it.
+    """
+
+    codes: Numbers
+    names: list[tuple[Any, ...]]
+    number: Numbers
+    is_send: npt.NDArray[np.bool_]
+
+
+def streams_of(rows: pa.Table) -> Streams:
+    """The streams of ``rows`` (columns :data:`COLUMNS`), none of them captured or without a named peer."""
+    is_p2p = rows["is_p2p"].to_numpy(zero_copy_only=False)
+    rank, peer = (rows[name].to_numpy().astype(np.int64) for name in ("rank", "peer"))
+    is_send = is_p2p & pc.equal(rows["op"], "send").to_numpy(zero_copy_only=False)
+    sender = np.where(is_p2p, np.where(is_send, rank, peer), -1)
+    receiver = np.where(is_p2p, np.where(is_send, peer, rank), -1)
+    named = rows.select(["attempt", "pg", "group_ranks"]).append_column("op", _what(rows["op"], is_p2p))
+    named = named.append_column("sender", pa.array(sender)).append_column("receiver", pa.array(receiver))
+    codes, first = numbered(named)
+    names = [tuple(str(value) for value in row.values()) for row in named.take(pa.array(first)).to_pylist()]
+    return Streams(codes, names, np.where(is_p2p, 0, rows["pg_seq"].to_numpy()).astype(np.int64), is_send)
+
+
+def occurrences(rows: pa.Table, streams: Streams) -> Numbers:
+    """How often each of ``rows`` was issued before by its rank, under the same number in the same stream."""
+    keys = (
+        streams.codes,
+        streams.is_send.astype(np.int64),
+        rows["rank"].to_numpy().astype(np.int64),
+        streams.number,
+    )
+    return _occurrence(keys, rows["issue_ns"].to_numpy(), rows["seq"].to_numpy())
+
+
 def same_collective(rows: pa.Table) -> Numbers:
     """A number for each row, counted from 0, equal in the records of one collective or message.
 
@@ -44,28 +82,13 @@ def same_collective(rows: pa.Table) -> Numbers:
     """
     if not len(rows):
         return np.zeros(0, np.int64)
-    is_p2p = rows["is_p2p"].to_numpy(zero_copy_only=False)
-    rank, peer = (rows[name].to_numpy().astype(np.int64) for name in ("rank", "peer"))
-    is_send = is_p2p & pc.equal(rows["op"], "send").to_numpy(zero_copy_only=False)
-    sender = np.where(is_p2p, np.where(is_send, rank, peer), -1)
-    receiver = np.where(is_p2p, np.where(is_send, peer, rank), -1)
-    named = rows.select(["attempt", "pg", "group_ranks"]).append_column("op", _what(rows["op"], is_p2p))
-    named = named.append_column("sender", pa.array(sender)).append_column("receiver", pa.array(receiver))
-    streams, _ = numbered(named)
-    number = np.where(is_p2p, 0, rows["pg_seq"].to_numpy())
-    issue, seq = rows["issue_ns"].to_numpy(), rows["seq"].to_numpy()
-    repetition = _occurrence((streams, is_send.astype(np.int64), rank, number), issue, seq)
-    return _codes(streams, number, repetition)
+    streams = streams_of(rows)
+    return _codes(streams.codes, streams.number, occurrences(rows, streams))
 
 
-def _what(op: pa.ChunkedArray, is_p2p: npt.NDArray[np.bool_]) -> pa.Array:
+def _what(op: pa.ChunkedArray, is_p2p: npt.NDArray[np.bool_]) -> pa.ChunkedArray:
     """The operation of a collective; one value for all messages."""
-    encoded = (
-        op.combine_chunks() if pa.types.is_dictionary(op.type) else pc.dictionary_encode(op).combine_chunks()
-    )
-    encoded = encoded.chunk(0) if isinstance(encoded, pa.ChunkedArray) else encoded
-    codes = encoded.indices.to_numpy(zero_copy_only=False)
-    return pa.array(np.where(is_p2p, -1, codes))
+    return pc.if_else(pa.array(is_p2p), pa.scalar("message"), op.cast(pa.string()))
 
 
 def _occurrence(keys: tuple[Numbers, ...], issue: Numbers, seq: Numbers) -> Numbers:

@@ -45,9 +45,10 @@ from commprof.analysis.alignment import Alignment
 from commprof.analysis.answers import ANSWERS, EXPOSURE_BY, GROUPINGS
 from commprof.analysis.bandwidth import Bandwidths
 from commprof.analysis.buckets import BucketContent
-from commprof.analysis.csv_text import frame_csv, write_csv
+from commprof.analysis.csv_text import frame_csv, write_csv, write_csv_parts
 from commprof.analysis.frames import from_arrow
 from commprof.analysis.kept import kept, stamp
+from commprof.analysis.memory import engine_settings
 from commprof.analysis.question import query as ask_question
 from commprof.analysis.record import Record
 from commprof.analysis.record import record as record_of
@@ -94,6 +95,7 @@ __all__ = [
     "compare",
     "compare_both",
     "describe_columns",
+    "engine_settings",
     "exposure",
     "exposure_per_step",
     "find_runs",
@@ -129,6 +131,7 @@ __all__ = [
     "traffic_by_setting",
     "verify",
     "write_csv",
+    "write_csv_parts",
 ]
 
 AnyRun: TypeAlias = Run | Path | str

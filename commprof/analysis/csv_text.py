@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Iterable
 from typing import IO, Any, Final
 
 import pandas as pd
@@ -20,14 +21,22 @@ _ROWS_AT_A_TIME: Final = 65_536
 
 def write_csv(table: pa.Table, out: IO[bytes]) -> None:
     """Write ``table`` to ``out``, some thousand rows at a time."""
+    write_csv_parts([table], table.schema, out)
+
+
+def write_csv_parts(parts: Iterable[pa.Table], schema: pa.Schema, out: IO[bytes]) -> None:
+    """Write tables with ``schema``, one after the other, as one."""
     header = io.StringIO()
-    csv.writer(header).writerow(table.column_names)  # pyarrow would put every name in quotes
+    csv.writer(header).writerow(schema.names)  # pyarrow would put every name in quotes
     out.write(header.getvalue().encode("utf-8"))
     options = pacsv.WriteOptions(include_header=False, quoting_style="needed", **_LINE_END)
-    with pacsv.CSVWriter(out, table.schema, write_options=options) as writer:
-        for batch in table.to_batches(max_chunksize=_ROWS_AT_A_TIME):
-            if batch.num_rows:  # for a batch without rows pyarrow 26 writes out memory that it never filled
-                writer.write_batch(batch)
+    with pacsv.CSVWriter(out, schema, write_options=options) as writer:
+        for part in parts:
+            for batch in part.to_batches(max_chunksize=_ROWS_AT_A_TIME):
+                if (
+                    batch.num_rows
+                ):  # for a batch without rows pyarrow 26 writes out memory that it never filled
+                    writer.write_batch(batch)
 
 
 def frame_csv(frame: pd.DataFrame) -> str:

@@ -30,7 +30,7 @@ import pyarrow as pa
 from commprof.analysis.engine import connect
 from commprof.analysis.index_sums import fill_sums
 from commprof.analysis.index_tables import fill
-from commprof.analysis.memory import engine_settings, limit_bytes
+from commprof.analysis.memory import engine_settings
 from commprof.errors import TraceError
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, INDEX_NAME, MANIFEST_NAME, resolve
 from commprof.trace.layout import rank_files
@@ -263,10 +263,7 @@ def _write(run: Run, file: Path, progress: Progress) -> None:
     with TemporaryDirectory(dir=run.path, prefix=f".{INDEX_NAME}-", ignore_cleanup_errors=True) as folder:
         temporary = Path(folder) / INDEX_NAME
         try:
-            settings = {
-                "temp_directory": folder,
-                "memory_limit": f"{min(limit_bytes(), _MOST_MEMORY) >> 10}KiB",
-            }
+            settings = {**engine_settings(_MOST_MEMORY), "temp_directory": folder}
             with connect(str(temporary), **settings) as engine:
                 fill(
                     engine,

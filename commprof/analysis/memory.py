@@ -22,13 +22,17 @@ _LEAST: Final = 128 << 20  # with less the engine cannot even sort
 _SHARE: Final = 2
 
 
-def engine_settings() -> dict[str, str]:
+def engine_settings(most: int | None = None) -> dict[str, str]:
     """``memory_limit`` and ``temp_directory`` of an engine.
+
+    Args:
+        most: bytes, for one that needs no more.
 
     Raises:
         UsageError: the environment sets a limit that is no size.
     """
-    return {"memory_limit": f"{limit_bytes() >> 10}KiB", "temp_directory": _spill_directory().name}
+    limit = limit_bytes() if most is None else min(most, limit_bytes())
+    return {"memory_limit": f"{limit >> 10}KiB", "temp_directory": _spill_directory().name}
 
 
 def limit_bytes() -> int:

@@ -8,16 +8,21 @@ the format: schema/protobuf/et_def.proto of mlcommons/chakra (version 0.0.4), an
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from commprof.analysis.api import AnyRun, Run
 from commprof.errors import UsageError
 from commprof.export.chakra_messages import GlobalMetadata, Node, delimited
-from commprof.export.files import ExportedFile, Progress, Sink, staged
-from commprof.export.one_clock import Operations, operations
+from commprof.export.files import ExportedFile, Progress, Sink, Staging, staged
+from commprof.export.one_clock import OneClock, RankRows
 from commprof.export.provenance import PROVENANCE, provenance
 from commprof.export.tables import opened_runs
 from commprof.schema import Op, parse_ranks
@@ -37,6 +42,26 @@ _COLLECTIVES: Final[dict[str, int]] = {  # CollectiveCommType
     Op.REDUCE_SCATTER: 7,
     Op.BARRIER: 9,
 }
+_NEEDED: Final = (
+    *(
+        "rank",
+        "op",
+        "pg",
+        "pg_seq",
+        "group_desc",
+        "group_ranks",
+        "group_size",
+        "payload_bytes",
+        "peer",
+        "is_async",
+    ),
+    *("issue_ns", "return_ns", "wait_begin_ns", "wait_end_ns", "device_end_ns"),
+    *("step", "bucket", "purpose", "phase", "module", "intended_op", "dtype"),
+)
+_ROWS_AT_A_TIME: Final = 10_000
+_PARTS_HELD: Final = 4
+_NODES_AT_A_TIME: Final = 1000
+_TOLD_EVERY: Final = 20_000
 Group = tuple[str, str]
 
 
@@ -54,44 +79,42 @@ def export_chakra(
         TraceError: the run cannot be read, or ``out`` cannot be written to.
     """
     (opened,) = opened_runs(run)
-    found = operations(opened)
-    by_rank = _by_rank(opened, found)
-    names = [f"trace.{rank}.et" for rank in by_rank]
+    found = OneClock(opened, _NEEDED)
+    ranks = _one_process_each(opened, found)
+    groups = _Groups(found.groups)
+    names = [f"trace.{rank}.et" for rank in ranks]
     with staged(Path(out), [*names, GROUPS, PROVENANCE], force, progress) as staging:
-        groups = _Groups(found.rows)
-        for rank, rows in by_rank.items():
-            staging.write(
-                f"trace.{rank}.et",
-                partial(_write, rank, rows, groups),
-                len(rows),
-            )
+        for rank in found.ranks():
+            name = f"trace.{rank.rank}.et"
+            staging.write(name, partial(_write, rank, groups, partial(_tell, staging, name)), len(rank.table))
         staging.write_text(GROUPS, json.dumps(groups.members(), indent=1) + "\n")
         staging.write_text(PROVENANCE, json.dumps(provenance([opened], staging.files), indent=2) + "\n")
     return staging.files
 
 
-def _by_rank(run: Run, found: Operations) -> dict[int, list[dict[str, Any]]]:
-    by_rank: dict[int, list[dict[str, Any]]] = {}
-    processes: dict[int, tuple[int, int]] = {}
-    for row in found.rows:
-        process = row["attempt"], row["pid"]
-        if processes.setdefault(row["rank"], process) != process:
-            raise UsageError(
-                f"{run.path} has several processes of rank {row['rank']} (the job was restarted); a Chakra trace is that of "
-                "one process per rank. Export it as csv or perfetto"
-            )
-        by_rank.setdefault(row["rank"], []).append(row)
-    if not by_rank:
+def _tell(staging: Staging, name: str, records: int) -> None:
+    staging.tell(f"{name}: {records:,} records")
+
+
+def _one_process_each(run: Run, found: OneClock) -> list[int]:
+    """The ranks of the run."""
+    ranks = sorted(rank for rank, _, _ in found.processes)
+    twice = [rank for rank, after in pairwise(ranks) if rank == after]
+    if twice:
+        raise UsageError(
+            f"{run.path} has several processes of rank {twice[0]} (the job was restarted); a Chakra trace is that of "
+            "one process per rank. Export it as csv or perfetto"
+        )
+    if not ranks:
         raise UsageError(f"{run.path} holds no collectives: there is nothing to replay")
-    return by_rank
+    return ranks
 
 
 class _Groups:
     """A number for each process group of the job; equal on all its members."""
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        every = sorted({(str(row["pg"]), str(row["group_ranks"])) for row in rows})
-        self._numbers: dict[Group, int] = {group: number for number, group in enumerate(every)}
+    def __init__(self, groups: Collection[Group]) -> None:
+        self._numbers: dict[Group, int] = {group: number for number, group in enumerate(sorted(groups))}
 
     def number(self, row: Mapping[str, Any]) -> str:
         return str(self._numbers[str(row["pg"]), str(row["group_ranks"])])
@@ -100,34 +123,40 @@ class _Groups:
         return {str(number): list(parse_ranks(ranks)) for (_, ranks), number in self._numbers.items()}
 
 
-def _write(rank: int, rows: Sequence[Mapping[str, Any]], groups: _Groups, sink: Sink) -> None:
+def _write(rank: RankRows, groups: _Groups, tell: Callable[[int], None], sink: Sink) -> None:
     metadata = GlobalMetadata(version=VERSION)
-    _attribute(metadata, "rank", int64_val=rank)
+    _attribute(metadata, "rank", int64_val=rank.rank)
     sink.write(delimited(metadata))
-    for node in nodes_of(rows, groups.number):
-        sink.write(delimited(node))
+    nodes = nodes_of(rank.table, groups.number, tell)
+    while bundle := list(islice(nodes, _NODES_AT_A_TIME)):
+        sink.write(b"".join(map(delimited, bundle)))
 
 
 def nodes_of(
-    rows: Sequence[Mapping[str, Any]], group_number: Callable[[Mapping[str, Any]], str]
+    records: pa.Table, group_number: Callable[[Mapping[str, Any]], str], tell: Callable[[int], None]
 ) -> Iterator[Any]:
     """The nodes of one rank: its records in order of issue, and the compute between the moments of its host.
 
     Two things end a stretch of compute: an issue, and the beginning of a wait; the next one begins when the wait ends.
     Durations are whole microseconds, and what the rounding leaves is carried on, so that the chain is as long as the run.
     """
-    moments = sorted(_moments(rows))
-    base = host_ns = moments[0].time_ns if moments else 0
-    compute_id, carried = 0, 0
+    rows = _Rows(records)
+    base = host_ns = None
+    compute_id, carried, issued = 0, 0, 0
     last: list[int] = []  # what the next node of the chain depends on
-    for moment in moments:
-        duration, carried = divmod(max(0, moment.time_ns - host_ns) + carried, 1000)
+    for time_ns, kind, place, resumes_ns in _moments(records):
+        if base is None or host_ns is None:
+            base = host_ns = time_ns
+        duration, carried = divmod(max(0, time_ns - host_ns) + carried, 1000)
         yield _compute(compute_id, (host_ns - base) // 1000, duration, last)
-        last, host_ns = [compute_id], max(host_ns, moment.resumes_ns)
+        last, host_ns = [compute_id], max(host_ns, resumes_ns)
         compute_id += 2
-        operation = 2 * moment.place + 1
-        if moment.kind == _ISSUED:
-            yield _operation(operation, rows[moment.place], base, group_number, last)
+        operation = 2 * place + 1
+        if kind == _ISSUED:
+            yield _operation(operation, rows[place], base, group_number, last)
+            issued += 1
+            if not issued % _TOLD_EVERY:
+                tell(issued)
         else:
             last = [*last, operation]
 
@@ -135,23 +164,46 @@ def nodes_of(
 _ISSUED, _AWAITED = 0, 1
 
 
-class _Moment(NamedTuple):
-    """When the host issued or awaited the operation in row ``place``, and when it went on."""
+class _Rows:
+    """The records of a rank as Python values, some thousand at a time: they are asked for nearly in order."""
 
-    time_ns: int
-    kind: int
-    place: int
-    resumes_ns: int
+    def __init__(self, records: pa.Table) -> None:
+        self._records = records
+        self._held: dict[int, list[dict[str, Any]]] = {}
+
+    def __getitem__(self, place: int) -> dict[str, Any]:
+        part, row = divmod(place, _ROWS_AT_A_TIME)
+        if part not in self._held:
+            if len(self._held) >= _PARTS_HELD:
+                del self._held[next(iter(self._held))]
+            self._held[part] = self._records.slice(part * _ROWS_AT_A_TIME, _ROWS_AT_A_TIME).to_pylist()
+        return self._held[part][row]
 
 
-def _moments(rows: Sequence[Mapping[str, Any]]) -> Iterator[_Moment]:
-    for place, row in enumerate(rows):
-        issue = row["issue_ns"]
-        yield _Moment(issue, _ISSUED, place, issue)
-        begin = row["wait_begin_ns"] if row["is_async"] else issue
-        end = row["wait_end_ns"] if row["is_async"] or row["wait_end_ns"] is not None else row["return_ns"]
-        if begin is not None and end is not None:
-            yield _Moment(max(begin, issue), _AWAITED, place, max(end, issue))
+def _moments(records: pa.Table) -> Iterator[tuple[int, int, int, int]]:
+    """When the host issued or awaited the operation in which row, and when it went on; in order of time."""
+    count = len(records)
+    issue = records["issue_ns"].to_numpy()
+    wait_end = records["wait_end_ns"]
+    begin = pc.if_else(records["is_async"], records["wait_begin_ns"], records["issue_ns"])
+    end = pc.if_else(pc.or_(records["is_async"], pc.is_valid(wait_end)), wait_end, records["return_ns"])
+    known = pc.and_(pc.is_valid(begin), pc.is_valid(end)).to_numpy(zero_copy_only=False)
+    begin, end = (pc.fill_null(each, 0).to_numpy() for each in (begin, end))
+    waits = np.flatnonzero(known)
+    times = np.concatenate([issue, np.maximum(begin[waits], issue[waits])])
+    kinds = np.repeat(np.array([_ISSUED, _AWAITED], np.int8), [count, len(waits)])
+    places = np.concatenate([np.arange(count), waits])
+    resumes = np.concatenate([issue, np.maximum(end[waits], issue[waits])])
+    order = np.lexsort((resumes, places, kinds, times))
+    for first in range(0, len(order), _ROWS_AT_A_TIME):
+        some = order[first : first + _ROWS_AT_A_TIME]
+        yield from zip(
+            times[some].tolist(),
+            kinds[some].tolist(),
+            places[some].tolist(),
+            resumes[some].tolist(),
+            strict=True,
+        )
 
 
 def _compute(number: int, begin: int, duration: int, after: Sequence[int]) -> Any:

@@ -6,14 +6,17 @@ import csv
 import hashlib
 import io
 import json
+import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final, cast
 
-from commprof.analysis.api import AnyRun, Run, write_csv
+import pyarrow as pa
+
+from commprof.analysis.api import AnyRun, Run, write_csv, write_csv_parts
 from commprof.errors import TraceError
-from commprof.export.files import ExportedFile, Progress, staged
+from commprof.export.files import ExportedFile, Progress, Sink, staged
 from commprof.export.provenance import DICTIONARY, PROVENANCE, data_dictionary, provenance
 from commprof.export.tables import (
     COMPARISON,
@@ -60,11 +63,15 @@ def export_csv(
         described = []
         for table in _every(runs, names, bool(compared)):
             described.append((table.name, table.columns))
-            staging.write(f"{table.name}.csv", partial(write_csv, table.rows), len(table.rows))
+            staging.write_rows(f"{table.name}.csv", table.parts(), partial(_write, table))
         dictionary = data_dictionary(described)
         staging.write(DICTIONARY, partial(write_csv, dictionary), len(dictionary))
         staging.write_text(PROVENANCE, json.dumps(provenance(runs, staging.files), indent=2) + "\n")
     return staging.files
+
+
+def _write(table: ExportedTable, parts: Iterator[pa.Table], out: IO[bytes]) -> None:
+    write_csv_parts(parts, table.schema, out)
 
 
 def _every(runs: Sequence[Run], names: Sequence[str], compared: bool) -> Iterator[ExportedTable]:
@@ -98,10 +105,11 @@ def check_csv(out: Path | str, run: AnyRun | Sequence[AnyRun]) -> list[str]:
         runs, table_names([name for name in wanted if name not in (COMPARISON, TRAFFIC_BY_SETTING)]), compared
     ):
         file = out / f"{table.name}.csv"
-        text = io.BytesIO()
-        write_csv(table.rows, text)
-        if hashlib.sha256(text.getvalue()).hexdigest() != _digest(file):
-            found.append(f"{file.name} is not what the run holds: {_first_difference(file, text.getvalue())}")
+        with tempfile.TemporaryFile() as text:
+            sink = Sink(text)
+            write_csv_parts(table.parts(), table.schema, cast(IO[bytes], sink))
+            if sink.digest.hexdigest() != _digest(file):
+                found.append(f"{file.name} is not what the run holds: {_first_difference(file, text)}")
     return found
 
 
@@ -127,14 +135,20 @@ def _digest(file: Path) -> str | None:
     return digest.hexdigest()
 
 
-def _first_difference(file: Path, expected: bytes) -> str:
+def _first_difference(file: Path, expected: IO[bytes]) -> str:
     """Where the rows part for the first time, in words."""
+    expected.seek(0)
+    wanted = io.TextIOWrapper(expected, "utf-8", newline="")
     try:
-        actual = file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with file.open(encoding="utf-8", newline="") as actual:
+            return _parting(csv.reader(actual), csv.reader(wanted))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         return f"it cannot be read ({error})"
-    mine = csv.reader(io.StringIO(actual, newline=""))
-    theirs = csv.reader(io.StringIO(expected.decode("utf-8"), newline=""))
+    finally:
+        wanted.detach()
+
+
+def _parting(mine: Iterator[list[str]], theirs: Iterator[list[str]]) -> str:
     head = next(theirs, [])
     if next(mine, []) != head:
         return "its columns are others"

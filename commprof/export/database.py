@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 import duckdb
+import pyarrow as pa
 
+from commprof.analysis import api
 from commprof.analysis.api import AnyRun
 from commprof.errors import TraceError
 from commprof.export.files import ExportedFile, Progress, staged
@@ -17,6 +19,7 @@ from commprof.export.tables import ExportedTable, comparison_of, opened_runs, ta
 from commprof.schema import TABLES
 
 DATABASE: Final = "run.duckdb"
+_MOST_MEMORY: Final = 512 << 20
 
 
 def export_database(
@@ -34,18 +37,19 @@ def export_database(
     runs = opened_runs(run)
     with staged(Path(out), [DATABASE, PROVENANCE], force, progress) as staging:
         found = (*tables_of(runs, names), *(comparison_of(runs) if tables is None else ()))
-        staging.adopt(DATABASE, lambda path: _write(path, found), sum(len(table.rows) for table in found))
+        counted: list[int] = []
+        staging.adopt(DATABASE, lambda path: counted.extend(_write(path, found, staging.tell)))
+        staging.with_rows(sum(counted))
         staging.write_text(PROVENANCE, json.dumps(provenance(runs, staging.files), indent=2) + "\n")
     return staging.files
 
 
-def _write(path: Path, tables: Sequence[ExportedTable]) -> None:
+def _write(path: Path, tables: Sequence[ExportedTable], tell: Progress) -> Iterator[int]:
+    """Write the tables one after the other; gives the rows of each."""
     try:
-        with duckdb.connect(str(path)) as database:
+        with duckdb.connect(str(path), config=api.engine_settings(_MOST_MEMORY)) as database:
             for table in tables:
-                database.register("rows_of_the_run", table.rows)
-                database.execute(f"CREATE TABLE {_name(table.name)} AS SELECT * FROM rows_of_the_run")
-                database.unregister("rows_of_the_run")
+                yield _filled(database, table, tell)
                 if table.name in TABLES:
                     database.execute(
                         f"COMMENT ON TABLE {_name(table.name)} IS {_text(TABLES[table.name].doc)}"
@@ -57,6 +61,34 @@ def _write(path: Path, tables: Sequence[ExportedTable]) -> None:
                     )
     except duckdb.Error as error:
         raise TraceError(f"the database cannot be written: {str(error).partition(chr(10))[0]}") from None
+
+
+def _filled(database: duckdb.DuckDBPyConnection, table: ExportedTable, tell: Progress) -> int:
+    """Create ``table`` and put its rows into it as they come; gives how many they are."""
+    rows = 0
+    failures: list[TraceError] = []
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        nonlocal rows
+        try:
+            for part in table.parts():
+                yield from part.to_batches()
+                rows += len(part)
+                tell(f"{DATABASE}: {table.name}, {rows:,} rows")
+        except TraceError as error:  # which the engine would tell as a failure of its own
+            failures.append(error)
+            raise
+
+    database.register("rows_of_the_run", pa.RecordBatchReader.from_batches(table.schema, batches()))
+    try:
+        database.execute(f"CREATE TABLE {_name(table.name)} AS SELECT * FROM rows_of_the_run")
+    except duckdb.Error:
+        if failures:
+            raise failures[0] from None
+        raise
+    finally:
+        database.unregister("rows_of_the_run")
+    return rows
 
 
 def _name(text: str) -> str:

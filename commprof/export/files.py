@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
+
+import pyarrow as pa
 
 from commprof.errors import TraceError, UsageError
 
@@ -44,6 +46,21 @@ class Sink:
         self.stream.flush()
 
 
+class _Counted:
+    """Rows that are counted while they pass."""
+
+    def __init__(self, parts: Iterable[pa.Table], tell: Callable[[int], None]) -> None:
+        self._parts = parts
+        self._tell = tell
+        self.rows = 0
+
+    def __iter__(self) -> Iterator[pa.Table]:
+        for part in self._parts:
+            yield part
+            self.rows += len(part)
+            self._tell(self.rows)
+
+
 class Staging:
     """Where the files of one export are written before they take their places.
 
@@ -69,6 +86,31 @@ class Staging:
         file = ExportedFile(path, rows, sink.bytes, sink.digest.hexdigest())
         self.files.append(file)
         return file
+
+    def write_rows(
+        self, name: str, parts: Iterable[pa.Table], fill: Callable[[Iterator[pa.Table], Any], Any]
+    ) -> ExportedFile:
+        """Write file ``name`` by what ``fill`` makes of ``parts``, the rows of a table, which are counted on the way."""
+        counted = _Counted(parts, lambda rows: self._progress(f"{name}: {rows:,} rows"))
+        self.write(name, lambda sink: fill(iter(counted), sink))
+        return self.with_rows(counted.rows)
+
+    def adopt_rows(
+        self, name: str, parts: Iterable[pa.Table], make: Callable[[Iterator[pa.Table], Path], Any]
+    ) -> ExportedFile:
+        """The same of a file that ``make`` writes by itself at the path that it is given."""
+        counted = _Counted(parts, lambda rows: self._progress(f"{name}: {rows:,} rows"))
+        self.adopt(name, lambda path: make(iter(counted), path))
+        return self.with_rows(counted.rows)
+
+    def with_rows(self, rows: int) -> ExportedFile:
+        """The file that was written last, which has so many rows."""
+        self.files[-1] = self.files[-1]._replace(rows=rows)
+        return self.files[-1]
+
+    def tell(self, text: str) -> None:
+        """Say how far the file that is being written is."""
+        self._progress(text)
 
     def write_text(self, name: str, text: str) -> ExportedFile:
         """Write file ``name``, UTF-8."""

@@ -1,51 +1,180 @@
-"""The operations of a run on one clock, each with its end, and which of other ranks are the same collective."""
+"""The records of a run rank by rank, on one clock, and which of other ranks are the same collective.
+
+Only one rank is looked at at a time, and of its records only some are held as Python values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from commprof.align.collectives import matchable, same_collective
+from commprof.align.collectives import COLUMNS, in_order, matchable, occurrences, streams_of
 from commprof.align.reference_clock import ReferenceClock
 from commprof.analysis.api import Run
+from commprof.errors import TraceError
+from commprof.schema import COLLECTIVES
+from commprof.trace.reader import Scan
 
 _ENDS: Final = ("return_ns", "wait_end_ns", "device_end_ns")
+_KEYS: Final = tuple(dict.fromkeys((*COLUMNS, "pid", "captured")))
+_TEXTS: Final = [column.name for column in COLLECTIVES.columns if column.type == "string"]
+_FEWEST_SCANNED: Final = 100_000  # rows of a table that is read file by file
+_ROWS_AT_A_TIME: Final = 20_000
 NO_PARTNER: Final = -1
 
-
-class Operations(NamedTuple):
-    """Rows of ``collectives`` in order of rank and issue, with what an export adds to each."""
-
-    rows: list[dict[str, Any]]
-    shift_ns: np.ndarray[Any, Any]  # to be added to a row's times
-    collective: np.ndarray[Any, Any]  # number of the collective or message, NO_PARTNER for none
-    unknown_clocks: int  # rows whose clock was never compared with the reference
+Numbers = npt.NDArray[np.int64]
 
 
-def operations(run: Run) -> Operations:
-    """All records of ``run``. Of hosts whose clocks were never compared the times stay their own."""
-    table = run.table("collectives").sort_by(
-        [("rank", "ascending"), ("attempt", "ascending"), ("pid", "ascending"), ("seq", "ascending")]
-    )
-    clock = ReferenceClock(
-        run.table("clocks").to_pylist(),
-        run.table("clock_offsets").to_pylist(),
-        one_host=len(run.manifest.hosts) < 2,
-    )
-    if not len(table):
-        return Operations([], np.zeros(0, np.int64), np.zeros(0, np.int64), 0)
-    readings = clock.readings(table)
-    one_clock = len(np.unique(readings.clock)) == 1
-    shift = np.zeros(len(table), np.int64) if one_clock else np.where(readings.known, readings.offset_ns, 0)
-    numbered = table.append_column("row", pa.array(np.arange(len(table))))
-    partners = matchable(numbered)
-    collective = np.full(len(table), NO_PARTNER, np.int64)
-    collective[partners["row"].to_numpy()] = same_collective(partners)
-    unknown = 0 if one_clock else int((~readings.known).sum())
-    return Operations(table.to_pylist(), shift, collective, unknown)
+class RankRows(NamedTuple):
+    """All records of one rank in one attempt, in order of process and issue.
+
+    ``shift_ns`` is to be added to a row's times. ``stream``, ``number`` and ``repetition`` together are equal in all
+    records of one collective or message, of whatever rank; the stream is :data:`NO_PARTNER` where a row can have none.
+    """
+
+    rank: int
+    attempt: int
+    table: pa.Table
+    shift_ns: Numbers
+    stream: Numbers
+    number: Numbers
+    repetition: Numbers
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The records as Python values."""
+        for first in range(0, len(self.table), _ROWS_AT_A_TIME):
+            yield from self.table.slice(first, _ROWS_AT_A_TIME).to_pylist()
+
+
+class OneClock:
+    """The records of ``run`` by rank. Of hosts whose clocks were never compared the times stay their own.
+
+    Args:
+        columns: of ``collectives`` that are needed.
+
+    Raises:
+        TraceError: a file of the run is damaged.
+    """
+
+    def __init__(self, run: Run, columns: Sequence[str]) -> None:
+        self.run = run
+        self._columns = tuple(dict.fromkeys((*columns, *_KEYS)))
+        self._clock = ReferenceClock(
+            run.table("clocks").to_pylist(),
+            run.table("clock_offsets").to_pylist(),
+            one_host=len(run.manifest.hosts) < 2,
+        )
+        self._streams: dict[tuple[Any, ...], int] = {}
+        self.processes: set[tuple[int, int, int]] = set()  # rank, attempt, pid
+        self.groups: set[tuple[str, str]] = set()  # name and ranks
+        self.unknown_clocks = 0  # rows whose clock was never compared with the reference
+        self.begin_ns: int | None = None  # the first issue
+        self._look()
+
+    def _look(self) -> None:
+        """What must be known before the first row is written: one look at a few columns of every rank."""
+        clocks: set[str] = set()
+        for _, _, rows in self._ranks(("rank", "attempt", "pid", "issue_ns", "pg", "group_ranks")):
+            found = rows.group_by(["rank", "attempt", "pid"]).aggregate([]).to_pylist()
+            self.processes |= {(row["rank"], row["attempt"], row["pid"]) for row in found}
+            texts = (
+                rows.select(["pg", "group_ranks"]).group_by(["pg", "group_ranks"]).aggregate([]).to_pylist()
+            )
+            self.groups |= {(str(row["pg"]), str(row["group_ranks"])) for row in texts}
+        clocks = {self._clock.clock_of(process) for process in self.processes}
+        self._is_one = len(clocks) < 2
+        for _, _, rows in self._ranks(("rank", "attempt", "pid", "issue_ns")):
+            if not len(rows):
+                continue
+            shift, unknown = self._shift(rows)
+            begin = int((rows["issue_ns"].to_numpy() + shift).min())
+            self.begin_ns = begin if self.begin_ns is None else min(begin, self.begin_ns)
+            self.unknown_clocks += unknown
+
+    def _shift(self, rows: pa.Table) -> tuple[Numbers, int]:
+        if self._is_one:
+            return np.zeros(len(rows), np.int64), 0
+        readings = self._clock.readings(rows)
+        return np.where(readings.known, readings.offset_ns, 0), int((~readings.known).sum())
+
+    def shift_at(self, process: tuple[int, int, int], time_ns: int) -> int:
+        """What is to be added to a time of ``process``."""
+        measured = None if self._is_one else self._clock.offset(process, np.array([time_ns], np.int64))
+        return 0 if measured is None else int(measured.offset_ns[0])
+
+    def ranks(self) -> Iterator[RankRows]:
+        """The ranks in order, each with all attempts after one another."""
+        for rank, attempt, rows in self._ranks(self._columns):
+            order = np.lexsort((rows["seq"].to_numpy(), rows["pid"].to_numpy()))
+            if np.any(np.diff(order) != 1):
+                rows = rows.take(pa.array(order))
+            shift, _ = self._shift(rows)
+            yield RankRows(rank, attempt, rows.select(self._columns), shift, *self._identity(rows))
+
+    def _identity(self, rows: pa.Table) -> tuple[Numbers, Numbers, Numbers]:
+        """Which collective or message each row is part of, as far as its own rank can tell: by counting."""
+        numbered = rows.select(_KEYS).append_column("place", pa.array(np.arange(len(rows))))
+        partners = matchable(numbered)
+        place = partners["place"].to_numpy()
+        streams = streams_of(partners)
+        known = [self._streams.setdefault(name, len(self._streams)) for name in streams.names]
+        found = np.full((3, len(rows)), NO_PARTNER, np.int64)
+        found[0, place] = np.array(known, np.int64)[streams.codes] if len(place) else 0
+        found[1, place] = streams.number
+        found[2, place] = occurrences(partners, streams)
+        return found[0], found[1], found[2]
+
+    def _ranks(self, columns: Sequence[str]) -> Iterator[tuple[int, int, pa.Table]]:
+        """The rows of each rank and attempt, in their order."""
+        held = self.run.scan("collectives", _FEWEST_SCANNED)
+        files: dict[tuple[int, int], list[Path]] = defaultdict(list)
+        if isinstance(held, Scan):
+            for file in held.files:  # rank-00000-<attempt>-<pid>
+                _, rank, attempt, *_ = file.stem.split("-")
+                files[int(rank), int(attempt)].append(file)
+        rest = held.rest if isinstance(held, Scan) else held
+        of_rest = _by_rank(rest.select(columns))
+        for key in sorted({*files, *of_rest}):
+            tables = [_read(file, columns) for file in files[key]] + (
+                [of_rest[key]] if key in of_rest else []
+            )
+            yield *key, pa.concat_tables(_like(table, tables[0].schema) for table in tables)
+
+
+def _by_rank(rows: pa.Table) -> dict[tuple[int, int], pa.Table]:
+    """The rows of each rank and attempt."""
+    if not len(rows):
+        return {}
+    rank, attempt = (rows[name].to_numpy().astype(np.int64) for name in ("rank", "attempt"))
+    order, starts = in_order((rank, attempt))
+    ends = np.append(starts[1:], len(order))
+    return {
+        (int(rank[order[first]]), int(attempt[order[first]])): rows.take(pa.array(order[first:last]))
+        for first, last in zip(starts.tolist(), ends.tolist(), strict=True)
+    }
+
+
+def _read(file: Path, columns: Sequence[str]) -> pa.Table:
+    """Text as numbers into its values, which repeat."""
+    texts = [name for name in columns if name in _TEXTS]
+    try:
+        with pq.ParquetFile(file, read_dictionary=texts, page_checksum_verification=True) as opened:
+            return opened.read(columns=list(columns)).select(list(columns)).unify_dictionaries()
+    except (OSError, pa.ArrowException, ValueError) as error:
+        raise TraceError(
+            f"{file} cannot be read: {error}. It is damaged or not a Parquet file; copy it again from where it was made"
+        ) from None
+
+
+def _like(rows: pa.Table, schema: pa.Schema) -> pa.Table:
+    return rows if rows.schema.equals(schema) else rows.cast(schema)
 
 
 def end_of(row: Mapping[str, Any]) -> int:

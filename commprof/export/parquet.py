@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,6 +23,8 @@ from commprof.export.tables import (
     table_names,
     tables_of,
 )
+
+_GROUP_ROWS: Final = 250_000
 
 
 def export_parquet(
@@ -46,11 +48,8 @@ def export_parquet(
         described = []
         for table in (*tables_of(runs, names), *(comparison_of(runs) if compared else ())):
             described.append((table.name, table.columns))
-            rows = with_descriptions(table)
-            staging.adopt(
-                f"{table.name}.parquet",
-                partial(_write, rows),
-                len(rows),
+            staging.adopt_rows(
+                f"{table.name}.parquet", table.parts(), partial(_write, described_schema(table))
             )
         dictionary = data_dictionary(described)
         staging.write(DICTIONARY, partial(write_csv, dictionary), len(dictionary))
@@ -58,16 +57,30 @@ def export_parquet(
     return staging.files
 
 
-def with_descriptions(table: ExportedTable) -> pa.Table:
-    """The rows, with each column's meaning and unit in its field."""
+def described_schema(table: ExportedTable) -> pa.Schema:
+    """The schema of ``table``, with each column's meaning and unit in its field."""
     fields = []
-    for item, column in zip(table.rows.schema, table.columns, strict=True):
+    for item, column in zip(table.schema, table.columns, strict=True):
         about: dict[Any, Any] = {b"description": column.doc.encode()}
         if column.unit:
             about[b"unit"] = column.unit.encode()
         fields.append(item.with_metadata(about))
-    return table.rows.cast(pa.schema(fields, metadata=table.rows.schema.metadata))
+    return pa.schema(fields, metadata=table.schema.metadata)
 
 
-def _write(rows: pa.Table, path: Path) -> None:
-    pq.write_table(rows, path, compression="zstd")
+def _write(schema: pa.Schema, parts: Iterator[pa.Table], path: Path) -> None:
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        for group in _groups(parts):
+            writer.write_table(group.cast(schema))
+
+
+def _groups(parts: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    """``parts``, together as far as a row group goes."""
+    held: list[pa.Table] = []
+    for part in parts:
+        held.append(part)
+        if sum(map(len, held)) >= _GROUP_ROWS:
+            yield pa.concat_tables(held)
+            held = []
+    if held:
+        yield pa.concat_tables(held)

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from commprof import __version__
+from commprof.align.collectives import in_order
 from commprof.analysis.api import AnyRun, Run
 from commprof.export.files import ExportedFile, Progress, Sink, staged
-from commprof.export.one_clock import NO_PARTNER, Operations, end_of, operations
+from commprof.export.one_clock import NO_PARTNER, Numbers, OneClock, RankRows, end_of
 from commprof.export.provenance import PROVENANCE, provenance
 from commprof.export.tables import opened_runs
 from commprof.schema import wire_bytes
@@ -50,6 +54,13 @@ _SHOWN: Final = (
     ),
     *("is_async", "api", "backend", "device", "call_site", "thread", "layer", "status", "exposed_ns"),
 )
+_NEEDED: Final = (
+    *_SHOWN,
+    *("rank", "attempt", "pid", "op", "group_desc", "group_size", "issue_ns", "return_ns", "wait_end_ns"),
+    *("device_begin_ns", "device_end_ns"),
+)
+_EVENTS_AT_A_TIME: Final = 500
+_TOLD_EVERY: Final = 20_000
 Lane = tuple[Any, ...]
 
 
@@ -66,69 +77,80 @@ def export_perfetto(
     """
     (opened,) = opened_runs(run)
     with staged(Path(out), [TRACE, PROVENANCE], force, progress) as staging:
-        found = operations(opened)
-        staging.write(TRACE, lambda sink: _write(sink, opened, found))
+        found = OneClock(opened, _NEEDED)
+        staging.write(TRACE, lambda sink: _write(sink, found, staging.tell))
         staging.write_text(PROVENANCE, json.dumps(provenance([opened], staging.files), indent=2) + "\n")
     return staging.files
 
 
-def _write(sink: Sink, run: Run, found: Operations) -> None:
+def _write(sink: Sink, found: OneClock, tell: Progress) -> None:
     """One event a line, so that no more than one is held as text."""
     sink.write(b'{"displayTimeUnit": "ns",\n"otherData": ')
     about = {
-        "run": run.path.name,
+        "run": found.run.path.name,
         "exported_by": f"commprof {__version__}",
         "unknown_clocks": found.unknown_clocks,
-        "notes": list(run.health.notes),
+        "notes": list(found.run.health.notes),
     }
     sink.write(json.dumps(about).encode("utf-8"))
     sink.write(b',\n"traceEvents": [')
     first = True
-    for event in trace_events(run, found):
-        sink.write((b"\n" if first else b",\n") + json.dumps(event, separators=(",", ":")).encode("utf-8"))
+    for events in _bundles(trace_events(found, tell)):
+        text = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
+        sink.write(("\n" if first else ",\n").encode("utf-8") + text.encode("utf-8"))
         first = False
     sink.write(b"\n]}\n")
 
 
-def trace_events(run: Run, found: Operations) -> Iterator[dict[str, Any]]:
+def _bundles(events: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Some events at a time: to hash and to write each by itself takes longer."""
+    while bundle := list(islice(events, _EVENTS_AT_A_TIME)):
+        yield bundle
+
+
+def trace_events(found: OneClock, tell: Progress) -> Iterator[dict[str, Any]]:
     """The events: names of processes and threads, steps, a slice per operation (and per device time), and the arrows."""
-    rows = found.rows
-    steps = run.table("steps").to_pylist()
-    begins = [row["issue_ns"] + int(shift) for row, shift in zip(rows, found.shift_ns, strict=True)]
+    steps = found.run.table("steps").to_pylist()
     shift_of = {
-        (row["rank"], row["attempt"], row["pid"]): int(shift)
-        for row, shift in zip(rows, found.shift_ns, strict=True)
+        key: found.shift_at(key, step["begin_ns"])
+        for step in steps
+        for key in [(step["rank"], step["attempt"], step["pid"])]
     }
-    begins += [
-        step["begin_ns"] + shift_of.get((step["rank"], step["attempt"], step["pid"]), 0) for step in steps
-    ]
-    base = min(begins, default=0)
-    processes = _processes([*rows, *steps])
-    yield from _names(run, processes)
+    begins = [step["begin_ns"] + shift_of[step["rank"], step["attempt"], step["pid"]] for step in steps]
+    base = min([*begins, *([] if found.begin_ns is None else [found.begin_ns])], default=0)
+    processes = _processes(found.processes | set(shift_of))
+    yield from _names(found.run, processes)
     yield from _steps(steps, processes, shift_of, base)
     lanes = _Lanes(processes)
-    placed: dict[
-        int, list[tuple[int, int, int]]
-    ] = {}  # by collective: time, process and thread of its slices
-    for row, shift, collective in zip(rows, found.shift_ns.tolist(), found.collective.tolist(), strict=True):
-        process = processes[row["rank"], row["attempt"], row["pid"]]
-        begin, end = row["issue_ns"] + shift - base, end_of(row) + shift - base
-        thread, title = lanes.take(process, row, begin, end, on_device=False)
-        yield from title
-        yield _slice(row, process, thread, begin, end, row["op"])
-        if collective != NO_PARTNER:
-            placed.setdefault(collective, []).append((begin, process, thread))
-        if row["device_begin_ns"] is not None and row["device_end_ns"] is not None:
-            begin, end = row["device_begin_ns"] + shift - base, row["device_end_ns"] + shift - base
-            thread, title = lanes.take(process, row, begin, end, on_device=True)
+    placed: list[_Placed] = []
+    written = 0
+    for rank in found.ranks():
+        begin_ns = rank.table["issue_ns"].to_numpy() + rank.shift_ns - base
+        where = _Placed(rank, begin_ns, *(np.zeros(len(begin_ns), np.int32) for _ in range(2)))
+        placed.append(where)
+        shifts = rank.shift_ns.tolist()
+        for place, row in enumerate(rank.rows()):
+            process, shift = processes[row["rank"], row["attempt"], row["pid"]], shifts[place] - base
+            begin, end = row["issue_ns"] + shift, end_of(row) + shift
+            thread, title = lanes.take(process, row, begin, end, on_device=False)
             yield from title
-            yield _slice(row, process, thread, begin, end, f"{row['op']} (device)")
+            yield _slice(row, process, thread, begin, end, row["op"])
+            where.process[place], where.thread[place] = process, thread
+            if row["device_begin_ns"] is not None and row["device_end_ns"] is not None:
+                begin, end = row["device_begin_ns"] + shift, row["device_end_ns"] + shift
+                thread, title = lanes.take(process, row, begin, end, on_device=True)
+                yield from title
+                yield _slice(row, process, thread, begin, end, f"{row['op']} (device)")
+            written += 1
+            if not written % _TOLD_EVERY:
+                tell(f"{TRACE}: {written:,} records")
+        where.forget_rows()
     yield from _arrows(placed)
 
 
-def _processes(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int, int], int]:
+def _processes(found: Collection[tuple[int, int, int]]) -> dict[tuple[int, int, int], int]:
     """A number for each process of the job: its rank where that is its own, as it is without restarts."""
-    every = sorted({(row["rank"], row["attempt"], row["pid"]) for row in rows})
+    every = sorted(found)
     ranks = [rank for rank, _, _ in every]
     if len(set(ranks)) == len(ranks):
         return {process: process[0] for process in every}
@@ -228,21 +250,46 @@ class _Lanes:
         ]
 
 
-def _arrows(placed: Mapping[int, Sequence[tuple[int, int, int]]]) -> Iterator[dict[str, Any]]:
+class _Placed:
+    """Where the slices of one rank stand, and what each is a part of: arrays with an element for each record."""
+
+    def __init__(self, rank: RankRows, begin: Numbers, process: Any, thread: Any) -> None:
+        self.begin, self.process, self.thread = begin, process, thread
+        self.stream = rank.stream.astype(np.int32)
+        self.number, self.repetition = rank.number, rank.repetition.astype(np.int32)
+
+    def forget_rows(self) -> None:
+        """Keep no more than the rows that can have partners."""
+        some = self.stream != NO_PARTNER
+        for name in ("begin", "process", "thread", "stream", "number", "repetition"):
+            setattr(self, name, getattr(self, name)[some])
+
+
+def _arrows(placed: Sequence[_Placed]) -> Iterator[dict[str, Any]]:
     """From the first rank that came to each collective through the others; bound to the slices that begin there."""
-    for number, slices in placed.items():
-        if len(slices) < 2:
+    names = ("begin", "process", "thread", "stream", "number", "repetition")
+    every = {
+        name: np.concatenate([getattr(each, name) for each in placed] or [np.zeros(0, np.int64)])
+        for name in names
+    }
+    keys = [every[name] for name in ("stream", "number", "repetition")]
+    by_begin = np.lexsort((every["thread"], every["process"], every["begin"]))
+    order, starts = in_order([key[by_begin].astype(np.int64) for key in keys])
+    order = by_begin[order]
+    ends = np.append(starts[1:], len(order)) if len(order) else starts
+    for number, (first, last) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        if last - first < 2:
             continue
-        ordered = sorted(slices)
-        for place, (begin, process, thread) in enumerate(ordered):
-            kind = "s" if place == 0 else "f" if place == len(ordered) - 1 else "t"
+        for place in range(first, last):
+            row = order[place]
+            kind = "s" if place == first else "f" if place == last - 1 else "t"
             event = {
                 "ph": kind,
                 "id": number,
                 "name": "same",
                 "cat": "collective",
-                "pid": process,
-                "tid": thread,
-                "ts": begin / 1000,
+                "pid": int(every["process"][row]),
+                "tid": int(every["thread"][row]),
+                "ts": int(every["begin"][row]) / 1000,
             }
             yield {**event, "bp": "e"} if kind == "f" else event

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
 from commprof.analysis import api
 from commprof.analysis.api import AnyRun, Run, open_run
 from commprof.errors import UsageError
 from commprof.schema import TABLES, Column
+from commprof.trace.tables import arrow_schema
 
 RUN_COLUMN: Final = Column("run", "string", "name of the run")
 COMPARISON: Final = "comparison"
@@ -28,11 +31,20 @@ _ARROW: Final = {
 
 
 class ExportedTable(NamedTuple):
-    """One table of an export, and what its columns mean."""
+    """One table of an export, and what its columns mean.
+
+    ``parts`` gives its rows anew each time it is called, some at a time, each with ``schema``.
+    """
 
     name: str
     columns: Sequence[Column]
-    rows: pa.Table
+    schema: pa.Schema
+    parts: Callable[[], Iterator[pa.Table]]
+
+    @classmethod
+    def of_rows(cls, name: str, columns: Sequence[Column], rows: pa.Table) -> ExportedTable:
+        """A table that is held."""
+        return cls(name, columns, rows.schema, lambda: iter([rows]))
 
 
 def table_names(tables: Sequence[str] | None) -> list[str]:
@@ -60,21 +72,21 @@ def tables_of(runs: Sequence[Run], names: Sequence[str]) -> Iterator[ExportedTab
     """Tables ``names`` of the runs. Of several runs each table begins with the column ``run``."""
     if len(runs) == 1:
         for name in names:
-            yield ExportedTable(name, TABLES[name].columns, runs[0].table(name))
+            yield ExportedTable(name, TABLES[name].columns, arrow_schema(name), partial(runs[0].parts, name))
         return
     called = api.run_names(runs)
+    first = pa.field("run", pa.string(), nullable=False)
     for name in names:
-        parts = []
-        for run, label in zip(runs, called, strict=True):
-            rows = run.table(name).replace_schema_metadata(None)
-            parts.append(
-                rows.add_column(
-                    0,
-                    pa.field("run", pa.string(), nullable=False),
-                    pa.array([label] * len(rows), pa.string()),
-                )
-            )
-        yield ExportedTable(name, (RUN_COLUMN, *TABLES[name].columns), pa.concat_tables(parts))
+        schema = pa.schema([first, *arrow_schema(name)])
+        parts = partial(_named_parts, list(zip(runs, called, strict=True)), name, schema)
+        yield ExportedTable(name, (RUN_COLUMN, *TABLES[name].columns), schema, parts)
+
+
+def _named_parts(runs: Sequence[tuple[Run, str]], name: str, schema: pa.Schema) -> Iterator[pa.Table]:
+    for run, label in runs:
+        for rows in run.parts(name):
+            labels = pa.array([label], pa.string()).take(pa.array(np.zeros(len(rows), np.int64)))
+            yield pa.Table.from_arrays([labels, *rows.columns], schema=schema)
 
 
 def comparison_of(runs: Sequence[Run]) -> Iterator[ExportedTable]:
@@ -89,7 +101,8 @@ def comparison_of(runs: Sequence[Run]) -> Iterator[ExportedTable]:
         arrays = [
             pa.array(frame[column.name].tolist(), _ARROW[column.type], from_pandas=True) for column in columns
         ]
-        yield ExportedTable(name, columns, pa.table(arrays, names=[column.name for column in columns]))
+        rows = pa.table(arrays, names=[column.name for column in columns])
+        yield ExportedTable.of_rows(name, columns, rows)
 
 
 def _setting_column(name: str) -> Column:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -26,10 +27,18 @@ from commprof.trace.finaliser import (
 from commprof.trace.health import Health, assess
 from commprof.trace.layout import EVENTS_SUFFIX, RECORDS_SUFFIX, rank_files
 from commprof.trace.manifest import Manifest
-from commprof.trace.tables import arrow_schema, count_rows, has_schema, read_parquet, read_table
+from commprof.trace.tables import (
+    arrow_schema,
+    count_rows,
+    has_schema,
+    parquet_parts,
+    read_parquet,
+    read_table,
+)
 from commprof.trace.wire import read_readings, reading_files, sample_files
 
 _OUR_SUFFIXES: Final = frozenset({".json", ".jsonl", ".parquet", RECORDS_SUFFIX, EVENTS_SUFFIX})
+_MOST_ROWS_AT_ONCE: Final = 200_000  # a larger table is not handed over as one
 _MOST_ROWS: Final = 1_000_000  # a larger table is not loaded to ask something of it
 
 
@@ -80,17 +89,36 @@ class Run:
             return self.table(name)
         return Scan(tuple(files), merge(name, [arrow_schema(name).empty_table(), *self._pending(name)]))
 
+    def parts(self, name: str) -> Iterator[pa.Table]:
+        """The rows of table ``name``, some at a time and none kept: those of :meth:`table`, in its order.
+
+        Raises:
+            TraceError: there is no such table, or its file is damaged.
+        """
+        files = self._collective_files() if name == "collectives" else [self.path / f"{name}.parquet"]
+        files = [file for file in files if file.exists()]
+        if name in self._tables or sum(map(count_rows, files)) <= _MOST_ROWS_AT_ONCE:
+            yield self.table(name)
+            return
+        schema = arrow_schema(name)
+        for file in files:
+            for part in parquet_parts(file, name):
+                yield part.replace_schema_metadata(schema.metadata)
+        yield merge(name, [schema.empty_table(), *self._beside(name), *self._pending(name)])
+
     def _read(self, name: str) -> pa.Table:
         schema = arrow_schema(name)
         if name == "collectives":
             tables = [read_parquet(file, name) for file in self._collective_files()]
         else:
             tables = [read_table(self.path, name)]
+        return merge(name, [schema.empty_table(), *tables, *self._beside(name), *self._pending(name)])
+
+    def _beside(self, name: str) -> list[pa.Table]:
+        """Readings of a run that is still going, which are no Parquet yet."""
         if name == "wire":
-            tables.append(read_readings(reading_files(self.path)))
-        if name == "samples":
-            tables.append(read_readings(sample_files(self.path), name))
-        return merge(name, [schema.empty_table(), *tables, *self._pending(name)])
+            return [read_readings(reading_files(self.path))]
+        return [read_readings(sample_files(self.path), name)] if name == "samples" else []
 
     def _collective_files(self) -> list[Path]:
         pending = {trace.identity.stem for trace in self.pending}

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +30,7 @@ _TYPES: Final[dict[str, Any]] = {
     "bool": pa.bool_(),
     "string": pa.string(),
 }
+_PART_ROWS: Final = 65_536
 VERSION_KEY: Final = b"commprof.schema_version"
 
 
@@ -181,6 +182,25 @@ def read_parquet(path: Path, name: str) -> pa.Table:
             f"{path} cannot be read: {error}. It is damaged or not a Parquet file; copy it again from where it was made"
         ) from None
     return conform(name, arrow).replace_schema_metadata(metadata)
+
+
+def parquet_parts(path: Path, name: str) -> Iterator[pa.Table]:
+    """The rows of one Parquet file as table ``name``, some ten thousand at a time.
+
+    Raises:
+        TraceError: the file is damaged. SchemaError: a newer version wrote it.
+    """
+    try:
+        _check_regular(path)
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            check_version(path, file.schema_arrow.metadata or {})
+            for batch in file.iter_batches(batch_size=_PART_ROWS):
+                batch.validate(full=True)
+                yield conform(name, pa.table(batch))
+    except (OSError, pa.ArrowException, ValueError) as error:
+        raise TraceError(
+            f"{path} cannot be read: {error}. It is damaged or not a Parquet file; copy it again from where it was made"
+        ) from None
 
 
 def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
