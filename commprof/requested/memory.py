@@ -135,9 +135,12 @@ def movements(
     found = []
     if offload.parameters != "none":
         sent = gathered_bytes // world_size  # each message is made of one slice of every rank
-        in_files = _in_files(offload, sizes)
+        in_files = _in_files(offload, sizes.share)
         if in_files:
-            found.append(Movement("parameters", "disk", "host", sent * in_files // max(sizes.share, 1)))
+            updated = 0 if sizes.master else in_files * sizes.item
+            found.append(
+                Movement("parameters", "disk", "host", sent * in_files // max(sizes.share, 1) + updated)
+            )
             found.append(Movement("parameters", "host", "disk", in_files * sizes.item))
         found.append(Movement("parameters", "host", "device", sent))
         if offload.optimizer == "none":
@@ -171,8 +174,9 @@ def _read(
         share = -(-numel // world_size) if configuration.partitions else numel
     item = item_bytes(configuration.model_dtype or "float32")
     wide = item if _narrow_masters(config) else _WIDE
-    # A parameter as wide as a master is its own, unless it is kept elsewhere than the optimizer.
-    own = item == wide and offload.optimizer == offload.parameters == "none"
+    # A parameter as wide as a master is its own, and one in files is read for its update; not one on the host alone.
+    apart = offload.parameters != "none" and not _in_files(offload, share)
+    own = item == wide and offload.optimizer == "none" and not apart
     accumulation = configuration.accumulation_dtype
     gradient = item_bytes(accumulation) if accumulation else item
     return (
@@ -214,7 +218,7 @@ def _parameters(
 ) -> list[Holding]:
     if configuration.stage != 3:
         return [Holding("parameters", sizes.numel * sizes.item, note="whole on every rank")]
-    in_files = _in_files(offload, sizes)
+    in_files = _in_files(offload, sizes.share)
     kept = (sizes.share - in_files) * sizes.item
     on_device = offload.parameters == "none"
     slices = Holding("parameters", kept if on_device else 0, 0 if on_device else kept, in_files * sizes.item)
@@ -250,12 +254,13 @@ def _gradients(configuration: Configuration, sizes: _Sizes) -> list[Holding]:
     return [*found, Holding("gradient buckets", numel * item, note="at most, in the backward pass")]
 
 
-def _in_files(offload: Offload, sizes: _Sizes) -> int:
-    return max(sizes.share - offload.max_in_cpu, 0) if offload.parameters == "nvme" else 0
+def _in_files(offload: Offload, share: int) -> int:
+    """Elements in files, of the ``share`` that a rank has."""
+    return max(share - offload.max_in_cpu, 0) if offload.parameters == "nvme" else 0
 
 
 def _buffers(offload: Offload, sizes: _Sizes) -> int:
-    needed = min(offload.buffers, _in_files(offload, sizes)) * sizes.item
+    needed = min(offload.buffers, _in_files(offload, sizes.share)) * sizes.item
     if offload.optimizer == "nvme":
         stretch = min(max(sizes.share // _SHARE, _SMALLEST), _STRETCH, sizes.share)
         needed += offload.optimizer_buffers * stretch * (sizes.master + sizes.state + _WIDE)

@@ -15,6 +15,8 @@ from support.ranks import run_ranks
 from support.recorded_models import make_batch, make_model
 from zero_runtime import tensor_access
 from zero_runtime.errors import ConfigError
+from zero_runtime.offload import stretches
+from zero_runtime.sharding import pages
 from zero_runtime.sharding.pages import Pager
 from zero_runtime.sharding.shards import shard_of
 from zero_runtime.zero import GatheredParameters, Init
@@ -55,6 +57,7 @@ SETTINGS = {
     "made in slices": {"zero": TIGHT, "init": True},
     "made in slices, bf16": {"zero": TIGHT, "bf16": {"enabled": True}, "init": True},
 }
+CUT_UP = ("by all_reduce", "sub-groups", "optimizer in files", "made in slices")
 WAYS = {
     "host memory": {"device": "cpu"},
     "files": {"device": "nvme", "max_in_cpu": 0},
@@ -119,6 +122,8 @@ def in_ways(rank, world, folder, names):
     """Losses, messages and final parameters of every setting, without offload and with."""
     found = {}
     for name in names:
+        # Small enough for several of each in this model; stretches begin and end within pages.
+        stretches._SMALLEST, pages._LARGEST = (1024, 1500) if name in CUT_UP else (2**18, 2**22)
         setting = copy.deepcopy(SETTINGS[name])
         if "offload_optimizer" in setting["zero"]:
             setting["zero"]["offload_optimizer"]["nvme_path"] = folder
@@ -139,10 +144,16 @@ def in_ways(rank, world, folder, names):
     return found
 
 
-NAMES = list(SETTINGS)
+SHORT = (
+    *("tight", "bf16", "2 micro-batches, clipped", "small parameters persistent", "second slices"),
+    *("optimizer in files", "made in slices"),
+)
+OTHERS = [name for name in SETTINGS if name not in SHORT]
 
 
-@pytest.fixture(scope="module", params=[NAMES[0::2], NAMES[1::2]], ids=["even", "odd"])
+@pytest.fixture(
+    scope="module", params=[SHORT, pytest.param(OTHERS, marks=pytest.mark.long)], ids=["short", "others"]
+)
 def compared(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("disk")
     return run_ranks(2, in_ways, str(folder), request.param, timeout=280)

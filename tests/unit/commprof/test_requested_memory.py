@@ -73,6 +73,11 @@ def test_states_of_optimizers(optimizer, numbers):
 def test_a_wide_parameter_is_its_own_master():
     assert "masters" not in table(2, "fp32")
     assert table(2, "fp32", offload_optimizer={"device": "cpu"})["masters"] == (0, N, 0)
+    assert table(3, "fp32", offload_param={"device": "cpu"})["masters"] == (N, 0, 0)
+    # What is in files is read for its update.
+    assert "masters" not in table(3, "fp32", offload_param={"device": "nvme", "max_in_cpu": 0})
+    given = config(3, "fp32", offload_param={"device": "nvme", "max_in_cpu": 0})
+    assert movements(given, MODEL, 4, 4 * N)[0] == Movement("parameters", "disk", "host", 4 * N // 4 * 2)
 
 
 def test_offload():
