@@ -14,10 +14,11 @@ from commprof import hooks
 from zero_runtime.accumulation import Window
 from zero_runtime.checkpoint.loading import Wanted, load
 from zero_runtime.checkpoint.training import Training
-from zero_runtime.checkpoint.weights import save_weights
+from zero_runtime.checkpoint.weights import collected_weights, save_weights
 from zero_runtime.checkpoint.writer import save
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.config import RuntimeConfig
+from zero_runtime.errors import UsageError
 from zero_runtime.loss_scale import LossScale
 from zero_runtime.zero import GatheredParameters
 
@@ -149,6 +150,23 @@ class Saving:
         with self._checkpointing() as training:
             save_weights(training, path, exclude_frozen_parameters)
         return True
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """The whole model in its own dtypes on rank 0, None elsewhere; by the name that libraries call. All ranks must.
+
+        Raises:
+            UsageError: gather_16bit_weights_on_model_save is false at stage 3.
+        """
+        zero = self.config.zero
+        if zero.stage.shards_parameters and not zero.sharding.gather_16bit_weights_on_model_save:
+            raise UsageError(
+                "the model is in slices; set zero_optimization.stage3_gather_16bit_weights_on_model_save to true to have it "
+                "gathered"
+            )
+        with self._checkpointing() as training:
+            return collected_weights(training, exclude_frozen_parameters)
 
     def load_module_state_dict(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,32 @@ def save_weights(training: Training, path: Path, exclude_frozen: bool = False) -
         _, closing = agreement.attempt(lambda: sink.close(error is None))
         error = error or closing
     agreement.agree(training.group, error, doing)
+
+
+def collected_weights(training: Training, exclude_frozen: bool = False) -> dict[str, torch.Tensor] | None:
+    """The model's weights in its own dtypes, on the CPU: on rank 0; None elsewhere. All ranks must call it."""
+    training.settle()
+    names = _names(training.module, exclude_frozen)
+    collected: dict[str, torch.Tensor] = {}
+    for parameters in _layers(training.module):
+        with _gathered(parameters):
+            if training.group.rank == 0:
+                _collect(collected, names, parameters)
+    if training.group.rank != 0:
+        return None
+    _collect(collected, names, list(buffers(training.module).values()))
+    return {name: collected[name] for found in names.values() for name in found}
+
+
+def _collect(
+    collected: dict[str, torch.Tensor],
+    names: dict[torch.Tensor, list[str]],
+    tensors: Sequence[torch.Tensor],
+) -> None:
+    for tensor in tensors:
+        found = names.get(tensor, ())
+        if found:
+            collected.update(dict.fromkeys(found, tensor.detach().cpu().clone()))
 
 
 def _names(module: torch.nn.Module, exclude_frozen: bool) -> dict[torch.Tensor, list[str]]:

@@ -1,4 +1,4 @@
-"""``import deepspeed`` means this runtime: every name of the table is there, and every other one says what to use instead."""
+"""``import deepspeed`` means this runtime: names of the table are there, and every other one says what to use instead."""
 
 from __future__ import annotations
 
@@ -132,9 +132,8 @@ def test_versions_and_metadata_are_what_libraries_parse():
     assert importlib.metadata.version("deepspeed") == deepspeed.__version__
     assert importlib.metadata.metadata("deepspeed")["Name"] == "deepspeed"
     assert importlib.util.find_spec("deepspeed") is not None
-    assert [each.version for each in importlib.metadata.distributions(name="deepspeed")][
-        0
-    ] == deepspeed.__version__
+    installed = next(iter(importlib.metadata.distributions(name="deepspeed")))
+    assert installed.version == deepspeed.__version__
 
 
 def test_deepspeed_itself_is_not_replaced_once_it_is_there(monkeypatch):
