@@ -1,6 +1,7 @@
 """Which methods of torch's ProcessGroup are collectives, and how their arguments are laid out.
 
-torch 2.13 has all of these names, 2.11 all but the ``*_single*`` ones; the interception takes what it finds.
+torch 2.14 has all of these names, 2.13 all but ``gather_single`` and ``gather_into_tensor``, 2.11 none of the ``*_single*``
+ones; the interception takes what it finds.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ METHODS: Final[tuple[Method, ...]] = (
     Method("alltoall_base", Op.ALL_TO_ALL, _OI),
     Method("all_to_all_single", Op.ALL_TO_ALL, _OI),
     Method("gather", Op.GATHER, _OI),
+    Method("gather_single", Op.GATHER, _OI),
+    Method("gather_into_tensor", Op.GATHER, _OI),
     Method("scatter", Op.SCATTER, _OI),
     Method("barrier", Op.BARRIER, Shape.NONE),
     Method("monitored_barrier", Op.BARRIER, Shape.NONE),

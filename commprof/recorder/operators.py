@@ -32,6 +32,7 @@ C10D: Final[dict[str, Method]] = {
         "alltoall_": "alltoall",
         "alltoall_base_": "alltoall_base",
         "gather_": "gather",
+        "gather_into_tensor_": "gather_into_tensor",
         "scatter_": "scatter",
         "barrier": "barrier",
         "monitored_barrier_": "monitored_barrier",
