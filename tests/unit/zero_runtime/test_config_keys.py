@@ -12,6 +12,7 @@ import pytest
 from support import recorded
 from zero_runtime.config import MonitorConfig, OptimizerConfig, RuntimeConfig, SchedulerConfig
 from zero_runtime.configuration import keys
+from zero_runtime.configuration.activation_checkpointing import ActivationCheckpointing
 from zero_runtime.configuration.key_table import Status
 from zero_runtime.configuration.precision import PrecisionConfig
 from zero_runtime.configuration.sharding import ShardingConfig
@@ -180,6 +181,21 @@ VALUES = {
     "dump_state": (True, {}),
     "checkpoint": ({"tag_validation": "Fail"}, {}),
     "checkpoint.tag_validation": ("fail", {}),
+    "activation_checkpointing": ({"profile": True}, {}),
+    "activation_checkpointing.contiguous_memory_optimization": (
+        True,
+        {"activation_checkpointing": {"partition_activations": True, "number_checkpoints": 3}},
+    ),
+    "activation_checkpointing.number_checkpoints": (5, {}),
+    **{
+        f"activation_checkpointing.{name}": (True, {})
+        for name in (
+            "partition_activations",
+            "cpu_checkpointing",
+            "synchronize_checkpoint_boundary",
+            "profile",
+        )
+    },
     "comms_logger": ({"enabled": True}, {}),
     "comms_logger.enabled": (True, {}),
     "comms_logger.prof_all": (False, {}),
@@ -269,7 +285,8 @@ def test_each_setting_is_read_by_the_runtime():
         tree = ast.parse(path.read_text())
         read |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     classes = (RuntimeConfig, ZeroConfig, PrecisionConfig, ShardingConfig, OptimizerConfig, SchedulerConfig)
-    settings = {each.name for kind in (*classes, MonitorConfig) for each in dataclasses.fields(kind)}
+    blocks = (MonitorConfig, ActivationCheckpointing)
+    settings = {each.name for kind in (*classes, *blocks) for each in dataclasses.fields(kind)}
     # What other settings are resolved from, within the configuration itself.
     resolved = {"reduce_scatter", "use_multi_rank_bucket_allreduce", "train_batch_size"}
     # Properties of the configuration read these.
