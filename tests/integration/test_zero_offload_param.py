@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
+import os
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import zero_runtime
@@ -14,7 +18,7 @@ from support.process_group_log import logged
 from support.ranks import run_ranks
 from support.recorded_models import make_batch, make_model
 from zero_runtime import tensor_access
-from zero_runtime.errors import ConfigError
+from zero_runtime.errors import ConfigError, OffloadError
 from zero_runtime.offload import stretches
 from zero_runtime.sharding import pages
 from zero_runtime.sharding.pages import Pager
@@ -283,6 +287,7 @@ def test_slices_are_read_ahead_of_their_use(tmp_path):
 def changing(rank, world, folder):
     """Parameters are looked at and changed in all ways that there are, with slices in files and without."""
     found = []
+    stretches._SMALLEST, pages._LARGEST = 1024, 1500
     for offload in (None, {"device": "nvme", "nvme_path": folder, "max_in_cpu": 9000, "buffer_size": 999}):
         engine = make_engine(SETTINGS["tight"], offload)
         seen = train(engine, rank, 2)
@@ -296,7 +301,7 @@ def changing(rank, world, folder):
         seen += train(engine, rank, 1, 3)
         tensor_access.safe_set_local_fp32_param(head, tensor_access.safe_get_local_fp32_param(head) + 0.01)
         engine.eval()
-        with torch.no_grad():
+        with torch.inference_mode():
             seen.append(engine(*make_batch("gpt", 9, 0, rank)).item())
         engine.train()
         seen += train(engine, rank, 2, 4)
@@ -315,8 +320,6 @@ def test_parameters_can_be_looked_at_and_changed(tmp_path):
 
 def two_engines(rank, world, folder):
     """Two models in turns, then both again at other stages; what is left in the folder in between."""
-    from pathlib import Path
-
     offload = {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0}
     first, second = make_engine(SETTINGS["tight"], offload), make_engine(SETTINGS["bf16"], offload)
     alone = train(make_engine(SETTINGS["tight"]), rank)
@@ -394,8 +397,6 @@ def half_frozen(rank, world, folder):
 
 
 def test_frozen_parameters_and_weights(tmp_path):
-    from safetensors.torch import load_file
-
     for filed, plain in run_ranks(2, half_frozen, str(tmp_path)):
         assert filed == plain
     weights = [load_file(tmp_path / name / "model.safetensors") for name in ("filed", "plain")]
@@ -424,6 +425,27 @@ def test_a_folder_that_cannot_be(tmp_path):
     assert messages[0] == messages[1] and messages[2] == messages[3]
     assert "offload_param.nvme_path" in messages[0] and "below" in messages[0]
     assert "nvme_path" in messages[2] and "offload_param" in messages[4]
+
+
+def on_a_full_disk(rank, world, folder):
+    reserve, room = os.posix_fallocate, [7]
+
+    def limited(*arguments):
+        room[0] -= 1
+        if room[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        reserve(*arguments)
+
+    os.posix_fallocate = limited
+    with pytest.raises(OffloadError) as refusal:
+        make_engine({"zero": TIGHT}, {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0})
+    return str(refusal.value)
+
+
+def test_a_full_disk_is_one_error(tmp_path):
+    (message,) = run_ranks(1, on_a_full_disk, str(tmp_path))
+    assert "No space left on device" in message
+    assert "set zero_optimization.offload_param.nvme_path to a folder on a larger disk" in message
 
 
 def nothing_in_files(rank, world, folder):

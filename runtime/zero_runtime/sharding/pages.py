@@ -227,6 +227,7 @@ class Pager:
 
     # Buffers.
 
+    @torch.inference_mode(False)
     def _buffer(self, page: _Page) -> torch.Tensor:
         """Memory for a page: where there is too little, the oldest write is waited for, or what was read last dropped."""
         while page.numel > self._free:
