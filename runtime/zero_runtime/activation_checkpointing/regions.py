@@ -96,7 +96,7 @@ class _Region:
         self._function = function
         self._boundaries = boundaries
         self._ends = ends
-        self._first: list[Any] | None = leaves
+        self._first: tuple[Any, Any] | None = args, kwargs  # themselves: a function may append to a list
         self._kept = self._keep(leaves)
         self._device = tensors[0].device if tensors else torch.device("cpu")
         self._random = RandomStates(tensors)
@@ -126,7 +126,7 @@ class _Region:
             return None
         self.given = []
         mark = _Mark.apply(_anchor(self._device), self._boundaries)
-        args, kwargs = tree_unflatten(first, self._structure)
+        args, kwargs = first
         outputs = self._function(*args, **kwargs)
         return self._exit(mark, outputs) if self._ends else outputs
 

@@ -223,6 +223,18 @@ def test_the_structure_of_outputs_is_kept(checkpoint):
     assert checkpoint(lambda: None) is None
 
 
+@BOTH
+def test_what_a_function_does_to_its_arguments_is_done_once(checkpoint):
+    seen, batch = [], torch.ones(3, requires_grad=True)
+
+    def function(hidden, collected):
+        collected.append("run")
+        return hidden.sin().cos()
+
+    checkpoint(function, batch, seen).sum().backward()
+    assert seen == ["run"] and batch.grad is not None
+
+
 def test_deepspeeds_function_class_fills_the_list_of_outputs():
     outputs, batch = [], torch.ones(3, requires_grad=True)
     returned = checkpointing.CheckpointFunction.apply(lambda x, n: (x * n, n), outputs, batch, 4)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from zero_runtime.errors import UsageError
 from zero_runtime.sharding.linear import memory_efficient_linear
 
 
@@ -70,3 +71,15 @@ def test_backward_keeps_the_parameter_and_not_what_it_held():
     layer.weight.data = held.clone() * 2
     output.sum().backward()
     torch.testing.assert_close(inputs.grad, (held * 2).sum(0).expand(4, 5))
+
+
+def test_a_sharded_weight_that_changes_between_the_passes_is_an_error():
+    layer = nn.Linear(5, 3)
+    layer.weight.zero_shard = object()  # what makes a parameter one that is sharded
+    with memory_efficient_linear():
+        outputs = [layer(torch.randn(4, 5)).sum() for _ in range(2)]
+    outputs[0].backward()
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(UsageError, match="changed in place between its forward and its backward"):
+        outputs[1].backward()
