@@ -44,7 +44,12 @@ def config(stage: int, device: str, path: str) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 4_000_000, "offload_optimizer": offload},
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": 4_000_000,
+            "allgather_bucket_size": 4_000_000,
+            "offload_optimizer": offload,
+        },
         "aio": {"intra_op_parallelism": 2},
         "steps_per_print": 1_000_000,
     }

@@ -24,6 +24,7 @@ DTYPES: Final = {
 }
 # What torch.autocast runs in the lower precision by default, as DeepSpeed lists it.
 _AUTOCAST_MODULES: Final = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
+_CHUNK: Final = 2**20  # elements
 _OVERFLOW: Final = hooks.tag("overflow_check")
 
 
@@ -152,10 +153,13 @@ def any_overflow(gradients: Iterable[torch.Tensor], device: torch.device) -> tor
     """A uint8 tensor of one element: 1 where any element of ``gradients`` is infinite or NaN."""
     flag = torch.zeros(1, dtype=torch.uint8, device=device)
     for gradient in gradients:
-        if gradient.numel():
-            # Both are NaN where an element is. Testing every element takes 70 times as long, and memory.
-            extremes = torch.stack(torch.aminmax(gradient))
-            flag |= (~torch.isfinite(extremes).all()).to(torch.uint8)
+        # aminmax makes an fp32 copy of 16-bit values: of a chunk at a time.
+        size = gradient.numel() if gradient.dtype is torch.float32 else _CHUNK
+        for chunk in gradient.reshape(-1).split(max(size, 1)):
+            if chunk.numel():
+                # Both are NaN where an element is. Testing every element takes 70 times as long, and memory.
+                extremes = torch.stack(torch.aminmax(chunk))
+                flag |= (~torch.isfinite(extremes).all()).to(torch.uint8)
     return flag
 
 

@@ -22,6 +22,7 @@ from urllib.parse import quote
 import torch
 
 from zero_runtime.errors import OffloadError
+from zero_runtime.offload.allocation import give_back_freed_memory
 from zero_runtime.offload.blocks import aligned, as_memory, read_range, takes_direct, write_range
 from zero_runtime.offload.folders import remove_folder
 
@@ -127,6 +128,7 @@ class TensorFiles:
         direct: bool | None = None,
         key: str = "nvme_path",
     ) -> None:
+        give_back_freed_memory()
         self.folder = folder
         self.direct = takes_direct(folder) if direct is None else direct
         self._io = io
