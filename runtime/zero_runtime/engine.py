@@ -18,6 +18,7 @@ from zero_runtime.batches import WholeSteps
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.errors import UsageError
 from zero_runtime.fp32_modules import cast_floating
+from zero_runtime.input_dtypes import mismatch
 from zero_runtime.precision import autocast
 from zero_runtime.reporting import Progress, Report
 from zero_runtime.saving import Saving
@@ -109,7 +110,13 @@ class Engine(Settings, WholeSteps, Saving, torch.nn.Module):
             autocast(self._precision.autocast, self.device),
             self._linear(),
         ):
-            outputs = self.module(*inputs, **kwargs)
+            try:
+                outputs = self.module(*inputs, **kwargs)
+            except RuntimeError as error:
+                stated = mismatch(error, (inputs, kwargs), self._precision.model)
+                if stated is None:
+                    raise
+                raise stated from error
         if self.training:
             for leaf in tree_leaves(outputs):
                 if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:

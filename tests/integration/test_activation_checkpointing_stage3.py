@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import zero_runtime
 from commprof.analysis import api
-from support.ranks import run_ranks
+from support.ranks import RankError, run_ranks
 from support.recording import record
 from zero_runtime import checkpointing
 
@@ -173,25 +173,28 @@ def test_gathers_of_activations_and_of_parameters_are_told_apart(tmp_path):
     assert verdict.state == "closed", verdict.notes
 
 
-def program(rank, world):
+def program(rank, world, auto_cast):
     """Issue 7, 4c, where it does not say where states are kept: the block is accepted, and nothing calls checkpoint()."""
     model = nn.Sequential(nn.Linear(1000, 1000), nn.ReLU(), nn.Linear(1000, 1000))
     config = {
         "train_batch_size": 16,
         "gradient_accumulation_steps": 4,
-        "fp16": {"enabled": True},
+        "fp16": {"enabled": True, "auto_cast": auto_cast},
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": 3},
         "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True},
     }
-    engine, *_ = zero_runtime.initialize(
-        model=model, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=1e-3)
-    )
+    engine, *_ = zero_runtime.initialize(model=model, config=config)
     for _ in range(4):
-        loss = engine(torch.randn(16, 1000).half()).sum()
+        loss = engine(torch.randn(16, 1000)).sum()
         engine.backward(loss)
         engine.step()
     return engine.global_steps
 
 
 def test_a_config_with_the_block_and_a_model_without_checkpoints():
-    assert run_ranks(2, program) == [1, 1]
+    assert run_ranks(2, program, True) == [1, 1]
+    with pytest.raises(
+        RankError, match=r"given inputs in float32, .* set fp16.auto_cast to true, or cast them"
+    ):
+        run_ranks(2, program, False)

@@ -1,0 +1,37 @@
+"""Inputs of another dtype than a 16-bit model's: torch's error about them, said in terms of the configuration."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from zero_runtime.errors import UsageError
+
+# How torch's operations begin to say that dtypes do not fit.
+_SAID: Final = ("same dtype", "same type", "scalar type", "should be the same")
+
+
+def mismatch(error: RuntimeError, values: Any, model: torch.dtype | None) -> UsageError | None:
+    """What to raise in place of ``error``, which a model raised in its forward pass; None where it is about something else.
+
+    Args:
+        error: what was raised.
+        values: the inputs of the model, however nested.
+        model: its dtype; None for the one that it was made in.
+    """
+    if model is None or not any(phrase in str(error) for phrase in _SAID):
+        return None
+    floating = [
+        leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    ]
+    others = {str(leaf.dtype).removeprefix("torch.") for leaf in floating if leaf.dtype != model}
+    if not others:
+        return None
+    name = str(model).removeprefix("torch.")
+    cure = "set fp16.auto_cast to true, or cast them" if model is torch.float16 else "cast them"
+    return UsageError(
+        f"the model is in {name}, and it was given inputs in {', '.join(sorted(others))}, which are not cast "
+        f"({str(error).splitlines()[0]}); {cure}"
+    )
