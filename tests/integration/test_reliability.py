@@ -92,6 +92,7 @@ def test_sigkill_at_a_random_moment(tmp_path, seed):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_sigkill_at_100_random_moments(tmp_path):
     for seed in range(100, 200):
         place = tmp_path / str(seed)

@@ -80,6 +80,7 @@ def test_a_finaliser_killed_at_random_moments_loses_and_doubles_nothing(tmp_path
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_a_finaliser_killed_at_100_random_moments(tmp_path, recorded):
     source, rows, seconds = recorded
     rng = random.Random(7)
