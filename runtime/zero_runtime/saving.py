@@ -151,6 +151,8 @@ class Saving:
             save_weights(training, path, exclude_frozen_parameters)
         return True
 
+    save_fp16_model = save_16bit_model
+
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from zero_runtime.answers import Answers
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.errors import ConfigError
 from zero_runtime.precision import DTYPES
 
 
-class Settings:
+class Settings(Answers):
     """The methods that only read the configuration, and the two that change the batch size.
 
     Attributes:

@@ -171,6 +171,14 @@ wrapped.backward(engine(torch.ones(2, 4)).mean(), True)
 assert not torch.equal(before, model.weight) and engine.global_steps == 1
 assert not optimizer.overflow and engine.get_global_grad_norm() > 0 and hasattr(engine.optimizer, "cur_scale")
 assert not engine.zero_gather_16bit_weights_on_model_save() and engine.zero_optimization_partition_gradients()
+assert engine.get_data_types() == (torch.float32, torch.float32) and not engine.zero_cpu_offload()
+assert engine.get_data_parallel_rank() == dist.get_rank() and not engine.flops_profiler_enabled()
+engine.allreduce_gradients()
+engine.empty_partition_cache()
+try:
+    engine.offload_states()
+except ValueError as error:
+    assert "offload_optimizer" in str(error)
 print("done", set(clone_tensors_for_torch_save(engine.module.state_dict())) == {"weight", "bias"})
 """
 

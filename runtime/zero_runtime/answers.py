@@ -1,0 +1,133 @@
+"""What libraries ask an engine besides its settings: offload, dtypes, ranks, parts that are not in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zero_runtime.config import RuntimeConfig
+from zero_runtime.errors import UnsupportedError
+from zero_runtime.precision import DTYPES
+
+
+class Answers:
+    """Methods by DeepSpeed's names, most of them one value.
+
+    Attributes:
+        config: the checked configuration.
+        global_rank: this process's rank.
+    """
+
+    config: RuntimeConfig
+    global_rank: int
+    module: torch.nn.Module
+    _residency: Any
+
+    # Ranks. All of them are data-parallel.
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank among those that share the data."""
+        return self.global_rank
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank among those that share a model: the only one."""
+        return 0
+
+    def get_tensor_parallel_rank(self) -> int:
+        """The same."""
+        return 0
+
+    def get_sequence_parallel_group(self) -> None:
+        """The ranks that share a sequence: this one, as which None stands."""
+
+    def autotp_size(self) -> int:
+        """Tensor-parallel ranks that the configuration asks for: none."""
+        return 0
+
+    # Dtypes.
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """(dtype of the model, dtype in which gradients are accumulated)."""
+        kinds = self.config.precision
+        model = torch.float16 if kinds.fp16 else torch.bfloat16 if kinds.bf16 else torch.float32
+        accumulated = kinds.grad_accum_dtype
+        return model, model if accumulated is None else DTYPES[accumulated]
+
+    def clip_fp32_gradients(self) -> None:
+        """Nothing: ``step`` clips, by the key gradient_clipping."""
+
+    # Gradients and parameters.
+
+    def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
+        """Nothing: ``backward`` has reduced the gradients of the last micro-batch."""
+
+    def empty_partition_cache(self) -> None:
+        """Give up parameters that are gathered at the moment (stage 3)."""
+        if self._residency is not None:
+            self._residency.release_all()
+
+    def offload_states(self, *arguments: Any, **options: Any) -> None:
+        """Refused: where states are is said once, by the configuration."""
+        raise UnsupportedError(
+            "engine.offload_states is not in this version; zero_optimization.offload_optimizer and offload_param keep "
+            "states and parameters off the device all the time"
+        )
+
+    def reload_states(self, *arguments: Any, **options: Any) -> None:
+        """Refused likewise."""
+        self.offload_states()
+
+    # Keys.
+
+    def dump_state(self) -> bool:
+        """Whether the configuration was printed."""
+        return self.config.dump_state
+
+    def zero_offload_optimizer(self) -> Any:
+        """What the key offload_optimizer says; None where the optimizer's state is on the device."""
+        return self.config.zero.offload_optimizer
+
+    def zero_offload_param(self) -> Any:
+        """What the key offload_param says; None where slices are on the device."""
+        found = self.config.zero.sharding.residency.offload
+        return None if found.device == "none" else found
+
+    def zero_cpu_offload(self) -> bool:
+        """Whether the optimizer's state is in host memory."""
+        found = self.config.zero.offload_optimizer
+        return found is not None and found.device == "cpu"
+
+    zero_use_cpu_optimizer = zero_cpu_offload
+
+    def zero_nvme_offload_optimizer(self) -> bool:
+        """Whether the optimizer's state is in files."""
+        found = self.config.zero.offload_optimizer
+        return found is not None and found.device == "nvme"
+
+    def zero_partial_offload(self) -> float:
+        """The share of the optimizer's state that is offloaded."""
+        found = self.config.zero.offload_optimizer
+        return 1.0 if found is None else found.ratio
+
+    def zero_compute_grad_norm(self) -> bool:
+        """Whether the norm of the gradients is computed."""
+        return self.config.zero.compute_grad_norm
+
+    def zero_elastic_checkpoint(self) -> bool:
+        """Whether checkpoints are elastic in DeepSpeed's sense; here all load at any world size."""
+        return False
+
+    def zero_ignore_unused_parameters(self) -> bool:
+        """Whether parameters without gradients are allowed; always."""
+        return True
+
+    # Parts that are not in this version, and so are off.
+
+    def _off(self) -> bool:
+        """Whether it is on; never."""
+        return False
+
+    autotuning_enabled = curriculum_learning_enabled = data_efficiency_enabled = flops_profiler_enabled = _off
+    is_deepcompile_active = is_deepcompile_enabled = random_ltd_enabled = use_node_local_storage = _off
+    zero_quantized_weights = zero_quantized_gradients = zero_quantized_nontrainable_weights = _off
