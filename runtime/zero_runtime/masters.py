@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from zero_runtime.configuration.offload import OptimizerOffload
 from zero_runtime.fragments import (
     Elements,
     Fragment,
@@ -27,29 +26,11 @@ from zero_runtime.fragments import (
     stored,
 )
 from zero_runtime.gradients import ParameterGroup
-from zero_runtime.offload.files import TensorFiles
+from zero_runtime.offload.placement import Placement
 from zero_runtime.offload.states import MASTER, StateFiles, absent
 from zero_runtime.offload.stretches import Stretch, cut, stretch_numel, whole
 from zero_runtime.optimizers import Lamb, Muon
 from zero_runtime.pieces import Pieces
-
-
-class Placement(NamedTuple):
-    """Where masters and states are kept, if not with the parameters.
-
-    Attributes:
-        policy: what the configuration says.
-        files: for device ``nvme``.
-        limit: elements that are updated together at most.
-        pinned: page-locked host memory.
-        divisible: whether the optimizer may update a piece part by part.
-    """
-
-    policy: OptimizerOffload
-    files: TensorFiles | None
-    limit: int
-    pinned: bool
-    divisible: bool
 
 
 class Masters:

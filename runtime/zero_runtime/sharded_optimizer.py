@@ -17,8 +17,9 @@ from zero_runtime.fragments import Fragment, Master, Source, Stored, fragments_o
 from zero_runtime.gathered_matrices import GatheredMatrices
 from zero_runtime.gradients import ParameterGroup, ShardedGradients
 from zero_runtime.loss_scale import LossScale
-from zero_runtime.masters import Masters, Placement
+from zero_runtime.masters import Masters
 from zero_runtime.matrix_updates import MatrixUpdates
+from zero_runtime.offload.placement import Placement
 from zero_runtime.optimizer import StepPolicy, WrappedOptimizer
 from zero_runtime.optimizers.lamb import Division, Lamb, Segment
 from zero_runtime.optimizers.muon import Muon

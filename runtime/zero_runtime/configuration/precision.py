@@ -69,8 +69,8 @@ def read_precision(top: Mapping[str, Any]) -> PrecisionConfig:
     _check_types(types, model)
     if bf16["bf16_master_weights_and_grads"] != bf16["bf16_optimizer_states"]:
         raise ConfigError(
-            "bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states go together, as long as the optimizer "
-            "is not offloaded; set both, or neither"
+            "bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states go together: masters and state "
+            "have one dtype, offloaded or not; set both, or neither"
         )
     modules = autocast["lower_precision_safe_modules"]
     buffers = types["keep_in_fp32_modules"]

@@ -29,7 +29,7 @@ FP16: Final[Table] = {
     "min_loss_scale": used(positive, 1.0, "an overflow at this scale ends the training"),
     "fp16_override_modules": used(optional(strings), None, "another place for fp16_override_modules"),
     "fp16_master_weights_and_grads": later(
-        boolean, False, "master weights in fp16", "offload", "it needs an optimizer offloaded to the CPU, in DeepSpeed too"
+        boolean, False, "master weights in fp16", "16-bit masters with fp32 state", "masters are fp32"
     ),
 }  # fmt: skip
 

@@ -15,7 +15,7 @@ _LARGE: Final = 1 << 20  # bytes
 
 
 def give_back_freed_memory() -> None:
-    """Let this process give blocks of 1 MiB and more back when they are freed, and what is free now; nothing without glibc."""
+    """Let this process give blocks of 1 MiB and more back when they are freed, and what is free now; only with glibc."""
     library = ctypes.CDLL(None)
     try:
         library.mallopt(_MMAP_THRESHOLD, _LARGE)

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.config import RuntimeConfig
-from zero_runtime.configuration.offload import OPTIMIZER_KEY
+from zero_runtime.configuration.offload import OPTIMIZER_KEY, OptimizerOffload
 from zero_runtime.errors import UnsupportedError
-from zero_runtime.masters import Placement
 from zero_runtime.offload.files import TensorFiles
 from zero_runtime.offload.folders import new_folder
 from zero_runtime.optimizers import Lamb, Muon
+
+
+class Placement(NamedTuple):
+    """Where masters and states are kept, if not with the parameters.
+
+    Attributes:
+        policy: what the configuration says.
+        files: for device ``nvme``.
+        limit: elements that are updated together at most.
+        pinned: page-locked host memory.
+        divisible: whether the optimizer may update a piece part by part.
+    """
+
+    policy: OptimizerOffload
+    files: TensorFiles | None
+    limit: int
+    pinned: bool
+    divisible: bool
 
 
 def placement(
