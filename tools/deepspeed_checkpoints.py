@@ -41,6 +41,8 @@ def main() -> int:
         "and print what the steps after it give, as JSON by case and rank",
     )
     given = parser.parse_args()
+    # DeepSpeed 0.14 loads its own files as torch did before 2.6.
+    os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
     if given.go_on:
         print(json.dumps({name: run_ranks(given.out, name, "universal") for name in given.only}))
         return 0
@@ -85,8 +87,6 @@ def run_ranks(out: Path, name: str, what: str) -> list[dict]:
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank),
                     "WORLD_SIZE": str(cases.WORLD),
-                    # DeepSpeed 0.14 loads its own files as torch did before 2.6.
-                    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
                 },
             )
             for rank in range(cases.WORLD)

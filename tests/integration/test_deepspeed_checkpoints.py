@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -19,11 +20,13 @@ from support import deepspeed_cases as cases
 from support.ranks import run_ranks
 from zero_runtime.checkpoint import consolidated_state_dict
 from zero_runtime.checkpoint.__main__ import main as command
+from zero_runtime.checkpoint.deepspeed.file import read
 
 pytestmark = pytest.mark.ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "deepspeed_checkpoints"
+RECORDER = ROOT / "tools" / "deepspeed_checkpoints.py"
 REAL = "COMMPROF_DEEPSPEED_PYTHON"  # an interpreter that has the real DeepSpeed
 # fp16 at stage 0: DeepSpeed does not scale the loss there, so it trains otherwise (docs/deepspeed-differences.md).
 UNSCALED = {"stage0_fp16"}
@@ -174,6 +177,57 @@ def test_the_command_reads_a_checkpoint_of_deepspeed(tmp_path, capsys):
     assert out.stat().st_size > 218 * 4
 
 
+def counted_in_numbers(path, one_of_each_group):
+    """Let the optimizer states of a file count steps as DeepSpeed's own optimizers do, which keep whole numbers.
+
+    Without ZeRO they raise the count of one parameter of each group alone.
+    """
+    content = read(path)
+    if one_of_each_group:
+        optimizer = content["optimizer"]
+    else:
+        states = content["optimizer_state_dict"]
+        for key in ("loss_scaler", "zero_stage", "param_slice_mappings"):  # of classes that are not installed
+            del states[key]
+        optimizer = states["base_optimizer_state"]
+    for group in optimizer["param_groups"]:
+        for index in group["params"]:
+            last = index == group["params"][-1]
+            optimizer["state"][index]["step"] = cases.BEFORE if last or not one_of_each_group else 0
+    torch.save(content, path.with_suffix(".new"))  # the tensors are those of the file itself
+    path.with_suffix(".new").replace(path)
+
+
+def test_steps_that_are_counted_in_numbers(tmp_path):
+    for name in ("stage0_fp32", "stage2_fp32"):
+        shutil.copytree(GOLDEN / name, tmp_path / name)
+    counted_in_numbers(tmp_path / "stage0_fp32" / "global_step3" / "mp_rank_00_model_states.pt", True)
+    for path in (tmp_path / "stage2_fp32").rglob("*optim_states.pt"):
+        counted_in_numbers(path, False)
+    outcomes = run_ranks(cases.WORLD, go_on, ["stage0_fp32", "stage2_fp32"], None, str(tmp_path))
+    for rank, found in enumerate(outcomes):
+        for name, mine in found.items():
+            assert mine["losses"] == pytest.approx(
+                expected(name)["ranks"][rank]["resumed"]["losses"], rel=1e-6
+            )
+
+
+def module_alone(rank, world, directory):
+    engine = make_engine("stage2_bf16", 3)
+    engine.load_checkpoint(directory, load_module_only=True)
+    return engine.global_steps, cases.train(engine, rank, cases.BEFORE, 1)
+
+
+def test_without_files_of_optimizer_states_the_models_own_weights_load(tmp_path):
+    shutil.copytree(GOLDEN / "stage2_bf16", tmp_path / "copy")
+    for path in (tmp_path / "copy").rglob("*optim_states.pt"):
+        path.unlink()
+    for rank, (steps, losses) in enumerate(run_ranks(cases.WORLD, module_alone, str(tmp_path / "copy"))):
+        assert steps == 0
+        told = expected("stage2_bf16")["ranks"][rank]["after"]["losses"]
+        assert losses == pytest.approx(told[:1], rel=TOLERANCE["bf16"])
+
+
 # Written for DeepSpeed.
 
 
@@ -212,8 +266,6 @@ def structure(value):
 
 
 def test_a_universal_folder_has_the_files_and_tensors_of_deepspeeds_own(universal):
-    from zero_runtime.checkpoint.deepspeed.file import read
-
     theirs = GOLDEN / "universal_of_stage2_fp32" / "global_step3_universal"
     mine = universal / "stage2_fp32" / "global_step3"
     assert (universal / "stage2_fp32" / "latest_universal").read_text() == "global_step3"
@@ -253,8 +305,6 @@ def test_a_universal_folder_has_the_files_and_tensors_of_deepspeeds_own(universa
 
 
 def test_a_dynamic_loss_scale_goes_along_under_deepspeeds_class(universal):
-    from zero_runtime.checkpoint.deepspeed.file import read
-
     mine = read(universal / "stage2_fp16" / "global_step3" / "zero" / "optimizer_state.pt")["loss_scaler"]
     theirs = read(GOLDEN / "stage2_fp16" / "global_step3" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
     assert vars(mine) == vars(theirs["optimizer_state_dict"]["loss_scaler"])
@@ -273,8 +323,7 @@ def test_a_universal_folder_of_ones_own_loads_again(universal):
 @pytest.mark.parametrize("name", WRITTEN)
 def test_deepspeed_goes_on_from_a_universal_folder(universal, name):
     done = subprocess.run(
-        [os.environ[REAL], str(ROOT / "tools" / "deepspeed_checkpoints.py"), str(universal / name), "--go-on"]
-        + ["--only", name],
+        [os.environ[REAL], str(RECORDER), str(universal / name), "--go-on", "--only", name],
         capture_output=True,
         text=True,
         timeout=400,

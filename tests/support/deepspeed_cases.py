@@ -16,7 +16,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CLIENT_STATE = {"epoch": 3, "seen": (1, 2.5), "names": ["a", None], "table": torch.arange(3.0)}
 
 _PLAIN = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True, "weight_decay": 0.1}}
-_OWN = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
 _FP16 = {
     "fp16": {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 2, "hysteresis": 1},
 }
@@ -27,7 +26,6 @@ CASES = {
     "stage0_fp32": {"stage": 0},
     "stage0_bf16": {"stage": 0, "config": _BF16},
     "stage0_fp16": {"stage": 0, "config": _FP16},
-    "stage0_fused": {"stage": 0, "optimizer": _OWN},
     "stage1_fp32": {"stage": 1},
     "stage1_bf16": {"stage": 1, "config": _BF16},
     "stage1_bf16_fp32_sums": {
@@ -39,7 +37,6 @@ CASES = {
     "stage2_fp16": {"stage": 2, "config": _FP16},
     "stage2_round_robin": {"stage": 2, "zero": {"round_robin_gradients": True}},
     "stage2_elastic": {"stage": 2, "zero": {"elastic_checkpoint": True}, "resume": False},
-    "stage2_fused": {"stage": 2, "optimizer": _OWN},
     "stage2_sgd": {
         "stage": 2,
         "optimizer": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}},

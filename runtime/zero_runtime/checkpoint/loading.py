@@ -115,7 +115,8 @@ def _open(training: Training, load_dir: Path, tag: str | None, wanted: Wanted) -
     rounding = {} if wanted.from_fp32 else dtypes
     checkpoint: OpenCheckpoint | None = None
     if not (directory / FILE_NAME).is_file():
-        checkpoint = open_folder(directory, rounding, _known(training))
+        module_suffices = wanted.module_only or not wanted.optimizer_states
+        checkpoint = open_folder(directory, rounding, _known(training), module_suffices)
     if checkpoint is None:
         checkpoint = Checkpoint(directory, rounding)
     _check_fits(training, checkpoint, wanted)

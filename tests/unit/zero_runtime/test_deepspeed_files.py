@@ -232,8 +232,9 @@ def test_kinds_that_are_not_read_are_named(copy, extra, texts):
     refused(directory, str(directory), *texts)
 
 
-def test_an_index_that_names_a_file_elsewhere(copy):
-    shards = copy("export_of_stage3_fp16").parent / "shards"
+def test_an_index_that_names_a_file_elsewhere(tmp_path):
+    shards = tmp_path / "shards"
+    shutil.copytree(GOLDEN / "export_of_stage3_fp16" / "shards", shards)
     index = shards / "pytorch_model.bin.index.json"
     index.write_text('{"weight_map": {"gain": "../../secret.bin"}}')
     refused(shards, str(index), "../../secret.bin")
@@ -249,6 +250,18 @@ def test_the_command_says_it_in_one_line(copy, tmp_path, capsys):
     assert told.startswith("error: ")
     assert told.count("\n") == 1
     assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_a_universal_folder_of_tensor_parallel_ranks_has_whole_parameters(copy):
+    directory = copy("universal_of_stage2_fp32")
+    whole = consolidated_state_dict(directory)["up.weight"]
+    path = directory / "mp_rank_00_model_states.pt"
+    states = torch.load(path, weights_only=True)
+    states["param_shapes"][0]["up.weight"] = torch.Size([3, 7])  # a slice, as each of two ranks has it
+    states["module"]["up.weight"] = states["module"]["up.weight"].view(-1)[:21].clone().view(3, 7)
+    torch.save(states, path)
+    torch.save(states, directory / "mp_rank_01_model_states.pt")
+    assert torch.equal(consolidated_state_dict(directory)["up.weight"], whole)
 
 
 # Universal folders that cannot be written.

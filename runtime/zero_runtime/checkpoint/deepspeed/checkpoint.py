@@ -58,6 +58,7 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
         folder: which files there are.
         rounding: by parameter, the dtype to which ``read_master`` rounds; empty for none.
         known: of the model that loads it; None where there is no model.
+        module_suffices: whether the model's own weights do where all files of optimizer states are missing.
 
     Raises:
         CheckpointError: a file is missing, damaged, or of a kind that is not read here.
@@ -68,9 +69,11 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
         folder: Folder,
         rounding: Mapping[str, torch.dtype] | None = None,
         known: Known | None = None,
+        module_suffices: bool = False,
     ) -> None:
         super().__init__(folder.directory, rounding)
         self._known = known
+        self._module_suffices = module_suffices
         self._folder = folder
         self._facts: dict[str, ParameterFacts] = {}
         self._aliases: dict[str, str] = {}
@@ -110,7 +113,8 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
         if lost and not self._folder.universal:
             missing = paths[0].with_name(paths[0].name.replace("pp_rank_0_", f"pp_rank_{lost[0]}_"))
             raise CheckpointError(
-                f"{missing}, the model states of rank {lost[0]}, is missing; copy the files of all ranks, or load another tag"
+                f"{missing}, the model states of rank {lost[0]}, is missing; copy the files of all ranks, or load another "
+                "tag"
             )
         self._aliases.update(first.get("shared_params") or {})
         common: Mapping[str, Any] = {}
@@ -118,7 +122,7 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
         if self._folder.universal:
             partitions, found = read_universal(self._folder, shapes or [])
             shapes = [{name: found[name] for name in named} for named in shapes or []]
-        elif shapes is not None or self._folder.optimizers:
+        elif self._folder.optimizers or (shapes is not None and (sharded or not self._module_suffices)):
             partitions = read_partitions(self._folder, shapes)
         else:
             partitions = None
@@ -136,20 +140,9 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
                 self._take_buffers(model["module"], buffers, rank)
         if partitions is not None:
             self._take_runs(partitions.runs)
-        elif first.get("optimizer") is not None and self._known is not None:
+        elif first.get("optimizer") is not None and self._known is not None and not self._module_suffices:
             common = first["optimizer"]
-            whole = read_whole(
-                paths[0],
-                common,
-                self._known.groups,
-                {name: facts.shape for name, facts in self._facts.items()},
-            )
-            options = whole.options
-            self._take_runs(whole.runs)
-            for number, names in enumerate(self._known.groups):
-                for name in names:
-                    facts = self._facts[name]
-                    self._describe(name, facts.shape, getattr(torch, facts.dtype), number)
+            options = self._take_unnamed(paths[0], common, self._known.groups)
         config = first.get("ds_config")
         return self._manifest(
             first,
@@ -188,9 +181,11 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
             first = self._first_name(name, value, places)
             if first != name:
                 self._aliases[name] = first
-            elif not sharded and name not in (trained or ()):
-                self._describe(name, value.shape, value.dtype, None, trained is None)
-                self._add("value", name, _piece(0, value.reshape(-1)))
+                if first in module or first in (trained or ()):
+                    continue
+            if not sharded and first not in (trained or ()):
+                self._describe(first, value.shape, value.dtype, None, trained is None)
+                self._add("value", first, _piece(0, value.reshape(-1)))
 
     def _first_name(self, name: str, value: torch.Tensor, places: dict[tuple[Any, ...], str]) -> str:
         """The name under which ``value`` is kept: another one's, where they are tied."""
@@ -242,6 +237,26 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
             if run.scalars:
                 scalars = {name: self._scalar(name, value) for name, value in run.scalars.items()}
                 self._scalars[run.name] = scalars
+
+    def _take_unnamed(
+        self, path: Path, optimizer: Mapping[str, Any], groups: Sequence[Sequence[str]]
+    ) -> list[dict[str, Any]]:
+        """Take up the state of an optimizer that names no parameters. Returns the options of its param groups."""
+        missing = [name for names in groups for name in names if name not in self._facts]
+        if missing:
+            raise CheckpointError(
+                f"{path} is of another model: it lacks {', '.join(map(repr, missing[:5]))}; pass "
+                "load_optimizer_states=False and load_module_strict=False to load what both have"
+            )
+        whole = read_whole(
+            path, optimizer, groups, {name: facts.shape for name, facts in self._facts.items()}
+        )
+        self._take_runs(whole.runs)
+        for number, names in enumerate(groups):
+            for name in names:
+                facts = self._facts[name]
+                self._describe(name, facts.shape, getattr(torch, facts.dtype), number)
+        return whole.options
 
     def _scalar(self, name: str, value: Any) -> Scalar | NumberTensor:
         if isinstance(value, torch.Tensor):
@@ -304,7 +319,7 @@ class _Held:
         self._tensor = tensor
 
     def get_tensor(self, key: str) -> torch.Tensor:
-        return self._tensor
+        return self._tensor.clone()  # which stays when the file goes
 
     def get_slice(self, key: str) -> torch.Tensor:
         return self._tensor
@@ -316,12 +331,23 @@ def _piece(start: int, tensor: torch.Tensor) -> Piece:
 
 
 def open_folder(
-    directory: Path, rounding: Mapping[str, torch.dtype] | None = None, known: Known | None = None
+    directory: Path,
+    rounding: Mapping[str, torch.dtype] | None = None,
+    known: Known | None = None,
+    module_suffices: bool = False,
 ) -> DeepSpeedCheckpoint | None:
-    """The checkpoint of DeepSpeed's in ``directory``; None where there is none.
+    """The checkpoint of DeepSpeed's in ``directory``; None where there is none. Arguments as of the class.
 
     Raises:
         CheckpointError: it is damaged, or of a kind that is not read here.
     """
     folder = find(directory)
-    return None if folder is None else DeepSpeedCheckpoint(folder, rounding, known)
+    if folder is None:
+        return None
+    try:
+        return DeepSpeedCheckpoint(folder, rounding, known, module_suffices)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise CheckpointError(
+            f"{directory} has not what DeepSpeed 0.14 to 0.19 writes ({type(error).__name__}: {str(error)[:200]}); it was "
+            "changed, or written by another version: load it with DeepSpeed and save it again, or load another tag"
+        ) from error

@@ -104,13 +104,15 @@ STAND_INS: Final[Mapping[str, Any]] = {
 
 
 def plain(value: Any) -> Any:
-    """``value`` in types of Python's and torch's: arrays become tensors, enumerations their values."""
+    """``value`` in types of Python's and torch's: arrays become tensors, enumerations their values; tensors are copied."""
     if isinstance(value, Array):
         numbers = [
             each for (each,) in struct.iter_unpack(value.kind.order + _CODES[value.kind.code], value.data)
         ]
         whole = value.kind.code[0] != "f"
         return torch.tensor(numbers, dtype=torch.int64 if whole else torch.float64).view(value.shape)
+    if isinstance(value, torch.Tensor):
+        return value.clone()  # which stays when the file that is mapped goes
     if isinstance(value, Number):
         return int(value)
     if isinstance(value, Text):

@@ -87,7 +87,8 @@ def _complete(folder: Folder) -> list[Path]:
     if not held:
         raise CheckpointError(
             f"{folder.directory} has model states and no file zero_pp_rank_0_mp_rank_00_optim_states.pt, which holds what "
-            "the optimizer updates; copy all files of the checkpoint, or load another tag"
+            "the optimizer updates; copy all files of the checkpoint, or load another tag. Below stage 3, "
+            "load_module_only=True takes the model's own weights"
         )
     missing = sorted(set(range(max(held) + 1)) - set(held))
     if missing:
