@@ -64,6 +64,13 @@ CONFIGS = [
         | {"bf16": {"enabled": True}, "gradient_accumulation_steps": 2},
         True,
     ),
+    (sharded(1, offload_optimizer={"device": "cpu"}, contiguous_gradients=False), True),
+    (
+        sharded(1, offload_optimizer={"device": "cpu"})
+        | {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+        False,
+    ),
+    (sharded(3, offload_optimizer={"device": "cpu", "ratio": 0.5}), False),
     *((sharded(stage) | {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}}, True) for stage in (1, 3)),
 ]
 
