@@ -26,6 +26,8 @@ _STATES: Final[Mapping[str, int]] = {
     "adadelta": 2,
 }
 _WIDE: Final = 4  # bytes of an fp32 number
+_FILED_SHARE: Final = 8  # of the slices in files, those that are in buffers
+_FILED_LEAST: Final = 2**22
 _STRETCH: Final = 2**22  # most elements of an optimizer that are in memory at once for an update, with nvme
 _SHARE: Final = 64
 _SMALLEST: Final = 2**18
@@ -260,7 +262,8 @@ def _in_files(offload: Offload, share: int) -> int:
 
 
 def _buffers(offload: Offload, sizes: _Sizes) -> int:
-    needed = min(offload.buffers, _in_files(offload, sizes.share)) * sizes.item
+    filed = _in_files(offload, sizes.share)
+    needed = min(offload.buffers, max(filed // _FILED_SHARE, _FILED_LEAST), filed) * sizes.item
     if offload.optimizer == "nvme":
         stretch = min(max(sizes.share // _SHARE, _SMALLEST), _STRETCH, sizes.share)
         needed += offload.optimizer_buffers * stretch * (sizes.master + sizes.state + _WIDE)

@@ -127,7 +127,7 @@ def in_ways(rank, world, folder, names):
     found = {}
     for name in names:
         # Small enough for several of each in this model; stretches begin and end within pages.
-        stretches._SMALLEST, pages._LARGEST = (1024, 1500) if name in CUT_UP else (2**18, 2**22)
+        stretches._SMALLEST, pages._LARGEST = (1024, 1500) if name in CUT_UP else (2**18, 2**20)
         setting = copy.deepcopy(SETTINGS[name])
         if "offload_optimizer" in setting["zero"]:
             setting["zero"]["offload_optimizer"]["nvme_path"] = folder

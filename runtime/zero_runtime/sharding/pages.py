@@ -1,8 +1,9 @@
 """Slices that live in files while nobody needs them, and the buffers in which they come and go (stage 3).
 
 A slice is kept in pages of at most ``buffer_size`` elements, and of a few MiB, one file each. Pages are read ahead of
-their use into buffers, at most ``buffer_count * buffer_size`` elements at a time, and copied from there to where slices are
-sent from; changed slices are copied into buffers page by page, and written while the training goes on::
+their use into buffers, and copied from there to where slices are sent from; changed slices are copied into buffers page by
+page, and written while the training goes on. All buffers together have at most ``buffer_count * buffer_size`` elements, and
+no more than a share of what is in files::
 
     pager.adopt(shard)             # keeps the slice in memory while there is room for it, else in files
     pager.refill(coming)           # reads ahead what ``coming`` tells, as far as there are buffers
@@ -17,29 +18,20 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from zero_runtime.offload.blocks import aligned_empty
 from zero_runtime.offload.files import TensorFiles, Transfer
 from zero_runtime.offload.folders import new_folder
+from zero_runtime.sharding.page_memory import Page, PageMemory
 from zero_runtime.sharding.policy import SliceOffload
 
 if TYPE_CHECKING:
     from zero_runtime.sharding.shards import Shard
 
 KEY: Final = "zero_optimization.offload_param.nvme_path"
-_LARGEST: Final = 2**22  # elements of a page: enough for a disk, and a small part of what is written at once
-
-
-class _Page(NamedTuple):
-    """Consecutive elements of one slice."""
-
-    number: int  # of the shard
-    start: int
-    numel: int
-    dtype: torch.dtype
-
-    @property
-    def name(self) -> str:
-        return f"parameter-{self.number}.{self.start}"
+# Elements of a page: enough for a disk, and a small part of what is in memory at once.
+_LARGEST: Final = 2**20
+# Buffers may have this share of what is in files, or so many elements.
+_SHARE: Final = 8
+_LEAST: Final = 4 * _LARGEST
 
 
 class _Buffer(NamedTuple):
@@ -73,10 +65,17 @@ class Pager:
         self._files: TensorFiles | None = None
         self._room = offload.max_in_cpu
         self._in_memory: set[int] = set()  # numbers of the shards that ``max_in_cpu`` has room for
-        self._free = self._limit = offload.buffer_count * offload.buffer_size
-        self._ahead: dict[_Page, _Buffer] = {}  # read, in the order in which that was begun
-        self._leaving: dict[_Page, _Buffer] = {}  # being written, likewise
-        self._wanted: dict[_Page, None] = {}  # to be read when there are buffers, in this order
+        self._used = 0  # elements of all buffers
+        self._memory = PageMemory(pinned)
+        self._ahead: dict[Page, _Buffer] = {}  # read, in the order in which that was begun
+        self._leaving: dict[Page, _Buffer] = {}  # being written, likewise
+        self._wanted: dict[Page, None] = {}  # to be read when there are buffers, in this order
+
+    @property
+    def _limit(self) -> int:
+        """Elements that all buffers together may have."""
+        given = self.offload.buffer_count * self.offload.buffer_size
+        return min(given, max(self.in_files // _SHARE, _LEAST))
 
     # What is kept where.
 
@@ -122,11 +121,11 @@ class Pager:
             self._files = TensorFiles(folder, self.offload.io, key=KEY)
         return self._files
 
-    def _pages(self, shard: Shard, first: int = 0, last: int | None = None) -> Sequence[_Page]:
+    def _pages(self, shard: Shard, first: int = 0, last: int | None = None) -> Sequence[Page]:
         """The pages that have elements from ``first`` to before ``last``; all by default."""
         size, numel = min(self.offload.buffer_size, _LARGEST), shard.slice_numel
         starts = range(first // size * size, numel if last is None else last, size)
-        return [_Page(shard.number, start, min(size, numel - start), shard.dtype) for start in starts]
+        return [Page(shard.number, start, min(size, numel - start), shard.dtype) for start in starts]
 
     # Reading.
 
@@ -149,7 +148,7 @@ class Pager:
     def refill(self, coming: Callable[[], Iterable[Shard]]) -> None:
         """Read ahead the slices that ``coming`` tells, in that order; not before what was wanted earlier has been read."""
         if not self._wanted:
-            wanted: list[_Page] = []
+            wanted: list[Page] = []
             numel = 0
             for shard in coming():
                 wanted += self._pages(shard)
@@ -165,11 +164,11 @@ class Pager:
         """What was to be read ahead is not needed."""
         self._wanted.clear()
 
-    def _want(self, pages: Sequence[_Page]) -> None:
+    def _want(self, pages: Sequence[Page]) -> None:
         self._wanted = dict.fromkeys((*pages, *self._wanted))
         self._pump()
 
-    def _arrived(self, page: _Page) -> torch.Tensor:
+    def _arrived(self, page: Page) -> torch.Tensor:
         """The values of a page."""
         leaving = self._leaving.get(page)
         if leaving is not None:
@@ -186,14 +185,14 @@ class Pager:
         while self._wanted:
             page = next(iter(self._wanted))
             if page not in self._ahead and page not in self._leaving:
-                if page.numel > self._free:
+                if page.numel > self._limit - self._used:
                     self._reap()
-                if page.numel > self._free:
+                if page.numel > self._limit - self._used:
                     return
                 self._begin(page)
             del self._wanted[page]
 
-    def _begin(self, page: _Page) -> None:
+    def _begin(self, page: Page) -> None:
         values = self._buffer(page)
         self._ahead[page] = _Buffer(values, self._open_files().read(page.name, values))
 
@@ -212,12 +211,12 @@ class Pager:
             part.copy_(values.narrow(0, first - start, last - first))
             self._leaving[page] = _Buffer(buffer, self._open_files().write(page.name, buffer))
 
-    def _emptied(self, page: _Page) -> torch.Tensor:
+    def _emptied(self, page: Page) -> torch.Tensor:
         """A buffer for other values of a page."""
         self._discard(page)
         return self._buffer(page)
 
-    def _taken(self, page: _Page) -> torch.Tensor:
+    def _taken(self, page: Page) -> torch.Tensor:
         """A buffer with the values of a page, which is in nobody's way any more."""
         if page not in self._leaving:
             self._arrived(page)
@@ -227,14 +226,13 @@ class Pager:
 
     # Buffers.
 
-    @torch.inference_mode(False)
-    def _buffer(self, page: _Page) -> torch.Tensor:
+    def _buffer(self, page: Page) -> torch.Tensor:
         """Memory for a page: where there is too little, the oldest write is waited for, or what was read last dropped."""
-        while page.numel > self._free:
+        while page.numel > self._limit - self._used:
             self._discard(next(iter(self._leaving)) if self._leaving else next(reversed(self._ahead)))
-        self._free -= page.numel
-        self.largest = max(self.largest, self._limit - self._free)
-        return aligned_empty(page.numel * page.dtype.itemsize, self.pinned).view(page.dtype)
+        self._used += page.numel
+        self.largest = max(self.largest, self._used)
+        return self._memory.take(page, self._limit - self._used)
 
     def _reap(self) -> None:
         """Give up the buffers of what has been written."""
@@ -242,10 +240,11 @@ class Pager:
             if buffer.transfer.done:
                 self._discard(page)
 
-    def _discard(self, page: _Page) -> None:
+    def _discard(self, page: Page) -> None:
         """Give up the buffer of a page, if it has one, when its transfer has ended."""
         for buffers in (self._ahead, self._leaving):
             buffer = buffers.pop(page, None)
             if buffer is not None:
-                self._free += page.numel
+                self._used -= page.numel
                 buffer.transfer.wait()
+                self._memory.give_back(buffer.values)

@@ -12,12 +12,13 @@ import enum
 import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 import torch
 
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.sharding.pages import Pager
+from zero_runtime.sharding.place import Place
 
 _ATTRIBUTE: Final = "zero_shard"
 _numbers = itertools.count()
@@ -36,22 +37,6 @@ class OnItsWay(Protocol):
 
     def wait(self) -> None:
         """Wait until the parameters are whole."""
-
-
-class Place(NamedTuple):
-    """Where slices are kept in memory.
-
-    Attributes:
-        device: None for the parameters' own.
-        pinned: page-locked host memory.
-    """
-
-    device: torch.device | None = None
-    pinned: bool = False
-
-    def zeros(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Memory there for ``numel`` elements of the dtype of ``like``, a parameter."""
-        return torch.zeros(numel, dtype=like.dtype, device=self.device or like.device, pin_memory=self.pinned)
 
 
 _BESIDE: Final = Place()

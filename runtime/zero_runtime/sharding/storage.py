@@ -8,8 +8,9 @@ from collections.abc import Iterable
 import torch
 
 from zero_runtime.sharding.pages import Pager
+from zero_runtime.sharding.place import Place
 from zero_runtime.sharding.policy import SliceOffload
-from zero_runtime.sharding.shards import Place, Shard
+from zero_runtime.sharding.shards import Shard
 
 
 class SliceStorage:

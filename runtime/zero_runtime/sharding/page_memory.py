@@ -1,0 +1,65 @@
+"""Pages of slices that are in files, and the memory that they pass through (stage 3)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from zero_runtime.offload.blocks import aligned_empty
+
+
+class Page(NamedTuple):
+    """Consecutive elements of one slice.
+
+    Attributes:
+        number: of the shard.
+        start: the first element.
+        numel: elements.
+        dtype: of the slice.
+    """
+
+    number: int
+    start: int
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        """The name of its file."""
+        return f"parameter-{self.number}.{self.start}"
+
+
+class PageMemory:
+    """Memory of buffers that are used again: most pages are of one size, and giving memory back and forth fragments it.
+
+    Args:
+        pinned: whether it is page-locked.
+    """
+
+    def __init__(self, pinned: bool) -> None:
+        self.spare_bytes = 0
+        self._pinned = pinned
+        self._spare: list[torch.Tensor] = []
+
+    @torch.inference_mode(False)
+    def take(self, page: Page, room: int) -> torch.Tensor:
+        """Memory for a page; of what is spare, no more than ``room`` elements beside it stay."""
+        size = page.numel * page.dtype.itemsize
+        fitting = [each for each in self._spare if each.numel() == size]
+        if fitting:
+            self._remove(fitting[0])
+            return fitting[0].view(page.dtype)
+        while self._spare and self.spare_bytes > room * page.dtype.itemsize:
+            self._remove(self._spare[0])
+        return aligned_empty(size, self._pinned).view(page.dtype)
+
+    def give_back(self, values: torch.Tensor) -> None:
+        """The memory of ``values`` is not needed for now."""
+        spare = values.view(torch.uint8)
+        self._spare.append(spare)
+        self.spare_bytes += spare.numel()
+
+    def _remove(self, spare: torch.Tensor) -> None:
+        self._spare = [each for each in self._spare if each is not spare]
+        self.spare_bytes -= spare.numel()
