@@ -1,4 +1,4 @@
-"""Memory and samples per second of each setting. Pure."""
+"""Memory, time stood still and samples per second of each setting. Pure."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def resources(runs: Sequence[Measured]) -> pd.DataFrame:
                 "samples_low": None if center is None or reach is None else max(0.0, center - reach),
                 "samples_high": None if center is None or reach is None else center + reach,
                 "samples_from": ", ".join(sorted(sources)) or None,
+                "exposed_ns": _median([value for one in used for value in one.exposed]),
             }
         )
     return from_rows(rows, RESOURCES.columns)

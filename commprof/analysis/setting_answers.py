@@ -57,6 +57,7 @@ RESOURCES: Final = Table(
         Column("samples_low", "float64", "95 % interval over repeats, low end", True),
         Column("samples_high", "float64", "95 % interval over repeats, high end", True),
         Column("samples_from", "string", "where the samples of a step are from: metric, or config (its batch size)", True),
+        Column("exposed_ns", "int64", "time that a rank stood still for collectives in a step, median of steps", True, "ns"),
     ),
     key=("label",),
 )

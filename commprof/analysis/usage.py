@@ -1,4 +1,4 @@
-"""What one run needed: memory, and the samples that it got through in a second. Pure."""
+"""What one run needed: memory, time that it stood still, and the samples that it got through in a second. Pure."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class Usage(NamedTuple):
     device_peak: int | None
     rates: Sequence[float]
     rates_from: str | None
+    exposed: Sequence[int] = ()  # ns that a mean rank stood still for collectives, where any is timed
 
 
 def usage(times: pd.DataFrame, config: Mapping[str, Any] | None, world_size: int | None) -> Usage:
@@ -50,6 +51,7 @@ def usage(times: pd.DataFrame, config: Mapping[str, Any] | None, world_size: int
         device_peak=max(_integers(times["device_bytes"]), default=None),
         rates=rates,
         rates_from=source,
+        exposed=_integers(later["exposed_ns"]),
     )
 
 

@@ -35,6 +35,32 @@ def levels(runs: Runs, names: Sequence[str]) -> pd.DataFrame | None:
     return frame.assign(series=series.reindex(frame.index))
 
 
+class Cost(NamedTuple):
+    """What a step of one setting cost, and the loss at its end; None where it is not known."""
+
+    step_time_ns: float | None
+    low_ns: float | None
+    high_ns: float | None
+    exposed_ns: float | None
+    final_loss: float | None
+    memory_bytes: float | None  # of the device where it was read, else resident
+    samples_per_second: float | None
+
+
+def costs(settings: pd.DataFrame, resources: pd.DataFrame) -> dict[str, Cost]:
+    """The cost of each setting, by its label."""
+    joined = settings.merge(resources, on="label", how="left", validate="one_to_one")
+    joined["memory_bytes"] = joined["device_bytes"].fillna(joined["rss_bytes"])
+    columns = (
+        *("step_time_ns", "step_time_low_ns", "step_time_high_ns", "exposed_ns"),
+        *("final_loss", "memory_bytes", "samples_per_second"),
+    )
+    return {
+        str(row["label"]): Cost(*(None if pd.isna(row[name]) else float(row[name]) for name in columns))
+        for row in joined.to_dict("records")
+    }
+
+
 class Cell(NamedTuple):
     """One cell of the grid: the settings in it, as (label, what else tells it apart)."""
 

@@ -17,10 +17,11 @@ from commprof_dash.components.tables import Field, table
 
 
 class GridCell(NamedTuple):
-    """One figure and the words for its place; without a figure the words say that there is none."""
+    """One figure, the words for its place, and what stands below; without a figure the words say that there is none."""
 
     title: str
     figure: go.Figure | None
+    below: Sequence[Component] = ()
 
 
 def grid_card(
@@ -42,7 +43,7 @@ def grid_card(
                 if cell.figure is None
                 else graph(f"{name}-{i}-{j}", cell.figure, f"{title}, {cell.title}. {subtitle}")
             )
-            shown.append(html.Div([html.H3(cell.title), inside], className="grid-cell"))
+            shown.append(html.Div([html.H3(cell.title), inside, *cell.below], className="grid-cell"))
     width = max((len(row) for row in cells), default=1)
     return cards.body_card(
         name,

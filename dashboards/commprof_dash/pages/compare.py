@@ -58,10 +58,10 @@ def _answers(runs: Runs, names: Sequence[str], measure: Measure, scheme: Scheme)
     return [
         settings_cards.advice(compared.advice),
         *_findings(settings),
-        settings_cards.levels(settings_data.levels(runs, names), settings, scheme),
+        settings_cards.levels(settings_data.levels(runs, names), settings, compared.resources, scheme),
         _reducing(frame, labels, measure, scheme),
         cards.columns([_others(frame, labels, measure, scheme), _step_time(settings, scheme)]),
-        _settings_table(settings),
+        _settings_table(settings.merge(compared.resources, on="label", how="left")),
         settings_cards.weighed(compared.advice),
         cards.columns([_loss(runs, settings, scheme), settings_cards.ranks(compared.ranks, labels, scheme)]),
         cards.columns(
@@ -167,7 +167,10 @@ def _settings_table(settings: pd.DataFrame) -> Component:
             Field("payload_bytes_per_step", "Payload", api.format_bytes, numeric=True),
             Field("collectives_per_step", "Count", COUNT.format, numeric=True),
             Field("step_time_ns", "Step time", api.format_ns, numeric=True),
+            Field("exposed_ns", "Exposed", api.format_ns, numeric=True),
             Field("final_loss", "Final loss", "{:.6g}".format, numeric=True),
+            Field("rss_bytes", "Memory", api.format_bytes, numeric=True),
+            Field("samples_per_second", "Samples/s", "{:.4g}".format, numeric=True),
             Field("runs", "Runs", _run_links),
         ],
     )

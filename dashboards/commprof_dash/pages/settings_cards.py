@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import pandas as pd
@@ -14,7 +14,7 @@ from commprof_dash import settings_data
 from commprof_dash.charts import settings as charts
 from commprof_dash.components import cards, messages
 from commprof_dash.components.grid import GridCell, grid_card
-from commprof_dash.components.tables import Cell, Field, csv_link, table
+from commprof_dash.components.tables import Cell, Field, csv_link, facts, table
 from commprof_dash.theme import Scheme
 
 _ANSWERS: Final = {
@@ -89,8 +89,10 @@ def weighed(found: api.Advice) -> Component:
     )
 
 
-def levels(frame: pd.DataFrame | None, settings: pd.DataFrame, scheme: Scheme) -> Component:
-    """The four levels, in a grid of the two keys where the runs differ in one of them."""
+def levels(
+    frame: pd.DataFrame | None, settings: pd.DataFrame, resources: pd.DataFrame, scheme: Scheme
+) -> Component:
+    """The four levels, in a grid of the two keys where the runs differ in one of them, with what each setting cost."""
     if frame is None:
         text = (
             f"These runs have more than {settings_data.MOST_RECORDS:,} records, too many to close their ledgers for a page. "
@@ -122,6 +124,7 @@ def levels(frame: pd.DataFrame | None, settings: pd.DataFrame, scheme: Scheme) -
         labels = {str(label): str(label) for label in settings["label"]}
         drawn = charts.levels(frame, labels, highest, scheme)
         return cards.figure_card("levels", _REDUCING, subtitle, drawn, frame, fields)
+    costs = settings_data.costs(settings, resources)
     drawn_cells = [
         [
             GridCell(
@@ -129,12 +132,54 @@ def levels(frame: pd.DataFrame | None, settings: pd.DataFrame, scheme: Scheme) -
                 charts.levels(frame, dict(cell.settings), highest, scheme, charts.CELL_CHARACTERS)
                 if cell.settings
                 else None,
+                _costs(cell.settings, costs),
             )
             for cell in row
         ]
         for row in cells
     ]
+    subtitle += " Below: what a step of the setting cost, and the loss at its end."
     return grid_card("levels", _REDUCING, subtitle, drawn_cells, frame, fields)
+
+
+def _costs(settings: Sequence[tuple[str, str]], costs: Mapping[str, settings_data.Cost]) -> list[Component]:
+    """Of each setting in a cell of the grid: step time, exposed time, loss, memory, samples per second."""
+    found: list[Component] = []
+    for label, told in settings:
+        cost = costs[label]
+        if len(settings) > 1:
+            found.append(html.H4(told[:200]))
+        found.append(
+            facts(
+                {
+                    "Step time": _interval(cost.step_time_ns, cost.low_ns, cost.high_ns),
+                    "Exposed": _exposed(cost.exposed_ns, cost.step_time_ns),
+                    "Final loss": _or_unknown(cost.final_loss, "{:.6g}".format),
+                    "Memory": _or_unknown(cost.memory_bytes, api.format_bytes),
+                    "Samples/s": _or_unknown(cost.samples_per_second, "{:.4g}".format),
+                }
+            )
+        )
+    return found
+
+
+def _interval(value: float | None, low: float | None, high: float | None) -> str:
+    if value is None:
+        return "not known"
+    if low is None or high is None:
+        return api.format_ns(value)
+    return f"{api.format_ns(value)} (95 %: {api.format_ns(low)} to {api.format_ns(high)})"
+
+
+def _exposed(exposed_ns: float | None, step_time_ns: float | None) -> str:
+    if exposed_ns is None:
+        return "not known"
+    share = "" if not step_time_ns else f", {100 * exposed_ns / step_time_ns:.0f} % of the step"
+    return api.format_ns(exposed_ns) + share
+
+
+def _or_unknown(value: float | None, write: Callable[[float], str]) -> str:
+    return "not known" if value is None else write(value)
 
 
 def ranks(frame: pd.DataFrame, labels: Sequence[str], scheme: Scheme) -> Component:

@@ -228,3 +228,27 @@ def test_overlapped_time_is_a_bound_where_not_all_ends_are_known():
     texts = [note.text for note in by_purpose(frame, "light").layout.annotations]
     assert "not known" in texts
     assert "<b>&lt;= 2.00 us</b>" in texts
+
+
+def test_the_grid_says_what_a_step_of_each_setting_cost(tmp_path):
+    for scatter, multi in ((True, True), (False, True), (True, False)):
+        write(
+            tmp_path / f"{scatter}-{multi}",
+            exposed_ns=250_000,
+            metrics={"loss": 1.25},
+            reduce_scatter=scatter,
+            use_multi_rank_bucket_allreduce=multi,
+        )
+    text, _ = body(tmp_path, "/compare")
+    for words in ("1.00 ms", "250 us, 25 % of the step", "1.25", "1.00 GiB", "4000"):
+        assert text.count(f'"{words}') >= 3, words
+    frame = api.compare_both([tmp_path / "True-True"]).resources
+    assert list(frame["exposed_ns"]) == [250_000]
+
+
+def test_what_no_step_tells_is_not_known(tmp_path):
+    for scatter in (True, False):
+        write(tmp_path / str(scatter), reduce_scatter=scatter)
+    text, _ = body(tmp_path, "/compare")
+    assert text.count('"Exposed"') >= 2
+    assert api.compare_both([tmp_path / "True"]).resources["exposed_ns"].isna().all()
