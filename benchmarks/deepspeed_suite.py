@@ -1,0 +1,267 @@
+"""DeepSpeed's own unit tests, run against zero_runtime under DeepSpeed's names.
+
+Takes a checkout of DeepSpeed and fetches nothing. Its ``tests`` folder is copied, without the package beside it, so that
+``import deepspeed`` can mean nothing but this runtime; ``--deepspeed-python`` runs the same tests with an installed
+DeepSpeed for comparison. Each file runs in a process of its own, with ranks on gloo. A test that hangs counts as failed.
+
+Outcomes: passed; failed; refused (an error of ours that says by name what this runtime does not have); skipped (by the test
+itself, for example because it needs a GPU). A file that cannot be imported counts once for each test function in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from results import arguments, publish
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+PARTS: Final[Mapping[str, tuple[str, ...]]] = {
+    "zero": ("runtime/zero",),
+    "checkpoint": ("checkpoint",),
+    "config": (
+        "runtime/test_ds_config_dict.py",
+        "runtime/test_ds_config_model.py",
+        "runtime/test_ds_initialize.py",
+    ),
+    "schedules": ("runtime/test_lr_schedulers.py",),
+    "topology": ("runtime/pipe/test_topology.py",),
+    "comm": ("comm",),
+    "precision": ("runtime/half_precision", "runtime/test_autocast.py"),
+    "engine": (
+        "runtime/test_data.py",
+        "runtime/test_multi_output_model.py",
+        "runtime/test_multiple_models.py",
+        "runtime/test_no_sync_ctxt.py",
+        "runtime/test_runtime_utils.py",
+        "runtime/activation_checkpointing",
+        "runtime/utils",
+        "utils",
+    ),
+}
+OUTCOMES: Final = ("passed", "failed", "refused", "skipped")
+# What our errors say where something is left out by intention (zero_runtime.errors, the configuration's refusals).
+_REFUSAL: Final = re.compile(r"is not in this version of zero_runtime|is not supported by zero_runtime")
+_PLUGIN: Final = """
+import json, os
+def _say(**row):
+    with open(os.environ["SUITE_LOG"], "a") as file:
+        file.write(json.dumps(row) + "\\n")
+def pytest_runtest_logstart(nodeid, location):
+    _say(started=nodeid)
+def pytest_runtest_logreport(report):
+    if report.when == "call" or report.outcome != "passed":
+        _say(test=report.nodeid, outcome=report.outcome, text=str(report.longrepr or "")[-20000:])
+def pytest_collectreport(report):
+    if report.outcome == "failed":
+        _say(unread=report.nodeid, text=str(report.longrepr)[-20000:])
+"""
+
+
+class Result(NamedTuple):
+    """What became of one test."""
+
+    part: str
+    test: str
+    outcome: str
+    reason: str
+
+
+def test_files(folder: Path, part: str) -> Iterator[Path]:
+    """The test files of a part, in order."""
+    for name in PARTS[part]:
+        path = folder / name
+        yield from sorted(path.rglob("test_*.py")) if path.is_dir() else [path] * path.is_file()
+
+
+def count_tests(path: Path) -> int:
+    """Test functions in a file that could not be imported."""
+    tree = ast.parse(path.read_text())
+    return sum(isinstance(node, ast.FunctionDef) and node.name.startswith("test") for node in ast.walk(tree))
+
+
+def environment(support: Path, log: Path, timeout: int, is_ours: bool) -> dict[str, str]:
+    """The environment of a run: ours puts the names in place in every process that starts."""
+    paths = [str(support)]
+    if is_ours:
+        paths += [str(support / "ours"), str(ROOT), str(ROOT / "runtime")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "SUITE_LOG": str(log),
+        "DS_UNITTEST_TIMEOUT": str(timeout),
+        "DS_DISABLE_REUSE_DIST_ENV": "1",
+        "DS_ACCELERATOR": "cpu",
+        "LOCAL_SIZE": "4",  # by this DeepSpeed counts the devices of a CPU
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+def run_file(
+    python: str, tests: Path, file: Path, support: Path, timeout: int, is_ours: bool
+) -> list[dict[str, Any]]:
+    """The log of one file's tests; begun again behind a test that hangs or takes its process with it."""
+    log = support / f"{file.stem}.log"
+    log.unlink(missing_ok=True)
+    passed_over: list[str] = []
+    while True:
+        command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "suite_log", str(file)]
+        command += [argument for test in passed_over for argument in ("--deselect", test)]
+        process = subprocess.Popen(
+            command,
+            cwd=tests,
+            env=environment(support, log, timeout, is_ours),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        is_cut = _wait(process, log, 2 * timeout)
+        rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        finished = {row["test"] for row in rows if "test" in row}
+        begun = [row["started"] for row in rows if "started" in row]
+        cut = [test for test in begun if test not in finished]
+        if not cut or (not is_cut and process.returncode in (0, 1) and not cut):
+            return rows
+        with log.open("a") as stream:
+            for test in cut:
+                stream.write(
+                    json.dumps({"test": test, "outcome": "failed", "text": "hung, or ended its process"})
+                    + "\n"
+                )
+        passed_over = sorted({*begun})
+
+
+def _wait(process: subprocess.Popen[bytes], log: Path, patience: float) -> bool:
+    """Wait until ``process`` ends; end it, with all that it has started, when its log has not grown for so many seconds."""
+    size, since = -1, time.monotonic()
+    while process.poll() is None:
+        now = log.stat().st_size if log.exists() else 0
+        if now != size:
+            size, since = now, time.monotonic()
+        if time.monotonic() - since > patience:
+            break
+        time.sleep(0.2)
+    is_cut = process.poll() is None
+    try:
+        os.killpg(process.pid, signal.SIGKILL)  # also what hung ranks have left behind
+    except ProcessLookupError:
+        pass
+    process.wait()
+    return is_cut
+
+
+def results_of(part: str, file: Path, rows: list[dict[str, Any]]) -> Iterator[Result]:
+    """One result for each test; the worst where a test has several reports."""
+    if any("unread" in row for row in rows):
+        text = next(row["text"] for row in rows if "unread" in row)
+        outcome = _outcome("failed", text)
+        for number in range(count_tests(file)):
+            yield Result(part, f"{file.name} (not imported) {number}", outcome, _reason(text))
+        return
+    worst: dict[str, tuple[str, str]] = {}
+    order = ("passed", "skipped", "refused", "failed")
+    for row in rows:
+        if "test" in row:
+            outcome = _outcome(row["outcome"], row["text"])
+            known = worst.get(row["test"])
+            if known is None or order.index(outcome) > order.index(known[0]):
+                worst[row["test"]] = outcome, _reason(row["text"])
+    for test, (outcome, reason) in worst.items():
+        yield Result(part, test, outcome, reason)
+
+
+def _outcome(outcome: str, text: str) -> str:
+    return "refused" if outcome == "failed" and _REFUSAL.search(text) else outcome
+
+
+def _reason(text: str) -> str:
+    """The line that says what went wrong."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"(E\s+)?[\w.]*(Error|Exception|Skipped|Failed)\b", line)]
+    return (errors or lines or [""])[-1][:300]
+
+
+def measure(python: str, checkout: Path, parts: list[str], timeout: int, is_ours: bool) -> list[Result]:
+    """Run the parts."""
+    results: list[Result] = []
+    with tempfile.TemporaryDirectory(prefix="deepspeed-suite-") as scratch:
+        folder = Path(scratch)
+        shutil.copytree(checkout / "tests", folder / "tests")
+        (folder / "ours").mkdir()
+        (folder / "ours" / "sitecustomize.py").write_text(
+            "import zero_runtime\n\nzero_runtime.as_deepspeed()\n"
+        )
+        (folder / "suite_log.py").write_text(_PLUGIN)
+        unit = folder / "tests" / "unit"
+        for part in parts:
+            for file in test_files(unit, part):
+                found = list(results_of(part, file, run_file(python, unit, file, folder, timeout, is_ours)))
+                results += found
+                counts = Counter(each.outcome for each in found)
+                print(f"{file.relative_to(unit)}: {dict(counts)}", file=sys.stderr, flush=True)
+    return results
+
+
+def main() -> None:
+    """Run, print, write."""
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("checkout", type=Path, help="a checkout of DeepSpeed, with its tests folder")
+    parser.add_argument("--part", action="append", choices=list(PARTS), help="repeatable; default: all")
+    parser.add_argument("--timeout", type=int, default=60, help="seconds for one test; default: %(default)s")
+    parser.add_argument(
+        "--deepspeed-python", help="a Python that has DeepSpeed and pytest: run the same tests there too"
+    )
+    parser.add_argument(
+        "--reasons", type=Path, help="write each test with its outcome and reason here, as JSON lines"
+    )
+    args = parser.parse_args()
+    if not (args.checkout / "tests" / "unit").is_dir():
+        raise SystemExit(f"{args.checkout} has no tests/unit: give the folder of a checkout of DeepSpeed")
+    parts = args.part or list(PARTS)
+    ours = measure(sys.executable, args.checkout, parts, args.timeout, True)
+    theirs = (
+        measure(args.deepspeed_python, args.checkout, parts, args.timeout, False)
+        if args.deepspeed_python
+        else []
+    )
+    _keep_reasons(args, ours, theirs)
+    passing = {each.test for each in theirs if each.outcome == "passed"}
+    rows, figures = [], {}
+    for part in [*parts, "all"]:
+        mine = [each for each in ours if part in (each.part, "all")]
+        counts = Counter(each.outcome for each in mine)
+        both = [each for each in mine if each.test in passing]
+        passed_too = sum(each.outcome == "passed" for each in both)
+        cells = [str(counts[outcome]) for outcome in OUTCOMES]
+        rows.append([part, *cells, f"{passed_too} of {len(both)}" if theirs else "-"])
+        figures[part] = dict(counts)
+    header = ["part", *OUTCOMES, "of those that DeepSpeed passes"]
+    publish(args, "DeepSpeed's own unit tests, run against zero_runtime", header, rows, figures)
+
+
+def _keep_reasons(args: argparse.Namespace, ours: list[Result], theirs: list[Result]) -> None:
+    if args.reasons is not None:
+        with args.reasons.open("w") as stream:
+            for name, results in (("zero_runtime", ours), ("deepspeed", theirs)):
+                for each in results:
+                    stream.write(json.dumps({"of": name, **each._asdict()}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
