@@ -226,7 +226,8 @@ GROUPS: Final = Table(
 
 BUCKETS: Final = Table(
     "buckets",
-    "One row per flushed gradient bucket and rank.",
+    "One row per flushed gradient bucket and rank. Those of a step are written when the next begins: a rank that was killed "
+    "lacks those of its last step.",
     (
         Column("rank", "int32", "global rank"),
         Column("attempt", "int32", "restart of the job"),

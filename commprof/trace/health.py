@@ -126,7 +126,7 @@ def _notes(
         held = "what was kept" if _total(entries, "summed") else "all that was issued"
         notes.append(
             f"{_ranks(unended)} ended without saying so (killed, or os._exit): the trace holds {held}, but the last "
-            "self-check and the totals are missing"
+            "self-check, the totals and the buckets of its last step are missing"
         )
     notes += _parts(entries)
     notes += _incidents(entries)
