@@ -1,6 +1,6 @@
 """The time of an all_reduce of a million floats, by deepspeed.comm and by its log.
 
-Written for DeepSpeed's API; runs on either::
+Written for DeepSpeed's API::
 
     commprof run --engine zero_runtime --nproc 2 examples/deepspeed_all_reduce.py
 """

@@ -1,6 +1,6 @@
 """Save a checkpoint under a tag, train on, and load it: the training goes on as it did after the save.
 
-Written for DeepSpeed's API; runs on either::
+Written for DeepSpeed's API::
 
     commprof run --engine zero_runtime --nproc 2 examples/deepspeed_checkpoint.py --dir checkpoints
 """

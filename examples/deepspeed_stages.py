@@ -1,9 +1,8 @@
 """Two ZeRO stages after one another on one model: the second engine takes the model over from the first.
 
-Written for DeepSpeed's API; runs on either::
+Written for DeepSpeed's API::
 
     commprof run --engine zero_runtime --nproc 2 examples/deepspeed_stages.py
-    commprof run --engine deepspeed --nproc 2 examples/deepspeed_stages.py
 """
 
 from __future__ import annotations
