@@ -32,6 +32,7 @@ SHAPES: Mapping[str, Mapping[str, int]] = {
     "100 M": {"width": 1024, "layers": 6, "heads": 8, "context": 16, "vocabulary": 12288},
     "small, 3 M": {"width": 192, "layers": 4, "heads": 4, "context": 32, "vocabulary": 2816},
 }
+PARTS = ("memory", "limit", "time")  # a limit is between two peaks of memory
 PATIENCE = 240  # seconds for a run in a cgroup
 STATE_BYTES = 12  # of a parameter: master, exp_avg and exp_avg_sq in fp32
 OURS = "zero_runtime"
@@ -194,7 +195,7 @@ def main() -> None:
     parser.add_argument(
         "--deepspeed-python", help=f"the Python of an environment that has DeepSpeed {DEEPSPEED}"
     )
-    parser.add_argument("--no-deepspeed", action="store_true", help="measure memory alone")
+    parser.add_argument("--part", action="append", choices=PARTS, help="repeatable; default: all")
     parser.add_argument("--path", default=".", help="folder for the files, on a disk (default: this one)")
     parser.add_argument("--model", choices=list(SHAPES), default="100 M")
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=2)
@@ -211,31 +212,15 @@ def measure(args: Any, shape: Mapping[str, int], path: str) -> None:
     count = parameters(shape)
     ways = {device: config(args.stage, device, path) for device in ("none", "cpu", "nvme")}
     figures: dict[str, Any] = {"parameters": count, "state_bytes": STATE_BYTES * count, "stage": args.stage}
-    rows = []
-    peaks = {name: peak(shape, given, args.steps) for name, given in ways.items()}
-    figures["peak_mib"] = {name: each["mib"] for name, each in peaks.items()}
-    figures["same_losses"] = all(each["losses"] == peaks["none"]["losses"] for each in peaks.values())
-    for name, each in peaks.items():
-        share = each["mib"] / peaks["none"]["mib"]
-        rows.append([f"peak RSS of a rank, {name}", f"{each['mib']:.0f} MiB", f"{share:.2f} of none"])
-        print(rows[-1], file=sys.stderr, flush=True)
-    rows.append(
-        ["losses in the three ways", "equal to the bit" if figures["same_losses"] else "DIFFERENT", ""]
-    )
-    if os.geteuid() == 0 and (CGROUP / "memory.limit_in_bytes").exists():
-        limit = int(RANKS * MIB * (peaks["none"]["mib"] + peaks["nvme"]["mib"]) / 2)
-        outcome = limited(shape, {name: ways[name] for name in ("nvme", "none")}, args.steps, limit)
-        figures["limit_bytes"], figures["under_limit"] = limit, outcome
-        rows += [
-            [f"cgroup of {limit / MIB:.0f} MiB for both ranks, {name}", text, ""]
-            for name, text in outcome.items()
-        ]
-    else:
-        rows.append(["cgroup", "not measured: it needs root and a memory controller of version 1", ""])
-    if not args.no_deepspeed:
+    rows: list[list[str]] = []
+    parts = args.part or PARTS
+    if {"memory", "limit"} & set(parts):
+        rows += memory(shape, ways, args.steps, figures)
+    if "limit" in parts:
+        rows += limits(shape, ways, args.steps, figures)
+    if "time" in parts:
         python = deepspeed_python(args.deepspeed_python)
-        for name in ("cpu", "nvme"):
-            rows.append(compare(python, name, shape, ways[name], args, figures))
+        rows += [compare(python, name, shape, ways[name], args, figures) for name in ("cpu", "nvme")]
     publish(
         args,
         f"Offload: {count / 1e6:.0f} M parameters in bf16, {STATE_BYTES * count / MIB:.0f} MiB of masters and states on "
@@ -244,6 +229,34 @@ def measure(args: Any, shape: Mapping[str, int], path: str) -> None:
         rows,
         figures,
     )
+
+
+def memory(
+    shape: Mapping[str, int], ways: Mapping[str, Any], steps: int, figures: dict[str, Any]
+) -> Iterator[list[str]]:
+    """Rows about the peaks of the three ways."""
+    peaks = {name: peak(shape, given, steps) for name, given in ways.items()}
+    figures["peak_mib"] = {name: each["mib"] for name, each in peaks.items()}
+    figures["same_losses"] = all(each["losses"] == peaks["none"]["losses"] for each in peaks.values())
+    for name, each in peaks.items():
+        share = each["mib"] / peaks["none"]["mib"]
+        yield [f"peak RSS of a rank, {name}", f"{each['mib']:.0f} MiB", f"{share:.2f} of none"]
+    yield ["losses in the three ways", "equal to the bit" if figures["same_losses"] else "DIFFERENT", ""]
+
+
+def limits(
+    shape: Mapping[str, int], ways: Mapping[str, Any], steps: int, figures: dict[str, Any]
+) -> Iterator[list[str]]:
+    """Rows about runs in a cgroup with half of the difference."""
+    if os.geteuid() != 0 or not (CGROUP / "memory.limit_in_bytes").exists():
+        yield ["cgroup", "not measured: it needs root and a memory controller of version 1", ""]
+        return
+    peaks = figures["peak_mib"]
+    limit = int(RANKS * MIB * (peaks["none"] + peaks["nvme"]) / 2)
+    outcome = limited(shape, {name: ways[name] for name in ("nvme", "none")}, steps, limit)
+    figures["limit_bytes"], figures["under_limit"] = limit, outcome
+    for name, text in outcome.items():
+        yield [f"cgroup of {limit / MIB:.0f} MiB for both ranks, {name}", text, ""]
 
 
 def compare(
