@@ -12,6 +12,7 @@ from commprof.analysis.detailed_answers import ALIGNED, ALIGNMENT_COUNTS, DIVERG
 from commprof.analysis.engine import ask
 from commprof.analysis.frames import from_arrow, from_rows
 from commprof.trace.reader import Run
+from commprof.trace.tables import empty_table
 
 _OF: Final = ["rank", "pg"]
 
@@ -35,8 +36,9 @@ def aligned(run: Run) -> pd.DataFrame:
     after the record before them, lines without a record after the line before them.
     """
     tables = {name: run.table(name) for name in ("matches", "comm_matches", "nccl_ops")}
+    records = run.scan("collectives") if len(tables["matches"]) else empty_table("collectives")
     found = from_arrow(
-        ask("aligned", tables | {"collectives": run.scan("collectives")}),
+        ask("aligned", tables | {"collectives": records}),
         [column for column in ALIGNED.columns if column.name != "position"],
     )
     found = pd.DataFrame(found.iloc[_in_order(found)]).reset_index(drop=True)

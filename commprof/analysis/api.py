@@ -66,6 +66,8 @@ from commprof.schema import TABLES, Column
 from commprof.trace.reader import Run, open_run
 
 __all__ = [
+    "MOST_BARS",
+    "MOST_LATE",
     "TABLES",
     "TRAFFIC_BY",
     "Advice",

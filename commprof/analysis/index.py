@@ -234,7 +234,8 @@ def _existing(run: Path, file: Path) -> Index | None:
     engine = None
     try:
         engine = duckdb.connect(str(file), read_only=True, config=engine_settings())
-        blocks = int(_one(engine, "select block_size * total_blocks from pragma_database_size()"))
+        # Free blocks at the end may be missing.
+        blocks = int(_one(engine, "select block_size * used_blocks from pragma_database_size()"))
         is_whole = file.stat().st_size >= blocks
         if is_whole and _one(engine, "select value from facts where name = 'fingerprint'") == fingerprint(
             run

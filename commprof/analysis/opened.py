@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,10 @@ class OpenedRun:
         """See :func:`commprof.analysis.api.traffic`."""
         return api.traffic(self.run, by)
 
+    def traffic_by_setting(self) -> pd.DataFrame:
+        """The traffic of a training step: see :func:`commprof.analysis.api.traffic_by_setting`."""
+        return api.traffic_by_setting([self.run])
+
     def step_times(self) -> pd.DataFrame:
         """See :func:`commprof.analysis.api.step_times`."""
         return api.step_times(self.run)
@@ -59,6 +63,10 @@ class OpenedRun:
     def exposure(self, by: Sequence[str] = ("step",)) -> pd.DataFrame:
         """See :func:`commprof.analysis.api.exposure`."""
         return api.exposure(self.run, by)
+
+    def exposure_per_step(self) -> pd.DataFrame:
+        """See :func:`commprof.analysis.api.exposure_per_step`."""
+        return api.exposure_per_step(self.run)
 
     def arrivals(self) -> pd.DataFrame:
         """See :func:`commprof.analysis.api.arrivals`."""
@@ -68,13 +76,32 @@ class OpenedRun:
         """See :func:`commprof.analysis.api.stragglers`."""
         return api.stragglers(self.run)
 
-    def bandwidth(self, calibration: Path | str | None = None) -> pd.DataFrame:
-        """See :func:`commprof.analysis.api.bandwidth`."""
-        return api.bandwidth(self.run, calibration)
+    def straggling(self, limit: int = api.MOST_LATE) -> api.Straggling:
+        """See :func:`commprof.analysis.api.straggling`."""
+        return api.straggling(self.run, limit)
 
-    def matrix(self, by: Sequence[str] = (), steps: tuple[int, int] | None = None) -> pd.DataFrame:
+    def bandwidth(
+        self, calibration: api.AnyCalibration | None = None, steps: tuple[int, int] | None = None
+    ) -> pd.DataFrame:
+        """See :func:`commprof.analysis.api.bandwidth`."""
+        return api.bandwidth(self.run, calibration, steps)
+
+    def bandwidth_times(
+        self, calibration: api.AnyCalibration | None = None, steps: tuple[int, int] | None = None
+    ) -> pd.DataFrame:
+        """See :func:`commprof.analysis.api.bandwidth_times`."""
+        return api.bandwidth_times(self.run, calibration, steps)
+
+    def matrix(
+        self,
+        by: Sequence[str] = (),
+        steps: tuple[int, int] | None = None,
+        op: str | None = None,
+        purpose: str | None = None,
+        most_ranks: int | None = None,
+    ) -> pd.DataFrame:
         """See :func:`commprof.analysis.api.matrix`."""
-        return api.matrix(self.run, by, steps)
+        return api.matrix(self.run, by, steps, op, purpose, most_ranks)
 
     def owners(self, steps: tuple[int, int] | None = None) -> pd.DataFrame:
         """See :func:`commprof.analysis.api.owners`."""
@@ -84,9 +111,23 @@ class OpenedRun:
         """See :func:`commprof.analysis.api.bucket_flushes`."""
         return api.bucket_flushes(self.run)
 
+    def bucket_means(self) -> pd.DataFrame:
+        """See :func:`commprof.analysis.api.bucket_means`."""
+        return api.bucket_means(self.run)
+
+    def bucket(
+        self, step: int, bucket: int, micro_step: int = 0, attempt: int | None = None
+    ) -> api.BucketContent | None:
+        """See :func:`commprof.analysis.api.bucket_content`."""
+        return api.bucket_content(self.run, step, bucket, micro_step, attempt)
+
     def alignment(self) -> api.Alignment:
         """See :func:`commprof.analysis.api.alignment`."""
         return api.alignment(self.run)
+
+    def topology(self) -> pd.DataFrame:
+        """See :func:`commprof.analysis.api.topology`."""
+        return api.topology(self.run)
 
     def moved(self) -> pd.DataFrame:
         """See :func:`commprof.analysis.api.moved`."""
@@ -102,9 +143,57 @@ class OpenedRun:
 
     def compare(self, *others: OpenedRun | Path | str) -> pd.DataFrame:
         """This run beside others: see :func:`commprof.analysis.api.compare`."""
-        return api.compare(
-            [self.run, *(each.run if isinstance(each, OpenedRun) else each for each in others)]
-        )
+        return api.compare(self._beside(others))
+
+    def comparison(self, *others: OpenedRun | Path | str) -> api.Comparison:
+        """This run beside others, all that is said of them: see :func:`commprof.analysis.api.compare_both`."""
+        return api.compare_both(self._beside(others))
+
+    def reduction_levels(self, *others: OpenedRun | Path | str) -> pd.DataFrame:
+        """This run beside others: see :func:`commprof.analysis.api.reduction_levels`."""
+        return api.reduction_levels(self._beside(others))
+
+    def settings(self, *others: OpenedRun | Path | str) -> pd.DataFrame:
+        """This run beside others: see :func:`commprof.analysis.api.settings`."""
+        return api.settings(self._beside(others))
+
+    def _beside(self, others: Sequence[OpenedRun | Path | str]) -> list[api.AnyRun]:
+        return [self.run, *(each.run if isinstance(each, OpenedRun) else each for each in others)]
+
+    def index(self, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
+        """See :func:`commprof.analysis.api.index`; the next four build it by themselves where there is none."""
+        return api.index(self.run, progress)
+
+    def timeline(
+        self,
+        begin_ns: int | None = None,
+        end_ns: int | None = None,
+        pixels: int = 1200,
+        ranks: Sequence[int] | None = None,
+        most_bars: int = api.MOST_BARS,
+    ) -> api.Timeline:
+        """See :func:`commprof.analysis.api.timeline`."""
+        return api.timeline(self.run, begin_ns, end_ns, pixels, ranks, most_bars)
+
+    def step_window(self, step: int) -> tuple[int, int] | None:
+        """See :func:`commprof.analysis.api.step_window`."""
+        return api.step_window(self.run, step)
+
+    def records(
+        self,
+        filters: Sequence[api.Filter] = (),
+        sort: str | None = None,
+        offset: int = 0,
+        limit: int = 100,
+    ) -> api.RecordsPage:
+        """See :func:`commprof.analysis.api.records_page`."""
+        return api.records_page(self.run, filters, sort, offset, limit)
+
+    def record(
+        self, rank: int, seq: int, attempt: int | None = None, pid: int | None = None
+    ) -> api.Record | None:
+        """See :func:`commprof.analysis.api.record`."""
+        return api.record(self.run, rank, seq, attempt, pid)
 
     def table(self, name: str) -> pd.DataFrame:
         """See :func:`commprof.analysis.api.table`."""

@@ -16,6 +16,7 @@ from commprof.analysis import exposure as exposure_module
 from commprof.analysis import steps, traffic
 from commprof.analysis.detailed_answers import BUCKET_FLUSHES as FLUSHES
 from commprof.analysis.detailed_answers import BUCKET_MEANS as MEANS
+from commprof.analysis.engine import connect
 from commprof.analysis.frames import from_arrow, from_rows
 from commprof.analysis.index import index_if_there
 from commprof.analysis.index_sums import (
@@ -27,6 +28,7 @@ from commprof.analysis.index_sums import (
     OPERATIONS,
     STOOD_STILL,
 )
+from commprof.analysis.whole_collectives import of_scan
 from commprof.trace.reader import Run, Scan
 
 __all__ = [
@@ -52,9 +54,20 @@ def operations(run: Run, columns: Sequence[str]) -> pa.Table:
         sums = ", ".join(f"cast(sum({name}) as {kind}) as {name}" for name, kind in MEASURES.items())
         found = index.ask(f"select {by}, {sums} from {OPERATIONS} group by {by}")
     else:
-        found = traffic.operations(run.scan("collectives"), run.table("aggregates"), wanted)
+        found = _by_parts(run, wanted)
     run.kept[OPERATIONS, *wanted] = found
     return found
+
+
+def _by_parts(run: Run, wanted: Sequence[str]) -> pa.Table:
+    """The operations out of the files; of a large run part by part, since every collective is looked at by itself."""
+    aggregates = run.table("aggregates")
+    with connect() as engine:
+        parts = enumerate(of_scan(run.scan("collectives"), traffic.NEEDED, engine))
+        return pa.concat_tables(
+            traffic.operations(part, aggregates.slice(0, None if number == 0 else 0), wanted)
+            for number, part in parts
+        )
 
 
 def stood_still(run: Run) -> pa.Table:

@@ -87,7 +87,7 @@ def of_scan(
         engine.register("rest_of_parts", collectives.rest)
         engine.register("rows_of_parts", files.union(engine.table("rest_of_parts")))
         ask: Ask = lambda sql: engine.sql(sql).to_arrow_table()  # noqa: E731 - one line is clearer here
-        for condition in conditions(ask, "rows_of_parts", 4 * MOST_ROWS):
+        for condition in conditions(ask, "rows_of_parts", 2 * MOST_ROWS):
             yield ask(f"select {', '.join(columns)} from rows_of_parts where {condition}")
     except duckdb.Error as error:
         told = str(error).strip().partition("\n")[0]

@@ -11,7 +11,7 @@ import typer
 from commprof.cli import rendering
 from commprof.cli.extras import needed
 from commprof.cli.rendering import Heading, Rows
-from commprof.cli.runs import each_opened
+from commprof.cli.runs import asked
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,11 +40,9 @@ def compare(
     ] = False,
 ) -> int:
     """Compare runs: what each setting asked for, issued and sent, what it took, and what to set."""
-    found = each_opened(runs)
     with needed("analysis", "to compare runs"):
         from commprof.analysis import api
-
-        compared = api.compare_both(found)
+    found, compared = asked(runs, api.compare_both)
     if as_json:
         rendering.show_json(with_advice(compared.settings, compared.advice))
     else:

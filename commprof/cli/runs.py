@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import typer
 
 from commprof.cli.extras import needed
+from commprof.errors import CommprofError, TraceError
 
 if TYPE_CHECKING:
     from commprof.trace.reader import Run
 
+Answer = TypeVar("Answer")
+_ATTEMPTS: Final = 5
+_PAUSE_S: Final = 0.5
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="A run directory, or 'latest'.", show_default=False)
 ]
@@ -33,8 +40,58 @@ def opened(text: str) -> Run:
         return open_run(path)
 
 
+def asked(texts: list[str], question: Callable[[list[Run]], Answer]) -> tuple[list[Run], Answer]:
+    """The runs that ``texts`` name, and what ``question`` says of them.
+
+    A run that ends at this moment has its files replaced under our eyes: then all is opened and asked again.
+
+    Raises:
+        TraceError: there is no run of a name, or it cannot be read; or its files change faster than they can be read.
+    """
+    for _ in range(_ATTEMPTS):
+        paths = each_path(texts)
+        before = [_files(path) for path in paths]
+        try:
+            found = [opened(str(path)) for path in paths]
+            answer = question(found)
+        except CommprofError:
+            if not any(map(_were_replaced, paths, before)):
+                raise
+        else:
+            # Opening a run finalises what a dead process left, and then nothing of it is pending.
+            if not any(
+                run.pending and _were_replaced(run.path, held)
+                for run, held in zip(found, before, strict=True)
+            ):
+                return found, answer
+        time.sleep(_PAUSE_S)
+    raise TraceError(
+        f"{', '.join(map(str, paths))}: files of it are being replaced, since it is being finalised at this moment. Ask "
+        "again when its command has ended"
+    )
+
+
+def _files(run: Path) -> set[tuple[str, int]]:
+    """Names and numbers of the files of a run: others when they are replaced, the same while they grow."""
+    found = set()
+    for file in run.rglob("*"):
+        with contextlib.suppress(OSError):
+            found.add((str(file), file.stat().st_ino))
+    return found
+
+
+def _were_replaced(run: Path, before: set[tuple[str, int]]) -> bool:
+    """Whether one of the files ``before`` is gone, or another is in its place."""
+    return not before <= _files(run)
+
+
 def each_opened(texts: list[str]) -> list[Run]:
     """The runs that ``texts`` name, each once; a directory that holds several stands for all of them."""
+    return [opened(str(path)) for path in each_path(texts)]
+
+
+def each_path(texts: list[str]) -> list[Path]:
+    """The directories of the runs that ``texts`` name, each once."""
     from commprof.trace.directory import find_runs, is_run, resolve
 
     found: dict[Path, Path] = {}
@@ -43,4 +100,4 @@ def each_opened(texts: list[str]) -> list[Run]:
         below = [] if text == "latest" or not path.is_dir() or is_run(path) else find_runs(path)
         for run in below or [resolve(text)]:
             found.setdefault(run.resolve(), run)
-    return [opened(str(run)) for run in found.values()]
+    return list(found.values())

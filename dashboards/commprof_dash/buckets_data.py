@@ -40,12 +40,11 @@ def _labelled(frame: pd.DataFrame) -> pd.DataFrame:
     several = frame["micro_step"].nunique() > 1
     labels = [
         f"{micro}.{bucket}" if several else f"{bucket}"
-        for micro, bucket in zip(frame["micro_step"], frame["bucket"], strict=True)
+        for micro, bucket in zip(frame["micro_step"].tolist(), frame["bucket"].tolist(), strict=True)
     ]
-    series = [
-        NOT_RECORDED if pd.isna(op) else series_name(op, intended)
-        for op, intended in zip(frame["op"], frame["intended_op"], strict=True)
-    ]
+    pairs = list(zip(frame["op"].tolist(), frame["intended_op"].tolist(), strict=True))
+    names = {pair: NOT_RECORDED if pd.isna(pair[0]) else series_name(*pair) for pair in set(pairs)}
+    series = [names[pair] for pair in pairs]
     return frame.assign(
         label=pd.Series(labels, index=frame.index, dtype="str"),
         series=pd.Series(series, index=frame.index, dtype="str"),

@@ -22,7 +22,9 @@ from commprof_dash.measures import format_count
 from commprof_dash.pages.matrix import parse_steps
 from commprof_dash.pages.one_run import draw_run, no_records
 from commprof_dash.pages.page import Drawing, Page
+from commprof_dash.pages.timeline import builds, waiting_for_index
 from commprof_dash.theme import Scheme
+from commprof_dash.timeline_data import path_of
 
 ALL: Final = "all"
 NONE: Final = "none"
@@ -41,6 +43,9 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
     """The page for the run, bandwidth, operation, group and calibration in ``query``."""
 
     def answers(name: str) -> tuple[Sequence[Component], Sequence[Component]]:
+        waiting = builds.wait_for(path_of(runs, name))
+        if waiting is not None:
+            return [], waiting_for_index(waiting, name)
         listed = bandwidth_data.calibrations(runs)
         readable = dict(zip(listed["name"], listed["path"], strict=True))
         chosen = _chosen(query, listed, name)

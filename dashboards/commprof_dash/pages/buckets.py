@@ -19,7 +19,9 @@ from commprof_dash.data import Runs
 from commprof_dash.measures import format_count
 from commprof_dash.pages.one_run import draw_run
 from commprof_dash.pages.page import Drawing, Page
+from commprof_dash.pages.timeline import builds, waiting_for_index
 from commprof_dash.theme import Scheme
+from commprof_dash.timeline_data import path_of
 
 STEP: Final = "step"
 BUCKET: Final = "bucket"
@@ -35,6 +37,9 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
     """The page for the run, the step (or the mean of all) and the bucket in ``query``."""
 
     def answers(name: str) -> tuple[Sequence[Component], Sequence[Component]]:
+        waiting = builds.wait_for(path_of(runs, name))
+        if waiting is not None:
+            return [], waiting_for_index(waiting, name)
         found = buckets_data.flushes(runs, name)
         if found.empty:
             return [], [_no_buckets()]

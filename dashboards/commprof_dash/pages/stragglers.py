@@ -19,8 +19,9 @@ from commprof_dash.data import Runs
 from commprof_dash.measures import format_count
 from commprof_dash.pages.one_run import draw_run, no_records
 from commprof_dash.pages.page import Drawing, Page
+from commprof_dash.pages.timeline import builds, waiting_for_index
 from commprof_dash.theme import Scheme
-from commprof_dash.timeline_data import FROM, TO
+from commprof_dash.timeline_data import FROM, TO, path_of
 
 _TABLE_ROWS: Final = 500
 _ROOM: Final = 0.5  # beside a collective on the timeline, as part of its length
@@ -30,6 +31,9 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
     """The page for the run in ``query``."""
 
     def answers(name: str) -> tuple[Sequence[Component], Sequence[Component]]:
+        waiting = builds.wait_for(path_of(runs, name))
+        if waiting is not None:
+            return [], waiting_for_index(waiting, name)
         found: api.Straggling = runs.of_run("straggling", name, api.straggling)
         statement = found.ranks.attrs["statement"]
         if found.lateness.empty:
