@@ -1,0 +1,231 @@
+"""A directory with a run of every kind that the dashboard may meet: recorded here, killed, imported, sums only, hostile."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from support.logged_training import fork
+from support.ranks import RankError, run_ranks
+from support.runs import SyntheticRun
+
+HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>" + "x" * 10_000
+WORLD = 2
+STEPS = 4
+CAPACITY_MB = 0.05
+KINDS = (
+    *("ddp", "fsdp", "one-rank", "sums", "killed", "going", "imported-flight", "imported-kineto"),
+    *("hostile", "no-steps", "nothing", "broken"),
+)
+
+
+def make_kinds(base: Path) -> None:
+    """Every run of :data:`KINDS` but ``going``, below ``base``."""
+    record(base / "ddp", "ddp")
+    record(base / "fsdp", "fsdp")
+    record(base / "one-rank", "ddp", world=1)
+    record(base / "sums", "ddp", aggregate=True)
+    record(base / "no-steps", "plain")
+    with contextlib.suppress(RankError):  # that is what is wanted
+        record(base / "killed", "killed")
+    import_flight(base)
+    import_kineto(base)
+    hostile_run().write(base / "hostile")
+    SyntheticRun(WORLD).write(base / "nothing")
+    (base / "broken").mkdir()
+    (base / "broken" / "run.json").write_text("{")
+
+
+def record(path: Path, how: str, world: int = WORLD, **options: Any) -> None:
+    """Train, or only send, as ``how`` says, on recorded gloo ranks."""
+    from commprof.trace.manifest import COMPLETE, Manifest, create_run, read_manifest, write_manifest
+
+    create_run(path, _manifest(Manifest, world))
+    run_ranks(world, _rank, str(path), how, options)
+    manifest = read_manifest(path)
+    manifest.state, manifest.exit_code = COMPLETE, 0
+    write_manifest(path, manifest)
+
+
+def _manifest(kind: Any, world: int) -> Any:
+    return kind(
+        command=["python", "train.py"],
+        script="train.py",
+        started_realtime_ns=1_700_000_000_000_000_000,
+        world_size=world,
+        nproc=world,
+        hosts=[os.uname().nodename],
+    )
+
+
+@contextlib.contextmanager
+def going_run(path: Path) -> Iterator[None]:
+    """A run whose ranks have issued a few steps and wait: they live as long as the context."""
+    from commprof.trace.manifest import Manifest, create_run
+
+    create_run(path, _manifest(Manifest, WORLD))
+    ready, hold = os.pipe(), os.pipe()
+    parent = fork(_hold, path, ready[1], hold[0])
+    try:
+        for _ in range(WORLD):
+            os.read(ready[0], 1)
+        yield
+    finally:
+        os.write(hold[1], b"." * WORLD)
+        os.waitpid(parent, 0)
+        for end in (*ready, *hold):
+            os.close(end)
+
+
+def _hold(path: Path, ready: int, hold: int) -> None:
+    run_ranks(WORLD, _wait, str(path), ready, hold, timeout=3600)
+
+
+def _wait(rank: int, world: int, path: str, ready: int, hold: int) -> None:
+    from commprof import hooks
+
+    hooks.attach(path, quiet=True)
+    _train(_ddp(), STEPS)
+    os.write(ready, b".")
+    os.read(hold, 1)
+    hooks.detach()
+
+
+def _rank(rank: int, world: int, path: str, how: str, options: dict[str, Any]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import commprof
+
+    commprof.attach(path, quiet=True, **options)
+    if how == "plain":
+        for _ in range(5):
+            dist.all_reduce(torch.ones(100))
+    elif how == "fsdp":
+        _train(_fsdp(), STEPS)
+    else:
+        _train(_ddp(), STEPS)
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    commprof.detach()
+
+
+def layers() -> Any:
+    """Three blocks of 8,320 elements, and a head of 65."""
+    import torch
+
+    torch.manual_seed(0)
+    blocks = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)) for _ in range(3)]
+    return torch.nn.Sequential(*blocks, torch.nn.Linear(64, 1))
+
+
+def _ddp() -> Any:
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel(layers(), bucket_cap_mb=CAPACITY_MB)
+
+
+def _fsdp() -> Any:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model, mesh = layers(), init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def _train(model: Any, steps: int) -> None:
+    import torch
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(steps):
+        model(torch.ones(4, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def import_flight(base: Path) -> None:
+    """A dump of the Flight Recorder of each rank, imported: no steps, no purposes, times of the wall clock."""
+    from commprof.imports.formats import import_files
+
+    files = []
+    for rank in range(WORLD):
+        entries = [
+            {
+                "record_id": n, "pg_id": 0, "process_group": ("0", "default_pg"), "collective_seq_id": n + 1,
+                "p2p_seq_id": 0, "op_id": n, "profiling_name": "gloo:all_reduce", "input_sizes": [[1000]],
+                "input_dtypes": ["Float"], "output_sizes": [[1000]], "output_dtypes": ["Float"], "state": "completed",
+                "time_created_ns": 1_795_300_000_000_000_000 + 1_000_000 * n + rank, "retired": True, "is_p2p": False,
+                "frames": [{"name": "step", "filename": "train.py", "line": 7}],
+            }
+            for n in range(6)
+        ]  # fmt: skip
+        dump = {
+            "version": "2.10",
+            "entries": entries,
+            "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": str(list(range(WORLD)))}},
+        }
+        files.append(base / f"flight_{rank}")
+        files[-1].write_text(json.dumps(dump))
+    import_files(files, base / "imported-flight")
+
+
+def import_kineto(base: Path) -> None:
+    """A trace of torch.profiler of each rank, imported: host and kernel times of NCCL."""
+    from commprof.imports.formats import import_files
+
+    files = []
+    for rank in range(WORLD):
+        events: list[dict[str, Any]] = []
+        for n in range(6):
+            said = {
+                "Collective name": "allreduce", "dtype": "Float", "In msg nelems": 1000, "Out msg nelems": 1000,
+                "Group size": WORLD, "Process Group Name": "0", "Process Group Description": "default_pg",
+                "Process Group Ranks": str(list(range(WORLD))), "Seq": n + 1, "External id": n,
+            }  # fmt: skip
+            at = 100 + 1000 * n + rank
+            place = {"ph": "X", "pid": 77, "tid": 1, "args": said}
+            events.append(place | {"cat": "cpu_op", "name": "record_param_comms", "ts": at, "dur": 20})
+            events.append(place | {"cat": "kernel", "name": "ncclDevKernel", "ts": at + 100, "dur": 200.5})
+        groups = [{"pg_name": "0", "pg_desc": "default_pg", "pg_size": WORLD, "ranks": list(range(WORLD))}]
+        trace = {
+            "schemaVersion": 1,
+            "distributedInfo": {
+                "backend": "nccl",
+                "rank": rank,
+                "world_size": WORLD,
+                "pg_config": groups,
+            },
+            "baseTimeNanoseconds": 1_795_300_000_000_000_000,
+            "traceEvents": events,
+        }
+        files.append(base / f"kineto-{rank}.json")
+        files[-1].write_text(json.dumps(trace))
+    import_files(files, base / "imported-kineto")
+
+
+def hostile_run() -> SyntheticRun:
+    """Markup and 10,000 characters where names stand; times before the beginning, a step that ends before it begins."""
+    config = {"zero_optimization": {"stage": 2, HOSTILE[:200]: HOSTILE}}
+    run = SyntheticRun(2, backend="nccl", script=HOSTILE, config=config)
+    run.add_parameters({HOSTILE: 100})
+    run.add_step(0, begin_ns=-5_000_000, duration_ns=100, loss=float("nan"))
+    run.add_step(1, begin_ns=-4_000_000, duration_ns=-100, loss=float("inf"))
+    for number, op in enumerate(("all_reduce", "reduce") * 2):
+        run.add_collective(
+            op, payload_bytes=400, step=number // 2, pg=HOSTILE, peer=0, purpose="gradient_reduce", bucket=0,
+            issue_ns=-4_000_000 + number, parameters=HOSTILE, call_site=HOSTILE, group_desc=HOSTILE, module=HOSTILE,
+        )  # fmt: skip
+    run.add("buckets", rank=0, attempt=0, pid=1000, step=0, micro_step=0, bucket=0, numel=100, bytes=400, capacity=0,
+            dtype=HOSTILE, owners=HOSTILE, parameters=HOSTILE, flush_reason=HOSTILE, time_ns=-1)  # fmt: skip
+    run.add("matches", state="missing", rank=0, attempt=0, record_pid=1000, seq=0, pg=HOSTILE, op="all_reduce",
+            record_bytes=400, reason=HOSTILE)  # fmt: skip
+    return run
