@@ -1,7 +1,9 @@
-"""The timeline and the records page of a long run, in a real browser: index, server, first useful paint, zoom.
+"""Every page of a long run, in a real browser: index, server, first useful paint, zoom.
 
-The run is that of ``finalise.py``. Bars: the index takes at most 3 s per million records; the server answers in 300 ms; the
-page of the whole run is drawn in 1.5 s, plotly.js being in the browser's cache; a zoom is drawn in 0.5 s.
+The run is that of ``finalise.py``, with a row for each bucket of each rank beside it; no log of NCCL is aligned with it.
+Bars: the index takes at most 3 s per million records and 1.5 GiB; the server answers in 300 ms; a page is drawn in 1.5 s,
+plotly.js being in the browser's cache; a zoom is drawn in 0.5 s. ``server: page`` is what the callback of a page does
+before any of its answers is kept.
 """
 
 from __future__ import annotations
@@ -16,16 +18,22 @@ from typing import Any, Final
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from finalise import write_rank
+import numpy as np
+import pyarrow as pa
+from finalise import PER_STEP, TAGS, write_rank
 from results import Spread, arguments, publish, spread
 
 from commprof.analysis import api
 from commprof.trace.finaliser import finalise
+from commprof.trace.tables import write_table
+from commprof_dash.data import Runs
+from commprof_dash.pages import PAGES
 from support.browser import open_browser, served, watched
 
 INDEX_TARGET_S, SERVER_TARGET_MS, PAINT_TARGET_S, ZOOM_TARGET_S = 3.0, 300.0, 1.5, 0.5
 _GRAPH: Final = "#card-timeline .js-plotly-plot"
 _ROW: Final = ".ag-center-cols-container .ag-row[row-index='0'] [col-id='op']"
+_DRAWN: Final = ".page-body .card, .page-body .message, .page-body .ag-row, .page-body table"
 _WINDOW_DRAWN: Final = """([graph, before]) => {
     const range = document.querySelector(graph)?._fullLayout?.xaxis?.range;
     return range && range[0] !== before;
@@ -59,6 +67,64 @@ def server_times(run: Path, records: int, rounds: int) -> dict[str, Spread]:
     for name, ask in questions.items():
         times[name] = spread([1000 * timed(lambda i=i, ask=ask: ask(i)) for i in range(rounds)])  # type: ignore[misc]
     return times
+
+
+def write_buckets(run: Path, ranks: int, steps: int) -> None:
+    """A row for each bucket that ``finalise.py`` tags, on every rank and in every step."""
+    bucket, step, rank = (
+        each.ravel()
+        for each in np.meshgrid(np.arange(TAGS), np.arange(steps), np.arange(ranks), indexing="ij")
+    )
+    count = len(rank)
+    names = pa.array(
+        [f"blocks.{number}.qkv.weight,blocks.{number}.projection.weight" for number in range(TAGS)]
+    )
+    table = pa.table(
+        {
+            "rank": rank.astype(np.int32),
+            "attempt": np.zeros(count, np.int32),
+            "pid": (4_000_000 + rank).astype(np.int32),
+            "step": step.astype(np.int32),
+            "micro_step": np.zeros(count, np.int32),
+            "bucket": bucket.astype(np.int32),
+            "numel": np.full(count, 1 << 18),
+            "bytes": np.full(count, 1 << 20),
+            "capacity": np.full(count, 1 << 18),
+            "dtype": pa.array(["float32"]).take(pa.array(np.zeros(count, np.int64))),
+            "owners": pa.array(["0"]).take(pa.array(np.zeros(count, np.int64))),
+            "parameters": names.take(pa.array(bucket)),
+            "flush_reason": pa.array(["full"]).take(pa.array(np.zeros(count, np.int64))),
+            "time_ns": step * PER_STEP * 30_000 + bucket * 1000,
+        }
+    )
+    write_table(run, "buckets", table)
+
+
+def page_times(directory: Path, name: str, rounds: int) -> dict[str, Spread]:
+    """Milliseconds until the server has each page, with no answer kept but those in the index."""
+    query = {"run": (name,)}
+    times = {}
+    for page in PAGES:
+        page.render(Runs(directory), query, "light")  # modules are loaded once
+        found = [
+            1000 * timed(lambda page=page: page.render(Runs(directory), query, "light"))
+            for _ in range(rounds)
+        ]  # type: ignore[misc]
+        times[f"page {page.title}"] = spread(found)
+    return times
+
+
+def paint_times(directory: Path, name: str, rounds: int) -> dict[str, Spread]:
+    """Seconds from the request of each page until it is drawn."""
+    found: dict[str, list[float]] = {f"{page.title}, first paint": [] for page in PAGES}
+    with served(directory) as url, open_browser() as browser:
+        view = watched(browser, viewport={"width": 1280, "height": 900})
+        for number in range(rounds + 1):
+            for page, times in zip(PAGES, found.values(), strict=True):
+                seconds = timed(lambda page=page: view.open(f"{url}{page.path}?run={name}", ready=_DRAWN))  # type: ignore[misc]
+                if number:
+                    times.append(seconds)
+    return {what: spread(times) for what, times in found.items()}
 
 
 def _window(run: Path, begin: int, length: int) -> api.Timeline:
@@ -95,6 +161,11 @@ def _zoom(page: Any) -> None:
     page.wait_for_function(_WINDOW_DRAWN, arg=[_GRAPH, before], polling=10)
 
 
+def _peak_mib() -> float:
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) / 1024
+
+
 def main() -> None:
     """Write the run, build its index, ask, look, print."""
     parser = arguments((__doc__ or "").splitlines()[0])
@@ -113,17 +184,25 @@ def main() -> None:
         for rank in range(args.ranks):
             write_rank(run, rank, args.ranks, each)
         finalise(run)
+        write_buckets(run, args.ranks, -(-each // PER_STEP))
         records = each * args.ranks
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak of writing the run
         cpu = time.process_time()
         index_s = timed(lambda: api.index(run)) / records * 1e6
         cpu_s = (time.process_time() - cpu) / records * 1e6
-        server = server_times(run, records, args.rounds)
-        shown = {} if args.no_browser else browser_times(Path(folder), "run", args.rounds)
+        peak_mib = _peak_mib()
+        server = server_times(run, records, args.rounds) | page_times(Path(folder), "run", args.rounds)
+        shown = {}
+        if not args.no_browser:
+            shown = browser_times(Path(folder), "run", args.rounds) | paint_times(
+                Path(folder), "run", args.rounds
+            )
         index_file = run / "index.duckdb"
         size = index_file.stat().st_size if index_file.exists() else 0
     rows = [
         ["index, s per million records", f"{index_s:.2f}", f"{INDEX_TARGET_S}"],
         ["index, CPU s per million records", f"{cpu_s:.2f}", "-"],
+        ["index, peak RSS, MiB", f"{peak_mib:.0f}", "1536"],
     ]
     rows += [
         [f"server: {what}, ms", times.text(0), f"{SERVER_TARGET_MS:.0f}"] for what, times in server.items()
@@ -141,6 +220,7 @@ def main() -> None:
             "records": records,
             "index_s_per_million": index_s,
             "index_cpu_s_per_million": cpu_s,
+            "index_peak_mib": peak_mib,
             "server_ms": server,
             "browser_s": shown,
         },
