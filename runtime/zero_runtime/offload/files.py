@@ -72,13 +72,17 @@ class Transfer:
         """Whether ``wait`` would return, or raise, at once."""
         return all(request.done() for request in self._requests)
 
+    def settle(self) -> None:
+        """Return when nothing is under way any more, whether the tensor has arrived or not."""
+        wait_for(self._requests)
+
     def wait(self) -> None:
         """Return when the tensor has arrived.
 
         Raises:
             OffloadError: it has not: what happened to which file, and what to do.
         """
-        wait_for(self._requests)
+        self.settle()
         for request in self._requests:
             error = request.exception()
             if isinstance(error, OffloadError):
@@ -190,7 +194,7 @@ class TensorFiles:
         file = self._files.pop(name, None)
         if file is not None:
             if file.last is not None:
-                wait_for(file.last._requests)
+                file.last.settle()
             file.path.unlink(missing_ok=True)
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ set of buffers: there are ``buffer_count`` of them, which is all the memory that
     buffers 3   read 3                                  | update 3 | ...
 
 The optimizer knows each stretch by one tensor, its master. While the values are in files it holds NaN, one element in memory
-for all of them, and so do the tensors of its state: they have their shape, and cannot be written to.
+for all of them, and so do the tensors of its state: they have their shape, and what is written to them is lost, or an error.
 """
 
 from __future__ import annotations
@@ -150,15 +150,21 @@ class StateFiles:
         """
         self._drop_shown()
         queue = list(self._entries if numbers is None else numbers)
-        for place, number in enumerate(queue):
-            entry = self._entries[number]
-            if entry.reading is None:
-                self._begin(number)
-            if self._policy.pipeline_read:
-                self._read_ahead(queue[place + 1 :])
-            self._land(entry)
-            yield number
-            self._store(number)
+        try:
+            for place, number in enumerate(queue):
+                entry = self._entries[number]
+                if entry.reading is None:
+                    self._begin(number)
+                if self._policy.pipeline_read:
+                    self._read_ahead(queue[place + 1 :])
+                self._land(entry)
+                try:
+                    yield number
+                finally:
+                    self._store(number)
+        finally:
+            for number in queue:
+                self._forget(number)  # what was read ahead of a walk that was broken off
         for buffers in self._buffers:
             buffers.settle()
 
@@ -200,11 +206,17 @@ class StateFiles:
 
     def _drop_shown(self) -> None:
         if self._shown is not None:
-            entry = self._entries[self._shown]
-            assert entry.reading is not None
+            self._forget(self._shown)
+            self._shown = None
+
+    def _forget(self, number: int) -> None:
+        """Free the buffers of a stretch that was read and not changed."""
+        entry = self._entries.get(number)
+        if entry is not None and entry.reading is not None:
+            for transfer in entry.reading.transfers:
+                transfer.settle()
             entry.reading.buffers.used = False
             entry.reading = None
-            self._shown = None
 
     def _read_ahead(self, queue: list[int]) -> None:
         for number in queue[: len(self._buffers) - 1]:
