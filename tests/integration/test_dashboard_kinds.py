@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import logging
 import time
 
 import pytest
+from dash import dcc
 
-from commprof_dash.app import create_app
+from commprof.export.csv import export_csv
+from commprof_dash.app import create_app, draw_page, find_page
+from commprof_dash.data import Runs
 from commprof_dash.pages import PAGES
-from support.kinds_of_runs import KINDS, STEPS, going_run, make_kinds
+from support.kinds_of_runs import KINDS, STEPS, WORLD, going_run, make_kinds
 
 pytestmark = pytest.mark.ranks
 
@@ -53,11 +57,16 @@ EVERYWHERE = {"going": "This run is still going", "broken": "broken cannot be re
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def base(tmp_path_factory):
     base = tmp_path_factory.mktemp("kinds")
     with going_run(base / "going"):
         make_kinds(base)
-        yield create_app(base)
+        yield base
+
+
+@pytest.fixture(scope="module")
+def server(base):
+    return create_app(base)
 
 
 def drawn(app, path: str, search: str) -> str:
@@ -112,3 +121,49 @@ def test_the_files_of_every_kind_of_run_are_served_or_refused_in_words(server):
 def test_the_rows_of_a_run_that_is_going_are_those_so_far(server):
     text = server.server.test_client().get("/records.csv?run=going").get_data(as_text=True)
     assert sum("gradient_reduce" in line for line in text.splitlines()) >= 2 * STEPS
+
+
+def rows_of(path):
+    with path.open(newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_the_buckets_of_ddp_and_fsdp_are_those_of_the_exported_tables(base, tmp_path, kind):
+    export_csv(base / kind, tmp_path / "csv")
+    last = STEPS - 1
+    buckets = [
+        row
+        for row in rows_of(tmp_path / "csv" / "buckets.csv")
+        if (row["rank"], row["step"]) == ("0", str(last))
+    ]
+    assert len(buckets) == len({row["bucket"] for row in buckets}) > 1
+    reduced = [
+        row
+        for row in rows_of(tmp_path / "csv" / "collectives.csv")
+        if row["step"] == str(last) and row["purpose"] == "gradient_reduce"
+    ]
+    address = f"?run={kind}&step={last}&bucket=1"
+    _, drawing = draw_page(find_page("/buckets"), Runs(base), "/buckets", address, "light")
+    parts = [part for root in drawing.body for part in root._traverse()]
+    figures = {part.id["name"]: part.figure for part in parts if isinstance(part, dcc.Graph)}
+    sizes = figures["bucket-sizes"].data[0]
+    assert sizes.name == {"ddp": "all_reduce", "fsdp": "reduce_scatter"}[kind]
+    assert dict(zip(sizes.x, sizes.y, strict=True)) == {row["bucket"]: float(row["bytes"]) for row in buckets}
+    times = figures["bucket-times"].data[0]
+    for label, drawn_ns in zip(times.x, times.y, strict=True):
+        taken = [
+            max(int(row[name]) for name in ("return_ns", "wait_end_ns", "device_end_ns") if row[name])
+            - int(row["issue_ns"])
+            for row in reduced
+            if row["bucket"] == label
+        ]
+        assert len(taken) == WORLD and drawn_ns == pytest.approx(sum(taken) / WORLD, abs=1)
+    text = json.dumps(
+        [one.to_plotly_json() for one in drawing.body], default=lambda one: one.to_plotly_json()
+    )
+    chosen = next(row for row in buckets if row["bucket"] == "1")
+    for name in chosen["parameters"].split(","):
+        assert f'"{name}"' in text
+    module = next(row["module"] for row in reduced if row["bucket"] == "1")
+    assert ('"Module"' in text and f'"{module}"' in text) == (kind == "fsdp")

@@ -43,7 +43,12 @@ def sizes(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
         figure.add_scatter(
             name="full",
             mode="markers",  # a line from bucket to bucket would say that there is something between them
-            marker={"symbol": "line-ew", "size": 40, "color": OTHER_COLOUR, "line": {"width": 3, "color": TEXT[scheme]}},
+            marker={
+                "symbol": "line-ew",
+                "size": 40,
+                "color": OTHER_COLOUR,
+                "line": {"width": 3, "color": TEXT[scheme]},
+            },
             x=labels,
             y=[None if pd.isna(value) else float(value) for value in full],
             hoverinfo="skip",
@@ -72,6 +77,8 @@ def times(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
         ("exposed_ns", "exposed", EXPOSED_COLOUR),
     ):
         values = frame[column]
+        if column == "exposed_ns" and values.isna().all():
+            continue  # an empty bar beside each would only push them aside
         figure.add_bar(
             name=name,
             x=labels,
