@@ -86,6 +86,7 @@ def run_ranks(out: Path, name: str, what: str) -> list[dict]:
                     "MASTER_PORT": "0",
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank),
+                    "LOCAL_SIZE": str(cases.WORLD),  # or DeepSpeed 0.14 asks numactl
                     "WORLD_SIZE": str(cases.WORLD),
                 },
             )
