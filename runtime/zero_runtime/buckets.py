@@ -74,6 +74,7 @@ class Bucket:
         entries: what is in it.
         flush_reason: full, oversized or end_of_backward.
         asynchronous: whether its messages are only begun.
+        told: what is told of it, once somebody records.
     """
 
     number: int
@@ -85,6 +86,7 @@ class Bucket:
     entries: tuple[Entry, ...]
     flush_reason: str
     asynchronous: bool = False
+    told: Told | None = field(default=None, repr=False, compare=False)
 
     @property
     def num_bytes(self) -> int:
@@ -93,34 +95,44 @@ class Bucket:
 
     def why(self, owner: int | None = None, intended_op: str | None = None) -> hooks.tag:
         """The tag of a collective that carries this bucket; no more than its purpose when nobody records."""
-        if not hooks.recording():
-            return _UNRECORDED
-        names = tuple([entry.name for entry in self.entries])
-        return _reduction_tag(self.number, owner, names, intended_op, self.num_bytes)
+        return self._told().tag(owner, intended_op) if hooks.recording() else _UNRECORDED
 
     def publish(self) -> None:
         """Tell whoever records that the bucket is flushed."""
-        if not hooks.recording():
-            return
-        names = tuple([entry.name for entry in self.entries])
-        content = self.tensor.numel(), self.limit, self.dtype, self.runs, self.flush_reason
-        _published(self.number, names, *content).flushed()
+        if hooks.recording():
+            self._told().content.flushed()
+
+    def _told(self) -> Told:
+        if self.told is None:
+            names = tuple([entry.name for entry in self.entries])
+            numel = self.tensor.numel()
+            self.told = _told(self.number, names, numel, self.limit, self.dtype, self.runs, self.flush_reason)
+        return self.told
 
 
 _UNRECORDED: Final = hooks.tag("gradient_reduce")
 
 
-@lru_cache(maxsize=4096)
-def _reduction_tag(
-    bucket: int, owner: int | None, parameters: tuple[str, ...], intended_op: str | None, bucket_bytes: int
-) -> hooks.tag:
-    # The same buckets come back every step, and a tag that is kept is cheaper for the recorder.
-    names = tuple(dict.fromkeys(parameters))
-    return hooks.tag("gradient_reduce", bucket, owner, names, intended_op, bucket_bytes)
+@dataclass(slots=True)
+class Told:
+    """What is told of a bucket: its content, and the tags of its collectives by owner and intended operation."""
+
+    content: hooks.bucket
+    names: tuple[str, ...]
+    tags: dict[tuple[int | None, str | None], hooks.tag] = field(default_factory=dict)
+
+    def tag(self, owner: int | None, intended_op: str | None) -> hooks.tag:
+        """The tag of a collective; a tag that is kept is cheaper for the recorder."""
+        tag = self.tags.get((owner, intended_op))
+        if tag is None:
+            row = self.content.row
+            tag = hooks.tag("gradient_reduce", row["bucket"], owner, self.names, intended_op, row["bytes"])
+            self.tags[owner, intended_op] = tag
+        return tag
 
 
 @lru_cache(maxsize=4096)
-def _published(
+def _told(
     number: int,
     parameters: tuple[str, ...],
     numel: int,
@@ -128,17 +140,20 @@ def _published(
     dtype: torch.dtype,
     runs: tuple[Run, ...],
     flush_reason: str,
-) -> hooks.bucket:
-    return hooks.bucket(
+) -> Told:
+    # The same buckets come back every step.
+    names = tuple(dict.fromkeys(parameters))
+    content = hooks.bucket(
         bucket=number,
         numel=numel,
         bytes=numel * dtype.itemsize,
         capacity=limit,
         dtype=str(dtype).removeprefix("torch."),
         owners=",".join(map(str, dict.fromkeys(run.owner for run in runs))) or None,
-        parameters=",".join(dict.fromkeys(parameters)),
+        parameters=",".join(names),
         flush_reason=flush_reason,
     )
+    return Told(content, names)
 
 
 @dataclass(slots=True)
