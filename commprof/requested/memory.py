@@ -115,7 +115,9 @@ def holdings(config: Mapping[str, Any], parameters: Sequence[Parameter], world_s
                 _state_note(config) if what == "optimizer states" else "",
             )
         )
-    buffers = _buffers(offload, sizes)
+    fetching = read_fetch_configuration(zero_section(config))
+    ahead = min(fetching.prefetch_bucket_size, fetching.max_live_parameters) // world_size
+    buffers = _buffers(offload, sizes, ahead)
     if buffers:
         found.append(Holding("buffers of files", 0, buffers))
     return [each for each in found if each.device or each.host or each.disk]
@@ -261,9 +263,10 @@ def _in_files(offload: Offload, share: int) -> int:
     return max(share - offload.max_in_cpu, 0) if offload.parameters == "nvme" else 0
 
 
-def _buffers(offload: Offload, sizes: _Sizes) -> int:
+def _buffers(offload: Offload, sizes: _Sizes, ahead: int) -> int:
+    """Bytes of the buffers of files, where ``ahead`` elements of a rank's slices are gathered ahead at once."""
     filed = _in_files(offload, sizes.share)
-    needed = min(offload.buffers, max(filed // _FILED_SHARE, _FILED_LEAST), filed) * sizes.item
+    needed = min(offload.buffers, max(filed // _FILED_SHARE, ahead, _FILED_LEAST), filed) * sizes.item
     if offload.optimizer == "nvme":
         stretch = min(max(sizes.share // _SHARE, _SMALLEST), _STRETCH, sizes.share)
         needed += offload.optimizer_buffers * stretch * (sizes.master + sizes.state + _WIDE)

@@ -3,7 +3,7 @@
 A slice is kept in pages of at most ``buffer_size`` elements, and of a few MiB, one file each. Pages are read ahead of
 their use into buffers, and copied from there to where slices are sent from; changed slices are copied into buffers page by
 page, and written while the training goes on. All buffers together have at most ``buffer_count * buffer_size`` elements, and
-no more than a share of what is in files::
+no more than a share of what is in files, or than is gathered ahead at once::
 
     pager.adopt(shard)             # keeps the slice in memory while there is room for it, else in files
     pager.refill(coming)           # reads ahead what ``coming`` tells, as far as there are buffers
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 KEY: Final = "zero_optimization.offload_param.nvme_path"
 # Elements of a page: enough for a disk, and a small part of what is in memory at once.
 _LARGEST: Final = 2**20
-# Buffers may have this share of what is in files, or so many elements.
+# Buffers may have this share of what is in files, or at least so many elements.
 _SHARE: Final = 8
 _LEAST: Final = 4 * _LARGEST
 
@@ -52,6 +52,7 @@ class Pager:
     Attributes:
         offload: as given.
         pinned: as given.
+        ahead: elements of slices that are gathered ahead at once, which buffers should have room for.
         in_files: elements of the slices that are in files.
         largest: elements that were in buffers at one time, at most.
     """
@@ -59,6 +60,7 @@ class Pager:
     def __init__(self, offload: SliceOffload, rank: int, pinned: bool) -> None:
         self.offload = offload
         self.pinned = pinned
+        self.ahead = 0
         self.in_files = 0
         self.largest = 0
         self._rank = rank
@@ -75,7 +77,7 @@ class Pager:
     def _limit(self) -> int:
         """Elements that all buffers together may have."""
         given = self.offload.buffer_count * self.offload.buffer_size
-        return min(given, max(self.in_files // _SHARE, _LEAST))
+        return min(given, max(self.in_files // _SHARE, self.ahead, _LEAST))
 
     # What is kept where.
 

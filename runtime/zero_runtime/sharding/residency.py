@@ -95,6 +95,8 @@ class Residency:
             persistent += shard.numel if shard.persistent else 0
             storage.keep(shard)
             self._iteration.add(shard)
+        if storage.pager is not None:
+            storage.pager.ahead = min(self._policy.prefetch, self._policy.max_live) // self._group.world_size
         self._iteration.pager = storage.pager
         storage.report(self._iteration.shards.values())
 
