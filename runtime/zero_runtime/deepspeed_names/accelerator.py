@@ -7,7 +7,6 @@ On a CPU what only a device has is empty: streams do nothing, memory is the proc
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from zero_runtime.deepspeed_names.host_streams import HostEvent, HostStream
 from zero_runtime.errors import ConfigError, UnsupportedError
 from zero_runtime.memory import memory_in_use
 
@@ -336,63 +336,6 @@ class Accelerator:
         )
 
     get_op_builder = create_op_builder
-
-
-class HostStream:
-    """A stream of a CPU: calls are done when they return, so that there is nothing to wait for."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        pass
-
-    def wait_stream(self, stream: Any) -> None:
-        """Nothing to wait for."""
-
-    def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def record_event(self, event: Any = None) -> HostEvent:
-        """An event at this moment."""
-        event = event if event is not None else HostEvent()
-        event.record()
-        return event
-
-    def query(self) -> bool:
-        """Whether all is done."""
-        return True
-
-    def __enter__(self) -> HostStream:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        pass
-
-
-class HostEvent:
-    """A moment on a CPU."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        self._at = 0.0
-
-    def record(self, stream: Any = None) -> None:
-        """This is the moment."""
-        self._at = time.perf_counter()
-
-    def elapsed_time(self, end: HostEvent) -> float:
-        """Milliseconds until ``end``."""
-        return (end._at - self._at) * 1e3
-
-    def query(self) -> bool:
-        """Whether it is over."""
-        return True
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def wait(self, stream: Any = None) -> None:
-        """Nothing to wait for."""
 
 
 def _made(*given: Any, dtype: torch.dtype, device: str) -> torch.Tensor:

@@ -7,11 +7,8 @@ call whatever ``prof_all`` says, keep it under this name, and nothing.
 from __future__ import annotations
 
 import datetime
-import os
-import sys
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,17 +20,28 @@ from zero_runtime.comm import (
     all_gather_single,
     get_global_rank,
     get_local_rank,
+    get_rank,
+    get_world_size,
     init_distributed,
+    is_initialized,
+    new_group,
     reduce_scatter_single,
 )
-from zero_runtime.comm_log import KINDS, LOG, message_size
+from zero_runtime.deepspeed_names.launcher_environment import (
+    get_local_rank_from_launcher,
+    get_world_rank_from_launcher,
+    get_world_size_from_launcher,
+)
+from zero_runtime.deepspeed_names.logged_calls import Function, logged
 from zero_runtime.errors import UsageError
 
 __all__ = [
     "P2POp", "ProcessGroup", "ReduceOp", "all_gather", "all_gather_coalesced", "all_gather_into_tensor",
     "all_gather_object", "all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "allgather_fn", "barrier",
     "batch_isend_irecv", "broadcast", "broadcast_object_list", "destroy_process_group", "gather",
-    "get_all_ranks_from_group", "get_global_rank", "get_local_rank", "get_rank", "get_world_group", "get_world_size",
+    "get_all_ranks_from_group", "get_global_rank", "get_local_rank",
+    "get_local_rank_from_launcher", "get_rank", "get_world_group",
+    "get_world_rank_from_launcher", "get_world_size", "get_world_size_from_launcher",
     "has_all_gather_into_tensor", "has_all_reduce_coalesced", "has_coalescing_manager", "has_reduce_scatter_tensor",
     "inference_all_reduce", "init_distributed", "initialize_mesh_device", "irecv", "is_available", "is_initialized", "isend",
     "monitored_barrier", "new_group", "recv", "reduce", "reduce_scatter", "reduce_scatter_fn", "reduce_scatter_tensor",
@@ -41,62 +49,6 @@ __all__ = [
 ]  # fmt: skip
 
 Group = ProcessGroup | None
-Function = Callable[..., Any]
-# The name under which DeepSpeed keeps some operations.
-_NAMES: Final = {"inference_all_reduce": "all_reduce", "all_reduce_coalesced": "all_reduce"}
-
-
-def _logged(*tensors: str | int) -> Callable[[Function], Function]:
-    """Time the calls of a function where the log asks for it.
-
-    Args:
-        tensors: position and name of the argument that this rank hands in; nothing for messages without size.
-    """
-
-    def decorate(function: Function) -> Function:
-        own = function.__name__
-        name = _NAMES.get(own, own)
-        kind = KINDS.get(own, name)
-
-        @wraps(function)
-        def call(
-            *args: Any, prof: bool = False, log_name: str | None = None, debug: Any = None, **kwargs: Any
-        ) -> Any:
-            kept_as = log_name or name
-            if not LOG.wants(kept_as, prof):
-                return function(*args, **kwargs)
-            group = kwargs.get("group") or next(
-                (each for each in args if isinstance(each, ProcessGroup)), None
-            )
-            handed = _handed_in(args, kwargs, tensors)
-            if LOG.debug:
-                kept_as = f"{kept_as} | [Caller Func: {sys._getframe(1).f_code.co_name}]"
-            return LOG.time(
-                kept_as,
-                kind,
-                dist.get_world_size(group),
-                message_size(handed),
-                lambda: function(*args, **kwargs),
-                _on_cuda(handed),
-            )
-
-        return call
-
-    return decorate
-
-
-def _handed_in(args: tuple[Any, ...], kwargs: dict[str, Any], tensors: tuple[str | int, ...]) -> Any:
-    if not tensors:
-        return None
-    position, name = tensors
-    assert isinstance(position, int)
-    given = kwargs.get(str(name)) if str(name) in kwargs else args[position] if position < len(args) else None
-    return [getattr(each, "tensor", each) for each in given] if isinstance(given, list | tuple) else given
-
-
-def _on_cuda(given: Any) -> bool:
-    first = next((each for each in given), None) if isinstance(given, list) else given
-    return isinstance(first, torch.Tensor) and first.is_cuda
 
 
 # Groups.
@@ -113,24 +65,9 @@ def available_backends() -> list[str]:
     return [name for name, here in known.items() if here()]
 
 
-def is_initialized() -> bool:
-    """Whether torch.distributed is initialised."""
-    return dist.is_initialized()
-
-
 def destroy_process_group(group: Group = None) -> None:
     """Leave ``group``; default: all."""
     dist.destroy_process_group(group)
-
-
-def get_rank(group: Group = None) -> int:
-    """This process's rank in ``group``."""
-    return dist.get_rank(group)
-
-
-def get_world_size(group: Group = None) -> int:
-    """The number of ranks of ``group``; -1 where this process is not one of them."""
-    return dist.get_world_size(group)
 
 
 def get_world_group() -> Group:
@@ -141,11 +78,6 @@ def get_world_group() -> Group:
 def get_all_ranks_from_group(group: Group = None) -> list[int]:
     """The global ranks of ``group``, in its order."""
     return dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-
-
-def new_group(ranks: Sequence[int]) -> Any:
-    """A group of the given global ranks; every rank must call it."""
-    return dist.new_group(list(ranks))
 
 
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
@@ -190,19 +122,19 @@ def has_coalescing_manager() -> bool:
 # Collectives.
 
 
-@_logged(0, "tensor")
+@logged(0, "tensor")
 def broadcast(tensor: torch.Tensor, src: int, group: Group = None, async_op: bool = False) -> Work | None:
     """Send ``tensor`` of global rank ``src`` to all, in place."""
     return dist.broadcast(tensor, src, group=group, async_op=async_op)
 
 
-@_logged()
+@logged()
 def broadcast_object_list(object_list: list[Any], src: int, group: Group = None, device: Any = None) -> None:
     """Send the picklable objects of global rank ``src`` to all, in place."""
     dist.broadcast_object_list(object_list, src, group=group, device=device)
 
 
-@_logged(1, "tensor")
+@logged(1, "tensor")
 def all_gather(
     tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Group = None, async_op: bool = False
 ) -> Work | None:
@@ -210,13 +142,13 @@ def all_gather(
     return dist.all_gather(tensor_list, tensor, group=group, async_op=async_op)
 
 
-@_logged()
+@logged()
 def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> None:
     """Gather every rank's picklable ``obj`` into ``object_list``."""
     dist.all_gather_object(object_list, obj, group=group)
 
 
-@_logged(1, "tensor")
+@logged(1, "tensor")
 def all_gather_into_tensor(
     output_tensor: torch.Tensor, tensor: torch.Tensor, group: Group = None, async_op: bool = False
 ) -> Work | None:
@@ -236,7 +168,7 @@ def allgather_fn(
     return all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-@_logged(1, "input_tensors")
+@logged(1, "input_tensors")
 def all_gather_coalesced(
     output_tensors: Sequence[torch.Tensor],
     input_tensors: Sequence[torch.Tensor],
@@ -256,7 +188,7 @@ def all_gather_coalesced(
     return together if async_op else together.wait()
 
 
-@_logged(1, "tensor")
+@logged(1, "tensor")
 def reduce_scatter_tensor(
     output_tensor: torch.Tensor,
     tensor: torch.Tensor,
@@ -282,7 +214,7 @@ def reduce_scatter_fn(
     return reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op, prof=prof)
 
 
-@_logged(1, "input_list")
+@logged(1, "input_list")
 def reduce_scatter(
     output: torch.Tensor,
     input_list: list[torch.Tensor],
@@ -294,7 +226,7 @@ def reduce_scatter(
     return dist.reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
 
 
-@_logged(1, "tensor")
+@logged(1, "tensor")
 def all_to_all_single(
     output: torch.Tensor,
     tensor: torch.Tensor,
@@ -309,7 +241,7 @@ def all_to_all_single(
     )
 
 
-@_logged(1, "input_tensor_list")
+@logged(1, "input_tensor_list")
 def all_to_all(
     output_tensor_list: list[torch.Tensor],
     input_tensor_list: list[torch.Tensor],
@@ -330,7 +262,7 @@ def all_to_all(
     return together if async_op else together.wait()
 
 
-@_logged(0, "tensor")
+@logged(0, "tensor")
 def all_reduce(
     tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
@@ -338,7 +270,7 @@ def all_reduce(
     return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
 
 
-@_logged(0, "tensor")
+@logged(0, "tensor")
 def inference_all_reduce(
     tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
@@ -346,7 +278,7 @@ def inference_all_reduce(
     return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
 
 
-@_logged(0, "tensors")
+@logged(0, "tensors")
 def all_reduce_coalesced(
     tensors: Sequence[torch.Tensor], op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Any:
@@ -356,7 +288,7 @@ def all_reduce_coalesced(
     return together if async_op else together.wait()
 
 
-@_logged(0, "tensor")
+@logged(0, "tensor")
 def reduce(
     tensor: torch.Tensor, dst: int, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
@@ -364,7 +296,7 @@ def reduce(
     return dist.reduce(tensor, dst, op=op, group=group, async_op=async_op)
 
 
-@_logged(0, "tensor")
+@logged(0, "tensor")
 def gather(
     tensor: torch.Tensor,
     gather_list: list[torch.Tensor] | None = None,
@@ -376,7 +308,7 @@ def gather(
     return dist.gather(tensor, gather_list, dst, group=group, async_op=async_op)
 
 
-@_logged(0, "tensor")
+@logged(0, "tensor")
 def scatter(
     tensor: torch.Tensor,
     scatter_list: list[torch.Tensor] | None = None,
@@ -388,13 +320,13 @@ def scatter(
     return dist.scatter(tensor, scatter_list, src, group=group, async_op=async_op)
 
 
-@_logged()
+@logged()
 def barrier(group: Group = None, async_op: bool = False, device_ids: list[int] | None = None) -> Work | None:
     """Wait for all ranks."""
     return dist.barrier(group=group, async_op=async_op, device_ids=device_ids)
 
 
-@_logged()
+@logged()
 def monitored_barrier(
     group: Group = None, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False
 ) -> None:
@@ -408,25 +340,25 @@ def monitored_barrier(
 # Messages between two ranks.
 
 
-@_logged(0, "tensor")
+@logged(0, "tensor")
 def send(tensor: torch.Tensor, dst: int, group: Group = None, tag: int = 0) -> None:
     """Send ``tensor`` to global rank ``dst``."""
     dist.send(tensor, dst, group=group, tag=tag)
 
 
-@_logged(0, "tensor")
+@logged(0, "tensor")
 def recv(tensor: torch.Tensor, src: int | None = None, group: Group = None, tag: int = 0) -> int:
     """Receive ``tensor`` from global rank ``src``, or from anyone; returns who sent it."""
     return dist.recv(tensor, src, group=group, tag=tag)
 
 
-@_logged(0, "tensor")
+@logged(0, "tensor")
 def isend(tensor: torch.Tensor, dst: int, group: Group = None, tag: int = 0) -> Work | None:
     """Begin to send ``tensor`` to global rank ``dst``."""
     return dist.isend(tensor, dst, group=group, tag=tag)
 
 
-@_logged(0, "tensor")
+@logged(0, "tensor")
 def irecv(tensor: torch.Tensor, src: int | None = None, group: Group = None, tag: int = 0) -> Work | None:
     """Begin to receive ``tensor`` from global rank ``src``, or from anyone."""
     return dist.irecv(tensor, src, group=group, tag=tag)
@@ -452,7 +384,7 @@ class P2POp:
         self.op, self.tensor, self.peer, self.group, self.tag = torch_op, tensor, peer, group, tag
 
 
-@_logged(0, "p2p_op_list")
+@logged(0, "p2p_op_list")
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     """Begin several messages together; returns what to wait for."""
     return dist.batch_isend_irecv(
@@ -478,22 +410,3 @@ class Works:
     def get_future(self) -> Any:
         """There is none for several."""
         raise RuntimeError("several messages have no future in common; wait for them")
-
-
-def get_local_rank_from_launcher() -> int:
-    """This process's number on its host, by the environment; 0 without a launcher."""
-    return _launcher_number("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", 0)
-
-
-def get_world_rank_from_launcher() -> int:
-    """This process's rank, by the environment; 0 without a launcher."""
-    return _launcher_number("RANK", "OMPI_COMM_WORLD_RANK", 0)
-
-
-def get_world_size_from_launcher() -> int:
-    """The number of ranks, by the environment; 1 without a launcher."""
-    return _launcher_number("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", 1)
-
-
-def _launcher_number(name: str, other: str, default: int) -> int:
-    return int(os.environ.get(name) or os.environ.get(other) or default)

@@ -1,0 +1,24 @@
+"""Ranks as a launcher has written them into the environment, torchrun or Open MPI."""
+
+from __future__ import annotations
+
+import os
+
+
+def get_local_rank_from_launcher() -> int:
+    """This process's number on its host, by the environment; 0 without a launcher."""
+    return _launcher_number("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", 0)
+
+
+def get_world_rank_from_launcher() -> int:
+    """This process's rank, by the environment; 0 without a launcher."""
+    return _launcher_number("RANK", "OMPI_COMM_WORLD_RANK", 0)
+
+
+def get_world_size_from_launcher() -> int:
+    """The number of ranks, by the environment; 1 without a launcher."""
+    return _launcher_number("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", 1)
+
+
+def _launcher_number(name: str, other: str, default: int) -> int:
+    return int(os.environ.get(name) or os.environ.get(other) or default)

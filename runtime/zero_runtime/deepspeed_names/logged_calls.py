@@ -1,0 +1,70 @@
+"""A decorator that has the communication log time calls of ``deepspeed.comm``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Final
+
+import torch
+
+from zero_runtime.comm import ProcessGroup, get_world_size
+from zero_runtime.comm_log import KINDS, LOG, message_size
+
+Function = Callable[..., Any]
+# The name under which DeepSpeed keeps some operations.
+_NAMES: Final = {"inference_all_reduce": "all_reduce", "all_reduce_coalesced": "all_reduce"}
+
+
+def logged(*tensors: str | int) -> Callable[[Function], Function]:
+    """Time the calls of a function where the log asks for it.
+
+    Args:
+        tensors: position and name of the argument that this rank hands in; nothing for messages without size.
+    """
+
+    def decorate(function: Function) -> Function:
+        own = function.__name__
+        name = _NAMES.get(own, own)
+        kind = KINDS.get(own, name)
+
+        @wraps(function)
+        def call(
+            *args: Any, prof: bool = False, log_name: str | None = None, debug: Any = None, **kwargs: Any
+        ) -> Any:
+            kept_as = log_name or name
+            if not LOG.wants(kept_as, prof):
+                return function(*args, **kwargs)
+            group = kwargs.get("group") or next(
+                (each for each in args if isinstance(each, ProcessGroup)), None
+            )
+            handed = _handed_in(args, kwargs, tensors)
+            if LOG.debug:
+                kept_as = f"{kept_as} | [Caller Func: {sys._getframe(1).f_code.co_name}]"
+            return LOG.time(
+                kept_as,
+                kind,
+                get_world_size(group),
+                message_size(handed),
+                lambda: function(*args, **kwargs),
+                _on_cuda(handed),
+            )
+
+        return call
+
+    return decorate
+
+
+def _handed_in(args: tuple[Any, ...], kwargs: dict[str, Any], tensors: tuple[str | int, ...]) -> Any:
+    if not tensors:
+        return None
+    position, name = tensors
+    assert isinstance(position, int)
+    given = kwargs.get(str(name)) if str(name) in kwargs else args[position] if position < len(args) else None
+    return [getattr(each, "tensor", each) for each in given] if isinstance(given, list | tuple) else given
+
+
+def _on_cuda(given: Any) -> bool:
+    first = next((each for each in given), None) if isinstance(given, list) else given
+    return isinstance(first, torch.Tensor) and first.is_cuda
