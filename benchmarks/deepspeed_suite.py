@@ -2,7 +2,7 @@
 
 Takes a checkout of DeepSpeed and fetches nothing. Its ``tests`` folder is copied, without the package beside it, so that
 ``import deepspeed`` can mean nothing but this runtime; ``--deepspeed-python`` runs the same tests with an installed
-DeepSpeed for comparison. Each file runs in a process of its own, with ranks on gloo. A test that hangs counts as failed.
+DeepSpeed for comparison. Ranks are processes on gloo. A test that hangs counts as failed.
 
 Outcomes: passed; failed; refused (an error of ours that says by name what this runtime does not have); skipped (by the test
 itself, for example because it needs a GPU). A file that cannot be imported counts once for each test function in it.
@@ -56,9 +56,13 @@ PARTS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 OUTCOMES: Final = ("passed", "failed", "refused", "skipped")
 # What our errors say where something is left out by intention (zero_runtime.errors, the configuration's refusals).
-_REFUSAL: Final = re.compile(r"is not in this version of zero_runtime|is not supported by zero_runtime")
+_REFUSAL: Final = re.compile(
+    r"UnsupportedError|is not in this version of zero_runtime|is not supported by zero_runtime"
+)
 _PLUGIN: Final = """
-import json, os
+import json, multiprocessing, os
+# Ranks start from a server that has imported all this already: a test then costs what it does, not what importing does.
+multiprocessing.set_forkserver_preload(["torch", "deepspeed", "unit.common", "unit.simple_model"])
 def _say(**row):
     with open(os.environ["SUITE_LOG"], "a") as file:
         file.write(json.dumps(row) + "\\n")
@@ -100,6 +104,7 @@ def environment(support: Path, log: Path, timeout: int, is_ours: bool) -> dict[s
     paths = [str(support)]
     if is_ours:
         paths += [str(support / "ours"), str(ROOT), str(ROOT / "runtime")]
+    paths += [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
@@ -113,15 +118,16 @@ def environment(support: Path, log: Path, timeout: int, is_ours: bool) -> dict[s
     }
 
 
-def run_file(
-    python: str, tests: Path, file: Path, support: Path, timeout: int, is_ours: bool
+def run_files(
+    python: str, tests: Path, files: list[Path], support: Path, timeout: int, is_ours: bool
 ) -> list[dict[str, Any]]:
-    """The log of one file's tests; begun again behind a test that hangs or takes its process with it."""
-    log = support / f"{file.stem}.log"
+    """The log of the files' tests; begun again behind a test that hangs or takes its process with it."""
+    log = support / "rows.log"
     log.unlink(missing_ok=True)
     passed_over: list[str] = []
     while True:
-        command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "suite_log", str(file)]
+        command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "suite_log"]
+        command += ["--continue-on-collection-errors", *map(str, files)]
         command += [argument for test in passed_over for argument in ("--deselect", test)]
         process = subprocess.Popen(
             command,
@@ -131,12 +137,12 @@ def run_file(
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        is_cut = _wait(process, log, 2 * timeout)
+        _wait(process, log, 2 * timeout)
         rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
         finished = {row["test"] for row in rows if "test" in row}
         begun = [row["started"] for row in rows if "started" in row]
         cut = [test for test in begun if test not in finished]
-        if not cut or (not is_cut and process.returncode in (0, 1) and not cut):
+        if not cut:
             return rows
         with log.open("a") as stream:
             for test in cut:
@@ -147,7 +153,7 @@ def run_file(
         passed_over = sorted({*begun})
 
 
-def _wait(process: subprocess.Popen[bytes], log: Path, patience: float) -> bool:
+def _wait(process: subprocess.Popen[bytes], log: Path, patience: float) -> None:
     """Wait until ``process`` ends; end it, with all that it has started, when its log has not grown for so many seconds."""
     size, since = -1, time.monotonic()
     while process.poll() is None:
@@ -157,23 +163,18 @@ def _wait(process: subprocess.Popen[bytes], log: Path, patience: float) -> bool:
         if time.monotonic() - since > patience:
             break
         time.sleep(0.2)
-    is_cut = process.poll() is None
     try:
         os.killpg(process.pid, signal.SIGKILL)  # also what hung ranks have left behind
     except ProcessLookupError:
         pass
     process.wait()
-    return is_cut
 
 
-def results_of(part: str, file: Path, rows: list[dict[str, Any]]) -> Iterator[Result]:
-    """One result for each test; the worst where a test has several reports."""
-    if any("unread" in row for row in rows):
-        text = next(row["text"] for row in rows if "unread" in row)
-        outcome = _outcome("failed", text)
-        for number in range(count_tests(file)):
-            yield Result(part, f"{file.name} (not imported) {number}", outcome, _reason(text))
-        return
+def results_of(part: str, tests: Path, rows: list[dict[str, Any]]) -> Iterator[Result]:
+    """One result for each test, the worst where a test has several reports; ``tests`` is what the names begin in."""
+    for file, text in {row["unread"]: row["text"] for row in rows if "unread" in row}.items():
+        for number in range(count_tests(tests / file)):
+            yield Result(part, f"{file} (not imported) {number}", _outcome("failed", text), _reason(text))
     worst: dict[str, tuple[str, str]] = {}
     order = ("passed", "skipped", "refused", "failed")
     for row in rows:
@@ -210,11 +211,10 @@ def measure(python: str, checkout: Path, parts: list[str], timeout: int, is_ours
         (folder / "suite_log.py").write_text(_PLUGIN)
         unit = folder / "tests" / "unit"
         for part in parts:
-            for file in test_files(unit, part):
-                found = list(results_of(part, file, run_file(python, unit, file, folder, timeout, is_ours)))
-                results += found
-                counts = Counter(each.outcome for each in found)
-                print(f"{file.relative_to(unit)}: {dict(counts)}", file=sys.stderr, flush=True)
+            rows = run_files(python, unit, list(test_files(unit, part)), folder, timeout, is_ours)
+            found = list(results_of(part, folder / "tests", rows))
+            results += found
+            print(f"{part}: {dict(Counter(each.outcome for each in found))}", file=sys.stderr, flush=True)
     return results
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 from zero_runtime import comm
 from zero_runtime import config as configuration
 from zero_runtime.config import RuntimeConfig
-from zero_runtime.configuration import keys
+from zero_runtime.deepspeed_names.block_configurations import namespace
 from zero_runtime.errors import UnsupportedError
 
 
@@ -106,20 +105,3 @@ class DeepSpeedConfig:
         print(f"{name}:")
         for key, value in sorted(self.checked.effective().items()):
             print(f"  {key} = {value}")
-
-
-def zero_config(**given: Any) -> SimpleNamespace:
-    """The block zero_optimization with its defaults, as an object; by DeepSpeed's name DeepSpeedZeroConfig."""
-    return namespace(keys.read({"zero_optimization": given})["zero_optimization"])
-
-
-def get_zero_config(param_dict: Mapping[str, Any]) -> SimpleNamespace:
-    """The same of a whole configuration."""
-    return zero_config(**param_dict.get("zero_optimization", {}))
-
-
-def namespace(block: Mapping[str, Any]) -> SimpleNamespace:
-    """A block with its keys as attributes, inner blocks too."""
-    return SimpleNamespace(
-        **{name: namespace(value) if isinstance(value, Mapping) else value for name, value in block.items()}
-    )

@@ -15,6 +15,7 @@ INFERENCE: Final = (
 )
 PIPELINE: Final = "pipelines are to come; a model that fits with ZeRO stage 3 needs none"
 TENSOR_PARALLEL: Final = "tensor parallelism is not in this version"
+EXPERTS: Final = "experts (MoE) are not in this version"
 KERNELS: Final = "there are no kernels of its own to build or inject; torch's are used"
 
 LOG: Final = given(
@@ -146,7 +147,9 @@ MODULES: Final[dict[str, Module]] = {
     "accelerator.cpu_accelerator": Module(given(f"{_HERE}.accelerator", CPU_Accelerator="Accelerator")),
     "accelerator.cuda_accelerator": Module(given(f"{_HERE}.accelerator", CUDA_Accelerator="Accelerator")),
     "pipe": Module(PIPE),
-    "git_version_info": Module(values(version=NAMES_VERSION, git_hash=None, git_branch=None)),
+    "git_version_info": Module(
+        values(version=NAMES_VERSION, git_hash=None, git_branch=None) | given(f"{_HERE}.torch_versions", torch_info="TORCH")
+    ),
     "env_report": Module(given("zero_runtime.report", "main", cli_main="main"), main="zero_runtime.report:main"),
     "launcher": Module(),
     "launcher.runner": Module(
@@ -157,7 +160,13 @@ MODULES: Final[dict[str, Module]] = {
     "inference": Module(refused=INFERENCE),
     "module_inject": Module(refused=KERNELS),
     "model_implementations": Module(refused=INFERENCE),
-    "moe": Module(refused="experts (MoE) are not in this version"),
+    "moe": Module(),
+    "moe.layer": Module(refused(EXPERTS, "MoE")),
+    "moe.utils": Module(refused(
+        EXPERTS,
+        "has_moe_layers", "is_moe_param", "is_moe_param_group", "split_params_into_different_moe_groups_for_optimizer",
+    )),
+    **{f"moe.{name}": Module(refused=EXPERTS) for name in ("experts", "mappings", "sharded_moe", "capacity_bins")},
     "sequence": Module(refused="sequence parallelism is not in this version"),
     "compression": Module(refused="compression of models is not in this version"),
     "autotuning": Module(refused="`commprof sweep --set KEY=V1,V2` tries settings and compares them"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from zero_runtime.deepspeed_names.inner_names import PARAMETERS
 from zero_runtime.deepspeed_names.names import Module, Name, given, refused, values
 from zero_runtime.deepspeed_names.top_names import PIPELINE, TENSOR_PARALLEL
 
@@ -21,6 +22,11 @@ _ONEBIT: Final = (
 _ENGINE: Final[dict[str, Name]] = {
     **given("zero_runtime.engine", DeepSpeedEngine="Engine"),
     **values(MEMORY_OPT_ALLREDUCE_SIZE=500_000_000),
+    **refused(
+        "it is a part of how DeepSpeed's engine writes what it knows",
+        "_checkpoint_parallel_metadata",
+        "_eigenvalue_summary_events",
+    ),
     **refused(
         "wall_clock_breakdown measures; engine.get_wall_clock_timers() has the figures", "EngineTimers"
     ),
@@ -46,6 +52,7 @@ _PARAMETERS: Final[dict[str, Name]] = {
 _TILES: Final = given(
     f"{_HERE}.tiling", "TiledLinear", "TiledLinearReturnBias", "split_tensor_along_last_dim"
 )
+_UNWRAP: Final = given(f"{_HERE}.zero_checks", "unwrap_model_for_generation")
 _MEMORY_2: Final = given(
     "zero_runtime.memory_estimates",
     "estimate_zero2_model_states_mem_needs",
@@ -66,6 +73,12 @@ _OPTIMIZERS: Final = given(
     note=_STAGES,
 )
 _OFFLOAD_ENUMS: Final = given(f"{_HERE}.configuration", "OffloadDeviceEnum", "OffloadStateTypeEnum")
+
+_OFFLOAD_CONFIGS: Final = given(
+    f"{_HERE}.block_configurations",
+    "DeepSpeedZeroOffloadOptimizerConfig",
+    "DeepSpeedZeroOffloadParamConfig",
+)
 
 _SCHEDULES: Final[dict[str, Name]] = {
     **given(
@@ -101,6 +114,8 @@ _SCHEDULES: Final[dict[str, Name]] = {
         WARMUP_MAX_LR="warmup_max_lr",
         WARMUP_NUM_STEPS="warmup_num_steps",
         WARMUP_TYPE="warmup_type",
+        WARMUP_MIN_RATIO="warmup_min_ratio",
+        COS_MIN_RATIO="cos_min_ratio",
         WARMUP_LOG_RATE="log",
         WARMUP_LINEAR_RATE="linear",
         TOTAL_NUM_STEPS="total_num_steps",
@@ -147,17 +162,20 @@ _CONFIG: Final[dict[str, Name]] = {
     ),
 }
 _ZERO_CONFIG: Final[dict[str, Name]] = {
-    **given(f"{_HERE}.configuration", "get_zero_config", "ZeroStageEnum", "OffloadDeviceEnum"),
+    **given(f"{_HERE}.configuration", "ZeroStageEnum", "OffloadDeviceEnum"),
     **given(
-        f"{_HERE}.configuration",
-        DeepSpeedZeroConfig="zero_config",
-        note="a function that fills the block's defaults in",
+        f"{_HERE}.block_configurations",
+        "DeepSpeedZeroConfig",
+        "get_zero_config",
+        note="checked as the whole configuration is",
     ),
+    **_OFFLOAD_CONFIGS,
 }
 
 _ZERO: Final[dict[str, Name]] = {
     **{name: row for name, row in _PARAMETERS.items() if name != "unregister_external_parameter"},
     **{name: row for name, row in _TILES.items() if name.startswith("Tiled")},
+    **_UNWRAP,
     **_MEMORY_2,
     **_MEMORY_3,
     **_MICS_NAMES,
@@ -170,12 +188,13 @@ _CHECKPOINTING: Final = given(
     "non_reentrant_checkpoint", "partition_activations_in_checkpoint", "reset",
     "set_num_layers",
 )  # fmt: skip
-_TOPOLOGY: Final = refused(
-    PIPELINE,
+_TOPOLOGY: Final = given(
+    f"{_HERE}.topology",
     "ProcessTopology",
     "PipeDataParallelTopology",
     "PipeModelDataParallelTopology",
     "PipelineParallelGrid",
+    _prime_factors="prime_factors",
 )
 
 MODULES: Final[dict[str, Module]] = {
@@ -202,13 +221,10 @@ MODULES: Final[dict[str, Module]] = {
     ),
     "runtime.fp16.onebit": Module(refused=_ONEBIT),
     "runtime.zero": Module(_ZERO),
-    "runtime.zero.partition_parameters": Module(_PARAMETERS),
-    "runtime.zero.parameter_offload": Module(
-        refused("stage 3 is put together by deepspeed.initialize", "DeepSpeedZeRoOffload")
-    ),
+    "runtime.zero.partition_parameters": Module(_PARAMETERS | PARAMETERS),
     "runtime.zero.stage3": Module(
         _MEMORY_3
-        | given(f"{_HERE}.zero_checks", "unwrap_model_for_generation")
+        | _UNWRAP
         | given("zero_runtime.sharded_optimizer", DeepSpeedZeroOptimizer_Stage3="ShardedOptimizer", note=_STAGES)
     ),
     "runtime.zero.stage_1_and_2": Module(
@@ -216,12 +232,18 @@ MODULES: Final[dict[str, Module]] = {
     ),
     "runtime.zero.tiling": Module(_TILES),
     "runtime.zero.config": Module(_ZERO_CONFIG),
-    "runtime.zero.offload_config": Module(
-        _OFFLOAD_ENUMS
-        | refused(
-            "configurations are checked by zero_runtime.config; give offload_optimizer and offload_param as dicts",
-            "DeepSpeedZeroOffloadOptimizerConfig",
-            "DeepSpeedZeroOffloadParamConfig",
+    "runtime.zero.offload_config": Module(_OFFLOAD_ENUMS | _OFFLOAD_CONFIGS),
+    "runtime.zero.leaf_module_config": Module(
+        given(
+            f"{_HERE}.block_configurations",
+            "DEFAULT_LEAF_MODULE_CLASSES", "DEFAULT_LEAF_MODULE_NAMES", "DEFAULT_LEAF_MODULE_NAME_SUFFIXES",
+            "DeepSpeedZeroLeafModuleConfig",
+        )
+    ),
+    "runtime.precision_config": Module(
+        given(
+            f"{_HERE}.block_configurations",
+            "DeepSpeedBF16Config", "DeepSpeedFP16Config", "get_bfloat16_config", "get_float16_config",
         )
     ),
     "runtime.zero.mics": Module(_MICS_NAMES),
@@ -259,23 +281,12 @@ MODULES: Final[dict[str, Module]] = {
     "runtime.domino": Module(refused=TENSOR_PARALLEL),
     "runtime.compiler": Module(given(f"{_HERE}.compiling", "disable", "enable", "is_compiling")),
     "runtime.comm": Module(refused="zero_optimization.gradient_reduction chooses how gradients are reduced"),
-    "runtime.swap_tensor": Module(refused="offload is chosen by offload_optimizer and offload_param in the configuration"),
+    "runtime.swap_tensor": Module(
+        values(MIN_SWAPPABLE_BYTES=1024 * 1024)
+        | refused("offload is chosen by offload_optimizer and offload_param in the configuration", "SwapBufferPool")
+    ),
     "runtime.state_dict_factory": Module(refused="Megatron's checkpoints are not read; load a state dict of the model"),
     "runtime.checkpoint_engine": Module(refused="checkpoints are written in one way; docs/checkpoints.md describes it"),
     "runtime.zenflow": Module(refused="ZenFlow is not in this version"),
     "runtime.superoffload": Module(refused="SuperOffload is not in this version"),
-    "checkpoint": Module(
-        refused(
-            "checkpoints are read by engine.load_checkpoint, and by get_fp32_state_dict_from_zero_checkpoint",
-            "DeepSpeedCheckpoint", "ZeROCheckpoint",
-        )
-    ),
-    "checkpoint.utils": Module(given(f"{_HERE}.zero_checks", "clone_tensors_for_torch_save")),
-    "checkpoint.ds_to_universal": Module(refused="every checkpoint of this runtime loads at any world size and stage"),
-    "checkpoint.constants": Module(values(
-        OPTIMIZER_STATE_DICT="optimizer_state_dict", FP32_FLAT_GROUPS="fp32_flat_groups",
-        SINGLE_PARTITION_OF_FP32_GROUPS="single_partition_of_fp32_groups", BASE_OPTIMIZER_STATE="base_optimizer_state",
-        PARTITION_COUNT="partition_count", ZERO_STAGE="zero_stage", PARAM_SHAPES="param_shapes", BUFFER_NAMES="buffer_names",
-        FROZEN_PARAM_SHAPES="frozen_param_shapes", FROZEN_PARAM_FRAGMENTS="frozen_param_fragments", DS_VERSION="ds_version",
-    )),
 }  # fmt: skip

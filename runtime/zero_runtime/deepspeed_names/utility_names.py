@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from zero_runtime.deepspeed_names.names import Module, Name, given, refused
-from zero_runtime.deepspeed_names.top_names import KERNELS
+from zero_runtime.deepspeed_names.names import Module, Name, Value, given, refused
+from zero_runtime.deepspeed_names.op_builders import BUILDERS
+from zero_runtime.deepspeed_names.top_names import EXPERTS, KERNELS
 
 _HERE: Final = "zero_runtime.deepspeed_names"
-_EXPERTS: Final = "experts (MoE) are not in this version"
 
 LOGGING: Final[dict[str, Name]] = given(
     f"{_HERE}.messages",
@@ -64,7 +64,8 @@ GROUPS: Final[dict[str, Name]] = {
         _zero_param_parallel_is_initialized="no_secondary_group",
     ),
     **refused(
-        _EXPERTS,
+        EXPERTS,
+        "_get_expert_parallel_ranks",
         "_get_expert_parallel_group", "_get_expert_parallel_world_size", "_get_expert_parallel_rank",
         "_get_expert_data_parallel_group", "_get_expert_data_parallel_world_size", "_get_expert_data_parallel_rank",
         "_get_max_expert_parallel_group", "_get_max_expert_size", "_create_expert_and_data_parallel",
@@ -124,6 +125,11 @@ _ZENFLOW: Final = refused(
     "ZenFlowSelectiveAdamW_stage3",
 )
 
+_BUILDERS: Final[dict[str, Name]] = {
+    **{name: Value(builder) for name, builder in BUILDERS.items()},
+    **given(f"{_HERE}.op_builders", "ALL_OPS", "OpBuilder"),
+}
+
 MODULES: Final[dict[str, Module]] = {
     "utils": Module(UTILS),
     "utils.logging": Module(LOGGING),
@@ -144,7 +150,7 @@ MODULES: Final[dict[str, Module]] = {
     "utils.types": Module(refused=KERNELS),
     "utils.numa": Module(refused="`python -m zero_runtime.launch --bind_cores_to_rank` binds ranks to cores"),
     "utils.debug": Module(refused="commprof records what is sent, and names the parameters"),
-    "ops": Module(),
+    "ops": Module(given(f"{_HERE}.op_builders", __compatible_ops__="COMPATIBLE")),
     "ops.adam": Module(_ADAM | _ZENFLOW),
     "ops.adam.fused_adam": Module(given(f"{_HERE}.optimizers", "FusedAdam")),
     "ops.adam.cpu_adam": Module(given(f"{_HERE}.optimizers", "DeepSpeedCPUAdam")),
@@ -155,14 +161,18 @@ MODULES: Final[dict[str, Module]] = {
     "ops.lion": Module(_LION),
     "ops.lion.cpu_lion": Module(given(f"{_HERE}.optimizers", "DeepSpeedCPULion")),
     "ops.lion.fused_lion": Module(given(f"{_HERE}.optimizers", "FusedLion")),
-    "ops.op_builder": Module(refused=KERNELS),
-    "ops.__compatible_ops__": Module(refused=KERNELS),
+    "ops.op_builder": Module(_BUILDERS),
+    "ops.op_builder.builder": Module({"OpBuilder": _BUILDERS["OpBuilder"]}),
+    "ops.op_builder.all_ops": Module(_BUILDERS),
     "ops.transformer": Module(refused=KERNELS),
     "ops.sparse_attention": Module(refused=f"{KERNELS}, such as torch.nn.attention.flex_attention for sparse attention"),
     "ops.quantizer": Module(refused=KERNELS),
     "ops.fp_quantizer": Module(refused=KERNELS),
     "ops.random_ltd": Module(refused=KERNELS),
     "ops.deepspeed4science": Module(refused=KERNELS),
-    "ops.aio": Module(refused="zero_runtime.offload reads and writes files; `python -m zero_runtime.bench io` measures it"),
+    "ops.aio": Module(
+        {"AsyncIOBuilder": _BUILDERS["AsyncIOBuilder"]}
+        | refused("zero_runtime.offload reads and writes files; `python -m zero_runtime.bench io` measures it", "aio_handle")
+    ),
     "ops.gds": Module(refused="there is no reading from NVMe to the GPU directly; device nvme goes through host memory"),
 }  # fmt: skip

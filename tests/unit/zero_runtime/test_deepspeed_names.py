@@ -11,6 +11,7 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.version import Version
 
 from zero_runtime import as_deepspeed
@@ -81,12 +82,12 @@ def test_a_script_may_replace_a_name():
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("import deepspeed.moe.layer", "experts"),
-        ("from deepspeed.moe.layer import MoE", "experts"),
+        ("import deepspeed.moe.experts", "experts"),
+        ("from deepspeed.moe.sharded_moe import TopKGate", "experts"),
         ("from deepspeed.inference.engine import InferenceEngine", "torch.inference_mode"),
         ("import deepspeed.autotuning", "commprof sweep"),
         ("from deepspeed.runtime.data_pipeline.data_sampling import indexed_dataset", "curriculum"),
-        ("from deepspeed.ops.op_builder import CPUAdamBuilder", "kernels"),
+        ("from deepspeed.ops.transformer import DeepSpeedTransformerLayer", "kernels"),
         ("from deepspeed.runtime.zero.stage3 import Nonsense", "--list"),
         ("from deepspeed.utils import loger", "did you mean logger"),
         ("import deepspeed.zero", "from deepspeed import zero"),
@@ -102,7 +103,7 @@ def test_what_is_not_there_is_an_import_error_that_says_what_to_use(code, said):
 def test_attributes_that_are_not_there_are_attribute_errors():
     import deepspeed
 
-    assert not hasattr(deepspeed, "moe") and getattr(deepspeed, "nothing", 3) == 3
+    assert not hasattr(deepspeed, "autotuning") and getattr(deepspeed, "nothing", 3) == 3
     with pytest.raises(AttributeError, match="curriculum"):
         _ = deepspeed.runtime.data_pipeline
 
@@ -170,3 +171,16 @@ def test_modules_run_with_python_m(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "with the names of DeepSpeed 0.19.8" in done.stdout and "backends" in done.stdout
+
+
+def test_operations_that_torch_has_are_there_and_none_is_built():
+    import deepspeed
+    from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder, QuantizerBuilder, UtilsBuilder
+
+    there = deepspeed.ops.__compatible_ops__
+    assert there[CPUAdamBuilder.NAME] and there["fused_adam"] and not there[QuantizerBuilder.NAME]
+    with pytest.raises(UnsupportedError, match="FusedAdamBuilder.*torch's are used"):
+        FusedAdamBuilder().load()
+    numbers = torch.arange(3, dtype=torch.int16)
+    raw = UtilsBuilder().load().cast_to_byte_tensor(numbers)
+    assert raw.dtype is torch.uint8 and raw.numel() == 6 and raw.data_ptr() == numbers.data_ptr()

@@ -16,7 +16,8 @@ from zero_runtime import config as configuration
 from zero_runtime.arguments import add_core_arguments
 from zero_runtime.comm_log import Sample, bandwidths, shown_size, summarise, trimmed_mean
 from zero_runtime.deepspeed_names import accelerator, groups, messages, numerics, optimizers, timers
-from zero_runtime.deepspeed_names.configuration import DeepSpeedConfig, ZeroStageEnum, zero_config
+from zero_runtime.deepspeed_names.block_configurations import DeepSpeedZeroConfig
+from zero_runtime.deepspeed_names.configuration import DeepSpeedConfig, ZeroStageEnum
 from zero_runtime.deepspeed_names.device_context import OnDevice, instrument_w_nvtx
 from zero_runtime.deepspeed_names.loss_scaler import DynamicLossScaler, LossScaler, make_loss_scaler
 from zero_runtime.deepspeed_names.schedule_arguments import (
@@ -236,7 +237,7 @@ def test_a_configuration_as_an_object_and_in_base64(tmp_path):
         assert found.bfloat16_config.enabled and not found.float16_config.enabled
         assert found.zero_config.stage == ZeroStageEnum.gradients
     assert configuration.load(None, argparse.Namespace(deepspeed_config=encoded)) == GIVEN
-    assert zero_config(stage=3).reduce_bucket_size == 500_000_000
+    assert DeepSpeedZeroConfig(stage=3).reduce_bucket_size == 500_000_000
     with pytest.raises(ConfigError, match="does not exist"):
         configuration.load("no_such_file.json")
     with pytest.raises(ConfigError, match="in base64"):

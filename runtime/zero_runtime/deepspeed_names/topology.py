@@ -1,0 +1,299 @@
+"""Ranks as a grid with named axes: ``deepspeed.runtime.pipe.topology``. The last axis changes fastest from rank to rank."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable, Collection, Sequence
+from itertools import product
+from math import prod
+from typing import Any, Final
+
+from zero_runtime.deepspeed_names import comm
+from zero_runtime.errors import ConfigError, UsageError
+
+_PIPE: Final = "pipe"
+_DATA: Final = "data"
+_MODEL: Final = "model"
+
+
+class ProcessTopology:
+    """Coordinates of ranks and back.
+
+    Args:
+        axes: their names, slowest first.
+        dims: ranks along each.
+    """
+
+    def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
+        if len(axes) != len(dims):
+            raise ConfigError(f"axes {list(axes)} and dims {list(dims)} must be equally many")
+        self.axes = list(axes)
+        self.dims = list(dims)
+        make: Any = namedtuple
+        self.ProcessCoord: Callable[..., Any] = make("ProcessCoord", self.axes)
+        places = product(*(range(extent) for extent in self.dims))
+        self.mapping = {self.ProcessCoord(*place): rank for rank, place in enumerate(places)}
+        self._coordinates = list(self.mapping)
+
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return prod(self.dims)
+
+    def get_axis_names(self) -> list[str]:
+        """The axes, slowest first."""
+        return self.axes
+
+    def get_dim(self, axis: str) -> int:
+        """Ranks along ``axis``; 0 where there is no such axis."""
+        return self.dims[self.axes.index(axis)] if axis in self.axes else 0
+
+    def get_rank(self, **coord_kwargs: int) -> int:
+        """The rank at a place, which is given in all axes.
+
+        Raises:
+            ConfigError: an axis is left out or not known, or there is no such place.
+        """
+        if set(coord_kwargs) != set(self.axes):
+            raise ConfigError(
+                f"get_rank takes every axis once ({', '.join(self.axes)}), and {', '.join(coord_kwargs) or 'none'} were "
+                "given; filter_match finds all ranks of a part"
+            )
+        place = self.ProcessCoord(**coord_kwargs)
+        if place not in self.mapping:
+            raise ConfigError(f"there is no {place} among {' x '.join(map(str, self.dims))} ranks")
+        return self.mapping[place]
+
+    def get_coord(self, rank: int) -> Any:
+        """The place of ``rank``, a named tuple of the axes.
+
+        Raises:
+            ConfigError: there is no such rank.
+        """
+        if not 0 <= rank < len(self._coordinates):
+            raise ConfigError(f"rank {rank} is not one of the {self.world_size()} of this topology")
+        return self._coordinates[rank]
+
+    def get_rank_repr(
+        self,
+        rank: int,
+        omit_axes: Collection[str] = (_DATA, _PIPE),
+        inner_sep: str = "_",
+        outer_sep: str = "-",
+    ) -> str:
+        """The place of ``rank`` as text for names of files, such as ``model_00``."""
+        place = self.get_coord(rank)
+        shown = [axis for axis in self.axes if axis not in omit_axes]
+        return outer_sep.join(f"{axis}{inner_sep}{getattr(place, axis):02d}" for axis in shown)
+
+    def filter_match(self, **filter_kwargs: int) -> list[int]:
+        """The ranks whose places have the given values, in order."""
+        wanted = filter_kwargs.items()
+        return [
+            rank
+            for rank, place in enumerate(self._coordinates)
+            if all(getattr(place, axis) == value for axis, value in wanted)
+        ]
+
+    def get_axis_list(self, axis: str, idx: int) -> list[int]:
+        """The ranks at ``idx`` of ``axis``, in order."""
+        return self.filter_match(**{axis: idx})
+
+    def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
+        """The groups of ranks that differ in ``axis`` alone; none where there is no such axis."""
+        if axis not in self.axes:
+            return []
+        others = [each for each in self.axes if each != axis]
+        places = product(*(range(self.get_dim(each)) for each in others))
+        return [self.filter_match(**dict(zip(others, place, strict=True))) for place in places]
+
+    def __str__(self) -> str:
+        return str(self.mapping)
+
+
+class PipeDataParallelTopology(ProcessTopology):
+    """Stages of a pipeline, and replicas of each."""
+
+    def __init__(self, num_pp: int, num_dp: int) -> None:
+        super().__init__([_PIPE, _DATA], [num_pp, num_dp])
+
+
+class PipeModelDataParallelTopology(ProcessTopology):
+    """Stages of a pipeline, replicas, and slices of tensors."""
+
+    def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
+        super().__init__([_PIPE, _DATA, _MODEL], [num_pp, num_dp, num_mp])
+
+
+class PipelineParallelGrid:
+    """The process groups along each axis of a topology. Every rank must make it.
+
+    Args:
+        topology: default: the prime factors of the number of ranks, dealt out to stages and replicas in turn.
+        process_group: all ranks; another group is not in this version.
+
+    Raises:
+        UsageError: the topology is of another number of ranks.
+    """
+
+    def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None) -> None:
+        self.global_rank = comm.get_rank()
+        self.world_size = comm.get_world_size()
+        self._topology = topology if topology is not None else _default_topology(self.world_size)
+        if not self._is_grid_valid():
+            raise UsageError(
+                f"the topology has {self._topology.world_size()} places, and there are {self.world_size} ranks; they must "
+                "be equal"
+            )
+        self.data_parallel_size = max(self._topology.get_dim(_DATA), 1)
+        self.pipe_parallel_size = max(self._topology.get_dim(_PIPE), 1)
+        self.model_parallel_size = max(self._topology.get_dim(_MODEL), 1)
+        self.slice_parallel_size = self.model_parallel_size
+        self.stage_id = self.get_stage_id()
+        self.data_parallel_id = self.get_data_parallel_id()
+        self.is_first_stage = self.stage_id == 0
+        self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
+        replicas = [self._topology.get_axis_list(_DATA, each) for each in range(self.data_parallel_size)]
+        replica, self.ds_model_proc_group = self._join(replicas)
+        self.ds_model_world_size = len(replica)
+        self.ds_model_rank = replica.index(self.global_rank)
+        self.dp_groups = self._topology.get_axis_comm_lists(_DATA)
+        self.dp_group, self.dp_proc_group = self._join(self.dp_groups)
+        self.pipe_groups = self._topology.get_axis_comm_lists(_PIPE)
+        self.pp_group, self.pp_proc_group = self._join(self.pipe_groups)
+        self.p2p_groups = self._neighbours()
+        slices = self._topology.get_axis_comm_lists(_MODEL) or [[rank] for rank in range(self.world_size)]
+        self.slice_group, self.slice_proc_group = self._join(slices)
+
+    def _join(self, groups: list[list[int]]) -> tuple[list[int], Any]:
+        """Make all groups, and keep the one that this rank is in."""
+        mine: tuple[list[int], Any] = ([], None)
+        for ranks in groups:
+            group = comm.new_group(ranks)
+            if self.global_rank in ranks:
+                mine = ranks, group
+        return mine
+
+    def _neighbours(self) -> list[list[int]]:
+        """For each rank, itself and the one of the next stage; the last stage's is the first."""
+        following: dict[int, int] = {}
+        for ranks in self.pipe_groups:
+            following.update(zip(ranks, [*ranks[1:], ranks[0]], strict=True))
+        return [[rank, following[rank]] for rank in sorted(following)]
+
+    def _is_grid_valid(self) -> bool:
+        return self._topology.world_size() == self.world_size
+
+    def _along(self, axis: str) -> int:
+        return int(getattr(self._topology.get_coord(self.global_rank), axis, 0))
+
+    def topology(self) -> ProcessTopology:
+        """The topology that it is made of."""
+        return self._topology
+
+    def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
+        """The rank of another stage at this rank's place in the other axes; ``kwargs`` change those."""
+        place = self._topology.get_coord(self.global_rank)._replace(**{_PIPE: stage_id, **kwargs})
+        return self._topology.get_rank(**place._asdict())
+
+    def get_stage_id(self) -> int:
+        """This rank's stage."""
+        return self._along(_PIPE)
+
+    def get_data_parallel_id(self) -> int:
+        """This rank's replica."""
+        return self._along(_DATA)
+
+    def get_slice_parallel_rank(self) -> int:
+        """This rank's slice."""
+        return self._along(_MODEL)
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        """The ranks that have the same stage and slice."""
+        return self.dp_group
+
+    def get_global_rank(self) -> int:
+        """This rank."""
+        return self.global_rank
+
+    def get_pipe_parallel_rank(self) -> int:
+        """This rank's stage."""
+        return self.stage_id
+
+    def get_pipeline_model_parallel_rank(self) -> int:
+        """This rank's stage."""
+        return self.stage_id
+
+    def get_pipe_parallel_world_size(self) -> int:
+        """The number of stages."""
+        return self.pipe_parallel_size
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        """The number of stages."""
+        return self.pipe_parallel_size
+
+    def get_pipe_parallel_group(self) -> Any:
+        """The group of all stages of this replica."""
+        return self.pp_proc_group
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's replica."""
+        return self.data_parallel_id
+
+    def get_data_parallel_world_size(self) -> int:
+        """The number of replicas."""
+        return self.data_parallel_size
+
+    def get_data_parallel_group(self) -> Any:
+        """The group of all replicas of this stage."""
+        return self.dp_proc_group
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank within its replica."""
+        return self.ds_model_rank
+
+    def get_model_parallel_world_size(self) -> int:
+        """Ranks of a replica."""
+        return self.ds_model_world_size
+
+    def get_model_parallel_group(self) -> Any:
+        """The group of this replica."""
+        return self.ds_model_proc_group
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        """This rank's slice."""
+        return self.get_slice_parallel_rank()
+
+    def get_slice_parallel_world_size(self) -> int:
+        """The number of slices."""
+        return self.slice_parallel_size
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        """The number of slices."""
+        return self.slice_parallel_size
+
+    def get_slice_parallel_group(self) -> Any:
+        """The group of all slices of this replica's stage."""
+        return self.slice_proc_group
+
+
+def _default_topology(world_size: int) -> ProcessTopology:
+    factors = prime_factors(world_size)
+    return PipeDataParallelTopology(num_pp=prod(factors[0::2]), num_dp=prod(factors[1::2]))
+
+
+def prime_factors(number: int) -> list[int]:
+    """The prime factors of ``number``, smallest first; none for 1.
+
+    Raises:
+        ConfigError: it is not positive.
+    """
+    if number <= 0:
+        raise ConfigError(f"prime factors are those of a positive number, not of {number}")
+    factors = []
+    divisor = 2
+    while divisor * divisor <= number:
+        while number % divisor == 0:
+            factors.append(divisor)
+            number //= divisor
+        divisor += 1
+    return [*factors, number] if number > 1 else factors

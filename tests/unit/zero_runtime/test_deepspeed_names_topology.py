@@ -1,0 +1,60 @@
+"""Ranks as a grid, and blocks of the configuration as objects, by DeepSpeed's names."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero_runtime.deepspeed_names.block_configurations import (
+    DeepSpeedZeroConfig,
+    DeepSpeedZeroOffloadOptimizerConfig,
+    DeepSpeedZeroOffloadParamConfig,
+    get_bfloat16_config,
+)
+from zero_runtime.deepspeed_names.topology import (
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+    prime_factors,
+)
+from zero_runtime.errors import ConfigError
+
+
+def test_every_place_has_its_rank_and_back():
+    grid = ProcessTopology(["a", "b", "c"], [2, 3, 4])
+    for rank in range(24):
+        place = grid.get_coord(rank)
+        assert rank == place.a * 12 + place.b * 4 + place.c == grid.get_rank(**place._asdict())
+    assert grid.get_axis_comm_lists("a") == [[rank, rank + 12] for rank in range(12)]
+    assert sorted(sum(grid.get_axis_comm_lists("c"), [])) == list(range(24))
+    assert grid.get_axis_comm_lists("d") == [] and grid.get_dim("d") == 0
+    with pytest.raises(ConfigError, match="filter_match"):
+        grid.get_rank(a=0, b=0)
+    with pytest.raises(ConfigError, match="2 x 3 x 4"):
+        grid.get_rank(a=0, b=3, c=0)
+
+
+def test_slices_are_next_to_each_other():
+    grid = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
+    assert grid.get_axis_list("pipe", 1) == [4, 5, 6, 7]
+    assert grid.get_axis_comm_lists("model") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert (
+        grid.get_rank_repr(5) == "model_01"
+        and grid.get_rank_repr(6, omit_axes=[]) == "pipe_01-data_01-model_00"
+    )
+
+
+def test_prime_factors():
+    assert prime_factors(1) == [] and prime_factors(360) == [2, 2, 2, 3, 3, 5] and prime_factors(29) == [29]
+    with pytest.raises(ValueError, match="positive"):
+        prime_factors(0)
+
+
+def test_blocks_have_their_keys_checked_and_the_rest_at_defaults():
+    block = DeepSpeedZeroConfig(stage=3, stage3_prefetch_bucket_size=7, cpu_offload=True, offload_param={})
+    assert block.prefetch_bucket_size == block.stage3_prefetch_bucket_size == 7 and block.overlap_comm
+    assert isinstance(block.offload_optimizer, DeepSpeedZeroOffloadOptimizerConfig)
+    assert isinstance(block.offload_param, DeepSpeedZeroOffloadParamConfig)
+    assert DeepSpeedZeroConfig(stage=2).overlap_comm is False
+    assert DeepSpeedZeroOffloadOptimizerConfig(pipeline_write=True).pipeline
+    assert get_bfloat16_config({"bfloat16": {"enabled": True}}).enabled
+    with pytest.raises(ConfigError, match="stag"):
+        DeepSpeedZeroConfig(stag=3)
