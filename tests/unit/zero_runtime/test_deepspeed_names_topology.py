@@ -24,7 +24,7 @@ def test_every_place_has_its_rank_and_back():
         place = grid.get_coord(rank)
         assert rank == place.a * 12 + place.b * 4 + place.c == grid.get_rank(**place._asdict())
     assert grid.get_axis_comm_lists("a") == [[rank, rank + 12] for rank in range(12)]
-    assert sorted(sum(grid.get_axis_comm_lists("c"), [])) == list(range(24))
+    assert sorted(rank for ranks in grid.get_axis_comm_lists("c") for rank in ranks) == list(range(24))
     assert grid.get_axis_comm_lists("d") == [] and grid.get_dim("d") == 0
     with pytest.raises(ConfigError, match="filter_match"):
         grid.get_rank(a=0, b=0)
