@@ -41,7 +41,8 @@ _STRIP: Final = 34  # pixels above the ranks: steps and phases
 _LEVEL: Final = 13  # pixels of a level of a lane
 _FEWEST_PIXELS: Final = 26  # of a rank
 _MOST_HEIGHT: Final = 1100
-_LABELLED: Final = 0.045  # part of the width from which on a step has room for its name
+_NAMED: Final = 0.13  # part of the width from which on a step has room for its name, at 400 pixels too,
+_NUMBERED: Final = 0.045  # and for its number
 
 
 class Row(NamedTuple):
@@ -333,18 +334,19 @@ def _bands(
 
 
 def _names(bands: pd.DataFrame, origin: int, begin: int, end: int, scheme: Scheme) -> list[dict[str, Any]]:
-    """The names of the steps that have room for one."""
+    """The names of the steps that have room for one; of those that have room for a number, the number."""
     named = []
     for row in bands[bands["kind"] == "step"].to_dict("records"):
         first, last = max(begin, row["begin_ns"] - origin), min(end, row["end_ns"] - origin)
-        if last - first >= _LABELLED * (end - begin):
+        share = (last - first) / (end - begin)
+        if share >= _NUMBERED:
             named.append(
                 {
                     "x": (first + last) / 2,
                     "y": 1,
                     "yref": "paper",
                     "yanchor": "bottom",
-                    "text": escape(row["name"]),
+                    "text": escape(row["name"] if share >= _NAMED else row["step"]),
                     "showarrow": False,
                     "font": {"size": 11, "color": MUTED_TEXT[scheme]},
                 }

@@ -174,17 +174,21 @@ def _ranks_text(ranks: tuple[int, ...]) -> str:
 
 def _below(path: Any, name: str, view: View, shown: api.Timeline) -> list[Component]:
     """What stands below the figure: what it shows, its legend, its table, and the record that was chosen."""
-    frame = shown.bars if shown.bars is not None else shown.density
-    assert frame is not None
     return [
         html.P(_said(shown), className="card-subtitle", role="status"),
         _legend(shown),
         *([] if view.record is None else [record_section(path, name, view.record, shown.run_begin_ns)]),
         html.Details(
-            [html.Summary(f"Table ({len(frame):,} rows)"), _csv_link(name, view), *_table(name, view, shown)],
+            [html.Summary(_rows_told(shown)), _csv_link(name, view), *_table(name, view, shown)],
             className="card-table",
         ),
     ]
+
+
+def _rows_told(shown: api.Timeline) -> str:
+    if shown.bars is None:
+        return "Table (sums over the window)"
+    return f"Table ({len(shown.bars):,} rows)"
 
 
 def _said(shown: api.Timeline) -> str:
@@ -226,6 +230,9 @@ def _legend(shown: api.Timeline) -> Component:
     ]
     held = {"border": f"2px solid {EXPOSED_COLOUR}"}
     items.append(html.Li([html.Span(className="swatch", style=held), chart.HELD]))
+    if (shown.bands["kind"] == "step").any():
+        shade = {"backgroundColor": "var(--line)"}
+        items.append(html.Li([html.Span(className="swatch", style=shade), "every second training step"]))
     phases = dict.fromkeys(shown.bands[shown.bands["kind"] == "phase"]["name"])
     items += [
         html.Li(

@@ -176,7 +176,7 @@ def test_any_address_is_drawn(directory, query):
 def test_a_run_without_records_says_so(tmp_path):
     SyntheticRun(2).write(tmp_path / "empty")
     for path in ("/timeline", "/records"):
-        assert "no records yet" in draw(tmp_path, path)
+        assert "No records" in draw(tmp_path, path)
 
 
 def test_a_page_tells_how_far_the_index_is(directory, monkeypatch):
