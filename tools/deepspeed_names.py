@@ -82,7 +82,8 @@ def main() -> int:
         if left:
             print(f"not in the table: {shown}: {', '.join(left)}")
     print(
-        f"{both} names in both, {refused} of them refused; {absent} in the table alone; {missing} in DeepSpeed alone"
+        f"{both} names in both, {refused} of them refused; {absent} in the table alone; {missing} in DeepSpeed alone; "
+        f"{arguments} lack an argument"
     )
     return 0
 
