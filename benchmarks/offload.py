@@ -33,18 +33,18 @@ SHAPES: Mapping[str, Mapping[str, int]] = {
     "small, 3 M": {"width": 192, "layers": 4, "heads": 4, "context": 32, "vocabulary": 2816},
 }
 PARTS = ("memory", "limit", "time")  # a limit is between two peaks of memory
-PATIENCE = 240  # seconds for a run in a cgroup
+PATIENCE = 900  # seconds for a run in a cgroup
 STATE_BYTES = 12  # of a parameter: master, exp_avg and exp_avg_sq in fp32
 OURS = "zero_runtime"
 
 
-def config(stage: int, device: str, path: str) -> dict[str, Any]:
+def config(stage: int, device: str, path: str, torch_adam: bool = False) -> dict[str, Any]:
     """The configuration of one way; both runtimes know all of its keys."""
     offload = {"device": device, "nvme_path": path} if device == "nvme" else {"device": device}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": torch_adam}},
         "zero_optimization": {
             "stage": stage,
             "reduce_bucket_size": 4_000_000,
@@ -69,6 +69,12 @@ class Cgroup:
     def add(self, pid: int) -> None:
         """Take a process in; what it starts is in it too."""
         (self.folder / "cgroup.procs").write_text(str(pid))
+
+    @property
+    def kills(self) -> int:
+        """Processes that the kernel has ended for memory."""
+        words = (self.folder / "memory.oom_control").read_text().split()
+        return int(words[words.index("oom_kill") + 1]) if "oom_kill" in words else 0
 
     def kill(self) -> None:
         """End its processes."""
@@ -107,7 +113,8 @@ def running(python: str, runtime: str, cgroup: Cgroup | None = None) -> Iterator
 def _last_line(log: TextIO) -> str:
     lines = [line.strip() for line in log.read().splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line]
-    return (errors or lines or ["nothing was printed"])[-1]
+    text = (errors or lines or ["nothing was printed"])[-1]
+    return text.encode("ascii", "replace").decode()[:120]
 
 
 def begin(pair: Pair, shape: Mapping[str, int], given: Mapping[str, Any]) -> None:
@@ -129,6 +136,12 @@ def peak(
             trained = pair.ask({"steps": steps})
             resident = [_high_water(process) for process in pair.processes]
             pair.tell({"end": True})
+    except RuntimeError as error:
+        if cgroup is not None and watch is not None:
+            late = not watch.is_alive()
+            why = f"not done in {PATIENCE} s" if late else f"{cgroup.kills} ended by the kernel"
+            raise RuntimeError(f"{why}; {error}") from None
+        raise
     finally:
         if cgroup is not None and watch is not None:
             watch.cancel()
@@ -196,6 +209,11 @@ def main() -> None:
         "--deepspeed-python", help=f"the Python of an environment that has DeepSpeed {DEEPSPEED}"
     )
     parser.add_argument("--part", action="append", choices=PARTS, help="repeatable; default: all")
+    parser.add_argument(
+        "--torch-adam",
+        action="store_true",
+        help="torch's AdamW in DeepSpeed too, whose own has to be compiled",
+    )
     parser.add_argument("--path", default=".", help="folder for the files, on a disk (default: this one)")
     parser.add_argument("--model", choices=list(SHAPES), default="100 M")
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=2)
@@ -210,7 +228,7 @@ def main() -> None:
 def measure(args: Any, shape: Mapping[str, int], path: str) -> None:
     """All figures of one model."""
     count = parameters(shape)
-    ways = {device: config(args.stage, device, path) for device in ("none", "cpu", "nvme")}
+    ways = {device: config(args.stage, device, path, args.torch_adam) for device in ("none", "cpu", "nvme")}
     figures: dict[str, Any] = {"parameters": count, "state_bytes": STATE_BYTES * count, "stage": args.stage}
     rows: list[list[str]] = []
     parts = args.part or PARTS

@@ -123,6 +123,11 @@ class Masters:
 
     # The step.
 
+    def begin_step(self) -> None:
+        """Begin to read what is updated first."""
+        if self._files is not None:
+            self._files.begin()
+
     def rounds(self) -> Iterator[list[int]]:
         """The numbers of the masters that are updated together, round after round; in a round they are in memory."""
         alone = [number for number, stretch in enumerate(self.stretches) if self._is_alone(stretch)]

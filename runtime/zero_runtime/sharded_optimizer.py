@@ -190,6 +190,7 @@ class ShardedOptimizer(WrappedOptimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take the step that the reduced gradients ask for, unless one of them overflowed."""
         self._take_over(self._parameters.begin_step())
+        self._masters.begin_step()
         pieces = self._reduced.pieces
         overflow = self._policy.check_overflow and agree_on_overflow(
             any_overflow(pieces, pieces[0].device), self._group

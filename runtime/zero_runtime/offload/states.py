@@ -142,6 +142,12 @@ class StateFiles:
         self._entries[number] = _Entry(master, None)
         self._store(number)  # of an optimizer that makes its state when it is made
 
+    def begin(self) -> None:
+        """Begin to read what the next walk begins with, if it may be read ahead."""
+        if self._policy.pipeline_read:
+            self._drop_shown()
+            self._read_ahead(list(self._entries))
+
     def walk(self, numbers: Iterable[int] | None = None) -> Iterator[int]:
         """Every stretch in turn, in memory until the next is asked for; what has changed in it is kept.
 
@@ -196,7 +202,8 @@ class StateFiles:
             return entry.master.detach()[part].clone()
         if self._shown != number:
             self._drop_shown()
-            self._begin(number)
+            if entry.reading is None:
+                self._begin(number)
             self._shown = number
         assert entry.reading is not None
         entry.reading.wait()

@@ -76,6 +76,23 @@ def test_a_walk_that_is_broken_off_keeps_what_has_changed(tmp_path, keys):
     states.close()
 
 
+@pytest.mark.parametrize("keys", WAYS)
+def test_what_was_read_ahead_of_a_step_that_is_skipped_serves_the_next(tmp_path, keys):
+    states, optimizer, masters = made(tmp_path / "f", **keys)
+    states.begin()
+    step(states, optimizer, masters)
+    states.begin()
+    assert [float(states.show(number, MASTER, slice(0, 1))) for number in (6, 0, 1)] == [3.0, 0.0, 0.5]
+    states.begin()
+    with states.resident(6):
+        masters[6].detach().fill_(10.0)
+    states.begin()
+    step(states, optimizer, masters)
+    found = [float(states.show(number, MASTER, slice(0, 1))) for number in range(COUNT)]
+    assert found == pytest.approx([number - 1.45 * number for number in range(6)] + [10 - 0.95 * 6])
+    states.close()
+
+
 def test_what_is_in_files_has_its_shape_and_cannot_be_written(tmp_path):
     states, optimizer, masters = made(tmp_path / "f")
     step(states, optimizer, masters)
