@@ -121,9 +121,9 @@ def test_it_loads_at_any_stage_and_world_size(stage, world):
     """The first loss after loading is a function of the weights alone, and is the same everywhere."""
     names = [
         "stage0_bf16",
-        "stage1_bf16_fp32_sums",
+        "stage1_bf16",
         "stage2_round_robin",
-        "stage2_fused",
+        "stage2_aligned",
         "stage3_sub_groups",
     ]
     names += ["v0.14.5_stage2_round_robin", "v0.16.9_stage3_fp32", "universal_of_stage3_bf16"]
@@ -287,7 +287,7 @@ def test_a_universal_folder_has_the_files_and_tensors_of_deepspeeds_own(universa
         each["params"] for each in told["param_groups"]
     ]
     for one, other in zip(common["param_groups"], told["param_groups"], strict=True):
-        assert one.items() <= other.items() | {("initial_lr", one.get("initial_lr"))}
+        assert one == {key: other[key] for key in one}
     models, theirs_model = (
         read(mine / "mp_rank_00_model_states.pt"),
         read(theirs / "mp_rank_00_model_states.pt"),
