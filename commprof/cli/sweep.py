@@ -16,10 +16,11 @@ from commprof.cli import rendering
 from commprof.cli.console import say
 from commprof.cli.extras import needed
 from commprof.cli.recording import recording_options
-from commprof.cli.run import NCCL_LOG_HELP, NPROC_HELP, WIRE_HELP, parse_ranks
+from commprof.cli.run import ENGINE_HELP, NCCL_LOG_HELP, NPROC_HELP, WIRE_HELP, parse_ranks
+from commprof.engine import Engine
 from commprof.errors import CommprofError, UsageError
 from commprof.launch.nccl_log import Mode
-from commprof.launch.program import check_program, parse_program
+from commprof.launch.program import check_program, parse_program, with_engine
 from commprof.launch.sweep import Turn, derive, label, points, turns
 from commprof.recorder.options import DEFAULTS, Options
 
@@ -41,7 +42,7 @@ class Progress(Protocol):
 
 
 @recording_options
-def sweep(
+def sweep(  # noqa: PLR0913 - a parameter for each option of the command
     settings: Annotated[
         list[str],
         typer.Option(
@@ -82,6 +83,7 @@ def sweep(
     ] = False,
     nccl_log: Annotated[Mode, typer.Option("--nccl-log", help=NCCL_LOG_HELP)] = Mode.AUTO,
     wire: Annotated[bool, typer.Option("--wire", help=WIRE_HELP)] = False,
+    engine: Annotated[Engine | None, typer.Option("--engine", help=ENGINE_HELP, show_default=False)] = None,
     recording: Options = DEFAULTS,
 ) -> int:
     """Run a program once for each combination of config values, and compare the runs.
@@ -92,7 +94,7 @@ def sweep(
     if repeat < 1:
         raise UsageError(f"--repeat {repeat}: every point runs at least once; 1 or more was expected")
     ranks = parse_ranks(nproc)
-    parsed = parse_program(program or [])
+    parsed = with_engine(parse_program(program or []), engine)
     check_program(parsed)
     planned = turns(points(settings), repeat)
 
@@ -113,6 +115,7 @@ def sweep(
         show_output=show_output,
         nccl_log=nccl_log,
         wire=wire,
+        engine=engine,
         recording=recording,
     )
     return _carry_out(campaign, fail_fast)

@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from commprof.engine import Engine
 from commprof.errors import CommprofError, TraceError, UsageError
 from commprof.launch import injection
 from commprof.launch.configuration import ConfigFile, read_config
@@ -43,6 +44,7 @@ class Campaign:
     show_output: bool = False
     nccl_log: Mode = Mode.AUTO
     wire: bool = False
+    engine: Engine | None = None
     recording: Options = DEFAULTS
 
 
@@ -134,6 +136,7 @@ def carry_out(campaign: Campaign, say: Callable[[str], None]) -> Iterator[TurnRe
             keep_output=not campaign.show_output,
             nccl_log=campaign.nccl_log,
             wire=campaign.wire,
+            engine=campaign.engine,
             recording=campaign.recording,
         )
         said: list[str] = []

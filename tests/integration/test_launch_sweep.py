@@ -159,3 +159,18 @@ def test_ctrl_c_in_a_terminal_ends_the_sweep_in_order(script):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130, text.decode()
     assert not (script / "ready-61").exists()
     assert b"s  2 runs, 1 failed, 1 not run" in text
+
+
+def test_a_script_written_for_deepspeed(script):
+    (script / "train.py").write_text(
+        "import argparse, deepspeed, json\n"
+        "parser = deepspeed.add_config_arguments(argparse.ArgumentParser())\n"
+        "print(deepspeed.__version__, json.load(open(parser.parse_args().deepspeed_config))['stage'])\n"
+    )
+    done = sweep(
+        script, "--nproc", "1", "--out", "s", "--engine", "zero_runtime", "--set", "stage=2",
+        "train.py", "--deepspeed_config", "ds.json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = (script / "s" / "01-stage_2" / "output.txt").read_text()
+    assert "+zero.runtime" in said and said.endswith(" 2\n")
