@@ -95,6 +95,22 @@ class CommLog:
             if value is not None:
                 setattr(self, name, value)
 
+    def start_profiling_comms(self) -> None:
+        """Time all operations."""
+        self.prof_all = True
+
+    def stop_profiling_comms(self) -> None:
+        """Time those of ``prof_ops`` alone."""
+        self.prof_all = False
+
+    def start_profiling_op(self, op_name_list: Sequence[str]) -> None:
+        """Time these operations too."""
+        self.prof_ops = list(dict.fromkeys([*self.prof_ops, *op_name_list]))
+
+    def stop_profiling_op(self, op_name_list: Sequence[str]) -> None:
+        """Time these operations no more."""
+        self.prof_ops = [name for name in self.prof_ops if name not in op_name_list]
+
     def wants(self, name: str, asked: bool = False) -> bool:
         """Whether a message of operation ``name`` is to be timed."""
         return self.enabled and (asked or self.prof_all or name in self.prof_ops)

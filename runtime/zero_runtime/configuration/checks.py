@@ -121,6 +121,10 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     raise ConfigError(f"{name} is {value!r}; expected a list of strings")
 
 
+def _string_or_strings(name: str, value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else _strings(name, value)
+
+
 def _mapping(name: str, value: Any) -> dict[str, Any]:
     if isinstance(value, Mapping):
         return dict(value)
@@ -135,6 +139,7 @@ boolean: Final = Check("bool", _boolean)
 positive: Final = Check("number > 0", _positive)
 text: Final = Check("string", _text)
 strings: Final = Check("list of strings", _strings)
+string_or_strings: Final = Check("string or list of strings", _string_or_strings)
 mapping: Final = Check("object", _mapping)
 anything: Final = Check("any", lambda name, value: value)
 

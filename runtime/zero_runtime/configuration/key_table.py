@@ -126,7 +126,10 @@ def _refuse(key: Key, full: str, value: Any) -> None:
 
 
 def _refuse_later(key: Key, full: str, value: Any) -> None:
-    if key.stage_3_only or value == key.default or value in (False, {}, None) or is_off(value):
+    is_asked_for = value == {} and key.default is None and key.check.table is not None  # a block of defaults
+    if key.stage_3_only or value == key.default or is_off(value):
+        return
+    if value in (False, {}, None) and not is_asked_for:
         return
     instead = f"; {key.instead}" if key.instead else ""
     raise UnsupportedError(

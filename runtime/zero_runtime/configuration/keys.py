@@ -16,6 +16,7 @@ from zero_runtime.configuration.checks import (
     anything,
     boolean,
     choice,
+    choice_of_any_case,
     integer,
     mapping,
     number,
@@ -82,7 +83,7 @@ TOP: Final[Table] = {
         number(), 1.0, "divide by this before the sum, and by the rest after it"
     ),
     "gradient_allreduce_op": used(
-        choice("mean", "sum"), "mean", "whether gradients are averaged over the ranks"
+        choice_of_any_case("mean", "sum"), "mean", "whether gradients are averaged over the ranks"
     ),
     "communication_data_type": used(
         optional(choice(*DTYPES)), None, "in which gradients travel; null is the model's"

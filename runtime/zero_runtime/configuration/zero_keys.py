@@ -12,6 +12,7 @@ from zero_runtime.configuration.checks import (
     mapping,
     number,
     optional,
+    string_or_strings,
     strings,
     text,
 )
@@ -47,9 +48,9 @@ ZENFLOW: Final[Table] = {
 }
 
 LEAF_MODULE: Final[Table] = {
-    "classes": stage_3(strings, (), "classes of modules that are gathered as one"),
-    "names": stage_3(strings, (), "names of such modules"),
-    "name_suffixes": stage_3(strings, (), "ends of the names of such modules"),
+    "classes": stage_3(string_or_strings, (), "classes of modules that are gathered as one"),
+    "names": stage_3(string_or_strings, (), "names of such modules"),
+    "name_suffixes": stage_3(string_or_strings, (), "ends of the names of such modules"),
 }
 
 ZERO: Final[Table] = {

@@ -27,6 +27,7 @@ PARAMETERS: Final[dict[str, Name]] = {
         "NoGatherCoalescedHandle", "NoGatherHandle", "get_allgather_dtype", "shutdown_init_context", "restore_init_context",
     ),
     **refused(_QUANTIZED, "CUDAQuantizer"),
+    **values(partitioned_param_data_shape=[0]),
 }  # fmt: skip
 
 _CONSTANTS: Final = {

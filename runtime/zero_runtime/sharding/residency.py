@@ -101,11 +101,10 @@ class Residency:
         storage.report(self._iteration.shards.values())
 
     def _flag_leaves(self) -> None:
-        """Flag the leaf modules that the policy names, until :meth:`shut_down`."""
-        policy, before = self._policy, set(leaves.get_z3_leaf_modules(self._module))
-        flagged = leaves.flag_configured(
-            self._module, policy.leaf_classes, policy.leaf_names, policy.leaf_suffixes
-        )
+        """Flag the leaf modules that the policy names, for good; small modules until :meth:`shut_down`."""
+        policy = self._policy
+        leaves.flag_configured(self._module, policy.leaf_classes, policy.leaf_names, policy.leaf_suffixes)
+        before = set(leaves.get_z3_leaf_modules(self._module))
         fine = leaves.flag_fine(self._module, policy.granularity) if policy.granularity > 0 else []
         if policy.granularity > 0 and not fine and self._group.rank == 0:
             print(
@@ -114,7 +113,7 @@ class Residency:
                 file=sys.stderr,
                 flush=True,
             )
-        self._flagged = [module for module in (*flagged, *fine) if module not in before]
+        self._flagged = [module for module in fine if module not in before]
 
     def _persists(self, shard: Shard, before: int) -> bool:
         """Whether a parameter is small and there is room for all of it, after ``before`` elements that stay whole."""
