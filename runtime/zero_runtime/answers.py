@@ -124,6 +124,11 @@ class Answers:
 
     # Parts that are not in this version, and so are off.
 
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """Embeddings whose gradients travel as rows; none."""
+        return set()
+
     def _off(self) -> bool:
         """Whether it is on; never."""
         return False

@@ -56,6 +56,11 @@ class ReplicatedOptimizer(WrappedOptimizer):
             self.masters = [copy for each in copies for copy in each]
             replace_parameters(optimizer, [list(each) for each in copies])
 
+    @property
+    def fp32_groups_flat(self) -> list[torch.Tensor]:
+        """The masters, each flat, by DeepSpeed's name."""
+        return [master.detach().reshape(-1) for master in self.masters]
+
     def held(self) -> list[Master]:
         """One master for each trainable parameter: itself, or its fp32 copy."""
         return [

@@ -155,6 +155,13 @@ class ShardedOptimizer(WrappedOptimizer):
         }
         return Division(segments, len(numbers), partial(self._group.all_reduce, why=_NORM))
 
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
+        """The masters on this rank, flat, by DeepSpeed's name at stage 3."""
+        return [master.tensor for master in self.held()]
+
+    single_partition_of_fp32_groups = fp32_partitioned_groups_flat  # its name at stages 1 and 2
+
     def held(self) -> list[Master]:
         """The masters: for each group this rank's piece of it, whole or in stretches, which may be in files."""
         return self._masters.held()

@@ -162,9 +162,10 @@ MODULES: Final[dict[str, Module]] = {
     "model_implementations": Module(refused=INFERENCE),
     "moe": Module(),
     "moe.layer": Module(refused(EXPERTS, "MoE")),
-    "moe.utils": Module(refused(
-        EXPERTS,
+    "moe.utils": Module(given(
+        f"{_HERE}.experts",
         "has_moe_layers", "is_moe_param", "is_moe_param_group", "split_params_into_different_moe_groups_for_optimizer",
+        note="for models without experts",
     )),
     **{f"moe.{name}": Module(refused=EXPERTS) for name in ("experts", "mappings", "sharded_moe", "capacity_bins")},
     "sequence": Module(refused="sequence parallelism is not in this version"),

@@ -133,7 +133,8 @@ _NUMERICS: Final[dict[str, Name]] = {
         "has_inf_or_nan", "move_to_device", "noop_context", "noop_decorator", "partition_balanced",
         "partition_uniform", "prefix_sum_inc", "required_torch_version", "set_random_seed",
     ),
-    **refused(f"it belongs to pipelines, and {PIPELINE}", "PartitionedTensor"),
+    **given(f"{_HERE}.partitioned_tensor", "PartitionedTensor"),
+    **refused("overflows are found by the engine, from the configuration", "CheckOverflow"),
 }  # fmt: skip
 
 _WORDS: Final = values(

@@ -81,19 +81,26 @@ TIMERS: Final[dict[str, Name]] = given(
     "ThroughputTimer", "trim_mean",
 )  # fmt: skip
 
-CONSOLIDATION: Final[dict[str, Name]] = given(
-    "zero_runtime.checkpoint.consolidation",
-    "convert_zero_checkpoint_to_fp32_state_dict",
-    "get_fp32_state_dict_from_zero_checkpoint",
-    "load_state_dict_from_zero_checkpoint",
-) | refused(
-    "checkpoints of this runtime have other files; get_fp32_state_dict_from_zero_checkpoint reads them, and DeepSpeed's",
-    "convert_zero_checkpoint_to_state_dict",
-    "get_checkpoint_files",
-    "get_model_state_file",
-    "get_optim_files",
-    "parse_model_states",
-    "parse_optim_states",
+CONSOLIDATION: Final[dict[str, Name]] = (
+    given(
+        "zero_runtime.checkpoint.consolidation",
+        "convert_zero_checkpoint_to_fp32_state_dict",
+        "get_fp32_state_dict_from_zero_checkpoint",
+        "load_state_dict_from_zero_checkpoint",
+    )
+    | given(
+        f"{_HERE}.checkpoint_files",
+        "get_checkpoint_files",
+        "get_model_state_file",
+        "get_optim_files",
+        note="of checkpoints that DeepSpeed has written; this runtime's have other files",
+    )
+    | refused(
+        "checkpoints of this runtime have other files; get_fp32_state_dict_from_zero_checkpoint reads them, and DeepSpeed's",
+        "convert_zero_checkpoint_to_state_dict",
+        "parse_model_states",
+        "parse_optim_states",
+    )
 )
 
 _CONTEXT: Final = given(f"{_HERE}.device_context", "OnDevice", "instrument_w_nvtx")

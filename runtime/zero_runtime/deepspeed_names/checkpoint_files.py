@@ -1,0 +1,35 @@
+"""Files of a checkpoint that DeepSpeed has written, by the names of ``deepspeed.utils.zero_to_fp32``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from zero_runtime.errors import CheckpointError
+
+
+def get_checkpoint_files(checkpoint_dir: str | Path, glob_pattern: str) -> list[str]:
+    """The files in a folder that match a pattern, with numbers in their names in the order of numbers.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    found = sorted(Path(checkpoint_dir).glob(glob_pattern), key=lambda path: _parts(path.name))
+    if not found:
+        raise CheckpointError(f"{checkpoint_dir} has no file {glob_pattern}; give the folder of one tag")
+    return [str(path) for path in found]
+
+
+def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
+    """The files of the optimizer's state, rank by rank."""
+    return get_checkpoint_files(checkpoint_dir, "*_optim_states.pt")
+
+
+def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
+    """The file of the model that the first rank has written."""
+    start = "zero_pp_rank_0_" if zero_stage == 3 else ""
+    return get_checkpoint_files(checkpoint_dir, f"{start}mp_rank_00_model_states.pt")[0]
+
+
+def _parts(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]

@@ -1,0 +1,82 @@
+"""``deepspeed.runtime.utils.PartitionedTensor``: a tensor of which each rank of a group keeps a slice."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+
+from zero_runtime.deepspeed_names import comm
+from zero_runtime.deepspeed_names.tiling import bounds
+
+
+class PartitionedTensor:
+    """A slice of a tensor that every rank of a group has, and the way back.
+
+    Args:
+        tensor: the same on all ranks.
+        group: its ranks.
+
+    Attributes:
+        local_data: this rank's slice, 1-D.
+        orig_size: the tensor's shape.
+    """
+
+    def __init__(self, tensor: torch.Tensor, group: Any) -> None:
+        self.group = group
+        self.num_parts = comm.get_world_size(group)
+        self.rank = comm.get_rank(group)
+        self.orig_size = list(tensor.shape)
+        self.orig_device = tensor.device
+        self.partition = bounds(tensor.numel(), self.num_parts)
+        start, end = self.partition[self.rank], self.partition[self.rank + 1]
+        self.local_data = tensor.detach().reshape(-1)[start:end].clone()
+
+    @classmethod
+    def from_meta(
+        cls, meta: torch.Tensor, local_part: torch.Tensor, group: Any, device: Any = None
+    ) -> PartitionedTensor:
+        """The same of a slice and what :meth:`to_meta` gives."""
+        numbers = [int(each) for each in meta.tolist()]
+        dims, numbers = numbers[0], numbers[1:]
+        made = cls.__new__(cls)
+        made.group = group
+        made.orig_size, numbers = numbers[:dims], numbers[dims:]
+        made.orig_device = local_part.device if device is None else torch.device(device)
+        made.num_parts, made.rank = numbers[0], numbers[1]
+        made.partition = numbers[2:]
+        made.local_data = local_part
+        return made
+
+    def to_meta(self) -> torch.Tensor:
+        """Shape, number of slices, this rank's number and the borders, as one tensor of whole numbers."""
+        numbers = [len(self.orig_size), *self.orig_size, self.num_parts, self.rank, *self.partition]
+        return torch.tensor(numbers, dtype=torch.int64, device=self.orig_device)
+
+    def data(self) -> torch.Tensor:
+        """This rank's slice."""
+        return self.local_data
+
+    def local_size(self) -> torch.Size:
+        """Its shape."""
+        return self.local_data.shape
+
+    def full_size(self) -> list[int]:
+        """The shape of the whole."""
+        return self.orig_size
+
+    def full(self, device: Any = None) -> torch.Tensor:
+        """The whole tensor, put together of all slices. All ranks of the group must call it."""
+        largest = max(end - start for start, end in zip(self.partition, self.partition[1:], strict=False))
+        mine = self.local_data.new_zeros(largest)
+        mine[: self.local_data.numel()] = self.local_data
+        padded = mine.new_empty(largest * self.num_parts)
+        comm.all_gather_into_tensor(padded, mine, group=self.group)
+        slices = [
+            padded[number * largest :][: self.partition[number + 1] - self.partition[number]]
+            for number in range(self.num_parts)
+        ]
+        whole = torch.cat(slices)
+        assert whole.numel() == prod(self.orig_size)
+        return whole.view(self.orig_size).to(self.orig_device if device is None else device)
