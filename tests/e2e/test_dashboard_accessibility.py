@@ -55,8 +55,12 @@ def view(browser):
     view.page.context.close()
 
 
-def objections(axe, view) -> list[str]:
-    """What axe objects to, one text for each rule: what is wrong, and where first."""
+# Mantine hangs an open list at the end of the body, so that no card cuts it off; its box refers to it by aria-controls.
+OF_OPEN_LISTS = frozenset({"region"})
+
+
+def objections(axe, view, but: frozenset[str] = frozenset()) -> list[str]:
+    """What axe objects to, one text for each rule that is not in ``but``: what is wrong, and where first."""
     found = axe.run(
         view.page, options={"runOnly": {"type": "tag", "values": RULES}, "resultTypes": ["violations"]}
     )
@@ -64,6 +68,7 @@ def objections(axe, view) -> list[str]:
         f"{rule['id']} at {len(rule['nodes'])} places: {rule['nodes'][0]['html'][:300]}: "
         f"{rule['nodes'][0]['failureSummary'][:300]}"
         for rule in found.response["violations"]
+        if rule["id"] not in but
     ]
 
 
@@ -118,11 +123,11 @@ def test_open_lists_and_the_menu_of_a_telephone(axe, view, base_url):
     begin_at(view, f"{base_url}/matrix?run=plain")
     view.page.get_by_role("textbox", name="Operation").click()
     view.page.wait_for_selector("[role=option]:visible")
-    assert objections(axe, view) == [], "a list"
+    assert objections(axe, view, OF_OPEN_LISTS) == [], "a list"
     begin_at(view, f"{base_url}/compare?run=plain")
     view.page.locator(".control-wide input").first.click()
     view.page.wait_for_selector("[role=option]:visible")
-    assert objections(axe, view) == [], "a list of several"
+    assert objections(axe, view, OF_OPEN_LISTS) == [], "a list of several"
     begin_at(view, f"{base_url}/", width=400)
     view.page.get_by_role("button", name="Show the pages").click()
     view.page.wait_for_selector("nav a:visible")
