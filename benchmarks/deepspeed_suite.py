@@ -128,7 +128,7 @@ def run_files(
     passed_over: list[str] = []
     while True:
         command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "suite_log"]
-        command += ["--continue-on-collection-errors", *map(str, files)]
+        command += ["--rootdir", str(tests.parent), "--continue-on-collection-errors", *map(str, files)]
         command += [argument for test in passed_over for argument in ("--deselect", test)]
         process = subprocess.Popen(
             command,

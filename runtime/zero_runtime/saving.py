@@ -18,7 +18,7 @@ from zero_runtime.checkpoint.weights import collected_weights, save_weights
 from zero_runtime.checkpoint.writer import save
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.config import RuntimeConfig
-from zero_runtime.errors import UsageError
+from zero_runtime.errors import ConfigError, UsageError
 from zero_runtime.loss_scale import LossScale
 from zero_runtime.zero import GatheredParameters
 
@@ -58,12 +58,13 @@ class Saving:
 
         Raises:
             CheckpointError: on every rank, if one of them cannot; earlier checkpoints are as they were.
+            ConfigError: ``save_dir`` is empty.
         """
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         with self._checkpointing() as training:
             save(
                 training,
-                Path(save_dir),
+                _folder(save_dir),
                 tag,
                 client_state or {},
                 tag_validation=self.config.checkpoint_tag_validation,
@@ -137,7 +138,7 @@ class Saving:
         Raises:
             CheckpointError: on every rank, if the file cannot be written.
         """
-        path, zero = Path(save_dir) / save_filename, self.config.zero
+        path, zero = _folder(save_dir) / save_filename, self.config.zero
         if zero.stage.shards_parameters and not zero.sharding.gather_16bit_weights_on_model_save:
             if self.global_rank == 0:
                 print(
@@ -221,3 +222,9 @@ class Saving:
         # Gradients of a window that was not finished are not kept, so it begins again.
         windows = counters["micro_steps"] // counters["gradient_accumulation_steps"]
         self._window.restart(windows * self.config.gradient_accumulation_steps)
+
+
+def _folder(given: str | Path | None) -> Path:
+    if given is None or not str(given):
+        raise ConfigError(f"save_dir is {given!r}; expected a folder, such as checkpoints")
+    return Path(given)
