@@ -67,7 +67,7 @@ BUCKET_FLUSHES: Final = Table(
         Column("payload_bytes", "int64", "payload: S of nccl-tests, of these", unit="bytes"),
         Column("wire_bytes", "float64", "wire, modelled: mean bytes that a rank sends for it", unit="bytes"),
         Column("duration_ns", "int64", "from the first of them to the last end that is known, mean over ranks", True, "ns"),
-        Column("exposed_ns", "int64", "exposed_ns of those of them of which it is known, added up, mean over ranks", True, "ns"),
+        Column("exposed_ns", "int64", "exposed_ns of those of which it is known, added up, mean over ranks", True, "ns"),
     ),
     key=("attempt", "step", "micro_step", "bucket"),
 )

@@ -150,7 +150,8 @@ class RuntimeConfig:
     def accumulates_whole(self) -> bool:
         """Whether a bf16 model's gradients are accumulated in fp32 without being sharded.
 
-        That is stage 1 with grad_accum_dtype fp32 and no optimizer in host memory, where DeepSpeed has another optimizer: one message for all gradients.
+        That is stage 1 with grad_accum_dtype fp32 and no optimizer in host memory, where DeepSpeed has another optimizer:
+        one message for all gradients.
         """
         stage = self.zero.stage
         wide = self.precision.bf16 and self.precision.grad_accum_dtype == "fp32"

@@ -20,7 +20,6 @@ from zero_runtime.configuration.checks import (
 )
 from zero_runtime.configuration.key_table import Key, Table, inert, inside, later, refused, used, waiting
 from zero_runtime.configuration.offload import AIO
-from zero_runtime.configuration.zero_keys import ANY_LAYOUT
 
 _SIZE: Final = integer(0)
 _NAME: Final = optional(text)
