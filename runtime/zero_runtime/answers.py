@@ -78,6 +78,13 @@ class Answers:
         """Refused likewise."""
         self.offload_states()
 
+    def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int = 0) -> str:
+        """Refused where it is called: the optimizer's state has no file of its own."""
+        raise UnsupportedError(
+            "the file of the optimizer's state in a checkpoint is not in this version: each rank writes one file of all "
+            "that it has; docs/checkpoints.md describes it"
+        )
+
     # Keys.
 
     def dump_state(self) -> bool:

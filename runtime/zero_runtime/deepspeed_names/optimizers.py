@@ -12,6 +12,7 @@ import torch
 
 from zero_runtime.errors import ConfigError, UnsupportedError
 from zero_runtime.optimizers import Lamb, Lion, UncorrectedAdam
+from zero_runtime.replicated_optimizer import ReplicatedOptimizer
 from zero_runtime.torch_optimizer import with_fusion
 
 Betas = tuple[float, float]
@@ -45,11 +46,16 @@ def adam(
 
 
 class _Named(type):
-    """The class of names that make one of several optimizers, and of which all those are instances."""
+    """The class of names that make one of several optimizers, and of which all those are instances.
+
+    So is what stands for one of them at stage 0, where DeepSpeed's engine has the optimizer itself.
+    """
 
     kinds: tuple[type, ...]
 
     def __instancecheck__(cls, instance: Any) -> bool:
+        if isinstance(instance, ReplicatedOptimizer):
+            return isinstance(instance.optimizer, cls.kinds)
         return isinstance(instance, cls.kinds)
 
 
