@@ -12,7 +12,8 @@
     ├── MissingAttributeError also an AttributeError: the same where it is looked up
     └── OffloadError         also a RuntimeError: files of offloaded tensors that cannot be written or read
 
-A message says what happened, with values; what was expected; and what to do.
+A message says what happened, with values; what was expected; and what to do. ConfigError, UsageError and CheckpointError are
+also AssertionErrors, since DeepSpeed asserts most of what they say, and scripts catch that.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class ZeroRuntimeError(Exception):
     """An error whose message is written for the person who runs the training."""
 
 
-class ConfigError(ZeroRuntimeError, ValueError):
+class ConfigError(ZeroRuntimeError, ValueError, AssertionError):
     """The configuration, or an argument of ``initialize``, cannot be used as it is."""
 
 
@@ -30,7 +31,7 @@ class UnsupportedError(ConfigError):
     """The configuration asks for something that exists in DeepSpeed but not in this version."""
 
 
-class UsageError(ZeroRuntimeError, RuntimeError):
+class UsageError(ZeroRuntimeError, RuntimeError, AssertionError):
     """A method was called where it means nothing."""
 
 
@@ -38,7 +39,7 @@ class LossScaleError(ZeroRuntimeError, RuntimeError):
     """Gradients overflow at the smallest loss scale that the configuration allows."""
 
 
-class CheckpointError(ZeroRuntimeError, RuntimeError):
+class CheckpointError(ZeroRuntimeError, RuntimeError, AssertionError):
     """A checkpoint cannot be written, or is not what can be loaded."""
 
 
