@@ -72,6 +72,26 @@ def arguments(description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def about() -> str:
+    """The date and the kind of machine, in a line."""
+    kind, date = machine(), datetime.date.today().isoformat()
+    return (
+        f"{date}, {kind['cores']} cores, {kind['memory_gib']} GiB, {kind['processor']}, Python {kind['python']}, "
+        f"load {kind['load_1min']}"
+    )
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The table as Markdown, its columns aligned."""
+    table = [list(header), *[list(row) for row in rows]]
+    widths = [max(len(row[i]) for row in table) for i in range(len(header))]
+    text = "\n".join(
+        "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in table
+    )
+    first, _, rest = text.partition("\n")
+    return first + "\n|" + "|".join("-" * (w + 2) for w in widths) + "|\n" + rest
+
+
 def publish(
     args: argparse.Namespace,
     title: str,
@@ -80,27 +100,16 @@ def publish(
     figures: Mapping[str, Any],
 ) -> None:
     """Print the table and the JSON; write both where the arguments say."""
-    kind = machine()
-    table = [list(header), *[list(row) for row in rows]]
-    widths = [max(len(row[i]) for row in table) for i in range(len(header))]
-    text = "\n".join(
-        "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in table
-    )
-    first, _, rest = text.partition("\n")
-    text = first + "\n|" + "|".join("-" * (w + 2) for w in widths) + "|\n" + rest
+    text, kind = markdown(header, rows), about()
+    print(f"{title}\n{kind}\n\n{text}\n")
     date = datetime.date.today().isoformat()
-    about = (
-        f"{date}, {kind['cores']} cores, {kind['memory_gib']} GiB, {kind['processor']}, Python {kind['python']}, "
-        f"load {kind['load_1min']}"
-    )
-    print(f"{title}\n{about}\n\n{text}\n")
-    document = {"title": title, "date": date, "machine": kind, "figures": _plain(figures)}
+    document = {"title": title, "date": date, "machine": machine(), "figures": _plain(figures)}
     print(json.dumps(document))
     if args.json:
         args.json.write_text(json.dumps(document, indent=1) + "\n")
     if args.record:
         with RESULTS.open("a") as file:
-            file.write(f"\n## {title}\n\n{about}\n\n{text}\n")
+            file.write(f"\n## {title}\n\n{kind}\n\n{text}\n")
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Train with a config of keys that many configs of DeepSpeed have: gathers and reductions in buckets of 500 million elements.
+"""Train with a config of keys that many have for DeepSpeed: gathers and reductions in buckets of 500 million elements.
 
 Written for DeepSpeed's API; runs on either::
 

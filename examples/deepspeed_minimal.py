@@ -1,4 +1,4 @@
-"""The least that a script says to DeepSpeed: a model and a config of three keys. No optimizer is named: the engine cannot step.
+"""The least that a script says to DeepSpeed: a model and a config of three keys. The engine has no optimizer, and no step.
 
 Written for DeepSpeed's API; runs on either (DeepSpeed needs a GPU for fp16)::
 

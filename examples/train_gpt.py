@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
+import resource
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -189,6 +190,7 @@ def main() -> None:
         show(step, f"loss {loss_value:.4f}")
     validation_loss = validate(engine, validation_text, args, device)
     commprof.metric("validation_loss", validation_loss)
+    commprof.metric("peak_rss_bytes", 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     if rank == 0:
         parameters = sum(parameter.numel() for parameter in model.parameters())
         print(

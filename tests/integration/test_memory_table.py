@@ -1,0 +1,85 @@
+"""The table of memory and samples per second: made by one command, and the same on the Compare page."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from dash import dcc
+
+from commprof_dash.app import draw_page, find_page
+from commprof_dash.data import Runs
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ("--steps", "3", "--width", "32", "--layers", "2", "--micro-batch", "1")
+PAGE = "# Memory\n\n<!-- table -->\nold\n<!-- /table -->\n\nAfter it.\n"
+
+pytestmark = pytest.mark.ranks
+
+
+def make(cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "COMMPROF_RUN")
+    }
+    environment |= {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "runtime"), str(ROOT / "dashboards")]),
+    }
+    return subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "memory_table.py"), *words, *SMALL],
+        cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+def test_a_table_of_two_configurations_and_the_compare_page(tmp_path):
+    (tmp_path / "page.md").write_text(PAGE)
+    words = ("--only", "ZeRO-1", "--out", "runs", "--json", "figures.json", "--docs", "page.md")
+    done = make(tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    assert [line.split("|")[1].strip() for line in lines] == [
+        "configuration", "-" * len(lines[1].split("|")[1]), "ZeRO-1", "ZeRO-1, bf16 communication",
+    ]  # fmt: skip
+    figures = json.loads((tmp_path / "figures.json").read_text())["figures"]
+    plain, short = figures["ZeRO-1"], figures["ZeRO-1, bf16 communication"]
+    for row in (plain, short):
+        assert 100 * 2**20 < row["after_step_bytes"] <= row["peak_bytes"] < 2**31
+        assert row["samples_per_second"] > 0
+    # Gradients at half the bytes, parameters in fp32 as before: an all_reduce sends as much as two gathers.
+    assert 0.6 < short["wire_bytes_per_step"] / plain["wire_bytes_per_step"] < 0.75
+
+    page = (tmp_path / "page.md").read_text()
+    assert all(line in page for line in lines) and "old" not in page and page.endswith("\n\nAfter it.\n")
+    assert "cores" in page
+
+    figures, text = compare_page(tmp_path / "runs")
+    assert all(f"communication_data_type={dtype}" in text for dtype in ("fp32", "bf16"))
+    assert "stage=1" not in text  # all have that
+    assert list(figures["memory"].data[0].x) == [row["after_step_bytes"] for row in (plain, short)]
+    assert list(figures["samples"].data[0].x) == pytest.approx(
+        [row["samples_per_second"] for row in (plain, short)]
+    )
+
+
+def compare_page(directory):
+    """The figures of the Compare page by name, and all of it as text."""
+    _, drawing = draw_page(find_page("/compare"), Runs(directory), "/compare", "", "light")
+    parts = [part for root in drawing.body for part in (root, *root._traverse())]
+    figures = {part.id["name"]: part.figure for part in parts if isinstance(part, dcc.Graph)}
+    text = json.dumps(
+        [root.to_plotly_json() for root in drawing.body], default=lambda part: part.to_plotly_json()
+    )
+    return figures, text
+
+
+def test_a_directory_that_is_taken(tmp_path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "mine").write_text("x")
+    done = make(tmp_path, "--only", "ZeRO-1", "--out", "runs")
+    assert done.returncode != 0 and "Choose another --out" in done.stderr
