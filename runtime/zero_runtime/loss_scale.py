@@ -111,6 +111,37 @@ class LossScale:
             self._overflows_left = self.rules.hysteresis
             self._value *= _FACTOR
 
+    # By DeepSpeed's names, for who looks at ``optimizer.loss_scaler``.
+
+    dynamic_loss_scale = dynamic
+    cur_scale = value
+    loss_scale = value
+
+    @property
+    def cur_iter(self) -> int:
+        """Steps that a dynamic scale has taken note of."""
+        return self._steps
+
+    @property
+    def last_overflow_iter(self) -> int:
+        """The last of them with an overflow; -1 where there was none."""
+        return self._last_overflow
+
+    @property
+    def scale_window(self) -> int:
+        """Steps without an overflow until the scale doubles."""
+        return self.rules.window
+
+    @property
+    def min_scale(self) -> float:
+        """The scale never falls below."""
+        return self.rules.minimum
+
+    @property
+    def cur_hysteresis(self) -> int:
+        """Overflows until the scale halves."""
+        return self._overflows_left
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps: plain numbers, and for readers the rules by which the scale adapts."""
         rules = {name: value for name, value in self.rules._asdict().items() if name != "value"}

@@ -92,6 +92,13 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
         """Whether overflows change the loss scale."""
         return self._scale.dynamic
 
+    @property
+    def loss_scaler(self) -> LossScale:
+        """What adapts the loss scale, by DeepSpeed's name with ZeRO."""
+        return self._scale
+
+    loss_scale_config = loss_scaler  # its name without
+
     def override_loss_scale(self, loss_scale: float) -> None:
         """Use ``loss_scale`` from now on, whatever overflows."""
         self._scale.override(loss_scale)

@@ -24,7 +24,8 @@ PARAMETERS: Final[dict[str, Name]] = {
     **refused(
         _STAGE_3,
         "AllGatherCoalescedHandle", "AllGatherHandle", "InsertPostInitMethodToModuleSubClasses", "MultipleAllGatherHandles",
-        "NoGatherCoalescedHandle", "NoGatherHandle", "get_allgather_dtype", "shutdown_init_context", "restore_init_context",
+        "NoGatherCoalescedHandle", "NoGatherHandle", "get_allgather_dtype", "zero3_linear_wrap",
+        "shutdown_init_context", "restore_init_context", "_orig_torch_empty",
     ),
     **refused(_QUANTIZED, "CUDAQuantizer"),
     **values(partitioned_param_data_shape=[0]),

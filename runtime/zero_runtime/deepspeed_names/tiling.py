@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from zero_runtime.errors import ConfigError, UsageError
+from zero_runtime.errors import UsageError
 from zero_runtime.zero import GatheredParameters
 
 
@@ -46,7 +46,7 @@ class TiledLinear(nn.Module):
         kwargs: further arguments of ``linear_cls``.
 
     Raises:
-        ConfigError: there are more parts than features, or none.
+        UsageError: there are more parts than features, or none.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class TiledLinear(nn.Module):
             ("out_splits", out_splits, out_features),
         ):
             if not 1 <= splits <= features:
-                raise ConfigError(
+                raise UsageError(
                     f"{name} is {splits}; expected a number from 1 to {features}, that of the features"
                 )
         self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
@@ -80,7 +80,7 @@ class TiledLinear(nn.Module):
                 linear_cls(
                     _width(self.in_parts, column),
                     _width(self.out_parts, row),
-                    bias=bias and column == 0,
+                    bias=bias and column == in_splits - 1,
                     **kwargs,
                 )
                 for column in range(in_splits)

@@ -97,7 +97,7 @@ def test_tiles_of_layers_that_return_their_bias_and_wrong_tiles():
     tiled.copy_params_from(whole)
     output, bias = tiled(torch.ones(1, 4))
     torch.testing.assert_close(output + bias, whole(torch.ones(1, 4)))
-    with pytest.raises(ConfigError, match="in_splits is 5; expected a number from 1 to 4"):
+    with pytest.raises(UsageError, match="in_splits is 5; expected a number from 1 to 4"):
         TiledLinear(4, 6, in_splits=5)
     with pytest.raises(UsageError, match="has a weight"):
         tiled.copy_params_from(torch.nn.Linear(6, 4))
