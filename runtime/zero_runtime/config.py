@@ -7,9 +7,9 @@ what becomes of it, stands in :mod:`zero_runtime.configuration.keys`.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from zero_runtime.buckets import Scaling
@@ -248,8 +248,8 @@ def load(config: Any, args: Any = None) -> dict[str, Any]:
         encoded = document.decoded(chosen)
         if encoded is not None:
             return encoded
-    if isinstance(chosen, str | Path):
-        return document.load(chosen)
+    if isinstance(chosen, str | os.PathLike):
+        return document.load(os.fspath(chosen))
     raise ConfigError(f"config is a {type(chosen).__name__}; expected a dict, or the path of a JSON file")
 
 
