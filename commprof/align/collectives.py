@@ -31,7 +31,8 @@ _FITS: Final = 1 << 62
 def matchable(collectives: pa.Table) -> pa.Table:
     """The rows that can have partners: a recv from any source names none, and a captured call was not run then."""
     nameless = pc.and_(collectives["is_p2p"], pc.less(collectives["peer"], 0))
-    return collectives.filter(pc.invert(pc.or_(nameless, collectives["captured"])))
+    left_out = pc.or_(nameless, collectives["captured"])
+    return collectives.filter(pc.invert(left_out)) if pc.any(left_out).as_py() else collectives
 
 
 class Streams(NamedTuple):
@@ -72,8 +73,15 @@ def occurrences(rows: pa.Table, streams: Streams) -> Numbers:
     return _occurrence(keys, rows["issue_ns"].to_numpy(), rows["seq"].to_numpy())
 
 
-def same_collective(rows: pa.Table) -> Numbers:
-    """A number for each row, counted from 0, equal in the records of one collective or message.
+class Together(NamedTuple):
+    """Rows in the order of their collective and rank: ``order`` of the rows, and in that order the number of each."""
+
+    order: Numbers
+    collective: Numbers
+
+
+def together(rows: pa.Table) -> Together:
+    """``rows`` in order of collective or message, each of which has a number from 0, and of rank.
 
     The members of a collective share attempt, group (name and ranks), operation and number in the group. A name may
     be given again when its group is destroyed, and the numbers then begin anew: the nth record of a rank with one number
@@ -81,13 +89,37 @@ def same_collective(rows: pa.Table) -> Numbers:
     in the group. ``rows`` has the columns :data:`COLUMNS`, none of them captured or without a named peer.
     """
     if not len(rows):
-        return np.zeros(0, np.int64)
-    streams = streams_of(rows)
-    return _codes(streams.codes, streams.number, occurrences(rows, streams))
+        return Together(np.zeros(0, np.int64), np.zeros(0, np.int64))
+    streams, rank = streams_of(rows), rows["rank"].to_numpy().astype(np.int64)
+    if not streams.is_send.any():
+        order, starts = in_order((streams.codes, streams.number, rank))
+        if len(starts) == len(order):  # nobody gave a number twice, so that this order is it
+            is_new = _changes(streams.codes[order]) | _changes(streams.number[order])
+            return Together(order, np.cumsum(is_new))
+    collective = _codes(streams.codes, streams.number, occurrences(rows, streams))
+    order, _ = in_order((collective, rank))
+    return Together(order, collective[order])
+
+
+def same_collective(rows: pa.Table) -> Numbers:
+    """The number of each row's collective or message: see :func:`together`."""
+    order, collective = together(rows)
+    found = np.empty(len(rows), np.int64)
+    found[order] = collective
+    return found
+
+
+def _changes(values: Numbers) -> npt.NDArray[np.bool_]:
+    """Where a value differs from the one before it."""
+    differs = np.zeros(len(values), bool)
+    np.not_equal(values[1:], values[:-1], out=differs[1:])
+    return differs
 
 
 def _what(op: pa.ChunkedArray, is_p2p: npt.NDArray[np.bool_]) -> pa.ChunkedArray:
     """The operation of a collective; one value for all messages."""
+    if not is_p2p.any():
+        return op
     return pc.if_else(pa.array(is_p2p), pa.scalar("message"), op.cast(pa.string()))
 
 

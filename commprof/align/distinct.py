@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 from commprof.align.edits import Codes
 
 _MOST_CODES: Final = 1 << 40
+_FEW: Final = 1 << 15
 
 
 def numbered(rows: pa.Table) -> tuple[Codes, Codes]:
@@ -66,6 +67,8 @@ def split_by(keys: Codes, rows: Codes) -> list[Codes]:
     if not len(rows):
         return []
     own = keys[rows]
+    if own.max() < _FEW and own.min() >= 0:
+        own = own.astype(np.int16)  # which are counted, not compared
     order = np.argsort(own, kind="stable")
     bounds = np.flatnonzero(np.diff(own[order])) + 1
     groups = np.split(order, bounds)

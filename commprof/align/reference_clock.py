@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from commprof.align.distinct import distinct_rows, split_by
+from commprof.align.distinct import numbered, split_by
 
 # What is assumed of two clocks, as fractions of the time that passes:
 WANDER: Final = 2e-6  # between two measurements their rates part from the mean rate by less than this,
@@ -35,10 +35,6 @@ class Readings(NamedTuple):
     offset_ns: Times
     error_ns: Times
     known: npt.NDArray[np.bool_]
-
-    def take(self, order: Times) -> Readings:
-        """The rows in another order."""
-        return Readings(self.clock[order], self.offset_ns[order], self.error_ns[order], self.known[order])
 
 
 @dataclass(frozen=True)
@@ -159,7 +155,7 @@ class ReferenceClock:
             np.ones(count, bool),
         )
         times = rows["issue_ns"].to_numpy()
-        codes, first = distinct_rows(rows, ("rank", "attempt", "pid"))
+        codes, first = numbered(rows.select(["rank", "attempt", "pid"]))
         numbers: dict[str, int] = {}
         for mine in split_by(codes, np.arange(count)):
             process = _process(rows.slice(int(first[codes[mine[0]]]), 1).to_pylist()[0])

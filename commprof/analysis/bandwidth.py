@@ -23,6 +23,7 @@ from commprof.analysis.bandwidth_answers import (
 )
 from commprof.analysis.engine import ask
 from commprof.analysis.frames import TEXT, from_arrow, from_rows
+from commprof.analysis.text_numbers import numbered_texts, with_texts
 from commprof.calibration.bandwidths import bus_factor
 from commprof.calibration.file import read_calibration
 from commprof.calibration.results import Calibration
@@ -48,6 +49,8 @@ ALSO: Final = (  # columns of the records that times are told from
     *("issue_ns", "return_ns", "wait_begin_ns", "wait_end_ns", "device_begin_ns", "device_end_ns"),
 )
 
+_TEXTS: Final = ("purpose", "pg", "group_ranks", "dtype")  # that the query compares with no names
+
 Floats = npt.NDArray[np.float64]
 
 
@@ -64,7 +67,8 @@ def timed(arrived: pa.Table) -> pa.Table:
     Args:
         arrived: see :func:`commprof.analysis.arrivals.aligned`, with the columns :data:`ALSO`; of whole collectives.
     """
-    return ask("bandwidth", {"arrivals": arrived})
+    coded, texts = numbered_texts({"arrivals": arrived}, _TEXTS)
+    return with_texts(ask("bandwidth", coded), texts)
 
 
 def bandwidths(times: pa.Table, calibration: Calibration | None, hosts: Sequence[str] = ()) -> Bandwidths:

@@ -22,6 +22,7 @@ from commprof.trace.reader import Scan
 
 _KEY: Final = ["attempt", "step", "micro_step", "bucket"]
 COLUMNS: Final = (*_KEY, "op", "intended_op", "purpose")  # of the operations that bucket_flushes asks for
+_MEAN_KEY: Final = ["micro_step", "bucket"]
 _SENT: Final = ["collectives", "payload_bytes", "wire_bytes"]
 
 
@@ -59,16 +60,12 @@ def bucket_flushes(flushed: pa.Table, operations: pa.Table) -> pd.DataFrame:
     return as_declared(joined, BUCKET_FLUSHES.columns)
 
 
-def _names(by: pd.DataFrame, name: str) -> pd.DataFrame:
+def _names(rows: pd.DataFrame, name: str, key: list[str] = _KEY) -> pd.DataFrame:
     """The values of column ``name`` for each bucket, joined where there are several."""
-    some = by[[*_KEY, name]].dropna(subset=[name]).drop_duplicates().sort_values([*_KEY, name])
-    several = some.duplicated(_KEY, keep=False)
-    joined = pd.DataFrame(some[several].groupby(_KEY, as_index=False)[name].agg(", ".join))
+    some = rows[[*key, name]].dropna(subset=[name]).drop_duplicates().sort_values([*key, name])
+    several = some.duplicated(key, keep=False)
+    joined = pd.DataFrame(some[several].groupby(key, as_index=False)[name].agg(", ".join))
     return pd.concat([pd.DataFrame(some[~several]), joined], ignore_index=True)
-
-
-def _distinct(values: pd.Series[Any]) -> str | None:
-    return ", ".join(sorted({str(value) for value in values.dropna()})) or None
 
 
 def bucket_means(found: pd.DataFrame) -> pd.DataFrame:
@@ -80,51 +77,40 @@ def bucket_means(found: pd.DataFrame) -> pd.DataFrame:
     Args:
         found: what :func:`bucket_flushes` gives.
     """
-    steps = found[found["step"] >= 0]
-    first = steps.groupby("attempt")["step"].transform("min")
-    rows = []
-    for _, every in steps.groupby(["micro_step", "bucket"]):
-        part = _usual(every)
-        later = part[part["step"] > first[part.index]]
-        timed = later if len(later) else part
-        newest = part.iloc[-1]
-        rows.append(
-            {
-                "micro_step": int(newest["micro_step"]),
-                "bucket": int(newest["bucket"]),
-                "steps": len(part),
-                **{name: float(part[name].mean()) for name in ("numel", "bytes", *_SENT)},
-                "fill": _mean(part["fill"]),
-                "lowest_fill": None if part["fill"].isna().all() else float(part["fill"].min()),
-                **{name: _distinct(part[name]) for name in ("op", "intended_op", "flush_reason")},
-                **{name: _text(newest[name]) for name in ("owners", "parameters")},
-                "steady": len(part) == len(every),
-                "duration_ns": _median(timed["duration_ns"]),
-                "exposed_ns": _median(timed["exposed_ns"]),
-            }
-        )
-    return from_rows(rows, BUCKET_MEANS.columns)
+    steps = found[found["step"] >= 0].reset_index(drop=True)
+    is_later = steps["step"] > steps.groupby("attempt")["step"].transform("min")
+    part = steps[_usual(steps)].assign(is_later=is_later)
+    by = part.groupby(_MEAN_KEY)
+    timed = part[part["is_later"] | ~by["is_later"].transform("any")].groupby(_MEAN_KEY)
+    means = pd.DataFrame(
+        {
+            "steps": by.size(),
+            **{name: by[name].mean() for name in ("numel", "bytes", "fill", *_SENT)},
+            "lowest_fill": by["fill"].min(),
+            "steady": by.size() == steps.groupby(_MEAN_KEY).size(),
+            **{name: timed[name].median().round() for name in ("duration_ns", "exposed_ns")},
+        }
+    ).reset_index()
+    newest = part.drop_duplicates(_MEAN_KEY, keep="last")[[*_MEAN_KEY, "owners", "parameters"]]
+    means = means.merge(newest, on=_MEAN_KEY)
+    for name in ("op", "intended_op", "flush_reason"):
+        means = means.merge(_names(part, name, _MEAN_KEY), on=_MEAN_KEY, how="left")
+    return as_declared(means, BUCKET_MEANS.columns)
 
 
-def _usual(part: pd.DataFrame) -> pd.DataFrame:
-    """Those of the rows that hold the same as most of them; as the newest, where that is a tie."""
-    contents = part.groupby(["numel", "parameters"], dropna=False).ngroup()
-    counts = contents.value_counts()
-    most = set(counts[counts == counts.max()].index)
-    chosen = next(one for one in reversed(contents.tolist()) if one in most)
-    return part[contents == chosen]
+def _usual(steps: pd.DataFrame) -> pd.Series[Any]:
+    """Which rows hold what most rows of their bucket do; what the newest of such holds, where that is a tie."""
+    content = steps.groupby([*_MEAN_KEY, "numel", "parameters"], dropna=False).ngroup()
+    kinds = steps[_MEAN_KEY].assign(content=content, place=range(len(steps)))
+    counted = kinds.groupby([*_MEAN_KEY, "content"], as_index=False).agg(
+        rows=("place", "size"), newest=("place", "max")
+    )
+    chosen = counted.sort_values(["rows", "newest"]).drop_duplicates(_MEAN_KEY, keep="last")["content"]
+    return content.isin(chosen)
 
 
 def _text(value: Any) -> str | None:
     return None if pd.isna(value) else str(value)
-
-
-def _mean(values: pd.Series[Any]) -> float | None:
-    return None if values.isna().all() else float(values.mean())
-
-
-def _median(values: pd.Series[Any]) -> int | None:
-    return None if values.isna().all() else round(float(values.median()))
 
 
 def content(bucket: pd.Series[Any], parameters: pa.Table, collectives: pa.Table | Scan) -> BucketContent:

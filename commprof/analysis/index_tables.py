@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import duckdb
@@ -27,9 +27,9 @@ FOLD: Final = 16  # bins of the fine level that are one of the coarse level
 
 _RECORDS: Final = "create table records as select * from spans order by begin_ns, rank, attempt, pid, seq"
 _BUSY: Final = """
-select r.rank, k.op, r.end_ns, r.busy_ns, coalesce(r.held_end_ns, 0) as held_end_ns, r.still_ns
-from records r join kinds k using (kind)
-where r.rowid >= ? and r.rowid < ?
+select rank, kind, end_ns, busy_ns, coalesce(held_end_ns, 0) as held_end_ns, still_ns
+from records
+where rowid >= ? and rowid < ?
 """
 _PHASES: Final = """
 with watched as (select attempt, min(rank) as rank from records group by attempt),
@@ -166,17 +166,17 @@ def _fill_density(
     bins = _bins(len(ranks), records)
     width = max(1, -(-(end - begin) // bins))
     busy, still = (np.zeros((len(ranks) * len(OPS), bins), np.int64) for _ in range(2))
+    ops = engine.sql("select op from kinds order by kind").to_arrow_table()["op"]
+    op_of_kind = numbers_of_ops(ops.to_pylist())
     for first in range(0, records, _ROWS_AT_A_TIME):
         rows = engine.sql(_BUSY, params=[first, first + _ROWS_AT_A_TIME]).to_arrow_table()
-        cells = cells_of(rows, ranks)
+        place = np.searchsorted(np.array(ranks), rows["rank"].to_numpy())
+        cells = place * len(OPS) + op_of_kind[rows["kind"].to_numpy()]
         for sums, until, length in ((busy, "end_ns", "busy_ns"), (still, "held_end_ns", "still_ns")):
             ends, lengths = rows[until].to_numpy(), rows[length].to_numpy()
             sums += binned(ends - lengths, ends, cells, len(sums), begin, width, bins)
-    for level, factor in ((1, 1), (0, FOLD)):
+    for level, factor in ((0, FOLD), (1, 1)):
         _keep_level(engine, level, ranks, folded(busy, factor), folded(still, factor))
-    engine.execute("create table sorted_density as select * from density order by level, bin, rank, op")
-    engine.execute("drop table density")
-    engine.execute("alter table sorted_density rename to density")
     return [{"width_ns": width * FOLD, "bins": bins // FOLD}, {"width_ns": width, "bins": bins}]
 
 
@@ -186,27 +186,24 @@ def _bins(ranks: int, records: int) -> int:
     return 1 << (most.bit_length() - 1)
 
 
-def cells_of(rows: pa.Table, ranks: list[int]) -> Numbers:
-    """The row of each of ``rows`` (rank, op) in a table of ranks x operations."""
-    place = np.searchsorted(np.array(ranks), rows["rank"].to_numpy())
-    encoded = rows["op"].combine_chunks().dictionary_encode()
-    encoded = encoded.combine_chunks() if isinstance(encoded, pa.ChunkedArray) else encoded
-    numbers = np.array([OPS.index(name) for name in encoded.dictionary.to_pylist()] or [0], np.int64)
-    cells: Numbers = place * len(OPS) + numbers[encoded.indices.to_numpy(zero_copy_only=False)]
-    return cells
+def numbers_of_ops(names: Sequence[str]) -> Numbers:
+    """The place of each of ``names`` among the operations."""
+    return np.array([OPS.index(name) for name in names], np.int64)
 
 
 def _keep_level(
     engine: duckdb.DuckDBPyConnection, level: int, ranks: list[int], busy: Numbers, still: Numbers
 ) -> None:
-    cell, place = np.nonzero(busy | still)
+    """Keep one level of the density in order of bin, rank and operation."""
+    place, cell = np.nonzero(np.ascontiguousarray(((busy | still) != 0).T))
     if not len(cell):
         return
+    op = pa.array((cell % len(OPS)).astype(np.int8))
     rows = pa.table(
         {
             "level": np.full(len(cell), level, np.int32),
             "rank": np.array(ranks, np.int32)[cell // len(OPS)],
-            "op": pa.array(OPS).take(pa.array(cell % len(OPS))),
+            "op": pa.DictionaryArray.from_arrays(op, pa.array(OPS)),
             "bin": place.astype(np.int32),
             "busy_ns": busy[cell, place],
             "still_ns": still[cell, place],

@@ -52,13 +52,20 @@ def causes(arrived: pa.Table | Scan) -> pd.DataFrame:
 
 def worst(arrived: pa.Table, limit: int) -> pa.Table:
     """The rows of the ``limit`` collectives and messages whose ranks came furthest apart; of equal ones the first."""
-    known = arrived.filter(pc.and_(pc.greater(arrived["members"], 1), pc.is_valid(arrived["lateness_ns"])))
+    comparable = pc.and_(pc.greater(arrived["members"], 1), pc.is_valid(arrived["lateness_ns"]))
+    # Only two columns of all rows are looked at: to copy the others takes longer than everything else.
     spreads = (
-        known.select(["collective", "lateness_ns"]).group_by("collective").aggregate([("lateness_ns", "max")])
+        arrived.select(["collective", "lateness_ns"])
+        .filter(comparable)
+        .group_by("collective")
+        .aggregate([("lateness_ns", "max")])
     )
     order = [("lateness_ns_max", "descending"), ("collective", "ascending")]
-    chosen = spreads.take(pc.sort_indices(spreads, order).slice(0, limit))["collective"]
-    return known.filter(pc.is_in(known["collective"], chosen))
+    if limit < len(spreads):
+        spreads = spreads.take(pc.select_k_unstable(spreads, limit, order))
+    return arrived.take(
+        pc.indices_nonzero(pc.and_(comparable, pc.is_in(arrived["collective"], spreads["collective"])))
+    )
 
 
 def late_collectives(arrived: pa.Table, limit: int) -> pd.DataFrame:

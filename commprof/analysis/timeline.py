@@ -10,10 +10,10 @@ import pandas as pd
 import pyarrow as pa
 
 from commprof.analysis.answers import BANDS, DENSITY, TIMELINE_BARS
-from commprof.analysis.density import binned
+from commprof.analysis.density import Numbers, binned
 from commprof.analysis.frames import from_arrow
 from commprof.analysis.index import Index
-from commprof.analysis.index_tables import cells_of
+from commprof.analysis.index_tables import numbers_of_ops
 from commprof.errors import UsageError
 from commprof.schema import OPS
 
@@ -195,7 +195,7 @@ def _from_records(index: Index, begin: int, end: int, ranks: Sequence[int], pixe
         return from_arrow(
             pa.table({c.name: pa.array([], pa.int64()) for c in DENSITY.columns}), DENSITY.columns
         )
-    cells = cells_of(rows, known)
+    cells = _cells_of(rows, known)
     busy, still = (
         binned(
             rows[until].to_numpy() - rows[length].to_numpy(),
@@ -262,3 +262,13 @@ def step_window(index: Index, step: int) -> tuple[int, int] | None:
         [step],
     ).to_pylist()
     return (found[0]["begin_ns"], found[0]["end_ns"]) if found else None
+
+
+def _cells_of(rows: pa.Table, ranks: list[int]) -> Numbers:
+    """The row of each of ``rows`` (rank, op) in a table of ranks x operations."""
+    place = np.searchsorted(np.array(ranks), rows["rank"].to_numpy())
+    encoded = rows["op"].combine_chunks().dictionary_encode()
+    encoded = encoded.combine_chunks() if isinstance(encoded, pa.ChunkedArray) else encoded
+    numbers = numbers_of_ops(encoded.dictionary.to_pylist() or [OPS[0]])
+    cells: Numbers = place * len(OPS) + numbers[encoded.indices.to_numpy(zero_copy_only=False)]
+    return cells

@@ -12,6 +12,7 @@ import pyarrow as pa
 from commprof.analysis.answers import GROUPINGS, TRAFFIC
 from commprof.analysis.engine import ask, query_text
 from commprof.analysis.frames import from_arrow
+from commprof.analysis.text_numbers import Texts, numbered_texts, with_texts
 from commprof.errors import UsageError
 from commprof.trace.reader import Scan
 
@@ -34,6 +35,10 @@ NEEDED: Final = (  # columns of the records that operations are made of
     "is_p2p",
 )
 
+_TEXTS: Final = tuple(  # but for that which the query compares with names
+    name for name, column in GROUPINGS.items() if column.type == "string" and name != "op"
+)
+
 
 def operations(
     collectives: pa.Table | Scan, aggregates: pa.Table, columns: Sequence[str] = EVERY_COLUMN
@@ -43,12 +48,18 @@ def operations(
     ``queries/operations.sql`` and ``queries/operation_sums.sql``. The fewer the columns the quicker, and the less memory.
     Those of which only sums were kept are in it as sums.
     """
-    return ask(
+    tables: dict[str, pa.Table | Scan] = {"collectives": collectives, "aggregates": aggregates}
+    texts: Texts = {}
+    if not isinstance(collectives, Scan):
+        coded, texts = numbered_texts({"collectives": collectives, "aggregates": aggregates}, _TEXTS)
+        tables = dict(coded)
+    found = ask(
         "operation_sums",
-        {"collectives": collectives, "aggregates": aggregates},
+        tables,
         operations=query_text("operations"),
         by="".join(f"{name}, " for name in columns),
     )
+    return with_texts(found, texts)
 
 
 def checked(by: Sequence[str]) -> tuple[str, ...]:
