@@ -41,6 +41,7 @@ PARAMETERS_IN_FILES = {
 # For each implemented key a value that must make a difference, and what else it needs for that.
 VALUES = {
     "train_batch_size": (8, {"train_micro_batch_size_per_gpu": None}),
+    "checkpoint.load_universal": (True, {}),
     "train_micro_batch_size_per_gpu": (2, {}),
     "gradient_accumulation_steps": (2, {}),
     "managed_gradient_accumulation": (False, {}),
