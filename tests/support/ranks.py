@@ -63,8 +63,12 @@ def _rank_main(rank, world, function, args, write_end, store, process_group, env
         os.environ.update(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), **env
         )
+        import torch
         import torch.distributed as dist
 
+        # After a fork torch makes its pool of threads anew, at the first call of this. Two threads that come at once (this
+        # one and gloo's) would race for it, and one fail with "Invalid thread pool".
+        torch.set_num_threads(1)
         if process_group:
             dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
         result = function(rank, world, *args)
