@@ -156,6 +156,11 @@ class ShardedOptimizer(WrappedOptimizer):
         return Division(segments, len(numbers), partial(self._group.all_reduce, why=_NORM))
 
     @property
+    def masters(self) -> list[torch.Tensor]:
+        """What the optimizer updates on this rank, flat; of those that are in files, what stands for them."""
+        return self._masters.tensors
+
+    @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
         """The masters on this rank, flat, by DeepSpeed's name at stage 3."""
         return [master.tensor for master in self.held()]
