@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -37,6 +37,14 @@ class Training(NamedTuple):
 
     optimizer: weakref.ref[WrappedOptimizer]
     group: DataParallelGroup
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Nothing: a parameter that is saved, with its module, or copied is trained by nobody."""
+        return _nobody, ()
+
+
+def _nobody() -> None:
+    return None
 
 
 class _Piece(NamedTuple):
