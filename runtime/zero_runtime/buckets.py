@@ -74,7 +74,7 @@ class Bucket:
         entries: what is in it.
         flush_reason: full, oversized or end_of_backward.
         asynchronous: whether its messages are only begun.
-        told: what is told of it, once somebody records.
+        publication: what a recorder is told of it, once there is one.
     """
 
     number: int
@@ -86,7 +86,7 @@ class Bucket:
     entries: tuple[Entry, ...]
     flush_reason: str
     asynchronous: bool = False
-    told: Told | None = field(default=None, repr=False, compare=False)
+    publication: Publication | None = field(default=None, repr=False, compare=False)
 
     @property
     def num_bytes(self) -> int:
@@ -95,27 +95,29 @@ class Bucket:
 
     def why(self, owner: int | None = None, intended_op: str | None = None) -> hooks.tag:
         """The tag of a collective that carries this bucket; no more than its purpose when nobody records."""
-        return self._told().tag(owner, intended_op) if hooks.recording() else _UNRECORDED
+        return self._publication().tag(owner, intended_op) if hooks.recording() else _UNRECORDED
 
     def publish(self) -> None:
         """Tell whoever records that the bucket is flushed."""
         if hooks.recording():
-            self._told().content.flushed()
+            self._publication().content.flushed()
 
-    def _told(self) -> Told:
-        if self.told is None:
+    def _publication(self) -> Publication:
+        if self.publication is None:
             names = tuple([entry.name for entry in self.entries])
             numel = self.tensor.numel()
-            self.told = _told(self.number, names, numel, self.limit, self.dtype, self.runs, self.flush_reason)
-        return self.told
+            self.publication = _publication(
+                self.number, names, numel, self.limit, self.dtype, self.runs, self.flush_reason
+            )
+        return self.publication
 
 
 _UNRECORDED: Final = hooks.tag("gradient_reduce")
 
 
 @dataclass(slots=True)
-class Told:
-    """What is told of a bucket: its content, and the tags of its collectives by owner and intended operation."""
+class Publication:
+    """What a recorder is told of a bucket: its content, and the tags of its collectives by owner and intended operation."""
 
     content: hooks.bucket
     names: tuple[str, ...]
@@ -132,7 +134,7 @@ class Told:
 
 
 @lru_cache(maxsize=4096)
-def _told(
+def _publication(
     number: int,
     parameters: tuple[str, ...],
     numel: int,
@@ -140,7 +142,7 @@ def _told(
     dtype: torch.dtype,
     runs: tuple[Run, ...],
     flush_reason: str,
-) -> Told:
+) -> Publication:
     # The same buckets come back every step.
     names = tuple(dict.fromkeys(parameters))
     content = hooks.bucket(
@@ -153,7 +155,7 @@ def _told(
         parameters=",".join(names),
         flush_reason=flush_reason,
     )
-    return Told(content, names)
+    return Publication(content, names)
 
 
 @dataclass(slots=True)

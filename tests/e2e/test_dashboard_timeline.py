@@ -56,25 +56,6 @@ def base_url(runs):
         yield url
 
 
-@pytest.fixture(scope="module")
-def context(browser):
-    """One context, so that plotly.js is loaded once."""
-    context = browser.new_context(
-        viewport={"width": 1280, "height": 900}, color_scheme="light", accept_downloads=True
-    )
-    yield context
-    context.close()
-
-
-@pytest.fixture
-def page(context, base_url):
-    view = Watched(context.new_page())
-    yield view
-    view.page.close()
-    assert view.foreign_requests(base_url) == []
-    assert view.errors == []
-
-
 def drawn_records(page) -> set[tuple[int, ...]]:
     """rank, attempt, pid, seq, begin and length of each bar, from what plotly drew."""
     bars = page.evaluate(

@@ -210,7 +210,9 @@ def tensor_bytes():
     """Bytes of all tensors of this process, each memory once."""
     storages = {}
     for each in gc.get_objects():
-        if isinstance(each, torch.Tensor):
+        if (
+            isinstance(each, torch.Tensor) and each.layout is torch.strided
+        ):  # others have no storage of their own
             storage = each.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

@@ -91,16 +91,23 @@ class _Arming:
             _arm()
 
 
+class _package_in_sight:  # noqa: N801 - reads as a statement; contextlib would cost every process its import
+    """While commprof is imported, its folder is the last on ``sys.path``, where the user's packages go before it."""
+
+    def __enter__(self) -> None:
+        self._added = _PACKAGE_PARENT not in sys.path
+        if self._added:
+            sys.path.append(_PACKAGE_PARENT)
+
+    def __exit__(self, *raised: object) -> None:
+        if self._added and _PACKAGE_PARENT in sys.path:
+            sys.path.remove(_PACKAGE_PARENT)
+
+
 def _arm() -> None:
     try:
-        added = _PACKAGE_PARENT not in sys.path
-        if added:
-            sys.path.append(_PACKAGE_PARENT)
-        try:
+        with _package_in_sight():
             from commprof.recorder import session
-        finally:
-            if added and _PACKAGE_PARENT in sys.path:
-                sys.path.remove(_PACKAGE_PARENT)
         session.arm()
         _note("armed")
     except BaseException as error:
@@ -135,14 +142,8 @@ def _choose_engine() -> None:
     """For ``commprof run --engine``: what ``import deepspeed`` means in this process."""
     if not os.environ.get("COMMPROF_ENGINE"):
         return
-    added = _PACKAGE_PARENT not in sys.path
-    if added:
-        sys.path.append(_PACKAGE_PARENT)
-    try:
+    with _package_in_sight():
         from commprof import engine
-    finally:
-        if added and _PACKAGE_PARENT in sys.path:
-            sys.path.remove(_PACKAGE_PARENT)
     engine.install()
 
 

@@ -57,8 +57,10 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
     // The view (from, to in ns since the run began; ranks; record) is in a store; the server draws it, the address holds it.
     move(relayout, click, _clicks, ranks, view) {
       const {no_update, callback_context, set_props} = window.dash_clientside;
-      const by = callback_context.triggered.map((one) => one.prop_id).join(" ");
-      if (!view || !by) {
+      // One call may tell of several inputs: a button that is pressed while a new graph tells its size counts.
+      const triggered = callback_context.triggered;
+      const by = (name) => triggered.find((one) => one.prop_id.includes(name));
+      if (!view || !triggered.length) {
         return no_update;
       }
       const next = (changes) => ({...view, ...changes, drawn: false});
@@ -68,17 +70,16 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
         const from = Math.round(middle - half), to = Math.round(middle + half);
         return next({from, to, first: from, last: to});
       };
-      if (by.includes("relayoutData")) {
-        // A graph that was just drawn tells its size only; while it is dragged or the wheel turns it tells each frame.
-        const first = (relayout || {})["xaxis.range[0]"], last = (relayout || {})["xaxis.range[1]"];
-        if (typeof first === "number" && typeof last === "number" && last > first) {
-          clearTimeout(window.commprof_zoom);
-          window.commprof_zoom = setTimeout(() => set_props("timeline-view", {data: window_of(first, last)}), 150);
-        }
-        return no_update;
-      }
       const span = view.last - view.first;
-      if (by.includes("clickData")) {
+      const pressed = triggered.find((one) => one.prop_id.includes("timeline-button") && one.value);
+      if (pressed) {
+        const what = JSON.parse(pressed.prop_id.slice(0, pressed.prop_id.lastIndexOf("."))).what;
+        const moved = {in: [span / 4, -span / 4], out: [-span / 2, span / 2], left: [-0.4 * span, -0.4 * span],
+          right: [0.4 * span, 0.4 * span]}[what];
+        return moved ? window_of(view.first + moved[0], view.last + moved[1])
+          : next({from: null, to: null, first: 0, last: view.length});
+      }
+      if (by("clickData")) {
         const point = click && click.points && click.points[0];
         if (!point) {
           return no_update;
@@ -88,19 +89,18 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
         }
         return window_of(point.x - span / 16, point.x + span / 16);
       }
-      if (by.includes("timeline-ranks")) {
-        return (ranks || "") === (view.ranks || "") ? no_update : next({ranks: ranks || ""});
+      if (by("timeline-ranks") && (ranks || "") !== (view.ranks || "")) {
+        return next({ranks: ranks || ""});
       }
-      if (!callback_context.triggered.some((one) => one.value)) {
-        return no_update;  // buttons that were just drawn
+      if (by("relayoutData")) {
+        // A graph that was just drawn tells its size only; while it is dragged or the wheel turns it tells each frame.
+        const first = (relayout || {})["xaxis.range[0]"], last = (relayout || {})["xaxis.range[1]"];
+        if (typeof first === "number" && typeof last === "number" && last > first) {
+          clearTimeout(window.commprof_zoom);
+          window.commprof_zoom = setTimeout(() => set_props("timeline-view", {data: window_of(first, last)}), 150);
+        }
       }
-      const what = JSON.parse(by.slice(0, by.lastIndexOf("."))).what;
-      const moved = {in: [span / 4, -span / 4], out: [-span / 2, span / 2], left: [-0.4 * span, -0.4 * span],
-        right: [0.4 * span, 0.4 * span]}[what];
-      if (!moved) {
-        return next({from: null, to: null, first: 0, last: view.length});
-      }
-      return window_of(view.first + moved[0], view.last + moved[1]);
+      return no_update;  // buttons that were just drawn, too
     },
     write(view, run) {
       const {no_update, set_props} = window.dash_clientside;
