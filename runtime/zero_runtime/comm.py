@@ -129,9 +129,14 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
     return dist.get_global_rank(group, group_rank)
 
 
-def new_group(ranks: Sequence[int]) -> ProcessGroup:
-    """A group of the given global ranks; every rank must call it."""
-    return dist.new_group(list(ranks))
+def new_group(ranks: Sequence[int], name: str | None = None) -> ProcessGroup:
+    """A group of the given global ranks; every rank must call it.
+
+    Args:
+        ranks: its members, in the order of their ranks within it.
+        name: what traces call it, such as the axis of a topology; it need not be unique.
+    """
+    return dist.new_group(list(ranks), group_desc=name)
 
 
 def barrier(group: ProcessGroup | None = None) -> None:

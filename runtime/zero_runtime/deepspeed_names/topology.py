@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable, Collection, Sequence
-from itertools import product
 from math import prod
-from typing import Any, Final
+from typing import Any
 
+from zero_runtime import topology as grids
 from zero_runtime.deepspeed_names import comm
 from zero_runtime.errors import ConfigError, UsageError
-
-_PIPE: Final = "pipe"
-_DATA: Final = "data"
-_MODEL: Final = "model"
+from zero_runtime.topology import DATA, MODEL, PIPE
 
 
 class ProcessTopology:
@@ -25,19 +22,18 @@ class ProcessTopology:
     """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
-        if len(axes) != len(dims):
-            raise ConfigError(f"axes {list(axes)} and dims {list(dims)} must be equally many")
+        self.grid = grids.ProcessTopology(tuple(axes), tuple(dims))
         self.axes = list(axes)
         self.dims = list(dims)
         make: Any = namedtuple
         self.ProcessCoord: Callable[..., Any] = make("ProcessCoord", self.axes)
-        places = product(*(range(extent) for extent in self.dims))
-        self.mapping = {self.ProcessCoord(*place): rank for rank, place in enumerate(places)}
-        self._coordinates = list(self.mapping)
+        self.mapping = {
+            self.ProcessCoord(**self.grid.place(rank)): rank for rank in range(self.grid.world_size)
+        }
 
     def world_size(self) -> int:
         """The number of ranks."""
-        return prod(self.dims)
+        return self.grid.world_size
 
     def get_axis_names(self) -> list[str]:
         """The axes, slowest first."""
@@ -45,7 +41,7 @@ class ProcessTopology:
 
     def get_dim(self, axis: str) -> int:
         """Ranks along ``axis``; 0 where there is no such axis."""
-        return self.dims[self.axes.index(axis)] if axis in self.axes else 0
+        return self.grid.size(axis) if axis in self.axes else 0
 
     def get_rank(self, **coord_kwargs: int) -> int:
         """The rank at a place, which is given in all axes.
@@ -53,15 +49,7 @@ class ProcessTopology:
         Raises:
             ConfigError: an axis is left out or not known, or there is no such place.
         """
-        if set(coord_kwargs) != set(self.axes):
-            raise ConfigError(
-                f"get_rank takes every axis once ({', '.join(self.axes)}), and {', '.join(coord_kwargs) or 'none'} were "
-                "given; filter_match finds all ranks of a part"
-            )
-        place = self.ProcessCoord(**coord_kwargs)
-        if place not in self.mapping:
-            raise ConfigError(f"there is no {place} among {' x '.join(map(str, self.dims))} ranks")
-        return self.mapping[place]
+        return self.grid.rank(**coord_kwargs)
 
     def get_coord(self, rank: int) -> Any:
         """The place of ``rank``, a named tuple of the axes.
@@ -69,14 +57,12 @@ class ProcessTopology:
         Raises:
             ConfigError: there is no such rank.
         """
-        if not 0 <= rank < len(self._coordinates):
-            raise ConfigError(f"rank {rank} is not one of the {self.world_size()} of this topology")
-        return self._coordinates[rank]
+        return self.ProcessCoord(**self.grid.place(rank))
 
     def get_rank_repr(
         self,
         rank: int,
-        omit_axes: Collection[str] = (_DATA, _PIPE),
+        omit_axes: Collection[str] = (DATA, PIPE),
         inner_sep: str = "_",
         outer_sep: str = "-",
     ) -> str:
@@ -87,12 +73,7 @@ class ProcessTopology:
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
         """The ranks whose places have the given values, in order."""
-        wanted = filter_kwargs.items()
-        return [
-            rank
-            for rank, place in enumerate(self._coordinates)
-            if all(getattr(place, axis) == value for axis, value in wanted)
-        ]
+        return self.grid.ranks(**filter_kwargs)
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
         """The ranks at ``idx`` of ``axis``, in order."""
@@ -100,11 +81,7 @@ class ProcessTopology:
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
         """The groups of ranks that differ in ``axis`` alone; none where there is no such axis."""
-        if axis not in self.axes:
-            return []
-        others = [each for each in self.axes if each != axis]
-        places = product(*(range(self.get_dim(each)) for each in others))
-        return [self.filter_match(**dict(zip(others, place, strict=True))) for place in places]
+        return self.grid.lines(axis) if axis in self.axes else []
 
     def __str__(self) -> str:
         return str(self.mapping)
@@ -114,14 +91,14 @@ class PipeDataParallelTopology(ProcessTopology):
     """Stages of a pipeline, and replicas of each."""
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
-        super().__init__([_PIPE, _DATA], [num_pp, num_dp])
+        super().__init__([PIPE, DATA], [num_pp, num_dp])
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
     """Stages of a pipeline, replicas, and slices of tensors."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
-        super().__init__([_PIPE, _DATA, _MODEL], [num_pp, num_dp, num_mp])
+        super().__init__([PIPE, DATA, MODEL], [num_pp, num_dp, num_mp])
 
 
 class PipelineParallelGrid:
@@ -144,34 +121,31 @@ class PipelineParallelGrid:
                 f"the topology has {self._topology.world_size()} places, and there are {self.world_size} ranks; they must "
                 "be equal"
             )
-        self.data_parallel_size = max(self._topology.get_dim(_DATA), 1)
-        self.pipe_parallel_size = max(self._topology.get_dim(_PIPE), 1)
-        self.model_parallel_size = max(self._topology.get_dim(_MODEL), 1)
+        self.data_parallel_size = max(self._topology.get_dim(DATA), 1)
+        self.pipe_parallel_size = max(self._topology.get_dim(PIPE), 1)
+        self.model_parallel_size = max(self._topology.get_dim(MODEL), 1)
         self.slice_parallel_size = self.model_parallel_size
         self.stage_id = self.get_stage_id()
         self.data_parallel_id = self.get_data_parallel_id()
         self.is_first_stage = self.stage_id == 0
         self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
-        replicas = [self._topology.get_axis_list(_DATA, each) for each in range(self.data_parallel_size)]
-        replica, self.ds_model_proc_group = self._join(replicas)
+        places = self._topology.grid.widened(PIPE, DATA, MODEL)
+        groups = grids.ProcessGrid(places, joined=[(PIPE, MODEL)])
+        replica, self.ds_model_proc_group = self._joined(groups, PIPE, MODEL)
         self.ds_model_world_size = len(replica)
         self.ds_model_rank = replica.index(self.global_rank)
-        self.dp_groups = self._topology.get_axis_comm_lists(_DATA)
-        self.dp_group, self.dp_proc_group = self._join(self.dp_groups)
-        self.pipe_groups = self._topology.get_axis_comm_lists(_PIPE)
-        self.pp_group, self.pp_proc_group = self._join(self.pipe_groups)
+        self.dp_groups = places.lines(DATA)
+        self.dp_group, self.dp_proc_group = self._joined(groups, DATA)
+        self.pipe_groups = places.lines(PIPE)
+        self.pp_group, self.pp_proc_group = self._joined(groups, PIPE)
         self.p2p_groups = self._neighbours()
-        slices = self._topology.get_axis_comm_lists(_MODEL) or [[rank] for rank in range(self.world_size)]
-        self.slice_group, self.slice_proc_group = self._join(slices)
+        self.slice_group, self.slice_proc_group = self._joined(groups, MODEL)
 
-    def _join(self, groups: list[list[int]]) -> tuple[list[int], Any]:
-        """Make all groups, and keep the one that this rank is in."""
-        mine: tuple[list[int], Any] = ([], None)
-        for ranks in groups:
-            group = comm.new_group(ranks)
-            if self.global_rank in ranks:
-                mine = ranks, group
-        return mine
+    @staticmethod
+    def _joined(groups: grids.ProcessGrid, *axes: str) -> tuple[list[int], Any]:
+        """The ranks of this process's group along ``axes``, and the group."""
+        found = groups.group(*axes)
+        return list(found.global_ranks), found.group
 
     def _neighbours(self) -> list[list[int]]:
         """For each rank, itself and the one of the next stage; the last stage's is the first."""
@@ -192,20 +166,20 @@ class PipelineParallelGrid:
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
         """The rank of another stage at this rank's place in the other axes; ``kwargs`` change those."""
-        place = self._topology.get_coord(self.global_rank)._replace(**{_PIPE: stage_id, **kwargs})
+        place = self._topology.get_coord(self.global_rank)._replace(**{PIPE: stage_id, **kwargs})
         return self._topology.get_rank(**place._asdict())
 
     def get_stage_id(self) -> int:
         """This rank's stage."""
-        return self._along(_PIPE)
+        return self._along(PIPE)
 
     def get_data_parallel_id(self) -> int:
         """This rank's replica."""
-        return self._along(_DATA)
+        return self._along(DATA)
 
     def get_slice_parallel_rank(self) -> int:
         """This rank's slice."""
-        return self._along(_MODEL)
+        return self._along(MODEL)
 
     def get_data_parallel_group_ranks(self) -> list[int]:
         """The ranks that have the same stage and slice."""

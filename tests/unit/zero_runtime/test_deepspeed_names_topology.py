@@ -26,7 +26,7 @@ def test_every_place_has_its_rank_and_back():
     assert grid.get_axis_comm_lists("a") == [[rank, rank + 12] for rank in range(12)]
     assert sorted(rank for ranks in grid.get_axis_comm_lists("c") for rank in ranks) == list(range(24))
     assert grid.get_axis_comm_lists("d") == [] and grid.get_dim("d") == 0
-    with pytest.raises(ConfigError, match="filter_match"):
+    with pytest.raises(ConfigError, match="ranks"):
         grid.get_rank(a=0, b=0)
     with pytest.raises(ConfigError, match="2 x 3 x 4"):
         grid.get_rank(a=0, b=3, c=0)

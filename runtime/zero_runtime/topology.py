@@ -1,0 +1,198 @@
+"""Ranks as a grid with named axes, and the process groups along them. The last axis changes fastest from rank to rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Final
+
+from zero_runtime import comm
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.errors import ConfigError, UsageError
+
+PIPE: Final = "pipe"
+DATA: Final = "data"
+SEQUENCE: Final = "sequence"
+MODEL: Final = "model"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessTopology:
+    """Places of ranks in a grid, and back. Pure arithmetic.
+
+    Attributes:
+        axes: their names, slowest first.
+        sizes: ranks along each.
+
+    Raises:
+        ConfigError: axes and sizes are not equally many, an axis is named twice, or a size is not positive.
+    """
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.axes) != len(self.sizes):
+            raise ConfigError(f"axes {list(self.axes)} and sizes {list(self.sizes)} must be equally many")
+        if len(set(self.axes)) < len(self.axes):
+            raise ConfigError(f"axes {list(self.axes)} must differ in their names")
+        if any(size < 1 for size in self.sizes):
+            raise ConfigError(f"axes of {list(self.sizes)} ranks: each must have at least 1")
+
+    @classmethod
+    def of(cls, **sizes: int) -> ProcessTopology:
+        """The topology of the given axes, slowest first: ``ProcessTopology.of(pipe=2, data=4)``."""
+        return cls(tuple(sizes), tuple(sizes.values()))
+
+    def widened(self, *axes: str) -> ProcessTopology:
+        """The same places with ``axes`` besides, where they are missing: one rank wide, so that no rank changes."""
+        missing = tuple(axis for axis in axes if axis not in self.axes)
+        return ProcessTopology(self.axes + missing, self.sizes + (1,) * len(missing))
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return prod(self.sizes)
+
+    def size(self, axis: str) -> int:
+        """Ranks along ``axis``; 1 where there is no such axis."""
+        return self.sizes[self.axes.index(axis)] if axis in self.axes else 1
+
+    def rank(self, **place: int) -> int:
+        """The rank at a place, which is given in all axes.
+
+        Raises:
+            ConfigError: an axis is left out or not known, or there is no such place.
+        """
+        if set(place) != set(self.axes):
+            raise ConfigError(
+                f"a rank is found by every axis once ({', '.join(self.axes)}), and "
+                f"{', '.join(place) or 'none'} were given; ranks() finds all ranks of a part"
+            )
+        number = 0
+        for axis, size in zip(self.axes, self.sizes, strict=True):
+            if not 0 <= place[axis] < size:
+                shown = ", ".join(f"{each}={place[each]}" for each in self.axes)
+                raise ConfigError(f"there is no place {shown} among {self} ranks")
+            number = number * size + place[axis]
+        return number
+
+    def place(self, rank: int) -> dict[str, int]:
+        """The place of ``rank``: its number along each axis.
+
+        Raises:
+            ConfigError: there is no such rank.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ConfigError(f"rank {rank} is not one of the {self.world_size} of this topology")
+        place = {}
+        for axis, size in zip(reversed(self.axes), reversed(self.sizes), strict=True):
+            rank, place[axis] = divmod(rank, size)
+        return {axis: place[axis] for axis in self.axes}
+
+    def ranks(self, **part: int) -> list[int]:
+        """The ranks whose places have the given values, in order; all ranks where none is given.
+
+        Raises:
+            ConfigError: there is no such axis.
+        """
+        unknown = set(part) - set(self.axes)
+        if unknown:
+            raise ConfigError(
+                f"there is no axis {', '.join(sorted(unknown))}; there are {', '.join(self.axes)}"
+            )
+        ranges = [
+            [number for number in range(size) if part.get(axis, number) == number]
+            for axis, size in zip(self.axes, self.sizes, strict=True)
+        ]
+        places = (dict(zip(self.axes, place, strict=True)) for place in product(*ranges))
+        return [self.rank(**place) for place in places]
+
+    def lines(self, *axes: str) -> list[list[int]]:
+        """The lists of ranks that differ in ``axes`` alone, each in order. An axis that is missing is one rank wide."""
+        others = [axis for axis in self.axes if axis not in axes]
+        places = product(*(range(self.size(axis)) for axis in others))
+        return [self.ranks(**dict(zip(others, place, strict=True))) for place in places]
+
+    def line(self, rank: int, *axes: str) -> list[int]:
+        """The ranks that differ from ``rank`` in ``axes`` alone, itself included, in order."""
+        place = self.place(rank)
+        return self.ranks(**{axis: place[axis] for axis in self.axes if axis not in axes})
+
+    def check(self, world_size: int) -> None:
+        """Check that the grid is of all ranks.
+
+        Raises:
+            ConfigError: the sizes do not multiply to ``world_size``.
+        """
+        if self.world_size != world_size:
+            shown = ", ".join(f"{axis}={size}" for axis, size in zip(self.axes, self.sizes, strict=True))
+            raise ConfigError(
+                f"the topology {shown} has {self.world_size} places, and there are {world_size} ranks; they must be equal"
+            )
+
+    def __str__(self) -> str:
+        return " x ".join(map(str, self.sizes))
+
+
+class ProcessGrid:
+    """The process groups along the axes of a topology, of which each is named by its axis, also in traces.
+
+    Every rank makes the same groups in the same order, those that it is not in included: so all ranks must make the grid
+    at the same place of their program, with the same arguments. A group of one rank is made too.
+
+    Args:
+        topology: the places of all ranks.
+        joined: groups along several axes at once, such as ("pipe", "model"); named "pipe+model". Axes that the topology
+            lacks are left out of them; of those that come to one axis that axis's group is used.
+
+    Raises:
+        ConfigError: the topology is of another number of ranks.
+        UsageError: torch.distributed is not initialised.
+    """
+
+    def __init__(self, topology: ProcessTopology, joined: Sequence[Sequence[str]] = ()) -> None:
+        if not comm.is_initialized():
+            raise UsageError(
+                "torch.distributed is not initialised; call zero_runtime.init_distributed() first"
+            )
+        topology.check(comm.get_world_size())
+        self.topology = topology
+        self.rank = comm.get_rank()
+        self.place: Mapping[str, int] = topology.place(self.rank)
+        self._groups: dict[tuple[str, ...], DataParallelGroup] = {}
+        for axes in [*((axis,) for axis in topology.axes), *map(tuple, joined)]:
+            self._make(self._present(axes))
+
+    def _present(self, axes: Sequence[str]) -> tuple[str, ...]:
+        return tuple(axis for axis in self.topology.axes if axis in axes)
+
+    def _make(self, axes: tuple[str, ...]) -> None:
+        if not axes or axes in self._groups:
+            return
+        for ranks in self.topology.lines(*axes):
+            group = comm.new_group(ranks, "+".join(axes))
+            if self.rank in ranks:
+                self._groups[axes] = DataParallelGroup(group)
+
+    def group(self, *axes: str) -> DataParallelGroup:
+        """The ranks that differ from this one in ``axes`` alone, itself included.
+
+        Raises:
+            UsageError: there is no such group, since the grid was made without it.
+        """
+        found = self._groups.get(self._present(axes))
+        if found is None:
+            made = ", ".join("+".join(each) for each in self._groups)
+            raise UsageError(f"the grid has no group along {'+'.join(axes)}; it has {made}")
+        return found
+
+    def along(self, axis: str) -> int:
+        """This rank's number along ``axis``; 0 where there is no such axis."""
+        return self.place.get(axis, 0)
+
+    def size(self, axis: str) -> int:
+        """Ranks along ``axis``; 1 where there is no such axis."""
+        return self.topology.size(axis)
