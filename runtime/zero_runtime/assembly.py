@@ -16,11 +16,11 @@ from zero_runtime.bands import BandedGradients
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.configuration.combinations import WHOLE_BUCKET_NUMEL
+from zero_runtime.data_parallel import data_parallel_ranks
 from zero_runtime.errors import ConfigError, UnsupportedError
 from zero_runtime.flat_parameters import FlatParameters
 from zero_runtime.gradients import ParameterGroup, Policy, ShardedGradients
 from zero_runtime.grouping import flat_groups
-from zero_runtime.logged_group import log_messages
 from zero_runtime.loss_scale import LossScale
 from zero_runtime.matrix_updates import check_whole_gradients
 from zero_runtime.offload.placement import placement
@@ -41,7 +41,7 @@ from zero_runtime.sharding.assembly import ShardedModel
 from zero_runtime.sharding.residency import Residency, residency_of
 from zero_runtime.sharding.shards import shard_of
 from zero_runtime.stages import stage
-from zero_runtime.timed_group import TimedGroup
+from zero_runtime.topology_aware.watch import Watch
 from zero_runtime.torch_optimizer import ClientOptimizer, check_shardable, torch_optimizer
 from zero_runtime.whole_gradients import AccumulatedGradients, ReplicatedGradients
 
@@ -63,7 +63,7 @@ class Boundary:
 class Assembly(NamedTuple):
     """The parts of an engine. Without an optimizer that and the torch optimizer are None, and the loss scale is 1.
 
-    The residency is that of sharded parameters.
+    The residency is that of sharded parameters; the watch looks for slow ranks.
     """
 
     module: torch.nn.Module
@@ -76,6 +76,7 @@ class Assembly(NamedTuple):
     optimizer: Any
     gradients: Gradients
     residency: Residency | None = None
+    watch: Watch | None = None
 
 
 def assemble(
@@ -92,9 +93,17 @@ def assemble(
     _check_module(module)
     close(module)
     given = list(parameters) if parameters is not None else None
-    group = TimedGroup() if config.wall_clock_breakdown else DataParallelGroup()
-    if config.comms_logger.enabled:
-        log_messages(group)
+    ranks = data_parallel_ranks(config)
+    return _assembled(config, module, client, given, ranks.group)._replace(watch=ranks.watch)
+
+
+def _assembled(
+    config: RuntimeConfig,
+    module: torch.nn.Module,
+    client: ClientOptimizer | None,
+    given: list[Any] | None,
+    group: DataParallelGroup,
+) -> Assembly:
     device = group.device
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Final
 
@@ -137,6 +137,13 @@ def new_group(ranks: Sequence[int], name: str | None = None) -> ProcessGroup:
         name: what traces call it, such as the axis of a topology; it need not be unique.
     """
     return dist.new_group(list(ranks), group_desc=name)
+
+
+def default_group() -> ProcessGroup:
+    """The group of all ranks."""
+    found = dist.group.WORLD
+    assert found is not None
+    return found
 
 
 def barrier(group: ProcessGroup | None = None) -> None:
@@ -332,3 +339,25 @@ class DataParallelGroup:
             return dist.all_to_all_single(
                 output, rows, received, list(row_numels), group=self.group, async_op=asynchronous
             )
+
+    def sum_rows(
+        self,
+        received: torch.Tensor,
+        rows: torch.Tensor,
+        row_numels: Sequence[int],
+        why: hooks.tag | None = None,
+        asynchronous: bool = False,
+    ) -> tuple[Work | None, Callable[[], torch.Tensor]]:
+        """A reduce_scatter made of an all_to_all and a local sum.
+
+        Args:
+            received: room for what comes: world_size x row_numels[rank] elements.
+            rows, row_numels: as of :meth:`all_to_all_single`.
+
+        Returns:
+            What is to be waited for, and then what gives this rank's sum, 1-D. 16-bit rows are added up in fp32: the sum is
+            rounded once.
+        """
+        work = self.all_to_all_single(received, rows, row_numels, why=why, asynchronous=asynchronous)
+        width = row_numels[self.rank]
+        return work, lambda: received.view(self.world_size, width).sum(0, dtype=torch.float32)

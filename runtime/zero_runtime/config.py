@@ -16,6 +16,7 @@ from zero_runtime.buckets import Scaling
 from zero_runtime.configuration import document, keys
 from zero_runtime.configuration.activation_checkpointing import ActivationCheckpointing
 from zero_runtime.configuration.combinations import check, note_contradictions, whole_gradients
+from zero_runtime.configuration.communication import CommunicationConfig, read_communication
 from zero_runtime.configuration.offload import effective_aio, read_aio
 from zero_runtime.configuration.offload_param import modern as modern_zero
 from zero_runtime.configuration.precision import PrecisionConfig, read_precision
@@ -85,6 +86,7 @@ class RuntimeConfig:
     csv_monitor: MonitorConfig
     tensorboard: MonitorConfig
     activation_checkpointing: ActivationCheckpointing
+    communication: CommunicationConfig
     precision: PrecisionConfig
     zero: ZeroConfig
     aio: AsynchronousIO
@@ -131,6 +133,7 @@ class RuntimeConfig:
             csv_monitor=MonitorConfig(**top["csv_monitor"]),
             tensorboard=MonitorConfig(**top["tensorboard"]),
             activation_checkpointing=ActivationCheckpointing(**top["activation_checkpointing"]),
+            communication=read_communication(top["communication"], world_size),
             dump_state=top["dump_state"],
             precision=read_precision(top),
             zero=zero,
@@ -202,6 +205,7 @@ class RuntimeConfig:
         autocast = self.precision.autocast_dtype
         return {
             **values,
+            "communication": self.communication.effective(),
             "communication_data_type": kinds["communication_data_type"],
             "fp16": self.precision.effective_fp16(),
             "bf16": {

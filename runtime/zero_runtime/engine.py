@@ -65,6 +65,7 @@ class Engine(Settings, WholeSteps, Saving, torch.nn.Module):
         self._group = assembly.group
         self._gradients = assembly.gradients
         self._residency = assembly.residency
+        self._watch = assembly.watch
         efficient = config.zero.stage.shards_parameters and config.zero.sharding.memory_efficient_linear
         self._linear: Callable[[], AbstractContextManager[None]] = (
             memory_efficient_linear if efficient else nullcontext
@@ -249,6 +250,8 @@ class Engine(Settings, WholeSteps, Saving, torch.nn.Module):
             self._window.stepping = False
         self._window.count_step(self.config.gradient_accumulation_steps)
         if last:
+            if self._watch is not None:
+                self._watch.see_step(self.global_steps)
             self._report.see_memory("after step")
             self._report.see_step(self._progress())
 

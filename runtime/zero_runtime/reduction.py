@@ -139,12 +139,9 @@ def exchange(
         bucket: what they come from.
         group: the data-parallel ranks.
     """
-    mine = numels[group.rank]
-    received = _room(group.world_size * mine, rows, bucket)
+    received = _room(group.world_size * numels[group.rank], rows, bucket)
     why = bucket.why(intended_op="reduce_scatter")
-    work = group.all_to_all_single(received, rows, numels, why=why, asynchronous=bucket.asynchronous)
-    # 16-bit rows are added up in fp32: the sum is rounded once.
-    return work, lambda: received.view(group.world_size, mine).sum(0, dtype=torch.float32)
+    return group.sum_rows(received, rows, numels, why=why, asynchronous=bucket.asynchronous)
 
 
 def _room(numel: int, rows: torch.Tensor, bucket: Bucket) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from commprof import hooks
 from zero_runtime.clock import Clock
-from zero_runtime.comm import DataParallelGroup
+from zero_runtime.comm import DataParallelGroup, ProcessGroup
 
 _COLLECTIVES: Final = (
     "all_reduce",
@@ -26,7 +26,11 @@ _COLLECTIVES: Final = (
 
 
 class TimedGroup(DataParallelGroup):
-    """All ranks; of an asynchronous collective the time to begin it and the time spent waiting for it count.
+    """Ranks; of an asynchronous collective the time to begin it and the time spent waiting for it count.
+
+    Args:
+        group: torch's process group; None for all ranks.
+        clock: one to share; None for one of its own.
 
     Attributes:
         clock: what the times are added to.
@@ -34,9 +38,9 @@ class TimedGroup(DataParallelGroup):
 
     clock: Clock
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.clock = Clock(True, self.device)
+    def __init__(self, group: ProcessGroup | None = None, clock: Clock | None = None) -> None:
+        super().__init__(group)
+        self.clock = Clock(True, self.device) if clock is None else clock
 
 
 class TimedWork:

@@ -18,6 +18,7 @@ from zero_runtime.configuration.checks import (
     strings,
     text,
 )
+from zero_runtime.configuration.communication import COMMUNICATION
 from zero_runtime.configuration.key_table import Key, Table, inert, inside, later, refused, used, waiting
 from zero_runtime.configuration.offload import AIO
 
@@ -219,9 +220,7 @@ FEATURES: Final[Table] = {
         boolean, False, "the same with default settings. Not a key of DeepSpeed", "compression",
         "communication_data_type bf16 halves the bytes",
     ),
-    "communication": later(
-        mapping, None, "collectives that know which links are slow. Not a key of DeepSpeed", "topology-aware communication"
-    ),
+    "communication": used(inside(COMMUNICATION), {}, "collectives that know which links are slow. Not a key of DeepSpeed"),
     "pipeline_parallel": later(mapping, None, "stages of a pipeline. Not a key of DeepSpeed", "pipelines"),
     "partition_methods": later(
         anything, None, "how layers are dealt out to stages. Not a key of DeepSpeed", "pipelines"

@@ -88,8 +88,11 @@ class Residency:
                 shard = Shard(parameter, self._group, storage.place)
                 self._gatherer.keep_secondary(shard)
                 shard.release()
-            elif shard.dtype != parameter.dtype:
-                shard.cast(parameter.dtype)
+            else:
+                if shard.group.group is self._group.group:
+                    shard.group = self._group  # that of zero.Init knows nothing of the configuration
+                if shard.dtype != parameter.dtype:
+                    shard.cast(parameter.dtype)
             shard.name = name
             shard.persistent = self._persists(shard, persistent)
             persistent += shard.numel if shard.persistent else 0

@@ -1,0 +1,129 @@
+"""The block ``communication``: collectives along the axes of a grid of ranks, and the slow ranks that are told of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final
+
+from zero_runtime.configuration.checks import Check, number, optional, strings, text
+from zero_runtime.configuration.key_table import Table, inside, refused, used
+from zero_runtime.errors import ConfigError
+
+
+def _topology(name: str, value: Any) -> int | str | tuple[int, ...]:
+    if value == "auto":
+        return "auto"
+    if isinstance(value, list | tuple) and value and all(type(each) is int and each > 0 for each in value):
+        return tuple(value)
+    if type(value) is int and value in (1, 2, 3):
+        return value
+    raise ConfigError(
+        f"{name} is {value!r}; expected 1, 2 or 3 axes, auto, or a list with the ranks along each axis, such as [2, 4]"
+    )
+
+
+def _fraction(name: str, value: Any) -> float:
+    found = float(number(0.0)(name, value))
+    if found == 0.0:
+        raise ConfigError(f"{name} is {value!r}; expected a fraction of a step's time above 0, such as 0.2")
+    return found
+
+
+CALIBRATION: Final[Table] = {
+    "world": used(optional(text), None, "file of commprof calibrate among all ranks"),
+    "axes": used(strings, (), "files among the ranks of one group of each axis, outermost axis first"),
+}
+
+COMMUNICATION: Final[Table] = {
+    "topology": used(
+        Check("1, 2, 3, `auto` or list of int", _topology),
+        1,
+        "axes of the grid of ranks along which gradient sums and parameter gathers go; see docs/topology.md",
+    ),
+    "calibration": used(
+        optional(inside(CALIBRATION)),
+        None,
+        "measured costs, by which each message size goes along the axes or not",
+    ),
+    "slow_node_tolerance": used(
+        optional(Check("number > 0", _fraction)),
+        None,
+        "say which rank or link keeps the others waiting for more than this fraction of a step",
+    ),
+    "bounded_delay": refused(
+        "gradients are averaged over all ranks in every step, never with a delay; slow_node_tolerance says which rank is "
+        "late, and gradient_accumulation_steps has ranks wait for one another less often",
+        "steps that a slow rank's gradients may be late",
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommunicationConfig:
+    """The block, checked.
+
+    Attributes:
+        topology: number of axes, ``auto``, or the ranks along each axis, outermost first.
+        world_calibration: the file among all ranks; None without costs.
+        axis_calibrations: one for each axis.
+        slow_node_tolerance: a fraction of a step's time; None where nobody looks for slow ranks.
+    """
+
+    topology: int | str | tuple[int, ...] = 1
+    world_calibration: str | None = None
+    axis_calibrations: tuple[str, ...] = ()
+    slow_node_tolerance: float | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing is composed."""
+        return self.topology == 1
+
+    def effective(self) -> dict[str, Any]:
+        """The settings under the keys of a configuration."""
+        files = {"world": self.world_calibration, "axes": list(self.axis_calibrations)}
+        return {
+            "topology": list(self.topology) if isinstance(self.topology, tuple) else self.topology,
+            "calibration": files if self.world_calibration else None,
+            "slow_node_tolerance": self.slow_node_tolerance,
+        }
+
+
+def read_communication(values: Mapping[str, Any], world_size: int) -> CommunicationConfig:
+    """The checked ``values`` of the block.
+
+    Raises:
+        ConfigError: sizes of axes that do not multiply to the ranks; a calibration that lacks a file.
+    """
+    topology = values["topology"]
+    if isinstance(topology, tuple) and prod(topology) != world_size:
+        raise ConfigError(
+            f"communication.topology is {list(topology)}, a grid of {prod(topology)} ranks, and there are {world_size}; "
+            "expected sizes whose product is the number of ranks, or auto"
+        )
+    files = values["calibration"]
+    if files is not None and not (files["world"] and files["axes"]):
+        raise ConfigError(
+            "communication.calibration needs world, a file of commprof calibrate among all ranks, and axes, a list with one "
+            "such file for each axis; give both, or remove the block to have every message go along the axes"
+        )
+    if files is not None and isinstance(topology, tuple):
+        expected = max(1, sum(size > 1 for size in topology))
+        if expected > 1 and len(files["axes"]) != expected:
+            raise ConfigError(wrong_number_of_files(len(files["axes"]), expected))
+    return CommunicationConfig(
+        topology=topology,
+        world_calibration=files["world"] if files else None,
+        axis_calibrations=files["axes"] if files else (),
+        slow_node_tolerance=values["slow_node_tolerance"],
+    )
+
+
+def wrong_number_of_files(given: int, expected: int) -> str:
+    """What to say of calibrations that are not one for each axis."""
+    return (
+        f"communication.calibration.axes has {given} files, and the grid has {expected} axes of more than one rank; "
+        "expected one file for each of them, outermost first"
+    )

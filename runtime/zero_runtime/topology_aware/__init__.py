@@ -1,0 +1,1 @@
+"""Collectives over all ranks, composed of collectives along the axes of a grid of ranks (the block ``communication``)."""

@@ -1,0 +1,65 @@
+"""Gives a group of all ranks what the block ``communication`` asks for, before anything is sent through it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.configuration.communication import CommunicationConfig, wrong_number_of_files
+from zero_runtime.errors import ConfigError
+from zero_runtime.reduction import default_implementation
+from zero_runtime.topology_aware.choice import Choice, agreed_costs
+from zero_runtime.topology_aware.grid import Grid, hosts_of, make_grid
+from zero_runtime.topology_aware.group import ComposedMessages
+from zero_runtime.topology_aware.sizes import grid, sharing
+from zero_runtime.topology_aware.watch import Watch, count_time
+
+
+def install(
+    group: DataParallelGroup,
+    communication: CommunicationConfig,
+    implementation: str | None,
+    wrap: Callable[[Any], DataParallelGroup],
+) -> Watch | None:
+    """Have messages of ``group`` go along the axes of a grid, and its ranks watched, as far as that is asked for.
+
+    Args:
+        group: all ranks.
+        communication: the block.
+        implementation: of a reduce_scatter: ``native``, ``all_to_all``, or None for the backend's.
+        wrap: makes a group like ``group`` of the ranks along an axis.
+
+    Returns:
+        What looks for slow ranks; None where nobody asked.
+
+    Raises:
+        ConfigError: on every rank, where a calibration cannot be read or there is not one for each axis.
+    """
+    made: Grid | None = None
+    choice = None
+    chosen = implementation or default_implementation(group.backend)
+    if not communication.plain:
+        hosts = hosts_of(group)
+        sizes, notice = grid(communication.topology, hosts)
+        if notice and group.rank == 0:
+            print(f"zero_runtime: {notice}", file=sys.stderr, flush=True)
+        if len(sizes) > 1:
+            costs = None
+            if communication.world_calibration is not None:
+                files = communication.axis_calibrations
+                if len(files) != len(sizes):
+                    raise ConfigError(wrong_number_of_files(len(files), len(sizes)))
+                costs = agreed_costs(group, communication.world_calibration, files, sharing(sizes, hosts))
+            choice = Choice(sizes, chosen, costs)
+            made = make_grid(group, sizes, wrap)
+    tolerance = communication.slow_node_tolerance
+    watch = None
+    if tolerance is not None:
+        world = count_time(group)
+        axes = [count_time(each) for each in made.groups] if made is not None else []
+        watch = Watch(group, tolerance, world, axes, made.sizes if made is not None else ())
+    if made is not None and choice is not None:
+        ComposedMessages(group, made, choice, chosen).install(group)
+    return watch
