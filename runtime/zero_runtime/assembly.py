@@ -14,6 +14,8 @@ import torch
 from commprof import hooks
 from zero_runtime.bands import BandedGradients
 from zero_runtime.comm import DataParallelGroup
+from zero_runtime.compression.assembly import compressed
+from zero_runtime.compression.residuals import Residuals
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.configuration.combinations import WHOLE_BUCKET_NUMEL
 from zero_runtime.data_parallel import data_parallel_ranks
@@ -34,7 +36,7 @@ from zero_runtime.precision import (
     communication_dtypes,
     precision,
 )
-from zero_runtime.reduction import reduction
+from zero_runtime.reduction import Reduction, reduction
 from zero_runtime.replicated_optimizer import ReplicatedOptimizer
 from zero_runtime.sharded_optimizer import ShardedOptimizer
 from zero_runtime.sharding.assembly import ShardedModel
@@ -54,6 +56,7 @@ class Boundary:
     """Asks the engine, which is made last, whether the micro-batch at hand is the last of its step."""
 
     ask: Callable[[], bool] = lambda: True
+    steps: Callable[[], int] = lambda: 0  # taken so far, by the engine's count
 
     def __call__(self) -> bool:
         """The engine's answer."""
@@ -63,7 +66,8 @@ class Boundary:
 class Assembly(NamedTuple):
     """The parts of an engine. Without an optimizer that and the torch optimizer are None, and the loss scale is 1.
 
-    The residency is that of sharded parameters; the watch looks for slow ranks.
+    The residency is that of sharded parameters; the watch looks for slow ranks; the residuals are what gradient
+    compression has left over.
     """
 
     module: torch.nn.Module
@@ -77,6 +81,7 @@ class Assembly(NamedTuple):
     gradients: Gradients
     residency: Residency | None = None
     watch: Watch | None = None
+    residuals: Residuals | None = None
 
 
 def assemble(
@@ -125,18 +130,32 @@ def _assembled(
         kept = _unused_gradients(config, module, kinds, group, boundary)
         return Assembly(module, device, group, kinds, boundary, LossScale(), None, None, kept)
     _describe(module, inner)
+    scale = LossScale(config.precision.loss_scale)
+    reduce, residuals = _reduction(config, group, boundary, scale)
     policy = Policy(
         stage=config.zero.stage,
-        reduce=reduction(config.zero.gradient_reduction, config.zero.reduce_scatter_impl),
+        reduce=reduce,
         scaling=config.scaling(group.world_size),
         limit=config.zero.reduce_bucket_size,
         contiguous=config.zero.contiguous_gradients,
         overlap=config.zero.overlap_comm and config.zero.stage.shards_optimizer,
     )
     build = _sharded if config.zero.stage.shards_optimizer else _replicated
-    scale = LossScale(config.precision.loss_scale)
     optimizer, gradients = build(config, module, inner, kinds, policy, group, boundary, scale)
-    return Assembly(module, device, group, kinds, boundary, scale, inner, optimizer, gradients)
+    made = Assembly(module, device, group, kinds, boundary, scale, inner, optimizer, gradients)
+    return made._replace(residuals=residuals)
+
+
+def _reduction(
+    config: RuntimeConfig, group: DataParallelGroup, boundary: Boundary, scale: LossScale
+) -> tuple[Reduction, Residuals | None]:
+    """How gradients are reduced, and what is left over where they are compressed."""
+    plain = reduction(config.zero.gradient_reduction, config.zero.reduce_scatter_impl)
+    if config.gradient_compression is None:
+        return plain, None
+    return compressed(
+        config.gradient_compression, plain, group, lambda: boundary.steps(), lambda: scale.value
+    )
 
 
 _gradients_of: WeakKeyDictionary[torch.nn.Module, weakref.ref[ShardedGradients | BandedGradients]] = (

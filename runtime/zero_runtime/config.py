@@ -17,6 +17,7 @@ from zero_runtime.configuration import document, keys
 from zero_runtime.configuration.activation_checkpointing import ActivationCheckpointing
 from zero_runtime.configuration.combinations import check, note_contradictions, whole_gradients
 from zero_runtime.configuration.communication import CommunicationConfig, read_communication
+from zero_runtime.configuration.compression import GradientCompression, check_compression, read_compression
 from zero_runtime.configuration.offload import effective_aio, read_aio
 from zero_runtime.configuration.offload_param import modern as modern_zero
 from zero_runtime.configuration.precision import PrecisionConfig, read_precision
@@ -87,6 +88,7 @@ class RuntimeConfig:
     tensorboard: MonitorConfig
     activation_checkpointing: ActivationCheckpointing
     communication: CommunicationConfig
+    gradient_compression: GradientCompression | None
     precision: PrecisionConfig
     zero: ZeroConfig
     aio: AsynchronousIO
@@ -134,6 +136,7 @@ class RuntimeConfig:
             tensorboard=MonitorConfig(**top["tensorboard"]),
             activation_checkpointing=ActivationCheckpointing(**top["activation_checkpointing"]),
             communication=read_communication(top["communication"], world_size),
+            gradient_compression=read_compression(top),
             dump_state=top["dump_state"],
             precision=read_precision(top),
             zero=zero,
@@ -146,6 +149,7 @@ class RuntimeConfig:
         if config.accumulates_whole:
             config = dataclasses.replace(config, zero=whole_gradients(config.zero, notices))
         check(config)
+        check_compression(config, notices)
         note_contradictions(config, notices)
         return dataclasses.replace(config, notices=tuple(notices))
 

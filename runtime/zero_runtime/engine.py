@@ -64,6 +64,7 @@ class Engine(Settings, WholeSteps, Saving, torch.nn.Module):
         self.skipped_steps = 0
         self._group = assembly.group
         self._gradients = assembly.gradients
+        self._residuals = assembly.residuals
         self._residency = assembly.residency
         self._watch = assembly.watch
         efficient = config.zero.stage.shards_parameters and config.zero.sharding.memory_efficient_linear
@@ -87,6 +88,7 @@ class Engine(Settings, WholeSteps, Saving, torch.nn.Module):
             gc.collect()
             gc.disable()
         assembly.boundary.ask = self.is_gradient_accumulation_boundary
+        assembly.boundary.steps = lambda: self.global_steps
 
     def __getattr__(self, name: str) -> Any:
         """Names that the engine has not are the model's."""

@@ -17,6 +17,7 @@ from zero_runtime.checkpoint.training import Training
 from zero_runtime.checkpoint.weights import collected_weights, save_weights
 from zero_runtime.checkpoint.writer import save
 from zero_runtime.comm import DataParallelGroup
+from zero_runtime.compression.residuals import Residuals
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.errors import ConfigError, UsageError
 from zero_runtime.loss_scale import LossScale
@@ -37,6 +38,7 @@ class Saving:
     _group: DataParallelGroup
     _scale: LossScale
     _window: Window
+    _residuals: Residuals | None
     zero_grad: Callable[..., None]
 
     def save_checkpoint(
@@ -211,6 +213,7 @@ class Saving:
                     "micro_steps": self._window.micro_steps,
                     "gradient_accumulation_steps": self.config.gradient_accumulation_steps,
                 },
+                self._residuals,
             )
         finally:
             hooks.phase("other")

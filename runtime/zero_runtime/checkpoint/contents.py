@@ -8,6 +8,7 @@ key                                   tensor
 ``whole.<state>/0/<name>``            a state tensor of another shape than the parameter, whole
 ``buffer/<name>``                     a persistent buffer
 ``random/<generator>``                the state of a random generator
+``residual/<name>``                   what gradient compression has left over of parameter <name> on this rank
 ``json/<number>``                     a tensor inside client state, options or the state of a schedule
 ====================================  ============================================================================
 
@@ -59,6 +60,8 @@ def entries(training: Training, excluded: Iterable[str]) -> tuple[list[Entry], d
     found += [
         held(f"random/{name}", state) for name, state in random_state.collect(training.group.device).items()
     ]
+    if training.residuals is not None:
+        found += [held(f"residual/{name}", each) for name, each in training.residuals.tensors.items()]
     told = [
         {"parameters": names, "scalars": json.loads(text)} for text, names in scalars.items() if text != "{}"
     ]

@@ -232,6 +232,7 @@ def _restore(training: Training, checkpoint: OpenCheckpoint, wanted: Wanted) -> 
             training.loss_scale.load_state_dict(scale)
         if len(manifest.files) == training.group.world_size:
             random_state.restore(checkpoint.random_states(training.group.rank), training.group.device)
+    _restore_residuals(training, checkpoint if states else None)
     if wanted.scheduler_states and not wanted.module_only and training.scheduler is not None:
         state = checkpoint.decode(manifest.lr_scheduler)
         if state is not None:
@@ -239,6 +240,20 @@ def _restore(training: Training, checkpoint: OpenCheckpoint, wanted: Wanted) -> 
     client_state = checkpoint.decode(manifest.client_state)
     counters = None if wanted.module_only or not manifest.counters else dict(manifest.counters)
     return Loaded(checkpoint.directory, client_state, counters)
+
+
+def _restore_residuals(training: Training, checkpoint: OpenCheckpoint | None) -> None:
+    """Take over what gradient compression had left over; without a checkpoint nothing is, for it was of other weights."""
+    if training.residuals is None:
+        return
+    saved_by = 0 if checkpoint is None else len(checkpoint.manifest.files)
+    group = training.group
+    read = checkpoint.residuals if checkpoint is not None else _no_residuals
+    training.residuals.load(read, group.rank, group.world_size, saved_by, group.device)
+
+
+def _no_residuals(rank: int) -> dict[str, torch.Tensor]:
+    return {}
 
 
 def _restore_module(training: Training, checkpoint: OpenCheckpoint) -> None:

@@ -132,10 +132,17 @@ class OpenCheckpoint:
 
     def random_states(self, rank: int) -> dict[str, torch.Tensor]:
         """The states of the random generators of ``rank``, by name."""
+        return self._of_rank("random", rank)
+
+    def residuals(self, rank: int) -> dict[str, torch.Tensor]:
+        """What gradient compression had left over on ``rank``, by parameter."""
+        return self._of_rank("residual", rank)
+
+    def _of_rank(self, wanted: str, rank: int) -> dict[str, torch.Tensor]:
         return {
             name: piece.file.get_tensor(piece.key)
             for (kind, name), pieces in self._pieces.items()
-            if kind == "random"
+            if kind == wanted
             for piece in pieces
             if piece.start == rank
         }

@@ -97,7 +97,7 @@ class Checkpoint(OpenCheckpoint):
         kind, _, rest = key.partition("/")
         view = file.get_slice(key)
         numel, dtype = math.prod(view.get_shape()), DTYPES[view.get_dtype()]
-        if kind in ("buffer", "random"):
+        if kind in ("buffer", "random", "residual"):
             self._add(kind, rest, Piece(rank, numel, dtype, file, key))
             return
         if kind == "json":

@@ -9,6 +9,7 @@ import torch
 
 from zero_runtime.checkpoint.manifest import ParameterFacts
 from zero_runtime.comm import DataParallelGroup
+from zero_runtime.compression.residuals import Residuals
 from zero_runtime.sharding.shards import shard_of
 
 
@@ -24,6 +25,7 @@ class Training(NamedTuple):
         stage: the ZeRO stage.
         sharded: whether each rank's optimizer holds another part of the parameters.
         counters: as in the manifest.
+        residuals: what gradient compression has left over on this rank; None where it keeps nothing.
     """
 
     module: torch.nn.Module
@@ -34,6 +36,7 @@ class Training(NamedTuple):
     stage: int
     sharded: bool
     counters: Mapping[str, int]
+    residuals: Residuals | None = None
 
     @property
     def trained(self) -> dict[str, tuple[torch.nn.Parameter, int]]:

@@ -109,6 +109,13 @@ def _positive(name: str, value: Any) -> float:
     return found
 
 
+def _fraction(name: str, value: Any) -> float:
+    found = float(number()(name, value))
+    if not 0.0 < found <= 1.0:
+        raise ConfigError(f"{name} is {value!r}; expected a number above 0 and up to 1, such as 0.01 for 1 %")
+    return found
+
+
 def _text(name: str, value: Any) -> str:
     if isinstance(value, str):
         return value
@@ -137,6 +144,7 @@ def _auto(value: Any) -> str:
 
 boolean: Final = Check("bool", _boolean)
 positive: Final = Check("number > 0", _positive)
+fraction: Final = Check("number > 0 and <= 1", _fraction)
 text: Final = Check("string", _text)
 strings: Final = Check("list of strings", _strings)
 string_or_strings: Final = Check("string or list of strings", _string_or_strings)

@@ -19,6 +19,7 @@ from zero_runtime.configuration.checks import (
     text,
 )
 from zero_runtime.configuration.communication import COMMUNICATION
+from zero_runtime.configuration.compression import COMPRESSION
 from zero_runtime.configuration.key_table import Key, Table, inert, inside, later, refused, used, waiting
 from zero_runtime.configuration.offload import AIO
 
@@ -212,13 +213,11 @@ FEATURES: Final[Table] = {
     "sequence_parallel_size": later(integer(1), 1, "ranks that share a sequence", "sequence parallelism"),
     "weight_quantization": later(mapping, None, "quantized weights for inference", "compression"),
     "datastates": later(mapping, None, "checkpoints by DataStates", "checkpoints by DataStates"),
-    "gradient_compression": later(
-        mapping, None, "send fewer or smaller gradients. Not a key of DeepSpeed", "compression",
-        "communication_data_type bf16 halves the bytes",
+    "gradient_compression": used(
+        optional(inside(COMPRESSION)), None, "stages 0 to 2: send gradients compressed. Not a key of DeepSpeed"
     ),
-    "compress_communication": later(
-        boolean, False, "the same with default settings. Not a key of DeepSpeed", "compression",
-        "communication_data_type bf16 halves the bytes",
+    "compress_communication": used(
+        boolean, False, "the same with default settings. Not a key of DeepSpeed"
     ),
     "communication": used(inside(COMMUNICATION), {}, "collectives that know which links are slow. Not a key of DeepSpeed"),
     "pipeline_parallel": later(mapping, None, "stages of a pipeline. Not a key of DeepSpeed", "pipelines"),

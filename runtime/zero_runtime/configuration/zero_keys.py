@@ -219,7 +219,7 @@ ZERO: Final[Table] = {
     "zero_force_param_types": later(
         strings, None, "never shard parameters of these modules", "custom partitioning"
     ),
-    "hierarchical_compress": later(
-        boolean, False, "compress between hosts only", "compression", "see zero_hpz_partition_size"
+    "hierarchical_compress": used(
+        boolean, False, "the same as gradient_compression.hierarchical_compress. Not a key of DeepSpeed"
     ),
 }

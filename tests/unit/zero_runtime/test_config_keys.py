@@ -38,6 +38,7 @@ NVME = {
 PARAMETERS_IN_FILES = {
     "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "there"}}
 }
+COSTS = {"communication": {"calibration": {"world": "all.json", "axes": ["one.json", "two.json"]}}}
 # For each implemented key a value that must make a difference, and what else it needs for that.
 VALUES = {
     "train_batch_size": (8, {"train_micro_batch_size_per_gpu": None}),
@@ -110,6 +111,21 @@ VALUES = {
             "overlap_events": False,
         }.items()
     },
+    "gradient_compression": ({"algorithm": "1bit"}, {}),
+    **{
+        f"gradient_compression.{name}": (value, {"gradient_compression": {"enabled": enabled}})
+        for name, value, enabled in (
+            ("enabled", True, False),
+            ("algorithm", "2bit", True),
+            ("topk_ratio", 0.5, True),
+            ("error_feedback", False, True),
+            ("warmup_steps", 3, True),
+            ("huffman_coding", True, True),
+            ("hierarchical_compress", True, True),
+        )
+    },
+    "compress_communication": (True, {}),
+    "zero_optimization.hierarchical_compress": (True, {"gradient_compression": {}}),
     "zero_optimization.zero_hpz_partition_size": (2, STAGE_3),
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": (True, STAGE_3),
     "zero_optimization.memory_efficient_linear": (False, STAGE_3),
@@ -197,6 +213,12 @@ VALUES = {
             "profile",
         )
     },
+    "communication": ({"topology": 2}, {}),
+    "communication.topology": ([1, 2], {}),
+    "communication.calibration": ({"world": "all.json", "axes": ["one.json", "two.json"]}, {}),
+    "communication.calibration.world": ("other.json", COSTS),
+    "communication.calibration.axes": (["three.json", "four.json"], COSTS),
+    "communication.slow_node_tolerance": (0.1, {}),
     "comms_logger": ({"enabled": True}, {}),
     "comms_logger.enabled": (True, {}),
     "comms_logger.prof_all": (False, {}),

@@ -1,0 +1,61 @@
+"""Puts a compressed reduction together from the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.compression.codecs import Codec, OneBit, TopK, TwoBit
+from zero_runtime.compression.exchange import Exchange
+from zero_runtime.compression.hosts import hosts_of
+from zero_runtime.compression.reduction import CompressedReduction
+from zero_runtime.compression.residuals import Residuals
+from zero_runtime.configuration.compression import ONE_BIT, TOP_K, GradientCompression
+from zero_runtime.reduction import Reduction
+
+
+def compressed(
+    settings: GradientCompression,
+    plain: Reduction,
+    group: DataParallelGroup,
+    steps: Callable[[], int],
+    scale: Callable[[], float],
+) -> tuple[Reduction, Residuals | None]:
+    """The reduction that ``settings`` ask for, and what it has left over; that is None without error feedback.
+
+    All ranks must call it.
+
+    Args:
+        settings: how gradients are compressed.
+        plain: the reduction that the other keys ask for.
+        group: the data-parallel ranks.
+        steps: optimizer steps taken so far.
+        scale: the loss scale at the moment.
+    """
+    hosts = None
+    if settings.hierarchical_compress and group.world_size > 1:
+        hosts = hosts_of(group)
+        if hosts is None:
+            return plain, None
+    residuals = Residuals() if settings.error_feedback else None
+    reduce = CompressedReduction(
+        partial(_exchange, settings),
+        plain,
+        lambda: steps() >= settings.warmup_steps,
+        residuals,
+        scale,
+        hosts,
+    )
+    return reduce, residuals
+
+
+def _exchange(settings: GradientCompression, dtype: torch.dtype) -> Exchange:
+    codec: Codec
+    if settings.algorithm == TOP_K:
+        codec = TopK(settings.topk_ratio, dtype)
+    else:
+        codec = OneBit() if settings.algorithm == ONE_BIT else TwoBit()
+    return Exchange(codec, settings.huffman_coding and settings.algorithm != ONE_BIT)

@@ -1,0 +1,52 @@
+"""The ranks of one host, and those of one place on every host."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import NamedTuple
+
+from zero_runtime import comm
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.errors import ConfigError
+
+
+class Hosts(NamedTuple):
+    """Two groups of this rank: ``inside`` its host, and ``across`` hosts, of the ranks in its place on each."""
+
+    inside: DataParallelGroup
+    across: DataParallelGroup
+
+
+def hosts_of(group: DataParallelGroup) -> Hosts | None:
+    """The groups, for hosts of LOCAL_WORLD_SIZE consecutive ranks; None where there is one host. All ranks must call it.
+
+    Raises:
+        ConfigError: the launcher does not say how many ranks a host has, or the number does not divide the ranks.
+    """
+    given = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not given.isdigit() or int(given) < 1:
+        raise ConfigError(
+            f"hierarchical_compress needs the number of ranks on each host, and LOCAL_WORLD_SIZE is {given!r}; start the "
+            "ranks by commprof run or torchrun, which set it, or set hierarchical_compress to false"
+        )
+    size, world = int(given), group.world_size
+    if world % size:
+        raise ConfigError(
+            f"hierarchical_compress needs as many ranks on each host, and LOCAL_WORLD_SIZE is {size}, which does not divide "
+            f"the {world} ranks; set it to false"
+        )
+    if size == world:
+        if group.rank == 0:
+            print(
+                f"zero_runtime: hierarchical_compress: all {world} ranks are on one host, so gradients travel uncompressed",
+                file=sys.stderr,
+                flush=True,
+            )
+        return None
+    first, place = group.rank // size * size, group.rank % size
+    inside = [
+        comm.new_group(group.global_ranks[start : start + size], "host") for start in range(0, world, size)
+    ]
+    across = [comm.new_group(group.global_ranks[start::size], "across hosts") for start in range(size)]
+    return Hosts(DataParallelGroup(inside[first // size]), DataParallelGroup(across[place]))

@@ -1,0 +1,123 @@
+"""Gradient buckets that are summed by sending them compressed (stages 0 to 2).
+
+Every rank gathers the payloads of all, and adds them up in the order of the ranks, in fp32: the sum is the same on all, to
+the bit. With ``hierarchical_compress`` only what hosts send to each other is compressed: each rank sums a share of the
+bucket over its host, exchanges that with the ranks of its place on other hosts, and gathers the other shares in its host.
+
+n is the number of ranks, S the bytes of a bucket, C those of a payload: each rank sends (n-1) C, where an all_reduce sends
+2(n-1)/n S. So it sends n C / 2S of that, which grows with n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+from zero_runtime.buckets import Bucket
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.compression.exchange import Exchange
+from zero_runtime.compression.hosts import Hosts
+from zero_runtime.compression.residuals import Residuals
+from zero_runtime.reduction import ALL_TO_ALL, Finish, Reduction, after, default_implementation
+
+
+class CompressedReduction:
+    """A :data:`zero_runtime.reduction.Reduction` that leaves the sum of what was sent on every rank.
+
+    Args:
+        exchange: how buckets are compressed and sent; of each communication dtype.
+        plain: what is done instead in the first steps, and by a single rank.
+        is_warm: whether the first steps are over.
+        residuals: what is left over on this rank; None forgets it.
+        scale: what the gradients are multiplied by at the moment (the loss scale).
+        hosts: the groups, where only what goes from host to host is compressed.
+    """
+
+    def __init__(
+        self,
+        exchange: Callable[[torch.dtype], Exchange],
+        plain: Reduction,
+        is_warm: Callable[[], bool],
+        residuals: Residuals | None,
+        scale: Callable[[], float],
+        hosts: Hosts | None = None,
+    ) -> None:
+        self._exchange = exchange
+        self._plain = plain
+        self._is_warm = is_warm
+        self._residuals = residuals
+        self._scale = scale
+        self._hosts = hosts
+
+    def __call__(self, bucket: Bucket, group: DataParallelGroup) -> Finish | None:
+        """Sum the bucket over the ranks."""
+        if group.world_size == 1 or not self._is_warm():
+            return self._plain(bucket, group)
+        values = _contribution(bucket)
+        if self._hosts is not None:
+            self._between_hosts(bucket, values, self._hosts)
+            return None
+        return self._sum(bucket, values, 0, group, bucket.asynchronous, bucket.tensor.copy_)
+
+    def _sum(
+        self,
+        bucket: Bucket,
+        values: torch.Tensor,
+        start: int,
+        group: DataParallelGroup,
+        asynchronous: bool,
+        take: Callable[[torch.Tensor], object],
+    ) -> Finish | None:
+        """Sum ``values``, elements ``start`` and up of ``bucket``, over ``group``, and give the sum to ``take``."""
+        exchange = self._exchange(bucket.dtype)
+        if self._residuals is not None:
+            self._residuals.add_to(values, bucket.entries, start, self._scale())
+        payload = exchange.codec.encode(values)
+        numel = values.numel()
+        total = torch.zeros_like(values)
+        if self._residuals is not None:
+            exchange.codec.add(payload, total)
+            self._residuals.keep(values.sub_(total), bucket.entries, start, self._scale())
+            total.zero_()
+        why = bucket.why(intended_op="all_reduce")
+        work, payloads = exchange.send(payload, numel, group, why, asynchronous)
+
+        def finish() -> None:
+            for each in payloads():
+                exchange.codec.add(each, total)
+            take(total)
+
+        return after([work], finish)
+
+    def _between_hosts(self, bucket: Bucket, values: torch.Tensor, hosts: Hosts) -> None:
+        inside, numel = hosts.inside, values.numel()
+        width = -(-numel // inside.world_size)
+        rows = functional.pad(values, (0, width * inside.world_size - numel))
+        share = _sum_of_rows(rows, width, bucket, inside)
+
+        def take(total: torch.Tensor) -> None:
+            inside.all_gather_single(rows, total, why=bucket.why(intended_op="all_reduce"))
+            bucket.tensor.copy_(rows.narrow(0, 0, numel))
+
+        self._sum(bucket, share, inside.rank * width, hosts.across, False, take)
+
+
+def _sum_of_rows(rows: torch.Tensor, width: int, bucket: Bucket, group: DataParallelGroup) -> torch.Tensor:
+    """Row r of ``rows``, of ``width`` elements each, summed on rank r of ``group``."""
+    if default_implementation(group.backend) == ALL_TO_ALL:
+        received = torch.empty_like(rows)
+        why = bucket.why(intended_op="reduce_scatter")
+        group.all_to_all_single(received, rows, [width] * group.world_size, why=why)
+        return received.view(group.world_size, width).sum(0)
+    mine = rows.new_empty(width)
+    group.reduce_scatter_single(mine, rows, why=bucket.why())
+    return mine
+
+
+def _contribution(bucket: Bucket) -> torch.Tensor:
+    """The bucket in fp32, with all that is ever done to scale it; the sum over the ranks is the result."""
+    scaling = bucket.scaling
+    factor = scaling.factor_before * scaling.factor_after / (scaling.bucket_divisor * scaling.divisor)
+    return bucket.tensor.to(torch.float32, copy=True).mul_(factor)

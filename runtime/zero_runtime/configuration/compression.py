@@ -1,0 +1,105 @@
+"""The block ``gradient_compression``: its keys, and which other settings it goes together with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from zero_runtime.configuration.checks import boolean, choice_of_any_case, fraction, integer
+from zero_runtime.configuration.key_table import Table, used
+from zero_runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from zero_runtime.config import RuntimeConfig
+
+TOP_K: Final = "topk"
+ONE_BIT: Final = "1bit"
+TWO_BIT: Final = "2bit"
+NONE: Final = "none"
+
+COMPRESSION: Final[Table] = {
+    "enabled": used(boolean, True, "false is another way to say algorithm none"),
+    "algorithm": used(
+        choice_of_any_case(TOP_K, ONE_BIT, TWO_BIT, NONE),
+        TOP_K,
+        "what is sent of a gradient: its largest elements, signs, signs and one of two magnitudes, or all",
+    ),
+    "topk_ratio": used(fraction, 0.01, "share of the elements that topk sends"),
+    "error_feedback": used(boolean, True, "add to the next gradients what was not sent of the last ones"),
+    "warmup_steps": used(integer(0), 0, "steps at the start of the training that are not compressed"),
+    "huffman_coding": used(
+        boolean, False, "code the payloads of topk and 2bit, where that makes them smaller"
+    ),
+    "hierarchical_compress": used(boolean, False, "compress only what hosts send to each other"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientCompression:
+    """How gradients are compressed; see :data:`COMPRESSION`."""
+
+    algorithm: str
+    topk_ratio: float
+    error_feedback: bool
+    warmup_steps: int
+    huffman_coding: bool
+    hierarchical_compress: bool
+
+
+def read_compression(top: Mapping[str, Any]) -> GradientCompression | None:
+    """What the checked values of the whole configuration say; None where gradients are not compressed.
+
+    Raises:
+        ConfigError: two keys contradict each other.
+    """
+    block, switch = top["gradient_compression"], top["compress_communication"]
+    between_hosts = top["zero_optimization"]["hierarchical_compress"]
+    is_off = block is not None and (block["algorithm"] == NONE or not block["enabled"])
+    if switch and is_off:
+        raise ConfigError(
+            "compress_communication is true, and gradient_compression says algorithm none or enabled false; remove one of "
+            "the two"
+        )
+    if is_off or (block is None and not switch):
+        if between_hosts:
+            raise ConfigError(
+                "zero_optimization.hierarchical_compress is true, and gradients are not compressed; add "
+                "gradient_compression or compress_communication, or remove the key"
+            )
+        return None
+    values = {name: key.default for name, key in COMPRESSION.items()} if block is None else dict(block)
+    values["hierarchical_compress"] = values["hierarchical_compress"] or between_hosts
+    del values["enabled"]
+    return GradientCompression(**values)
+
+
+def check_compression(config: RuntimeConfig, notices: list[str]) -> None:
+    """Refuse what gradient compression does not go together with, and note what has no effect with it.
+
+    Raises:
+        ConfigError: with what to do.
+    """
+    compression, zero = config.gradient_compression, config.zero
+    if compression is None:
+        return
+    if zero.stage.shards_parameters:
+        raise ConfigError(
+            f"gradient_compression (algorithm {compression.algorithm}) works at stages 0, 1 and 2, and the stage is 3, "
+            "where what is left over would need the whole model's memory on every rank; use "
+            "zero_optimization.zero_quantized_gradients there, or another stage"
+        )
+    if zero.gradient_reduction == "reduce_scatter":
+        raise ConfigError(
+            "gradient_compression has all ranks gather compressed gradients, and zero_optimization.gradient_reduction is "
+            "reduce_scatter; remove one of the two keys"
+        )
+    given = config.given.get("gradient_compression") or {}
+    if compression.algorithm != TOP_K and "topk_ratio" in given:
+        notices.append(
+            f"gradient_compression.topk_ratio has no effect with algorithm {compression.algorithm}"
+        )
+    if compression.algorithm == ONE_BIT and compression.huffman_coding:
+        notices.append(
+            "gradient_compression.huffman_coding has no effect with algorithm 1bit, whose signs do not get smaller"
+        )

@@ -1,0 +1,247 @@
+"""Compressed gradients on real ranks: bytes on the wire, equal ranks, convergence, checkpoints."""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import zero_runtime
+from support.checkpoint_training import make_engine, train
+from support.process_group_log import logged
+from support.ranks import run_ranks
+from support.recorded_models import make_batch, make_model
+
+pytestmark = pytest.mark.ranks
+
+NUMEL = 113_504  # of the model "gpt"
+STEPS = 8
+LIMIT = 30_000  # elements of a bucket
+CODECS = {
+    "topk": {"algorithm": "topk", "topk_ratio": 0.05},
+    "topk coded": {"algorithm": "topk", "topk_ratio": 0.05, "huffman_coding": True},
+    "everything": {"algorithm": "topk", "topk_ratio": 1.0},
+    "1bit": {"algorithm": "1bit"},
+    "2bit": {"algorithm": "2bit"},
+    "2bit, no feedback": {"algorithm": "2bit", "error_feedback": False},
+    "late": {"algorithm": "1bit", "warmup_steps": STEPS - 1},
+}
+SETTINGS = {
+    "plain": (2, None, {}),
+    **{f"stage {stage}, {name}": (stage, keys, {}) for stage in (0, 1, 2) for name, keys in CODECS.items()},
+    "stage 2, beside backward": (2, CODECS["topk"], {"overlap_comm": True}),
+    "stage 1, to owners when not compressed": (
+        1, CODECS["late"], {"use_multi_rank_bucket_allreduce": False},
+    ),
+}  # fmt: skip
+PRECISIONS = {
+    "bf16": {"bf16": {"enabled": True}},
+    "bf16 summed up in fp32": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+    "fp16": {"fp16": {"enabled": True}},
+    "bf16 on the wire": {"communication_data_type": "bf16"},
+}
+
+
+def train_one(rank, stage, compression, zero, top):
+    """Losses, a sum over the weights that shows any bit, and the collectives in backward of the last step."""
+    model = make_model("gpt")
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 2e-3}},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": LIMIT, **zero},
+        **({} if compression is None else {"gradient_compression": compression}),
+        **top,
+    }
+    with logged() as log:
+        engine, *_ = zero_runtime.initialize(model=model, config=config)
+        losses = []
+        for step in range(STEPS):
+            features, targets = make_batch("gpt", step % 2, 0, rank)
+            log.at("forward", step)
+            loss = engine(features, targets)
+            losses.append(loss.item())
+            log.at("backward")
+            engine.backward(loss)
+            log.at("step")
+            engine.step()
+    weights = torch.cat([each.detach().view(-1).float() for each in model.parameters()])
+    bits = int(weights.view(torch.int32).long().sum())
+    return losses, bits, [call for call in log.calls if call.phase == "backward" and call.step == STEPS - 1]
+
+
+def train_all(rank, world):
+    found = {name: train_one(rank, *setting, {}) for name, setting in SETTINGS.items()}
+    for name, top in PRECISIONS.items():
+        found[name] = train_one(rank, 1, CODECS["topk"], {}, top)
+    return found
+
+
+@functools.cache
+def trained(world=2):
+    return run_ranks(world, train_all, timeout=280)
+
+
+@pytest.mark.parametrize("name", [*SETTINGS, *PRECISIONS])
+def test_all_ranks_have_the_same_weights(name):
+    assert len({found[name][1] for found in trained()}) == 1
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_everything_sent_is_as_good_as_uncompressed(stage):
+    for found in trained():
+        assert found[f"stage {stage}, everything"][0] == pytest.approx(found["plain"][0], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", [*SETTINGS, *PRECISIONS])
+def test_the_loss_falls(name):
+    losses = [sum(each) / len(each) for each in zip(*(found[name][0] for found in trained()), strict=True)]
+    plain = trained()[0]["plain"][0]
+    assert losses[-2] < losses[0] - 0.3 * (plain[0] - plain[-2])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_huffman_coding_changes_no_number(stage):
+    for found in trained():
+        assert found[f"stage {stage}, topk coded"][:2] == found[f"stage {stage}, topk"][:2]
+
+
+def payload(buckets, keys, item=4):
+    """Bytes that a rank sends of buckets of so many elements, written down from the description of each algorithm."""
+    if keys["algorithm"] == "topk":
+        return sum(math.ceil(keys["topk_ratio"] * numel) * (item + 4) for numel in buckets)
+    if keys["algorithm"] == "1bit":
+        return sum(math.ceil(numel / 8) + 4 * math.ceil(numel / 2048) for numel in buckets)
+    return sum(math.ceil(numel / 4) + 8 * math.ceil(numel / 2048) for numel in buckets)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("name", ["topk", "1bit", "2bit", "late"])
+def test_bytes_of_a_step(stage, name):
+    """All that is sent in backward: one message of bytes for each bucket, indices and levels included."""
+    plain = [call.numel_in for call in trained()[0]["plain"][2]]
+    assert sum(plain) == NUMEL
+    for found in trained():
+        calls = found[f"stage {stage}, {name}"][2]
+        assert {(call.method, call.dtype) for call in calls} == {("all_gather_single", "uint8")}
+        sent = sum(call.numel_in for call in calls)
+        assert sum(call.numel_out for call in calls) == 2 * sent
+        if stage == 0:
+            assert sent == payload([NUMEL], CODECS[name])
+        elif stage == 2:
+            assert sent == payload(plain, CODECS[name])
+        assert sent < 1.01 * payload([NUMEL], CODECS[name]) + 12 * len(calls)
+
+
+def test_coded_messages_are_smaller_with_their_sizes():
+    for found in trained():
+        coded, plain = found["stage 2, topk coded"][2], found["stage 2, topk"][2]
+        assert [call.dtype for call in coded] == ["int64", "uint8"] * len(plain)
+        sent = sum(call.numel_in * (8 if call.dtype == "int64" else 1) for call in coded)
+        assert sent < 0.75 * sum(call.numel_in for call in plain)
+
+
+def test_the_first_steps_are_not_compressed():
+    for found in trained():
+        late, plain = found["stage 2, late"][0], found["plain"][0]
+        assert late == plain  # the loss of the last step was computed before its gradients
+
+
+def train_with_hosts(rank, world):
+    import os
+
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    keys = {"topk_ratio": 0.05, "hierarchical_compress": True}
+    return {stage: train_one(rank, stage, keys, {}, {}) for stage in (0, 2)}
+
+
+def test_only_what_goes_between_hosts_is_compressed():
+    ranks = run_ranks(4, train_with_hosts, timeout=200)
+    for stage in (0, 2):
+        assert len({found[stage][1] for found in ranks}) == 1
+        for rank, found in enumerate(ranks):
+            inside, across = ("0-1", "2-3")[rank // 2], ("0-2", "1-3")[rank % 2]
+            by_group = {}
+            for call in found[stage][2]:
+                by_group.setdefault(call.group, []).append(call)
+            assert set(by_group) == {inside, across}
+            assert {(call.method, call.dtype) for call in by_group[across]} == {
+                ("all_gather_single", "uint8")
+            }
+            # A reduce-scatter and a gathering of the whole in the host, and 5 % of half of it, with indices, between hosts.
+            assert sum(call.numel_in for call in by_group[inside]) == pytest.approx(1.5 * NUMEL, abs=16)
+            sent = sum(call.numel_in for call in by_group[across])
+            assert sent == pytest.approx(8 * 0.05 * NUMEL / 2, abs=8 * len(by_group[across]))
+
+
+# Checkpoints.
+
+SAVED = {
+    "topk at stage 2": (2, {"topk_ratio": 0.1}, "fp32"),
+    "1bit at stage 0": (0, {"algorithm": "1bit"}, "fp32"),
+    "2bit at stage 1, fp16": (1, {"algorithm": "2bit"}, "fp16"),
+    "1bit, still warming up": (2, {"algorithm": "1bit", "warmup_steps": 5}, "fp32"),
+}
+
+
+def save_and_resume(rank, world, root):
+    found = {}
+    for name, (stage, keys, precision) in SAVED.items():
+        directory = Path(root) / name
+        engine = make_engine(stage, precision, gradient_compression=keys)
+        train(engine, rank, 0, 3, precision)
+        engine.save_checkpoint(directory)
+        left = {key: each.clone() for key, each in engine._residuals.tensors.items()}
+        went_on = train(engine, rank, 3, 4, precision)
+        again = make_engine(stage, precision, gradient_compression=keys)
+        train(again, rank, 50, 1, precision)
+        again.load_checkpoint(directory)
+        same = left.keys() == again._residuals.tensors.keys() and all(
+            torch.equal(left[key], each) for key, each in again._residuals.tensors.items()
+        )
+        found[name] = (went_on, train(again, rank, 3, 4, precision), same, left)
+    plain = make_engine(2)
+    plain.load_checkpoint(Path(root) / "topk at stage 2")
+    return found, plain.global_steps
+
+
+def load_alone(rank, world, root):
+    engine = make_engine(2, gradient_compression={"topk_ratio": 0.1})
+    engine.load_checkpoint(Path(root) / "topk at stage 2")
+    whole = {name: each.clone() for name, each in engine._residuals.tensors.items()}
+    engine.load_checkpoint(Path(root) / "topk at stage 2", load_module_only=True)
+    return whole, engine._residuals.tensors
+
+
+def test_training_goes_on_from_a_checkpoint_bit_by_bit(tmp_path):
+    ranks = run_ranks(2, save_and_resume, str(tmp_path), timeout=200)
+    for found, steps in ranks:
+        assert steps == 3
+        for name, (went_on, resumed, same, left) in found.items():
+            assert resumed == went_on, name
+            assert same
+            assert bool(left) == ("warming" not in name)
+    # One rank gets what two have left over, in sum; with the weights alone, nothing is.
+    ((whole, nothing),) = run_ranks(1, load_alone, str(tmp_path))
+    lefts = [found["topk at stage 2"][3] for found, _ in ranks]
+    assert nothing == {} and whole.keys() == lefts[0].keys()
+    for name, tensor in whole.items():
+        torch.testing.assert_close(tensor, lefts[0][name] + lefts[1][name])
+
+
+def refused(rank, world):
+    import os
+
+    os.environ["LOCAL_WORLD_SIZE"] = "3"
+    try:
+        make_engine(2, gradient_compression={"hierarchical_compress": True})
+    except zero_runtime.errors.ConfigError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def test_hosts_that_do_not_divide_the_ranks_are_refused():
+    for said in run_ranks(2, refused):
+        assert "LOCAL_WORLD_SIZE is 3, which does not divide the 2 ranks" in said
