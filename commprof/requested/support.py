@@ -48,6 +48,13 @@ def refuse_unsupported(config: Mapping[str, Any], stage: int, world_size: int) -
             True,
             "the ranks then form more groups than the one of data parallelism",
         )
+    topology = _mapping(config.get("communication")).get("topology")
+    if _has_axes(topology):
+        raise UnsupportedError(
+            "communication.topology",
+            topology,
+            "a collective of all ranks may then be several, along the axes of a grid of ranks",
+        )
     if stage == 3:
         _refuse_with_stage_3(config, zero, world_size)
     _refuse_parallel(config)
@@ -85,6 +92,13 @@ def _refuse_with_stage_3(config: Mapping[str, Any], zero: Mapping[str, Any], wor
 def optimizer_type(config: Mapping[str, Any]) -> str:
     """The config's ``optimizer.type`` in lower case; ``none`` without one."""
     return str(_mapping(config.get("optimizer")).get("type")).lower()
+
+
+def _has_axes(topology: object) -> bool:
+    """Whether ``communication.topology`` asks for more than one axis, or leaves that to the hosts."""
+    if isinstance(topology, list):
+        return sum(size != 1 for size in topology) > 1
+    return topology not in (None, 1)
 
 
 def _above(value: object, limit: int) -> bool:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from zero_runtime import comm
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.configuration.communication import CommunicationConfig, wrong_number_of_files
 from zero_runtime.errors import ConfigError
@@ -37,6 +38,12 @@ def install(
     Raises:
         ConfigError: on every rank, where a calibration cannot be read or there is not one for each axis.
     """
+    if not communication.plain and group.world_size < comm.get_world_size():
+        raise ConfigError(
+            f"communication.topology is {communication.topology}, and the {comm.get_world_size()} ranks are shared out among "
+            f"groups of {group.world_size} that hold the same parameters; expected 1 (plain collectives) with tensor, "
+            "sequence or pipeline parallelism"
+        )
     made: Grid | None = None
     choice = None
     chosen = implementation or default_implementation(group.backend)

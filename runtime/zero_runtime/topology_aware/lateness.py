@@ -71,9 +71,9 @@ def late(times: Sequence[StepTimes], sizes: Sequence[int], tolerance: float) -> 
     Args:
         times: of each rank.
         sizes: ranks along each axis; ``times`` know as many axes, or none.
-        tolerance: a fraction of the step, which is as long as the median rank's.
+        tolerance: a fraction of the step, which is as long as the longest rank's.
     """
-    step = max(1, median_low([each.whole for each in times]))
+    step = max(1, *(each.whole for each in times))
     found = [
         Late((rank,), None, excess, step)
         for rank, excess in enumerate(lateness(times))
