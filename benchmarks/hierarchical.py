@@ -1,0 +1,209 @@
+"""Collectives along the axes of a grid against plain ones, on hosts with fast links inside and slow ones between them.
+
+The hosts are network namespaces of this machine with several ranks each, which reach each other through the loopback
+device; veth pairs to a bridge, with tbf on both ends, join the hosts. Needs root. Plain and composed collectives take
+turns in the same processes. What the bytes predict is the ratio of the bytes that the busiest host's interface sent, by its counter: the time
+of a message that nothing but that link holds up. A round's time is the median of its repetitions, of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from hierarchical_rank import LAYERS, TRAINING, WIDTH
+from results import Spread, arguments, median_interval, publish
+
+from support import hosts as network
+
+ROOT = Path(__file__).resolve().parent.parent
+MIB = 2**20
+# hosts, ranks on each, rate of each host's link, what is compared with the plain collective
+CLUSTERS = (
+    (2, 2, "200mbit", ([2, 2],)),
+    (2, 4, "200mbit", ([2, 4], [2, 2, 2])),
+    (4, 2, "200mbit", ([4, 2], [2, 2, 2])),
+)
+MESSAGES = (("all_reduce", 4 * MIB), ("reduce_scatter", 4 * MIB), ("all_gather", 4 * MIB), (TRAINING, 0))
+PORT = 29_700
+CANNOT = 3  # exit code where there can be no such hosts
+
+
+class Ranks:
+    """The processes on all hosts, in rank order."""
+
+    def __init__(self, machines: Sequence[network.Host], each: int, port: int) -> None:
+        world = len(machines) * each
+        self.processes = []
+        for rank in range(world):
+            host = machines[rank // each]
+            variables = _environment(machines[0].address, port, rank, world, each)
+            words = [sys.executable, str(ROOT / "benchmarks" / "hierarchical_rank.py")]
+            self.processes.append(
+                host.start(words, variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            )
+
+    def answers(self) -> list[dict[str, Any]]:
+        """One answer of each rank. Raises RuntimeError where a rank has ended instead."""
+        lines = [process.stdout.readline() for process in self.processes]
+        if not all(lines):
+            raise RuntimeError(f"rank {lines.index('')} ended")
+        return [json.loads(line) for line in lines]
+
+    def ask(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What each rank answers to ``request``."""
+        for process in self.processes:
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+        return self.answers()
+
+    def end(self) -> None:
+        """Let the ranks end, and see that they have."""
+        for process in self.processes:
+            process.stdin.close()
+        for process in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=10)
+            process.kill()
+            process.wait()
+
+
+def _environment(address: str, port: int, rank: int, world: int, each: int) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("COMMPROF_", "NCCL_"))}
+    return kept | {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank % each),
+        "LOCAL_WORLD_SIZE": str(each),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": network.INTERFACE,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "runtime")]),
+    }
+
+
+def measure(ranks: Ranks, topologies: Sequence[Any], rounds: int, repeat: int) -> dict[str, dict[str, Any]]:
+    """Operation and topology (as JSON) -> seconds of each round, bytes of the busiest host, losses of rank 0."""
+    found: dict[str, dict[str, Any]] = {}
+    for operation, size in MESSAGES:
+        for number in range(-1, rounds):  # the first round warms up
+            for topology in (1, *topologies):
+                request = {"operation": operation, "bytes": size, "topology": topology, "repeat": repeat}
+                answers = ranks.ask(request)
+                each = found.setdefault(
+                    json.dumps([operation, topology]), {"seconds": [], "sent": [], "losses": []}
+                )
+                each["losses"] += answers[0]["losses"]
+                if number >= 0:
+                    each["seconds"].append(max(median(answer["seconds"]) for answer in answers))
+                    each["sent"].append(max(answer["sent"] for answer in answers))
+    return found
+
+
+def summarise(
+    found: Mapping[str, Mapping[str, Any]], cluster: str, topologies: Sequence[Any]
+) -> tuple[list[list[str]], dict[str, Any]]:
+    """The rows of one cluster, and its figures."""
+    rows, figures = [], {}
+    for operation, _ in MESSAGES:
+        plain = found[json.dumps([operation, 1])]
+        for topology in topologies:
+            mine = found[json.dumps([operation, topology])]
+            predicted = median(plain["sent"]) / median(mine["sent"])
+            ratios = [a / b for a, b in zip(plain["seconds"], mine["seconds"], strict=True)]
+            gain = median_interval(ratios)
+            share = Spread(gain.median / predicted, gain.low / predicted, gain.high / predicted, gain.rounds)
+            apart = max(
+                (abs(a / b - 1) for a, b in zip(mine["losses"], plain["losses"], strict=True) if b),
+                default=0.0,
+            )
+            name = " x ".join(map(str, topology))
+            figures[f"{cluster}, {operation}, {name}"] = {
+                "plain_ms": 1e3 * median(plain["seconds"]),
+                "composed_ms": 1e3 * median(mine["seconds"]),
+                "predicted": predicted,
+                "gain": gain,
+                "share": share,
+                "loss_difference": apart,
+            }
+            rows.append(
+                [
+                    cluster,
+                    operation,
+                    name,
+                    f"{1e3 * median(plain['seconds']):.0f}",
+                    f"{1e3 * median(mine['seconds']):.0f}",
+                    f"{median(plain['sent']) / MIB:.2f}",
+                    f"{median(mine['sent']) / MIB:.2f}",
+                    f"{predicted:.2f}",
+                    gain.text(),
+                    share.text(),
+                    f"{apart:.0e}" if operation == TRAINING else "",
+                ]
+            )
+    return rows, figures
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument(
+        "--clusters", type=int, nargs="+", default=list(range(len(CLUSTERS))), help="by number"
+    )
+    args = parser.parse_args()
+    if (why := network.why_impossible()) is not None:
+        print(f"hierarchical: no hosts can be made here: {why}", file=sys.stderr)
+        raise SystemExit(CANNOT)
+    rows: list[list[str]] = []
+    figures: dict[str, Any] = {}
+    for number in args.clusters:
+        count, each, rate, topologies = CLUSTERS[number]
+        with network.hosts(count, rate) as machines, tempfile.TemporaryDirectory():
+            ranks = Ranks(machines, each, PORT + number)
+            try:
+                ranks.answers()
+                found = measure(ranks, topologies, args.rounds, args.repeat)
+            finally:
+                ranks.end()
+        some, more = summarise(found, f"{count} hosts x {each}, {rate}", topologies)
+        rows += some
+        figures |= more
+    publish(
+        args,
+        f"Collectives along the axes of a grid of ranks, emulated clusters, messages of {MESSAGES[0][1] // MIB} MiB; "
+        f"{TRAINING}: ZeRO-2 reduce_scatter, {LAYERS * WIDTH * (WIDTH + 1) / 1e6:.2f} M parameters in fp32; "
+        f"{args.rounds} rounds",
+        [
+            "hosts x ranks, links between hosts",
+            "operation",
+            "axes",
+            "plain, ms",
+            "along axes, ms",
+            "sent by the busiest host, plain, MiB",
+            "along axes, MiB",
+            "gain that the bytes predict",
+            "gain in time (95 % interval)",
+            "of what the bytes predict",
+            "largest relative difference of a loss",
+        ],
+        rows,
+        figures,
+    )
+
+
+if __name__ == "__main__":
+    main()
