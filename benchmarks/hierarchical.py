@@ -2,8 +2,9 @@
 
 The hosts are network namespaces of this machine with several ranks each, which reach each other through the loopback
 device; veth pairs to a bridge, with tbf on both ends, join the hosts. Needs root. Plain and composed collectives take
-turns in the same processes. What the bytes predict is the ratio of the bytes that the busiest host's interface sent, by its counter: the time
-of a message that nothing but that link holds up. A round's time is the median of its repetitions, of the slowest rank.
+turns in the same processes. What the bytes predict is the ratio of the bytes that the busiest host's interface sent, by
+its counter: the time of a message that nothing but that link holds up. A round's time is the median of its repetitions,
+of the slowest rank.
 """
 
 from __future__ import annotations
