@@ -340,6 +340,16 @@ class DataParallelGroup:
                 output, rows, received, list(row_numels), group=self.group, async_op=asynchronous
             )
 
+    def send(self, tensor: torch.Tensor, member: int, why: hooks.tag | None = None) -> None:
+        """Send ``tensor`` to group member ``member``, which receives it."""
+        with why or _UNTAGGED:
+            dist.send(tensor, self.global_ranks[member], group=self.group)
+
+    def receive(self, tensor: torch.Tensor, member: int, why: hooks.tag | None = None) -> None:
+        """Fill ``tensor`` with what group member ``member`` sends."""
+        with why or _UNTAGGED:
+            dist.recv(tensor, self.global_ranks[member], group=self.group)
+
     def sum_rows(
         self,
         received: torch.Tensor,

@@ -22,6 +22,8 @@ _COLLECTIVES: Final = (
     "reduce_scatter",
     "reduce_scatter_single",
     "all_to_all_single",
+    "send",
+    "receive",
 )
 
 

@@ -147,6 +147,14 @@ class AccumulatedGradients:
         if any(len(each) > 1 for each in sums):
             torch._foreach_copy_(self._flat, [part for each in sums for part in each])
 
+    def accumulated(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """What has been added up for ``parameter`` since the last step, 1-D, in place; None for one of no group."""
+        for each, flat in zip(self._groups, self._flat, strict=True):
+            for candidate, offset in zip(each.parameters, each.flat_layout.offsets, strict=True):
+                if candidate is parameter:
+                    return flat.narrow(0, offset, parameter.numel())
+        return None
+
     def pause(self, paused: bool) -> None:
         """Whether gradients only accumulate for now (``no_sync``)."""
         self._paused = paused

@@ -1,0 +1,56 @@
+"""Dealing layers out to stages: consecutive runs of them. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from zero_runtime.errors import ConfigError
+
+Bounds = list[int]  # stage s has the layers from bounds[s] to bounds[s + 1]
+
+
+def uniform(layers: int, stages: int) -> Bounds:
+    """As many layers for each stage; the first stages have one more where they do not divide evenly."""
+    _check(layers, stages)
+    size, more = divmod(layers, stages)
+    return [stage * size + min(stage, more) for stage in range(stages + 1)]
+
+
+def balanced(weights: Sequence[float], stages: int) -> Bounds:
+    """Runs of layers whose heaviest and lightest differ least in weight; DeepSpeed 0.19.8's rule.
+
+    Of the ways that come to the same, the one whose last cuts are latest. Every stage gets at least one layer.
+    """
+    count = len(weights)
+    _check(count, stages)
+    if count == stages:
+        return list(range(count + 1))
+    sums = [0.0, *accumulate(float(weight) for weight in weights)]
+    infinity = float("inf")
+    # best[j][i]: of the first i layers in j stages, (heaviest - lightest, heaviest, lightest, start of the last stage)
+    empty = (infinity, infinity, infinity, 0)
+    best = [[empty] * (count + 1) for _ in range(stages + 1)]
+    best[0][0] = (0.0, 0.0, infinity, 0)
+    for stage in range(1, stages + 1):
+        for stop in range(stage, count + 1):
+            for start in range(stage - 1, stop):
+                _, heaviest, lightest, _ = best[stage - 1][start]
+                weight = sums[stop] - sums[start]
+                heaviest, lightest = max(heaviest, weight), min(lightest, weight)
+                if heaviest < infinity and heaviest - lightest <= best[stage][stop][0]:
+                    best[stage][stop] = (heaviest - lightest, heaviest, lightest, start)
+    bounds = [count]
+    for stage in range(stages, 0, -1):
+        bounds.append(best[stage][bounds[-1]][3])
+    return bounds[::-1]
+
+
+def _check(layers: int, stages: int) -> None:
+    if stages < 1:
+        raise ConfigError(f"a pipeline of {stages} stages: expected at least 1")
+    if layers < stages:
+        raise ConfigError(
+            f"{layers} layers cannot be dealt out to {stages} stages, each of which needs one; use at most {layers} stages, "
+            "or cut the model into more layers"
+        )

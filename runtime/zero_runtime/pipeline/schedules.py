@@ -1,0 +1,201 @@
+"""Schedules of pipelines as pure functions: from numbers of stages and micro-batches to what each rank does, in order.
+
+A schedule is a tuple of steps, a step a tuple of instructions.
+
+=====================  ============================================  ======================================  ==============
+schedule               idle share of a rank (F = B)                  live activations of rank r of P         source
+=====================  ============================================  ======================================  ==============
+``gpipe``              (P-1) / (M+P-1)                               M                                       GPipe
+``one_f_one_b``        (P-1) / (M+P-1)                               min(P-r, M)                             PipeDream-flush
+``interleaved``        (P-1) / (VM+P-1)                              at most (V-1)P + 2(P-r-1) + 1 chunks    Megatron-LM
+``zero_bubble``        (P-1)(F+B-W) / (M(F+B+W) + (P-1)(F+B-W))      min(P-r, M), and their weights' inputs  ZB-H1
+=====================  ============================================  ======================================  ==============
+
+M micro-batches, V chunks of each rank; F, B and W are the times of a forward pass, of a backward pass (of the inputs
+alone with ``zero_bubble``) and of the gradients of the weights. Sources: Huang et al. 2019; Narayanan et al. 2021; Qi et al.
+2023, "Zero Bubble Pipeline Parallelism", section 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
+
+from zero_runtime.errors import ConfigError
+from zero_runtime.pipeline.instructions import Action, Instruction, Place
+
+Step = tuple[Instruction, ...]
+Schedule = tuple[Step, ...]
+
+
+def one_f_one_b(stages: int, micro_batches: int, stage: int) -> Schedule:
+    """One forward, one backward: as DeepSpeed's TrainSchedule, instruction by instruction.
+
+    All stages step together: at time t, stage s runs the forward pass of micro-batch (t - s) / 2 where that is whole, else
+    the backward pass of (t - (2P - 1 - s)) / 2. Of two neighbours one sends first and the other one receives first, at every
+    time: messages that block cannot deadlock.
+    """
+    _check(stages, micro_batches, stage)
+
+    def valid(number: int) -> bool:
+        return 0 <= number < micro_batches
+
+    return tuple(
+        tuple(_lockstep(time, stage, stages, valid)) for time in range(2 * (micro_batches + stages - 1))
+    )
+
+
+def _lockstep(time: int, stage: int, stages: int, valid: Callable[[int], bool]) -> Iterator[Instruction]:
+    turn = 2 * stages - 1 - stage
+    if (time - stage) % 2 == 0:
+        now, last = (time - stage) // 2, (time - 1 - turn) // 2
+        if stage > 0 and valid(last):
+            yield Instruction(Action.SEND_GRADIENT, last)
+        if stage > 0 and valid(now):
+            yield Instruction(Action.RECEIVE_ACTIVATION, now)
+        if valid(now):
+            yield from _forward(now, stage, stages)
+        return
+    now, last = (time - turn) // 2, (time - 1 - stage) // 2
+    if stage < stages - 1 and valid(now):
+        yield Instruction(Action.RECEIVE_GRADIENT, now)
+    if stage < stages - 1 and valid(last):
+        yield Instruction(Action.SEND_ACTIVATION, last)
+    if valid(now):
+        yield Instruction(Action.BACKWARD, now)
+
+
+def inference(stages: int, micro_batches: int, stage: int) -> Schedule:
+    """Forward passes alone. Even stages send before they receive, and odd ones receive first, as in DeepSpeed."""
+    _check(stages, micro_batches, stage)
+    return tuple(
+        tuple(_inference_step(time - stage, stage, stages, micro_batches))
+        for time in range(micro_batches + stages)
+    )
+
+
+def _inference_step(now: int, stage: int, stages: int, micro_batches: int) -> Iterator[Instruction]:
+    send = [Instruction(Action.SEND_ACTIVATION, now - 1)] if 1 <= now <= micro_batches else []
+    receive = [Instruction(Action.RECEIVE_ACTIVATION, now)] if 0 <= now < micro_batches else []
+    send, receive = send if stage < stages - 1 else [], receive if stage > 0 else []
+    yield from (*send, *receive) if stage % 2 == 0 else (*receive, *send)
+    if 0 <= now < micro_batches:
+        yield from _forward(now, stage, stages)
+
+
+def _forward(micro_batch: int, stage: int, stages: int) -> Iterator[Instruction]:
+    if stage in (0, stages - 1):
+        yield Instruction(Action.LOAD, micro_batch)
+    yield Instruction(Action.FORWARD, micro_batch)
+
+
+def gpipe(stages: int, micro_batches: int, stage: int) -> Schedule:
+    """All forward passes, then all backward passes, in the same order."""
+    _check(stages, micro_batches, stage)
+    order = [
+        Instruction(action, number)
+        for action in (Action.FORWARD, Action.BACKWARD)
+        for number in range(micro_batches)
+    ]
+    return communicating(order, stages, stage)
+
+
+def zero_bubble(stages: int, micro_batches: int, stage: int) -> Schedule:
+    """ZB-H1: 1F1B whose weights' gradients are computed later, where a rank would be idle, with 1F1B's peak of activations.
+
+    Stage s puts them off by s micro-batches, so that every stage has some left for the end of the step.
+    """
+    _check(stages, micro_batches, stage)
+    warmup = min(stages - 1 - stage, micro_batches)
+    order = [Instruction(Action.FORWARD, number) for number in range(warmup)]
+    weights = iter(range(micro_batches))
+    for number in range(micro_batches):
+        if warmup + number < micro_batches:
+            order.append(Instruction(Action.FORWARD, warmup + number))
+        order.append(Instruction(Action.BACKWARD_INPUT, number))
+        if number >= stage:
+            order.append(Instruction(Action.BACKWARD_WEIGHT, next(weights)))
+    order += [Instruction(Action.BACKWARD_WEIGHT, number) for number in weights]
+    return communicating(order, stages, stage)
+
+
+def interleaved(stages: int, micro_batches: int, stage: int, chunks: int = 2) -> Schedule:
+    """1F1B over ``chunks`` parts of the model on each rank, dealt out in turn: rank r has the parts r, r + P, r + 2P, ...
+
+    Raises:
+        ConfigError: the ranks do not divide the micro-batches.
+    """
+    _check(stages, micro_batches, stage)
+    if chunks < 1 or micro_batches % stages:
+        raise ConfigError(
+            f"an interleaved schedule of {micro_batches} micro-batches and {chunks} chunks on {stages} ranks: expected a "
+            "multiple of the ranks as micro-batches, and at least 1 chunk"
+        )
+    total = micro_batches * chunks
+    warmup = min(total, 2 * (stages - 1 - stage) + (chunks - 1) * stages)
+
+    def nth(action: Action, number: int) -> Instruction:
+        chunk = number % (stages * chunks) // stages
+        micro_batch = number // (stages * chunks) * stages + number % stages
+        return Instruction(action, micro_batch, chunk if action is Action.FORWARD else chunks - 1 - chunk)
+
+    order = [nth(Action.FORWARD, number) for number in range(warmup)]
+    for number in range(total - warmup):
+        order += [nth(Action.FORWARD, warmup + number), nth(Action.BACKWARD, number)]
+    order += [nth(Action.BACKWARD, number) for number in range(total - warmup, total)]
+    return communicating(order, stages, stage, chunks)
+
+
+def communicating(order: Iterable[Instruction], stages: int, rank: int, chunks: int = 1) -> Schedule:
+    """The messages around computations: each receives what it needs right before, and sends what it made right after."""
+    return tuple(tuple(_with_messages(each, stages, rank, chunks)) for each in order)
+
+
+def _with_messages(each: Instruction, stages: int, rank: int, chunks: int) -> Iterator[Instruction]:
+    action, number, chunk = each
+    place = Place(rank, chunk)
+    before, after = place.before(stages), place.after(stages, chunks)
+    if action is Action.FORWARD:
+        if before is not None:
+            yield Instruction(Action.RECEIVE_ACTIVATION, number, chunk)
+        if before is None or after is None:
+            yield Instruction(Action.LOAD, number, chunk)
+        yield each
+        if after is not None:
+            yield Instruction(Action.SEND_ACTIVATION, number, chunk)
+        return
+    if action is not Action.BACKWARD_WEIGHT and after is not None:
+        yield Instruction(Action.RECEIVE_GRADIENT, number, chunk)
+    yield each
+    if action is not Action.BACKWARD_WEIGHT and before is not None:
+        yield Instruction(Action.SEND_GRADIENT, number, chunk)
+
+
+# What an engine can run: name in a configuration, and the function.
+TRAINING: Final[dict[str, Callable[[int, int, int], Schedule]]] = {"1f1b": one_f_one_b, "gpipe": gpipe}
+
+
+def idle_fraction(stages: int, micro_batches: int, chunks: int = 1) -> float:
+    """The share of a step in which a rank is idle, with stages of equal time: (P-1) / (VM+P-1)."""
+    return (stages - 1) / (chunks * micro_batches + stages - 1)
+
+
+def zero_bubble_idle_fraction(
+    stages: int, micro_batches: int, forward: float, backward: float, weight: float
+) -> float:
+    """The same with ZB-H1: (P-1)(F+B-W) / (M(F+B+W) + (P-1)(F+B-W)), of times in one unit."""
+    idle = (stages - 1) * (forward + backward - weight)
+    return idle / (micro_batches * (forward + backward + weight) + idle)
+
+
+def live_activations(stages: int, micro_batches: int, stage: int) -> int:
+    """Micro-batches whose activations a stage holds at once under 1F1B: min(P - s, M)."""
+    return min(stages - stage, micro_batches)
+
+
+def _check(stages: int, micro_batches: int, stage: int) -> None:
+    if stages < 1 or micro_batches < 1 or not 0 <= stage < stages:
+        raise ConfigError(
+            f"there is no schedule of stage {stage} of {stages} with {micro_batches} micro-batches; expected at least 1 "
+            "of each, and stages counted from 0"
+        )

@@ -1,0 +1,207 @@
+"""Running schedules on paper: when each instruction begins and ends, who waits, and what is alive meanwhile. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from zero_runtime.errors import UsageError
+from zero_runtime.pipeline.instructions import COMPUTATIONS, RECEIVES, SENDS, Action, Instruction, Place
+from zero_runtime.pipeline.schedules import Schedule
+
+UNIT: Final[Mapping[Action, float]] = dict.fromkeys(COMPUTATIONS, 1.0)
+_KINDS: Final = {
+    Action.SEND_ACTIVATION: Action.RECEIVE_ACTIVATION,
+    Action.SEND_GRADIENT: Action.RECEIVE_GRADIENT,
+}
+_LETTERS: Final = {
+    Action.FORWARD: "F",
+    Action.BACKWARD: "B",
+    Action.BACKWARD_INPUT: "B",
+    Action.BACKWARD_WEIGHT: "W",
+}
+
+
+class Event(NamedTuple):
+    """An instruction of a rank, with the times between which it ran."""
+
+    rank: int
+    instruction: Instruction
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What became of a schedule.
+
+    Attributes:
+        ranks: number of them.
+        events: of all ranks, in the order in which they were found.
+        peaks: for each rank, how many (micro-batch, chunk) had run forward and not backward at once.
+    """
+
+    ranks: int
+    events: tuple[Event, ...]
+    peaks: tuple[int, ...]
+
+    @property
+    def length(self) -> float:
+        """When the last rank is done."""
+        return max(event.end for event in self.events)
+
+    def busy(self, rank: int) -> float:
+        """How long ``rank`` computes."""
+        return sum(event.end - event.begin for event in self.events if event.rank == rank)
+
+    @property
+    def idle_fraction(self) -> float:
+        """The share of all ranks' time in which they do not compute."""
+        return 1.0 - sum(map(self.busy, range(self.ranks))) / (self.ranks * self.length)
+
+    def __str__(self) -> str:
+        """A line for each rank: what it computes in each unit of time; dots where it is idle."""
+        lines = []
+        for rank in range(self.ranks):
+            cells = ["."] * round(self.length)
+            for event in self.events:
+                if event.rank == rank and event.instruction.action in COMPUTATIONS:
+                    text = f"{_LETTERS[event.instruction.action]}{event.instruction.micro_batch}"
+                    text += "'" * event.instruction.chunk
+                    span = range(round(event.begin), round(event.end))
+                    cells[span.start : span.stop] = [text] * len(span)
+            lines.append(" ".join(f"{cell:<3}" for cell in cells).rstrip())
+        return "\n".join(lines)
+
+
+def simulate(
+    schedules: Sequence[Schedule],
+    times: Mapping[Action, float] = UNIT,
+    chunks: int = 1,
+    blocking: bool = False,
+) -> Timeline:
+    """Run the schedules of all ranks; messages take no time.
+
+    Args:
+        schedules: of each rank.
+        times: how long each computation takes.
+        chunks: parts of the model on each rank.
+        blocking: whether a send waits for its receive, as between GPUs; otherwise messages are buffered.
+
+    Raises:
+        UsageError: ranks wait for one another for ever, messages come in another order than they are received in, or some
+            are left over.
+    """
+    return _Simulation(schedules, times, chunks, blocking).run()
+
+
+@dataclass(slots=True)
+class _Rank:
+    todo: deque[Instruction]
+    time: float = 0.0
+    live: set[tuple[int, int]] = field(default_factory=set)
+    peak: int = 0
+
+
+class _Simulation:
+    def __init__(
+        self, schedules: Sequence[Schedule], times: Mapping[Action, float], chunks: int, blocking: bool
+    ) -> None:
+        self._ranks = [_Rank(deque(each for step in schedule for each in step)) for schedule in schedules]
+        self._times = times
+        self._chunks = chunks
+        self._blocking = blocking
+        self._events: list[Event] = []
+        # (sender, receiver) -> (what the receiver calls it, when it was sent), in order
+        self._sent: dict[tuple[int, int], deque[tuple[Instruction, float]]] = {}
+
+    def run(self) -> Timeline:
+        while any(rank.todo for rank in self._ranks):
+            moved = [self._advance(number) for number in range(len(self._ranks))]
+            if not any(moved):
+                self._deadlock()
+        for (sender, receiver), left in self._sent.items():
+            if left:
+                raise UsageError(f"rank {receiver} never receives {left[0][0]} of rank {sender}")
+        return Timeline(len(self._ranks), tuple(self._events), tuple(rank.peak for rank in self._ranks))
+
+    def _advance(self, number: int) -> bool:
+        """Let a rank go on as far as it can. Returns whether it did anything."""
+        rank, moved = self._ranks[number], False
+        while rank.todo:
+            each = rank.todo[0]
+            if each.action in SENDS:
+                done = self._send(number, each)
+            elif each.action in RECEIVES:
+                done = self._receive(number, each)
+            else:
+                done = self._compute(number, each)
+            if not done:
+                break
+            moved = True
+        return moved
+
+    def _compute(self, number: int, each: Instruction) -> bool:
+        rank = self._ranks[number]
+        rank.todo.popleft()
+        begin, rank.time = rank.time, rank.time + self._times.get(each.action, 0.0)
+        if each.action in COMPUTATIONS:
+            self._events.append(Event(number, each, begin, rank.time))
+        key = (each.micro_batch, each.chunk)
+        if each.action is Action.FORWARD:
+            rank.live.add(key)
+            rank.peak = max(rank.peak, len(rank.live))
+        elif each.action in (Action.BACKWARD, Action.BACKWARD_INPUT):
+            if key not in rank.live:
+                raise UsageError(f"rank {number} runs {each} before its forward pass")
+            rank.live.remove(key)
+        return True
+
+    def _send(self, number: int, each: Instruction) -> bool:
+        place = Place(number, each.chunk)
+        ranks = len(self._ranks)
+        forward = each.action is Action.SEND_ACTIVATION
+        other = place.after(ranks, self._chunks) if forward else place.before(ranks)
+        if other is None:
+            raise UsageError(f"rank {number} has nobody to {each}")
+        message = Instruction(_KINDS[each.action], each.micro_batch, other.chunk)
+        rank, peer = self._ranks[number], self._ranks[other.rank]
+        if self._blocking:
+            if not peer.todo or peer.todo[0] != message:
+                return False
+            rank.time = peer.time = max(rank.time, peer.time)
+            peer.todo.popleft()
+        else:
+            self._sent.setdefault((number, other.rank), deque()).append((message, rank.time))
+        rank.todo.popleft()
+        return True
+
+    def _receive(self, number: int, each: Instruction) -> bool:
+        place = Place(number, each.chunk)
+        ranks = len(self._ranks)
+        forward = each.action is Action.RECEIVE_ACTIVATION
+        other = place.before(ranks) if forward else place.after(ranks, self._chunks)
+        if other is None:
+            raise UsageError(f"rank {number} has nobody to {each}")
+        waiting = self._sent.get((other.rank, number))
+        if self._blocking or not waiting:
+            return False
+        message, sent = waiting.popleft()
+        if message != each:
+            raise UsageError(
+                f"rank {number} expects {each} of rank {other.rank}, which sends {message} first"
+            )
+        rank = self._ranks[number]
+        rank.time = max(rank.time, sent)
+        rank.todo.popleft()
+        return True
+
+    def _deadlock(self) -> None:
+        stuck = [
+            f"rank {number} at {rank.todo[0].action} of micro-batch {rank.todo[0].micro_batch}"
+            for number, rank in enumerate(self._ranks)
+            if rank.todo
+        ]
+        raise UsageError(f"the schedules wait for one another for ever: {', '.join(stuck)}")
