@@ -97,13 +97,21 @@ class Request:
         if key.step < 0:
             return [row for row in self._expected(_Pass(None, None, zero_init)) if row.when == "init"]
         orders: Sequence[tuple[str, ...] | None] = self.orders.get(key) or [None]
-        found = [row for row in self._expected(_Pass(orders[0], None, False)) if row.when == "step"]
+        warming = self._warming(key)
+        found = [row for row in self._expected(_Pass(orders[0], warming, False)) if row.when == "step"]
         for micro in range(self.micro_steps):
             order = orders[min(micro, len(orders) - 1)]
-            iteration = self._alike(ordinal * self.micro_steps + micro)
+            iteration = self._alike(ordinal * self.micro_steps + micro) if warming is None else warming
             rows = self._expected(_Pass(order, iteration, False))
             found += [row for row in rows if row.when == "micro_step"]
         return found
+
+    def _warming(self, key: StepKey) -> int | None:
+        """A micro-batch that is sent like those of step ``key`` where the first steps are not compressed; else None."""
+        compression = None if self.configuration is None else self.configuration.compression
+        if compression is None or not compression.warmup_steps:
+            return None
+        return min(key.step, compression.warmup_steps) * self.micro_steps
 
     def _alike(self, iteration: int) -> int:
         """The first micro-batch that the rules treat as they treat number ``iteration``."""
@@ -172,8 +180,10 @@ def request_of(run: RecordedRun) -> Request:
 
 
 def _as_runtime_reads(configuration: Configuration, runtime: zero.Runtime) -> Configuration:
-    """DeepSpeed does not know ``gradient_reduction``."""
-    return configuration if runtime == "zero_runtime" else replace(configuration, gradient_reduction="auto")
+    """DeepSpeed does not know ``gradient_reduction``, nor compression."""
+    if runtime == "zero_runtime":
+        return configuration
+    return replace(configuration, gradient_reduction="auto", compression=None)
 
 
 def _chosen_config(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from commprof.requested.compression import Compression, read_compression
 from commprof.requested.errors import RequestedError
 from commprof.requested.keys import choice, count, dtype, flag, number, section, wrong
 
@@ -34,6 +35,7 @@ class Configuration:
         offload_device: where the optimizer is kept: ``"none"``, ``"cpu"`` or ``"nvme"``.
         accumulation_steps: micro-batches per step as written; None when it follows from the batch sizes.
         managed_accumulation: False makes each call of ``step()`` a step.
+        compression: how gradients are compressed, which only zero_runtime does; None where they are not.
     """
 
     stage: int
@@ -59,6 +61,7 @@ class Configuration:
     micro_batch_size: int | None
     accumulation_steps: int | None
     managed_accumulation: bool
+    compression: Compression | None = None
 
     @property
     def partitions(self) -> bool:
@@ -170,6 +173,7 @@ def read_configuration(config: Mapping[str, Any]) -> Configuration:
         micro_batch_size=count(config, "train_micro_batch_size_per_gpu", None, least=1),
         accumulation_steps=count(config, "gradient_accumulation_steps", None, least=1),
         managed_accumulation=flag(config, "managed_gradient_accumulation", True),
+        compression=read_compression(config),
     )
 
 

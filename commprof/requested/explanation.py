@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
+from commprof.requested.compression import Compression
 from commprof.requested.configuration import Configuration, read_configuration
 from commprof.requested.errors import RequestedError
+from commprof.requested.parameters import item_bytes
 from commprof.schema import Op, wire_bytes
 
+_MANY: Final = 2**20  # elements, so that the last block and rounding matter little
 # What each value of zero_optimization.gradient_reduction names.
 NAMED_OPS: Final[dict[str, Op]] = {
     "all_reduce": Op.ALL_REDUCE,
@@ -77,6 +80,8 @@ def describe(config: Mapping[str, Any] | None) -> str:
 
 def describe_configuration(configuration: Configuration) -> str:
     """The sentence of :func:`describe` for a config that has been read."""
+    if configuration.compression is not None:
+        return _describe_compression(configuration.compression)
     if configuration.stage == 0:
         return "stage 0 partitions nothing: one all_reduce of all gradients per step, whatever reduce_scatter says"
     if configuration.stage == 3 and configuration.gradient_reduction == "auto":
@@ -90,6 +95,19 @@ def describe_configuration(configuration: Configuration) -> str:
         name = configuration.gradient_reduction
         return f"gradient_reduction: {name} asks for {_article(name)}; zero_runtime sends {SENT[name]}"
     return _describe_deepspeed_keys(configuration)
+
+
+def _describe_compression(compression: Compression) -> str:
+    kept = {
+        "topk": f"the largest {100 * compression.ratio:g} % of each bucket, and where they are,",
+        "1bit": "the signs of each bucket, and their mean magnitudes,",
+        "2bit": "the signs of each bucket, and which of two magnitudes each has,",
+    }[compression.algorithm]
+    begin = f", after {compression.warmup_steps} uncompressed steps" if compression.warmup_steps else ""
+    return (
+        f"gradient_compression: {compression.algorithm} asks for compressed gradients; zero_runtime has all ranks gather "
+        f"{kept} in one all_gather per bucket{begin}"
+    )
 
 
 def _describe_deepspeed_keys(configuration: Configuration) -> str:
@@ -141,8 +159,14 @@ def reduction_share(
     """
     configuration = read_configuration(config)
     if runtime == "deepspeed":
-        configuration = replace(configuration, gradient_reduction="auto")
+        configuration = replace(configuration, gradient_reduction="auto", compression=None)
     requested, issued = requested_op(configuration), NAMED_OPS[configuration.reduction]
+    compression = configuration.compression
+    if compression is not None:
+        payload = compression.payload_bytes(_MANY, item_bytes(configuration.communication_dtype))
+        gathered = wire_bytes(Op.ALL_GATHER, world_size * payload, world_size)
+        share = gathered / (_MANY * item_bytes(configuration.communication_dtype))
+        return ReductionShare(wire_bytes(requested, 1, world_size), share, str(requested), str(Op.ALL_GATHER))
     if runtime != "deepspeed" and issued == Op.REDUCE_SCATTER:
         exchanges = configuration.reduce_scatter_on(backend) == "all_to_all"
         issued = Op.ALL_TO_ALL if exchanges else issued

@@ -102,6 +102,17 @@ def _gradient_reduce(
     payloads = [message.numel * size for message in gradients.messages]
     note = "; ".join([describe_configuration(configuration), *gradients.notes])
     when: When = "micro_step" if configuration.reduces_every_micro_step else "step"
+    if configuration.compression is not None:
+        sizes = [configuration.compression.payload_bytes(each.numel, size) for each in gradients.messages]
+        gathered = [world_size * each for each in sizes]
+        sent = row(when, Purpose.GRADIENT_REDUCE, Op.ALL_GATHER, gathered, world_size, note)
+        return sent._replace(
+            requested_op=str(requested_op(configuration)),
+            intended_op=str(Op.ALL_REDUCE),
+            exact=gradients.exact,
+            bytes_exact=gradients.exact,
+            least_bytes=sent.payload_bytes if gradients.exact else 0,
+        )
     return row(when, Purpose.GRADIENT_REDUCE, op, payloads, world_size, note)._replace(
         requested_op=str(requested_op(configuration)),
         intended_op=str(Op.REDUCE_SCATTER) if op == Op.ALL_TO_ALL else None,

@@ -80,7 +80,8 @@ def bucketed_gradients(
         gradient_order: names in the order in which gradients arrived; None where it was not observed.
     """
     capacity = configuration.reduce_bucket_size
-    reduce = DEEPSPEED_REDUCTIONS[configuration.reduction]
+    # A compressed bucket is one message.
+    reduce = DEEPSPEED_REDUCTIONS["all_reduce" if configuration.compression else configuration.reduction]
     arrived, exact, notes = _bucket_order(configuration, groups, gradient_order)
     buckets = [owned_slices(bucket, layout) for bucket in buckets_within(arrived, capacity)]
     messages = [message for slices in buckets for message in reduce(slices, capacity)]

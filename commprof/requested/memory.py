@@ -38,8 +38,8 @@ class Holding(NamedTuple):
     """What one rank holds of one kind, in bytes.
 
     Attributes:
-        what: ``parameters``, ``gathered parameters``, ``gradients``, ``reduced gradients``, ``gradient buckets``,
-            ``masters``, ``optimizer states`` or ``buffers of files``.
+        what: ``parameters``, ``gathered parameters``, ``gradients``, ``reduced gradients``, ``left-over gradients``,
+            ``gradient buckets``, ``masters``, ``optimizer states`` or ``buffers of files``.
         device: on the accelerator; on a machine without one this is host memory too.
         host: in host memory.
         disk: in files.
@@ -255,6 +255,10 @@ def _gradients(configuration: Configuration, sizes: _Sizes) -> list[Holding]:
     under_way = _BUCKETS_UNDER_WAY if configuration.overlap_comm else 1
     numel = min(bucket * under_way, sizes.numel)
     item = item_bytes(configuration.communication_dtype)
+    compression = configuration.compression
+    if compression is not None and compression.error_feedback:
+        left = Holding("left-over gradients", sizes.numel * _WIDE, note="what compression has not sent yet")
+        found.append(left)
     return [*found, Holding("gradient buckets", numel * item, note="at most, in the backward pass")]
 
 

@@ -73,10 +73,11 @@ def expected(
     if runtime not in get_args(Runtime):
         raise RequestedError(f"runtime is {runtime!r}; expected one of {', '.join(get_args(Runtime))}")
     if runtime == "deepspeed":
-        configuration = replace(configuration, gradient_reduction="auto")
+        configuration = replace(configuration, gradient_reduction="auto", compression=None)
     if world_size < 1:
         raise RequestedError(f"the world size is {world_size}; expected 1 or more")
     check_parameters(parameters)
+    configuration = _without_idle_compression(configuration, config, world_size, iteration)
     if configuration.stage == 3:
         _refuse_reductions_of_pieces(configuration)
         training = Training(
@@ -133,6 +134,24 @@ def expected_in_step(
         ends = iteration + 1 == (step + 1) * passes
         rows += [each for each in sent if each.when == "micro_step" or (each.when == "step" and ends)]
     return summed(rows, "step")
+
+
+def _without_idle_compression(
+    configuration: Configuration, config: Mapping[str, Any], world_size: int, iteration: int | None
+) -> Configuration:
+    """``configuration``, which says nothing of compression any more where micro-batch ``iteration`` is sent without."""
+    compression = configuration.compression
+    if compression is None:
+        return configuration
+    if configuration.stage == 3:
+        raise UnsupportedError(
+            "gradient_compression", compression.algorithm, "the runtime refuses it at stage 3"
+        )
+    warming = iteration is not None and iteration < compression.warmup_steps * micro_steps(config, world_size)
+    if warming or world_size == 1:
+        return replace(configuration, compression=None)
+    compression.refuse_unknown_sizes()
+    return configuration
 
 
 def _trust_ratios(parameters: Sequence[Parameter], world_size: int) -> Expectation:

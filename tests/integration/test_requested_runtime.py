@@ -71,6 +71,22 @@ CONFIGS = [
         False,
     ),
     (sharded(3, offload_optimizer={"device": "cpu", "ratio": 0.5}), False),
+    *(
+        (base | {"gradient_compression": compression} | more, two_groups)
+        for base, compression, more, two_groups in (
+            ({"zero_optimization": {"stage": 0}}, {"algorithm": "2bit"}, {}, False),
+            (sharded(1), {"topk_ratio": 0.1}, {"communication_data_type": "bf16"}, True),
+            (sharded(2), {"algorithm": "1bit"}, {"gradient_accumulation_steps": 2}, True),
+            (sharded(2, use_multi_rank_bucket_allreduce=False), {"topk_ratio": 1e-9}, {}, True),
+            (sharded(2), {"algorithm": "1bit", "warmup_steps": 1}, {}, False),
+            (
+                sharded(1),
+                {"algorithm": "1bit"},
+                {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+                False,
+            ),
+        )
+    ),
     *((sharded(stage) | {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}}, True) for stage in (1, 3)),
 ]
 

@@ -330,3 +330,55 @@ def test_nothing_but_the_standard_library_is_imported():
         check=True,
     )
     assert done.stdout.strip() == "['commprof']"
+
+
+# By hand, for 16,090 elements at stage 1 on 4 ranks: bytes of one rank's payload.
+COMPRESSED = {
+    "topk": ({"topk_ratio": 0.01}, 161 * 8),
+    "1bit": ({"algorithm": "1bit", "huffman_coding": True}, 2012 + 8 * 4),
+    "2bit": ({"algorithm": "2bit"}, 4023 + 8 * 8),
+    "default": (None, 161 * 8),
+}
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_compressed_gradients_are_gathered_by_all(name):
+    keys, payload = COMPRESSED[name]
+    asked = {"compress_communication": True} if keys is None else {"gradient_compression": keys}
+    row = by_purpose(stage(1) | asked)["gradient_reduce"]
+    assert (row.requested_op, row.issued_op, row.intended_op) == (
+        "reduce_scatter",
+        "all_gather",
+        "all_reduce",
+    )
+    assert (row.count, row.payload_bytes, row.wire_bytes) == (1, 4 * payload, 3 * payload)
+    assert row.exact and row.note.startswith("gradient_compression: ")
+    assert by_purpose(stage(1) | asked, runtime="deepspeed")["gradient_reduce"].issued_op == "all_reduce"
+    assert by_purpose(stage(1) | asked, world_size=1)["gradient_reduce"].issued_op == "all_reduce"
+
+
+def test_the_first_steps_are_not_compressed():
+    config = stage(2) | {"gradient_compression": {"warmup_steps": 2}, "gradient_accumulation_steps": 3}
+    ops = [by_purpose(config, iteration=number)["gradient_reduce"].issued_op for number in (0, 5, 6, None)]
+    assert ops == ["all_reduce", "all_reduce", "all_gather", "all_gather"]
+
+
+@pytest.mark.parametrize(
+    ("number", "keys", "named"),
+    [
+        (1, {"huffman_coding": True}, "gradient_compression.huffman_coding"),
+        (2, {"hierarchical_compress": True}, "gradient_compression.hierarchical_compress"),
+        (3, {}, "gradient_compression"),
+    ],
+)
+def test_compression_whose_bytes_are_not_known_is_named(number, keys, named):
+    with pytest.raises(RequestedError, match=named):
+        by_purpose(stage(number) | {"gradient_compression": keys})
+
+
+@pytest.mark.parametrize(
+    "keys", [{"topk_ratio": 0}, {"topk_ratio": 2}, {"algorithm": "4bit"}, {"warmup_steps": -1}]
+)
+def test_bad_compression_is_refused(keys):
+    with pytest.raises(RequestedError, match=f"gradient_compression.{next(iter(keys))}"):
+        by_purpose(stage(1) | {"gradient_compression": keys})

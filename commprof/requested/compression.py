@@ -1,0 +1,92 @@
+"""Gradients that zero_runtime sends compressed: what the config asks for, and the bytes of it.
+
+The keys are zero_runtime's own. Every rank gathers the payloads of all; that of a bucket of n elements on each rank is
+
+* ``topk``: ceil(ratio n) elements of the communication type, and as many places of 4 bytes (8 from 2^31 elements on),
+* ``1bit``: n bits, and an fp32 number for each 2,048 elements,
+* ``2bit``: 2 n bits, and two fp32 numbers for each 2,048 elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import ceil
+from typing import Any, Final, NamedTuple
+
+from commprof.requested.errors import UnsupportedError
+from commprof.requested.keys import choice, count, flag, number, section, wrong
+
+ALGORITHMS: Final = ("topk", "1bit", "2bit", "none")
+_BLOCK: Final = 2048  # elements
+_LEVEL_BYTES: Final = 4
+_WIDE_PLACES: Final = 2**31  # elements
+
+
+class Compression(NamedTuple):
+    """How gradients are compressed.
+
+    Attributes:
+        algorithm: one of :data:`ALGORITHMS`, not ``none``.
+        ratio: share of the elements that ``topk`` sends.
+        warmup_steps: steps at the start of the training that are not compressed.
+        error_feedback: whether each rank keeps what it did not send.
+        coded: payloads are Huffman coded, so that their sizes depend on the values.
+        hierarchical: only what hosts send to each other is compressed.
+    """
+
+    algorithm: str
+    ratio: float
+    warmup_steps: int
+    error_feedback: bool
+    coded: bool
+    hierarchical: bool
+
+    def payload_bytes(self, numel: int, item_bytes: int) -> int:
+        """Bytes that stand for ``numel`` elements of one rank, which would travel in ``item_bytes`` each."""
+        if self.algorithm == "topk":
+            places = 4 if numel < _WIDE_PLACES else 8
+            return min(numel, max(1, ceil(self.ratio * numel))) * (item_bytes + places)
+        bits = 1 if self.algorithm == "1bit" else 2
+        return -(-numel * bits // 8) + bits * _LEVEL_BYTES * -(-numel // _BLOCK)
+
+    def refuse_unknown_sizes(self) -> None:
+        """Raise UnsupportedError where the config alone does not say how many bytes are sent."""
+        if self.coded:
+            raise UnsupportedError(
+                "gradient_compression.huffman_coding", True, "how small a payload gets depends on its values"
+            )
+        if self.hierarchical:
+            raise UnsupportedError(
+                "gradient_compression.hierarchical_compress",
+                True,
+                "what is compressed depends on how many ranks each host has",
+            )
+
+
+def read_compression(config: Mapping[str, Any]) -> Compression | None:
+    """What ``config`` says of compressed gradients; None where they are not.
+
+    Raises:
+        RequestedError: a key has a value of the wrong type or outside its range.
+    """
+    switch = flag(config, "compress_communication", False)
+    if config.get("gradient_compression") is None and not switch:
+        return None
+    block = section(config, "gradient_compression")
+    lower = {**block, "algorithm": str(block.get("algorithm", ALGORITHMS[0])).lower()}
+    algorithm = choice(lower, "gradient_compression.algorithm", ALGORITHMS)
+    if algorithm == "none" or not flag(block, "gradient_compression.enabled", True):
+        return None
+    ratio = number(block, "gradient_compression.topk_ratio", 0.01)
+    if not 0 < ratio <= 1:
+        raise wrong("gradient_compression.topk_ratio", ratio, "a number above 0 and up to 1")
+    zero = config.get("zero_optimization")
+    between_hosts = isinstance(zero, Mapping) and bool(zero.get("hierarchical_compress"))
+    return Compression(
+        algorithm,
+        ratio,
+        count(block, "gradient_compression.warmup_steps", 0, least=0) or 0,
+        flag(block, "gradient_compression.error_feedback", True),
+        algorithm != "1bit" and flag(block, "gradient_compression.huffman_coding", False),
+        between_hosts or flag(block, "gradient_compression.hierarchical_compress", False),
+    )
