@@ -26,6 +26,7 @@ COLUMNS: Final = (
 )
 Numbers = npt.NDArray[np.int64]
 _FITS: Final = 1 << 62
+_DENSE: Final = 8  # places for each row, beyond which to sort is quicker than to put each in its place
 
 
 def matchable(collectives: pa.Table) -> pa.Table:
@@ -168,6 +169,14 @@ def in_order(keys: Sequence[Numbers]) -> tuple[Numbers, Numbers]:
             order = np.lexsort(tuple(reversed(keys)))
             return order, _starts([key[order] for key in keys])
         one = one * width + (key - low)
+    if bound <= _DENSE * len(one):
+        place = np.full(bound, -1, np.int64)
+        place[one] = np.arange(len(one))
+        order = place[place >= 0]
+        if len(order) == len(
+            one
+        ):  # no two are equal: each stands in a place of its own, and nothing need be sorted
+            return order, np.arange(len(one))
     order = np.argsort(one, kind="stable")
     return order, _starts([one[order]])
 

@@ -62,14 +62,19 @@ def distinct_rows(table: pa.Table, columns: Sequence[str]) -> tuple[Codes, Codes
     return codes.astype(np.int64), first.astype(np.int64)
 
 
+def placed_by(keys: Codes) -> Codes:
+    """The places of ``keys`` in their order, equal ones as they stand."""
+    if len(keys) and keys.max() < _FEW and keys.min() >= 0:
+        keys = keys.astype(np.int16)  # which are counted, not compared
+    return np.argsort(keys, kind="stable")
+
+
 def split_by(keys: Codes, rows: Codes) -> list[Codes]:
     """``rows`` in lists of equal key, each in the order given, the lists in that of their first row."""
     if not len(rows):
         return []
     own = keys[rows]
-    if own.max() < _FEW and own.min() >= 0:
-        own = own.astype(np.int16)  # which are counted, not compared
-    order = np.argsort(own, kind="stable")
+    order = placed_by(own)
     bounds = np.flatnonzero(np.diff(own[order])) + 1
     groups = np.split(order, bounds)
     groups.sort(key=lambda group: int(group[0]))

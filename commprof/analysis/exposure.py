@@ -32,13 +32,23 @@ def as_frame(answer: pa.Table, by: Sequence[str]) -> pd.DataFrame:
     return from_arrow(answer, (*(EXPOSURE_BY[name] for name in by), *EXPOSURE.columns))
 
 
+def counts(collectives: pa.Table | Scan, by: Sequence[str]) -> pa.Table:
+    """What the records of each rank know of their times, by the columns ``by`` (``queries/exposure_counts.sql``)."""
+    return ask("exposure_counts", {"collectives": collectives}, by=_listed(by))
+
+
 def answer(
-    collectives: pa.Table | Scan, steps: pa.Table, by: Sequence[str], standing: pa.Table | None = None
+    collectives: pa.Table | Scan,
+    steps: pa.Table,
+    by: Sequence[str],
+    standing: pa.Table | None = None,
+    counted: pa.Table | None = None,
 ) -> pa.Table:
     """Exposed and overlapped time for each combination of the columns ``by``; without any, one row.
 
     Args:
         standing: what :func:`standstill` says by these columns, where that is known.
+        counted: :func:`counts` by these columns at least, where they are known.
 
     Raises:
         UsageError: a column of ``by`` cannot be grouped by.
@@ -57,7 +67,7 @@ def answer(
         "exposure",
         {
             "standstill": standstill(collectives, steps, by) if standing is None else standing,
-            "collectives": collectives,
+            "counts": counts(collectives, by) if counted is None else counted,
             "steps": steps,
         },
         by=_listed(by),

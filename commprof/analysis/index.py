@@ -20,6 +20,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -28,7 +29,7 @@ import duckdb
 import pyarrow as pa
 
 from commprof.analysis.engine import connect
-from commprof.analysis.index_sums import fill_sums
+from commprof.analysis.index_sums import fill_sums, standing
 from commprof.analysis.index_tables import fill
 from commprof.analysis.memory import engine_settings
 from commprof.errors import TraceError
@@ -265,7 +266,11 @@ def _write(run: Run, file: Path, progress: Progress) -> None:
         temporary = Path(folder) / INDEX_NAME
         try:
             settings = {**engine_settings(_MOST_MEMORY), "temp_directory": folder}
-            with connect(str(temporary), **settings) as engine:
+            with (
+                ThreadPoolExecutor(1) as beside,  # it reads the files and needs nothing of the index
+                connect(str(temporary), **settings) as engine,
+            ):
+                stood = beside.submit(standing, run)
                 fill(
                     engine,
                     run,
@@ -273,7 +278,9 @@ def _write(run: Run, file: Path, progress: Progress) -> None:
                     lambda done, of: progress(done // 2, of),
                 )
                 records = run.health.records
-                fill_sums(engine, run, lambda done, of: progress((of + done) * records // of // 2, records))
+                fill_sums(
+                    engine, run, stood, lambda done, of: progress((of + done) * records // of // 2, records)
+                )
         except duckdb.Error as error:
             raise OSError(_first_line(error)) from None
         temporary.replace(file)

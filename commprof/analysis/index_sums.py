@@ -82,20 +82,23 @@ class _Found(NamedTuple):
     arrived: pa.Table
 
 
-def fill_sums(engine: duckdb.DuckDBPyConnection, run: Run, progress: Progress) -> None:
+def fill_sums(
+    engine: duckdb.DuckDBPyConnection, run: Run, stood: Future[dict[str, pa.Table]], progress: Progress
+) -> None:
     """Create the tables of sums and answers of the index of ``run`` in ``engine``'s database, which has its records.
 
     Args:
+        stood: will be what :func:`standing` says.
         progress: told how many parts of how many are done.
 
     Raises:
         TraceError: a file of the run is damaged. duckdb.Error: the database cannot be written.
     """
+    times: list[pa.Table] = []
     with ThreadPoolExecutor(_WORKERS) as pool, straggling.collector() as taken:
-        standing = pool.submit(_standing, run)
         for number, found in enumerate(_parts(engine, run, pool, progress)):
             taken.add(straggling.apart(found.arrived, number))
-            _append(engine, BANDWIDTH_TIMES, found.times)
+            times.append(found.times)
             _append_sums(engine, OPERATIONS, HELD_COLUMNS, found.operations)
             _append_sums(
                 engine,
@@ -104,9 +107,11 @@ def fill_sums(engine: duckdb.DuckDBPyConnection, run: Run, progress: Progress) -
                 found.operations,
                 "where bucket is not null and purpose = 'gradient_reduce'",
             )
+        _append(engine, BANDWIDTH_TIMES, pa.concat_tables(times))  # at once: small pieces are written twice
+        times.clear()
         _keep_straggling(engine, taken.answer())
         _keep_buckets(engine, run)
-        for name, rows in standing.result().items():
+        for name, rows in stood.result().items():
             _append(engine, name, rows)
     progress(1, 1)
 
@@ -136,14 +141,19 @@ def _parts(
         yield under_way.popleft().result()
 
 
-def _standing(run: Run) -> dict[str, pa.Table]:
-    """What collectives cost in time, by the columns of :data:`EXPOSURES`, and for how long steps stood still."""
+def standing(run: Run) -> dict[str, pa.Table]:
+    """What collectives cost in time, by the columns of :data:`EXPOSURES`, and for how long steps stood still.
+
+    Raises:
+        TraceError: a file of the run is damaged.
+    """
     collectives, of_steps = run.scan("collectives", _FEWEST_SCANNED), run.table("steps")
     whole = standstill(collectives, of_steps)
-    found = {STOOD_STILL: steps.stood_still(of_steps, collectives, whole)}
+    counted = exposure.counts(collectives, max(EXPOSURES, key=len))
+    found = {STOOD_STILL: steps.stood_still(of_steps, collectives, whole, counted)}
     for by, name in EXPOSURES.items():
         same = not set(by) - {"attempt", "step"}
-        found[name] = exposure.answer(collectives, of_steps, by, whole if same else None)
+        found[name] = exposure.answer(collectives, of_steps, by, whole if same else None, counted)
     return found
 
 

@@ -22,6 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from commprof.align.distinct import numbered, placed_by
 from commprof.errors import TraceError
 from commprof.trace.reader import Scan
 from commprof.trace.tables import arrow_schema, read_columns
@@ -154,15 +155,7 @@ def _added_up(table: pa.Table, keys: list[str]) -> pa.Table:
 
 def _combinations(rows: pa.Table, by: Sequence[str]) -> tuple[Numbers, Numbers]:
     """The number of each row's combination of the columns ``by``, and the first row of each combination."""
-    codes = np.zeros(len(rows), np.int64)
-    firsts = np.zeros(1, np.int64)
-    for name in by:
-        encoded = rows[name].combine_chunks().dictionary_encode(null_encoding="encode")
-        numbers = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
-        mixed = codes * (len(encoded.dictionary) + 1) + numbers
-        _, firsts, codes = np.unique(mixed, return_index=True, return_inverse=True)
-        codes = codes.astype(np.int64)
-    return codes, firsts
+    return numbered(rows.select(list(by))) if by else (np.zeros(len(rows), np.int64), np.zeros(1, np.int64))
 
 
 def _held_and_run(rows: pa.Table, codes: Numbers) -> tuple[_Intervals, _Intervals]:
@@ -225,7 +218,7 @@ def _lengths(intervals: _Intervals, cuts: _Steps, places: int) -> dict[int, int]
 def _union(intervals: _Intervals) -> _Intervals:
     """What each interval adds to the union of the earlier ones of its combination. No two lie over each other."""
     order = np.argsort(intervals.starts, kind="stable")  # quick where times are nearly in order
-    order = order[np.argsort(intervals.codes[order], kind="stable")]
+    order = order[placed_by(intervals.codes[order])]
     codes, starts, stops = (values[order] for values in intervals)
     if not len(starts):
         return _Intervals(codes, starts, stops)

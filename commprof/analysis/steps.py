@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from commprof.analysis.answers import STEP_TIMES, STEP_TOTALS
 from commprof.analysis.engine import ask
+from commprof.analysis.exposure import counts
 from commprof.analysis.frames import from_arrow
 from commprof.analysis.standstill import standstill
 from commprof.trace.reader import Scan
@@ -16,14 +17,21 @@ from commprof.trace.reader import Scan
 COLUMNS: Final = ("attempt", "step", "op")  # of the operations that step_times asks for
 
 
-def stood_still(steps: pa.Table, collectives: pa.Table | Scan, standing: pa.Table | None = None) -> pa.Table:
+def stood_still(
+    steps: pa.Table,
+    collectives: pa.Table | Scan,
+    standing: pa.Table | None = None,
+    counted: pa.Table | None = None,
+) -> pa.Table:
     """For how long the ranks of each step stood still for collectives together (``queries/stood_still.sql``).
 
     Args:
         standing: what :func:`standstill` says by nothing else, where that is known.
+        counted: :func:`commprof.analysis.exposure.counts` by attempt and step at least, where they are known.
     """
     found = standstill(collectives, steps) if standing is None else standing
-    return ask("stood_still", {"standstill": found, "collectives": collectives})
+    known = counts(collectives, ("attempt", "step")) if counted is None else counted
+    return ask("stood_still", {"standstill": found, "counts": known})
 
 
 def step_times(steps: pa.Table, stood_still: pa.Table, operations: pa.Table) -> pd.DataFrame:

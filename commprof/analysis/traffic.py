@@ -8,12 +8,16 @@ from typing import Final
 
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from commprof.align.collectives import in_order
+from commprof.align.distinct import numbered
 from commprof.analysis.answers import GROUPINGS, TRAFFIC
 from commprof.analysis.engine import ask, query_text
 from commprof.analysis.frames import from_arrow
 from commprof.analysis.text_numbers import Texts, numbered_texts, with_texts
 from commprof.errors import UsageError
+from commprof.schema import Op
 from commprof.trace.reader import Scan
 
 EVERY_COLUMN: Final = (*GROUPINGS, "root", "sender", "receiver")
@@ -56,10 +60,23 @@ def operations(
     found = ask(
         "operation_sums",
         tables,
-        operations=query_text("operations"),
+        operations=query_text("operations").format(repeated=query_text(_repetitions(collectives))),
         by="".join(f"{name}, " for name in columns),
     )
     return with_texts(found, texts)
+
+
+def _repetitions(collectives: pa.Table | Scan) -> str:
+    """The question that tells the repetitions among ``collectives``: the quick one where there are surely none."""
+    if isinstance(collectives, Scan):
+        return "repetitions"
+    is_message = pc.is_in(collectives["op"].cast(pa.string()), pa.array([Op.SEND, Op.RECV]))
+    rows = collectives.select(["attempt", "pg", "group_ranks", "rank", "pg_seq"])
+    if pc.any(is_message).as_py():
+        rows = rows.filter(pc.invert(is_message))
+    members, _ = numbered(rows.drop_columns("pg_seq"))
+    order, starts = in_order((members, pc.fill_null(rows["pg_seq"], 0).to_numpy()))
+    return "no_repetition" if len(order) == len(starts) else "repetitions"
 
 
 def checked(by: Sequence[str]) -> tuple[str, ...]:

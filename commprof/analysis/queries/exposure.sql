@@ -1,6 +1,7 @@
 -- What collectives cost the program in time, and what they hid behind its work, for each combination of the grouping columns.
 --
--- Input:  standstill (see standstill.py, grouped by the same columns), collectives, steps
+-- Input:  standstill (see standstill.py, grouped by the same columns), counts (see exposure_counts.sql, by these columns
+--         at least), steps
 -- Times are means over the ranks that have part in the combination, whatever the step. exposed_share is the part of the
 -- training steps that ended, so what lies outside of them counts in exposed_ns and not in the share.
 -- Put in: the columns to group by, each followed by a comma: all, those without step, and those that durations differ by;
@@ -17,28 +18,9 @@ lasting as (
     from durations
     {group_by_duration}
 ),
-counted as (
-    select
-        {by}
-        rank as member,
-        count(*) as records,
-        count(exposed_ns) as timed,
-        count(device_end_ns) as sampled,
-        sum(case when exposed_ns is null and is_async and wait_end_ns is null then 1 else 0 end) as unwaited,
-        sum(
-            case
-                when device_end_ns is not null then 1
-                when wait_end_ns is not null and (device is null or device = 'cpu') then 1
-                else 0
-            end
-        ) as ended,
-        sum(coalesce(exposed_ns, 0)) as summed_ns
-    from collectives
-    group by {by} rank
-),
 numbered as (
     select c.*, dense_rank() over (partition by {partition} 1 order by member) as nth_rank
-    from counted c
+    from counts c
 ),
 joined as (
     select

@@ -6,7 +6,8 @@
 --
 -- The members of a collective share attempt, pg, group_ranks and pg_seq. group_ranks is part of the identity because
 -- disjoint groups may carry one name. A rank takes part in a collective once: where a name was used again after its
--- group was destroyed, and the numbers began anew, the repetition tells the two apart. That is rare, and only such are put in order.
+-- group was destroyed, and the numbers began anew, the repetition tells the two apart. That is put in: repetitions.sql, or, where
+-- no number is known to come twice, no_repetition.sql.
 -- What the ranks must agree on is taken from the lowest rank; a tag from any rank that carries it.
 -- The length of an all_to_all may differ between ranks: it is the mean. Elsewhere the largest is the whole.
 --
@@ -16,34 +17,8 @@
 -- What a run kept as sums is in neither of these records: each of its combinations is one row with as many collectives as the
 -- rank with most of them issued, and the time of a mean rank. A recv counts at its send. Of how many exposed_ns was known
 -- the sums do not say: timed is 0.
-with often as (
-    select attempt, pg, group_ranks, pg_seq
-    from collectives
-    where op not in ('send', 'recv')
-    group by attempt, pg, group_ranks, pg_seq, rank
-    having count(*) > 1
-),
-repeated as (
-    select c.*, 1 as repetition
-    from collectives c
-    where c.op not in ('send', 'recv') and not exists (
-        select 1
-        from often o
-        where o.attempt = c.attempt and o.pg = c.pg and o.group_ranks = c.group_ranks and o.pg_seq = c.pg_seq
-    )
-    union all
-    select
-        c.*,
-        row_number() over (
-            partition by c.rank, c.attempt, c.pg, c.group_ranks, c.pg_seq
-            order by c.issue_ns, c.seq
-        ) as repetition
-    from collectives c
-    where c.op not in ('send', 'recv') and exists (
-        select 1
-        from often o
-        where o.attempt = c.attempt and o.pg = c.pg and o.group_ranks = c.group_ranks and o.pg_seq = c.pg_seq
-    )
+with repeated as (
+{repeated}
 ),
 shared as (
     select

@@ -1,6 +1,6 @@
 -- For how long the processes of each step stood still for collectives together, and how many records say so.
 --
--- Input: standstill (see standstill.py, grouped by nothing), collectives
+-- Input: standstill (see standstill.py, grouped by nothing), counts (see exposure_counts.sql)
 select
     attempt,
     step,
@@ -9,8 +9,8 @@ select
 from (
     select attempt, step, exposed_ns, 0 as timed from standstill where step >= 0
     union all
-    select attempt, step, 0 as exposed_ns, count(exposed_ns) as timed
-    from collectives
+    select attempt, step, 0 as exposed_ns, sum(timed) as timed
+    from counts
     where step >= 0
     group by attempt, step
 ) w

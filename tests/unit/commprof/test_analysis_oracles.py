@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 
 import duckdb
+import pandas as pd
 import pyarrow as pa
 import pytest
 
@@ -126,6 +127,20 @@ def test_operations_added_up_by_some_columns_are_those_of_the_plain_question(see
                 assert all((answer[name] - expected[name]).dropna().abs() <= 1)
                 assert answer[name].isna().equals(expected[name].isna())
     assert set(EVERY_COLUMN) <= set(plain.column_names)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_operations_whose_numbers_come_once_are_those_of_the_plain_question(seed: int):
+    records, aggregates = random_records(seed, 300), empty_table("aggregates")
+    records = records.set_column(
+        records.column_names.index("pg_seq"), "pg_seq", pa.array(range(100, 400), pa.int64())
+    )
+    once = records.filter([op not in (Op.SEND, Op.RECV) for op in records["op"].to_pylist()])
+    plain = oracle("operations", {"collectives": once, "aggregates": aggregates})
+    for by in COMBINATIONS:
+        found, expected = traffic(operations(once, aggregates, by), by), traffic(plain, by)
+        pd.testing.assert_frame_equal(found, expected)
+        assert found["collectives"].sum() == len(once)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -8,7 +8,8 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from commprof.analysis import api, index, straggling, whole_collectives
+from commprof.align import collectives
+from commprof.analysis import api, index, straggling, traffic, whole_collectives
 from commprof.analysis.engine import connect
 from commprof.trace.reader import Scan
 from support.runs import SyntheticRun
@@ -17,8 +18,8 @@ WORLD = 4
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "all_to_all", "barrier")
 
 
-def mixed_run(rng, records=260):
-    """Collectives of three groups, a name that was used again, messages, a recv from any source, buckets, captured calls."""
+def mixed_run(rng, records=260, reused=True):
+    """Collectives of three groups, messages, a recv from any source, buckets, captured calls; a name that was used again."""
     run = SyntheticRun(WORLD, config={"zero_optimization": {"stage": 2}})
     for step in range(6):
         run.add_step(step, begin_ns=step * 100_000, duration_ns=100_000)
@@ -40,7 +41,7 @@ def mixed_run(rng, records=260):
             purpose=rng.choice(["gradient_reduce", "parameter_gather"]),
             bucket=rng.choice([None, 0, 1, 2]),
             captured=rng.random() < 0.05,
-            pg_seq=number // 2 if group == "2" else None,  # a name that was used again: numbers come twice
+            pg_seq=number // 2 if group == "2" and reused else None,  # then some numbers come twice
         )
     for number in range(60):
         sender, receiver = rng.sample(range(WORLD), 2)
@@ -103,6 +104,33 @@ def test_answers_out_of_the_index_are_those_of_all_records(runs):
     pd.testing.assert_frame_equal(content.operations, theirs.operations)
     for by in (("op",), ("step", "purpose"), ("pg", "group_ranks")):
         pd.testing.assert_frame_equal(api.traffic(indexed, by), api.traffic(plain, by))
+
+
+@pytest.mark.parametrize("reused", [True, False], ids=["numbers come twice", "numbers come once"])
+def test_the_tables_of_an_index_are_the_same_however_they_are_worked_out(tmp_path, monkeypatch, reused):
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    monkeypatch.setattr(index, "_FEWEST_IN_FILE", 0)
+    quick, slow = (
+        mixed_run(random.Random(seed), reused=reused).write(tmp_path / name) for name in ("quick", "slow")
+    )
+    found = tables_of(quick)
+    monkeypatch.setattr(collectives, "_DENSE", 0)
+    monkeypatch.setattr(traffic, "_repetitions", lambda records: "repetitions")
+    expected = tables_of(slow)
+    assert found.keys() == expected.keys() > {"records", "operations", "bandwidth_times", "stragglers"}
+    for name, frame in expected.items():
+        pd.testing.assert_frame_equal(sorted_rows(found[name]), sorted_rows(frame), obj=name)
+
+
+def tables_of(run):
+    """All tables in the index of a run, but for what names its files."""
+    made = index.index_of(run)
+    names = made.ask("select table_name from information_schema.tables where table_schema = 'main'")
+    wanted = {name: f"select * from {name}" for name in names["table_name"].to_pylist()}
+    wanted["records"] = "select rowid as place, * from records"
+    wanted["facts"] += " where name <> 'fingerprint'"
+    return {name: made.ask(sql).to_pandas() for name, sql in wanted.items()}
 
 
 def test_parts_hold_every_record_once_and_whole_collectives(runs):
