@@ -31,7 +31,7 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_width = width // heads
         self.attention_norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.projection = nn.Linear(width, width)
@@ -41,11 +41,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, context, width) to the same shape."""
-        batch, context, width = x.shape
-        qkv = self.qkv(self.attention_norm(x)).view(batch, context, 3, self.heads, width // self.heads)
+        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, -1, self.head_width))
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.projection(attended.transpose(1, 2).reshape(batch, context, width))
+        x = x + self.projection(attended.transpose(1, 2).flatten(2))
         return x + self.contract(F.gelu(self.expand(self.feed_forward_norm(x))))
 
 
@@ -59,6 +58,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
+        self.loss = nn.CrossEntropyLoss()
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 deep = name.endswith(("projection.weight", "contract.weight"))
@@ -69,7 +69,7 @@ class GPT(nn.Module):
         hidden = self.token(x) + self.position(torch.arange(x.shape[1], device=x.device))
         for block in self.blocks:
             hidden = block(hidden)
-        return F.cross_entropy(self.head(self.norm(hidden)).float().flatten(0, 1), y.flatten())
+        return self.loss(self.head(self.norm(hidden)).float().flatten(0, 1), y.flatten())
 
 
 def read_text(limit_bytes: int) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from commprof.ledger.issue import StepKey
 from commprof.requested import zero
 from commprof.requested.configuration import Configuration, read_configuration
 from commprof.requested.expectation import Expectation
+from commprof.requested.support import refuse_axes
 from commprof.requested.zero import STEADY
 
 NO_CONFIG: Final = "no config was recorded"
@@ -170,6 +171,7 @@ def request_of(run: RecordedRun) -> Request:
         orders=gradient_orders(run.table("buckets")),
     )
     try:
+        refuse_axes((manifest.effective_config or {}).get("topology"))
         request.configuration = _as_runtime_reads(read_configuration(config), request.runtime)
         request.micro_steps = zero.micro_steps(config, world_size)
         request.expectations(StepKey(0, 0))

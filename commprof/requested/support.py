@@ -109,6 +109,7 @@ def _refuse_parallel(config: Mapping[str, Any]) -> None:
     tensor = _mapping(config.get("tensor_parallel"))
     sizes = {
         "sequence_parallel_size": config.get("sequence_parallel_size"),
+        "tp_size": config.get("tp_size"),
         "tensor_parallel.autotp_size": tensor.get("autotp_size"),
         "tensor_parallel.tp.tp_size": _mapping(tensor.get("tp")).get("tp_size"),
         "pipeline.stages": _mapping(config.get("pipeline")).get("stages"),
@@ -118,6 +119,16 @@ def _refuse_parallel(config: Mapping[str, Any]) -> None:
             raise UnsupportedError(
                 key, size, "the ranks then form more groups than the one of data parallelism"
             )
+
+
+def refuse_axes(topology: object) -> None:
+    """Raise UnsupportedError when ``topology``, ranks by axis as an engine says them, has others than those of data."""
+    wide = {axis: size for axis, size in _mapping(topology).items() if axis != "data" and _above(size, 1)}
+    if wide:
+        shown = " x ".join(f"{axis} {size}" for axis, size in wide.items())
+        raise UnsupportedError(
+            "topology", shown, "the ranks then form more groups than the one of data parallelism"
+        )
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

@@ -23,6 +23,7 @@ from zero_runtime.engine import Engine
 from zero_runtime.errors import ConfigError, LossScaleError, UnsupportedError, UsageError, ZeroRuntimeError
 from zero_runtime.initialization import initialize
 from zero_runtime.memory import memory_status, see_memory_usage
+from zero_runtime.topology import ProcessGrid, ProcessTopology
 from zero_runtime.version import VERSION
 
 __version__ = VERSION
@@ -33,6 +34,8 @@ __all__ = [
     "DeepSpeedEngine",
     "Engine",
     "LossScaleError",
+    "ProcessGrid",
+    "ProcessTopology",
     "RepeatingLoader",
     "UnsupportedError",
     "UsageError",

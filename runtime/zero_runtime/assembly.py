@@ -28,6 +28,7 @@ from zero_runtime.matrix_updates import check_whole_gradients
 from zero_runtime.offload.placement import placement
 from zero_runtime.optimizer import StepPolicy
 from zero_runtime.optimizers.muon import mark_matrices
+from zero_runtime.parallelism import Parallelism, data_parallel, use
 from zero_runtime.precision import (
     Precision,
     accumulate_in,
@@ -43,6 +44,7 @@ from zero_runtime.sharding.assembly import ShardedModel
 from zero_runtime.sharding.residency import Residency, residency_of
 from zero_runtime.sharding.shards import shard_of
 from zero_runtime.stages import stage
+from zero_runtime.tensor_parallel.division import divide
 from zero_runtime.topology_aware.watch import Watch
 from zero_runtime.torch_optimizer import ClientOptimizer, check_shardable, torch_optimizer
 from zero_runtime.whole_gradients import AccumulatedGradients, ReplicatedGradients
@@ -67,7 +69,7 @@ class Assembly(NamedTuple):
     """The parts of an engine. Without an optimizer that and the torch optimizer are None, and the loss scale is 1.
 
     The residency is that of sharded parameters; the watch looks for slow ranks; the residuals are what gradient
-    compression has left over.
+    compression has left over; the parallelism says how the ranks share the training.
     """
 
     module: torch.nn.Module
@@ -82,10 +84,15 @@ class Assembly(NamedTuple):
     residency: Residency | None = None
     watch: Watch | None = None
     residuals: Residuals | None = None
+    parallelism: Parallelism = Parallelism(None, 1, 0)
 
 
 def assemble(
-    config: RuntimeConfig, module: torch.nn.Module, client: ClientOptimizer | None, parameters: Any
+    config: RuntimeConfig,
+    module: torch.nn.Module,
+    client: ClientOptimizer | None,
+    parameters: Any,
+    parallelism: Parallelism | None = None,
 ) -> Assembly:
     """Prepare ``module`` for training: move, cast, broadcast from rank 0, and give it an optimizer.
 
@@ -94,12 +101,19 @@ def assemble(
         module: the model.
         client: the client's optimizer, or a function that makes one.
         parameters: tensors or param groups; None for all of the module.
+        parallelism: how the ranks share the training; None where each has the whole model and samples of its own.
     """
+    parallelism = parallelism or data_parallel()
     _check_module(module)
     close(module)
     given = list(parameters) if parameters is not None else None
-    ranks = data_parallel_ranks(config)
-    return _assembled(config, module, client, given, ranks.group)._replace(watch=ranks.watch)
+    divide(config.parallel, module, parallelism.tensor_group)
+    use(parallelism)
+    ranks = data_parallel_ranks(config, parallelism.data)
+    made = _assembled(config, module, client, given, ranks.group, parallelism.replicas)
+    if made.optimizer is not None:
+        made.optimizer.model_ranks = parallelism.model
+    return made._replace(watch=ranks.watch, parallelism=parallelism)
 
 
 def _assembled(
@@ -108,6 +122,7 @@ def _assembled(
     client: ClientOptimizer | None,
     given: list[Any] | None,
     group: DataParallelGroup,
+    replicas: int,
 ) -> Assembly:
     device = group.device
     if device.type == "cuda":
@@ -135,7 +150,7 @@ def _assembled(
     policy = Policy(
         stage=config.zero.stage,
         reduce=reduce,
-        scaling=config.scaling(group.world_size),
+        scaling=config.scaling(replicas),
         limit=config.zero.reduce_bucket_size,
         contiguous=config.zero.contiguous_gradients,
         overlap=config.zero.overlap_comm and config.zero.stage.shards_optimizer,

@@ -12,6 +12,7 @@ from commprof import hooks
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.data import TRAIN, RankLoader, RepeatingLoader, rank_loader
 from zero_runtime.errors import UsageError
+from zero_runtime.parallelism import Parallelism
 
 if TYPE_CHECKING:
     from zero_runtime.comm import DataParallelGroup
@@ -24,6 +25,7 @@ class WholeSteps:
     """Training and evaluation by the step, of an engine whose attributes these are."""
 
     config: RuntimeConfig
+    parallelism: Parallelism
     training: bool
     training_dataloader: RankLoader | None
     collate_fn: Callable[[list[Any]], Any] | None
@@ -96,6 +98,8 @@ class WholeSteps:
             collate_fn=collate_fn or self.collate_fn,
             workers=num_local_io_workers or 0,
             pin_memory=pin_memory,
+            replicas=self.parallelism.replicas,
+            replica=self.parallelism.replica,
         )
 
 

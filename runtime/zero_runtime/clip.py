@@ -41,6 +41,25 @@ def sharded_norm(
     return _valid(torch.linalg.vector_norm(torch.stack(norms)))
 
 
+def joint_norm(
+    squares: Sequence[torch.Tensor], groups: Sequence[DataParallelGroup], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """The 2-norm of gradients that ranks of several axes hold parts of: an all_reduce along each for each param group.
+
+    Args:
+        squares: for each param group the sum of the squares of what this rank counts of it; 0-D.
+        groups: along those axes; each element must be counted by one rank of their product.
+        dtype: in which the squares are summed over the ranks.
+    """
+    norms = []
+    for each in squares:
+        squared = each.to(dtype)
+        for group in groups:
+            group.all_reduce(squared, why=_NORM)
+        norms.append(squared.sqrt())
+    return _valid(torch.linalg.vector_norm(torch.stack(norms)))
+
+
 def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
     """The sum of the squares of 1-D ``values``, a 0-D fp64 tensor; right to 2e-7.
 
@@ -60,9 +79,9 @@ def replicated_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     return _valid(torch.linalg.vector_norm(torch.stack(norms)))
 
 
-def averaged_norm(gradients: Sequence[torch.Tensor], group: DataParallelGroup) -> torch.Tensor:
-    """As ``replicated_norm``, averaged over the ranks by one all_reduce of one element, as DeepSpeed's fp32 stage 0 does."""
-    norm = replicated_norm(gradients) / group.world_size
+def averaged_norm(norm: torch.Tensor, group: DataParallelGroup) -> torch.Tensor:
+    """``norm`` averaged over the ranks by one all_reduce of one element, as DeepSpeed's fp32 stage 0 does."""
+    norm = norm / group.world_size
     group.all_reduce(norm, why=_NORM)
     return norm
 

@@ -20,6 +20,7 @@ from zero_runtime.configuration.communication import CommunicationConfig, read_c
 from zero_runtime.configuration.compression import GradientCompression, check_compression, read_compression
 from zero_runtime.configuration.offload import effective_aio, read_aio
 from zero_runtime.configuration.offload_param import modern as modern_zero
+from zero_runtime.configuration.parallel import ParallelConfig, check_parallel, read_parallel
 from zero_runtime.configuration.precision import PrecisionConfig, read_precision
 from zero_runtime.configuration.zero import ZeroConfig, read_zero
 from zero_runtime.errors import ConfigError
@@ -89,6 +90,7 @@ class RuntimeConfig:
     activation_checkpointing: ActivationCheckpointing
     communication: CommunicationConfig
     gradient_compression: GradientCompression | None
+    parallel: ParallelConfig
     precision: PrecisionConfig
     zero: ZeroConfig
     aio: AsynchronousIO
@@ -98,8 +100,13 @@ class RuntimeConfig:
     notices: tuple[str, ...] = ()
 
     @classmethod
-    def from_mapping(cls, given: Mapping[str, Any], world_size: int) -> RuntimeConfig:
+    def from_mapping(cls, given: Mapping[str, Any], world_size: int, stages: int = 1) -> RuntimeConfig:
         """Check ``given`` and fill in what it leaves out.
+
+        Args:
+            given: the configuration.
+            world_size: all ranks that train.
+            stages: of a pipeline; with what ``given`` says of other axes they say how many ranks have other samples.
 
         Raises:
             ConfigError: what is wrong, with the values, what was expected and what to do.
@@ -113,7 +120,8 @@ class RuntimeConfig:
         if not zero.stage.shards_parameters:
             idle = keys.stage_3_only(given)
             notices += [f"{name} has no effect here: it acts at stage 3 only" for name in idle]
-        micro, accumulation, batch = _batch_sizes(top, world_size)
+        parallel = read_parallel(top)
+        micro, accumulation, batch = _batch_sizes(top, parallel.replicas(world_size, stages))
         config = cls(
             train_batch_size=batch,
             train_micro_batch_size_per_gpu=micro,
@@ -138,6 +146,7 @@ class RuntimeConfig:
             communication=read_communication(top["communication"], world_size),
             gradient_compression=read_compression(top),
             dump_state=top["dump_state"],
+            parallel=parallel,
             precision=read_precision(top),
             zero=zero,
             aio=read_aio(top["aio"]),
@@ -149,6 +158,7 @@ class RuntimeConfig:
         if config.accumulates_whole:
             config = dataclasses.replace(config, zero=whole_gradients(config.zero, notices))
         check(config)
+        check_parallel(parallel, zero.stage, config.optimizer.type if config.optimizer else None)
         check_compression(config, notices)
         note_contradictions(config, notices)
         return dataclasses.replace(config, notices=tuple(notices))
@@ -191,6 +201,7 @@ class RuntimeConfig:
         """Everything as it is really used, under the keys of a configuration; for the record of a run."""
         values = dataclasses.asdict(self)
         zero, kinds = values.pop("zero"), values.pop("precision")
+        parallel = values.pop("parallel")
         values["checkpoint"] = {
             name: values.pop(f"checkpoint_{name}") for name in ("tag_validation", "load_universal")
         }
@@ -228,6 +239,11 @@ class RuntimeConfig:
             },
             "torch_autocast": {"enabled": True, "dtype": autocast} if autocast else {"enabled": False},
             "zero_optimization": zero,
+            "tp_size": parallel["tp_size"],
+            "sequence_parallel_size": parallel["sequence_parallel_size"],
+            "tensor_parallel": {
+                name: parallel[name] for name in ("plan", "partition_config", "sequence_parallel")
+            },
             "aio": effective_aio(self.aio),
         }
 
@@ -259,6 +275,11 @@ def load(config: Any, args: Any = None) -> dict[str, Any]:
     if isinstance(chosen, str | os.PathLike):
         return document.load(os.fspath(chosen))
     raise ConfigError(f"config is a {type(chosen).__name__}; expected a dict, or the path of a JSON file")
+
+
+def parallel_of(given: Mapping[str, Any]) -> ParallelConfig:
+    """What ``given`` says of axes, once all of its keys are known. Raises as ``RuntimeConfig.from_mapping`` does."""
+    return read_parallel(keys.read(_modern(given, [])))
 
 
 def _shown(config: Any) -> str:

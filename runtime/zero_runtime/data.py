@@ -63,6 +63,8 @@ def rank_loader(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     workers: int = 0,
     pin_memory: bool = False,
+    replicas: int | None = None,
+    replica: int = 0,
 ) -> RankLoader:
     """A loader of this rank's share of ``dataset``.
 
@@ -75,6 +77,8 @@ def rank_loader(
         collate_fn: makes a batch of a list of samples.
         workers: processes that load.
         pin_memory: page-locked host memory, where there is a GPU.
+        replicas: how many have other samples than this rank; None where every rank has.
+        replica: this rank's number among those.
 
     Raises:
         ConfigError: ``dataset`` is neither.
@@ -86,9 +90,9 @@ def rank_loader(
             "IterableDataset"
         )
     if sampler is None and not iterated:
-        sampler = DistributedSampler(
-            dataset, num_replicas=comm.get_world_size(), rank=comm.get_rank(), shuffle=shuffle
-        )
+        if replicas is None:
+            replicas, replica = comm.get_world_size(), comm.get_rank()
+        sampler = DistributedSampler(dataset, num_replicas=replicas, rank=replica, shuffle=shuffle)
     return RankLoader(
         dataset,
         batch_size=batch_size,

@@ -43,6 +43,8 @@ class Engine(Settings, WholeSteps, Saving, torch.nn.Module):
         device: of the parameters.
         local_rank: this process's number on its host.
         config: the checked configuration.
+        parallelism: how the ranks share the training: its ``replica`` is this rank's number among those that have other
+            samples.
     """
 
     def __init__(self, config: RuntimeConfig, assembly: Assembly, lr_scheduler: Any, dataloader: Any) -> None:
@@ -57,8 +59,13 @@ class Engine(Settings, WholeSteps, Saving, torch.nn.Module):
         self.device = assembly.device
         self.local_rank = comm.get_local_rank()
         self.global_rank = comm.get_rank()
-        self.world_size = self.dp_world_size = assembly.group.world_size
-        self.mp_world_size = 1
+        self.parallelism = assembly.parallelism
+        self.mpu = assembly.parallelism.mpu
+        self.world_size = self.dp_world_size = assembly.parallelism.replicas
+        self.mp_world_size = (
+            1 if assembly.parallelism.model is None else assembly.parallelism.model.group.world_size
+        )
+        self.sequence_parallel_size = assembly.parallelism.sequence_size
         self.global_steps = 0
         self.global_samples = 0
         self.skipped_steps = 0

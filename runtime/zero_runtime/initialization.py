@@ -18,8 +18,9 @@ from zero_runtime.comm_log import LOG
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.data import rank_loader
 from zero_runtime.engine import Engine
-from zero_runtime.errors import ConfigError, UnsupportedError
+from zero_runtime.errors import ConfigError
 from zero_runtime.optimizer import WrappedOptimizer
+from zero_runtime.parallelism import share, with_mesh
 from zero_runtime.schedules import schedule
 from zero_runtime.tensor_access import remember
 from zero_runtime.uncaught import reports_config_errors
@@ -53,11 +54,12 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         training_data: a dataset, to be shared out over the ranks.
         lr_scheduler: a scheduler, or a function that makes one of the torch optimizer; else the config's.
         distributed_port: the port of rank 0, where no launcher has chosen one.
-        mpu: model parallelism, not in this version.
+        mpu: the groups of a script that makes them itself: a :class:`zero_runtime.ProcessGrid`, or an object with the
+            methods of Megatron's.
         dist_init_required: False where torch.distributed must have been initialised already.
         collate_fn: of the data loader.
         config: the configuration: a dict, or the path of a JSON file.
-        mesh_param: meshes of ranks, not in this version.
+        mesh_param: (data-parallel ranks, sequence-parallel ranks), as data_parallel_size and sequence_parallel_size say.
         config_params: another name of ``config``.
 
     Returns:
@@ -69,22 +71,21 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     """
     if model is None:
         raise ConfigError("initialize needs a model; pass model=")
-    if mpu is not None or mesh_param is not None:
-        raise UnsupportedError(
-            "mpu and mesh_param (model and sequence parallelism) are not in this version yet"
-        )
     if config is not None and config_params is not None:
         raise ConfigError("both config and config_params are given; keep config")
     hooks.phase("init")
     given = configuration.load(config if config is not None else config_params, args)
+    if mesh_param is not None:
+        given = with_mesh(given, mesh_param)
     comm.init_distributed(dist_init_required=dist_init_required, distributed_port=distributed_port)
     if args is not None and hasattr(args, "local_rank"):
         args.local_rank = comm.get_local_rank()
-    checked = RuntimeConfig.from_mapping(given, comm.get_world_size())
+    shared = share(configuration.parallel_of(given), mpu)
+    checked = RuntimeConfig.from_mapping(given, comm.get_world_size(), shared.stages)
     _notify(checked)
     if checked.comms_logger.enabled:
         LOG.configure(**dataclasses.asdict(checked.comms_logger))
-    assembly = assemble(checked, model, optimizer, model_parameters)
+    assembly = assemble(checked, model, optimizer, model_parameters, shared.parallelism())
     configure_by(
         checked.activation_checkpointing, assembly.device.type, "activation_checkpointing" in checked.given
     )
@@ -98,12 +99,15 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
             checked.train_micro_batch_size_per_gpu,
             drop_last=checked.dataloader_drop_last,
             collate_fn=collate_fn,
+            replicas=assembly.parallelism.replicas,
+            replica=assembly.parallelism.replica,
         )
     engine = Engine(checked, assembly, scheduler, loader)
     if isinstance(assembly.optimizer, WrappedOptimizer):
         remember(assembly.optimizer, assembly.group)
     engine.collate_fn = collate_fn
-    hooks.describe_config(checked.effective(), engine=f"zero_runtime {VERSION}")
+    effective = {**checked.effective(), "topology": assembly.parallelism.sizes()}
+    hooks.describe_config(effective, engine=f"zero_runtime {VERSION}")
     hooks.phase("other")
     return engine, engine.optimizer, loader, scheduler
 

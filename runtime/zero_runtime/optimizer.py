@@ -17,10 +17,12 @@ import torch
 from commprof import hooks
 from zero_runtime.bands import BandedGradients
 from zero_runtime.clip import clip_factor
+from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import UsageError
 from zero_runtime.fragments import Fragment, Master, Source, Stored, fragments_of, load, stored
 from zero_runtime.gradients import ShardedGradients
 from zero_runtime.loss_scale import UNSCALED, LossScale
+from zero_runtime.parallelism import ModelRanks
 from zero_runtime.whole_gradients import AccumulatedGradients, ReplicatedGradients
 
 
@@ -51,6 +53,8 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
         overflow: whether the last step was skipped, since a gradient was infinite or NaN.
         grad_norm: of the last step, before clipping; infinity where it was skipped; None where it is not computed.
         is_sharded: whether each rank holds a part of the masters only.
+        model_ranks: those that hold the model together with this one, and agree on norm and overflow; None where each holds
+            all of it.
     """
 
     is_sharded: bool
@@ -69,6 +73,7 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
         self.state = optimizer.state
         self.overflow = False
         self.grad_norm: torch.Tensor | None = None
+        self.model_ranks: ModelRanks | None = None
         self._gradients = gradients
         self._policy = policy
         self._scale = scale
@@ -134,6 +139,10 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
         if self._policy.clipping > 0.0 and self.grad_norm is not None:
             return clip_factor(self.grad_norm, self._policy.clipping) / scale
         return None if scale == 1.0 else 1.0 / scale
+
+    def _model_groups(self) -> list[DataParallelGroup]:
+        """The group of the ranks that hold other parts of the model, where there are any."""
+        return [] if self.model_ranks is None else [self.model_ranks.group]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused here: what is laid out once stays so."""

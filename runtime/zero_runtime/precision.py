@@ -163,7 +163,8 @@ def any_overflow(gradients: Iterable[torch.Tensor], device: torch.device) -> tor
     return flag
 
 
-def agree_on_overflow(flag: torch.Tensor, group: DataParallelGroup) -> bool:
-    """Whether any rank of ``group`` has seen an overflow: one all_reduce MAX of one byte."""
-    group.all_reduce(flag, op=ReduceOp.MAX, why=_OVERFLOW)
+def agree_on_overflow(flag: torch.Tensor, *groups: DataParallelGroup) -> bool:
+    """Whether any rank of ``groups`` has seen an overflow: one all_reduce MAX of one byte in each."""
+    for group in groups:
+        group.all_reduce(flag, op=ReduceOp.MAX, why=_OVERFLOW)
     return bool(flag.item())

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 import torch
 
-from zero_runtime.clip import averaged_norm, clip_factor, replicated_norm
+from zero_runtime.clip import averaged_norm, clip_factor, joint_norm, replicated_norm, sum_of_squares
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.fragments import Master, Part
 from zero_runtime.loss_scale import UNSCALED, LossScale
 from zero_runtime.optimizer import StepPolicy, WrappedOptimizer, master_of
-from zero_runtime.precision import any_overflow
+from zero_runtime.precision import agree_on_overflow, any_overflow
 from zero_runtime.torch_optimizer import replace_parameters
 from zero_runtime.whole_gradients import ReplicatedGradients
 
@@ -102,21 +102,30 @@ class ReplicatedOptimizer(WrappedOptimizer):
     def _step_in_place(self) -> bool:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if self._scale.rules is not UNSCALED:
-            # Every rank holds the same gradients, so there is nothing to agree on.
-            overflow = bool(any_overflow(gradients, self._group.device).item())
-            if not self._measured(overflow, lambda: replicated_norm(gradients)):
+            # Every data-parallel rank holds the same gradients, so there is nothing to agree on among them.
+            overflow = agree_on_overflow(any_overflow(gradients, self._group.device), *self._model_groups())
+            if not self._measured(overflow, self._norm):
                 return False
             torch._foreach_mul_(gradients, 1.0 / self._scale.value)
         # In fp32 the norm is computed for clipping only, and never reported, as in DeepSpeed.
         if self._policy.clipping > 0.0:
-            factor = clip_factor(averaged_norm(gradients, self._group), self._policy.clipping)
+            factor = clip_factor(averaged_norm(self._norm(), self._group), self._policy.clipping)
             torch._foreach_mul_(gradients, factor)
         self.optimizer.step()
         return True
 
+    def _norm(self) -> torch.Tensor:
+        """The norm of the whole model's gradients."""
+        gradients = {p: p.grad for p in self._parameters if p.grad is not None}
+        if self.model_ranks is None:
+            return replicated_norm(list(gradients.values()))
+        counted = [each.reshape(-1) for p, each in gradients.items() if self.model_ranks.counts(p)]
+        squares = [sum_of_squares(each) for each in counted] or [torch.zeros((), device=self._group.device)]
+        return joint_norm([torch.stack(squares).sum()], self._model_groups())
+
     def _step_through_copies(self) -> bool:
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
-        if not self._measured(False, lambda: replicated_norm(gradients)):
+        if not self._measured(False, self._norm):
             return False
         for master, gradient in zip(self.masters, gradients, strict=True):
             master.grad = gradient.to(master.dtype)

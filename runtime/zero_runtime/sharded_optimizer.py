@@ -10,6 +10,7 @@ import torch
 
 from commprof import hooks
 from zero_runtime.bands import BandedGradients
+from zero_runtime.clip import joint_norm, sum_of_squares
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import ConfigError
 from zero_runtime.flat_parameters import FlatParameters
@@ -23,6 +24,7 @@ from zero_runtime.offload.placement import Placement
 from zero_runtime.optimizer import StepPolicy, WrappedOptimizer
 from zero_runtime.optimizers.lamb import Division, Lamb, Segment
 from zero_runtime.optimizers.muon import Muon
+from zero_runtime.parallelism import ModelRanks
 from zero_runtime.precision import agree_on_overflow, any_overflow
 from zero_runtime.sharding.parameters import ShardedParameters
 from zero_runtime.torch_optimizer import replace_parameters
@@ -66,6 +68,7 @@ class ShardedOptimizer(WrappedOptimizer):
         super().__init__(optimizer, gradients, policy, scale)
         self._reduced = gradients
         self._group = group
+        self._counted: list[list[slice]] | None = None
         self._parameters = parameters
         self._groups = list(groups)
         self.grow: Callable[[int, dict[str, Any]], list[ParameterGroup]] | None = None
@@ -198,6 +201,20 @@ class ShardedOptimizer(WrappedOptimizer):
         for index, part in changes:
             self._masters.take_over(index, part)
 
+    def _norm(self) -> torch.Tensor:
+        """The norm of the whole model's gradients."""
+        if self.model_ranks is None:
+            return self._reduced.norm()
+        if self._counted is None:
+            self._counted = [_counted(each, self.model_ranks) for each in self.held()]
+        squares = [torch.zeros((), dtype=torch.float64, device=each.device) for each in self._reduced.pieces]
+        for stretch, gradient, spans in zip(
+            self._masters.stretches, self.reduced(), self._counted, strict=True
+        ):
+            for span in spans:
+                squares[stretch.piece] += sum_of_squares(gradient[span])
+        return joint_norm(squares, [self._group, *self._model_groups()])
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take the step that the reduced gradients ask for, unless one of them overflowed."""
@@ -205,12 +222,12 @@ class ShardedOptimizer(WrappedOptimizer):
         self._masters.begin_step()
         pieces = self._reduced.pieces
         overflow = self._policy.check_overflow and agree_on_overflow(
-            any_overflow(pieces, pieces[0].device), self._group
+            any_overflow(pieces, pieces[0].device), self._group, *self._model_groups()
         )
         commit = None
         if self._matrices is not None and not overflow:
             commit = self._matrices.apply(pieces, self._scale.value)
-        if not self._measured(overflow, self._reduced.norm):
+        if not self._measured(overflow, self._norm):
             return
         if commit is not None:
             commit()
@@ -225,3 +242,16 @@ class ShardedOptimizer(WrappedOptimizer):
         self._scale.update(False)
         self._gradients.clear()
         self._parameters.share()
+
+
+def _counted(master: Master, model: ModelRanks) -> list[slice]:
+    """What this rank counts of a master in a norm over the whole model: as few stretches of it as can be."""
+    spans: list[slice] = []
+    for part in sorted(master.parts, key=lambda each: each.offset):
+        if not model.counts(part.parameter):
+            continue
+        begin, end = part.offset, part.offset + part.numel
+        if spans and spans[-1].stop == begin:
+            begin = spans.pop().start
+        spans.append(slice(begin, end))
+    return spans

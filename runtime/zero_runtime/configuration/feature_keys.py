@@ -9,7 +9,6 @@ from zero_runtime.configuration.checks import (
     Check,
     anything,
     boolean,
-    choice,
     choice_of_any_case,
     integer,
     mapping,
@@ -22,6 +21,7 @@ from zero_runtime.configuration.communication import COMMUNICATION
 from zero_runtime.configuration.compression import COMPRESSION
 from zero_runtime.configuration.key_table import Key, Table, inert, inside, later, refused, used, waiting
 from zero_runtime.configuration.offload import AIO
+from zero_runtime.configuration.parallel import KEYS as PARALLEL
 
 _SIZE: Final = integer(0)
 _NAME: Final = optional(text)
@@ -189,28 +189,9 @@ FEATURES: Final[Table] = {
         "data_sampling": (mapping, {}, "curriculum learning and dynamic batches"),
         "data_routing": (mapping, {}, "random layerwise token dropping"),
     }),
-    "tensor_parallel": waiting(inside({
-        "autotp_size": later(integer(0), 0, "tensor-parallel ranks", "tensor parallelism"),
-        **{
-            name: waiting(check, default, meaning, "tensor parallelism")
-            for name, (check, default, meaning) in {
-                "dtype": (anything, None, "of the layers"),
-                "tp": (optional(mapping), None, "size and group"),
-                "tensor_parallel": (optional(mapping), None, "old name of tp"),
-                "tp_overlap_comm": (boolean, False, "reduce beside the computation"),
-                "vocab_parallel_lm_head": (optional(boolean), None, "cut the output layer too"),
-                "vocab_parallel_ce_backend": (choice("torch", "liger"), "torch", "of its loss"),
-                "injection_policy_tuple": (anything, None, "layers to cut"),
-                "partition_config": (optional(mapping), None, "how they are cut"),
-                "preset_model": (_NAME, None, "a known model"),
-                "keep_module_on_host": (boolean, False, "cut in host memory"),
-                "replace_with_kernel_inject": (boolean, False, "other kernels"),
-            }.items()
-        },
-    }), {}, "tensor parallelism", "tensor parallelism"),
+    **PARALLEL,
     "expert_parallel": later(mapping, None, "experts on several ranks", "expert parallelism"),
     "use_data_before_expert_parallelism": later(boolean, False, "order of the groups of ranks", "expert parallelism"),
-    "sequence_parallel_size": later(integer(1), 1, "ranks that share a sequence", "sequence parallelism"),
     "weight_quantization": later(mapping, None, "quantized weights for inference", "compression"),
     "datastates": later(mapping, None, "checkpoints by DataStates", "checkpoints by DataStates"),
     "gradient_compression": used(

@@ -166,7 +166,7 @@ def test_refused_with_the_reason(top, message):
         {"flops_profiler": {"enabled": True}},
         {"autotuning": {"enabled": True}},
         {"compile": {"deepcompile": True}},
-        {"tensor_parallel": {"autotp_size": 2}},
+        {"tensor_parallel": {"autotp_size": 2, "tp_overlap_comm": True}},
     ],
 )
 def test_known_but_not_in_this_version(top):

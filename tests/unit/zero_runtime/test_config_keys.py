@@ -39,6 +39,7 @@ PARAMETERS_IN_FILES = {
     "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "there"}}
 }
 COSTS = {"communication": {"calibration": {"world": "all.json", "axes": ["one.json", "two.json"]}}}
+CUT = {"tp_size": 2}
 # For each implemented key a value that must make a difference, and what else it needs for that.
 VALUES = {
     "train_batch_size": (8, {"train_micro_batch_size_per_gpu": None}),
@@ -213,6 +214,16 @@ VALUES = {
             "profile",
         )
     },
+    "tensor_parallel": ({"autotp_size": 2}, {}),
+    "tensor_parallel.autotp_size": (2, {}),
+    **{f"tensor_parallel.{name}": ({"tp_size": 2}, {}) for name in ("tp", "tensor_parallel")},
+    **{f"tensor_parallel.{name}.tp_size": (2, {}) for name in ("tp", "tensor_parallel")},
+    "tensor_parallel.plan": ({"a": "row"}, CUT),
+    "tensor_parallel.partition_config": ({"use_default_specs": False}, CUT),
+    "tensor_parallel.sequence_parallel": (True, CUT),
+    "tp_size": (2, {}),
+    "sequence_parallel_size": (2, {}),
+    "data_parallel_size": (2, {}),
     "communication": ({"topology": 2}, {}),
     "communication.topology": ([1, 2], {}),
     "communication.calibration": ({"world": "all.json", "axes": ["one.json", "two.json"]}, {}),
@@ -317,12 +328,6 @@ def test_each_setting_is_read_by_the_runtime():
     assert settings - read - resolved - by_property == set()
 
 
-SWITCHED_ON = {
-    "tensor_parallel.autotp_size": 2,
-    "sequence_parallel_size": 2,
-}
-
-
 @pytest.mark.parametrize("name", of_status(Status.LATER))
 def test_each_key_of_a_later_part_is_refused_with_the_part(name):
     key = next(key for block, each, key in ROWS if full(block, each) == name)
@@ -335,7 +340,7 @@ def test_each_key_of_a_later_part_is_refused_with_the_part(name):
     elif key.check.expected.startswith("bool"):
         value = not key.default
     else:
-        value = SWITCHED_ON.get(name, 7)
+        value = 7
     base = {**PLAIN, **STAGE_3} if key.stage_3_only else PLAIN
     with pytest.raises(UnsupportedError) as refusal:
         made(with_key(name, value, base))

@@ -1,0 +1,23 @@
+"""Tensor parallelism: layers whose parameters several ranks share, and plans that cut a model into such layers."""
+
+from __future__ import annotations
+
+from zero_runtime.tensor_parallel.cuts import Cut, cut_of
+from zero_runtime.tensor_parallel.division import parallelize
+from zero_runtime.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from zero_runtime.tensor_parallel.loss import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
+
+__all__ = [
+    "ColumnParallelLinear",
+    "Cut",
+    "RowParallelLinear",
+    "VocabParallelCrossEntropy",
+    "VocabParallelEmbedding",
+    "cut_of",
+    "parallelize",
+    "vocab_parallel_cross_entropy",
+]

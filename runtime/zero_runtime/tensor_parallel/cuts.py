@@ -1,0 +1,91 @@
+"""Which part of a parameter a rank holds. Pure arithmetic on tensors; nothing is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from zero_runtime.errors import ConfigError
+
+_ATTRIBUTE: Final = "zero_runtime_cut"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A parameter of which each rank holds an equal part along one dimension.
+
+    Attributes:
+        dim: the dimension.
+        sections: extents along it of what is joined in one parameter, such as query, key and value: each is cut by itself.
+        rank: which part this is.
+        size: how many there are.
+    """
+
+    dim: int
+    sections: tuple[int, ...]
+    rank: int
+    size: int
+
+    def check(self, name: str) -> None:
+        """Check that the ranks share every section evenly.
+
+        Raises:
+            ConfigError: ``size`` does not divide a section of parameter ``name``.
+        """
+        for extent in self.sections:
+            if extent % self.size:
+                among = f" (of sections {list(self.sections)})" if len(self.sections) > 1 else ""
+                raise ConfigError(
+                    f"{name} has {extent} elements along dimension {self.dim}{among}, which {self.size} ranks cannot share "
+                    f"evenly; choose a tp_size that divides {extent}, or leave the module out of the plan"
+                )
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """What this rank holds of ``whole``; a new tensor."""
+        pieces = [
+            section.chunk(self.size, self.dim)[self.rank] for section in whole.split(self.sections, self.dim)
+        ]
+        return torch.cat(pieces, self.dim)
+
+    def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The whole of which ``parts`` are what each rank holds."""
+        extents = [extent // self.size for extent in self.sections]
+        by_rank = [part.split(extents, self.dim) for part in parts]
+        return torch.cat([piece for pieces in zip(*by_rank, strict=True) for piece in pieces], self.dim)
+
+
+def cut_of(parameter: torch.Tensor) -> Cut | None:
+    """How ``parameter`` is cut; None where every rank has all of it."""
+    found = getattr(parameter, _ATTRIBUTE, None)
+    return found if isinstance(found, Cut) else None
+
+
+@torch.no_grad()
+def cut(name: str, parameter: torch.Tensor, how: Cut) -> None:
+    """Leave this rank's part in ``parameter``, which stays the same object; a second time for a tied one does nothing.
+
+    Raises:
+        ConfigError: it cannot be shared evenly, or is cut in another way already.
+    """
+    before = cut_of(parameter)
+    if before is not None:
+        if before != how:
+            raise ConfigError(
+                f"{name} is tied to a parameter that is cut along {before.dim} in sections {list(before.sections)}, "
+                f"and the plan cuts it along {how.dim} in sections {list(how.sections)}; cut both alike"
+            )
+        return
+    how.check(name)
+    parameter.data = how.part(parameter.data)
+    if parameter.grad is not None:
+        parameter.grad = None
+    mark(parameter, how)
+
+
+def mark(parameter: torch.Tensor, how: Cut) -> None:
+    """Note on ``parameter`` how it is cut, by the names that Megatron uses too."""
+    for name, value in ((_ATTRIBUTE, how), ("tensor_model_parallel", True), ("partition_dim", how.dim)):
+        setattr(parameter, name, value)

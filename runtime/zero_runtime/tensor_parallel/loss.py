@@ -1,0 +1,112 @@
+"""Cross entropy of logits of which each rank has some of the words: they are never gathered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zero_runtime.comm import ReduceOp
+from zero_runtime.errors import ConfigError, UsageError
+from zero_runtime.tensor_parallel.collectives import Ranks
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, words: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        """The loss of each row, fp32: logits (rows, words / ranks), words (rows,) int64."""
+        count = logits.shape[1]
+        highest = logits.detach().float().amax(1)
+        ranks.group.all_reduce(highest, ReduceOp.MAX, why=ranks.why)
+        shifted = logits.detach().float() - highest.unsqueeze(1)
+        own = words - ranks.rank * count
+        elsewhere = (own < 0) | (own >= count)
+        own = own.masked_fill(elsewhere, 0)
+        named = shifted.gather(1, own.unsqueeze(1)).squeeze(1).masked_fill(elsewhere, 0.0)
+        exponentials = shifted.exp_()
+        sums = torch.stack([exponentials.sum(1), named])
+        ranks.group.all_reduce(sums, why=ranks.why)
+        total, named = sums
+        ctx.save_for_backward(exponentials.div_(total.unsqueeze(1)), own, elsewhere)
+        ctx.dtype = logits.dtype
+        return total.log() - named
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        probabilities, own, elsewhere = ctx.saved_tensors
+        slope = probabilities.clone()
+        slope.scatter_add_(1, own.unsqueeze(1), (elsewhere.float() - 1.0).unsqueeze(1))
+        return slope.mul_(gradient.unsqueeze(1)).to(ctx.dtype), None, None
+
+
+def vocab_parallel_cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    ranks: Ranks,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """``torch.nn.functional.cross_entropy`` of logits whose words are shared out; the same on all ranks.
+
+    Two all_reduce of one and two numbers for each row go forward, and nothing backward.
+
+    Args:
+        logits: (rows, words / ranks), this rank's words.
+        target: (rows,) int64, numbers of words among all.
+        ranks: those that share the words, each the same number, in their order.
+        ignore_index: a target whose rows do not count.
+        reduction: mean, sum or none.
+
+    Raises:
+        UsageError: other shapes.
+    """
+    if logits.dim() != 2 or target.shape != logits.shape[:1]:
+        raise UsageError(
+            f"logits have shape {tuple(logits.shape)} and targets {tuple(target.shape)}; expected (rows, words of this "
+            "rank) and (rows,)"
+        )
+    ignored = target == ignore_index
+    losses: torch.Tensor = _CrossEntropy.apply(logits, target.masked_fill(ignored, 0), ranks)
+    losses = losses.masked_fill(ignored, 0.0)
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total if reduction == "sum" else total / (~ignored).sum()
+
+
+class VocabParallelCrossEntropy(torch.nn.CrossEntropyLoss):
+    """``torch.nn.CrossEntropyLoss`` of the output of a column-parallel layer that is not gathered.
+
+    Attributes:
+        ranks: those that share the words.
+    """
+
+    ranks: Ranks
+
+    @classmethod
+    def of(cls, loss: torch.nn.CrossEntropyLoss, ranks: Ranks, name: str = "") -> VocabParallelCrossEntropy:
+        """Take over the settings of ``loss``.
+
+        Raises:
+            ConfigError: it weighs classes or smooths labels.
+        """
+        if loss.weight is not None or loss.label_smoothing:
+            raise ConfigError(
+                f"{name} is a cross entropy with weights or label_smoothing {loss.label_smoothing}, which shared words do "
+                'not have; leave them out, or gather the logits ("column_gathered" in the plan) and leave the loss out of it'
+            )
+        made = cls(ignore_index=loss.ignore_index, reduction=loss.reduction)
+        made.ranks = ranks
+        return made
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """(rows, this rank's words) or (batch, this rank's words, positions...), and targets without words, to a loss."""
+        logits = input.movedim(1, -1)
+        losses = vocab_parallel_cross_entropy(
+            logits.reshape(-1, logits.shape[-1]),
+            target.reshape(-1),
+            self.ranks,
+            self.ignore_index,
+            self.reduction,
+        )
+        return losses.view(target.shape) if self.reduction == "none" else losses

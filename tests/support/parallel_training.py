@@ -1,0 +1,110 @@
+"""The example GPT trained over a grid of ranks, and by one process on the same samples."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import zero_runtime
+from zero_runtime.errors import ConfigError
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+WIDTH, LAYERS, HEADS, CONTEXT, WORDS = 16, 2, 4, 8, 32
+PLAN = {
+    "token": "vocabulary",
+    "position": "split",
+    "blocks.*_norm": "sequence",
+    "blocks.*.qkv": "column:3",
+    "blocks.*.projection": "row",
+    "blocks.*.expand": "column",
+    "blocks.*.contract": "row",
+    "norm": "sequence",
+    "head": "column",
+    "loss": "loss",
+}
+
+
+def example() -> Any:
+    """The module of ``examples/train_gpt.py``."""
+    if "train_gpt" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLE)
+        assert spec is not None and spec.loader is not None
+        sys.modules["train_gpt"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["train_gpt"])
+    return sys.modules["train_gpt"]
+
+
+def model(seed: int = 0, heads: int = HEADS, words: int = WORDS) -> torch.nn.Module:
+    """A small GPT of the example."""
+    torch.manual_seed(seed)
+    made: torch.nn.Module = example().GPT(WIDTH, LAYERS, heads, CONTEXT, words)
+    return made
+
+
+def batch(step: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The samples of all ranks in a step: inputs and targets, (samples, CONTEXT) int64."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    pieces = torch.randint(0, WORDS, (samples, CONTEXT + 1), generator=generator)
+    return pieces[:, :-1], pieces[:, 1:]
+
+
+def config(stage: int = 1, **more: Any) -> dict[str, Any]:
+    """A configuration for two samples of each replica."""
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": stage},
+        **more,
+    }
+
+
+def train(
+    rank: int,
+    world: int,
+    given: Mapping[str, Any],
+    steps: int = 3,
+    samples: int = 4,
+    mpu: Any = None,
+    seed_by_rank: bool = False,
+) -> tuple[list[float], float | None]:
+    """Train on this replica's share of ``samples``; the mean loss of each step over the replicas, and the last norm."""
+    made = model(rank if seed_by_rank else 0)
+    engine, *_ = zero_runtime.initialize(
+        model=made, model_parameters=list(made.parameters()), config=dict(given), mpu=mpu
+    )
+    losses = [step_of(engine, step, samples) for step in range(steps)]
+    norm = engine.get_global_grad_norm()
+    return losses, None if norm is None else float(norm)
+
+
+def step_of(engine: Any, step: int, samples: int = 4) -> float:
+    """One optimizer step; the mean loss over the replicas."""
+    replicas, replica = engine.parallelism.replicas, engine.parallelism.replica
+    share = samples // replicas
+    micro = engine.train_micro_batch_size_per_gpu()
+    total = torch.zeros(())
+    for first in range(replica * share, (replica + 1) * share, micro):
+        x, y = (each[first : first + micro] for each in batch(step, samples))
+        loss = engine(x, y)
+        engine.backward(loss)
+        engine.step()
+        total += loss.detach().float() * micro / share
+    engine._group.all_reduce(total)
+    return float(total) / engine._group.world_size
+
+
+def refusal(rank: int, world: int, given: Mapping[str, Any], **arguments: Any) -> str:
+    """What ``initialize`` says of a configuration that it refuses, for a model of ``arguments``."""
+    made = model(**arguments)
+    before = {name: parameter.shape for name, parameter in made.named_parameters()}
+    try:
+        zero_runtime.initialize(model=made, model_parameters=made.parameters(), config=dict(given))
+    except ConfigError as error:
+        assert {name: parameter.shape for name, parameter in made.named_parameters()} == before
+        return str(error)
+    return "not refused"
