@@ -55,7 +55,7 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
   },
   timeline: {
     // The view (from, to in ns since the run began; ranks; record) is in a store; the server draws it, the address holds it.
-    move(relayout, click, _clicks, ranks, view) {
+    move(relayout, click, _clicks, ranks, record, view) {
       const {no_update, callback_context, set_props} = window.dash_clientside;
       // One call may tell of several inputs: a button that is pressed while a new graph tells its size counts.
       const triggered = callback_context.triggered;
@@ -85,12 +85,17 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
           return no_update;
         }
         if (point.customdata) {
-          return next({record: point.customdata[0].join(".")});
+          const chosen = point.customdata[0].join(".");
+          set_props("timeline-record", {value: chosen});
+          return next({record: chosen});
         }
         return window_of(point.x - span / 16, point.x + span / 16);
       }
       if (by("timeline-ranks") && (ranks || "") !== (view.ranks || "")) {
         return next({ranks: ranks || ""});
+      }
+      if (by("timeline-record") && (record || "") !== (view.record || "")) {
+        return next({record: record || null});
       }
       if (by("relayoutData")) {
         // A graph that was just drawn tells its size only; while it is dragged or the wheel turns it tells each frame.

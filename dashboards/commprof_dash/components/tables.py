@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 from urllib.parse import quote
 
 import dash_mantine_components as dmc
@@ -14,6 +14,8 @@ from dash.development.base_component import Component
 from commprof.analysis import api
 
 Cell: TypeAlias = str | Component
+_ALIGNED_COLUMNS: Final = 24  # as many as app.css has classes number-K for
+_LOOK: Final = {"highlightOnHover": True, "tabularNums": True, "verticalSpacing": 6}
 
 
 class Field(NamedTuple):
@@ -31,20 +33,32 @@ def table(frame: pd.DataFrame, fields: Sequence[Field], caption: str) -> Compone
         [_cell(field, value) for field, value in zip(fields, row, strict=True)]
         for row in _values(frame, fields)
     ]
-    head = html.Tr([html.Th(field.heading, scope="col", className=_alignment(field)) for field in fields])
-    alignments = [_alignment(field) for field in fields]
-    body = [
-        html.Tr([html.Td(cell, className=side) for side, cell in zip(alignments, row, strict=True)])
-        for row in rows
-    ]
+    numeric = [number for number, field in enumerate(fields, 1) if field.numeric]
+    # Each Dash component costs the browser much more than what it draws, and more the more there are: a table of
+    # text alone is one component.
+    if (
+        all(isinstance(cell, str) for row in rows for cell in row)
+        and max(numeric, default=0) <= _ALIGNED_COLUMNS
+    ):
+        drawn = dmc.Table(
+            data={"caption": caption, "head": [field.heading for field in fields], "body": rows},
+            className=" ".join(["data-table", *(f"number-{number}" for number in numeric)]),
+            **_LOOK,
+        )
+    else:
+        sides = ["number" if field.numeric else "text" for field in fields]
+        heads = [
+            html.Th(field.heading, scope="col", className=side)
+            for field, side in zip(fields, sides, strict=True)
+        ]
+        body = [
+            html.Tr([html.Td(cell, className=side) for side, cell in zip(sides, row, strict=True)])
+            for row in rows
+        ]
+        parts = [html.Caption(caption), html.Thead(html.Tr(heads)), html.Tbody(body)]
+        drawn = dmc.Table(parts, className="data-table", **_LOOK)
     return html.Div(
-        dmc.Table(
-            [html.Caption(caption, className="visually-hidden"), html.Thead(head), html.Tbody(body)],
-            highlightOnHover=True,
-            tabularNums=True,
-            verticalSpacing=6,
-            className="data-table",
-        ),
+        drawn,
         className="table-scroll",
         tabIndex=0,
         role="group",  # not a region: the section around it has the same name
@@ -79,9 +93,5 @@ def _values(frame: pd.DataFrame, fields: Sequence[Field]) -> list[tuple[Any, ...
 def _cell(field: Field, value: Any) -> Cell:
     # Of one value this tells what pd.isna does, in a small part of the time.
     if value is None or value is pd.NA or value != value:
-        return html.Span("-", **{"aria-label": "none"})
+        return "-"
     return field.format(value)
-
-
-def _alignment(field: Field) -> str:
-    return "number" if field.numeric else "text"

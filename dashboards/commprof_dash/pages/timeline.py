@@ -42,6 +42,7 @@ RUN: Final = "timeline-run"
 WRITTEN: Final = "timeline-written"
 STEP: Final = "timeline-step"
 RANKS: Final = "timeline-ranks"
+RECORD: Final = "timeline-record"
 SHOWN: Final = "timeline-shown"  # what changes with the view, besides the figure
 WAIT: Final = "timeline-wait"
 WAITING: Final = "timeline-waiting"
@@ -157,6 +158,19 @@ def _toolbar(view: View, shown: api.Timeline) -> Component:
                         debounce=True,
                         value=view.ranks,
                         placeholder=_ranks_text(shown.run_ranks),
+                        className="tool-input",
+                    ),
+                ]
+            ),
+            html.Label(
+                [
+                    "Record ",
+                    dcc.Input(
+                        id=RECORD,
+                        type="text",
+                        debounce=True,
+                        value=view.stored()["record"],
+                        placeholder="from the table",
                         className="tool-input",
                     ),
                 ]
@@ -285,7 +299,8 @@ def _table(name: str, view: View, shown: api.Timeline) -> list[Component]:
         Field("purpose", "Purpose"),
         Field("bucket", "Bucket", str, numeric=True),
         Field("pg", "Group", shortened),
-        Field("key", "Record", lambda key: html.A("Show", href=_address(name, view, record=str(key)))),
+        # Text, not a link: a link in each row keeps the browser busy for seconds. The tool bar goes to a record.
+        Field("key", "Record"),
     ]
     first = f"The first {_ROWS_SHOWN} of them; the CSV file has all." if len(shown.bars) > _ROWS_SHOWN else ""
     return [html.P(first, className="muted"), tables.table(frame, fields, "Records of the window")]
@@ -381,6 +396,7 @@ def register(app: dash.Dash, runs: Runs) -> None:
         Input(ids.graph("timeline"), "clickData"),
         Input({"type": "timeline-button", "what": ALL}, "n_clicks"),
         Input(RANKS, "value"),
+        Input(RECORD, "value"),
         State(VIEW, "data"),
         prevent_initial_call=True,
     )
