@@ -48,6 +48,10 @@ def refuse_unsupported(config: Mapping[str, Any], stage: int, world_size: int) -
             True,
             "the ranks then form more groups than the one of data parallelism",
         )
+    for name in ("zero_allowed_param_types", "zero_force_param_types"):
+        if stage and (zero.get(name) or (zero.get(name) is not None and "allowed" in name)):
+            reason = "which parameters stay whole then depends on the code of the model"
+            raise UnsupportedError(f"zero_optimization.{name}", zero[name], reason)
     topology = _mapping(config.get("communication")).get("topology")
     if _has_axes(topology):
         raise UnsupportedError(
@@ -97,7 +101,7 @@ def optimizer_type(config: Mapping[str, Any]) -> str:
 def _has_axes(topology: object) -> bool:
     """Whether ``communication.topology`` asks for more than one axis, or leaves that to the hosts."""
     if isinstance(topology, list):
-        return sum(size != 1 for size in topology) > 1
+        return len([size for size in topology if size != 1]) > 1
     return topology not in (None, 1)
 
 

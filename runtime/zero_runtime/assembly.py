@@ -29,6 +29,7 @@ from zero_runtime.offload.placement import placement
 from zero_runtime.optimizer import StepPolicy
 from zero_runtime.optimizers.muon import mark_matrices
 from zero_runtime.parallelism import Parallelism, data_parallel, use
+from zero_runtime.partitioned_types import whole_parameters
 from zero_runtime.precision import (
     Precision,
     accumulate_in,
@@ -228,7 +229,10 @@ def _sharded(
     check_shardable(inner, config.zero.stage.number, config.zero_allow_untested_optimizer)
     check_whole_gradients(inner, config, kinds)
     # With torch.autocast the gradients of a group travel in several dtypes, which a band cannot.
-    banded = config.zero.gradient_reduction == "reduce_scatter" and kinds.autocast is None
+    unpartitioned = whole_parameters(module, config.zero.partitioned_types)
+    # Nor can a band be whole on every rank.
+    reduced = config.zero.gradient_reduction == "reduce_scatter" and kinds.autocast is None
+    banded = reduced and not unpartitioned
     groups = flat_groups(module, inner.param_groups, config.zero, group.world_size, banded)
     gradients: ShardedGradients | BandedGradients | AccumulatedGradients
     steps = _step_policy(config, kinds)
@@ -254,7 +258,15 @@ def _sharded(
                 config.zero.reduce_scatter_impl,
             )
             if banded
-            else ShardedGradients(groups, dtypes, policy, group, kinds.accumulation, boundary)
+            else ShardedGradients(
+                groups,
+                dtypes,
+                policy,
+                group,
+                kinds.accumulation,
+                boundary,
+                unpartitioned=unpartitioned,
+            )
         )
     parameters = FlatParameters(
         groups,

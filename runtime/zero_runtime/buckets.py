@@ -31,7 +31,7 @@ END_OF_BACKWARD: Final = "end_of_backward"
 
 
 # The dtype in which a bucket travels, and that of the gradients in it: a buffer holds gradients of one dtype.
-_Dtypes = tuple[torch.dtype, torch.dtype]
+_Dtypes = tuple[torch.dtype, torch.dtype, bool]
 
 
 class Scaling(NamedTuple):
@@ -74,6 +74,7 @@ class Bucket:
         entries: what is in it.
         flush_reason: full, oversized or end_of_backward.
         asynchronous: whether its messages are only begun.
+        whole: whether every rank is to have all of the sum.
         publication: what a recorder is told of it, once there is one.
     """
 
@@ -86,6 +87,7 @@ class Bucket:
     entries: tuple[Entry, ...]
     flush_reason: str
     asynchronous: bool = False
+    whole: bool = False
     publication: Publication | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -216,12 +218,15 @@ class Bucketer:
         """Count buckets from 0 again."""
         self._number = 0
 
-    def add(self, entry: Entry, dtype: torch.dtype) -> None:
-        """Put a gradient into the bucket of communication dtype ``dtype``; send that first if it would not fit."""
+    def add(self, entry: Entry, dtype: torch.dtype, whole: bool = False) -> None:
+        """Put a gradient into the bucket of communication dtype ``dtype``; send that first if it would not fit.
+
+        Gradients that stay ``whole`` have buckets of their own.
+        """
         numel = entry.gradient.numel()
         if numel == 0:
             return
-        dtypes = dtype, entry.gradient.dtype
+        dtypes = dtype, entry.gradient.dtype, whole
         current = self._open.setdefault(dtypes, _Open())
         if current.numel + numel > self._limit:
             self._flush(dtypes, FULL)
@@ -274,6 +279,7 @@ class Bucketer:
             scaling=self._scaling,
             entries=entries,
             flush_reason=OVERSIZED if current.numel > self._limit else reason,
+            whole=dtypes[2],
         )
         current.entries = []
         current.numel = 0

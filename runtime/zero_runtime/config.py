@@ -215,6 +215,10 @@ class RuntimeConfig:
             zero.update(self.zero.sharding.effective())
         elif self.zero.offload_optimizer is not None:
             zero["sub_group_size"] = self.zero.sharding.sub_group_size
+        types = self.zero.partitioned_types
+        del zero["partitioned_types"]
+        zero["zero_allowed_param_types"] = None if types.allowed is None else list(types.allowed)
+        zero["zero_force_param_types"] = list(types.whole)
         zero["stage"] = self.zero.stage.number
         zero["reduce_scatter_impl"] = self.zero.reduce_scatter_impl or "auto"
         autocast = self.precision.autocast_dtype

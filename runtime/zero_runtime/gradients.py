@@ -7,7 +7,7 @@ the step has been taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import UsageError
 from zero_runtime.layout import GroupLayout, Slice
 from zero_runtime.overlap import DEPTH, Flight, Overlap
-from zero_runtime.reduction import Finish, Reduction, then
+from zero_runtime.reduction import Finish, Reduction, all_reduce, then
 from zero_runtime.sharding.layout import ShardLayout
 from zero_runtime.stages import Stage
 
@@ -92,6 +92,7 @@ class ShardedGradients:
         accumulation: dtype of the accumulated pieces; None for the parameters' own.
         at_boundary: whether the micro-batch at hand is the last of its step.
         leaves: modules whose gradients come together, where the stage reduces during backward.
+        unpartitioned: parameters whose gradients are summed on every rank, in buckets of their own.
 
     Attributes:
         pieces: for each param group, this rank's piece of the reduced gradient, 1-D; zeros where nothing came.
@@ -107,7 +108,9 @@ class ShardedGradients:
         accumulation: torch.dtype | None,
         at_boundary: Callable[[], bool],
         leaves: Sequence[Leaf] = (),
+        unpartitioned: Collection[torch.nn.Parameter] = (),
     ) -> None:
+        self._unpartitioned = unpartitioned
         self._groups: list[ParameterGroup] = []
         self._dtypes: dict[torch.nn.Parameter, torch.dtype] = {}
         self._policy = policy
@@ -257,14 +260,15 @@ class ShardedGradients:
             gradient = parameter.grad.detach().reshape(-1)
         parameter.grad = None
         entry = Entry(each.names[index], gradient, self._slices[number][index], number)
-        self._bucketer.add(entry, self._dtypes[parameter])
+        self._bucketer.add(entry, self._dtypes[parameter], parameter in self._unpartitioned)
 
     def _send(self, bucket: Bucket) -> Flight:
         return self._overlap.send(bucket, self._start)
 
     def _start(self, bucket: Bucket) -> Finish | None:
         """Reduce a full bucket and, once that is done, add what this rank owns to its pieces."""
-        return then(self._policy.reduce(bucket, self._group), lambda: self._accumulate(bucket))
+        reduce = all_reduce if bucket.whole else self._policy.reduce
+        return then(reduce(bucket, self._group), lambda: self._accumulate(bucket))
 
     @torch.no_grad()
     def _accumulate(self, bucket: Bucket) -> None:

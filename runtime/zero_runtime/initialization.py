@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,10 @@ from zero_runtime.engine import Engine
 from zero_runtime.errors import ConfigError
 from zero_runtime.optimizer import WrappedOptimizer
 from zero_runtime.parallelism import share, with_mesh
+from zero_runtime.pipeline.batches import inputs_of
+from zero_runtime.pipeline.engine import PipelineEngine, check_pipeline
+from zero_runtime.pipeline.module import PipelineModule
+from zero_runtime.pipeline.preparation import own_parameters, prepare, stages_for
 from zero_runtime.schedules import schedule
 from zero_runtime.tensor_access import remember
 from zero_runtime.uncaught import reports_config_errors
@@ -80,12 +85,26 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     comm.init_distributed(dist_init_required=dist_init_required, distributed_port=distributed_port)
     if args is not None and hasattr(args, "local_rank"):
         args.local_rank = comm.get_local_rank()
-    shared = share(configuration.parallel_of(given), mpu)
+    stages = stages_for(model, configuration.pipeline_of(given))
+    # A pipeline has its own groups, which are those that scripts pass on.
+    shared = share(
+        configuration.parallel_of(given), None if isinstance(model, PipelineModule) else mpu, stages
+    )
     checked = RuntimeConfig.from_mapping(given, comm.get_world_size(), shared.stages)
     _notify(checked)
     if checked.comms_logger.enabled:
         LOG.configure(**dataclasses.asdict(checked.comms_logger))
-    assembly = assemble(checked, model, optimizer, model_parameters, shared.parallelism())
+    engine_type: type[Engine] = Engine
+    if isinstance(model, PipelineModule):
+        engine_type = PipelineEngine
+        check_pipeline(checked)
+        was_dealt = model.is_dealt
+        sample = None if training_data is None else partial(_sample, training_data, checked, collate_fn)
+        parallelism = prepare(model, checked, stages, sample)
+        model_parameters = own_parameters(model, model_parameters, not was_dealt)
+    else:
+        parallelism = shared.parallelism()
+    assembly = assemble(checked, model, optimizer, model_parameters, parallelism)
     configure_by(
         checked.activation_checkpointing, assembly.device.type, "activation_checkpointing" in checked.given
     )
@@ -102,7 +121,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
             replicas=assembly.parallelism.replicas,
             replica=assembly.parallelism.replica,
         )
-    engine = Engine(checked, assembly, scheduler, loader)
+    engine = engine_type(checked, assembly, scheduler, loader)
     if isinstance(assembly.optimizer, WrappedOptimizer):
         remember(assembly.optimizer, assembly.group)
     engine.collate_fn = collate_fn
@@ -110,6 +129,18 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     hooks.describe_config(effective, engine=f"zero_runtime {VERSION}")
     hooks.phase("other")
     return engine, engine.optimizer, loader, scheduler
+
+
+def _sample(training_data: Any, config: RuntimeConfig, collate_fn: Any) -> Any:
+    """An input of the first layer: that of the first batch."""
+    loader = rank_loader(
+        training_data,
+        config.train_micro_batch_size_per_gpu,
+        drop_last=False,
+        shuffle=False,
+        collate_fn=collate_fn,
+    )
+    return inputs_of(next(iter(loader)))
 
 
 def _notify(config: RuntimeConfig) -> None:

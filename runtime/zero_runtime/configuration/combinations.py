@@ -72,6 +72,11 @@ def check(config: RuntimeConfig) -> None:
             "zero_optimization.overlap_parameter_gather needs parameters that are gathered, and allgather_partitions "
             "false (or disable_allgather) has each piece broadcast; remove one of the two keys"
         )
+    if zero.partitioned_types and config.gradient_compression is not None:
+        raise ConfigError(
+            "zero_optimization.zero_allowed_param_types and zero_force_param_types have some gradients summed whole on "
+            "every rank, and gradient_compression sends all of them compressed; remove one of the two"
+        )
     if config.gradient_predivide_factor == 0.0:
         raise ConfigError("gradient_predivide_factor is 0; expected a number other than 0, such as 1.0")
     if zero.stage.shards_parameters and not averaged:
@@ -97,6 +102,10 @@ def note_contradictions(config: RuntimeConfig, notices: list[str]) -> None:
     if config.precision.fp32_modules and config.precision.model == "fp32":
         notices.append("fp16_override_modules has no effect here: the whole model trains in fp32")
     if not zero.stage.shards_optimizer:
+        if zero.partitioned_types:
+            notices.append(
+                "zero_allowed_param_types and zero_force_param_types have no effect at stage 0, which partitions nothing"
+            )
         device = (given.get("offload_optimizer") or {}).get("device") or "none"
         if device != "none" or given.get("cpu_offload"):
             notices.append(

@@ -7,7 +7,6 @@ from typing import Final
 from zero_runtime.configuration.activation_checkpointing import KEYS as ACTIVATION_CHECKPOINTING
 from zero_runtime.configuration.checks import (
     Check,
-    anything,
     boolean,
     choice_of_any_case,
     integer,
@@ -22,6 +21,7 @@ from zero_runtime.configuration.compression import COMPRESSION
 from zero_runtime.configuration.key_table import Key, Table, inert, inside, later, refused, used, waiting
 from zero_runtime.configuration.offload import AIO
 from zero_runtime.configuration.parallel import KEYS as PARALLEL
+from zero_runtime.configuration.pipeline import KEYS as PIPELINE
 
 _SIZE: Final = integer(0)
 _NAME: Final = optional(text)
@@ -116,18 +116,7 @@ FEATURES: Final[Table] = {
         "output_file": (_NAME, None, "where it is printed"),
     }),
     "activation_checkpointing": used(inside(ACTIVATION_CHECKPOINTING), {}, "how checkpoint() keeps what it saves"),
-    "pipeline": inert(optional(inside({
-        name: waiting(check, default, meaning, "pipelines")
-        for name, (check, default, meaning) in {
-            "stages": (anything, "auto", "number of stages"),
-            "partition": (anything, "best", "how layers are dealt out"),
-            "seed_layers": (boolean, False, "seed each layer by itself"),
-            "activation_checkpoint_interval": (_SIZE, 0, "layers between two activation checkpoints"),
-            "pipe_partitioned": (boolean, True, "share activations among model-parallel ranks"),
-            "grad_partitioned": (boolean, True, "share their gradients likewise"),
-            "use_reentrant": (boolean, True, "which kind of activation checkpoint"),
-        }.items()
-    })), None, "settings of a pipeline", "acts with a pipeline module only"),
+    **PIPELINE,
     "aio": used(optional(inside(AIO)), None, "how files of offloaded tensors are read and written"),
     "timers": inert(optional(inside({
         "throughput": inert(optional(inside({
@@ -201,8 +190,4 @@ FEATURES: Final[Table] = {
         boolean, False, "the same with default settings. Not a key of DeepSpeed"
     ),
     "communication": used(inside(COMMUNICATION), {}, "collectives that know which links are slow. Not a key of DeepSpeed"),
-    "pipeline_parallel": later(mapping, None, "stages of a pipeline. Not a key of DeepSpeed", "pipelines"),
-    "partition_methods": later(
-        anything, None, "how layers are dealt out to stages. Not a key of DeepSpeed", "pipelines"
-    ),
 }  # fmt: skip

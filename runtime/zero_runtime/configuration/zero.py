@@ -10,6 +10,7 @@ from zero_runtime.configuration.combinations import WHOLE_BUCKET_NUMEL, automati
 from zero_runtime.configuration.offload import OptimizerOffload, read_optimizer_offload
 from zero_runtime.configuration.sharding import ShardingConfig, read_sharding
 from zero_runtime.errors import ConfigError
+from zero_runtime.partitioned_types import PartitionedTypes
 from zero_runtime.stages import Stage, stage
 
 
@@ -39,6 +40,7 @@ class ZeroConfig:
     load_from_fp32_weights: bool
     offload_optimizer: OptimizerOffload | None
     sharding: ShardingConfig
+    partitioned_types: PartitionedTypes
 
 
 def read_zero(values: Mapping[str, Any], disable_allgather: bool) -> ZeroConfig:
@@ -91,4 +93,16 @@ def read_zero(values: Mapping[str, Any], disable_allgather: bool) -> ZeroConfig:
         sharding=read_sharding(values)
         if row.shards_parameters
         else ShardingConfig(sub_group_size=values["sub_group_size"]),
+        partitioned_types=_partitioned_types(values),
     )
+
+
+def _partitioned_types(values: Mapping[str, Any]) -> PartitionedTypes:
+    allowed, whole = values["zero_allowed_param_types"], values["zero_force_param_types"]
+    both = sorted(set(allowed or ()).intersection(whole or ()))
+    if both:
+        raise ConfigError(
+            f"{', '.join(both)} is in zero_optimization.zero_allowed_param_types, which are partitioned, and in "
+            "zero_force_param_types, which never are; keep it in one"
+        )
+    return PartitionedTypes(allowed=allowed, whole=whole or ())

@@ -213,11 +213,15 @@ ZERO: Final[Table] = {
         "MiCS has been removed from DeepSpeed; remove the key", "MiCS"
     ),
     "zeropp_loco_param": refused("LoCo has been removed from DeepSpeed; remove the key", "LoCo"),
-    "zero_allowed_param_types": later(
-        strings, None, "shard parameters of these modules only", "custom partitioning"
+    "zero_allowed_param_types": used(
+        optional(strings),
+        None,
+        "only parameters of modules of these classes are partitioned; see docs/stage3.md. Not a key of DeepSpeed",
     ),
-    "zero_force_param_types": later(
-        strings, None, "never shard parameters of these modules", "custom partitioning"
+    "zero_force_param_types": used(
+        optional(strings),
+        None,
+        "parameters of modules of these classes are never partitioned. Not a key of DeepSpeed",
     ),
     "hierarchical_compress": used(
         boolean, False, "the same as gradient_compression.hierarchical_compress. Not a key of DeepSpeed"

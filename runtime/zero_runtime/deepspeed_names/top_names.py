@@ -13,7 +13,7 @@ _HERE: Final = "zero_runtime.deepspeed_names"
 INFERENCE: Final = (
     "inference engines are not part of this runtime; call the model itself under torch.inference_mode()"
 )
-PIPELINE: Final = "pipelines are to come; a model that fits with ZeRO stage 3 needs none"
+DUAL_PIPELINE: Final = "pipelines with micro-batches from both ends are not in this version; PipelineModule has 1F1B"
 TENSOR_PARALLEL: Final = "tensor parallelism is not in this version"
 EXPERTS: Final = "experts (MoE) are not in this version"
 KERNELS: Final = "there are no kernels of its own to build or inject; torch's are used"
@@ -66,8 +66,12 @@ COMM: Final[dict[str, Name]] = {
     **given("zero_runtime.comm_log", comms_logger="LOG"),
 }
 
+_PIPELINE: Final = given("zero_runtime.pipeline.module", "PipelineModule")
+
 PIPE: Final[dict[str, Name]] = {
-    **refused(PIPELINE, "PipelineModule", "LayerSpec", "TiedLayerSpec", "DualPipeVModule"),
+    **_PIPELINE,
+    **given("zero_runtime.pipeline.layers", "LayerSpec", "TiedLayerSpec"),
+    **refused(DUAL_PIPELINE, "DualPipeVModule"),
 }
 
 _ENGINE_NAMES: Final = given("zero_runtime.engine", DeepSpeedEngine="Engine")
@@ -109,7 +113,9 @@ DEEPSPEED: Final[dict[str, Name]] = {
     **refused(
         INFERENCE, "init_inference", "InferenceEngine", "DeepSpeedInferenceConfig", "default_inference_config"
     ),
-    **refused(PIPELINE, "PipelineModule", "PipelineEngine", "DualPipeVEngine", "DualPipeVModule"),
+    **_PIPELINE,
+    **given("zero_runtime.pipeline.engine", "PipelineEngine"),
+    **refused(DUAL_PIPELINE, "DualPipeVEngine", "DualPipeVModule"),
     **refused(TENSOR_PARALLEL, "tp_model_init", "set_autotp_mode"),
     **refused("the hybrid engine is not in this version", "DeepSpeedHybridEngine"),
     **refused(

@@ -6,7 +6,7 @@ from typing import Final
 
 from zero_runtime.deepspeed_names.inner_names import PARAMETERS
 from zero_runtime.deepspeed_names.names import Module, Name, given, refused, values
-from zero_runtime.deepspeed_names.top_names import PIPELINE, TENSOR_PARALLEL
+from zero_runtime.deepspeed_names.top_names import PIPE, TENSOR_PARALLEL
 
 _HERE: Final = "zero_runtime.deepspeed_names"
 _STAGES: Final = "`isinstance` knows the engine's optimizer by it; deepspeed.initialize makes it"
@@ -265,12 +265,19 @@ MODULES: Final[dict[str, Module]] = {
     ),
     "runtime.activation_checkpointing": Module(),
     "runtime.activation_checkpointing.checkpointing": Module(_CHECKPOINTING),
-    "runtime.pipe": Module(refused(PIPELINE, "PipelineModule", "LayerSpec", "TiedLayerSpec") | _TOPOLOGY),
-    "runtime.pipe.module": Module(refused(PIPELINE, "PipelineModule", "LayerSpec", "TiedLayerSpec", "PipelineError")),
-    "runtime.pipe.engine": Module(refused(PIPELINE, "PipelineEngine")),
+    "runtime.pipe": Module(PIPE | _TOPOLOGY),
+    "runtime.pipe.module": Module(PIPE | given("zero_runtime.errors", PipelineError="UsageError")),
+    "runtime.pipe.engine": Module(
+        given("zero_runtime.pipeline.engine", "PipelineEngine") | given("zero_runtime.errors", PipelineError="UsageError")
+    ),
     "runtime.pipe.topology": Module(_TOPOLOGY),
-    "runtime.pipe.schedule": Module(refused=PIPELINE),
-    "runtime.pipe.p2p": Module(refused=PIPELINE),
+    "runtime.pipe.schedule": Module(given(
+        f"{_HERE}.pipe_schedule",
+        "BackwardPass", "BufferOpInstruction", "DataParallelSchedule", "ForwardPass", "InferenceSchedule", "LoadMicroBatch",
+        "OptimizerStep", "PipeInstruction", "PipeSchedule", "RecvActivation", "RecvGrad", "ReduceGrads", "ReduceTiedGrads",
+        "SendActivation", "SendGrad", "TrainSchedule",
+    )),
+    "runtime.pipe.p2p": Module(refused="stages send each other what train_batch needs; torch.distributed sends anything else"),
     "runtime.hybrid_engine": Module(refused("the hybrid engine is not in this version", "DeepSpeedHybridEngine")),
     "runtime.data_pipeline": Module(refused=_DATA),
     "runtime.progressive_layer_drop": Module(refused=_DATA),

@@ -11,6 +11,7 @@ from zero_runtime.comm import DataParallelGroup
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.gradients import Leaf, ParameterGroup, Policy, ShardedGradients
 from zero_runtime.grouping import shard_groups
+from zero_runtime.partitioned_types import whole_parameters
 from zero_runtime.precision import Precision, communication_dtypes
 from zero_runtime.sharding.leaves import get_z3_leaf_modules
 from zero_runtime.sharding.parameters import ShardedParameters
@@ -50,7 +51,9 @@ class ShardedModel:
         dtypes = communication_dtypes(module, kinds, config.precision.autocast_modules)
         lower = {p: dtype for p, dtype in dtypes.items() if dtype is not p.dtype} if kinds.autocast else None
         offload = sharding.residency.offload._replace(io=config.aio)
-        self.residency = Residency(module, group, sharding.residency._replace(offload=offload), lower)
+        self._unpartitioned = whole_parameters(module, config.zero.partitioned_types)
+        residency = sharding.residency._replace(offload=offload)
+        self.residency = Residency(module, group, residency, lower, self._unpartitioned)
         self.residency.shard()
         self.groups = shard_groups(
             module,
@@ -70,13 +73,21 @@ class ShardedModel:
             overlap=config.zero.overlap_comm,
         )
         self.gradients = ShardedGradients(
-            self.groups, dtypes, policy, group, kinds.accumulation, at_boundary, _leaves(module, self.groups)
+            self.groups,
+            dtypes,
+            policy,
+            group,
+            kinds.accumulation,
+            at_boundary,
+            _leaves(module, self.groups),
+            self._unpartitioned,
         )
         self.residency.listen(self.gradients.leaf_done)
         self.parameters = ShardedParameters(self.groups, self.residency)
 
     def add(self, number: int, param_group: dict[str, Any]) -> list[ParameterGroup]:
         """Shard and train what is in a further param group, of the given number. Returns its sub-groups."""
+        self._unpartitioned |= whole_parameters(self._module, self._config.zero.partitioned_types)
         self.residency.extend()
         before: list[dict[str, Any]] = [{"params": []} for _ in range(number)]
         groups = shard_groups(

@@ -18,7 +18,7 @@ The life of a model under stage 3, in order::
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -47,6 +47,7 @@ class Residency:
         group: the data-parallel ranks.
         policy: when parameters are gathered and released.
         dtypes: in which dtype parameters travel, where it is not their own (autocast).
+        unpartitioned: parameters that stay whole, whatever their size; more may come later.
     """
 
     def __init__(
@@ -55,7 +56,9 @@ class Residency:
         group: DataParallelGroup,
         policy: ResidencyPolicy,
         dtypes: Mapping[torch.nn.Parameter, torch.dtype] | None = None,
+        unpartitioned: Collection[torch.nn.Parameter] = (),
     ) -> None:
+        self._unpartitioned = unpartitioned
         self._module = module
         self._group = group
         self._policy = policy
@@ -94,8 +97,11 @@ class Residency:
                 if shard.dtype != parameter.dtype:
                     shard.cast(parameter.dtype)
             shard.name = name
-            shard.persistent = self._persists(shard, persistent)
-            persistent += shard.numel if shard.persistent else 0
+            if parameter in self._unpartitioned:
+                shard.persistent = True
+            else:
+                shard.persistent = self._persists(shard, persistent)
+                persistent += shard.numel if shard.persistent else 0
             storage.keep(shard)
             self._iteration.add(shard)
         if storage.pager is not None:
@@ -136,6 +142,10 @@ class Residency:
             if shard is not None and parameter.requires_grad:
                 self._gatherer.gather_each([shard])
                 self._iteration.release(shard)
+        kept = (
+            shard_of(parameter) for parameter in self._module.parameters() if parameter in self._unpartitioned
+        )
+        self._gatherer.gather_each([shard for shard in kept if shard is not None])
         self._hook()
         setattr(self._module, _ATTRIBUTE, self)
 

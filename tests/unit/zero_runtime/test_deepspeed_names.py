@@ -109,14 +109,15 @@ def test_attributes_that_are_not_there_are_attribute_errors():
 
 
 def test_placeholders_can_be_subclassed_and_asked_for_but_not_made():
-    from deepspeed.pipe import LayerSpec, PipelineModule
+    from deepspeed.moe.layer import MoE
+    from deepspeed.pipe import DualPipeVModule
 
-    class Pipe(PipelineModule):
+    class Pipe(DualPipeVModule):
         pass
 
-    assert not isinstance(3, PipelineModule)
-    for kind in (Pipe, PipelineModule, LayerSpec):
-        with pytest.raises(UnsupportedError, match="pipelines"):
+    assert not isinstance(3, DualPipeVModule)
+    for kind, reason in ((Pipe, "pipelines"), (DualPipeVModule, "pipelines"), (MoE, "experts")):
+        with pytest.raises(UnsupportedError, match=reason):
             kind([])
 
 
@@ -156,7 +157,7 @@ def test_uninstalling_leaves_nothing():
 def test_the_documentation_is_made_of_the_table():
     text = (ROOT / "docs" / "deepspeed-names.md").read_text()
     assert page() in text
-    assert "deepspeed.pipe.PipelineModule: refused: pipelines" in table_text()
+    assert "deepspeed.pipe.DualPipeVModule: refused: pipelines" in table_text()
 
 
 def test_modules_run_with_python_m(tmp_path):

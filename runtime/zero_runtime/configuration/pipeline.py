@@ -1,0 +1,129 @@
+"""The keys of pipelines: DeepSpeed's block ``pipeline``, the block ``pipeline_parallel``, and ``partition_methods``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from zero_runtime.configuration.checks import Check, boolean, choice, either, integer, optional
+from zero_runtime.configuration.key_table import Table, inert, inside, used
+from zero_runtime.errors import ConfigError
+
+
+def _method(name: str, value: Any) -> str:
+    found = value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
+    if isinstance(found, str) and found:
+        return found
+    raise ConfigError(
+        f"{name} is {value!r}; expected uniform, parameters, profile, or type: and a pattern of class names"
+    )
+
+
+_METHOD: Final = Check("`uniform`, `parameters`, `profile` or `type:REGEX`", _method)
+_DEALING: Final = "how layers are dealt out to stages, as PipelineModule's partition_method"
+_TENSORS: Final = "activations are sent whole by each model-parallel rank"
+
+PIPELINE: Final[Table] = {
+    "stages": used(either("auto", integer(1)), "auto", "number of stages; auto is PipelineModule's num_stages"),
+    "partition": used(_METHOD, "best", f"{_DEALING}; best is that argument itself"),
+    "partition_methods": used(optional(_METHOD), None, "the same. Not a key of DeepSpeed"),
+    "seed_layers": inert(
+        boolean, False, "seed each layer by itself", "PipelineModule(seed_layers=True) does it, when layers are built"
+    ),
+    "activation_checkpoint_interval": used(integer(0), 0, "layers between two activation checkpoints; 0 is the module's"),
+    "pipe_partitioned": inert(boolean, True, "share activations among model-parallel ranks", _TENSORS),
+    "grad_partitioned": inert(boolean, True, "share their gradients likewise", _TENSORS),
+    "use_reentrant": used(boolean, True, "run checkpointed layers again before their backward pass, not within it"),
+}  # fmt: skip
+
+PIPELINE_PARALLEL: Final[Table] = {
+    "enabled": used(boolean, True, "whether the block is read"),
+    "pp_size": used(optional(integer(1)), None, "number of stages"),
+    "micro_batches": used(optional(integer(1)), None, "micro-batches of a step: gradient_accumulation_steps"),
+    "schedule": used(choice("1f1b", "gpipe"), "1f1b", "order of forward and backward passes: docs/pipeline.md"),
+    "partition_method": used(optional(_METHOD), None, _DEALING),
+    "partition_methods": used(optional(_METHOD), None, "the same"),
+}  # fmt: skip
+
+KEYS: Final[Table] = {
+    "pipeline": used(optional(inside(PIPELINE)), None, "settings of a pipeline: docs/pipeline.md"),
+    "pipeline_parallel": used(
+        optional(inside(PIPELINE_PARALLEL)), None, "the same in other words. Not a key of DeepSpeed"
+    ),
+    "partition_methods": used(optional(_METHOD), None, f"{_DEALING}. Not a key of DeepSpeed"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineConfig:
+    """What a configuration says of a pipeline.
+
+    Attributes:
+        stages: how many; None where the model says it.
+        micro_batches: of a step; None where gradient_accumulation_steps says it.
+        partition_method: None where the model says it.
+        schedule: ``1f1b`` or ``gpipe``.
+        activation_checkpoint_interval: 0 where the model says it.
+        use_reentrant: which kind of activation checkpoint.
+    """
+
+    stages: int | None = None
+    micro_batches: int | None = None
+    partition_method: str | None = None
+    schedule: str = "1f1b"
+    activation_checkpoint_interval: int = 0
+    use_reentrant: bool = True
+
+
+def read_pipeline(top: Mapping[str, Any]) -> PipelineConfig:
+    """The pipeline keys of a configuration that has been read.
+
+    Raises:
+        ConfigError: two keys say different things.
+    """
+    theirs, ours = top["pipeline"] or {}, top["pipeline_parallel"] or {}
+    if ours.get("enabled") is False:
+        ours = {}
+    stages = {
+        "pipeline.stages": None if theirs.get("stages") == "auto" else theirs.get("stages"),
+        "pipeline_parallel.pp_size": ours.get("pp_size"),
+    }
+    methods = {
+        "pipeline.partition": None if theirs.get("partition") == "best" else theirs.get("partition"),
+        "pipeline.partition_methods": theirs.get("partition_methods"),
+        "pipeline_parallel.partition_method": ours.get("partition_method"),
+        "pipeline_parallel.partition_methods": ours.get("partition_methods"),
+        "partition_methods": top["partition_methods"],
+    }
+    return PipelineConfig(
+        stages=_agreed(stages),
+        micro_batches=ours.get("micro_batches"),
+        partition_method=_agreed(methods),
+        schedule=ours.get("schedule", "1f1b"),
+        activation_checkpoint_interval=theirs.get("activation_checkpoint_interval", 0),
+        use_reentrant=theirs.get("use_reentrant", True),
+    )
+
+
+def _agreed(said: Mapping[str, Any]) -> Any:
+    given = {name: value for name, value in said.items() if value is not None}
+    if len(set(given.values())) > 1:
+        raise ConfigError(
+            f"{' and '.join(f'{name} {value!r}' for name, value in given.items())} differ; keep one of them"
+        )
+    return next(iter(given.values()), None)
+
+
+def accumulation_steps(micro_batches: int | None, steps: int | None) -> int | None:
+    """``gradient_accumulation_steps``, which ``micro_batches`` says too.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    if micro_batches is not None and steps is not None and micro_batches != steps:
+        raise ConfigError(
+            f"pipeline_parallel.micro_batches is {micro_batches} and gradient_accumulation_steps is {steps}, which "
+            "are the same thing; make them equal, or keep one"
+        )
+    return steps if micro_batches is None else micro_batches

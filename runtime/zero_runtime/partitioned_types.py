@@ -1,0 +1,77 @@
+"""Which parameters are never partitioned, by the classes of the modules that own them.
+
+``zero_allowed_param_types`` and ``zero_force_param_types`` name classes: a module is of a named one if its class, or a
+class that this derives from, has that name. Of a parameter that several modules own (tied weights) one owner of an allowed
+class is enough, and so is one of a forced class, which decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+import torch
+
+from zero_runtime.errors import ConfigError
+
+_ALLOWED = "zero_optimization.zero_allowed_param_types"
+_FORCED = "zero_optimization.zero_force_param_types"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartitionedTypes:
+    """The two keys.
+
+    Attributes:
+        allowed: only parameters of modules of these classes are partitioned; None for all.
+        whole: parameters of modules of these classes are never partitioned.
+    """
+
+    allowed: tuple[str, ...] | None = None
+    whole: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Whether they keep anything from being partitioned."""
+        return self.allowed is not None or bool(self.whole)
+
+
+def whole_parameters(module: torch.nn.Module, types: PartitionedTypes) -> set[torch.nn.Parameter]:
+    """The parameters of ``module`` that are not to be partitioned.
+
+    Raises:
+        ConfigError: no module that owns a parameter is of a class that is named.
+    """
+    if not types:
+        return set()
+    owners: dict[torch.nn.Parameter, list[set[str]]] = {}
+    for child in module.modules():
+        for parameter in child.parameters(recurse=False):
+            owners.setdefault(parameter, []).append(_names(child))
+    known = {name for several in owners.values() for names in several for name in names}
+    for key, wanted in ((_ALLOWED, types.allowed or ()), (_FORCED, types.whole)):
+        _check(key, wanted, known)
+    return {parameter for parameter, several in owners.items() if not _is_partitioned(several, types)}
+
+
+def _is_partitioned(owners: Sequence[set[str]], types: PartitionedTypes) -> bool:
+    if any(names.intersection(types.whole) for names in owners):
+        return False
+    return types.allowed is None or any(names.intersection(types.allowed) for names in owners)
+
+
+def _names(module: torch.nn.Module) -> set[str]:
+    """The names of a module's class and of those that it derives from, up to torch.nn.Module."""
+    return {each.__name__ for each in type(module).__mro__ if issubclass(each, torch.nn.Module)} - {"Module"}
+
+
+def _check(key: str, wanted: Sequence[str], known: set[str]) -> None:
+    for name in wanted:
+        if name in known:
+            continue
+        near = get_close_matches(name, known, 1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(
+            f"{key} names {name!r}, and no module with parameters of its own is of that class; {meant}expected some of: "
+            f"{', '.join(sorted(known))}"
+        )

@@ -1,0 +1,8 @@
+"""Pipeline parallelism: a model as a sequence of layers, dealt out to stages that work on micro-batches in turn."""
+
+from __future__ import annotations
+
+from zero_runtime.pipeline.layers import LayerSpec, TiedLayerSpec
+from zero_runtime.pipeline.module import PipelineModule
+
+__all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]

@@ -1,0 +1,81 @@
+"""Where the micro-batches of a step come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from zero_runtime.errors import UsageError
+
+Source = Callable[[], Any]
+
+
+class Share(NamedTuple):
+    """What a replica takes of a step: samples of a micro-batch, the number of replicas, and which one this is."""
+
+    micro_batch: int
+    replicas: int
+    replica: int
+
+
+def next_of(batches: Iterator[Any] | None, count: int, function: Callable[[Any], Any] | None) -> Source:
+    """What gives the next batch, as ``function`` has changed it."""
+
+    def source() -> Any:
+        assert batches is not None
+        try:
+            batch = next(batches)
+        except StopIteration:
+            raise UsageError(
+                f"the iterator of batches has ended within a step of {count} micro-batches; give one that goes on, such as "
+                "RepeatingLoader(loader)"
+            ) from None
+        return batch if function is None else function(batch)
+
+    return source
+
+
+def inputs_of(batch: Any) -> Any:
+    """The inputs of a batch: the first of a pair, or the batch itself."""
+    return batch[0] if isinstance(batch, tuple | list) and batch else batch
+
+
+def labels_of(batch: Any) -> Any:
+    """The labels of a batch: the second of a pair; None where there are none."""
+    return batch[1] if isinstance(batch, tuple | list) and len(batch) > 1 else None
+
+
+def micro_batches_of(data: Any, targets: Any, count: int, share: Share) -> Iterator[Any]:
+    """``data`` and ``targets`` of a whole step in ``count`` micro-batches of this replica.
+
+    Where they have the samples of all replicas, this one takes its own run of them.
+
+    Raises:
+        UsageError: there are tensors of different numbers of samples, or ``count`` does not divide them.
+    """
+    leaves = [leaf for leaf in tree_leaves((data, targets)) if isinstance(leaf, torch.Tensor)]
+    numbers = {leaf.shape[0] if leaf.dim() else 0 for leaf in leaves}
+    if len(numbers) != 1:
+        raise UsageError(
+            f"data and targets have tensors of {', '.join(map(str, sorted(numbers)))} samples in the first "
+            "dimension; expected tensors of the same number"
+        )
+    samples = numbers.pop()
+    if not samples or samples % count:
+        raise UsageError(
+            f"data has {samples} samples, which {count} micro-batches do not divide; give {count} x "
+            "train_micro_batch_size_per_gpu samples, or change gradient_accumulation_steps"
+        )
+    whole = samples == share.micro_batch * count * share.replicas and share.replicas > 1
+    first, parts = (share.replica * count, count * share.replicas) if whole else (0, count)
+    pieces = [_pieces(each, parts)[first : first + count] for each in (data, targets)]
+    return iter(zip(*pieces, strict=True))
+
+
+def _pieces(values: Any, count: int) -> list[Any]:
+    leaves, structure = tree_flatten(values)
+    cut = [leaf.chunk(count) if isinstance(leaf, torch.Tensor) else [leaf] * count for leaf in leaves]
+    return [tree_unflatten([each[number] for each in cut], structure) for number in range(count)]

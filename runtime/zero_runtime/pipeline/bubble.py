@@ -1,0 +1,77 @@
+"""How long a stage works in a step, and how long it waits for other stages."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Final, NamedTuple
+
+import torch
+
+from commprof import hooks
+from zero_runtime.clock import Clock, Part
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.pipeline.schedules import idle_fraction
+
+_METRIC: Final = hooks.tag("metric")
+_WORK: Final = "work"
+_STEP: Final = "step"
+
+
+class Times(NamedTuple):
+    """Seconds of a step: from the first instruction of the schedule to its last one, and of these in computation."""
+
+    step: float
+    work: float
+
+    @property
+    def idle_fraction(self) -> float:
+        """The share of the step without computation: idle, or sending and receiving."""
+        return 1.0 - self.work / self.step if self.step > 0 else 0.0
+
+
+class Bubble:
+    """Measures a stage. On CUDA the times are the device's, and reading them waits for it.
+
+    Args:
+        stages: the ranks of all stages.
+    """
+
+    def __init__(self, stages: DataParallelGroup) -> None:
+        self._stages = stages
+        self._clock = Clock(True, stages.device)
+        self._last: Times | None = None
+
+    def working(self) -> AbstractContextManager[None]:
+        """Count the block as computation."""
+        return self._clock(_WORK)
+
+    def step(self) -> AbstractContextManager[None]:
+        """Count the block as the schedule of one step."""
+        self._clock.read()
+        self._last = None
+        return self._clock(_STEP)
+
+    def publish(self, micro_batches: int) -> None:
+        """Record the idle share of the step, and that of the schedule, as metrics. Not on CUDA, where it would wait."""
+        if hooks.recording() and self._stages.device.type != "cuda":
+            hooks.metric("pipeline_bubble", self.times().idle_fraction)
+            hooks.metric("pipeline_bubble_expected", idle_fraction(self._stages.world_size, micro_batches))
+
+    def times(self) -> Times:
+        """Of the last step on this stage."""
+        if self._last is None:
+            seconds = self._clock.read()
+            self._last = Times(seconds.get(Part(_STEP), 0.0), seconds.get(Part(_WORK), 0.0))
+        return self._last
+
+    def idle_fraction(self) -> float:
+        """The idle share of all stages together in the last step: 1 - work of all / (stages x the longest).
+
+        All ranks must call it: one all_gather of two numbers over the stages.
+        """
+        mine = torch.tensor(self.times(), dtype=torch.float64, device=self._stages.device)
+        everybody = mine.new_empty(2 * self._stages.world_size)
+        self._stages.all_gather_single(everybody, mine, why=_METRIC)
+        step, work = everybody.view(-1, 2).unbind(1)
+        whole = self._stages.world_size * float(step.max().item())
+        return 1.0 - float(work.sum().item()) / whole if whole > 0 else 0.0

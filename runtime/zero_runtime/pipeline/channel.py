@@ -1,0 +1,128 @@
+"""Messages between neighbouring stages: activations forward, their gradients back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from commprof import hooks
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.errors import UsageError
+from zero_runtime.pipeline.messages import HEADER_NUMEL, Form, form_from, form_of, more_numel
+
+_PIPELINE: Final = hooks.tag("pipeline")
+
+
+class Channel:
+    """This stage's ends of what joins it with the stage before and the stage after.
+
+    Every message is a blocking send or receive of one tensor. Shapes are told once, in a header before the first activation,
+    or, with ``dynamic``, before each. All are tagged ``pipeline``; the micro-batch is the record's ``micro_step``.
+
+    Args:
+        stages: the ranks of all stages, in order.
+        dynamic: whether what is sent may change its form from one micro-batch to the next.
+    """
+
+    def __init__(self, stages: DataParallelGroup, dynamic: bool) -> None:
+        self._stages = stages
+        self._before = stages.rank - 1
+        self._after = stages.rank + 1
+        self._dynamic = dynamic
+        self._sent: Form | None = None
+        self._received: Form | None = None
+
+    def reset(self) -> None:
+        """Tell shapes anew before the next activation. All stages must do so."""
+        self._sent = self._received = None
+
+    def open(self) -> None:
+        """Send each stage's neighbours one number, so that their connections are made before the first step."""
+        number = torch.zeros((), device=self._stages.device)
+        even = self._stages.rank % 2 == 0
+        for sends in (even, not even):
+            if sends and self._after < self._stages.world_size:
+                self._send(number, self._after)
+            elif not sends and self._before >= 0:
+                self._receive(number, self._before)
+
+    def send_activation(self, value: Any) -> None:
+        """Send what this stage returned to the next one.
+
+        Raises:
+            UsageError: it is of another form than before, and shapes are told once; or it cannot be sent.
+        """
+        form, tensors = form_of(value)
+        if self._dynamic or self._sent is None:
+            self._tell(form)
+            self._sent = form
+        elif form != self._sent:
+            raise UsageError(
+                f"a stage returns {_shown(form)} after {_shown(self._sent)}; give PipelineModule dynamic_shape=True "
+                "where shapes change, or call engine.reset_activation_shape() on all ranks where they change rarely"
+            )
+        for each in tensors:
+            self._send(each.detach(), self._after)
+
+    def receive_activation(self, differentiable: bool) -> Any:
+        """What the stage before returned. With ``differentiable`` its floating-point tensors are to get gradients."""
+        if self._dynamic or self._received is None:
+            self._received = self._hear()
+        form, tensors = self._received, []
+        for each in form.tensors:
+            tensor = each.empty(self._stages.device)
+            self._receive(tensor, self._before)
+            tensors.append(tensor.requires_grad_() if differentiable and each.has_gradient else tensor)
+        return form.restore(tensors)
+
+    def send_gradients(self, inputs: Any) -> None:
+        """Send the gradients of what was received back; zeros for what had no part in the loss."""
+        for each in tree_leaves(inputs):
+            if isinstance(each, torch.Tensor) and each.requires_grad:
+                self._send(torch.zeros_like(each) if each.grad is None else each.grad, self._before)
+
+    def receive_gradients(self, outputs: Any) -> list[torch.Tensor]:
+        """The gradients of the floating-point tensors of ``outputs``, which were sent, in order."""
+        form, _ = form_of(outputs)
+        gradients = [each.empty(self._stages.device) for each in form.tensors if each.has_gradient]
+        for each in gradients:
+            self._receive(each, self._after)
+        return gradients
+
+    def _tell(self, form: Form) -> None:
+        header, more = form.header()
+        self._send(self._numbers(header + [0] * (HEADER_NUMEL - len(header))), self._after)
+        if more:
+            self._send(self._numbers(more), self._after)
+
+    def _hear(self) -> Form:
+        header = self._heard(HEADER_NUMEL)
+        count = more_numel(header)
+        return form_from(header, self._heard(count) if count else ())
+
+    def _heard(self, count: int) -> list[int]:
+        numbers = self._numbers([0] * count)
+        self._receive(numbers, self._before)
+        found: list[int] = numbers.tolist()
+        return found
+
+    def _numbers(self, values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self._stages.device)
+
+    def _send(self, tensor: torch.Tensor, stage: int) -> None:
+        if tensor.numel():
+            self._stages.send(tensor.contiguous(), stage, why=_PIPELINE)
+
+    def _receive(self, tensor: torch.Tensor, stage: int) -> None:
+        if tensor.numel():
+            self._stages.receive(tensor, stage, why=_PIPELINE)
+
+
+def _shown(form: Form) -> str:
+    tensors = ", ".join(
+        f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for each in form.tensors
+    )
+    return f"({tensors})" if form.structure is not None else tensors

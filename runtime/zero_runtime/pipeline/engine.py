@@ -1,0 +1,344 @@
+"""The engine of a pipeline: whole steps of many micro-batches, of which each stage does its part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NoReturn
+
+import torch
+
+from commprof import hooks
+from zero_runtime import comm
+from zero_runtime.assembly import Assembly
+from zero_runtime.config import RuntimeConfig
+from zero_runtime.engine import Engine
+from zero_runtime.errors import ConfigError, UsageError
+from zero_runtime.pipeline import ties
+from zero_runtime.pipeline.batches import Share, Source, micro_batches_of, next_of
+from zero_runtime.pipeline.bubble import Bubble
+from zero_runtime.pipeline.channel import Channel
+from zero_runtime.pipeline.module import PipelineModule
+from zero_runtime.pipeline.results import combined, mean_of, share_loss, share_result
+from zero_runtime.pipeline.schedules import TRAINING, idle_fraction, inference
+from zero_runtime.pipeline.stage import Stage
+from zero_runtime.whole_gradients import AccumulatedGradients
+
+_OTHER: Final = hooks.tag("other")
+
+
+class PipelineEngine(Engine):
+    """A pipeline that trains. Made by :func:`zero_runtime.initialize` of a ``PipelineModule``.
+
+    Attributes:
+        grid, mpu: the ranks of stages and replicas.
+        stage_id: this rank's stage.
+        num_stages: how many there are.
+        micro_batches: of a step: the gradient accumulation steps.
+        total_parameters: of all stages, shared ones in each of them; ``unique_parameters`` counts those once.
+        agg_train_loss: what ``train_batch`` returned last.
+    """
+
+    module: PipelineModule
+
+    def __init__(self, config: RuntimeConfig, assembly: Assembly, lr_scheduler: Any, dataloader: Any) -> None:
+        super().__init__(config, assembly, lr_scheduler, dataloader)
+        assert self.module.grid is not None
+        self.grid = self.mpu = self.module.grid
+        self.stage_id = self.grid.stage
+        self.num_stages = self.grid.num_stages
+        self.batch_fn: Callable[[Any], Any] | None = None
+        self.agg_train_loss: torch.Tensor | None = None
+        self._source: Iterator[Any] | None = None
+        self._channel = Channel(self.grid.pipe, self.module.dynamic_shape)
+        self._bubble = Bubble(self.grid.pipe)
+        self.total_parameters, self.unique_parameters = self._count_parameters()
+        if self.num_stages > 1:
+            self._channel.open()
+
+    def _count_parameters(self) -> tuple[int, int]:
+        trained = [each for each in self.module.parameters() if each.requires_grad]
+        copies = sum(each.numel() for each in trained if getattr(each, "ds_pipe_replicated", False))
+        numel = sum(each.numel() for each in trained)
+        counts = torch.tensor([numel, numel - copies], dtype=torch.int64, device=self.device)
+        if self.grid.model.world_size > 1:
+            self.grid.model.all_reduce(counts, why=_OTHER)
+        total, unique = counts.tolist()
+        return total, unique
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step."""
+        return self.config.gradient_accumulation_steps
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples of a micro-batch of one replica."""
+        return self.config.train_micro_batch_size_per_gpu
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank's stage is the first, which gets the inputs."""
+        return self.grid.is_first
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank's stage is the last, which gets the labels."""
+        return self.grid.is_last
+
+    def get_pipeline_parallel_rank(self) -> int:
+        """This rank's stage."""
+        return self.stage_id
+
+    # Steps.
+
+    def train_batch(
+        self, data_iter: Iterator[Any] | None = None, *, data: Any = None, targets: Any = None
+    ) -> torch.Tensor:
+        """Take one whole step. All ranks must call it.
+
+        Args:
+            data_iter: of (inputs, labels), one for each micro-batch; only the first and the last stage ask it. Default: the
+                training data, again and again.
+            data: in its place all inputs of the step, tensors whose first dimension is the samples of this replica (or of
+                all replicas, of which this one's are taken): they are cut into micro-batches.
+            targets: the labels likewise.
+
+        Returns:
+            The mean loss of all micro-batches of all replicas, 0-D, on every rank.
+        """
+        if not torch.is_grad_enabled():
+            raise UsageError(
+                "train_batch was called without gradients (torch.no_grad); call eval_batch there"
+            )
+        if self.optimizer is None:
+            raise UsageError(
+                "train_batch needs an optimizer, and there is none; name one in the config, or pass one to initialize"
+            )
+        source = self._given(data_iter, data, targets, self.micro_batches)
+        self.train()
+        hooks.step(self.global_steps, 0)
+        hooks.metric("samples", float(self.config.train_micro_batch_size_per_gpu * self.micro_batches))
+        stage = self._stage(source, self.micro_batches)
+        with self._clock("pipeline"):
+            self._accumulate(stage)
+        self._bubble.publish(self.micro_batches)
+        with self._clock("backward"):
+            self._reduce()
+        with self._clock("optimizer"):
+            self._update()
+        self.agg_train_loss = self._loss_of(stage)
+        self._finish_step(stage)
+        return self.agg_train_loss
+
+    def _accumulate(self, stage: Stage) -> None:
+        """All micro-batches forward and backward; their gradients are added up."""
+        schedule = TRAINING[self.config.pipeline.schedule]
+        self._gradients.begin_step()
+        self._gradients.pause(True)
+        try:
+            with self._bubble.step():
+                stage.run(schedule(self.num_stages, self.micro_batches, self.stage_id))
+        except BaseException:
+            self._gradients.clear()
+            raise
+        finally:
+            self._gradients.pause(False)
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        hooks.phase("backward")
+        ties.reduce_gradients(self.module.ties, self._gradient_of)
+        self._gradients.reduce_accumulated()
+        hooks.phase("other")
+
+    def _gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        if isinstance(self._gradients, AccumulatedGradients):
+            found = self._gradients.accumulated(parameter)
+            if found is not None:
+                return found
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return parameter.grad
+
+    def _update(self) -> None:
+        hooks.phase("optimizer")
+        self._step_applied = False
+        self._window.passes = self.micro_batches
+        self._take_step({})
+        self._window.restart(self._window.micro_steps + self.micro_batches)
+        hooks.phase("other")
+
+    def _finish_step(self, stage: Stage) -> None:
+        if hooks.recording() and self.device.type != "cuda" and self.agg_train_loss is not None:
+            hooks.metric("loss", float(self.agg_train_loss))
+        for loss in stage.losses:
+            self._report.see_loss(loss)
+        if self._watch is not None:
+            self._watch.see_step(self.global_steps)
+        self._report.see_memory("after step")
+        self._report.see_step(self._progress())
+
+    @torch.no_grad()
+    def _loss_of(self, stage: Stage) -> torch.Tensor:
+        mean = mean_of(stage.losses) if self.is_last_stage() else torch.zeros((), device=self.device)
+        return share_loss(mean, self.grid)
+
+    @torch.no_grad()
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any] | None = None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+        *,
+        data: Any = None,
+        targets: Any = None,
+    ) -> Any:
+        """Evaluate as many micro-batches as a step has; nothing changes. All ranks must call it.
+
+        Args:
+            data_iter: as for :meth:`train_batch`.
+            return_logits: return the outputs of the last micro-batch too, on the last stage.
+            compute_loss: whether ``loss_fn`` is called; otherwise the outputs themselves are what is reduced.
+            reduce_output: ``avg`` for the mean over micro-batches and replicas, None for a list of one for each micro-batch.
+            bcast_loss: give the mean loss to all stages.
+            num_micro_batches: another number of them.
+            data, targets: as for :meth:`train_batch`.
+
+        Returns:
+            The mean loss, 0-D; without ``bcast_loss`` or ``compute_loss``, and for a list, on the last stage alone, and None
+            elsewhere. With ``return_logits`` a pair of that and the outputs.
+        """
+        if reduce_output not in ("avg", None):
+            raise UsageError(f"reduce_output is {reduce_output!r}; expected 'avg' or None")
+        count = num_micro_batches or self.micro_batches
+        source = self._given(data_iter, data, targets, count)
+        self.eval()
+        stage = self._stage(source, count, with_loss=compute_loss)
+        self._wait_for_all()
+        stage.run(inference(self.num_stages, count, self.stage_id))
+        result: Any = None
+        if self.is_last_stage():
+            found = stage.losses if compute_loss else stage.results
+            result = list(found) if reduce_output is None else mean_of(found, self.grid)
+        if compute_loss and bcast_loss and reduce_output is not None:
+            result = share_result(result, self.grid)
+        if return_logits:
+            return result, (stage.results[-1] if stage.results else None)
+        return result
+
+    @torch.no_grad()
+    def inference_batch(
+        self,
+        data_iter: Iterator[Any] | None = None,
+        *,
+        data: Any = None,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Run the layers alone, without labels or loss. All ranks must call it.
+
+        Returns:
+            On the last stage the outputs of all micro-batches, joined along the first dimension; None elsewhere.
+        """
+        count = num_micro_batches or self.micro_batches
+        source = self._given(data_iter, data, None, count)
+        self.eval()
+        stage = self._stage(source, count, with_loss=False)
+        self._wait_for_all()
+        stage.run(inference(self.num_stages, count, self.stage_id))
+        return combined(stage.results) if self.is_last_stage() else None
+
+    def _wait_for_all(self) -> None:
+        """As DeepSpeed does, lest ranks be several evaluations apart."""
+        with _OTHER:
+            comm.barrier()
+
+    def _stage(self, source: Source, micro_batches: int, with_loss: bool = True) -> Stage:
+        return Stage(self, self._channel, self._bubble, source, micro_batches, with_loss)
+
+    # Data.
+
+    def _given(self, data_iter: Iterator[Any] | None, data: Any, targets: Any, count: int) -> Source:
+        if data is not None or targets is not None:
+            if data_iter is not None:
+                raise UsageError("both data_iter and data or targets are given; give one of the two")
+            batches = micro_batches_of(data, targets, count, self._share())
+            return next_of(batches, count, self.batch_fn)
+        if data_iter is not None:
+            self._source = self._checked(data_iter)
+        elif self._source is None and (self.is_first_stage() or self.is_last_stage()):
+            self._source = self._own_batches()
+        return next_of(self._source, count, self.batch_fn)
+
+    def _share(self) -> Share:
+        return Share(self.micro_batch_size, self.parallelism.replicas, self.parallelism.replica)
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Take the batches of ``loader`` from now on, where none are given."""
+        self.training_dataloader = loader
+        self._batches = None
+        self._source = None
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Take the batches of ``iterator`` from now on, where none are given."""
+        self._source = iterator
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """Call ``fn`` with each batch; what it returns is used in place of the batch."""
+        self.batch_fn = fn
+
+    def reset_activation_shape(self) -> None:
+        """Let what stages send each other have other shapes from now on. All ranks must call it."""
+        self._channel.reset()
+
+    # Idle time.
+
+    def bubble_fraction(self) -> float:
+        """The share of the last step in which stages did not compute, over all of them. All ranks must call it.
+
+        Messages count as idle, so that it is at least :meth:`expected_bubble_fraction` where stages take equal time.
+        """
+        return self._bubble.idle_fraction()
+
+    def expected_bubble_fraction(self) -> float:
+        """The share of the schedule: (stages - 1) / (micro-batches + stages - 1), with stages of equal time."""
+        return idle_fraction(self.num_stages, self.micro_batches)
+
+    # What a pipeline does in one call only.
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> NoReturn:
+        """Refused: see :meth:`train_batch`."""
+        raise _whole_steps("forward")
+
+    def backward(self, *arguments: Any, **options: Any) -> NoReturn:  # type: ignore[override]
+        """Refused: see :meth:`train_batch`."""
+        raise _whole_steps("backward")
+
+    def step(self, *arguments: Any, **options: Any) -> NoReturn:  # type: ignore[override]
+        """Refused: see :meth:`train_batch`."""
+        raise _whole_steps("step")
+
+
+def _whole_steps(name: str) -> UsageError:
+    return UsageError(
+        f"{name} was called on the engine of a pipeline, where stages work on several micro-batches at a time; call "
+        "train_batch(data_iter) for a whole step, or eval_batch and inference_batch"
+    )
+
+
+def check_pipeline(config: RuntimeConfig) -> None:
+    """Refuse what a pipeline cannot do. Raises ConfigError."""
+    if config.zero.stage.shards_gradients:
+        raise ConfigError(
+            f"zero_optimization.stage is {config.zero.stage.number}, and the model is a pipeline, which adds "
+            "gradients up over many micro-batches before they can be sharded; use stage 0 or 1"
+        )
+    if config.parallel.sequence_parallel_size > 1:
+        raise ConfigError(
+            f"sequence_parallel_size is {config.parallel.sequence_parallel_size}, and the model is a pipeline; share "
+            "tensors with tp_size there, or train the model without stages"
+        )
+    if not config.managed_gradient_accumulation:
+        raise ConfigError(
+            "managed_gradient_accumulation is false, and the model is a pipeline, whose steps are whole; remove the key"
+        )

@@ -1,0 +1,147 @@
+"""The ranks of a pipeline: its stages, its replicas, and the groups along each axis."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from zero_runtime.comm import DataParallelGroup, ProcessGroup
+from zero_runtime.errors import ConfigError
+from zero_runtime.topology import DATA, MODEL, PIPE, SEQUENCE, ProcessGrid, ProcessTopology
+
+_MODEL_PARTS: Final = (PIPE, MODEL)
+_REPLICAS: Final = (DATA, SEQUENCE)
+
+
+class PipelineGrid:
+    """Where this rank is among stages and replicas. Its ``get_...`` methods are those of Megatron's model-parallel unit.
+
+    Args:
+        topology: the axes of all ranks; ``data`` and ``pipe`` are added where they are missing.
+
+    Attributes:
+        processes: the groups along each axis.
+        stage: this rank's stage.
+        num_stages: how many there are.
+    """
+
+    def __init__(self, topology: ProcessTopology) -> None:
+        self.processes = ProcessGrid(topology.widened(PIPE, DATA), joined=[_REPLICAS, _MODEL_PARTS])
+        self.stage = self.processes.along(PIPE)
+        self.num_stages = self.processes.size(PIPE)
+
+    @property
+    def topology(self) -> ProcessTopology:
+        """The axes of all ranks."""
+        return self.processes.topology
+
+    @property
+    def pipe(self) -> DataParallelGroup:
+        """All stages of this replica, in order."""
+        return self.processes.group(PIPE)
+
+    @property
+    def data(self) -> DataParallelGroup:
+        """All replicas of this stage."""
+        return self.processes.group(DATA)
+
+    @property
+    def model(self) -> DataParallelGroup:
+        """All ranks of this replica."""
+        return self.processes.group(*_MODEL_PARTS)
+
+    @property
+    def device(self) -> torch.device:
+        """Of the parameters."""
+        return self.pipe.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank's stage is the first."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank's stage is the last."""
+        return self.stage == self.num_stages - 1
+
+    def stage_to_global(self, stage_id: int, **place: int) -> int:
+        """The rank of another stage at this rank's place in the other axes, which ``place`` changes."""
+        return self.topology.rank(**{**self.processes.place, PIPE: stage_id, **place})
+
+    def get_global_rank(self) -> int:
+        """This rank."""
+        return self.processes.rank
+
+    def get_stage_id(self) -> int:
+        """This rank's stage."""
+        return self.stage
+
+    get_pipe_parallel_rank = get_pipeline_model_parallel_rank = get_stage_id
+
+    def get_pipe_parallel_world_size(self) -> int:
+        """The number of stages."""
+        return self.num_stages
+
+    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
+
+    def get_pipe_parallel_group(self) -> ProcessGroup | None:
+        """The stages of this replica."""
+        return self.pipe.group
+
+    def get_data_parallel_id(self) -> int:
+        """This rank's replica."""
+        return self.processes.along(DATA)
+
+    get_data_parallel_rank = get_data_parallel_id
+
+    def get_data_parallel_world_size(self) -> int:
+        """The number of replicas."""
+        return self.processes.size(DATA)
+
+    def get_data_parallel_group(self) -> ProcessGroup | None:
+        """The replicas of this stage."""
+        return self.data.group
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        """Their ranks."""
+        return list(self.data.global_ranks)
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank among those of its replica."""
+        return self.model.rank
+
+    def get_model_parallel_world_size(self) -> int:
+        """The ranks of a replica."""
+        return self.model.world_size
+
+    def get_model_parallel_group(self) -> ProcessGroup | None:
+        """The ranks of this replica."""
+        return self.model.group
+
+    def get_slice_parallel_rank(self) -> int:
+        """This rank's slice of the tensors of its stage."""
+        return self.processes.along(MODEL)
+
+    get_tensor_model_parallel_rank = get_slice_parallel_rank
+
+    def get_slice_parallel_world_size(self) -> int:
+        """The number of slices."""
+        return self.processes.size(MODEL)
+
+    get_tensor_model_parallel_world_size = get_slice_parallel_world_size
+
+
+def topology_of(given: Any) -> ProcessTopology:
+    """The topology that a script gives: one of zero_runtime.topology, or of deepspeed.runtime.pipe.topology.
+
+    Raises:
+        ConfigError: it is neither, or has no axis ``pipe``.
+    """
+    found = getattr(given, "grid", given)
+    if not isinstance(found, ProcessTopology):
+        raise ConfigError(f"topology is a {type(given).__name__}; expected a ProcessTopology")
+    if PIPE not in found.axes:
+        raise ConfigError(f"the topology has the axes {', '.join(found.axes)}; expected one called {PIPE}")
+    return found

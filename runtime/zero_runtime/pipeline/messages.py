@@ -1,0 +1,141 @@
+"""What stages send each other, as numbers: a header that says which tensors come, in which shapes and structure. Pure.
+
+A header is 256 int32, in DeepSpeed's layout: for one tensor ``0, dtype, dimensions, sizes...``; for a tuple of tensors
+``2, their number`` and ``dtype, dimensions, sizes...`` of each. Anything else (lists, dictionaries, nested tuples, values
+that are no tensors, tuples too long for 256 numbers) is ``3, n``, and n more numbers follow in a message of their own: the
+number of tensors, the same of each, and the structure as JSON, a number for each byte.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
+
+from zero_runtime.errors import UsageError
+
+HEADER_NUMEL: Final = 256
+_TENSOR, _TUPLE, _NESTED = 0, 2, 3
+_DTYPES: Final = (
+    *(torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float16, torch.bfloat16),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
+    *(torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2),
+)
+_NUMBER_OF: Final = {dtype: number for number, dtype in enumerate(_DTYPES)}
+
+
+class TensorForm(NamedTuple):
+    """The dtype and sizes of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient comes back for it: for all floating-point and complex tensors."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """Room for such a tensor."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+class Form(NamedTuple):
+    """All that is the same of two messages whose tensors differ in values alone.
+
+    Attributes:
+        tensors: in the order in which they are sent.
+        structure: None for one tensor, ``tuple`` for a flat tuple of them, else JSON.
+    """
+
+    tensors: tuple[TensorForm, ...]
+    structure: str | None
+
+    def header(self) -> tuple[list[int], list[int]]:
+        """The numbers of the header, and of the message that follows it; that is empty in most cases."""
+        plain = [number for each in self.tensors for number in _encode(each)]
+        if self.structure is None:
+            return [_TENSOR, *plain], []
+        if self.structure == "tuple":
+            numbers = [_TUPLE, len(self.tensors), *plain]
+            if len(numbers) <= HEADER_NUMEL:
+                return numbers, []
+        more = [len(self.tensors), *plain, *self.structure.encode()]
+        return [_NESTED, len(more)], more
+
+    def restore(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The value that a message of this form stands for."""
+        if self.structure is None:
+            return tensors[0]
+        if self.structure == "tuple":
+            return tuple(tensors)
+        told = json.loads(self.structure)
+        coming = iter(tensors)
+        leaves = [next(coming) if leaf is None else leaf[0] for leaf in told["leaves"]]
+        return tree_unflatten(leaves, treespec_loads(told["structure"]))
+
+
+def _encode(each: TensorForm) -> list[int]:
+    return [_NUMBER_OF[each.dtype], len(each.shape), *each.shape]
+
+
+def form_of(value: Any) -> tuple[Form, list[torch.Tensor]]:
+    """The form of ``value``, and its tensors.
+
+    Raises:
+        UsageError: it holds something that cannot be sent: no tensor, number, text or None, or a tensor of a strange kind.
+    """
+    leaves, structure = tree_flatten(value)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    for each in tensors:
+        if (
+            each.dtype not in _NUMBER_OF
+            or each.layout is not torch.strided
+            or max(each.shape, default=0) >= 2**31
+        ):
+            raise UsageError(
+                f"a stage returns a tensor of {each.dtype}, layout {each.layout} and shape {tuple(each.shape)}, "
+                "which cannot be sent to the next one; return dense tensors of the usual dtypes"
+            )
+    found = tuple(TensorForm(each.dtype, tuple(each.shape)) for each in tensors)
+    if isinstance(value, torch.Tensor):
+        return Form(found, None), tensors
+    if type(value) is tuple and len(tensors) == len(leaves) == len(value):
+        return Form(found, "tuple"), tensors
+    plain = [None if isinstance(leaf, torch.Tensor) else [leaf] for leaf in leaves]
+    try:
+        text = json.dumps({"leaves": plain, "structure": treespec_dumps(structure)})
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise UsageError(
+            f"a stage returns a {type(value).__name__} that cannot be sent to the next one: {error}; return tensors, "
+            "numbers, texts and None in tuples, lists and dictionaries"
+        ) from None
+    return Form(found, text), tensors
+
+
+def more_numel(header: Sequence[int]) -> int:
+    """How many numbers follow the header in a message of their own."""
+    return header[1] if header[0] == _NESTED else 0
+
+
+def form_from(header: Sequence[int], more: Sequence[int]) -> Form:
+    """The form that :meth:`Form.header` has encoded."""
+    if header[0] == _TENSOR:
+        return Form(tuple(_decode(header, 1, 1)[0]), None)
+    if header[0] == _TUPLE:
+        return Form(tuple(_decode(header, 2, header[1])[0]), "tuple")
+    tensors, position = _decode(more, 1, more[0])
+    return Form(tuple(tensors), bytes(more[position:]).decode())
+
+
+def _decode(numbers: Sequence[int], position: int, count: int) -> tuple[list[TensorForm], int]:
+    found = []
+    for _ in range(count):
+        dtype, dimensions = numbers[position : position + 2]
+        position += 2
+        found.append(TensorForm(_DTYPES[dtype], tuple(numbers[position : position + dimensions])))
+        position += dimensions
+    return found, position

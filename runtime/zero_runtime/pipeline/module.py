@@ -1,0 +1,344 @@
+"""A model as a sequence of layers, of which each stage of a pipeline has a run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from zero_runtime import comm
+from zero_runtime.activation_checkpointing import checkpoint
+from zero_runtime.errors import ConfigError, UsageError
+from zero_runtime.pipeline import partition, ties
+from zero_runtime.pipeline.grid import PipelineGrid, topology_of
+from zero_runtime.pipeline.layers import Layer, LayerSpec, TiedLayerSpec, name_of, trained_numel
+from zero_runtime.pipeline.profile import layer_seconds
+from zero_runtime.pipeline.seeds import LayerSeeds
+from zero_runtime.topology import PIPE, ProcessTopology
+
+DEFAULT_METHOD = "parameters"
+
+
+class PipelineModule(torch.nn.Module):
+    """Layers of which each gets what the one before returns. A rank builds those of its own stage.
+
+    ::
+
+        model = PipelineModule([LayerSpec(Embedding), *[LayerSpec(Block) for _ in range(8)], LayerSpec(Head)],
+                               num_stages=2, loss_fn=cross_entropy)
+        engine, *_ = zero_runtime.initialize(model=model, config="ds.json")
+        loss = engine.train_batch(batches)
+
+    Args:
+        layers: modules, ``LayerSpec``s, ``TiedLayerSpec``s and functions of one argument; also a ``torch.nn.Sequential``.
+        num_stages: how many stages there are. Without it and without ``topology`` the layers are dealt out, and built, by
+            ``initialize``, whose configuration says it (``pipeline_parallel.pp_size`` or ``pipeline.stages``); until then
+            the model has no parameters. The same where torch.distributed is not initialised yet.
+        topology: the axes of all ranks, one of which is ``pipe``, in place of ``num_stages``.
+        loss_fn: called with (output of the last layer, labels); without it the output is the loss.
+        seed_layers: seed the random generators by layer, before each is built and before it runs.
+        seed_fn: called with a seed, to do that.
+        base_seed: the seed of layer 0.
+        partition_method: ``uniform`` (as many layers each), ``parameters`` (as many trainable elements), ``type:REGEX`` (as
+            many layers whose class is called so, any case), ``profile`` (as much time: forward and backward passes of each
+            layer are measured on rank 0). Default: what the configuration says, else ``parameters``.
+        activation_checkpoint_interval: layers between two activation checkpoints; 0 for none.
+        activation_checkpoint_func: does them.
+        checkpointable_layers: class names; only runs of these are checkpointed. Default: all with parameters.
+        dynamic_shape: what stages send each other may change its shapes and dtypes from one micro-batch to the next.
+        sample_input: of the first layer, for ``profile``; default: the first batch of the training data.
+
+    Raises:
+        ConfigError: an argument that cannot be used; fewer layers than stages; stages that do not divide the ranks.
+    """
+
+    def __init__(  # noqa: PLR0913 - the signature is DeepSpeed's
+        self,
+        layers: Iterable[Layer],
+        num_stages: int | None = None,
+        topology: Any = None,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], object] | None = None,
+        base_seed: int = 1234,
+        partition_method: str | None = None,
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] = checkpoint,
+        checkpointable_layers: Sequence[str] | None = None,
+        dynamic_shape: bool = False,
+        sample_input: Any = None,
+    ) -> None:
+        super().__init__()
+        self._layer_specs: list[Layer] = list(layers)
+        self._check_layers()
+        self.loss_fn = loss_fn
+        self.seeds = LayerSeeds(seed_layers, seed_fn, base_seed)
+        self.partition_method = partition_method
+        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.activation_checkpoint_func = activation_checkpoint_func
+        self.checkpointable_layers = checkpointable_layers
+        self.dynamic_shape = dynamic_shape
+        self.sample_input = sample_input
+        self.grid: PipelineGrid | None = None
+        self.parts: list[int] = []
+        self.forward_funcs: list[Callable[[Any], Any]] = []
+        self.tied_modules = torch.nn.ModuleDict()
+        self.ties: list[ties.Tie] = []
+        self.wanted: ProcessTopology | int | None = num_stages
+        if num_stages is not None and topology is not None:
+            raise ConfigError("both num_stages and topology are given to PipelineModule; give one")
+        if topology is not None:
+            self.wanted = topology_of(topology)
+        unmeasured = self.partition_method == "profile" and sample_input is None
+        self.method = partition_method or DEFAULT_METHOD
+        if self.wanted is not None and comm.is_initialized() and not unmeasured:
+            self.deal(PipelineGrid(self._topology()), self.partition_method)
+            return
+        for number, layer in enumerate(
+            self._layer_specs
+        ):  # so that their parameters are there to be chosen from
+            if isinstance(layer, torch.nn.Module):
+                self.add_module(str(number), layer)
+
+    # Dealing out.
+
+    def _check_layers(self) -> None:
+        for number, layer in enumerate(self._layer_specs):
+            if not callable(layer) and not isinstance(layer, LayerSpec):
+                raise ConfigError(
+                    f"layer {number} of the pipeline is a {type(layer).__name__}; expected a module, LayerSpec or function"
+                )
+            if isinstance(layer, PipelineModule):
+                raise ConfigError(
+                    f"layer {number} of the pipeline is a pipeline itself; give its layers instead"
+                )
+        if not self._layer_specs:
+            raise ConfigError("a PipelineModule needs at least one layer")
+
+    def _topology(self) -> ProcessTopology:
+        if isinstance(self.wanted, ProcessTopology):
+            return self.wanted
+        assert self.wanted is not None
+        return topology_for(self.wanted, comm.get_world_size())
+
+    @property
+    def layers(self) -> list[Layer]:
+        """All layers, as they were given."""
+        return self._layer_specs
+
+    @property
+    def is_dealt(self) -> bool:
+        """Whether the layers are dealt out and built."""
+        return self.grid is not None
+
+    def deal(self, grid: PipelineGrid, method: str | None, sample: Any = None) -> None:
+        """Deal the layers out to the stages of ``grid`` and build those of this rank's. All ranks must call it.
+
+        Args:
+            grid: the ranks.
+            method: as ``partition_method``.
+            sample: an input of the first layer, for ``profile``, where the module has none.
+        """
+        stages = grid.num_stages
+        self.method = method or DEFAULT_METHOD
+        parts = self.bounds(stages, self.method, sample)
+        self._clear()
+        self.grid, self.parts = grid, parts
+        self._build(parts[grid.stage], parts[grid.stage + 1])
+        self.to(grid.device)
+        self.ties = ties.make_ties(self._layer_specs, parts, dict(self.tied_modules), grid.processes)
+
+    def move_to(self, grid: PipelineGrid) -> None:
+        """Let further axes stand beside stages and replicas, of which this rank's stage stays. All ranks must call it."""
+        assert self.grid is not None
+        if (grid.num_stages, grid.stage) != (self.num_stages, self.stage_id):
+            raise ConfigError(
+                f"this rank has stage {self.stage_id} of {self.num_stages}, and with the axes {grid.topology.axes} "
+                f"it would have stage {grid.stage} of {grid.num_stages}; give PipelineModule that topology"
+            )
+        self.grid = grid
+        self.ties = ties.make_ties(self._layer_specs, self.parts, dict(self.tied_modules), grid.processes)
+
+    def bounds(self, stages: int, method: str, sample: Any = None) -> list[int]:
+        """Where the layers of each of ``stages`` begin and end under ``method``.
+
+        Raises:
+            ConfigError: an unknown method, a pattern that no layer matches, or fewer layers than stages.
+        """
+        kind, _, pattern = method.partition(":")
+        kind = kind.strip().lower()
+        if kind == "uniform":
+            return partition.uniform(len(self._layer_specs), stages)
+        if kind == "parameters":
+            return partition.balanced([trained_numel(layer) for layer in self._layer_specs], stages)
+        if kind == "type" and pattern:
+            return partition.balanced(self._matches(pattern), stages)
+        if kind == "profile":
+            given = self.sample_input if self.sample_input is not None else sample
+            return partition.balanced(layer_seconds(self._layer_specs, given), stages)
+        raise ConfigError(
+            f"partition_method is {method!r}; expected uniform, parameters, profile, or type: and a pattern of class names "
+            "such as type:transformer"
+        )
+
+    def _matches(self, pattern: str) -> list[int]:
+        try:
+            regex = re.compile(pattern, re.IGNORECASE)
+        except re.error as error:
+            raise ConfigError(f"partition_method type:{pattern} is no regular expression: {error}") from None
+        names = [name_of(layer) for layer in self._layer_specs]
+        found = [int(regex.search(name) is not None) for name in names]
+        if not any(found):
+            raise ConfigError(
+                f"partition_method type:{pattern} matches no layer; the layers are {', '.join(dict.fromkeys(names))}"
+            )
+        return found
+
+    def _clear(self) -> None:
+        for name in list(self._modules):
+            del self._modules[name]
+        self.tied_modules = torch.nn.ModuleDict()
+        self.forward_funcs = []
+
+    def _build(self, start: int, stop: int) -> None:
+        for number, layer in enumerate(self._layer_specs[start:stop], start):
+            self.seeds.before_building(number)
+            if isinstance(layer, TiedLayerSpec):
+                if layer.key not in self.tied_modules:
+                    self.tied_modules[layer.key] = layer.build()
+                module = self.tied_modules[layer.key]
+                self.forward_funcs.append(
+                    module if layer.forward_fn is None else partial(layer.forward_fn, module)
+                )
+                continue
+            built = layer.build() if isinstance(layer, LayerSpec) else layer
+            if isinstance(built, torch.nn.Module):
+                self.add_module(str(number), built)
+            self.forward_funcs.append(built)
+
+    # Running.
+
+    def forward(self, inputs: Any) -> Any:
+        """Run the layers of this stage."""
+        if not self.is_dealt:
+            raise UsageError(
+                "the layers of this PipelineModule are not dealt out to stages yet; zero_runtime.initialize does that"
+            )
+        self.seeds.passes += 1
+        number, count = self.seeds.passes, len(self.forward_funcs)
+        interval = self.activation_checkpoint_interval or count
+        for start in range(0, count, interval):
+            run = range(start, min(start + interval, count))
+            if self.activation_checkpoint_interval and self._is_checkpointable(run):
+                inputs = self.activation_checkpoint_func(partial(self._run, run, number), inputs)
+            else:
+                inputs = self._run(run, number, inputs)
+        return inputs
+
+    def _run(self, layers: range, number: int, inputs: Any) -> Any:
+        for layer in layers:
+            self.seeds.before_running(self.parts[self.stage_id] + layer, number)
+            inputs = self.forward_funcs[layer](inputs)
+        return inputs
+
+    def _is_checkpointable(self, run: range) -> bool:
+        layers = [self.forward_funcs[number] for number in run]
+        if self.checkpointable_layers is not None:
+            return all(type(layer).__name__ in self.checkpointable_layers for layer in layers)
+        found = (
+            getattr(layer, "args", (layer,))[0] if isinstance(layer, partial) else layer for layer in layers
+        )
+        return any(
+            next(each.parameters(), None) is not None for each in found if isinstance(each, torch.nn.Module)
+        )
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """Change ``activation_checkpoint_interval``."""
+        if interval < 0:
+            raise ConfigError(f"an activation checkpoint interval of {interval}: expected at least 0")
+        self.activation_checkpoint_interval = interval
+
+    # What others ask.
+
+    def _dealt(self) -> PipelineGrid:
+        if self.grid is None:
+            raise UsageError("the layers are not dealt out to stages yet; zero_runtime.initialize does that")
+        return self.grid
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        return self._dealt().num_stages
+
+    @property
+    def stage_id(self) -> int:
+        """This rank's stage."""
+        return self._dealt().stage
+
+    def num_pipeline_stages(self) -> int:
+        """The number of stages."""
+        return self.num_stages
+
+    def partitions(self) -> list[int]:
+        """Stage s has the layers from ``partitions()[s]`` to ``partitions()[s + 1]``."""
+        return self.parts
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """The stage that has layer ``layer_idx``."""
+        if not 0 <= layer_idx < len(self._layer_specs):
+            raise UsageError(f"there is no layer {layer_idx} among {len(self._layer_specs)}")
+        return next(stage for stage in range(self.num_stages) if layer_idx < self.parts[stage + 1])
+
+    def topology(self) -> ProcessTopology:
+        """The axes of all ranks."""
+        return self._dealt().topology
+
+    def mpu(self) -> PipelineGrid:
+        """The ranks and groups along each axis, with the methods that Megatron calls a model-parallel unit."""
+        return self._dealt()
+
+    def allreduce_tied_weight_gradients(self) -> None:
+        """Sum the gradients of tied parameters over the stages that share them; ``train_batch`` does it by itself."""
+
+        def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            return parameter.grad
+
+        ties.reduce_gradients(self.ties, gradient_of)
+
+    def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
+        """For subclasses: further losses of the last forward pass, by name, on the last stage; None without any."""
+        return None
+
+    def compile(self, *arguments: Any, **options: Any) -> None:
+        """Compile each layer with torch.compile, whose arguments these are."""
+        for number, layer in enumerate(self.forward_funcs):
+            if isinstance(layer, torch.nn.Module):
+                layer.compile(*arguments, **options)
+            else:
+                self.forward_funcs[number] = torch.compile(layer, *arguments, **options)
+
+
+def topology_for(stages: int, world_size: int) -> ProcessTopology:
+    """Stages, and as many replicas of them as there are ranks for.
+
+    Raises:
+        ConfigError: the stages do not divide the ranks.
+    """
+    if stages < 1 or world_size % stages:
+        raise ConfigError(
+            f"{stages} pipeline stages do not divide {world_size} ranks; use a number of stages that does, or start "
+            f"{'a multiple of ' + str(stages) if stages > 0 else 'other'} ranks"
+        )
+    return ProcessTopology.of(pipe=stages, data=world_size // stages)
+
+
+def stages_of(module: PipelineModule) -> int | None:
+    """The number of stages that ``module`` was made for; None where the configuration is to say it."""
+    if isinstance(module.wanted, ProcessTopology):
+        return module.wanted.size(PIPE)
+    return module.wanted

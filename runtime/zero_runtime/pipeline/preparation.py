@@ -1,0 +1,164 @@
+"""From a PipelineModule and a configuration to a stage that is built: how many stages there are, and which layers they get."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from zero_runtime import comm
+from zero_runtime.activation_checkpointing import checkpoint, non_reentrant_checkpoint
+from zero_runtime.config import RuntimeConfig
+from zero_runtime.configuration.pipeline import PipelineConfig
+from zero_runtime.errors import ConfigError
+from zero_runtime.parallelism import Parallelism, of_grid
+from zero_runtime.pipeline.grid import PipelineGrid
+from zero_runtime.pipeline.layers import LayerSpec
+from zero_runtime.pipeline.module import PipelineModule, stages_of
+from zero_runtime.topology import DATA, MODEL, PIPE, SEQUENCE, ProcessTopology
+
+
+def stages_for(model: torch.nn.Module, config: PipelineConfig) -> int:
+    """The number of stages that ``model`` and the configuration agree on; 1 for a model that is no pipeline.
+
+    Raises:
+        ConfigError: nobody says it, both do and differ, or the configuration asks for stages of a model that has no layers.
+    """
+    if not isinstance(model, PipelineModule):
+        if config.stages is not None and config.stages > 1:
+            raise ConfigError(
+                f"the configuration asks for {config.stages} pipeline stages (pipeline_parallel.pp_size or "
+                f"pipeline.stages), and the model is a {type(model).__name__}; give it as "
+                "zero_runtime.PipelineModule(layers=[...], loss_fn=...), or remove the key"
+            )
+        return 1
+    mine = model.num_stages if model.is_dealt else stages_of(model)
+    if mine is None and config.stages is None:
+        raise ConfigError(
+            "neither PipelineModule(num_stages=...) nor the configuration (pipeline_parallel.pp_size or "
+            "pipeline.stages) says how many stages there are; give one of them"
+        )
+    if mine is not None and config.stages not in (None, mine):
+        made = "is dealt out to" if model.is_dealt else "was made for"
+        raise ConfigError(
+            f"the PipelineModule {made} {mine} stages, and the configuration asks for {config.stages}; make them "
+            "equal, or leave num_stages out of a new PipelineModule"
+        )
+    found = mine or config.stages
+    assert found is not None
+    return found
+
+
+def prepare(
+    model: PipelineModule, config: RuntimeConfig, stages: int, sample: Callable[[], Any] | None
+) -> Parallelism:
+    """Deal the layers of ``model`` out, unless they are, as the configuration says. All ranks must call it.
+
+    Args:
+        model: the pipeline.
+        config: the configuration.
+        stages: as many as :func:`stages_for` says.
+        sample: gives an input of the first layer, for the method ``profile``.
+
+    Raises:
+        ConfigError: as ``PipelineModule.deal``; or the model was dealt out in another way than the configuration says.
+    """
+    method = _method(model, config.pipeline.partition_method)
+    topology = _topology(model, config, stages)
+    if model.grid is None:
+        model.deal(
+            PipelineGrid(topology), method, sample() if sample is not None and method == "profile" else None
+        )
+    else:
+        if model.grid.topology != topology:
+            model.move_to(PipelineGrid(topology))
+        if method is not None and method != model.method:
+            _check_same(model, method)
+    if config.pipeline.activation_checkpoint_interval:
+        model.set_checkpoint_interval(config.pipeline.activation_checkpoint_interval)
+    if not config.pipeline.use_reentrant and model.activation_checkpoint_func is checkpoint:
+        model.activation_checkpoint_func = non_reentrant_checkpoint
+    assert model.grid is not None
+    return of_grid(model.grid.processes)
+
+
+def _method(model: PipelineModule, said: str | None) -> str | None:
+    mine = model.partition_method
+    if mine is not None and said not in (None, mine):
+        raise ConfigError(
+            f"PipelineModule has partition_method {mine!r}, and the configuration says {said!r}; keep one of them"
+        )
+    return said or mine
+
+
+def _check_same(model: PipelineModule, method: str) -> None:
+    wanted = model.bounds(model.num_stages, method)
+    if wanted != model.parts:
+        raise ConfigError(
+            f"the layers are dealt out already, by {model.method}, so that stages begin at {model.parts}, and "
+            f"{method} in the configuration means {wanted}; leave num_stages out of PipelineModule and say "
+            f"pipeline_parallel.pp_size {model.num_stages}, or give PipelineModule partition_method={method!r}"
+        )
+
+
+def _topology(model: PipelineModule, config: RuntimeConfig, stages: int) -> ProcessTopology:
+    """The axes of all ranks: those of the model's own topology, or those that the configuration names."""
+    replicas = config.parallel.replicas(comm.get_world_size(), stages)
+    if isinstance(model.wanted, ProcessTopology):
+        given = model.wanted.widened(PIPE, DATA)
+        said = {
+            DATA: replicas,
+            SEQUENCE: config.parallel.sequence_parallel_size,
+            MODEL: config.parallel.tp_size,
+        }
+        for axis, size in said.items():
+            if given.size(axis) != size:
+                raise ConfigError(
+                    f"the topology of the PipelineModule has {given.size(axis)} ranks along {axis}, and the configuration "
+                    f"means {size}; make them equal"
+                )
+        return given
+    sizes = {PIPE: stages, DATA: replicas}
+    if config.parallel.sequence_parallel_size > 1:
+        sizes[SEQUENCE] = config.parallel.sequence_parallel_size
+    if config.parallel.tp_size > 1:
+        sizes[MODEL] = config.parallel.tp_size
+    return ProcessTopology.of(**sizes)
+
+
+def own_parameters(model: PipelineModule, given: Any, unknown: bool) -> list[Any] | None:
+    """Of ``model_parameters`` those of this rank's stage; None for all of them.
+
+    Args:
+        model: dealt out.
+        given: tensors or param groups; None for all.
+        unknown: whether the layers were not dealt out when they were given, so that the model did not have them all.
+
+    Raises:
+        ConfigError: param groups of a model whose layers were not built yet.
+    """
+    if given is None:
+        return None
+    listed = list(given)
+    built_later = unknown and any(isinstance(layer, LayerSpec) for layer in model.layers)
+    if built_later:
+        if any(isinstance(each, dict) for each in listed):
+            raise ConfigError(
+                "model_parameters are param groups of a PipelineModule whose layers were built by initialize; give "
+                "PipelineModule num_stages, after torch.distributed is initialised, so that its parameters are there "
+                "before, or pass a function as optimizer, which is called with them"
+            )
+        return None
+    mine = set(model.parameters())
+    kept: list[Any] = []
+    for each in listed:
+        if isinstance(each, dict):
+            kept.append({**each, "params": [p for p in _tensors(each["params"]) if p in mine]})
+        elif each in mine:
+            kept.append(each)
+    return [each for each in kept if not isinstance(each, dict) or each["params"]]
+
+
+def _tensors(given: Any) -> list[Any]:
+    return [given] if isinstance(given, torch.Tensor) else list(given)

@@ -1,0 +1,184 @@
+"""One stage during one step: it runs the instructions of a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from commprof import hooks
+from zero_runtime.errors import UsageError
+from zero_runtime.fp32_modules import cast_floating
+from zero_runtime.pipeline.batches import Source, inputs_of, labels_of
+from zero_runtime.pipeline.bubble import Bubble
+from zero_runtime.pipeline.channel import Channel
+from zero_runtime.pipeline.instructions import Action
+from zero_runtime.pipeline.schedules import Schedule
+from zero_runtime.precision import autocast
+
+if TYPE_CHECKING:
+    from zero_runtime.pipeline.engine import PipelineEngine
+
+
+class Stage:
+    """What a stage holds of the micro-batches that are under way.
+
+    Args:
+        engine: whose step it is.
+        channel: to the neighbouring stages.
+        bubble: what the computation is counted in.
+        source: of batches.
+        micro_batches: of the step.
+        with_loss: whether the last stage calls the loss function.
+
+    Attributes:
+        losses: of each micro-batch so far, detached, on the last stage.
+        results: outputs of the last stage of each micro-batch, where it is not trained.
+    """
+
+    def __init__(
+        self,
+        engine: PipelineEngine,
+        channel: Channel,
+        bubble: Bubble,
+        source: Source,
+        micro_batches: int,
+        with_loss: bool,
+    ) -> None:
+        self._engine = engine
+        self._channel = channel
+        self._bubble = bubble
+        self._source = source
+        self._micro_batches = micro_batches
+        self._with_loss = with_loss
+        self._inputs: dict[int, Any] = {}
+        self._labels: dict[int, Any] = {}
+        self._outputs: dict[int, Any] = {}
+        self._gradients: dict[int, list[torch.Tensor]] = {}
+        self.losses: list[torch.Tensor] = []
+        self.results: list[Any] = []
+        self._do: dict[Action, Callable[[int], None]] = {
+            Action.LOAD: self._load,
+            Action.FORWARD: self._forward,
+            Action.BACKWARD: self._backward,
+            Action.SEND_ACTIVATION: self._send_activation,
+            Action.RECEIVE_ACTIVATION: self._receive_activation,
+            Action.SEND_GRADIENT: self._send_gradient,
+            Action.RECEIVE_GRADIENT: self._receive_gradient,
+        }
+
+    def run(self, schedule: Schedule) -> None:
+        """Run all instructions of ``schedule``."""
+        try:
+            for step in schedule:
+                for action, number, _ in step:
+                    hooks.position.micro_step = number
+                    self._do[action](number)
+        finally:
+            hooks.position.micro_step = 0
+            hooks.phase("other")
+
+    @property
+    def _training(self) -> bool:
+        return torch.is_grad_enabled()
+
+    def _load(self, number: int) -> None:
+        batch = self._source()
+        if self._engine.is_first_stage():
+            inputs = self._on_device(inputs_of(batch))
+            dtype = self._engine._precision.inputs
+            self._inputs[number] = inputs if dtype is None else cast_floating(inputs, dtype)
+        if self._engine.is_last_stage() and self._with_loss:
+            self._labels[number] = self._on_device(labels_of(batch))
+
+    def _on_device(self, values: Any) -> Any:
+        device = self._engine.device
+        return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, values)
+
+    def _receive_activation(self, number: int) -> None:
+        hooks.phase("forward")
+        self._inputs[number] = self._channel.receive_activation(self._training)
+
+    def _forward(self, number: int) -> None:
+        hooks.phase("forward")
+        engine, inputs = self._engine, self._inputs[number]
+        if not self._training:
+            del self._inputs[number]
+        # A copy, so that the first layer may work in place though gradients of the inputs are asked for.
+        given = tree_map(_copied, inputs) if self._training else inputs
+        with self._bubble.working(), autocast(engine._precision.autocast, engine.device):
+            outputs = engine.module(given)
+            if not engine.is_last_stage():
+                self._outputs[number] = outputs
+                return
+            if not self._training:
+                self.results.append(outputs)
+                if not self._with_loss:
+                    return
+            loss = self._loss(outputs, number)
+        self.losses.append(loss.detach())
+        if self._training:
+            self._outputs[number] = loss
+
+    def _loss(self, outputs: Any, number: int) -> torch.Tensor:
+        function, labels = self._engine.module.loss_fn, self._labels.pop(number)
+        if function is not None and labels is None:
+            raise UsageError(
+                "the batch has no labels, which loss_fn needs; give pairs (inputs, labels), or call inference_batch"
+            )
+        loss = outputs if function is None else function(outputs, labels)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            shown = (
+                f"a tensor of shape {tuple(loss.shape)}"
+                if isinstance(loss, torch.Tensor)
+                else type(loss).__name__
+            )
+            raise UsageError(
+                f"the loss of a micro-batch is {shown}; expected one element: give PipelineModule a loss_fn(output, "
+                "labels) that returns one, or let the last layer return it"
+            )
+        return loss
+
+    def _send_activation(self, number: int) -> None:
+        hooks.phase("forward")
+        self._channel.send_activation(self._outputs[number])
+        if not self._training:
+            del self._outputs[number]
+
+    def _receive_gradient(self, number: int) -> None:
+        hooks.phase("backward")
+        self._gradients[number] = self._channel.receive_gradients(self._outputs[number])
+
+    def _backward(self, number: int) -> None:
+        hooks.phase("backward")
+        engine, outputs = self._engine, self._outputs.pop(number)
+        if engine.is_last_stage():
+            scale = engine._scale.value / self._micro_batches
+            ends, gradients = [outputs if scale == 1.0 else outputs * scale], None
+        else:
+            pairs = zip(_differentiable(outputs), self._gradients.pop(number), strict=True)
+            kept = [(end, gradient) for end, gradient in pairs if end.requires_grad]
+            ends, gradients = [end for end, _ in kept], [gradient for _, gradient in kept]
+        with self._bubble.working():
+            if ends:
+                torch.autograd.backward(ends, gradients)
+        with torch.no_grad():
+            engine._gradients.finish_backward()
+        if engine.is_first_stage():
+            del self._inputs[number]
+
+    def _send_gradient(self, number: int) -> None:
+        hooks.phase("backward")
+        self._channel.send_gradients(self._inputs.pop(number))
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) and value.requires_grad else value
+
+
+def _differentiable(outputs: Any) -> list[torch.Tensor]:
+    """The tensors of ``outputs`` whose gradients the next stage sends back."""
+    tensors = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
+    return [each for each in tensors if each.is_floating_point() or each.is_complex()]

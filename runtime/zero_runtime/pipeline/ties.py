@@ -1,0 +1,112 @@
+"""Parameters that several stages share: each has a copy, and their gradients are summed over those stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import torch
+
+from commprof import hooks
+from zero_runtime import comm
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.errors import ConfigError
+from zero_runtime.pipeline.layers import Layer, TiedLayerSpec
+from zero_runtime.topology import PIPE, ProcessGrid
+
+_BROADCAST: Final = hooks.tag("parameter_broadcast")
+
+
+class Tie(NamedTuple):
+    """What this rank shares with other stages of its replica.
+
+    Attributes:
+        key: of the layers.
+        group: the ranks of those stages.
+        weights: the shared parameters, by name within the module.
+    """
+
+    key: str
+    group: DataParallelGroup
+    weights: Mapping[str, torch.nn.Parameter]
+
+
+def tied_stages(layers: Sequence[Layer], bounds: Sequence[int]) -> dict[str, list[int]]:
+    """For each key of tied layers, in order, the stages that have such a layer. Pure."""
+    found: dict[str, set[int]] = {}
+    for stage in range(len(bounds) - 1):
+        for layer in layers[bounds[stage] : bounds[stage + 1]]:
+            if isinstance(layer, TiedLayerSpec):
+                found.setdefault(layer.key, set()).add(stage)
+    return {key: sorted(found[key]) for key in sorted(found)}
+
+
+def make_ties(
+    layers: Sequence[Layer],
+    bounds: Sequence[int],
+    modules: Mapping[str, torch.nn.Module],
+    grid: ProcessGrid,
+) -> list[Tie]:
+    """The ties of this rank, and the same values on all stages of each: those of the first. All ranks must call it.
+
+    Every copy but the first stage's is marked with ``ds_pipe_replicated``, DeepSpeed's name: in the norm of all gradients
+    it is left out.
+    """
+    if grid.size(PIPE) == 1:
+        return []
+    attributes = {
+        layer.key: layer.tied_weight_attr for layer in reversed(layers) if isinstance(layer, TiedLayerSpec)
+    }
+    ties = []
+    for key, stages in tied_stages(layers, bounds).items():
+        for line in grid.topology.lines(PIPE):
+            ranks = [line[stage] for stage in stages]
+            handle = comm.new_group(ranks, f"pipe tie {key}")
+            if grid.rank in ranks:
+                group = DataParallelGroup(handle)
+                tie = Tie(key, group, dict(_weights(key, modules[key], attributes[key])))
+                ties.append(tie)
+                _agree(tie, grid.rank != ranks[0])
+    return ties
+
+
+def _weights(
+    key: str, module: torch.nn.Module, names: Sequence[str]
+) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    for name in names:
+        found = module
+        for part in name.split("."):
+            found = getattr(found, part, None)  # type: ignore[assignment]
+        if not isinstance(found, torch.nn.Parameter):
+            raise ConfigError(
+                f"tied_weight_attr {name!r} of the tied layers {key!r} is no parameter of {type(module).__name__}; expected "
+                f"one of: {', '.join(each for each, _ in module.named_parameters())}"
+            )
+        yield name, found
+
+
+def _agree(tie: Tie, copied: bool) -> None:
+    for weight in tie.weights.values():
+        tie.group.broadcast(weight.detach(), 0, why=_BROADCAST)
+        weight.ds_pipe_replicated = copied  # type: ignore[attr-defined]
+
+
+def synchronize(ties: Sequence[Tie]) -> None:
+    """Give all stages the first one's values again."""
+    for tie in ties:
+        for weight in tie.weights.values():
+            tie.group.broadcast(weight.detach(), 0, why=_BROADCAST)
+
+
+def reduce_gradients(ties: Sequence[Tie], gradient_of: Callable[[torch.nn.Parameter], torch.Tensor]) -> None:
+    """Sum the gradients of shared parameters over their stages: one all_reduce for each.
+
+    Args:
+        ties: of this rank.
+        gradient_of: gives the gradient of a parameter, to be changed in place.
+    """
+    for tie in ties:
+        for name, weight in tie.weights.items():
+            if weight.requires_grad:
+                why = hooks.tag("gradient_reduce", parameters=(f"tied_modules.{tie.key}.{name}",))
+                tie.group.all_reduce(gradient_of(weight), why=why)
