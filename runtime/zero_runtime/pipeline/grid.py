@@ -59,7 +59,7 @@ class PipelineGrid:
     @property
     def is_first(self) -> bool:
         """Whether this rank's stage is the first."""
-        return self.stage == 0
+        return not self.stage
 
     @property
     def is_last(self) -> bool:

@@ -108,7 +108,7 @@ def form_of(value: Any) -> tuple[Form, list[torch.Tensor]]:
     plain = [None if isinstance(leaf, torch.Tensor) else [leaf] for leaf in leaves]
     try:
         text = json.dumps({"leaves": plain, "structure": treespec_dumps(structure)})
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(
             f"a stage returns a {type(value).__name__} that cannot be sent to the next one: {error}; return tensors, "
             "numbers, texts and None in tuples, lists and dictionaries"

@@ -1,4 +1,4 @@
-"""From a PipelineModule and a configuration to a stage that is built: how many stages there are, and which layers they get."""
+"""From a PipelineModule and a configuration to a stage that is built: how many stages there are, and what they get."""
 
 from __future__ import annotations
 

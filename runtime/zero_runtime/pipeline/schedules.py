@@ -49,9 +49,9 @@ def _lockstep(time: int, stage: int, stages: int, valid: Callable[[int], bool]) 
     turn = 2 * stages - 1 - stage
     if (time - stage) % 2 == 0:
         now, last = (time - stage) // 2, (time - 1 - turn) // 2
-        if stage > 0 and valid(last):
+        if stage and valid(last):
             yield Instruction(Action.SEND_GRADIENT, last)
-        if stage > 0 and valid(now):
+        if stage and valid(now):
             yield Instruction(Action.RECEIVE_ACTIVATION, now)
         if valid(now):
             yield from _forward(now, stage, stages)
@@ -77,14 +77,14 @@ def inference(stages: int, micro_batches: int, stage: int) -> Schedule:
 def _inference_step(now: int, stage: int, stages: int, micro_batches: int) -> Iterator[Instruction]:
     send = [Instruction(Action.SEND_ACTIVATION, now - 1)] if 1 <= now <= micro_batches else []
     receive = [Instruction(Action.RECEIVE_ACTIVATION, now)] if 0 <= now < micro_batches else []
-    send, receive = send if stage < stages - 1 else [], receive if stage > 0 else []
+    send, receive = send if stage < stages - 1 else [], receive if stage else []
     yield from (*send, *receive) if stage % 2 == 0 else (*receive, *send)
     if 0 <= now < micro_batches:
         yield from _forward(now, stage, stages)
 
 
 def _forward(micro_batch: int, stage: int, stages: int) -> Iterator[Instruction]:
-    if stage in (0, stages - 1):
+    if not stage or stage == stages - 1:
         yield Instruction(Action.LOAD, micro_batch)
     yield Instruction(Action.FORWARD, micro_batch)
 
