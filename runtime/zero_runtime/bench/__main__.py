@@ -1,17 +1,22 @@
-"""``python -m zero_runtime.bench [NAME ...]``: run one benchmark, or list what there is."""
+"""``python -m zero_runtime.bench [NAME ...]``: run one benchmark; without a name ``comm`` among the ranks of a launcher.
+
+Otherwise what there is is listed.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from zero_runtime.bench import io
+from zero_runtime.bench import io, messages
 from zero_runtime.errors import ZeroRuntimeError
 
 Benchmark = Callable[[Sequence[str]], int]
 # What each does, in one line, and how it is run.
 BENCHMARKS: Final[Mapping[str, tuple[str, Benchmark]]] = {
+    "comm": ("how fast collectives are among the ranks of a launcher, by operation and size", messages.main),
     "io": ("how fast files of offloaded tensors are read and written", io.main),
 }
 
@@ -19,6 +24,8 @@ BENCHMARKS: Final[Mapping[str, tuple[str, Benchmark]]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 0, or 2 where it could not be done."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if "RANK" in os.environ and (not given or given[0].startswith("-")):
+        given = ["comm", *given]
     if not given or given[0] in ("-h", "--help"):
         print("usage: python -m zero_runtime.bench NAME [options]\n\nbenchmarks:")
         for name, (meaning, _) in BENCHMARKS.items():

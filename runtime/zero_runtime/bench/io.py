@@ -21,6 +21,7 @@ from typing import Final, NamedTuple
 
 import torch
 
+from zero_runtime.bench.quantities import count, size
 from zero_runtime.errors import UsageError
 from zero_runtime.offload.blocks import aligned_empty, takes_direct
 from zero_runtime.offload.files import AsynchronousIO, TensorFiles
@@ -28,7 +29,6 @@ from zero_runtime.offload.folders import new_folder, remove_folder
 
 _MIB: Final = 1 << 20
 _NAME: Final = "tensor"
-_SUFFIXES: Final = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
 class Setting(NamedTuple):
@@ -59,23 +59,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "fastest.",
     )
     parser.add_argument("--path", type=Path, default=Path(), help="a folder on the disk (default: this one)")
-    parser.add_argument("--size", type=_bytes, default=256 * _MIB, help="bytes of the file (default: 256m)")
+    parser.add_argument("--size", type=size, default=256 * _MIB, help="bytes of the file (default: 256m)")
     parser.add_argument(
         "--blocks",
-        type=_bytes,
+        type=size,
         nargs="+",
         default=[256 << 10, _MIB, 8 * _MIB],
         help="block_size (256k 1m 8m)",
     )
     parser.add_argument(
-        "--threads", type=_count, nargs="+", default=[1, 2, 4], help="intra_op_parallelism (1 2 4)"
+        "--threads", type=count, nargs="+", default=[1, 2, 4], help="intra_op_parallelism (1 2 4)"
     )
     parser.add_argument(
-        "--depth", type=_count, default=1, help="queue_depth: blocks in one request (default: 1)"
+        "--depth", type=count, default=1, help="queue_depth: blocks in one request (default: 1)"
     )
-    parser.add_argument(
-        "--repeat", type=_count, default=3, help="of each way; the median counts (default: 3)"
-    )
+    parser.add_argument("--repeat", type=count, default=3, help="of each way; the median counts (default: 3)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     given = parser.parse_args(arguments)
     if given.size % 4096:
@@ -185,15 +183,3 @@ def _aio(speed: Speed) -> dict[str, int]:
         "queue_depth": io.queue_depth,
         "intra_op_parallelism": io.threads,
     }
-
-
-def _bytes(text: str) -> int:
-    """A number of bytes, with k, m or g for 1024, 1024^2 or 1024^3 of them."""
-    unit = _SUFFIXES.get(text[-1:].lower(), 1)
-    return _count(text[:-1] if unit > 1 else text) * unit
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)

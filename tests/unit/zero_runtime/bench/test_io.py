@@ -49,7 +49,7 @@ def test_the_fastest_way_takes_the_least_time_for_both():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["oi"], "no benchmark 'oi'; expected one of: io"),
+        (["oi"], "no benchmark 'oi'; expected one of: comm, io"),
         (["io", "--size", "5000"], "expected a multiple of 4096"),
         (["io", "--path", "/proc/nowhere"], "--path is '/proc/nowhere', where no folder can be made"),
     ],

@@ -1,0 +1,192 @@
+"""How fast collectives are here, by operation and size: the sweep of nccl-tests, through the calls of the runtime itself.
+
+Run under ``commprof run`` it is recorded as any program is, and the page Bandwidth of the dashboard shows it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from itertools import product
+from statistics import median
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from commprof import hooks
+from zero_runtime import comm
+from zero_runtime.bench.quantities import count, size
+from zero_runtime.comm import DataParallelGroup, ReduceOp
+from zero_runtime.errors import UsageError
+
+_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_WHY: Final = hooks.tag("other")
+
+
+class Operation(NamedTuple):
+    """One operation.
+
+    Attributes:
+        prepare: of a group and a message of so many elements (S of nccl-tests), what carries it out once.
+        factor: bus bandwidth / algorithm bandwidth among so many ranks (nccl-tests, doc/PERFORMANCE.md).
+    """
+
+    prepare: Callable[[DataParallelGroup, torch.Tensor], Callable[[], Any]]
+    factor: Callable[[int], float]
+
+
+def _share(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+def _piece(group: DataParallelGroup, message: torch.Tensor) -> torch.Tensor:
+    return message.new_ones(message.numel() // group.world_size)
+
+
+def _all_gather(group: DataParallelGroup, message: torch.Tensor) -> Callable[[], Any]:
+    piece = _piece(group, message)
+    return lambda: group.all_gather_single(message, piece, why=_WHY)
+
+
+def _reduce_scatter(group: DataParallelGroup, message: torch.Tensor) -> Callable[[], Any]:
+    piece = _piece(group, message)
+    return lambda: group.reduce_scatter_single(piece, message, why=_WHY)
+
+
+def _all_to_all(group: DataParallelGroup, message: torch.Tensor) -> Callable[[], Any]:
+    received = torch.empty_like(message)
+    rows = [message.numel() // group.world_size] * group.world_size
+    return lambda: group.all_to_all_single(received, message, rows, why=_WHY)
+
+
+OPERATIONS: Final[dict[str, Operation]] = {
+    "all_reduce": Operation(
+        lambda group, message: lambda: group.all_reduce(message, op=ReduceOp.MAX, why=_WHY),
+        lambda ranks: 2 * _share(ranks),
+    ),
+    "reduce_scatter": Operation(_reduce_scatter, _share),
+    "all_gather": Operation(_all_gather, _share),
+    "all_to_all": Operation(_all_to_all, _share),
+    "broadcast": Operation(
+        lambda group, message: lambda: group.broadcast(message, 0, why=_WHY), lambda _: 1.0
+    ),
+    "reduce": Operation(lambda group, message: lambda: group.reduce(message, 0, why=_WHY), lambda _: 1.0),
+}
+
+
+class Timing(NamedTuple):
+    """What one operation of one size took: the median of its calls, on the slowest rank.
+
+    Attributes:
+        operation: its name.
+        payload_bytes: S of nccl-tests.
+        seconds: of a call.
+        algorithm: bandwidth, in bytes per second: S by time.
+        bus: bandwidth as it compares between operations and numbers of ranks.
+    """
+
+    operation: str
+    payload_bytes: int
+    seconds: float
+    algorithm: float
+    bus: float
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command on this rank; 0, or 2 where it could not be done."""
+    parser = argparse.ArgumentParser(
+        prog="python -m zero_runtime.bench comm",
+        description="Time collectives among the ranks of a launcher: commprof run --nproc 4 -m zero_runtime.bench comm",
+    )
+    parser.add_argument("--ops", nargs="+", choices=list(OPERATIONS), default=list(OPERATIONS), metavar="OP")
+    parser.add_argument(
+        "--sizes",
+        type=size,
+        nargs="+",
+        default=[4 << 10, 64 << 10, 1 << 20, 16 << 20],
+        help="payloads in bytes, S of nccl-tests (4k 64k 1m 16m)",
+    )
+    parser.add_argument("--dtype", choices=list(_DTYPES), default="fp32")
+    parser.add_argument("--iterations", type=count, default=20, help="timed calls of each (default: 20)")
+    parser.add_argument("--warmup", type=count, default=3, help="calls before them (default: 3)")
+    parser.add_argument("--backend", help="gloo or nccl (default: nccl with GPUs)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    given = parser.parse_args(arguments)
+    comm.init_distributed(given.backend)
+    group = DataParallelGroup()
+    if group.world_size < 2:
+        raise UsageError(
+            "one rank sends nothing; start several: commprof run --nproc 2 -m zero_runtime.bench comm, or torchrun"
+        )
+    dtype = _DTYPES[given.dtype]
+    timings = []
+    for number, (operation, payload) in enumerate(product(given.ops, given.sizes)):
+        hooks.step(number)
+        timings.append(measure(group, operation, payload, dtype, given.iterations, given.warmup))
+    if group.rank == 0:
+        print(_as_json(timings, group, given.dtype) if given.json else _as_table(timings, group, given.dtype))
+    group.barrier(why=_WHY)
+    return 0
+
+
+def measure(
+    group: DataParallelGroup, operation: str, payload: int, dtype: torch.dtype, iterations: int, warmup: int
+) -> Timing:
+    """Carry out ``operation`` on about ``payload`` bytes, whole elements for each rank. Every rank must call it."""
+    each = max(1, payload // dtype.itemsize // group.world_size)
+    message = torch.ones(each * group.world_size, dtype=dtype, device=group.device)
+    found = OPERATIONS[operation]
+    call = found.prepare(group, message)
+    for _ in range(warmup):
+        call()
+    took = [_seconds(call, group.device) for _ in range(iterations)]
+    slowest = torch.tensor([median(took)], dtype=torch.float64, device=group.device)
+    group.all_reduce(slowest, op=ReduceOp.MAX, why=hooks.tag("metric"))
+    seconds, num_bytes = slowest.item(), message.numel() * dtype.itemsize
+    speed = num_bytes / seconds
+    return Timing(operation, num_bytes, seconds, speed, speed * found.factor(group.world_size))
+
+
+def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+    begin = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
+
+
+def _as_table(timings: Sequence[Timing], group: DataParallelGroup, dtype: str) -> str:
+    lines = [
+        f"{group.world_size} ranks, {group.backend}, {group.device.type}, {dtype}; the slowest rank's median; "
+        "GB/s are 10^9 bytes per second",
+        "",
+        f"{'operation':<15} {'bytes':>12} {'time us':>12} {'algbw GB/s':>11} {'busbw GB/s':>11}",
+    ]
+    lines += [
+        f"{each.operation:<15} {each.payload_bytes:>12} {1e6 * each.seconds:>12.1f} {each.algorithm / 1e9:>11.3f} "
+        f"{each.bus / 1e9:>11.3f}"
+        for each in timings
+    ]
+    return "\n".join(lines)
+
+
+def _as_json(timings: Sequence[Timing], group: DataParallelGroup, dtype: str) -> str:
+    rows = [
+        {
+            "operation": each.operation,
+            "payload_bytes": each.payload_bytes,
+            "time_ns": round(1e9 * each.seconds),
+            "algbw_bytes_per_s": round(each.algorithm),
+            "busbw_bytes_per_s": round(each.bus),
+        }
+        for each in timings
+    ]
+    facts = {
+        "world_size": group.world_size,
+        "backend": group.backend,
+        "device": group.device.type,
+        "dtype": dtype,
+    }
+    return json.dumps({**facts, "rows": rows}, indent=1)
