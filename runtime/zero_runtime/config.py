@@ -21,6 +21,7 @@ from zero_runtime.configuration.compression import GradientCompression, check_co
 from zero_runtime.configuration.offload import effective_aio, read_aio
 from zero_runtime.configuration.offload_param import modern as modern_zero
 from zero_runtime.configuration.parallel import ParallelConfig, check_parallel, read_parallel
+from zero_runtime.configuration.pipeline import PipelineConfig, accumulation_steps, read_pipeline
 from zero_runtime.configuration.precision import PrecisionConfig, read_precision
 from zero_runtime.configuration.zero import ZeroConfig, read_zero
 from zero_runtime.errors import ConfigError
@@ -91,6 +92,7 @@ class RuntimeConfig:
     communication: CommunicationConfig
     gradient_compression: GradientCompression | None
     parallel: ParallelConfig
+    pipeline: PipelineConfig
     precision: PrecisionConfig
     zero: ZeroConfig
     aio: AsynchronousIO
@@ -120,7 +122,10 @@ class RuntimeConfig:
         if not zero.stage.shards_parameters:
             idle = keys.stage_3_only(given)
             notices += [f"{name} has no effect here: it acts at stage 3 only" for name in idle]
-        parallel = read_parallel(top)
+        parallel, pipeline = read_parallel(top), read_pipeline(top)
+        top["gradient_accumulation_steps"] = accumulation_steps(
+            pipeline.micro_batches, top["gradient_accumulation_steps"]
+        )
         micro, accumulation, batch = _batch_sizes(top, parallel.replicas(world_size, stages))
         config = cls(
             train_batch_size=batch,
@@ -147,7 +152,8 @@ class RuntimeConfig:
             gradient_compression=read_compression(top),
             dump_state=top["dump_state"],
             parallel=parallel,
-            precision=read_precision(top),
+            pipeline=pipeline,
+            precision=_precision(top, parallel),
             zero=zero,
             aio=read_aio(top["aio"]),
             checkpoint_tag_validation=top["checkpoint"]["tag_validation"],
@@ -286,6 +292,11 @@ def parallel_of(given: Mapping[str, Any]) -> ParallelConfig:
     return read_parallel(keys.read(_modern(given, [])))
 
 
+def pipeline_of(given: Mapping[str, Any]) -> PipelineConfig:
+    """What ``given`` says of a pipeline, likewise."""
+    return read_pipeline(keys.read(_modern(given, [])))
+
+
 def _shown(config: Any) -> str:
     return "a dict" if isinstance(config, Mapping) else repr(str(config))
 
@@ -318,6 +329,14 @@ def _batch_sizes(top: Mapping[str, Any], world_size: int) -> tuple[int, int, int
             "change one of them, or leave one out"
         )
     return micro, steps, batch
+
+
+def _precision(top: Mapping[str, Any], parallel: ParallelConfig) -> PrecisionConfig:
+    """The dtypes; where ranks share sequences their gradients travel in one of their own, as in DeepSpeed."""
+    found = read_precision(top)
+    if parallel.sequence_parallel_size == 1:
+        return found
+    return dataclasses.replace(found, communication_data_type=top["seq_parallel_communication_data_type"])
 
 
 def _optimizer(given: Mapping[str, Any] | None) -> OptimizerConfig | None:

@@ -22,6 +22,7 @@ from zero_runtime.input_dtypes import mismatch
 from zero_runtime.precision import autocast
 from zero_runtime.reporting import Progress, Report
 from zero_runtime.saving import Saving
+from zero_runtime.sequence_parallel import name_attention, sequence_group
 from zero_runtime.settings import Settings
 from zero_runtime.sharding.linear import memory_efficient_linear
 from zero_runtime.sharding.shards import shard_of
@@ -66,6 +67,9 @@ class Engine(Settings, WholeSteps, Saving, torch.nn.Module):
             1 if assembly.parallelism.model is None else assembly.parallelism.model.group.world_size
         )
         self.sequence_parallel_size = assembly.parallelism.sequence_size
+        if self.sequence_parallel_size > 1:
+            self.seq_parallel_group = sequence_group().group
+            name_attention(self.module)
         self.global_steps = 0
         self.global_samples = 0
         self.skipped_steps = 0

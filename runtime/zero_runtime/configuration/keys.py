@@ -99,8 +99,8 @@ TOP: Final[Table] = {
     "zero_force_ds_cpu_optimizer": inert(
         boolean, True, "DeepSpeed's own Adam on the CPU", "torch's own optimizers update offloaded state"
     ),
-    "seq_parallel_communication_data_type": inert(
-        choice(*DTYPES), "fp32", "the same as communication_data_type", "acts with sequence parallelism only"
+    "seq_parallel_communication_data_type": used(
+        choice(*DTYPES), "fp32", "in which gradients travel with sequence_parallel_size above 1"
     ),
     "log_level": inert(anything, None, "of DeepSpeed's logger", "there is no logger"),
     "vocabulary_size": inert(anything, None, "of the model", "nothing needs it"),

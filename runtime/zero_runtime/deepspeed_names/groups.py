@@ -1,6 +1,7 @@
-"""``deepspeed.utils.groups``: which ranks share what. Here all ranks are data-parallel, and each model is on one rank.
+"""``deepspeed.utils.groups``: which ranks share what, in the training that was initialised last.
 
-Groups of one rank do not exist as objects: where DeepSpeed would give one, None stands for it.
+Before ``initialize`` all ranks are data-parallel. Groups of one rank do not exist as objects where no axis has more:
+where DeepSpeed would give one, None stands for it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from typing import Any
 
 from zero_runtime.deepspeed_names import comm
 from zero_runtime.errors import UnsupportedError
+from zero_runtime.parallelism import Parallelism, current, data_parallel
+from zero_runtime.topology import DATA, SEQUENCE
 
 mpu = None
 mesh_device = None
@@ -23,28 +26,127 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
     """
     if ep_size != 1 or mpu is not None:
         raise UnsupportedError(
-            f"groups.initialize(ep_size={ep_size}) with experts or mpu is not in this version"
+            f"groups.initialize(ep_size={ep_size}) with experts or mpu is not in this version; pass mpu to "
+            "deepspeed.initialize"
         )
 
 
+def _shared() -> Parallelism:
+    return current() or data_parallel()
+
+
+def _group(*axes: str) -> Any:
+    """torch's group along ``axes`` of the grid; None where they have one rank."""
+    grid = _shared().grid
+    if grid is None or all(grid.size(axis) == 1 for axis in axes):
+        return None
+    return grid.group(*axes).group
+
+
+def _world_size(*axes: str) -> int:
+    group = _group(*axes)
+    return 1 if group is None else comm.get_world_size(group)
+
+
+def _rank(*axes: str) -> int:
+    group = _group(*axes)
+    return 0 if group is None else comm.get_rank(group)
+
+
 def get_data_parallel_group() -> Any:
-    """All ranks."""
-    return comm.get_world_group()
+    """The ranks that have other samples and the same part of the model."""
+    found = _shared()
+    if found.grid is not None:
+        return found.grid.group(DATA).group
+    return comm.get_world_group() if found.data is None else found.data
 
 
 def get_data_parallel_world_size() -> int:
-    """The number of ranks."""
-    return comm.get_world_size()
+    """The number of those."""
+    return _shared().replicas
 
 
 def get_data_parallel_rank() -> int:
-    """This rank."""
-    return comm.get_rank()
+    """This rank among them."""
+    return _shared().replica
 
 
 def get_data_parallel_ranks() -> list[int]:
-    """All ranks."""
-    return comm.get_all_ranks_from_group()
+    """They, by their global ranks."""
+    return comm.get_all_ranks_from_group(get_data_parallel_group())
+
+
+def get_sequence_data_parallel_group() -> Any:
+    """The ranks that gradients are summed over."""
+    found = _shared()
+    return comm.get_world_group() if found.data is None else found.data
+
+
+def get_sequence_data_parallel_world_size() -> int:
+    """The number of those."""
+    return comm.get_world_size(get_sequence_data_parallel_group())
+
+
+def get_sequence_data_parallel_rank() -> int:
+    """This rank among them."""
+    return comm.get_rank(get_sequence_data_parallel_group())
+
+
+def get_sequence_parallel_group() -> Any:
+    """The ranks that share the sequences of a batch."""
+    return _group(SEQUENCE)
+
+
+def get_sequence_parallel_world_size() -> int:
+    """The number of those."""
+    return _world_size(SEQUENCE)
+
+
+def get_sequence_parallel_rank() -> int:
+    """This rank among them."""
+    return _rank(SEQUENCE)
+
+
+def get_model_parallel_group() -> Any:
+    """The ranks that hold one model together."""
+    model = _shared().model
+    return None if model is None else model.group.group
+
+
+def get_model_parallel_world_size() -> int:
+    """The number of those."""
+    model = _shared().model
+    return 1 if model is None else model.group.world_size
+
+
+def get_model_parallel_rank() -> int:
+    """This rank among them."""
+    model = _shared().model
+    return 0 if model is None else model.group.rank
+
+
+def get_tensor_model_parallel_group() -> Any:
+    """The ranks that share each tensor."""
+    tensor = _shared().tensor_group
+    return None if tensor is None else tensor.group
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    """The number of those."""
+    tensor = _shared().tensor_group
+    return 1 if tensor is None else tensor.world_size
+
+
+def get_tensor_model_parallel_rank() -> int:
+    """This rank among them."""
+    tensor = _shared().tensor_group
+    return 0 if tensor is None else tensor.rank
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """The first of them, by its global rank."""
+    tensor = _shared().tensor_group
+    return comm.get_rank() if tensor is None else tensor.global_ranks[0]
 
 
 def get_single_group() -> None:
@@ -56,34 +158,28 @@ def get_single_world_size() -> int:
     return 1
 
 
-def get_single_rank() -> int:
-    """0."""
-    return 0
-
-
-def get_source_rank() -> int:
-    """The rank that a group of this rank alone begins with: itself."""
-    return comm.get_rank()
-
-
-def set_single_world_size(world_size: int) -> None:
-    """Accepted for 1.
-
-    Raises:
-        UnsupportedError: for more.
-    """
-    if world_size != 1:
-        raise UnsupportedError(f"a tensor-parallel world size of {world_size} is not in this version; only 1")
-
-
-def set_single_rank(rank: int) -> None:
-    """Accepted for 0.
+def set_tensor_model_parallel_world_size(world_size: int) -> None:
+    """Accepted for the size that there is.
 
     Raises:
         UnsupportedError: for another.
     """
-    if rank != 0:
-        raise UnsupportedError(f"a tensor-parallel rank of {rank} is not in this version; only 0")
+    if world_size != get_tensor_model_parallel_world_size():
+        raise UnsupportedError(
+            f"a tensor-parallel world size of {world_size} is not set here; set tp_size in the configuration"
+        )
+
+
+def set_tensor_model_parallel_rank(rank: int) -> None:
+    """Accepted for the rank that this is.
+
+    Raises:
+        UnsupportedError: for another.
+    """
+    if rank != get_tensor_model_parallel_rank():
+        raise UnsupportedError(
+            f"a tensor-parallel rank of {rank} is not set here; set tp_size in the configuration"
+        )
 
 
 def no_secondary_group() -> bool:

@@ -174,7 +174,11 @@ MODULES: Final[dict[str, Module]] = {
         note="for models without experts",
     )),
     **{f"moe.{name}": Module(refused=EXPERTS) for name in ("experts", "mappings", "sharded_moe", "capacity_bins")},
-    "sequence": Module(refused="sequence parallelism is not in this version"),
+    "sequence": Module({}),
+    "sequence.layer": Module(
+        given("zero_runtime.sequence_parallel", "DistributedAttention")
+        | given(f"{_HERE}.sequence_exchange", "single_all_to_all", "_SeqAllToAll")
+    ),
     "compression": Module(refused="compression of models is not in this version"),
     "autotuning": Module(refused="`commprof sweep --set KEY=V1,V2` tries settings and compares them"),
     "elasticity": Module(refused="elastic batch sizes are not in this version; torchrun --max-restarts restarts ranks"),

@@ -35,30 +35,31 @@ LEAVES: Final[dict[str, Name]] = given(
     f"{_HERE}.zero_checks", "set_z3_leaf_modules_by_name", "set_z3_leaf_modules_by_suffix"
 )  # fmt: skip
 
-_DATA: Final = ("get_data_parallel_group", "get_data_parallel_world_size", "get_data_parallel_rank")
-_SINGLE: Final = ("tensor_model_parallel", "model_parallel")
+_OF_AXES: Final = tuple(
+    f"get_{axis}_{what}"
+    for axis in ("data_parallel", "tensor_model_parallel", "model_parallel")
+    for what in ("group", "world_size", "rank")
+)
+_UNDERLINED: Final = tuple(
+    f"get_{axis}_parallel_{what}"
+    for axis in ("data", "sequence", "sequence_data")
+    for what in ("group", "world_size", "rank")
+)
 GROUPS: Final[dict[str, Name]] = {
-    **given(f"{_HERE}.groups", "initialize", "mpu", "mesh_device", "expert_tensor_parallel_world_size", *_DATA),
+    **given(f"{_HERE}.groups", "initialize", "mpu", "mesh_device", "expert_tensor_parallel_world_size"),
+    **given(f"{_HERE}.groups", *_OF_AXES, note="of the training initialised last; a group of one rank is None"),
+    **given(f"{_HERE}.groups", **{f"_{name}": name for name in (*_UNDERLINED, "get_model_parallel_world_size")}),
     **given(
         f"{_HERE}.groups",
-        **{f"_{name}": name for name in _DATA},
-        **{name.replace("get_data", "_get_sequence_data"): name for name in _DATA},
+        "get_tensor_model_parallel_src_rank",
+        "set_tensor_model_parallel_world_size",
+        "set_tensor_model_parallel_rank",
         _get_data_parallel_group_ranks="get_data_parallel_ranks",
         _clone_world_group="get_data_parallel_group",
     ),
     **given(
         f"{_HERE}.groups",
         note="one rank: the group is None",
-        **{f"get_{kind}_group": "get_single_group" for kind in _SINGLE},
-        **{f"get_{kind}_world_size": "get_single_world_size" for kind in _SINGLE},
-        **{f"get_{kind}_rank": "get_single_rank" for kind in _SINGLE},
-        get_tensor_model_parallel_src_rank="get_source_rank",
-        set_tensor_model_parallel_world_size="set_single_world_size",
-        set_tensor_model_parallel_rank="set_single_rank",
-        _get_model_parallel_world_size="get_single_world_size",
-        _get_sequence_parallel_group="get_single_group",
-        _get_sequence_parallel_world_size="get_single_world_size",
-        _get_sequence_parallel_rank="get_single_rank",
         _get_expert_model_parallel_world_size="get_single_world_size",
         _get_zero_param_intra_parallel_group="get_single_group",
         _zero_param_parallel_is_initialized="no_secondary_group",

@@ -1,0 +1,66 @@
+"""``deepspeed.sequence.layer``: the exchange of heads for pieces of sequences, by DeepSpeed's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.errors import UnsupportedError
+from zero_runtime.sequence_parallel.exchange import exchange
+
+_HEADS = 2  # dimension
+
+
+def single_all_to_all(
+    input: torch.Tensor,
+    scatter_idx: int,
+    gather_idx: int,
+    batch_dim_idx: int,
+    group: Any,
+    async_op: bool = False,
+    handle: Any = None,
+    type: Any = None,
+    num_kv_heads: int | None = None,
+) -> torch.Tensor:
+    """Give up heads for whole sequences, where ``scatter_idx`` is 2, or whole sequences for heads, where it is less.
+
+    Args:
+        input: (batch, sequence, heads, width), or (sequence, batch, heads, width) with ``batch_dim_idx`` 1.
+        scatter_idx: of which this rank keeps a piece.
+        gather_idx: accepted: it is the other one.
+        batch_dim_idx: 0 or 1.
+        group: the ranks that share the sequences.
+        async_op: of messages beside the computation, not in this version.
+        handle: likewise.
+        type: likewise.
+        num_kv_heads: accepted; heads must be shared evenly.
+
+    Raises:
+        UnsupportedError: ``async_op`` is true.
+        UsageError: the ranks cannot share the dimension evenly.
+    """
+    if async_op or handle is not None:
+        raise UnsupportedError("single_all_to_all waits for its message here; leave async_op and handle out")
+    ranks = group if isinstance(group, DataParallelGroup) else DataParallelGroup(group)
+    sequence = 1 - batch_dim_idx
+    if scatter_idx < _HEADS:
+        return exchange(input, ranks, sequence, _HEADS)
+    return exchange(input, ranks, _HEADS, sequence)
+
+
+class _SeqAllToAll:
+    """The same as an autograd function is called."""
+
+    @staticmethod
+    def apply(
+        group: Any,
+        input: torch.Tensor,
+        scatter_idx: int,
+        gather_idx: int,
+        batch_dim_idx: int,
+        *more: Any,
+    ) -> torch.Tensor:
+        """As :func:`single_all_to_all`; what DeepSpeed's takes besides is left unread."""
+        return single_all_to_all(input, scatter_idx, gather_idx, batch_dim_idx, group)

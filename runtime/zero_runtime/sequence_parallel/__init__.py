@@ -1,0 +1,16 @@
+"""Sequence parallelism after Ulysses: ranks have pieces of every sequence, and in attention some of the heads instead."""
+
+from __future__ import annotations
+
+from zero_runtime.sequence_parallel.attention import DistributedAttention, name_attention
+from zero_runtime.sequence_parallel.exchange import exchange
+from zero_runtime.sequence_parallel.pieces import mean_over_sequence, own_piece, sequence_group
+
+__all__ = [
+    "DistributedAttention",
+    "exchange",
+    "mean_over_sequence",
+    "name_attention",
+    "own_piece",
+    "sequence_group",
+]

@@ -1,0 +1,68 @@
+"""Pieces of one dimension for pieces of another: one all_to_all forward, and one backward."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from commprof import hooks
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.errors import UsageError
+
+_ACTIVATION: Final = hooks.tag("activation")
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, group: DataParallelGroup, scatter: int, gather: int, why: hooks.tag
+    ) -> torch.Tensor:
+        ctx.group, ctx.scatter, ctx.gather, ctx.why = group, scatter, gather, why
+        return _exchanged(tensor, group, scatter, gather, why)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        back = _exchanged(gradient, ctx.group, ctx.gather, ctx.scatter, ctx.why)
+        return back, None, None, None, None
+
+
+def exchange(
+    tensor: torch.Tensor,
+    group: DataParallelGroup,
+    scatter: int,
+    gather: int,
+    why: hooks.tag | None = None,
+) -> torch.Tensor:
+    """Give up a dimension of which this rank has all, for one of which it has a piece.
+
+    Args:
+        tensor: all of dimension ``scatter``, and this rank's piece of dimension ``gather``.
+        group: the ranks that have the other pieces, in their order.
+        scatter: of which this rank keeps a piece.
+        gather: of which it then has all.
+        why: the tag of the message.
+
+    Returns:
+        A tensor whose dimension ``scatter`` is divided by the number of ranks, and whose dimension ``gather`` is multiplied.
+
+    Raises:
+        UsageError: the ranks cannot share dimension ``scatter`` evenly.
+    """
+    if tensor.shape[scatter] % group.world_size:
+        raise UsageError(
+            f"dimension {scatter} of a tensor of shape {tuple(tensor.shape)} cannot be shared by {group.world_size} ranks "
+            f"evenly; make it a multiple of {group.world_size}"
+        )
+    exchanged: torch.Tensor = _Exchange.apply(tensor, group, scatter, gather, why or _ACTIVATION)
+    return exchanged
+
+
+def _exchanged(
+    tensor: torch.Tensor, group: DataParallelGroup, scatter: int, gather: int, why: hooks.tag
+) -> torch.Tensor:
+    rows = torch.stack(tensor.chunk(group.world_size, scatter))
+    received = torch.empty_like(rows)
+    numels = [rows[0].numel()] * group.world_size
+    group.all_to_all_single(received.view(-1), rows.view(-1), numels, why=why)
+    return torch.cat(received.unbind(), gather)
