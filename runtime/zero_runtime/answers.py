@@ -142,4 +142,15 @@ class Answers:
 
     autotuning_enabled = curriculum_learning_enabled = data_efficiency_enabled = flops_profiler_enabled = _off
     is_deepcompile_active = is_deepcompile_enabled = random_ltd_enabled = use_node_local_storage = _off
-    zero_quantized_weights = zero_quantized_gradients = zero_quantized_nontrainable_weights = _off
+
+    def zero_quantized_weights(self) -> bool:
+        """Whether sharded parameters travel in 8 bits."""
+        return self.config.zero.sharding.residency.quantized
+
+    def zero_quantized_nontrainable_weights(self) -> bool:
+        """Whether frozen sharded parameters travel in 8 bits."""
+        return self.config.zero.sharding.residency.quantized_frozen
+
+    def zero_quantized_gradients(self) -> bool:
+        """Whether the gradients of sharded parameters travel in 4 bits."""
+        return self.config.zero.sharding.quantized_gradients

@@ -66,11 +66,6 @@ def later(check: Check, default: Any, meaning: str, part: str, instead: str = ""
     return Key(check, default, meaning, Status.LATER, part, instead)
 
 
-def later_at_stage_3(check: Check, default: Any, meaning: str, part: str, instead: str = "") -> Key:
-    """The same of a key that other stages leave alone; stage 3 refuses it."""
-    return Key(check, default, meaning, Status.LATER, part, instead, stage_3_only=True)
-
-
 def waiting(check: Check, default: Any, meaning: str, part: str) -> Key:
     """A key beside the one that switches such a part on, or their block: it is checked, and nobody reads it yet."""
     return Key(check, default, meaning, Status.WAITING, part)

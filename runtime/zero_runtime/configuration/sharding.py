@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from zero_runtime.configuration.offload_param import read_slice_offload
-from zero_runtime.errors import ConfigError, UnsupportedError
+from zero_runtime.errors import ConfigError
 from zero_runtime.sharding.policy import ResidencyPolicy
 
 # Keys that DeepSpeed takes with and without the prefix, and their defaults. Sizes are elements.
@@ -23,11 +23,6 @@ PREFIXED: Final[Mapping[str, Any]] = {
     "allgather_sequential": False,
 }
 PREFIX: Final = "stage3_"
-_QUANTIZED: Final = (
-    "zero_quantized_weights",
-    "zero_quantized_nontrainable_weights",
-    "zero_quantized_gradients",
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +35,7 @@ class ShardingConfig:
         memory_efficient_linear: linear layers keep no gathered weight for backward.
         enable_sanity_checks: the ranks compare what is in each gradient bucket.
         gather_16bit_weights_on_model_save: whether ``save_16bit_model`` may gather the model.
+        quantized_gradients: gradients travel in 4 bits.
     """
 
     residency: ResidencyPolicy = field(default_factory=ResidencyPolicy)
@@ -47,6 +43,7 @@ class ShardingConfig:
     memory_efficient_linear: bool = True
     enable_sanity_checks: bool = False
     gather_16bit_weights_on_model_save: bool = False
+    quantized_gradients: bool = False
 
     def effective(self) -> dict[str, Any]:
         """The settings under the keys of a configuration."""
@@ -68,6 +65,9 @@ class ShardingConfig:
             "memory_efficient_linear": self.memory_efficient_linear,
             "enable_sanity_checks": self.enable_sanity_checks,
             "zero_hpz_partition_size": policy.secondary_size,
+            "zero_quantized_weights": policy.quantized,
+            "zero_quantized_nontrainable_weights": policy.quantized_frozen,
+            "zero_quantized_gradients": self.quantized_gradients,
             "log_trace_cache_warnings": policy.report_trace,
             "offload_param": policy.offload.effective(),
             "leaf_module": {
@@ -83,15 +83,9 @@ def read_sharding(values: Mapping[str, Any]) -> ShardingConfig:
 
     Raises:
         ConfigError: a key is given with and without its prefix, and they differ.
-        UnsupportedError: what stage 3 does not do in this version.
     """
-    for name in _QUANTIZED:
-        if values[name]:
-            raise UnsupportedError(
-                f"zero_optimization.{name} is true: quantized messages are not in this version yet; remove the key, or use "
-                "bf16 with communication_data_type"
-            )
     named = {name: _either(values, name) for name in PREFIXED}
+    _check_quantization(values, named["use_all_reduce_for_fetch_params"])
     leaves = values["leaf_module"] or {}
     residency = ResidencyPolicy(
         prefetch=named["prefetch_bucket_size"],
@@ -107,6 +101,8 @@ def read_sharding(values: Mapping[str, Any]) -> ShardingConfig:
         leaf_suffixes=tuple(leaves.get("name_suffixes") or ()),
         granularity=named["module_granularity_threshold"],
         report_trace=values["log_trace_cache_warnings"],
+        quantized=values["zero_quantized_weights"],
+        quantized_frozen=values["zero_quantized_nontrainable_weights"],
         offload=read_slice_offload(values),
     )
     saves = named["gather_16bit_weights_on_model_save"] or values["stage3_gather_fp16_weights_on_model_save"]
@@ -116,7 +112,22 @@ def read_sharding(values: Mapping[str, Any]) -> ShardingConfig:
         memory_efficient_linear=values["memory_efficient_linear"],
         enable_sanity_checks=values["enable_sanity_checks"],
         gather_16bit_weights_on_model_save=saves,
+        quantized_gradients=values["zero_quantized_gradients"],
     )
+
+
+def _check_quantization(values: Mapping[str, Any], by_all_reduce: bool) -> None:
+    for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
+        if values[name] and by_all_reduce:
+            raise ConfigError(
+                f"zero_optimization.{name} is true, and stage3_use_all_reduce_for_fetch_params adds parameters up, which "
+                "quantized ones cannot be; remove one of the two keys"
+            )
+    if values["zero_quantized_gradients"] and values["gradient_reduction"] == "all_reduce":
+        raise ConfigError(
+            "zero_optimization.zero_quantized_gradients is true, and gradient_reduction is all_reduce; quantized gradients "
+            "go to the ranks that own them; remove one of the two keys"
+        )
 
 
 def _either(values: Mapping[str, Any], name: str) -> Any:

@@ -21,7 +21,6 @@ from zero_runtime.configuration.key_table import (
     inert,
     inside,
     later,
-    later_at_stage_3,
     refused,
     stage_3,
     used,
@@ -174,17 +173,9 @@ ZERO: Final[Table] = {
     "zero_hpz_partition_size": stage_3(
         _SIZE, 1, "ranks of the second, smaller group that gathers for the backward pass"
     ),
-    "zero_quantized_weights": later_at_stage_3(boolean, False, "gather quantized parameters", "compression"),
-    "zero_quantized_nontrainable_weights": later_at_stage_3(
-        boolean, False, "gather quantized frozen parameters", "compression"
-    ),
-    "zero_quantized_gradients": later_at_stage_3(
-        boolean,
-        False,
-        "reduce quantized gradients",
-        "compression",
-        "communication_data_type bf16 halves the bytes",
-    ),
+    "zero_quantized_weights": stage_3(boolean, False, "gather parameters in 8 bits"),
+    "zero_quantized_nontrainable_weights": stage_3(boolean, False, "gather frozen parameters in 8 bits"),
+    "zero_quantized_gradients": stage_3(boolean, False, "reduce gradients in 4 bits"),
     "memory_efficient_linear": stage_3(
         boolean, True, "linear layers keep no gathered weight for the backward pass"
     ),

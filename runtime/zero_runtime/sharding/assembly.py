@@ -111,7 +111,13 @@ def _reduction(config: RuntimeConfig, numbers: Mapping[str, int]) -> ShardReduct
     if zero.gradient_reduction == "all_reduce":
         # What does not fit the contiguous buffer goes in a reduce_scatter, unless the config says all_reduce itself.
         limit = 2**63 - 1 if zero.explicit_reduction else zero.reduce_bucket_size
-    return ShardReduction(numbers, limit, zero.reduce_scatter_impl, zero.sharding.enable_sanity_checks)
+    return ShardReduction(
+        numbers,
+        limit,
+        zero.reduce_scatter_impl,
+        zero.sharding.enable_sanity_checks,
+        zero.sharding.quantized_gradients,
+    )
 
 
 def _numbers(groups: Sequence[ParameterGroup]) -> dict[str, int]:

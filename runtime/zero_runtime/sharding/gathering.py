@@ -6,31 +6,35 @@ parameter. A single one travels by itself and needs no copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 
 from commprof import hooks
 from zero_runtime.comm import DataParallelGroup
+from zero_runtime.compression.quantization import dequantized, quantized
 from zero_runtime.sharding.pages import Pager
 from zero_runtime.sharding.shards import Shard, Status
 
 _GATHER: Final = hooks.tag("parameter_gather")
 _BROADCAST: Final = hooks.tag("parameter_broadcast")
+WEIGHT_BITS: Final = 8
 
 
 class _Message(NamedTuple):
     """One message on its way, and the parameters it makes whole.
 
     ``rows`` is the number of slices end to end in ``buffer``: each row holds a slice of every parameter. For 0 the
-    buffer holds whole, padded parameters end to end.
+    buffer holds whole, padded parameters end to end. What travels quantized is in ``payloads``, a row from each rank, until
+    the buffer is filled from it.
     """
 
     work: Any
     buffer: torch.Tensor
     shards: Sequence[Shard]
     rows: int
+    payloads: torch.Tensor | None = None
 
 
 class Gathering:
@@ -46,10 +50,15 @@ class Gathering:
         messages, self._messages = self._messages, ()
         for message in messages:
             message.work.wait()
+            if message.payloads is not None:
+                rows = message.buffer.view(len(message.payloads), -1)
+                rows.copy_(dequantized(message.payloads, rows.shape[1], WEIGHT_BITS))
             if message.rows:
                 _unpack_rows(message)
             else:
                 _unpack_whole(message)
+            for shard in message.shards:
+                shard.rounded = message.payloads is not None
 
 
 class Gatherer:
@@ -60,6 +69,8 @@ class Gatherer:
         by_all_reduce: several parameters by one all_reduce of their padded whole, each rank adding its slices.
         secondary: the ranks that share out the secondary slices; None for none.
         dtypes: in which dtype parameters travel, where it is not their own.
+        quantizes: whether a parameter travels quantized among all ranks, with 8 bits; never inside the secondary group,
+            nor by ``gather_each``, whose parameters may be changed and kept.
     """
 
     def __init__(
@@ -68,7 +79,9 @@ class Gatherer:
         by_all_reduce: bool = False,
         secondary: DataParallelGroup | None = None,
         dtypes: Mapping[torch.nn.Parameter, torch.dtype] | None = None,
+        quantizes: Callable[[torch.nn.Parameter], bool] = lambda parameter: False,
     ) -> None:
+        self._quantizes = quantizes
         self._sequential = sequential
         self._by_all_reduce = by_all_reduce
         self._secondary = secondary
@@ -105,7 +118,7 @@ class Gatherer:
         shards = list(shards)
         for each in shards:
             each.wait()
-        waiting = [each for each in shards if each.status is Status.NOT_AVAILABLE]
+        waiting = [each for each in shards if each.status is Status.NOT_AVAILABLE or each.rounded]
         _begin_to_read(waiting)
         # Several of one rank are no message, but a single one is, in DeepSpeed.
         sent = waiting if len(waiting) == 1 and waiting[0].numel else _without_messages(waiting)
@@ -123,12 +136,15 @@ class Gatherer:
         shard.secondary = piece
 
     def _send_one(self, shard: Shard) -> _Message:
-        return self._send(shard, self._secondary_of(shard), self._dtypes.get(shard.parameter, shard.dtype))
+        dtype, secondary = self._dtypes.get(shard.parameter, shard.dtype), self._secondary_of(shard)
+        return self._send(shard, secondary, dtype, secondary is None and self._quantizes(shard.parameter))
 
     def _secondary_of(self, shard: Shard) -> DataParallelGroup | None:
         return None if shard.secondary is None else self._secondary
 
-    def _send(self, shard: Shard, secondary: DataParallelGroup | None, dtype: torch.dtype) -> _Message:
+    def _send(
+        self, shard: Shard, secondary: DataParallelGroup | None, dtype: torch.dtype, quantize: bool = False
+    ) -> _Message:
         """Send a parameter by itself: by its slices in the group ``secondary``, or, for None, by its primary ones."""
         group = shard.group if secondary is None else secondary
         numel = _numel(shard, secondary)
@@ -140,16 +156,22 @@ class Gatherer:
             piece = shard.own if secondary is None else shard.secondary
             assert piece is not None
             row = piece.to(device=buffer.device, dtype=dtype)
+        if quantize:
+            return _send_quantized(buffer, row, group, [shard], 0)
         return _Message(group.start_all_gather(buffer, row, why=_why([shard])), buffer, [shard], 0)
 
     def _send_several(self, shards: Sequence[Shard]) -> list[_Message]:
-        batches: dict[tuple[str, int], list[Shard]] = {}
+        batches: dict[tuple[str, bool, int], list[Shard]] = {}
         for each in shards:
             dtype = self._dtypes.get(each.parameter, each.dtype)
-            batches.setdefault((str(dtype), id(each.group)), []).append(each)
-        return [self._send_batch(batches[key]) for key in sorted(batches, key=lambda key: key[0])]
+            quantize = each.secondary is None and self._quantizes(each.parameter)
+            batches.setdefault((str(dtype), quantize, id(each.group)), []).append(each)
+        return [
+            self._send_batch(batches[key], key[1])
+            for key in sorted(batches, key=lambda key: (key[0], key[1]))
+        ]
 
-    def _send_batch(self, shards: Sequence[Shard]) -> _Message:
+    def _send_batch(self, shards: Sequence[Shard], quantize: bool) -> _Message:
         first = shards[0]
         secondary = self._secondary_of(first)
         group = first.group if secondary is None else secondary
@@ -162,8 +184,21 @@ class Gatherer:
         if row is None:
             row = buffer.narrow(0, group.rank * numel, numel)
             _lay(shards, secondary, row)
-        work = group.start_all_gather(buffer, row.to(device=device, dtype=dtype), why=_why(shards))
+        row = row.to(device=device, dtype=dtype)
+        if quantize:
+            return _send_quantized(buffer, row, group, shards, group.world_size)
+        work = group.start_all_gather(buffer, row, why=_why(shards))
         return _Message(work, buffer, shards, group.world_size)
+
+
+def _send_quantized(
+    buffer: torch.Tensor, row: torch.Tensor, group: DataParallelGroup, shards: Sequence[Shard], rows: int
+) -> _Message:
+    """Send this rank's ``row`` quantized; ``buffer``, ``shards`` and ``rows`` are those of the message."""
+    payload = quantized(row.view(1, -1), WEIGHT_BITS).view(-1)
+    payloads = payload.new_empty(group.world_size, payload.numel())
+    work = group.start_all_gather(payloads.view(-1), payload, why=_why(shards))
+    return _Message(work, buffer, shards, rows, payloads)
 
 
 def broadcast(parameter: torch.nn.Parameter, group: DataParallelGroup, owner: int = 0) -> None:

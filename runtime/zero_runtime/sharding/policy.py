@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 from zero_runtime import comm
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import ConfigError
@@ -57,6 +59,7 @@ class ResidencyPolicy(NamedTuple):
         secondary_size: ranks that share out a second, larger slice (hpZ); 1 for none.
         leaf_classes, leaf_names, leaf_suffixes: modules that are gathered as one, children included.
         granularity: modules of fewer elements per layer than this are gathered as one; 0 for none.
+        quantized: parameters travel quantized among all ranks; ``quantized_frozen``: those that are not trained do.
         report_trace: say on stderr when the recorded order of modules no longer holds.
         offload: where slices are kept.
     """
@@ -74,7 +77,13 @@ class ResidencyPolicy(NamedTuple):
     leaf_suffixes: tuple[str, ...] = ()
     granularity: int = 0
     report_trace: bool = False
+    quantized: bool = False
+    quantized_frozen: bool = False
     offload: SliceOffload = SliceOffload()
+
+    def quantizes(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether ``parameter`` travels quantized."""
+        return self.quantized or (self.quantized_frozen and not parameter.requires_grad)
 
 
 def secondary_group(group: DataParallelGroup, size: int) -> DataParallelGroup | None:

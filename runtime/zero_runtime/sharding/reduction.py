@@ -6,6 +6,7 @@
 | ``all_reduce``, where it fits the contiguous buffer, or the   | 1 all_reduce                              | 2(n-1)/n S  |
 | config names ``gradient_reduction``                           |                                           |             |
 | ``all_reduce``, otherwise                                     | as for ``reduce_scatter``                 | (n-1)/n S   |
+| any, with ``zero_quantized_gradients``                        | 1 all_to_all of bytes, and a sum          | about S / 8 |
 
 n is the number of ranks, S the bytes of the bucket. The last row is DeepSpeed 0.19.8's: ``reduce_scatter: false`` does not
 keep it from issuing reduce_scatters. A native one takes equal rows: row r holds slice r of each parameter, padded to
@@ -14,8 +15,9 @@ ceil(numel / n) elements, in the order in which the parameters were made. An all
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch.nn import functional
@@ -24,9 +26,13 @@ from zero_runtime import reduction
 from zero_runtime.agreement import same_as_first
 from zero_runtime.buckets import Bucket
 from zero_runtime.comm import DataParallelGroup
+from zero_runtime.compression.quantization import dequantized, quantized
 from zero_runtime.errors import UsageError
-from zero_runtime.reduction import Finish
+from zero_runtime.reduction import Finish, Scattered
 from zero_runtime.sharding.shards import slice_numel
+
+GRADIENT_BITS: Final = 4
+Send = Callable[[torch.Tensor, Bucket, DataParallelGroup], Scattered]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +43,7 @@ class ShardReduction:
         numbers: of the parameters by name, in the order in which they were made.
         all_reduce_limit: the largest bucket, in elements, that is sent by all_reduce.
         implementation: of a reduce_scatter: ``native``, ``all_to_all``, or None for the backend's.
+        quantized: whether buckets travel in 4 bits, by an all_to_all of bytes and a local sum, in place of all the others.
         compares: whether the ranks make sure before each bucket that they hold the same parameters in it.
     """
 
@@ -44,6 +51,7 @@ class ShardReduction:
     all_reduce_limit: int
     implementation: str | None
     compares: bool = False
+    quantized: bool = False
 
     def __call__(self, bucket: Bucket, group: DataParallelGroup) -> Finish | None:
         """Sum the bucket over the ranks; afterwards this rank's slices in ``bucket.tensor`` are right.
@@ -53,10 +61,13 @@ class ShardReduction:
         """
         if self.compares:
             self._compare(bucket, group)
-        if bucket.tensor.numel() <= self.all_reduce_limit:
+        quantize = self.quantized and group.world_size > 1
+        if bucket.tensor.numel() <= self.all_reduce_limit and not quantize:
             return reduction.all_reduce(bucket, group)
         implementation = self.implementation or reduction.default_implementation(group.backend)
-        if implementation == reduction.ALL_TO_ALL:
+        if quantize:
+            scattered = self._scatter(bucket, group, _scatter_quantized)
+        elif implementation == reduction.ALL_TO_ALL:
             scattered = reduction.reduce_scatter(bucket, group, implementation)
         else:
             scattered = self._scatter(bucket, group)
@@ -73,7 +84,9 @@ class ShardReduction:
                 "set_z3_leaf_modules"
             )
 
-    def _scatter(self, bucket: Bucket, group: DataParallelGroup) -> Finish | None:
+    def _scatter(
+        self, bucket: Bucket, group: DataParallelGroup, send: Send = reduction.scatter
+    ) -> Finish | None:
         world = group.world_size
         parts = list(bucket.tensor.split([entry.gradient.numel() for entry in bucket.entries]))
         order = sorted(range(len(parts)), key=lambda index: self.numbers[bucket.entries[index].name])
@@ -85,7 +98,7 @@ class ShardReduction:
         if bucket.scaling.factor_before != 1.0:
             outgoing.mul_(bucket.scaling.factor_before)
         widths = [row.shape[1] for row in rows]
-        work, sum_of = reduction.scatter(outgoing.view(-1), bucket, group)
+        work, sum_of = send(outgoing.view(-1), bucket, group)
 
         def finish() -> None:
             for index, mine in zip(order, sum_of().split(widths), strict=True):
@@ -93,6 +106,21 @@ class ShardReduction:
                 own.copy_(mine.narrow(0, 0, own.numel()))
 
         return reduction.after([work], finish)
+
+
+def _scatter_quantized(rows: torch.Tensor, bucket: Bucket, group: DataParallelGroup) -> Scattered:
+    """Sum equal ``rows``, end to end, of which each rank sends every other one its own, quantized; the sum is fp32."""
+    world = group.world_size
+    payloads = quantized(rows.view(world, -1), GRADIENT_BITS)
+    received = torch.empty_like(payloads)
+    work = group.all_to_all_single(
+        received.view(-1),
+        payloads.view(-1),
+        [payloads.shape[1]] * world,
+        why=bucket.why(intended_op="reduce_scatter"),
+        asynchronous=bucket.asynchronous,
+    )
+    return work, lambda: dequantized(received, rows.numel() // world, GRADIENT_BITS).sum(0)
 
 
 def _scale_own(bucket: Bucket, rank: int) -> None:

@@ -63,7 +63,9 @@ class Residency:
         self._group = group
         self._policy = policy
         secondary = secondary_group(group, policy.secondary_size)
-        self._gatherer = Gatherer(policy.sequential, policy.by_all_reduce, secondary, dtypes)
+        self._gatherer = Gatherer(
+            policy.sequential, policy.by_all_reduce, secondary, dtypes, policy.quantizes
+        )
         prefetch = min(policy.prefetch, 1) if policy.sequential else policy.prefetch
         limits = Limits(prefetch, policy.reuse_distance, policy.max_live)
         self._iteration = Iteration(group, self._gatherer, limits, policy.report_trace)

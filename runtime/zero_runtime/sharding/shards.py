@@ -67,6 +67,7 @@ class Shard:
         secondary: a larger slice shared out inside the secondary group (hpZ), or None.
         active: who is using the parameter now: modules by number, contexts of scripts by negative numbers.
         gathering: the messages that the parameter is on its way in, or None.
+        rounded: the whole parameter has travelled quantized, and is not exactly what the slices are.
         changed: a script has changed the slice since ``changed`` was last set to False; copies of it are out of date.
     """
 
@@ -86,6 +87,7 @@ class Shard:
         "pager",
         "parameter",
         "place",
+        "rounded",
         "secondary",
         "shape",
         "slice_numel",
@@ -107,6 +109,7 @@ class Shard:
         self.secondary: torch.Tensor | None = None
         self.gathering: OnItsWay | None = None
         self.changed = False
+        self.rounded = False
         self._empty: torch.Tensor | None = None
         self.place = place
         self.pager: Pager | None = None
@@ -246,6 +249,7 @@ class Shard:
             with torch.inference_mode(False):
                 empty = self._empty = torch.empty(0, dtype=self.dtype, device=self.parameter.device)
         self.parameter.data = empty
+        self.rounded = False
         self.status = Status.NOT_AVAILABLE
 
     def detach(self) -> None:

@@ -159,7 +159,6 @@ def test_refused_with_the_reason(top, message):
 @pytest.mark.parametrize(
     "top",
     [
-        {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
         {"aio": {"use_gds": True}},
         {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zero_runtime.config import RuntimeConfig
-from zero_runtime.errors import ConfigError, UnsupportedError
+from zero_runtime.errors import ConfigError
 
 
 def read(stage=3, world=2, top=None, **zero):
@@ -65,14 +65,20 @@ def test_refused(top, zero, message):
 
 
 @pytest.mark.parametrize(
-    "zero",
+    ("zero", "message"),
     [
-        {"zero_quantized_weights": True},
-        {"zero_quantized_gradients": True},
+        (
+            {"zero_quantized_weights": True, "stage3_use_all_reduce_for_fetch_params": True},
+            "adds parameters up",
+        ),
+        (
+            {"zero_quantized_gradients": True, "gradient_reduction": "all_reduce"},
+            "go to the ranks that own them",
+        ),
     ],
 )
-def test_not_in_this_version(zero):
-    with pytest.raises(UnsupportedError, match="not in this version yet"):
+def test_quantization_that_cannot_be_is_refused(zero, message):
+    with pytest.raises(ConfigError, match=message):
         read(**zero)
 
 
