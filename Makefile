@@ -67,13 +67,22 @@ contracts: $(STAMPS)/dev ## who may import what
 docs: $(STAMPS)/install ## write the generated pages of docs/
 	$(BIN)/python docs/generate.py
 
+# What needs a core of its own for each test runs beside each other; ranks and browsers have the machine to themselves.
+# The second part runs although the first failed: both say what is wrong.
+define pytest
+	@failed=0; \
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(1) tests/architecture tests/unit || failed=1; \
+	$(BIN)/python -m pytest -q $(1) tests/integration tests/e2e || failed=1; \
+	exit $$failed
+endef
+
 .PHONY: test
 test: lint types contracts $(STAMPS)/chromium ## what .ci/run calls: everything but the long sets
-	$(BIN)/python -m pytest -q -m "not long"
+	$(call pytest,-m "not long")
 
 .PHONY: test-all
 test-all: lint types contracts $(STAMPS)/chromium ## everything, the long sets too
-	$(BIN)/python -m pytest -q
+	$(call pytest,)
 
 .PHONY: bench
 bench: $(STAMPS)/dev ## the benchmarks: a table and JSON each

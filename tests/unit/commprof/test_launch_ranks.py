@@ -23,8 +23,8 @@ def group(*programs: str, grace_seconds: float = 0.3) -> tuple[RankGroup, list[s
     return RankGroup(ranks, said.append, grace_seconds=grace_seconds), said
 
 
-def outcome(*programs: str):
-    started, _ = group(*programs)
+def outcome(*programs: str, grace_seconds: float = 0.3):
+    started, _ = group(*programs, grace_seconds=grace_seconds)
     started.start()
     return started.wait()
 
@@ -33,20 +33,43 @@ def test_all_well():
     assert outcome("pass", "pass")[:4] == (0, None, None, ())
 
 
-def test_the_exit_code_is_that_of_the_rank_that_failed_first():
-    # Rank 1 fails after rank 2 has, and both before anybody looks.
-    result = outcome(
-        "import time; time.sleep(30)",
-        "import time; time.sleep(0.25); raise SystemExit(8)",
-        "import time; time.sleep(0.1); raise SystemExit(7)",
-    )
+def ending(path, code: int) -> str:
+    """A program that says its number in ``path`` and exits with ``code``."""
+    return f"""
+        import os
+        with open({f"{path}.new"!r}, "w") as file:
+            file.write(str(os.getpid()))
+        os.rename({f"{path}.new"!r}, {str(path)!r})
+        raise SystemExit({code})
+    """
+
+
+def ending_after(path, code: int) -> str:
+    """A program that exits with ``code`` once the one that wrote ``path`` has ended."""
+    return f"""
+        import os, time
+        while not os.path.exists({str(path)!r}):
+            time.sleep(0.01)
+        other = f"/proc/{{open({str(path)!r}).read()}}/stat"
+        while os.path.exists(other) and open(other).read().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.01)
+        raise SystemExit({code})
+    """
+
+
+def test_the_exit_code_is_that_of_the_rank_that_failed_first(tmp_path):
+    # Rank 1 fails after rank 2 has.
+    first = tmp_path / "first"
+    result = outcome("import time; time.sleep(30)", ending_after(first, 8), ending(first, 7), grace_seconds=2)
     assert result[:4] == (7, 2, None, (0,))
 
 
-def test_failures_are_told_apart_even_when_seen_together():
-    started, _ = group("import time; time.sleep(0.15); raise SystemExit(3)", "raise SystemExit(4)")
+def test_failures_are_told_apart_even_when_seen_together(tmp_path):
+    first = tmp_path / "first"
+    started, _ = group(ending_after(first, 3), ending(first, 4))
     started.start()
-    time.sleep(0.5)
+    for pid in started.pids:  # both have ended before anybody looks
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert started.wait()[:2] == (4, 1)
 
 
