@@ -23,6 +23,8 @@ from zero_runtime.engine import Engine
 from zero_runtime.errors import ConfigError, LossScaleError, UnsupportedError, UsageError, ZeroRuntimeError
 from zero_runtime.initialization import initialize
 from zero_runtime.memory import memory_status, see_memory_usage
+from zero_runtime.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
+from zero_runtime.pipeline.engine import PipelineEngine
 from zero_runtime.topology import ProcessGrid, ProcessTopology
 from zero_runtime.version import VERSION
 
@@ -33,10 +35,14 @@ __all__ = [
     "ConfigError",
     "DeepSpeedEngine",
     "Engine",
+    "LayerSpec",
     "LossScaleError",
+    "PipelineEngine",
+    "PipelineModule",
     "ProcessGrid",
     "ProcessTopology",
     "RepeatingLoader",
+    "TiedLayerSpec",
     "UnsupportedError",
     "UsageError",
     "ZeroRuntimeError",

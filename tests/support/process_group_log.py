@@ -49,7 +49,7 @@ class Call(NamedTuple):
     micro: int
     phase: str
     method: str
-    root: int | None  # global rank
+    root: int | None  # global rank; of a send or receive the other one
     group: str
     numel_in: int
     numel_out: int
@@ -84,7 +84,7 @@ class Log:
                 self.micro,
                 self.phase,
                 _RENAMED.get(method, method),
-                ranks[options.rootRank] if rooted else None,
+                _root(method, ranks, options if rooted else None, arguments),
                 "-".join(map(str, ranks)),
                 sum(tensor.numel() for tensor in inputs),
                 sum(tensor.numel() for tensor in outputs),
@@ -92,6 +92,12 @@ class Log:
                 _REDUCTIONS.get(str(options.reduceOp.op), "OTHER") if hasattr(options, "reduceOp") else "",
             )
         )
+
+
+def _root(method, ranks, options, arguments):
+    if method in ("send", "recv"):
+        return ranks[arguments[1]]
+    return None if options is None else ranks[options.rootRank]
 
 
 def _tensors(arguments, position):
