@@ -10,7 +10,6 @@ reduce_scatter the whole input.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,8 @@ from statistics import fmean
 from typing import Any, Final, NamedTuple
 
 import torch
+
+from zero_runtime import log
 
 # (size that nccl-tests calls S, of the bytes that a rank hands in) and (bus bandwidth of the algorithm's), for n ranks.
 _BUS: Final[Mapping[str, Callable[[int], float]]] = {
@@ -120,11 +121,9 @@ class CommLog:
         self._samples.setdefault(name, {}).setdefault(size, []).append(sample)
         if self.verbose:
             summary = summarise(size, [sample])
-            print(
-                f"zero_runtime: {name}, {shown_size(size)}: {sample.milliseconds:.3f} ms, "
-                f"{summary.algorithm_gbps:.2f} Gbit/s ({summary.bus_gbps:.2f} on the bus)",
-                file=sys.stderr,
-                flush=True,
+            log.info(
+                f"{name}, {shown_size(size)}: {sample.milliseconds:.3f} ms, "
+                f"{summary.algorithm_gbps:.2f} Gbit/s ({summary.bus_gbps:.2f} on the bus)"
             )
 
     def time(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from commprof import hooks
-from zero_runtime import comm
+from zero_runtime import comm, log
 from zero_runtime import config as configuration
 from zero_runtime.activation_checkpointing.configuration import configure_by
 from zero_runtime.assembly import assemble
@@ -147,7 +146,7 @@ def _notify(config: RuntimeConfig) -> None:
     if comm.get_rank() != 0:
         return
     for notice in config.notices:
-        print(f"zero_runtime: {notice}", file=sys.stderr, flush=True)
+        log.warning(notice)
     if config.dump_state:
         for name, value in config.effective().items():
-            print(f"zero_runtime: {name} = {value}", file=sys.stderr, flush=True)
+            log.info(f"{name} = {value}")

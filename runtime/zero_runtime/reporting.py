@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import NamedTuple
 
 import torch
 
+from zero_runtime import log
 from zero_runtime.clock import Clock, Part, shown
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.memory import memory_in_use
@@ -107,4 +107,4 @@ class Report:
 
     @staticmethod
     def _say(sentence: str) -> None:
-        print(f"zero_runtime: {sentence}", file=sys.stderr, flush=True)
+        log.info(sentence)

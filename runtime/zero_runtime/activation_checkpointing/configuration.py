@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-from zero_runtime import comm
+from zero_runtime import comm, log
 from zero_runtime import config as configuration
 from zero_runtime.activation_checkpointing.model_parallel import ModelParallel, model_parallel
 from zero_runtime.activation_checkpointing.process import process
@@ -74,7 +73,7 @@ def configure_by(settings: ActivationCheckpointing, device: str, given: bool) ->
     process.configured_by = "initialize" if given else None
     if comm.get_rank() == 0:
         for sentence in process.idle_settings(device):
-            print(f"zero_runtime: {sentence}", file=sys.stderr, flush=True)
+            log.warning(sentence)
 
 
 def is_configured() -> bool:

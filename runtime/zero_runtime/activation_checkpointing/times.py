@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from zero_runtime import comm
+from zero_runtime import comm, log
 from zero_runtime.configuration.activation_checkpointing import ActivationCheckpointing
 
 _NOTHING: Final = nullcontext()
@@ -77,11 +76,7 @@ class Boundaries:
 
     def _print(self, part: str, seconds: float, more: str = "") -> None:
         if self._profile and (not comm.is_initialized() or comm.get_rank() == 0):
-            print(
-                f"zero_runtime: checkpoint of {self._function}: {part} {seconds * 1e3:.2f} ms{more}",
-                file=sys.stderr,
-                flush=True,
-            )
+            log.info(f"checkpoint of {self._function}: {part} {seconds * 1e3:.2f} ms{more}")
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final, TypeVar
 
 import torch
 
 from commprof import hooks
+from zero_runtime import log
 from zero_runtime.checkpoint.tensor_file import Written
 from zero_runtime.comm import DataParallelGroup, ReduceOp
 from zero_runtime.comm import barrier as all_ranks_barrier
@@ -47,6 +47,17 @@ def agree(group: DataParallelGroup, error: Exception | None, doing: str) -> None
     failed = torch.tensor([0 if error is None else group.rank + 1], dtype=torch.int64, device=group.device)
     group.all_reduce(failed, ReduceOp.MAX, why=CHECKPOINT)
     _raise(error, int(failed.item()) - 1, doing)
+
+
+def agree_all(groups: Iterable[DataParallelGroup], error: Exception | None, doing: str) -> None:
+    """As :func:`agree`, in one group after the other: together they reach every rank from any."""
+    for group in groups:
+        try:
+            agree(group, error, doing)
+        except CheckpointError as failure:
+            error = error or failure
+    if error is not None:
+        raise error
 
 
 def exchange(
@@ -100,7 +111,7 @@ def validate_tag(group: DataParallelGroup, tag: str, mode: str) -> None:
     if mode.lower() == "fail":
         raise CheckpointError(message)
     if group.rank == 0:
-        print(f"zero_runtime: {message}", file=sys.stderr, flush=True)
+        log.warning(message)
 
 
 def _raise(error: Exception | None, failed: int, doing: str) -> None:

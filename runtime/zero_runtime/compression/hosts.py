@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import NamedTuple
 
-from zero_runtime import comm
+from zero_runtime import comm, log
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import ConfigError
 
@@ -38,10 +37,8 @@ def hosts_of(group: DataParallelGroup) -> Hosts | None:
         )
     if size == world:
         if group.rank == 0:
-            print(
-                f"zero_runtime: hierarchical_compress: all {world} ranks are on one host, so gradients travel uncompressed",
-                file=sys.stderr,
-                flush=True,
+            log.warning(
+                f"hierarchical_compress: all {world} ranks are on one host, so gradients travel uncompressed"
             )
         return None
     first, place = group.rank // size * size, group.rank % size

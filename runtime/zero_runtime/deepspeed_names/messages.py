@@ -14,16 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from zero_runtime import comm
+from zero_runtime import comm, log
 from zero_runtime.errors import ConfigError
 
-log_levels: Final = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-    "critical": logging.CRITICAL,
-}
+log_levels: Final = log.LEVELS
 
 
 class DeepSpeedLogger(logging.Logger):
@@ -75,9 +69,7 @@ class LoggerFactory:
         return made
 
 
-logger: Final = LoggerFactory.create_logger(
-    "DeepSpeed", log_levels.get(os.environ.get("DEEPSPEED_LOG_LEVEL", "info").lower(), logging.INFO)
-)
+logger: Final = LoggerFactory.create_logger("DeepSpeed", log.level())
 
 
 def _speaks(ranks: Sequence[int] | None) -> bool:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 
-from zero_runtime import comm
+from zero_runtime import comm, log
 from zero_runtime.schedules.iterations import IterationSchedule, at_least, for_each_group, whole_number
 
 _SECOND_BETA: Final = 0.99
@@ -164,9 +163,5 @@ def _has_betas(optimizer: Any) -> bool:
     if all("betas" in group for group in optimizer.param_groups):
         return True
     if comm.is_initialized() and comm.get_rank() == 0:
-        print(
-            f"zero_runtime: OneCycle leaves momentum alone, since {type(optimizer).__name__} has no betas",
-            file=sys.stderr,
-            flush=True,
-        )
+        log.warning(f"OneCycle leaves momentum alone, since {type(optimizer).__name__} has no betas")
     return False

@@ -6,13 +6,13 @@ ahead and what to keep.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
 
 from commprof import hooks
+from zero_runtime import log
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import UsageError
 from zero_runtime.sharding import access
@@ -257,11 +257,7 @@ class Iteration:
             self.pager.cancel()
         if self._report_trace and self._group.rank == 0:
             what = f"{type(unit.module).__name__} (module {unit.number})"
-            print(
-                f"zero_runtime: {what} does not run in the recorded order of modules; recording again",
-                file=sys.stderr,
-                flush=True,
-            )
+            log.warning(f"{what} does not run in the recorded order of modules; recording again")
 
     def _compare(self, numbers: Sequence[int]) -> None:
         """Make sure that rank 0 has the same ``numbers``. Raises UsageError."""

@@ -17,14 +17,13 @@ The life of a model under stage 3, in order::
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, Final
 
 import torch
 
-from zero_runtime import comm
+from zero_runtime import comm, log
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import ConfigError
 from zero_runtime.sharding import access, leaves
@@ -118,11 +117,9 @@ class Residency:
         before = set(leaves.get_z3_leaf_modules(self._module))
         fine = leaves.flag_fine(self._module, policy.granularity) if policy.granularity > 0 else []
         if policy.granularity > 0 and not fine and self._group.rank == 0:
-            print(
-                f"zero_runtime: stage3_module_granularity_threshold is {policy.granularity}, and every module has more "
-                "elements per layer; there are no leaf modules by it",
-                file=sys.stderr,
-                flush=True,
+            log.warning(
+                f"stage3_module_granularity_threshold is {policy.granularity}, and every module has more "
+                "elements per layer; there are no leaf modules by it"
             )
         self._flagged = [module for module in fine if module not in before]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 
 import torch
 
+from zero_runtime import log
 from zero_runtime.sharding.pages import Pager
 from zero_runtime.sharding.place import Place
 from zero_runtime.sharding.policy import SliceOffload
@@ -52,10 +52,8 @@ class SliceStorage:
         held = list(shards)
         persistent = sum(shard.slice_numel for shard in held if shard.persistent)
         fitting = sum(shard.slice_numel for shard in held) - persistent
-        print(
-            f"zero_runtime: offload_param nvme has put nothing into files: of each rank's slices {fitting} elements fit "
+        log.warning(
+            f"offload_param nvme has put nothing into files: of each rank's slices {fitting} elements fit "
             f"max_in_cpu ({self._offload.max_in_cpu}), and {persistent} are of parameters that stay whole by "
-            "stage3_param_persistence_threshold; lower the two to use less memory",
-            file=sys.stderr,
-            flush=True,
+            "stage3_param_persistence_threshold; lower the two to use less memory"
         )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
-from zero_runtime import comm
+from zero_runtime import comm, log
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.configuration.communication import CommunicationConfig, wrong_number_of_files
 from zero_runtime.errors import ConfigError
@@ -40,8 +39,8 @@ def install(
     """
     if not communication.plain and group.world_size < comm.get_world_size():
         raise ConfigError(
-            f"communication.topology is {communication.topology}, and the {comm.get_world_size()} ranks are shared out among "
-            f"groups of {group.world_size} that hold the same parameters; expected 1 (plain collectives) with tensor, "
+            f"communication.topology is {communication.topology}, and the {comm.get_world_size()} ranks are shared out "
+            f"among groups of {group.world_size} that hold the same parameters; expected 1 (plain collectives) with tensor, "
             "sequence or pipeline parallelism"
         )
     made: Grid | None = None
@@ -51,7 +50,7 @@ def install(
         hosts = hosts_of(group)
         sizes, notice = grid(communication.topology, hosts)
         if notice and group.rank == 0:
-            print(f"zero_runtime: {notice}", file=sys.stderr, flush=True)
+            log.warning(notice)
         if len(sizes) > 1:
             costs = None
             if communication.world_calibration is not None:

@@ -7,7 +7,6 @@ the program waits for the device.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -16,6 +15,7 @@ from typing import Any, Final
 import torch
 
 from commprof import hooks
+from zero_runtime import log
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.topology_aware.lateness import Late, StepTimes, late, lateness
 
@@ -150,4 +150,4 @@ class Watch:
 
     @staticmethod
     def _say(sentence: str) -> None:
-        print(f"zero_runtime: {sentence}", file=sys.stderr, flush=True)
+        log.warning(sentence)

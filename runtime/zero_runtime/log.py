@@ -1,0 +1,55 @@
+"""What the runtime says on stderr, down to the level of ZERO_RUNTIME_LOG_LEVEL, else of DEEPSPEED_LOG_LEVEL.
+
+Levels are debug, info (the default), warning, error and critical. Errors that end the program are raised, not said here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from functools import cache
+from typing import Final
+
+VARIABLES: Final = ("ZERO_RUNTIME_LOG_LEVEL", "DEEPSPEED_LOG_LEVEL")
+LEVELS: Final = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.CRITICAL,
+}
+
+
+def level() -> int:
+    """The level down to which things are said, as a number of :mod:`logging`. A level that there is not is said once."""
+    for variable in VARIABLES:
+        named = os.environ.get(variable)
+        if named:
+            return _number(variable, named)
+    return logging.INFO
+
+
+@cache
+def _number(variable: str, named: str) -> int:
+    found = LEVELS.get(named.lower())
+    if found is None:
+        _print(f"{variable} is {named!r}; expected one of {', '.join(LEVELS)}; info is used")
+        return logging.INFO
+    return found
+
+
+def info(sentence: str) -> None:
+    """Say what somebody asked to hear."""
+    if level() <= logging.INFO:
+        _print(sentence)
+
+
+def warning(sentence: str) -> None:
+    """Say what is not as somebody may think."""
+    if level() <= logging.WARNING:
+        _print(sentence)
+
+
+def _print(sentence: str) -> None:
+    print(f"zero_runtime: {sentence}", file=sys.stderr, flush=True)
