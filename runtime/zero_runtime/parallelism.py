@@ -78,6 +78,10 @@ class Parallelism(NamedTuple):
             return None
         return self.grid.group(MODEL)
 
+    def model_sizes(self) -> dict[str, int]:
+        """Ranks along each axis that cuts the model, as a checkpoint names them."""
+        return {axis: size for axis, size in self.sizes().items() if axis in (PIPE, MODEL) and size > 1}
+
     def sizes(self) -> dict[str, int]:
         """Ranks along each axis; for the record of a run."""
         if self.grid is None:

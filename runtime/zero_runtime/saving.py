@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from commprof import hooks
+from zero_runtime import log
 from zero_runtime.accumulation import Window
 from zero_runtime.checkpoint.loading import Wanted, load
+from zero_runtime.checkpoint.parts import load_parts, save_parts
 from zero_runtime.checkpoint.training import Training
 from zero_runtime.checkpoint.weights import collected_weights, save_weights
 from zero_runtime.checkpoint.writer import save
@@ -21,6 +23,8 @@ from zero_runtime.compression.residuals import Residuals
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.errors import ConfigError, UsageError
 from zero_runtime.loss_scale import LossScale
+from zero_runtime.parallelism import Parallelism
+from zero_runtime.tensor_parallel.cuts import own_parts
 from zero_runtime.zero import GatheredParameters
 
 
@@ -39,6 +43,7 @@ class Saving:
     _scale: LossScale
     _window: Window
     _residuals: Residuals | None
+    parallelism: Parallelism
     zero_grad: Callable[..., None]
 
     def save_checkpoint(
@@ -63,12 +68,15 @@ class Saving:
             ConfigError: ``save_dir`` is empty.
         """
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        model, write = self.parallelism.model, save
+        if model is not None:
+            write = partial(save_parts, model=model, sizes=self.parallelism.model_sizes())
         with self._checkpointing() as training:
-            save(
+            write(
                 training,
-                _folder(save_dir),
-                tag,
-                client_state or {},
+                save_dir=_folder(save_dir),
+                tag=tag,
+                client_state=client_state or {},
                 tag_validation=self.config.checkpoint_tag_validation,
                 save_latest=save_latest,
                 exclude_frozen=exclude_frozen_parameters,
@@ -86,6 +94,8 @@ class Saving:
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any]]:
         """Load a checkpoint that was saved at any world size and stage. All ranks must call it.
+
+        One of a model whose tensors ranks share, or its layers, is loaded with as many ranks for each model.
 
         Args:
             load_dir: where checkpoints are.
@@ -111,8 +121,14 @@ class Saving:
             custom_load_fn,
             self.config.checkpoint_load_universal,
         )
+        model, name = self.parallelism.model, None if tag is None else str(tag)
         with self._checkpointing() as training:
-            loaded = load(training, Path(load_dir), None if tag is None else str(tag), wanted)
+            if model is None:
+                loaded = load(training, Path(load_dir), name, wanted)
+            else:
+                loaded = load_parts(
+                    training, model, self.parallelism.model_sizes(), Path(load_dir), name, wanted
+                )
         if loaded is None:
             return None, {}
         self.zero_grad()
@@ -143,11 +159,9 @@ class Saving:
         path, zero = _folder(save_dir) / save_filename, self.config.zero
         if zero.stage.shards_parameters and not zero.sharding.gather_16bit_weights_on_model_save:
             if self.global_rank == 0:
-                print(
-                    f"zero_runtime: {path} was not saved; set "
-                    "zero_optimization.stage3_gather_16bit_weights_on_model_save to true to have the model gathered for it",
-                    file=sys.stderr,
-                    flush=True,
+                log.warning(
+                    f"{path} was not saved; set "
+                    "zero_optimization.stage3_gather_16bit_weights_on_model_save to true to have the model gathered for it"
                 )
             return False
         with self._checkpointing() as training:
@@ -190,7 +204,7 @@ class Saving:
             if custom_load_fn is not None:
                 custom_load_fn(src=state_dict, dst=self.module)
             else:
-                self.module.load_state_dict(state_dict, strict=strict)
+                self.module.load_state_dict(own_parts(self.module, state_dict), strict=strict)
         if self.optimizer is not None:
             self.optimizer.adopt()
 
@@ -214,6 +228,7 @@ class Saving:
                     "gradient_accumulation_steps": self.config.gradient_accumulation_steps,
                 },
                 self._residuals,
+                self.parallelism.tensor_group,
             )
         finally:
             hooks.phase("other")

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+import zero_runtime
 from support import parallel_training as training
 from support.ranks import run_ranks
+from zero_runtime.errors import CheckpointError
+from zero_runtime.tensor_parallel import parallelize
 
 CLIPPED = 0.3
 HALVED = {"tp_size": 2, "gradient_clipping": CLIPPED}
@@ -40,3 +47,163 @@ def test_two_slices_and_two_replicas_train_as_one_process_does(alone, stage, seq
     for losses, own in run_ranks(4, training.train, given, 3, 4, None, True):
         assert losses == pytest.approx(expected, rel=2e-5)
         assert stage == 0 or own == pytest.approx(norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_sixteen_bits_train_as_one_process_does(alone, precision):
+    more = {precision: {"enabled": True}}
+    expected, norm = alone(1, **more)
+    given = training.config(1, **HALVED, **_plan(), **more)
+    for losses, own in run_ranks(4, training.train, given):
+        assert losses == pytest.approx(expected, rel=5e-3)
+        assert own == pytest.approx(norm, rel=0.05)
+
+
+def test_names_say_how_layers_are_cut(alone):
+    """DeepSpeed's key: linear layers of known names are cut, and the rest is whole on every rank."""
+    expected, _ = alone(1)
+    given = training.config(
+        1, gradient_clipping=CLIPPED, train_batch_size=4, tensor_parallel={"autotp_size": 2}
+    )
+    given["train_micro_batch_size_per_gpu"] = 4
+    for losses, _ in run_ranks(2, training.train, given):
+        assert losses == pytest.approx(expected, rel=2e-5)
+
+
+SPECIFICATIONS = {
+    "use_default_specs": False,
+    "layer_specs": [
+        {"patterns": [r".*\.(projection|contract)\.weight$"], "partition_type": "row"},
+        {"patterns": [r".*\.qkv\.weight$"], "partition_type": "column", "shape": [3, -1]},
+        {"patterns": [r".*\.expand\.weight$"], "partition_type": "column"},
+        {"patterns": ["head.weight"], "partition_type": "column", "gather_output": True},
+    ],
+}
+
+
+def test_specifications_of_deepspeed_and_gathered_columns(alone):
+    expected, _ = alone(1)
+    block = {"autotp_size": 2, "partition_config": SPECIFICATIONS}
+    given = training.config(1, gradient_clipping=CLIPPED, tensor_parallel=block)
+    for losses, _ in run_ranks(4, training.train, given):
+        assert losses == pytest.approx(expected, rel=2e-5)
+
+
+class Megatron:
+    """Groups as scripts make them for themselves."""
+
+    def __init__(self) -> None:
+        rank, pairs = dist.get_rank(), [[0, 1], [2, 3]]
+        self.model = [dist.new_group(ranks) for ranks in pairs][rank // 2]
+        self.data = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
+
+    def get_data_parallel_group(self):
+        return self.data
+
+    def get_model_parallel_group(self):
+        return self.model
+
+    def get_data_parallel_world_size(self):
+        return 2
+
+    get_model_parallel_world_size = get_data_parallel_world_size
+
+    def get_data_parallel_rank(self):
+        return dist.get_rank() // 2
+
+    def get_model_parallel_rank(self):
+        return dist.get_rank() % 2
+
+
+def _with_groups(rank: int, world: int, kind: str):
+    mpu = (
+        Megatron()
+        if kind == "object"
+        else zero_runtime.ProcessGrid(zero_runtime.ProcessTopology.of(data=2, model=2))
+    )
+    # Said by the configuration, or done by the script.
+    given = training.config(1, gradient_clipping=CLIPPED) | (HALVED | _plan() if kind == "grid" else {})
+    made = training.model()
+    if kind == "object":
+        parallelize(made, mpu.model, training.PLAN)
+    return training.train(rank, world, given, mpu=mpu, made=made)
+
+
+@pytest.mark.parametrize("kind", ["grid", "object"])
+def test_groups_of_the_script(alone, kind):
+    expected, norm = alone(1)
+    for losses, own in run_ranks(4, _with_groups, kind):
+        assert losses == pytest.approx(expected, rel=2e-5) and own == pytest.approx(norm, rel=1e-4)
+
+
+def _saved_and_loaded(rank: int, world: int, folder: str):
+    given = training.config(1, **HALVED, **_plan())
+    engine = training.engine(given)
+    for step in range(2):
+        training.step_of(engine, step)
+    engine.save_checkpoint(folder, tag="two")
+    engine.save_16bit_model(folder, "whole.safetensors")
+    wanted = [training.step_of(engine, step) for step in range(2, 4)]
+    again = training.engine(given, seed=1)
+    where, _ = again.load_checkpoint(folder)
+    found = [training.step_of(again, step) for step in range(2, 4)]
+    assert where == str(Path(folder) / "two") and again.global_steps == 4
+    return wanted, found
+
+
+def _refused(rank: int, world: int, folder: str, given):
+    engine = training.engine(given)
+    with pytest.raises(CheckpointError) as refusal:
+        engine.load_checkpoint(folder)
+    return str(refusal.value)
+
+
+def test_checkpoints_keep_each_part(tmp_path, alone):
+    for wanted, found in run_ranks(4, _saved_and_loaded, str(tmp_path)):
+        assert found == wanted
+    whole = load_file(tmp_path / "whole.safetensors")
+    model = training.model()
+    model.load_state_dict(whole)
+    expected, _ = alone(1)
+    x, y = training.batch(2, 4)
+    assert float(model(x, y).detach()) == pytest.approx(expected[2], rel=1e-5)
+    for text in run_ranks(4, _refused, str(tmp_path), training.config(1, tp_size=4, **_plan())):
+        assert "saved with tp_size 2, and here there are tp_size 4" in text
+    assert "same tp_size" in run_ranks(1, _refused, str(tmp_path), training.config(1))[0]
+
+
+REFUSALS = {
+    "does not divide the 2 ranks": ({"tp_size": 3}, {}),
+    "data_parallel_size is 2": ({"tp_size": 2, "data_parallel_size": 2}, {}),
+    "tp_size 2 and tensor_parallel.autotp_size 4 differ": (
+        {"tp_size": 2, "tensor_parallel": {"autotp_size": 4}},
+        {},
+    ),
+    "heads": ({"tp_size": 2} | _plan(), {"heads": 1}),
+    "token has 31 words, which tp_size 2 does not divide": ({"tp_size": 2} | _plan(), {"words": 31}),
+    "zero_optimization.stage is 3": ({"tp_size": 2, "zero_optimization": {"stage": 3}}, {}),
+    "names 'blocks.*.kqv'": ({"tp_size": 2, "tensor_parallel": {"plan": {"blocks.*.kqv": "row"}}}, {}),
+    "is a Embedding": ({"tp_size": 2, "tensor_parallel": {"plan": {"token": "row"}}}, {}),
+    "expected one of column": ({"tp_size": 2, "tensor_parallel": {"plan": {"token": "rows"}}}, {}),
+    "works on pieces of sequences": (
+        {"tp_size": 2, "tensor_parallel": {"plan": {"head": "column"}, "sequence_parallel": True}},
+        {},
+    ),
+    "Muon, whose step depends on whole matrices": (
+        {"tp_size": 2, "optimizer": {"type": "Muon", "params": {"lr": 0.1}}},
+        {},
+    ),
+}
+
+
+def _refusals(rank: int, world: int):
+    return {
+        message: training.refusal(rank, world, training.config(1) | more, **arguments)
+        for message, (more, arguments) in REFUSALS.items()
+    }
+
+
+def test_what_does_not_divide_is_refused_before_anything_is_cut():
+    for found in run_ranks(2, _refusals):
+        for message, text in found.items():
+            assert message in text, (message, text)

@@ -71,31 +71,42 @@ def train(
     samples: int = 4,
     mpu: Any = None,
     seed_by_rank: bool = False,
+    made: torch.nn.Module | None = None,
 ) -> tuple[list[float], float | None]:
     """Train on this replica's share of ``samples``; the mean loss of each step over the replicas, and the last norm."""
-    made = model(rank if seed_by_rank else 0)
-    engine, *_ = zero_runtime.initialize(
-        model=made, model_parameters=list(made.parameters()), config=dict(given), mpu=mpu
-    )
-    losses = [step_of(engine, step, samples) for step in range(steps)]
-    norm = engine.get_global_grad_norm()
+    trained = engine_of(given, made or model(rank if seed_by_rank else 0), mpu)
+    losses = [step_of(trained, step, samples) for step in range(steps)]
+    norm = trained.get_global_grad_norm()
     return losses, None if norm is None else float(norm)
 
 
-def step_of(engine: Any, step: int, samples: int = 4) -> float:
+def engine(given: Mapping[str, Any], seed: int = 0) -> Any:
+    """An engine for the example."""
+    return engine_of(given, model(seed))
+
+
+def engine_of(given: Mapping[str, Any], made: torch.nn.Module, mpu: Any = None) -> Any:
+    """An engine for ``made``."""
+    found, *_ = zero_runtime.initialize(
+        model=made, model_parameters=list(made.parameters()), config=dict(given), mpu=mpu
+    )
+    return found
+
+
+def step_of(trained: Any, step: int, samples: int = 4) -> float:
     """One optimizer step; the mean loss over the replicas."""
-    replicas, replica = engine.parallelism.replicas, engine.parallelism.replica
+    replicas, replica = trained.parallelism.replicas, trained.parallelism.replica
     share = samples // replicas
-    micro = engine.train_micro_batch_size_per_gpu()
+    micro = trained.train_micro_batch_size_per_gpu()
     total = torch.zeros(())
     for first in range(replica * share, (replica + 1) * share, micro):
         x, y = (each[first : first + micro] for each in batch(step, samples))
-        loss = engine(x, y)
-        engine.backward(loss)
-        engine.step()
+        loss = trained(x, y)
+        trained.backward(loss)
+        trained.step()
         total += loss.detach().float() * micro / share
-    engine._group.all_reduce(total)
-    return float(total) / engine._group.world_size
+    trained._group.all_reduce(total)
+    return float(total) / trained._group.world_size
 
 
 def refusal(rank: int, world: int, given: Mapping[str, Any], **arguments: Any) -> str:

@@ -5,13 +5,13 @@ First everything that can be wrong is looked at, on all ranks; then the engine i
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
 
+from zero_runtime import log
 from zero_runtime.checkpoint import agreement, random_state
 from zero_runtime.checkpoint.deepspeed.checkpoint import Known, open_folder
 from zero_runtime.checkpoint.deepspeed.folder import is_exported
@@ -19,6 +19,7 @@ from zero_runtime.checkpoint.manifest import FILE_NAME, LATEST_UNIVERSAL, read_l
 from zero_runtime.checkpoint.opened import OpenCheckpoint
 from zero_runtime.checkpoint.reader import Checkpoint
 from zero_runtime.checkpoint.training import Training, aliases, buffers, extra_states, parameters, whole_shape
+from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import CheckpointError
 from zero_runtime.fragments import IMPLEMENTATION
 from zero_runtime.sharding.residency import residency_of
@@ -61,7 +62,21 @@ class Loaded(NamedTuple):
     counters: dict[str, int] | None
 
 
-def load(training: Training, load_dir: Path, tag: str | None, wanted: Wanted) -> Loaded | None:
+class Others(NamedTuple):
+    """What is known where a checkpoint is one of several parts of a model.
+
+    Attributes:
+        group: the ranks that load the other parts.
+        counters: which all parts must have.
+    """
+
+    group: DataParallelGroup
+    counters: Mapping[str, int]
+
+
+def load(
+    training: Training, load_dir: Path, tag: str | None, wanted: Wanted, others: Others | None = None
+) -> Loaded | None:
     """Load a checkpoint into ``training``. All ranks must call it.
 
     Args:
@@ -69,6 +84,7 @@ def load(training: Training, load_dir: Path, tag: str | None, wanted: Wanted) ->
         load_dir: where checkpoints are.
         tag: which one; None for the one saved last.
         wanted: what of it.
+        others: where this checkpoint is one of several parts.
 
     Returns:
         None where ``tag`` is None and nothing has been saved there.
@@ -80,12 +96,15 @@ def load(training: Training, load_dir: Path, tag: str | None, wanted: Wanted) ->
     group = training.group
     doing = f"loading {load_dir if tag is None else load_dir / tag}"
     training.settle()
-    found, error = agreement.attempt(lambda: _open(training, load_dir, tag, wanted))
-    if not agreement.agree_on(group, error, 0 if found is None else _identity(found), doing):
-        raise CheckpointError(
-            f"{doing} failed: the ranks find different checkpoints there (rank {group.rank}: "
-            f"{'none' if found is None else found.directory}); load one that all of them see, and name its tag"
-        )
+    found, error = agreement.attempt(lambda: _open(training, load_dir, tag, wanted, others))
+    try:
+        _agree(group, found, error, doing)
+    except CheckpointError as failure:
+        if others is None:
+            raise
+        error = failure
+    if others is not None:
+        agreement.agree(others.group, error, doing)
     if found is None:
         return None
     residency = residency_of(training.module)
@@ -98,18 +117,27 @@ def load(training: Training, load_dir: Path, tag: str | None, wanted: Wanted) ->
     return loaded
 
 
-def _open(training: Training, load_dir: Path, tag: str | None, wanted: Wanted) -> OpenCheckpoint | None:
+def _agree(
+    group: DataParallelGroup, found: OpenCheckpoint | None, error: Exception | None, doing: str
+) -> None:
+    """Go on if all ranks have opened one checkpoint. Raises CheckpointError on every rank otherwise."""
+    if not agreement.agree_on(group, error, 0 if found is None else _identity(found), doing):
+        raise CheckpointError(
+            f"{doing} failed: the ranks find different checkpoints there (rank {group.rank}: "
+            f"{'none' if found is None else found.directory}); load one that all of them see, and name its tag"
+        )
+
+
+def _open(
+    training: Training, load_dir: Path, tag: str | None, wanted: Wanted, others: Others | None
+) -> OpenCheckpoint | None:
     """The checkpoint, once it fits ``training`` and this rank's share of its files has the right checksums."""
     directory = _directory(load_dir, tag, wanted.universal)
     if directory is None:
         if training.group.rank == 0:
             missing = load_dir / "latest" if load_dir.exists() else load_dir
             end = "; name a tag to load one" if load_dir.exists() else ""
-            print(
-                f"zero_runtime: {missing} does not exist, so nothing was loaded{end}",
-                file=sys.stderr,
-                flush=True,
-            )
+            log.warning(f"{missing} does not exist, so nothing was loaded{end}")
         return None
     dtypes = {name: each.dtype for name, each in parameters(training).items()}
     rounding = {} if wanted.from_fp32 else dtypes
@@ -119,6 +147,11 @@ def _open(training: Training, load_dir: Path, tag: str | None, wanted: Wanted) -
         checkpoint = open_folder(directory, rounding, _known(training), module_suffices)
     if checkpoint is None:
         checkpoint = Checkpoint(directory, rounding)
+    if others is not None and checkpoint.manifest.counters != others.counters:
+        raise CheckpointError(
+            f"{directory} is of step {checkpoint.manifest.counters.get('global_steps')}, and the parts beside it of step "
+            f"{others.counters.get('global_steps')}: a save was cut off; load the tag before it"
+        )
     _check_fits(training, checkpoint, wanted)
     files = len(checkpoint.manifest.files)
     checkpoint.verify(range(training.group.rank, files, training.group.world_size))

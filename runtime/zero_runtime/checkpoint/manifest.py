@@ -27,6 +27,7 @@ FORMAT: Final = "zero_runtime checkpoint"
 VERSION: Final = 1
 FILE_NAME: Final = "manifest.json"
 LATEST: Final = "latest"
+PARTS: Final = "parts.json"  # of a model that several ranks hold together
 LATEST_UNIVERSAL: Final = "latest_universal"  # DeepSpeed's, of what its ds_to_universal made
 _RANK_FILE: Final = re.compile(r"rank-\d{5,}-\d+\.safetensors")
 
@@ -188,6 +189,11 @@ def describe_foreign(directory: Path) -> str:
             "because it is pickle; load it with torch.load(..., weights_only=True) and model.load_state_dict"
         )
     names = sorted(each.name for each in directory.iterdir())
+    if PARTS in names:
+        return (
+            f"{directory} is of a model that several ranks held together ({PARTS}); load it with the same tp_size and "
+            "stages as saved it"
+        )
     if not names:
         return f"{directory} is empty: no checkpoint was saved there; load another tag"
     if any(is_rank_file(name) for name in names):

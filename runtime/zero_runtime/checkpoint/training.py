@@ -26,6 +26,7 @@ class Training(NamedTuple):
         sharded: whether each rank's optimizer holds another part of the parameters.
         counters: as in the manifest.
         residuals: what gradient compression has left over on this rank; None where it keeps nothing.
+        slices: the ranks that share each tensor; None where this one has all of it.
     """
 
     module: torch.nn.Module
@@ -37,6 +38,7 @@ class Training(NamedTuple):
     sharded: bool
     counters: Mapping[str, int]
     residuals: Residuals | None = None
+    slices: DataParallelGroup | None = None
 
     @property
     def trained(self) -> dict[str, tuple[torch.nn.Parameter, int]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,10 @@ from zero_runtime.checkpoint.tensor_file import (
     sync_directory,
 )
 from zero_runtime.checkpoint.training import Training, aliases, buffers, whole_shape
+from zero_runtime.comm import DataParallelGroup
 from zero_runtime.sharding.shards import shard_of
+from zero_runtime.tensor_parallel.cuts import cut_of
+from zero_runtime.tensor_parallel.division import whole_parameter
 from zero_runtime.zero import GatheredParameters
 
 
@@ -36,24 +39,24 @@ def save_weights(training: Training, path: Path, exclude_frozen: bool = False) -
     """
     training.settle()
     doing = f"saving {path}"
-    writing = training.group.rank == 0
     names = _names(training.module, exclude_frozen)
     sink: Any = None
     error: Exception | None = None
-    if writing:
+    if _is_writing(training):
         sink, error = agreement.attempt(lambda: _sink(path, training.module, names))
     for parameters in _layers(training.module):
         # Ranks gather together, so that one which cannot write still takes part.
         with _gathered(parameters):
+            found = _joined(training, parameters)
             if sink is not None and error is None:
-                _, error = agreement.attempt(lambda found=parameters: _put(sink, names, found))  # type: ignore[misc]
+                _, error = agreement.attempt(lambda found=found: _put(sink, names, found))  # type: ignore[misc]
     if sink is not None:
-        found = buffers(training.module)
+        rest = {buffer: buffer for buffer in buffers(training.module).values()}
         if error is None:
-            _, error = agreement.attempt(lambda: _put(sink, names, list(found.values())))
+            _, error = agreement.attempt(lambda: _put(sink, names, rest))
         _, closing = agreement.attempt(lambda: sink.close(error is None))
         error = error or closing
-    agreement.agree(training.group, error, doing)
+    agreement.agree_all([*_slices(training), training.group], error, doing)
 
 
 def collected_weights(training: Training, exclude_frozen: bool = False) -> dict[str, torch.Tensor] | None:
@@ -63,23 +66,42 @@ def collected_weights(training: Training, exclude_frozen: bool = False) -> dict[
     collected: dict[str, torch.Tensor] = {}
     for parameters in _layers(training.module):
         with _gathered(parameters):
-            if training.group.rank == 0:
-                _collect(collected, names, parameters)
-    if training.group.rank != 0:
+            found = _joined(training, parameters)
+            if _is_writing(training):
+                _collect(collected, names, found)
+    if not _is_writing(training):
         return None
-    _collect(collected, names, list(buffers(training.module).values()))
+    _collect(collected, names, {buffer: buffer for buffer in buffers(training.module).values()})
     return {name: collected[name] for found in names.values() for name in found}
 
 
 def _collect(
     collected: dict[str, torch.Tensor],
     names: dict[torch.Tensor, list[str]],
-    tensors: Sequence[torch.Tensor],
+    tensors: Mapping[torch.Tensor, torch.Tensor],
 ) -> None:
-    for tensor in tensors:
+    for tensor, whole in tensors.items():
         found = names.get(tensor, ())
         if found:
-            collected.update(dict.fromkeys(found, tensor.detach().cpu().clone()))
+            collected.update(dict.fromkeys(found, whole.detach().cpu().clone()))
+
+
+def _slices(training: Training) -> list[DataParallelGroup]:
+    return [] if training.slices is None else [training.slices]
+
+
+def _is_writing(training: Training) -> bool:
+    return all(group.rank == 0 for group in [*_slices(training), training.group])
+
+
+def _joined(training: Training, parameters: Sequence[torch.nn.Parameter]) -> dict[torch.Tensor, torch.Tensor]:
+    """Each parameter and the whole of it, of the parts that ranks have; all ranks must call it."""
+    if training.slices is None:
+        return {parameter: parameter for parameter in parameters}
+    return {
+        parameter: whole_parameter(parameter, training.slices, agreement.CHECKPOINT)
+        for parameter in parameters
+    }
 
 
 def _names(module: torch.nn.Module, exclude_frozen: bool) -> dict[torch.Tensor, list[str]]:
@@ -107,10 +129,12 @@ def _gathered(parameters: list[torch.nn.Parameter]) -> Any:
     return GatheredParameters(parameters, modifier_rank=0, enabled=shard_of(parameters[0]) is not None)
 
 
-def _put(sink: Any, names: dict[torch.Tensor, list[str]], tensors: list[torch.Tensor]) -> None:
-    for tensor in tensors:
+def _put(
+    sink: Any, names: dict[torch.Tensor, list[str]], tensors: Mapping[torch.Tensor, torch.Tensor]
+) -> None:
+    for tensor, whole in tensors.items():
         for name in names.get(tensor, ()):
-            sink.put(name, tensor.detach())
+            sink.put(name, whole.detach())
 
 
 def _sink(path: Path, module: torch.nn.Module, names: dict[torch.Tensor, list[str]]) -> Any:
@@ -121,6 +145,8 @@ def _sink(path: Path, module: torch.nn.Module, names: dict[torch.Tensor, list[st
     entries = []
     for tensor, all_names in names.items():
         shape = whole_shape(tensor) if isinstance(tensor, torch.nn.Parameter) else tuple(tensor.shape)
+        how = cut_of(tensor)
+        shape = shape if how is None else how.whole_shape(shape)
         entries += [Entry(name, tensor.dtype, shape, _never) for name in all_names]
     return _Streamed(path, fresh, entries)
 

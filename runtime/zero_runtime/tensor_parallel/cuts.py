@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -50,6 +50,10 @@ class Cut:
         ]
         return torch.cat(pieces, self.dim)
 
+    def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the whole of which ``shape`` is that of a part."""
+        return *shape[: self.dim], sum(self.sections), *shape[self.dim + 1 :]
+
     def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """The whole of which ``parts`` are what each rank holds."""
         extents = [extent // self.size for extent in self.sections]
@@ -89,3 +93,15 @@ def mark(parameter: torch.Tensor, how: Cut) -> None:
     """Note on ``parameter`` how it is cut, by the names that Megatron uses too."""
     for name, value in ((_ATTRIBUTE, how), ("tensor_model_parallel", True), ("partition_dim", how.dim)):
         setattr(parameter, name, value)
+
+
+def own_parts(module: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` with this rank's part in place of each whole parameter that is cut in ``module``."""
+    found = dict(state)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        how, value = cut_of(parameter), found.get(name)
+        if how is None or not isinstance(value, torch.Tensor):
+            continue
+        if tuple(value.shape) == how.whole_shape(tuple(parameter.shape)):
+            found[name] = how.part(value)
+    return found

@@ -1,0 +1,146 @@
+"""Checkpoints of a model that several ranks hold together: one checkpoint for each part, and a file that says so.
+
+::
+
+    <save_dir>/latest
+    <save_dir>/<tag>/parts.json                     which axes there are, and of which step the parts are
+    <save_dir>/<tag>/part-00000/manifest.json       what the first of the ranks of each model keeps
+    <save_dir>/<tag>/part-00001/manifest.json       the second
+
+Each part is a checkpoint of its own, which the ranks that hold it save and load among themselves; ``parts.json`` is written
+once all are whole, and names their step, so that parts of two saves are never taken for one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from zero_runtime.checkpoint import agreement
+from zero_runtime.checkpoint.loading import Loaded, Others, Wanted, load
+from zero_runtime.checkpoint.manifest import FILE_NAME, PARTS, check_tag, read_latest, write_latest
+from zero_runtime.checkpoint.tensor_file import replace_file
+from zero_runtime.checkpoint.training import Training
+from zero_runtime.checkpoint.writer import save
+from zero_runtime.errors import CheckpointError
+from zero_runtime.parallelism import ModelRanks
+
+_FORMAT: Final = "zero_runtime checkpoint in parts"
+_VERSION: Final = 1
+
+
+def part_name(rank: int) -> str:
+    """The directory of the part of one of the ranks that hold the model."""
+    return f"part-{rank:05d}"
+
+
+def save_parts(
+    training: Training,
+    model: ModelRanks,
+    sizes: Mapping[str, int],
+    save_dir: Path,
+    tag: str,
+    client_state: Mapping[str, Any],
+    *,
+    tag_validation: str = "Warn",
+    save_latest: bool = True,
+    exclude_frozen: bool = False,
+) -> None:
+    """Save ``training`` as ``save_dir/tag``. All ranks must call it; the arguments are those of ``writer.save``, and
+
+    Args:
+        model: the ranks that hold the model together.
+        sizes: ranks along each axis that cuts it.
+
+    Raises:
+        CheckpointError: on every rank, if one of them cannot.
+    """
+    doing = f"saving {save_dir / tag}"
+    _, error = agreement.attempt(lambda: check_tag(tag))
+    agreement.agree(model.group, error, doing)
+    agreement.validate_tag(model.group, tag, tag_validation)
+    _, error = agreement.attempt(
+        lambda: save(
+            training,
+            save_dir / tag,
+            part_name(model.group.rank),
+            client_state,
+            tag_validation="Ignore",
+            save_latest=False,
+            exclude_frozen=exclude_frozen,
+        )
+    )
+    agreement.agree(model.group, error, doing)
+    content = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "axes": dict(sizes),
+        "counters": dict(training.counters),
+    }
+    if training.group.rank == 0 and model.group.rank == 0:
+        _, error = agreement.attempt(lambda: _commit(save_dir, tag, content, save_latest))
+    agreement.agree_all([model.group, training.group], error, doing)
+
+
+def _commit(save_dir: Path, tag: str, content: Mapping[str, Any], save_latest: bool) -> None:
+    replace_file(save_dir / tag / PARTS, json.dumps(content, indent=1))
+    if save_latest:
+        write_latest(save_dir, tag)
+
+
+def load_parts(
+    training: Training,
+    model: ModelRanks,
+    sizes: Mapping[str, int],
+    load_dir: Path,
+    tag: str | None,
+    wanted: Wanted,
+) -> Loaded | None:
+    """Load this rank's part of a checkpoint of equally many parts. All ranks must call it; arguments as in ``loading.load``.
+
+    Raises:
+        CheckpointError: on every rank, if one of them cannot; or the checkpoint is of other axes.
+    """
+    doing = f"loading {load_dir if tag is None else load_dir / tag}"
+    named = read_latest(load_dir) if tag is None else tag
+    if named is None:
+        return load(training, load_dir, None, wanted)
+    content, error = agreement.attempt(lambda: _read(load_dir / named, sizes))
+    agreement.agree(model.group, error, doing)
+    assert content is not None
+    others = Others(model.group, content["counters"])
+    found, error = agreement.attempt(
+        lambda: load(training, load_dir / named, part_name(model.group.rank), wanted, others)
+    )
+    agreement.agree(model.group, error, doing)
+    return None if found is None else found._replace(directory=found.directory.parent)
+
+
+def _read(directory: Path, sizes: Mapping[str, int]) -> dict[str, Any]:
+    path = directory / PARTS
+    try:
+        content = json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        if (directory / FILE_NAME).is_file():
+            raise CheckpointError(
+                f"{directory} holds the whole model on each rank, and here {_shown(sizes)} share one; load it with as many "
+                "ranks for each model as saved it: without these axes"
+            ) from None
+        raise CheckpointError(f"there is no checkpoint {directory} of a model in parts") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; load another tag") from None
+    if content.get("format") != _FORMAT or content.get("version") != _VERSION:
+        raise CheckpointError(f"{path} is of another format or version; load another tag")
+    if content["axes"] != dict(sizes):
+        raise CheckpointError(
+            f"{directory} was saved with {_shown(content['axes'])}, and here there are {_shown(sizes)}; load it with the "
+            "same sizes: parts are not cut anew"
+        )
+    return dict(content)
+
+
+def _shown(sizes: Mapping[str, int]) -> str:
+    names = {"model": "tp_size", "pipe": "pipeline stages"}
+    return " x ".join(f"{names.get(axis, axis)} {size}" for axis, size in sizes.items())
