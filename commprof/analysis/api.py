@@ -259,7 +259,7 @@ def bucket_content(
 def step_times(run: AnyRun) -> pd.DataFrame:
     """One row per training step and attempt: times, loss, and what was sent in it."""
     run = _opened(run)
-    return steps.step_times(run.table("steps"), sums.stood_still(run), sums.operations(run, steps.COLUMNS))
+    return sums.step_times(run)
 
 
 def arrivals(run: AnyRun) -> pd.DataFrame:
@@ -426,7 +426,7 @@ def overview(run: AnyRun) -> dict[str, Any]:
     return summary.overview(
         run,
         operations,
-        steps.step_times(run.table("steps"), sums.stood_still(run), operations),
+        sums.step_times(run),
         traffic_module.traffic(operations, ()),
         moved(run),
     )
@@ -470,7 +470,7 @@ def _of_run(run: AnyRun, question: str, answer: Callable[[Run], _Answer], opened
 def _measure(run: Run) -> _MeasuredRun:
     """What a comparison needs of one run; its name and setting depend on the others."""
     operations = sums.operations(run, sums.HELD_COLUMNS)
-    times = steps.step_times(run.table("steps"), sums.stood_still(run), operations)
+    times = sums.step_times(run)
     manifest = run.manifest
     measured = comparison.Measured(
         name="",
@@ -502,7 +502,7 @@ def compare(runs: Sequence[AnyRun]) -> pd.DataFrame:
 
 def traffic_by_setting(runs: Sequence[AnyRun]) -> pd.DataFrame:
     """Bytes of a training step by setting, issued op, intended op and purpose: :func:`compare` in the form for a chart."""
-    return compare_both(runs).traffic
+    return comparison.traffic_by_setting([one.measured for one in _measured(runs)])
 
 
 class Comparison(NamedTuple):
@@ -519,10 +519,10 @@ def compare_both(runs: Sequence[AnyRun]) -> Comparison:
     """All that is said of the same runs side by side, reading each run once."""
     found = _measured(runs)
     measured = [one.measured for one in found]
-    settings = comparison.compare(measured)
-    weighed = advice_module.weigh(advice_module.candidates(measured, comparison.rows(measured)))
+    rows = comparison.rows(measured)
+    weighed = advice_module.weigh(advice_module.candidates(measured, rows))
     return Comparison(
-        settings,
+        comparison.framed(rows, measured),
         comparison.traffic_by_setting(measured),
         resources_module.resources(measured),
         rank_bytes_module.rank_bytes([one.ranks for one in found]),

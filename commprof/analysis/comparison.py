@@ -106,7 +106,12 @@ def rows(runs: Sequence[Measured]) -> list[dict[str, Any]]:
 
 def compare(runs: Sequence[Measured]) -> pd.DataFrame:
     """One row per setting (:data:`answers.COMPARISON`), with the keys that differ after the label."""
-    return from_rows(rows(runs), _columns(runs[0].setting.values if runs else {}))
+    return framed(rows(runs), runs)
+
+
+def framed(rows: Sequence[Mapping[str, Any]], runs: Sequence[Measured]) -> pd.DataFrame:
+    """The :func:`rows` of ``runs`` as the frame that :func:`compare` gives."""
+    return from_rows(rows, _columns(runs[0].setting.values if runs else {}))
 
 
 def traffic_by_setting(runs: Sequence[Measured]) -> pd.DataFrame:

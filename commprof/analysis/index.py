@@ -72,6 +72,7 @@ class Index:
             _one(engine, "select value from facts where name = 'facts'")
         )
         self.kept: dict[Any, Any] = {}  # what questions found and may need again
+        self.sums: dict[tuple[str, ...], pa.Table] = {}  # the same of those that most others begin with
         self.born = time.monotonic()
         self.seconds = 0.0  # that opening or building it took
 

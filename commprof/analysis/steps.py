@@ -35,9 +35,18 @@ def stood_still(
 
 
 def step_times(steps: pa.Table, stood_still: pa.Table, operations: pa.Table) -> pd.DataFrame:
-    """One row per training step and attempt (``queries/step_times.sql``); initialisation is not a step."""
-    answer = ask("step_times", {"steps": steps, "stood_still": stood_still, "operations": operations})
+    """:func:`answer` as a frame."""
+    return as_frame(answer(steps, stood_still, operations))
+
+
+def as_frame(answer: pa.Table) -> pd.DataFrame:
+    """An :func:`answer` as a frame, with the declared columns."""
     return from_arrow(answer, STEP_TIMES.columns)
+
+
+def answer(steps: pa.Table, stood_still: pa.Table, operations: pa.Table) -> pa.Table:
+    """One row per training step and attempt (``queries/step_times.sql``); initialisation is not a step."""
+    return ask("step_times", {"steps": steps, "stood_still": stood_still, "operations": operations})
 
 
 def durations_after_first(times: pd.DataFrame) -> list[int]:

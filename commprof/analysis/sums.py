@@ -1,12 +1,13 @@
 """What most questions about a run begin with: its operations added up, and how long its steps stood still.
 
-Each is worked out once for an opened run and kept with it; where the run's index is there and holds, it is read from that.
+Each is worked out once for an opened run and kept with it; where the run's index is there and holds, it is read from that
+and kept with that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import pandas as pd
 import pyarrow as pa
@@ -18,7 +19,7 @@ from commprof.analysis.detailed_answers import BUCKET_FLUSHES as FLUSHES
 from commprof.analysis.detailed_answers import BUCKET_MEANS as MEANS
 from commprof.analysis.engine import connect
 from commprof.analysis.frames import from_arrow, from_rows
-from commprof.analysis.index import index_if_there
+from commprof.analysis.index import Index, index_if_there
 from commprof.analysis.index_sums import (
     BUCKET_FLUSHES,
     BUCKET_MEANS,
@@ -38,25 +39,37 @@ __all__ = [
     "exposure",
     "operations",
     "reducing",
+    "step_times",
     "stood_still",
 ]
+_MOST_KEPT: Final = 16  # answers with one index
 
 
 def operations(run: Run, columns: Sequence[str]) -> pa.Table:
     """The operations of ``run``, added up by ``columns`` at least: rows of it are sums, and sums of them hold."""
     wanted = tuple(dict.fromkeys(columns))
-    for (name, *held), table in list(run.kept.items()):
-        if name == OPERATIONS and set(wanted) <= set(held):
-            return table
     index = index_if_there(run.path) if set(wanted) <= set(HELD_COLUMNS) else None
+    kept = _kept(run, index)
+    for name, *held in sorted(kept, key=len):
+        if name == OPERATIONS and set(wanted) <= set(held):
+            return kept[name, *held]
     if index is not None:
         by = ", ".join((*wanted, "wire_ranks"))
         sums = ", ".join(f"cast(sum({name}) as {kind}) as {name}" for name, kind in MEASURES.items())
         found = index.ask(f"select {by}, {sums} from {OPERATIONS} group by {by}")
     else:
         found = _by_parts(run, wanted)
-    run.kept[OPERATIONS, *wanted] = found
+    kept[OPERATIONS, *wanted] = found
     return found
+
+
+def _kept(run: Run, index: Index | None) -> dict[tuple[str, ...], pa.Table]:
+    """Where what is found is kept: with the opened run, or with its index, which other questions find open as well."""
+    if index is None:
+        return run.kept
+    if len(index.sums) > _MOST_KEPT:
+        index.sums.clear()
+    return index.sums
 
 
 def _by_parts(run: Run, wanted: Sequence[str]) -> pa.Table:
@@ -72,14 +85,23 @@ def _by_parts(run: Run, wanted: Sequence[str]) -> pa.Table:
 
 def stood_still(run: Run) -> pa.Table:
     """For how long the ranks of each step of ``run`` stood still for collectives together."""
-    key = (STOOD_STILL,)
-    if key not in run.kept:
-        index = index_if_there(run.path)
+    key, index = (STOOD_STILL,), index_if_there(run.path)
+    kept = _kept(run, index)
+    if key not in kept:
         if index is not None:
-            run.kept[key] = index.ask(f"select * from {STOOD_STILL}")
+            kept[key] = index.ask(f"select * from {STOOD_STILL}")
         else:
-            run.kept[key] = steps.stood_still(run.table("steps"), run.scan("collectives"))
-    return run.kept[key]
+            kept[key] = steps.stood_still(run.table("steps"), run.scan("collectives"))
+    return kept[key]
+
+
+def step_times(run: Run) -> pd.DataFrame:
+    """The training steps of ``run``: see :func:`commprof.analysis.api.step_times`."""
+    key, index = ("step_times",), index_if_there(run.path)
+    kept = _kept(run, index)
+    if key not in kept:
+        kept[key] = steps.answer(run.table("steps"), stood_still(run), operations(run, steps.COLUMNS))
+    return steps.as_frame(kept[key])
 
 
 def exposure(run: Run, by: Sequence[str]) -> pd.DataFrame:
@@ -88,15 +110,15 @@ def exposure(run: Run, by: Sequence[str]) -> pd.DataFrame:
     name = EXPOSURES.get(wanted)
     if name is None:
         return exposure_module.exposure(run.scan("collectives"), run.table("steps"), wanted)
-    key = (name,)
-    if key not in run.kept:
-        index = index_if_there(run.path)
+    key, index = (name,), index_if_there(run.path)
+    kept = _kept(run, index)
+    if key not in kept:
         if index is not None:
             order = ", ".join(wanted)
-            run.kept[key] = index.ask(f"select * from {name} order by {order}")
+            kept[key] = index.ask(f"select * from {name} order by {order}")
         else:
-            run.kept[key] = exposure_module.answer(run.scan("collectives"), run.table("steps"), wanted)
-    return exposure_module.as_frame(run.kept[key], wanted)
+            kept[key] = exposure_module.answer(run.scan("collectives"), run.table("steps"), wanted)
+    return exposure_module.as_frame(kept[key], wanted)
 
 
 def bucket_flushes(run: Run) -> pd.DataFrame:

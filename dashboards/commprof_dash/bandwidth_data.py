@@ -11,7 +11,7 @@ from commprof.analysis import api
 from commprof.schema import Op
 from commprof_dash.data import Runs
 
-MOST_RECORDS: Final = 300_000
+MOST_RECORDS: Final = 200_000
 
 Steps = tuple[int, int] | None
 

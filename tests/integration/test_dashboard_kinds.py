@@ -9,6 +9,7 @@ import time
 
 import pytest
 from dash import dcc
+from plotly.utils import PlotlyJSONEncoder
 
 from commprof.export.csv import export_csv
 from commprof_dash.app import create_app, draw_page, find_page
@@ -159,9 +160,7 @@ def test_the_buckets_of_ddp_and_fsdp_are_those_of_the_exported_tables(base, tmp_
             if row["bucket"] == label
         ]
         assert len(taken) == WORLD and drawn_ns == pytest.approx(sum(taken) / WORLD, abs=1)
-    text = json.dumps(
-        [one.to_plotly_json() for one in drawing.body], default=lambda one: one.to_plotly_json()
-    )
+    text = json.dumps(list(drawing.body), cls=PlotlyJSONEncoder)
     chosen = next(row for row in buckets if row["bucket"] == "1")
     for name in chosen["parameters"].split(","):
         assert f'"{name}"' in text

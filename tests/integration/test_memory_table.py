@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from dash import dcc
+from plotly.utils import PlotlyJSONEncoder
 
 from commprof_dash.app import draw_page, find_page
 from commprof_dash.data import Runs
@@ -72,9 +73,7 @@ def compare_page(directory):
     _, drawing = draw_page(find_page("/compare"), Runs(directory), "/compare", "", "light")
     parts = [part for root in drawing.body for part in (root, *root._traverse())]
     figures = {part.id["name"]: part.figure for part in parts if isinstance(part, dcc.Graph)}
-    text = json.dumps(
-        [root.to_plotly_json() for root in drawing.body], default=lambda part: part.to_plotly_json()
-    )
+    text = json.dumps(list(drawing.body), cls=PlotlyJSONEncoder)
     return figures, text
 
 

@@ -12,6 +12,7 @@ from commprof.analysis import api
 from commprof.schema import Op
 from commprof_dash.charts.axes import log_axis
 from commprof_dash.charts.labels import escape
+from commprof_dash.charts.listed import listed
 from commprof_dash.theme import EXPOSED_COLOUR, OP_COLOURS, OTHER_COLOUR, TEXT, Scheme, template
 
 _SYMBOLS: Final = ("circle", "square", "triangle-up", "diamond", "cross", "star", "hexagon", "pentagon")
@@ -88,9 +89,9 @@ def _add_reached(
     figure.add_scatter(
         name=escape(name),
         mode="lines+markers",
-        x=part["payload_bytes"].tolist(),
-        y=part[_column(rate)].tolist(),
-        customdata=texts,
+        x=listed(part["payload_bytes"].tolist()),
+        y=listed(part[_column(rate)].tolist()),
+        customdata=listed(texts),
         line={"color": colour_of(op), "width": 2, "dash": _DASHES["reached"]},
         marker={"size": 8, "symbol": _SYMBOLS[groups.index(group) % len(_SYMBOLS)]},
         hovertemplate="%{customdata}<extra></extra>",
@@ -130,9 +131,9 @@ def _add_marks(
     figure.add_scatter(
         name=name,
         mode="markers",
-        x=part["payload_bytes"].tolist(),
-        y=part[_column(rate)].tolist(),
-        customdata=texts,
+        x=listed(part["payload_bytes"].tolist()),
+        y=listed(part[_column(rate)].tolist()),
+        customdata=listed(texts),
         marker={"symbol": symbol, "size": 9, "color": colour, "line": {"width": 1.5, "color": colour}},
         line={"color": colour},
         hovertemplate="%{customdata}<extra></extra>",

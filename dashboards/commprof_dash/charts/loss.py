@@ -7,6 +7,7 @@ import plotly.graph_objects as go
 
 from commprof_dash.charts.axes import step_ticks
 from commprof_dash.charts.labels import escape, wrap
+from commprof_dash.charts.listed import listed
 from commprof_dash.theme import SETTING_COLOURS, Scheme, template
 
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
@@ -29,8 +30,8 @@ def curves(frame: pd.DataFrame, labels: list[str], scheme: Scheme) -> go.Figure:
         figure.add_scatter(
             name=escape(label),
             mode="lines+markers" if len(part) <= 60 else "lines",
-            x=part["step"].tolist(),
-            y=part["loss"].astype(float).tolist(),
+            x=listed(part["step"].tolist()),
+            y=listed(part["loss"].astype(float).tolist()),
             line=looks,
             marker={"size": 5},
             hovertemplate=wrap(label) + "<br>Step %{x}: loss <b>%{y:.6g}</b><extra></extra>",

@@ -35,9 +35,15 @@ def meant_op(name: str) -> str:
 
 def with_series(frame: pd.DataFrame) -> pd.DataFrame:
     """``frame`` with a column ``series``, from its columns ``op`` and ``intended_op``."""
-    names = [
-        series_name(op, intended) for op, intended in zip(frame["op"], frame["intended_op"], strict=True)
-    ]
+    pairs = list(zip(frame["op"].tolist(), frame["intended_op"].tolist(), strict=True))
+    # Few operations in many rows: one that stands for none is not equal to itself, and so is looked up by its text.
+    known: dict[tuple[str, str], str] = {}
+    names = []
+    for op, intended in pairs:
+        key = (op, str(intended))
+        if key not in known:
+            known[key] = series_name(op, intended)
+        names.append(known[key])
     return frame.assign(series=pd.Series(names, index=frame.index, dtype="str"))
 
 

@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 from commprof.analysis import api
 from commprof_dash.charts import bars
 from commprof_dash.charts.axes import axis, step_ticks
+from commprof_dash.charts.listed import listed
 from commprof_dash.theme import EXPOSED_COLOUR, STEP_COLOUR, TEXT, Scheme, template
 
 
@@ -30,9 +31,9 @@ def over_steps(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
         figure.add_scatter(
             name=name,
             mode="lines+markers" if len(part) <= 60 else "lines",
-            x=part["step"].tolist(),
-            y=part[column].astype(float).tolist(),
-            customdata=[api.format_ns(value) for value in part[column]],
+            x=listed(part["step"].tolist()),
+            y=listed(part[column].astype(float).tolist()),
+            customdata=listed(api.format_ns(value) for value in part[column].tolist()),
             line={"color": colour, "width": 2},
             marker={"size": 6},
             hovertemplate="Step %{x}<br><b>" + name + "</b>: %{customdata}<extra></extra>",

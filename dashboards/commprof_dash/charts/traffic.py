@@ -8,6 +8,7 @@ import plotly.graph_objects as go
 from commprof_dash.charts import bars
 from commprof_dash.charts.axes import axis, step_ticks
 from commprof_dash.charts.labels import escape
+from commprof_dash.charts.listed import listed
 from commprof_dash.charts.series import marker, series_in_order
 from commprof_dash.measures import Measure
 from commprof_dash.theme import Scheme, template
@@ -56,16 +57,19 @@ def by_step(frame: pd.DataFrame, measure: Measure, scheme: Scheme) -> go.Figure:
         part = frame[frame["series"] == one.name]
         figure.add_bar(
             name=one.name,
-            x=part["step"].tolist(),
-            y=part[measure.per_step].astype(float).tolist(),
+            x=listed(part["step"].tolist()),
+            y=listed(part[measure.per_step].astype(float).tolist()),
             width=wide * 0.8,
             offset=-0.4 if wide > 1 else None,
-            customdata=[
+            customdata=listed(
                 [_steps_text(step, steps), measure.format(value)]
                 for step, steps, value in zip(
-                    part["step"], part["steps"], part[measure.per_step], strict=True
+                    part["step"].tolist(),
+                    part["steps"].tolist(),
+                    part[measure.per_step].tolist(),
+                    strict=True,
                 )
-            ],
+            ),
             marker=marker(one),
             hovertemplate="%{customdata[0]}<br><b>"
             + escape(one.name)

@@ -24,6 +24,10 @@ from commprof_dash.pages.one_run import still_going
 from commprof_dash.pages.page import Drawing, Page
 from commprof_dash.theme import Scheme
 
+_TABLE_ROWS: Final = (
+    300  # a reader wants no more at a time, and each costs the server and the browser; the CSV file has all
+)
+
 
 def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
     """The page for the run and the measure in ``query``."""
@@ -186,6 +190,7 @@ def _by_step(frame: pd.DataFrame, measure: Measure, scheme: Scheme) -> Component
             Field("series", "Operation"),
             *_measure_fields(),
         ],
+        most_rows=_TABLE_ROWS,
     )
 
 
@@ -223,6 +228,7 @@ def _times(frame: pd.DataFrame, scheme: Scheme) -> Component:
             Field("cpu_ns", "CPU time", api.format_ns, numeric=True),
             Field("loss", "Loss", "{:.6g}".format, numeric=True),
         ],
+        most_rows=_TABLE_ROWS,
     )
 
 

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 from dash import dcc
+from plotly.utils import PlotlyJSONEncoder
 
 from commprof.analysis import api
 from commprof.calibration.file import write_calibration
@@ -67,9 +68,7 @@ def draw(directory, query="run=sweep/a", scheme="light"):
 
 
 def text_of(components):
-    return json.dumps(
-        [part.to_plotly_json() for part in components], default=lambda part: part.to_plotly_json()
-    )
+    return json.dumps(list(components), cls=PlotlyJSONEncoder)
 
 
 def figure_of(components):
@@ -87,7 +86,7 @@ def test_the_points_are_the_answers_and_the_dashed_line_is_the_ceiling(directory
     expected = expected[expected["time_ns"].notna()].sort_values("payload_bytes")
     reached = traces["all_reduce"]
     assert list(reached.x) == list(expected["payload_bytes"]) == list(SIZES)
-    np.testing.assert_allclose(reached.y, expected[f"{measure}_bytes_per_s"])
+    np.testing.assert_allclose(reached.y.astype(float), expected[f"{measure}_bytes_per_s"])
     assert reached.line.color == OP_COLOURS["all_reduce"]
     ceiling = traces["all_reduce: ceiling, 2 ranks"]
     assert ceiling.line.dash == "dash" and ceiling.line.color == reached.line.color

@@ -6,6 +6,7 @@ import math
 import pandas as pd
 import pytest
 from dash import dcc
+from plotly.utils import PlotlyJSONEncoder
 
 from commprof.analysis import api
 from commprof_dash.address import link, parse
@@ -36,7 +37,7 @@ def draw(directory, path):
 
 
 def text_of(parts):
-    return json.dumps([part.to_plotly_json() for part in parts], default=lambda part: part.to_plotly_json())
+    return json.dumps(list(parts), cls=PlotlyJSONEncoder)
 
 
 def figures_of(parts):

@@ -5,6 +5,7 @@ import os
 
 import pytest
 from dash import dcc
+from plotly.utils import PlotlyJSONEncoder
 
 from commprof_dash.address import link
 from commprof_dash.app import create_app, draw_page, find_page
@@ -46,9 +47,7 @@ def draw(directory, path, scheme="light"):
 
 def text_of(component):
     """Everything on the page as JSON, texts and ids included."""
-    return json.dumps(
-        [part.to_plotly_json() for part in component], default=lambda part: part.to_plotly_json()
-    )
+    return json.dumps(list(component), cls=PlotlyJSONEncoder)
 
 
 def figures_of(component):

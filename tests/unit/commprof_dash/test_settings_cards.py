@@ -6,6 +6,7 @@ from itertools import pairwise
 import pandas as pd
 import pytest
 from dash import dcc
+from plotly.utils import PlotlyJSONEncoder
 
 from commprof.analysis import api
 from commprof_dash import settings_data
@@ -44,9 +45,7 @@ def body(directory, path):
     """(texts and ids as JSON, figures by name) of a page."""
     pathname, _, search = path.partition("?")
     _, drawing = draw_page(find_page(pathname), Runs(directory), pathname, f"?{search}", "light")
-    text = json.dumps(
-        [part.to_plotly_json() for part in drawing.body], default=lambda part: part.to_plotly_json()
-    )
+    text = json.dumps(list(drawing.body), cls=PlotlyJSONEncoder)
     figures = {
         part.id["name"]: part.figure
         for root in drawing.body
@@ -137,9 +136,7 @@ def test_overview_has_the_verdict_with_its_command_and_unknown_times_are_not_zer
 def test_of_sums_alone_the_exposed_time_is_not_known():
     facts = {"summed": 60, "steps": 4}
     card = overview_cards.exposure(api.exposure_per_step(SyntheticRun().open()), facts, "light")
-    assert "Not known: only sums" in json.dumps(
-        card.to_plotly_json(), default=lambda part: part.to_plotly_json()
-    )
+    assert "Not known: only sums" in json.dumps(card, cls=PlotlyJSONEncoder)
 
 
 def test_overview_draws_exposed_time(tmp_path):

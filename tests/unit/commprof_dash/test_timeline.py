@@ -11,6 +11,7 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plotly.utils import PlotlyJSONEncoder
 
 from commprof.analysis import api
 from commprof_dash import records_data, timeline_data
@@ -57,7 +58,7 @@ def draw(directory, path):
     pathname, _, search = path.partition("?")
     heading, drawing = draw_page(find_page(pathname), Runs(directory), pathname, f"?{search}", "light")
     parts = [*heading, *drawing.controls, *drawing.body]
-    return json.dumps([part.to_plotly_json() for part in parts], default=lambda part: part.to_plotly_json())
+    return json.dumps(list(parts), cls=PlotlyJSONEncoder)
 
 
 def test_bars_are_where_the_frame_says(directory):
