@@ -1,0 +1,440 @@
+"""The engine of a pipeline on real ranks: every result is that of one process which runs all layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zero_runtime
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+WIDTH, MICRO_BATCHES, STEPS = 12, 4, 3
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
+
+
+def config(micro_batches=MICRO_BATCHES, **keys):
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": micro_batches,
+        "optimizer": SGD,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        **keys,
+    }
+
+
+class Residual(nn.Module):
+    """A layer whose trouble is in what it passes on: nested values, several dtypes, some without a gradient."""
+
+    def __init__(self, in_place: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.in_place = in_place
+
+    def forward(self, state):
+        hidden, extra = state["hidden"], state["extra"]
+        if self.in_place:
+            hidden.mul_(1.0)
+        hidden = hidden + torch.tanh(self.linear(hidden)) * state["factor"]
+        hidden = hidden.masked_fill(extra[0][:, None], 0.0) + extra[1][1].float().mean()
+        return {**state, "hidden": hidden, "extra": (extra[0], [extra[1][0] + 1, hidden.to(torch.bfloat16)])}
+
+
+class Begin(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, features):
+        hidden = self.linear(features)
+        masked = torch.arange(len(features)) % 3 == 2
+        counts = torch.arange(len(features))
+        unused = torch.zeros(2)
+        return {
+            "hidden": hidden,
+            "extra": (masked, [counts, hidden.half()]),
+            "factor": 0.5,
+            "name": None,
+            "unused": unused,
+        }
+
+
+class End(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 1)
+
+    def forward(self, state):
+        return self.linear(state["hidden"]) + state["extra"][1][0][:, None] * 0.01
+
+
+def squared(outputs, targets):
+    return (outputs.float() - targets).square().mean()
+
+
+def nested_layers():
+    return [zero_runtime.LayerSpec(Begin), zero_runtime.LayerSpec(Residual), zero_runtime.LayerSpec(Residual, in_place=True),
+            zero_runtime.LayerSpec(End)]  # fmt: skip
+
+
+def plain_layers(count=6):
+    return [zero_runtime.LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(count)] + [torch.tanh] + [
+        zero_runtime.LayerSpec(nn.Linear, WIDTH, 1)
+    ]  # fmt: skip
+
+
+def tied(layers_between=1):
+    first = zero_runtime.TiedLayerSpec("shared", nn.Linear, WIDTH, WIDTH, tied_weight_attr=["weight", "bias"])
+    between = [zero_runtime.LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(layers_between)]
+    return [first, *between, first, zero_runtime.LayerSpec(nn.Linear, WIDTH, 1)]
+
+
+def pipeline(layers, stages=2, **options):
+    return zero_runtime.PipelineModule(
+        layers, num_stages=stages, loss_fn=squared, seed_layers=True, seed_fn=torch.manual_seed, **options
+    )
+
+
+def sizes(step, number):
+    """Samples of a micro-batch, where they change."""
+    return 2 + (step + number) % 3
+
+
+def batch(step, number, replica=0, samples=2):
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * number + replica)
+    features = torch.randn(samples, WIDTH, generator=generator)
+    return features, features.sum(1, keepdim=True)
+
+
+def batches(step, replica=0, changing=False, count=MICRO_BATCHES):
+    return (batch(step, n, replica, sizes(step, n) if changing else 2) for n in range(count))
+
+
+def reference(layers, replicas=1, changing=False, clip=None, count=MICRO_BATCHES):
+    """One process with all layers: (losses, norms, values of the parameters by name, as in a pipeline)."""
+    modules, named, functions = {}, {}, []
+    for number, spec in enumerate(layers):
+        torch.manual_seed(1234 + number)
+        if isinstance(spec, zero_runtime.LayerSpec):
+            key = f"tied_modules.{spec.key}" if isinstance(spec, zero_runtime.TiedLayerSpec) else str(number)
+            if key not in modules:
+                modules[key] = spec.build()
+                named |= {f"{key}.{name}": each for name, each in modules[key].named_parameters()}
+            functions.append(modules[key])
+        else:
+            functions.append(spec)
+    optimizer = torch.optim.SGD(named.values(), lr=0.1)
+    losses, norms = [], []
+    for step in range(STEPS):
+        total = 0.0
+        for replica in range(replicas):
+            for features, targets in batches(step, replica, changing, count):
+                values = features
+                for function in functions:
+                    values = function(values)
+                loss = squared(values, targets) / (count * replicas)
+                loss.backward()
+                total += loss.item()
+        norms.append(torch.nn.utils.clip_grad_norm_(named.values(), clip or 1e9).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses, norms, {name: each.detach() for name, each in named.items()}
+
+
+def same(engine, found, wanted):
+    """Whether losses and this stage's parameters are the reference's."""
+    losses, _, values = wanted
+    assert found == pytest.approx(losses, rel=1e-5)
+    for name, parameter in engine.module.named_parameters():
+        torch.testing.assert_close(parameter.detach(), values[name], rtol=1e-4, atol=1e-6)
+
+
+def train(engine, changing=False, count=MICRO_BATCHES):
+    replica = engine.mpu.get_data_parallel_rank()
+    return [float(engine.train_batch(batches(step, replica, changing, count))) for step in range(STEPS)]
+
+
+def made(layers, given=None, **options):
+    model = pipeline(layers, **options)
+    return zero_runtime.initialize(model=model, config=given or config())[0]
+
+
+# Each of these runs on two ranks, which are forked once for all of them.
+
+
+def nested_values():
+    engine = made(nested_layers())
+    same(engine, train(engine), reference(nested_layers()))
+
+
+def changing_shapes():
+    engine = made(nested_layers(), dynamic_shape=True)
+    same(engine, train(engine, changing=True), reference(nested_layers(), changing=True))
+
+
+def shapes_changed_rarely():
+    engine = made(plain_layers())
+    first = float(engine.eval_batch(batches(0)))
+    engine.reset_activation_shape()
+    larger = [batch(0, number, samples=5) for number in range(MICRO_BATCHES)]
+    second = float(engine.eval_batch(iter(larger)))
+    assert first != second
+
+
+def gpipe():
+    engine = made(plain_layers(), config(pipeline_parallel={"schedule": "gpipe"}))
+    same(engine, train(engine), reference(plain_layers()))
+
+
+def tied_layers_with_clipping():
+    wanted = reference(tied(), clip=0.05)
+    for stage in (0, 1):
+        given = config(gradient_clipping=0.05, zero_optimization={"stage": stage})
+        engine = made(tied(), given, partition_method="uniform")
+        same(engine, train(engine), wanted)
+        if stage:
+            assert float(engine.get_global_grad_norm()) == pytest.approx(wanted[1][-1], rel=1e-4)
+        assert engine.unique_parameters == sum(value.numel() for value in wanted[2].values())
+        assert engine.total_parameters > engine.unique_parameters
+
+
+def frozen_layers():
+    frozen = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)]
+    for number, layer in enumerate(frozen):
+        torch.manual_seed(number)
+        layer.reset_parameters()
+        layer.weight.requires_grad_(False)
+    engine = made([zero_runtime.LayerSpec(nn.Linear, WIDTH, WIDTH), *frozen], partition_method="uniform")
+    before = {name: each.detach().clone() for name, each in engine.module.named_parameters()}
+    train(engine)
+    for name, parameter in engine.module.named_parameters():
+        assert torch.equal(parameter, before[name]) == (not parameter.requires_grad)
+
+
+def whole_tensors():
+    engine = made(plain_layers())
+    found = []
+    for step in range(STEPS):
+        features, targets = (torch.cat(each) for each in zip(*batches(step), strict=True))
+        found.append(float(engine.train_batch(data=features, targets=targets)))
+    same(engine, found, reference(plain_layers()))
+    outputs = engine.inference_batch(data=features)
+    assert (outputs is None) == (not engine.is_last_stage())
+    mean = engine.eval_batch(data=features, targets=targets)
+    if engine.is_last_stage():
+        assert outputs.shape == targets.shape
+        assert float(mean) == pytest.approx(float(squared(outputs, targets)), rel=1e-5)
+        kept = engine.eval_batch(data=features, targets=targets, reduce_output=None)
+        assert len(kept) == MICRO_BATCHES
+    else:
+        assert engine.eval_batch(data=features, targets=targets, reduce_output=None) is None
+    with pytest.raises(zero_runtime.UsageError, match="do not divide"):
+        engine.train_batch(data=features[:3], targets=targets[:3])
+
+
+def stages_from_the_configuration():
+    for block in ({"pipeline_parallel": {"enabled": True, "pp_size": 2}}, {"pipeline": {"stages": 2}}):
+        model = pipeline(plain_layers(), stages=None)
+        assert not list(model.parameters()) and not model.is_dealt
+        given = config(**block, partition_methods="uniform")
+        engine, *_ = zero_runtime.initialize(model=model, model_parameters=model.parameters(), config=given)
+        assert model.parts == [0, 4, 8]
+        same(engine, train(engine), reference(plain_layers()))
+
+
+def another_number_of_micro_batches():
+    model = pipeline(plain_layers())
+    given = config(None, pipeline_parallel={"pp_size": 2, "micro_batches": 2})
+    del given["gradient_accumulation_steps"]
+    first, *_ = zero_runtime.initialize(model=model, config=given)
+    assert first.micro_batches == 2
+    train(first, count=2)
+    before = [each.detach().clone() for each in model.parameters()]
+    given["pipeline_parallel"]["micro_batches"] = 8
+    second, *_ = zero_runtime.initialize(model=model, config=given)
+    assert second.micro_batches == 8 and second.train_batch_size() == 16
+    assert all(map(torch.equal, before, model.parameters()))
+    second.train_batch(batches(9, count=8))
+    assert not any(map(torch.equal, before, model.parameters()))
+
+
+def overflow_on_one_stage():
+    for stage in (0, 1):
+        given = config(
+            fp16={"enabled": True, "initial_scale_power": 8},
+            zero_optimization={"stage": stage},
+            gradient_clipping=1.0,
+        )
+        engine = made(plain_layers(), given)
+        before = [each.detach().clone() for each in engine.module.parameters()]
+        endless = ((features.half() * 1e4, targets * float("inf")) for features, targets in batches(0))
+        engine.train_batch(endless)
+        assert engine.skipped_steps == 1 and not engine.was_step_applied()
+        assert all(map(torch.equal, before, engine.module.parameters()))
+        while not engine.was_step_applied():
+            engine.train_batch((features.half(), targets) for features, targets in batches(1))
+        assert engine.skipped_steps < 6
+
+
+def brain_floats():
+    losses = []
+    for stage in (0, 1):
+        given = config(bf16={"enabled": True}, zero_optimization={"stage": stage})
+        engine = made(tied(), given, partition_method="uniform")
+        losses.append(
+            [
+                float(
+                    engine.train_batch((features.bfloat16(), targets) for features, targets in batches(step))
+                )
+                for step in range(STEPS)
+            ]
+        )
+    assert losses[0] == pytest.approx(losses[1], rel=2e-2)
+    wide = config(
+        bf16={"enabled": True}, zero_optimization={"stage": 1}, data_types={"grad_accum_dtype": "fp32"}
+    )
+    engine = made(tied(), wide, partition_method="uniform")
+    engine.train_batch((features.bfloat16(), targets) for features, targets in batches(0))
+    mine = engine.module.tied_modules["shared"].weight.detach().float()
+    everybody = [torch.empty_like(mine) for _ in range(2)]
+    torch.distributed.all_gather(everybody, mine)
+    assert torch.equal(*everybody)
+
+
+def idle_shares():
+    engine = made(plain_layers())
+    train(engine)
+    assert engine.expected_bubble_fraction() == 1 / (MICRO_BATCHES + 1)
+    assert 0.0 < engine.bubble_fraction() < 1.0
+
+
+def measured_layers():
+    sample = torch.randn(2, WIDTH)
+    engine = made(plain_layers(), partition_method="profile", sample_input=sample)
+    assert engine.module.parts[0] == 0 and engine.module.parts[-1] == 8
+    assert 0 < engine.module.parts[1] < 8
+    same(engine, train(engine), reference(plain_layers()))
+    model = pipeline(plain_layers(), partition_method="profile")
+    assert not model.is_dealt
+    data = [batch(0, number) for number in range(40)]
+    data = [(features[0], targets[0]) for features, targets in data]
+    engine, _, loader, _ = zero_runtime.initialize(model=model, training_data=data, config=config())
+    assert loader is engine.training_dataloader and model.is_dealt
+    engine.train_batch()
+
+
+def layers_that_are_modules():
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    every = list(layers.parameters())
+    model = zero_runtime.PipelineModule(layers, loss_fn=squared)
+    assert len(list(model.parameters())) == 4
+    engine, *_ = zero_runtime.initialize(
+        model=model, model_parameters=every, config=config(pipeline_parallel={"pp_size": 2})
+    )
+    assert len(list(model.parameters())) == 2
+    engine.train_batch(batches(0))
+
+
+def output_is_the_loss():
+    layers = [*plain_layers(), zero_runtime.LayerSpec(Mean)]
+    model = zero_runtime.PipelineModule(layers, num_stages=2)
+    engine, *_ = zero_runtime.initialize(model=model, config=config())
+    inputs = (features for features, _ in batches(0))
+    assert float(engine.train_batch(inputs)) > 0
+
+
+class Mean(nn.Module):
+    def forward(self, values):
+        return values.square().mean()
+
+
+def calls_that_are_refused():
+    engine = made(plain_layers())
+    for call in (engine.forward, engine.backward, engine.step, engine):
+        with pytest.raises(zero_runtime.UsageError, match="train_batch"):
+            call(torch.zeros(2, WIDTH))
+    with torch.no_grad(), pytest.raises(zero_runtime.UsageError, match="eval_batch"):
+        engine.train_batch(batches(0))
+    with pytest.raises(zero_runtime.UsageError, match="expected an iterator"):
+        engine.train_batch([batch(0, 0)])
+    with pytest.raises(zero_runtime.UsageError, match="give one of the two"):
+        engine.train_batch(batches(0), data=torch.zeros(8, WIDTH))
+
+
+def refused(message, layers=None, given=None, kind=zero_runtime.ConfigError, **options):
+    with pytest.raises(kind, match=message):
+        made(layers or plain_layers(), given or config(), **options)
+
+
+def configurations_that_are_refused():
+    refused("3 pipeline stages do not divide 2 ranks", stages=3)
+    refused("1 layers cannot be dealt out to 2 stages", plain_layers(0)[1:])
+    for stage in (2, 3):
+        refused("use stage 0 or 1", given=config(zero_optimization={"stage": stage}))
+    refused(
+        "micro_batches is 2 and gradient_accumulation_steps is 4",
+        given=config(pipeline_parallel={"micro_batches": 2}),
+    )
+    refused("batch sizes do not multiply", given=config(train_batch_size=9))
+    refused("made for|dealt out to 2 stages", given=config(pipeline_parallel={"pp_size": 1}))
+    refused("pipeline.stages 2 and pipeline_parallel.pp_size 1 differ",
+            given=config(pipeline={"stages": 2}, pipeline_parallel={"pp_size": 1}))  # fmt: skip
+    refused("neither PipelineModule", stages=None)
+    refused("partition_method is 'best'", partition_method="best")
+    refused("matches no layer; the layers are Linear, tanh", partition_method="type:block")
+    refused("no regular expression", partition_method="type:(")
+    refused("sample_input", partition_method="profile")
+    refused("keep one of them", given=config(partition_methods="uniform"), partition_method="parameters")
+    refused("is no parameter of Linear",
+            [zero_runtime.TiedLayerSpec("k", nn.Linear, WIDTH, WIDTH, tied_weight_attr="wait")] * 2)  # fmt: skip
+    refused("managed_gradient_accumulation", given=config(managed_gradient_accumulation=False))
+    refused("layer 0 of the pipeline is a int; expected a module", [3])
+    with pytest.raises(zero_runtime.ConfigError, match="expected a subclass of torch.nn.Module"):
+        zero_runtime.LayerSpec(len, 3)
+    with pytest.raises(zero_runtime.ConfigError, match="the model is a Linear; give it as"):
+        zero_runtime.initialize(model=nn.Linear(2, 2), config=config(pipeline_parallel={"pp_size": 2}))
+
+
+PROGRAMS = (
+    nested_values, changing_shapes, shapes_changed_rarely, gpipe, tied_layers_with_clipping, frozen_layers, whole_tensors,
+    stages_from_the_configuration, another_number_of_micro_batches, overflow_on_one_stage, brain_floats, idle_shares,
+    measured_layers, layers_that_are_modules, output_is_the_loss, calls_that_are_refused, configurations_that_are_refused,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_two_stages(program):
+    run_ranks(2, _alone, program)
+
+
+def _alone(rank, world, program):
+    program()
+
+
+def _replicas(rank, world):
+    for stage, layers in ((0, plain_layers), (1, tied)):
+        given = config(zero_optimization={"stage": stage})
+        engine = made(layers(), given, partition_method="uniform")
+        same(engine, train(engine), reference(layers(), replicas=2))
+        assert (engine.stage_id, engine.parallelism.replica) == divmod(rank, 2)
+    whole = [torch.cat([batch(0, n, replica)[i] for replica in range(2) for n in range(4)]) for i in range(2)]
+    found = engine.eval_batch(data=whole[0], targets=whole[1])
+    assert float(found) == pytest.approx(
+        float(engine.eval_batch(batches(0, engine.parallelism.replica))), rel=1e-5
+    )
+
+
+def test_stages_and_replicas():
+    run_ranks(4, _replicas)
+
+
+def _one_stage(rank, world):
+    engine = made(plain_layers(), stages=1)
+    same(engine, train(engine), reference(plain_layers()))
+
+
+def test_one_stage():
+    run_ranks(1, _one_stage)
