@@ -108,7 +108,7 @@ def assemble(
     _check_module(module)
     close(module)
     given = list(parameters) if parameters is not None else None
-    divide(config.parallel, module, parallelism.tensor_group)
+    divide(config.parallel, module, parallelism.tensor_group, parallelism.stages > 1)
     use(parallelism)
     ranks = data_parallel_ranks(config, parallelism.data)
     made = _assembled(config, module, client, given, ranks.group, parallelism.replicas)

@@ -70,6 +70,11 @@ class Parallelism(NamedTuple):
         return 1 if self.grid is None else self.grid.size(SEQUENCE)
 
     @property
+    def stages(self) -> int:
+        """Stages of a pipeline."""
+        return 1 if self.grid is None else self.grid.size(PIPE)
+
+    @property
     def tensor_group(self) -> DataParallelGroup | None:
         """The ranks that share each tensor; None where this is the only one."""
         if self.mpu is not None and self.grid is None:

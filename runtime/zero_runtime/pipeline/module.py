@@ -199,7 +199,8 @@ class PipelineModule(torch.nn.Module):
 
     def _clear(self) -> None:
         for name in list(self._modules):
-            del self._modules[name]
+            if name != "loss_fn":  # a loss that is a module is every stage's
+                del self._modules[name]
         self.tied_modules = torch.nn.ModuleDict()
         self.forward_funcs = []
 

@@ -48,7 +48,9 @@ _HEADED: Final = ("q_proj", "k_proj", "v_proj", "query", "key", "value", "wq", "
 _BROADCAST: Final = hooks.tag("parameter_broadcast")
 
 
-def divide(config: ParallelConfig, module: torch.nn.Module, group: DataParallelGroup | None) -> None:
+def divide(
+    config: ParallelConfig, module: torch.nn.Module, group: DataParallelGroup | None, is_stage: bool = False
+) -> None:
     """Cut ``module`` among the ranks of ``group`` as ``config`` says. One that is cut already stays as it is.
 
     First every rank gets the parameters and buffers of the group's first, so that all cut the same model.
@@ -57,6 +59,7 @@ def divide(config: ParallelConfig, module: torch.nn.Module, group: DataParallelG
         config: the parallel keys.
         module: the model. An attribute ``tensor_parallel_plan`` of it is a plan, where the configuration has none.
         group: the ranks that share each tensor; None for no such ranks.
+        is_stage: whether it is a part of the model, in which a plan need not find all that it names.
 
     Raises:
         ConfigError: a plan that does not fit the model, or no plan for it.
@@ -64,7 +67,7 @@ def divide(config: ParallelConfig, module: torch.nn.Module, group: DataParallelG
     if group is None or config.tp_size == 1 or any(isinstance(each, _CUT) for each in module.modules()):
         return
     plan, lenient = configured_plan(config, getattr(module, "tensor_parallel_plan", None))
-    steps = _checked(module, plan, group.world_size, lenient, config.sequence_parallel)
+    steps = _checked(module, plan, group.world_size, lenient, config.sequence_parallel, is_stage)
     for tensor in (*module.parameters(), *module.buffers()):
         # A message needs memory without gaps.
         data = tensor.detach()
@@ -108,14 +111,19 @@ def parallelize(
 
 
 def _checked(
-    module: torch.nn.Module, plan: Plan, size: int, lenient: bool, shares_sequence: bool
+    module: torch.nn.Module,
+    plan: Plan,
+    size: int,
+    lenient: bool,
+    shares_sequence: bool,
+    is_stage: bool = False,
 ) -> dict[str, Rule]:
     """The rule of each module that one is for, once all of them can be followed: nothing is changed before that."""
     named = dict(module.named_modules())
     rules = {name: rule for name in named if name and (rule := first_rule(plan, name)) is not None}
     if lenient:
         rules = {name: rule for name, rule in rules.items() if _fits(named[name], rule)}
-    else:
+    elif not is_stage:
         idle = unused(plan, [name for name in named if name])
         if idle:
             raise ConfigError(
@@ -131,7 +139,7 @@ def _checked(
             )
         _check_shapes(name, named[name], rule, size)
     cut = [name for name, rule in rules.items() if rule.how in _EXPECTED]
-    if not cut:
+    if not cut and not is_stage:
         raise ConfigError(
             f"tensor parallelism over {size} ranks: no layer of the {type(module).__name__} has a name that says how to cut "
             'it; name its modules in tensor_parallel.plan, such as {"layers.*.up": "column", "layers.*.down": "row"}'

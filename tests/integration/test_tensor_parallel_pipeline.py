@@ -1,0 +1,100 @@
+"""The example GPT in stages, slices and replicas at once trains as on one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zero_runtime
+from support import parallel_training as training
+from support.ranks import run_ranks
+
+PLAN = {
+    "*.token": "vocabulary",
+    "*.position": "split",
+    "*_norm": "sequence",
+    "*.qkv": "column:3",
+    "*.projection": "row",
+    "*.expand": "column",
+    "*.contract": "row",
+    "*.norm": "sequence",
+    "*.head": "column",
+    "loss_fn.cross_entropy": "loss",
+}
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(training.WORDS, training.WIDTH)
+        self.position = nn.Embedding(training.CONTEXT, training.WIDTH)
+
+    def forward(self, x):
+        return self.token(x) + self.position(torch.arange(x.shape[1]))
+
+
+class Logits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(training.WIDTH)
+        self.head = nn.Linear(training.WIDTH, training.WORDS, bias=False)
+
+    def forward(self, hidden):
+        return self.head(self.norm(hidden)).float()
+
+
+class Loss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cross_entropy = nn.CrossEntropyLoss()
+
+    def forward(self, logits, y):
+        return self.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+def _train(rank: int, world: int, stages: int, slices: int, sequence: bool = False, folder: str = ""):
+    block = zero_runtime.LayerSpec(training.example().Block, training.WIDTH, training.HEADS)
+    layers = [zero_runtime.LayerSpec(Words), *[block] * training.LAYERS, zero_runtime.LayerSpec(Logits)]
+    model = zero_runtime.PipelineModule(layers, num_stages=stages, loss_fn=Loss(), seed_layers=True)
+    replicas = world // stages // slices
+    given = training.config(
+        1,
+        train_batch_size=8,
+        gradient_clipping=0.3,
+        tp_size=slices,
+        tensor_parallel={"plan": PLAN, "sequence_parallel": sequence} if slices > 1 else {},
+    )
+    engine, *_ = zero_runtime.initialize(model=model, config=given)
+    assert engine.parallelism.replicas == replicas and engine.gradient_accumulation_steps() == 4 // replicas
+    losses = []
+    for step in range(3):
+        x, y = training.batch(step, 8)
+        share = slice(
+            8 // replicas * engine.parallelism.replica, 8 // replicas * (engine.parallelism.replica + 1)
+        )
+        pieces = zip(x[share].split(2), y[share].split(2), strict=True)
+        losses.append(float(engine.train_batch(data_iter=iter(list(pieces)))))
+    sizes = sorted({tuple(parameter.shape) for parameter in engine.module.parameters()})
+    return losses, float(engine.get_global_grad_norm()), sizes
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return run_ranks(1, _train, 1, 1)[0]
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["columns", "sequence"])
+def test_two_stages_of_two_slices(alone, sequence):
+    expected, norm, _ = alone
+    for losses, own, sizes in run_ranks(4, _train, 2, 2, sequence):
+        assert losses == pytest.approx(expected, rel=2e-5) and own == pytest.approx(norm, rel=1e-4)
+        assert (24, 16) in sizes and (48, 16) not in sizes
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sequence", [False, True], ids=["columns", "sequence"])
+def test_two_stages_of_two_slices_of_two_replicas(alone, sequence):
+    expected, norm, _ = alone
+    for losses, own, _ in run_ranks(8, _train, 2, 2, sequence):
+        assert losses == pytest.approx(expected, rel=2e-5) and own == pytest.approx(norm, rel=1e-4)
