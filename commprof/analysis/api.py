@@ -36,6 +36,7 @@ from commprof.analysis import levels as levels_module
 from commprof.analysis import matrix as matrix_module
 from commprof.analysis import rank_bytes as rank_bytes_module
 from commprof.analysis import records as records_module
+from commprof.analysis import resource_use as resource_use_module
 from commprof.analysis import resources as resources_module
 from commprof.analysis import settings as settings_module
 from commprof.analysis import timeline as timeline_module
@@ -118,6 +119,7 @@ __all__ = [
     "records_page",
     "reduction_levels",
     "requested",
+    "resource_use",
     "resources",
     "run_names",
     "settings",
@@ -260,6 +262,12 @@ def step_times(run: AnyRun) -> pd.DataFrame:
     """One row per training step and attempt: times, loss, and what was sent in it."""
     run = _opened(run)
     return sums.step_times(run)
+
+
+def resource_use(run: AnyRun) -> pd.DataFrame:
+    """Memory, processors and share of communication of each training step, one row per step and attempt."""
+    run = _opened(run)
+    return resource_use_module.resource_use(sums.step_times(run), table(run, "samples"))
 
 
 def arrivals(run: AnyRun) -> pd.DataFrame:

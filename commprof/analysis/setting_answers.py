@@ -62,6 +62,22 @@ RESOURCES: Final = Table(
     key=("label",),
 )
 
+RESOURCE_USE: Final = Table(
+    "resource_use",
+    "What a run used in each training step: memory, processors, and the share of the time that went into communication.",
+    (
+        Column("attempt", "int32", "restart of the job"),
+        Column("step", "int32", "training step, from 0"),
+        Column("duration_ns", "int64", "longest over the ranks; null where a rank never ended it", True, "ns"),
+        Column("rss_bytes", "int64", "resident memory when it ended, largest over the ranks", True, "bytes"),
+        Column("device_bytes", "int64", "device memory when it ended, largest over the ranks", True, "bytes"),
+        Column("cores", "float64", "CPU time of a rank's process over the time of the step, mean over ranks", True),
+        Column("gpu_share", "float64", "utilisation of the GPUs, mean of the samples in it (--sample nvml)", True),
+        Column("communication_share", "float64", "share of its time that ranks stood still for collectives, at least", True),
+    ),
+    key=("attempt", "step"),
+)
+
 STEP_TIME_PAIRS: Final = Table(
     "step_time_pairs",
     "Each two settings: whether the step time of the second differs from that of the first by more than their repeats do.",
@@ -101,6 +117,7 @@ SETTING_ANSWERS: Final[dict[str, Table]] = {
     "reduction_levels": REDUCTION_LEVELS,
     "rank_bytes": RANK_BYTES,
     "resources": RESOURCES,
+    "resource_use": RESOURCE_USE,
     "step_time_pairs": STEP_TIME_PAIRS,
     "advice": ADVICE,
 }

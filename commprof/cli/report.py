@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from commprof.cli import exposure as exposed
-from commprof.cli import rendering
+from commprof.cli import rendering, resources
 from commprof.cli.extras import needed
 from commprof.cli.rendering import Heading, Rows
 from commprof.cli.runs import RunArgument, opened
@@ -53,10 +53,11 @@ def report(
         moved = api.moved(found)
         exposure = api.exposure(found, by=("attempt", "step"))
         exposure_per_step = api.exposure_per_step(found)
+        resource_use = api.resource_use(found)
         stragglers = api.stragglers(found) if facts["records"] <= _MOST_COMPARED else None
     if as_json:
         answers = {"overview": facts, "traffic": traffic, "steps": steps, "moved": moved}
-        answers |= {"exposure": exposure, "exposure_per_step": exposure_per_step}
+        answers |= {"exposure": exposure, "exposure_per_step": exposure_per_step, "resources": resource_use}
         rendering.show_json({**answers, "stragglers": stragglers})
         return 0
     rendering.show(title(facts), "")
@@ -65,6 +66,7 @@ def report(
     else:
         said = exposed.step_texts(exposure) if per_step else None
         rendering.show(*traffic_parts(traffic, steps, said), *exposed.per_step_parts(exposure_per_step))
+    rendering.show(*resources.resource_parts(resource_use))
     rendering.show(*straggler_parts(stragglers), *moved_parts(moved), health(facts))
     return 0
 

@@ -9,6 +9,7 @@ import pandas as pd
 from commprof.analysis import api
 from commprof_dash.data import Runs
 
+MOST_STEPS: Final = 600  # that a chart has room for
 MOST_RECORDS: Final = 400_000  # a ledger goes through every record in Python
 
 
@@ -25,3 +26,9 @@ def exposure(runs: Runs, name: str) -> pd.DataFrame:
     frame: pd.DataFrame = runs.of_run("exposure_per_step", name, api.exposure_per_step)
     purposes = frame["purpose"].astype("object").where(frame["purpose"].notna(), "untagged")
     return frame.assign(purpose=purposes.astype("str"))
+
+
+def resources(runs: Runs, name: str) -> pd.DataFrame:
+    """What each training step used; of more than :data:`MOST_STEPS` steps evenly many."""
+    frame: pd.DataFrame = runs.of_run("resource_use", name, api.resource_use)
+    return frame.iloc[:: -(-len(frame) // MOST_STEPS) or 1]

@@ -1,8 +1,9 @@
-"""``python -m zero_runtime.report``: what this runtime finds here: versions, backends, memory and disks."""
+"""``python -m zero_runtime.report``: what this runtime finds here: versions, backends, memory, disks and their speed."""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import platform
 import shutil
@@ -13,22 +14,29 @@ from pathlib import Path
 
 import torch
 
-from zero_runtime import comm
+from zero_runtime import comm, log
+from zero_runtime.bench.io import measure, ways
+from zero_runtime.bench.quantities import size
 from zero_runtime.deepspeed_names import comm as messages
 from zero_runtime.deepspeed_names.accelerator import get_accelerator
 from zero_runtime.deepspeed_names.distribution import DISTRIBUTION, FOLLOWED, NamesDistribution
+from zero_runtime.errors import ZeroRuntimeError
 from zero_runtime.memory import memory_in_use
+from zero_runtime.offload.folders import new_folder, remove_folder
 from zero_runtime.version import VERSION
 
 _GIB = 2**30
+_BLOCK = 1 << 20
+_BLOCK_ALIGNMENT = 4096
 _PACKAGES = ("numpy", "safetensors", "transformers", "accelerate")
 
 
-def lines(directory: Path) -> Iterator[tuple[str, str]]:
+def lines(directory: Path, measured_bytes: int = 0) -> Iterator[tuple[str, str]]:
     """What is found: a name and a text each.
 
     Args:
         directory: of which the disk is shown.
+        measured_bytes: of a file that is written and read there, to measure the disk; 0 for none.
     """
     yield "zero_runtime", f"{VERSION}, with the names of DeepSpeed {FOLLOWED}"
     yield "DeepSpeed", _deepspeed()
@@ -51,6 +59,9 @@ def lines(directory: Path) -> Iterator[tuple[str, str]]:
     yield "memory", f"{(used.host - used.host_used) / _GIB:.1f} GiB of {used.host / _GIB:.1f} GiB are free"
     yield "shared memory", _disk(Path("/dev/shm"))
     yield "disk", f"{directory}: {_disk(directory)}"
+    if measured_bytes:
+        yield "disk speed", _speed(directory, measured_bytes)
+    yield "log level", f"{logging.getLevelName(log.level()).lower()}, by {' or '.join(log.VARIABLES)}"
     yield "ranks by the environment", _ranks()
 
 
@@ -76,6 +87,26 @@ def _disk(path: Path) -> str:
     return f"{found.free / _GIB:.1f} GiB of {found.total / _GIB:.1f} GiB are free"
 
 
+def _speed(path: Path, num_bytes: int) -> str:
+    """How fast files of offloaded tensors are written to and read from ``path``."""
+    try:
+        folder = new_folder(path, 0, "report", "--directory")
+    except ZeroRuntimeError as error:
+        return f"cannot be measured: {error}"
+    try:
+        found = [measure(folder, setting, num_bytes, 1) for setting in ways(folder, [_BLOCK], [2], 1)]
+    except (ZeroRuntimeError, OSError) as error:
+        return f"cannot be measured: {error}"
+    finally:
+        remove_folder(folder)
+    shown = [
+        f"{'past' if each.setting.direct else 'through'} the page cache {each.write / 1e6:.0f} MB/s written, "
+        f"{each.read / 1e6:.0f} MB/s read"
+        for each in found
+    ]
+    return f"{'; '.join(shown)} ({num_bytes / 2**20:.0f} MiB; python -m zero_runtime.bench io says more)"
+
+
 def _ranks() -> str:
     if "RANK" not in os.environ:
         return "no launcher has started this process"
@@ -86,12 +117,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report."""
     parser = argparse.ArgumentParser(prog="python -m zero_runtime.report", description=__doc__)
     parser.add_argument("--directory", type=Path, default=Path.cwd(), help="of which the disk is shown")
+    parser.add_argument(
+        "--disk-bytes",
+        type=size,
+        default=32 << 20,
+        help="size of the file that is written and read there to measure the disk, a multiple of 4096 (default: 32m)",
+    )
+    parser.add_argument(
+        "--no-disk-speed", action="store_true", help="do not measure the disk; nothing is written"
+    )
     parser.add_argument("--hide_operator_status", action="store_true", help="accepted for ds_report's sake")
     parser.add_argument(
         "--hide_errors_and_warnings", action="store_true", help="accepted for ds_report's sake"
     )
     given = parser.parse_args(arguments)
-    found = list(lines(given.directory))
+    if given.disk_bytes % _BLOCK_ALIGNMENT:
+        parser.error(f"--disk-bytes is {given.disk_bytes}; expected a multiple of {_BLOCK_ALIGNMENT} bytes")
+    found = list(lines(given.directory, 0 if given.no_disk_speed else given.disk_bytes))
     width = max(len(name) for name, _ in found)
     for name, text in found:
         print(f"{name.ljust(width)}  {text}")

@@ -68,6 +68,7 @@ def _answers(runs: Runs, name: str, measure: Measure, scheme: Scheme) -> list[Co
                 _before_steps(runs.traffic_before_steps(name), facts["steps"]),
             ]
         ),
+        overview_cards.resources(overview_data.resources(runs, name), scheme),
         cards.columns([_what_ran(facts), overview_cards.cost(facts)]),
         cards.columns([_groups(runs.groups(name)), _moved(runs.moved(name), facts["moved_reason"])]),
     ]

@@ -12,6 +12,7 @@ from dash.development.base_component import Component
 from commprof.analysis import api
 from commprof_dash import overview_data
 from commprof_dash.charts import exposure as charts
+from commprof_dash.charts import resources as resource_charts
 from commprof_dash.components import cards, messages, tables
 from commprof_dash.components.tables import Cell, Field
 from commprof_dash.measures import format_count
@@ -22,6 +23,7 @@ _STATES: Final = {
     "mismatch": ("The ledger does not close", "error"),
     "unknown": ("Whether the ledger closes cannot be told", "warning"),
 }
+_TABLE_ROWS: Final = 300
 _EXPOSED: Final = "Exposed and overlapped"
 
 
@@ -89,6 +91,32 @@ def exposure(frame: pd.DataFrame, facts: Mapping[str, Any], scheme: Scheme) -> C
 
 def _at_least(row: pd.Series[Any]) -> str:
     return "at least " if row["timed"] < row["records"] else ""
+
+
+def resources(frame: pd.DataFrame, scheme: Scheme) -> Component:
+    """What the run used over its steps."""
+    title = "Resources over the run"
+    columns = ["rss_bytes", "device_bytes", "cores", "gpu_share", "communication_share"]
+    if frame[columns].isna().all(axis=None):
+        return cards.empty_card(
+            "resources", title, "No training step of this run ended, or its memory is not known."
+        )
+    return cards.figure_card(
+        "resources",
+        title,
+        "Memory when a step ended, of the largest rank. Cores busy: CPU time over time. GPUs: as --sample nvml read them.",
+        resource_charts.over_steps(frame, scheme),
+        frame,
+        [
+            Field("step", "Step", str, numeric=True),
+            Field("rss_bytes", "Resident memory", api.format_bytes, numeric=True),
+            Field("device_bytes", "Device memory", api.format_bytes, numeric=True),
+            Field("cores", "Cores busy", "{:.2f}".format, numeric=True),
+            Field("gpu_share", "GPU utilisation", "{:.1%}".format, numeric=True),
+            Field("communication_share", "Stood still for collectives", "{:.1%}".format, numeric=True),
+        ],
+        most_rows=_TABLE_ROWS,
+    )
 
 
 def cost(facts: Mapping[str, Any]) -> Component:

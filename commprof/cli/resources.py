@@ -1,0 +1,72 @@
+"""The part of ``commprof report`` about resources: memory, processors, and the share of communication, over the steps."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import TYPE_CHECKING, Any, Final
+
+from commprof.cli import rendering
+from commprof.cli.rendering import Heading, Rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import pandas as pd
+
+_HEADINGS: Final = (
+    Heading("resource"),
+    Heading("median", number=True),
+    Heading("largest", number=True),
+    Heading("first step", number=True),
+    Heading("last step", number=True),
+)
+
+
+def resource_parts(use: pd.DataFrame) -> list[Rows | str]:
+    """What the steps after the first used; nothing where none of it is known.
+
+    Args:
+        use: the answer of ``api.resource_use``.
+    """
+    rows = rendering.records(use)
+    later = [row for row in rows if row["step"] > min(each["step"] for each in rows)] or rows
+    cells = [
+        _cells(name, [row[column] for row in rows], [row[column] for row in later], shown)
+        for name, column, shown in _LINES
+        if any(not rendering.is_missing(row[column]) for row in rows)
+    ]
+    if not cells:
+        return []
+    plural = "step" if len(later) == 1 else "steps"
+    return [Rows(_HEADINGS, cells, f"Resources over the run, {len(later)} {plural} after the first")]
+
+
+def _cells(
+    name: str, every: Sequence[Any], later: Sequence[Any], shown: Callable[[Any], str]
+) -> tuple[str, ...]:
+    known = [value for value in later if not rendering.is_missing(value)]
+    middle = shown(median(known)) if known else rendering.MISSING
+    largest = shown(max(known)) if known else rendering.MISSING
+    first, last = (rendering.MISSING if rendering.is_missing(v) else shown(v) for v in (every[0], every[-1]))
+    return name, middle, largest, first, last
+
+
+def _bytes(value: float) -> str:
+    return rendering.number_of_bytes(round(value))
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def _cores(value: float) -> str:
+    return f"{value:.2f}"
+
+
+_LINES: Final = (
+    ("resident memory, largest rank", "rss_bytes", _bytes),
+    ("device memory, largest rank", "device_bytes", _bytes),
+    ("cores busy, mean rank", "cores", _cores),
+    ("GPU utilisation", "gpu_share", _percent),
+    ("stood still for collectives", "communication_share", _percent),
+)
