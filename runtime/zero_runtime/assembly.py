@@ -14,10 +14,11 @@ import torch
 from commprof import hooks
 from zero_runtime.bands import BandedGradients
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.compression.assembly import compressed
+from zero_runtime.compression.assembly import by_signs, compressed
 from zero_runtime.compression.residuals import Residuals
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.configuration.combinations import WHOLE_BUCKET_NUMEL
+from zero_runtime.configuration.compression import check_one_bit
 from zero_runtime.data_parallel import data_parallel_ranks
 from zero_runtime.errors import ConfigError, UnsupportedError
 from zero_runtime.flat_parameters import FlatParameters
@@ -28,6 +29,7 @@ from zero_runtime.matrix_updates import check_whole_gradients
 from zero_runtime.offload.placement import placement
 from zero_runtime.optimizer import StepPolicy
 from zero_runtime.optimizers.muon import mark_matrices
+from zero_runtime.optimizers.one_bit import OneBitOptimizer
 from zero_runtime.parallelism import Parallelism, data_parallel, use
 from zero_runtime.partitioned_types import whole_parameters
 from zero_runtime.precision import (
@@ -147,7 +149,7 @@ def _assembled(
         return Assembly(module, device, group, kinds, boundary, LossScale(), None, None, kept)
     _describe(module, inner)
     scale = LossScale(config.precision.loss_scale)
-    reduce, residuals = _reduction(config, group, boundary, scale)
+    reduce, residuals = _reduction(config, module, inner, group, boundary, scale)
     policy = Policy(
         stage=config.zero.stage,
         reduce=reduce,
@@ -163,10 +165,18 @@ def _assembled(
 
 
 def _reduction(
-    config: RuntimeConfig, group: DataParallelGroup, boundary: Boundary, scale: LossScale
+    config: RuntimeConfig,
+    module: torch.nn.Module,
+    inner: torch.optim.Optimizer,
+    group: DataParallelGroup,
+    boundary: Boundary,
+    scale: LossScale,
 ) -> tuple[Reduction, Residuals | None]:
-    """How gradients are reduced, and what is left over where they are compressed."""
+    """How gradients are reduced, and what is left over where they, or what the optimizer makes of them, are compressed."""
     plain = reduction(config.zero.gradient_reduction, config.zero.reduce_scatter_impl)
+    if isinstance(inner, OneBitOptimizer):
+        check_one_bit(config, type(inner).__name__)
+        return by_signs(inner, plain, module, group)
     if config.gradient_compression is None:
         return plain, None
     return compressed(

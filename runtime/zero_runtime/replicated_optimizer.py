@@ -11,6 +11,7 @@ from zero_runtime.comm import DataParallelGroup
 from zero_runtime.fragments import Master, Part
 from zero_runtime.loss_scale import UNSCALED, LossScale
 from zero_runtime.optimizer import StepPolicy, WrappedOptimizer, master_of
+from zero_runtime.optimizers import ZeroOneAdam
 from zero_runtime.precision import agree_on_overflow, any_overflow
 from zero_runtime.torch_optimizer import replace_parameters
 from zero_runtime.whole_gradients import ReplicatedGradients
@@ -91,6 +92,11 @@ class ReplicatedOptimizer(WrappedOptimizer):
         if taken:
             self._scale.update(False)
             self._gradients.clear()
+
+    def settle(self) -> None:
+        """Have ranks meet that go on by themselves for some steps."""
+        if isinstance(self.optimizer, ZeroOneAdam):
+            self.optimizer.meet()
 
     @torch.no_grad()
     def adopt(self) -> None:

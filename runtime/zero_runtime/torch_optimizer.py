@@ -12,14 +12,14 @@ import torch
 from zero_runtime.config import OptimizerConfig
 from zero_runtime.configuration.signatures import check_arguments
 from zero_runtime.errors import ConfigError, UnsupportedError
-from zero_runtime.optimizers import Lamb, Lion, Muon, UncorrectedAdam
+from zero_runtime.optimizers import Lamb, Lion, Muon, OneBitAdam, UncorrectedAdam, ZeroOneAdam
+from zero_runtime.optimizers.one_bit import OneBitOptimizer
 
 Parameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 ClientOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 _Made = tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]
 
 _ADAM: Final = ("adam", "adamw")
-_REMOVED: Final = ("onebitadam", "zerooneadam", "onebitlamb")
 _MUP: Final = ("muadam", "muadamw", "musgd")
 # Known to be right on flat pieces of parameters; plain SGD is, though DeepSpeed has not tested it.
 _TESTED: Final = (
@@ -102,8 +102,10 @@ def _from_config(config: OptimizerConfig) -> _Made:
             "optimizer.params.max_grad_norm is not an optimizer's parameter; use gradient_clipping at the top instead"
         )
     lower = name.lower()
-    if lower in _REMOVED:
-        raise ConfigError(f"optimizer.type {name} has been removed from DeepSpeed; use Adam or AdamW")
+    if lower == "onebitlamb":
+        raise UnsupportedError(
+            f"optimizer.type {name} is not in this version; use OneBitAdam, ZeroOneAdam, or Lamb with gradient_compression"
+        )
     if lower in _MUP:
         raise UnsupportedError(
             f"optimizer.type {name} is not in this version: it needs the package mup, whose learning rates depend on each "
@@ -125,7 +127,7 @@ def _class_of_torch(name: str) -> type[torch.optim.Optimizer]:
         near = get_close_matches(name, known, 1, 0.4) or get_close_matches(name.upper(), known, 1, 0.0)
         raise ConfigError(
             f"optimizer.type {name!r} is unknown; did you mean {near[0]!r}? It is Adam, AdamW, Adagrad, Lamb, "
-            "Lion, Muon or a class of torch.optim"
+            "Lion, Muon, OneBitAdam, ZeroOneAdam or a class of torch.optim"
         )
     return known[name]
 
@@ -172,12 +174,25 @@ def _muon(arguments: dict[str, Any], name: str) -> _Made:
     return Muon, arguments
 
 
+def _one_bit(arguments: dict[str, Any], name: str) -> _Made:
+    if _flag(arguments, "bias_correction", False):
+        raise ConfigError(
+            f"optimizer.params.bias_correction is true, and {name} corrects no bias; remove it, or use AdamW with "
+            "gradient_compression"
+        )
+    for idle in ("cuda_aware", "comm_backend_name"):  # how DeepSpeed sent its messages
+        arguments.pop(idle, None)
+    return OneBitAdam if name == "onebitadam" else ZeroOneAdam, arguments
+
+
 _OWN: Final[Mapping[str, Callable[[dict[str, Any], str], _Made]]] = {
     **dict.fromkeys(_ADAM, _adam),
     "adagrad": _adagrad,
     "lamb": _lamb,
     "lion": _lion,
     "muon": _muon,
+    "onebitadam": _one_bit,
+    "zerooneadam": _one_bit,
 }
 
 
@@ -231,6 +246,11 @@ def check_shardable(optimizer: torch.optim.Optimizer, stage: int, untested_allow
         ConfigError: with what to do.
     """
     name = type(optimizer).__name__
+    if isinstance(optimizer, OneBitOptimizer):
+        raise ConfigError(
+            f"optimizer {name} works at stage 0 alone, where every rank has the whole of its means, and the stage is "
+            f"{stage}; use stage 0, or AdamW with gradient_compression"
+        )
     if isinstance(optimizer, Muon):
         return
     if name in _NOT_ELEMENTWISE:

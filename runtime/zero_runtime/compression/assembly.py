@@ -13,7 +13,9 @@ from zero_runtime.compression.exchange import Exchange
 from zero_runtime.compression.hosts import hosts_of
 from zero_runtime.compression.reduction import CompressedReduction
 from zero_runtime.compression.residuals import Residuals
+from zero_runtime.compression.signs import MeanOfSigns, WantedReduction
 from zero_runtime.configuration.compression import ONE_BIT, TOP_K, GradientCompression
+from zero_runtime.optimizers.one_bit import OneBitOptimizer
 from zero_runtime.reduction import Reduction
 
 
@@ -50,6 +52,26 @@ def compressed(
         hosts,
     )
     return reduce, residuals
+
+
+def by_signs(
+    optimizer: OneBitOptimizer, plain: Reduction, module: torch.nn.Module, group: DataParallelGroup
+) -> tuple[Reduction, Residuals]:
+    """Connect ``optimizer`` to the other ranks; gives the reduction of its gradients, and what is left over.
+
+    Args:
+        optimizer: sends what it makes of the gradients.
+        plain: the reduction.
+        module: the model; parameters that it has not are named by their position.
+        group: the data-parallel ranks.
+    """
+    residuals = Residuals()
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+    for number, each in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(each["params"]):
+            names.setdefault(parameter, f"param_groups[{number}][{index}]")
+    optimizer.connect(MeanOfSigns(group, names, residuals))
+    return WantedReduction(optimizer, plain), residuals
 
 
 def _exchange(settings: GradientCompression, dtype: torch.dtype) -> Exchange:

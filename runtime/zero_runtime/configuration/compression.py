@@ -81,6 +81,9 @@ def check_compression(config: RuntimeConfig, notices: list[str]) -> None:
         ConfigError: with what to do.
     """
     compression, zero = config.gradient_compression, config.zero
+    kind = "" if config.optimizer is None else config.optimizer.type
+    if kind.lower() in ("onebitadam", "zerooneadam"):
+        check_one_bit(config, kind)
     if compression is None:
         return
     if zero.stage.shards_parameters:
@@ -103,3 +106,29 @@ def check_compression(config: RuntimeConfig, notices: list[str]) -> None:
         notices.append(
             "gradient_compression.huffman_coding has no effect with algorithm 1bit, whose signs do not get smaller"
         )
+
+
+def check_one_bit(config: RuntimeConfig, kind: str) -> None:
+    """Refuse what an optimizer that compresses by itself, called ``kind``, does not go together with.
+
+    Raises:
+        ConfigError: with what to do.
+    """
+    kinds = config.precision
+    for given, instead in (
+        (
+            config.zero.stage.shards_optimizer and f"zero_optimization.stage {config.zero.stage.number}",
+            "stage 0",
+        ),
+        (config.gradient_compression is not None and "gradient_compression", "one of the two"),
+        (
+            (kinds.bf16 or kinds.fp16) and f"a model in {'bf16' if kinds.bf16 else 'fp16'}",
+            "fp32, or torch_autocast",
+        ),
+        (config.gradient_allreduce_op != "mean" and "gradient_allreduce_op sum", "mean"),
+    ):
+        if given:
+            raise ConfigError(
+                f"optimizer.type {kind} sends compressed means of its own, and does not go together with {given}; use "
+                f"{instead}, or AdamW with gradient_compression"
+            )

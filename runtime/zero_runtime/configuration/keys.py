@@ -35,7 +35,9 @@ __all__ = ["BLOCKS", "Key", "Status", "Table", "inert_keys", "read", "stage_3_on
 
 OPTIMIZER: Final[Table] = {
     "type": used(
-        text, None, "Adam, AdamW, Adagrad, Lamb, Lion, Muon, or a class of torch.optim by its own name"
+        text,
+        None,
+        "Adam, AdamW, Adagrad, Lamb, Lion, Muon, OneBitAdam, ZeroOneAdam, or a class of torch.optim by its own name",
     ),
     "params": used(mapping, {}, "its arguments: see docs/optimizers.md"),
     "legacy_fusion": inert(boolean, False, "how a fused Lamb is wrapped", "there is one way"),

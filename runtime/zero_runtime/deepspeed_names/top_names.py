@@ -13,7 +13,9 @@ _HERE: Final = "zero_runtime.deepspeed_names"
 INFERENCE: Final = (
     "inference engines are not part of this runtime; call the model itself under torch.inference_mode()"
 )
-DUAL_PIPELINE: Final = "pipelines with micro-batches from both ends are not in this version; PipelineModule has 1F1B"
+DUAL_PIPELINE: Final = (
+    "pipelines with micro-batches from both ends are not in this version; PipelineModule has 1F1B"
+)
 TENSOR_PARALLEL: Final = "tensor parallelism is not in this version"
 EXPERTS: Final = "experts (MoE) are not in this version"
 KERNELS: Final = "there are no kernels of its own to build or inject; torch's are used"

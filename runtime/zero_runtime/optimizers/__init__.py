@@ -6,5 +6,6 @@ from zero_runtime.optimizers.adam import UncorrectedAdam
 from zero_runtime.optimizers.lamb import Lamb
 from zero_runtime.optimizers.lion import Lion
 from zero_runtime.optimizers.muon import Muon
+from zero_runtime.optimizers.one_bit import OneBitAdam, ZeroOneAdam
 
-__all__ = ["Lamb", "Lion", "Muon", "UncorrectedAdam"]
+__all__ = ["Lamb", "Lion", "Muon", "OneBitAdam", "UncorrectedAdam", "ZeroOneAdam"]

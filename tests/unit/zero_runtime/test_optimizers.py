@@ -237,7 +237,9 @@ def test_lamb_on_pieces_is_lamb_on_parameters():
         ("Lamb", {"min_coeff": 2.0, "max_coeff": 1.0}, "min_coeff <= max_coeff"),
         ("Lion", {"betas": [0.9, 1.5]}, "betas are .0.9, 1.5."),
         ("Lion", {"lr": -1.0}, "lr is -1.0; expected a number from 0"),
-        ("OneBitAdam", {}, "has been removed"),
+        ("OneBitAdam", {"freeze_step": 0}, "freeze_step is 0; expected a whole number of at least 1"),
+        ("ZeroOneAdam", {"local_step_clipper": 1.5}, "local_step_clipper is 1.5"),
+        ("OneBitAdam", {"bias_correction": True}, "corrects no bias"),
         ("LBFGS", {}, "computes the loss several times"),
         ("SparseAdam", {}, "sparse gradients"),
     ],
@@ -248,7 +250,8 @@ def test_refused(kind, params, words):
 
 
 @pytest.mark.parametrize(
-    ("kind", "params"), [("MuAdam", {}), ("MuSGD", {"lr": 1}), ("Adam", {"fp32_optimizer_states": False})]
+    ("kind", "params"),
+    [("MuAdam", {}), ("OneBitLamb", {}), ("MuSGD", {"lr": 1}), ("Adam", {"fp32_optimizer_states": False})],
 )
 def test_not_in_this_version(kind, params):
     with pytest.raises(UnsupportedError, match="not in this version"):

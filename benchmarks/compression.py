@@ -1,0 +1,176 @@
+"""What compressing gradients saves, and what it costs: bytes, step time and loss of the example GPT on emulated hosts.
+
+Each host is a network namespace of this machine with one rank and a link of its own (veth and tbf, 100 Mbit/s unless
+``--rate`` says otherwise). Every case starts from the same weights and sees the same batches. Bytes are those that a
+host's interface sent while the steps ran, so they hold the headers of TCP, and at stages 2 and 3 the parameters that are
+gathered. Needs root.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from results import arguments, publish
+
+from support import hosts as network
+
+ROOT = Path(__file__).resolve().parent.parent
+PORT = 29_740
+CANNOT = 3  # exit code where there can be no such hosts
+COMMON = {
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+    "gradient_clipping": 1.0,
+}
+
+
+class Case(NamedTuple):
+    """A row of the table: how gradients are compressed, and what else the config says."""
+
+    name: str
+    compression: Mapping[str, Any] | None = None
+    stage: int = 0
+    top: Mapping[str, Any] = {}
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The whole configuration."""
+        compression = {} if self.compression is None else {"gradient_compression": dict(self.compression)}
+        return {**COMMON, "zero_optimization": {"stage": self.stage}, **compression, **self.top}
+
+
+def cases(steps: int) -> list[Case]:
+    """The rows; ``steps`` is how long each trains."""
+    one_percent = {"algorithm": "topk", "topk_ratio": 0.01}
+    tenth = steps // 10
+    return [
+        Case("uncompressed"),
+        Case("bf16 on the wire", None, 0, {"communication_data_type": "bf16"}),
+        Case("topk 10 %", {**one_percent, "topk_ratio": 0.1}),
+        Case("topk 1 %", one_percent),
+        Case("topk 1 %, Huffman coded", {**one_percent, "huffman_coding": True}),
+        Case(f"topk 1 % after {tenth} steps", {**one_percent, "warmup_steps": tenth}),
+        Case("topk 1 %, no error feedback", {**one_percent, "error_feedback": False}),
+        Case("topk 0.1 %", {**one_percent, "topk_ratio": 0.001}),
+        Case("2bit", {"algorithm": "2bit"}),
+        Case("1bit", {"algorithm": "1bit"}),
+        Case(f"1bit after {tenth} steps", {"algorithm": "1bit", "warmup_steps": tenth}),
+        Case("1bit, no error feedback", {"algorithm": "1bit", "error_feedback": False}),
+        Case("uncompressed, stage 2", None, 2),
+        Case("topk 1 %, stage 2", one_percent, 2),
+        Case("quantized, stage 3", None, 3, {"zero_optimization": _quantized(True)}),
+        Case("uncompressed, stage 3", None, 3, {"zero_optimization": _quantized(False)}),
+    ]
+
+
+def _quantized(quantized: bool) -> dict[str, Any]:
+    keys = {"zero_quantized_weights": quantized, "zero_quantized_gradients": quantized}
+    return {"stage": 3, "stage3_param_persistence_threshold": 1000, **keys}
+
+
+def run(chosen: list[Case], hosts: int, rate: str, steps: int) -> dict[str, dict[str, float]]:
+    """Train all cases, and return by name what rank 0 measured of each."""
+    script = str(ROOT / "benchmarks" / "compression_rank.py")
+    with tempfile.TemporaryDirectory() as folder, network.hosts(hosts, rate) as machines:
+        plan = Path(folder) / "plan.json"
+        plan.write_text(json.dumps({"steps": steps, "cases": {each.name: each.config for each in chosen}}))
+        ranks = [
+            machine.start(
+                [sys.executable, script, str(plan)],
+                environment(rank, hosts, machines[0].address),
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank, machine in enumerate(machines)
+        ]
+        try:
+            lines = [process.communicate()[0].splitlines() for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+    figures = [line for line in lines[0] if line.startswith("figures ")]
+    if len(figures) != len(chosen):
+        raise SystemExit(f"{len(figures)} of {len(chosen)} cases ran to their end; see above")
+    return dict(zip((each.name for each in chosen), (json.loads(each[8:]) for each in figures), strict=True))
+
+
+def environment(rank: int, hosts: int, address: str) -> dict[str, str]:
+    """The variables of a rank."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("COMMPROF_", "NCCL_"))}
+    return kept | {
+        "RANK": str(rank),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "WORLD_SIZE": str(hosts),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(PORT),
+        "GLOO_SOCKET_IFNAME": network.INTERFACE,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "runtime")]),
+    }
+
+
+def main() -> None:
+    """Measure, and publish the table."""
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--rate", default="100mbit", help="of each link, in the words of tc(8)")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument(
+        "--only", action="append", default=[], help="only cases whose name holds this; repeatable"
+    )
+    args = parser.parse_args()
+    if (why := network.why_impossible()) is not None:
+        print(f"there can be no hosts here: {why}", file=sys.stderr)
+        raise SystemExit(CANNOT)
+    chosen = [
+        each for each in cases(args.steps) if not args.only or any(part in each.name for part in args.only)
+    ]
+    figures = run(chosen, args.hosts, args.rate, args.steps)
+    base = figures.get("uncompressed", next(iter(figures.values())))
+    rows = [
+        [
+            name,
+            f"{found['sent_bytes'] / 1e3:,.0f}",
+            f"{1 - found['sent_bytes'] / _uncompressed(name, figures)['sent_bytes']:.1%}",
+            f"{found['training_loss']:.3f}",
+            f"{found['validation_loss']:.3f}",
+            f"{found['median_ms']:.0f} ({found['low_ms']:.0f} to {found['high_ms']:.0f})",
+        ]
+        for name, found in figures.items()
+    ]
+    publish(
+        args,
+        f"Compressed gradients: the example GPT ({base['parameters']:,.0f} parameters), {args.hosts} hosts, {args.rate} "
+        f"links, {args.steps} steps",
+        [
+            "gradients",
+            "kB sent per rank and step",
+            "fewer than uncompressed at that stage",
+            "training loss (last tenth)",
+            "validation loss",
+            "ms per step: median (tenth to ninetieth percentile)",
+        ],
+        rows,
+        figures,
+    )
+
+
+def _uncompressed(name: str, figures: Mapping[str, dict[str, float]]) -> dict[str, float]:
+    """The uncompressed case at the stage of the case called ``name``; that case itself where it was not run."""
+    _, comma, stage = name.partition(", stage ")
+    return figures.get(f"uncompressed{comma}{stage}" if comma else "uncompressed", figures[name])
+
+
+if __name__ == "__main__":
+    main()

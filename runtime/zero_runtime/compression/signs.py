@@ -1,0 +1,77 @@
+"""Means over the ranks that travel as signs, for optimizers that send what they make of the gradients (1-bit Adam)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import torch
+
+from commprof import hooks
+from zero_runtime.buckets import Bucket, Entry
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.compression.codecs import OneBit
+from zero_runtime.compression.exchange import Exchange
+from zero_runtime.compression.residuals import Residuals
+from zero_runtime.optimizers.one_bit import OneBitOptimizer
+from zero_runtime.reduction import Finish, Reduction
+
+_WHY: Final = hooks.tag("gradient_reduce", intended_op="all_reduce")
+
+
+class MeanOfSigns:
+    """A :data:`zero_runtime.optimizers.one_bit.Mean`: one all_gather for all tensors together.
+
+    Args:
+        group: the data-parallel ranks.
+        names: of the parameters.
+        residuals: what is left over on this rank.
+    """
+
+    def __init__(
+        self, group: DataParallelGroup, names: Mapping[torch.Tensor, str], residuals: Residuals
+    ) -> None:
+        self._group = group
+        self._names = names
+        self._residuals = residuals
+        self._exchange = Exchange(OneBit())
+
+    def __call__(self, what: str, parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        """Make of each of ``values`` its mean over the ranks, as far as signs and what was left over can tell it."""
+        if self._group.world_size == 1:
+            return
+        entries = [
+            Entry(f"{what} of {self._names[parameter]}", value.reshape(-1), ())
+            for parameter, value in zip(parameters, values, strict=True)
+        ]
+        flat = torch.cat([entry.gradient for entry in entries]).float()
+        self._residuals.add_to(flat, entries, 0, 1.0)
+        codec = self._exchange.codec
+        payload = codec.encode(flat)
+        total = torch.zeros_like(flat)
+        codec.add(payload, total)
+        self._residuals.keep(flat.sub_(total), entries, 0, 1.0)
+        _, payloads = self._exchange.send(payload, flat.numel(), self._group, _WHY)
+        total.zero_()
+        for each in payloads():
+            codec.add(each, total)
+        total.div_(self._group.world_size)
+        for value, part in zip(values, total.split([value.numel() for value in values]), strict=True):
+            value.copy_(part.view(value.shape))
+
+
+class WantedReduction:
+    """A :data:`zero_runtime.reduction.Reduction` that does nothing unless the optimizer wants mean gradients.
+
+    Args:
+        optimizer: takes the gradients.
+        plain: the reduction that is done then.
+    """
+
+    def __init__(self, optimizer: OneBitOptimizer, plain: Reduction) -> None:
+        self._optimizer = optimizer
+        self._plain = plain
+
+    def __call__(self, bucket: Bucket, group: DataParallelGroup) -> Finish | None:
+        """Sum the bucket over the ranks, or leave this rank's gradients in it."""
+        return self._plain(bucket, group) if self._optimizer.wants_mean() else None

@@ -1,0 +1,277 @@
+"""Adam whose ranks send each other signs: 1-bit Adam, and 0/1 Adam, at stage 0.
+
+Both leave Adam's second mean v as it is after a while. From then on an update is linear in the gradients, so that each
+rank may keep to its own ones, and what is sent is small. What travels is divided by sqrt(v) + eps first, the same on all
+ranks, so that its elements are of one magnitude, as signs with one scale are. What is left over of it is added the next
+time. Elements that never had a gradient while v was measured stay as they are.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from zero_runtime.errors import ConfigError
+from zero_runtime.optimizers.states import MomentOptimizer, check_hyperparameters
+
+# Makes of each tensor, of the parameter beside it, its mean over the ranks, in place; the word says what the tensors are.
+Mean = Callable[[str, Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
+
+
+def _alone(what: str, parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """The mean over a single rank."""
+
+
+class OneBitOptimizer(MomentOptimizer, ABC):
+    """What both have in common.
+
+    Args:
+        params: tensors or param groups.
+        defaults: options of a param group.
+    """
+
+    moments = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self, params: Any, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+    ) -> None:
+        check_hyperparameters(lr, betas, weight_decay)
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
+        self._mean: Mean = _alone
+
+    def connect(self, mean: Mean) -> None:
+        """Take means over the ranks by ``mean``."""
+        self._mean = mean
+
+    @property
+    def taken(self) -> int:
+        """Steps taken so far."""
+        return max((int(state.get("step", 0)) for state in self.state.values()), default=0)
+
+    @abstractmethod
+    def wants_mean(self) -> bool:
+        """Whether the coming step wants gradients that are averaged over the ranks, uncompressed."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient. All ranks must call it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        mean_given, number = self.wants_mean(), self.taken + 1
+        for _, tensors in self._groups():
+            list(self.moments_of(tensors))
+        if mean_given:
+            self._measure()
+            self._update()
+        else:
+            self._step_apart(number)
+        for _, tensors in self._groups():
+            for tensor in tensors:
+                self.state[tensor]["step"] = number
+        return loss
+
+    @abstractmethod
+    def _step_apart(self, number: int) -> None:
+        """Take step ``number`` by the gradients of this rank."""
+
+    def _groups(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
+        for group in self.param_groups:
+            tensors = [each for each in group["params"] if each.grad is not None]
+            if tensors:
+                yield group, tensors
+
+    def _measure(self) -> None:
+        """Advance both means by gradients that are the same on all ranks."""
+        for group, tensors in self._groups():
+            means, squares = self.moments_of(tensors)
+            beta1, beta2 = group["betas"]
+            for tensor, mean, square in zip(tensors, means, squares, strict=True):
+                assert tensor.grad is not None
+                mean.lerp_(tensor.grad, 1.0 - beta1)
+                square.mul_(beta2).addcmul_(tensor.grad, tensor.grad, value=1.0 - beta2)
+
+    def _update(self) -> None:
+        """Move every parameter by the means."""
+        for group, tensors in self._groups():
+            rate, decay = float(group["lr"]), group["weight_decay"]
+            means, squares = self.moments_of(tensors)
+            for tensor, mean, square in zip(tensors, means, squares, strict=True):
+                tensor.mul_(1.0 - rate * decay)
+                tensor.addcdiv_(mean, square.sqrt().add_(group["eps"]), value=-rate)
+
+    def _exchange(self, what: str, values: Sequence[torch.Tensor]) -> None:
+        """Make ``values``, one for each parameter that has a gradient, their means over the ranks, in place."""
+        parameters, divisors, moved = [], [], []
+        for group, tensors in self._groups():
+            for tensor in tensors:
+                square = self.state[tensor]["exp_avg_sq"]
+                parameters.append(tensor)
+                divisors.append(square.sqrt().add_(group["eps"]))
+                moved.append(square > 0)
+        scaled = [value.div(each).mul_(on) for value, each, on in zip(values, divisors, moved, strict=True)]
+        self._mean(what, parameters, scaled)
+        for value, mean, each, on in zip(values, scaled, divisors, moved, strict=True):
+            torch.mul(mean.mul_(on), each, out=value)
+
+
+class OneBitAdam(OneBitOptimizer):
+    """1-bit Adam of Tang et al. (arXiv:2102.02888): Adam at first, then means whose signs are sent.
+
+    With the means m of the gradient and v of its square, without bias correction, p <- (1 - lr weight_decay) p -
+    lr m / (sqrt(v) + eps). After ``freeze_step`` steps v stays, gradients stay on their ranks, and m becomes the mean over
+    the ranks of what each has made of it.
+
+    Args:
+        params: tensors or param groups.
+        lr: learning rate.
+        freeze_step: steps with uncompressed gradients; enough for v to settle, and for the rate to have warmed up.
+        betas: of the means.
+        eps: added to the root of v.
+        weight_decay: decoupled.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        freeze_step: int = 100_000,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay)
+        self._freeze_step = _count("freeze_step", freeze_step)
+
+    def wants_mean(self) -> bool:
+        """Whether v is still measured."""
+        return self.taken < self._freeze_step
+
+    def _step_apart(self, number: int) -> None:
+        averages = []
+        for group, tensors in self._groups():
+            means, _ = self.moments_of(tensors)
+            for tensor, mean in zip(tensors, means, strict=True):
+                assert tensor.grad is not None
+                averages.append(mean.lerp_(tensor.grad, 1.0 - group["betas"][0]))
+        self._exchange("momentum", averages)
+        self._update()
+
+
+class ZeroOneAdam(OneBitOptimizer):
+    """0/1 Adam of Lu et al. (arXiv:2202.06009): v is measured ever more rarely, and ranks meet ever more rarely.
+
+    Until ``var_freeze_step``, v is measured in steps that are 1, 2, 4, ... apart, ``var_update_scaler`` of each distance; in
+    the others the gradients are sent as signs. After it each rank goes on by itself for 1, 2, 4, ... steps, up to
+    ``local_step_clipper``, ``local_step_scaler`` steps with each number; then the ranks send the signs of how far they have
+    come, and all go on from the mean. In between their parameters differ; :meth:`meet` ends that before its time.
+
+    Args:
+        params: tensors or param groups.
+        lr: learning rate.
+        betas: of the means.
+        eps: added to the root of v.
+        weight_decay: decoupled; while ranks are apart it waits until they meet.
+        var_freeze_step: steps after which v stays.
+        var_update_scaler: measurements of v with each distance.
+        local_step_scaler: steps with each number of steps apart.
+        local_step_clipper: most steps apart.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        var_freeze_step: int = 100_000,
+        var_update_scaler: int = 16,
+        local_step_scaler: int = 32_678,
+        local_step_clipper: int = 16,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay)
+        self._freeze_step = _count("var_freeze_step", var_freeze_step)
+        self._measurements = _count("var_update_scaler", var_update_scaler)
+        self._steps_apart = _count("local_step_scaler", local_step_scaler)
+        self._most_apart = _count("local_step_clipper", local_step_clipper)
+
+    def wants_mean(self) -> bool:
+        """Whether v is measured in the coming step."""
+        number = self.taken + 1
+        return number <= self._freeze_step and measures(number, self._measurements)
+
+    def _step_apart(self, number: int) -> None:
+        if number > self._freeze_step:
+            self._step_alone()
+            after = number - self._freeze_step
+            if after % min(2 ** ((after - 1) // self._steps_apart), self._most_apart) == 0:
+                self.meet()
+            return
+        gradients = [
+            tensor.grad for _, tensors in self._groups() for tensor in tensors if tensor.grad is not None
+        ]
+        self._exchange("gradient", gradients)
+        for group, tensors in self._groups():
+            means, _ = self.moments_of(tensors)
+            for tensor, mean in zip(tensors, means, strict=True):
+                assert tensor.grad is not None
+                mean.lerp_(tensor.grad, 1.0 - group["betas"][0])
+        self._update()
+
+    def _step_alone(self) -> None:
+        for group, tensors in self._groups():
+            rate, (beta, _) = float(group["lr"]), group["betas"]
+            means, squares = self.moments_of(tensors)
+            for tensor, mean, square in zip(tensors, means, squares, strict=True):
+                assert tensor.grad is not None
+                state = self.state[tensor]
+                if not state.get("rates", 0.0):
+                    state["rates"] = 0.0
+                    state["anchor"] = tensor.detach().clone()
+                mean.lerp_(tensor.grad, 1.0 - beta)
+                tensor.addcdiv_(mean * (square > 0), square.sqrt().add_(group["eps"]), value=-rate)
+                state["rates"] += rate
+
+    @torch.no_grad()
+    def meet(self) -> None:
+        """Make the parameters of all ranks the same, if they are not. All ranks must call it."""
+        apart = [
+            (group, tensor)
+            for group in self.param_groups
+            for tensor in group["params"]
+            if self.state.get(tensor, {}).get("rates", 0.0)
+        ]
+        if not apart:
+            return
+        # What is sent is divided by sqrt(v) + eps already: distances are.
+        ways = [self.state[tensor]["anchor"] - tensor for _, tensor in apart]
+        self._mean("distance", [tensor for _, tensor in apart], ways)
+        for (group, tensor), way in zip(apart, ways, strict=True):
+            state = self.state[tensor]
+            square = state["exp_avg_sq"]
+            way.mul_(square > 0)
+            torch.mul(way / state["rates"], square.sqrt().add_(group["eps"]), out=state["exp_avg"])
+            tensor.copy_(state["anchor"]).mul_(1.0 - state["rates"] * group["weight_decay"]).sub_(way)
+            state["rates"] = 0.0
+
+
+def measures(number: int, each: int) -> bool:
+    """Whether step ``number``, from 1, is one of those that are 1, 2, 4, ... apart, ``each`` of every distance."""
+    last, distance = 0, 1
+    while True:
+        first = (last // distance + 1) * distance
+        last = first + (each - 1) * distance
+        if number <= last:
+            return number >= first and number % distance == 0
+        distance *= 2
+
+
+def _count(name: str, value: int) -> int:
+    if isinstance(value, bool) or value != int(value) or value < 1:
+        raise ConfigError(f"optimizer.params.{name} is {value!r}; expected a whole number of at least 1")
+    return int(value)
