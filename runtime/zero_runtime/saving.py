@@ -13,7 +13,7 @@ import torch
 from commprof import hooks
 from zero_runtime import log
 from zero_runtime.accumulation import Window
-from zero_runtime.checkpoint.loading import Wanted, load
+from zero_runtime.checkpoint.loading import Loaded, Wanted, load
 from zero_runtime.checkpoint.parts import load_parts, save_parts
 from zero_runtime.checkpoint.training import Training
 from zero_runtime.checkpoint.weights import collected_weights, save_weights
@@ -121,14 +121,9 @@ class Saving:
             custom_load_fn,
             self.config.checkpoint_load_universal,
         )
-        model, name = self.parallelism.model, None if tag is None else str(tag)
+        name = None if tag is None else str(tag)
         with self._checkpointing() as training:
-            if model is None:
-                loaded = load(training, Path(load_dir), name, wanted)
-            else:
-                loaded = load_parts(
-                    training, model, self.parallelism.model_sizes(), Path(load_dir), name, wanted
-                )
+            loaded = self._load(training, Path(load_dir), name, wanted)
         if loaded is None:
             return None, {}
         self.zero_grad()
@@ -136,6 +131,12 @@ class Saving:
         if loaded.counters is not None:
             self._count_from(loaded.counters)
         return str(loaded.directory), loaded.client_state
+
+    def _load(self, training: Training, load_dir: Path, tag: str | None, wanted: Wanted) -> Loaded | None:
+        model = self.parallelism.model
+        if model is None:
+            return load(training, load_dir, tag, wanted)
+        return load_parts(training, model, self.parallelism.model_sizes(), load_dir, tag, wanted)
 
     def save_16bit_model(
         self,

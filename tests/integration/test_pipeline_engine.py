@@ -392,7 +392,7 @@ def configurations_that_are_refused():
             [zero_runtime.TiedLayerSpec("k", nn.Linear, WIDTH, WIDTH, tied_weight_attr="wait")] * 2)  # fmt: skip
     refused("managed_gradient_accumulation", given=config(managed_gradient_accumulation=False))
     refused("layer 0 of the pipeline is a int; expected a module", [3])
-    with pytest.raises(zero_runtime.ConfigError, match="expected a subclass of torch.nn.Module"):
+    with pytest.raises(zero_runtime.ConfigError, match="expected a subclass of torch"):
         zero_runtime.LayerSpec(len, 3)
     with pytest.raises(zero_runtime.ConfigError, match="the model is a Linear; give it as"):
         zero_runtime.initialize(model=nn.Linear(2, 2), config=config(pipeline_parallel={"pp_size": 2}))

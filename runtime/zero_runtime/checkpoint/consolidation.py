@@ -15,7 +15,8 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from zero_runtime.checkpoint.deepspeed.checkpoint import open_folder
-from zero_runtime.checkpoint.manifest import FILE_NAME, LATEST_UNIVERSAL, check_tag, read_latest
+from zero_runtime.checkpoint.joined import open_stages
+from zero_runtime.checkpoint.manifest import FILE_NAME, LATEST_UNIVERSAL, PARTS, check_tag, read_latest
 from zero_runtime.checkpoint.opened import OpenCheckpoint
 from zero_runtime.checkpoint.reader import Checkpoint
 from zero_runtime.checkpoint.tensor_file import Entry, discard, write
@@ -46,7 +47,9 @@ def open_checkpoint(directory: str | Path, tag: str | None = None) -> OpenCheckp
         check_tag(tag)
         directory = directory / tag
     checkpoint: OpenCheckpoint | None = None
-    if not (directory / FILE_NAME).is_file():
+    if (directory / PARTS).is_file():
+        checkpoint = open_stages(directory)
+    elif not (directory / FILE_NAME).is_file():
         checkpoint = open_folder(directory)
     if checkpoint is None:
         if tag is None and directory.is_dir() and any(each.is_dir() for each in directory.iterdir()):

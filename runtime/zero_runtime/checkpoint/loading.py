@@ -29,6 +29,9 @@ from zero_runtime.sharding.shards import shard_of
 _ALIKE: Final = (frozenset({"Adam", "AdamW"}),)
 
 
+Opener = Callable[[Path, Mapping[str, torch.dtype]], OpenCheckpoint]
+
+
 class Wanted(NamedTuple):
     """What is loaded; the arguments of ``engine.load_checkpoint``.
 
@@ -75,7 +78,12 @@ class Others(NamedTuple):
 
 
 def load(
-    training: Training, load_dir: Path, tag: str | None, wanted: Wanted, others: Others | None = None
+    training: Training,
+    load_dir: Path,
+    tag: str | None,
+    wanted: Wanted,
+    others: Others | None = None,
+    opener: Opener | None = None,
 ) -> Loaded | None:
     """Load a checkpoint into ``training``. All ranks must call it.
 
@@ -85,6 +93,7 @@ def load(
         tag: which one; None for the one saved last.
         wanted: what of it.
         others: where this checkpoint is one of several parts.
+        opener: opens it; None for what its files say.
 
     Returns:
         None where ``tag`` is None and nothing has been saved there.
@@ -96,7 +105,7 @@ def load(
     group = training.group
     doing = f"loading {load_dir if tag is None else load_dir / tag}"
     training.settle()
-    found, error = agreement.attempt(lambda: _open(training, load_dir, tag, wanted, others))
+    found, error = agreement.attempt(lambda: _open(training, load_dir, tag, wanted, others, opener))
     try:
         _agree(group, found, error, doing)
     except CheckpointError as failure:
@@ -129,7 +138,12 @@ def _agree(
 
 
 def _open(
-    training: Training, load_dir: Path, tag: str | None, wanted: Wanted, others: Others | None
+    training: Training,
+    load_dir: Path,
+    tag: str | None,
+    wanted: Wanted,
+    others: Others | None,
+    opener: Opener | None,
 ) -> OpenCheckpoint | None:
     """The checkpoint, once it fits ``training`` and this rank's share of its files has the right checksums."""
     directory = _directory(load_dir, tag, wanted.universal)
@@ -141,8 +155,8 @@ def _open(
         return None
     dtypes = {name: each.dtype for name, each in parameters(training).items()}
     rounding = {} if wanted.from_fp32 else dtypes
-    checkpoint: OpenCheckpoint | None = None
-    if not (directory / FILE_NAME).is_file():
+    checkpoint = None if opener is None else opener(directory, rounding)
+    if checkpoint is None and not (directory / FILE_NAME).is_file():
         module_suffices = wanted.module_only or not wanted.optimizer_states
         checkpoint = open_folder(directory, rounding, _known(training), module_suffices)
     if checkpoint is None:

@@ -17,6 +17,7 @@ from zero_runtime.pipeline import ties
 from zero_runtime.pipeline.batches import Share, Source, micro_batches_of, next_of
 from zero_runtime.pipeline.bubble import Bubble
 from zero_runtime.pipeline.channel import Channel
+from zero_runtime.pipeline.checkpoints import StagedSaving
 from zero_runtime.pipeline.module import PipelineModule
 from zero_runtime.pipeline.results import combined, mean_of, share_loss, share_result
 from zero_runtime.pipeline.schedules import TRAINING, idle_fraction, inference
@@ -26,7 +27,7 @@ from zero_runtime.whole_gradients import AccumulatedGradients
 _OTHER: Final = hooks.tag("other")
 
 
-class PipelineEngine(Engine):
+class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
     """A pipeline that trains. Made by :func:`zero_runtime.initialize` of a ``PipelineModule``.
 
     Attributes:

@@ -1,0 +1,179 @@
+"""The parts of a model that stages of a pipeline saved, as one checkpoint.
+
+Parameters are named by the number of their layer in the whole model, so that a name says what it is whatever stage had it.
+Which stage gets what on loading is its own affair: it asks for what it has, and this finds the part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero_runtime.checkpoint.manifest import PARTS, Manifest
+from zero_runtime.checkpoint.opened import OpenCheckpoint
+from zero_runtime.checkpoint.parts import part_name
+from zero_runtime.checkpoint.reader import Checkpoint
+from zero_runtime.errors import CheckpointError
+from zero_runtime.fragments import NumberTensor, Scalar
+from zero_runtime.topology import PIPE
+
+
+class JoinedCheckpoint(OpenCheckpoint):
+    """Several checkpoints of different parameters as one.
+
+    Args:
+        directory: that holds them.
+        parts: the checkpoints. A parameter that several have is read from the first.
+        names: of the parameters, buffers and aliases that are looked at; None for all.
+    """
+
+    def __init__(
+        self, directory: Path, parts: Sequence[Checkpoint], names: Collection[str] | None = None
+    ) -> None:
+        super().__init__(directory)
+        self._parts = parts
+        self.manifest = _joined([part.manifest for part in parts], names)
+        self._part_of: dict[str, Checkpoint] = {}
+        for part in reversed(parts):
+            kept = part.manifest
+            self._part_of.update(dict.fromkeys((*kept.parameters, *kept.buffers, *kept.aliases), part))
+
+    def verify(self, ranks: Iterable[int]) -> None:
+        """Compare files with their checksums; they are numbered part by part."""
+        numbers = [(part, number) for part in self._parts for number in range(len(part.manifest.files))]
+        for rank in ranks:
+            part, number = numbers[rank]
+            part.verify([number])
+
+    def decode(self, value: Any) -> Any:
+        """A value of the manifest as it was given to ``save``: the first part's, or that of each where each has its own."""
+        if isinstance(value, tuple):
+            each = [part.decode(own) for part, own in zip(self._parts, value, strict=True)]
+            return {name: found for states in reversed(each) for name, found in states.items()}
+        return self._parts[0].decode(value)
+
+    def read_value(self, name: str, start: int, target: torch.Tensor) -> None:
+        """Fill the 1-D ``target`` with elements from ``start`` of parameter ``name``."""
+        self._part_of[name].read_value(name, start, target)
+
+    def read_master(self, name: str, start: int, target: torch.Tensor) -> None:
+        """As ``read_value``, for the tensor that an optimizer updates."""
+        self._part_of[name].read_master(name, start, target)
+
+    def state_dtypes(self, name: str) -> Mapping[str, torch.dtype]:
+        """The state tensors of parameter ``name`` that have an element for each of its own."""
+        return self._part_of[name].state_dtypes(name)
+
+    def read_state(self, state: str, name: str, start: int, target: torch.Tensor) -> None:
+        """Fill the 1-D ``target`` with elements from ``start`` of a state tensor of parameter ``name``."""
+        self._part_of[name].read_state(state, name, start, target)
+
+    def scalars(self, name: str) -> Mapping[str, Scalar | NumberTensor]:
+        """The state values of parameter ``name`` that are one number, or none."""
+        return self._part_of[name].scalars(name)
+
+    def whole(self, name: str) -> Mapping[str, torch.Tensor]:
+        """The state tensors of parameter ``name`` of other shapes."""
+        return self._part_of[name].whole(name)
+
+    def buffer(self, name: str, rank: int) -> torch.Tensor:
+        """A buffer, as the first rank of its part had it."""
+        return self._part_of[name].buffer(name, 0)
+
+    def random_states(self, rank: int) -> dict[str, torch.Tensor]:
+        """The states of the random generators of ``rank``, counted part by part."""
+        for part in self._parts:
+            files = len(part.manifest.files)
+            if rank < files:
+                return part.random_states(rank)
+            rank -= files
+        return {}
+
+    def residuals(self, rank: int) -> dict[str, torch.Tensor]:
+        """Nothing: what gradient compression had left over is of parameters that are elsewhere now."""
+        return {}
+
+
+def _joined(manifests: Sequence[Manifest], names: Collection[str] | None) -> Manifest:
+    def kept(found: Iterable[str]) -> list[str]:
+        return [name for name in dict.fromkeys(found) if names is None or name in names]
+
+    parameters = {name: each for part in reversed(manifests) for name, each in part.parameters.items()}
+    aliases = {name: each for part in reversed(manifests) for name, each in part.aliases.items()}
+    return dataclasses.replace(
+        manifests[0],
+        parameters={name: parameters[name] for name in kept(parameters)},
+        aliases={name: aliases[name] for name in kept(aliases)},
+        buffers=kept(name for part in manifests for name in part.buffers),
+        excluded=kept(name for part in manifests for name in part.excluded),
+        files=tuple(each for part in manifests for each in part.files),
+        extra_state=tuple(part.extra_state for part in manifests),
+    )
+
+
+def saved_stages(directory: Path) -> int | None:
+    """How many stages of a pipeline saved ``directory``; 1 for a whole model, None where something else cuts it.
+
+    Raises:
+        CheckpointError: its ``parts.json`` cannot be read.
+    """
+    content = _content(directory)
+    if content is None:
+        return 1
+    axes = {axis: int(size) for axis, size in content["axes"].items() if int(size) > 1}
+    return axes.get(PIPE, 1) if set(axes) <= {PIPE} else None
+
+
+def open_stages(
+    directory: Path, rounding: Mapping[str, torch.dtype] | None = None, names: Collection[str] | None = None
+) -> JoinedCheckpoint:
+    """The checkpoints of all stages in ``directory``, as one.
+
+    Args:
+        directory: of the checkpoint.
+        rounding: as for :class:`~zero_runtime.checkpoint.opened.OpenCheckpoint`.
+        names: of what is looked at; None for all.
+
+    Raises:
+        CheckpointError: a part is missing or damaged, is cut along another axis, or is of another step.
+    """
+    stages, content = saved_stages(directory), _content(directory)
+    if content is None:
+        return JoinedCheckpoint(directory, [Checkpoint(directory, rounding)], names)
+    if stages is None:
+        raise CheckpointError(
+            f"{directory} was saved with tensors that ranks shared ({content['axes']}), which are not put together; load it "
+            "with the same tp_size and stages"
+        )
+    parts = list(_open_parts(directory, stages, rounding))
+    for part in parts:
+        if part.manifest.counters != content["counters"]:
+            raise CheckpointError(
+                f"{part.directory} is of step {part.manifest.counters.get('global_steps')}, and {directory / PARTS} of step "
+                f"{content['counters'].get('global_steps')}: a save was cut off; load the tag before it"
+            )
+    return JoinedCheckpoint(directory, parts, names)
+
+
+def _open_parts(
+    directory: Path, stages: int, rounding: Mapping[str, torch.dtype] | None
+) -> Iterator[Checkpoint]:
+    for stage in range(stages):
+        yield Checkpoint(directory / part_name(stage), rounding)
+
+
+def _content(directory: Path) -> dict[str, Any] | None:
+    path = directory / PARTS
+    try:
+        content = json.loads(path.read_bytes())
+        dict(content["axes"]), dict(content["counters"])
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; load another tag") from None
+    return dict(content)
