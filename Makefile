@@ -67,18 +67,18 @@ contracts: $(STAMPS)/dev ## who may import what
 docs: $(STAMPS)/install ## write the generated pages of docs/
 	$(BIN)/python docs/generate.py
 
-# What needs a core of its own for each test runs beside each other; ranks and browsers have the machine to themselves.
-# The second part runs although the first failed: both say what is wrong.
+# Two tests beside each other, except browsers and what measures times. The second part runs although the first
+# failed: both say what is wrong. $(1): which tests, and a space.
 define pytest
 	@failed=0; \
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(1) tests/architecture tests/unit || failed=1; \
-	$(BIN)/python -m pytest -q $(1) tests/integration tests/e2e || failed=1; \
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "$(1)not alone and not browser" || failed=1; \
+	$(BIN)/python -m pytest -q -m "$(1)(alone or browser)" || failed=1; \
 	exit $$failed
 endef
 
 .PHONY: test
 test: lint types contracts $(STAMPS)/chromium ## what .ci/run calls: everything but the long sets
-	$(call pytest,-m "not long")
+	$(call pytest,not long and )
 
 .PHONY: test-all
 test-all: lint types contracts $(STAMPS)/chromium ## everything, the long sets too

@@ -16,7 +16,7 @@ from commprof.calibration.plan import OPS, Plan
 from commprof.launch.environment import free_port
 from support.ranks import run_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.alone]
 
 SMALL = ["--sizes", "1K,3000,64K", "--iterations", "3", "--warmup", "1"]
 QUIET = {

@@ -23,7 +23,11 @@ WHY_NOT = network.why_no_shifted_clocks()
 SECOND = 10**9
 LATE = 2
 
-pytestmark = [pytest.mark.root, pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")]
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""),
+    pytest.mark.alone,
+]
 
 PROGRAM = f"""
 import os, sys, time

@@ -11,7 +11,7 @@ import pytest
 from commprof.recorder.clock_exchange import own_addresses
 from support.ranks import run_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.alone]
 
 WORLD = 3
 SHIFT = 3_600 * 10**9

@@ -67,7 +67,7 @@ def on_path(monkeypatch):
     monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "runtime")]))
 
 
-pytestmark = pytest.mark.usefixtures("on_path")
+pytestmark = [pytest.mark.usefixtures("on_path"), pytest.mark.alone]
 
 
 @pytest.mark.parametrize("words", [["sub/witness.py"], ["-m", "sub.witness"]])

@@ -10,7 +10,7 @@ from commprof.analysis import api
 from commprof.cli import execute
 from support.recording import record
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.alone]
 
 WORLD, LATE, COUNT = 3, 1, 12
 

@@ -19,7 +19,7 @@ import pytest
 from commprof.analysis import api
 from support.recording import calls, record
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.alone]
 
 DELAYS_MS = (0, 10, 25)
 REPEATS = 5

@@ -18,7 +18,7 @@ from commprof.sampling.processes import RankProcess, State, state_of
 from commprof.sampling.stacks import explain_refusal, py_spy_program
 from support.hanging import all_reduces, await_records, await_stillness, hanging_ranks, load_batch
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.alone]
 
 
 def look(run, records, **options):

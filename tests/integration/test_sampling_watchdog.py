@@ -16,7 +16,7 @@ from support.hanging import all_reduces, await_records, await_stillness, hanging
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.alone]
 
 
 def everybody_calculates(rank, world):

@@ -11,6 +11,7 @@ import pytest
 from support.ranks import RankError, run_ranks
 from support.recording import record
 
+pytestmark = pytest.mark.alone
 ADAM = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam", "params": {"lr": 1e-2}}}
 STAGES = (
     {"stage": 0},

@@ -23,7 +23,11 @@ TOLERANCE = 0.02
 WHY_NOT = network.why_impossible()
 PORT = "29511"
 
-pytestmark = [pytest.mark.root, pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")]
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""),
+    pytest.mark.alone,
+]
 
 # Each step is one collective between two barriers, so that nothing of it is under way when the counters are read.
 PLAIN = """
