@@ -53,9 +53,9 @@ def over_steps(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
         xaxis={
             "title": {"text": "Training step"}, "showgrid": False, "anchor": "y2", **step_ticks(frame["step"]),
         },
-        yaxis={**axis(highest["y"], "bytes", "Memory", room=1.1, count=3), "domain": [0.56, 1]},
+        yaxis={**axis(highest["y"], "bytes", "Memory", room=1.1), "domain": [0.56, 1]},
         yaxis2={
-            **axis(highest["y2"], "", "Cores, share of time", room=1.1, count=3), "domain": [0, 0.44],
+            **axis(highest["y2"], "", "Cores, share of time", room=1.1), "domain": [0, 0.44],
         },
     )  # fmt: skip
     return figure

@@ -104,7 +104,7 @@ TOP: Final[Table] = {
     "seq_parallel_communication_data_type": used(
         choice(*DTYPES), "fp32", "in which gradients travel with sequence_parallel_size above 1"
     ),
-    "log_level": inert(anything, None, "of DeepSpeed's logger", "there is no logger"),
+    "log_level": inert(anything, None, "of DeepSpeed's logger", "the variable ZERO_RUNTIME_LOG_LEVEL sets the level"),
     "vocabulary_size": inert(anything, None, "of the model", "nothing needs it"),
     "nebula": refused(
         "Nebula checkpoints have been removed from DeepSpeed; remove the block", "Nebula checkpoints"
@@ -168,15 +168,21 @@ def _refuse_unknown(block: str, given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         full = _full(block, name)
         if name not in table:
-            elsewhere = {
-                key: _full(other, key)
-                for other, keys in reversed(list(BLOCKS.items()))
-                if other != block
-                for key in keys
-            }
-            raise ConfigError(unknown_key(full, name, table, block, elsewhere))
+            raise ConfigError(unknown_key(full, name, table, block, _elsewhere(block)))
         if full in BLOCKS and isinstance(value, Mapping):
             _refuse_unknown(full, value)
+
+
+def _elsewhere(block: str) -> dict[str, str]:
+    """The keys of the other blocks by their own names, with the full ones: of several the first that acts."""
+    found: dict[str, str] = {}
+    for acts in (True, False):
+        for other, table in BLOCKS.items():
+            if other != block:
+                for name, key in table.items():
+                    if (key.status is Status.USED) is acts:
+                        found.setdefault(name, _full(other, name))
+    return found
 
 
 def inert_keys(given: Mapping[str, Any]) -> list[tuple[str, str]]:
