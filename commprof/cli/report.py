@@ -16,7 +16,8 @@ from commprof.cli.runs import RunArgument, opened
 if TYPE_CHECKING:
     import pandas as pd
 
-BY: Final = ("attempt", "step", "purpose", "op", "intended_op", "group_ranks")
+BY: Final = ("attempt", "step", "purpose", "op", "intended_op", "group_desc", "group_ranks")
+_UNNAMED: Final = (rendering.MISSING, "default_pg")  # of groups that the program has given no name
 _SUMMED: Final = ("collectives", "records", "timed", "payload_bytes", "wire_bytes", "host_ns", "exposed_ns")
 _HEADINGS: Final = (
     Heading("purpose, operation"),
@@ -154,7 +155,7 @@ def _table(name: str, rows: Sequence[Mapping[str, Any]], steps: int) -> Rows:
     """
     sums: dict[tuple[str, ...], dict[str, float | None]] = {}
     for row in rows:
-        key = tuple(rendering.text(row[column]) for column in ("purpose", "op", "intended_op", "group_ranks"))
+        key = (*(rendering.text(row[column]) for column in ("purpose", "op", "intended_op")), _group(row))
         into = sums.setdefault(key, dict.fromkeys(_SUMMED))
         for column in _SUMMED:
             if not rendering.is_missing(row[column]):
@@ -170,6 +171,12 @@ def _table(name: str, rows: Sequence[Mapping[str, Any]], steps: int) -> Rows:
         if intended not in (rendering.MISSING, op):
             cells.append((f"    for {intended}", *[""] * 6))
     return Rows(_HEADINGS, cells, title=name)
+
+
+def _group(row: Mapping[str, Any]) -> str:
+    """The ranks of a group, and its name where the program gave one, such as an axis."""
+    name, ranks = rendering.text(row["group_desc"]), rendering.text(row["group_ranks"])
+    return ranks if name in _UNNAMED else f"{name} {ranks}"
 
 
 def _measures(sums: Mapping[str, float | None], steps: int) -> tuple[str, ...]:

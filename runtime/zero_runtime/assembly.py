@@ -48,6 +48,7 @@ from zero_runtime.sharding.residency import Residency, residency_of
 from zero_runtime.sharding.shards import shard_of
 from zero_runtime.stages import stage
 from zero_runtime.tensor_parallel.division import divide
+from zero_runtime.tensor_parallel.inputs import check_first_inputs
 from zero_runtime.topology_aware.watch import Watch
 from zero_runtime.torch_optimizer import ClientOptimizer, check_shardable, torch_optimizer
 from zero_runtime.whole_gradients import AccumulatedGradients, ReplicatedGradients
@@ -112,6 +113,8 @@ def assemble(
     given = list(parameters) if parameters is not None else None
     divide(config.parallel, module, parallelism.tensor_group, parallelism.stages > 1)
     use(parallelism)
+    if parallelism.tensor_group is not None and parallelism.stages == 1:
+        check_first_inputs(module, parallelism.tensor_group)
     ranks = data_parallel_ranks(config, parallelism.data)
     made = _assembled(config, module, client, given, ranks.group, parallelism.replicas)
     if made.optimizer is not None:

@@ -9,9 +9,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import zero_runtime
+from commprof.ledger.verification import verify
 from support import parallel_training as training
 from support.ranks import run_ranks
-from zero_runtime.errors import CheckpointError
+from support.recording import record
+from zero_runtime.errors import CheckpointError, UsageError
 from zero_runtime.tensor_parallel import parallelize
 
 CLIPPED = 0.3
@@ -170,6 +172,48 @@ def test_checkpoints_keep_each_part(tmp_path, alone):
     for text in run_ranks(4, _refused, str(tmp_path), training.config(1, tp_size=4, **_plan())):
         assert "saved with tp_size 2, and here there are tp_size 4" in text
     assert "same tp_size" in run_ranks(1, _refused, str(tmp_path), training.config(1))[0]
+
+
+def _different(rank: int, world: int):
+    engine = training.engine(training.config(1, **HALVED, **_plan()))
+    with pytest.raises(UsageError, match="share each tensor of the model, and were given different inputs"):
+        engine(*training.batch(rank, 2))
+
+
+def test_ranks_that_share_a_model_must_be_given_the_same():
+    run_ranks(2, _different)
+
+
+def _recorded(rank: int, world: int, sequence: bool):
+    engine = training.engine(training.config(1, **HALVED, **_plan(sequence)))
+    for step in range(2):
+        training.step_of(engine, step)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["columns", "sequence"])
+def test_traces_name_each_group_by_its_axis_and_each_message_by_its_module(tmp_path, sequence):
+    run, _ = record(tmp_path / "run", 4, _recorded, sequence)
+    rows = [row for row in run.table("collectives").to_pylist() if row["step"] == 1 and row["rank"] == 0]
+    found = {(row["group_desc"], row["group_ranks"], row["purpose"], row["op"]) for row in rows}
+    assert {("data", "0,2", "gradient_reduce"), ("data", "0,2", "parameter_gather")} <= {
+        each[:3] for each in found
+    }
+    assert ("model", "0-1", "gradient_norm", "all_reduce") in found
+    modules = {row["module"] for row in rows if row["purpose"] == "activation"}
+    assert {"token", "blocks.0.qkv", "blocks.1.contract", "head", "loss"} <= modules
+    assert {row["group_desc"] for row in rows if row["purpose"] == "activation"} == {"model"}
+    forward = [row for row in rows if row["module"] == "blocks.0.qkv" and row["phase"] == "forward"]
+    backward = [row for row in rows if row["module"] == "blocks.0.qkv" and row["phase"] == "backward"]
+    if sequence:
+        assert [row["op"] for row in forward] == ["all_gather"]
+        assert [row["op"] for row in backward] == ["reduce_scatter"]
+    else:
+        assert forward == [] and [row["op"] for row in backward] == ["all_reduce"]
+    # Two samples of eight words, sixteen wide.
+    assert backward[0]["payload_bytes"] == 2 * 8 * 16 * 4
+    verdict = verify(run)
+    assert verdict.exit_code == 3, verdict
+    assert "topology is 'model 2'" in str(verdict.request_reason)
 
 
 REFUSALS = {
