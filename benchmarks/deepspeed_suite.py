@@ -40,7 +40,7 @@ PARTS: Final[Mapping[str, tuple[str, ...]]] = {
         "runtime/test_ds_initialize.py",
     ),
     "schedules": ("runtime/test_lr_schedulers.py",),
-    "topology": ("runtime/pipe/test_topology.py",),
+    "pipeline": ("runtime/pipe", "pipe"),
     "comm": ("comm",),
     "precision": ("runtime/half_precision", "runtime/test_autocast.py"),
     "engine": (

@@ -170,7 +170,7 @@ def _toolbar(view: View, shown: api.Timeline) -> Component:
                         type="text",
                         debounce=True,
                         value=view.stored()["record"],
-                        placeholder="from the table",
+                        placeholder="its key",
                         className="tool-input",
                     ),
                 ]
