@@ -104,8 +104,13 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     else:
         parallelism = shared.parallelism()
     assembly = assemble(checked, model, optimizer, model_parameters, parallelism)
+    # Ranks that share the sequence of their activations have none in common.
+    alike = None if checked.parallel.sequence_parallel else assembly.parallelism.tensor_group
     configure_by(
-        checked.activation_checkpointing, assembly.device.type, "activation_checkpointing" in checked.given
+        checked.activation_checkpointing,
+        assembly.device.type,
+        "activation_checkpointing" in checked.given,
+        alike,
     )
     scheduler = None
     if assembly.torch_optimizer is not None:

@@ -13,6 +13,7 @@ from zero_runtime.activation_checkpointing.random_states import (
     default_generator,
     get_rng_tracker,
 )
+from zero_runtime.comm import DataParallelGroup
 from zero_runtime.configuration.activation_checkpointing import BLOCK, ActivationCheckpointing
 from zero_runtime.configuration.checks import mapping
 
@@ -59,17 +60,20 @@ def configure(
     process.configured_by = "configure"
 
 
-def configure_by(settings: ActivationCheckpointing, device: str, given: bool) -> None:
+def configure_by(
+    settings: ActivationCheckpointing, device: str, given: bool, tensor: DataParallelGroup | None = None
+) -> None:
     """What ``initialize`` does with its configuration. What :func:`configure` has said stays.
 
     Args:
         settings: of the configuration.
         device: the type of the model's device.
         given: whether the configuration has the block.
+        tensor: the ranks that share each tensor, and have the same activations; None for no such ranks.
     """
     if process.configured_by == "configure":
         return
-    process.use(settings, process.ranks)
+    process.use(settings, ModelParallel() if tensor is None else ModelParallel(tensor.rank, tensor))
     process.configured_by = "initialize" if given else None
     if comm.get_rank() == 0:
         for sentence in process.idle_settings(device):

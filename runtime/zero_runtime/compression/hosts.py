@@ -30,6 +30,12 @@ def hosts_of(group: DataParallelGroup) -> Hosts | None:
             "ranks by commprof run or torchrun, which set it, or set hierarchical_compress to false"
         )
     size, world = int(given), group.world_size
+    if world < comm.get_world_size():
+        raise ConfigError(
+            f"hierarchical_compress needs a training in which all ranks hold the whole model, and here {world} of "
+            f"{comm.get_world_size()} hold the same parameters; set it to false, or leave tp_size, sequence_parallel_size "
+            "and stages out"
+        )
     if world % size:
         raise ConfigError(
             f"hierarchical_compress needs as many ranks on each host, and LOCAL_WORLD_SIZE is {size}, which does not divide "

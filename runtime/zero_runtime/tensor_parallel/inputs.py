@@ -1,4 +1,4 @@
-"""Whether ranks that share a model are given the same inputs: a model in parts computes nothing sensible of different ones."""
+"""Whether ranks that share a model are given the same inputs: a model in parts computes nothing sensible of others."""
 
 from __future__ import annotations
 
