@@ -27,11 +27,13 @@ from support import hosts as network
 ROOT = Path(__file__).resolve().parent.parent
 PORT = 29_740
 CANNOT = 3  # exit code where there can be no such hosts
-COMMON = {
+COMMON: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,
     "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
     "gradient_clipping": 1.0,
 }
+
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.3, "momentum": 0.9}}}
 
 
 class Case(NamedTuple):
@@ -66,11 +68,28 @@ def cases(steps: int) -> list[Case]:
         Case("1bit", {"algorithm": "1bit"}),
         Case(f"1bit after {tenth} steps", {"algorithm": "1bit", "warmup_steps": tenth}),
         Case("1bit, no error feedback", {"algorithm": "1bit", "error_feedback": False}),
+        Case("OneBitAdam, uncompressed", None, 0, _one_bit("OneBitAdam", freeze_step=steps)),
+        Case("OneBitAdam, signs after a fifth", None, 0, _one_bit("OneBitAdam", freeze_step=steps // 5)),
+        Case(
+            "ZeroOneAdam, v frozen after a fifth",
+            None,
+            0,
+            _one_bit("ZeroOneAdam", var_freeze_step=steps // 5, local_step_scaler=steps // 5),
+        ),
+        Case("SGD, uncompressed", None, 0, SGD),
+        Case("SGD, topk 1 %", one_percent, 0, SGD),
+        Case("SGD, topk 1 %, no error feedback", {**one_percent, "error_feedback": False}, 0, SGD),
+        Case("SGD, 1bit", {"algorithm": "1bit"}, 0, SGD),
+        Case("SGD, 1bit, no error feedback", {"algorithm": "1bit", "error_feedback": False}, 0, SGD),
         Case("uncompressed, stage 2", None, 2),
         Case("topk 1 %, stage 2", one_percent, 2),
         Case("quantized, stage 3", None, 3, {"zero_optimization": _quantized(True)}),
         Case("uncompressed, stage 3", None, 3, {"zero_optimization": _quantized(False)}),
     ]
+
+
+def _one_bit(kind: str, **more: int) -> dict[str, Any]:
+    return {"optimizer": {"type": kind, "params": {**COMMON["optimizer"]["params"], **more}}}
 
 
 def _quantized(quantized: bool) -> dict[str, Any]:
