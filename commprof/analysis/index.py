@@ -30,7 +30,7 @@ import pyarrow as pa
 
 from commprof.analysis.engine import connect
 from commprof.analysis.index_sums import fill_sums, standing
-from commprof.analysis.index_tables import fill
+from commprof.analysis.index_tables import Laid, fill, fill_overview, fill_records
 from commprof.analysis.memory import engine_settings
 from commprof.errors import TraceError
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, INDEX_NAME, MANIFEST_NAME, resolve
@@ -45,7 +45,7 @@ _KEPT: Final = 8  # indexes that stay open
 _LIVE_SECONDS: Final = 2.0  # how old the picture of a run that is still going may be
 _INPUTS: Final = ("clocks", "clock_offsets", "steps", "aggregates", "buckets")
 _MOST_MEMORY: Final = (
-    640 << 20
+    400 << 20
 )  # that the engine takes while it builds an index; what does not fit goes to files
 
 Progress = Callable[[int, int], None]
@@ -268,23 +268,29 @@ def _write(run: Run, file: Path, progress: Progress) -> None:
         try:
             settings = {**engine_settings(_MOST_MEMORY), "temp_directory": folder}
             with (
-                ThreadPoolExecutor(1) as beside,  # it reads the files and needs nothing of the index
+                ThreadPoolExecutor(
+                    1
+                ) as beside,  # what need not wait for the rest fills what that leaves idle
                 connect(str(temporary), **settings) as engine,
             ):
                 stood = beside.submit(standing, run)
-                fill(
-                    engine,
-                    run,
-                    {"fingerprint": fingerprint(run.path)},
-                    lambda done, of: progress(done // 2, of),
-                )
-                records = run.health.records
-                fill_sums(
+                laid = fill_records(engine, run, lambda done, of: progress(done // 2, of))
+                facts, records = {"fingerprint": fingerprint(run.path)}, run.health.records
+                seen = beside.submit(_fill_overview, engine, run, facts, laid)
+                found = fill_sums(
                     engine, run, stood, lambda done, of: progress((of + done) * records // of // 2, records)
                 )
+                seen.result()
+                engine.executemany("insert into facts values (?, ?)", list(found.items()))
         except duckdb.Error as error:
             raise OSError(_first_line(error)) from None
         temporary.replace(file)
+
+
+def _fill_overview(engine: duckdb.DuckDBPyConnection, run: Run, facts: Mapping[str, Any], laid: Laid) -> None:
+    """:func:`fill_overview` on another thread than that which uses ``engine``."""
+    with engine.cursor() as cursor:
+        fill_overview(cursor, run, facts, laid)
 
 
 def _remove(left: Path) -> None:

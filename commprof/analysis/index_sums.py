@@ -9,7 +9,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import duckdb
 import pandas as pd
@@ -70,6 +70,7 @@ _COLUMNS: Final = columns_of(NEEDED, bandwidth.ALSO, traffic.NEEDED)
 _WORKERS: Final = 2
 _FEWEST_SCANNED: Final = 100_000  # rows that are read file by file
 _AHEAD: Final = 2  # parts that are worked on at once
+_ROWS_AT_ONCE: Final = 200_000  # that are kept: an engine writes fewer twice
 
 Progress = Callable[[int, int], None]
 
@@ -84,12 +85,15 @@ class _Found(NamedTuple):
 
 def fill_sums(
     engine: duckdb.DuckDBPyConnection, run: Run, stood: Future[dict[str, pa.Table]], progress: Progress
-) -> None:
+) -> dict[str, str]:
     """Create the tables of sums and answers of the index of ``run`` in ``engine``'s database, which has its records.
 
     Args:
         stood: will be what :func:`standing` says.
         progress: told how many parts of how many are done.
+
+    Returns:
+        What is to stand among the facts.
 
     Raises:
         TraceError: a file of the run is damaged. duckdb.Error: the database cannot be written.
@@ -99,6 +103,9 @@ def fill_sums(
         for number, found in enumerate(_parts(engine, run, pool, progress)):
             taken.add(straggling.apart(found.arrived, number))
             times.append(found.times)
+            if sum(map(len, times)) >= _ROWS_AT_ONCE:
+                _append(engine, BANDWIDTH_TIMES, pa.concat_tables(times))
+                times.clear()
             _append_sums(engine, OPERATIONS, HELD_COLUMNS, found.operations)
             _append_sums(
                 engine,
@@ -107,13 +114,16 @@ def fill_sums(
                 found.operations,
                 "where bucket is not null and purpose = 'gradient_reduce'",
             )
-        _append(engine, BANDWIDTH_TIMES, pa.concat_tables(times))  # at once: small pieces are written twice
-        times.clear()
-        _keep_straggling(engine, taken.answer())
+        if times:
+            _append(engine, BANDWIDTH_TIMES, pa.concat_tables(times))
+            times.clear()
+        pa.default_memory_pool().release_unused()  # what the parts took is left for what follows
+        facts = _keep_straggling(engine, taken.answer())
         _keep_buckets(engine, run)
         for name, rows in stood.result().items():
             _append(engine, name, rows)
     progress(1, 1)
+    return facts
 
 
 def _parts(
@@ -154,6 +164,7 @@ def standing(run: Run) -> dict[str, pa.Table]:
     for by, name in EXPOSURES.items():
         same = not set(by) - {"attempt", "step"}
         found[name] = exposure.answer(collectives, of_steps, by, whole if same else None, counted)
+    pa.default_memory_pool().release_unused()  # what it took of each file is not needed again
     return found
 
 
@@ -177,11 +188,10 @@ def _append(
         engine.unregister("rows_to_add")
 
 
-def _keep_straggling(engine: duckdb.DuckDBPyConnection, found: straggling.Straggling) -> None:
+def _keep_straggling(engine: duckdb.DuckDBPyConnection, found: straggling.Straggling) -> dict[str, str]:
     for field, name in STRAGGLING.items():
         _append(engine, name, _rows_of(getattr(found, field)))
-    about: dict[str, Any] = {"statement": found.ranks.attrs["statement"]}
-    engine.execute("insert into facts values ('straggling', ?)", [json.dumps(about)])
+    return {"straggling": json.dumps({"statement": found.ranks.attrs["statement"]})}
 
 
 def _keep_buckets(engine: duckdb.DuckDBPyConnection, run: Run) -> None:

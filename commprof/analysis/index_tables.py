@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import duckdb
 import numpy as np
@@ -18,7 +18,7 @@ from commprof.schema import OPS
 from commprof.trace.reader import Run
 
 _BATCH: Final = 262_144
-_ROWS_AT_A_TIME: Final = 2_000_000
+_ROWS_AT_A_TIME: Final = 500_000
 _FEWEST_SCANNED: Final = 100_000  # rows of a table that is read file by file
 _MOST_BINS: Final = 1 << 15
 _MOST_CELLS: Final = 1 << 19  # ranks x bins
@@ -54,13 +54,27 @@ group by attempt, band
 """
 
 
-def fill(
-    engine: duckdb.DuckDBPyConnection,
-    run: Run,
-    facts: Mapping[str, Any],
-    progress: Callable[[int, int], None],
-) -> None:
+Progress = Callable[[int, int], None]
+
+
+class Laid(NamedTuple):
+    """What was learned while the records were put in order: a clock of None is that of all processes."""
+
+    clock: ReferenceClock | None
+    unknown_clocks: int
+
+
+def fill(engine: duckdb.DuckDBPyConnection, run: Run, facts: Mapping[str, Any], progress: Progress) -> None:
     """Create and fill the tables of the index of ``run`` in ``engine``'s database.
+
+    Raises:
+        TraceError: a file of the run is damaged. duckdb.Error: the database cannot be written.
+    """
+    fill_overview(engine, run, facts, fill_records(engine, run, progress))
+
+
+def fill_records(engine: duckdb.DuckDBPyConnection, run: Run, progress: Progress) -> Laid:
+    """The first of them: the records in order of time, and their kinds.
 
     Raises:
         TraceError: a file of the run is damaged. duckdb.Error: the database cannot be written.
@@ -76,6 +90,17 @@ def fill(
     finally:
         engine.unregister("spans")
     _keep(engine, "kinds", source.kinds.table())
+    records = engine.execute("select count(*) from records").fetchall()[0][0]
+    progress(records, records)
+    return Laid(source.clock, source.unknown_clocks)
+
+
+def fill_overview(engine: duckdb.DuckDBPyConnection, run: Run, facts: Mapping[str, Any], laid: Laid) -> None:
+    """The others, which follow from the records: density, bands, facts.
+
+    Raises:
+        duckdb.Error: the database cannot be written.
+    """
     records, begin, end = engine.execute(
         "select count(*), coalesce(min(begin_ns), 0), coalesce(max(end_ns), 0) from records"
     ).fetchall()[0]
@@ -85,7 +110,7 @@ def fill(
         "create table bands (kind text, attempt integer, step integer, micro_step integer, name text, begin_ns bigint, "
         "end_ns bigint)"
     )
-    _fill_steps(engine, run, source.clock)
+    _fill_steps(engine, run, laid.clock)
     engine.execute(_PHASES)
     held = {
         "records": records,
@@ -93,20 +118,19 @@ def fill(
         "end_ns": end,
         "ranks": ranks,
         "ops": [row[0] for row in engine.execute("select distinct op from kinds order by op").fetchall()],
-        "unknown_clocks": source.unknown_clocks,
+        "unknown_clocks": laid.unknown_clocks,
         "levels": levels,
         "state": run.health.state,
     }
     rows = [{"name": name, "value": value} for name, value in facts.items()]
     rows.append({"name": "facts", "value": json.dumps(held)})
     _keep(engine, "facts", pa.Table.from_pylist(rows))
-    progress(records, records)
 
 
 class _Source:
     """The spans of a run as a stream, and what is learned on the way."""
 
-    def __init__(self, run: Run, progress: Callable[[int, int], None]) -> None:
+    def __init__(self, run: Run, progress: Progress) -> None:
         self.kinds = Kinds()
         self.unknown_clocks = 0
         self.failure: TraceError | None = None  # that ended the stream

@@ -17,7 +17,7 @@ from commprof.analysis.spans import KIND_COLUMNS
 from commprof.errors import TraceError
 from commprof.trace.reader import Scan
 
-MOST_ROWS: Final = 400_000  # of a part, unless one number has more
+MOST_ROWS: Final = 300_000  # of a part, unless one number has more
 _FINEST: Final = 16  # stretches of numbers that a part is made of
 _IS_MESSAGE: Final = "op in ('send', 'recv')"
 _RECEIVER: Final = "case when op = 'send' then peer else rank end"

@@ -204,13 +204,14 @@ def parquet_parts(path: Path, name: str) -> Iterator[pa.Table]:
 
 
 def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
-    """Some columns of one Parquet file that :func:`has_schema` holds of.
+    """Some columns of one file of collectives that :func:`has_schema` holds of; text as numbers into its distinct values.
 
     Raises:
         TraceError: the file is damaged.
     """
+    texts = [column.name for column in TABLES["collectives"].columns if column.type == "string"]
     try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        with pq.ParquetFile(path, read_dictionary=texts, page_checksum_verification=True) as file:
             return file.read(columns=list(columns)).select(list(columns))
     except (OSError, pa.ArrowException, ValueError) as error:
         raise TraceError(

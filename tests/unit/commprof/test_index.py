@@ -409,8 +409,8 @@ def test_a_directory_that_cannot_be_written_to(tmp_path, in_file, monkeypatch):
 def test_many_ask_and_one_builds(tmp_path, in_file, monkeypatch):
     path = small_run(tmp_path / "run")
     built = []
-    original = index.fill
-    monkeypatch.setattr(index, "fill", lambda *args: built.append(1) or original(*args))
+    original = index.fill_records
+    monkeypatch.setattr(index, "fill_records", lambda *args: built.append(1) or original(*args))
     found = []
     threads = [threading.Thread(target=lambda: found.append(len(api.timeline(path).bars))) for _ in range(6)]
     for thread in threads:
