@@ -15,6 +15,7 @@ import pandas as pd
 from commprof.analysis.frames import TEXT
 from commprof.trace.manifest import Manifest
 
+_MOST_NAMED: Final = 4  # keys in a label, where fewer tell the settings apart as well
 ABSENT: Final = "(absent)"
 SAME: Final = "same settings"
 
@@ -175,18 +176,52 @@ def _keys_to_show(manifests: Sequence[Manifest], of_runs: Sequence[Mapping[str, 
 
 
 def settings_of(manifests: Sequence[Manifest], names: Sequence[str]) -> list[Setting]:
-    """The setting of each run. ``names`` are the runs' names, for a label where there is only one of them."""
+    """The setting of each run. ``names`` are the runs' names, for a label where there is only one of them.
+
+    Runs of unlike scripts differ in many keys: a label then names those that tell the settings apart, ``values`` has all.
+    """
     of_runs = [_values(manifest) for manifest in manifests]
     keys = _keys_to_show(manifests, of_runs)
     short = short_names(keys, {key for values in of_runs for key in values})
+    texts = [
+        {key: value_text(values[key]) if key in values else ABSENT for key in keys} for values in of_runs
+    ]
+    labels = _labels(texts, short)
+    if len(keys) > _MOST_NAMED:
+        few = _labels([{key: each[key] for key in telling_keys(texts)} for each in texts], short)
+        if len(set(few)) == len(set(labels)):
+            labels = few
+    unnamed = SAME if len(names) > 1 else names[0] if names else ""
+    return [Setting(label or unnamed, each) for label, each in zip(labels, texts, strict=True)]
+
+
+def _labels(texts: Sequence[Mapping[str, str]], short: Mapping[str, str]) -> list[str]:
+    """The label of each run. A key that it lacks is left out, unless nothing would be left."""
     found = []
-    for values, name in zip(of_runs, names, strict=True):
-        texts = {key: value_text(values[key]) if key in values else ABSENT for key in keys}
-        # A key that a run lacks is left out of its label, unless nothing would be left.
-        named = {key: text for key, text in texts.items() if text != ABSENT} or texts
-        label = ", ".join(f"{short[key]}={text}" for key, text in named.items())
-        found.append(Setting(label or (SAME if len(names) > 1 else name), texts))
+    for each in texts:
+        named = {key: text for key, text in each.items() if text != ABSENT} or each
+        found.append(", ".join(f"{short[key]}={text}" for key, text in named.items()))
     return found
+
+
+def telling_keys(texts: Sequence[Mapping[str, str]]) -> list[str]:
+    """Of the keys of ``texts``, in their order, a few by whose values all that differ are told apart.
+
+    Each is the one that tells most of what the ones before left together apart; of equal ones the first.
+
+    >>> telling_keys([{"lr": "1", "stage": "1", "script": "a"}, {"lr": "1", "stage": "2", "script": "b"}])
+    ['stage']
+    """
+    every = list(texts[0]) if texts else []
+    distinct = len({tuple(each.values()) for each in texts})
+    chosen: list[str] = []
+
+    def told(keys: Sequence[str]) -> int:
+        return len({tuple(each[key] for key in keys) for each in texts})
+
+    while told(chosen) < distinct:
+        chosen.append(max((key for key in every if key not in chosen), key=lambda key: told([*chosen, key])))
+    return [key for key in every if key in chosen]
 
 
 def in_order(manifests: Sequence[Manifest]) -> list[int]:

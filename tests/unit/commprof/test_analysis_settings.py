@@ -1,5 +1,7 @@
 """settings(): what differs between runs, and how it is called."""
 
+import random
+
 import pandas as pd
 import pytest
 
@@ -11,6 +13,7 @@ from commprof.analysis.settings import (
     settings_frame,
     settings_of,
     short_names,
+    telling_keys,
     value_text,
 )
 from support.runs import SyntheticRun
@@ -211,3 +214,41 @@ def test_flatten_keeps_lists_and_empty_mappings_as_values():
         "d": [1, {"e": 2}],
         "f": {},
     }
+
+
+def test_runs_of_unlike_scripts_are_labelled_by_the_keys_that_tell_them_apart():
+    """Twelve keys differ, one of them three times: the label names that one, the values have all."""
+    first = {f"option_{number}": 1 for number in range(12)}
+    runs = [
+        SyntheticRun(config={**first, "lr": 0.1}),
+        SyntheticRun(config={**dict.fromkeys(first, 2), "lr": 0.2}),
+        SyntheticRun(config={**dict.fromkeys(first, 2), "lr": 0.3}),
+        SyntheticRun(config={**dict.fromkeys(first, 2), "lr": 0.3}),
+    ]
+    assert labels(*runs) == ["lr=0.1", "lr=0.2", "lr=0.3", "lr=0.3"]
+    found = settings_of([run.open().manifest for run in runs], ["a", "b", "c", "d"])
+    assert all(len(setting.values) == 13 for setting in found)
+
+
+def test_a_label_that_leaves_out_what_a_run_lacks_still_tells_all_settings_apart():
+    same = dict.fromkeys(("k1", "k2", "k3", "k4", "k5"), 1)
+    runs = [SyntheticRun(config=config) for config in ({"a": 1, **same}, {"a": 1, "b": 2}, {"b": 2, **same})]
+    found = [
+        (setting.label, setting.values) for setting in settings_of([r.open().manifest for r in runs], "xyz")
+    ]
+    assert len({label for label, _ in found}) == 3
+    assert telling_keys([values for _, values in found]) == ["a", "k1"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_labels_are_equal_exactly_for_equal_settings(seed):
+    draw = random.Random(seed)
+    configs = [{f"k{n}": draw.randrange(2) for n in range(9) if draw.random() < 0.8} for _ in range(12)]
+    found = settings_of(
+        [SyntheticRun(config=config).open().manifest for config in configs], list("abcdefghijkl")
+    )
+    labelled: dict[str, set[tuple[str, ...]]] = {}
+    for setting in found:
+        labelled.setdefault(setting.label, set()).add(tuple(setting.values.values()))
+    assert all(len(values) == 1 for values in labelled.values())
+    assert len(labelled) == len({tuple(setting.values.values()) for setting in found})
