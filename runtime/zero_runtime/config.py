@@ -126,7 +126,9 @@ class RuntimeConfig:
         top["gradient_accumulation_steps"] = accumulation_steps(
             pipeline.micro_batches, top["gradient_accumulation_steps"]
         )
-        micro, accumulation, batch = _batch_sizes(top, parallel.replicas(world_size, stages))
+        micro, accumulation, batch = _shared_batch_sizes(
+            top, parallel, parallel.replicas(world_size, stages), notices
+        )
         config = cls(
             train_batch_size=batch,
             train_micro_batch_size_per_gpu=micro,
@@ -207,7 +209,7 @@ class RuntimeConfig:
         """Everything as it is really used, under the keys of a configuration; for the record of a run."""
         values = dataclasses.asdict(self)
         zero, kinds = values.pop("zero"), values.pop("precision")
-        parallel = values.pop("parallel")
+        parallel, pipeline = values.pop("parallel"), values.pop("pipeline")
         values["checkpoint"] = {
             name: values.pop(f"checkpoint_{name}") for name in ("tag_validation", "load_universal")
         }
@@ -249,6 +251,13 @@ class RuntimeConfig:
             },
             "torch_autocast": {"enabled": True, "dtype": autocast} if autocast else {"enabled": False},
             "zero_optimization": zero,
+            "pipeline": {
+                name: pipeline[name] for name in ("activation_checkpoint_interval", "use_reentrant")
+            },
+            "pipeline_parallel": {
+                "pp_size": pipeline["stages"],
+                **{name: pipeline[name] for name in ("micro_batches", "partition_method", "schedule")},
+            },
             "tp_size": parallel["tp_size"],
             "sequence_parallel_size": parallel["sequence_parallel_size"],
             "tensor_parallel": {
@@ -299,6 +308,26 @@ def pipeline_of(given: Mapping[str, Any]) -> PipelineConfig:
 
 def _shown(config: Any) -> str:
     return "a dict" if isinstance(config, Mapping) else repr(str(config))
+
+
+def _shared_batch_sizes(
+    top: Mapping[str, Any], parallel: ParallelConfig, replicas: int, notices: list[str]
+) -> tuple[int, int, int]:
+    """The same where ranks share a model: with autotp_size DeepSpeed counts each sample once for each of its ranks."""
+    batch, micro, steps = (
+        top["train_batch_size"],
+        top["train_micro_batch_size_per_gpu"],
+        top["gradient_accumulation_steps"],
+    )
+    if not parallel.counts_slices or (micro is not None and batch == micro * (steps or 1) * replicas):
+        return _batch_sizes(top, replicas)
+    micro, steps, counted = _batch_sizes(top, replicas * parallel.tp_size)
+    if batch is not None:
+        notices.append(
+            f"train_batch_size {counted} counts each sample once for each of the {parallel.tp_size} ranks of "
+            f"tensor_parallel.autotp_size, as DeepSpeed does; a step has {micro * steps * replicas} samples"
+        )
+    return micro, steps, micro * steps * replicas
 
 
 def _batch_sizes(top: Mapping[str, Any], world_size: int) -> tuple[int, int, int]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional as F
 
 import zero_runtime
 from commprof.ledger.verification import verify
 from support import parallel_training as training
+from support import recorded
 from support.ranks import run_ranks
 from support.recording import record
 from zero_runtime.errors import CheckpointError, UsageError
@@ -70,6 +75,44 @@ def test_names_say_how_layers_are_cut(alone):
     given["train_micro_batch_size_per_gpu"] = 4
     for losses, _ in run_ranks(2, training.train, given):
         assert losses == pytest.approx(expected, rel=2e-5)
+
+
+class Net(nn.Module):
+    """The model of the recorded case of AutoTP, which DeepSpeed does not know how to cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
+        self.up_proj, self.down_proj = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x, y):
+        hidden = self.tok(x)
+        hidden = hidden + self.down_proj(F.gelu(self.up_proj(hidden)))
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), y.flatten())
+
+
+def _net(rank: int, world: int, given: dict):
+    torch.manual_seed(0)
+    model = Net()
+    engine, *_ = zero_runtime.initialize(model=model, model_parameters=model.parameters(), config=given)
+    assert engine.train_batch_size() == 4
+    losses = []
+    for step in range(3):
+        loss = engine(*training.batch(step, 4))
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses, tuple(model.up_proj.weight.shape)
+
+
+@pytest.mark.skipif(not recorded.ROOT.is_dir(), reason=recorded.MISSING)
+def test_the_recorded_configuration_of_autotp_trains():
+    """DeepSpeed counts every sample twice in train_batch_size, and then does not know the model."""
+    given = json.loads((recorded.ROOT / "C_autotp_s0_w2" / "config.json").read_text())["config"]
+    alone = {**given, "train_batch_size": 4, "tensor_parallel": {}}
+    [(expected, _)] = run_ranks(1, _net, alone)
+    for losses, shape in run_ranks(2, _net, given):
+        assert losses == pytest.approx(expected, rel=1e-5) and shape == (32, 16)
 
 
 SPECIFICATIONS = {

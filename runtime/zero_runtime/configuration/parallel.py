@@ -79,10 +79,10 @@ class ParallelConfig:
         tp_size: ranks that share each tensor.
         sequence_parallel_size: ranks that share the sequences of a batch.
         data_parallel_size: what the configuration says of the rest; None where it says nothing.
-        automatic: whether modules are cut by their names where no plan names them.
         plan: patterns of module names, and how each is cut.
         partition_config: the same in DeepSpeed's form.
         sequence_parallel: whether activations between cut modules are shared along the sequence.
+        counts_slices: whether ``train_batch_size`` may count a sample once for each rank that shares a tensor.
     """
 
     tp_size: int = 1
@@ -91,6 +91,7 @@ class ParallelConfig:
     plan: Mapping[str, Any] = field(default_factory=dict)
     partition_config: Mapping[str, Any] = field(default_factory=dict)
     sequence_parallel: bool = False
+    counts_slices: bool = False
 
     def replicas(self, world_size: int, stages: int = 1) -> int:
         """The ranks of each axis but data divide the world; what is left.
@@ -152,6 +153,7 @@ def read_parallel(top: Mapping[str, Any]) -> ParallelConfig:
         plan=block["plan"] or {},
         partition_config=block["partition_config"] or {},
         sequence_parallel=block["sequence_parallel"],
+        counts_slices=top["tp_size"] == 1 and size > 1,
     )
 
 
