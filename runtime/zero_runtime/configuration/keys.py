@@ -104,7 +104,9 @@ TOP: Final[Table] = {
     "seq_parallel_communication_data_type": used(
         choice(*DTYPES), "fp32", "in which gradients travel with sequence_parallel_size above 1"
     ),
-    "log_level": inert(anything, None, "of DeepSpeed's logger", "the variable ZERO_RUNTIME_LOG_LEVEL sets the level"),
+    "log_level": inert(
+        anything, None, "of DeepSpeed's logger", "the variable ZERO_RUNTIME_LOG_LEVEL sets the level"
+    ),
     "vocabulary_size": inert(anything, None, "of the model", "nothing needs it"),
     "nebula": refused(
         "Nebula checkpoints have been removed from DeepSpeed; remove the block", "Nebula checkpoints"
