@@ -27,6 +27,7 @@ __all__ = [
     "describe_parameters",
     "detach",
     "metric",
+    "micro_step",
     "phase",
     "position",
     "recording",
@@ -40,6 +41,9 @@ class Listener(Protocol):
 
     def on_step(self, step: int, micro_step: int) -> None:
         """A new step (``micro_step`` 0) or micro step begins."""
+
+    def on_micro_step(self, micro_step: int) -> None:
+        """What comes is of another micro-batch of the same step, in any order."""
 
     def on_phase(self, name: str) -> None:
         """The phase changed."""
@@ -188,6 +192,16 @@ def step(n: int | None = None, micro_step: int = 0) -> None:
     position.micro_step = micro_step
     if _listener is not None:
         _listener.on_step(position.step, micro_step)
+
+
+def micro_step(number: int) -> None:
+    """What comes is of micro-batch ``number`` of the step, where several are under way and come in any order (a pipeline).
+
+    Unlike :func:`step`, nothing begins by it.
+    """
+    position.micro_step = number
+    if _listener is not None:
+        _listener.on_micro_step(number)
 
 
 def phase(name: str) -> None:

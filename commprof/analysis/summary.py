@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from commprof.analysis.counters import why_not_moved
 from commprof.analysis.expectation import requested_reduction
 from commprof.analysis.intervals import over_steps
+from commprof.analysis.pipeline_idle import idle_shares
 from commprof.analysis.settings import settings_of
 from commprof.analysis.steps import durations_after_first, final_loss
 from commprof.trace.reader import Run
@@ -69,6 +70,7 @@ def overview(
     manifest, health = run.manifest, run.health
     time, wall, spent = over_steps(durations_after_first(times)), wall_ns(run), recorder_ns(run)
     reason = why_not_moved(moved)
+    idle = idle_shares(run.table("metrics"))
     requested = requested_reduction(manifest.config, manifest.effective_config)
     # Column by column: a row of a frame turns its integers to floats.
     sums = {name: totals[name].iloc[0] for name in totals.columns}
@@ -103,6 +105,8 @@ def overview(
         "step_time_high_ns": time.high,
         "interval_over": time.over,
         "final_loss": final_loss(times),
+        "pipeline_idle": idle.measured,
+        "pipeline_idle_expected": idle.expected,
         "collectives": int(sums["collectives"]),
         "payload_bytes": int(sums["payload_bytes"]),
         "wire_bytes": float(sums["wire_bytes"]),

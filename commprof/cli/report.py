@@ -99,8 +99,16 @@ def title(facts: Mapping[str, Any]) -> str:
                 "final loss",
                 "" if rendering.is_missing(facts["final_loss"]) else rendering.loss(facts["final_loss"]),
             ),
+            ("pipeline", _pipeline(facts)),
         ]
     )
+
+
+def _pipeline(facts: Mapping[str, Any]) -> str:
+    idle, expected = facts["pipeline_idle"], facts["pipeline_idle_expected"]
+    if idle is None or expected is None:
+        return ""
+    return f"first stage idle or sending {idle:.1%} of a step; idle by the schedule {expected:.1%}"
 
 
 def traffic_parts(

@@ -141,6 +141,11 @@ class Journal:
         self._step, self._micro_step = step, micro_step
         self._refresh()
 
+    def enter_micro_step(self, micro_step: int) -> None:
+        """The training is at another micro-batch of the same step now."""
+        self._micro_step = micro_step
+        self._refresh()
+
     def enter_phase(self, name: str) -> None:
         """The training is in this phase now; one that the schema does not know counts as ``other``."""
         self._phase = _phase_number(name)

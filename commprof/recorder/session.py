@@ -203,6 +203,10 @@ class Session:
         except Exception as error:
             self.journal.fault(error)
 
+    def on_micro_step(self, micro_step: int) -> None:
+        """What comes is of another micro-batch."""
+        self.journal.enter_micro_step(micro_step)
+
     def on_phase(self, name: str) -> None:
         """The phase changed."""
         self.frameworks.loop.heard(name)

@@ -74,6 +74,14 @@ def _answers(runs: Runs, name: str, measure: Measure, scheme: Scheme) -> list[Co
     ]
 
 
+def _pipeline(facts: Mapping[str, Any]) -> list[Component]:
+    """The tile of a pipeline; none for other runs."""
+    idle, expected = facts["pipeline_idle"], facts["pipeline_idle_expected"]
+    if idle is None or expected is None:
+        return []
+    return [cards.tile("Pipeline idle", f"{idle:.1%}", f"first stage; {expected:.1%} by the schedule")]
+
+
 def _tiles(facts: Mapping[str, Any]) -> Component:
     return cards.tiles(
         [
@@ -84,6 +92,7 @@ def _tiles(facts: Mapping[str, Any]) -> Component:
             cards.tile(
                 "Final loss", _or_none(facts["final_loss"], "{:.5g}".format), "last step that has one"
             ),
+            *_pipeline(facts),
             cards.tile("Wire bytes", api.format_bytes(facts["wire_bytes"]), "whole run, modelled, per rank"),
             cards.tile("Records", format_count(facts["records"]), _missing(facts)),
             cards.tile("Recording cost", _share(facts["recorder_share"]), _recorder_time(facts)),

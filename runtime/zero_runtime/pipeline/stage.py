@@ -74,10 +74,10 @@ class Stage:
         try:
             for step in schedule:
                 for action, number, _ in step:
-                    hooks.position.micro_step = number
+                    hooks.micro_step(number)
                     self._do[action](number)
         finally:
-            hooks.position.micro_step = 0
+            hooks.micro_step(0)
             hooks.phase("other")
 
     @property

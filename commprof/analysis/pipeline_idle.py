@@ -1,0 +1,37 @@
+"""How much of a step the first stage of a pipeline stands idle, measured, and by its schedule."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+_MEASURED, _EXPECTED = "pipeline_bubble", "pipeline_bubble_expected"
+
+
+class IdleShares(NamedTuple):
+    """Shares of a step; None where the run is no pipeline, or its runtime does not say."""
+
+    measured: float | None
+    expected: float | None
+
+
+def idle_shares(metrics: pa.Table) -> IdleShares:
+    """The medians over the steps after the first, of rank 0: its stage begins every step and ends it.
+
+    Args:
+        metrics: of the run; ``pipeline_bubble`` is the measured share, ``pipeline_bubble_expected`` that of the schedule.
+    """
+    of_rank_0 = metrics.filter(pc.equal(metrics["rank"], 0))
+    return IdleShares(_median(of_rank_0, _MEASURED), _median(of_rank_0, _EXPECTED))
+
+
+def _median(metrics: pa.Table, name: str) -> float | None:
+    found = metrics.filter(pc.equal(metrics["name"], name))
+    if not found.num_rows:
+        return None
+    later = found.filter(pc.greater(found["step"], pc.min(found["step"])))
+    values = later if later.num_rows else found
+    median = pc.quantile(values["value"], q=0.5)[0].as_py()
+    return None if median is None else float(median)

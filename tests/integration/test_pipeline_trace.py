@@ -1,0 +1,95 @@
+"""What a recorded pipeline shows: why each message was sent, to whom, of which micro-batch; and how idle stages were."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+import zero_runtime
+from commprof.analysis import api
+from support.recording import calls, record
+
+pytestmark = pytest.mark.ranks
+ROOT = Path(__file__).resolve().parents[2]
+MICRO_BATCHES, STEPS, WIDTH = 4, 3, 8
+ENVIRONMENT = {
+    name: value
+    for name, value in os.environ.items()
+    if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "COMMPROF_RUN", "PYTHONPATH")
+} | {"OMP_NUM_THREADS": "1"}
+
+
+def train(rank, world):
+    linear = [zero_runtime.LayerSpec(torch.nn.Linear, WIDTH, WIDTH) for _ in range(4)]
+    model = zero_runtime.PipelineModule(linear, loss_fn=torch.nn.functional.mse_loss, seed_layers=True)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "pipeline_parallel": {"pp_size": 2, "micro_batches": MICRO_BATCHES},
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 1},
+    }
+    engine, *_ = zero_runtime.initialize(model=model, config=config)
+    data = torch.ones(2 * MICRO_BATCHES, WIDTH)
+    for _ in range(STEPS):
+        engine.train_batch(data=data, targets=data)
+
+
+def test_messages_are_tagged_with_micro_batch_and_peer(tmp_path):
+    run, _ = record(tmp_path / "run", 2, train)
+    for rank in range(2):
+        columns = ("step", "micro_step", "op", "phase", "peer", "payload_bytes", "group_desc", "purpose")
+        rows = [row for row in calls(run, rank, *columns) if row[2] in ("send", "recv")]
+        assert {row[-1] for row in rows} == {"pipeline"} and {row[-2] for row in rows} == {"pipe"}
+        assert {row[4] for row in rows} == {1 - rank}
+        whole = 4 * 2 * WIDTH
+        sent = Counter(
+            (row[0], row[1], row[2], row[3]) for row in rows if row[5] == whole and row[0] == STEPS - 1
+        )
+        first, second = ("send", "recv") if rank == 0 else ("recv", "send")
+        assert sent == {
+            (STEPS - 1, number, op, phase): 1
+            for number in range(MICRO_BATCHES)
+            for op, phase in ((first, "forward"), (second, "backward"))
+        }
+    named = Counter(row["group_desc"] for row in run.table("collectives").to_pylist())
+    assert set(named) <= {"pipe", "data"}
+    steps = run.table("steps").to_pylist()
+    assert {(row["step"], row["micro_steps"]) for row in steps} == {(step, 1) for step in range(STEPS)}
+
+
+def test_idle_shares_and_the_loss_are_recorded(tmp_path):
+    run, _ = record(tmp_path / "run", 2, train)
+    facts = api.overview(run)
+    assert facts["pipeline_idle_expected"] == pytest.approx(1 / (MICRO_BATCHES + 1))
+    assert 0.0 < facts["pipeline_idle"] < 1.0
+    assert facts["steps"] == STEPS and facts["final_loss"] is not None
+
+
+def commprof(*words, cwd, expected=0):
+    done = subprocess.run(
+        [sys.executable, "-m", "commprof", *words],
+        cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == expected, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_example_gives_one_loss_however_ranks_are_used(tmp_path):
+    script = str(ROOT / "examples" / "train_pipeline.py")
+    sizes = ("--steps", "2", "--layers", "3", "--width", "32", "--context", "16")
+    losses = []
+    for name, words in (("stages", ()), ("replicas", ("--stages", "1", "--micro-batches", "2"))):
+        said = commprof("run", "--nproc", "2", "--out", name, script, *sizes, *words, cwd=tmp_path)
+        losses.append(float(re.search(r"2 steps, loss (\S+)", said)[1]))
+    assert losses[0] == pytest.approx(losses[1], abs=2e-6)
+    assert "idle by the schedule 20.0%" in commprof("report", "stages", cwd=tmp_path)
+    # Pipelines are not among what the ledger's rules state, and it says so.
+    said = commprof("verify", "stages", cwd=tmp_path, expected=3)
+    assert "cannot tell" in said and "topology is 'pipe 2'" in said and "100 %" not in said
