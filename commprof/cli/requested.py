@@ -14,7 +14,6 @@ from commprof.cli.rendering import Heading, Rows
 from commprof.errors import UsageError
 
 _FACTORS: Final = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-_STEADY_STEP: Final = 3  # one of those that all send the same
 
 
 def requested(
@@ -39,7 +38,7 @@ def requested(
     from commprof.requested.errors import RequestedError
     from commprof.requested.memory import holdings, movements
     from commprof.requested.models import likely_layers, transformer
-    from commprof.requested.zero import expected_in_step
+    from commprof.requested.zero import expected_in_step, steady_step
 
     given = _read(config)
     numel = _number(params)
@@ -47,7 +46,7 @@ def requested(
     held = holdings(given, model, world)
     note = ""
     try:
-        sent = expected_in_step(given, model, world, _STEADY_STEP, backend=backend)
+        sent = expected_in_step(given, model, world, steady_step(given), backend=backend)
     except RequestedError as problem:
         sent, note = [], f"bytes of messages cannot be said: {problem}"
     gathered = sum(row.payload_bytes for row in sent if row.purpose == "parameter_gather")

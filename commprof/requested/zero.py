@@ -32,6 +32,7 @@ __all__ = [
     "expected_in_step",
     "micro_steps",
     "requested_gradient_op",
+    "steady_step",
 ]
 
 STEADY: Final = 2  # the first micro-batch that sends what all later ones do
@@ -134,6 +135,16 @@ def expected_in_step(
         ends = iteration + 1 == (step + 1) * passes
         rows += [each for each in sent if each.when == "micro_step" or (each.when == "step" and ends)]
     return summed(rows, "step")
+
+
+def steady_step(config: Mapping[str, Any]) -> int:
+    """Number of the first step that sends what all later ones do.
+
+    Raises:
+        RequestedError: the config cannot be read.
+    """
+    compression = read_configuration(config).compression
+    return max(STEADY, 0 if compression is None else compression.warmup_steps)
 
 
 def _without_idle_compression(

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commprof.requested import Parameter, RequestedError, expected
+from commprof.requested.zero import steady_step
 
 PARAMETERS = [
     Parameter("embedding", 6_000, "float32", 0, True, 0),
@@ -361,6 +362,8 @@ def test_the_first_steps_are_not_compressed():
     config = stage(2) | {"gradient_compression": {"warmup_steps": 2}, "gradient_accumulation_steps": 3}
     ops = [by_purpose(config, iteration=number)["gradient_reduce"].issued_op for number in (0, 5, 6, None)]
     assert ops == ["all_reduce", "all_reduce", "all_gather", "all_gather"]
+    assert steady_step(config | {"gradient_compression": {"warmup_steps": 7}}) == 7
+    assert steady_step(stage(3)) == 2
 
 
 @pytest.mark.parametrize(
