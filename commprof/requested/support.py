@@ -117,12 +117,19 @@ def _refuse_parallel(config: Mapping[str, Any]) -> None:
         "tensor_parallel.autotp_size": tensor.get("autotp_size"),
         "tensor_parallel.tp.tp_size": _mapping(tensor.get("tp")).get("tp_size"),
         "pipeline.stages": _mapping(config.get("pipeline")).get("stages"),
+        "pipeline_parallel.pp_size": _stages(config.get("pipeline_parallel")),
     }
     for key, size in sizes.items():
         if isinstance(size, int) and size > 1:
             raise UnsupportedError(
                 key, size, "the ranks then form more groups than the one of data parallelism"
             )
+
+
+def _stages(block: object) -> object:
+    """What the block says of stages, unless it says that it is not to be read."""
+    given = _mapping(block)
+    return None if given.get("enabled") is False else given.get("pp_size")
 
 
 def refuse_axes(topology: object) -> None:

@@ -132,6 +132,7 @@ def test_a_value_that_cannot_be_used_is_named_with_what_was_expected(config, par
         (stage(0) | {"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size"),
         (stage(1) | {"tensor_parallel": {"tp": {"tp_size": 4}}}, "tensor_parallel.tp.tp_size"),
         (stage(1) | {"pipeline": {"stages": 2}}, "pipeline.stages"),
+        (stage(1) | {"pipeline_parallel": {"pp_size": 2}}, "pipeline_parallel.pp_size"),
         (stage(1) | {"fp16_override_modules": ["LayerNorm"]}, "fp16_override_modules"),
         (stage(1) | {"fp16": {"fp16_override_modules": ["norm"]}}, "fp16.fp16_override_modules"),
     ],
