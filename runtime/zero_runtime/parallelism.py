@@ -95,7 +95,9 @@ class Parallelism(NamedTuple):
 
 
 def data_parallel() -> Parallelism:
-    """All ranks hold the whole model, and have samples of their own."""
+    """All ranks hold the whole model, and have samples of their own; this process alone where there are no ranks yet."""
+    if not comm.is_initialized():
+        return Parallelism(None, 1, 0)
     return Parallelism(None, comm.get_world_size(), comm.get_rank())
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+import zero_runtime
+from support.ranks import run_ranks
+from zero_runtime.deepspeed_names import groups
 from zero_runtime.deepspeed_names.block_configurations import (
     DeepSpeedZeroConfig,
     DeepSpeedZeroOffloadOptimizerConfig,
@@ -58,3 +62,52 @@ def test_blocks_have_their_keys_checked_and_the_rest_at_defaults():
     assert get_bfloat16_config({"bfloat16": {"enabled": True}}).enabled
     with pytest.raises(ConfigError, match="stag"):
         DeepSpeedZeroConfig(stag=3)
+
+
+def test_groups_answer_for_all_ranks_before_a_training_is_made():
+    assert groups.get_model_parallel_group() is None and groups.get_tensor_model_parallel_world_size() == 1
+    assert groups._get_sequence_parallel_world_size() == 1 and groups._get_sequence_parallel_rank() == 0
+
+
+def _groups(rank: int, world: int):
+    zero_runtime.as_deepspeed()
+    from deepspeed.sequence.layer import _SeqAllToAll
+    from deepspeed.utils import groups
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    engine, *_ = zero_runtime.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "sequence_parallel_size": 2,
+            "tp_size": 2,
+            "tensor_parallel": {"plan": {"0": "column_gathered"}},
+        },
+    )
+    assert engine.seq_parallel_group is groups._get_sequence_parallel_group()
+    heads = torch.full((1, 2, 4, 1), float(rank))
+    pieces = _SeqAllToAll.apply(groups._get_sequence_parallel_group(), heads, 2, 1, 0)
+    return {
+        "data": (groups.get_data_parallel_rank(), groups.get_data_parallel_world_size()),
+        "sequence": (groups._get_sequence_parallel_rank(), groups._get_sequence_parallel_world_size()),
+        "both": (groups._get_sequence_data_parallel_rank(), groups._get_sequence_data_parallel_world_size()),
+        "model": (groups.get_model_parallel_rank(), groups.get_tensor_model_parallel_world_size()),
+        "first": groups.get_tensor_model_parallel_src_rank(),
+        "pieces": (tuple(pieces.shape), pieces.flatten().unique().tolist()),
+    }
+
+
+def test_groups_answer_for_the_training_that_was_made():
+    for rank, found in enumerate(run_ranks(4, _groups)):
+        sequence, model = divmod(rank, 2)
+        assert found == {
+            "data": (0, 1),
+            "sequence": (sequence, 2),
+            "both": (sequence, 2),
+            "model": (model, 2),
+            "first": 2 * sequence,
+            "pieces": ((1, 4, 2, 1), [float(model), float(model + 2)]),
+        }
