@@ -97,12 +97,12 @@ def _quantized(quantized: bool) -> dict[str, Any]:
     return {"stage": 3, "stage3_param_persistence_threshold": 1000, **keys}
 
 
-def run(chosen: list[Case], hosts: int, rate: str, steps: int) -> dict[str, dict[str, float]]:
+def run(configs: Mapping[str, Any], hosts: int, rate: str, steps: int) -> dict[str, dict[str, float]]:
     """Train all cases, and return by name what rank 0 measured of each."""
     script = str(ROOT / "benchmarks" / "compression_rank.py")
     with tempfile.TemporaryDirectory() as folder, network.hosts(hosts, rate) as machines:
         plan = Path(folder) / "plan.json"
-        plan.write_text(json.dumps({"steps": steps, "cases": {each.name: each.config for each in chosen}}))
+        plan.write_text(json.dumps({"steps": steps, "cases": configs}))
         ranks = [
             machine.start(
                 [sys.executable, script, str(plan)],
@@ -118,9 +118,9 @@ def run(chosen: list[Case], hosts: int, rate: str, steps: int) -> dict[str, dict
             for process in ranks:
                 process.kill()
     figures = [line for line in lines[0] if line.startswith("figures ")]
-    if len(figures) != len(chosen):
-        raise SystemExit(f"{len(figures)} of {len(chosen)} cases ran to their end; see above")
-    return dict(zip((each.name for each in chosen), (json.loads(each[8:]) for each in figures), strict=True))
+    if len(figures) != len(configs):
+        raise SystemExit(f"{len(figures)} of {len(configs)} cases ran to their end; see above")
+    return dict(zip(configs, (json.loads(each[8:]) for each in figures), strict=True))
 
 
 def environment(rank: int, hosts: int, address: str) -> dict[str, str]:
@@ -144,7 +144,11 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--rate", default="100mbit", help="of each link, in the words of tc(8)")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument(
+        "--lr", type=float, help="learning rate; default: that of the example, or of each case"
+    )
+    parser.add_argument("--clipping", type=float, default=1.0, help="gradient_clipping; 0 for none")
     parser.add_argument(
         "--only", action="append", default=[], help="only cases whose name holds this; repeatable"
     )
@@ -155,7 +159,13 @@ def main() -> None:
     chosen = [
         each for each in cases(args.steps) if not args.only or any(part in each.name for part in args.only)
     ]
-    figures = run(chosen, args.hosts, args.rate, args.steps)
+    configs = {each.name: each.config | {"gradient_clipping": args.clipping} for each in chosen}
+    if args.lr is not None:
+        for name, config in configs.items():
+            optimizer = config["optimizer"]
+            params = {**optimizer["params"], "lr": args.lr}
+            configs[name] = config | {"optimizer": {**optimizer, "params": params}}
+    figures = run(configs, args.hosts, args.rate, args.steps)
     base = figures.get("uncompressed", next(iter(figures.values())))
     rows = [
         [
@@ -171,7 +181,7 @@ def main() -> None:
     publish(
         args,
         f"Compressed gradients: the example GPT ({base['parameters']:,.0f} parameters), {args.hosts} hosts, {args.rate} "
-        f"links, {args.steps} steps",
+        f"links, {args.steps} steps, clipping {args.clipping:g}, learning rate {args.lr or 'of the example'}",
         [
             "gradients",
             "kB sent per rank and step",
