@@ -32,9 +32,9 @@ ROOT = Path(__file__).resolve().parent.parent
 MIB = 2**20
 # hosts, ranks on each, rate of each host's link, what is compared with the plain collective
 CLUSTERS = (
-    (2, 2, "200mbit", ([2, 2],)),
-    (2, 4, "200mbit", ([2, 4], [2, 2, 2])),
-    (4, 2, "200mbit", ([4, 2], [2, 2, 2])),
+    (2, 2, "100mbit", ([2, 2],)),
+    (2, 4, "100mbit", ([2, 4], [2, 2, 2])),
+    (4, 2, "100mbit", ([4, 2], [2, 2, 2])),
 )
 MESSAGES = (("all_reduce", 4 * MIB), ("reduce_scatter", 4 * MIB), ("all_gather", 4 * MIB), (TRAINING, 0))
 PORT = 29_700
