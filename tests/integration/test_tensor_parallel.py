@@ -77,6 +77,25 @@ def test_names_say_how_layers_are_cut(alone):
         assert losses == pytest.approx(expected, rel=2e-5)
 
 
+OTHER_SETTINGS = {
+    "accumulated in fp32": (1, {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, 1e-3),
+    "offloaded": (1, {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, 2e-5),
+    "bands": (2, {"zero_optimization": {"stage": 2, "gradient_reduction": "reduce_scatter"}}, 2e-5),
+    "overlapped": (2, {"zero_optimization": {"stage": 2, "overlap_comm": True}}, 2e-5),
+    "stage 0 in fp16": (0, {"fp16": {"enabled": True}}, 1e-3),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", list(OTHER_SETTINGS))
+def test_other_settings_train_as_one_process_does(name):
+    stage, more, tolerance = OTHER_SETTINGS[name]
+    base = {**training.config(stage, gradient_clipping=CLIPPED), **more}
+    [(expected, norm)] = run_ranks(1, training.train, {**base, "train_micro_batch_size_per_gpu": 4})
+    for losses, own in run_ranks(4, training.train, {**base, "tp_size": 2, **_plan(True)}):
+        assert losses == pytest.approx(expected, rel=tolerance) and own == pytest.approx(norm, rel=5e-3)
+
+
 class Net(nn.Module):
     """The model of the recorded case of AutoTP, which DeepSpeed does not know how to cut."""
 

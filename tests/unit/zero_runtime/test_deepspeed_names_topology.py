@@ -66,7 +66,7 @@ def test_blocks_have_their_keys_checked_and_the_rest_at_defaults():
 
 def test_groups_answer_for_all_ranks_before_a_training_is_made():
     assert groups.get_model_parallel_group() is None and groups.get_tensor_model_parallel_world_size() == 1
-    assert groups._get_sequence_parallel_world_size() == 1 and groups._get_sequence_parallel_rank() == 0
+    assert groups.get_sequence_parallel_world_size() == 1 and groups.get_sequence_parallel_rank() == 0
 
 
 def _groups(rank: int, world: int):
