@@ -8,7 +8,9 @@ import torch
 
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.errors import UnsupportedError
+from zero_runtime.parallelism import Parallelism
 from zero_runtime.precision import DTYPES
+from zero_runtime.topology import SEQUENCE
 
 
 class Answers:
@@ -17,33 +19,40 @@ class Answers:
     Attributes:
         config: the checked configuration.
         global_rank: this process's rank.
+        parallelism: how the ranks share the training.
     """
 
     config: RuntimeConfig
     global_rank: int
+    parallelism: Parallelism
     module: torch.nn.Module
     _residency: Any
 
-    # Ranks. All of them are data-parallel.
+    # Ranks.
 
     def get_data_parallel_rank(self) -> int:
-        """This rank among those that share the data."""
-        return self.global_rank
+        """This rank's number among those that have other samples."""
+        return self.parallelism.replica
 
     def get_model_parallel_rank(self) -> int:
-        """This rank among those that share a model: the only one."""
-        return 0
+        """This rank among those that hold one model together."""
+        model = self.parallelism.model
+        return 0 if model is None else model.group.rank
 
     def get_tensor_parallel_rank(self) -> int:
-        """The same."""
-        return 0
+        """This rank among those that share each tensor."""
+        group = self.parallelism.tensor_group
+        return 0 if group is None else group.rank
 
-    def get_sequence_parallel_group(self) -> None:
-        """The ranks that share a sequence: this one, as which None stands."""
+    def get_sequence_parallel_group(self) -> Any:
+        """The ranks that share a sequence; None where this is the only one."""
+        grid = self.parallelism.grid
+        return None if grid is None or grid.size(SEQUENCE) == 1 else grid.group(SEQUENCE).group
 
     def autotp_size(self) -> int:
-        """Tensor-parallel ranks that the configuration asks for: none."""
-        return 0
+        """Tensor-parallel ranks that the configuration asks for; 0 for none."""
+        size = self.config.parallel.tp_size
+        return size if size > 1 else 0
 
     # Dtypes.
 

@@ -419,7 +419,8 @@ def _replicas(rank, world):
         given = config(zero_optimization={"stage": stage})
         engine = made(layers(), given, partition_method="uniform")
         same(engine, train(engine), reference(layers(), replicas=2))
-        assert (engine.stage_id, engine.parallelism.replica) == divmod(rank, 2)
+        assert (engine.stage_id, engine.get_data_parallel_rank()) == divmod(rank, 2)
+        assert engine.get_model_parallel_rank() == engine.stage_id
     whole = [torch.cat([batch(0, n, replica)[i] for replica in range(2) for n in range(4)]) for i in range(2)]
     found = engine.eval_batch(data=whole[0], targets=whole[1])
     assert float(found) == pytest.approx(

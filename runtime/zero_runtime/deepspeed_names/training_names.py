@@ -277,7 +277,7 @@ MODULES: Final[dict[str, Module]] = {
         "OptimizerStep", "PipeInstruction", "PipeSchedule", "RecvActivation", "RecvGrad", "ReduceGrads", "ReduceTiedGrads",
         "SendActivation", "SendGrad", "TrainSchedule",
     )),
-    "runtime.pipe.p2p": Module(refused="stages send each other what train_batch needs; torch.distributed sends anything else"),
+    "runtime.pipe.p2p": Module(refused="stages send each other what they need; torch.distributed sends anything else"),
     "runtime.hybrid_engine": Module(refused("the hybrid engine is not in this version", "DeepSpeedHybridEngine")),
     "runtime.data_pipeline": Module(refused=_DATA),
     "runtime.progressive_layer_drop": Module(refused=_DATA),
