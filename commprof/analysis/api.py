@@ -55,6 +55,7 @@ from commprof.analysis.record import Record
 from commprof.analysis.record import record as record_of
 from commprof.analysis.records import Filter
 from commprof.analysis.records import Page as RecordsPage
+from commprof.analysis.settings import ABSENT
 from commprof.analysis.straggling import MOST_LATE, Straggling
 from commprof.analysis.timeline import MOST_BARS, Timeline
 from commprof.analysis.units import format_bytes, format_ns
@@ -67,6 +68,7 @@ from commprof.schema import TABLES, Column
 from commprof.trace.reader import Run, open_run
 
 __all__ = [
+    "ABSENT",
     "MOST_BARS",
     "MOST_LATE",
     "TABLES",

@@ -153,10 +153,16 @@ def _over(settings: pd.DataFrame) -> str:
 
 
 def _settings_table(settings: pd.DataFrame) -> Component:
+    unnamed = _unnamed_keys(settings)
+    also = (
+        " Labels name the keys that tell the settings apart; the others that differ follow."
+        if unnamed
+        else ""
+    )
     return cards.table_card(
         "settings",
         "Settings",
-        "What each config asks for, what was issued to reduce the gradients, and what it cost per step.",
+        f"What each config asks for, what was issued to reduce the gradients, and what it cost per step.{also}",
         settings,
         [
             Field("label", "Setting"),
@@ -171,9 +177,24 @@ def _settings_table(settings: pd.DataFrame) -> Component:
             Field("final_loss", "Final loss", "{:.6g}".format, numeric=True),
             Field("rss_bytes", "Memory", api.format_bytes, numeric=True),
             Field("samples_per_second", "Samples/s", "{:.4g}".format, numeric=True),
+            *(Field(key, key) for key in unnamed),
             Field("runs", "Runs", _run_links),
         ],
     )
+
+
+def _unnamed_keys(settings: pd.DataFrame) -> list[str]:
+    """The keys that differ, but that some label of a setting that has them does not name: labels name few of many."""
+    columns = [str(name) for name in settings.columns]
+    return [
+        key
+        for key in columns[1 : columns.index("requested_op")]
+        if any(
+            f"{key.rpartition('.')[2]}={value}" not in label
+            for label, value in zip(settings["label"], settings[key], strict=True)
+            if value != api.ABSENT
+        )
+    ]
 
 
 def _loss(runs: Runs, settings: pd.DataFrame, scheme: Scheme) -> Component:

@@ -249,3 +249,14 @@ def test_what_no_step_tells_is_not_known(tmp_path):
     text, _ = body(tmp_path, "/compare")
     assert text.count('"Exposed"') >= 2
     assert api.compare_both([tmp_path / "True"]).resources["exposed_ns"].isna().all()
+
+
+def test_settings_that_differ_in_many_keys_have_short_labels_and_all_keys_in_the_table(tmp_path):
+    keys = [f"option_{number}" for number in range(7)]
+    for run, value in (("a", 1), ("b", 2)):
+        write(tmp_path / run, "all_reduce", **dict.fromkeys(keys, value))
+    text, _ = body(tmp_path, "/compare?run=a&run=b")
+    assert "Labels name the keys that tell the settings apart" in text
+    assert "option_0=1" in text
+    assert "option_1=1" not in text
+    assert all(f"zero_optimization.{key}" in text for key in keys[1:])
