@@ -16,7 +16,7 @@ _UNIVERSAL: Final = (
 )
 _STAGE_3: Final = "stage 3 keeps its slices beside the parameters, and replaces nothing inside modules"
 _QUANTIZED: Final = (
-    "quantized messages are not in this version; communication_data_type bf16 halves the bytes"
+    "the keys zero_quantized_weights and zero_quantized_gradients quantize messages without it"
 )
 
 # What deepspeed.runtime.zero.partition_parameters and its neighbours are made of.

@@ -16,7 +16,7 @@ MICS: Final = (
 )
 _DATA: Final = "curriculum learning, random-LTD and data analysis are not in this version"
 _ONEBIT: Final = (
-    "the 1-bit optimizers have been removed from DeepSpeed; communication_data_type bf16 halves the bytes"
+    "the 1-bit optimizers have been removed from DeepSpeed; optimizer.type OneBitAdam or ZeroOneAdam makes ours"
 )
 
 _ENGINE: Final[dict[str, Name]] = {
