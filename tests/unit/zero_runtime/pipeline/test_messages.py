@@ -47,7 +47,9 @@ def test_layout_of_deepspeeds_headers():
 
 
 @pytest.mark.parametrize(
-    "value", [object(), {"a": object()}, Pair(torch.ones(1), object()), torch.ones(3).to_sparse()], ids=repr
+    "value",
+    [object(), {"a": object()}, Pair(torch.ones(1), object()), torch.ones(3).to_sparse()],
+    ids=lambda value: type(value).__name__,
 )
 def test_what_cannot_be_sent(value):
     with pytest.raises(UsageError, match="cannot be sent"):
