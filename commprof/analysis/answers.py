@@ -404,9 +404,14 @@ TIMELINE_BARS: Final = Table(
 
 DENSITY: Final = Table(
     "density",
-    "How busy each rank was in each bin of a window of time, by operation; only what is not 0.",
+    "How busy each rank was in each bin of a window of time, by operation, and by group where ranks have several; only "
+    "what is not 0.",
     (
         _of_schema("rank"),
+        Column("lane", "int64", "number of the group within the rank, the largest first; 0 where groups are not told apart"),
+        replace(_of_schema("pg"), nullable=True),  # of several groups null, as the two that follow
+        _of_schema("group_desc"),
+        replace(_of_schema("group_ranks"), nullable=True),
         Column("begin_ns", "int64", "the bin begins, on the clock of rank 0's host", unit="ns"),
         Column("end_ns", "int64", "the bin ends", unit="ns"),
         _of_schema("op"),
@@ -414,7 +419,7 @@ DENSITY: Final = Table(
         Column("busy_share", "float64", "part of the bin"),
         Column("exposed_ns", "int64", "time in which the program stood still for it; a moment counts once", unit="ns"),
     ),
-    key=("rank", "begin_ns", "op"),
+    key=("rank", "lane", "begin_ns", "op"),
 )
 
 BANDS: Final = Table(

@@ -57,7 +57,7 @@ from commprof.analysis.records import Filter
 from commprof.analysis.records import Page as RecordsPage
 from commprof.analysis.settings import ABSENT
 from commprof.analysis.straggling import MOST_LATE, Straggling
-from commprof.analysis.timeline import MOST_BARS, Timeline
+from commprof.analysis.timeline import MOST_BARS, MOST_LANES, Timeline
 from commprof.analysis.units import format_bytes, format_ns
 from commprof.calibration.file import read_calibration
 from commprof.calibration.results import Calibration
@@ -70,6 +70,7 @@ from commprof.trace.reader import Run, open_run
 __all__ = [
     "ABSENT",
     "MOST_BARS",
+    "MOST_LANES",
     "MOST_LATE",
     "TABLES",
     "TRAFFIC_BY",
@@ -613,15 +614,19 @@ def index(run: AnyRun, progress: index_module.Progress | None = None) -> dict[st
         progress: told now and then how many records of how many are done.
 
     Returns:
-        ``records``, ``begin_ns`` and ``end_ns`` of the run, ``ranks``, ``ops``, and ``in_file``: False where it is held in
-        memory (a small run, one that is still going, a directory that cannot be written to).
+        ``records``, ``begin_ns`` and ``end_ns`` of the run, ``ranks``, ``lanes`` (of their groups; 0 where no rank has
+        several), ``ops``, and ``in_file``: False where it is held in memory (a small run, one that is still going, a
+        directory that cannot be written to).
 
     Raises:
         TraceError: the run cannot be read, or is too large to be held in memory and cannot be written to.
     """
     found = index_module.index_of(run, progress)
     return {
-        **{name: found.facts[name] for name in ("records", "begin_ns", "end_ns", "ranks", "ops", "state")},
+        **{
+            name: found.facts[name]
+            for name in ("records", "begin_ns", "end_ns", "ranks", "lanes", "ops", "state")
+        },
         "in_file": found.path is not None,
     }
 
@@ -642,7 +647,8 @@ def timeline(
     """What happened between ``begin_ns`` and ``end_ns`` (default: the whole run): each record, or how busy each rank was.
 
     Up to ``most_bars`` records are given as they are (``bars``). More are given as ``density``: for how long each rank was
-    busy in each of about ``pixels`` bins, by operation. A bin's edges may lie a little outside of the window.
+    busy in each of about ``pixels`` bins, by operation, and by group (``lanes``) where ranks have several and all have
+    ``MOST_LANES`` at most. A bin's edges may lie a little outside of the window.
 
     Args:
         ranks: those that are shown; default: all.

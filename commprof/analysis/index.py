@@ -3,8 +3,9 @@
 It holds nothing that the run does not, so it may be deleted at any time and is built again when a file of the run
 changes. Where the directory cannot be written to, and for small runs and those still going, it is held in memory.
 
-Tables: ``records`` in order of ``begin_ns`` (:mod:`commprof.analysis.spans`), ``kinds``, ``density`` (level, rank, op, bin,
-busy_ns, still_ns; only what is not 0), ``bands`` (steps and phases), ``facts``;
+Tables: ``records`` in order of ``begin_ns`` (:mod:`commprof.analysis.spans`), ``kinds``, ``lanes`` (groups of ranks,
+:mod:`commprof.analysis.lanes`), ``density`` (level, rank, lane, op, bin, busy_ns, still_ns; only what is not 0), ``bands``
+(steps and phases), ``facts``;
 in a file also the sums that other questions begin with (:mod:`commprof.analysis.index_sums`).
 """
 
@@ -38,7 +39,7 @@ from commprof.trace.layout import rank_files
 from commprof.trace.manifest import read_manifest
 from commprof.trace.reader import Run, open_run
 
-VERSION: Final = 4
+VERSION: Final = 5
 MOST_IN_MEMORY: Final = 5_000_000  # records; more need the file
 _FEWEST_IN_FILE: Final = 300_000  # fewer are indexed in less time than a person notices
 _KEPT: Final = 8  # indexes that stay open
@@ -56,7 +57,8 @@ class Index:
 
     Attributes:
         run: the run directory.
-        facts: records, begin_ns, end_ns, ranks, ops, unknown_clocks, levels (bin width and number of bins of each).
+        facts: records, begin_ns, end_ns, ranks, lanes (how many; 0: groups are not told apart), ops, unknown_clocks,
+            levels (bin width and number of bins of each).
         path: its file; None for one in memory.
         stamp: the :func:`fingerprint` of the files that it was made from.
     """

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from commprof.align.reference_clock import ReferenceClock
 from commprof.analysis.density import Numbers, binned, folded
+from commprof.analysis.lanes import Cells, keep_lanes
 from commprof.analysis.spans import SPANS, Kinds, parts, spans, with_spans
 from commprof.errors import TraceError
 from commprof.schema import OPS
@@ -96,7 +97,7 @@ def fill_records(engine: duckdb.DuckDBPyConnection, run: Run, progress: Progress
 
 
 def fill_overview(engine: duckdb.DuckDBPyConnection, run: Run, facts: Mapping[str, Any], laid: Laid) -> None:
-    """The others, which follow from the records: density, bands, facts.
+    """The others, which follow from the records: lanes, density, bands, facts.
 
     Raises:
         duckdb.Error: the database cannot be written.
@@ -117,6 +118,7 @@ def fill_overview(engine: duckdb.DuckDBPyConnection, run: Run, facts: Mapping[st
         "begin_ns": begin,
         "end_ns": end,
         "ranks": ranks,
+        "lanes": engine.execute("select count(*) from lanes").fetchall()[0][0],
         "ops": [row[0] for row in engine.execute("select distinct op from kinds order by op").fetchall()],
         "unknown_clocks": laid.unknown_clocks,
         "levels": levels,
@@ -181,26 +183,29 @@ def _keep(engine: duckdb.DuckDBPyConnection, name: str, rows: pa.Table) -> None:
 def _fill_density(
     engine: duckdb.DuckDBPyConnection, ranks: list[int], begin: int, end: int, records: int
 ) -> list[dict[str, int]]:
-    """Fill the table of what each rank and operation has in each bin; gives the levels, the coarse one first."""
+    """Fill the table of what each rank, lane and operation has in each bin; gives the levels, the coarse one first."""
     engine.execute(
-        "create table density (level integer, rank integer, op text, bin integer, busy_ns bigint, still_ns bigint)"
+        "create table density (level integer, rank integer, lane integer, op text, bin integer, busy_ns bigint, "
+        "still_ns bigint)"
     )
+    ops = engine.sql("select op from kinds order by kind").to_arrow_table()["op"]
+    cells = keep_lanes(engine, ranks, numbers_of_ops(ops.to_pylist()))
     if not ranks:
         return []
-    bins = _bins(len(ranks), records)
+    lanes = len(set(zip(cells.rank.tolist(), cells.lane.tolist(), strict=True)))
+    # The more lanes the fewer bins, so that they take no more memory nor room.
+    bins = _bins(max(lanes, -(-len(cells.rank) // len(OPS))), records)
     width = max(1, -(-(end - begin) // bins))
-    busy, still = (np.zeros((len(ranks) * len(OPS), bins), np.int64) for _ in range(2))
-    ops = engine.sql("select op from kinds order by kind").to_arrow_table()["op"]
-    op_of_kind = numbers_of_ops(ops.to_pylist())
+    busy, still = (np.zeros((len(cells.rank), bins), np.int64) for _ in range(2))
     for first in range(0, records, _ROWS_AT_A_TIME):
         rows = engine.sql(_BUSY, params=[first, first + _ROWS_AT_A_TIME]).to_arrow_table()
         place = np.searchsorted(np.array(ranks), rows["rank"].to_numpy())
-        cells = place * len(OPS) + op_of_kind[rows["kind"].to_numpy()]
+        row = cells.row[place, rows["kind"].to_numpy()]
         for sums, until, length in ((busy, "end_ns", "busy_ns"), (still, "held_end_ns", "still_ns")):
             ends, lengths = rows[until].to_numpy(), rows[length].to_numpy()
-            sums += binned(ends - lengths, ends, cells, len(sums), begin, width, bins)
+            sums += binned(ends - lengths, ends, row, len(sums), begin, width, bins)
     for level, factor in ((0, FOLD), (1, 1)):
-        _keep_level(engine, level, ranks, folded(busy, factor), folded(still, factor))
+        _keep_level(engine, level, cells, folded(busy, factor), folded(still, factor))
     return [{"width_ns": width * FOLD, "bins": bins // FOLD}, {"width_ns": width, "bins": bins}]
 
 
@@ -216,17 +221,18 @@ def numbers_of_ops(names: Sequence[str]) -> Numbers:
 
 
 def _keep_level(
-    engine: duckdb.DuckDBPyConnection, level: int, ranks: list[int], busy: Numbers, still: Numbers
+    engine: duckdb.DuckDBPyConnection, level: int, cells: Cells, busy: Numbers, still: Numbers
 ) -> None:
-    """Keep one level of the density in order of bin, rank and operation."""
+    """Keep one level of the density in order of bin, rank, lane and operation."""
     place, cell = np.nonzero(np.ascontiguousarray(((busy | still) != 0).T))
     if not len(cell):
         return
-    op = pa.array((cell % len(OPS)).astype(np.int8))
+    op = pa.array(cells.op[cell].astype(np.int8))
     rows = pa.table(
         {
             "level": np.full(len(cell), level, np.int32),
-            "rank": np.array(ranks, np.int32)[cell // len(OPS)],
+            "rank": cells.rank[cell].astype(np.int32),
+            "lane": cells.lane[cell].astype(np.int32),
             "op": pa.DictionaryArray.from_arrays(op, pa.array(OPS)),
             "bin": place.astype(np.int32),
             "busy_ns": busy[cell, place],

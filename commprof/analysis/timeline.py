@@ -14,11 +14,13 @@ from commprof.analysis.density import Numbers, binned
 from commprof.analysis.frames import from_arrow
 from commprof.analysis.index import Index
 from commprof.analysis.index_tables import numbers_of_ops
+from commprof.analysis.lanes import JOINED, LANES, MOST_OF_RANK, NUMBER, Lane, order_of_group
 from commprof.errors import UsageError
 from commprof.schema import OPS
 
 MOST_BARS: Final = 2_000  # a browser draws and moves so many without delay
 MOST_BANDS: Final = 240
+MOST_LANES: Final = 48  # of density; more are too narrow to be looked at
 MOST_LEVELS: Final = 4  # bars of one lane that overlap stand below each other, as far as there is room
 _FAR: Final = 1 << 62
 
@@ -41,6 +43,8 @@ class Timeline(NamedTuple):
     unknown_clocks: int  # records whose clock was never compared: they stand where their own clock says
     bars: pd.DataFrame | None
     density: pd.DataFrame | None
+    lanes: tuple[Lane, ...]  # of the density of ``ranks``; empty where groups are not told apart
+    hidden_lanes: int  # that are too many to be told apart
     bands: pd.DataFrame
 
 
@@ -66,6 +70,8 @@ def timeline(
     wanted = set(facts["ranks"] if ranks is None else ranks)
     shown = [rank for rank in facts["ranks"] if rank in wanted]
     bars = _bars(index, begin, end, shown, most_bars)
+    lanes = _lanes(index, shown) if bars is None else ()
+    told = lanes if len(lanes) <= MOST_LANES else ()
     return Timeline(
         begin_ns=begin,
         end_ns=end,
@@ -76,7 +82,9 @@ def timeline(
         records=facts["records"],
         unknown_clocks=facts["unknown_clocks"],
         bars=bars,
-        density=_density(index, begin, end, shown, pixels) if bars is None else None,
+        density=_density(index, begin, end, shown, told, pixels) if bars is None else None,
+        lanes=told,
+        hidden_lanes=len(lanes) - len(told),
         bands=_bands(index, begin, end),
     )
 
@@ -123,7 +131,7 @@ def _places(bars: pa.Table) -> tuple[list[int], list[int]]:
     Groups are in order of size, the largest first. ``bars`` are in order of their begin.
     """
     groups = list(zip(*(bars[name].to_pylist() for name in ("group_size", "pg", "group_ranks")), strict=True))
-    order = sorted(set(groups), key=lambda group: (-group[0], _number_or_text(group[1]), group[2]))
+    order = sorted(set(groups), key=lambda group: order_of_group(*group))
     lane_of = {group: place for place, group in enumerate(order)}
     busy_until: dict[tuple[int, int], list[int]] = {}  # of each level of each lane of a rank
     lanes, levels = [], []
@@ -142,66 +150,77 @@ def _places(bars: pa.Table) -> tuple[list[int], list[int]]:
     return lanes, levels
 
 
-def _number_or_text(name: str) -> tuple[int, int, str]:
-    return (0, int(name), "") if name.isdecimal() and len(name) < 19 else (1, 0, name)
+def _lanes(index: Index, ranks: Sequence[int]) -> tuple[Lane, ...]:
+    """The lanes of ``ranks``; none where each of these has one group only."""
+    found = index.ask(
+        f"select * from lanes r where true {_of_ranks(index, ranks)} order by rank, lane"
+    ).to_pylist()
+    return tuple(Lane(**row) for row in found) if len(found) > len(ranks) else ()
 
 
 _RAW: Final = """
-select r.rank, k.op, r.end_ns, r.busy_ns, coalesce(r.held_end_ns, 0) as held_end_ns, r.still_ns
-from records r join kinds k using (kind)
+select r.rank, {lane} as lane, k.op, r.end_ns, r.busy_ns, coalesce(r.held_end_ns, 0) as held_end_ns, r.still_ns
+from records r join kinds k using (kind) {lanes}
 where {window} {ranks}
 """
 _BINNED: Final = """
-select rank, op, (bin // {fold}) as bin, cast(sum(busy_ns) as bigint) as busy_ns, cast(sum(still_ns) as bigint) as still_ns
+select rank, {lane} as lane, op, (bin // {fold}) as bin,
+    cast(sum(busy_ns) as bigint) as busy_ns, cast(sum(still_ns) as bigint) as still_ns
 from density r
 where level = ? and bin >= ? and bin < ? {ranks}
-group by rank, op, 3
-order by 3, rank, op
+group by all
+order by 4, rank, lane, op
 """
 
 
-def _density(index: Index, begin: int, end: int, ranks: Sequence[int], pixels: int) -> pd.DataFrame:
-    """How busy each rank was in each bin of the window, by operation; only what is not 0."""
+def _density(
+    index: Index, begin: int, end: int, ranks: Sequence[int], lanes: Sequence[Lane], pixels: int
+) -> pd.DataFrame:
+    """How busy each rank was in each bin of the window, by lane and operation; only what is not 0."""
     window = end - begin
     for number, level in enumerate(index.facts["levels"]):
         width = level["width_ns"]
         if window // width >= pixels:
-            return _from_level(index, number, level, begin, end, ranks, -(-window // (width * pixels)))
+            return _from_level(index, number, begin, end, ranks, lanes, -(-window // (width * pixels)))
     finest = index.facts["levels"][-1]["width_ns"]
     if window // finest * 2 >= pixels:  # bins of two pixels look as sharp
-        return _from_level(
-            index, len(index.facts["levels"]) - 1, index.facts["levels"][-1], begin, end, ranks, 1
-        )
-    return _from_records(index, begin, end, ranks, pixels)
+        return _from_level(index, len(index.facts["levels"]) - 1, begin, end, ranks, lanes, 1)
+    return _from_records(index, begin, end, ranks, lanes, pixels)
 
 
 def _from_level(
-    index: Index, number: int, level: dict[str, int], begin: int, end: int, ranks: Sequence[int], fold: int
+    index: Index, number: int, begin: int, end: int, ranks: Sequence[int], lanes: Sequence[Lane], fold: int
 ) -> pd.DataFrame:
+    level = index.facts["levels"][number]
     width, origin = level["width_ns"], index.facts["begin_ns"]
     first = max(0, (begin - origin) // width)
     last = min(level["bins"], -(-(end - origin) // width))
-    sql = _BINNED.format(fold=fold, ranks=_of_ranks(index, ranks))
+    sql = _BINNED.format(fold=fold, lane="lane" if lanes else "0", ranks=_of_ranks(index, ranks))
     found = index.ask(sql, [number, first // fold * fold, -(-last // fold) * fold])
-    return _density_frame(found, origin, width * fold)
+    return _density_frame(found, lanes, origin, width * fold)
 
 
-def _from_records(index: Index, begin: int, end: int, ranks: Sequence[int], pixels: int) -> pd.DataFrame:
+def _from_records(
+    index: Index, begin: int, end: int, ranks: Sequence[int], lanes: Sequence[Lane], pixels: int
+) -> pd.DataFrame:
     width = max(1, -(-(end - begin) // pixels))
     bins = -(-(end - begin) // width)
-    rows = index.ask(_RAW.format(window=_WINDOW, ranks=_of_ranks(index, ranks)), [end, begin])
+    joined, lane = (JOINED, NUMBER) if lanes else ("", "0")
+    sql = _RAW.format(window=_WINDOW, ranks=_of_ranks(index, ranks), lanes=joined, lane=lane)
+    rows = index.ask(sql, [end, begin])
     known = list(ranks)
+    each = MOST_OF_RANK if lanes else 1
     if not len(rows):
         return from_arrow(
             pa.table({c.name: pa.array([], pa.int64()) for c in DENSITY.columns}), DENSITY.columns
         )
-    cells = _cells_of(rows, known)
+    cells = _cells_of(rows, known, each)
     busy, still = (
         binned(
             rows[until].to_numpy() - rows[length].to_numpy(),
             rows[until].to_numpy(),
             cells,
-            len(known) * len(OPS),
+            len(known) * each * len(OPS),
             begin,
             width,
             bins,
@@ -209,25 +228,33 @@ def _from_records(index: Index, begin: int, end: int, ranks: Sequence[int], pixe
         for until, length in (("end_ns", "busy_ns"), ("held_end_ns", "still_ns"))
     )
     cell, place = np.nonzero(busy | still)
+    lane_of_cell = cell // len(OPS)
     found = pa.table(
         {
-            "rank": np.array(known, np.int64)[cell // len(OPS)],
+            "rank": np.array(known, np.int64)[lane_of_cell // each],
+            "lane": lane_of_cell % each,
             "op": pa.array(OPS).take(pa.array(cell % len(OPS))),
             "bin": place,
             "busy_ns": busy[cell, place],
             "still_ns": still[cell, place],
         }
     )
-    return _density_frame(
-        found.sort_by([("bin", "ascending"), ("rank", "ascending"), ("op", "ascending")]), begin, width
+    found = found.sort_by([(name, "ascending") for name in ("bin", "rank", "lane", "op")])
+    return _density_frame(found, lanes, begin, width)
+
+
+def _density_frame(found: pa.Table, lanes: Sequence[Lane], origin: int, width: int) -> pd.DataFrame:
+    codes = np.array([lane.rank * MOST_OF_RANK + lane.lane for lane in lanes], np.int64)
+    held = np.searchsorted(codes, found["rank"].to_numpy() * MOST_OF_RANK + found["lane"].to_numpy())
+    groups = pa.Table.from_pylist([lane._asdict() for lane in lanes], LANES).take(
+        pa.array(held, mask=np.full(len(held), not lanes))
     )
-
-
-def _density_frame(found: pa.Table, origin: int, width: int) -> pd.DataFrame:
     begin = found["bin"].to_numpy().astype(np.int64) * width + origin
     busy, still = (found[name].to_numpy() for name in ("busy_ns", "still_ns"))
     columns: dict[str, Any] = {
         "rank": found["rank"],
+        "lane": found["lane"],
+        **{name: groups[name] for name in ("pg", "group_desc", "group_ranks")},
         "begin_ns": begin,
         "end_ns": begin + width,
         "op": found["op"],
@@ -264,11 +291,12 @@ def step_window(index: Index, step: int) -> tuple[int, int] | None:
     return (found[0]["begin_ns"], found[0]["end_ns"]) if found else None
 
 
-def _cells_of(rows: pa.Table, ranks: list[int]) -> Numbers:
-    """The row of each of ``rows`` (rank, op) in a table of ranks x operations."""
+def _cells_of(rows: pa.Table, ranks: list[int], each: int) -> Numbers:
+    """The row of each of ``rows`` (rank, lane, op) in a table of ranks x lanes (``each``) x operations."""
     place = np.searchsorted(np.array(ranks), rows["rank"].to_numpy())
     encoded = rows["op"].combine_chunks().dictionary_encode()
     encoded = encoded.combine_chunks() if isinstance(encoded, pa.ChunkedArray) else encoded
     numbers = numbers_of_ops(encoded.dictionary.to_pylist() or [OPS[0]])
-    cells: Numbers = place * len(OPS) + numbers[encoded.indices.to_numpy(zero_copy_only=False)]
+    lane = place * each + rows["lane"].to_numpy()
+    cells: Numbers = lane * len(OPS) + numbers[encoded.indices.to_numpy(zero_copy_only=False)]
     return cells

@@ -17,6 +17,7 @@ TO: Final = "to"
 RANKS: Final = "ranks"
 RECORD: Final = "record"
 _CELLS: Final = 20_000  # of a heatmap: ranks x bins
+_CELLS_OF_LANES: Final = 6_000  # where ranks have several rows each
 _MOST_BINS: Final = 600
 _FEWEST_BINS: Final = 120
 _MOST_RANKS: Final = 256  # that are drawn at once
@@ -102,7 +103,9 @@ def timeline(path: Path, view: View) -> api.Timeline:
     """What ``view`` shows of a run."""
     facts = api.index(path)
     ranks = chosen_ranks(view.ranks, facts["ranks"])
-    bins = max(_FEWEST_BINS, min(_MOST_BINS, _CELLS // max(1, len(ranks))))
+    lanes = len(ranks) * facts["lanes"] // max(1, len(facts["ranks"]))
+    cells = _CELLS_OF_LANES // lanes if len(ranks) < lanes <= api.MOST_LANES else _CELLS // max(1, len(ranks))
+    bins = max(_FEWEST_BINS, min(_MOST_BINS, cells))
     begin, end = (None if time is None else time + facts["begin_ns"] for time in (view.begin_ns, view.end_ns))
     if begin is not None and end is not None and end <= begin:
         begin = end = None

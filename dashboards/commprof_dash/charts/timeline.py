@@ -6,22 +6,19 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
 from commprof.analysis import api
-from commprof.schema import OPS
 from commprof_dash.charts.axes import step_size
+from commprof_dash.charts.density import LaneRow, draw_density, lane_rows
 from commprof_dash.charts.labels import escape
 from commprof_dash.charts.series import marker, series_in_order, with_series
 from commprof_dash.theme import (
     EXPOSED_COLOUR,
     GRID,
     MUTED_TEXT,
-    OP_COLOURS,
     OTHER_COLOUR,
-    PAPER,
     TEXT,
     Scheme,
     template,
@@ -41,6 +38,7 @@ _STRIP: Final = 34  # pixels above the ranks: steps and phases
 _LEVEL: Final = 13  # pixels of a level of a lane
 _FEWEST_PIXELS: Final = 26  # of a rank
 _MOST_HEIGHT: Final = 1100
+_NAME: Final = 14  # characters of the name of a lane beside it
 _NAMED: Final = 0.13  # part of the width from which on a step has room for its name, at 400 pixels too,
 _NUMBERED: Final = 0.045  # and for its number
 
@@ -63,13 +61,15 @@ def figure(
     """
     drawn = go.Figure(layout={"template": template(scheme)})
     origin = shown.run_begin_ns
+    lanes: list[LaneRow] = []
     if shown.bars is not None:
         rows = rows_of(shown.bars, shown.ranks)
         _draw_bars(drawn, shown.bars, rows, origin, scheme, set(selected))
     else:
         assert shown.density is not None
-        rows = [Row(rank, 2.0 * place, 1.7) for place, rank in enumerate(shown.ranks)]
-        _draw_density(drawn, shown.density, rows, origin, scheme)
+        lanes = lane_rows(shown)
+        rows = _ranks_of(lanes)
+        draw_density(drawn, shown.density, lanes, origin, scheme)
     depth = rows[-1].top + rows[-1].height if rows else 1.0
     height = _height(rows, depth)
     begin, end = shown.begin_ns - origin, shown.end_ns - origin
@@ -95,10 +95,7 @@ def figure(
         yaxis={
             "range": [depth + 0.15, -0.15],
             "domain": [0, 1 - strip],
-            "tickvals": [row.top + row.height / 2 for row in rows],
-            "ticktext": [f"rank {row.rank}" for row in rows]
-            if len(rows) <= 64
-            else [str(r.rank) for r in rows],
+            **(_lane_ticks(lanes) if shown.lanes else _rank_ticks(rows)),
             "ticklen": 6,
             "tickcolor": "rgba(0,0,0,0)",
             "ticks": "outside",
@@ -107,6 +104,29 @@ def figure(
         },
     )
     return drawn
+
+
+def _rank_ticks(rows: Sequence[Row]) -> dict[str, Any]:
+    before = "rank " if len(rows) <= 64 else ""
+    return {
+        "tickvals": [row.top + row.height / 2 for row in rows],
+        "ticktext": [f"{before}{row.rank}" for row in rows],
+    }
+
+
+def _lane_ticks(lanes: Sequence[LaneRow]) -> dict[str, Any]:
+    """Each lane has the name of its group, the first of a rank the rank before it."""
+    texts = []
+    for number, lane in enumerate(lanes):
+        name = escape(_short(lane.name, _NAME))
+        is_first = number == 0 or lanes[number - 1].is_last
+        texts.append(f"<b>rank {lane.rank}</b> {name}" if is_first else name)
+    return {"tickvals": [lane.top + lane.height / 2 for lane in lanes], "ticktext": texts}
+
+
+def _ranks_of(lanes: Sequence[LaneRow]) -> list[Row]:
+    tops = {lane.rank: lane.top for lane in reversed(lanes)}
+    return [Row(lane.rank, tops[lane.rank], lane.bottom - tops[lane.rank]) for lane in lanes if lane.is_last]
 
 
 def _height(rows: Sequence[Row], depth: float) -> int:
@@ -239,74 +259,6 @@ def _after(before: str, value: Any) -> str:
 def _short(text: Any, most: int) -> str:
     plain = str(text)
     return plain if len(plain) <= most else plain[: most - 3] + "..."
-
-
-def _draw_density(
-    drawn: go.Figure, density: pd.DataFrame, rows: Sequence[Row], origin: int, scheme: Scheme
-) -> None:
-    """One heatmap with two rows a rank: how busy it was, in the colour of what took most; how long it stood still."""
-    if density.empty or not rows:
-        return
-    width = int(density["end_ns"].iloc[0] - density["begin_ns"].iloc[0])
-    first, last = int(density["begin_ns"].min()), int(density["begin_ns"].max())
-    bins = (last - first) // width + 1
-    place = {row.rank: number for number, row in enumerate(rows)}
-    known = set(density["op"])
-    ops = [op for op in OPS if op in known]
-    busy = np.zeros((len(rows), len(ops), bins))
-    held = np.zeros((len(rows), bins))
-    at = (
-        density["rank"].map(place).to_numpy(),
-        density["op"].map({op: number for number, op in enumerate(ops)}).to_numpy(),
-        ((density["begin_ns"] - first) // width).to_numpy(),
-    )
-    busy[at] = density["busy_share"].to_numpy()
-    np.add.at(held, (at[0], at[2]), density["exposed_ns"].to_numpy() / width)
-    total = busy.sum(axis=1)
-    colour = busy.argmax(axis=1)
-    levels = np.full((3 * len(rows), bins), np.nan)
-    levels[0::3] = np.where(total > 0, colour + np.clip(total, 0, 0.999), np.nan)
-    levels[1::3] = np.where(held > 0, len(ops) + np.clip(held, 0, 0.999), np.nan)
-    texts = np.full((3 * len(rows), bins), "", dtype=object)
-    for number, row in enumerate(rows):
-        for cell in np.flatnonzero(total[number] > 0):
-            shares = sorted(zip(busy[number, :, cell], ops, strict=True), reverse=True)
-            said = ", ".join(f"{op} {100 * share:.0f} %" for share, op in shares[:3] if share > 0)
-            texts[3 * number, cell] = (
-                f"<b>rank {row.rank}</b>: {said}; stood still {100 * held[number, cell]:.0f} %"
-            )
-            texts[3 * number + 1, cell] = texts[3 * number, cell]
-    edges = [edge for row in rows for edge in (row.top, row.top + 1.25, row.top + 1.7)]
-    drawn.add_heatmap(
-        name="busy",
-        x=[float(first - origin + width * number) for number in range(bins + 1)],
-        y=[*edges, rows[-1].top + 2.0],
-        z=levels,
-        text=texts.tolist(),
-        zmin=0,
-        zmax=len(ops) + 1,
-        colorscale=_scale([*(OP_COLOURS.get(op, OTHER_COLOUR) for op in ops), EXPOSED_COLOUR], scheme),
-        showscale=False,
-        hoverongaps=False,
-        hovertemplate="%{text}<br>" + f"in {api.format_ns(width)}<extra></extra>",
-    )
-
-
-def _scale(colours: Sequence[str], scheme: Scheme) -> list[list[Any]]:
-    """For each colour a part of the scale, from faint to full."""
-    stops: list[list[Any]] = []
-    for number, colour in enumerate(colours):
-        stops.append([number / len(colours), _mixed(colour, PAPER[scheme], 0.28)])
-        stops.append([(number + 1) / len(colours) - (1e-9 if number + 1 < len(colours) else 0), colour])
-    return stops
-
-
-def _mixed(colour: str, with_colour: str, share: float) -> str:
-    mixed = (
-        round(int(colour[i : i + 2], 16) * share + int(with_colour[i : i + 2], 16) * (1 - share))
-        for i in (1, 3, 5)
-    )
-    return "#" + "".join(f"{part:02x}" for part in mixed)
 
 
 def _bands(

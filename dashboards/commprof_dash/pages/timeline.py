@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import dash
 import flask
+import pandas as pd
 from dash import ALL, ClientsideFunction, Input, Output, State, dcc, html
 from dash.development.base_component import Component
 from dash.exceptions import PreventUpdate
@@ -15,6 +16,7 @@ from commprof.schema import OPS
 from commprof_dash import address, ids
 from commprof_dash.address import Query
 from commprof_dash.charts import timeline as chart
+from commprof_dash.charts.density import OTHER_GROUPS, lane_names
 from commprof_dash.charts.series import series_in_order, with_series
 from commprof_dash.components import cards, messages, tables
 from commprof_dash.components.graph import graph, height_of
@@ -210,9 +212,11 @@ def _said(shown: api.Timeline) -> str:
     if shown.bars is not None:
         what = f"{len(shown.bars):,} records, each as a bar from its issue until the last that is known of it"
     else:
+        where = " in each of its groups, the largest group above" if shown.lanes else ""
         what = (
-            "How busy each rank was: the colour is the operation that took most of the time, its strength the share; the "
-            f"narrow row below is the time that the program stood still. Zoom in to see the {shown.records:,} records"
+            f"How busy each rank was{where}: the colour is the operation that took most of the time, its strength the "
+            "share; the narrow row below is the time that the program stood still. Zoom in to see the "
+            f"{shown.records:,} records"
         )
     text = (
         f"{what}. Window: {api.format_ns(window)} of {api.format_ns(shown.run_end_ns - shown.run_begin_ns)}."
@@ -220,6 +224,7 @@ def _said(shown: api.Timeline) -> str:
     hidden = len(shown.run_ranks) - len(shown.ranks)
     if hidden:
         text += f" {len(shown.ranks):,} of {len(shown.run_ranks):,} ranks are shown."
+    text += _said_of_lanes(shown)
     if shown.unknown_clocks:
         text += (
             f" {shown.unknown_clocks:,} records are of hosts whose clocks were never compared: they stand where their own "
@@ -227,6 +232,18 @@ def _said(shown: api.Timeline) -> str:
         )
     if shown.bands.empty:
         text += " Steps and phases appear when you zoom in, where the run has any."
+    return text
+
+
+def _said_of_lanes(shown: api.Timeline) -> str:
+    """Which groups have no lane of their own."""
+    joined = sorted({lane.groups for lane in shown.lanes if lane.groups > 1})
+    text = ""
+    if joined:
+        count = f"{joined[0]:,}" if len(joined) == 1 else f"{joined[0]:,} to {joined[-1]:,}"
+        text += f" The busiest groups of a rank have a lane each, its {count} others one together: {OTHER_GROUPS}."
+    if shown.hidden_lanes:
+        text += f" Their groups would be {shown.hidden_lanes:,} lanes: choose fewer ranks to see them."
     return text
 
 
@@ -267,17 +284,7 @@ def _table(name: str, view: View, shown: api.Timeline) -> list[Component]:
     origin = shown.run_begin_ns
     if shown.bars is None:
         assert shown.density is not None
-        keys = ["rank", "op"]
-        sums = shown.density.groupby(keys, as_index=False)[["busy_ns", "exposed_ns"]].sum()
-        sums = sums.assign(busy_share=sums["busy_ns"] / max(1, shown.end_ns - shown.begin_ns))
-        fields = [
-            Field("rank", "Rank", str, numeric=True),
-            Field("op", "Operation"),
-            Field("busy_ns", "Busy", api.format_ns, numeric=True),
-            Field("busy_share", "Part of the window", _percent, numeric=True),
-            Field("exposed_ns", "Stood still", api.format_ns, numeric=True),
-        ]
-        return [tables.table(sums.head(_ROWS_SHOWN), fields, "Busy time of the window by rank and operation")]
+        return _sums_table(shown, shown.density)
     frame = shown.bars.head(_ROWS_SHOWN)
     frame = frame.assign(
         at=frame["begin_ns"] - origin,
@@ -304,6 +311,29 @@ def _table(name: str, view: View, shown: api.Timeline) -> list[Component]:
     ]
     first = f"The first {_ROWS_SHOWN} of them; the CSV file has all." if len(shown.bars) > _ROWS_SHOWN else ""
     return [html.P(first, className="muted"), tables.table(frame, fields, "Records of the window")]
+
+
+def _sums_table(shown: api.Timeline, density: pd.DataFrame) -> list[Component]:
+    keys = ["rank", "lane", "op"] if shown.lanes else ["rank", "op"]
+    sums = density.groupby(keys, as_index=False)[["busy_ns", "exposed_ns"]].sum()
+    sums = sums.assign(busy_share=sums["busy_ns"] / max(1, shown.end_ns - shown.begin_ns))
+    fields = [
+        Field("rank", "Rank", str, numeric=True),
+        Field("op", "Operation"),
+        Field("busy_ns", "Busy", api.format_ns, numeric=True),
+        Field("busy_share", "Part of the window", _percent, numeric=True),
+        Field("exposed_ns", "Stood still", api.format_ns, numeric=True),
+    ]
+    if not shown.lanes:
+        return [tables.table(sums.head(_ROWS_SHOWN), fields, "Busy time of the window by rank and operation")]
+    names = lane_names(shown)
+    members = {(lane.rank, lane.lane): lane.group_ranks or "several" for lane in shown.lanes}
+    lanes = list(zip(sums["rank"].tolist(), sums["lane"].tolist(), strict=True))
+    sums = sums.assign(group=[names[lane] for lane in lanes], members=[members[lane] for lane in lanes])
+    fields[1:1] = [Field("group", "Group", shortened), Field("members", "Its ranks", shortened)]
+    first = f"The first {_ROWS_SHOWN} of {len(sums):,} sums." if len(sums) > _ROWS_SHOWN else ""
+    told = "Busy time of the window by rank, group and operation"
+    return [html.P(first, className="muted"), tables.table(sums.head(_ROWS_SHOWN), fields, told)]
 
 
 def _percent(share: float) -> str:

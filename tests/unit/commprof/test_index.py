@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commprof.analysis import api, index
+from commprof.analysis import timeline as timeline_module
 from commprof.analysis.density import binned, folded
 from commprof.analysis.spans import own_parts
 from commprof.errors import TraceError, UsageError
@@ -140,6 +141,94 @@ def test_a_moment_counts_for_what_began_first(tmp_path):
     run.add_collective("broadcast", issue_ns=40, host_ns=60, peer=0)
     frame = api.timeline(run.write(tmp_path / "run"), most_bars=0, pixels=1).density
     assert dict(zip(frame["op"], frame["busy_ns"], strict=True)) == {"all_reduce": 60, "broadcast": 40}
+
+
+def grouped_run(order=(0, 1, 2, 3)):
+    """Four ranks, each in groups of its own and in one of all: ``order`` says which part each rank plays."""
+    run, rng = SyntheticRun(4), random.Random(7)
+    groups = {"0": (0, 1, 2, 3), "1": (0, 1), "2": (2, 3), "10": (0, 2), "11": (1, 3)}
+    for _ in range(400):
+        begin, pg = rng.randrange(1_000_000), rng.choice(list(groups))
+        run.add_collective(
+            rng.choice(OPS),
+            issue_ns=begin,
+            host_ns=rng.randrange(1, 9000),
+            exposed_ns=rng.choice([None, 500]),
+            pg=pg,
+            group=tuple(sorted(order[rank] for rank in groups[pg])),
+            group_desc="model" if pg in "12" else "data",
+            peer=0,
+        )
+    return run
+
+
+@pytest.mark.parametrize("pixels", [7, 300, 100_000])
+def test_lanes_of_groups_add_up_to_the_rank(tmp_path, monkeypatch, pixels):
+    path = grouped_run().write(tmp_path / "run")
+    found = api.timeline(path, pixels=pixels, most_bars=0)
+    monkeypatch.setattr(timeline_module, "MOST_LANES", 11)
+    whole = api.timeline(path, pixels=pixels, most_bars=0)
+    assert (len(found.lanes), found.hidden_lanes, whole.lanes, whole.hidden_lanes) == (12, 0, (), 12)
+    assert whole.density["pg"].isna().all() and not whole.density["lane"].any()
+    key = ["rank", "begin_ns", "end_ns", "op"]
+    sums = [frame.groupby(key)[["busy_ns", "exposed_ns"]].sum() for frame in (found.density, whole.density)]
+    pd.testing.assert_frame_equal(*sums)
+    mine = found.density[found.density["rank"] == 2]
+    named = mine.groupby("lane")[["pg", "group_desc", "group_ranks"]].agg(
+        lambda one: "|".join(sorted(set(one)))
+    )
+    assert named.to_numpy().tolist() == [["0", "data", "0-3"], ["2", "model", "2-3"], ["10", "data", "0,2"]]
+    records = api.timeline(path, most_bars=9999).bars
+    for group, part in mine.groupby("pg"):  # what began first in another group may have taken moments from it
+        spans = records[(records["rank"] == 2) & (records["pg"] == group)]
+        assert 0 < part["busy_ns"].sum() <= union(zip(spans["begin_ns"], spans["end_ns"], strict=True))
+
+
+def test_lanes_of_other_ranks_are_those_of_the_ranks_that_play_their_parts(tmp_path):
+    order = (2, 3, 0, 1)
+    plain, swapped = (
+        api.timeline(grouped_run(given).write(tmp_path / str(given[0])), pixels=50, most_bars=0)
+        for given in ((0, 1, 2, 3), order)
+    )
+    held = ["rank", "pg", "begin_ns", "op", "busy_ns", "exposed_ns"]
+    moved = plain.density.assign(rank=plain.density["rank"].map(dict(enumerate(order))))
+    frames = [frame[held].sort_values(held, ignore_index=True) for frame in (moved, swapped.density)]
+    pd.testing.assert_frame_equal(*frames)
+
+
+def test_a_rank_with_many_groups_has_lanes_for_the_busiest(tmp_path):
+    run = SyntheticRun(2)
+    for number in range(7):
+        run.add_collective(
+            "all_reduce", issue_ns=1000 * number, host_ns=100 + number, pg=str(number), group=(0, 1)
+        )
+    path = run.write(tmp_path / "run")
+    for pixels in (1, 10_000):
+        found = api.timeline(path, pixels=pixels, most_bars=0)
+        assert [(lane.rank, lane.pg, lane.groups) for lane in found.lanes] == [
+            (rank, pg, groups) for rank in (0, 1) for pg, groups in (("4", 1), ("5", 1), ("6", 1), (None, 4))
+        ]
+        mine = found.density[found.density["rank"] == 0].groupby("lane")["busy_ns"].sum()
+        assert mine.tolist() == [104, 105, 106, 100 + 101 + 102 + 103]
+
+
+def test_one_group_has_no_lanes_and_neither_have_ranks_of_one_each(run, tmp_path):
+    alone = SyntheticRun(4)
+    for pg, group in (("1", (0, 1)), ("2", (2, 3))):
+        alone.add_collective("all_reduce", pg=pg, group=group)
+    assert api.timeline(alone.write(tmp_path / "run"), most_bars=0).lanes == ()
+    assert api.timeline(small_run(tmp_path / "small"), most_bars=0).lanes == ()
+    assert {lane.rank for lane in api.timeline(run, most_bars=0, ranks=[1]).lanes} == {1}
+
+
+def test_an_index_of_another_version_is_built_again(tmp_path, in_file, monkeypatch):
+    path = small_run(tmp_path / "run")
+    with monkeypatch.context() as before:
+        before.setattr(index, "VERSION", index.VERSION - 1)
+        api.index(path)
+    index._shelf.forget(path)
+    assert not api.has_index(path)
+    assert len(api.timeline(path).bars) == 2 and api.has_index(path)
 
 
 @pytest.mark.parametrize("window", [(0, 100_000), (20_000, 21_000), (99_990, 100_500), (-50, -10)])

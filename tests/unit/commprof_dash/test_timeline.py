@@ -105,6 +105,60 @@ def test_density_holds_the_share_and_the_operation(directory):
                 ].nunique() < len(here)
 
 
+def write_groups(path):
+    run = SyntheticRun(4)
+    for number in range(600):
+        pg, group, desc = (
+            ("0", (0, 1, 2, 3), "undefined"),
+            ("1", (0, 1), HOSTILE),
+            ("2", (2, 3), HOSTILE),
+            ("3", (0, 1, 2, 3), "data"),
+        )[number % 4]
+        run.add_collective(
+            ("all_reduce", "all_gather")[number % 2],
+            issue_ns=number * 5_000,
+            host_ns=3_000 + 10 * number,
+            exposed_ns=800,
+            pg=pg,
+            group=group,
+            group_desc=desc,
+        )
+    return run.write(path)
+
+
+def test_each_group_of_a_rank_has_a_lane(tmp_path):
+    shown = api.timeline(write_groups(tmp_path / "groups"), most_bars=0, pixels=40)
+    figure = chart.figure(shown, "light")
+    texts = figure.layout.yaxis.ticktext
+    assert texts[:3] == ("<b>rank 0</b> group 0", "data", "&lt;script&gt;ale...")
+    heatmap, width = figure.data[0], shown.density["end_ns"][0] - shown.density["begin_ns"][0]
+    assert len(heatmap.z) == 4 * 7 and len(heatmap.y) == 4 * 7 + 1  # room between lanes; what stood still
+    for rank in range(4):
+        mine = shown.density[shown.density["rank"] == rank]
+        for lane in range(3):
+            wanted = mine[mine["lane"] == lane].groupby("begin_ns")["busy_ns"].sum() / width
+            drawn = heatmap.z[7 * rank + 2 * lane]
+            assert sum(v % 1 for v in drawn if v == v) == pytest.approx(wanted.clip(upper=0.999).sum())
+        held = mine.groupby("begin_ns")["exposed_ns"].sum() / width
+        drawn = heatmap.z[7 * rank + 5]
+        assert sum(v % 1 for v in drawn if v == v) == pytest.approx(held.clip(upper=0.999).sum())
+    said = [text for row in heatmap.text for text in row if text]
+    assert any(text.startswith("<b>rank 2, data (0-3)</b>: all_gather") for text in said)
+    assert not any("<script" in text for text in said)
+
+
+def test_the_page_of_a_run_with_groups_names_them(tmp_path, monkeypatch):
+    write_groups(tmp_path / "groups")
+    most = api.timeline
+    monkeypatch.setattr(api, "timeline", lambda *args: most(*args, most_bars=0))
+    text = draw(tmp_path, "/timeline?run=groups")
+    assert "in each of its groups" in text
+    assert "Busy time of the window by rank, group and operation" in text
+    monkeypatch.setattr("commprof.analysis.timeline.MOST_LANES", 8)
+    assert "Their groups would be 12 lanes: choose fewer ranks" in draw(tmp_path, "/timeline?run=groups")
+    assert "in each of its groups" in draw(tmp_path, "/timeline?run=groups&ranks=0-1")
+
+
 def test_hover_says_bucket_parameters_bytes_and_purpose_as_text(directory):
     shown = api.timeline(directory / "a")
     texts = chart.hover_texts(shown.bars, shown.run_begin_ns)

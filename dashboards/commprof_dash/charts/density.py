@@ -1,0 +1,174 @@
+"""The timeline from afar: how busy each rank was, in a lane for each of its groups where it has several."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+import plotly.graph_objects as go
+
+from commprof.analysis import api
+from commprof.schema import OPS
+from commprof_dash.charts.labels import escape
+from commprof_dash.theme import EXPOSED_COLOUR, OP_COLOURS, OTHER_COLOUR, PAPER, Scheme
+
+OTHER_GROUPS: Final = "other groups"
+_ALONE: Final = 1.25  # height of the lane of a rank that has one
+_LANE: Final = 1.0  # of one of several,
+_BETWEEN: Final = 0.12  # and the room between them
+_HELD: Final = 0.45  # of the row for the time that a rank stood still, below its lanes
+_ROOM: Final = 0.3  # below that
+_UNNAMED: Final = (None, "", "undefined")  # torch's description of a group that was given none
+
+
+class LaneRow(NamedTuple):
+    """Where a lane stands, from ``top`` downwards; lanes of a rank follow each other."""
+
+    rank: int
+    lane: int
+    name: str  # of its group; "" where groups are not told apart
+    ranks: str  # of its group
+    top: float
+    height: float
+    is_last: bool  # of its rank
+
+    @property
+    def bottom(self) -> float:
+        """Where it ends, with the row for the time that its rank stood still where that is below it."""
+        return self.top + self.height + (_HELD if self.is_last else 0)
+
+
+def lane_rows(shown: api.Timeline) -> list[LaneRow]:
+    """The lanes of all ranks that are shown, from the top."""
+    names = lane_names(shown)
+    ranks = {(lane.rank, lane.lane): lane.group_ranks or "" for lane in shown.lanes}
+    rows, top = [], 0.0
+    for rank in shown.ranks:
+        lanes = [lane.lane for lane in shown.lanes if lane.rank == rank] or [0]
+        height = _LANE if len(lanes) > 1 else _ALONE
+        for lane in lanes:
+            key, is_last = (rank, lane), lane == lanes[-1]
+            rows.append(LaneRow(rank, lane, names.get(key, ""), ranks.get(key, ""), top, height, is_last))
+            top += height + (_HELD + _ROOM if is_last else _BETWEEN)
+    return rows
+
+
+def lane_names(shown: api.Timeline) -> dict[tuple[int, int], str]:
+    """What each lane is called, by its rank and number: its group's description, and its name where it needs one."""
+    held = Counter((lane.rank, lane.group_desc) for lane in shown.lanes)
+    names = {}
+    for lane in shown.lanes:
+        if lane.groups > 1:
+            name = OTHER_GROUPS
+        elif lane.group_desc in _UNNAMED:
+            name = f"group {lane.pg}"
+        else:
+            name = (
+                f"{lane.group_desc} {lane.pg}"
+                if held[lane.rank, lane.group_desc] > 1
+                else str(lane.group_desc)
+            )
+        names[lane.rank, lane.lane] = name
+    return names
+
+
+def draw_density(
+    drawn: go.Figure, density: pd.DataFrame, lanes: Sequence[LaneRow], origin: int, scheme: Scheme
+) -> None:
+    """One heatmap: how busy each lane was, in the colour of what took most; how long each rank stood still."""
+    if density.empty or not lanes:
+        return
+    width = int(density["end_ns"].iloc[0] - density["begin_ns"].iloc[0])
+    first, last = int(density["begin_ns"].min()), int(density["begin_ns"].max())
+    bins = (last - first) // width + 1
+    known = set(density["op"])
+    ops = [op for op in OPS if op in known]
+    busy, held = _shares(density, lanes, ops, first, width, bins)
+    total = busy.sum(axis=1)
+    colour = busy.argmax(axis=1)
+    rows: list[npt.NDArray[np.float64]] = []
+    texts: list[list[str]] = []
+    edges: list[float] = []
+    begun = 0  # the first lane of the rank
+    for number, lane in enumerate(lanes):
+        said = _said_of_lane(lane, busy[number], held[number], ops)
+        rows.append(np.where(total[number] > 0, colour[number] + np.clip(total[number], 0, 0.999), np.nan))
+        texts.append(said)
+        edges.append(lane.top)
+        if lane.is_last:
+            still = held[begun : number + 1].sum(axis=0)
+            rows.append(np.where(still > 0, len(ops) + np.clip(still, 0, 0.999), np.nan))
+            alone = begun == number
+            texts.append(
+                said
+                if alone
+                else [f"<b>rank {lane.rank}</b>: stood still {100 * part:.0f} %" for part in still]
+            )
+            edges.append(lane.top + lane.height)
+            begun = number + 1
+        rows.append(np.full(bins, np.nan))
+        texts.append([""] * bins)
+        edges.append(lane.bottom)
+    drawn.add_heatmap(
+        name="busy",
+        x=[float(first - origin + width * number) for number in range(bins + 1)],
+        y=[*edges, lanes[-1].bottom + _ROOM],
+        z=np.array(rows),
+        text=texts,
+        zmin=0,
+        zmax=len(ops) + 1,
+        colorscale=_scale([*(OP_COLOURS.get(op, OTHER_COLOUR) for op in ops), EXPOSED_COLOUR], scheme),
+        showscale=False,
+        hoverongaps=False,
+        hovertemplate="%{text}<br>" + f"in {api.format_ns(width)}<extra></extra>",
+    )
+
+
+def _shares(
+    density: pd.DataFrame, lanes: Sequence[LaneRow], ops: Sequence[str], first: int, width: int, bins: int
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Parts of each bin: lanes x operations x bins that were busy, lanes x bins in which the program stood still."""
+    place = {(lane.rank, lane.lane): number for number, lane in enumerate(lanes)}
+    busy = np.zeros((len(lanes), len(ops), bins))
+    held = np.zeros((len(lanes), bins))
+    at = (
+        np.array([place[one] for one in zip(density["rank"], density["lane"], strict=True)]),
+        density["op"].map({op: number for number, op in enumerate(ops)}).to_numpy(),
+        ((density["begin_ns"] - first) // width).to_numpy(),
+    )
+    busy[at] = density["busy_share"].to_numpy()
+    np.add.at(held, (at[0], at[2]), density["exposed_ns"].to_numpy() / width)
+    return busy, held
+
+
+def _said_of_lane(
+    lane: LaneRow, busy: npt.NDArray[np.float64], held: npt.NDArray[np.float64], ops: Sequence[str]
+) -> list[str]:
+    group = f", {escape(lane.name)}" + (f" ({escape(lane.ranks)})" if lane.ranks else "") if lane.name else ""
+    texts = [""] * len(held)
+    for cell in np.flatnonzero(busy.sum(axis=0) > 0):
+        shares = sorted(zip(busy[:, cell], ops, strict=True), reverse=True)
+        said = ", ".join(f"{op} {100 * share:.0f} %" for share, op in shares[:3] if share > 0)
+        texts[cell] = f"<b>rank {lane.rank}{group}</b>: {said}; stood still {100 * held[cell]:.0f} %"
+    return texts
+
+
+def _scale(colours: Sequence[str], scheme: Scheme) -> list[list[Any]]:
+    """For each colour a part of the scale, from faint to full."""
+    stops: list[list[Any]] = []
+    for number, colour in enumerate(colours):
+        stops.append([number / len(colours), _mixed(colour, PAPER[scheme], 0.28)])
+        stops.append([(number + 1) / len(colours) - (1e-9 if number + 1 < len(colours) else 0), colour])
+    return stops
+
+
+def _mixed(colour: str, with_colour: str, share: float) -> str:
+    mixed = (
+        round(int(colour[i : i + 2], 16) * share + int(with_colour[i : i + 2], 16) * (1 - share))
+        for i in (1, 3, 5)
+    )
+    return "#" + "".join(f"{part:02x}" for part in mixed)
