@@ -6,11 +6,13 @@ torch offers for all modules is taken out while the outermost of them runs.
 
 from __future__ import annotations
 
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
-from typing import Any, Final
+from types import FrameType, ModuleType
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -33,6 +35,14 @@ from commprof.schema import Phase
 _COMPILED: Final = "torch._dynamo.eval_frame"
 # A program that names one of these names them all; it may name a checkpoint and leave the rest to us.
 _NAMED_BY_RUNTIMES: Final = frozenset({Phase.INIT, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER})
+
+
+class _Stepping(NamedTuple):
+    """A call of an optimizer's step that has begun."""
+
+    optimizer: int  # its id
+    frame: int  # the id of the call's frame, which must not be held
+    thread: int
 
 
 class TrainingLoop:
@@ -59,7 +69,7 @@ class TrainingLoop:
         self._every_module: Any = None  # the hook of all modules, which is in place while none of them runs
         self._armed = False
         self._outermost: Any = None  # the hook of the one that runs
-        self._stepping: list[int] = []  # optimizers that are inside their step
+        self._stepping: list[_Stepping] = []  # the outermost first
         self._before_optimizer = ""  # the phase before the outermost of them
         self._in_backward = False
         self._one_batch = 0  # inside what runs many passes for one batch
@@ -283,17 +293,24 @@ class TrainingLoop:
             self._guarded(self._end_step, optimizer)
 
     def _begin_step(self, optimizer: Optimizer) -> None:
-        if id(optimizer) in self._stepping:  # it raised the last time
-            self._stepping.clear()
-        self._stepping.append(id(optimizer))
+        call = sys._getframe()
+        while call.f_code.co_filename == __file__ and call.f_back is not None:
+            call = call.f_back
+        thread, above = threading.get_ident(), _ids(call.f_back)
+        # A step that raised has told nobody that it ended.
+        self._stepping = [each for each in self._stepping if each.thread != thread or each.frame in above]
+        self._stepping.append(_Stepping(id(optimizer), id(call), thread))
         if len(self._stepping) == 1:
             self._before_optimizer = self.enter(Phase.OPTIMIZER)
 
     def _end_step(self, optimizer: Optimizer) -> None:
-        if id(optimizer) in self._stepping:
-            del self._stepping[self._stepping.index(id(optimizer)) :]
+        mine = [number for number, each in enumerate(self._stepping) if each.optimizer == id(optimizer)]
+        if mine:
+            del self._stepping[mine[-1] :]
             if not self._stepping:
                 self.leave(self._before_optimizer)
+            if len(mine) > 1:  # its class called the step of a base class, which torch watches too
+                return
         if self._steps.explicit() or hooks.position.phase == Phase.INIT:
             return
         self._optimizers.add(optimizer)
@@ -311,3 +328,12 @@ class TrainingLoop:
             number = self._numbers[optimizer] = self._numbered
             self._numbered += 1
         return number
+
+
+def _ids(frame: FrameType | None) -> set[int]:
+    """The ids of ``frame`` and of its callers."""
+    found = set()
+    while frame is not None:
+        found.add(id(frame))
+        frame = frame.f_back
+    return found

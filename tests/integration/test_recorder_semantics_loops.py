@@ -36,6 +36,12 @@ class TalkingSGD(torch.optim.SGD):
         return super().step(closure)
 
 
+def beside_its_base(rank, world, body):
+    """``body``, where torch has wrapped the step of the base class too, as it does once a program makes one of it."""
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    return body(rank, world)
+
+
 def said(run, *columns):
     rows = calls(run, 0, *columns)
     assert rows == calls(run, 1, *columns)
@@ -62,8 +68,9 @@ def plain(rank, world):
     dist.barrier()
 
 
-def test_each_collective_is_in_the_phase_that_issued_it(tmp_path):
-    run, _ = record(tmp_path / "run", 2, plain)
+@pytest.mark.parametrize("way", [(plain,), (beside_its_base, plain)], ids=["alone", "beside its base"])
+def test_each_collective_is_in_the_phase_that_issued_it(tmp_path, way):
+    run, _ = record(tmp_path / "run", 2, *way)
     micro_batch = [("forward", "1"), ("other", "()"), ("backward", "2")]
     step = [(micro, *row) for micro in (0, 1) for row in micro_batch]
     # The gradients by hand, the optimizer, and an evaluation that begins no step and no micro-batch.
@@ -93,8 +100,9 @@ def gan(rank, world):
         of_generator.step()
 
 
-def test_two_optimizers_end_a_step_together_from_the_first_on(tmp_path):
-    run, _ = record(tmp_path / "run", 2, gan)
+@pytest.mark.parametrize("way", [(gan,), (beside_its_base, gan)], ids=["alone", "beside its base"])
+def test_two_optimizers_end_a_step_together_from_the_first_on(tmp_path, way):
+    run, _ = record(tmp_path / "run", 2, *way)
     rows = said(run, "step", "phase", "micro_step")
     one = [("forward", 0)] * 3 + [("backward", 0)] * 2 + [("optimizer", 0), ("forward", 0)]
     one += [("backward", 0)] * 2 + [("optimizer", 0)]
@@ -142,8 +150,9 @@ def test_ranks_count_alike_when_an_optimizer_takes_the_place_of_one_that_is_gone
     ]
 
 
-def test_a_pass_that_raises_ends_its_phase(tmp_path):
-    run, _ = record(tmp_path / "run", 2, failing)
+@pytest.mark.parametrize("way", [(failing,), (beside_its_base, failing)], ids=["alone", "beside its base"])
+def test_a_pass_that_raises_ends_its_phase(tmp_path, way):
+    run, _ = record(tmp_path / "run", 2, *way)
     assert [row for row in said(run, "phase", "sizes", "step") if row[1] == "4"] == [
         ("other", "4", step) for step in (0, 1)
     ]
