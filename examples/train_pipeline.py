@@ -108,7 +108,11 @@ def main() -> None:
     config = read_config(args)
     stages = config["pipeline_parallel"]["pp_size"] if args.engine == "deepspeed" else None
     model = pipe.PipelineModule(
-        layers(pipe, args), num_stages=stages, loss_fn=cross_entropy, seed_layers=True
+        layers(pipe, args),
+        num_stages=stages,
+        loss_fn=cross_entropy,
+        seed_layers=True,
+        seed_fn=torch.manual_seed,
     )
     parameters = None if stages is None else list(model.parameters())
     engine, _, _, _ = runtime.initialize(model=model, model_parameters=parameters, config=config)
