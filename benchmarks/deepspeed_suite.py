@@ -32,7 +32,7 @@ from results import arguments, publish
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 PARTS: Final[Mapping[str, tuple[str, ...]]] = {
-    "zero": ("runtime/zero",),
+    "zero": ("runtime/zero", "v1/zero"),
     "checkpoint": ("checkpoint",),
     "config": (
         "runtime/test_ds_config_dict.py",
@@ -42,7 +42,7 @@ PARTS: Final[Mapping[str, tuple[str, ...]]] = {
     "schedules": ("runtime/test_lr_schedulers.py",),
     "pipeline": ("runtime/pipe", "pipe"),
     "comm": ("comm",),
-    "precision": ("runtime/half_precision", "runtime/test_autocast.py"),
+    "precision": ("runtime/half_precision", "v1/half_precision", "runtime/test_autocast.py"),
     "engine": (
         "runtime/test_data.py",
         "runtime/test_multi_output_model.py",

@@ -315,10 +315,10 @@ def _replicated(
     boundary: Boundary,
     scale: LossScale,
 ) -> tuple[Any, ReplicatedGradients]:
-    if kinds.model is not None and kinds.accumulation is torch.float32:
-        raise ConfigError(
-            f"data_types.grad_accum_dtype is fp32 for a {config.precision.model} model at stage 0, which accumulates in the "
-            "model's dtype; use stage 1 or 2, or remove the key"
+    if config.precision.grad_accum_dtype not in (None, config.precision.model):
+        raise UnsupportedError(
+            f"data_types.grad_accum_dtype is {config.precision.grad_accum_dtype} for a {config.precision.model} model at "
+            "stage 0, which accumulates in the model's dtype; use stage 1, 2 or 3, or remove the key"
         )
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     names, trainable = [name for name, _ in named], [parameter for _, parameter in named]

@@ -20,7 +20,7 @@ from commprof import hooks
 from zero_runtime.buckets import END_OF_BACKWARD, FULL, Bucket, Entry, Scaling
 from zero_runtime.clip import sharded_norm
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.gradients import ParameterGroup, Policy
+from zero_runtime.gradients import ParameterGroup, Policy, add_rounded
 from zero_runtime.layout import Run, Slice
 from zero_runtime.overlap import Flight, Overlap
 from zero_runtime.reduction import NATIVE, Finish, default_implementation, row_of_sum
@@ -267,7 +267,7 @@ class BandedGradients:
         if self._empty:
             mine.narrow(0, 0, total.numel()).copy_(total)
         else:
-            mine.narrow(0, 0, total.numel()).add_(total)
+            add_rounded(mine.narrow(0, 0, total.numel()), total)
 
 
 def bands(

@@ -4,7 +4,7 @@
 
     ZeroRuntimeError
     ├── ConfigError          also a ValueError: a configuration, or an argument of initialize, that cannot be used
-    │   └── UnsupportedError known and meaningful, but not in this version
+    │   └── UnsupportedError also a NotImplementedError: known and meaningful, but not in this version
     ├── UsageError           also a RuntimeError: methods of the engine called in an order that means nothing
     ├── LossScaleError       also a RuntimeError: gradients overflow at the smallest loss scale
     ├── CheckpointError      also a RuntimeError: a checkpoint that cannot be written or loaded
@@ -27,7 +27,7 @@ class ConfigError(ZeroRuntimeError, ValueError, AssertionError):
     """The configuration, or an argument of ``initialize``, cannot be used as it is."""
 
 
-class UnsupportedError(ConfigError):
+class UnsupportedError(ConfigError, NotImplementedError):
     """The configuration asks for something that exists in DeepSpeed but not in this version."""
 
 

@@ -277,8 +277,14 @@ class ShardedGradients:
             for owner, start, numel, offset in entry.slices:
                 if owner == self._group.rank:
                     part = bucket.tensor.narrow(0, position + start, numel)
-                    self.pieces[entry.group].narrow(0, offset, numel).add_(part)
+                    add_rounded(self.pieces[entry.group].narrow(0, offset, numel), part)
             kept = self.whole.get(entry.name)
             if kept is not None:
                 kept.add_(bucket.tensor.narrow(0, position, kept.numel()))
             position += entry.gradient.numel()
+
+
+def add_rounded(total: torch.Tensor, part: torch.Tensor) -> None:
+    """Add ``part`` to ``total``, rounded to its dtype first where that is the narrower one, as DeepSpeed does."""
+    narrows = torch.promote_types(total.dtype, part.dtype) is not total.dtype
+    total.add_(part.to(total.dtype) if narrows else part)

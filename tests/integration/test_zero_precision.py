@@ -329,29 +329,39 @@ class Weighted(nn.Module):
         return (self.weight * inputs).sum()
 
 
+ACCUMULATED = [
+    ("bf16", "bf16"),
+    ("bf16", "fp32"),
+    ("fp16", "fp16"),
+    ("fp16", "fp32"),
+    ("fp32", "bf16"),
+    ("fp32", "float16"),
+    ("fp16", "torch.bfloat16"),
+]
+
+
 def accumulations(rank, world):
     """The norm of one element's gradient: 256 and 15 times 0.5, of which 16 bits see the first alone, or all."""
     found = {}
     for stage in (1, 2, 3):
-        for dtype in ("bf16", "fp16"):
-            for accumulation in (dtype, "fp32"):
-                config = configuration(
-                    stage,
-                    gradient_accumulation_steps=16,
-                    communication_data_type="fp32",
-                    data_types={"grad_accum_dtype": accumulation},
-                    **{dtype: {"enabled": True}},
-                )
-                if dtype == "fp16":
-                    config["fp16"]["loss_scale"] = 1.0
-                engine = engine_for(config, Weighted())
-                large = 256.0 if dtype == "bf16" else 2048.0
-                for micro in range(16):
-                    kind = next(engine.module.parameters()).dtype
-                    engine.backward(engine(torch.full((4,), 0.5 if micro else large, dtype=kind)))
-                    engine.step()
-                added = (float(engine.get_global_grad_norm()) * 16 / 2 - large) / 0.5
-                found[stage, dtype, accumulation] = added
+        for dtype, accumulation in ACCUMULATED:
+            config = configuration(
+                stage,
+                gradient_accumulation_steps=16,
+                communication_data_type="fp32",
+                data_types={"grad_accum_dtype": accumulation},
+                **({dtype: {"enabled": True}} if dtype != "fp32" else {}),
+            )
+            if dtype == "fp16":
+                config["fp16"]["loss_scale"] = 1.0
+            engine = engine_for(config, Weighted())
+            large = 256.0 if "b" in dtype + accumulation else 2048.0
+            for micro in range(16):
+                kind = next(engine.module.parameters()).dtype
+                engine.backward(engine(torch.full((4,), 0.5 if micro else large, dtype=kind)))
+                engine.step()
+            added = (float(engine.get_global_grad_norm()) * 16 / 2 - large) / 0.5
+            found[stage, dtype, accumulation] = added
     return found
 
 

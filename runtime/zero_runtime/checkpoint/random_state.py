@@ -1,15 +1,21 @@
-"""The states of the random generators of one process: Python's, NumPy's where it is loaded, torch's on CPU and CUDA."""
+"""The states of the random generators of one process: Python's, NumPy's where it is loaded, torch's on CPU and CUDA.
+
+With them the named states of activation checkpointing's tracker, from which model-parallel ranks draw numbers of their own.
+"""
 
 from __future__ import annotations
 
 import random
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 
+from zero_runtime.activation_checkpointing.random_states import default_generator, get_rng_tracker
 from zero_runtime.errors import CheckpointError
+
+_TRACKED: Final = "tracked."  # before the device and the name of a state of the tracker's
 
 
 def collect(device: torch.device) -> dict[str, torch.Tensor]:
@@ -30,7 +36,13 @@ def collect(device: torch.device) -> dict[str, torch.Tensor]:
             states["numpy_gauss"] = torch.tensor([gauss], dtype=torch.float64)
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
+    tracked = get_rng_tracker().get_states()
+    return states | {_tracked() + name: state for name, state in tracked.items()}
+
+
+def _tracked() -> str:
+    # A generator's state means nothing to one of another device.
+    return f"{_TRACKED}{default_generator().device.type}."
 
 
 def restore(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
@@ -43,6 +55,7 @@ def restore(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
         for name, put in _restorers(states, device).items():
             if name in states:
                 put(states[name])
+        _restore_tracked(states)
     except (ValueError, TypeError, IndexError, RuntimeError) as error:
         raise CheckpointError(
             f"the random states in the checkpoint cannot be used: {error}; it was changed after it was written"
@@ -73,3 +86,17 @@ def _restorers(
     if device.type == "cuda":
         restorers["cuda"] = lambda state: torch.cuda.set_rng_state(state, device)
     return restorers
+
+
+def _restore_tracked(states: Mapping[str, torch.Tensor]) -> None:
+    """Put the tracker's states back by name, also those that have not been added yet; the others stay as they are."""
+    prefix = _tracked()
+    found = {
+        name.removeprefix(prefix): state.to(torch.uint8).clone()
+        for name, state in states.items()
+        if name.startswith(prefix)
+    }
+    for state in found.values():
+        torch.Generator(default_generator().device).set_state(state)  # raises what is no state
+    tracker = get_rng_tracker()
+    tracker.set_states(tracker.get_states() | found)

@@ -8,6 +8,10 @@ What JSON has not is written as an object of one key that begins with ``$``::
     tensor                    {"$tensor": "json/7"}        the key of the tensor in the file of rank 0
     inf, nan                  {"$float": "inf"}
     torch.float32             {"$dtype": "float32"}
+    torch.device("cpu")       {"$device": "cpu"}
+    {1, 2}                    {"$set": [1, 2]}
+    Namespace(lr=0.1)         {"$namespace": {"lr": 0.1}}
+    array of NumPy            {"$array": "json/8"}         kept as a tensor; a number of NumPy is one of Python's
 
 Anything else is refused, because it could be kept as pickle only, and reading pickle runs whatever code is in it.
 """
@@ -15,13 +19,22 @@ Anything else is refused, because it could be kept as pickle only, and reading p
 from __future__ import annotations
 
 import math
+import sys
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from importlib import import_module
+from typing import Any, Final
 
 import torch
 
 from zero_runtime.errors import CheckpointError
+
+_KEPT: Final = (
+    "None, booleans, numbers, strings, tensors, arrays of NumPy, and lists, tuples, sets, dicts and argparse.Namespace of "
+    "them"
+)
 
 
 class Encoder:
@@ -39,7 +52,8 @@ class Encoder:
 
         Args:
             where: what it is, for messages: ``client_state``, and keys in brackets on the way down.
-            value: None, booleans, numbers, strings, tensors, and lists, tuples and dicts of them.
+            value: None, booleans, numbers, strings, tensors, arrays of NumPy, and lists, tuples, sets, dicts and
+                argparse.Namespace of them.
 
         Raises:
             CheckpointError: anything else, naming its place.
@@ -54,6 +68,14 @@ class Encoder:
             return {"$tensor": self._keep(where, value)}
         if isinstance(value, torch.dtype):
             return {"$dtype": str(value).removeprefix("torch.")}
+        if isinstance(value, torch.device):
+            return {"$device": str(value)}
+        if _is_of_numpy(value):
+            return self._of_numpy(where, value)
+        if isinstance(value, set | frozenset):
+            return {"$set": [self.encode(f"an element of {where}", each) for each in value]}
+        if isinstance(value, Namespace):
+            return {"$namespace": self._mapping(where, vars(value))}
         if isinstance(value, list | tuple):
             items = [self.encode(f"{where}[{index}]", each) for index, each in enumerate(value)]
             return {"$tuple": items} if isinstance(value, tuple) else items
@@ -61,8 +83,18 @@ class Encoder:
             return self._mapping(where, value)
         raise CheckpointError(
             f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint does not keep: expected "
-            "None, booleans, numbers, strings, tensors, and lists, tuples and dicts of them. Convert it, or save it yourself"
+            f"{_KEPT}. Convert it, or save it yourself"
         )
+
+    def _of_numpy(self, where: str, value: Any) -> Any:
+        if not value.shape and type(value).__name__ != "ndarray":
+            return self.encode(where, value.item())
+        try:
+            return {"$array": self._keep(where, torch.from_numpy(value.copy()))}
+        except TypeError:
+            raise CheckpointError(
+                f"{where} is an array of {value.dtype}, which a checkpoint does not keep: expected numbers or booleans"
+            ) from None
 
     def _mapping(self, where: str, value: Mapping[Any, Any]) -> Any:
         plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
@@ -104,21 +136,56 @@ def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
     if len(value) != 1 or not next(iter(value)).startswith("$"):
         return {key: decode(each, tensor) for key, each in value.items()}
     (kind, content), *_ = value.items()
+    inner = partial(decode, tensor=tensor)
     try:
-        if kind == "$tuple":
-            return tuple(decode(each, tensor) for each in content)
-        if kind in ("$pairs", "$counter"):
-            pairs = {decode(key, tensor): decode(each, tensor) for key, each in content}
-            return Counter(pairs) if kind == "$counter" else pairs
         if kind == "$tensor":
             return tensor(content)
-        if kind == "$float":
-            return float(content)
-        if kind == "$dtype" and isinstance(dtype := getattr(torch, content, None), torch.dtype):
-            return dtype
-    except (TypeError, ValueError):
+        if kind == "$array":
+            return _array(tensor(content))
+        if kind in _READERS:
+            return _READERS[kind](content, inner)
+    except CheckpointError:
+        raise
+    except (TypeError, ValueError, AttributeError, RuntimeError):
         pass
     raise CheckpointError(
         f"a value of the checkpoint is written as {kind}: {content!r}, which means nothing to this version; it was "
         "written by a newer one, or changed"
     )
+
+
+def _pairs(content: Any, inner: Callable[[Any], Any]) -> dict[Any, Any]:
+    return {inner(key): inner(each) for key, each in content}
+
+
+def _dtype(content: Any, _: Callable[[Any], Any]) -> torch.dtype:
+    found = getattr(torch, content)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(content)
+    return found
+
+
+_READERS: Final[Mapping[str, Callable[[Any, Callable[[Any], Any]], Any]]] = {
+    "$tuple": lambda content, inner: tuple(inner(each) for each in content),
+    "$set": lambda content, inner: {inner(each) for each in content},
+    "$pairs": _pairs,
+    "$counter": lambda content, inner: Counter(_pairs(content, inner)),
+    "$namespace": lambda content, inner: Namespace(**inner(content)),
+    "$float": lambda content, _: float(content),
+    "$device": lambda content, _: torch.device(content),
+    "$dtype": _dtype,
+}
+
+
+def _is_of_numpy(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray | numpy.generic)
+
+
+def _array(kept: torch.Tensor) -> Any:
+    """The array of NumPy that ``kept`` was; the tensor itself where NumPy is not installed."""
+    try:
+        import_module("numpy")
+    except ImportError:
+        return kept
+    return kept.numpy()

@@ -97,10 +97,6 @@ def _check_types(types: Mapping[str, Any], model: str) -> None:
             f"data_types.param_dtype is {types['param_dtype']}, but the model trains in {model}; expected {model}, or "
             "set fp16.enabled or bf16.enabled accordingly"
         )
-    if types["grad_accum_dtype"] not in (None, model, "fp32"):
-        raise ConfigError(
-            f"data_types.grad_accum_dtype is {types['grad_accum_dtype']} for a model in {model}; expected {model} or fp32"
-        )
 
 
 def _scale_rules(fp16: Mapping[str, Any], autocast: Mapping[str, Any]) -> ScaleRules:

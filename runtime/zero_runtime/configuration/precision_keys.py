@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from zero_runtime.configuration.checks import (
+    Check,
     boolean,
     choice,
     either,
@@ -17,6 +18,17 @@ from zero_runtime.configuration.checks import (
 from zero_runtime.configuration.key_table import Table, inert, later, used
 
 DTYPES: Final = ("fp32", "fp16", "bf16")
+_FURTHER_NAMES: Final = {  # DeepSpeed takes these too, in the block data_types
+    "float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16",
+}  # fmt: skip
+
+
+def _dtype(name: str, value: Any) -> str:
+    said = str(value).removeprefix("torch.")  # a dtype of torch's, or its name
+    return str(choice(*DTYPES)(name, _FURTHER_NAMES.get(said, value)))
+
+
+dtype: Final = Check(choice(*DTYPES).expected, _dtype)
 
 FP16: Final[Table] = {
     "enabled": used(boolean, False, "parameters and gradients in fp16, with fp32 master weights"),
@@ -53,9 +65,9 @@ BF16: Final[Table] = {
 }
 
 DATA_TYPES: Final[Table] = {
-    "grad_accum_dtype": used(optional(choice(*DTYPES)), None, "in which gradients are accumulated; null is the model's"),
-    "param_dtype": used(optional(choice(*DTYPES)), None, "of the parameters; must agree with fp16 and bf16"),
-    "buffer_dtype": used(optional(choice(*DTYPES)), None, "of the model's buffers; null is the model's"),
+    "grad_accum_dtype": used(optional(dtype), None, "in which gradients are accumulated; null is the model's"),
+    "param_dtype": used(optional(dtype), None, "of the parameters; must agree with fp16 and bf16"),
+    "buffer_dtype": used(optional(dtype), None, "of the model's buffers; null is the model's"),
     "keep_in_fp32_modules": used(
         either("auto", strings), "auto", "buffers that stay in fp32; auto asks the model for its own list"
     ),

@@ -8,6 +8,7 @@ import pickle
 import random
 import subprocess
 import sys
+from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from zero_runtime import checkpointing
 from zero_runtime.checkpoint import random_state, tensor_file
 from zero_runtime.checkpoint.manifest import check_tag
 from zero_runtime.checkpoint.values import Encoder, decode
@@ -36,6 +38,9 @@ KEPT = [
     {"$tuple": "not one"},
     Counter({30: 1, 80: 2}),
     torch.bfloat16,
+    torch.device("cpu"),
+    {1, (2, "b")},
+    Namespace(lr=0.1, dtype=torch.half, betas=(0.9, 0.95), inner=Namespace(path="a")),
 ]
 
 
@@ -50,9 +55,24 @@ def test_values_come_back_as_they_were(value):
 
 def test_tensors_and_numbers_of_numpy_come_back():
     encoder = Encoder()
-    given = {"best": numpy.float64(0.25), "masks": (torch.arange(3), torch.tensor(2.5, dtype=torch.bfloat16))}
+    given = {
+        "best": numpy.float64(0.25),
+        "seen": numpy.int64(3),
+        "done": numpy.bool_(True),
+        "state": numpy.random.get_state(),
+        "drawn": numpy.random.rand(),
+        "mask": numpy.array([[True], [False]]),
+        "masks": (torch.arange(3), torch.tensor(2.5, dtype=torch.bfloat16)),
+    }
     back = decode(json.loads(json.dumps(encoder.encode("client_state", given))), encoder.tensors.__getitem__)
     assert back["best"] == 0.25
+    assert type(back["seen"]) is int and back["seen"] == 3
+    assert back["done"] is True
+    state = back["state"]
+    assert state[0] == "MT19937" and isinstance(state[1], numpy.ndarray) and state[1].dtype == numpy.uint32
+    numpy.random.set_state(state)
+    assert numpy.random.rand() == given["drawn"]
+    assert numpy.array_equal(back["mask"], given["mask"]) and back["mask"].dtype == bool
     assert torch.equal(back["masks"][0], torch.arange(3))
     assert back["masks"][1].dtype is torch.bfloat16
     assert math.isnan(decode(Encoder().encode("x", math.nan), {}.__getitem__))
@@ -63,7 +83,9 @@ def test_tensors_and_numbers_of_numpy_come_back():
     [
         ({"model": {"args": [1, object()]}}, r"client_state\['model'\]\['args'\]\[1\] is a builtins.object"),
         ({"when": Path("x")}, r"client_state\['when'\] is a pathlib"),
-        ({"set": {1}}, r"client_state\['set'\] is a builtins.set"),
+        ({"set": {object}}, r"an element of client_state\['set'\] is a builtins.type"),
+        ({"names": numpy.array(["a"])}, r"client_state\['names'\] is an array of <U1"),
+        ({"args": Namespace(f=print)}, r"client_state\['args'\]\['f'\] is a builtins"),
         ({"f": print}, r"client_state\['f'\]"),
         ({"t": {frozenset(): 1}}, r"client_state\['t'\] has the key frozenset"),
         ({"sparse": torch.eye(2).to_sparse()}, r"client_state\['sparse'\] is a tensor of layout"),
@@ -79,7 +101,18 @@ def test_pickles_in_client_state_stay_bytes_that_are_refused():
         Encoder().encode("client_state", {"pickled": pickle.dumps(1)})
 
 
-@pytest.mark.parametrize("value", [{"$tuple": 3}, {"$what": 1}, {"$dtype": "Tensor"}, {"$pairs": [1]}])
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"$tuple": 3},
+        {"$what": 1},
+        {"$dtype": "Tensor"},
+        {"$pairs": [1]},
+        {"$device": "x"},
+        {"$namespace": 1},
+        [{"$tuple": [{"$set": 1}]}],
+    ],
+)
 def test_json_that_no_value_is_written_as_is_an_error(value):
     with pytest.raises(CheckpointError, match="means nothing"):
         decode(value, {}.__getitem__)
@@ -108,9 +141,34 @@ def test_random_generators_go_on():
     assert draw() == first
 
 
-def test_random_states_that_were_changed_are_an_error():
+def test_named_states_of_the_tracker_go_on():
+    tracker, device = checkpointing.get_cuda_rng_tracker(), torch.device("cpu")
+    tracker.reset()
+    tracker.add("model-parallel-rng", 7)
+    tracker.add("experts", 8)
+
+    def draw(name):
+        with tracker.fork(name):
+            return torch.rand(3).tolist()
+
+    draw("experts")
+    states = random_state.collect(device)
+    first = draw("experts"), draw("model-parallel-rng")
+    assert (draw("experts"), draw("model-parallel-rng")) != first
+    random_state.restore(states, device)
+    assert (draw("experts"), draw("model-parallel-rng")) == first
+    tracker.reset()  # a fresh process that has not added them yet, and has one of its own
+    tracker.add("own", 9)
+    random_state.restore(states, device)
+    assert (draw("experts"), draw("model-parallel-rng")) == first
+    assert sorted(tracker.get_states()) == ["experts", "model-parallel-rng", "own"]
+    tracker.reset()
+
+
+@pytest.mark.parametrize("name", ["torch", "tracked.cpu.experts"])
+def test_random_states_that_were_changed_are_an_error(name):
     with pytest.raises(CheckpointError, match="random states"):
-        random_state.restore({"torch": torch.zeros(3, dtype=torch.uint8)}, torch.device("cpu"))
+        random_state.restore({name: torch.zeros(3, dtype=torch.uint8)}, torch.device("cpu"))
 
 
 # Tensor files: what is written here is what the safetensors package reads, and the same as what it writes.
