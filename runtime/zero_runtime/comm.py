@@ -371,3 +371,20 @@ class DataParallelGroup:
         work = self.all_to_all_single(received, rows, row_numels, why=why, asynchronous=asynchronous)
         width = row_numels[self.rank]
         return work, lambda: received.view(self.world_size, width).sum(0, dtype=torch.float32)
+
+
+# The methods of DataParallelGroup that issue something, by name, for those who time or count them all.
+COLLECTIVES: Final = (
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather_single",
+    "start_all_gather",
+    "start_all_reduce",
+    "barrier",
+    "all_gather",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "all_to_all_single",
+)
+MESSAGES: Final = ("send", "receive")

@@ -4,27 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Final
+from typing import Any
 
 from commprof import hooks
 from zero_runtime.clock import Clock
-from zero_runtime.comm import DataParallelGroup, ProcessGroup
-
-_COLLECTIVES: Final = (
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "all_gather_single",
-    "start_all_gather",
-    "start_all_reduce",
-    "barrier",
-    "all_gather",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "all_to_all_single",
-    "send",
-    "receive",
-)
+from zero_runtime.comm import COLLECTIVES, MESSAGES, DataParallelGroup, ProcessGroup
 
 
 class TimedGroup(DataParallelGroup):
@@ -73,7 +57,7 @@ def _timed(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-for _name in _COLLECTIVES:
+for _name in (*COLLECTIVES, *MESSAGES):
     setattr(TimedGroup, _name, _timed(getattr(DataParallelGroup, _name)))
 
 

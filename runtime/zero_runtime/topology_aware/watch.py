@@ -16,23 +16,10 @@ import torch
 
 from commprof import hooks
 from zero_runtime import log
-from zero_runtime.comm import DataParallelGroup
+from zero_runtime.comm import COLLECTIVES, DataParallelGroup
 from zero_runtime.topology_aware.lateness import Late, StepTimes, late, lateness
 
 _TELL: Final = hooks.tag("metric")
-_COLLECTIVES: Final = (
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "all_gather_single",
-    "start_all_gather",
-    "start_all_reduce",
-    "barrier",
-    "all_gather",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "all_to_all_single",
-)
 
 
 class Spent:
@@ -72,7 +59,7 @@ class CountedWork:
 def count_time(group: DataParallelGroup) -> Spent:
     """Have the time in the collectives of ``group`` counted from now on."""
     spent = Spent()
-    for name in _COLLECTIVES:
+    for name in COLLECTIVES:
         setattr(group, name, _counted(getattr(group, name), spent))
     return spent
 
