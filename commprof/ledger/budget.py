@@ -8,10 +8,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
-from commprof.ledger.issue import Issued, Message, StepKey, issued_by
+from commprof.ledger.issue import COLUMNS, Issued, Message, StepKey, issued
 from commprof.ledger.levels import INIT, Unexplained, Verdict
 from commprof.ledger.limits import UNTAGGED, Budget, Limit
 from commprof.ledger.request import RecordedRun
+from commprof.ledger.survey import COLUMNS as SURVEYED
+from commprof.ledger.survey import survey_of
 from commprof.ledger.verification import gaps, verify
 from commprof.schema import wire_bytes
 
@@ -34,11 +36,11 @@ class _Scope(NamedTuple):
 
 def violations(run: RecordedRun, budget: Budget) -> list[Violation]:
     """Every limit of ``budget`` that ``run`` breaks, or that its records do not suffice to check."""
+    scopes = _scopes(_issued_by(run))
     found = [
         Violation("records", f"{text}, so no limit can be shown to hold")
-        for text in gaps(run, run.table("collectives").num_rows)
+        for text in gaps(run, sum(map(len, scopes.values())))
     ]
-    scopes = _scopes(issued_by(run.table("collectives")))
     wanted = {limit.scope for limit in budget.limits} | set(budget.allowed_ops)
     if "step" in wanted and not scopes["step"]:
         found.append(
@@ -53,11 +55,16 @@ def violations(run: RecordedRun, budget: Budget) -> list[Violation]:
     return found
 
 
-def _scopes(issued: Issued) -> dict[str, list[_Scope]]:
-    init = [_Scope(_name(key), messages) for key, messages in sorted(issued.items()) if key.step < 0]
-    steps = [_Scope(_name(key), messages) for key, messages in sorted(issued.items()) if key.step >= 0]
+def _issued_by(run: RecordedRun) -> Issued:
+    """The messages of each step from the records alone, without what the backend ran."""
+    return issued(run.parts("collectives", COLUMNS), survey_of(run.parts("collectives", SURVEYED)))
+
+
+def _scopes(sent: Issued) -> dict[str, list[_Scope]]:
+    init = [_Scope(_name(key), messages) for key, messages in sorted(sent.items()) if key.step < 0]
+    steps = [_Scope(_name(key), messages) for key, messages in sorted(sent.items()) if key.step >= 0]
     whole: dict[Message, int] = defaultdict(int)
-    for messages in issued.values():
+    for messages in sent.values():
         for message, count in messages.items():
             whole[message] += count
     return {"init": init, "step": steps, "run": [_Scope("in the run", whole)] if whole else []}
@@ -148,7 +155,7 @@ def _nobody_asked(item: Unexplained) -> str:
 
 def budget_of(run: RecordedRun) -> str:
     """The tightest budget that ``run`` itself meets, as TOML."""
-    scopes = _scopes(issued_by(run.table("collectives")))
+    scopes = _scopes(_issued_by(run))
     verdict = verify(run)
     clean = not _not_requested(verdict)
     lines = [f"# The tightest budget that {run.path.name} meets: see docs/verify.md."]

@@ -2,80 +2,79 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
 from commprof.errors import CommprofError
 from commprof.ledger import backends
+from commprof.ledger.issue import Executed as Ops
+from commprof.ledger.log_lines import LINE_COLUMNS, MATCH_COLUMNS, LogLines
+from commprof.ledger.lookup import combinations, each_for, numbers_of, where
 from commprof.ledger.request import RecordedRun
 from commprof.schema import Op
 
 NCCL: Final = "nccl"
 _P2P: Final = frozenset({Op.SEND, Op.RECV})
+_LISTING: Final = ("rank", "attempt", "pid", "pg")  # whose collectives a Flight Recorder lists by themselves
+_LISTED: Final = (*_LISTING, "seq", "op", "backend", "backend_method", "group_size")
 
 
 class Executed(NamedTuple):
     """What the backend ran.
 
     Attributes:
-        ops: for each row of ``once_per_collective``, the operation that ran; null where that is not known.
+        ops: says which operation ran for each of some records; null where that is not known.
         source: where that is from, or why it is not known.
         problems: sentences about what contradicts the records.
         doubts: sentences about what cannot be told.
     """
 
-    ops: pa.Array
+    ops: Ops
     source: str
     problems: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
 
 
-def executed(run: RecordedRun, once: pa.Table) -> Executed:
-    """What ran for each row of ``once``."""
-    used = Counter(once["backend"].to_pylist())
-    names = {str(name) for name in used if name}
+def executed(run: RecordedRun, names: Iterable[str]) -> Executed:
+    """What ran for the records of ``run``, which are of the backends ``names``."""
+    names = sorted(names)
     if NCCL in names:
-        return _from_log(run, once)
-    ops = pa.array(
-        [
-            backends.execution(op, 0, 2).op if backends.known(backend) else None
-            for op, backend in zip(once["op"].to_pylist(), once["backend"].to_pylist(), strict=True)
-        ],
-        pa.string(),
-    )
-    unknown = sorted(name for name in names if not backends.known(name))
+        return _from_log(run)
+    unknown = [name for name in names if not backends.known(name)]
     if unknown:
-        return Executed(ops, f"not known: {', '.join(unknown)} keeps no log that commprof reads")
+        return Executed(_as_known, f"not known: {', '.join(unknown)} keeps no log that commprof reads")
     if not names:
-        return Executed(ops, "not known: no record names its backend")
-    agreed, of, problems = _beside_flight(run.table("flight"), run.table("collectives"))
+        return Executed(_as_known, "not known: no record names its backend")
+    agreed, of, problems = _beside_flight(run)
     source = "the known behaviour of gloo"
     if of:
         source += f"; torch's Flight Recorder agrees on {agreed:,} of {of:,}"
-    return Executed(ops, source, problems=problems)
+    return Executed(_as_known, source, problems=problems)
 
 
-def _from_log(run: RecordedRun, once: pa.Table) -> Executed:
-    matches, lines, notes = _alignment(run)
-    if matches is None or not matches.num_rows:
-        return Executed(pa.nulls(once.num_rows, pa.string()), f"not known: {notes}")
-    printed: dict[tuple[Any, ...], set[str]] = defaultdict(set)
-    for file, line, op in zip(*(lines[name].to_pylist() for name in ("file", "line", "op")), strict=True):
-        printed[file, line].add(op)
-    found: dict[tuple[int, int, int, int], list[str]] = defaultdict(list)
-    states: Counter[str] = Counter()
-    for row in matches.to_pylist():
-        states[row["state"]] += 1
-        if row["state"] == "matched":
-            ops = printed.get((row["file"], row["line"])) or {row["op"]}
-            key = (row["rank"], row["attempt"], row["record_pid"], row["seq"])
-            found[key].append(row["op"] if row["op"] in ops else min(ops))
-    keys = zip(*(once[name].to_pylist() for name in ("rank", "attempt", "pid", "seq")), strict=True)
-    ops_run = pa.array([_together(found.get(key)) for key in keys], pa.string())
-    problems, doubts = [], []
+def _as_known(rows: pa.Table) -> pa.Array:
+    """What the backend of each record is known to run for it."""
+
+    def ran(op: str, backend: str | None) -> str | None:
+        return backends.execution(op, 0, 2).op if backends.known(backend) else None
+
+    return each_for(rows, ["op", "backend"], ran)
+
+
+def _nothing(rows: pa.Table) -> pa.Array:
+    return pa.nulls(len(rows), pa.string())
+
+
+def _from_log(run: RecordedRun) -> Executed:
+    try:
+        lines = _lines_of(run)
+    except CommprofError as error:
+        return Executed(_nothing, f"not known: {str(error).rstrip('.')}")
+    states, problems, doubts = lines.states, [], []
     if states["extra"]:
         problems.append(f"{states['extra']:,} lines of the NCCL log have no record")
     unclear = states["missing"] + states["ambiguous"] + states["torn"]
@@ -84,52 +83,48 @@ def _from_log(run: RecordedRun, once: pa.Table) -> Executed:
             f"{unclear:,} lines of the NCCL log are missing, ambiguous or torn, so what ran there is not known"
         )
     source = f"the NCCL log: {states['matched']:,} lines matched with records"
-    return Executed(ops_run, source, tuple(problems), tuple(doubts))
+    return Executed(lines.executed_ops, source, tuple(problems), tuple(doubts))
 
 
-def _alignment(run: RecordedRun) -> tuple[pa.Table | None, pa.Table, str]:
-    """``matches`` and ``nccl_ops`` of the run, aligned now where it only holds the logs."""
-    matches, lines = run.table("matches"), run.table("nccl_ops")
-    if matches.num_rows:
-        return matches, lines, ""
+def _lines_of(run: RecordedRun) -> LogLines:
+    """The lines and the alignment that the run keeps; where it only holds the logs, it is aligned with them now.
+
+    Raises:
+        CommprofError: there are no logs, or they cannot be read.
+    """
+    lines = LogLines()
+    for part in run.parts("nccl_ops", LINE_COLUMNS):
+        lines.add_printed(part)
+    for part in run.parts("matches", MATCH_COLUMNS):
+        lines.add_matches(part)
+    if lines.states:
+        return lines
     from commprof.align import matching
     from commprof.nccl.parser import parse_logs
 
-    try:
-        parsed = parse_logs([matching.logs_of(run.path)])
-        report = matching.align(run, parsed.ops, parsed.tables.get("nccl_communicators"))
-    except CommprofError as error:
-        return None, lines, str(error).rstrip(".")
-    return report.matches, parsed.ops, ""
+    parsed = parse_logs([matching.logs_of(run.path)])
+    report = matching.align(run, parsed.ops, parsed.tables.get("nccl_communicators"))
+    lines = LogLines()
+    lines.add_printed(parsed.ops)
+    lines.add_matches(report.matches)
+    return lines
 
 
-def _together(ops: Sequence[str] | None) -> str | None:
-    if not ops:
-        return None
-    distinct = sorted(set(ops))
-    return distinct[0] if len(distinct) == 1 else "+".join(distinct)
-
-
-def _beside_flight(flight: pa.Table, collectives: pa.Table) -> tuple[int, int, tuple[str, ...]]:
+def _beside_flight(run: RecordedRun) -> tuple[int, int, tuple[str, ...]]:
     """How many of the newest collectives of each rank and group gloo lists as it is known to, of how many compared."""
-    if not flight.num_rows:
-        return 0, 0, ()
     entries: dict[tuple[Any, ...], list[tuple[int, str]]] = defaultdict(list)
-    for row in flight.to_pylist():
+    for row in run.table("flight").to_pylist():
         if not row["is_p2p"] and row["op"] is not None:
             order = row["op_id"] if row["op_id"] is not None else row["seq"]
-            entries[row["rank"], row["attempt"], row["pid"], row["pg"]].append((order, row["op"]))
-    columns = ("rank", "attempt", "pid", "pg", "seq", "op", "backend", "backend_method", "group_size")
-    records: dict[tuple[Any, ...], list[tuple[int, str, int]]] = defaultdict(list)
-    for record in collectives.select(columns).to_pylist():
-        if record["op"] not in _P2P and record["backend"] == backends.GLOO:
-            key = (record["rank"], record["attempt"], record["pid"], record["pg"])
-            records[key].append((record["seq"], *_listed(record)))
+            entries[tuple(row[name] for name in _LISTING)].append((order, row["op"]))
+    if not entries:
+        return 0, 0, ()
+    newest = _newest(run, {key: len(listed) for key, listed in entries.items()})
     agreed = of = 0
     problems = []
-    for key in sorted(entries.keys() & records.keys()):
+    for key in sorted(entries.keys() & newest.keys()):
         listed = [op for _, op in sorted(entries[key])]
-        expected = [op for _, op, times in sorted(records[key]) for _ in range(times)]
+        expected = [op for record in newest[key] for op in _listed(record)]
         same, compared, problem = _compare_newest(listed, expected)
         agreed, of = agreed + same, of + compared
         if problem:
@@ -137,11 +132,28 @@ def _beside_flight(flight: pa.Table, collectives: pa.Table) -> tuple[int, int, t
     return agreed, of, tuple(problems[:3])
 
 
-def _listed(record: Mapping[str, Any]) -> tuple[str, int]:
+def _newest(
+    run: RecordedRun, most: Mapping[tuple[Any, ...], int]
+) -> dict[tuple[Any, ...], list[Mapping[str, Any]]]:
+    """The last records of collectives on gloo, in order of issue: as many as ``most`` says of each rank and group."""
+    held: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
+    for part in run.parts("collectives", _LISTED):
+        on_gloo = where(part, ["op", "backend"], lambda op, name: op not in _P2P and name == backends.GLOO)
+        rows = part.filter(pa.array(on_gloo))
+        seq, _ = numbers_of(rows, "seq")
+        for key, places in combinations(rows, _LISTING):
+            if key in most:
+                last = places[np.argsort(seq[places], kind="stable")][-most[key] :]
+                held[key] += rows.take(pa.array(last)).to_pylist()
+                held[key] = sorted(held[key], key=lambda record: int(record["seq"]))[-most[key] :]
+    return held
+
+
+def _listed(record: Mapping[str, Any]) -> list[str]:
     """How gloo lists a record: the operation, and how often: a list reduce_scatter is an all_reduce for each rank."""
     op = backends.execution(record["op"], 0, 2).op
     is_list = record["op"] == Op.REDUCE_SCATTER and record["backend_method"] == "reduce_scatter"
-    return op, record["group_size"] if is_list else 1
+    return [op] * (record["group_size"] if is_list else 1)
 
 
 def _compare_newest(listed: Sequence[str], expected: Sequence[str]) -> tuple[int, int, str | None]:

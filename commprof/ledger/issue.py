@@ -3,48 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
+from typing import Final, NamedTuple, TypeAlias
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from commprof.schema import Op, Phase
+from commprof.align.distinct import numbered
+from commprof.ledger.survey import COLUMNS as SURVEYED
+from commprof.ledger.survey import Survey
 
 INIT_STEP: Final = -1
-# Members of these may hold buffers of different sizes.
-_UNEVEN: Final = frozenset({Op.ALL_TO_ALL, Op.GATHER, Op.SCATTER})
-_GROUP: Final = ("attempt", "pg", "group_ranks")
-_KEPT: Final = (
-    *_GROUP,
-    "rank",
-    "pid",
-    "seq",
-    "pg_seq",
-    "step",
-    "op",
-    "purpose",
-    "group_size",
-    "backend",
-    "payload_bytes",
-    "call_site",
-    "status",
-    "in_evaluation",
-)
-_CLASS: Final = (
-    "attempt",
-    "step",
-    "purpose",
-    "op",
-    "group_ranks",
-    "group_size",
-    "backend",
-    "payload_bytes",
-    "call_site",
-    "status",
-    "executed_op",
-    "in_evaluation",
-)
 
 
 class Message(NamedTuple):
@@ -72,116 +42,69 @@ class StepKey(NamedTuple):
     step: int
 
 
-Issued = dict[StepKey, dict[Message, int]]
+Issued = dict[StepKey, dict[Message, int]]  # steps that sent the same share one value, which nobody changes
+Executed: TypeAlias = Callable[[pa.Table], pa.Array]
+
+_OF_RECORD: Final = ("purpose", "op", "group_ranks", "group_size", "backend", "call_site", "status")
+COLUMNS: Final = tuple(dict.fromkeys((*SURVEYED, *_OF_RECORD)))
 
 
-def once_per_collective(collectives: pa.Table) -> pa.Table:
-    """The records of the lowest recorded rank of each group, and every send: each collective once.
-
-    A message counts at its send; a recv counts where no rank recorded a send in the group. The payload of an all_to_all
-    may differ between the ranks: it is their mean, rounded.
-    """
-    table = _with_evaluations(collectives).select(_KEPT)
-    # A join makes every column nullable; all parts must be so to be put together again.
-    table = table.cast(pa.schema([field.with_nullable(True) for field in table.schema]))
-    if not table.num_rows:
-        return table
-    shared = table.filter(pc.invert(pc.is_in(table["op"], pa.array([Op.SEND, Op.RECV]))))
-    lowest = shared.group_by(list(_GROUP)).aggregate([("rank", "min")])
-    first = _with_mean_payload(shared, shared.join(lowest, list(_GROUP), join_type="inner"))
-    first = first.filter(pc.equal(first["rank"], first["rank_min"])).select(_KEPT)
-    sends = table.filter(pc.equal(table["op"], Op.SEND))
-    received = table.filter(pc.equal(table["op"], Op.RECV))
-    with_sends = sends.group_by(list(_GROUP)).aggregate([])
-    lone = received.join(with_sends, list(_GROUP), join_type="left anti").select(_KEPT)
-    return pa.concat_tables([first, sends, lone])
-
-
-def _with_evaluations(collectives: pa.Table) -> pa.Table:
-    """``collectives`` and whether each was issued by an evaluation, judged by its rank's own order of phases."""
-    step = ["rank", "attempt", "pid", "step"]
-    in_optimizer = collectives.filter(pc.equal(collectives["phase"], Phase.OPTIMIZER))
-    last = in_optimizer.group_by(step).aggregate([("seq", "max")])
-    columns = collectives.select([*step, "seq", "phase"]).append_column(
-        "row", pa.array(range(collectives.num_rows), pa.int64())
-    )
-    columns = columns.cast(pa.schema([field.with_nullable(True) for field in columns.schema]))
-    joined = columns.join(last, step, join_type="left outer").sort_by("row")
-    forward = pc.is_in(joined["phase"], pa.array([Phase.FORWARD, Phase.OTHER]))
-    ended = pc.fill_null(pc.greater(joined["seq"], joined["seq_max"]), False)
-    outside = pc.or_(ended, pc.less(joined["step"], 0))
-    return collectives.append_column("in_evaluation", pc.and_(forward, outside))
-
-
-def _with_mean_payload(shared: pa.Table, table: pa.Table) -> pa.Table:
-    uneven = shared.filter(pc.equal(shared["op"], Op.ALL_TO_ALL))
-    if not uneven.num_rows:
-        return table
-    key = [*_GROUP, "pg_seq"]
-    means = uneven.group_by(key).aggregate([("payload_bytes", "mean")])
-    joined = table.join(means, key, join_type="left outer")
-    is_mean = pc.and_(pc.equal(joined["op"], Op.ALL_TO_ALL), pc.is_valid(joined["payload_bytes_mean"]))
-    mean = pc.cast(pc.round(joined["payload_bytes_mean"]), pa.int64())
-    payload = pc.if_else(is_mean, mean, joined["payload_bytes"])
-    return joined.set_column(
-        joined.schema.get_field_index("payload_bytes"), "payload_bytes", payload
-    ).drop_columns(["payload_bytes_mean"])
-
-
-def issued(once: pa.Table, executed_ops: pa.Array) -> Issued:
-    """The messages of each step, counted.
+def issued(parts: Iterable[pa.Table], survey: Survey, executed_ops: Executed | None = None) -> Issued:
+    """The messages of each step, counted, in order of step.
 
     Args:
-        once: :func:`once_per_collective`.
-        executed_ops: what the backend ran for each row of ``once``; null where that is not known.
+        parts: the records, with :data:`COLUMNS` at least.
+        survey: of the same records.
+        executed_ops: says what the backend ran for each of the records that count, null where that is not known;
+            default: it is known of none.
     """
-    table = once.append_column("executed_op", executed_ops)
-    grouped = table.group_by(list(_CLASS)).aggregate([("seq", "count")])
-    steps: Issued = defaultdict(dict)
-    for row in grouped.to_pylist():
-        key = StepKey(row["attempt"], max(row["step"], INIT_STEP))
-        message = Message(*(row[name] for name in Message._fields))
-        steps[key][message] = steps[key].get(message, 0) + row["seq_count"]
-    return dict(steps)
+    messages: dict[Message, int] = {}
+    found = [_of_part(part, survey, executed_ops, messages) for part in parts]
+    if not found:
+        return {}
+    sums = pa.concat_tables(found).group_by(["attempt", "step", "message"]).aggregate([("count_all", "sum")])
+    return dict(_by_step(sums, list(messages)))
 
 
-def issued_by(collectives: pa.Table) -> Issued:
-    """The messages of each step from the records alone, without what the backend ran."""
-    once = once_per_collective(collectives)
-    return issued(once, pa.nulls(once.num_rows, pa.string()))
+def _of_part(
+    part: pa.Table, survey: Survey, executed_ops: Executed | None, messages: dict[Message, int]
+) -> pa.Table:
+    """How often each attempt and step of ``part`` sent each of ``messages``, as numbers; new ones are put among them."""
+    rows = part.filter(pa.array(survey.counts(part)))
+    columns = {name: rows[name] for name in _OF_RECORD}
+    columns["payload_bytes"] = pa.array(survey.payload_bytes(rows))
+    columns["executed_op"] = pa.nulls(len(rows), pa.string()) if executed_ops is None else executed_ops(rows)
+    columns["in_evaluation"] = pa.array(survey.in_evaluation(rows))
+    told = pa.table(columns).select(list(Message._fields))
+    codes, first = numbered(told)
+    distinct = [Message(*row.values()) for row in told.take(pa.array(first)).to_pylist()]
+    number = np.array([messages.setdefault(message, len(messages)) for message in distinct], np.int64)
+    counted = rows.select(["attempt", "step"]).append_column("message", pa.array(number[codes]))
+    return counted.group_by(["attempt", "step", "message"]).aggregate([([], "count_all")])
 
 
-def disagreements(collectives: pa.Table) -> list[str]:
-    """Groups whose recorded members did not issue the same collectives, or other bytes of them, as sentences."""
-    shared = collectives.filter(pc.invert(pc.is_in(collectives["op"], pa.array([Op.SEND, Op.RECV]))))
-    sums = shared.group_by([*_GROUP, "rank", "op", "step"]).aggregate(
-        [("seq", "count"), ("payload_bytes", "sum")]
+def _by_step(sums: pa.Table, messages: list[Message]) -> Iterator[tuple[StepKey, dict[Message, int]]]:
+    attempt, step, message, count = (
+        sums[name].to_numpy().astype(np.int64) for name in ("attempt", "step", "message", "count_all_sum")
     )
-    seen: dict[tuple[Any, ...], dict[int, tuple[int, int]]] = defaultdict(dict)
-    members: dict[tuple[Any, ...], set[int]] = defaultdict(set)
-    for row in sums.to_pylist():
-        group = tuple(row[name] for name in _GROUP)
-        seen[(*group, row["op"], row["step"])][row["rank"]] = row["seq_count"], row["payload_bytes_sum"]
-        members[group].add(row["rank"])
-    found: dict[tuple[Any, ...], str] = {}
-    for key in sorted(seen, key=str):
-        ranks = sorted(members[key[:3]])
-        counts, sizes = zip(*(seen[key].get(rank, (0, 0)) for rank in ranks), strict=True)
-        differing = (
-            _of_ranks("{} times", counts) or (key[3] not in _UNEVEN and _of_ranks("{} bytes", sizes)) or ""
-        )
-        if differing and key[:3] not in found:
-            found[key[:3]] = (
-                f"the ranks of group {key[1]} ({key[2]}) did not issue the same: {key[3]} "
-                f"{'before the first step' if key[4] < 0 else f'in step {key[4]}'}: {differing} "
-                f"on ranks {', '.join(map(str, ranks))}"
-            )
-    return list(found.values())
+    step = np.maximum(step, INIT_STEP)
+    order = np.lexsort((message, step, attempt))
+    attempt, step, message, count = attempt[order], step[order], message[order], count[order]
+    begins = (np.diff(attempt, prepend=-1) != 0) | (np.diff(step, prepend=INIT_STEP - 1) != 0)
+    known: dict[bytes, dict[Message, int]] = {}
+    for begin, end in pairwise([*np.flatnonzero(begins).tolist(), len(order)]):
+        own, times = message[begin:end], count[begin:end]
+        key = own.tobytes() + times.tobytes()
+        if key not in known:
+            known[key] = _counted(own.tolist(), times.tolist(), messages)
+        yield StepKey(int(attempt[begin]), int(step[begin])), known[key]
 
 
-def _of_ranks(unit: str, values: Sequence[int]) -> str:
-    """``values`` with their unit where they differ; nothing where they are all the same."""
-    return unit.format(", ".join(f"{value:,}" for value in values)) if len(set(values)) > 1 else ""
+def _counted(numbers: list[int], times: list[int], messages: list[Message]) -> dict[Message, int]:
+    counted: dict[Message, int] = defaultdict(int)
+    for number, count in zip(numbers, times, strict=True):
+        counted[messages[number]] += count
+    return dict(counted)
 
 
 def step_text(keys: Iterable[StepKey]) -> str:

@@ -6,19 +6,22 @@ which decides how they are split, not how many bytes they are.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from fractions import Fraction
 from typing import Any, Final, NamedTuple, Protocol
 
 import pyarrow as pa
 
 from commprof.errors import CommprofError
 from commprof.ledger.issue import StepKey
-from commprof.requested import zero
+from commprof.ledger.lookup import combinations
+from commprof.ledger.shared_models import USUAL, SharedModel, shared_model_of
+from commprof.requested import grid, zero
+from commprof.requested.axes import DATA, SEQUENCE
 from commprof.requested.configuration import Configuration, read_configuration
 from commprof.requested.expectation import Expectation
-from commprof.requested.support import refuse_axes
 from commprof.requested.zero import STEADY
 
 NO_CONFIG: Final = "no config was recorded"
@@ -53,13 +56,17 @@ class RecordedRun(Protocol):
     def table(self, name: str) -> pa.Table:
         """A table of the schema."""
 
+    def parts(self, name: str, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+        """Columns of a table of the schema, some rows at a time."""
+
 
 class _Pass(NamedTuple):
-    """What the rules are asked about: arguments of ``zero.expected``."""
+    """What the rules are asked about: arguments of ``zero.expected``, and how many times as many activations as usual."""
 
     order: tuple[str, ...] | None
     iteration: int | None
     zero_init: bool
+    scale: Fraction = USUAL
 
 
 @dataclass
@@ -69,6 +76,7 @@ class Request:
     Attributes:
         config: the config that the rules read, and ``source``: where it comes from.
         differences: keys in which the engine's own config is another than the file.
+        shared: how the ranks share the model; None where each has all of it.
     """
 
     reason: str | None = None
@@ -83,6 +91,7 @@ class Request:
     micro_steps: int = 1
     orders: Mapping[StepKey, Sequence[tuple[str, ...]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    shared: SharedModel | None = None
     _rows: dict[_Pass, list[Expectation]] = field(default_factory=dict)
 
     def expectations(self, key: StepKey, ordinal: int = 0, *, zero_init: bool = False) -> list[Expectation]:
@@ -99,13 +108,22 @@ class Request:
             return [row for row in self._expected(_Pass(None, None, zero_init)) if row.when == "init"]
         orders: Sequence[tuple[str, ...] | None] = self.orders.get(key) or [None]
         warming = self._warming(key)
-        found = [row for row in self._expected(_Pass(orders[0], warming, False)) if row.when == "step"]
+        scale = USUAL if self.shared is None else self.shared.scale(key)
+        found = [row for row in self._expected(_Pass(orders[0], warming, False, scale)) if row.when == "step"]
+        found += [] if self.shared is None else self.shared.once(key, ordinal)
         for micro in range(self.micro_steps):
             order = orders[min(micro, len(orders) - 1)]
             iteration = self._alike(ordinal * self.micro_steps + micro) if warming is None else warming
             rows = self._expected(_Pass(order, iteration, False))
             found += [row for row in rows if row.when == "micro_step"]
         return found
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that reduce gradients with each other."""
+        if self.shared is None:
+            return self.world_size
+        return self.shared.axes.size(DATA) * self.shared.axes.size(SEQUENCE)
 
     def _warming(self, key: StepKey) -> int | None:
         """A micro-batch that is sent like those of step ``key`` where the first steps are not compressed; else None."""
@@ -139,6 +157,17 @@ class Request:
         return self._rows[asked]
 
     def _by_rules(self, asked: _Pass) -> list[Expectation]:
+        if self.shared is not None:
+            return self.shared.expected(
+                self.config,
+                self.parameters,
+                asked.scale,
+                asked.order,
+                backend=self.backend,
+                runtime=self.runtime,
+                iteration=asked.iteration,
+                zero_init=asked.zero_init,
+            )
         return zero.expected(
             self.config,
             self.parameters,
@@ -166,14 +195,18 @@ def request_of(run: RecordedRun) -> Request:
         source=source,
         parameters=parameters_of(parameters),
         world_size=world_size,
-        backend=_backend(run.table("collectives")),
+        backend=_backend(run.parts("collectives", ["backend", "group_size"])),
         runtime="deepspeed" if str(manifest.engine or "").lower().startswith("deepspeed") else "zero_runtime",
         orders=gradient_orders(run.table("buckets")),
     )
     try:
-        refuse_axes((manifest.effective_config or {}).get("topology"))
         request.configuration = _as_runtime_reads(read_configuration(config), request.runtime)
-        request.micro_steps = zero.micro_steps(config, world_size)
+        request.shared = shared_model_of(run, manifest.effective_config, config, request.parameters)
+        if request.shared is None:
+            request.micro_steps = zero.micro_steps(config, world_size)
+        else:
+            request.micro_steps = grid.micro_batches(config, request.shared.axes)
+            request.notes += request.shared.notes
         request.expectations(StepKey(0, 0))
         request.differences = _differences(request, manifest.effective_config)
     except CommprofError as error:
@@ -238,7 +271,8 @@ def _differences(request: Request, effective: Mapping[str, Any] | None) -> tuple
     engine = replace(request, config=as_asked(effective), orders={}, _rows={}, notes=[])
     try:
         written, used = asdict(read_configuration(request.config)), asdict(read_configuration(effective))
-        engine.micro_steps = zero.micro_steps(engine.config, engine.world_size)
+        if request.shared is None:
+            engine.micro_steps = zero.micro_steps(engine.config, engine.world_size)
         plain = replace(request, orders={}, _rows={}, notes=[])
         keys = (StepKey(0, -1), StepKey(0, 0))
         if all(_sums(plain.expectations(key)) == _sums(engine.expectations(key)) for key in keys):
@@ -256,12 +290,15 @@ def _sums(rows: Sequence[Expectation]) -> set[tuple[str, str, int, int]]:
     return {(row.purpose, row.issued_op, row.count, row.payload_bytes) for row in rows}
 
 
-def _backend(collectives: pa.Table) -> str:
+def _backend(parts: Iterable[pa.Table]) -> str:
     """The backend of most records of the largest groups."""
-    counts = collectives.group_by(["backend", "group_size"]).aggregate([("seq", "count")]).to_pylist()
-    known = [row for row in counts if row["backend"]]
-    largest = max(known, key=lambda row: (row["group_size"], row["seq_count"]), default=None)
-    return str(largest["backend"]) if largest else "gloo"
+    counts: Counter[tuple[int, str]] = Counter()
+    for part in parts:
+        for (backend, size), places in combinations(part, ["backend", "group_size"]):
+            if backend:
+                counts[size, str(backend)] += len(places)
+    largest = max(counts, key=lambda each: (each[0], counts[each]), default=None)
+    return largest[1] if largest else "gloo"
 
 
 def gradient_orders(buckets: pa.Table) -> dict[StepKey, list[tuple[str, ...]]]:

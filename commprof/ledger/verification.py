@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from commprof.ledger import attribution, movement, sentences
 from commprof.ledger.attribution import Findings
 from commprof.ledger.demand import demands
+from commprof.ledger.disagreements import Members
 from commprof.ledger.executed import Executed, executed
-from commprof.ledger.issue import Issued, disagreements, issued, once_per_collective
+from commprof.ledger.issue import COLUMNS, Issued, issued
 from commprof.ledger.levels import LedgerRow, Moved, State, Unexplained, Verdict
+from commprof.ledger.messages import COLUMNS as OF_MESSAGES
+from commprof.ledger.messages import Ends
 from commprof.ledger.request import RecordedRun, Request, request_of
 from commprof.ledger.rows import doubtful, ledger_rows, remarks, unexplained
+from commprof.ledger.survey import COLUMNS as SURVEYED
+from commprof.ledger.survey import Survey
+
+COMPLETE: Final = "complete"
 
 
 def verify(run: RecordedRun) -> Verdict:
@@ -22,10 +29,13 @@ def verify(run: RecordedRun) -> Verdict:
     Where the config is not known, or not one of ZeRO's, nothing is requested, and the state is unknown; the other levels
     are told all the same. So it is where records are lost, torn or unseen.
     """
-    collectives = run.table("collectives")
-    once = once_per_collective(collectives)
-    ran = executed(run, once)
-    steps = issued(once, ran.ops)
+    survey, members, ends = Survey(), Members(), Ends()
+    for part in run.parts("collectives", tuple(dict.fromkeys((*SURVEYED, *OF_MESSAGES)))):
+        survey.add(part)
+        members.add(part)
+        ends.add(part)
+    ran = executed(run, survey.backends)
+    steps = issued(run.parts("collectives", COLUMNS), survey, ran.ops)
     request = request_of(run)
     wanted, partial, said = demands(run, request, steps)
     findings = attribution.attribute(steps, wanted, partial)
@@ -34,11 +44,13 @@ def verify(run: RecordedRun) -> Verdict:
     rows = ledger_rows(findings)
     moved = movement.moved(run.table("wire"), steps, [str(entry.get("host")) for entry in _latest(run)])
     left = tuple(unexplained(findings)) if request.reason is None else ()
-    differing, unsure = disagreements(collectives), doubtful(findings)
+    # A program that was stopped leaves messages on their way.
+    lone = ends.lone() if run.health.state == COMPLETE else []
+    differing, unsure = [*members.disagreements(), *lone], doubtful(findings)
     # The Flight Recorder lists what was left out, too.
     ran_otherwise = () if run.health.summed or run.health.outside else ran.problems
     problems = [*differing, *ran_otherwise, *_moved_short(moved)]
-    doubts = [*gaps(run, collectives.num_rows), *ran.doubts, *unsure]
+    doubts = [*gaps(run, survey.records), *ran.doubts, *unsure]
     issued_bytes = sum(attribution.payload(messages) for messages in steps.values())
     explained_bytes = sum(finding.explained_bytes for step in findings.values() for finding in step.values())
     state = State.MISMATCH if left or problems else State.CLOSED
@@ -113,7 +125,7 @@ def _told(request: Request, rows: Sequence[LedgerRow], steps: Issued, moved: Seq
         told.append(f"What was asked for is not known: {request.reason.rstrip('.')}.")
     elif request.configuration is not None:
         sentence = sentences.gradient_sentence(
-            request.config, request.configuration, rows, request.world_size
+            request.config, request.configuration, rows, request.replicas
         )
         told += [sentence] if sentence else []
         told += [f"The config and the engine differ: {text}." for text in request.differences]
@@ -148,7 +160,7 @@ def _sources(run: RecordedRun, request: Request, ran: Executed, moved: Sequence[
         f"not known: {request.reason}"
         if request.reason is not None
         else f"{request.source} and {len(request.parameters)} parameters, by the rules of {request.runtime}, "
-        f"n = {request.world_size}"
+        f"{f'ranks along {request.shared.axes}' if request.shared is not None else f'n = {request.world_size}'}"
     )
     return {
         "requested": requested,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -29,6 +29,7 @@ from commprof.trace.layout import EVENTS_SUFFIX, RECORDS_SUFFIX, rank_files
 from commprof.trace.manifest import Manifest
 from commprof.trace.tables import (
     arrow_schema,
+    column_parts,
     count_rows,
     has_schema,
     parquet_parts,
@@ -89,22 +90,30 @@ class Run:
             return self.table(name)
         return Scan(tuple(files), merge(name, [arrow_schema(name).empty_table(), *self._pending(name)]))
 
-    def parts(self, name: str) -> Iterator[pa.Table]:
+    def parts(self, name: str, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
         """The rows of table ``name``, some at a time and none kept: those of :meth:`table`, in its order.
+
+        Args:
+            columns: only these, whose text may be given as numbers into its distinct values; default: all, as they are.
 
         Raises:
             TraceError: there is no such table, or its file is damaged.
         """
+        wanted = list(columns or arrow_schema(name).names)
         files = self._collective_files() if name == "collectives" else [self.path / f"{name}.parquet"]
         files = [file for file in files if file.exists()]
         if name in self._tables or sum(map(count_rows, files)) <= _MOST_ROWS_AT_ONCE:
-            yield self.table(name)
+            yield self.table(name).select(wanted)
             return
         schema = arrow_schema(name)
         for file in files:
+            if columns is not None and has_schema(file, name):
+                yield from column_parts(file, name, wanted)
+                continue
             for part in parquet_parts(file, name):
-                yield part.replace_schema_metadata(schema.metadata)
-        yield merge(name, [schema.empty_table(), *self._beside(name), *self._pending(name)])
+                yield part.replace_schema_metadata(schema.metadata).select(wanted)
+        rest = merge(name, [schema.empty_table(), *self._beside(name), *self._pending(name)])
+        yield rest.select(wanted)
 
     def _read(self, name: str) -> pa.Table:
         schema = arrow_schema(name)

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -249,6 +250,10 @@ class SyntheticRun:
             schema=arrow_schema(name),
         )
 
+    def parts(self, name: str, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+        table = self.table(name)
+        yield table if columns is None else table.select(columns)
+
     def _groups(self) -> list[dict[str, Any]]:
         found: dict[tuple[Any, ...], dict[str, Any]] = {}
         for row in self.rows["collectives"]:
@@ -362,7 +367,13 @@ class SyntheticRun:
         )
         manifest = SimpleNamespace(**{**self.manifest(), "ranks": ranks})
         return SimpleNamespace(
-            path=path, manifest=manifest, health=health, table=self.table, scan=self.table, kept={}
+            path=path,
+            manifest=manifest,
+            health=health,
+            table=self.table,
+            scan=self.table,
+            parts=self.parts,
+            kept={},
         )
 
 

@@ -1,0 +1,66 @@
+"""What NCCL ran for each record: the operations of the lines that an alignment found to be the record's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+
+from commprof.ledger.lookup import Lookup, Numbers, combinations, where
+
+LINE_COLUMNS: Final = ("file", "line", "op")
+MATCH_COLUMNS: Final = ("state", "rank", "attempt", "record_pid", "seq", "op", "file", "line")
+_PLACE: Final = ("file",)
+_OF_MATCH: Final = ("rank", "attempt", "record_pid")
+_OF_RECORD: Final = ("rank", "attempt", "pid")
+
+
+class LogLines:
+    """Lines of a log and their records, added part by part: all lines first, then the alignment.
+
+    Attributes:
+        states: rows of the alignment by state.
+    """
+
+    def __init__(self) -> None:
+        self.states: Counter[str] = Counter()
+        self._ops: dict[str, int] = {}  # the bit of each operation
+        self._printed = Lookup(np.bitwise_or)
+        self._ran = Lookup(np.bitwise_or)
+
+    def add_printed(self, lines: pa.Table) -> None:
+        """Take in lines of the log: columns :data:`LINE_COLUMNS`. One line may name several operations."""
+        self._printed.add(lines, _PLACE, "line", self._bits(lines))
+
+    def add_matches(self, matches: pa.Table) -> None:
+        """Take in rows of table ``matches``: columns :data:`MATCH_COLUMNS`."""
+        for (state,), places in combinations(matches, ["state"]):
+            self.states[state] += len(places)
+        pairs = matches.filter(pa.array(where(matches, ["state"], lambda state: state == "matched")))
+        own = self._bits(pairs)
+        printed, known = self._printed.find(pairs, _PLACE, "line")
+        another = known & (printed & own == 0)
+        self._ran.add(pairs, _OF_MATCH, "seq", np.where(another, self._first_of_each(printed), own))
+
+    def executed_ops(self, records: pa.Table) -> pa.Array:
+        """What ran for each record, several operations joined by ``+``; null where no line is its own."""
+        ran, known = self._ran.find(records, _OF_RECORD, "seq")
+        distinct, codes = np.unique(np.where(known, ran, 0), return_inverse=True)
+        texts = ["+".join(self._named(bits)) or None for bits in distinct.tolist()]
+        return pa.array(texts, pa.string()).take(pa.array(codes))
+
+    def _bits(self, rows: pa.Table) -> Numbers:
+        bits = np.zeros(len(rows), np.int64)
+        for (op,), places in combinations(rows, ["op"]):
+            bits[places] = 1 << self._ops.setdefault(op, len(self._ops))
+        return bits
+
+    def _first_of_each(self, bits: Numbers) -> Numbers:
+        distinct, codes = np.unique(bits, return_inverse=True)
+        first = [1 << self._ops[self._named(each)[0]] if each else 0 for each in distinct.tolist()]
+        return np.array(first, np.int64)[codes]
+
+    def _named(self, bits: int) -> list[str]:
+        return sorted(op for op, place in self._ops.items() if bits >> place & 1)

@@ -1,0 +1,104 @@
+"""Values under a few names and a number, kept and found for many rows at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from commprof.align.distinct import numbered, placed_by
+
+Numbers: TypeAlias = npt.NDArray[np.int64]
+Flags: TypeAlias = npt.NDArray[np.bool_]
+Names: TypeAlias = tuple[Any, ...]
+
+
+class Lookup:
+    """For each combination of names, such as a process, numbers and their values; in arrays, as there may be millions.
+
+    Args:
+        combine: makes one value of those that were added under the same names and number.
+    """
+
+    def __init__(self, combine: np.ufunc) -> None:
+        self._combine = combine
+        self._held: dict[Names, list[tuple[Numbers, Numbers]]] = {}
+
+    def add(self, rows: pa.Table, names: Sequence[str], number: str, values: Numbers) -> None:
+        """Keep ``values``, one for each of ``rows``, under its ``names`` and ``number``; not where that is null."""
+        numbers, known = numbers_of(rows, number)
+        for key, places in combinations(rows, names):
+            places = places[known[places]]
+            if len(places):
+                self._held.setdefault(key, []).append(self._combined(numbers[places], values[places]))
+
+    def find(self, rows: pa.Table, names: Sequence[str], number: str) -> tuple[Numbers, Flags]:
+        """The value of each of ``rows``, and whether there is one."""
+        values, found = np.zeros(len(rows), np.int64), np.zeros(len(rows), bool)
+        numbers, known = numbers_of(rows, number)
+        for key, places in combinations(rows, names):
+            if key not in self._held:
+                continue
+            held, of_held = self._together(key)
+            at = np.minimum(np.searchsorted(held, numbers[places]), len(held) - 1)
+            found[places] = known[places] & (held[at] == numbers[places])
+            values[places] = of_held[at]
+        return values, found
+
+    def _together(self, key: Names) -> tuple[Numbers, Numbers]:
+        pieces = self._held[key]
+        if len(pieces) > 1:
+            numbers, values = (np.concatenate(of_pieces) for of_pieces in zip(*pieces, strict=True))
+            self._held[key] = pieces = [self._combined(numbers, values)]
+        return pieces[0]
+
+    def _combined(self, numbers: Numbers, values: Numbers) -> tuple[Numbers, Numbers]:
+        order = np.argsort(numbers, kind="stable")
+        numbers = numbers[order]
+        starts = np.flatnonzero(np.append(True, numbers[1:] != numbers[:-1]))
+        return numbers[starts], self._combine.reduceat(values[order], starts)
+
+
+def numbers_of(rows: pa.Table, name: str) -> tuple[Numbers, Flags]:
+    """A column of integers, and where it is not null."""
+    column = rows[name].combine_chunks()
+    known = column.is_valid().to_numpy(zero_copy_only=False)
+    return pc.fill_null(column, 0).to_numpy(zero_copy_only=False).astype(np.int64, copy=False), known
+
+
+def combinations(rows: pa.Table, names: Sequence[str]) -> Iterator[tuple[Names, Numbers]]:
+    """Each combination of the columns ``names``, and the places of its rows, in their order."""
+    if not len(rows):
+        return
+    codes, keys = _coded(rows, names)
+    order = placed_by(codes)
+    bounds = np.flatnonzero(np.diff(codes[order])) + 1
+    yield from zip(keys, np.split(order, bounds), strict=True)
+
+
+def where(rows: pa.Table, names: Sequence[str], holds: Callable[..., bool]) -> Flags:
+    """Where ``holds`` is true of the columns ``names``; it is asked once for each combination."""
+    if not len(rows):
+        return np.zeros(0, bool)
+    codes, keys = _coded(rows, names)
+    held: Flags = np.array([holds(*key) for key in keys], bool)[codes]
+    return held
+
+
+def each_for(rows: pa.Table, names: Sequence[str], value: Callable[..., str | None]) -> pa.Array:
+    """What ``value`` says of the columns ``names`` of each row, as text; it is asked once for each combination."""
+    if not len(rows):
+        return pa.nulls(0, pa.string())
+    codes, keys = _coded(rows, names)
+    return pa.array([value(*key) for key in keys], pa.string()).take(pa.array(codes))
+
+
+def _coded(rows: pa.Table, names: Sequence[str]) -> tuple[Numbers, list[Names]]:
+    """The number of each row's combination of the columns ``names``, and the combinations in order of number."""
+    chosen = rows.select(list(names))
+    codes, first = numbered(chosen)
+    return codes, [tuple(row.values()) for row in chosen.take(pa.array(first)).to_pylist()]

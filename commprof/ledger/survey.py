@@ -1,0 +1,89 @@
+"""What must be known of all records of a run before any of them is counted; gathered part by part.
+
+A collective counts at the lowest rank of its group that was recorded, a message at its send; a recv counts where no rank
+recorded a send in the group. The payload of an all_to_all may differ between the ranks: it is their mean, rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+
+from commprof.ledger.lookup import Flags, Lookup, Numbers, combinations, numbers_of, where
+from commprof.schema import Op, Phase
+
+Group: TypeAlias = tuple[Any, ...]
+
+GROUP: Final = ("attempt", "pg", "group_ranks")
+_PROCESS: Final = ("rank", "attempt", "pid")
+COLUMNS: Final = (*GROUP, "rank", "pid", "seq", "pg_seq", "step", "phase", "op", "backend", "payload_bytes")
+
+
+class Survey:
+    """The records that were added, as far as each of them depends on others."""
+
+    def __init__(self) -> None:
+        self.records = 0
+        self.backends: set[str] = set()
+        self._speakers: dict[Group, int] = {}
+        self._with_sends: set[Group] = set()
+        self._last_of_optimizer = Lookup(np.maximum)
+        self._uneven_bytes, self._uneven_ranks = Lookup(np.add), Lookup(np.add)
+
+    def add(self, part: pa.Table) -> None:
+        """Take in some records: their columns :data:`COLUMNS`."""
+        self.records += len(part)
+        self.backends |= {str(name) for (name,), _ in combinations(part, ["backend"]) if name}
+        for (*group, rank, op), _ in combinations(part, [*GROUP, "rank", "op"]):
+            self._take_in(tuple(group), rank, op)
+        in_optimizer = part.filter(pa.array(where(part, ["phase"], lambda phase: phase == Phase.OPTIMIZER)))
+        self._last_of_optimizer.add(in_optimizer, _PROCESS, "step", numbers_of(in_optimizer, "seq")[0])
+        uneven = part.filter(pa.array(where(part, ["op"], lambda op: op == Op.ALL_TO_ALL)))
+        self._uneven_bytes.add(uneven, GROUP, "pg_seq", numbers_of(uneven, "payload_bytes")[0])
+        self._uneven_ranks.add(uneven, GROUP, "pg_seq", np.ones(len(uneven), np.int64))
+
+    def _take_in(self, group: Group, rank: int, op: str) -> None:
+        if op == Op.SEND:
+            self._with_sends.add(group)
+        elif op != Op.RECV:
+            self._speakers[group] = min(rank, self._speakers.get(group, rank))
+
+    def counts(self, part: pa.Table) -> Flags:
+        """Which records of ``part`` stand for their collective or message."""
+
+        def stands(*key: Any) -> bool:
+            *group, rank, op = key
+            if op in (Op.SEND, Op.RECV):
+                return op == Op.SEND or tuple(group) not in self._with_sends
+            return self._speakers.get(tuple(group)) == rank
+
+        return where(part, [*GROUP, "rank", "op"], stands)
+
+    def in_evaluation(self, rows: pa.Table) -> Flags:
+        """Whether each of ``rows`` was issued by an evaluation, judged by its rank's own order of phases."""
+        forward = where(rows, ["phase"], lambda phase: phase in (Phase.FORWARD, Phase.OTHER))
+        last, has_last = self._last_of_optimizer.find(rows, _PROCESS, "step")
+        ended = has_last & (numbers_of(rows, "seq")[0] > last)
+        return forward & (ended | (numbers_of(rows, "step")[0] < 0))
+
+    def payload_bytes(self, rows: pa.Table) -> Numbers:
+        """The payload of what each of ``rows`` stands for."""
+        own, _ = numbers_of(rows, "payload_bytes")
+        uneven = where(rows, ["op"], lambda op: op == Op.ALL_TO_ALL)
+        if not uneven.any():
+            return own
+        total, known = self._uneven_bytes.find(rows, GROUP, "pg_seq")
+        ranks, _ = self._uneven_ranks.find(rows, GROUP, "pg_seq")
+        mean = np.rint(total / np.maximum(ranks, 1)).astype(np.int64)
+        return np.where(uneven & known, mean, own)
+
+
+def survey_of(parts: Iterable[pa.Table]) -> Survey:
+    """The survey of all records, given in parts."""
+    survey = Survey()
+    for part in parts:
+        survey.add(part)
+    return survey
