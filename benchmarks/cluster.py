@@ -15,7 +15,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
+from rank_processes import PIPES, RankProcesses
 from results import Spread, arguments, median_interval, publish, spread
 from step_time import deepspeed_python
 
@@ -84,7 +84,7 @@ CASES = {
 }
 
 
-class Ranks:
+class Ranks(RankProcesses):
     """The processes of one ``process``: a rank on each host."""
 
     def __init__(
@@ -94,41 +94,14 @@ class Ranks:
         environment: Mapping[str, str],
         log: TextIO,
     ) -> None:
-        self.processes = [
-            machine.start(
-                words,
-                {**environment, "RANK": str(rank)},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
+        super().__init__(
+            machine.start(words, {**environment, "RANK": str(rank)}, stderr=log, **PIPES)
             for rank, machine in enumerate(machines)
-        ]
-
-    def answers(self) -> list[dict[str, Any]]:
-        """One answer of each rank. Raises RuntimeError where a rank has ended instead."""
-        lines = [process.stdout.readline() for process in self.processes]
-        if not all(lines):
-            raise RuntimeError(f"rank {lines.index('')} ended")
-        return [json.loads(line) for line in lines]
+        )
 
     def train(self, case: str, steps: int) -> list[dict[str, Any]]:
         """Train ``case``: one answer of each rank."""
-        for process in self.processes:
-            process.stdin.write(json.dumps({"case": case, "steps": steps}) + "\n")
-            process.stdin.flush()
-        return self.answers()
-
-    def end(self) -> None:
-        """Let the ranks end, and see that they have."""
-        for process in self.processes:
-            process.stdin.close()
-        for process in self.processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=10)
-            process.kill()
-            process.wait()
+        return self.ask({"case": case, "steps": steps})
 
 
 def chosen(words: Sequence[str]) -> dict[str, Case]:

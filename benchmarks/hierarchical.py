@@ -9,10 +9,8 @@ of the slowest rank.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -24,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from hierarchical_rank import LAYERS, TRAINING, WIDTH
+from rank_processes import PIPES, RankProcesses
 from results import Spread, arguments, median_interval, publish
 
 from support import hosts as network
@@ -41,43 +40,18 @@ PORT = 29_700
 CANNOT = 3  # exit code where there can be no such hosts
 
 
-class Ranks:
+class Ranks(RankProcesses):
     """The processes on all hosts, in rank order."""
 
     def __init__(self, machines: Sequence[network.Host], each: int, port: int) -> None:
         world = len(machines) * each
-        self.processes = []
-        for rank in range(world):
-            host = machines[rank // each]
-            variables = _environment(machines[0].address, port, rank, world, each)
-            words = [sys.executable, str(ROOT / "benchmarks" / "hierarchical_rank.py")]
-            self.processes.append(
-                host.start(words, variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        words = [sys.executable, str(ROOT / "benchmarks" / "hierarchical_rank.py")]
+        super().__init__(
+            machines[rank // each].start(
+                words, _environment(machines[0].address, port, rank, world, each), **PIPES
             )
-
-    def answers(self) -> list[dict[str, Any]]:
-        """One answer of each rank. Raises RuntimeError where a rank has ended instead."""
-        lines = [process.stdout.readline() for process in self.processes]
-        if not all(lines):
-            raise RuntimeError(f"rank {lines.index('')} ended")
-        return [json.loads(line) for line in lines]
-
-    def ask(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What each rank answers to ``request``."""
-        for process in self.processes:
-            process.stdin.write(json.dumps(request) + "\n")
-            process.stdin.flush()
-        return self.answers()
-
-    def end(self) -> None:
-        """Let the ranks end, and see that they have."""
-        for process in self.processes:
-            process.stdin.close()
-        for process in self.processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=10)
-            process.kill()
-            process.wait()
+            for rank in range(world)
+        )
 
 
 def _environment(address: str, port: int, rank: int, world: int, each: int) -> dict[str, str]:

@@ -8,7 +8,6 @@ of the step without plain forward and backward. Every round begins with another 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import signal
@@ -25,6 +24,7 @@ from typing import Any, NamedTuple, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from rank_processes import PIPES, RankProcesses
 from results import Spread, arguments, publish
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,51 +48,15 @@ RUNTIMES = (PEER, "zero_runtime", "plain")
 RESAMPLES = 4000
 
 
-class Pair:
+class Pair(RankProcesses):
     """The ranks of one runtime."""
 
     def __init__(self, python: str, runtime: str, log: TextIO) -> None:
         script = str(ROOT / "benchmarks" / "step_time_rank.py")
-        self.processes = [
-            subprocess.Popen(
-                [python, script, runtime],
-                env=_environment(rank),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
+        super().__init__(
+            subprocess.Popen([python, script, runtime], env=_environment(rank), stderr=log, **PIPES)
             for rank in range(RANKS)
-        ]
-
-    def answers(self) -> list[dict[str, Any]]:
-        """One answer of each rank. Raises RuntimeError where a rank has ended instead."""
-        lines = [process.stdout.readline() for process in self.processes]
-        if not all(lines):
-            raise RuntimeError(f"rank {lines.index('')} ended")
-        return [json.loads(line) for line in lines]
-
-    def tell(self, request: Mapping[str, Any]) -> None:
-        """Send a request."""
-        for process in self.processes:
-            process.stdin.write(json.dumps(request) + "\n")
-            process.stdin.flush()
-
-    def ask(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """One answer of each rank to ``request``."""
-        self.tell(request)
-        return self.answers()
-
-    def end(self) -> None:
-        """Let the ranks end, and see that they have."""
-        for process in self.processes:
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
-        for process in self.processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=10)
-            process.kill()
-            process.wait()
+        )
 
 
 class Block(NamedTuple):
