@@ -256,7 +256,10 @@ class RuntimeConfig:
             },
             "pipeline_parallel": {
                 "pp_size": pipeline["stages"],
-                **{name: pipeline[name] for name in ("micro_batches", "partition_method", "schedule")},
+                **{
+                    name: pipeline[name]
+                    for name in ("micro_batches", "partition_method", "schedule", "virtual_stages")
+                },
             },
             "tp_size": parallel["tp_size"],
             "sequence_parallel_size": parallel["sequence_parallel_size"],

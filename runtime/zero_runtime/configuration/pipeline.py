@@ -41,7 +41,14 @@ PIPELINE_PARALLEL: Final[Table] = {
     "enabled": used(boolean, True, "whether the block is read"),
     "pp_size": used(optional(integer(1)), None, "number of stages"),
     "micro_batches": used(optional(integer(1)), None, "micro-batches of a step: gradient_accumulation_steps"),
-    "schedule": used(choice("1f1b", "gpipe"), "1f1b", "order of forward and backward passes: docs/pipeline.md"),
+    "schedule": used(
+        optional(choice("1f1b", "gpipe", "interleaved", "zero_bubble")),
+        None,
+        "order of forward and backward passes: docs/pipeline.md. Default: 1f1b, or interleaved with virtual stages",
+    ),
+    "virtual_stages": used(
+        optional(integer(1)), None, "parts of the model on each stage, with the schedule interleaved: 2 by default there"
+    ),
     "partition_method": used(optional(_METHOD), None, _DEALING),
     "partition_methods": used(optional(_METHOD), None, "the same"),
 }  # fmt: skip
@@ -63,7 +70,8 @@ class PipelineConfig:
         stages: how many; None where the model says it.
         micro_batches: of a step; None where gradient_accumulation_steps says it.
         partition_method: None where the model says it.
-        schedule: ``1f1b`` or ``gpipe``.
+        schedule: ``1f1b``, ``gpipe``, ``interleaved`` or ``zero_bubble``; None where ``virtual_stages`` says it.
+        virtual_stages: parts of the model on each stage; None where the model says it.
         activation_checkpoint_interval: 0 where the model says it.
         use_reentrant: which kind of activation checkpoint.
     """
@@ -71,7 +79,8 @@ class PipelineConfig:
     stages: int | None = None
     micro_batches: int | None = None
     partition_method: str | None = None
-    schedule: str = "1f1b"
+    schedule: str | None = None
+    virtual_stages: int | None = None
     activation_checkpoint_interval: int = 0
     use_reentrant: bool = True
 
@@ -100,7 +109,8 @@ def read_pipeline(top: Mapping[str, Any]) -> PipelineConfig:
         stages=_agreed(stages),
         micro_batches=ours.get("micro_batches"),
         partition_method=_agreed(methods),
-        schedule=ours.get("schedule", "1f1b"),
+        schedule=ours.get("schedule"),
+        virtual_stages=ours.get("virtual_stages"),
         activation_checkpoint_interval=theirs.get("activation_checkpoint_interval", 0),
         use_reentrant=theirs.get("use_reentrant", True),
     )

@@ -10,7 +10,6 @@ import torch
 from commprof import hooks
 from zero_runtime.clock import Clock, Part
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.pipeline.schedules import idle_fraction
 
 _METRIC: Final = hooks.tag("metric")
 _WORK: Final = "work"
@@ -51,11 +50,11 @@ class Bubble:
         self._last = None
         return self._clock(_STEP)
 
-    def publish(self, micro_batches: int) -> None:
-        """Record the idle share of the step, and that of the schedule, as metrics. Not on CUDA, where it would wait."""
+    def publish(self, expected: float) -> None:
+        """Record the idle share of the step, and the ``expected`` one, as metrics. Not on CUDA, where it would wait."""
         if hooks.recording() and self._stages.device.type != "cuda":
             hooks.metric("pipeline_bubble", self.times().idle_fraction)
-            hooks.metric("pipeline_bubble_expected", idle_fraction(self._stages.world_size, micro_batches))
+            hooks.metric("pipeline_bubble_expected", expected)
 
     def times(self) -> Times:
         """Of the last step on this stage."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -19,59 +20,74 @@ _PIPELINE: Final = hooks.tag("pipeline")
 class Channel:
     """This stage's ends of what joins it with the stage before and the stage after.
 
-    Every message is a blocking send or receive of one tensor. Shapes are told once, in a header before the first activation,
-    or, with ``dynamic``, before each. All are tagged ``pipeline``; the micro-batch is the record's ``micro_step``.
+    Every message is a blocking send or receive of one tensor. Shapes are told once for each part of the model, in a header
+    before its first activation, or, with ``dynamic``, before each. All are tagged ``pipeline``; the micro-batch is the
+    record's ``micro_step``. Where each rank has several parts (chunks) the last rank is joined with the first too.
 
     Args:
         stages: the ranks of all stages, in order.
         dynamic: whether what is sent may change its form from one micro-batch to the next.
+        chunks: parts of the model on each rank.
     """
 
-    def __init__(self, stages: DataParallelGroup, dynamic: bool) -> None:
+    def __init__(self, stages: DataParallelGroup, dynamic: bool, chunks: int = 1) -> None:
         self._stages = stages
-        self._before = stages.rank - 1
-        self._after = stages.rank + 1
+        self._before = (stages.rank - 1) % stages.world_size
+        self._after = (stages.rank + 1) % stages.world_size
         self._dynamic = dynamic
-        self._sent: Form | None = None
-        self._received: Form | None = None
+        self._chunks = chunks
+        self._sent: dict[int, Form] = {}
+        self._received: dict[int, Form] = {}
+        self._own: deque[torch.Tensor] = (
+            deque()
+        )  # what this rank has sent to itself, where it is the only one
 
     def reset(self) -> None:
         """Tell shapes anew before the next activation. All stages must do so."""
-        self._sent = self._received = None
+        self._sent.clear()
+        self._received.clear()
 
     def open(self) -> None:
         """Send each stage's neighbours one number, so that their connections are made before the first step."""
         number = torch.zeros((), device=self._stages.device)
-        even = self._stages.rank % 2 == 0
+        rank, last = self._stages.rank, self._stages.world_size - 1
+        even = rank % 2 == 0
         for sends in (even, not even):
-            if sends and self._after < self._stages.world_size:
+            if sends and rank < last:
                 self._send(number, self._after)
-            elif not sends and self._before >= 0:
+            elif not sends and rank:
+                self._receive(number, self._before)
+        if self._chunks > 1 and last > 1:
+            if rank == last:
+                self._send(number, self._after)
+            elif not rank:
                 self._receive(number, self._before)
 
-    def send_activation(self, value: Any) -> None:
-        """Send what this stage returned to the next one.
+    def send_activation(self, value: Any, chunk: int = 0) -> None:
+        """Send what part ``chunk`` of this rank returned to the next one.
 
         Raises:
             UsageError: it is of another form than before, and shapes are told once; or it cannot be sent.
         """
         form, tensors = form_of(value)
-        if self._dynamic or self._sent is None:
+        known = self._sent.get(chunk)
+        if self._dynamic or known is None:
             self._tell(form)
-            self._sent = form
-        elif form != self._sent:
+            self._sent[chunk] = form
+        elif form != known:
             raise UsageError(
-                f"a stage returns {_shown(form)} after {_shown(self._sent)}; give PipelineModule dynamic_shape=True "
+                f"a stage returns {_shown(form)} after {_shown(known)}; give PipelineModule dynamic_shape=True "
                 "where shapes change, or call engine.reset_activation_shape() on all ranks where they change rarely"
             )
         for each in tensors:
             self._send(each.detach(), self._after)
 
-    def receive_activation(self, differentiable: bool) -> Any:
-        """What the stage before returned. With ``differentiable`` its floating-point tensors are to get gradients."""
-        if self._dynamic or self._received is None:
-            self._received = self._hear()
-        form, tensors = self._received, []
+    def receive_activation(self, differentiable: bool, chunk: int = 0) -> Any:
+        """What comes before part ``chunk``. With ``differentiable`` its floating-point tensors are to get gradients."""
+        form = self._received.get(chunk)
+        if self._dynamic or form is None:
+            form = self._received[chunk] = self._hear()
+        tensors = []
         for each in form.tensors:
             tensor = each.empty(self._stages.device)
             self._receive(tensor, self._before)
@@ -113,11 +129,15 @@ class Channel:
         return torch.tensor(values, dtype=torch.int32, device=self._stages.device)
 
     def _send(self, tensor: torch.Tensor, stage: int) -> None:
-        if tensor.numel():
+        if stage == self._stages.rank:
+            self._own.append(tensor.clone())
+        elif tensor.numel():
             self._stages.send(tensor.contiguous(), stage, why=_PIPELINE)
 
     def _receive(self, tensor: torch.Tensor, stage: int) -> None:
-        if tensor.numel():
+        if stage == self._stages.rank:
+            tensor.copy_(self._own.popleft())
+        elif tensor.numel():
             self._stages.receive(tensor, stage, why=_PIPELINE)
 
 

@@ -19,8 +19,8 @@ from zero_runtime.pipeline.bubble import Bubble
 from zero_runtime.pipeline.channel import Channel
 from zero_runtime.pipeline.checkpoints import StagedSaving
 from zero_runtime.pipeline.module import PipelineModule
+from zero_runtime.pipeline.preparation import plan_of
 from zero_runtime.pipeline.results import combined, mean_of, share_loss, share_result
-from zero_runtime.pipeline.schedules import TRAINING, idle_fraction, inference
 from zero_runtime.pipeline.stage import Stage
 from zero_runtime.whole_gradients import AccumulatedGradients
 
@@ -33,6 +33,7 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
     Attributes:
         grid, mpu: the ranks of stages and replicas.
         stage_id: this rank's stage.
+        plan: the schedule of its steps.
         num_stages: how many there are.
         micro_batches: of a step: the gradient accumulation steps.
         total_parameters: of all stages, shared ones in each of them; ``unique_parameters`` counts those once.
@@ -50,7 +51,8 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
         self.batch_fn: Callable[[Any], Any] | None = None
         self.agg_train_loss: torch.Tensor | None = None
         self._source: Iterator[Any] | None = None
-        self._channel = Channel(self.grid.pipe, self.module.dynamic_shape)
+        self.plan = plan_of(self.module, config.pipeline)
+        self._channel = Channel(self.grid.pipe, self.module.dynamic_shape, self.plan.chunks)
         self._bubble = Bubble(self.grid.pipe)
         self.total_parameters, self.unique_parameters = self._count_parameters()
         if self.num_stages > 1:
@@ -120,7 +122,7 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
         stage = self._stage(source, self.micro_batches)
         with self._clock("pipeline"):
             self._accumulate(stage)
-        self._bubble.publish(self.micro_batches)
+        self._bubble.publish(self.expected_bubble_fraction())
         with self._clock("backward"):
             self._reduce()
         with self._clock("optimizer"):
@@ -131,12 +133,11 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
 
     def _accumulate(self, stage: Stage) -> None:
         """All micro-batches forward and backward; their gradients are added up."""
-        schedule = TRAINING[self.config.pipeline.schedule]
         self._gradients.begin_step()
         self._gradients.pause(True)
         try:
             with self._bubble.step():
-                stage.run(schedule(self.num_stages, self.micro_batches, self.stage_id))
+                stage.run(self.plan.training(self.micro_batches, self.stage_id))
         except BaseException:
             self._gradients.clear()
             raise
@@ -217,7 +218,7 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
         self.eval()
         stage = self._stage(source, count, with_loss=compute_loss)
         self._wait_for_all()
-        stage.run(inference(self.num_stages, count, self.stage_id))
+        stage.run(self.plan.inference(count, self.stage_id))
         result: Any = None
         if self.is_last_stage():
             found = stage.losses if compute_loss else stage.results
@@ -246,7 +247,7 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
         self.eval()
         stage = self._stage(source, count, with_loss=False)
         self._wait_for_all()
-        stage.run(inference(self.num_stages, count, self.stage_id))
+        stage.run(self.plan.inference(count, self.stage_id))
         return combined(stage.results) if self.is_last_stage() else None
 
     def _wait_for_all(self) -> None:
@@ -302,8 +303,12 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
         return self._bubble.idle_fraction()
 
     def expected_bubble_fraction(self) -> float:
-        """The share of the schedule: (stages - 1) / (micro-batches + stages - 1), with stages of equal time."""
-        return idle_fraction(self.num_stages, self.micro_batches)
+        """The share of the schedule, with stages, forward and backward passes of equal time, and messages of none.
+
+        (stages - 1) / (virtual stages x micro-batches + stages - 1); with ``zero_bubble``, where half a backward pass takes
+        that time, (stages - 1) / (3 x micro-batches + stages - 1) with at least as many micro-batches as stages.
+        """
+        return self.plan.idle_fraction(self.micro_batches)
 
     # What a pipeline does in one call only.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -50,6 +51,8 @@ class PipelineModule(torch.nn.Module):
         checkpointable_layers: class names; only runs of these are checkpointed. Default: all with parameters.
         dynamic_shape: what stages send each other may change its shapes and dtypes from one micro-batch to the next.
         sample_input: of the first layer, for ``profile``; default: the first batch of the training data.
+        virtual_stages: parts of the model on each stage, dealt out in turn, for the schedule ``interleaved``. Default: what
+            the configuration says, else 1.
 
     Raises:
         ConfigError: an argument that cannot be used; fewer layers than stages; stages that do not divide the ranks.
@@ -70,6 +73,7 @@ class PipelineModule(torch.nn.Module):
         checkpointable_layers: Sequence[str] | None = None,
         dynamic_shape: bool = False,
         sample_input: Any = None,
+        virtual_stages: int | None = None,
     ) -> None:
         super().__init__()
         self._layer_specs: list[Layer] = list(layers)
@@ -84,7 +88,11 @@ class PipelineModule(torch.nn.Module):
         self.sample_input = sample_input
         self.grid: PipelineGrid | None = None
         self.parts: list[int] = []
+        self.virtual_stages = 1
+        self.wanted_virtual_stages = virtual_stages
         self.forward_funcs: list[Callable[[Any], Any]] = []
+        self._numbers: list[int] = []  # of the layers of forward_funcs in the whole model
+        self._runs: list[range] = []  # of forward_funcs, for each part
         self.tied_modules = torch.nn.ModuleDict()
         self.ties: list[ties.Tie] = []
         self.wanted: ProcessTopology | int | None = num_stages
@@ -95,7 +103,7 @@ class PipelineModule(torch.nn.Module):
         unmeasured = self.partition_method == "profile" and sample_input is None
         self.method = partition_method or DEFAULT_METHOD
         if self.wanted is not None and comm.is_initialized() and not unmeasured:
-            self.deal(PipelineGrid(self._topology()), self.partition_method)
+            self.deal(PipelineGrid(self._topology()), self.partition_method, chunks=virtual_stages or 1)
             return
         for number, layer in enumerate(
             self._layer_specs
@@ -134,20 +142,25 @@ class PipelineModule(torch.nn.Module):
         """Whether the layers are dealt out and built."""
         return self.grid is not None
 
-    def deal(self, grid: PipelineGrid, method: str | None, sample: Any = None) -> None:
+    def deal(self, grid: PipelineGrid, method: str | None, sample: Any = None, chunks: int = 1) -> None:
         """Deal the layers out to the stages of ``grid`` and build those of this rank's. All ranks must call it.
 
         Args:
             grid: the ranks.
             method: as ``partition_method``.
             sample: an input of the first layer, for ``profile``, where the module has none.
+            chunks: parts of the model on each stage.
+
+        Raises:
+            ConfigError: as :meth:`bounds`.
         """
         stages = grid.num_stages
         self.method = method or DEFAULT_METHOD
-        parts = self.bounds(stages, self.method, sample)
+        parts = self.bounds(stages * chunks, self.method, sample)
         self._clear()
-        self.grid, self.parts = grid, parts
-        self._build(parts[grid.stage], parts[grid.stage + 1])
+        self.grid, self.parts, self.virtual_stages = grid, parts, chunks
+        for part in range(grid.stage, stages * chunks, stages):
+            self._build(parts[part], parts[part + 1])
         self.to(grid.device)
         self.ties = ties.make_ties(self._layer_specs, parts, dict(self.tied_modules), grid.processes)
 
@@ -163,7 +176,7 @@ class PipelineModule(torch.nn.Module):
         self.ties = ties.make_ties(self._layer_specs, self.parts, dict(self.tied_modules), grid.processes)
 
     def bounds(self, stages: int, method: str, sample: Any = None) -> list[int]:
-        """Where the layers of each of ``stages`` begin and end under ``method``.
+        """Where the layers of each of ``stages``, or of as many parts, begin and end under ``method``.
 
         Raises:
             ConfigError: an unknown method, a pattern that no layer matches, or fewer layers than stages.
@@ -202,9 +215,12 @@ class PipelineModule(torch.nn.Module):
             if name != "loss_fn":  # a loss that is a module is every stage's
                 del self._modules[name]
         self.tied_modules = torch.nn.ModuleDict()
-        self.forward_funcs = []
+        self.forward_funcs, self._numbers, self._runs = [], [], []
 
     def _build(self, start: int, stop: int) -> None:
+        built_before = len(self.forward_funcs)
+        self._numbers += range(start, stop)
+        self._runs.append(range(built_before, built_before + stop - start))
         for number, layer in enumerate(self._layer_specs[start:stop], start):
             self.seeds.before_building(number)
             if isinstance(layer, TiedLayerSpec):
@@ -222,17 +238,16 @@ class PipelineModule(torch.nn.Module):
 
     # Running.
 
-    def forward(self, inputs: Any) -> Any:
-        """Run the layers of this stage."""
+    def forward(self, inputs: Any, chunk: int = 0) -> Any:
+        """Run the layers of this stage, or of its part ``chunk``."""
         if not self.is_dealt:
             raise UsageError(
                 "the layers of this PipelineModule are not dealt out to stages yet; zero_runtime.initialize does that"
             )
-        self.seeds.passes += 1
-        number, count = self.seeds.passes, len(self.forward_funcs)
-        interval = self.activation_checkpoint_interval or count
-        for start in range(0, count, interval):
-            run = range(start, min(start + interval, count))
+        number, layers = self.seeds.begin_pass(chunk), self._runs[chunk]
+        interval = self.activation_checkpoint_interval or len(layers)
+        for start in range(0, len(layers), interval):
+            run = layers[start : start + interval]
             if self.activation_checkpoint_interval and self._is_checkpointable(run):
                 inputs = self.activation_checkpoint_func(partial(self._run, run, number), inputs)
             else:
@@ -241,7 +256,7 @@ class PipelineModule(torch.nn.Module):
 
     def _run(self, layers: range, number: int, inputs: Any) -> Any:
         for layer in layers:
-            self.seeds.before_running(self.parts[self.stage_id] + layer, number)
+            self.seeds.before_running(self._numbers[layer], number)
             inputs = self.forward_funcs[layer](inputs)
         return inputs
 
@@ -284,14 +299,17 @@ class PipelineModule(torch.nn.Module):
         return self.num_stages
 
     def partitions(self) -> list[int]:
-        """Stage s has the layers from ``partitions()[s]`` to ``partitions()[s + 1]``."""
+        """Stage s has the layers from ``partitions()[s]`` to ``partitions()[s + 1]``.
+
+        With virtual stages these are the bounds of all parts, of which stage s has every ``num_stages``-th from part s on.
+        """
         return self.parts
 
     def stage_owner(self, layer_idx: int) -> int:
         """The stage that has layer ``layer_idx``."""
         if not 0 <= layer_idx < len(self._layer_specs):
             raise UsageError(f"there is no layer {layer_idx} among {len(self._layer_specs)}")
-        return next(stage for stage in range(self.num_stages) if layer_idx < self.parts[stage + 1])
+        return (bisect_right(self.parts, layer_idx) - 1) % self.num_stages
 
     def topology(self) -> ProcessTopology:
         """The axes of all ranks."""

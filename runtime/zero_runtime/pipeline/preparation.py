@@ -16,6 +16,7 @@ from zero_runtime.parallelism import Parallelism, of_grid
 from zero_runtime.pipeline.grid import PipelineGrid
 from zero_runtime.pipeline.layers import LayerSpec
 from zero_runtime.pipeline.module import PipelineModule, stages_of
+from zero_runtime.pipeline.plan import DEFAULT_CHUNKS, INTERLEAVED, ZERO_BUBBLE, Plan
 from zero_runtime.topology import DATA, MODEL, PIPE, SEQUENCE, ProcessTopology
 
 
@@ -50,6 +51,43 @@ def stages_for(model: torch.nn.Module, config: PipelineConfig) -> int:
     return found
 
 
+def plan_for(model: PipelineModule, config: PipelineConfig, stages: int) -> Plan:
+    """The schedule that ``model`` and the configuration agree on.
+
+    Args:
+        model: a pipeline, whose layers may not be dealt out yet.
+        config: what the configuration says.
+        stages: as many as :func:`stages_for` says.
+
+    Raises:
+        ConfigError: they say different numbers of virtual stages, or several with another schedule than interleaved.
+    """
+    mine = model.virtual_stages if model.is_dealt else model.wanted_virtual_stages
+    said = config.virtual_stages
+    if said is None and model.wanted_virtual_stages is None and config.schedule == INTERLEAVED:
+        said = DEFAULT_CHUNKS
+    if mine is not None and said not in (None, mine):
+        made = "is dealt out in" if model.is_dealt else "was made for"
+        raise ConfigError(
+            f"the PipelineModule {made} {mine} virtual stages on each stage, and the configuration says "
+            f"pipeline_parallel.virtual_stages {said}; give PipelineModule virtual_stages={said}, or leave num_stages out "
+            "of it"
+        )
+    chunks = mine or said or 1
+    name = config.schedule or (INTERLEAVED if chunks > 1 else "1f1b")
+    if chunks > 1 and name != INTERLEAVED:
+        raise ConfigError(
+            f"pipeline_parallel.virtual_stages is {chunks} (or PipelineModule's), and pipeline_parallel.schedule is {name}, "
+            "where each stage has one part of the model; use schedule interleaved, or 1 virtual stage"
+        )
+    return Plan(name, stages, chunks)
+
+
+def plan_of(model: PipelineModule, config: PipelineConfig) -> Plan:
+    """The schedule of a model that is dealt out as the configuration says."""
+    return plan_for(model, config, model.num_stages)
+
+
 def prepare(
     model: PipelineModule, config: RuntimeConfig, stages: int, sample: Callable[[], Any] | None
 ) -> Parallelism:
@@ -64,12 +102,13 @@ def prepare(
     Raises:
         ConfigError: as ``PipelineModule.deal``; or the model was dealt out in another way than the configuration says.
     """
+    plan = plan_for(model, config.pipeline, stages)
+    _check_plan(plan, model, config)
     method = _method(model, config.pipeline.partition_method)
     topology = _topology(model, config, stages)
     if model.grid is None:
-        model.deal(
-            PipelineGrid(topology), method, sample() if sample is not None and method == "profile" else None
-        )
+        given = sample() if sample is not None and method == "profile" else None
+        model.deal(PipelineGrid(topology), method, given, plan.chunks)
     else:
         if model.grid.topology != topology:
             model.move_to(PipelineGrid(topology))
@@ -83,6 +122,23 @@ def prepare(
     return of_grid(model.grid.processes)
 
 
+def _check_plan(plan: Plan, model: PipelineModule, config: RuntimeConfig) -> None:
+    plan.check(config.gradient_accumulation_steps)
+    parts = plan.stages * plan.chunks
+    if plan.chunks > 1 and parts > len(model.layers):
+        raise ConfigError(
+            f"{plan.stages} stages of {plan.chunks} virtual stages each have {parts} parts, and the model has "
+            f"{len(model.layers)} layers; use fewer (pipeline_parallel.virtual_stages), or cut the model into more layers"
+        )
+    interval = config.pipeline.activation_checkpoint_interval or model.activation_checkpoint_interval
+    if plan.name == ZERO_BUBBLE and interval:
+        raise ConfigError(
+            f"activation_checkpoint_interval is {interval}, and pipeline_parallel.schedule is zero_bubble, which "
+            "differentiates a forward pass in many parts, for each of which layers would run again; set the interval to 0, "
+            "or use schedule 1f1b"
+        )
+
+
 def _method(model: PipelineModule, said: str | None) -> str | None:
     mine = model.partition_method
     if mine is not None and said not in (None, mine):
@@ -93,7 +149,7 @@ def _method(model: PipelineModule, said: str | None) -> str | None:
 
 
 def _check_same(model: PipelineModule, method: str) -> None:
-    wanted = model.bounds(model.num_stages, method)
+    wanted = model.bounds(model.num_stages * model.virtual_stages, method)
     if wanted != model.parts:
         raise ConfigError(
             f"the layers are dealt out already, by {model.method}, so that stages begin at {model.parts}, and "

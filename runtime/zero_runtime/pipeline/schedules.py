@@ -19,10 +19,11 @@ alone with ``zero_bubble``) and of the gradients of the weights. Sources: Huang 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final
+from functools import lru_cache
 
 from zero_runtime.errors import ConfigError
-from zero_runtime.pipeline.instructions import Action, Instruction, Place
+from zero_runtime.pipeline.instructions import Action, Instruction
+from zero_runtime.pipeline.message_order import meeting
 
 Step = tuple[Instruction, ...]
 Schedule = tuple[Step, ...]
@@ -97,7 +98,7 @@ def gpipe(stages: int, micro_batches: int, stage: int) -> Schedule:
         for action in (Action.FORWARD, Action.BACKWARD)
         for number in range(micro_batches)
     ]
-    return communicating(order, stages, stage)
+    return _communicating(order, stages, stage)
 
 
 def zero_bubble(stages: int, micro_batches: int, stage: int) -> Schedule:
@@ -106,17 +107,25 @@ def zero_bubble(stages: int, micro_batches: int, stage: int) -> Schedule:
     Stage s puts them off by s micro-batches, so that every stage has some left for the end of the step.
     """
     _check(stages, micro_batches, stage)
+    return _zero_bubble(stages, micro_batches)[stage]
+
+
+@lru_cache(maxsize=8)
+def _zero_bubble(stages: int, micro_batches: int) -> tuple[Schedule, ...]:
+    return meeting([list(_with_late_weights(stages, micro_batches, stage)) for stage in range(stages)])
+
+
+def _with_late_weights(stages: int, micro_batches: int, stage: int) -> Iterator[Instruction]:
     warmup = min(stages - 1 - stage, micro_batches)
-    order = [Instruction(Action.FORWARD, number) for number in range(warmup)]
+    yield from (Instruction(Action.FORWARD, number) for number in range(warmup))
     weights = iter(range(micro_batches))
     for number in range(micro_batches):
         if warmup + number < micro_batches:
-            order.append(Instruction(Action.FORWARD, warmup + number))
-        order.append(Instruction(Action.BACKWARD_INPUT, number))
+            yield Instruction(Action.FORWARD, warmup + number)
+        yield Instruction(Action.BACKWARD_INPUT, number)
         if number >= stage:
-            order.append(Instruction(Action.BACKWARD_WEIGHT, next(weights)))
-    order += [Instruction(Action.BACKWARD_WEIGHT, number) for number in weights]
-    return communicating(order, stages, stage)
+            yield Instruction(Action.BACKWARD_WEIGHT, next(weights))
+    yield from (Instruction(Action.BACKWARD_WEIGHT, number) for number in weights)
 
 
 def interleaved(stages: int, micro_batches: int, stage: int, chunks: int = 2) -> Schedule:
@@ -131,6 +140,15 @@ def interleaved(stages: int, micro_batches: int, stage: int, chunks: int = 2) ->
             f"an interleaved schedule of {micro_batches} micro-batches and {chunks} chunks on {stages} ranks: expected a "
             "multiple of the ranks as micro-batches, and at least 1 chunk"
         )
+    return _interleaved(stages, micro_batches, chunks)[stage]
+
+
+@lru_cache(maxsize=8)
+def _interleaved(stages: int, micro_batches: int, chunks: int) -> tuple[Schedule, ...]:
+    return meeting([_in_turn(stages, micro_batches, stage, chunks) for stage in range(stages)], chunks)
+
+
+def _in_turn(stages: int, micro_batches: int, stage: int, chunks: int) -> list[Instruction]:
     total = micro_batches * chunks
     warmup = min(total, 2 * (stages - 1 - stage) + (chunks - 1) * stages)
 
@@ -142,37 +160,45 @@ def interleaved(stages: int, micro_batches: int, stage: int, chunks: int = 2) ->
     order = [nth(Action.FORWARD, number) for number in range(warmup)]
     for number in range(total - warmup):
         order += [nth(Action.FORWARD, warmup + number), nth(Action.BACKWARD, number)]
-    order += [nth(Action.BACKWARD, number) for number in range(total - warmup, total)]
-    return communicating(order, stages, stage, chunks)
+    return order + [nth(Action.BACKWARD, number) for number in range(total - warmup, total)]
 
 
-def communicating(order: Iterable[Instruction], stages: int, rank: int, chunks: int = 1) -> Schedule:
+def interleaved_inference(stages: int, micro_batches: int, stage: int, chunks: int) -> Schedule:
+    """Forward passes alone over ``chunks`` parts on each rank: up to as many micro-batches as ranks, part after part."""
+    _check(stages, micro_batches, stage)
+    return _interleaved_inference(stages, micro_batches, chunks)[stage]
+
+
+@lru_cache(maxsize=8)
+def _interleaved_inference(stages: int, micro_batches: int, chunks: int) -> tuple[Schedule, ...]:
+    order = [
+        Instruction(Action.FORWARD, number, chunk)
+        for first in range(0, micro_batches, stages)
+        for chunk in range(chunks)
+        for number in range(first, min(first + stages, micro_batches))
+    ]
+    return meeting([order] * stages, chunks)
+
+
+def _communicating(order: Iterable[Instruction], stages: int, rank: int) -> Schedule:
     """The messages around computations: each receives what it needs right before, and sends what it made right after."""
-    return tuple(tuple(_with_messages(each, stages, rank, chunks)) for each in order)
+    return tuple(tuple(_with_messages(each, stages, rank)) for each in order)
 
 
-def _with_messages(each: Instruction, stages: int, rank: int, chunks: int) -> Iterator[Instruction]:
-    action, number, chunk = each
-    place = Place(rank, chunk)
-    before, after = place.before(stages), place.after(stages, chunks)
+def _with_messages(each: Instruction, stages: int, rank: int) -> Iterator[Instruction]:
+    action, number, _ = each
     if action is Action.FORWARD:
-        if before is not None:
-            yield Instruction(Action.RECEIVE_ACTIVATION, number, chunk)
-        if before is None or after is None:
-            yield Instruction(Action.LOAD, number, chunk)
-        yield each
-        if after is not None:
-            yield Instruction(Action.SEND_ACTIVATION, number, chunk)
+        if rank:
+            yield Instruction(Action.RECEIVE_ACTIVATION, number)
+        yield from _forward(number, rank, stages)
+        if rank < stages - 1:
+            yield Instruction(Action.SEND_ACTIVATION, number)
         return
-    if action is not Action.BACKWARD_WEIGHT and after is not None:
-        yield Instruction(Action.RECEIVE_GRADIENT, number, chunk)
+    if rank < stages - 1:
+        yield Instruction(Action.RECEIVE_GRADIENT, number)
     yield each
-    if action is not Action.BACKWARD_WEIGHT and before is not None:
-        yield Instruction(Action.SEND_GRADIENT, number, chunk)
-
-
-# What an engine can run: name in a configuration, and the function.
-TRAINING: Final[dict[str, Callable[[int, int, int], Schedule]]] = {"1f1b": one_f_one_b, "gpipe": gpipe}
+    if rank:
+        yield Instruction(Action.SEND_GRADIENT, number)
 
 
 def idle_fraction(stages: int, micro_batches: int, chunks: int = 1) -> float:

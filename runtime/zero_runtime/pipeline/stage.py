@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -16,10 +16,18 @@ from zero_runtime.pipeline.bubble import Bubble
 from zero_runtime.pipeline.channel import Channel
 from zero_runtime.pipeline.instructions import Action
 from zero_runtime.pipeline.schedules import Schedule
+from zero_runtime.pipeline.split_backward import WeightGradients, backward_of_inputs
 from zero_runtime.precision import autocast
 
 if TYPE_CHECKING:
     from zero_runtime.pipeline.engine import PipelineEngine
+
+
+class Pass(NamedTuple):
+    """A micro-batch in one of the rank's parts of the model."""
+
+    number: int
+    chunk: int
 
 
 class Stage:
@@ -53,16 +61,19 @@ class Stage:
         self._source = source
         self._micro_batches = micro_batches
         self._with_loss = with_loss
-        self._inputs: dict[int, Any] = {}
+        self._inputs: dict[Pass, Any] = {}
         self._labels: dict[int, Any] = {}
-        self._outputs: dict[int, Any] = {}
-        self._gradients: dict[int, list[torch.Tensor]] = {}
+        self._outputs: dict[Pass, Any] = {}
+        self._gradients: dict[Pass, list[torch.Tensor]] = {}
+        self._weights: dict[Pass, WeightGradients] = {}
         self.losses: list[torch.Tensor] = []
         self.results: list[Any] = []
-        self._do: dict[Action, Callable[[int], None]] = {
+        self._do: dict[Action, Callable[[Pass], None]] = {
             Action.LOAD: self._load,
             Action.FORWARD: self._forward,
             Action.BACKWARD: self._backward,
+            Action.BACKWARD_INPUT: self._backward_of_inputs,
+            Action.BACKWARD_WEIGHT: self._backward_of_weights,
             Action.SEND_ACTIVATION: self._send_activation,
             Action.RECEIVE_ACTIVATION: self._receive_activation,
             Action.SEND_GRADIENT: self._send_gradient,
@@ -73,9 +84,9 @@ class Stage:
         """Run all instructions of ``schedule``."""
         try:
             for step in schedule:
-                for action, number, _ in step:
+                for action, number, chunk in step:
                     hooks.micro_step(number)
-                    self._do[action](number)
+                    self._do[action](Pass(number, chunk))
         finally:
             hooks.micro_step(0)
             hooks.phase("other")
@@ -84,43 +95,51 @@ class Stage:
     def _training(self) -> bool:
         return torch.is_grad_enabled()
 
-    def _load(self, number: int) -> None:
+    def _is_first(self, each: Pass) -> bool:
+        return self._engine.is_first_stage() and not each.chunk
+
+    def _is_last(self, each: Pass) -> bool:
+        return self._engine.is_last_stage() and each.chunk == self._engine.module.virtual_stages - 1
+
+    def _load(self, each: Pass) -> None:
+        if each.chunk and self._engine.is_first_stage():
+            return  # the only rank, which took labels with the inputs
         batch = self._source()
-        if self._engine.is_first_stage():
+        if self._is_first(each):
             inputs = self._on_device(inputs_of(batch))
             dtype = self._engine._precision.inputs
-            self._inputs[number] = inputs if dtype is None else cast_floating(inputs, dtype)
+            self._inputs[each] = inputs if dtype is None else cast_floating(inputs, dtype)
         if self._engine.is_last_stage() and self._with_loss:
-            self._labels[number] = self._on_device(labels_of(batch))
+            self._labels[each.number] = self._on_device(labels_of(batch))
 
     def _on_device(self, values: Any) -> Any:
         device = self._engine.device
         return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, values)
 
-    def _receive_activation(self, number: int) -> None:
+    def _receive_activation(self, each: Pass) -> None:
         hooks.phase("forward")
-        self._inputs[number] = self._channel.receive_activation(self._training)
+        self._inputs[each] = self._channel.receive_activation(self._training, each.chunk)
 
-    def _forward(self, number: int) -> None:
+    def _forward(self, each: Pass) -> None:
         hooks.phase("forward")
-        engine, inputs = self._engine, self._inputs[number]
+        engine, inputs = self._engine, self._inputs[each]
         if not self._training:
-            del self._inputs[number]
+            del self._inputs[each]
         # A copy, so that the first layer may work in place though gradients of the inputs are asked for.
         given = tree_map(_copied, inputs) if self._training else inputs
         with self._bubble.working(), autocast(engine._precision.autocast, engine.device):
-            outputs = engine.module(given)
-            if not engine.is_last_stage():
-                self._outputs[number] = outputs
+            outputs = engine.module(given, each.chunk) if each.chunk else engine.module(given)
+            if not self._is_last(each):
+                self._outputs[each] = outputs
                 return
             if not self._training:
                 self.results.append(outputs)
                 if not self._with_loss:
                     return
-            loss = self._loss(outputs, number)
+            loss = self._loss(outputs, each.number)
         self.losses.append(loss.detach())
         if self._training:
-            self._outputs[number] = loss
+            self._outputs[each] = loss
 
     def _loss(self, outputs: Any, number: int) -> torch.Tensor:
         function, labels = self._engine.module.loss_fn, self._labels.pop(number)
@@ -141,37 +160,57 @@ class Stage:
             )
         return loss
 
-    def _send_activation(self, number: int) -> None:
+    def _send_activation(self, each: Pass) -> None:
         hooks.phase("forward")
-        self._channel.send_activation(self._outputs[number])
+        self._channel.send_activation(self._outputs[each], each.chunk)
         if not self._training:
-            del self._outputs[number]
+            del self._outputs[each]
 
-    def _receive_gradient(self, number: int) -> None:
+    def _receive_gradient(self, each: Pass) -> None:
         hooks.phase("backward")
-        self._gradients[number] = self._channel.receive_gradients(self._outputs[number])
+        self._gradients[each] = self._channel.receive_gradients(self._outputs[each])
 
-    def _backward(self, number: int) -> None:
-        hooks.phase("backward")
-        engine, outputs = self._engine, self._outputs.pop(number)
-        if engine.is_last_stage():
+    def _ends(self, each: Pass) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
+        """Where the backward pass begins, and with which gradients; None for the loss."""
+        engine, outputs = self._engine, self._outputs.pop(each)
+        if self._is_last(each):
             scale = engine._scale.value / self._micro_batches
-            ends, gradients = [outputs if scale == 1.0 else outputs * scale], None
-        else:
-            pairs = zip(_differentiable(outputs), self._gradients.pop(number), strict=True)
-            kept = [(end, gradient) for end, gradient in pairs if end.requires_grad]
-            ends, gradients = [end for end, _ in kept], [gradient for _, gradient in kept]
+            return [outputs if scale == 1.0 else outputs * scale], None
+        pairs = zip(_differentiable(outputs), self._gradients.pop(each), strict=True)
+        kept = [(end, gradient) for end, gradient in pairs if end.requires_grad]
+        return [end for end, _ in kept], [gradient for _, gradient in kept]
+
+    def _backward(self, each: Pass) -> None:
+        hooks.phase("backward")
+        ends, gradients = self._ends(each)
         with self._bubble.working():
             if ends:
                 torch.autograd.backward(ends, gradients)
-        with torch.no_grad():
-            engine._gradients.finish_backward()
-        if engine.is_first_stage():
-            del self._inputs[number]
+        self._finish_backward(each)
 
-    def _send_gradient(self, number: int) -> None:
+    def _backward_of_inputs(self, each: Pass) -> None:
         hooks.phase("backward")
-        self._channel.send_gradients(self._inputs.pop(number))
+        ends, gradients = self._ends(each)
+        leaves = [leaf for leaf in tree_leaves(self._inputs[each]) if isinstance(leaf, torch.Tensor)]
+        with self._bubble.working():
+            received = [leaf for leaf in leaves if leaf.requires_grad]
+            self._weights[each] = backward_of_inputs(ends, gradients, received)
+
+    def _backward_of_weights(self, each: Pass) -> None:
+        hooks.phase("backward")
+        with self._bubble.working():
+            self._weights.pop(each).run()
+        self._finish_backward(each)
+
+    def _finish_backward(self, each: Pass) -> None:
+        with torch.no_grad():
+            self._engine._gradients.finish_backward()
+        if self._is_first(each):
+            del self._inputs[each]
+
+    def _send_gradient(self, each: Pass) -> None:
+        hooks.phase("backward")
+        self._channel.send_gradients(self._inputs.pop(each))
 
 
 def _copied(value: Any) -> Any:

@@ -31,13 +31,19 @@ class Tie(NamedTuple):
     weights: Mapping[str, torch.nn.Parameter]
 
 
-def tied_stages(layers: Sequence[Layer], bounds: Sequence[int]) -> dict[str, list[int]]:
-    """For each key of tied layers, in order, the stages that have such a layer. Pure."""
+def tied_stages(layers: Sequence[Layer], bounds: Sequence[int], stages: int) -> dict[str, list[int]]:
+    """For each key of tied layers, in order, the stages that have such a layer. Pure.
+
+    Args:
+        layers: of the model.
+        bounds: where its parts begin, and the last one ends; part p is of stage p modulo ``stages``.
+        stages: how many there are.
+    """
     found: dict[str, set[int]] = {}
-    for stage in range(len(bounds) - 1):
-        for layer in layers[bounds[stage] : bounds[stage + 1]]:
+    for part in range(len(bounds) - 1):
+        for layer in layers[bounds[part] : bounds[part + 1]]:
             if isinstance(layer, TiedLayerSpec):
-                found.setdefault(layer.key, set()).add(stage)
+                found.setdefault(layer.key, set()).add(part % stages)
     return {key: sorted(found[key]) for key in sorted(found)}
 
 
@@ -58,7 +64,7 @@ def make_ties(
         layer.key: layer.tied_weight_attr for layer in reversed(layers) if isinstance(layer, TiedLayerSpec)
     }
     ties = []
-    for key, stages in tied_stages(layers, bounds).items():
+    for key, stages in tied_stages(layers, bounds, grid.size(PIPE)).items():
         for line in grid.topology.lines(PIPE):
             ranks = [line[stage] for stage in stages]
             handle = comm.new_group(ranks, f"pipe tie {key}")

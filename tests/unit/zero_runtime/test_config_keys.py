@@ -55,6 +55,7 @@ VALUES = {
     "pipeline_parallel.pp_size": (2, {}),
     "pipeline_parallel.micro_batches": (2, {}),
     "pipeline_parallel.schedule": ("gpipe", {}),
+    "pipeline_parallel.virtual_stages": (2, {}),
     "pipeline_parallel.partition_method": ("uniform", {}),
     "pipeline_parallel.partition_methods": ("type:Block", {}),
     "partition_methods": ("profile", {}),

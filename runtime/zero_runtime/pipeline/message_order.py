@@ -1,0 +1,134 @@
+"""Where messages stand among the computations of ranks, so that ranks whose messages block always meet. Pure.
+
+The computations of all ranks are run on paper, each in one unit of time, and every message is dated by the end of what made
+it. All ranks send and receive in the order of these dates, which is one order for all: so the earliest message that is not
+done is what both of its ranks come to next, and nobody waits for ever, however long computations take in truth. A message
+stands before the first computation that begins after it, in the list of its sender and of its receiver alike: where
+computations take equal time neither waits for the other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from zero_runtime.errors import UsageError
+from zero_runtime.pipeline.instructions import Action, Instruction, Place
+
+Steps = tuple[tuple[Instruction, ...], ...]
+
+
+class _Message(NamedTuple):
+    """What a computation has made for another place; compared by date, and by its ranks where that is the same."""
+
+    date: int
+    sender: int
+    receiver: int
+    sent: Instruction
+    received: Instruction
+
+
+def meeting(computations: Sequence[Sequence[Instruction]], chunks: int = 1) -> tuple[Steps, ...]:
+    """The schedules of all ranks: their computations, with loading and messages in between.
+
+    Args:
+        computations: of each rank, in order.
+        chunks: parts of the model on each rank.
+
+    Raises:
+        UsageError: the computations wait for one another for ever.
+    """
+    ranks = len(computations)
+    begins = _begins(computations, chunks)
+    messages = sorted(
+        message
+        for rank, order in enumerate(computations)
+        for each, begin in zip(order, begins[rank], strict=True)
+        for message in _made(rank, each, begin + 1, ranks, chunks)
+    )
+    return tuple(
+        tuple(_steps(rank, order, begins[rank], messages, ranks, chunks))
+        for rank, order in enumerate(computations)
+    )
+
+
+def _begins(computations: Sequence[Sequence[Instruction]], chunks: int) -> list[list[int]]:
+    """When each computation begins, as early as it can."""
+    ranks = len(computations)
+    todo = [deque(order) for order in computations]
+    begins: list[list[int]] = [[] for _ in computations]
+    ends: dict[tuple[int, Instruction], int] = {}
+    while any(todo):
+        moved = False
+        for rank, left in enumerate(todo):
+            while left:
+                needed = _needed(rank, left[0], ranks, chunks)
+                if needed is not None and needed not in ends:
+                    break
+                free = begins[rank][-1] + 1 if begins[rank] else 0
+                begin = free if needed is None else max(free, ends[needed])
+                begins[rank].append(begin)
+                ends[rank, left.popleft()] = begin + 1
+                moved = True
+        if not moved:
+            raise UsageError("the computations of a schedule wait for one another for ever")
+    return begins
+
+
+def _needed(rank: int, each: Instruction, ranks: int, chunks: int) -> tuple[int, Instruction] | None:
+    """The computation, and its rank, whose message ``each`` waits for."""
+    place = Place(rank, each.chunk)
+    if each.action is Action.FORWARD:
+        other = place.before(ranks)
+    elif each.action in (Action.BACKWARD, Action.BACKWARD_INPUT):
+        other = place.after(ranks, chunks)
+    else:
+        other = None
+    return None if other is None else (other.rank, each._replace(chunk=other.chunk))
+
+
+def _made(rank: int, each: Instruction, date: int, ranks: int, chunks: int) -> Iterator[_Message]:
+    place = Place(rank, each.chunk)
+    if each.action is Action.FORWARD:
+        other = place.after(ranks, chunks)
+        kinds = Action.SEND_ACTIVATION, Action.RECEIVE_ACTIVATION
+    elif each.action in (Action.BACKWARD, Action.BACKWARD_INPUT):
+        other = place.before(ranks)
+        kinds = Action.SEND_GRADIENT, Action.RECEIVE_GRADIENT
+    else:
+        return
+    if other is not None:
+        sent, received = (Instruction(kind, each.micro_batch) for kind in kinds)
+        yield _Message(
+            date, rank, other.rank, sent._replace(chunk=place.chunk), received._replace(chunk=other.chunk)
+        )
+
+
+def _steps(
+    rank: int,
+    order: Sequence[Instruction],
+    begins: Sequence[int],
+    messages: Sequence[_Message],
+    ranks: int,
+    chunks: int,
+) -> Iterator[tuple[Instruction, ...]]:
+    """A step for each computation, with what stands before it; and one for the messages after the last."""
+    mine = deque(each for each in messages if rank in (each.sender, each.receiver))
+
+    def until(date: float) -> Iterator[Instruction]:
+        while mine and mine[0].date <= date:
+            message = mine.popleft()
+            if message.sender == rank:
+                yield message.sent
+            if message.receiver == rank:
+                yield message.received
+
+    for each, begin in zip(order, begins, strict=True):
+        place = Place(rank, each.chunk)
+        at_end = place.before(ranks) is None or place.after(ranks, chunks) is None
+        load = [Instruction(Action.LOAD, each.micro_batch, each.chunk)] if at_end else []
+        yield (*until(begin), *(load if each.action is Action.FORWARD else ()), each)
+    last = tuple(until(float("inf")))
+    if last:
+        yield last

@@ -1,0 +1,311 @@
+"""The engine of a pipeline under each schedule: the same training, in the order that the schedule says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zero_runtime
+from support.pipelines import (
+    MICRO_BATCHES,
+    STEPS,
+    WIDTH,
+    batches,
+    config,
+    made,
+    nested_layers,
+    pipeline,
+    plain_layers,
+    reference,
+    same,
+    tied,
+    train,
+)
+from support.ranks import run_ranks
+from support.recording import calls, record
+from zero_runtime.pipeline.instructions import COMPUTATIONS, RECEIVES, SENDS, Action
+from zero_runtime.pipeline.plan import Plan
+from zero_runtime.pipeline.simulation import simulate
+
+pytestmark = pytest.mark.ranks
+INTERLEAVED = {"schedule": "interleaved", "virtual_stages": 2}
+SCHEDULES = {
+    "1f1b": {"schedule": "1f1b"},
+    "gpipe": {"schedule": "gpipe"},
+    "zero_bubble": {"schedule": "zero_bubble"},
+    "interleaved": INTERLEAVED,
+}
+
+
+def scheduled(layers, schedule, given=None, **options):
+    """An engine whose layers are dealt out evenly, when the configuration is known."""
+    block = {"pp_size": options.pop("stages", 2), **schedule}
+    given = {**(given or config()), "pipeline_parallel": block, "partition_methods": "uniform"}
+    return made(layers, given, stages=None, **options)
+
+
+# Each of these runs on two ranks.
+
+
+def zero_bubble_is_1f1b_to_the_bit():
+    variants = [
+        (nested_layers, config(), {}),
+        (tied, config(gradient_clipping=0.05, zero_optimization={"stage": 1}), {}),
+        (tied, config(bf16={"enabled": True}, zero_optimization={"stage": 1},
+                      data_types={"grad_accum_dtype": "fp32"}), {}),
+        (plain_layers, config(fp16={"enabled": True, "initial_scale_power": 8}), {}),
+    ]  # fmt: skip
+    for layers, given, options in variants:
+        found = []
+        for name in ("1f1b", "zero_bubble"):
+            engine = scheduled(layers(), SCHEDULES[name], given, **options)
+            dtype = torch.half if "fp16" in given else torch.bfloat16 if "bf16" in given else torch.float
+            losses = [
+                float(
+                    engine.train_batch((features.to(dtype), targets) for features, targets in batches(step))
+                )
+                for step in range(STEPS)
+            ]
+            weights = [each.detach().clone() for each in engine.module.parameters()]
+            found.append((losses, weights))
+        assert found[0][0] == found[1][0]
+        assert all(map(torch.equal, found[0][1], found[1][1]))
+
+
+def zero_bubble_of_changing_shapes():
+    engine = scheduled(nested_layers(), SCHEDULES["zero_bubble"], dynamic_shape=True)
+    same(engine, train(engine, changing=True), reference(nested_layers(), changing=True))
+    assert engine.expected_bubble_fraction() == pytest.approx(1 / (3 * MICRO_BATCHES + 1))
+    assert 0.0 < engine.bubble_fraction() < 1.0
+
+
+def interleaved_layers():
+    for chunks in (2, 3):
+        engine = scheduled(plain_layers(), {"virtual_stages": chunks})
+        assert engine.plan == ("interleaved", 2, chunks)
+        assert len(engine.module.parts) == 2 * chunks + 1
+        same(engine, train(engine), reference(plain_layers()))
+        assert engine.expected_bubble_fraction() == 1 / (chunks * MICRO_BATCHES + 1)
+    assert [engine.module.stage_owner(layer) for layer in range(8)] == [0, 0, 1, 1, 0, 1, 0, 1]
+
+
+def interleaved_nested_values():
+    engine = scheduled(nested_layers(), INTERLEAVED, dynamic_shape=True)
+    same(engine, train(engine, changing=True), reference(nested_layers(), changing=True))
+
+
+def interleaved_ties_with_clipping():
+    """Shared by both ranks, and by both parts of one."""
+    wanted = reference(tied(4), clip=0.05)
+    for stage in (0, 1):
+        given = config(gradient_clipping=0.05, zero_optimization={"stage": stage})
+        engine = scheduled(tied(4), {"schedule": "interleaved"}, given)
+        same(engine, train(engine), wanted)
+        assert engine.unique_parameters == sum(value.numel() for value in wanted[2].values())
+
+
+def interleaved_half_precision():
+    given = config(fp16={"enabled": True, "initial_scale_power": 8}, zero_optimization={"stage": 1})
+    found = []
+    for schedule in (SCHEDULES["1f1b"], INTERLEAVED):
+        engine = scheduled(plain_layers(), schedule, given)
+        data = [[(features.half(), targets) for features, targets in batches(step)] for step in range(STEPS)]
+        found.append([float(engine.train_batch(iter(each))) for each in data])
+        endless = [(features * 1e4, targets * float("inf")) for features, targets in data[0]]
+        engine.train_batch(iter(endless))
+        assert engine.skipped_steps == 1
+    assert found[0] == found[1]
+
+
+def evaluation_over_virtual_stages():
+    plain, interleaved = (scheduled(plain_layers(), each) for each in (SCHEDULES["1f1b"], INTERLEAVED))
+    wanted = float(plain.eval_batch(batches(0)))
+    assert float(interleaved.eval_batch(batches(0))) == wanted
+    three = [each for number, each in enumerate(batches(0)) if number < 3]
+    outputs = [engine.inference_batch(iter(three), num_micro_batches=3) for engine in (plain, interleaved)]
+    assert torch.equal(*outputs) if plain.is_last_stage() else outputs == [None, None]
+
+
+def random_numbers_of_layers_are_those_of_1f1b():
+    layers = [*plain_layers(5)[:-2], zero_runtime.LayerSpec(nn.Dropout, 0.5), plain_layers()[-1]]
+    found = [train(scheduled(layers, schedule)) for schedule in (SCHEDULES["1f1b"], INTERLEAVED)]
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+def checkpointed_layers():
+    engine = scheduled(plain_layers(), INTERLEAVED, config(pipeline={"activation_checkpoint_interval": 1}))
+    same(engine, train(engine), reference(plain_layers()))
+
+
+def stages_that_are_dealt_out_already():
+    model = pipeline(plain_layers(), virtual_stages=2, partition_method="uniform")
+    assert model.parts == [0, 2, 4, 6, 8]
+    engine, *_ = zero_runtime.initialize(model=model, config=config())
+    assert engine.plan.name == "interleaved"
+    same(engine, train(engine), reference(plain_layers()))
+    again, *_ = zero_runtime.initialize(model=model, config=config(8))
+    again.train_batch(batches(9, count=8))
+
+
+def refused(message, schedule, given=None, layers=None, **options):
+    block = {"pipeline_parallel": schedule}
+    with pytest.raises(zero_runtime.ConfigError, match=message):
+        made(layers or plain_layers(), {**(given or config()), **block}, **options)
+
+
+def what_is_refused():
+    refused(
+        r"a step has 5 .*make that a multiple of 2", {"pp_size": 2, **INTERLEAVED}, config(5), stages=None
+    )
+    refused("have 18 parts, and the model has 8 layers", {"pp_size": 2, "virtual_stages": 9}, stages=None)
+    refused(
+        "where each stage has one part", {"pp_size": 2, "schedule": "1f1b", "virtual_stages": 2}, stages=None
+    )
+    refused("is dealt out in 1 virtual stages", INTERLEAVED)
+    refused("is dealt out in 1 virtual stages", {"schedule": "interleaved"})
+    refused("is dealt out in 3 virtual stages", INTERLEAVED, virtual_stages=3)
+    refused("expected '?1f1b|one of", {"schedule": "zigzag"})
+    refused("activation_checkpoint_interval is 2", SCHEDULES["zero_bubble"],
+            config(pipeline={"activation_checkpoint_interval": 2}))  # fmt: skip
+
+
+PROGRAMS = (
+    zero_bubble_is_1f1b_to_the_bit, zero_bubble_of_changing_shapes, interleaved_layers, interleaved_nested_values,
+    interleaved_ties_with_clipping, interleaved_half_precision, evaluation_over_virtual_stages,
+    random_numbers_of_layers_are_those_of_1f1b, checkpointed_layers, stages_that_are_dealt_out_already, what_is_refused,
+)  # fmt: skip
+
+
+def _two_stages(rank, world, programs):
+    for program in programs:
+        program()
+
+
+def test_two_stages():
+    run_ranks(2, _two_stages, PROGRAMS)
+
+
+def _three_stages(rank, world):
+    layers = tied(8)
+    wanted = reference(layers, count=6)
+    for schedule in (SCHEDULES["zero_bubble"], INTERLEAVED):
+        engine = scheduled(layers, schedule, config(6, zero_optimization={"stage": 1}), stages=3)
+        same(engine, train(engine, count=6), wanted)
+
+
+def test_three_stages():
+    run_ranks(3, _three_stages)
+
+
+def _one_rank(rank, world):
+    for schedule in (SCHEDULES["zero_bubble"], INTERLEAVED):
+        engine = scheduled(tied(4), schedule, stages=1)
+        same(engine, train(engine), reference(tied(4)))
+        engine.inference_batch(batches(0))
+
+
+def test_one_rank():
+    """Which sends to itself what its other part gets."""
+    run_ranks(1, _one_rank)
+
+
+def _replicas(rank, world):
+    for schedule in (SCHEDULES["zero_bubble"], INTERLEAVED):
+        engine = scheduled(tied(4), schedule, config(zero_optimization={"stage": 1}))
+        same(engine, train(engine), reference(tied(4), replicas=2))
+
+
+def test_replicas():
+    run_ranks(4, _replicas)
+
+
+# The order of what ranks do.
+
+
+class Mark(torch.autograd.Function):
+    """Calls a function in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, values, function):
+        ctx.function = function
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.function()
+        return gradient, None
+
+
+class Noted(nn.Linear):
+    """Notes when it runs forward and backward, and when the gradients of its weights are made."""
+
+    notes: list[tuple[str, int]]
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.weight.register_post_accumulate_grad_hook(lambda _: self.note("weights"))
+
+    def note(self, what):
+        Noted.notes.append((what, id(self)))
+
+    def forward(self, values):
+        self.note("forward")
+        return Mark.apply(super().forward(values), lambda: self.note("backward"))
+
+
+NAMES = {
+    Action.FORWARD: ["forward"],
+    Action.BACKWARD: ["backward", "weights"],
+    Action.BACKWARD_INPUT: ["backward"],
+    Action.BACKWARD_WEIGHT: ["weights"],
+}
+
+
+def noted(rank, world, schedule):
+    """Train two steps of one layer in each part. Returns what the schedule says of the last one."""
+    Noted.notes = []
+    parts = 2 * schedule.get("virtual_stages", 1)
+    layers = [zero_runtime.LayerSpec(Noted) for _ in range(parts)]
+    engine = scheduled(layers, schedule, config(zero_optimization={"stage": 1}))
+    data = torch.ones(2 * MICRO_BATCHES, WIDTH)
+    for _ in range(2):
+        Noted.notes.clear()
+        engine.train_batch(data=data, targets=data)
+    chunks = [id(layer) for layer in engine.module.forward_funcs]
+    planned = [each for step in engine.plan.training(MICRO_BATCHES, rank) for each in step]
+    assert [(what, chunks.index(layer)) for what, layer in Noted.notes] == [
+        (name, chunk) for action, _, chunk in planned for name in NAMES.get(action, ())
+    ]
+    return [(str(action), number, chunk) for action, number, chunk in planned]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_ranks_do_what_the_schedule_says_in_its_order(tmp_path, name):
+    """By what torch ran, and by the messages of the trace; and the timeline on paper is of the same instructions."""
+    run, outcomes = record(tmp_path / "run", 2, noted, SCHEDULES[name])
+    plan = Plan(name, 2, SCHEDULES[name].get("virtual_stages", 1))
+    timeline = simulate(
+        [plan.training(MICRO_BATCHES, stage) for stage in range(2)], chunks=plan.chunks, blocking=True
+    )
+    kinds = {
+        ("send", "forward"): Action.SEND_ACTIVATION,
+        ("recv", "forward"): Action.RECEIVE_ACTIVATION,
+        ("send", "backward"): Action.SEND_GRADIENT,
+        ("recv", "backward"): Action.RECEIVE_GRADIENT,
+    }
+    for rank, outcome in enumerate(outcomes):
+        planned = outcome["result"]
+        messages = [
+            (str(kinds[op, phase]), micro_batch)
+            for step, micro_batch, op, phase in calls(run, rank, "step", "micro_step", "op", "phase")
+            if op in ("send", "recv") and step == 1
+        ]
+        assert messages == [
+            (action, number) for action, number, _ in planned if action in map(str, SENDS | RECEIVES)
+        ]
+        assert len(messages) == (24 if name == "interleaved" else 8)
+        on_paper = [event.instruction for event in timeline.events if event.rank == rank]
+        assert [(str(action), number, chunk) for action, number, chunk in on_paper] == [
+            each for each in planned if each[0] in map(str, COMPUTATIONS)
+        ]
