@@ -88,6 +88,10 @@ STATUSES: Final[tuple[str, ...]] = tuple(Status)
 LAYERS: Final[tuple[str, ...]] = tuple(Layer)
 
 
+# Of modules whose tensors several ranks share. Those of the last two have whole parameters, and work on pieces of sequences.
+CUTS: Final[tuple[str, ...]] = ("column", "column_gathered", "row", "vocabulary", "sequence", "split")
+
+
 class Source(StrEnum):
     """Where the value of a ``collectives`` column is kept in the binary trace."""
 
@@ -259,6 +263,9 @@ PARAMETERS: Final = Table(
         Column("requires_grad", "bool", "is trained"),
         Column("module", "string", "qualified name of the owning module", True),
         Column("forward_index", "int32", "position in model.named_parameters()", True),
+        Column("cut", "string", "how its module shares tensors, or sequences between them, with the ranks of the model axis", True, values=CUTS),
+        Column("whole_shape", "string", "shape of the whole, where a rank holds a part of it", True),
+        Column("stages", "string", "numbers of the pipeline stages that have it, joined by ','; with a '+' at the end where their copies are kept equal", True),
     ),
     key=("name",),
 )

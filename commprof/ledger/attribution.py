@@ -28,7 +28,7 @@ OWN_PURPOSES: Final = frozenset(
 UNTAGGED: Final = "no purpose was given, and the config asks for nothing like it"
 NOT_ASKED: Final = "the config's rules ask for none with this purpose"
 OTHER_OP: Final = "the config's rules ask for another operation with this purpose"
-OTHER_GROUP: Final = "the config's rules ask for it in the group of all ranks"
+OTHER_GROUP: Final = "the config's rules ask for it in another group"
 RAISED: Final = "the call raised"
 # An estimate counts forward and backward. Modules that run more often than this many times of it are not believed.
 MOST_TIMES: Final = 4
@@ -52,6 +52,8 @@ class Want:
     exact: bool = True
     least_bytes: int = 0
     estimated: bool = False  # the bytes too are the rules' best guess
+    most_bytes: int | None = None  # of such a guess
+    estimate: str = ""  # what it depends on, where that is not the order of modules
     in_each_pass: bool = False  # parameters are gathered in every forward, an evaluation's as well
     least_of_a_pass: int = 0  # what one of those gathers at least
 
@@ -93,6 +95,9 @@ def wants(expectations: Iterable[Expectation], world_size: int) -> dict[Class, W
         want.payload_bytes += row.payload_bytes
         want.exact &= row.exact
         want.least_bytes += row.least_bytes
+        if row.most_bytes is not None:
+            want.most_bytes = (want.most_bytes or 0) + row.most_bytes
+        want.estimate = want.estimate or row.estimate
         want.estimated |= not row.bytes_exact
         if row.purpose == Purpose.PARAMETER_GATHER and row.when == "micro_step":
             least = min(row.least_bytes, want.least_of_a_pass) if want.in_each_pass else row.least_bytes
@@ -101,6 +106,8 @@ def wants(expectations: Iterable[Expectation], world_size: int) -> dict[Class, W
 
 
 def _groups(row: Expectation, world_size: int) -> list[str]:
+    if row.groups is not None:
+        return [format_ranks(list(each)) for each in row.groups]
     size = row.group_size or world_size
     return [format_ranks(list(range(first, first + size))) for first in range(0, world_size, size)]
 
@@ -176,7 +183,8 @@ def _judge(
         return Finding(want, messages, "config", total)
     finding = Finding(want, messages, "config", min(total, want.payload_bytes))
     finding.reason = _difference(count, total, want)
-    if want.estimated and total + left_bytes >= want.least_bytes:
+    most = total if want.most_bytes is None else want.most_bytes
+    if want.estimated and want.least_bytes - left_bytes <= total <= most:
         return _estimated(finding, want, total)
     if not partial and want.payload_bytes - left_bytes <= total < want.payload_bytes:
         finding.explained_bytes = total
@@ -192,7 +200,8 @@ def _judge(
 
 def _estimated(finding: Finding, want: Want, total: int) -> Finding:
     finding.explained_bytes = total
-    finding.remark = f"{finding.reason}: an estimate, which depends on the order in which modules run"
+    depends = want.estimate or "the order in which modules run"
+    finding.remark = f"{finding.reason}: an estimate, which depends on {depends}"
     if want.in_each_pass and total > MOST_TIMES * want.payload_bytes > 0:
         finding.doubt = (
             f"{finding.reason}; no list tells whether modules ran so often or somebody else sent a part of it"
@@ -234,7 +243,7 @@ def _doubt_the_odd(findings: Findings, after_evaluation: Set[StepKey]) -> None:
         if key in after_evaluation or any(kind.purpose == Purpose.TRACE_CHECK for kind in step):
             continue
         for kind, finding in step.items():
-            if finding.want is not None and finding.want.estimated:
+            if finding.want is not None and finding.want.estimated and not finding.want.estimate:
                 alike[kind, finding.want.count, finding.want.payload_bytes].append((key, finding))
     for found in alike.values():
         sizes = [_sizes(finding.messages) for _, finding in found]

@@ -82,5 +82,11 @@ def _overflowed(key: StepKey, request: Request, steps: Issued) -> bool:
 def _unfinished(expectations: Sequence[Expectation], messages: Mapping[Message, int]) -> bool:
     """Whether nothing was sent of what ends a step: the script stopped within it. Asked of an attempt's last step only."""
     ends = {row.purpose for row in expectations if row.when == "step"}
-    ends -= {Purpose.GRADIENT_REDUCE, Purpose.OVERFLOW_CHECK}
+    ends -= {
+        Purpose.GRADIENT_REDUCE,
+        Purpose.OVERFLOW_CHECK,
+        Purpose.ACTIVATION,
+        Purpose.PIPELINE,
+        Purpose.TRACE_CHECK,
+    }
     return bool(ends) and not {message.purpose for message in messages} & ends

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from commprof.ledger.attribution import Class, Want
 
 PURPOSES: Final = frozenset({Purpose.PARAMETER_GATHER, Purpose.TRACE_CHECK})
+# Where ranks share a model, a forward pass outside of training sends what one within it does.
+_OF_A_FORWARD: Final = frozenset({Purpose.ACTIVATION, Purpose.PIPELINE})
 
 Evaluated = dict[StepKey, dict["Class", Counter[Message]]]
 
@@ -36,6 +38,7 @@ def of(
         for kind, want in wants.items()
         if want.in_each_pass
     }
+    shared = _asked_of_shared_models(wanted)
     found: Evaluated = {}
     for key, by_class in classes.items():
         outside = {
@@ -48,20 +51,46 @@ def of(
             for kind, messages in outside.items()
         )
         found[key] = {kind: messages for kind, messages in outside.items() if messages} if gathered else {}
+        found[key] |= _of_shared_models(by_class, shared)
     return found
+
+
+def _of_shared_models(
+    by_class: Mapping[Class, Counter[Message]], shared: frozenset[Class]
+) -> dict[Class, Counter[Message]]:
+    found = {}
+    for kind in shared & by_class.keys():
+        outside = Counter({message: n for message, n in by_class[kind].items() if message.in_evaluation})
+        if outside:
+            found[kind] = outside
+    return found
+
+
+def _asked_of_shared_models(wanted: Mapping[StepKey, Mapping[Class, Want]]) -> frozenset[Class]:
+    """What the rules ask of forward passes of a model that ranks share, the comparison of its first inputs included."""
+    kinds = {kind for key, wants in wanted.items() if key.step > INIT_STEP for kind in wants}
+    check = Purpose.TRACE_CHECK, Op.ALL_REDUCE
+    return frozenset(
+        kind for kind in kinds if kind.purpose in _OF_A_FORWARD or (kind.purpose, kind.op) == check
+    )
 
 
 def before(key: StepKey, evaluated: Evaluated) -> Mapping[Class, Counter[Message]]:
     """What an evaluation between the step before ``key`` and ``key`` sent."""
     earlier = [other for other in evaluated if other.attempt == key.attempt and other.step < key.step]
-    return evaluated[max(earlier)] if earlier else {}
+    sent = evaluated[max(earlier)] if earlier else {}
+    return {kind: messages for kind, messages in sent.items() if kind.purpose not in _OF_A_FORWARD}
 
 
 def wanted_after(
     evaluated: Evaluated, wanted: Mapping[StepKey, Mapping[Class, Want]]
 ) -> Mapping[StepKey, Mapping[Class, Want]]:
     """``wanted``, as an estimate in attempts that began with an evaluation."""
-    attempts = {key.attempt for key, sent in evaluated.items() if key.step == INIT_STEP and sent}
+    attempts = {
+        key.attempt
+        for key, sent in evaluated.items()
+        if key.step == INIT_STEP and any(kind.purpose == Purpose.PARAMETER_GATHER for kind in sent)
+    }
     return {
         key: _estimates(wants) if key.attempt in attempts and key.step > INIT_STEP else wants
         for key, wants in wanted.items()

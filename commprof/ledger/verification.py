@@ -124,9 +124,7 @@ def _told(request: Request, rows: Sequence[LedgerRow], steps: Issued, moved: Seq
     if request.reason is not None:
         told.append(f"What was asked for is not known: {request.reason.rstrip('.')}.")
     elif request.configuration is not None:
-        sentence = sentences.gradient_sentence(
-            request.config, request.configuration, rows, request.replicas
-        )
+        sentence = sentences.gradient_sentence(request.config, request.configuration, rows, request.replicas)
         told += [sentence] if sentence else []
         told += [f"The config and the engine differ: {text}." for text in request.differences]
     told += sentences.execution_sentences(rows)

@@ -28,6 +28,9 @@ class Expectation(NamedTuple):
         least_bytes: what ``payload_bytes`` is at least, in whatever order the modules run.
         group_size: None for the group of all ranks; else the ranks are split, in order, into groups of this size, and each
             of these sends that.
+        groups: in place of that the ranks of each group that sends that; None where ``group_size`` says it.
+        most_bytes: what ``payload_bytes`` is at most where it is an estimate; None where there is no limit.
+        estimate: what the bytes depend on where they are an estimate; empty for the order in which modules run.
     """
 
     when: When
@@ -43,6 +46,9 @@ class Expectation(NamedTuple):
     bytes_exact: bool = True
     least_bytes: int = 0
     group_size: int | None = None
+    groups: tuple[tuple[int, ...], ...] | None = None
+    most_bytes: int | None = None
+    estimate: str = ""
 
 
 def row(
@@ -67,9 +73,16 @@ def row(
 
 def summed(rows: Iterable[Expectation], when: When) -> list[Expectation]:
     """``rows`` as one per purpose and operations, in the order of the first of each."""
-    sums: dict[tuple[str, str, str, str | None, int | None], Expectation] = {}
+    sums: dict[tuple[object, ...], Expectation] = {}
     for each in rows:
-        key = (each.purpose, each.requested_op, each.issued_op, each.intended_op, each.group_size)
+        key = (
+            each.purpose,
+            each.requested_op,
+            each.issued_op,
+            each.intended_op,
+            each.group_size,
+            each.groups,
+        )
         before = sums.get(key)
         if before is None:
             sums[key] = each._replace(when=when)
@@ -81,6 +94,13 @@ def summed(rows: Iterable[Expectation], when: When) -> list[Expectation]:
             exact=before.exact and each.exact,
             bytes_exact=before.bytes_exact and each.bytes_exact,
             least_bytes=before.least_bytes + each.least_bytes,
+            most_bytes=_most(before, each),
             note="; ".join(dict.fromkeys(note for note in (before.note, each.note) if note)),
         )
     return list(sums.values())
+
+
+def _most(*rows: Expectation) -> int | None:
+    if all(each.most_bytes is None for each in rows):
+        return None
+    return sum(each.payload_bytes if each.most_bytes is None else each.most_bytes for each in rows)

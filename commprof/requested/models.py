@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final
 
 from commprof.requested.errors import RequestedError
 from commprof.requested.parameters import Parameter
 
 # The matrices of a transformer's layer, in squares of its width: attention in and out, and the two of the feed-forward part.
-_MATRICES: Final = (("qkv", 3), ("proj", 1), ("fc1", 4), ("fc2", 4))
-_SQUARES: Final = sum(squares for _, squares in _MATRICES)
+MATRICES: Final = {"qkv": 3, "proj": 1, "fc1": 4, "fc2": 4}
+_SQUARES: Final = sum(MATRICES.values())
+_CUTS: Final = {"qkv": "column", "proj": "row", "fc1": "column", "fc2": "row"}
 _WIDTH_PER_LAYER: Final = 128  # as in GPT-3: 96 layers of width 12288
 
 
@@ -37,7 +39,42 @@ def transformer(numel: int, layers: int) -> list[Parameter]:
     found: list[Parameter] = []
     for layer in range(layers):
         share = numel * (layer + 1) // layers - numel * layer // layers
-        sizes = {name: share * squares // _SQUARES for name, squares in _MATRICES}
+        sizes = {name: share * squares // _SQUARES for name, squares in MATRICES.items()}
         sizes["fc2"] += share - sum(sizes.values())
         found += [Parameter(f"layers.{layer}.{name}.weight", size) for name, size in sizes.items()]
+    return found
+
+
+def shared_transformer(model: Sequence[Parameter], slices: int, stages: int) -> list[Parameter]:
+    """What a rank holds of each matrix of ``model``, which :func:`transformer` made, where ranks share tensors and layers.
+
+    Args:
+        model: whole.
+        slices: ranks that share each tensor: two matrices of a layer are cut by columns, and two by rows.
+        stages: of a pipeline, which get equal runs of layers.
+
+    Raises:
+        RequestedError: there are fewer layers than stages.
+    """
+    layers = len(model) // len(MATRICES)
+    if layers < stages:
+        raise RequestedError(
+            f"{layers} layers cannot be dealt out to {stages} stages; give more (--layers), or fewer stages"
+        )
+    found = []
+    for number, whole in enumerate(model):
+        name = whole.name.split(".")[-2]
+        squares = MATRICES[name]
+        width = math.isqrt(whole.numel // squares)
+        rows, columns = (squares * width, width) if _CUTS[name] == "column" else (width, squares * width)
+        own = (rows // slices, columns) if _CUTS[name] == "column" else (rows, columns // slices)
+        found.append(
+            whole._replace(
+                numel=-(-whole.numel // slices),
+                shape=f"{own[0]}x{own[1]}",
+                whole_shape=f"{rows}x{columns}",
+                cut=_CUTS[name] if slices > 1 else None,
+                stages=str(number // len(MATRICES) * stages // layers) if stages > 1 else None,
+            )
+        )
     return found

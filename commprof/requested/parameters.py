@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Final, NamedTuple
 
 from commprof.requested.errors import RequestedError
@@ -33,6 +34,10 @@ class Parameter(NamedTuple):
         param_group: number of its optimizer parameter group; -1 or None when the optimizer does not have it.
         requires_grad: whether it is trained.
         forward_index: position in ``model.named_parameters()``; None when that is the position in the list.
+        shape: of what a rank holds, ``"64x32"``; empty where it is not known.
+        cut: how its module shares tensors with the ranks of the model axis, a word of schema.CUTS; None where it does not.
+        whole_shape: of the whole, where a rank holds a part of it.
+        stages: numbers of the pipeline stages that have it, ``"0,2"``, with a plus at the end where they keep copies equal.
     """
 
     name: str
@@ -41,6 +46,44 @@ class Parameter(NamedTuple):
     param_group: int | None = 0
     requires_grad: bool = True
     forward_index: int | None = None
+    shape: str = ""
+    cut: str | None = None
+    whole_shape: str | None = None
+    stages: str | None = None
+
+    @property
+    def module(self) -> str:
+        """Qualified name of the module that owns it."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """``shape`` as numbers."""
+        return _extents(self.shape)
+
+    @property
+    def whole_extents(self) -> tuple[int, ...]:
+        """The extents of the whole."""
+        return _extents(self.whole_shape or self.shape)
+
+    @property
+    def whole_numel(self) -> int:
+        """Elements of the whole."""
+        return prod(self.whole_extents) if self.whole_shape else self.numel
+
+    @property
+    def stage_numbers(self) -> tuple[int, ...]:
+        """The stages that have it; the first alone where nothing is said."""
+        return tuple(int(each) for each in (self.stages or "0").rstrip("+").split(","))
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether stages keep copies of it equal."""
+        return bool(self.stages) and str(self.stages).endswith("+")
+
+
+def _extents(shape: str) -> tuple[int, ...]:
+    return tuple(int(each) for each in shape.split("x") if each)
 
 
 def item_bytes(dtype: str) -> int:

@@ -132,15 +132,5 @@ def _stages(block: object) -> object:
     return None if given.get("enabled") is False else given.get("pp_size")
 
 
-def refuse_axes(topology: object) -> None:
-    """Raise UnsupportedError when ``topology``, ranks by axis as an engine says them, has others than those of data."""
-    wide = {axis: size for axis, size in _mapping(topology).items() if axis != "data" and _above(size, 1)}
-    if wide:
-        shown = " x ".join(f"{axis} {size}" for axis, size in wide.items())
-        raise UnsupportedError(
-            "topology", shown, "the ranks then form more groups than the one of data parallelism"
-        )
-
-
 def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}

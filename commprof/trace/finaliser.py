@@ -273,18 +273,33 @@ def _extend(run: Path, name: str, traces: Sequence[RankTrace]) -> None:
 
 
 def merge(name: str, tables: Sequence[pa.Table]) -> pa.Table:
-    """The ranks' tables as one. Of ``parameters``, which all ranks publish alike, the first of each name is kept."""
+    """The ranks' tables as one. Of ``parameters``, which all ranks publish alike, the first of each name is kept.
+
+    Stages of a pipeline have others each; of one that several have, all are named.
+    """
     schema = arrow_schema(name)
     table = pa.concat_tables([table.replace_schema_metadata(schema.metadata) for table in tables])
     if name != "parameters":
         return table
-    seen: set[str] = set()
+    stages: dict[str, set[str]] = {}
     keep = []
-    for row, parameter in enumerate(table.column("name").to_pylist()):
-        if parameter not in seen:
-            seen.add(parameter)
+    columns = (table.column(column).to_pylist() for column in ("name", "stages"))
+    for row, (parameter, stage) in enumerate(zip(*columns, strict=True)):
+        if parameter not in stages:
+            stages[parameter] = set()
             keep.append(row)
-    return table.take(pa.array(keep, pa.int64()))
+        stages[parameter].update(each for each in (stage or "").split(",") if each)
+    table = table.take(pa.array(keep, pa.int64()))
+    joined = [_joined_stages(each) for each in stages.values()]
+    at = schema.get_field_index("stages")
+    return table.set_column(at, schema.field(at), pa.array(joined, pa.string()))
+
+
+def _joined_stages(stages: set[str]) -> str | None:
+    """``0,2`` of several ranks' texts, which may have been joined before; ``0,2+`` where one of them ends with a plus."""
+    numbers = sorted({each.rstrip("+") for each in stages}, key=lambda each: (len(each), each))
+    mark = "+" if any(each.endswith("+") for each in stages) else ""
+    return f"{','.join(numbers)}{mark}" if numbers else None
 
 
 def _settled(manifest: Manifest, traces: Sequence[RankTrace]) -> Manifest:

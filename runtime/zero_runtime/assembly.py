@@ -30,7 +30,7 @@ from zero_runtime.offload.placement import placement
 from zero_runtime.optimizer import StepPolicy
 from zero_runtime.optimizers.muon import mark_matrices
 from zero_runtime.optimizers.one_bit import OneBitOptimizer
-from zero_runtime.parallelism import Parallelism, data_parallel, use
+from zero_runtime.parallelism import Parallelism, data_parallel, stage_text, use
 from zero_runtime.partitioned_types import whole_parameters
 from zero_runtime.precision import (
     Precision,
@@ -47,7 +47,7 @@ from zero_runtime.sharding.assembly import ShardedModel
 from zero_runtime.sharding.residency import Residency, residency_of
 from zero_runtime.sharding.shards import shard_of
 from zero_runtime.stages import stage
-from zero_runtime.tensor_parallel.division import divide
+from zero_runtime.tensor_parallel.division import divide, sharing
 from zero_runtime.tensor_parallel.inputs import check_first_inputs
 from zero_runtime.topology_aware.watch import Watch
 from zero_runtime.torch_optimizer import ClientOptimizer, check_shardable, torch_optimizer
@@ -453,8 +453,11 @@ def _describe(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None
     group_of = {p: number for number, each in enumerate(optimizer.param_groups) for p in each["params"]}
     ordered = [p for p in group_of if p in index] + [p for p in index if p not in group_of]
     shapes = {p: p.shape if shard is None else shard.shape for p in ordered for shard in [shard_of(p)]}
+    shared = sharing(module)
     hooks.describe_parameters(
         {
+            **shared.get(parameter, {}),
+            "stages": stage_text(parameter),
             "name": index[parameter][1],
             "shape": "x".join(map(str, shapes[parameter])),
             "dtype": str(parameter.dtype).removeprefix("torch."),

@@ -129,7 +129,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     if isinstance(assembly.optimizer, WrappedOptimizer):
         remember(assembly.optimizer, assembly.group)
     engine.collate_fn = collate_fn
-    effective = {**checked.effective(), "topology": assembly.parallelism.sizes()}
+    effective = {**checked.effective(), **assembly.parallelism.described()}
     hooks.describe_config(effective, engine=f"zero_runtime {VERSION}")
     hooks.phase("other")
     return engine, engine.optimizer, loader, scheduler

@@ -93,6 +93,11 @@ class Parallelism(NamedTuple):
             return {DATA: self.replicas, MODEL: 1 if self.model is None else self.model.group.world_size}
         return dict(zip(self.grid.topology.axes, self.grid.topology.sizes, strict=True))
 
+    def described(self) -> dict[str, Any]:
+        """The axes for the record of a run, and whether the groups are those of a script, which may be any ranks."""
+        own = {"groups": "script"} if self.grid is None and self.mpu is not None else {}
+        return {"topology": self.sizes(), **own}
+
 
 def data_parallel() -> Parallelism:
     """All ranks hold the whole model, and have samples of their own; this process alone where there are no ranks yet."""
@@ -264,3 +269,14 @@ def use(parallelism: Parallelism) -> None:
 def current() -> Parallelism | None:
     """How the ranks share the training that was initialised last; None before."""
     return _current[0] if _current else None
+
+
+def stage_text(parameter: torch.Tensor) -> str | None:
+    """The stage of the pipeline that has ``parameter`` on this rank, as the record of a run has it; None without stages.
+
+    A plus says that other stages have a copy, which is kept equal.
+    """
+    found = current()
+    if found is None or found.grid is None or found.stages == 1:
+        return None
+    return f"{found.grid.along(PIPE)}{'+' if hasattr(parameter, 'ds_pipe_replicated') else ''}"

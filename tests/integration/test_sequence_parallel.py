@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import zero_runtime
+from commprof import hooks
 from support import recorded
 from support.process_group_log import logged
 from support.ranks import run_ranks
@@ -80,7 +81,7 @@ def _train(rank: int, world: int, stage: int, bf16: bool = False, mesh=None):
         engine.backward(loss)
         engine.step()
         total = loss.detach().clone()
-        engine._group.all_reduce(total)
+        engine._group.all_reduce(total, why=hooks.tag("metric"))
         losses.append(float(total) / world)
     norm = engine.get_global_grad_norm()
     return losses, None if norm is None else float(norm)

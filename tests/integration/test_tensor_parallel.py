@@ -274,8 +274,8 @@ def test_traces_name_each_group_by_its_axis_and_each_message_by_its_module(tmp_p
     # Two samples of eight words, sixteen wide.
     assert backward[0]["payload_bytes"] == 2 * 8 * 16 * 4
     verdict = verify(run)
-    assert verdict.exit_code == 3, verdict
-    assert "topology is 'model 2'" in str(verdict.request_reason)
+    assert (verdict.exit_code, verdict.unexplained) == (0, ()), verdict
+    assert verdict.issued_bytes == verdict.explained_bytes > 0
 
 
 REFUSALS = {

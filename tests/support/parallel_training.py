@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 import zero_runtime
+from commprof import hooks
 from zero_runtime.errors import ConfigError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+_LOSS = hooks.tag("metric")
 WIDTH, LAYERS, HEADS, CONTEXT, WORDS = 16, 2, 4, 8, 32
 PLAN = {
     "token": "vocabulary",
@@ -105,7 +107,7 @@ def step_of(trained: Any, step: int, samples: int = 4) -> float:
         trained.backward(loss)
         trained.step()
         total += loss.detach().float() * micro / share
-    trained._group.all_reduce(total)
+    trained._group.all_reduce(total, why=_LOSS)
     return float(total) / trained._group.world_size
 
 

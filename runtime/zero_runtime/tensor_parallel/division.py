@@ -11,6 +11,7 @@ from commprof import hooks
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.configuration.parallel import ParallelConfig
 from zero_runtime.errors import ConfigError
+from zero_runtime.sharding.shards import shard_of
 from zero_runtime.tensor_parallel.collectives import Ranks, split_sequence, sum_gradients
 from zero_runtime.tensor_parallel.cuts import cut_of
 from zero_runtime.tensor_parallel.layers import (
@@ -46,6 +47,7 @@ _HEADS: Final = (
 _WIDTHS: Final = ("head_width", "head_dim", "head_size", "attention_head_size")
 _HEADED: Final = ("q_proj", "k_proj", "v_proj", "query", "key", "value", "wq", "wk", "wv")
 _BROADCAST: Final = hooks.tag("parameter_broadcast")
+_SHARED: Final = "zero_runtime_shared"  # of modules that work on pieces of sequences
 
 
 def divide(
@@ -272,12 +274,43 @@ def _replacement(
             return VocabParallelEmbedding.of(layer, ranks, name, shares_sequence=shares_sequence)
         case How.LOSS, torch.nn.CrossEntropyLoss():
             return VocabParallelCrossEntropy.of(layer, ranks, name)
+    if shares_sequence and rule.how in (How.SEQUENCE, How.SPLIT):
+        setattr(layer, _SHARED, rule.how)
     if shares_sequence and rule.how is How.SEQUENCE:
         for each, parameter in layer.named_parameters():
             sum_gradients(parameter, ranks, f"{name}.{each}")
     if shares_sequence and rule.how is How.SPLIT:
         layer.register_forward_hook(lambda _module, _inputs, output: split_sequence(output, ranks))
     return layer
+
+
+def sharing(module: torch.nn.Module) -> dict[torch.nn.Parameter, dict[str, str]]:
+    """For each parameter that ranks share, or whose module works on pieces of sequences: how, as records of a run say."""
+    found: dict[torch.nn.Parameter, dict[str, str]] = {}
+    for child in module.modules():
+        how = _how(child)
+        if how is None:
+            continue
+        for parameter in child.parameters(recurse=how is How.SEQUENCE):
+            cut = cut_of(parameter)
+            said = {"cut": str(how)}
+            if cut is not None:
+                shard = shard_of(parameter)
+                shape = parameter.shape if shard is None else shard.shape
+                said["whole_shape"] = "x".join(map(str, cut.whole_shape(tuple(shape))))
+            found.setdefault(parameter, said)
+    return found
+
+
+def _how(module: torch.nn.Module) -> How | None:
+    match module:
+        case ColumnParallelLinear():
+            return How.GATHERED if module.gathers else How.COLUMN
+        case RowParallelLinear():
+            return How.ROW
+        case VocabParallelEmbedding():
+            return How.VOCABULARY
+    return getattr(module, _SHARED, None)
 
 
 def whole_parameter(parameter: torch.Tensor, group: DataParallelGroup, why: hooks.tag) -> torch.Tensor:

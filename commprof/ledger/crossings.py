@@ -1,0 +1,166 @@
+"""What passes between the stages of a pipeline, from its records.
+
+What most micro-batches send forward is what all must send; a gradient comes back for each tensor of floating point. Shapes
+are told once, in a header before the first activation and after a change of shapes, or before each micro-batch where they
+may always change: then gradients must have the sizes of the activations of their step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from commprof.ledger.issue import StepKey
+from commprof.ledger.training_records import COUNT, Records, counted
+from commprof.requested.axes import PIPE, Axes
+from commprof.requested.expectation import Expectation
+from commprof.requested.shapes import Crossing, Shapes
+from commprof.requested.stage_messages import crossing_tensors
+from commprof.schema import Op, Phase, Purpose
+
+HEADER_BYTES: Final = 1024  # 256 int32
+_HEADER_DTYPE: Final = "int32"
+_SENT: Final = ("attempt", "step", "micro_step", "phase", "rank", "peer", "dtype", "payload_bytes")
+_FLOATING: Final = ("float", "bfloat", "complex")
+
+Tensor = tuple[str, int]  # element type, bytes
+Pair = tuple[int, int]  # stages
+
+
+@dataclass(frozen=True)
+class Crossings:
+    """What passes between the stages in each step.
+
+    Attributes:
+        axes: of the ranks.
+        micro_batches: of a step.
+        forms: what a micro-batch sends, by step; a step that is not named sends what ``usual`` says.
+        usual: what most micro-batches send.
+        headers: bytes of what tells shapes in a step.
+        whole: what is sent in steps whose micro-batches differ, all of them together.
+    """
+
+    axes: Axes
+    micro_batches: int
+    usual: Mapping[Pair, Crossing] = field(default_factory=dict)
+    forms: Mapping[StepKey, Mapping[Pair, Crossing]] = field(default_factory=dict)
+    headers: Mapping[StepKey, tuple[int, ...]] = field(default_factory=dict)
+    whole: Mapping[StepKey, Mapping[Pair, Crossing]] = field(default_factory=dict)
+
+    def expected(self, key: StepKey) -> list[Expectation]:
+        """What all stages together should send in step ``key``."""
+        whole = self.whole.get(key)
+        forms = whole if whole is not None else self.forms.get(key, self.usual)
+        found = crossing_tensors(
+            self.axes, Shapes(crossings=forms), 1 if whole is not None else self.micro_batches
+        )
+        headers = self.headers.get(key, ())
+        if not found or not headers:
+            return found
+        sent = found[0]
+        total = sent.payload_bytes + sum(headers)
+        return [
+            sent._replace(
+                count=sent.count + len(headers),
+                payload_bytes=total,
+                least_bytes=total,
+                wire_bytes=float(total),
+            )
+        ]
+
+
+class _MicroBatch(NamedTuple):
+    key: StepKey
+    number: int
+    pair: Pair
+
+
+def observe(run: Records, axes: Axes, micro_batches: int) -> Crossings:
+    """Read what the stages of the first replica send each other in training steps."""
+    if axes.size(PIPE) == 1:
+        return Crossings(axes, micro_batches)
+    sent = _sent(run, axes.lines(PIPE)[0])
+    if not sent:
+        return Crossings(axes, micro_batches)
+    headed = [batch for batch, tensors in sent.items() if _has_header(tensors)]
+    if 2 * len(headed) > len(sent):
+        return Crossings(axes, micro_batches, whole=_whole(sent))
+    usual: dict[Pair, Crossing] = {}
+    forms: dict[StepKey, dict[Pair, Crossing]] = defaultdict(dict)
+    headers: dict[StepKey, list[int]] = defaultdict(list)
+    for pair in sorted({batch.pair for batch in sent}):
+        own = {batch: tensors for batch, tensors in sent.items() if batch.pair == pair}
+        usual[pair] = _crossing(_form(own.values()))
+        for segment in _segments(own):
+            form = _form(tensors for batch, tensors in own.items() if batch.key in segment)
+            for key in segment:
+                forms[key][pair] = _crossing(form)
+                told = [batch for batch in own if batch.key == key and _has_header(own[batch])]
+                for batch in told[:1]:
+                    headers[key] += _told(own[batch] - form)
+    joined = {key: {**usual, **by_pair} for key, by_pair in forms.items()}
+    return Crossings(axes, micro_batches, usual, joined, {key: tuple(each) for key, each in headers.items()})
+
+
+def _sent(run: Records, line: tuple[int, ...]) -> dict[_MicroBatch, Counter[Tensor]]:
+    """What each stage of ``line`` sent forward to the next one, by micro-batch."""
+    stage_of = {rank: stage for stage, rank in enumerate(line)}
+    found: dict[_MicroBatch, Counter[Tensor]] = defaultdict(Counter)
+    for row in counted(run, Purpose.PIPELINE, Op.SEND, _SENT):
+        pair = stage_of.get(row["rank"], -1), stage_of.get(row["peer"], -1)
+        if row["phase"] == Phase.FORWARD and -1 not in pair and (pair[1] - pair[0]) % len(line) == 1:
+            batch = _MicroBatch(StepKey(row["attempt"], row["step"]), row["micro_step"], pair)
+            found[batch][str(row["dtype"]), row["payload_bytes"]] += row[COUNT]
+    return dict(found)
+
+
+def _has_header(tensors: Counter[Tensor]) -> bool:
+    return (_HEADER_DTYPE, HEADER_BYTES) in tensors
+
+
+def _form(batches: Iterable[Counter[Tensor]]) -> Counter[Tensor]:
+    """What most of ``batches`` send, without headers."""
+    seen = Counter(tuple(sorted(_without_header(each).items())) for each in batches)
+    best = min(seen, key=lambda form: (-seen[form], len(form), form))
+    return Counter(dict(best))
+
+
+def _without_header(tensors: Counter[Tensor]) -> Counter[Tensor]:
+    return tensors - Counter({(_HEADER_DTYPE, HEADER_BYTES): 1}) if _has_header(tensors) else tensors
+
+
+def _crossing(form: Counter[Tensor]) -> Crossing:
+    tensors = sorted(form.elements())
+    return Crossing(
+        tuple(size for _, size in tensors),
+        tuple(size for dtype, size in tensors if dtype.startswith(_FLOATING)),
+    )
+
+
+def _told(extra: Counter[Tensor]) -> list[int]:
+    """The header of one micro-batch, and the message that may follow it, of what it sends beside its activations."""
+    numbers = sorted(size for dtype, size in extra.elements() if dtype == _HEADER_DTYPE)
+    return [HEADER_BYTES, *(size for size in numbers if size != HEADER_BYTES)][:2] if numbers else []
+
+
+def _segments(sent: Mapping[_MicroBatch, Counter[Tensor]]) -> list[set[StepKey]]:
+    """Steps between two headers: in each of these shapes are the same."""
+    segments: list[set[StepKey]] = []
+    for key in sorted({batch.key for batch in sent}):
+        told = any(_has_header(tensors) for batch, tensors in sent.items() if batch.key == key)
+        if told or not segments:
+            segments.append(set())
+        segments[-1].add(key)
+    return segments
+
+
+def _whole(sent: Mapping[_MicroBatch, Counter[Tensor]]) -> dict[StepKey, dict[Pair, Crossing]]:
+    """All that is sent in each step where shapes may always change."""
+    found: dict[StepKey, dict[Pair, Counter[Tensor]]] = defaultdict(lambda: defaultdict(Counter))
+    for batch, tensors in sent.items():
+        found[batch.key][batch.pair] += tensors
+    return {
+        key: {pair: _crossing(tensors) for pair, tensors in pairs.items()} for key, pairs in found.items()
+    }

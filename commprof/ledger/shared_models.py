@@ -1,0 +1,102 @@
+"""What a run asked for whose ranks share stages, sequences or tensors: the rules of the axes, with the run's activations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any, Final
+
+from commprof.ledger import activations, crossings
+from commprof.ledger.activations import Observed
+from commprof.ledger.crossings import Crossings
+from commprof.ledger.issue import INIT_STEP, StepKey
+from commprof.ledger.training_records import Records
+from commprof.requested import grid
+from commprof.requested.axes import Axes, axes_of_topology
+from commprof.requested.configuration import read_configuration
+from commprof.requested.errors import UnsupportedError
+from commprof.requested.expectation import Expectation
+from commprof.requested.keys import flag, section
+from commprof.requested.parameters import Parameter
+from commprof.requested.shared_modules import module_messages
+
+USUAL: Final = Fraction(1)
+
+
+@dataclass(frozen=True)
+class SharedModel:
+    """How the ranks of a run share a model, and how many activations pass between them.
+
+    Attributes:
+        axes: of the ranks.
+        activations: along the axes model and sequence.
+        crossings: from stage to stage.
+        notes: what a reader should know.
+    """
+
+    axes: Axes
+    activations: Observed
+    crossings: Crossings
+    notes: tuple[str, ...] = ()
+
+    def scale(self, key: StepKey) -> Fraction:
+        """How many times as many activations step ``key`` has as most."""
+        return self.activations.scales.get(key, USUAL)
+
+    def expected(
+        self,
+        config: Mapping[str, Any],
+        parameters: Sequence[Parameter],
+        scale: Fraction,
+        order: Sequence[str] | None,
+        **keywords: Any,  # as expected_on_axes takes them
+    ) -> list[Expectation]:
+        """What the rules ask for, but for what passes between stages.
+
+        Raises:
+            CommprofError: the rules do not cover the config.
+        """
+        shapes = replace(self.activations.shapes, scale=scale)
+        return grid.expected_on_axes(config, parameters, self.axes, shapes, order, **keywords)
+
+    def once(self, key: StepKey, ordinal: int) -> list[Expectation]:
+        """What belongs to step ``key`` alone, the ``ordinal``-th of its attempt: shapes told anew, inputs compared."""
+        found = self.crossings.expected(key) if key.step > INIT_STEP else []
+        check = grid.input_check(self.axes)
+        if check is not None and key.step > INIT_STEP and not ordinal:
+            found.append(check)
+        return found
+
+
+def shared_model_of(
+    run: Records,
+    effective: Mapping[str, Any] | None,
+    config: Mapping[str, Any],
+    parameters: Sequence[Parameter],
+) -> SharedModel | None:
+    """How the ranks of ``run`` share its model, as its engine says; None where each has all of it.
+
+    Args:
+        run: whose records.
+        effective: the engine's own config, with the ranks along each axis under ``topology``.
+        config: that the rules read.
+        parameters: of all stages.
+
+    Raises:
+        CommprofError: the axes cannot be read, or the groups are the script's own.
+    """
+    topology = (effective or {}).get("topology")
+    if not isinstance(topology, Mapping):
+        return None
+    axes = axes_of_topology(topology)
+    if axes.only_data:
+        return None
+    if (effective or {}).get("groups") == "script":
+        raise UnsupportedError("mpu", str(axes), "which ranks are in which group is the script's own choice")
+    micro_batches = grid.micro_batches(config, axes)
+    kind = read_configuration(config).model_dtype
+    shares = flag(section(config, "tensor_parallel"), "tensor_parallel.sequence_parallel", False)
+    messages = module_messages(parameters, kind, shares)
+    observed = activations.observe(run, axes, messages, micro_batches)
+    return SharedModel(axes, observed, crossings.observe(run, axes, micro_batches), observed.notes)

@@ -1,0 +1,56 @@
+"""Records of one purpose within training steps, those of evaluations left out, counted by what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, Protocol
+
+import pyarrow as pa
+
+from commprof.ledger.lookup import where
+from commprof.ledger.survey import COLUMNS as SURVEYED
+from commprof.ledger.survey import survey_of
+
+COUNT: Final = "count"
+
+
+class Records(Protocol):
+    """What is needed of a run; ``commprof.trace.reader.Run`` has it."""
+
+    def parts(self, name: str, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+        """Columns of a table of the schema, some rows at a time."""
+
+
+def counted(run: Records, purpose: str, op: str | None, columns: Sequence[str]) -> list[dict[str, Any]]:
+    """How many records have each combination of ``columns``, under :data:`COUNT`.
+
+    Args:
+        run: whose records.
+        purpose: of the records.
+        op: their operation; None for any.
+        columns: of the table ``collectives``.
+    """
+    survey = survey_of(run.parts("collectives", SURVEYED))
+    needed = list(dict.fromkeys((*SURVEYED, "purpose", *columns)))
+    found = []
+    for part in run.parts("collectives", needed):
+        mine = where(part, ["purpose", "op"], lambda its, own: its == purpose and op in (None, own))
+        rows = part.filter(pa.array(mine & where(part, ["step"], lambda step: step >= 0)))
+        rows = rows.filter(pa.array(~survey.in_evaluation(rows)))
+        found.append(
+            _plain(rows.select(list(columns))).group_by(list(columns)).aggregate([([], "count_all")])
+        )
+    if not found:
+        return []
+    sums = pa.concat_tables(found).group_by(list(columns)).aggregate([("count_all", "sum")])
+    counts: list[dict[str, Any]] = sums.rename_columns([*columns, COUNT]).to_pylist()
+    return counts
+
+
+def _plain(table: pa.Table) -> pa.Table:
+    """``table`` with text as text, which may have been read as numbers into its distinct values."""
+    for number, name in enumerate(table.column_names):
+        column = table.column(number)
+        if pa.types.is_dictionary(column.type):
+            table = table.set_column(number, name, column.cast(column.type.value_type))
+    return table

@@ -1,0 +1,138 @@
+"""The ranks as a grid of named axes: which share stages, samples, sequences and tensors, by a config or an engine's word.
+
+Ranks are numbered along pipe, data, sequence and model, the last one fastest. Source: the layout of zero_runtime and of
+DeepSpeed's ``PipeModelDataParallelTopology``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product
+from math import prod
+from typing import Any, Final, NamedTuple
+
+from commprof.requested.errors import RequestedError
+from commprof.requested.keys import count, section
+
+PIPE: Final = "pipe"
+DATA: Final = "data"
+SEQUENCE: Final = "sequence"
+MODEL: Final = "model"
+KNOWN: Final = (PIPE, DATA, SEQUENCE, MODEL)
+
+Line = tuple[int, ...]
+
+
+class Axes(NamedTuple):
+    """Ranks along each axis, slowest first."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return prod(self.sizes)
+
+    @property
+    def only_data(self) -> bool:
+        """Whether every rank has the whole model, and samples of its own."""
+        return all(size == 1 or name == DATA for name, size in zip(self.names, self.sizes, strict=True))
+
+    def size(self, axis: str) -> int:
+        """Ranks along ``axis``; 1 where there is no such axis."""
+        return self.sizes[self.names.index(axis)] if axis in self.names else 1
+
+    def lines(self, *axes: str, **at: int) -> tuple[Line, ...]:
+        """The lists of ranks that differ in ``axes`` alone; those at the places ``at`` of other axes.
+
+        >>> Axes((PIPE, DATA, MODEL), (2, 2, 2)).lines(DATA, pipe=1)
+        ((4, 6), (5, 7))
+        """
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank, place in enumerate(product(*map(range, self.sizes))):
+            named = dict(zip(self.names, place, strict=True))
+            if all(named.get(axis, 0) == number for axis, number in at.items()):
+                key = tuple(number for axis, number in named.items() if axis not in axes)
+                found.setdefault(key, []).append(rank)
+        return tuple(tuple(ranks) for ranks in found.values())
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name} {size}" for name, size in zip(self.names, self.sizes, strict=True))
+
+
+def axes_of_topology(topology: Mapping[str, Any]) -> Axes:
+    """The axes as an engine says them: ranks by axis, slowest first.
+
+    Raises:
+        RequestedError: an axis is not known, or a size is no positive number.
+    """
+    for name, size in topology.items():
+        if name not in KNOWN or isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise RequestedError(
+                f"the engine's topology has {size!r} ranks along {name!r}; expected positive numbers along "
+                f"{', '.join(KNOWN)}"
+            )
+    return Axes(tuple(topology), tuple(topology.values()))
+
+
+def axes_of_config(config: Mapping[str, Any], world_size: int) -> Axes:
+    """The axes that ``config`` names, and as many replicas as are left.
+
+    Raises:
+        RequestedError: a size is no positive number, two keys differ, or they do not divide ``world_size``.
+    """
+    sizes = {
+        PIPE: _stages(config),
+        SEQUENCE: _size(config, "sequence_parallel_size"),
+        MODEL: tensor_ranks(config),
+    }
+    shared = prod(sizes.values())
+    if world_size % shared:
+        shown = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        raise RequestedError(
+            f"{shown} makes {shared} ranks for each model, which does not divide {world_size} ranks; choose a multiple of "
+            f"{shared}"
+        )
+    sizes[DATA] = world_size // shared
+    return Axes(KNOWN, tuple(sizes[name] for name in KNOWN))
+
+
+def tensor_ranks(config: Mapping[str, Any]) -> int:
+    """Ranks that share each tensor.
+
+    Raises:
+        RequestedError: two keys differ.
+    """
+    tensor = section(config, "tensor_parallel")
+    said = {
+        "tp_size": _size(config, "tp_size"),
+        "tensor_parallel.autotp_size": count(tensor, "tensor_parallel.autotp_size", 0, least=0) or 1,
+        "tensor_parallel.tp.tp_size": _size(section(tensor, "tp"), "tensor_parallel.tp.tp_size"),
+    }
+    return _agreed(said)
+
+
+def _stages(config: Mapping[str, Any]) -> int:
+    theirs, ours = section(config, "pipeline"), section(config, "pipeline_parallel")
+    given = {} if ours.get("enabled") is False else ours
+    named = {} if theirs.get("stages") == "auto" else theirs
+    return _agreed(
+        {
+            "pipeline.stages": _size(named, "pipeline.stages"),
+            "pipeline_parallel.pp_size": _size(given, "pipeline_parallel.pp_size"),
+        }
+    )
+
+
+def _size(values: Mapping[str, Any], key: str) -> int:
+    return count(values, key, 1, least=1) or 1
+
+
+def _agreed(said: Mapping[str, int]) -> int:
+    wide = {name: size for name, size in said.items() if size > 1}
+    if len(set(wide.values())) > 1:
+        raise RequestedError(
+            f"{' and '.join(f'{name} {size}' for name, size in wide.items())} differ; keep one of them"
+        )
+    return next(iter(wide.values()), 1)

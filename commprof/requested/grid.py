@@ -1,0 +1,220 @@
+"""What a config should send where ranks share stages, sequences or tensors: the rules of each axis, put together.
+
+The ranks along data and sequence hold the same parameters: over these ZeRO's rules hold for what a rank holds. What each
+further axis adds:
+
+* model: the parameters of the whole model once at the start, activations in each micro-batch, and the norm and the flag of
+  an overflow once more, along pipe and model together;
+* sequence: the all_to_all of attention; gradients travel in a type of their own;
+* pipe: activations and their gradients between neighbours, and the sums of what stages keep equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from commprof.requested.axes import DATA, MODEL, PIPE, SEQUENCE, Axes, Line, tensor_ranks
+from commprof.requested.configuration import Configuration, read_configuration
+from commprof.requested.errors import RequestedError, UnsupportedError
+from commprof.requested.expectation import Expectation, row
+from commprof.requested.flat_stages import FLAG_BYTES, NORM_BYTES, Runtime
+from commprof.requested.keys import DTYPES, count, dtype, flag, section
+from commprof.requested.parameters import Parameter, item_bytes, trained_groups
+from commprof.requested.shapes import Shapes
+from commprof.requested.shared_modules import (
+    expected_activations,
+    expected_exchanges,
+    loss_messages,
+    module_messages,
+)
+from commprof.requested.stage_messages import (
+    crossing_tensors,
+    model_lines,
+    opened_channels,
+    tied_weights,
+)
+from commprof.requested.zero import expected
+from commprof.schema import Op, Purpose
+
+_OF_AXES: Final = (
+    "tp_size",
+    "tensor_parallel",
+    "sequence_parallel_size",
+    "data_parallel_size",
+    "pipeline",
+    "pipeline_parallel",
+    "seq_parallel_communication_data_type",
+)
+_BATCH: Final = ("train_batch_size", "gradient_accumulation_steps")
+INPUT_CHECK_BYTES: Final = 16  # two int64
+_UNKNOWN_BUFFERS: Final = (
+    "the buffers of the model, which are sent too, and the element type in which it was built"
+)
+
+
+def expected_on_axes(
+    config: Mapping[str, Any],
+    parameters: Sequence[Parameter],
+    axes: Axes,
+    shapes: Shapes,
+    gradient_order: Sequence[str] | None = None,
+    backend: str = "gloo",
+    runtime: Runtime = "zero_runtime",
+    *,
+    iteration: int | None = None,
+    zero_init: bool = False,
+) -> list[Expectation]:
+    """What ``config`` should send on ranks along ``axes``. Each row names the groups that send it.
+
+    Args:
+        config: the config file as the runtime reads it.
+        parameters: what a rank holds of each parameter, of all stages.
+        axes: of all ranks.
+        shapes: what is known of activations; where nothing is, rows for them are left out.
+        gradient_order: as for :func:`commprof.requested.zero.expected`; not used where there are stages.
+
+    The other arguments and the errors are those of :func:`commprof.requested.zero.expected`.
+    """
+    plain = without_axes(config, axes)
+    rows: list[Expectation] = []
+    stages = axes.size(PIPE)
+    for stage in range(stages):
+        own = [each for each in parameters if stage in each.stage_numbers]
+        lines = axes.lines(DATA, SEQUENCE, **({PIPE: stage} if PIPE in axes.names else {}))
+        order = gradient_order if stages == 1 else None
+        sent = expected(
+            plain, own, len(lines[0]), order, backend, runtime, iteration=iteration, zero_init=zero_init
+        )
+        rows += [on_lines(each, lines) for each in sent]
+        rows += _along_model(config, own, axes, shapes, stage)
+    rows += _of_one_model(plain, parameters, axes)
+    rows += expected_exchanges(shapes, axes.lines(SEQUENCE), micro_batches(config, axes))
+    if stages > 1:
+        configuration = read_configuration(plain)
+        wide = configuration.accumulation_dtype if configuration.reduces_flat_groups else None
+        rows += [opened_channels(axes), *crossing_tensors(axes, shapes, micro_batches(config, axes))]
+        rows += tied_weights(axes, parameters, configuration.model_dtype, wide)
+    return rows
+
+
+def without_axes(config: Mapping[str, Any], axes: Axes) -> dict[str, Any]:
+    """``config`` as the ranks along data and sequence have it, which hold the same parameters.
+
+    Raises:
+        RequestedError: the batch sizes do not multiply.
+    """
+    plain = {name: value for name, value in config.items() if name not in (*_OF_AXES, *_BATCH)}
+    plain["gradient_accumulation_steps"] = micro_batches(config, axes)
+    if axes.size(SEQUENCE) > 1:
+        wide = dtype(config, "seq_parallel_communication_data_type")
+        # An engine's own config says under the plain name what it uses.
+        if wide is not None or "topology" not in config:
+            plain["communication_data_type"] = wide or DTYPES["fp32"]
+    return plain
+
+
+def micro_batches(config: Mapping[str, Any], axes: Axes) -> int:
+    """Micro-batches of a step. Ranks that share a model or a sequence have the same samples.
+
+    With ``autotp_size`` a batch may be counted as DeepSpeed does: a sample once for each rank that shares a tensor.
+
+    Raises:
+        RequestedError: the batch sizes do not multiply.
+    """
+    configuration = read_configuration(config)
+    pipeline = section(config, "pipeline_parallel")
+    named = None if pipeline.get("enabled") is False else pipeline.get("micro_batches")
+    steps = count({"micro_batches": named}, "pipeline_parallel.micro_batches", None, least=1)
+    if not configuration.managed_accumulation:
+        return 1
+    if steps is not None or configuration.accumulation_steps is not None:
+        return steps or configuration.accumulation_steps or 1
+    total, micro = configuration.train_batch_size, configuration.micro_batch_size
+    if total is None or micro is None:
+        return 1
+    samples = micro * axes.size(DATA)
+    if "tp_size" not in config and tensor_ranks(config) > 1 and total != samples:
+        samples *= tensor_ranks(config)
+    if total % samples:
+        raise RequestedError(
+            f"train_batch_size {total} is not a multiple of train_micro_batch_size_per_gpu {micro} x {axes.size(DATA)} "
+            "replicas; change one of them, or give gradient_accumulation_steps"
+        )
+    return total // samples
+
+
+def on_lines(expectation: Expectation, lines: Sequence[Line]) -> Expectation:
+    """``expectation`` of one group, said of each of ``lines``; a part of the group becomes parts of these."""
+    size = expectation.group_size or len(lines[0])
+    parts = tuple(line[first : first + size] for line in lines for first in range(0, len(line), size))
+    return expectation._replace(groups=parts, group_size=None)
+
+
+def _along_model(
+    config: Mapping[str, Any], own: Sequence[Parameter], axes: Axes, shapes: Shapes, stage: int
+) -> list[Expectation]:
+    """What the model axis adds in one stage."""
+    if axes.size(MODEL) == 1:
+        return []
+    lines = axes.lines(MODEL, **({PIPE: stage} if PIPE in axes.names else {}))
+    kind = read_configuration(without_axes(config, axes)).model_dtype
+    shares = flag(section(config, "tensor_parallel"), "tensor_parallel.sequence_parallel", False)
+    last = stage == axes.size(PIPE) - 1
+    messages = [*module_messages(own, kind, shares), *(loss_messages(shapes.losses) if last else ())]
+    if not last:
+        shapes = replace(shapes, others={})
+    found = expected_activations(messages, shapes, lines, micro_batches(config, axes))
+    if tensor_ranks(config) > 1:
+        payloads = [each.whole_numel * item_bytes(kind or each.dtype) for each in own]
+        sent = row("init", Purpose.PARAMETER_BROADCAST, Op.BROADCAST, payloads, len(lines[0]))
+        note = "all that the model has, before it is cut"
+        found.append(
+            sent._replace(groups=lines, exact=False, bytes_exact=False, note=note, estimate=_UNKNOWN_BUFFERS)
+        )
+    return found
+
+
+def _of_one_model(
+    config: Mapping[str, Any], parameters: Sequence[Parameter], axes: Axes
+) -> list[Expectation]:
+    """What the ranks that hold one model together agree on at the end of a step."""
+    lines = model_lines(axes)
+    groups = trained_groups(parameters)
+    if len(lines[0]) == 1 or not groups:
+        return []
+    configuration = read_configuration(config)
+    if configuration.stage == 3:
+        raise UnsupportedError("zero_optimization.stage", 3, "tensors are cut and sharded at once")
+    norms, flags = _agreements(configuration, len(groups))
+    found = [
+        row("step", Purpose.OVERFLOW_CHECK, Op.ALL_REDUCE, [FLAG_BYTES] * flags, len(lines[0])),
+        row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, [NORM_BYTES] * norms, len(lines[0])),
+    ]
+    if configuration.reduces_flat_groups and norms:
+        # Alone, each rank has all of the flat gradients, and sends nothing for their norm.
+        over = axes.lines(DATA, SEQUENCE)
+        sent = row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, [NORM_BYTES] * norms, len(over[0]))
+        found.append(sent._replace(groups=over))
+        return [each if each.groups else each._replace(groups=lines) for each in found if each.count]
+    return [each._replace(groups=lines) for each in found if each.count]
+
+
+def _agreements(configuration: Configuration, groups: int) -> tuple[int, int]:
+    """How many norms and flags the ranks of one model agree on in a step."""
+    if not configuration.partitions:
+        whole = configuration.model_dtype is None and configuration.gradient_clipping == 0
+        return (0 if whole else 1), 0
+    checks = configuration.check_overflow and not configuration.reduces_flat_groups
+    return (groups if configuration.compute_grad_norm else 0), int(checks)
+
+
+def input_check(axes: Axes) -> Expectation | None:
+    """The comparison of the first inputs, once, of ranks that must be given the same; None where there are none."""
+    if axes.size(MODEL) == 1 or axes.size(PIPE) > 1:
+        return None
+    lines = axes.lines(MODEL)
+    note = "ranks that share tensors compare the first inputs that they are given"
+    found = row("step", Purpose.TRACE_CHECK, Op.ALL_REDUCE, [INPUT_CHECK_BYTES], len(lines[0]), note)
+    return found._replace(groups=lines)

@@ -1,0 +1,169 @@
+"""What modules send that ranks share: tensors cut by columns, rows or words, and attention over pieces of sequences.
+
+R rows of activations pass a layer in a micro-batch; I and O are the bytes of a row of inputs and outputs of the whole layer:
+
+=============== ==================== ==================== ============================ ===========================
+module          forward              backward             forward, sequence_parallel   backward, sequence_parallel
+=============== ==================== ==================== ============================ ===========================
+column          -                    all_reduce R I       all_gather R I               reduce_scatter R I
+column_gathered all_gather R O       all_reduce R I       all_gather R I, R O          reduce_scatter R I
+row             all_reduce R O       -                    reduce_scatter R O           all_gather R O
+vocabulary      all_reduce R O       -                    reduce_scatter R O           all_gather R O
+sequence        -                    -                    -                            all_reduce of each gradient
+split           -                    -                    -                            all_gather R O
+cross entropy   all_reduce 4 R, 8 R  -                    the same                     -
+=============== ==================== ==================== ============================ ===========================
+
+With sequence_parallel the gradient of a row layer's bias is summed too. Cross entropy is computed in fp32. Attention takes
+one all_to_all each for query, key, value and result, and as many in the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from math import prod
+from typing import Final, NamedTuple
+
+from commprof.requested.axes import Line
+from commprof.requested.expectation import Expectation, row
+from commprof.requested.parameters import Parameter, item_bytes
+from commprof.requested.shapes import Shapes
+from commprof.schema import Op, Purpose
+
+_LOSS_BYTES: Final = 4  # fp32
+ASSUMED: Final = "the sizes of activations are assumed: those of a transformer of that size"
+RECORDED: Final = "rows of activations as the run shows them: no config tells their number"
+
+
+class ModuleMessage(NamedTuple):
+    """One message that a module sends in each micro-batch.
+
+    Attributes:
+        module: its name.
+        op: the operation.
+        row_bytes: payload for each row of activations.
+        fixed_bytes: payload that does not depend on the activations.
+        forward: whether it belongs to the forward pass.
+    """
+
+    module: str
+    op: Op
+    row_bytes: int
+    fixed_bytes: int = 0
+    forward: bool = True
+
+
+def module_messages(
+    parameters: Iterable[Parameter], dtype: str | None, shares_sequence: bool
+) -> list[ModuleMessage]:
+    """The messages of all modules that are cut, or work on pieces of sequences.
+
+    Args:
+        parameters: all that a rank holds.
+        dtype: of the model; None takes that of each parameter.
+        shares_sequence: ``tensor_parallel.sequence_parallel``.
+    """
+    modules: dict[str, list[Parameter]] = {}
+    for parameter in parameters:
+        if parameter.cut is not None:
+            modules.setdefault(parameter.module, []).append(parameter)
+    return [
+        message for name, own in modules.items() for message in _of_module(name, own, dtype, shares_sequence)
+    ]
+
+
+def _of_module(
+    name: str, own: Sequence[Parameter], dtype: str | None, shares_sequence: bool
+) -> list[ModuleMessage]:
+    how = own[0].cut
+    weight = max(own, key=lambda each: len(each.extents))
+    item = item_bytes(dtype or weight.dtype)
+    outputs, inputs = _widths(weight)
+    found: list[ModuleMessage] = []
+    if how in ("column", "column_gathered"):
+        if shares_sequence:
+            found.append(ModuleMessage(name, Op.ALL_GATHER, inputs * item))
+        if how == "column_gathered":
+            found.append(ModuleMessage(name, Op.ALL_GATHER, outputs * item))
+        back = Op.REDUCE_SCATTER if shares_sequence else Op.ALL_REDUCE
+        found.append(ModuleMessage(name, back, inputs * item, forward=False))
+    elif how in ("row", "vocabulary"):
+        width = outputs if how == "row" else inputs
+        there = Op.REDUCE_SCATTER if shares_sequence else Op.ALL_REDUCE
+        found.append(ModuleMessage(name, there, width * item))
+        if shares_sequence:
+            found.append(ModuleMessage(name, Op.ALL_GATHER, width * item, forward=False))
+            found += _summed([each for each in own if each is not weight], name, dtype)
+    elif how == "split":
+        width = inputs if len(weight.extents) > 1 else 1
+        found.append(ModuleMessage(name, Op.ALL_GATHER, width * item, forward=False))
+    elif how == "sequence":
+        found += _summed(own, name, dtype)
+    return found
+
+
+def _widths(weight: Parameter) -> tuple[int, int]:
+    """Outputs and inputs of the whole layer; words and width of an embedding."""
+    extents = weight.whole_extents
+    return (extents[0], prod(extents[1:])) if extents else (0, 0)
+
+
+def _summed(parameters: Iterable[Parameter], module: str, dtype: str | None) -> list[ModuleMessage]:
+    return [
+        ModuleMessage(module, Op.ALL_REDUCE, 0, each.numel * item_bytes(dtype or each.dtype), forward=False)
+        for each in parameters
+        if each.requires_grad
+    ]
+
+
+def loss_messages(modules: Iterable[str]) -> list[ModuleMessage]:
+    """Those of cross entropies whose words ranks share: a maximum, then the sum and the word that is named."""
+    return [
+        ModuleMessage(name, Op.ALL_REDUCE, size)
+        for name in modules
+        for size in (_LOSS_BYTES, 2 * _LOSS_BYTES)
+    ]
+
+
+def expected_activations(
+    messages: Sequence[ModuleMessage], shapes: Shapes, lines: Sequence[Line], micro_batches: int
+) -> list[Expectation]:
+    """What a step sends along the model axis, one row for each operation; nothing where no rows are known.
+
+    Args:
+        messages: of all modules of the ranks of ``lines``.
+        shapes: how many rows, and how often.
+        lines: the groups, of which each sends all of it.
+        micro_batches: of the step.
+    """
+    counts: Counter[str] = Counter()
+    sums: dict[str, Fraction] = {}
+    if not lines or len(lines[0]) == 1:
+        return []
+    for each in messages:
+        by_rows = shapes.rows_of(each.module) * each.row_bytes * shapes.scale
+        times = micro_batches * shapes.calls.get((each.module, str(each.op)), 1)
+        if times and (by_rows or each.fixed_bytes):
+            counts[str(each.op)] += times
+            sums[str(each.op)] = sums.get(str(each.op), Fraction()) + times * (by_rows + each.fixed_bytes)
+    for op, size in (each for sent in shapes.others.values() for each in sent):
+        counts[op] += micro_batches
+        sums[op] = sums.get(op, Fraction()) + micro_batches * size * shapes.scale
+    return [_placed(Op(op), counts[op], total, lines, shapes) for op, total in sums.items()]
+
+
+def expected_exchanges(shapes: Shapes, lines: Sequence[Line], micro_batches: int) -> list[Expectation]:
+    """What a step sends along the sequence axis."""
+    sizes = [size for each in shapes.exchanged.values() for size in (*each.forward, *each.backward)]
+    if not sizes or not lines or len(lines[0]) == 1:
+        return []
+    total = sum(sizes) * micro_batches * shapes.scale
+    return [_placed(Op.ALL_TO_ALL, len(sizes) * micro_batches, total, lines, shapes)]
+
+
+def _placed(op: Op, number: int, total: Fraction, lines: Sequence[Line], shapes: Shapes) -> Expectation:
+    sure = not shapes.assumed
+    found = row("step", Purpose.ACTIVATION, op, [int(total)], len(lines[0]), RECORDED if sure else ASSUMED)
+    return found._replace(count=number, groups=tuple(lines), exact=sure, bytes_exact=sure)
