@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import re
 import signal
 import subprocess
@@ -13,7 +12,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from support.command import ROOT, environment
+
 EXAMPLE = [
     str(ROOT / "examples" / "train_gpt.py"),
     "--config",
@@ -21,14 +21,7 @@ EXAMPLE = [
     "--steps",
     "3",
 ]
-ENVIRONMENT = {
-    **{
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("RANK", "WORLD_SIZE", "COMMPROF_RUN")
-    },
-    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "runtime"), str(ROOT / "dashboards")]),
-}
+ENVIRONMENT = environment()
 COMMPROF = [sys.executable, "-m", "commprof"]
 
 

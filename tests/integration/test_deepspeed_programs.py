@@ -5,32 +5,17 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import re
 import runpy
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from support.command import ROOT, commprof
 from tests.support.ranks import RankError, run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-ENVIRONMENT = {
-    name: value
-    for name, value in os.environ.items()
-    if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "COMMPROF_RUN")
-} | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "runtime")])}
 COMPLETE = {"fp16": {"enabled": True, "auto_cast": True}, "optimizer": {"type": "Adam"}}
-
-
-def commprof(*words, cwd):
-    return subprocess.run(
-        [sys.executable, "-m", "commprof", *words],
-        cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
 
 
 def recorded(cwd, name, *arguments):

@@ -5,18 +5,17 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from support import command
+
 HOST = socket.gethostname().partition(".")[0]
 ENVIRONMENT = {
     name: value
-    for name, value in os.environ.items()
-    if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "COMMPROF_RUN", "CUDA_VISIBLE_DEVICES")
-    and not name.startswith("NCCL_")
-} | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "runtime")]), "CUDA_VISIBLE_DEVICES": ""}
+    for name, value in command.environment(CUDA_VISIBLE_DEVICES="").items()
+    if not name.startswith("NCCL_")
+}
 
 # As src/debug.cc does it: a file of its own, opened for writing; standard output where there is none or it cannot be opened.
 PRINTS_LIKE_NCCL = """
@@ -51,10 +50,7 @@ if text or file is not sys.stdout:
 
 
 def commprof(*words, cwd, **variables):
-    return subprocess.run(
-        [sys.executable, "-m", "commprof", *words],
-        cwd=cwd, capture_output=True, text=True, timeout=120, check=False, env=ENVIRONMENT | variables,
-    )  # fmt: skip
+    return command.commprof(*words, cwd=cwd, env=ENVIRONMENT | variables)
 
 
 @pytest.fixture

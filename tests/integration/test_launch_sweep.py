@@ -8,24 +8,14 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from support.command import ROOT, commprof
+
 READS = "import json, sys; c = json.load(open(sys.argv[sys.argv.index('--config') + 1])); print(c)\n"
 CONFIG = {"stage": 1, "deep": {"x": 1}}
 
 
 def sweep(cwd: Path, *words: str) -> subprocess.CompletedProcess:
-    environment = {
-        **{
-            name: value
-            for name, value in os.environ.items()
-            if name not in ("RANK", "WORLD_SIZE", "COMMPROF_RUN")
-        },
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "runtime")]),
-    }
-    return subprocess.run(
-        [sys.executable, "-m", "commprof", "sweep", *words],
-        cwd=cwd, capture_output=True, text=True, timeout=200, env=environment, check=False,
-    )  # fmt: skip
+    return commprof("sweep", *words, cwd=cwd)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +13,8 @@ from plotly.utils import PlotlyJSONEncoder
 
 from commprof_dash.app import draw_page, find_page
 from commprof_dash.data import Runs
+from support.command import ROOT, execute
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("--steps", "3", "--width", "32", "--layers", "2", "--micro-batch", "1")
 PAGE = "# Memory\n\n<!-- table -->\nold\n<!-- /table -->\n\nAfter it.\n"
 
@@ -23,19 +22,8 @@ pytestmark = pytest.mark.ranks
 
 
 def make(cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("RANK", "WORLD_SIZE", "COMMPROF_RUN")
-    }
-    environment |= {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "runtime"), str(ROOT / "dashboards")]),
-    }
-    return subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "memory_table.py"), *words, *SMALL],
-        cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    words = (str(ROOT / "benchmarks" / "memory_table.py"), *words, *SMALL)
+    return execute([sys.executable, *words], cwd, timeout=300)
 
 
 def test_a_table_of_two_configurations_and_the_compare_page(tmp_path):
