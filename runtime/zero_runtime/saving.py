@@ -74,7 +74,7 @@ class Saving:
         with self._checkpointing() as training:
             write(
                 training,
-                save_dir=_folder(save_dir),
+                save_dir=folder(save_dir),
                 tag=tag,
                 client_state=client_state or {},
                 tag_validation=self.config.checkpoint_tag_validation,
@@ -157,7 +157,7 @@ class Saving:
         Raises:
             CheckpointError: on every rank, if the file cannot be written.
         """
-        path, zero = _folder(save_dir) / save_filename, self.config.zero
+        path, zero = folder(save_dir) / save_filename, self.config.zero
         if zero.stage.shards_parameters and not zero.sharding.gather_16bit_weights_on_model_save:
             if self.global_rank == 0:
                 log.warning(
@@ -243,7 +243,8 @@ class Saving:
         self._window.restart(windows * self.config.gradient_accumulation_steps)
 
 
-def _folder(given: str | Path | None) -> Path:
+def folder(given: str | Path | None) -> Path:
+    """The folder that a script names. Raises ConfigError where it names none."""
     if given is None or not str(given):
         raise ConfigError(f"save_dir is {given!r}; expected a folder, such as checkpoints")
     return Path(given)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import zero_runtime
@@ -26,7 +29,7 @@ class Normed(nn.Module):
         return self.norm(torch.tanh(self.linear(values)))
 
 
-def engine_of(stages, stage=1, tied=False, **keys):
+def engine_of(stages, stage=1, tied=False, chunks=1, **keys):
     layers = [zero_runtime.LayerSpec(Normed) for _ in range(4)]
     if tied:
         ends = zero_runtime.TiedLayerSpec(
@@ -40,6 +43,7 @@ def engine_of(stages, stage=1, tied=False, **keys):
         seed_layers=True,
         seed_fn=torch.manual_seed,
         partition_method="uniform",
+        virtual_stages=chunks,
     )
     given = {
         "train_micro_batch_size_per_gpu": 4,
@@ -62,15 +66,15 @@ def train(engine, steps):
     return found
 
 
-def _save(rank, world, directory, stages, stage, tied):
-    engine = engine_of(stages, stage, tied)
+def _save(rank, world, directory, stages, stage, tied, chunks=1):
+    engine = engine_of(stages, stage, tied, chunks)
     train(engine, range(3))
     engine.save_checkpoint(directory, client_state={"told": 7})
     return train(engine, range(3, 5))
 
 
-def _load(rank, world, directory, stages, stage, tied):
-    engine = engine_of(stages, stage, tied)
+def _load(rank, world, directory, stages, stage, tied, chunks=1):
+    engine = engine_of(stages, stage, tied, chunks)
     train(engine, range(7, 8))
     path, told = engine.load_checkpoint(directory)
     assert path.endswith("global_step3") and told == {"told": 7} and engine.global_steps == 3
@@ -94,6 +98,14 @@ def test_training_goes_on_with_any_number_of_stages(tmp_path, saved, loaded, tie
     assert all(each == pytest.approx(wanted[0], rel=1e-5) for each in (*wanted, *found))
 
 
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 1), (1, 2)])
+def test_training_goes_on_with_other_virtual_stages(tmp_path, saved, loaded):
+    """Each of as many stages as saved it has other layers."""
+    wanted = run_ranks(2, _save, tmp_path, 2, 1, True, saved)
+    found = run_ranks(2, _load, tmp_path, 2, 0, True, loaded)
+    assert all(each == pytest.approx(wanted[0], rel=1e-5) for each in (*wanted, *found))
+
+
 def test_replicas_and_stages(tmp_path):
     wanted = run_ranks(4, _save, tmp_path, 2, 1, True)
     found = run_ranks(4, _load, tmp_path, 4, 0, True)
@@ -104,21 +116,63 @@ def test_replicas_and_stages(tmp_path):
 
 
 def _weights(rank, world, directory):
-    engine = engine_of(2, tied=True)
-    train(engine, range(2))
+    engine = engine_of(2, tied=True, bf16={"enabled": True})
+    next(engine.module.parameters()).requires_grad_(False)
     engine.save_checkpoint(directory, tag="here")
-    with pytest.raises(zero_runtime.UnsupportedError, match=r"python -m zero_runtime\.checkpoint"):
-        engine.save_16bit_model(directory)
-    return {name: value.tolist() for name, value in engine.module.state_dict().items()}
+    assert engine.save_16bit_model(directory)
+    engine.save_16bit_model(directory / "new", "model.safetensors", exclude_frozen_parameters=True)
+    whole = engine.module_state_dict(whole=True)
+    assert (whole is None) == bool(rank)
+    frozen = set(engine.module_state_dict()) - set(engine.module_state_dict(exclude_frozen_parameters=True))
+    assert len(frozen) == 1
+    (directory / "taken").write_text("no folder")
+    with pytest.raises(zero_runtime.errors.CheckpointError, match="saving"):
+        engine.save_16bit_model(directory / "taken")
+    return engine.module_state_dict(), whole, frozen
 
 
 def test_one_state_dict_of_all_stages(tmp_path):
-    mine = run_ranks(2, _weights, tmp_path)
-    whole = consolidated_state_dict(tmp_path, "here")
-    assert set(whole) == {name for each in mine for name in each}
-    for values in mine:
-        for name, value in values.items():
-            torch.testing.assert_close(whole[name], torch.tensor(value).to(whole[name].dtype))
+    """Read back by others: torch and safetensors."""
+    outcomes = run_ranks(2, _weights, tmp_path)
+    consolidated = consolidated_state_dict(tmp_path, "here")
+    file = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    some = load_file(tmp_path / "new" / "model.safetensors")
+    frozen = {name for _, _, names in outcomes for name in names}
+    for found in (file, outcomes[0][1], {**file, **some}):
+        assert set(found) == set(consolidated) and not frozen & set(some)
+        assert len(some) == len(found) - len(frozen)
+        for name, value in {**outcomes[1][0], **outcomes[0][0]}.items():
+            assert found[name].dtype == value.dtype and torch.equal(found[name], value)
+
+
+def _layer_files(rank, world, directory):
+    def state(engine):
+        return {name: value.clone() for name, value in engine.module.state_dict().items()}
+
+    first = engine_of(2, tied=True)
+    train(first, range(1))
+    first.module.save_state_dict(str(directory))
+    torch.distributed.barrier()
+    second = engine_of(2, tied=True, chunks=2)
+    second.module.load_state_dir(str(directory))
+    assert Path(second.module.ckpt_layer_path(str(directory), 0)).is_file()
+    missing = pytest.raises(
+        zero_runtime.errors.CheckpointError, match=r"there is no .*layer_0\d-model_states\.pt"
+    )
+    with missing:
+        second.module.load_state_dir(str(directory / "nowhere"))
+    return state(first), state(second)
+
+
+def test_files_of_layers(tmp_path):
+    """By DeepSpeed's names; read by other stages than wrote them."""
+    outcomes = run_ranks(2, _layer_files, tmp_path)
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
+        f"layer_{n:02d}-model_states.pt" for n in range(7)
+    ]
+    written, read = ({**outcomes[0][which], **outcomes[1][which]} for which in (0, 1))
+    assert set(written) == set(read)
+    assert all(torch.equal(written[name], read[name]) for name in written)
 
 
 def _load_state_dict(rank, world, directory):

@@ -55,7 +55,7 @@ def agree_all(groups: Iterable[DataParallelGroup], error: Exception | None, doin
         try:
             agree(group, error, doing)
         except CheckpointError as failure:
-            error = error or failure
+            error = failure
     if error is not None:
         raise error
 

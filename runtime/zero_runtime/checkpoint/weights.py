@@ -39,15 +39,15 @@ def save_weights(training: Training, path: Path, exclude_frozen: bool = False) -
     """
     training.settle()
     doing = f"saving {path}"
-    names = _names(training.module, exclude_frozen)
+    names = names_of(training.module, exclude_frozen)
     sink: Any = None
     error: Exception | None = None
-    if _is_writing(training):
-        sink, error = agreement.attempt(lambda: _sink(path, training.module, names))
+    if is_writing(training):
+        sink, error = agreement.attempt(lambda: open_sink(path, entries_of(names)))
     for parameters in _layers(training.module):
         # Ranks gather together, so that one which cannot write still takes part.
         with _gathered(parameters):
-            found = _joined(training, parameters)
+            found = joined(training, parameters)
             if sink is not None and error is None:
                 _, error = agreement.attempt(lambda found=found: _put(sink, names, found))  # type: ignore[misc]
     if sink is not None:
@@ -56,20 +56,20 @@ def save_weights(training: Training, path: Path, exclude_frozen: bool = False) -
             _, error = agreement.attempt(lambda: _put(sink, names, rest))
         _, closing = agreement.attempt(lambda: sink.close(error is None))
         error = error or closing
-    agreement.agree_all([*_slices(training), training.group], error, doing)
+    agreement.agree_all([*slices_of(training), training.group], error, doing)
 
 
 def collected_weights(training: Training, exclude_frozen: bool = False) -> dict[str, torch.Tensor] | None:
     """The model's weights in its own dtypes, on the CPU: on rank 0; None elsewhere. All ranks must call it."""
     training.settle()
-    names = _names(training.module, exclude_frozen)
+    names = names_of(training.module, exclude_frozen)
     collected: dict[str, torch.Tensor] = {}
     for parameters in _layers(training.module):
         with _gathered(parameters):
-            found = _joined(training, parameters)
-            if _is_writing(training):
+            found = joined(training, parameters)
+            if is_writing(training):
                 _collect(collected, names, found)
-    if not _is_writing(training):
+    if not is_writing(training):
         return None
     _collect(collected, names, {buffer: buffer for buffer in buffers(training.module).values()})
     return {name: collected[name] for found in names.values() for name in found}
@@ -86,15 +86,17 @@ def _collect(
             collected.update(dict.fromkeys(found, whole.detach().cpu().clone()))
 
 
-def _slices(training: Training) -> list[DataParallelGroup]:
+def slices_of(training: Training) -> list[DataParallelGroup]:
+    """The ranks that share each tensor, where there are any."""
     return [] if training.slices is None else [training.slices]
 
 
-def _is_writing(training: Training) -> bool:
-    return all(group.rank == 0 for group in [*_slices(training), training.group])
+def is_writing(training: Training) -> bool:
+    """Whether this rank is the one that writes, of those that hold this part of the model."""
+    return all(group.rank == 0 for group in [*slices_of(training), training.group])
 
 
-def _joined(training: Training, parameters: Sequence[torch.nn.Parameter]) -> dict[torch.Tensor, torch.Tensor]:
+def joined(training: Training, parameters: Sequence[torch.nn.Parameter]) -> dict[torch.Tensor, torch.Tensor]:
     """Each parameter and the whole of it, of the parts that ranks have; all ranks must call it."""
     if training.slices is None:
         return {parameter: parameter for parameter in parameters}
@@ -104,7 +106,7 @@ def _joined(training: Training, parameters: Sequence[torch.nn.Parameter]) -> dic
     }
 
 
-def _names(module: torch.nn.Module, exclude_frozen: bool) -> dict[torch.Tensor, list[str]]:
+def names_of(module: torch.nn.Module, exclude_frozen: bool) -> dict[torch.Tensor, list[str]]:
     """All names of each parameter and persistent buffer, in the order of the model."""
     first = {**dict(module.named_parameters()), **buffers(module)}
     names = {
@@ -137,18 +139,29 @@ def _put(
             sink.put(name, whole.detach())
 
 
-def _sink(path: Path, module: torch.nn.Module, names: dict[torch.Tensor, list[str]]) -> Any:
+def open_sink(path: Path, entries: Sequence[Entry]) -> Any:
+    """A file into which the tensors of ``entries`` are ``put`` by name, in any order, before it is ``close``d."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.writing")
     if path.suffix != ".safetensors":
         return _Collected(path, fresh)
-    entries = []
+    return _Streamed(path, fresh, entries)
+
+
+def entry(name: str, dtype: torch.dtype, shape: Sequence[int]) -> Entry:
+    """The entry of a tensor that is put when it has come."""
+    return Entry(name, dtype, tuple(shape), _never)
+
+
+def entries_of(names: Mapping[torch.Tensor, Sequence[str]]) -> list[Entry]:
+    """The entries of whole tensors of which this rank has all or a part, under all their names."""
+    found = []
     for tensor, all_names in names.items():
         shape = whole_shape(tensor) if isinstance(tensor, torch.nn.Parameter) else tuple(tensor.shape)
         how = cut_of(tensor)
         shape = shape if how is None else how.whole_shape(shape)
-        entries += [Entry(name, tensor.dtype, shape, _never) for name in all_names]
-    return _Streamed(path, fresh, entries)
+        found += [entry(name, tensor.dtype, shape) for name in all_names]
+    return found
 
 
 def _never() -> torch.Tensor:
@@ -158,7 +171,7 @@ def _never() -> torch.Tensor:
 class _Streamed:
     """A safetensors file into which tensors are put in any order."""
 
-    def __init__(self, path: Path, fresh: Path, entries: list[Entry]) -> None:
+    def __init__(self, path: Path, fresh: Path, entries: Sequence[Entry]) -> None:
         self._path, self._fresh = path, fresh
         self._entries = {entry.key: entry for entry in entries}
         text, self._starts = header(entries, {"format": "pt"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -13,13 +13,16 @@ from zero_runtime.checkpoint import agreement
 from zero_runtime.checkpoint.joined import open_stages, saved_stages
 from zero_runtime.checkpoint.loading import Loaded, Wanted, load
 from zero_runtime.checkpoint.manifest import read_latest
+from zero_runtime.checkpoint.parts import part_name
+from zero_runtime.checkpoint.reader import Checkpoint
 from zero_runtime.checkpoint.training import Training, aliases, buffers, parameters
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.errors import UnsupportedError
 from zero_runtime.parallelism import Parallelism
 from zero_runtime.pipeline import ties
+from zero_runtime.pipeline.grid import PipelineGrid
 from zero_runtime.pipeline.module import PipelineModule
-from zero_runtime.saving import Saving
+from zero_runtime.pipeline.weights import collected_weights, save_weights
+from zero_runtime.saving import Saving, folder
 from zero_runtime.topology import MODEL, PIPE
 
 
@@ -31,33 +34,80 @@ class StagedSaving(Saving):
 
     def _load(self, training: Training, load_dir: Path, tag: str | None, wanted: Wanted) -> Loaded | None:
         """Load what this stage has, whatever stages saved it. All ranks must call it."""
-        everyone = DataParallelGroup()
-        saved, error = agreement.attempt(lambda: _saved_stages(load_dir, tag))
-        doing = f"loading {load_dir if tag is None else load_dir / tag}"
-        agreement.agree_on(everyone, error, saved or 0, doing)
         sizes = self.parallelism.model_sizes()
-        if saved is None or saved == sizes.get(PIPE, 1) or sizes.get(MODEL, 1) > 1:
+        if sizes.get(MODEL, 1) > 1:
             return super()._load(training, load_dir, tag, wanted)
+        everyone = DataParallelGroup()
         names = frozenset((*parameters(training), *buffers(training.module), *aliases(training.module)))
+        mine = self.module.stage_id if sizes else None
+        as_saved, error = agreement.attempt(
+            lambda: _is_own(load_dir, tag, sizes.get(PIPE, 1), mine, set(parameters(training)))
+        )
+        doing = f"loading {load_dir if tag is None else load_dir / tag}"
+        if agreement.agree_on(everyone, error, int(bool(as_saved)), doing) and as_saved:
+            return super()._load(training, load_dir, tag, wanted)
         opener = partial(open_stages, names=names)
         found = load(training._replace(group=everyone), load_dir, tag, wanted, opener=opener)
         ties.synchronize(self.module.ties)
         return found
 
     def save_16bit_model(
-        self, save_dir: str | Path, save_filename: str = "", exclude_frozen_parameters: bool = False
-    ) -> NoReturn:
-        """Refused: each stage has other layers."""
-        raise UnsupportedError(
-            "save_16bit_model of a pipeline is not in this version, where no rank has all layers; save_checkpoint, and then "
-            "python -m zero_runtime.checkpoint DIR makes one file of all stages"
-        )
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save the weights of all stages in the model's own dtypes, in one file that rank 0 writes. All ranks must call it.
+
+        Parameters are named by the number of their layer in the whole model; shared ones by the key of their layers.
+
+        Args:
+            save_dir: of the file; made if need be.
+            save_filename: ending in .safetensors, which is written tensor by tensor, or else of torch.save's format.
+            exclude_frozen_parameters: leave frozen parameters out.
+
+        Returns:
+            True.
+
+        Raises:
+            CheckpointError: on every rank, if the file cannot be written.
+        """
+        path = folder(save_dir) / save_filename
+        with self._checkpointing() as training:
+            save_weights(training, self._grid, path, exclude_frozen_parameters)
+        return True
 
     save_fp16_model = save_16bit_model
 
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> NoReturn:
-        """Refused likewise."""
-        self.save_16bit_model("")
+    @property
+    def _grid(self) -> PipelineGrid:
+        assert self.module.grid is not None
+        return self.module.grid
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """The weights of all stages on rank 0, None elsewhere; by the name that libraries call. All ranks must."""
+        with self._checkpointing() as training:
+            return collected_weights(training, self._grid, exclude_frozen_parameters)
+
+    def module_state_dict(
+        self, exclude_frozen_parameters: bool = False, whole: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """The state of this stage's layers, by their names in the whole model.
+
+        Args:
+            exclude_frozen_parameters: leave frozen parameters out.
+            whole: that of all stages, copied to the CPU of rank 0, and None elsewhere; then all ranks must call it.
+        """
+        if whole:
+            return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+        state: dict[str, torch.Tensor] = self.module.state_dict()
+        if exclude_frozen_parameters:
+            for name, parameter in self.module.named_parameters(remove_duplicate=False):
+                if not parameter.requires_grad:
+                    state.pop(name, None)
+        return state
 
     def load_module_state_dict(
         self,
@@ -71,6 +121,28 @@ class StagedSaving(Saving):
         super().load_module_state_dict(own, strict, custom_load_fn)
 
 
-def _saved_stages(load_dir: Path, tag: str | None) -> int | None:
+def _is_own(
+    load_dir: Path,
+    tag: str | None,
+    stages: int,
+    stage: int | None,
+    names: set[str],
+) -> bool:
+    """Whether stages like these saved the checkpoint, so that each finds what it has in the part of its own number.
+
+    Args:
+        load_dir, tag: of the checkpoint.
+        stages: how many there are.
+        stage: this one; None for the only one.
+        names: of its parameters.
+    """
     named = read_latest(load_dir) if tag is None else tag
-    return None if named is None else saved_stages(load_dir / named)
+    if named is None:
+        return True
+    saved = saved_stages(load_dir / named)
+    if saved is None or saved != stages:
+        return saved is None
+    if stage is None:
+        return True
+    kept = Checkpoint(load_dir / named / part_name(stage)).manifest
+    return names <= {*kept.parameters, *kept.aliases}

@@ -13,7 +13,7 @@ import torch
 from zero_runtime import comm
 from zero_runtime.activation_checkpointing import checkpoint
 from zero_runtime.errors import ConfigError, UsageError
-from zero_runtime.pipeline import partition, ties
+from zero_runtime.pipeline import layer_files, partition, ties
 from zero_runtime.pipeline.grid import PipelineGrid, topology_of
 from zero_runtime.pipeline.layers import Layer, LayerSpec, TiedLayerSpec, name_of, trained_numel
 from zero_runtime.pipeline.profile import layer_seconds
@@ -91,7 +91,7 @@ class PipelineModule(torch.nn.Module):
         self.virtual_stages = 1
         self.wanted_virtual_stages = virtual_stages
         self.forward_funcs: list[Callable[[Any], Any]] = []
-        self._numbers: list[int] = []  # of the layers of forward_funcs in the whole model
+        self.layer_numbers: list[int] = []  # of the layers of forward_funcs in the whole model
         self._runs: list[range] = []  # of forward_funcs, for each part
         self.tied_modules = torch.nn.ModuleDict()
         self.ties: list[ties.Tie] = []
@@ -215,11 +215,11 @@ class PipelineModule(torch.nn.Module):
             if name != "loss_fn":  # a loss that is a module is every stage's
                 del self._modules[name]
         self.tied_modules = torch.nn.ModuleDict()
-        self.forward_funcs, self._numbers, self._runs = [], [], []
+        self.forward_funcs, self.layer_numbers, self._runs = [], [], []
 
     def _build(self, start: int, stop: int) -> None:
         built_before = len(self.forward_funcs)
-        self._numbers += range(start, stop)
+        self.layer_numbers += range(start, stop)
         self._runs.append(range(built_before, built_before + stop - start))
         for number, layer in enumerate(self._layer_specs[start:stop], start):
             self.seeds.before_building(number)
@@ -256,7 +256,7 @@ class PipelineModule(torch.nn.Module):
 
     def _run(self, layers: range, number: int, inputs: Any) -> Any:
         for layer in layers:
-            self.seeds.before_running(self._numbers[layer], number)
+            self.seeds.before_running(self.layer_numbers[layer], number)
             inputs = self.forward_funcs[layer](inputs)
         return inputs
 
@@ -318,6 +318,43 @@ class PipelineModule(torch.nn.Module):
     def mpu(self) -> PipelineGrid:
         """The ranks and groups along each axis, with the methods that Megatron calls a model-parallel unit."""
         return self._dealt()
+
+    # Files of layers.
+
+    def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
+        """The file of a layer of this stage, by its number in it, as :meth:`save_state_dict` writes it."""
+        number = self.layer_numbers[local_layer_idx]
+        return str(layer_files.layer_file(ckpt_dir, number, layer_files.slice_name(self)))
+
+    def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
+        """The files of that layer which are there, of all ranks that share its tensors."""
+        found = layer_files.layer_files(ckpt_dir, self.layer_numbers[local_layer_idx])
+        return [str(each) for each in found]
+
+    def save_state_dict(
+        self, save_dir: str, checkpoint_engine: Any = None, exclude_frozen_params: bool = False
+    ) -> None:
+        """Write a file for each layer of this stage, in DeepSpeed's names; the first replica does it.
+
+        Args:
+            save_dir: of the files; made if need be.
+            checkpoint_engine: saves a state dict with ``save(state_dict, path)``; default: torch.save.
+            exclude_frozen_params: leave frozen parameters out.
+        """
+        layer_files.save_layers(self, save_dir, checkpoint_engine, exclude_frozen_params)
+
+    def load_state_dir(self, load_dir: str, checkpoint_engine: Any = None, strict: bool = True) -> None:
+        """Read the files of this stage's layers, whatever stages wrote them. An optimizer does not see it.
+
+        Args:
+            load_dir: of the files.
+            checkpoint_engine: loads a state dict with ``load(path, map_location)``; default: torch.load of tensors alone.
+            strict: refuse other names than a layer has.
+
+        Raises:
+            CheckpointError: a file is missing.
+        """
+        layer_files.load_layers(self, load_dir, checkpoint_engine, strict)
 
     def allreduce_tied_weight_gradients(self) -> None:
         """Sum the gradients of tied parameters over the stages that share them; ``train_batch`` does it by itself."""

@@ -1,0 +1,100 @@
+"""A file for each layer, as DeepSpeed's pipelines save theirs: ``layer_03-model_states.pt``.
+
+Such files say nothing of stages, so that another number of them can read what one has written. Checkpoints of the engine
+are of another form (docs/checkpoints.md); these are for scripts that call ``PipelineModule.save_state_dict`` themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zero_runtime.errors import CheckpointError
+from zero_runtime.topology import DATA, PIPE, SEQUENCE
+
+if TYPE_CHECKING:
+    from zero_runtime.pipeline.module import PipelineModule
+
+
+def slice_name(module: PipelineModule) -> str:
+    """What tells the files of ranks that share tensors apart: ``-model_00``; empty where none do."""
+    place = module.mpu().processes.place
+    axes = [axis for axis in place if axis not in (DATA, PIPE, SEQUENCE) and module.topology().size(axis) > 1]
+    return "".join(f"-{axis}_{place[axis]:02d}" for axis in axes)
+
+
+def layer_file(directory: str | Path, number: int, part: str) -> Path:
+    """The file of layer ``number`` of the whole model; ``part`` is its :func:`slice_name`."""
+    return Path(directory) / f"layer_{number:02d}{part}-model_states.pt"
+
+
+def layer_files(directory: str | Path, number: int) -> list[Path]:
+    """The files of a layer that are there, of all ranks that share its tensors."""
+    return sorted(Path(directory).glob(f"layer_{number:02d}-*model_states.pt"))
+
+
+def save_layers(module: PipelineModule, directory: str | Path, engine: Any, exclude_frozen: bool) -> None:
+    """Write the files of this stage's layers; the first replica does it.
+
+    Args:
+        module: the pipeline.
+        directory: made if need be.
+        engine: saves a state dict with ``save(state_dict, path)``; None for torch.save.
+        exclude_frozen: leave frozen parameters out.
+    """
+    processes = module.mpu().processes
+    if processes.along(DATA) or processes.along(SEQUENCE):
+        return
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    for number, layer in _layers_with_state(module):
+        frozen = {
+            name for name, each in layer.named_parameters() if exclude_frozen and not each.requires_grad
+        }
+        # Copies, since what lies in a flat buffer would be saved with all of it.
+        state = {
+            name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+            for name, value in layer.state_dict().items()
+            if name not in frozen
+        }
+        path = layer_file(directory, number, slice_name(module))
+        if engine is None:
+            torch.save(state, path)
+        else:
+            engine.save(state, str(path))
+
+
+def load_layers(module: PipelineModule, directory: str | Path, engine: Any, strict: bool) -> None:
+    """Read the files of this stage's layers.
+
+    Args:
+        module: the pipeline.
+        directory: of the files.
+        engine: loads a state dict with ``load(path, map_location)``; None for torch.load of tensors alone.
+        strict: refuse other names than a layer has.
+
+    Raises:
+        CheckpointError: a file is missing.
+    """
+    for number, layer in _layers_with_state(module):
+        path = layer_file(directory, number, slice_name(module))
+        if not path.is_file():
+            found = ", ".join(each.name for each in layer_files(directory, number)) or "none"
+            raise CheckpointError(
+                f"there is no {path} for layer {number}; of this layer there are: {found}. Give the folder that "
+                "save_state_dict wrote, with as many ranks for each tensor"
+            )
+        if engine is None:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        else:
+            state = engine.load(str(path), map_location="cpu")
+        layer.load_state_dict(state, strict=strict)
+
+
+def _layers_with_state(module: PipelineModule) -> Iterator[tuple[int, torch.nn.Module]]:
+    numbers: Sequence[int] = module.layer_numbers
+    for number, layer in zip(numbers, module.forward_funcs, strict=True):
+        if isinstance(layer, torch.nn.Module):
+            yield number, layer

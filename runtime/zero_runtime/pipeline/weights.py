@@ -1,0 +1,137 @@
+"""The weights of all stages on the first one: collected, or put into one file as they come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from zero_runtime.checkpoint import agreement, weights
+from zero_runtime.checkpoint.training import Training
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.pipeline.grid import PipelineGrid
+
+
+class Kept(NamedTuple):
+    """A parameter or buffer of a stage.
+
+    Attributes:
+        name: one of its names.
+        dtype: its own.
+        shape: of the whole tensor.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def save_weights(training: Training, grid: PipelineGrid, path: Path, exclude_frozen: bool = False) -> None:
+    """Write the weights of all stages to ``path``. All ranks must call it.
+
+    Raises:
+        CheckpointError: on every rank, if the first one cannot write it; what was there before is as it was.
+    """
+    training.settle()
+    mine = weights.names_of(training.module, exclude_frozen)
+    stages = _listed(grid.pipe, mine)
+    sink: Any = None
+    error: Exception | None = None
+    if grid.is_first and weights.is_writing(training):
+        entries = [weights.entry(*each) for stage in stages for each in stage]
+        sink, error = agreement.attempt(lambda: weights.open_sink(path, entries))
+
+    def put(each: Kept, whole: torch.Tensor) -> None:
+        nonlocal error
+        if error is None:
+            _, error = agreement.attempt(lambda: sink.put(each.name, whole))
+
+    _bring(training, grid, mine, stages, put)
+    if sink is not None:
+        _, closing = agreement.attempt(lambda: sink.close(error is None))
+        error = error or closing
+    agreement.agree_all([grid.model, training.group], error, f"saving {path}")
+
+
+def collected_weights(
+    training: Training, grid: PipelineGrid, exclude_frozen: bool = False
+) -> dict[str, torch.Tensor] | None:
+    """The weights of all stages, on the CPU: on rank 0; None elsewhere. All ranks must call it."""
+    training.settle()
+    mine = weights.names_of(training.module, exclude_frozen)
+    stages = _listed(grid.pipe, mine)
+    found: dict[str, torch.Tensor] = {}
+
+    def put(each: Kept, whole: torch.Tensor) -> None:
+        found[each.name] = whole.cpu().clone()
+
+    _bring(training, grid, mine, stages, put)
+    return found if grid.is_first and weights.is_writing(training) else None
+
+
+def _listed(stages: DataParallelGroup, mine: dict[torch.Tensor, list[str]]) -> list[list[Kept]]:
+    """What each stage has to bring; what several have is the first one's. Two all_gathers, of lengths and of JSON."""
+    told = [
+        [each.key, str(each.dtype).removeprefix("torch."), each.shape] for each in weights.entries_of(mine)
+    ]
+    text = json.dumps(told).encode()
+    length = torch.tensor([len(text)], dtype=torch.int64, device=stages.device)
+    lengths = length.new_empty(stages.world_size)
+    stages.all_gather_single(lengths, length, why=agreement.CHECKPOINT)
+    longest = int(lengths.max().item())
+    padded = torch.tensor(list(text.ljust(longest)), dtype=torch.uint8, device=stages.device)
+    everybody = padded.new_empty(stages.world_size * longest)
+    stages.all_gather_single(everybody, padded, why=agreement.CHECKPOINT)
+    seen: set[str] = set()
+    found = []
+    for row in everybody.view(stages.world_size, longest).cpu():
+        entries = json.loads(bytes(row.tolist()))
+        found.append(
+            [
+                Kept(name, getattr(torch, dtype), tuple(shape))
+                for name, dtype, shape in entries
+                if name not in seen
+            ]
+        )
+        seen.update(name for name, _, _ in entries)
+    return found
+
+
+def _bring(
+    training: Training,
+    grid: PipelineGrid,
+    mine: dict[torch.Tensor, list[str]],
+    stages: Sequence[Sequence[Kept]],
+    put: Callable[[Kept, torch.Tensor], None],
+) -> None:
+    """Call ``put`` on the first stage with each tensor of all stages, one after the other."""
+    by_name = {name: tensor for tensor, names in mine.items() for name in names}
+    brings = weights.is_writing(training)
+    for stage, listed in enumerate(stages):
+        for each in listed:
+            if stage == grid.stage:
+                whole = _whole(training, by_name[each.name])
+                if brings and grid.is_first:
+                    put(each, whole)
+                elif brings and whole.numel():
+                    grid.pipe.send(_bytes(whole), 0, why=agreement.CHECKPOINT)
+            elif brings and grid.is_first:
+                room = torch.empty(each.shape, dtype=each.dtype, device=grid.device)
+                if room.numel():
+                    grid.pipe.receive(_bytes(room), stage, why=agreement.CHECKPOINT)
+                put(each, room)
+
+
+def _whole(training: Training, tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of ``tensor``, of the parts that the ranks of this stage have."""
+    if isinstance(tensor, torch.nn.Parameter):
+        return weights.joined(training, [tensor])[tensor].detach()
+    return tensor.detach()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, or for a sender a copy of it, in a type that every backend sends."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
