@@ -339,11 +339,6 @@ def check_pipeline(config: RuntimeConfig) -> None:
             f"zero_optimization.stage is {config.zero.stage.number}, and the model is a pipeline, which adds "
             "gradients up over many micro-batches before they can be sharded; use stage 0 or 1"
         )
-    if config.parallel.sequence_parallel_size > 1:
-        raise ConfigError(
-            f"sequence_parallel_size is {config.parallel.sequence_parallel_size}, and the model is a pipeline; share "
-            "tensors with tp_size there, or train the model without stages"
-        )
     if not config.managed_gradient_accumulation:
         raise ConfigError(
             "managed_gradient_accumulation is false, and the model is a pipeline, whose steps are whole; remove the key"
