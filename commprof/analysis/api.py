@@ -565,7 +565,7 @@ def rank_bytes(runs: Sequence[AnyRun]) -> pd.DataFrame:
 
 
 def _ledger(run: Run) -> tuple[Verdict, dict[str, str]]:
-    return verification.verify(run), levels_module.meant_ops(run.table("collectives"))
+    return verification.verify(run), levels_module.meant_ops(sums.operations(run, levels_module.COLUMNS))
 
 
 def reduction_levels(runs: Sequence[AnyRun]) -> pd.DataFrame:

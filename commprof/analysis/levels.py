@@ -18,6 +18,7 @@ from commprof.schema import Purpose
 NOTHING_ISSUED: Final = "nothing was issued to reduce gradients in a training step"
 NOT_REQUESTED: Final = "what the config asks for is not known"
 NOT_EXECUTED: Final = "what the backend ran is not known"
+COLUMNS: Final = ("purpose", "op", "intended_op")
 
 
 class Ledger(NamedTuple):
@@ -28,11 +29,15 @@ class Ledger(NamedTuple):
     meant: Mapping[str, str]
 
 
-def meant_ops(collectives: pa.Table) -> dict[str, str]:
-    """What the runtime meant by the operations that it issued to reduce gradients in the place of others."""
-    stand_ins = collectives.filter(
+def meant_ops(operations: pa.Table) -> dict[str, str]:
+    """What the runtime meant by the operations that it issued to reduce gradients in the place of others.
+
+    Args:
+        operations: :func:`commprof.analysis.sums.operations` by :data:`COLUMNS` at least.
+    """
+    stand_ins = operations.filter(
         pc.and_(
-            pc.equal(collectives["purpose"], Purpose.GRADIENT_REDUCE), pc.is_valid(collectives["intended_op"])
+            pc.equal(operations["purpose"], Purpose.GRADIENT_REDUCE), pc.is_valid(operations["intended_op"])
         )
     )
     pairs = stand_ins.group_by(["op", "intended_op"]).aggregate([]).to_pylist()

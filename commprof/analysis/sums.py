@@ -29,7 +29,7 @@ from commprof.analysis.index_sums import (
     OPERATIONS,
     STOOD_STILL,
 )
-from commprof.analysis.whole_collectives import of_scan
+from commprof.analysis.whole_collectives import columns_of, of_scan
 from commprof.trace.reader import Run, Scan
 
 __all__ = [
@@ -58,7 +58,10 @@ def operations(run: Run, columns: Sequence[str]) -> pa.Table:
         sums = ", ".join(f"cast(sum({name}) as {kind}) as {name}" for name, kind in MEASURES.items())
         found = index.ask(f"select {by}, {sums} from {OPERATIONS} group by {by}")
     else:
-        found = _by_parts(run, wanted)
+        collectives = run.scan("collectives")
+        if isinstance(collectives, Scan):  # gone through once for all that may be asked next
+            wanted = columns_of(wanted, HELD_COLUMNS)
+        found = _by_parts(run, collectives, wanted)
     kept[OPERATIONS, *wanted] = found
     return found
 
@@ -72,11 +75,11 @@ def _kept(run: Run, index: Index | None) -> dict[tuple[str, ...], pa.Table]:
     return index.sums
 
 
-def _by_parts(run: Run, wanted: Sequence[str]) -> pa.Table:
+def _by_parts(run: Run, collectives: pa.Table | Scan, wanted: Sequence[str]) -> pa.Table:
     """The operations out of the files; of a large run part by part, since every collective is looked at by itself."""
     aggregates = run.table("aggregates")
     with connect() as engine:
-        parts = enumerate(of_scan(run.scan("collectives"), traffic.NEEDED, engine))
+        parts = enumerate(of_scan(collectives, traffic.NEEDED, engine))
         return pa.concat_tables(
             traffic.operations(part, aggregates.slice(0, None if number == 0 else 0), wanted)
             for number, part in parts

@@ -99,8 +99,8 @@ def _comparison(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _run(run: Run, name: str) -> Iterator[str]:
+    from commprof_dash import traffic_frames
     from commprof_dash.charts import times, traffic
-    from commprof_dash.data import Runs
     from commprof_dash.measures import WIRE
 
     facts = api.overview(run)
@@ -110,17 +110,13 @@ def _run(run: Run, name: str) -> Iterator[str]:
         items = "".join(f"<li>{_text(note)}</li>" for note in facts["notes"])
         yield f'<div class="note"><h3>What is missing</h3><ul>{items}</ul></div>\n'
     yield from _verdict(run)
-    shown = Runs(run.path)
-    (own,) = shown.names()[:1] or (None,)
-    if own is None:
-        return
-    by_step = shown.traffic_by_step(own)
+    by_step = traffic_frames.by_step(run)
     if len(by_step):
         yield from _figure("Traffic per step, by operation", traffic.by_step(by_step, WIRE, "light"), by_step)
-    by_purpose = shown.traffic_by_purpose(own)
+    by_purpose = traffic_frames.by_purpose(run)
     if len(by_purpose):
         yield from _figure("Traffic by purpose", traffic.by_purpose(by_purpose, WIRE, "light"), by_purpose)
-    steps = shown.step_times(own)
+    steps = api.step_times(run)
     if steps["duration_ns"].notna().any():
         yield from _figure("Step time and exposed communication", times.over_steps(steps, "light"), steps)
 

@@ -13,11 +13,12 @@ import numpy as np
 import pyarrow as pa
 
 from commprof.ledger.lookup import Flags, Lookup, Numbers, combinations, numbers_of, where
-from commprof.schema import Op, Phase
+from commprof.schema import Op, Phase, Purpose
 
 Group: TypeAlias = tuple[Any, ...]
 
 GROUP: Final = ("attempt", "pg", "group_ranks")
+_WITHIN_MODELS: Final = frozenset({Purpose.ACTIVATION, Purpose.PIPELINE})
 _PROCESS: Final = ("rank", "attempt", "pid")
 COLUMNS: Final = (*GROUP, "rank", "pid", "seq", "pg_seq", "step", "phase", "op", "backend", "payload_bytes")
 
@@ -58,16 +59,25 @@ class Survey:
             *group, rank, op = key
             if op in (Op.SEND, Op.RECV):
                 return op == Op.SEND or tuple(group) not in self._with_sends
-            return self._speakers.get(tuple(group)) == rank
+            return bool(self._speakers.get(tuple(group)) == rank)
 
         return where(part, [*GROUP, "rank", "op"], stands)
 
     def in_evaluation(self, rows: pa.Table) -> Flags:
-        """Whether each of ``rows`` was issued by an evaluation, judged by its rank's own order of phases."""
+        """Whether each of ``rows`` was issued by an evaluation, judged by its rank's own order of phases.
+
+        What passes between parts of a model outside of both passes of training needs no such order. ``rows`` have the
+        column ``purpose`` too.
+        """
         forward = where(rows, ["phase"], lambda phase: phase in (Phase.FORWARD, Phase.OTHER))
         last, has_last = self._last_of_optimizer.find(rows, _PROCESS, "step")
         ended = has_last & (numbers_of(rows, "seq")[0] > last)
-        return forward & (ended | (numbers_of(rows, "step")[0] < 0))
+        inference = where(
+            rows,
+            ["phase", "purpose"],
+            lambda phase, purpose: phase == Phase.OTHER and purpose in _WITHIN_MODELS,
+        )
+        return inference | forward & (ended | (numbers_of(rows, "step")[0] < 0))
 
     def payload_bytes(self, rows: pa.Table) -> Numbers:
         """The payload of what each of ``rows`` stands for."""

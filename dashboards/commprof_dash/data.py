@@ -13,18 +13,15 @@ from typing import Any, Final, NamedTuple
 import pandas as pd
 
 from commprof.analysis import api
-from commprof.schema import Op
+from commprof_dash import traffic_frames
 from commprof_dash.charts.series import with_series
-from commprof_dash.measures import MEASURES
 
 _CACHED_ANSWERS: Final = 256
 _ATTEMPTS: Final = 3
 _ERRORS: Final = "commprof.errors"  # those are written for people
 _UNREADABLE: Final = "unreadable"  # a state of api.find_runs
 _LISTING_SECONDS: Final = 1.0  # one drawing of a page asks many times
-_MOST_BARS: Final = 240  # a browser draws them at once; more steps are drawn as means of neighbours
 _CURVE_POINTS: Final = 1000
-_MEASURE_COLUMNS: Final = [measure.column for measure in MEASURES.values()]
 
 Stamp = tuple[tuple[str, int, int, int, int], ...]
 
@@ -92,15 +89,15 @@ class Runs:
 
     def traffic_by_step(self, name: str) -> pd.DataFrame:
         """Traffic per training step: step, steps (how many a row is the mean of), series, and each measure per step."""
-        return self.of_run("traffic_by_step", name, _traffic_by_step)
+        return self.of_run("traffic_by_step", name, traffic_frames.by_step)
 
     def traffic_by_purpose(self, name: str) -> pd.DataFrame:
         """Mean traffic of a training step: purpose, phase, op, intended_op, series, and each measure per step."""
-        return self.of_run("traffic_by_purpose", name, _traffic_by_purpose)
+        return self.of_run("traffic_by_purpose", name, traffic_frames.by_purpose)
 
     def traffic_before_steps(self, name: str) -> pd.DataFrame:
         """Traffic before the first training step: purpose, op, intended_op and the totals of each measure."""
-        return self.of_run("traffic_before_steps", name, _traffic_before_steps)
+        return self.of_run("traffic_before_steps", name, traffic_frames.before_steps)
 
     def step_times(self, name: str) -> pd.DataFrame:
         """One row per training step: see ``api.step_times``."""
@@ -108,7 +105,7 @@ class Runs:
 
     def groups(self, name: str) -> pd.DataFrame:
         """One row per process group: pg, group_desc, group_ranks, group_size, backend, unseen (over its ranks)."""
-        return self.of_run("groups", name, _groups)
+        return self.of_run("groups", name, traffic_frames.groups)
 
     def moved(self, name: str) -> pd.DataFrame:
         """What the counters of the hosts moved: see ``api.moved``."""
@@ -212,35 +209,3 @@ def _stamp(path: Path) -> Stamp:
 def _has_open_records(path: Path) -> bool:
     """Whether binary records are left, whose file grows in place without a change of size."""
     return any(path.glob("*.records"))
-
-
-def _traffic_by_step(path: Path) -> pd.DataFrame:
-    frame = api.traffic(path, by=("step", "op", "intended_op"))
-    frame = with_series(frame[(frame["step"] >= 0) & (frame["op"] != Op.BARRIER)])
-    steps = int(frame["step"].max()) + 1 if len(frame) else 0
-    each = max(1, -(-steps // _MOST_BARS))
-    first = (frame["step"] // each) * each
-    sums = frame.assign(step=first).groupby(["step", "series"], as_index=False)[_MEASURE_COLUMNS].sum()
-    counted = sums["step"].map(lambda begin: min(each, steps - begin)).astype("int64")
-    means = {f"{column}_per_step": sums[column] / counted for column in _MEASURE_COLUMNS}
-    return sums[["step", "series"]].assign(steps=counted, **means)
-
-
-def _traffic_by_purpose(path: Path) -> pd.DataFrame:
-    frame = with_series(api.traffic_by_setting([path]))
-    return frame.assign(purpose=frame["purpose"].fillna("untagged").astype("str"))
-
-
-def _traffic_before_steps(path: Path) -> pd.DataFrame:
-    frame = api.traffic(path, by=("step", "purpose", "op", "intended_op"))
-    frame = with_series(frame[frame["step"] < 0])
-    frame = frame.assign(purpose=frame["purpose"].fillna("untagged").astype("str"))
-    return frame.groupby(["purpose", "series"], as_index=False)[_MEASURE_COLUMNS].sum()
-
-
-def _groups(path: Path) -> pd.DataFrame:
-    frame = api.table(path, "groups")
-    keys = ["pg", "group_desc", "group_ranks", "group_size", "backend"]
-    return frame.groupby(keys, as_index=False, dropna=False).agg(
-        unseen=("unseen", "sum"), ranks=("rank", "nunique")
-    )

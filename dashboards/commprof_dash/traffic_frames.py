@@ -1,0 +1,51 @@
+"""What the figures of one run's traffic are drawn from: answers of the library, added up by step and by purpose."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pandas as pd
+
+from commprof.analysis import api
+from commprof.schema import Op
+from commprof_dash.charts.series import with_series
+from commprof_dash.measures import MEASURES
+
+_MOST_BARS: Final = 240  # a browser draws them at once; more steps are drawn as means of neighbours
+_MEASURE_COLUMNS: Final = [measure.column for measure in MEASURES.values()]
+
+
+def by_step(run: api.AnyRun) -> pd.DataFrame:
+    """Traffic per training step: step, steps (how many a row is the mean of), series, and each measure per step."""
+    frame = api.traffic(run, by=("step", "op", "intended_op"))
+    frame = with_series(frame[(frame["step"] >= 0) & (frame["op"] != Op.BARRIER)])
+    steps = int(frame["step"].max()) + 1 if len(frame) else 0
+    each = max(1, -(-steps // _MOST_BARS))
+    first = (frame["step"] // each) * each
+    sums = frame.assign(step=first).groupby(["step", "series"], as_index=False)[_MEASURE_COLUMNS].sum()
+    counted = sums["step"].map(lambda begin: min(each, steps - begin)).astype("int64")
+    means = {f"{column}_per_step": sums[column] / counted for column in _MEASURE_COLUMNS}
+    return sums[["step", "series"]].assign(steps=counted, **means)
+
+
+def by_purpose(run: api.AnyRun) -> pd.DataFrame:
+    """Mean traffic of a training step: purpose, phase, op, intended_op, series, and each measure per step."""
+    frame = with_series(api.traffic_by_setting([run]))
+    return frame.assign(purpose=frame["purpose"].fillna("untagged").astype("str"))
+
+
+def before_steps(run: api.AnyRun) -> pd.DataFrame:
+    """Traffic before the first training step: purpose, op, intended_op and the totals of each measure."""
+    frame = api.traffic(run, by=("step", "purpose", "op", "intended_op"))
+    frame = with_series(frame[frame["step"] < 0])
+    frame = frame.assign(purpose=frame["purpose"].fillna("untagged").astype("str"))
+    return frame.groupby(["purpose", "series"], as_index=False)[_MEASURE_COLUMNS].sum()
+
+
+def groups(run: api.AnyRun) -> pd.DataFrame:
+    """One row per process group: pg, group_desc, group_ranks, group_size, backend, unseen (over its ranks)."""
+    frame = api.table(run, "groups")
+    keys = ["pg", "group_desc", "group_ranks", "group_size", "backend"]
+    return frame.groupby(keys, as_index=False, dropna=False).agg(
+        unseen=("unseen", "sum"), ranks=("rank", "nunique")
+    )
