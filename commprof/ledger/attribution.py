@@ -30,6 +30,7 @@ NOT_ASKED: Final = "the config's rules ask for none with this purpose"
 OTHER_OP: Final = "the config's rules ask for another operation with this purpose"
 OTHER_GROUP: Final = "the config's rules ask for it in another group"
 RAISED: Final = "the call raised"
+_MOST_SHOWN: Final = 4
 # An estimate counts forward and backward. Modules that run more often than this many times of it are not believed.
 MOST_TIMES: Final = 4
 
@@ -152,9 +153,7 @@ def _by_class(messages: Mapping[Message, int]) -> dict[Class, Counter[Message]]:
 
 def _with_evaluation(finding: Finding | None, messages: Counter[Message]) -> Finding:
     sent, count = payload(messages), sum(messages.values())
-    remark = (
-        f"{count} message{'s' * (count > 1)} ({sent:,} bytes) of an evaluation, which gathers parameters too"
-    )
+    remark = f"{count} message{'s' * (count > 1)} ({sent:,} bytes) of an evaluation, which runs the model too"
     if finding is None:
         return Finding(None, messages, "evaluation", sent, remark=remark)
     finding.messages = finding.messages + messages
@@ -285,8 +284,16 @@ def _narrow(finding: Finding, want: Want, model: Counter[Message]) -> None:
     extra_bytes = payload(finding.messages) - want.payload_bytes
     extra = finding.messages - model
     single = [message for message in finding.messages if message.payload_bytes == extra_bytes]
+    absent = model - finding.messages
     if extra and payload(extra) == extra_bytes:
         finding.surplus = extra
+    elif model and extra and payload(extra) - payload(absent) == extra_bytes:
+        finding.surplus = extra
+        finding.explained_bytes = payload(finding.messages) - payload(extra)
+        sizes = ", ".join(
+            f"{each.payload_bytes:,}" for each in sorted(absent.elements(), key=str)[:_MOST_SHOWN]
+        )
+        finding.reason += f"; steps that close send {sizes} bytes in place of that"
     elif len(single) == 1 and sum(finding.messages.values()) == want.count + 1:
         finding.surplus = Counter(single)
     else:

@@ -49,6 +49,12 @@ class Crossings:
     headers: Mapping[StepKey, tuple[int, ...]] = field(default_factory=dict)
     whole: Mapping[StepKey, Mapping[Pair, Crossing]] = field(default_factory=dict)
 
+    @property
+    def wraps(self) -> bool:
+        """Whether the last stage passes something on to the first, which has another part of the model."""
+        last = self.axes.size(PIPE) - 1
+        return last > 1 and any((last, 0) in forms for forms in (self.usual, *self.whole.values()))
+
     def expected(self, key: StepKey) -> list[Expectation]:
         """What all stages together should send in step ``key``."""
         whole = self.whole.get(key)
@@ -93,13 +99,17 @@ def observe(run: Records, axes: Axes, micro_batches: int) -> Crossings:
     for pair in sorted({batch.pair for batch in sent}):
         own = {batch: tensors for batch, tensors in sent.items() if batch.pair == pair}
         usual[pair] = _crossing(_form(own.values()))
+        before: tuple[int, Counter[Tensor]] | None = None
         for segment in _segments(own):
             form = _form(tensors for batch, tensors in own.items() if batch.key in segment)
             for key in segment:
                 forms[key][pair] = _crossing(form)
-                told = [batch for batch in own if batch.key == key and _has_header(own[batch])]
-                for batch in told[:1]:
-                    headers[key] += _told(own[batch] - form)
+            # Shapes that are told again have changed, or the processes are new.
+            first = segment[0]
+            if before != (first.attempt, form):
+                told = [own[batch] for batch in own if batch.key == first and _has_header(own[batch])]
+                headers[first] += _told(told[0] - form) if told else []
+            before = first.attempt, form
     joined = {key: {**usual, **by_pair} for key, by_pair in forms.items()}
     return Crossings(axes, micro_batches, usual, joined, {key: tuple(each) for key, each in headers.items()})
 
@@ -128,7 +138,8 @@ def _form(batches: Iterable[Counter[Tensor]]) -> Counter[Tensor]:
 
 
 def _without_header(tensors: Counter[Tensor]) -> Counter[Tensor]:
-    return tensors - Counter({(_HEADER_DTYPE, HEADER_BYTES): 1}) if _has_header(tensors) else tensors
+    # One for each part of the model that the stage has.
+    return Counter({tensor: n for tensor, n in tensors.items() if tensor != (_HEADER_DTYPE, HEADER_BYTES)})
 
 
 def _crossing(form: Counter[Tensor]) -> Crossing:
@@ -140,19 +151,20 @@ def _crossing(form: Counter[Tensor]) -> Crossing:
 
 
 def _told(extra: Counter[Tensor]) -> list[int]:
-    """The header of one micro-batch, and the message that may follow it, of what it sends beside its activations."""
-    numbers = sorted(size for dtype, size in extra.elements() if dtype == _HEADER_DTYPE)
-    return [HEADER_BYTES, *(size for size in numbers if size != HEADER_BYTES)][:2] if numbers else []
+    """The headers of one micro-batch, and the messages that may follow them, of what it sends beside its activations."""
+    numbers = [size for dtype, size in extra.elements() if dtype == _HEADER_DTYPE]
+    headers = [size for size in numbers if size == HEADER_BYTES]
+    return [*headers, *(size for size in sorted(numbers) if size != HEADER_BYTES)][: 2 * len(headers)]
 
 
-def _segments(sent: Mapping[_MicroBatch, Counter[Tensor]]) -> list[set[StepKey]]:
-    """Steps between two headers: in each of these shapes are the same."""
-    segments: list[set[StepKey]] = []
+def _segments(sent: Mapping[_MicroBatch, Counter[Tensor]]) -> list[list[StepKey]]:
+    """Steps between two headers, in order: in each of these shapes are the same."""
+    segments: list[list[StepKey]] = []
     for key in sorted({batch.key for batch in sent}):
         told = any(_has_header(tensors) for batch, tensors in sent.items() if batch.key == key)
         if told or not segments:
-            segments.append(set())
-        segments[-1].add(key)
+            segments.append([])
+        segments[-1].append(key)
     return segments
 
 

@@ -57,7 +57,7 @@ class SharedModel:
         Raises:
             CommprofError: the rules do not cover the config.
         """
-        shapes = replace(self.activations.shapes, scale=scale)
+        shapes = replace(self.activations.shapes, scale=scale, wraps=self.crossings.wraps)
         return grid.expected_on_axes(config, parameters, self.axes, shapes, order, **keywords)
 
     def once(self, key: StepKey, ordinal: int) -> list[Expectation]:

@@ -94,7 +94,7 @@ def expected_on_axes(
     if stages > 1:
         configuration = read_configuration(plain)
         wide = configuration.accumulation_dtype if configuration.reduces_flat_groups else None
-        rows += [opened_channels(axes), *crossing_tensors(axes, shapes, micro_batches(config, axes))]
+        rows += [opened_channels(axes, shapes.wraps), *crossing_tensors(axes, shapes, micro_batches(config, axes))]
         rows += tied_weights(axes, parameters, configuration.model_dtype, wide)
     return rows
 

@@ -52,6 +52,7 @@ class Shapes:
         others: module -> what it sends along the model axis, (op, bytes), of which no rule speaks.
         exchanged: module -> what it exchanges along the sequence axis.
         crossings: (stage, stage) -> what passes between them.
+        wraps: whether the last stage passes something on to the first, as stages with several parts of the model do.
         scale: how many times as many rows all modules have in the step at hand: sequences may differ in length.
         assumed: whether all this is assumed of a model of which only the size is known.
     """
@@ -62,6 +63,7 @@ class Shapes:
     others: Mapping[str, Sequence[tuple[str, int]]] = field(default_factory=dict)
     exchanged: Mapping[str, Exchanged] = field(default_factory=dict)
     crossings: Mapping[tuple[int, int], Crossing] = field(default_factory=dict)
+    wraps: bool = False
     scale: Fraction = Fraction(1)
     assumed: bool = False
 

@@ -17,10 +17,10 @@ RECORDED: Final = "sizes of activations as the run shows them: no config tells t
 BUILT_DTYPE: Final = "the element type in which the model was built"
 
 
-def opened_channels(axes: Axes) -> Expectation:
-    """The number that each stage sends the next one at the start."""
+def opened_channels(axes: Axes, wraps: bool) -> Expectation:
+    """The number that each stage sends the next one at the start; with ``wraps`` the last one the first too."""
     lines = axes.lines(PIPE)
-    payloads = [OPENING_BYTES] * (axes.size(PIPE) - 1)
+    payloads = [OPENING_BYTES] * (axes.size(PIPE) - 1 + wraps)
     return row("init", Purpose.PIPELINE, Op.SEND, payloads, len(lines[0]))._replace(groups=lines)
 
 

@@ -117,11 +117,11 @@ class Stage:
         return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, values)
 
     def _receive_activation(self, each: Pass) -> None:
-        hooks.phase("forward")
+        hooks.phase("forward" if self._training else "other")
         self._inputs[each] = self._channel.receive_activation(self._training, each.chunk)
 
     def _forward(self, each: Pass) -> None:
-        hooks.phase("forward")
+        hooks.phase("forward" if self._training else "other")
         engine, inputs = self._engine, self._inputs[each]
         if not self._training:
             del self._inputs[each]
@@ -161,7 +161,7 @@ class Stage:
         return loss
 
     def _send_activation(self, each: Pass) -> None:
-        hooks.phase("forward")
+        hooks.phase("forward" if self._training else "other")
         self._channel.send_activation(self._outputs[each], each.chunk)
         if not self._training:
             del self._outputs[each]
