@@ -8,9 +8,10 @@ from torch import nn
 
 import zero_runtime
 from support.pipelines import (
+    INTERLEAVED,
     MICRO_BATCHES,
+    SCHEDULES,
     STEPS,
-    WIDTH,
     batches,
     config,
     made,
@@ -19,32 +20,13 @@ from support.pipelines import (
     plain_layers,
     reference,
     same,
+    scheduled,
     tied,
     train,
 )
 from support.ranks import run_ranks
-from support.recording import calls, record
-from zero_runtime.pipeline.instructions import COMPUTATIONS, RECEIVES, SENDS, Action
-from zero_runtime.pipeline.plan import Plan
-from zero_runtime.pipeline.simulation import simulate
 
 pytestmark = pytest.mark.ranks
-INTERLEAVED = {"schedule": "interleaved", "virtual_stages": 2}
-SCHEDULES = {
-    "1f1b": {"schedule": "1f1b"},
-    "gpipe": {"schedule": "gpipe"},
-    "zero_bubble": {"schedule": "zero_bubble"},
-    "interleaved": INTERLEAVED,
-}
-
-
-def scheduled(layers, schedule, given=None, **options):
-    """An engine whose layers are dealt out evenly, when the configuration is known."""
-    block = {"pp_size": options.pop("stages", 2), **schedule}
-    given = {**(given or config()), "pipeline_parallel": block, "partition_methods": "uniform"}
-    return made(layers, given, stages=None, **options)
-
-
 # Each of these runs on two ranks.
 
 
@@ -218,94 +200,3 @@ def _replicas(rank, world):
 
 def test_replicas():
     run_ranks(4, _replicas)
-
-
-# The order of what ranks do.
-
-
-class Mark(torch.autograd.Function):
-    """Calls a function in the backward pass."""
-
-    @staticmethod
-    def forward(ctx, values, function):
-        ctx.function = function
-        return values.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.function()
-        return gradient, None
-
-
-class Noted(nn.Linear):
-    """Notes when it runs forward and backward, and when the gradients of its weights are made."""
-
-    notes: list[tuple[str, int]]
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-        self.weight.register_post_accumulate_grad_hook(lambda _: self.note("weights"))
-
-    def note(self, what):
-        Noted.notes.append((what, id(self)))
-
-    def forward(self, values):
-        self.note("forward")
-        return Mark.apply(super().forward(values), lambda: self.note("backward"))
-
-
-NAMES = {
-    Action.FORWARD: ["forward"],
-    Action.BACKWARD: ["backward", "weights"],
-    Action.BACKWARD_INPUT: ["backward"],
-    Action.BACKWARD_WEIGHT: ["weights"],
-}
-
-
-def noted(rank, world, schedule):
-    """Train two steps of one layer in each part. Returns what the schedule says of the last one."""
-    Noted.notes = []
-    parts = 2 * schedule.get("virtual_stages", 1)
-    layers = [zero_runtime.LayerSpec(Noted) for _ in range(parts)]
-    engine = scheduled(layers, schedule, config(zero_optimization={"stage": 1}))
-    data = torch.ones(2 * MICRO_BATCHES, WIDTH)
-    for _ in range(2):
-        Noted.notes.clear()
-        engine.train_batch(data=data, targets=data)
-    chunks = [id(layer) for layer in engine.module.forward_funcs]
-    planned = [each for step in engine.plan.training(MICRO_BATCHES, rank) for each in step]
-    assert [(what, chunks.index(layer)) for what, layer in Noted.notes] == [
-        (name, chunk) for action, _, chunk in planned for name in NAMES.get(action, ())
-    ]
-    return [(str(action), number, chunk) for action, number, chunk in planned]
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_ranks_do_what_the_schedule_says_in_its_order(tmp_path, name):
-    """By what torch ran, and by the messages of the trace; and the timeline on paper is of the same instructions."""
-    run, outcomes = record(tmp_path / "run", 2, noted, SCHEDULES[name])
-    plan = Plan(name, 2, SCHEDULES[name].get("virtual_stages", 1))
-    timeline = simulate(
-        [plan.training(MICRO_BATCHES, stage) for stage in range(2)], chunks=plan.chunks, blocking=True
-    )
-    kinds = {
-        ("send", "forward"): Action.SEND_ACTIVATION,
-        ("recv", "forward"): Action.RECEIVE_ACTIVATION,
-        ("send", "backward"): Action.SEND_GRADIENT,
-        ("recv", "backward"): Action.RECEIVE_GRADIENT,
-    }
-    for rank, outcome in enumerate(outcomes):
-        planned = outcome["result"]
-        messages = [
-            (str(kinds[op, phase]), micro_batch)
-            for step, micro_batch, op, phase in calls(run, rank, "step", "micro_step", "op", "phase")
-            if op in ("send", "recv") and step == 1
-        ]
-        assert messages == [
-            (action, number) for action, number, _ in planned if action in map(str, SENDS | RECEIVES)
-        ]
-        assert len(messages) == (24 if name == "interleaved" else 8)
-        on_paper = [event.instruction for event in timeline.events if event.rank == rank]
-        assert [(str(action), number, chunk) for action, number, chunk in on_paper] == [
-            each for each in planned if each[0] in map(str, COMPUTATIONS)
-        ]

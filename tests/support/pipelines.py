@@ -9,6 +9,13 @@ from torch import nn
 import zero_runtime
 
 WIDTH, MICRO_BATCHES, STEPS = 12, 4, 3
+INTERLEAVED = {"schedule": "interleaved", "virtual_stages": 2}
+SCHEDULES = {
+    "1f1b": {"schedule": "1f1b"},
+    "gpipe": {"schedule": "gpipe"},
+    "zero_bubble": {"schedule": "zero_bubble"},
+    "interleaved": INTERLEAVED,
+}
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 
 
@@ -158,3 +165,10 @@ def train(engine, changing=False, count=MICRO_BATCHES):
 def made(layers, given=None, **options):
     model = pipeline(layers, **options)
     return zero_runtime.initialize(model=model, config=given or config())[0]
+
+
+def scheduled(layers, schedule, given=None, **options):
+    """An engine whose layers are dealt out evenly, when the configuration is known."""
+    block = {"pp_size": options.pop("stages", 2), **schedule}
+    given = {**(given or config()), "pipeline_parallel": block, "partition_methods": "uniform"}
+    return made(layers, given, stages=None, **options)
