@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -91,11 +90,16 @@ class Ranks(RankProcesses):
         self,
         machines: Sequence[network.Host],
         words: Sequence[str],
-        environment: Mapping[str, str],
+        port: int,
         log: TextIO,
     ) -> None:
         super().__init__(
-            machine.start(words, {**environment, "RANK": str(rank)}, stderr=log, **PIPES)
+            machine.start(
+                words,
+                network.environment(machines, rank, port=port) | {"DS_ACCELERATOR": "cpu"},
+                stderr=log,
+                **PIPES,
+            )
             for rank, machine in enumerate(machines)
         )
 
@@ -133,7 +137,7 @@ def started(cases: Mapping[str, Case], folder: Path, python: str) -> Iterator[di
                     framework,
                     *names,
                 ]
-                ranks = Ranks(machines, words, environment(machines[0].address, FIRST_PORT + number), log)
+                ranks = Ranks(machines, words, FIRST_PORT + number, log)
                 running[process] = ranks
                 try:
                     ranks.answers()
@@ -165,22 +169,6 @@ def write_job(job: Path, weights: Path, cases: Mapping[str, Case]) -> int:
     }
     job.write_text(json.dumps(facts | {"cases": {name: case.config for name, case in cases.items()}}))
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def environment(address: str, port: int) -> dict[str, str]:
-    """The variables of a rank, but RANK."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("COMMPROF_", "NCCL_"))}
-    return kept | {
-        "WORLD_SIZE": str(HOSTS),
-        "LOCAL_RANK": "0",
-        "LOCAL_SIZE": "1",
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-        "DS_ACCELERATOR": "cpu",
-        "GLOO_SOCKET_IFNAME": network.INTERFACE,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "runtime")]),
-    }
 
 
 def measure(

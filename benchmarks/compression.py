@@ -9,7 +9,6 @@ gathered. Needs root.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,6 @@ from results import arguments, publish
 from support import hosts as network
 
 ROOT = Path(__file__).resolve().parent.parent
-PORT = 29_740
 CANNOT = 3  # exit code where there can be no such hosts
 COMMON: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,
@@ -106,7 +104,7 @@ def run(configs: Mapping[str, Any], hosts: int, rate: str, steps: int) -> dict[s
         ranks = [
             machine.start(
                 [sys.executable, script, str(plan)],
-                environment(rank, hosts, machines[0].address),
+                network.environment(machines, rank),
                 stdout=subprocess.PIPE,
                 text=True,
             )
@@ -121,22 +119,6 @@ def run(configs: Mapping[str, Any], hosts: int, rate: str, steps: int) -> dict[s
     if len(figures) != len(configs):
         raise SystemExit(f"{len(figures)} of {len(configs)} cases ran to their end; see above")
     return dict(zip(configs, (json.loads(each[8:]) for each in figures), strict=True))
-
-
-def environment(rank: int, hosts: int, address: str) -> dict[str, str]:
-    """The variables of a rank."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("COMMPROF_", "NCCL_"))}
-    return kept | {
-        "RANK": str(rank),
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "WORLD_SIZE": str(hosts),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(PORT),
-        "GLOO_SOCKET_IFNAME": network.INTERFACE,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "runtime")]),
-    }
 
 
 def main() -> None:

@@ -10,7 +10,6 @@ of the slowest rank.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -36,37 +35,19 @@ CLUSTERS = (
     (4, 2, "100mbit", ([4, 2], [2, 2, 2])),
 )
 MESSAGES = (("all_reduce", 4 * MIB), ("reduce_scatter", 4 * MIB), ("all_gather", 4 * MIB), (TRAINING, 0))
-PORT = 29_700
 CANNOT = 3  # exit code where there can be no such hosts
 
 
 class Ranks(RankProcesses):
     """The processes on all hosts, in rank order."""
 
-    def __init__(self, machines: Sequence[network.Host], each: int, port: int) -> None:
+    def __init__(self, machines: Sequence[network.Host], each: int) -> None:
         world = len(machines) * each
         words = [sys.executable, str(ROOT / "benchmarks" / "hierarchical_rank.py")]
         super().__init__(
-            machines[rank // each].start(
-                words, _environment(machines[0].address, port, rank, world, each), **PIPES
-            )
+            machines[rank // each].start(words, network.environment(machines, rank, each), **PIPES)
             for rank in range(world)
         )
-
-
-def _environment(address: str, port: int, rank: int, world: int, each: int) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("COMMPROF_", "NCCL_"))}
-    return kept | {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_RANK": str(rank % each),
-        "LOCAL_WORLD_SIZE": str(each),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": network.INTERFACE,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "runtime")]),
-    }
 
 
 def measure(ranks: Ranks, topologies: Sequence[Any], rounds: int, repeat: int) -> dict[str, dict[str, Any]]:
@@ -148,7 +129,7 @@ def main() -> None:
     for number in args.clusters:
         count, each, rate, topologies = CLUSTERS[number]
         with network.hosts(count, rate) as machines, tempfile.TemporaryDirectory():
-            ranks = Ranks(machines, each, PORT + number)
+            ranks = Ranks(machines, each)
             try:
                 ranks.answers()
                 found = measure(ranks, topologies, args.rounds, args.repeat)

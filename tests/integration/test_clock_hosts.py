@@ -5,8 +5,6 @@ The hosts are network and time namespaces of one machine; two of them are shifte
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -56,41 +54,14 @@ def record(directory: Path, *unrecorded: int) -> Path:
     script, run = directory / "train.py", directory / "run"
     script.write_text(textwrap.dedent(PROGRAM))
     with network.hosts(len(AHEAD), ahead=AHEAD) as machines:
-        started = [
-            machine.start(
-                [sys.executable, str(script), str(run), *map(str, unrecorded)],
-                environment(rank, machines[0].address),
-                cwd=directory,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank, machine in enumerate(machines)
-        ]
-        try:
-            said = [process.communicate(timeout=120)[1] for process in started]
-        finally:
-            for process in started:
-                process.kill()
-        assert [process.returncode for process in started] == [0] * len(AHEAD), said
+        words = [sys.executable, str(script), str(run), *map(str, unrecorded)]
+        said = network.run_on_each(machines, words, directory)
         # torch's own: the names of these hosts are in no register.
-        lines = [line for text in said for line in text.splitlines() if "hostname of the client" not in line]
+        lines = [
+            line for _, text in said for line in text.splitlines() if "hostname of the client" not in line
+        ]
         assert lines == []
     return run
-
-
-def environment(rank: int, master: str) -> dict[str, str]:
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "runtime")]),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": network.INTERFACE,
-        "MASTER_ADDR": master,
-        "MASTER_PORT": "29517",
-        "RANK": str(rank),
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": str(len(AHEAD)),
-        "LOCAL_WORLD_SIZE": "1",
-    }
 
 
 @pytest.fixture(scope="module")

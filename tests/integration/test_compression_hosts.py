@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
 from support import hosts as network
 
-ROOT = Path(__file__).parents[2]
 HOSTS = 4
 STEPS = 2
 WHY_NOT = network.why_impossible()
-PORT = "29513"
 
 pytestmark = [
     pytest.mark.long,
@@ -77,41 +72,14 @@ EXPECTED = {
 }
 
 
-def environment(rank, address):
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("COMMPROF_", "NCCL_"))}
-    return kept | {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(HOSTS),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": PORT,
-        "GLOO_SOCKET_IFNAME": network.INTERFACE,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "runtime")]),
-    }
-
-
 @pytest.fixture(scope="module")
 def sent(tmp_path_factory):
     """For each case the bytes that a host sent in a step, on average over the hosts."""
     script = tmp_path_factory.mktemp("hosts") / "train.py"
     script.write_text(textwrap.dedent(PROGRAM).replace("STEPS", str(STEPS)))
     with network.hosts(HOSTS) as machines:
-        ranks = [
-            machine.start(
-                [sys.executable, str(script), json.dumps(CASES)],
-                environment(rank, machines[0].address),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank, machine in enumerate(machines)
-        ]
-        try:
-            said = [process.communicate(timeout=200) for process in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
-    assert [process.returncode for process in ranks] == [0] * HOSTS, said[0][1][-2000:]
+        words = [sys.executable, str(script), json.dumps(CASES)]
+        said = network.run_on_each(machines, words, script.parent)
     found = [
         json.loads(line[6:]) for out, _ in said for line in out.splitlines() if line.startswith("found ")
     ]

@@ -5,7 +5,6 @@ its n-1 rounds), and not taken from the package under test.
 """
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -21,7 +20,6 @@ ROOT = Path(__file__).parents[2]
 HOSTS = 4
 TOLERANCE = 0.02
 WHY_NOT = network.why_impossible()
-PORT = "29511"
 
 pytestmark = [
     pytest.mark.root,
@@ -97,46 +95,9 @@ def record(directory, program, *arguments):
     script.write_text(textwrap.dedent(program))
     run = directory / "run"
     with network.hosts(HOSTS) as machines:
-        started = [
-            machine.start(
-                [
-                    sys.executable,
-                    "-m",
-                    "commprof",
-                    "run",
-                    "--wire",
-                    "--out",
-                    str(run),
-                    str(script),
-                    *arguments,
-                ],
-                environment(rank, machines[0].address),
-                cwd=directory,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank, machine in enumerate(machines)
-        ]
-        try:
-            said = [process.communicate(timeout=200)[1] for process in started]
-        finally:
-            for process in started:
-                process.kill()
-    assert [process.returncode for process in started] == [0] * HOSTS, said
+        words = ["-m", "commprof", "run", "--wire", "--out", str(run), str(script), *arguments]
+        network.run_on_each(machines, [sys.executable, *words], directory)
     return run, [machine.name for machine in machines]
-
-
-def environment(rank, address):
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("COMMPROF_", "NCCL_"))}
-    return kept | {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(HOSTS),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": PORT,
-        "GLOO_SOCKET_IFNAME": network.INTERFACE,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "runtime")]),
-    }
 
 
 def sent_until(run, host):

@@ -14,7 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+ROOT = Path(__file__).resolve().parents[2]
 INTERFACE = "eth0"
+PORT = 29_511  # of the ranks' rendezvous: hosts of their own share no ports with this machine
 # What a shaped link holds back: enough that three hosts sending to one lose nothing, as on a switch with buffers.
 _BURST = "256kb"
 _LATENCY = "100ms"
@@ -121,6 +123,48 @@ def hosts(count: int, rate: str | None = None, ahead: Sequence[int] | None = Non
         for name in (*(host.name for host in made), switch):
             if Path("/run/netns", name).exists():
                 subprocess.run(["ip", "netns", "delete", name], check=False)
+
+
+def environment(machines: Sequence[Host], rank: int, each: int = 1, port: int = PORT) -> dict[str, str]:
+    """What ``rank`` finds, of ``each`` ranks on every host; neither commprof nor NCCL is told anything by this process."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("COMMPROF_", "NCCL_"))}
+    return kept | {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(len(machines) * each),
+        "LOCAL_RANK": str(rank % each),
+        "LOCAL_WORLD_SIZE": str(each),
+        "MASTER_ADDR": machines[0].address,
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": INTERFACE,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "runtime")]),
+    }
+
+
+def run_on_each(machines: Sequence[Host], words: Sequence[str], cwd: Path) -> list[tuple[str, str]]:
+    """Run ``words`` as one rank on each host; what each has printed, and said on its standard error.
+
+    Raises:
+        AssertionError: a rank has not ended with 0.
+    """
+    ranks = [
+        machine.start(
+            words,
+            environment(machines, rank),
+            cwd=cwd,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, machine in enumerate(machines)
+    ]
+    try:
+        said = [process.communicate(timeout=200) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0] * len(ranks), said
+    return said
 
 
 def _limit(namespace: str, device: str, rate: str) -> None:
