@@ -118,30 +118,72 @@ def attribute(
 ) -> Findings:
     """Judge every class of every step.
 
+    Steps that sent the same and should have sent the same share one value: there may be 100,000 of them.
+
     Args:
         issued: the messages of each step.
         wanted: what each step should send.
         partial: steps that did not reach their end: nothing is missing in them.
     """
-    classes = {key: _by_class(issued.get(key, {})) for key in sorted(set(issued) | set(wanted))}
+    classes = _classes(issued, wanted)
     evaluated = evaluations.of(classes, wanted)
     wanted = evaluations.wanted_after(evaluated, wanted)
-    findings: Findings = defaultdict(dict)
-    for key, issued_classes in classes.items():
-        step_wants = wanted.get(key, {})
-        left = evaluations.before(key, evaluated)
-        for kind in sorted({*issued_classes, *step_wants}, key=str):
-            own = issued_classes.get(kind, Counter()) - evaluated[key].get(kind, Counter())
-            if own or kind in step_wants:
-                findings[key][kind] = _judge(
-                    kind, own, step_wants, payload(left.get(kind, {})), partial=key in partial
-                )
+    left = evaluations.before(evaluated)
+    findings: Findings = {}
+    known: dict[tuple[int, int, bool], dict[Class, Finding]] = {}
+    nothing: dict[Class, Want] = {}
+    for key, sent in classes.items():
+        wants, ended = wanted.get(key, nothing), key not in partial
+        alike = (id(sent), id(wants), ended)
+        if evaluated[key] or left[key]:
+            findings[key] = _judged(sent, wants, evaluated[key], left[key], ended=ended)
+        else:
+            findings[key] = known[alike] = known.get(alike) or _judged(sent, wants, {}, {}, ended=ended)
     _single_out(findings)
-    _doubt_the_odd(findings, {key for key in classes if evaluations.before(key, evaluated)})
+    _doubt_the_odd(findings, {key for key, sent in left.items() if sent})
     for key, by_class in evaluated.items():
         for kind, messages in by_class.items():
             findings[key][kind] = _with_evaluation(findings[key].get(kind), messages)
-    return dict(findings)
+    return {key: step for key, step in findings.items() if step}
+
+
+def _classes(
+    issued: Issued, wanted: Mapping[StepKey, Mapping[Class, Want]]
+) -> dict[StepKey, dict[Class, Counter[Message]]]:
+    nothing: dict[Message, int] = {}
+    known: dict[int, dict[Class, Counter[Message]]] = {}
+    found: dict[StepKey, dict[Class, Counter[Message]]] = {}
+    for key in sorted({*issued, *wanted}):
+        messages = issued.get(key, nothing)
+        if id(messages) not in known:
+            known[id(messages)] = _by_class(messages)
+        found[key] = known[id(messages)]
+    return found
+
+
+def _judged(
+    sent: Mapping[Class, Counter[Message]],
+    wants: Mapping[Class, Want],
+    evaluated: Mapping[Class, Counter[Message]],
+    left: Mapping[Class, Counter[Message]],
+    *,
+    ended: bool,
+) -> dict[Class, Finding]:
+    """Judge every class of one step, without what was sent by an evaluation.
+
+    Args:
+        sent: the messages of the step.
+        wants: what it should send.
+        evaluated: what of its messages an evaluation sent.
+        left: what an evaluation before it sent.
+        ended: whether it reached its end.
+    """
+    found = {}
+    for kind in sorted({*sent, *wants}, key=str):
+        own = sent.get(kind, Counter()) - evaluated.get(kind, Counter())
+        if own or kind in wants:
+            found[kind] = _judge(kind, own, wants, payload(left.get(kind, {})), partial=not ended)
+    return found
 
 
 def _by_class(messages: Mapping[Message, int]) -> dict[Class, Counter[Message]]:
@@ -183,7 +225,8 @@ def _judge(
     finding = Finding(want, messages, "config", min(total, want.payload_bytes))
     finding.reason = _difference(count, total, want)
     most = total if want.most_bytes is None else want.most_bytes
-    if want.estimated and want.least_bytes - left_bytes <= total <= most:
+    counted = count == want.count or not want.exact
+    if want.estimated and counted and want.least_bytes - left_bytes <= total <= most:
         return _estimated(finding, want, total)
     if not partial and want.payload_bytes - left_bytes <= total < want.payload_bytes:
         finding.explained_bytes = total
@@ -237,42 +280,44 @@ def _doubt_the_odd(findings: Findings, after_evaluation: Set[StepKey]) -> None:
 
     Steps that record or check that order are apart, and so are those after an evaluation.
     """
-    alike: dict[tuple[Class, int, int], list[tuple[StepKey, Finding]]] = defaultdict(list)
+    alike: dict[tuple[Class, int, int], list[Finding]] = defaultdict(list)
     for key, step in findings.items():
         if key in after_evaluation or any(kind.purpose == Purpose.TRACE_CHECK for kind in step):
             continue
         for kind, finding in step.items():
             if finding.want is not None and finding.want.estimated and not finding.want.estimate:
-                alike[kind, finding.want.count, finding.want.payload_bytes].append((key, finding))
+                alike[kind, finding.want.count, finding.want.payload_bytes].append(finding)
     for found in alike.values():
-        sizes = [_sizes(finding.messages) for _, finding in found]
-        usual = max(sizes, key=sizes.count)
-        if 2 * sizes.count(usual) <= len(found):
+        sizes = [_sizes(finding.messages) for finding in found]
+        usual, steps = Counter(sizes).most_common(1)[0]
+        if 2 * steps <= len(found):
             continue
-        for (_, finding), own in zip(found, sizes, strict=True):
+        for finding, own in zip(found, sizes, strict=True):
             if own != usual:
-                count, total = sum(usual.values()), sum(size * n for size, n in usual.items())
+                count, total = sum(n for _, n in usual), sum(size * n for size, n in usual)
                 finding.doubt = (
                     f"{finding.reason or 'as expected'}, but {count} ({total:,} bytes) in most steps like it"
                 )
 
 
-def _sizes(messages: Mapping[Message, int]) -> Counter[int]:
+def _sizes(messages: Mapping[Message, int]) -> tuple[tuple[int, int], ...]:
+    """Bytes, and how many messages have as many."""
     sizes: Counter[int] = Counter()
     for message, count in messages.items():
         sizes[message.payload_bytes] += count
-    return sizes
+    return tuple(sorted(sizes.items()))
 
 
 def _single_out(findings: Findings) -> None:
     """Reduce what a class has too much to the messages that a step which closes does not have."""
     models: dict[tuple[Class, int, int], Counter[Message]] = {}
-    for step in findings.values():
+    distinct = list({id(step): step for step in findings.values()}.values())
+    for step in distinct:
         for kind, finding in step.items():
             if finding.want is not None and finding.messages and finding.closes and not finding.remark:
                 want = finding.want
                 models.setdefault((kind, want.count, want.payload_bytes), finding.messages)
-    for step in findings.values():
+    for step in distinct:
         for kind, finding in step.items():
             if finding.want is not None and finding.surplus:
                 want = finding.want

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+import pyarrow as pa
+
 from commprof.errors import CommprofError
 from commprof.ledger import attribution
 from commprof.ledger.attribution import Class, Want
@@ -22,12 +24,10 @@ def demands(
     """What each step should send, the steps that did not reach their end, and remarks about both."""
     if request.reason is not None:
         return {}, frozenset(), []
-    ended: dict[StepKey, bool] = {}
-    for row in run.table("steps").select(["attempt", "step", "end_ns"]).to_pylist():
-        key = StepKey(row["attempt"], row["step"])
-        ended[key] = ended.get(key, True) and row["end_ns"] is not None
+    ended = _ended(run.table("steps"))
     attempts = {key.attempt for key in (*steps, *ended)} or {0}
     wanted: dict[StepKey, dict[Class, Want]] = {}
+    known: dict[tuple[int, ...], tuple[list[Expectation], dict[Class, Want]]] = {}
     partial, overflowed = set(), []
     try:
         for attempt in sorted(attempts):
@@ -40,7 +40,10 @@ def demands(
                     expectations = [row for row in expectations if row.purpose not in _AFTER_OVERFLOW]
                 elif not ended[key] or (key == keys[-1] and _unfinished(expectations, steps.get(key, {}))):
                     partial.add(key)
-                wanted[key] = attribution.wants(expectations, request.world_size)
+                same = tuple(map(id, expectations))  # what is kept beside them keeps them from being others
+                if same not in known:
+                    known[same] = expectations, attribution.wants(expectations, request.world_size)
+                wanted[key] = known[same][1]
     except CommprofError as error:
         request.reason = str(error)
         return {}, frozenset(), []
@@ -54,6 +57,15 @@ def demands(
             f"{step_list(sorted(partial))}: did not reach the end; what is not there is not counted as missing."
         )
     return wanted, frozenset(partial), remarks
+
+
+def _ended(steps: pa.Table) -> dict[StepKey, bool]:
+    """The steps of the run, and whether all ranks ended them."""
+    counts = steps.group_by(["attempt", "step"]).aggregate([("end_ns", "count"), ([], "count_all")])
+    return {
+        StepKey(row["attempt"], row["step"]): row["end_ns_count"] == row["count_all"]
+        for row in counts.to_pylist()
+    }
 
 
 def _wanted_before(request: Request, key: StepKey, steps: Issued) -> dict[Class, Want]:

@@ -39,20 +39,26 @@ def of(
         if want.in_each_pass
     }
     shared = _asked_of_shared_models(wanted)
-    found: Evaluated = {}
-    for key, by_class in classes.items():
-        outside = {
-            kind: Counter({message: n for message, n in messages.items() if message.in_evaluation})
-            for kind, messages in by_class.items()
-            if kind.purpose in PURPOSES
-        }
-        gathered = any(
-            kind in least and messages and _bytes(messages) >= least[kind]
-            for kind, messages in outside.items()
-        )
-        found[key] = {kind: messages for kind, messages in outside.items() if messages} if gathered else {}
-        found[key] |= _of_shared_models(by_class, shared)
-    return found
+    known: dict[int, dict[Class, Counter[Message]]] = {}  # steps that sent the same share one value
+    for by_class in classes.values():
+        if id(by_class) not in known:
+            known[id(by_class)] = _gathered(by_class, least) | _of_shared_models(by_class, shared)
+    return {key: known[id(by_class)] for key, by_class in classes.items()}
+
+
+def _gathered(
+    by_class: Mapping[Class, Counter[Message]], least: Mapping[Class, int]
+) -> dict[Class, Counter[Message]]:
+    """What was sent outside of training, where it gathers at least what a forward pass must."""
+    outside = {
+        kind: Counter({message: n for message, n in messages.items() if message.in_evaluation})
+        for kind, messages in by_class.items()
+        if kind.purpose in PURPOSES
+    }
+    gathered = any(
+        kind in least and messages and _bytes(messages) >= least[kind] for kind, messages in outside.items()
+    )
+    return {kind: messages for kind, messages in outside.items() if messages} if gathered else {}
 
 
 def _of_shared_models(
@@ -75,11 +81,15 @@ def _asked_of_shared_models(wanted: Mapping[StepKey, Mapping[Class, Want]]) -> f
     )
 
 
-def before(key: StepKey, evaluated: Evaluated) -> Mapping[Class, Counter[Message]]:
-    """What an evaluation between the step before ``key`` and ``key`` sent."""
-    earlier = [other for other in evaluated if other.attempt == key.attempt and other.step < key.step]
-    sent = evaluated[max(earlier)] if earlier else {}
-    return {kind: messages for kind, messages in sent.items() if kind.purpose not in _OF_A_FORWARD}
+def before(evaluated: Evaluated) -> Evaluated:
+    """What an evaluation between the step before each step and that step sent."""
+    found: Evaluated = {}
+    earlier: StepKey | None = None
+    for key in sorted(evaluated):
+        sent = evaluated[earlier] if earlier is not None and earlier.attempt == key.attempt else {}
+        found[key] = {kind: messages for kind, messages in sent.items() if kind.purpose not in _OF_A_FORWARD}
+        earlier = key
+    return found
 
 
 def wanted_after(
@@ -91,10 +101,13 @@ def wanted_after(
         for key, sent in evaluated.items()
         if key.step == INIT_STEP and any(kind.purpose == Purpose.PARAMETER_GATHER for kind in sent)
     }
-    return {
-        key: _estimates(wants) if key.attempt in attempts and key.step > INIT_STEP else wants
-        for key, wants in wanted.items()
-    }
+    known: dict[int, dict[Class, Want]] = {}
+    found: dict[StepKey, Mapping[Class, Want]] = {}
+    for key, wants in wanted.items():
+        found[key] = wants
+        if key.attempt in attempts and key.step > INIT_STEP:
+            found[key] = known[id(wants)] = known.get(id(wants)) or _estimates(wants)
+    return found
 
 
 def _estimates(wants: Mapping[Class, Want]) -> dict[Class, Want]:

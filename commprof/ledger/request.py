@@ -6,10 +6,12 @@ which decides how they are split, not how many bytes they are.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
+from operator import itemgetter
 from typing import Any, Final, NamedTuple, Protocol
 
 import pyarrow as pa
@@ -29,6 +31,7 @@ NOT_ZERO: Final = "the config is not one of DeepSpeed's: it has neither zero_opt
 NO_PARAMETERS: Final = "the run published no parameters, so nothing can be computed from their sizes"
 # Without zero_optimization such a config is stage 0.
 _DEEPSPEED_KEYS: Final = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
+_BUCKET_COLUMNS: Final = ("rank", "attempt", "step", "micro_step", "bucket", "parameters")
 # Resolved by the engine in its effective config, or without influence on what is sent.
 _RESOLVED: Final = (
     "gradient_reduction",
@@ -197,7 +200,7 @@ def request_of(run: RecordedRun) -> Request:
         world_size=world_size,
         backend=_backend(run.parts("collectives", ["backend", "group_size"])),
         runtime="deepspeed" if str(manifest.engine or "").lower().startswith("deepspeed") else "zero_runtime",
-        orders=gradient_orders(run.table("buckets")),
+        orders=gradient_orders(run.parts("buckets", _BUCKET_COLUMNS)),
     )
     try:
         request.configuration = _as_runtime_reads(read_configuration(config), request.runtime)
@@ -301,19 +304,28 @@ def _backend(parts: Iterable[pa.Table]) -> str:
     return largest[1] if largest else "gloo"
 
 
-def gradient_orders(buckets: pa.Table) -> dict[StepKey, list[tuple[str, ...]]]:
-    """The order in which gradients arrived, for each micro-batch of a step, as the lowest rank published it."""
-    if not buckets.num_rows:
-        return {}
-    columns = ["rank", "attempt", "step", "micro_step", "bucket", "parameters"]
-    rows = buckets.select(columns).to_pylist()
-    lowest = min(row["rank"] for row in rows)
-    found: dict[tuple[StepKey, int], list[str]] = defaultdict(list)
-    mine = [row for row in rows if row["rank"] == lowest and row["parameters"]]
-    for row in sorted(mine, key=lambda row: (row["attempt"], row["step"], row["micro_step"], row["bucket"])):
-        names = row["parameters"].split(",")
-        found[StepKey(row["attempt"], row["step"]), row["micro_step"]] += names
+def gradient_orders(parts: Iterable[pa.Table]) -> dict[StepKey, list[tuple[str, ...]]]:
+    """The order in which gradients arrived, for each micro-batch of a step, as the lowest rank published it.
+
+    Args:
+        parts: the rows of table ``buckets``, :data:`_BUCKET_COLUMNS` of it.
+    """
+    lowest: int | None = None
+    held: dict[tuple[StepKey, int], list[tuple[int, str]]] = defaultdict(list)
+    for part in parts:
+        for (rank,), places in combinations(part, ["rank"]):
+            if lowest is None or rank < lowest:
+                lowest, held = rank, defaultdict(list)
+            if rank == lowest:
+                for row in part.take(pa.array(places)).to_pylist():
+                    micro_batch = StepKey(row["attempt"], row["step"]), row["micro_step"]
+                    held[micro_batch].append((row["bucket"], sys.intern(row["parameters"] or "")))
     orders: dict[StepKey, list[tuple[str, ...]]] = defaultdict(list)
-    for (key, _), names in sorted(found.items()):
-        orders[key].append(tuple(dict.fromkeys(names)))
+    known: dict[tuple[str, ...], tuple[str, ...]] = {}
+    for (key, _), buckets in sorted(held.items()):
+        texts = tuple(text for _, text in sorted(buckets, key=itemgetter(0)) if text)
+        if texts not in known:
+            known[texts] = tuple(dict.fromkeys(name for text in texts for name in text.split(",")))
+        if texts:
+            orders[key].append(known[texts])
     return dict(orders)

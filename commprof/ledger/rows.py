@@ -32,8 +32,10 @@ def ledger_rows(findings: Findings) -> tuple[LedgerRow, ...]:
 def _row(when: str, purpose: str | None, op: str, steps: int, findings: Sequence[Finding]) -> LedgerRow:
     wants = [finding.want for finding in findings if finding.want is not None]
     messages: Counter[Message] = Counter()
-    for finding in findings:
-        messages.update(finding.messages)
+    times = Counter(map(id, findings))  # steps share what is equal
+    for finding in {id(each): each for each in findings}.values():
+        for message, count in finding.messages.items():
+            messages[message] += count * times[id(finding)]
     size = max((message.group_size for message in messages), default=1)
     payload = attribution.payload(messages)
     expected_payload = sum(want.payload_bytes for want in wants)
