@@ -59,8 +59,9 @@ def _start(place: Path, ending: str, recorded: bool) -> list[tuple[int, str]]:
         for rank in range(2)
     ]
     said = [process.communicate(timeout=100)[1] for process in processes]
+    # A program that ends by itself may say nothing at all.
     return [
-        (process.returncode, text.strip().splitlines()[-1])
+        (process.returncode, (text.strip().splitlines() or [""])[-1])
         for process, text in zip(processes, said, strict=True)
     ]
 
