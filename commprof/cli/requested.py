@@ -13,6 +13,7 @@ from commprof.cli import rendering
 from commprof.cli.rendering import Heading, Rows
 from commprof.errors import UsageError
 
+NO_ACTIVATIONS: Final = "the activations that ranks send each other are left out: their size needs --sequence"
 _FACTORS: Final = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -32,29 +33,53 @@ def requested(
         int, typer.Option(metavar="D", min=1, help="Ranks of a host, which share its memory and disk.")
     ] = 8,
     backend: Annotated[str, typer.Option(help="Backend of the ranks: nccl or gloo.")] = "nccl",
+    sequence: Annotated[
+        int | None,
+        typer.Option(
+            metavar="S",
+            min=1,
+            help="Words of a sample, for activations that ranks send each other.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
 ) -> int:
     """Say what a config asks for: the memory of each rank, and the bytes that it moves in each step. Nothing is run."""
+    from commprof.requested import grid
+    from commprof.requested.axes import DATA, MODEL, PIPE, SEQUENCE, axes_of_config
     from commprof.requested.errors import RequestedError
     from commprof.requested.memory import holdings, movements
-    from commprof.requested.models import likely_layers, transformer
+    from commprof.requested.models import likely_layers, shared_transformer, transformer
     from commprof.requested.zero import expected_in_step, steady_step
 
     given = _read(config)
     numel = _number(params)
-    model = transformer(numel, layers or likely_layers(numel))
-    held = holdings(given, model, world)
+    depth = layers or likely_layers(numel)
+    model = transformer(numel, depth)
+    axes = axes_of_config(given, world)
+    replicas, of_rank, plain = world, model, given
+    if not axes.only_data:
+        model = shared_transformer(model, axes.size(MODEL), axes.size(PIPE))
+        of_rank = [each for each in model if 0 in each.stage_numbers]
+        replicas, plain = axes.size(DATA) * axes.size(SEQUENCE), grid.without_axes(given, axes)
+    held = holdings(plain, of_rank, replicas)
     note = ""
     try:
-        sent = expected_in_step(given, model, world, steady_step(given), backend=backend)
+        if axes.only_data:
+            hosts = min(devices_per_host, world)
+            step = steady_step(given)
+            sent = expected_in_step(given, model, world, step, backend=backend, host_ranks=hosts)
+        else:
+            shapes = _shapes(given, model, axes, sequence)
+            sent = grid.expected_in_step_on_axes(given, model, axes, shapes, backend)
+            note = "" if sequence else NO_ACTIVATIONS
     except RequestedError as problem:
         sent, note = [], f"bytes of messages cannot be said: {problem}"
     gathered = sum(row.payload_bytes for row in sent if row.purpose == "parameter_gather")
-    moved = movements(given, model, world, gathered)
-    depth = layers or likely_layers(numel)
+    moved = movements(plain, of_rank, replicas, gathered)
     assumed = (
         f"{numel:,} parameters, taken to be {depth} layers of 4 matrices each (--layers); {world} rank{'s' * (world > 1)} "
-        f"on {backend}; activations come on top"
+        f"on {backend}{'' if axes.only_data else f' along {axes}'}; activations come on top"
     )
     if as_json:
         rendering.show_json(
@@ -72,7 +97,10 @@ def requested(
         )
         return 0
     rendering.show(assumed, "", _memory(held, min(devices_per_host, world)), "")
-    rendering.show(_messages(sent) if sent else note)
+    if sent:
+        rendering.show(_messages(sent))
+    if note:
+        rendering.show(rendering.paragraph(note))
     if moved:
         rendering.show("", _movements(moved))
     for line in sorted({row.note for row in sent if row.note}):
@@ -95,10 +123,22 @@ def _memory(held: Sequence[Any], ranks: int) -> Rows:
     return Rows(headings, rows, "memory of each rank")
 
 
+def _shapes(config: Mapping[str, Any], model: Sequence[Any], axes: Any, sequence: int | None) -> Any:
+    """The activations of the model, or none where it is not known how many words a sample has."""
+    from commprof.requested.axes import PIPE, SEQUENCE
+    from commprof.requested.shapes import Shapes, assumed_shapes
+
+    if sequence is None:
+        return Shapes(assumed=True)
+    return assumed_shapes(config, model, sequence, axes.size(PIPE), axes.size(SEQUENCE))
+
+
 def _messages(sent: Sequence[Any]) -> Rows:
+    grouped = any(row.groups for row in sent)
     rows = [
         (
             row.purpose,
+            *((f"{len(row.groups or ())} x {len((row.groups or ((),))[0])}",) if grouped else ()),
             row.issued_op if row.intended_op is None else f"{row.issued_op} for {row.intended_op}",
             rendering.count(row.count),
             rendering.number_of_bytes(row.payload_bytes),
@@ -117,13 +157,15 @@ def _messages(sent: Sequence[Any]) -> Rows:
     )
     headings = [
         Heading("purpose"),
+        *((Heading("groups x ranks"),) if grouped else ()),
         Heading("issued"),
         Heading("messages", True),
         Heading("payload", True),
         Heading("sent by each rank", True),
         Heading(""),
     ]
-    return Rows(headings, [*rows, (), total], "messages of each step")
+    # A rank is in one group of each axis, so that the rows of several stages are not one rank's.
+    return Rows(headings, rows if grouped else [*rows, (), total], "messages of each step")
 
 
 def _movements(moved: Sequence[Any]) -> Rows:

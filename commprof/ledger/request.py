@@ -30,6 +30,7 @@ NO_CONFIG: Final = "no config was recorded"
 NOT_ZERO: Final = "the config is not one of DeepSpeed's: it has neither zero_optimization nor a batch size"
 NO_PARAMETERS: Final = "the run published no parameters, so nothing can be computed from their sizes"
 # Without zero_optimization such a config is stage 0.
+HOST: Final = "host"  # what zero_runtime calls a group of the ranks of one host
 _DEEPSPEED_KEYS: Final = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
 _BUCKET_COLUMNS: Final = ("rank", "attempt", "step", "micro_step", "bucket", "parameters")
 # Resolved by the engine in its effective config, or without influence on what is sent.
@@ -80,6 +81,7 @@ class Request:
         config: the config that the rules read, and ``source``: where it comes from.
         differences: keys in which the engine's own config is another than the file.
         shared: how the ranks share the model; None where each has all of it.
+        host_ranks: ranks of each host, as the launcher told them; None where that is not known.
     """
 
     reason: str | None = None
@@ -95,6 +97,7 @@ class Request:
     orders: Mapping[StepKey, Sequence[tuple[str, ...]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     shared: SharedModel | None = None
+    host_ranks: int | None = None
     _rows: dict[_Pass, list[Expectation]] = field(default_factory=dict)
 
     def expectations(self, key: StepKey, ordinal: int = 0, *, zero_init: bool = False) -> list[Expectation]:
@@ -180,6 +183,7 @@ class Request:
             self.runtime,
             iteration=asked.iteration,
             zero_init=asked.zero_init,
+            host_ranks=self.host_ranks,
         )
 
 
@@ -201,6 +205,7 @@ def request_of(run: RecordedRun) -> Request:
         backend=_backend(run.parts("collectives", ["backend", "group_size"])),
         runtime="deepspeed" if str(manifest.engine or "").lower().startswith("deepspeed") else "zero_runtime",
         orders=gradient_orders(run.parts("buckets", _BUCKET_COLUMNS)),
+        host_ranks=_host_ranks(run.table("groups"), manifest.nproc),
     )
     try:
         request.configuration = _as_runtime_reads(read_configuration(config), request.runtime)
@@ -291,6 +296,12 @@ def _differences(request: Request, effective: Mapping[str, Any] | None) -> tuple
 
 def _sums(rows: Sequence[Expectation]) -> set[tuple[str, str, int, int]]:
     return {(row.purpose, row.issued_op, row.count, row.payload_bytes) for row in rows}
+
+
+def _host_ranks(groups: pa.Table, started: int | None) -> int | None:
+    """Ranks of each host: those of the groups that are called so, or as many as the launcher started here."""
+    named = {row["group_size"] for row in groups.to_pylist() if row["group_desc"] == HOST}
+    return named.pop() if len(named) == 1 else started
 
 
 def _backend(parts: Iterable[pa.Table]) -> str:

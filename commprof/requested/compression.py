@@ -1,10 +1,13 @@
-"""Gradients that zero_runtime sends compressed: what the config asks for, and the bytes of it.
+"""What zero_runtime sends compressed or quantised: what the config asks for, and the bytes of it.
 
 The keys are zero_runtime's own. Every rank gathers the payloads of all; that of a bucket of n elements on each rank is
 
 * ``topk``: ceil(ratio n) elements of the communication type, and as many places of 4 bytes (8 from 2^31 elements on),
 * ``1bit``: n bits, and an fp32 number for each 2,048 elements,
 * ``2bit``: 2 n bits, and two fp32 numbers for each 2,048 elements.
+
+Huffman coded payloads are as long as the longest of any rank, and their lengths (8 bytes each) are gathered before.
+Quantised parameters and gradients (stage 3) take 8 and 4 bits for each element, and an fp32 number for each 256 of them.
 """
 
 from __future__ import annotations
@@ -20,6 +23,15 @@ ALGORITHMS: Final = ("topk", "1bit", "2bit", "none")
 _BLOCK: Final = 2048  # elements
 _LEVEL_BYTES: Final = 4
 _WIDE_PLACES: Final = 2**31  # elements
+LENGTH_BYTES: Final = 8  # of a coded payload
+WEIGHT_BITS: Final = 8
+GRADIENT_BITS: Final = 4
+_QUANTISED_BLOCK: Final = 256  # elements
+
+
+def quantised_bytes(numel: int, bits: int) -> int:
+    """Bytes that stand for ``numel`` elements of ``bits`` bits."""
+    return -(-numel * bits // 8) + _LEVEL_BYTES * -(-numel // _QUANTISED_BLOCK)
 
 
 class Compression(NamedTuple):
@@ -32,6 +44,7 @@ class Compression(NamedTuple):
         error_feedback: whether each rank keeps what it did not send.
         coded: payloads are Huffman coded, so that their sizes depend on the values.
         hierarchical: only what hosts send to each other is compressed.
+        host_ranks: ranks of each host, which only the launcher knows; 0 where it is not said.
     """
 
     algorithm: str
@@ -40,6 +53,7 @@ class Compression(NamedTuple):
     error_feedback: bool
     coded: bool
     hierarchical: bool
+    host_ranks: int = 0
 
     def payload_bytes(self, numel: int, item_bytes: int) -> int:
         """Bytes that stand for ``numel`` elements of one rank, which would travel in ``item_bytes`` each."""
@@ -49,13 +63,9 @@ class Compression(NamedTuple):
         bits = 1 if self.algorithm == "1bit" else 2
         return -(-numel * bits // 8) + bits * _LEVEL_BYTES * -(-numel // _BLOCK)
 
-    def refuse_unknown_sizes(self) -> None:
-        """Raise UnsupportedError where the config alone does not say how many bytes are sent."""
-        if self.coded:
-            raise UnsupportedError(
-                "gradient_compression.huffman_coding", True, "how small a payload gets depends on its values"
-            )
-        if self.hierarchical:
+    def refuse_unknown_hosts(self, world_size: int) -> None:
+        """Raise UnsupportedError where it is not known how many ranks each host has, and that decides what is sent."""
+        if self.hierarchical and (not self.host_ranks or world_size % self.host_ranks):
             raise UnsupportedError(
                 "gradient_compression.hierarchical_compress",
                 True,

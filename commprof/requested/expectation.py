@@ -24,7 +24,7 @@ class Expectation(NamedTuple):
         wire_bytes: sum of the mean bytes that each rank sends for them.
         exact: False where ``count`` depends on an order that was not given: that in which gradients arrive, or modules run.
         note: what a reader should know; empty when there is nothing.
-        bytes_exact: False where the bytes depend on the order in which modules run too. Never False where ``exact`` is True.
+        bytes_exact: False where the bytes depend on the order in which modules run too, or on what ``estimate`` says.
         least_bytes: what ``payload_bytes`` is at least, in whatever order the modules run.
         group_size: None for the group of all ranks; else the ranks are split, in order, into groups of this size, and each
             of these sends that.

@@ -33,6 +33,8 @@ class FetchConfiguration:
         leaf_names: modules that are fetched as one unit with all that is in them. Classes of such modules are not read: a
             list of parameters does not tell the class of a module.
         leaf_suffixes: the same, by the end of their names.
+        quantises: parameters are fetched in 8 bits; ``quantises_frozen``: those that are not trained are.
+        quantises_gradients: gradients are reduced in 4 bits.
         weight_before_bias: whether the gradient of a linear layer's weight comes before that of its bias.
     """
 
@@ -49,6 +51,9 @@ class FetchConfiguration:
     leaf_names: tuple[str, ...]
     leaf_suffixes: tuple[str, ...]
     weight_before_bias: bool
+    quantises: bool = False
+    quantises_frozen: bool = False
+    quantises_gradients: bool = False
 
     def is_leaf(self, module: str) -> bool:
         """Whether the module of this name is fetched as one unit."""
@@ -78,6 +83,9 @@ def read_fetch_configuration(zero: Mapping[str, Any]) -> FetchConfiguration:
         leaf_names=_names(leaf, "names"),
         leaf_suffixes=_names(leaf, "name_suffixes"),
         weight_before_bias=flag(zero, "zero_optimization.memory_efficient_linear", True),
+        quantises=flag(zero, "zero_optimization.zero_quantized_weights", False),
+        quantises_frozen=flag(zero, "zero_optimization.zero_quantized_nontrainable_weights", False),
+        quantises_gradients=flag(zero, "zero_optimization.zero_quantized_gradients", False),
     )
 
 

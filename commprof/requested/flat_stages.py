@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Literal
 
+from commprof.requested.compressed_sums import compressed_sums
 from commprof.requested.configuration import Configuration
 from commprof.requested.expectation import Expectation, When, row
 from commprof.requested.explanation import describe_configuration, requested_op
@@ -60,13 +61,13 @@ def flat_expectations(
     if not configuration.partitions:
         gradients = replicated_gradients(configuration, parameters)
         rows += [
-            _gradient_reduce(configuration, gradients, world_size),
+            *_gradient_reduce(configuration, gradients, world_size, backend),
             _clipping_norm(configuration, parameters, world_size),
         ]
     elif configuration.reduces_flat_groups:
         gradients = flat_group_gradients(layout)
         rows += [
-            _gradient_reduce(configuration, gradients, world_size),
+            *_gradient_reduce(configuration, gradients, world_size, backend),
             _parameter_gather(configuration, layout, world_size, runtime),
         ]
     else:
@@ -75,7 +76,7 @@ def flat_expectations(
         else:
             gradients = bucketed_gradients(configuration, groups, layout, gradient_order)
         rows += [
-            _gradient_reduce(configuration, gradients, world_size),
+            *_gradient_reduce(configuration, gradients, world_size, backend),
             _overflow_check(configuration, layout, world_size),
             _partition_norms(configuration, layout, world_size),
             _parameter_gather(configuration, layout, world_size, runtime),
@@ -93,31 +94,37 @@ def _parameter_broadcast(
 
 
 def _gradient_reduce(
-    configuration: Configuration, gradients: GradientMessages, world_size: int
-) -> Expectation | None:
+    configuration: Configuration, gradients: GradientMessages, world_size: int, backend: str
+) -> list[Expectation]:
     if not gradients.messages:
-        return None
+        return []
     op = gradients.messages[0].op
     size = item_bytes(configuration.communication_dtype)
     payloads = [message.numel * size for message in gradients.messages]
     note = "; ".join([describe_configuration(configuration), *gradients.notes])
     when: When = "micro_step" if configuration.reduces_every_micro_step else "step"
     if configuration.compression is not None:
-        sizes = [configuration.compression.payload_bytes(each.numel, size) for each in gradients.messages]
-        gathered = [world_size * each for each in sizes]
-        sent = row(when, Purpose.GRADIENT_REDUCE, Op.ALL_GATHER, gathered, world_size, note)
-        return sent._replace(
+        numels = [each.numel for each in gradients.messages]
+        sent = compressed_sums(configuration, configuration.compression, numels, world_size, backend)
+        return [
+            each._replace(
+                when=when,
+                note=note,
+                exact=gradients.exact,
+                bytes_exact=gradients.exact and each.bytes_exact,
+                least_bytes=each.least_bytes if gradients.exact else 0,
+                most_bytes=each.most_bytes if gradients.exact else None,
+            )
+            for each in sent
+        ]
+    found = row(when, Purpose.GRADIENT_REDUCE, op, payloads, world_size, note)
+    return [
+        found._replace(
             requested_op=str(requested_op(configuration)),
-            intended_op=str(Op.ALL_REDUCE),
+            intended_op=str(Op.REDUCE_SCATTER) if op == Op.ALL_TO_ALL else None,
             exact=gradients.exact,
-            bytes_exact=gradients.exact,
-            least_bytes=sent.payload_bytes if gradients.exact else 0,
         )
-    return row(when, Purpose.GRADIENT_REDUCE, op, payloads, world_size, note)._replace(
-        requested_op=str(requested_op(configuration)),
-        intended_op=str(Op.REDUCE_SCATTER) if op == Op.ALL_TO_ALL else None,
-        exact=gradients.exact,
-    )
+    ]
 
 
 def _clipping_norm(

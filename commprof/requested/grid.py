@@ -18,7 +18,7 @@ from typing import Any, Final
 from commprof.requested.axes import DATA, MODEL, PIPE, SEQUENCE, Axes, Line, tensor_ranks
 from commprof.requested.configuration import Configuration, read_configuration
 from commprof.requested.errors import RequestedError, UnsupportedError
-from commprof.requested.expectation import Expectation, row
+from commprof.requested.expectation import Expectation, row, summed
 from commprof.requested.flat_stages import FLAG_BYTES, NORM_BYTES, Runtime
 from commprof.requested.keys import DTYPES, count, dtype, flag, section
 from commprof.requested.parameters import Parameter, item_bytes, trained_groups
@@ -35,7 +35,7 @@ from commprof.requested.stage_messages import (
     opened_channels,
     tied_weights,
 )
-from commprof.requested.zero import expected
+from commprof.requested.zero import expected, steady_step
 from commprof.schema import Op, Purpose
 
 _OF_AXES: Final = (
@@ -94,9 +94,32 @@ def expected_on_axes(
     if stages > 1:
         configuration = read_configuration(plain)
         wide = configuration.accumulation_dtype if configuration.reduces_flat_groups else None
-        rows += [opened_channels(axes, shapes.wraps), *crossing_tensors(axes, shapes, micro_batches(config, axes))]
+        rows += [
+            opened_channels(axes, shapes.wraps),
+            *crossing_tensors(axes, shapes, micro_batches(config, axes)),
+        ]
         rows += tied_weights(axes, parameters, configuration.model_dtype, wide)
     return rows
+
+
+def expected_in_step_on_axes(
+    config: Mapping[str, Any],
+    parameters: Sequence[Parameter],
+    axes: Axes,
+    shapes: Shapes,
+    backend: str = "gloo",
+) -> list[Expectation]:
+    """All that a step sends, once all steps send the same: one row for each purpose, operations and groups.
+
+    The arguments and the errors are those of :func:`expected_on_axes`.
+    """
+    passes = micro_batches(config, axes)
+    first = steady_step(config) * passes
+    rows: list[Expectation] = []
+    for iteration in range(first, first + passes):
+        sent = expected_on_axes(config, parameters, axes, shapes, backend=backend, iteration=iteration)
+        rows += [each for each in sent if each.when == "micro_step"]
+    return summed([*rows, *(each for each in sent if each.when == "step")], "step")
 
 
 def without_axes(config: Mapping[str, Any], axes: Axes) -> dict[str, Any]:

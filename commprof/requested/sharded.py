@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 from commprof.requested.buckets import Bucket, buckets_within
+from commprof.requested.compression import GRADIENT_BITS, WEIGHT_BITS, quantised_bytes
 from commprof.requested.configuration import Configuration
 from commprof.requested.fetch_configuration import FetchConfiguration
 from commprof.requested.fetching import Fetches
@@ -81,13 +82,14 @@ def fetched(
     payloads: dict[tuple[Op, int | None], list[int]] = {}
     for fetch in fetches.fetches if world_size > 1 else ():  # one rank has all there is
         for near, parameters in _by_copy(fetch.parameters, copied, split):
-            for op, each in _messages(parameters, configuration, fetching, world_size):
+            for op, each in _messages(parameters, configuration, fetching, world_size, may_quantise=not near):
                 payloads.setdefault((op, split if near else None), []).append(each)
     once = fetches.each_once and not fetching.fetches_by_all_reduce
     notes = () if fetches.exact else (ONCE_NOTE if once else MODULE_ORDER_NOTE,)
     certain = fetches.exact or once
     # An all_reduce in place of some all_gathers, or a second group, leaves the sum of neither certain.
     several = fetching.fetches_by_all_reduce or len({group for _, group in payloads}) > 1
+    several |= fetching.quantises or fetching.quantises_frozen
     least = None if certain else 0 if several else _each_once(fetches, configuration, world_size)
     return [
         Sent(op, tuple(each), fetches.exact, notes, certain, least, group)
@@ -113,16 +115,27 @@ def _messages(
     configuration: Configuration,
     fetching: FetchConfiguration,
     world_size: int,
+    *,
+    may_quantise: bool = True,
 ) -> list[tuple[Op, int]]:
-    """The messages that gather ``parameters`` together: one for each element type, or for each parameter."""
-    sizes: dict[str, list[int]] = {}
+    """The messages that gather ``parameters`` together: one for each element type, or for each parameter.
+
+    Those that are quantised travel apart from the others.
+    """
+    rows: dict[tuple[str, bool], list[int]] = {}
     for parameter in parameters:
         dtype = configuration.model_dtype or parameter.dtype
-        sizes.setdefault(dtype, []).append(padded_bytes(parameter, world_size, dtype))
-    if fetching.sequential:
-        return [(Op.ALL_GATHER, size) for each in sizes.values() for size in each]
-    op = Op.ALL_REDUCE if fetching.fetches_by_all_reduce and len(parameters) > 1 else Op.ALL_GATHER
-    return [(op, sum(each)) for each in sizes.values()]
+        small = fetching.quantises or (fetching.quantises_frozen and not parameter.requires_grad)
+        row = padded(parameter.numel, world_size) // world_size
+        rows.setdefault((dtype, small and may_quantise), []).append(row)
+    several = fetching.fetches_by_all_reduce and len(parameters) > 1 and not fetching.sequential
+    op = Op.ALL_REDUCE if several else Op.ALL_GATHER
+    found = []
+    for (dtype, small), each in rows.items():
+        for row in each if fetching.sequential else [sum(each)]:
+            size = quantised_bytes(row, WEIGHT_BITS) if small else row * item_bytes(dtype)
+            found.append((op, world_size * size))
+    return found
 
 
 def _each_once(fetches: Fetches, configuration: Configuration, world_size: int) -> int:
@@ -197,18 +210,22 @@ def reduced_gradients(
     exact: bool,
     notes: Iterable[str] = (),
     exchanges: bool = False,
+    quantises: bool = False,
 ) -> list[Sent]:
     """The messages that reduce the gradients of one micro-batch, by operation.
 
     A reduce_scatter carries each gradient with its padding; an all_to_all in its place (``exchanges``) carries none.
     ``reduce_scatter: false`` is honoured only for a bucket that fits into the contiguous buffer; zero_runtime's
-    ``gradient_reduction`` always.
+    ``gradient_reduction`` always. Quantised ones go in an all_to_all of their codes and scales, whatever else is said.
     """
     dtype = configuration.communication_dtype
     payloads: dict[Op, list[int]] = {Op.REDUCE_SCATTER: [], Op.ALL_TO_ALL: [], Op.ALL_REDUCE: []}
     for bucket in buckets:
         numel = sum(parameter.numel for parameter in bucket)
-        if _goes_in_an_all_reduce(numel, configuration):
+        if quantises:
+            row = sum(padded(parameter.numel, world_size) for parameter in bucket) // world_size
+            payloads[Op.ALL_TO_ALL].append(world_size * quantised_bytes(row, GRADIENT_BITS))
+        elif _goes_in_an_all_reduce(numel, configuration):
             payloads[Op.ALL_REDUCE].append(numel * item_bytes(dtype))
         elif exchanges:
             payloads[Op.ALL_TO_ALL].append(numel * item_bytes(dtype))

@@ -116,7 +116,13 @@ def _micro_step(
     buckets, exact, notes = gradient_buckets(configuration, fetching, trained, order)
     said = (describe_configuration(configuration), *notes)
     gradients = reduced_gradients(
-        configuration, buckets, world, exact=exact, notes=said, exchanges=training.exchanges
+        configuration,
+        buckets,
+        world,
+        exact=exact,
+        notes=said,
+        exchanges=training.exchanges,
+        quantises=fetching.quantises_gradients and world > 1,
     )
     checks = [order_checks(fetches, training.iteration)]
     if fetching.sanity_checks:

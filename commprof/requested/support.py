@@ -10,8 +10,13 @@ from commprof.requested.errors import UnsupportedError
 COMPRESSING_OPTIMIZERS: Final = ("onebitadam", "zerooneadam", "onebitlamb")
 
 
-def refuse_unsupported(config: Mapping[str, Any], stage: int, world_size: int) -> None:
-    """Raise UnsupportedError, naming the key, when ``config`` asks for more than the four stages by themselves."""
+def refuse_unsupported(
+    config: Mapping[str, Any], stage: int, world_size: int, *, quantises: bool = False
+) -> None:
+    """Raise UnsupportedError, naming the key, when ``config`` asks for more than the four stages by themselves.
+
+    ``quantises``: the runtime is one of which it is known how it quantises.
+    """
     zero = _mapping(config.get("zero_optimization"))
     if stage and zero.get("zenflow"):
         raise UnsupportedError(
@@ -60,18 +65,20 @@ def refuse_unsupported(config: Mapping[str, Any], stage: int, world_size: int) -
             "a collective of all ranks may then be several, along the axes of a grid of ranks",
         )
     if stage == 3:
-        _refuse_with_stage_3(config, zero, world_size)
+        _refuse_with_stage_3(config, zero, world_size, quantises)
     _refuse_parallel(config)
 
 
-def _refuse_with_stage_3(config: Mapping[str, Any], zero: Mapping[str, Any], world_size: int) -> None:
+def _refuse_with_stage_3(
+    config: Mapping[str, Any], zero: Mapping[str, Any], world_size: int, quantises: bool
+) -> None:
     quantised = "values are then quantised, and travel with scales whose sizes the sources do not state"
     for name in (
         "zero_quantized_weights",
         "zero_quantized_nontrainable_weights",
         "zero_quantized_gradients",
     ):
-        if zero.get(name):
+        if zero.get(name) and not quantises:
             raise UnsupportedError(f"zero_optimization.{name}", zero[name], quantised)
     secondary = zero.get("zero_hpz_partition_size")
     if isinstance(secondary, int) and secondary > 1 and world_size % secondary:

@@ -49,6 +49,7 @@ def expected(
     *,
     iteration: int | None = None,
     zero_init: bool = False,
+    host_ranks: int | None = None,
 ) -> list[Expectation]:
     """What ``config`` should send for a model with ``parameters`` on ``world_size`` ranks.
 
@@ -64,13 +65,14 @@ def expected(
         iteration: number of the micro-batch since training started, from 0, that the rows of ``"micro_step"`` are for.
             Only at stage 3 do the first two differ from later ones, of which None is any.
         zero_init: whether the model was made within ``deepspeed.zero.Init`` (stage 3), which broadcasts it once less.
+        host_ranks: ranks of each host, for hierarchical compression; None where that is not known.
 
     Raises:
         UnsupportedError: the config asks for a feature whose rules are not stated here; it names the key.
         RequestedError: the config, the parameters or the order cannot be used as they are.
     """
     configuration = read_configuration(config)
-    refuse_unsupported(config, configuration.stage, world_size)
+    refuse_unsupported(config, configuration.stage, world_size, quantises=runtime == "zero_runtime")
     if runtime not in get_args(Runtime):
         raise RequestedError(f"runtime is {runtime!r}; expected one of {', '.join(get_args(Runtime))}")
     if runtime == "deepspeed":
@@ -78,7 +80,7 @@ def expected(
     if world_size < 1:
         raise RequestedError(f"the world size is {world_size}; expected 1 or more")
     check_parameters(parameters)
-    configuration = _without_idle_compression(configuration, config, world_size, iteration)
+    configuration = _without_idle_compression(configuration, config, world_size, iteration, host_ranks)
     if configuration.stage == 3:
         _refuse_reductions_of_pieces(configuration)
         training = Training(
@@ -109,6 +111,7 @@ def expected_in_step(
     runtime: Runtime = "zero_runtime",
     *,
     zero_init: bool = False,
+    host_ranks: int | None = None,
 ) -> list[Expectation]:
     """All that optimizer step number ``step`` sends, its micro-batches added up, one row per purpose and operations.
 
@@ -129,6 +132,7 @@ def expected_in_step(
             runtime,
             iteration=iteration,
             zero_init=zero_init,
+            host_ranks=host_ranks,
         )
         if step < 0:
             return [each for each in sent if each.when == "init"]
@@ -148,7 +152,11 @@ def steady_step(config: Mapping[str, Any]) -> int:
 
 
 def _without_idle_compression(
-    configuration: Configuration, config: Mapping[str, Any], world_size: int, iteration: int | None
+    configuration: Configuration,
+    config: Mapping[str, Any],
+    world_size: int,
+    iteration: int | None,
+    host_ranks: int | None,
 ) -> Configuration:
     """``configuration``, which says nothing of compression any more where micro-batch ``iteration`` is sent without."""
     compression = configuration.compression
@@ -161,8 +169,11 @@ def _without_idle_compression(
     warming = iteration is not None and iteration < compression.warmup_steps * micro_steps(config, world_size)
     if warming or world_size == 1:
         return replace(configuration, compression=None)
-    compression.refuse_unknown_sizes()
-    return configuration
+    compression = compression._replace(host_ranks=host_ranks or 0)
+    compression.refuse_unknown_hosts(world_size)
+    if compression.hierarchical and compression.host_ranks == world_size:
+        return replace(configuration, compression=None)
+    return replace(configuration, compression=compression)
 
 
 def _trust_ratios(parameters: Sequence[Parameter], world_size: int) -> Expectation:

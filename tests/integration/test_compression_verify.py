@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import tempfile
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 import zero_runtime
 from commprof.ledger.verification import verify
+from support.changed_runs import Changed
 from support.recording import record
 
 pytestmark = pytest.mark.ranks
@@ -81,7 +83,80 @@ def test_buckets_keep_their_uncompressed_size():
     assert run.table("buckets").num_rows
 
 
-def test_what_depends_on_values_is_said_not_to_be_covered():
-    verdict = recorded("coded")[1]
-    assert str(verdict.state) == "unknown"
-    assert "gradient_compression.huffman_coding is True" in str(verdict)
+def test_what_depends_on_values_is_held_to_its_bounds():
+    run, verdict = recorded("coded")
+    assert (str(verdict.state), verdict.unexplained) == ("closed", ()), verdict
+    assert "an estimate, which depends on how small coded payloads get" in str(verdict.sentences)
+    buckets = sum(row["rank"] == 0 and row["step"] == 1 for row in run.table("buckets").to_pylist())
+    reduced = next(row for row in verdict.rows if row.purpose == "gradient_reduce")
+    assert reduced.issued_count == reduced.expected_count == 2 * buckets * STEPS
+    assert reduced.issued_payload_bytes <= reduced.expected_payload_bytes
+
+    def without_a_length(row):
+        return (
+            []
+            if row["step"] == 2 and row["purpose"] == "gradient_reduce" and row["payload_bytes"] == 16
+            else [row]
+        )
+
+    def larger(row):
+        grown = row["step"] == 2 and row["purpose"] == "gradient_reduce" and row["payload_bytes"] > 16
+        return [row | {"payload_bytes": 10 * row["payload_bytes"]}] if grown else [row]
+
+    for change, kind in ((without_a_length, "missing"), (larger, "unexplained")):
+        named = verify(Changed(run, change))
+        assert str(named.state) == "mismatch"
+        assert {(each.kind, each.steps, each.purpose) for each in named.unexplained} == {
+            (kind, "2", "gradient_reduce")
+        }
+
+
+def hosts(rank, world, coded):
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    block = {"algorithm": "topk", "hierarchical_compress": True, "huffman_coding": coded}
+    train(rank, world, {"gradient_compression": block})
+
+
+@pytest.mark.parametrize("coded", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_what_hosts_send_each_other_is_explained(tmp_path, coded):
+    run, _ = record(tmp_path / "run", 4, hosts, coded)
+    verdict = verify(run)
+    assert (str(verdict.state), verdict.unexplained) == ("closed", ()), verdict
+    reduced = {row.issued_op for row in verdict.rows if row.purpose == "gradient_reduce"}
+    assert reduced == {"all_to_all", "all_gather"}
+
+
+QUANTISED = {
+    "both": {"zero_quantized_weights": True, "zero_quantized_gradients": True},
+    "one by one": {"zero_quantized_weights": True, "stage3_allgather_sequential": True},
+    "frozen": {"zero_quantized_nontrainable_weights": True},
+    "secondary": {"zero_quantized_weights": True, "zero_hpz_partition_size": 2},
+}
+
+
+def quantised(rank, world, name):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    if name == "frozen":
+        model[0].weight.requires_grad_(False)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": 9000, "stage3_param_persistence_threshold": 100,
+                              **QUANTISED[name]},
+    }  # fmt: skip
+    engine, *_ = zero_runtime.initialize(model=model, model_parameters=model.parameters(), config=config)
+    for _ in range(4):
+        engine.backward(engine(torch.randn(2, 64)).square().mean())
+        engine.step()
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name != "both")) for name in QUANTISED]
+)
+def test_quantised_messages_of_stage_3_are_explained(tmp_path, name):
+    run, _ = record(tmp_path / "run", 4 if name == "secondary" else 2, quantised, name)
+    verdict = verify(run)
+    assert (str(verdict.state), verdict.unexplained) == ("closed", ()), verdict
+    rows = [row for row in run.table("collectives").to_pylist() if row["rank"] == 0 and row["step"] == 2]
+    assert any(row["dtype"] == "uint8" and row["purpose"] == "parameter_gather" for row in rows)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from commprof.ledger.verification import verify
-from commprof.trace.tables import arrow_schema
 from support import parallel_training as training
 from support import pipelines
+from support.changed_runs import Changed
 from support.recording import record
 from zero_runtime.sequence_parallel import DistributedAttention, mean_over_sequence, own_piece
 
@@ -85,23 +83,6 @@ BODIES = {
 def recorded(name):
     world, body = BODIES[name]
     return record(Path(tempfile.mkdtemp()) / "run", world, body)[0]
-
-
-class Changed:
-    """A run with other records."""
-
-    def __init__(self, run, change):
-        self.path, self.manifest, self.health = run.path, run.manifest, replace(run.health)
-        self._run = run
-        rows = [row for each in run.table("collectives").to_pylist() for row in change(dict(each))]
-        self._records = pa.Table.from_pylist(rows, arrow_schema("collectives"))
-
-    def table(self, name):
-        return self._records if name == "collectives" else self._run.table(name)
-
-    def parts(self, name, columns=None):
-        table = self.table(name)
-        yield table if columns is None else table.select(list(columns))
 
 
 @pytest.mark.parametrize("name", list(BODIES))

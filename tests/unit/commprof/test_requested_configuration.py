@@ -113,7 +113,6 @@ def test_a_value_that_cannot_be_used_is_named_with_what_was_expected(config, par
 @pytest.mark.parametrize(
     ("config", "key"),
     [
-        (stage(3, zero_quantized_weights=True), "zero_optimization.zero_quantized_weights"),
         (stage(3, zero_hpz_partition_size=3), "zero_optimization.zero_hpz_partition_size"),
         (
             stage(3, stage3_module_granularity_threshold=5),

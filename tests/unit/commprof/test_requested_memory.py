@@ -156,12 +156,9 @@ def test_a_large_model(tmp_path, capsys):
 
 def test_what_cannot_be_said_in_bytes_is_said(tmp_path, capsys):
     path = tmp_path / "ds.json"
-    path.write_text(json.dumps(config(3, zero_quantized_weights=True)))
+    path.write_text(json.dumps(config(3, mics_shard_size=2)))
     assert invoke(["requested", str(path), "--params", "1e9"]) == 0
-    assert (
-        "bytes of messages cannot be said: zero_optimization.zero_quantized_weights"
-        in capsys.readouterr().out
-    )
+    assert "bytes of messages cannot be said: zero_optimization.mics_shard_size" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -186,3 +183,56 @@ def test_refused(tmp_path, text, arguments, message):
         arguments = [*arguments, "--layers", "2"]
     with pytest.raises(UsageError, match=message):
         invoke(["requested", str(path), *arguments])
+
+
+AXES = {"tp_size": 2, "pipeline_parallel": {"pp_size": 2, "micro_batches": 3}}
+
+
+def test_ranks_along_axes_send_what_each_axis_adds(tmp_path, capsys):
+    """Four layers of width 64: two on each of two stages, halved by two slices, on two replicas."""
+    path = tmp_path / "ds.json"
+    path.write_text(
+        json.dumps({"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}, **AXES})
+    )
+    numel, activation = 4 * 12 * 64 * 64, 2 * 16 * 64 * 4
+    given = ["requested", str(path), "--params", str(numel), "--layers", "4", "--world", "8", "--json"]
+    assert invoke([*given, "--sequence", "16"]) == 0
+    rows = json.loads(capsys.readouterr().out)["messages_per_step"]
+    of_stages = [[[0, 2], [1, 3]], [[4, 6], [5, 7]]]
+    reduced = [row for row in rows if row["purpose"] == "gradient_reduce"]
+    assert [(row["groups"], row["payload_bytes"]) for row in reduced] == [
+        (groups, numel // 4 * 4) for groups in of_stages
+    ]
+    (sent,) = [row for row in rows if row["purpose"] == "pipeline"]
+    assert sent["groups"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert (sent["count"], sent["payload_bytes"]) == (2 * 3, 2 * 3 * activation)
+    shared = [row for row in rows if row["purpose"] == "activation"]
+    # Two layers of a stage: a sum after each of two row layers forward, and before each of two column layers backward.
+    assert [(row["groups"], row["count"], row["payload_bytes"]) for row in shared] == [
+        ([[4 * stage, 4 * stage + 1], [4 * stage + 2, 4 * stage + 3]], 2 * 4 * 3, 2 * 4 * 3 * activation)
+        for stage in range(2)
+    ]
+    norms = {str(row["groups"]): row["payload_bytes"] for row in rows if row["purpose"] == "gradient_norm"}
+    assert norms[str([[0, 1, 4, 5], [2, 3, 6, 7]])] == 4 and len(norms) == 3
+    assert invoke(given) == 0
+    assert "their size needs --sequence" in json.loads(capsys.readouterr().out)["note"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"tp_size": 3}, "does not divide 8"),
+        (
+            {"tp_size": 2, "tensor_parallel": {"autotp_size": 4}},
+            "tp_size 2 and tensor_parallel.autotp_size 4 differ",
+        ),
+        ({"tp_size": 0}, "tp_size is 0"),
+        ({"pipeline": {"stages": 8}}, "2 layers cannot be dealt out to 8 stages"),
+        ({"tp_size": 2, "train_batch_size": 7}, "train_batch_size 7 is not a multiple"),
+    ],
+)
+def test_axes_that_cannot_be_are_refused(tmp_path, keys, message):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, **keys}))
+    with pytest.raises(UsageError, match=message):
+        invoke(["requested", str(path), "--params", "1e6", "--layers", "2", "--world", "8"])

@@ -369,7 +369,6 @@ def test_the_first_steps_are_not_compressed():
 @pytest.mark.parametrize(
     ("number", "keys", "named"),
     [
-        (1, {"huffman_coding": True}, "gradient_compression.huffman_coding"),
         (2, {"hierarchical_compress": True}, "gradient_compression.hierarchical_compress"),
         (3, {}, "gradient_compression"),
     ],

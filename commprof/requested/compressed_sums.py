@@ -1,0 +1,74 @@
+"""The messages that sum gradient buckets by sending them compressed (stages 0 to 2 of zero_runtime).
+
+Every rank gathers the payloads of all: C bytes from each of p ranks for a bucket. Huffman coded ones are preceded by their
+lengths. With ``hierarchical_compress`` a bucket of n elements is first summed over the h ranks of each host, each of which
+gets ceil(n / h) elements in fp32; these shares are summed compressed over the ranks of one place on all hosts, and gathered
+within the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from commprof.requested.compression import LENGTH_BYTES, Compression
+from commprof.requested.configuration import Configuration
+from commprof.requested.expectation import Expectation, row
+from commprof.requested.explanation import requested_op
+from commprof.requested.parameters import item_bytes
+from commprof.schema import Op, Purpose
+
+_SHARE_BYTES: Final = 4  # of an element of what a host sums: fp32
+CODED: Final = "how small coded payloads get, which their values decide"
+
+
+def compressed_sums(
+    configuration: Configuration,
+    compression: Compression,
+    numels: Sequence[int],
+    world_size: int,
+    backend: str,
+) -> list[Expectation]:
+    """What sums buckets of ``numels`` elements, by operation and group; ``when`` and notes are left to the caller.
+
+    Args:
+        configuration: what the config says.
+        compression: how gradients are compressed; with ``hierarchical`` the ranks of each host too.
+        numels: elements of each bucket.
+        world_size: ranks that reduce gradients.
+        backend: of their group; gloo has no reduce_scatter of its own.
+    """
+    asked = str(requested_op(configuration))
+    size = item_bytes(configuration.communication_dtype)
+    if not compression.hierarchical:
+        found = _exchanged(compression, numels, size, world_size)
+        return [each._replace(requested_op=asked) for each in found]
+    inside = compression.host_ranks
+    hosts = world_size // inside
+    widths = [-(-numel // inside) for numel in numels]
+    shares = [inside * width * _SHARE_BYTES for width in widths]
+    scatter = Op.ALL_TO_ALL if backend == "gloo" else Op.REDUCE_SCATTER
+    summed = row("step", Purpose.GRADIENT_REDUCE, scatter, shares, inside)
+    gathered = row("step", Purpose.GRADIENT_REDUCE, Op.ALL_GATHER, shares, inside)
+    across = tuple(tuple(range(place, world_size, inside)) for place in range(inside))
+    found = [
+        summed._replace(
+            group_size=inside, intended_op=str(Op.REDUCE_SCATTER) if scatter == Op.ALL_TO_ALL else None
+        ),
+        *(each._replace(groups=across) for each in _exchanged(compression, widths, size, hosts)),
+        gathered._replace(group_size=inside, intended_op=str(Op.ALL_REDUCE)),
+    ]
+    return [each._replace(requested_op=asked) for each in found]
+
+
+def _exchanged(compression: Compression, numels: Sequence[int], size: int, ranks: int) -> list[Expectation]:
+    payloads = [ranks * compression.payload_bytes(numel, size) for numel in numels]
+    lengths = [ranks * LENGTH_BYTES for _ in numels] if compression.coded else []
+    sent = row("step", Purpose.GRADIENT_REDUCE, Op.ALL_GATHER, [*payloads, *lengths], ranks)
+    sent = sent._replace(intended_op=str(Op.ALL_REDUCE))
+    if not compression.coded:
+        return [sent]
+    least = sum(lengths) + ranks * len(numels)
+    return [
+        sent._replace(bytes_exact=False, least_bytes=least, most_bytes=sent.payload_bytes, estimate=CODED)
+    ]

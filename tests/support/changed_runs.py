@@ -1,0 +1,29 @@
+"""Runs with other records than they have: faults that somebody planted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from commprof.trace.tables import arrow_schema
+
+
+class Changed:
+    """A run whose records are what ``change`` makes of each of them: none, one or several."""
+
+    def __init__(self, run: Any, change: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> None:
+        self.path, self.manifest, self.health = run.path, run.manifest, run.health
+        self._run = run
+        rows = [row for each in run.table("collectives").to_pylist() for row in change(dict(each))]
+        self._records = pa.Table.from_pylist(rows, arrow_schema("collectives"))
+
+    def table(self, name: str) -> pa.Table:
+        """A table of the run."""
+        return self._records if name == "collectives" else self._run.table(name)
+
+    def parts(self, name: str, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+        """The same."""
+        table = self.table(name)
+        yield table if columns is None else table.select(list(columns))
