@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from commprof.align.collectives import COLUMNS, matchable, together
 from commprof.align.reference_clock import ReferenceClock
+from commprof.align.row_groups import Flags, Groups, Values
 
 _CARRIED: Final = (
     "attempt",
@@ -39,12 +39,8 @@ _TIMES: Final = (
 )
 NEEDED: Final = tuple(dict.fromkeys((*COLUMNS, *_CARRIED, *_TIMES, "captured", "is_async", "device")))
 # The end of a wait shorter than this is no end of the collective: it may have been complete before.
-_REAL_WAIT_NS: Final = 50_000
-_MOST_LENGTHS: Final = 64
+REAL_WAIT_NS: Final = 50_000
 CAUSES: Final = ("late_arrival", "late_launch", "slow_transfer")
-
-Flags = npt.NDArray[np.bool_]
-Values = Any  # an array of floats or integers, one for each row; what is not known is not-a-number
 
 
 def arrivals(collectives: pa.Table, reference: ReferenceClock, also: Sequence[str] = ()) -> pa.Table:
@@ -58,7 +54,7 @@ def arrivals(collectives: pa.Table, reference: ReferenceClock, also: Sequence[st
     # A table in pieces is put in another order far more slowly.
     rows = _encoded(rows).combine_chunks().take(pa.array(order_of_rows))
     clock = reference.readings(rows)
-    groups = _Groups(collective)
+    groups = Groups(collective)
     one_clock = groups.smallest(clock.clock) == groups.largest(clock.clock)
     comparable = one_clock | groups.all(clock.known)
     shift = np.where(one_clock, 0, clock.offset_ns)
@@ -82,52 +78,6 @@ def arrivals(collectives: pa.Table, reference: ReferenceClock, also: Sequence[st
     return pa.table({**carried, **columns})
 
 
-class _Groups:
-    """Rows that follow one another with one number, and what holds for all rows of a group, spread over its rows."""
-
-    def __init__(self, numbers: Values) -> None:
-        differs = np.ones(len(numbers), bool)
-        differs[1:] = numbers[1:] != numbers[:-1]
-        self.starts = np.flatnonzero(differs)
-        self.lengths = np.diff(np.append(self.starts, len(numbers)))
-        self.size = self.spread(self.lengths)
-
-    def spread(self, values: Values) -> Values:
-        return np.repeat(values, self.lengths)
-
-    def _reduced(self, how: np.ufunc, values: Values) -> Values:
-        return self.spread(how.reduceat(values, self.starts)) if len(self.starts) else values
-
-    def smallest(self, values: Values) -> Values:
-        return self._reduced(np.minimum, values)
-
-    def largest(self, values: Values) -> Values:
-        return self._reduced(np.maximum, values)
-
-    def all(self, flags: Flags) -> Flags:
-        every: Flags = self._reduced(np.logical_and, flags)
-        return every
-
-    def mean(self, values: Values) -> Values:
-        """Of the values that are known."""
-        known = ~np.isnan(values)
-        with np.errstate(invalid="ignore"):
-            return self._reduced(np.add, np.where(known, values, 0.0)) / self._reduced(
-                np.add, known.astype(np.int64)
-            )
-
-    def in_order(self, values: Values) -> Values:
-        """The rows by group and ``values``, those of equal value as they stand."""
-        kinds = np.unique(self.lengths)
-        if len(kinds) > _MOST_LENGTHS:
-            return np.lexsort((values, self.spread(np.arange(len(self.starts)))))
-        order = np.empty(len(values), np.int64)
-        for length in kinds.tolist():  # groups of one length are the rows of a matrix, which sort far quicker
-            rows = self.starts[self.lengths == length][:, None] + np.arange(length)
-            order[rows] = rows[:, :1] + np.argsort(values[rows], axis=1, kind="stable")
-        return order
-
-
 class _Times:
     """The times of the rows, moved to one clock: nanoseconds after the first issue of all, so that they are exact."""
 
@@ -145,7 +95,7 @@ class _Times:
         # A synchronous call keeps the program from its beginning; of others only a wait does.
         self.still_from = np.where(is_async, moved["wait_begin_ns"], self.issue)
         self.still_until = np.where(is_async, moved["wait_end_ns"], returned)
-        waited = moved["wait_end_ns"] - moved["wait_begin_ns"] > _REAL_WAIT_NS
+        waited = moved["wait_end_ns"] - moved["wait_begin_ns"] > REAL_WAIT_NS
         host_end = np.where(is_async, np.where(waited, moved["wait_end_ns"], np.nan), returned)
         self.end = np.where(np.isnan(moved["device_end_ns"]), host_end, moved["device_end_ns"])
 
@@ -153,7 +103,7 @@ class _Times:
 class _Order:
     """The rows of each group in the order of arrival: who was first and last, and how far apart that can be told."""
 
-    def __init__(self, groups: _Groups, at: Values, clock: Values, error: Values) -> None:
+    def __init__(self, groups: Groups, at: Values, clock: Values, error: Values) -> None:
         by_arrival = groups.in_order(at)
         first, last = groups.starts, groups.starts + groups.lengths - 1
 
@@ -176,7 +126,7 @@ class _Order:
 
 
 def _waits(
-    rows: pa.Table, groups: _Groups, times: _Times, order: _Order, comparable: Flags
+    rows: pa.Table, groups: Groups, times: _Times, order: _Order, comparable: Flags
 ) -> dict[str, pa.Array]:
     """Who was last, what took how long from an arrival to the result, and what the others waited for the last one."""
     expected = np.where(rows["is_p2p"].to_numpy(zero_copy_only=False), 2, rows["group_size"].to_numpy())
@@ -211,7 +161,7 @@ def _causes(parts: tuple[Values, ...], error: Values, known: Flags) -> pa.Array:
     return pa.DictionaryArray.from_arrays(
         pa.array(cause, mask=~(known & (longest > error))),
         pa.array(CAUSES, pa.string()),
-    ).cast(pa.string())
+    )
 
 
 def _encoded(rows: pa.Table) -> pa.Table:

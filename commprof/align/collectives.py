@@ -71,7 +71,7 @@ def occurrences(rows: pa.Table, streams: Streams) -> Numbers:
         rows["rank"].to_numpy().astype(np.int64),
         streams.number,
     )
-    return _occurrence(keys, rows["issue_ns"].to_numpy(), rows["seq"].to_numpy())
+    return repetitions(keys, rows)
 
 
 class Together(NamedTuple):
@@ -124,8 +124,9 @@ def _what(op: pa.ChunkedArray, is_p2p: npt.NDArray[np.bool_]) -> pa.ChunkedArray
     return pc.if_else(pa.array(is_p2p), pa.scalar("message"), op.cast(pa.string()))
 
 
-def _occurrence(keys: tuple[Numbers, ...], issue: Numbers, seq: Numbers) -> Numbers:
-    """How many rows with equal ``keys`` were issued before each row."""
+def repetitions(keys: Sequence[Numbers], rows: pa.Table) -> Numbers:
+    """How many of ``rows`` (columns issue_ns and seq) with equal ``keys`` were issued before each of them."""
+    issue, seq = rows["issue_ns"].to_numpy(), rows["seq"].to_numpy()
     order, starts = in_order(keys)
     lengths = np.diff(np.append(starts, len(order)))
     occurrence = np.zeros(len(order), np.int64)

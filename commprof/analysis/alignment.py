@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Final, NamedTuple
 
-import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from commprof.analysis.aligned_rows import AlignedRows
 from commprof.analysis.detailed_answers import ALIGNED, ALIGNMENT_COUNTS, DIVERGENCES, TOPOLOGY
-from commprof.analysis.engine import ask
 from commprof.analysis.frames import from_arrow, from_rows
 from commprof.trace.reader import Run
-from commprof.trace.tables import empty_table
 
-_OF: Final = ["rank", "pg"]
+_AS_SHOWN: Final = {"matched_before": "position"}
 
 
 class Alignment(NamedTuple):
@@ -25,70 +23,72 @@ class Alignment(NamedTuple):
     rows: pd.DataFrame
 
 
+class AlignmentSummary(NamedTuple):
+    """An alignment without its rows: see :func:`commprof.analysis.api.alignment_summary`."""
+
+    counts: pd.DataFrame
+    divergences: pd.DataFrame
+
+
+class AlignmentWindow(NamedTuple):
+    """Some rows of one rank and group, in order.
+
+    Attributes:
+        rows: as those of :class:`Alignment`.
+        total: rows of the rank and group, whatever their state.
+        earlier: the position to ask for as many rows before these; None where there are none.
+        later: the same of those after them.
+    """
+
+    rows: pd.DataFrame
+    total: int
+    earlier: int | None
+    later: int | None
+
+
 def alignment(run: Run) -> Alignment:
     """Counts, first divergences, and every record beside its line."""
-    rows = aligned(run)
-    return Alignment(_counts(rows), _divergences(rows), rows)
+    return Alignment(*summary(run), from_arrow(AlignedRows(run).every(), ALIGNED.columns))
 
 
-def aligned(run: Run) -> pd.DataFrame:
-    """Records beside lines, by rank and group in the order of the log, which is that of issue; records without a line stand
-    after the record before them, lines without a record after the line before them.
-    """
-    tables = {name: run.table(name) for name in ("matches", "comm_matches", "nccl_ops")}
-    records = run.scan("collectives") if len(tables["matches"]) else empty_table("collectives")
-    found = from_arrow(
-        ask("aligned", tables | {"collectives": records}),
-        [column for column in ALIGNED.columns if column.name != "position"],
+def summary(run: Run) -> AlignmentSummary:
+    """Counts and first divergences."""
+    rows = AlignedRows(run)
+    first = rows.first_apart()
+    named = {name: first[_AS_SHOWN.get(name, name)] for name in DIVERGENCES.names}
+    return AlignmentSummary(
+        from_arrow(rows.counts(), ALIGNMENT_COUNTS.columns), from_arrow(pa.table(named), DIVERGENCES.columns)
     )
-    found = pd.DataFrame(found.iloc[_in_order(found)]).reset_index(drop=True)
-    positions = found.groupby(_OF, dropna=False).cumcount().astype("int64")
-    found.insert(2, "position", positions)
-    return found
 
 
-def _in_order(found: pd.DataFrame) -> Any:
-    """The order of the rows: by rank, group, and place in the log."""
-    count = len(found)
-    rank = found["rank"].fillna(2**31).to_numpy(np.int64)
-    group = pd.factorize(found["pg"].fillna(""), sort=True)[0]
-    attempt = found["attempt"].fillna(2**31 - 1).to_numpy(np.int64)
-    seq = found["seq"].fillna(2**62).to_numpy(np.int64)
-    part = found["part"].fillna(0).to_numpy(np.int64)
-    # The files of a rank in the order in which its records were issued.
-    began = found.assign(first=attempt * 2.0**62 + seq).groupby("file")["first"].transform("min").fillna(0.0)
-    files = pd.factorize(began.to_numpy() + 0.0, sort=True)[0]
-    line = found["line"].fillna(-1).to_numpy(np.int64)
-    # Places in the log as 1, 2, 3 ...; 0 for none.
-    keys = np.where(line < 0, -1, files * (1 << 40) + line)
-    place = np.unique(np.append(keys, -1), return_inverse=True)[1][:-1]
-    of_record = found["seq"].notna().to_numpy()
-    order = np.lexsort((part, seq, attempt, ~of_record, group, rank))
-    # A record without a line takes the place of the last line before it, in its rank and group.
-    starts = np.ones(count, bool)
-    starts[1:] = (rank[order][1:] != rank[order][:-1]) | (group[order][1:] != group[order][:-1])
-    offset = np.cumsum(starts) * (count + 2)
-    filled = np.maximum.accumulate(place[order] + offset) - offset if count else place
-    seated = place.copy()
-    seated[order] = np.where(of_record[order], filled, place[order])
-    behind = np.where(of_record, np.where(line < 0, 1, 0), 2)
-    return np.lexsort((part, seq, attempt, behind, seated, group, rank))
+def window(
+    run: Run, rank: int | None, pg: str | None, state: str | None, at: int, before: int, limit: int
+) -> AlignmentWindow:
+    """Up to ``limit`` rows, from ``before`` rows before position ``at`` on."""
+    rows = AlignedRows(run)
+    order = rows.order(rank, pg)
+    positions = order.of_state(state)
+    begin = max(0, min(int(positions.searchsorted(at)) - before, len(positions) - 1))
+    places = positions[begin : begin + limit]
+    chosen = pa.table(
+        {
+            "number": pa.array(order.numbers[places]),
+            "rank": pa.array([rank] * len(places), pa.int32()),
+            "pg": pa.array([pg] * len(places), pa.string()),
+            "position": pa.array(places),
+        }
+    )
+    shown = from_arrow(rows.shown(chosen), ALIGNED.columns)
+    earlier = int(positions[max(0, begin - limit + before)]) if begin > 0 else None
+    later = int(positions[begin + limit]) if begin + limit < len(positions) else None
+    return AlignmentWindow(shown, len(order.numbers), earlier, later)
 
 
-def _counts(rows: pd.DataFrame) -> pd.DataFrame:
-    sizes = rows.groupby([*_OF, "op", "state"], dropna=False).size().reset_index(name="lines")
-    return from_rows(_plain(sizes), ALIGNMENT_COUNTS.columns)
-
-
-def _divergences(rows: pd.DataFrame) -> pd.DataFrame:
-    apart = rows[rows["state"] != "matched"].drop_duplicates(_OF)
-    named = apart.assign(matched_before=apart["position"])
-    return from_rows(_plain(named[list(DIVERGENCES.names)]), DIVERGENCES.columns)
-
-
-def _plain(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    rows: list[dict[Any, Any]] = frame.to_dict("records")
-    return [{str(name): None if pd.isna(value) else value for name, value in row.items()} for row in rows]
+def place(
+    run: Run, rank: int, attempt: int, pid: int, seq: int
+) -> tuple[int | None, str | None, int] | None:
+    """Rank, group and position of a record in the alignment; None where it is not in it."""
+    return AlignedRows(run).place(rank, attempt, pid, seq)
 
 
 def topology(run: Run) -> pd.DataFrame:

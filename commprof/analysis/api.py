@@ -42,7 +42,7 @@ from commprof.analysis import settings as settings_module
 from commprof.analysis import timeline as timeline_module
 from commprof.analysis import traffic as traffic_module
 from commprof.analysis.advice import Advice
-from commprof.analysis.alignment import Alignment
+from commprof.analysis.alignment import Alignment, AlignmentSummary, AlignmentWindow
 from commprof.analysis.answers import ANSWERS, EXPOSURE_BY, GROUPINGS
 from commprof.analysis.bandwidth import Bandwidths
 from commprof.analysis.buckets import BucketContent
@@ -76,6 +76,8 @@ __all__ = [
     "TRAFFIC_BY",
     "Advice",
     "Alignment",
+    "AlignmentSummary",
+    "AlignmentWindow",
     "Bandwidths",
     "BucketContent",
     "Comparison",
@@ -88,6 +90,9 @@ __all__ = [
     "Verdict",
     "advice",
     "alignment",
+    "alignment_place",
+    "alignment_summary",
+    "alignment_window",
     "arrivals",
     "bandwidth",
     "bandwidth_both",
@@ -297,6 +302,38 @@ def alignment(run: AnyRun) -> Alignment:
     the first time; ``rows``, every record beside its line.
     """
     return alignment_module.alignment(_opened(run))
+
+
+def alignment_summary(run: AnyRun) -> AlignmentSummary:
+    """``counts`` and ``divergences`` of :func:`alignment`, however many rows it has."""
+    return alignment_module.summary(_opened(run))
+
+
+def alignment_window(
+    run: AnyRun,
+    rank: int | None,
+    pg: str | None,
+    state: str | None = None,
+    at: int = 0,
+    before: int = 0,
+    limit: int = 40,
+) -> AlignmentWindow:
+    """Some of the ``rows`` of :func:`alignment`: those of one rank and group, from ``before`` rows before ``at`` on.
+
+    Args:
+        rank, pg: None for lines of which they are not known.
+        state: only rows in this state; default: all.
+        at: position within the rank and group.
+        limit: rows at most.
+    """
+    return alignment_module.window(_opened(run), rank, pg, state, at, before, limit)
+
+
+def alignment_place(
+    run: AnyRun, rank: int, attempt: int, pid: int, seq: int
+) -> tuple[int | None, str | None, int] | None:
+    """Rank, group and position of a record among the ``rows`` of :func:`alignment`; None where it is not among them."""
+    return alignment_module.place(_opened(run), rank, attempt, pid, seq)
 
 
 def topology(run: AnyRun) -> pd.DataFrame:

@@ -11,11 +11,10 @@ import pyarrow.compute as pc
 
 from commprof.align.arrivals import arrivals as align
 from commprof.align.reference_clock import ReferenceClock
-from commprof.analysis.answers import ARRIVALS, STRAGGLERS
-from commprof.analysis.engine import ask
+from commprof.analysis.answers import ARRIVALS
 from commprof.analysis.frames import from_arrow
 from commprof.analysis.units import format_ns
-from commprof.trace.reader import Run, Scan
+from commprof.trace.reader import Run
 
 # A rank that stands out is named when the others stood still for it for this part of the time at least.
 _WORTH_SAYING: Final = 0.01
@@ -47,20 +46,6 @@ def aligned(run: Run, also: Sequence[str] = ()) -> Callable[[pa.Table], pa.Table
 def arrivals_frame(arrived: pa.Table) -> pd.DataFrame:
     """:func:`arrivals` as a frame."""
     return from_arrow(arrived, ARRIVALS.columns)
-
-
-def stragglers(arrived: pa.Table) -> pd.DataFrame:
-    """One row per rank (``queries/stragglers.sql``); ``frame.attrs["statement"]`` says what follows, None if nothing."""
-    ends = pc.min_max(arrived["arrived_ns"]).as_py()
-    span = 0 if ends["min"] is None else int(ends["max"] - ends["min"])
-    return stragglers_among(arrived, span, incomparable(arrived))
-
-
-def stragglers_among(arrived: pa.Table | Scan, span_ns: int, unknown: int) -> pd.DataFrame:
-    """The same, where these two are known: see :func:`statement`."""
-    frame = from_arrow(ask("stragglers", {"arrivals": arrived}), STRAGGLERS.columns)
-    frame.attrs["statement"] = statement(frame, span_ns, unknown)
-    return frame
 
 
 def statement(frame: pd.DataFrame, span_ns: int, unknown: int) -> str | None:
@@ -110,5 +95,8 @@ def _incomparable(unknown: int) -> str | None:
 
 def incomparable(arrived: pa.Table) -> int:
     """Collectives of several recorded ranks whose times could not be compared."""
-    several = pc.and_(pc.greater(arrived["members"], 1), pc.is_null(arrived["lateness_ns"]))
+    unknown = pc.is_null(arrived["lateness_ns"])
+    if not pc.any(unknown).as_py():
+        return 0
+    several = pc.and_(pc.greater(arrived["members"], 1), unknown)
     return int(pc.count_distinct(arrived["collective"].filter(several)).as_py())

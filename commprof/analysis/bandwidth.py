@@ -1,6 +1,6 @@
 """Bandwidth: what collectives reached, beside what the machine can reach, by the definitions of nccl-tests.
 
-What a time means, and what is left out, is stated in ``queries/bandwidth.sql`` and ``docs/calibration.md``.
+What a time means, and what is left out, is stated in :mod:`commprof.analysis.transfers` and ``docs/calibration.md``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from commprof.analysis.bandwidth_answers import (
     CEILING,
     CEILING_FITS,
 )
-from commprof.analysis.engine import ask
 from commprof.analysis.frames import TEXT, from_arrow, from_rows
-from commprof.analysis.text_numbers import numbered_texts, with_texts
 from commprof.calibration.bandwidths import bus_factor
 from commprof.calibration.file import read_calibration
 from commprof.calibration.results import Calibration
@@ -44,13 +42,6 @@ _BIN: Final = ["op", "backend", "group_ranks", "group_size", "payload_bytes"]
 _CURVE_POINTS: Final = 49
 FILE_PATTERN: Final = "calibration*.json"
 
-ALSO: Final = (  # columns of the records that times are told from
-    *("backend", "dtype", "payload_bytes", "status", "device", "is_async"),
-    *("issue_ns", "return_ns", "wait_begin_ns", "wait_end_ns", "device_begin_ns", "device_end_ns"),
-)
-
-_TEXTS: Final = ("purpose", "pg", "group_ranks", "dtype")  # that the query compares with no names
-
 Floats = npt.NDArray[np.float64]
 
 
@@ -61,21 +52,11 @@ class Bandwidths(NamedTuple):
     collectives: pd.DataFrame
 
 
-def timed(arrived: pa.Table) -> pa.Table:
-    """How long each collective and message took (``queries/bandwidth.sql``).
-
-    Args:
-        arrived: see :func:`commprof.analysis.arrivals.aligned`, with the columns :data:`ALSO`; of whole collectives.
-    """
-    coded, texts = numbered_texts({"arrivals": arrived}, _TEXTS)
-    return with_texts(ask("bandwidth", coded), texts)
-
-
 def bandwidths(times: pa.Table, calibration: Calibration | None, hosts: Sequence[str] = ()) -> Bandwidths:
     """What every collective reached, and what those of one operation, group and size did typically.
 
     Args:
-        times: see :func:`timed`.
+        times: see :func:`commprof.analysis.transfers.timed`.
         calibration: the ceiling; None for none.
         hosts: of the run.
     """

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from typing import Final, NamedTuple
 
 import duckdb
@@ -16,15 +17,14 @@ import pandas as pd
 import pyarrow as pa
 
 from commprof.align.arrivals import NEEDED
-from commprof.analysis import arrivals, bandwidth, buckets, exposure, steps, straggling, traffic
+from commprof.analysis import arrivals, buckets, exposure, steps, straggling, traffic, transfers
 from commprof.analysis.engine import query_text
 from commprof.analysis.standstill import standstill
+from commprof.analysis.sum_tables import BUCKET_SUMS, HELD_COLUMNS, OperationSums, TransferTimes, append
 from commprof.analysis.whole_collectives import IndexedParts, columns_of
 from commprof.trace.reader import Run
 
-OPERATIONS: Final = "operations"
 STOOD_STILL: Final = "stood_still"
-BANDWIDTH_TIMES: Final = "bandwidth_times"
 BUCKET_FLUSHES: Final = "bucket_flushes"
 BUCKET_MEANS: Final = "bucket_means"
 STRAGGLING: Final = dict(
@@ -38,39 +38,11 @@ EXPOSURES: Final = {  # by these columns
     ("attempt", "step"): "exposure_of_steps",
     ("attempt", "step", "purpose"): "exposure_of_purposes",
 }
-HELD_COLUMNS: Final = (
-    "attempt",
-    "step",
-    "phase",
-    "op",
-    "intended_op",
-    "purpose",
-    "pg",
-    "group_desc",
-    "group_ranks",
-    "group_size",
-    "backend",
-    "root",
-    "sender",
-    "receiver",
-)
-MEASURES: Final = {
-    "collectives": "bigint",
-    "records": "bigint",
-    "payload_bytes": "bigint",
-    "wire_share": "decimal(38, 0)",
-    "host_ns": "double",
-    "exposed_ns": "double",
-    "timed": "bigint",
-    "tensors": "bigint",
-}
-_BUCKET_SUMS: Final = "bucket_sums"
 _SUMMED: Final = columns_of(HELD_COLUMNS, buckets.COLUMNS)
-_COLUMNS: Final = columns_of(NEEDED, bandwidth.ALSO, traffic.NEEDED)
+_COLUMNS: Final = columns_of(NEEDED, transfers.ALSO, traffic.NEEDED)
 _WORKERS: Final = 2
 _FEWEST_SCANNED: Final = 100_000  # rows that are read file by file
 _AHEAD: Final = 2  # parts that are worked on at once
-_ROWS_AT_ONCE: Final = 200_000  # that are kept: an engine writes fewer twice
 
 Progress = Callable[[int, int], None]
 
@@ -78,7 +50,7 @@ Progress = Callable[[int, int], None]
 class _Found(NamedTuple):
     """What one part says."""
 
-    operations: pa.Table
+    once: traffic.Once
     times: pa.Table
     arrived: pa.Table
 
@@ -98,30 +70,20 @@ def fill_sums(
     Raises:
         TraceError: a file of the run is damaged. duckdb.Error: the database cannot be written.
     """
-    times: list[pa.Table] = []
-    with ThreadPoolExecutor(_WORKERS) as pool, straggling.collector() as taken:
+    aggregates = run.table("aggregates")
+    with ThreadPoolExecutor(_WORKERS) as pool, closing(straggling.Collector()) as taken:
+        operations, times = OperationSums(engine, aggregates, _SUMMED), TransferTimes(engine)
         for number, found in enumerate(_parts(engine, run, pool, progress)):
             taken.add(straggling.apart(found.arrived, number))
-            times.append(found.times)
-            if sum(map(len, times)) >= _ROWS_AT_ONCE:
-                _append(engine, BANDWIDTH_TIMES, pa.concat_tables(times))
-                times.clear()
-            _append_sums(engine, OPERATIONS, HELD_COLUMNS, found.operations)
-            _append_sums(
-                engine,
-                _BUCKET_SUMS,
-                buckets.COLUMNS,
-                found.operations,
-                "where bucket is not null and purpose = 'gradient_reduce'",
-            )
-        if times:
-            _append(engine, BANDWIDTH_TIMES, pa.concat_tables(times))
-            times.clear()
+            times.add(found.times)
+            operations.add(found.once)
+        operations.end()
+        times.end()
         pa.default_memory_pool().release_unused()  # what the parts took is left for what follows
         facts = _keep_straggling(engine, taken.answer())
         _keep_buckets(engine, run)
         for name, rows in stood.result().items():
-            _append(engine, name, rows)
+            append(engine, name, rows)
     progress(1, 1)
     return facts
 
@@ -130,20 +92,18 @@ def _parts(
     engine: duckdb.DuckDBPyConnection, run: Run, pool: ThreadPoolExecutor, progress: Progress
 ) -> Iterator[_Found]:
     """What the parts say, in their order; some are worked on while the one before is kept."""
-    aligned = arrivals.aligned(run, bandwidth.ALSO)
-    aggregates = run.table("aggregates")
+    aligned = arrivals.aligned(run, transfers.ALSO)
     parts = IndexedParts(lambda sql: engine.sql(sql).to_arrow_table(), _COLUMNS)
 
-    def work(number: int, condition: str) -> _Found:
+    def work(condition: str) -> _Found:
         with engine.cursor() as cursor:
             rows = parts.read(condition, lambda sql: cursor.sql(sql).to_arrow_table())
-        summed = aggregates if number == 0 else aggregates.slice(0, 0)
         arrived = aligned(rows)
-        return _Found(traffic.operations(rows, summed, _SUMMED), bandwidth.timed(arrived), arrived)
+        return _Found(traffic.once(rows, _SUMMED), transfers.timed(arrived), arrived)
 
     under_way: deque[Future[_Found]] = deque()
     for number, condition in enumerate(parts.conditions):
-        under_way.append(pool.submit(work, number, condition))
+        under_way.append(pool.submit(work, condition))
         if len(under_way) > _AHEAD:
             yield under_way.popleft().result()
             progress(number - _AHEAD, len(parts.conditions))
@@ -168,29 +128,9 @@ def standing(run: Run) -> dict[str, pa.Table]:
     return found
 
 
-def _append_sums(
-    engine: duckdb.DuckDBPyConnection, name: str, by: Sequence[str], operations: pa.Table, where: str = ""
-) -> None:
-    columns = ", ".join((*by, "wire_ranks"))
-    sums = ", ".join(f"cast(sum({measure}) as {kind}) as {measure}" for measure, kind in MEASURES.items())
-    _append(engine, name, operations, f"select {columns}, {sums} from rows_to_add {where} group by {columns}")
-
-
-def _append(
-    engine: duckdb.DuckDBPyConnection, name: str, rows: pa.Table, sql: str = "select * from rows_to_add"
-) -> None:
-    """Put ``rows``, or what ``sql`` makes of them, into table ``name``, which is created by the first of them."""
-    engine.register("rows_to_add", rows)
-    try:
-        engine.execute(f"create table if not exists {name} as {sql} limit 0")
-        engine.execute(f"insert into {name} {sql}")
-    finally:
-        engine.unregister("rows_to_add")
-
-
 def _keep_straggling(engine: duckdb.DuckDBPyConnection, found: straggling.Straggling) -> dict[str, str]:
     for field, name in STRAGGLING.items():
-        _append(engine, name, _rows_of(getattr(found, field)))
+        append(engine, name, _rows_of(getattr(found, field)))
     return {"straggling": json.dumps({"statement": found.ranks.attrs["statement"]})}
 
 
@@ -213,11 +153,11 @@ def _keep_buckets(engine: duckdb.DuckDBPyConnection, run: Run) -> None:
     flushed = engine.sql(query_text("buckets")).to_arrow_table()
     engine.unregister("buckets")
     engine.execute("drop view collectives")
-    sums = engine.sql(f"select * from {_BUCKET_SUMS}").to_arrow_table()
+    sums = engine.sql(f"select * from {BUCKET_SUMS}").to_arrow_table()
     found = buckets.bucket_flushes(flushed, sums)
-    _append(engine, BUCKET_FLUSHES, _rows_of(found))
-    _append(engine, BUCKET_MEANS, _rows_of(buckets.bucket_means(found)))
-    engine.execute(f"drop table {_BUCKET_SUMS}")
+    append(engine, BUCKET_FLUSHES, _rows_of(found))
+    append(engine, BUCKET_MEANS, _rows_of(buckets.bucket_means(found)))
+    engine.execute(f"drop table {BUCKET_SUMS}")
 
 
 def _rows_of(frame: pd.DataFrame) -> pa.Table:

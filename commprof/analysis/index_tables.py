@@ -11,9 +11,10 @@ import numpy as np
 import pyarrow as pa
 
 from commprof.align.reference_clock import ReferenceClock
+from commprof.analysis.combinations import Combinations
 from commprof.analysis.density import Numbers, binned, folded
 from commprof.analysis.lanes import Cells, keep_lanes
-from commprof.analysis.spans import SPANS, Kinds, parts, spans, with_spans
+from commprof.analysis.spans import KINDS, SPANS, parts, spans, with_spans
 from commprof.errors import TraceError
 from commprof.schema import OPS
 from commprof.trace.reader import Run
@@ -133,7 +134,7 @@ class _Source:
     """The spans of a run as a stream, and what is learned on the way."""
 
     def __init__(self, run: Run, progress: Progress) -> None:
-        self.kinds = Kinds()
+        self.kinds = Combinations(KINDS)
         self.unknown_clocks = 0
         self.failure: TraceError | None = None  # that ended the stream
         self.clock = _clock(run)

@@ -1,4 +1,4 @@
-"""How late each rank comes, what made it wait, and which collectives were the worst: arrivals, summed up in three ways."""
+"""The collectives whose ranks came furthest apart, told one by one."""
 
 from __future__ import annotations
 
@@ -10,62 +10,28 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from commprof.align.arrivals import CAUSES
+from commprof.align.row_groups import Groups
 from commprof.analysis.answers import ARRIVALS
-from commprof.analysis.detailed_answers import LATE_COLLECTIVES, LATENESS, WAITING_CAUSES
-from commprof.analysis.engine import ask
+from commprof.analysis.detailed_answers import LATE_COLLECTIVES
 from commprof.analysis.frames import from_arrow, from_rows
-from commprof.trace.reader import Scan
 
-_MEASURED: Final = ("p5_ns", "p25_ns", "median_ns", "p75_ns", "p95_ns", "error_ns")
+_NO_TIME: Final = -(1 << 62)
 _TIME_OF: Final = dict(zip(CAUSES, ("waiting_ns", "launch_ns", "transfer_ns"), strict=True))
 
 
-def lateness(arrived: pa.Table | Scan) -> pd.DataFrame:
-    """How late each rank comes after the first one (``queries/lateness.sql``)."""
-    found = ask("lateness", {"arrivals": arrived})
-    for name in _MEASURED:
-        whole = np.rint(found[name].to_numpy()).astype(np.int64)
-        found = found.set_column(found.column_names.index(name), name, pa.array(whole))
-    return from_arrow(found, LATENESS.columns)
-
-
-def causes(arrived: pa.Table | Scan) -> pd.DataFrame:
-    """What each rank waited for (``queries/waiting_causes.sql``): one row per rank and cause, also of those it has not."""
-    counted = ask("waiting_causes", {"arrivals": arrived}).to_pylist()
-    of_rank: dict[int, int] = {}
-    for row in counted:
-        of_rank[row["rank"]] = of_rank.get(row["rank"], 0) + row["collectives"]
-    known = {(row["rank"], row["cause"]): row for row in counted}
-    rows = [
-        {
-            "rank": rank,
-            "cause": cause,
-            "collectives": known.get((rank, cause), {}).get("collectives", 0),
-            "of_collectives": of_rank[rank],
-            "time_ns": known.get((rank, cause), {}).get("time_ns", 0),
-        }
-        for rank in sorted(of_rank)
-        for cause in CAUSES
-    ]
-    return from_rows(rows, WAITING_CAUSES.columns)
-
-
 def worst(arrived: pa.Table, limit: int) -> pa.Table:
-    """The rows of the ``limit`` collectives and messages whose ranks came furthest apart; of equal ones the first."""
-    comparable = pc.and_(pc.greater(arrived["members"], 1), pc.is_valid(arrived["lateness_ns"]))
-    # Only two columns of all rows are looked at: to copy the others takes longer than everything else.
-    spreads = (
-        arrived.select(["collective", "lateness_ns"])
-        .filter(comparable)
-        .group_by("collective")
-        .aggregate([("lateness_ns", "max")])
+    """The rows of the ``limit`` collectives and messages whose ranks came furthest apart; of equal ones the first.
+
+    The rows of ``arrived`` stand in the order of their collectives.
+    """
+    comparable = (arrived["members"].to_numpy() > 1) & arrived["lateness_ns"].is_valid().to_numpy()
+    groups = Groups(arrived["collective"].to_numpy())
+    spread = groups.reduced(
+        np.maximum, np.where(comparable, pc.fill_null(arrived["lateness_ns"], _NO_TIME).to_numpy(), _NO_TIME)
     )
-    order = [("lateness_ns_max", "descending"), ("collective", "ascending")]
-    if limit < len(spreads):
-        spreads = spreads.take(pc.select_k_unstable(spreads, limit, order))
-    return arrived.take(
-        pc.indices_nonzero(pc.and_(comparable, pc.is_in(arrived["collective"], spreads["collective"])))
-    )
+    chosen = np.zeros(len(spread), bool)
+    chosen[np.argsort(-spread, kind="stable")[:limit]] = True
+    return arrived.take(pa.array(np.flatnonzero(groups.spread(chosen) & comparable)))
 
 
 def late_collectives(arrived: pa.Table, limit: int) -> pd.DataFrame:

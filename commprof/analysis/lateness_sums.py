@@ -10,15 +10,16 @@ import pyarrow.compute as pc
 
 from commprof.align.arrivals import NEEDED
 from commprof.analysis import arrivals as arrivals_module
-from commprof.analysis import bandwidth
 from commprof.analysis import straggling as straggling_module
+from commprof.analysis import transfers
 from commprof.analysis.answers import STRAGGLERS
 from commprof.analysis.detailed_answers import LATE_COLLECTIVES, LATENESS, WAITING_CAUSES
 from commprof.analysis.engine import connect
 from commprof.analysis.frames import from_arrow
 from commprof.analysis.index import Index, index_if_there
-from commprof.analysis.index_sums import BANDWIDTH_TIMES, STRAGGLING
+from commprof.analysis.index_sums import STRAGGLING
 from commprof.analysis.straggling import MOST_LATE, Straggling, apart
+from commprof.analysis.sum_tables import BANDWIDTH_TIMES
 from commprof.analysis.whole_collectives import columns_of, of_scan
 from commprof.trace.reader import Run
 
@@ -68,18 +69,18 @@ def _from_index(index: Index, limit: int) -> Straggling:
 
 
 def times(run: Run, steps: tuple[int, int] | None) -> pa.Table:
-    """How long each collective and message of ``run`` took (:func:`commprof.analysis.bandwidth.timed`), of some steps."""
+    """How long each collective and message of ``run`` took (:func:`commprof.analysis.transfers.timed`), of some steps."""
     index = index_if_there(run.path)
     if index is not None:
         first, last = (-(1 << 31), 1 << 31) if steps is None else steps
         return index.ask(
             f"select * from {BANDWIDTH_TIMES} where step between ? and ?", [int(first), int(last)]
         )
-    align = arrivals_module.aligned(run, bandwidth.ALSO)
-    columns = columns_of(NEEDED, bandwidth.ALSO)
+    align = arrivals_module.aligned(run, transfers.ALSO)
+    columns = columns_of(NEEDED, transfers.ALSO)
     with connect() as engine:
         parts = enumerate(of_scan(run.scan("collectives"), columns, engine))
-        found = pa.concat_tables([bandwidth.timed(apart(align(part), number)) for number, part in parts])
+        found = pa.concat_tables([transfers.timed(apart(align(part), number)) for number, part in parts])
     if steps is None:
         return found
     return found.filter(

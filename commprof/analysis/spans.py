@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from commprof.align.distinct import numbered, split_by
 from commprof.align.reference_clock import ReferenceClock
+from commprof.analysis.combinations import Combinations
 from commprof.errors import TraceError
 from commprof.schema import COLLECTIVES
 from commprof.trace.reader import Scan
@@ -45,8 +46,9 @@ OWN_COLUMNS: Final = (
     "exposed_ns",
 )
 KIND_COLUMNS: Final = tuple(name for name in COLLECTIVES.names if name not in OWN_COLUMNS)
-SPAN_COLUMNS: Final = ("begin_ns", "end_ns", "busy_ns", "held_end_ns", "still_ns")
 _ARROW: Final = {"string": pa.string(), "bool": pa.bool_(), "int32": pa.int32(), "int64": pa.int64()}
+KINDS: Final = pa.schema([(name, _ARROW[COLLECTIVES.column(name).type]) for name in KIND_COLUMNS])
+SPAN_COLUMNS: Final = ("begin_ns", "end_ns", "busy_ns", "held_end_ns", "still_ns")
 SPANS: Final = pa.schema(
     [
         *((name, _ARROW[COLLECTIVES.column(name).type]) for name in OWN_COLUMNS),
@@ -60,30 +62,6 @@ _STRINGS: Final = [column.name for column in COLLECTIVES.columns if column.type 
 # No clock is beyond, nor a wall clock (imported runs have its times) before 2043; a damaged time counts as this, so that
 # differences fit 64 bits.
 _FARTHEST: Final = 1 << 61
-
-
-class Kinds:
-    """The distinct combinations of :data:`KIND_COLUMNS`, numbered in the order in which they come."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[tuple[Any, ...], int] = {}
-
-    def number(self, rows: pa.Table) -> Numbers:
-        """The number of each row's combination."""
-        codes, first = numbered(rows.select(KIND_COLUMNS))
-        found = rows.select(KIND_COLUMNS).take(pa.array(first))
-        combinations = zip(*(column.to_pylist() for column in found.columns), strict=True)
-        numbers = [self._numbers.setdefault(one, len(self._numbers)) for one in combinations]
-        return np.array(numbers, np.int64)[codes]
-
-    def table(self) -> pa.Table:
-        """One row per combination: ``kind`` and the columns."""
-        columns = list(zip(*self._numbers, strict=True)) or [()] * len(KIND_COLUMNS)
-        arrays = [
-            pa.array(values, _ARROW[COLLECTIVES.column(name).type])
-            for name, values in zip(KIND_COLUMNS, columns, strict=True)
-        ]
-        return pa.table([pa.array(range(len(self._numbers)), pa.int32()), *arrays], ["kind", *KIND_COLUMNS])
 
 
 class Spans(NamedTuple):
@@ -164,7 +142,7 @@ def spans(records: pa.Table, clock: ReferenceClock | None) -> Spans:
     return Spans(issue + shift, end + shift, busy, held_end + shift, is_held, still, unknown)
 
 
-def with_spans(records: pa.Table, found: Spans, first: int, kinds: Kinds) -> pa.Table:
+def with_spans(records: pa.Table, found: Spans, first: int, kinds: Combinations) -> pa.Table:
     """Some ``records`` as the index holds them: :data:`OWN_COLUMNS`, ``kind`` and :data:`SPAN_COLUMNS`.
 
     Args:

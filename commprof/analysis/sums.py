@@ -20,15 +20,8 @@ from commprof.analysis.detailed_answers import BUCKET_MEANS as MEANS
 from commprof.analysis.engine import connect
 from commprof.analysis.frames import from_arrow, from_rows
 from commprof.analysis.index import Index, index_if_there
-from commprof.analysis.index_sums import (
-    BUCKET_FLUSHES,
-    BUCKET_MEANS,
-    EXPOSURES,
-    HELD_COLUMNS,
-    MEASURES,
-    OPERATIONS,
-    STOOD_STILL,
-)
+from commprof.analysis.index_sums import BUCKET_FLUSHES, BUCKET_MEANS, EXPOSURES, STOOD_STILL
+from commprof.analysis.sum_tables import HELD_COLUMNS, MEASURES, OPERATIONS
 from commprof.analysis.whole_collectives import columns_of, of_scan
 from commprof.trace.reader import Run, Scan
 

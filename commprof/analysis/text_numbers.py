@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -18,13 +20,27 @@ def numbered_texts(tables: Mapping[str, pa.Table], names: Sequence[str]) -> tupl
     found, texts = dict(tables), {}
     for name in names:
         encoded = {table: _encoded(rows[name]) for table, rows in tables.items() if name in rows.column_names}
-        values = pa.concat_arrays([column.dictionary for column in encoded.values()]).unique()
-        texts[name] = values.take(pc.sort_indices(values))
+        texts[name] = _in_order(pa.concat_arrays([column.dictionary for column in encoded.values()]))
         for table, column in encoded.items():
-            numbers = pc.index_in(column.dictionary, texts[name]).take(column.indices)
             rows = found[table]
+            numbers = _numbers(column, texts[name])
             found[table] = rows.set_column(rows.column_names.index(name), name, numbers)
     return found, texts
+
+
+def ranked(column: pa.ChunkedArray) -> pa.DictionaryArray:
+    """Texts as numbers into their distinct values, which are in order; null as before."""
+    encoded = _encoded(column)
+    texts = _in_order(encoded.dictionary)
+    return pa.DictionaryArray.from_arrays(_numbers(encoded, texts), texts)
+
+
+def among(column: pa.ChunkedArray, texts: Sequence[str]) -> npt.NDArray[np.bool_]:
+    """Which rows have one of ``texts``; null has none."""
+    encoded = _encoded(column)
+    fits = pc.is_in(encoded.dictionary, pa.array(texts, pa.string())).take(encoded.indices)
+    found: npt.NDArray[np.bool_] = pc.fill_null(fits, False).to_numpy(zero_copy_only=False)
+    return found
 
 
 def with_texts(rows: pa.Table, texts: Texts) -> pa.Table:
@@ -33,6 +49,15 @@ def with_texts(rows: pa.Table, texts: Texts) -> pa.Table:
         if name in texts:
             rows = rows.set_column(place, name, texts[name].take(rows[name].combine_chunks()))
     return rows
+
+
+def _in_order(values: pa.Array) -> pa.Array:
+    distinct = values.unique()
+    return distinct.take(pc.sort_indices(distinct))
+
+
+def _numbers(column: pa.DictionaryArray, texts: pa.Array) -> pa.Array:
+    return pc.index_in(column.dictionary, texts).take(column.indices)
 
 
 def _encoded(column: pa.ChunkedArray) -> pa.DictionaryArray:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import Final
+from typing import Final, NamedTuple
 
 import pandas as pd
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from commprof.align.collectives import in_order
-from commprof.align.distinct import numbered
 from commprof.analysis.answers import GROUPINGS, TRAFFIC
 from commprof.analysis.engine import ask, query_text
 from commprof.analysis.frames import from_arrow
-from commprof.analysis.text_numbers import Texts, numbered_texts, with_texts
+from commprof.analysis.members import agreed
+from commprof.analysis.text_numbers import among, numbered_texts, with_texts
 from commprof.errors import UsageError
 from commprof.schema import Op
-from commprof.trace.reader import Scan
 
 EVERY_COLUMN: Final = (*GROUPINGS, "root", "sender", "receiver")
 
@@ -44,39 +41,49 @@ _TEXTS: Final = tuple(  # but for that which the query compares with names
 )
 
 
-def operations(
-    collectives: pa.Table | Scan, aggregates: pa.Table, columns: Sequence[str] = EVERY_COLUMN
-) -> pa.Table:
-    """Every collective once, and every message once, from the records of all ranks, added up by ``columns``.
+class Once(NamedTuple):
+    """Collectives, each once (:func:`commprof.analysis.members.agreed`), and the records of messages."""
 
-    ``queries/operations.sql`` and ``queries/operation_sums.sql``. The fewer the columns the quicker, and the less memory.
-    Those of which only sums were kept are in it as sums.
+    collectives: pa.Table
+    messages: pa.Table
+
+
+def once(collectives: pa.Table, columns: Sequence[str] = EVERY_COLUMN) -> Once:
+    """Every collective once, out of the records of all its ranks; ``columns``: that are wanted of them."""
+    is_message = among(collectives["op"], (Op.SEND, Op.RECV))
+    messages = collectives.filter(pa.array(is_message))
+    return Once(
+        agreed(collectives.filter(pa.array(~is_message)) if len(messages) else collectives, columns), messages
+    )
+
+
+def joined(parts: Sequence[Once]) -> Once:
+    """Several parts as one."""
+    return Once(*(pa.concat_tables(tables) for tables in zip(*parts, strict=True)))
+
+
+def operations(
+    collectives: pa.Table, aggregates: pa.Table, columns: Sequence[str] = EVERY_COLUMN
+) -> pa.Table:
+    """Every collective once, and every message once, from the records of all ranks, added up by ``columns``."""
+    return added_up(once(collectives, columns), aggregates, columns)
+
+
+def added_up(found: Once, aggregates: pa.Table, columns: Sequence[str]) -> pa.Table:
+    """Operations added up by ``columns``, of which :func:`once` knows (``queries/operations.sql``, ``operation_sums.sql``).
+
+    The fewer the columns the quicker, and the less memory. Those of which only sums were kept are in it as sums.
     """
-    tables: dict[str, pa.Table | Scan] = {"collectives": collectives, "aggregates": aggregates}
-    texts: Texts = {}
-    if not isinstance(collectives, Scan):
-        coded, texts = numbered_texts({"collectives": collectives, "aggregates": aggregates}, _TEXTS)
-        tables = dict(coded)
-    found = ask(
+    tables, texts = numbered_texts(
+        {"agreed": found.collectives, "point_to_point": found.messages, "aggregates": aggregates}, _TEXTS
+    )
+    answer = ask(
         "operation_sums",
         tables,
-        operations=query_text("operations").format(repeated=query_text(_repetitions(collectives))),
+        operations=query_text("operations"),
         by="".join(f"{name}, " for name in columns),
     )
-    return with_texts(found, texts)
-
-
-def _repetitions(collectives: pa.Table | Scan) -> str:
-    """The question that tells the repetitions among ``collectives``: the quick one where there are surely none."""
-    if isinstance(collectives, Scan):
-        return "repetitions"
-    is_message = pc.is_in(collectives["op"].cast(pa.string()), pa.array([Op.SEND, Op.RECV]))
-    rows = collectives.select(["attempt", "pg", "group_ranks", "rank", "pg_seq"])
-    if pc.any(is_message).as_py():
-        rows = rows.filter(pc.invert(is_message))
-    members, _ = numbered(rows.drop_columns("pg_seq"))
-    order, starts = in_order((members, pc.fill_null(rows["pg_seq"], 0).to_numpy()))
-    return "no_repetition" if len(order) == len(starts) else "repetitions"
+    return with_texts(answer, texts)
 
 
 def checked(by: Sequence[str]) -> tuple[str, ...]:

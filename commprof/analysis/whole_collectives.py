@@ -17,7 +17,8 @@ from commprof.analysis.spans import KIND_COLUMNS
 from commprof.errors import TraceError
 from commprof.trace.reader import Scan
 
-MOST_ROWS: Final = 300_000  # of a part, unless one number has more
+MOST_ROWS: Final = 100_000  # of a part, unless one number has more
+_MOST_SCANNED: Final = 600_000  # of one out of files, each of which is a scan of all
 _FINEST: Final = 16  # stretches of numbers that a part is made of
 _IS_MESSAGE: Final = "op in ('send', 'recv')"
 _RECEIVER: Final = "case when op = 'send' then peer else rank end"
@@ -87,7 +88,7 @@ def of_scan(
         engine.register("rest_of_parts", collectives.rest)
         engine.register("rows_of_parts", files.union(engine.table("rest_of_parts")))
         ask: Ask = lambda sql: engine.sql(sql).to_arrow_table()  # noqa: E731 - one line is clearer here
-        for condition in conditions(ask, "rows_of_parts", 2 * MOST_ROWS):
+        for condition in conditions(ask, "rows_of_parts", _MOST_SCANNED):
             yield ask(f"select {', '.join(columns)} from rows_of_parts where {condition}")
     except duckdb.Error as error:
         told = str(error).strip().partition("\n")[0]

@@ -1,54 +1,51 @@
 -- Records beside NCCL lines, with what is known of either.
 --
--- Input:  matches, comm_matches, nccl_ops, collectives
--- Output: the rows of matches. A line without a record has the rank of its process and the group of its communicator. Glued
---         messages share one line: of them the largest values stand for all.
-with serving as (
-    select host, pid, comm, comm_epoch, max(rank) as rank, max(pg) as pg
-    from comm_matches
-    group by host, pid, comm, comm_epoch
-),
-processes as (
-    select host, pid, max(rank) as rank
-    from comm_matches
-    group by host, pid
+-- Input:  chosen (number of a row of matches, rank, pg, position), matches (with file_row_number), nccl_ops, collectives
+-- Output: one row for each of chosen, in their order. Glued messages share one line: of them the largest values stand for all.
+with shown as (
+    select
+        c.rank as of_rank, c.pg as of_pg, c.position, m.state, m.op, m.rank, m.attempt, m.record_pid, m.seq, m.part, m.parts,
+        m.record_bytes, m.line_bytes, m.comm, m.file, m.line, m.reason
+    from chosen c
+    join matches m on m.file_row_number = c.number
+    where m.file_row_number between {first} and {last}
 ),
 printed as (
     select
-        file,
-        line,
-        max(count) as elements,
-        max(dtype) as dtype,
-        max(opcount) as opcount
-    from nccl_ops
-    group by file, line
+        o.file,
+        o.line,
+        max(o.count) as elements,
+        max(o.dtype) as dtype,
+        max(o.opcount) as opcount
+    from nccl_ops o
+    join (select distinct file, line from shown where line is not null) s on s.file = o.file and s.line = o.line
+    group by o.file, o.line
 )
 select
-    coalesce(m.rank, s.rank, p.rank) as rank,
-    coalesce(m.pg, s.pg) as pg,
-    m.state,
-    m.op,
-    m.attempt,
-    m.record_pid,
-    m.seq,
-    m.part,
-    m.parts,
+    s.of_rank as rank,
+    s.of_pg as pg,
+    s.position,
+    s.state,
+    s.op,
+    s.attempt,
+    s.record_pid,
+    s.seq,
+    s.part,
+    s.parts,
     c.step,
     c.purpose,
     c.dtype as record_dtype,
-    m.record_bytes,
-    m.line_bytes,
+    s.record_bytes,
+    s.line_bytes,
     o.dtype as line_dtype,
     o.elements,
     o.opcount,
-    m.comm,
-    m.file,
-    m.line,
-    m.reason
-from matches m
-left join serving s
-    on s.host = m.host and s.pid = m.line_pid and s.comm = m.comm and s.comm_epoch = m.comm_epoch
-left join processes p on p.host = m.host and p.pid = m.line_pid
+    s.comm,
+    s.file,
+    s.line,
+    s.reason
+from shown s
 left join collectives c
-    on c.rank = m.rank and c.attempt = m.attempt and c.pid = m.record_pid and c.seq = m.seq
-left join printed o on o.file = m.file and o.line = m.line
+    on c.rank = s.rank and c.attempt = s.attempt and c.pid = s.record_pid and c.seq = s.seq
+left join printed o on o.file = s.file and o.line = s.line
+order by s.of_rank nulls last, coalesce(s.of_pg, ''), s.position

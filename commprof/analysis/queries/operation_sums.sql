@@ -1,6 +1,6 @@
 -- The operations of a run, added up for each combination of the columns that a question needs.
 --
--- Input: collectives, aggregates
+-- Input: agreed, point_to_point, aggregates
 -- Put in: the question operations.sql, of which an engine works out no more than is needed, and the columns, each followed
 -- by a comma. Sums of these sums are those of the operations: wire_bytes is wire_share / wire_ranks.
 with operations as (

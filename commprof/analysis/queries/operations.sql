@@ -1,14 +1,9 @@
 -- Every operation once, whatever the number of ranks that recorded it.
 --
--- Input:  collectives, aggregates
+-- Input:  agreed (see commprof.analysis.members: collectives, each once), point_to_point (the records of messages), aggregates
 -- Output: one row per collective (collectives = 1) and one per point-to-point record (collectives = 1 for a send, and
 --         for a recv whose send no rank recorded; 0 for the other recvs, whose message is counted at its send).
 --
--- The members of a collective share attempt, pg, group_ranks and pg_seq. group_ranks is part of the identity because
--- disjoint groups may carry one name. A rank takes part in a collective once: where a name was used again after its
--- group was destroyed, and the numbers began anew, the repetition tells the two apart. That is put in: repetitions.sql, or, where
--- no number is known to come twice, no_repetition.sql.
--- What the ranks must agree on is taken from the lowest rank; a tag from any rank that carries it.
 -- The length of an all_to_all may differ between ranks: it is the mean. Elsewhere the largest is the whole.
 --
 -- root is the root, source or destination of a collective, -1 where it has none or it is not known; a message has a sender
@@ -17,50 +12,14 @@
 -- What a run kept as sums is in neither of these records: each of its combinations is one row with as many collectives as the
 -- rank with most of them issued, and the time of a mean rank. A recv counts at its send. Of how many exposed_ns was known
 -- the sums do not say: timed is 0.
-with repeated as (
-{repeated}
-),
-shared as (
-    select
-        attempt,
-        pg,
-        group_ranks,
-        max_by(step, -rank) as step,
-        max_by(micro_step, -rank) as micro_step,
-        max_by(phase, -rank) as phase,
-        max_by(op, -rank) as op,
-        max(intended_op) as intended_op,
-        max(purpose) as purpose,
-        max(bucket) as bucket,
-        max(owner) as owner,
-        max(dtype) as dtype,
-        max(reduce_op) as reduce_op,
-        max(backend) as backend,
-        max_by(device, -rank) as device,
-        max(group_desc) as group_desc,
-        max(group_size) as group_size,
-        max_by(api, -rank) as api,
-        max_by(call_site, -rank) as call_site,
-        max_by(peer, -rank) as root,
-        count(*) as records,
-        max(num_tensors) as tensors,
-        max(payload_bytes) as largest_bytes,
-        avg(payload_bytes) as mean_bytes,
-        avg(return_ns - issue_ns) as host_ns,
-        avg(exposed_ns) as exposed_ns,
-        count(exposed_ns) as timed
-    from repeated
-    group by attempt, pg, group_ranks, pg_seq, repetition
-),
-numbered as (
+with numbered as (
     select
         c.*,
         row_number() over (
             partition by attempt, pg, group_ranks, op, rank, peer
             order by issue_ns, seq
         ) as nth
-    from collectives c
-    where op in ('send', 'recv')
+    from point_to_point c
 ),
 named as (
     select
@@ -140,7 +99,7 @@ operations as (
         1 as collectives,
         case when op = 'all_to_all' then cast(round(mean_bytes) as bigint) else largest_bytes end as payload_bytes,
         host_ns, exposed_ns, timed, root, null as sender, null as receiver
-    from shared
+    from agreed
     union all
     select
         attempt, pg, group_ranks, step, micro_step, phase, op, intended_op, purpose, bucket, owner, dtype,

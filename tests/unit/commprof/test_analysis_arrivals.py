@@ -11,12 +11,16 @@ from hypothesis import strategies as st
 
 from commprof.analysis import api
 from commprof.analysis.arrivals import arrivals, arrivals_frame
-from commprof.analysis.arrivals import stragglers as stragglers_of
+from commprof.analysis.straggling import straggling
 from support.runs import SyntheticRun
 
 
 def arrived(run: SyntheticRun, one_host: bool = True):
     return arrivals(run.table("collectives"), run.table("clocks"), run.table("clock_offsets"), one_host)
+
+
+def stragglers_of(found) -> pd.DataFrame:
+    return straggling([found], lambda part: part, 1).ranks
 
 
 def frame(run: SyntheticRun, one_host: bool = True) -> pd.DataFrame:

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from commprof.align import collectives
-from commprof.analysis import api, index, straggling, traffic, whole_collectives
+from commprof.analysis import api, index, straggling, whole_collectives
 from commprof.analysis.engine import connect
 from commprof.trace.reader import Scan
 from support.runs import SyntheticRun
@@ -116,7 +116,6 @@ def test_the_tables_of_an_index_are_the_same_however_they_are_worked_out(tmp_pat
     )
     found = tables_of(quick)
     monkeypatch.setattr(collectives, "_DENSE", 0)
-    monkeypatch.setattr(traffic, "_repetitions", lambda records: "repetitions")
     expected = tables_of(slow)
     assert found.keys() == expected.keys() > {"records", "operations", "bandwidth_times", "stragglers"}
     for name, frame in expected.items():

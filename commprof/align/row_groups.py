@@ -1,0 +1,74 @@
+"""Rows that stand in groups, one group after the other, and what holds for all rows of a group. Pure."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+_MOST_LENGTHS: Final = 64
+
+Flags = npt.NDArray[np.bool_]
+Values = Any  # an array of floats or integers, one for each row; what is not known is not-a-number
+
+
+class Groups:
+    """Rows that follow one another with one number, and what holds for all rows of a group.
+
+    Attributes:
+        starts: the first row of each group.
+        lengths: how many rows each has.
+    """
+
+    def __init__(self, *numbers: Values) -> None:
+        differs = np.ones(len(numbers[0]), bool)
+        differs[1:] = False
+        for each in numbers:
+            differs[1:] |= each[1:] != each[:-1]
+        self.starts = np.flatnonzero(differs)
+        self.lengths = np.diff(self.starts, append=len(differs))
+
+    @property
+    def size(self) -> Values:
+        """Of each row the rows of its group."""
+        return self.spread(self.lengths)
+
+    def spread(self, values: Values) -> Values:
+        """What there is one of for each group, for each row."""
+        return np.repeat(values, self.lengths)
+
+    def reduced(self, how: np.ufunc, values: Values) -> Values:
+        """One value for each group."""
+        return how.reduceat(values, self.starts) if len(self.starts) else values
+
+    def smallest(self, values: Values) -> Values:
+        """Of its group, for each row; as the next ones."""
+        return self.spread(self.reduced(np.minimum, values))
+
+    def largest(self, values: Values) -> Values:
+        """Of its group."""
+        return self.spread(self.reduced(np.maximum, values))
+
+    def all(self, flags: Flags) -> Flags:
+        """Whether it holds for all rows of its group."""
+        every: Flags = self.spread(self.reduced(np.logical_and, flags))
+        return every
+
+    def mean(self, values: Values) -> Values:
+        """Of the values of its group that are known."""
+        known = ~np.isnan(values)
+        with np.errstate(invalid="ignore"):
+            sums = self.reduced(np.add, np.where(known, values, 0.0))
+            return self.spread(sums / self.reduced(np.add, known.astype(np.int64)))
+
+    def in_order(self, values: Values) -> Values:
+        """The rows by group and ``values``, those of equal value as they stand."""
+        kinds = np.unique(self.lengths)
+        if len(kinds) > _MOST_LENGTHS:
+            return np.lexsort((values, self.spread(np.arange(len(self.starts)))))
+        order = np.empty(len(values), np.int64)
+        for length in kinds.tolist():  # groups of one length are the rows of a matrix, which sort far quicker
+            rows = self.starts[self.lengths == length][:, None] + np.arange(length)
+            order[rows] = rows[:, :1] + np.argsort(values[rows], axis=1, kind="stable")
+        return order

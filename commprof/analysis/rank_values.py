@@ -1,0 +1,63 @@
+"""Numbers of each rank that are too many for memory, in a file, and quantiles of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from tempfile import TemporaryFile
+
+import numpy as np
+import numpy.typing as npt
+
+Numbers = npt.NDArray[np.int64]
+
+
+class RankValues:
+    """Some numbers for each of many rows, by rank, in a file without a name. To be closed.
+
+    Args:
+        names: of the numbers.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        self._file = TemporaryFile(prefix="commprof-", buffering=0)  # noqa: SIM115 - close() gives it back
+        self._end = 0
+        # Of each rank and kind of rows: the first number, how many, and how far apart those of two names are.
+        self._places: dict[tuple[int, bool], list[tuple[int, int, int]]] = {}
+
+    def close(self) -> None:
+        """Give the file back."""
+        self._file.close()
+
+    def add(self, kind: bool, ranks: Sequence[int], counts: Sequence[int], values: Sequence[Numbers]) -> None:
+        """Keep rows of one kind.
+
+        Args:
+            counts: how many rows each of ``ranks`` has.
+            values: of each name, in the order of ``ranks``.
+        """
+        for each in values:
+            self._file.write(np.ascontiguousarray(each, np.int64).tobytes())
+        begin, rows = self._end, sum(counts)
+        for rank, count in zip(ranks, counts, strict=True):
+            self._places.setdefault((rank, kind), []).append((begin, count, rows))
+            begin += count
+        self._end += len(self._names) * rows
+
+    def of(self, rank: int, name: str, kinds: Sequence[bool] = (True, False)) -> Numbers:
+        """The numbers ``name`` of a rank in rows of some kinds, in any order."""
+        column = self._names.index(name)
+        places = [place for kind in kinds for place in self._places.get((rank, kind), ())]
+        found = [np.empty(0, np.int64)]
+        for begin, count, apart in places:
+            self._file.seek(8 * (begin + column * apart))
+            found.append(np.fromfile(self._file, np.int64, count))
+        return np.concatenate(found)
+
+
+def quantile(ordered: Numbers, share: float) -> float:
+    """Between the two values that it lies between, linearly; ``ordered`` has one at least."""
+    place = (len(ordered) - 1) * share
+    low, high = (float(ordered[each]) for each in (math.floor(place), math.ceil(place)))
+    return low + (high - low) * (place - math.floor(place))
