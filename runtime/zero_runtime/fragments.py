@@ -53,10 +53,11 @@ class Master(NamedTuple):
 
 
 class NumberTensor(NamedTuple):
-    """A 0-D tensor of an optimizer's state, such as ``step``."""
+    """A tensor of one element in an optimizer's state, such as ``step``; 0-D, or of another ``shape``."""
 
     value: bool | int | float
     dtype: torch.dtype
+    shape: tuple[int, ...] = ()
 
 
 class Fragment(NamedTuple):
@@ -204,8 +205,10 @@ def _load_state(
     device = tensor.device if on_device else torch.device("cpu")
     for key, value in values.items():
         if isinstance(value, NumberTensor):
-            values[key] = torch.tensor(value.value, dtype=value.dtype, device=device)
+            values[key] = torch.full(value.shape, value.value, dtype=value.dtype, device=device)
     for state, dtype in dtypes.items():
+        if state in values:  # one number, that parameters of one element have as an element
+            continue
         filled = _zeros_like(
             tensor, tensor.dtype if dtype.is_floating_point else dtype, optimizer.state[tensor].get(state)
         )
@@ -268,8 +271,8 @@ def _sorted_state(
         if isinstance(value, torch.Tensor):
             if value.shape == master.tensor.shape and (value.dim() or name != "step"):
                 elementwise[name] = value
-            elif value.dim() == 0:
-                scalars[name] = NumberTensor(value.item(), value.dtype)
+            elif value.numel() == 1:
+                scalars[name] = NumberTensor(value.item(), value.dtype, tuple(value.shape))
             else:
                 whole[name] = value.detach()
         elif value is None or isinstance(value, bool | int | float | str):

@@ -132,6 +132,7 @@ def _scalars_text(fragment: Stored) -> str:
         name: {
             "value": encoder.encode(f"state {name!r} of {fragment.name}", value.value),
             "dtype": str(value.dtype).removeprefix("torch."),
+            **({"shape": list(value.shape)} if value.shape else {}),
         }
         if isinstance(value, NumberTensor)
         else {"value": encoder.encode(f"state {name!r} of {fragment.name}", value)}

@@ -123,7 +123,9 @@ def _safetensors() -> Any:
 
 def _scalar(told: Mapping[str, Any]) -> Scalar | NumberTensor:
     value = values.decode(told["value"], _no_tensor)
-    return NumberTensor(value, getattr(torch, told["dtype"])) if "dtype" in told else value
+    if "dtype" not in told:
+        return value  # type: ignore[no-any-return]
+    return NumberTensor(value, getattr(torch, told["dtype"]), tuple(told.get("shape", ())))
 
 
 def _no_tensor(key: str) -> torch.Tensor:

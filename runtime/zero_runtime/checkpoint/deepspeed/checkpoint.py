@@ -260,7 +260,7 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
 
     def _scalar(self, name: str, value: Any) -> Scalar | NumberTensor:
         if isinstance(value, torch.Tensor):
-            return NumberTensor(value.item(), value.dtype)
+            return NumberTensor(value.item(), value.dtype, tuple(value.shape))
         value = plain(value)
         kind = self._known.optimizer if self._known else None
         if name == "step" and (kind is None or hasattr(torch.optim, kind)):

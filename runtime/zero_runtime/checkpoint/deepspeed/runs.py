@@ -54,7 +54,8 @@ class Flat:
         """
         state, scalars = {}, {}
         for key, value in self.state.items():
-            if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            one = isinstance(value, torch.Tensor) and value.numel() == 1 and value.shape != self.master.shape
+            if one or not isinstance(value, torch.Tensor):
                 scalars[key] = value
             elif value.numel() >= offset + numel:
                 state[key] = value.reshape(-1).narrow(0, offset, numel)

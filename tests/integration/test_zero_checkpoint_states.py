@@ -1,0 +1,86 @@
+"""States of optimizers that torch has not: a tensor of one element, a number, and one with an element for each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zero_runtime
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+CONFIG = {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True, "gradient_clipping": 0.0}
+
+
+class Counting(torch.optim.Optimizer):
+    """SGD with momentum that counts its steps twice, and more slowly the more it has counted."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state |= {"whole_steps": 0, "tensor_steps": torch.zeros(1)}
+                    state["mean"] = torch.zeros_like(parameter)
+                state["whole_steps"] += 1
+                state["tensor_steps"] += 1
+                state["mean"].mul_(0.9).add_(parameter.grad)
+                parameter.sub_(state["mean"] * group["lr"] / state["tensor_steps"])
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.linear = nn.Linear(3, 5)
+        self.gain = nn.Parameter(torch.ones(1))  # its state has as many elements as the count of steps
+
+    def forward(self, inputs):
+        return (self.linear(inputs) * self.gain).square().mean()
+
+
+def engine_at(stage):
+    model = Scaled()
+    config = {**CONFIG, "zero_optimization": {"stage": stage}}
+    return zero_runtime.initialize(model=model, optimizer=Counting(model.parameters()), config=config)[0]
+
+
+def train(engine, rank, first):
+    losses = []
+    for step in range(first, first + 3):
+        inputs = torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = engine(inputs)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def resumed(rank, world, root):
+    found = {}
+    for stage in (0, 2, 3):
+        engine = engine_at(stage)
+        train(engine, rank, 0)
+        engine.save_checkpoint(f"{root}/{stage}")
+        found[stage, "on"] = train(engine, rank, 3)
+    for saved in (0, 2, 3):
+        for stage in (0, 1, 3):
+            engine = engine_at(stage)
+            engine.load_checkpoint(f"{root}/{saved}")
+            found[saved, stage] = train(engine, rank, 3)
+            counts = [state["tensor_steps"] for state in engine.optimizer.state.values()]
+            assert all(torch.equal(each, torch.full((1,), 6.0)) for each in counts), counts
+    return found
+
+
+def test_a_state_of_one_element_goes_from_any_stage_to_any_other(tmp_path):
+    for found in run_ranks(2, resumed, str(tmp_path)):
+        for (saved, stage), losses in found.items():
+            assert losses == pytest.approx(found[saved, "on"], rel=1e-5), (saved, stage)
