@@ -11,7 +11,7 @@ What JSON has not is written as an object of one key that begins with ``$``::
     torch.device("cpu")       {"$device": "cpu"}
     {1, 2}                    {"$set": [1, 2]}
     Namespace(lr=0.1)         {"$namespace": {"lr": 0.1}}
-    array of NumPy            {"$array": "json/8"}         kept as a tensor; a number of NumPy is one of Python's
+    array of NumPy            {"$array": ["uint32", "json/8"]}   kept as a tensor; a number of NumPy is one of Python's
 
 Anything else is refused, because it could be kept as pickle only, and reading pickle runs whatever code is in it.
 """
@@ -89,8 +89,12 @@ class Encoder:
     def _of_numpy(self, where: str, value: Any) -> Any:
         if not value.shape and type(value).__name__ != "ndarray":
             return self.encode(where, value.item())
+        kind = value.dtype.newbyteorder("=")
+        # No tensor file holds unsigned numbers of more than a byte, so their bits are kept as signed ones.
+        signed = kind.str.replace("u", "i") if kind.kind == "u" and kind.itemsize > 1 else kind
         try:
-            return {"$array": self._keep(where, torch.from_numpy(value.copy()))}
+            tensor = torch.from_numpy(value.astype(kind).copy().view(signed))
+            return {"$array": [kind.name, self._keep(where, tensor)]}
         except TypeError:
             raise CheckpointError(
                 f"{where} is an array of {value.dtype}, which a checkpoint does not keep: expected numbers or booleans"
@@ -141,7 +145,8 @@ def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
         if kind == "$tensor":
             return tensor(content)
         if kind == "$array":
-            return _array(tensor(content))
+            name, key = content
+            return _array(name, tensor(key))
         if kind in _READERS:
             return _READERS[kind](content, inner)
     except CheckpointError:
@@ -182,10 +187,10 @@ def _is_of_numpy(value: Any) -> bool:
     return numpy is not None and isinstance(value, numpy.ndarray | numpy.generic)
 
 
-def _array(kept: torch.Tensor) -> Any:
-    """The array of NumPy that ``kept`` was; the tensor itself where NumPy is not installed."""
+def _array(kind: str, kept: torch.Tensor) -> Any:
+    """The array of NumPy, of dtype ``kind``, that ``kept`` was; the tensor itself where NumPy is not installed."""
     try:
         import_module("numpy")
     except ImportError:
         return kept
-    return kept.numpy()
+    return kept.numpy().view(kind)

@@ -132,6 +132,14 @@ class PipelineGrid:
 
     get_tensor_model_parallel_world_size = get_slice_parallel_world_size
 
+    # The same as attributes, by DeepSpeed's names.
+    global_rank = property(get_global_rank)
+    stage_id = property(get_stage_id)
+    data_parallel_id = property(get_data_parallel_id)
+    pipe_parallel_size = property(get_pipe_parallel_world_size)
+    data_parallel_size = property(get_data_parallel_world_size)
+    slice_parallel_size = model_parallel_size = property(get_slice_parallel_world_size)
+
 
 def topology_of(given: Any) -> ProcessTopology:
     """The topology that a script gives: one of zero_runtime.topology, or of deepspeed.runtime.pipe.topology.
