@@ -10,7 +10,11 @@ import zero_runtime
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
-CONFIG = {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True, "gradient_clipping": 0.0}
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "zero_allow_untested_optimizer": True,
+    "gradient_clipping": 0.0,
+}
 
 
 class Counting(torch.optim.Optimizer):
