@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -92,6 +93,21 @@ MPI_RANK = (
 work(int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"]), os.path.abspath("store"))
 """
 )
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI's mpirun is not installed here")
+@pytest.mark.parametrize("outside", [True, False])
+def test_ranks_of_open_mpi(tmp_path, environment, outside):
+    write(tmp_path / "train.py", MPI_RANK)
+    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
+    ours = [sys.executable, "-m", "commprof", "run", "--out", "run"]
+    if outside:
+        words = [*ours, "--", *mpirun, sys.executable, "train.py"]
+    else:
+        words = [*mpirun, *ours, "train.py"]
+    done = execute(words, tmp_path, environment)
+    assert done.returncode == 0, done.stderr
+    assert recorded(tmp_path / "run") == [(0, 5), (1, 5)]
 
 
 @pytest.mark.ranks
