@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from commprof.requested.axes import DATA, MODEL, PIPE, SEQUENCE, Axes, Line, tensor_ranks
-from commprof.requested.configuration import Configuration, read_configuration
-from commprof.requested.errors import RequestedError, UnsupportedError
+from commprof.requested.configuration import Configuration, read_configuration, zero_section
+from commprof.requested.errors import RequestedError
 from commprof.requested.expectation import Expectation, row, summed
 from commprof.requested.flat_stages import FLAG_BYTES, NORM_BYTES, Runtime
 from commprof.requested.keys import DTYPES, count, dtype, flag, section
@@ -29,6 +29,7 @@ from commprof.requested.shared_modules import (
     loss_messages,
     module_messages,
 )
+from commprof.requested.stage3 import sharded_agreements
 from commprof.requested.stage_messages import (
     crossing_tensors,
     model_lines,
@@ -209,28 +210,30 @@ def _of_one_model(
         return []
     configuration = read_configuration(config)
     if configuration.stage == 3:
-        raise UnsupportedError("zero_optimization.stage", 3, "tensors are cut and sharded at once")
-    norms, flags = _agreements(configuration, len(groups))
+        shared = axes.size(DATA) * axes.size(SEQUENCE)
+        norms, flags = sharded_agreements(configuration, zero_section(config), groups, shared)
+    else:
+        norms, flags = _agreements(configuration, len(groups))
     found = [
-        row("step", Purpose.OVERFLOW_CHECK, Op.ALL_REDUCE, [FLAG_BYTES] * flags, len(lines[0])),
-        row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, [NORM_BYTES] * norms, len(lines[0])),
+        row("step", Purpose.OVERFLOW_CHECK, Op.ALL_REDUCE, flags, len(lines[0])),
+        row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, norms, len(lines[0])),
     ]
     if configuration.reduces_flat_groups and norms:
         # Alone, each rank has all of the flat gradients, and sends nothing for their norm.
         over = axes.lines(DATA, SEQUENCE)
-        sent = row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, [NORM_BYTES] * norms, len(over[0]))
+        sent = row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, norms, len(over[0]))
         found.append(sent._replace(groups=over))
         return [each if each.groups else each._replace(groups=lines) for each in found if each.count]
     return [each._replace(groups=lines) for each in found if each.count]
 
 
-def _agreements(configuration: Configuration, groups: int) -> tuple[int, int]:
-    """How many norms and flags the ranks of one model agree on in a step."""
+def _agreements(configuration: Configuration, groups: int) -> tuple[list[int], list[int]]:
+    """The bytes of each norm and each flag that the ranks of one model agree on in a step of stages 0 to 2."""
     if not configuration.partitions:
         whole = configuration.model_dtype is None and configuration.gradient_clipping == 0
-        return (0 if whole else 1), 0
+        return [] if whole else [NORM_BYTES], []
     checks = configuration.check_overflow and not configuration.reduces_flat_groups
-    return (groups if configuration.compute_grad_norm else 0), int(checks)
+    return [NORM_BYTES] * (groups if configuration.compute_grad_norm else 0), [FLAG_BYTES] * checks
 
 
 def input_check(axes: Axes) -> Expectation | None:

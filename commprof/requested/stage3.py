@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 from commprof.requested.configuration import Configuration
 from commprof.requested.expectation import Expectation, When, row
 from commprof.requested.explanation import describe_configuration, requested_op
-from commprof.requested.fetch_configuration import FetchConfiguration
+from commprof.requested.fetch_configuration import FetchConfiguration, read_fetch_configuration
 from commprof.requested.fetching import fetches_of, persistent_parameters
 from commprof.requested.parameters import Parameter, in_model_order, item_bytes, trained_groups
 from commprof.requested.sharded import (
@@ -150,6 +150,26 @@ def _micro_step(
             for each in reduced
         ),
     ]
+
+
+def sharded_agreements(
+    configuration: Configuration,
+    zero: Mapping[str, Any],
+    groups: Sequence[Sequence[Parameter]],
+    world_size: int,
+) -> tuple[list[int], list[int]]:
+    """The bytes of each norm, and of each flag of an overflow, that ranks agree on at the end of a step.
+
+    Args:
+        configuration: what the config says.
+        zero: its section ``zero_optimization``.
+        groups: the trained parameters by optimizer group.
+        world_size: ranks that share each parameter.
+    """
+    parts = sub_groups(groups, read_fetch_configuration(zero).sub_group_size, world_size)
+    norm_bytes = NORM_BYTES if configuration.offload_device == "none" else OFFLOADED_NORM_BYTES
+    checks = configuration.model_dtype == "float16" and bool(groups)
+    return [norm_bytes] * parts, [FLAG_BYTES] * checks
 
 
 def _step_end(

@@ -146,7 +146,7 @@ def _assembled(
     if inner is not None:
         _check_optimizer(module, inner)
     if config.zero.stage.shards_parameters:
-        return _with_sharded_parameters(config, module, inner, kinds, group, boundary)
+        return _with_sharded_parameters(config, module, inner, kinds, group, boundary, replicas)
     if inner is None:
         kept = _unused_gradients(config, module, kinds, group, boundary)
         return Assembly(module, device, group, kinds, boundary, LossScale(), None, None, kept)
@@ -363,12 +363,13 @@ def _with_sharded_parameters(
     kinds: Precision,
     group: DataParallelGroup,
     boundary: Boundary,
+    replicas: int,
 ) -> Assembly:
     """Without an optimizer gradients are reduced all the same, and kept."""
     if inner is not None:
         check_shardable(inner, config.zero.stage.number, config.zero_allow_untested_optimizer)
     groups = None if inner is None else inner.param_groups
-    sharded = ShardedModel(config, module, groups, kinds, group, boundary)
+    sharded = ShardedModel(config, module, groups, kinds, group, boundary, replicas)
     _gradients_of[module] = weakref.ref(sharded.gradients)
     optimizer, scale = None, LossScale()
     if inner is not None:

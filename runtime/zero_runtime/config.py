@@ -166,7 +166,7 @@ class RuntimeConfig:
         if config.accumulates_whole:
             config = dataclasses.replace(config, zero=whole_gradients(config.zero, notices))
         check(config)
-        check_parallel(parallel, zero.stage, config.optimizer.type if config.optimizer else None)
+        check_parallel(parallel, config.optimizer.type if config.optimizer else None)
         check_compression(config, notices)
         note_contradictions(config, notices)
         return dataclasses.replace(config, notices=tuple(notices))

@@ -208,9 +208,14 @@ class ShardedGradients:
         """Whether gradients only accumulate for now (``no_sync``)."""
         self._paused = paused
 
+    @property
+    def norm_dtype(self) -> torch.dtype:
+        """In which squared norms are summed over ranks."""
+        return self._policy.norm_dtype
+
     def norm(self) -> torch.Tensor:
         """The norm of all gradients: one all_reduce for each param group."""
-        return sharded_norm(self.pieces, self._group, self._policy.norm_dtype)
+        return sharded_norm(self.pieces, self._group, self.norm_dtype)
 
     def clear(self) -> None:
         """Forget the gradients of the step that has been taken."""

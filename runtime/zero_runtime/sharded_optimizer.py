@@ -213,7 +213,7 @@ class ShardedOptimizer(WrappedOptimizer):
         ):
             for span in spans:
                 squares[stretch.piece] += sum_of_squares(gradient[span])
-        return joint_norm(squares, [self._group, *self._model_groups()])
+        return joint_norm(squares, [self._group, *self._model_groups()], self._reduced.norm_dtype)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

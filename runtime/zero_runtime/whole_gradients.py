@@ -159,6 +159,11 @@ class AccumulatedGradients:
         """Whether gradients only accumulate for now (``no_sync``)."""
         self._paused = paused
 
+    @property
+    def norm_dtype(self) -> torch.dtype:
+        """In which squared norms are summed over ranks."""
+        return self._policy.norm_dtype
+
     def norm(self) -> torch.Tensor:
         """The norm of all gradients, which every rank holds: nothing is sent."""
         return replicated_norm(self._flat)

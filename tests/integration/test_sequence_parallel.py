@@ -87,7 +87,7 @@ def _train(rank: int, world: int, stage: int, bf16: bool = False, mesh=None):
     return losses, None if norm is None else float(norm)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_replicas_of_two_pieces_train_as_one_process_does(stage):
     expected, norm = run_ranks(1, _train, stage)[0]
     for losses, own in run_ranks(4, _train, stage):

@@ -18,7 +18,7 @@ from support import parallel_training as training
 from support import recorded
 from support.ranks import run_ranks
 from support.recording import record
-from zero_runtime.errors import CheckpointError, UsageError
+from zero_runtime.errors import CheckpointError, ConfigError, UsageError
 from zero_runtime.tensor_parallel import parallelize
 
 CLIPPED = 0.3
@@ -47,7 +47,7 @@ def _plan(sequence: bool = False) -> dict:
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["columns", "sequence"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_slices_and_two_replicas_train_as_one_process_does(alone, stage, sequence):
     given = training.config(stage, **HALVED, **_plan(sequence))
     expected, norm = alone(stage)
@@ -236,6 +236,26 @@ def test_checkpoints_keep_each_part(tmp_path, alone):
     assert "same tp_size" in run_ranks(1, _refused, str(tmp_path), training.config(1))[0]
 
 
+def _sharded_and_saved(rank: int, world: int, folder: str):
+    given = training.config(3, **HALVED, **_plan())
+    engine = training.engine(given)
+    for step in range(2):
+        training.step_of(engine, step)
+    engine.save_checkpoint(folder)
+    wanted = [training.step_of(engine, step) for step in range(2, 4)]
+    again = training.engine(given, seed=1)
+    again.load_checkpoint(folder)
+    assert [training.step_of(again, step) for step in range(2, 4)] == wanted
+    with zero_runtime.zero.Init():
+        made = training.model()
+    with pytest.raises(ConfigError, match=r"make the model outside of zero\.Init"):
+        training.engine_of(given, made)
+
+
+def test_parts_that_are_sharded_are_kept_too(tmp_path):
+    run_ranks(4, _sharded_and_saved, str(tmp_path))
+
+
 def _different(rank: int, world: int):
     engine = training.engine(training.config(1, **HALVED, **_plan()))
     with pytest.raises(UsageError, match="share each tensor of the model, and were given different inputs"):
@@ -287,7 +307,6 @@ REFUSALS = {
     ),
     "heads": ({"tp_size": 2} | _plan(), {"heads": 1}),
     "token has 31 words, which tp_size 2 does not divide": ({"tp_size": 2} | _plan(), {"words": 31}),
-    "zero_optimization.stage is 3": ({"tp_size": 2, "zero_optimization": {"stage": 3}}, {}),
     "names 'blocks.*.kqv'": ({"tp_size": 2, "tensor_parallel": {"plan": {"blocks.*.kqv": "row"}}}, {}),
     "is a Embedding": ({"tp_size": 2, "tensor_parallel": {"plan": {"token": "row"}}}, {}),
     "expected one of column": ({"tp_size": 2, "tensor_parallel": {"plan": {"token": "rows"}}}, {}),

@@ -22,13 +22,13 @@ pytestmark = pytest.mark.ranks
 WIDTH, HEADS, LENGTH, STEPS = 16, 4, 8, 3
 
 
-def tensors(rank, world, shares_sequence=False, steps=STEPS, **keys):
+def tensors(rank, world, shares_sequence=False, stage=1, steps=STEPS, **keys):
     block = {"plan": training.PLAN, "sequence_parallel": True}
     if not shares_sequence:
         block = {
             "plan": {name: how for name, how in training.PLAN.items() if how not in ("sequence", "split")}
         }
-    engine = training.engine(training.config(1, tp_size=2, tensor_parallel=block, **keys))
+    engine = training.engine(training.config(stage, tp_size=2, tensor_parallel=block, **keys))
     for step in range(steps):
         training.step_of(engine, step)
 
@@ -74,6 +74,7 @@ def stages(rank, world):
 BODIES = {
     "tensors": (4, tensors),
     "pieces": (2, functools.partial(tensors, shares_sequence=True)),
+    "sharded": (4, functools.partial(tensors, shares_sequence=True, stage=3)),
     "sequences": (4, sequences),
     "stages": (2, stages),
 }
@@ -85,7 +86,9 @@ def recorded(name):
     return record(Path(tempfile.mkdtemp()) / "run", world, body)[0]
 
 
-@pytest.mark.parametrize("name", list(BODIES))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name == "sharded")) for name in BODIES]
+)
 def test_every_byte_is_explained(name):
     verdict = verify(recorded(name))
     assert (str(verdict.state), verdict.unexplained, verdict.disagreements) == ("closed", (), ()), verdict

@@ -17,7 +17,6 @@ from zero_runtime.configuration.checks import (
 )
 from zero_runtime.configuration.key_table import Table, inert, inside, later, refused, used, waiting
 from zero_runtime.errors import ConfigError
-from zero_runtime.stages import Stage
 
 _PART: Final = "tensor parallelism"
 _SIZE: Final = "ranks that share each tensor"
@@ -157,24 +156,13 @@ def read_parallel(top: Mapping[str, Any]) -> ParallelConfig:
     )
 
 
-def check_parallel(config: ParallelConfig, row: Stage, optimizer: str | None) -> None:
+def check_parallel(config: ParallelConfig, optimizer: str | None) -> None:
     """Refuse what cannot go together. Raises ConfigError.
 
     Args:
         config: the parallel keys.
-        row: the ZeRO stage.
         optimizer: the type of the configuration's optimizer.
     """
-    if config.tp_size > 1 and row.shards_parameters:
-        raise ConfigError(
-            f"tp_size is {config.tp_size} and zero_optimization.stage is 3, which cuts parameters itself; tensors that are "
-            "shared out by tp_size train at stages 0 to 2. Set the stage to 1 or 2, or tp_size to 1"
-        )
-    if config.sequence_parallel_size > 1 and row.shards_parameters:
-        raise ConfigError(
-            f"sequence_parallel_size is {config.sequence_parallel_size} and zero_optimization.stage is 3; sequences are "
-            "shared at stages 0 to 2. Set the stage to 2, or sequence_parallel_size to 1"
-        )
     whole = (optimizer or "").lower()
     if config.tp_size > 1 and whole in ("muon", "lamb"):
         raise ConfigError(

@@ -30,6 +30,7 @@ class ShardedModel:
         kinds: the dtypes.
         group: the data-parallel ranks.
         at_boundary: whether the micro-batch at hand is the last of its step.
+        replicas: how many of these ranks have other samples: gradients are divided by that.
 
     Attributes:
         residency: gathers and releases the parameters; its hooks are not installed yet.
@@ -46,6 +47,7 @@ class ShardedModel:
         kinds: Precision,
         group: DataParallelGroup,
         at_boundary: Callable[[], bool],
+        replicas: int,
     ) -> None:
         sharding = config.zero.sharding
         dtypes = communication_dtypes(module, kinds, config.precision.autocast_modules)
@@ -66,7 +68,7 @@ class ShardedModel:
         policy = Policy(
             stage=config.zero.stage,
             reduce=_reduction(config, self._numbers),
-            scaling=config.scaling(group.world_size),
+            scaling=config.scaling(replicas),
             limit=config.zero.reduce_bucket_size,
             contiguous=config.zero.contiguous_gradients,
             norm_dtype=torch.float64 if config.zero.offload_optimizer is None else torch.float32,

@@ -68,6 +68,11 @@ def divide(
     """
     if group is None or config.tp_size == 1 or any(isinstance(each, _CUT) for each in module.modules()):
         return
+    if any(shard_of(parameter) is not None for parameter in module.parameters()):
+        raise ConfigError(
+            f"tp_size is {config.tp_size}, and parameters of the model were sharded as it was made (zero.Init), before they "
+            "could be cut; make the model outside of zero.Init, or set tp_size to 1"
+        )
     plan, lenient = configured_plan(config, getattr(module, "tensor_parallel_plan", None))
     steps = _checked(module, plan, group.world_size, lenient, config.sequence_parallel, is_stage)
     for tensor in (*module.parameters(), *module.buffers()):
