@@ -101,10 +101,7 @@ def test_ranks_of_open_mpi(tmp_path, environment, outside):
     write(tmp_path / "train.py", MPI_RANK)
     mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
     ours = [sys.executable, "-m", "commprof", "run", "--out", "run"]
-    if outside:
-        words = [*ours, "--", *mpirun, sys.executable, "train.py"]
-    else:
-        words = [*mpirun, *ours, "train.py"]
+    words = [*ours, "--", *mpirun, sys.executable, "train.py"] if outside else [*mpirun, *ours, "train.py"]
     done = execute(words, tmp_path, environment)
     assert done.returncode == 0, done.stderr
     assert recorded(tmp_path / "run") == [(0, 5), (1, 5)]
