@@ -350,6 +350,18 @@ class DataParallelGroup:
         with why or _UNTAGGED:
             dist.recv(tensor, self.global_ranks[member], group=self.group)
 
+    def start_send(self, tensor: torch.Tensor, member: int, why: hooks.tag | None = None) -> dist.Work | None:
+        """As :meth:`send`, but only begun: ``tensor`` stays as it is until ``wait()`` of what this returns."""
+        with why or _UNTAGGED:
+            return dist.isend(tensor, self.global_ranks[member], group=self.group)
+
+    def start_receive(
+        self, tensor: torch.Tensor, member: int, why: hooks.tag | None = None
+    ) -> dist.Work | None:
+        """As :meth:`receive`, but only begun: ``tensor`` is there after ``wait()`` of what this returns."""
+        with why or _UNTAGGED:
+            return dist.irecv(tensor, self.global_ranks[member], group=self.group)
+
     def sum_rows(
         self,
         received: torch.Tensor,

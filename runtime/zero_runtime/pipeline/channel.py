@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -12,35 +12,58 @@ from torch.utils._pytree import tree_leaves
 from commprof import hooks
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import UsageError
-from zero_runtime.pipeline.messages import HEADER_NUMEL, Form, form_from, form_of, more_numel
+from zero_runtime.pipeline.messages import HEADER_NUMEL, Form, TensorForm, form_from, form_of, more_numel
 
 _PIPELINE: Final = hooks.tag("pipeline")
+IN_FLIGHT: Final = 16  # tensors that were begun to be sent before the first of them is waited for
+
+
+class Arrival:
+    """Tensors that come, or have come."""
+
+    def __init__(self, tensors: list[torch.Tensor], restore: Callable[[list[torch.Tensor]], Any]) -> None:
+        self._restore = restore
+        self.tensors = tensors
+        self.works: list[Any] = []
+
+    def value(self) -> Any:
+        """What was sent, once it is there."""
+        while self.works:
+            self.works.pop(0).wait()
+        return self._restore(self.tensors)
 
 
 class Channel:
     """This stage's ends of what joins it with the stage before and the stage after.
 
-    Every message is a blocking send or receive of one tensor. Shapes are told once for each part of the model, in a header
-    before its first activation, or, with ``dynamic``, before each. All are tagged ``pipeline``; the micro-batch is the
-    record's ``micro_step``. Where each rank has several parts (chunks) the last rank is joined with the first too.
+    Every message is a send or receive of one tensor, which blocks, or, with ``begun``, is only begun: what is received is
+    waited for where its value is asked for, and what is sent some messages later, or by :meth:`settle`. Shapes are told once
+    for each part of the model, in a header before its first activation, or, with ``dynamic``, before each; a header blocks.
+    All are tagged ``pipeline``; the micro-batch is the record's ``micro_step``. Where each rank has several parts (chunks)
+    the last rank is joined with the first too.
 
     Args:
         stages: the ranks of all stages, in order.
         dynamic: whether what is sent may change its form from one micro-batch to the next.
         chunks: parts of the model on each rank.
+        begun: whether messages are only begun. The schedule must have them in one order on all ranks.
     """
 
-    def __init__(self, stages: DataParallelGroup, dynamic: bool, chunks: int = 1) -> None:
+    def __init__(
+        self, stages: DataParallelGroup, dynamic: bool, chunks: int = 1, begun: bool = False
+    ) -> None:
         self._stages = stages
         self._before = (stages.rank - 1) % stages.world_size
         self._after = (stages.rank + 1) % stages.world_size
         self._dynamic = dynamic
         self._chunks = chunks
+        self._begun = begun
         self._sent: dict[int, Form] = {}
         self._received: dict[int, Form] = {}
         self._own: deque[torch.Tensor] = (
             deque()
         )  # what this rank has sent to itself, where it is the only one
+        self._leaving: deque[tuple[Any, torch.Tensor]] = deque()  # what was begun to be sent
 
     def reset(self) -> None:
         """Tell shapes anew before the next activation. All stages must do so."""
@@ -80,33 +103,60 @@ class Channel:
                 "where shapes change, or call engine.reset_activation_shape() on all ranks where they change rarely"
             )
         for each in tensors:
-            self._send(each.detach(), self._after)
+            self._start_send(each.detach(), self._after)
 
-    def receive_activation(self, differentiable: bool, chunk: int = 0) -> Any:
+    def receive_activation(self, differentiable: bool, chunk: int = 0) -> Arrival:
         """What comes before part ``chunk``. With ``differentiable`` its floating-point tensors are to get gradients."""
         form = self._received.get(chunk)
         if self._dynamic or form is None:
             form = self._received[chunk] = self._hear()
-        tensors = []
-        for each in form.tensors:
-            tensor = each.empty(self._stages.device)
-            self._receive(tensor, self._before)
-            tensors.append(tensor.requires_grad_() if differentiable and each.has_gradient else tensor)
-        return form.restore(tensors)
+
+        def restore(tensors: list[torch.Tensor]) -> Any:
+            pairs = zip(form.tensors, tensors, strict=True)
+            return form.restore(
+                [
+                    tensor.requires_grad_() if differentiable and each.has_gradient else tensor
+                    for each, tensor in pairs
+                ]
+            )
+
+        return self._arriving(form.tensors, self._before, restore)
 
     def send_gradients(self, inputs: Any) -> None:
         """Send the gradients of what was received back; zeros for what had no part in the loss."""
         for each in tree_leaves(inputs):
             if isinstance(each, torch.Tensor) and each.requires_grad:
-                self._send(torch.zeros_like(each) if each.grad is None else each.grad, self._before)
+                self._start_send(torch.zeros_like(each) if each.grad is None else each.grad, self._before)
 
-    def receive_gradients(self, outputs: Any) -> list[torch.Tensor]:
-        """The gradients of the floating-point tensors of ``outputs``, which were sent, in order."""
+    def receive_gradients(self, outputs: Any) -> Arrival:
+        """The gradients of the floating-point tensors of ``outputs``, which were sent: a list, in order."""
         form, _ = form_of(outputs)
-        gradients = [each.empty(self._stages.device) for each in form.tensors if each.has_gradient]
-        for each in gradients:
-            self._receive(each, self._after)
-        return gradients
+        return self._arriving([each for each in form.tensors if each.has_gradient], self._after, list)
+
+    def settle(self) -> None:
+        """Wait until all that was sent has left."""
+        while self._leaving:
+            self._leaving.popleft()[0].wait()
+
+    def _arriving(
+        self, forms: Sequence[TensorForm], stage: int, restore: Callable[[list[torch.Tensor]], Any]
+    ) -> Arrival:
+        arrival = Arrival([each.empty(self._stages.device) for each in forms], restore)
+        for each in arrival.tensors:
+            if self._begun and stage != self._stages.rank and each.numel():
+                arrival.works.append(self._stages.start_receive(each, stage, why=_PIPELINE))
+            else:
+                self._receive(each, stage)
+        return arrival
+
+    def _start_send(self, tensor: torch.Tensor, stage: int) -> None:
+        if not self._begun or stage == self._stages.rank or not tensor.numel():
+            self._send(tensor, stage)
+            return
+        tensor = tensor.contiguous()
+        self._leaving.append((self._stages.start_send(tensor, stage, why=_PIPELINE), tensor))
+        while len(self._leaving) > IN_FLIGHT:
+            self._leaving.popleft()[0].wait()
 
     def _tell(self, form: Form) -> None:
         header, more = form.header()

@@ -52,7 +52,9 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
         self.agg_train_loss: torch.Tensor | None = None
         self._source: Iterator[Any] | None = None
         self.plan = plan_of(self.module, config.pipeline)
-        self._channel = Channel(self.grid.pipe, self.module.dynamic_shape, self.plan.chunks)
+        self._channel = Channel(
+            self.grid.pipe, self.module.dynamic_shape, self.plan.chunks, begun=self.plan.begins_messages
+        )
         self._bubble = Bubble(self.grid.pipe)
         self.total_parameters, self.unique_parameters = self._count_parameters()
         if self.num_stages > 1:

@@ -1,10 +1,10 @@
-"""Where messages stand among the computations of ranks, so that ranks whose messages block always meet. Pure.
+"""Where messages stand among the computations of ranks, so that the two ranks of each always meet. Pure.
 
-The computations of all ranks are run on paper, each in one unit of time, and every message is dated by the end of what made
-it. All ranks send and receive in the order of these dates, which is one order for all: so the earliest message that is not
-done is what both of its ranks come to next, and nobody waits for ever, however long computations take in truth. A message
-stands before the first computation that begins after it, in the list of its sender and of its receiver alike: where
-computations take equal time neither waits for the other.
+The computations of all ranks are run on paper, whole backward passes in two units of time and all others in one, and every
+message is dated by the end of what made it. All ranks send and receive in the order of these dates, which is one order for
+all: so the earliest message that is not done is what both of its ranks come to next, and nobody waits for ever, however long
+computations take in truth, and even where messages block. A message stands before the first computation that begins after
+it, in the list of its sender and of its receiver alike.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def meeting(computations: Sequence[Sequence[Instruction]], chunks: int = 1) -> t
         message
         for rank, order in enumerate(computations)
         for each, begin in zip(order, begins[rank], strict=True)
-        for message in _made(rank, each, begin + 1, ranks, chunks)
+        for message in _made(rank, each, begin + _duration(each), ranks, chunks)
     )
     return tuple(
         tuple(_steps(rank, order, begins[rank], messages, ranks, chunks))
@@ -58,6 +58,7 @@ def _begins(computations: Sequence[Sequence[Instruction]], chunks: int) -> list[
     ranks = len(computations)
     todo = [deque(order) for order in computations]
     begins: list[list[int]] = [[] for _ in computations]
+    free = [0] * ranks
     ends: dict[tuple[int, Instruction], int] = {}
     while any(todo):
         moved = False
@@ -66,14 +67,18 @@ def _begins(computations: Sequence[Sequence[Instruction]], chunks: int) -> list[
                 needed = _needed(rank, left[0], ranks, chunks)
                 if needed is not None and needed not in ends:
                     break
-                free = begins[rank][-1] + 1 if begins[rank] else 0
-                begin = free if needed is None else max(free, ends[needed])
+                begin = free[rank] if needed is None else max(free[rank], ends[needed])
                 begins[rank].append(begin)
-                ends[rank, left.popleft()] = begin + 1
+                free[rank] = ends[rank, left[0]] = begin + _duration(left[0])
+                left.popleft()
                 moved = True
         if not moved:
             raise UsageError("the computations of a schedule wait for one another for ever")
     return begins
+
+
+def _duration(each: Instruction) -> int:
+    return 2 if each.action is Action.BACKWARD else 1
 
 
 def _needed(rank: int, each: Instruction, ranks: int, chunks: int) -> tuple[int, Instruction] | None:

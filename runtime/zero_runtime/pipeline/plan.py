@@ -28,6 +28,11 @@ class Plan(NamedTuple):
     stages: int
     chunks: int = 1
 
+    @property
+    def begins_messages(self) -> bool:
+        """Whether its messages are only begun, and waited for later, not sent and received one after the other."""
+        return self.name in (INTERLEAVED, ZERO_BUBBLE)
+
     def check(self, micro_batches: int) -> None:
         """Raise ConfigError where there is no such step of ``micro_batches``."""
         if self.name == INTERLEAVED and micro_batches % self.stages:

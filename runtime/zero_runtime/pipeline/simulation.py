@@ -16,6 +16,11 @@ _KINDS: Final = {
     Action.SEND_ACTIVATION: Action.RECEIVE_ACTIVATION,
     Action.SEND_GRADIENT: Action.RECEIVE_GRADIENT,
 }
+_AWAITED: Final = {
+    Action.FORWARD: Action.RECEIVE_ACTIVATION,
+    Action.BACKWARD: Action.RECEIVE_GRADIENT,
+    Action.BACKWARD_INPUT: Action.RECEIVE_GRADIENT,
+}
 _LETTERS: Final = {
     Action.FORWARD: "F",
     Action.BACKWARD: "B",
@@ -88,7 +93,8 @@ def simulate(
         schedules: of each rank.
         times: how long each computation takes.
         chunks: parts of the model on each rank.
-        blocking: whether a send waits for its receive, as between GPUs; otherwise messages are buffered.
+        blocking: whether a send and its receive wait for each other. Otherwise they are only begun, and what was sent is
+            waited for by the computation that needs it.
 
     Raises:
         UsageError: ranks wait for one another for ever, messages come in another order than they are received in, or some
@@ -114,8 +120,11 @@ class _Simulation:
         self._chunks = chunks
         self._blocking = blocking
         self._events: list[Event] = []
-        # (sender, receiver) -> (what the receiver calls it, when it was sent), in order
+        # (sender, receiver) -> in order: what the receiver calls it, and when it was sent; and what it expects
         self._sent: dict[tuple[int, int], deque[tuple[Instruction, float]]] = {}
+        self._expected: dict[tuple[int, int], deque[Instruction]] = {}
+        # (receiver, message) -> when it was sent; None before
+        self._arrivals: dict[tuple[int, Instruction], float | None] = {}
 
     def run(self) -> Timeline:
         while any(rank.todo for rank in self._ranks):
@@ -145,8 +154,14 @@ class _Simulation:
 
     def _compute(self, number: int, each: Instruction) -> bool:
         rank = self._ranks[number]
+        awaited = (number, each._replace(action=_AWAITED.get(each.action, each.action)))
+        arrival = self._arrivals.get(awaited, rank.time)
+        if arrival is None:
+            return False
+        self._arrivals.pop(awaited, None)
         rank.todo.popleft()
-        begin, rank.time = rank.time, rank.time + self._times.get(each.action, 0.0)
+        begin = max(rank.time, arrival)
+        rank.time = begin + self._times.get(each.action, 0.0)
         if each.action in COMPUTATIONS:
             self._events.append(Event(number, each, begin, rank.time))
         key = (each.micro_batch, each.chunk)
@@ -175,6 +190,7 @@ class _Simulation:
             peer.todo.popleft()
         else:
             self._sent.setdefault((number, other.rank), deque()).append((message, rank.time))
+            self._deliver(number, other.rank)
         rank.todo.popleft()
         return True
 
@@ -185,18 +201,25 @@ class _Simulation:
         other = place.before(ranks) if forward else place.after(ranks, self._chunks)
         if other is None:
             raise UsageError(f"rank {number} has nobody to {each}")
-        waiting = self._sent.get((other.rank, number))
-        if self._blocking or not waiting:
+        if self._blocking:
             return False
-        message, sent = waiting.popleft()
-        if message != each:
-            raise UsageError(
-                f"rank {number} expects {each} of rank {other.rank}, which sends {message} first"
-            )
-        rank = self._ranks[number]
-        rank.time = max(rank.time, sent)
-        rank.todo.popleft()
+        self._expected.setdefault((other.rank, number), deque()).append(each)
+        self._arrivals[number, each] = None
+        self._deliver(other.rank, number)
+        self._ranks[number].todo.popleft()
         return True
+
+    def _deliver(self, sender: int, receiver: int) -> None:
+        """Let what ``sender`` has sent arrive where ``receiver`` expects it, first come first served."""
+        sent = self._sent.get((sender, receiver), deque())
+        expected = self._expected.get((sender, receiver), deque())
+        while sent and expected:
+            (message, time), each = sent.popleft(), expected.popleft()
+            if message != each:
+                raise UsageError(
+                    f"rank {receiver} expects {each} of rank {sender}, which sends {message} first"
+                )
+            self._arrivals[receiver, each] = time
 
     def _deadlock(self) -> None:
         stuck = [

@@ -13,7 +13,7 @@ from zero_runtime.errors import UsageError
 from zero_runtime.fp32_modules import cast_floating
 from zero_runtime.pipeline.batches import Source, inputs_of, labels_of
 from zero_runtime.pipeline.bubble import Bubble
-from zero_runtime.pipeline.channel import Channel
+from zero_runtime.pipeline.channel import Arrival, Channel
 from zero_runtime.pipeline.instructions import Action
 from zero_runtime.pipeline.schedules import Schedule
 from zero_runtime.pipeline.split_backward import WeightGradients, backward_of_inputs
@@ -64,7 +64,8 @@ class Stage:
         self._inputs: dict[Pass, Any] = {}
         self._labels: dict[int, Any] = {}
         self._outputs: dict[Pass, Any] = {}
-        self._gradients: dict[Pass, list[torch.Tensor]] = {}
+        self._arriving: dict[Pass, Arrival] = {}  # activations
+        self._gradients: dict[Pass, Arrival] = {}
         self._weights: dict[Pass, WeightGradients] = {}
         self.losses: list[torch.Tensor] = []
         self.results: list[Any] = []
@@ -87,6 +88,7 @@ class Stage:
                 for action, number, chunk in step:
                     hooks.micro_step(number)
                     self._do[action](Pass(number, chunk))
+            self._channel.settle()
         finally:
             hooks.micro_step(0)
             hooks.phase("other")
@@ -118,10 +120,12 @@ class Stage:
 
     def _receive_activation(self, each: Pass) -> None:
         hooks.phase("forward" if self._training else "other")
-        self._inputs[each] = self._channel.receive_activation(self._training, each.chunk)
+        self._arriving[each] = self._channel.receive_activation(self._training, each.chunk)
 
     def _forward(self, each: Pass) -> None:
         hooks.phase("forward" if self._training else "other")
+        if each in self._arriving:
+            self._inputs[each] = self._arriving.pop(each).value()
         engine, inputs = self._engine, self._inputs[each]
         if not self._training:
             del self._inputs[each]
@@ -176,7 +180,7 @@ class Stage:
         if self._is_last(each):
             scale = engine._scale.value / self._micro_batches
             return [outputs if scale == 1.0 else outputs * scale], None
-        pairs = zip(_differentiable(outputs), self._gradients.pop(each), strict=True)
+        pairs = zip(_differentiable(outputs), self._gradients.pop(each).value(), strict=True)
         kept = [(end, gradient) for end, gradient in pairs if end.requires_grad]
         return [end for end, _ in kept], [gradient for _, gradient in kept]
 

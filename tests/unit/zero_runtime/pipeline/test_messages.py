@@ -95,11 +95,11 @@ def test_gradients_come_for_floating_point_tensors_alone():
     Channel(wire, dynamic=False).send_activation(value)
     wire.rank = 1
     last = Channel(wire, dynamic=False)
-    got = last.receive_activation(differentiable=True)
+    got = last.receive_activation(differentiable=True).value()
     assert got["a"].requires_grad and not got["mask"].requires_grad and got["n"] == 1
     (got["a"] * 3).sum().backward()
     last.send_gradients(got)
     assert [tensor.tolist() for tensor in wire.sent] == [[[3.0, 3.0], [3.0, 3.0]], [0.0, 0.0, 0.0]]
     wire.rank = 0
-    gradients = Channel(wire, dynamic=False).receive_gradients(value)
+    gradients = Channel(wire, dynamic=False).receive_gradients(value).value()
     assert [tuple(each.shape) for each in gradients] == [(2, 2), (3,)]

@@ -11,6 +11,7 @@ from support import recorded
 from zero_runtime.errors import ConfigError, UsageError
 from zero_runtime.pipeline import schedules
 from zero_runtime.pipeline.instructions import COMPUTATIONS, RECEIVES, SENDS, Action, Instruction
+from zero_runtime.pipeline.plan import Plan
 from zero_runtime.pipeline.simulation import simulate
 
 SIZES = [(stages, micro_batches) for stages in range(1, 6) for micro_batches in range(1, 9)]
@@ -53,11 +54,20 @@ def check_pairs(name, stages, micro_batches):
         assert sum(each.action in RECEIVES for each in actions) == boundaries * micro_batches
 
 
-@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("name", [*FUNCTIONS, "interleaved"])
 def test_blocking_messages_do_not_deadlock(name):
+    """Nor idle longer, except where a part of a rank waits for another: so the engine only begins those messages."""
     for stages, micro_batches in SIZES:
-        timeline = simulate(of_all_stages(FUNCTIONS[name], stages, micro_batches), blocking=True)
-        assert timeline.idle_fraction == pytest.approx(schedules.idle_fraction(stages, micro_batches))
+        plan = Plan(name, stages, 2 if name == "interleaved" else 1)
+        if stages == 1 or (name == "interleaved" and micro_batches % stages):
+            continue
+        timeline = simulate(
+            [plan.training(micro_batches, stage) for stage in range(stages)],
+            chunks=plan.chunks,
+            blocking=True,
+        )
+        if name != "interleaved":
+            assert timeline.idle_fraction == pytest.approx(plan.idle_fraction(micro_batches))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
@@ -67,6 +77,14 @@ def test_idle_share_is_the_formula(name, backward):
     for stages, micro_batches in SIZES:
         timeline = simulate(of_all_stages(FUNCTIONS[name], stages, micro_batches), times)
         assert timeline.idle_fraction == pytest.approx(schedules.idle_fraction(stages, micro_batches))
+
+
+def test_evaluation_over_virtual_stages():
+    for stages, micro_batches in SIZES:
+        for chunks in (1, 2, 3):
+            found = of_all_stages(schedules.interleaved_inference, stages, micro_batches, chunks)
+            timeline = simulate(found, chunks=chunks, blocking=stages > 1)
+            assert timeline.busy(0) == chunks * micro_batches
 
 
 def test_peaks_of_live_activations():
@@ -88,6 +106,7 @@ def test_zero_bubble_is_the_formula_of_its_paper():
             timeline = simulate(of_all_stages(schedules.zero_bubble, stages, micro_batches), times)
             wanted = schedules.zero_bubble_idle_fraction(stages, micro_batches, 1.0, 1.0, 1.0)
             assert timeline.idle_fraction == pytest.approx(wanted)
+            assert Plan("zero_bubble", stages).idle_fraction(micro_batches) == wanted
             assert wanted < schedules.idle_fraction(stages, micro_batches) or stages == 1
 
 
@@ -97,7 +116,10 @@ def test_interleaved(stages, chunks):
     for micro_batches in (stages, 2 * stages, 4 * stages):
         found = of_all_stages(schedules.interleaved, stages, micro_batches, chunks)
         timeline = simulate(found, chunks=chunks)
-        assert timeline.idle_fraction == pytest.approx(schedules.idle_fraction(stages, micro_batches, chunks))
+        for backward in (1.0, 2.0, 3.0):
+            times = {Action.FORWARD: 1.0, Action.BACKWARD: backward}
+            idle = simulate(found, times, chunks).idle_fraction
+            assert idle == pytest.approx(schedules.idle_fraction(stages, micro_batches, chunks))
         everything = list(itertools.product(range(micro_batches), range(chunks)))
         for rank, schedule in enumerate(found):
             for kind in (Action.FORWARD, Action.BACKWARD):
@@ -142,7 +164,7 @@ def test_a_deadlock_is_found():
         ((Instruction(Action.RECEIVE_ACTIVATION, 0), Instruction(Action.SEND_GRADIENT, 0)),),
     )
     with pytest.raises(UsageError, match="for ever: rank 0 at receive_gradient"):
-        simulate([first, last])
+        simulate([first, last], blocking=True)
     with pytest.raises(UsageError, match="never receives"):
         simulate([((send,),), ()])
 
