@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -13,8 +14,9 @@ import torch
 from commprof import hooks
 from zero_runtime import log
 from zero_runtime.accumulation import Window
+from zero_runtime.checkpoint import agreement
 from zero_runtime.checkpoint.loading import Loaded, Wanted, load
-from zero_runtime.checkpoint.parts import load_parts, save_parts
+from zero_runtime.checkpoint.parts import axes_of_saved, load_parts, load_recut, save_parts
 from zero_runtime.checkpoint.training import Training
 from zero_runtime.checkpoint.weights import collected_weights, save_weights
 from zero_runtime.checkpoint.writer import save
@@ -95,7 +97,7 @@ class Saving:
     ) -> tuple[str | None, dict[str, Any]]:
         """Load a checkpoint that was saved at any world size and stage. All ranks must call it.
 
-        One of a model whose tensors ranks share, or its layers, is loaded with as many ranks for each model.
+        So is one of a model whose tensors ranks share: its parts are put together, and cut anew.
 
         Args:
             load_dir: where checkpoints are.
@@ -133,10 +135,28 @@ class Saving:
         return str(loaded.directory), loaded.client_state
 
     def _load(self, training: Training, load_dir: Path, tag: str | None, wanted: Wanted) -> Loaded | None:
-        model = self.parallelism.model
+        model, sizes = self.parallelism.model, self.parallelism.model_sizes()
+        saved, error = agreement.attempt(lambda: axes_of_saved(load_dir, tag))
         if model is None:
-            return load(training, load_dir, tag, wanted)
-        return load_parts(training, model, self.parallelism.model_sizes(), load_dir, tag, wanted)
+            if not saved:
+                return load(training, load_dir, tag, wanted)
+            return self._load_recut(training, load_dir, tag, wanted)
+        doing = f"loading {load_dir if tag is None else load_dir / tag}"
+        number = 0 if saved is None else zlib.crc32(str(sorted(saved.items())).encode())
+        agreement.agree_on(DataParallelGroup(), error, number, doing)
+        if saved is None or saved == sizes:
+            return load_parts(training, model, sizes, load_dir, tag, wanted)
+        return self._load_recut(training, load_dir, tag, wanted)
+
+    def _load_recut(
+        self, training: Training, load_dir: Path, tag: str | None, wanted: Wanted
+    ) -> Loaded | None:
+        """Load a checkpoint whose model was cut otherwise than this one."""
+        return load_recut(training, load_dir, tag, wanted, self._names(training))
+
+    def _names(self, training: Training) -> frozenset[str] | None:
+        """Names of what is loaded of a whole model; None for all of it."""
+        return None
 
     def save_16bit_model(
         self,

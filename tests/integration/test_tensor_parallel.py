@@ -215,8 +215,8 @@ def _saved_and_loaded(rank: int, world: int, folder: str):
     return wanted, found
 
 
-def _refused(rank: int, world: int, folder: str, given):
-    engine = training.engine(given)
+def _refused(rank: int, world: int, folder: str, made):
+    engine = training.engine_of(training.config(1), made)
     with pytest.raises(CheckpointError) as refusal:
         engine.load_checkpoint(folder)
     return str(refusal.value)
@@ -231,9 +231,50 @@ def test_checkpoints_keep_each_part(tmp_path, alone):
     expected, _ = alone(1)
     x, y = training.batch(2, 4)
     assert float(model(x, y).detach()) == pytest.approx(expected[2], rel=1e-5)
-    for text in run_ranks(4, _refused, str(tmp_path), training.config(1, tp_size=4, **_plan())):
-        assert "saved with tp_size 2, and here there are tp_size 4" in text
-    assert "same tp_size" in run_ranks(1, _refused, str(tmp_path), training.config(1))[0]
+    model.head = nn.Linear(training.WIDTH, 2 * training.WORDS)
+    (said,) = run_ranks(1, _refused, str(tmp_path), model)
+    assert "'head.weight' has shape (64, 16) in the model and (32, 16)" in said
+
+
+def _config(slices: int, stage: int, world: int, sequence: bool = False) -> dict:
+    given = training.config(stage, gradient_clipping=CLIPPED)
+    given["train_micro_batch_size_per_gpu"] = 4 * slices // world
+    return given | ({"tp_size": slices, **_plan(sequence)} if slices > 1 else {})
+
+
+def _saved(rank: int, world: int, slices: int, stage: int, folder: str):
+    engine = training.engine(_config(slices, stage, world))
+    for step in range(2):
+        training.step_of(engine, step)
+    engine.save_checkpoint(folder, client_state={"seen": 8})
+    return [training.step_of(engine, step) for step in range(2, 4)]
+
+
+def _loaded(rank: int, world: int, slices: int, stage: int, folder: str):
+    engine = training.engine(_config(slices, stage, world, slices > 1), seed=1)
+    _, client_state = engine.load_checkpoint(folder)
+    assert client_state == {"seen": 8} and engine.global_steps == 2
+    return [training.step_of(engine, step) for step in range(2, 4)]
+
+
+# tp_size and stage that save, with their ranks; and those that load.
+CROSSINGS = {
+    "1 -> 2": ((1, 1, 1), (2, 1, 2)),
+    "2 -> 1": ((2, 1, 2), (1, 2, 2)),
+    "2 -> 4": ((2, 2, 2), (4, 1, 4)),
+    "2 -> 2 x 2 at stage 3": ((1, 0, 2), (2, 3, 4)),
+    "4 -> 2 at stage 3": ((4, 3, 4), (2, 3, 4)),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * ("stage 3" in name)) for name in CROSSINGS]
+)
+def test_a_checkpoint_goes_on_with_another_tp_size(tmp_path, name):
+    (slices, stage, ranks), (wanted_slices, wanted_stage, wanted_ranks) = CROSSINGS[name]
+    wanted = run_ranks(ranks, _saved, slices, stage, str(tmp_path))[0]
+    for found in run_ranks(wanted_ranks, _loaded, wanted_slices, wanted_stage, str(tmp_path)):
+        assert found == pytest.approx(wanted, rel=2e-5)
 
 
 def _sharded_and_saved(rank: int, world: int, folder: str):

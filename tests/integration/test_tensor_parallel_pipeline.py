@@ -53,7 +53,7 @@ class Loss(nn.Module):
         return self.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
-def _train(rank: int, world: int, stages: int, slices: int, sequence: bool = False, folder: str = ""):
+def _engine(world: int, stages: int, slices: int, sequence: bool = False):
     block = zero_runtime.LayerSpec(training.example().Block, training.WIDTH, training.HEADS)
     layers = [zero_runtime.LayerSpec(Words), *[block] * training.LAYERS, zero_runtime.LayerSpec(Logits)]
     model = zero_runtime.PipelineModule(layers, num_stages=stages, loss_fn=Loss(), seed_layers=True)
@@ -67,14 +67,20 @@ def _train(rank: int, world: int, stages: int, slices: int, sequence: bool = Fal
     )
     engine, *_ = zero_runtime.initialize(model=model, config=given)
     assert engine.parallelism.replicas == replicas and engine.gradient_accumulation_steps() == 4 // replicas
-    losses = []
-    for step in range(3):
-        x, y = training.batch(step, 8)
-        share = slice(
-            8 // replicas * engine.parallelism.replica, 8 // replicas * (engine.parallelism.replica + 1)
-        )
-        pieces = zip(x[share].split(2), y[share].split(2), strict=True)
-        losses.append(float(engine.train_batch(data_iter=iter(list(pieces)))))
+    return engine
+
+
+def _step(engine, step: int) -> float:
+    replicas, replica = engine.parallelism.replicas, engine.parallelism.replica
+    x, y = training.batch(step, 8)
+    share = slice(8 // replicas * replica, 8 // replicas * (replica + 1))
+    pieces = zip(x[share].split(2), y[share].split(2), strict=True)
+    return float(engine.train_batch(data_iter=iter(list(pieces))))
+
+
+def _train(rank: int, world: int, stages: int, slices: int, sequence: bool = False):
+    engine = _engine(world, stages, slices, sequence)
+    losses = [_step(engine, step) for step in range(3)]
     sizes = sorted({tuple(parameter.shape) for parameter in engine.module.parameters()})
     return losses, float(engine.get_global_grad_norm()), sizes
 
@@ -98,3 +104,27 @@ def test_two_stages_of_two_slices_of_two_replicas(alone, sequence):
     expected, norm, _ = alone
     for losses, own, _ in run_ranks(8, _train, 2, 2, sequence):
         assert losses == pytest.approx(expected, rel=2e-5) and own == pytest.approx(norm, rel=1e-4)
+
+
+def _saved(rank: int, world: int, stages: int, slices: int, folder: str):
+    engine = _engine(world, stages, slices)
+    for step in range(2):
+        _step(engine, step)
+    engine.save_checkpoint(folder)
+    return [_step(engine, step) for step in range(2, 4)]
+
+
+def _loaded(rank: int, world: int, stages: int, slices: int, folder: str):
+    engine = _engine(world, stages, slices)
+    engine.load_checkpoint(folder)
+    return [_step(engine, step) for step in range(2, 4)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [((2, 2, 4), (1, 2, 2)), ((2, 1, 2), (2, 2, 4)), ((2, 2, 4), (1, 1, 1))]
+)
+def test_a_checkpoint_goes_on_in_other_stages_and_slices(tmp_path, saved, loaded):
+    wanted = run_ranks(saved[2], _saved, *saved[:2], str(tmp_path))[0]
+    for found in run_ranks(loaded[2], _loaded, *loaded[:2], str(tmp_path)):
+        assert found == pytest.approx(wanted, rel=2e-5)

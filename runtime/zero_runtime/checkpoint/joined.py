@@ -1,4 +1,4 @@
-"""The parts of a model that stages of a pipeline saved, as one checkpoint.
+"""The parts of a model that stages of a pipeline saved, and ranks that share tensors, as one checkpoint.
 
 Parameters are named by the number of their layer in the whole model, so that a name says what it is whatever stage had it.
 Which stage gets what on loading is its own affair: it asks for what it has, and this finds the part.
@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from zero_runtime.checkpoint.manifest import PARTS, Manifest
+from zero_runtime.checkpoint.manifest import PARTS, Manifest, part_name
 from zero_runtime.checkpoint.opened import OpenCheckpoint
-from zero_runtime.checkpoint.parts import part_name
 from zero_runtime.checkpoint.reader import Checkpoint
+from zero_runtime.checkpoint.slices import SlicedCheckpoint
 from zero_runtime.errors import CheckpointError
 from zero_runtime.fragments import NumberTensor, Scalar
-from zero_runtime.topology import PIPE
+from zero_runtime.tensor_parallel.cuts import Cut
+from zero_runtime.topology import MODEL, PIPE
 
 
 class JoinedCheckpoint(OpenCheckpoint):
@@ -33,12 +34,12 @@ class JoinedCheckpoint(OpenCheckpoint):
     """
 
     def __init__(
-        self, directory: Path, parts: Sequence[Checkpoint], names: Collection[str] | None = None
+        self, directory: Path, parts: Sequence[OpenCheckpoint], names: Collection[str] | None = None
     ) -> None:
         super().__init__(directory)
         self._parts = parts
         self.manifest = _joined([part.manifest for part in parts], names)
-        self._part_of: dict[str, Checkpoint] = {}
+        self._part_of: dict[str, OpenCheckpoint] = {}
         for part in reversed(parts):
             kept = part.manifest
             self._part_of.update(dict.fromkeys((*kept.parameters, *kept.buffers, *kept.aliases), part))
@@ -116,55 +117,70 @@ def _joined(manifests: Sequence[Manifest], names: Collection[str] | None) -> Man
     )
 
 
+def saved_axes(directory: Path) -> dict[str, int]:
+    """Ranks along each axis that cut the model which saved ``directory``, where there are several; empty for a whole model.
+
+    Raises:
+        CheckpointError: its ``parts.json`` cannot be read.
+    """
+    content = _content(directory)
+    axes = {} if content is None else content["axes"]
+    return {axis: int(size) for axis, size in axes.items() if int(size) > 1}
+
+
 def saved_stages(directory: Path) -> int | None:
     """How many stages of a pipeline saved ``directory``; 1 for a whole model, None where something else cuts it.
 
     Raises:
         CheckpointError: its ``parts.json`` cannot be read.
     """
-    content = _content(directory)
-    if content is None:
-        return 1
-    axes = {axis: int(size) for axis, size in content["axes"].items() if int(size) > 1}
+    axes = saved_axes(directory)
     return axes.get(PIPE, 1) if set(axes) <= {PIPE} else None
 
 
 def open_stages(
-    directory: Path, rounding: Mapping[str, torch.dtype] | None = None, names: Collection[str] | None = None
+    directory: Path,
+    rounding: Mapping[str, torch.dtype] | None = None,
+    names: Collection[str] | None = None,
+    cuts: Mapping[str, Cut] | None = None,
 ) -> JoinedCheckpoint:
-    """The checkpoints of all stages in ``directory``, as one.
+    """The checkpoints of all parts in ``directory``, of stages and of slices, as one.
 
     Args:
         directory: of the checkpoint.
         rounding: as for :class:`~zero_runtime.checkpoint.opened.OpenCheckpoint`.
         names: of what is looked at; None for all.
+        cuts: how the model at hand has its parameters cut; None where it has whole ones.
 
     Raises:
         CheckpointError: a part is missing or damaged, is cut along another axis, or is of another step.
     """
-    stages, content = saved_stages(directory), _content(directory)
+    axes, content = saved_axes(directory), _content(directory)
+    if set(axes) > {PIPE, MODEL}:
+        raise CheckpointError(f"{directory} was saved by ranks along {axes}, which are not put together")
+    stages, slices = axes.get(PIPE, 1), axes.get(MODEL, 1)
     if content is None:
-        return JoinedCheckpoint(directory, [Checkpoint(directory, rounding)], names)
-    if stages is None:
-        raise CheckpointError(
-            f"{directory} was saved with tensors that ranks shared ({content['axes']}), which are not put together; load it "
-            "with the same tp_size and stages"
-        )
-    parts = list(_open_parts(directory, stages, rounding))
+        whole = Checkpoint(directory, rounding)
+        return JoinedCheckpoint(directory, [SlicedCheckpoint(directory, [whole], cuts or {})], names)
+    parts = list(_open_parts(directory, stages * slices, rounding))
     for part in parts:
         if part.manifest.counters != content["counters"]:
             raise CheckpointError(
                 f"{part.directory} is of step {part.manifest.counters.get('global_steps')}, and {directory / PARTS} of step "
                 f"{content['counters'].get('global_steps')}: a save was cut off; load the tag before it"
             )
-    return JoinedCheckpoint(directory, parts, names)
+    joined = [
+        SlicedCheckpoint(directory, parts[slices * stage : slices * (stage + 1)], cuts or {})
+        for stage in range(stages)
+    ]
+    return JoinedCheckpoint(directory, joined, names)
 
 
 def _open_parts(
-    directory: Path, stages: int, rounding: Mapping[str, torch.dtype] | None
+    directory: Path, count: int, rounding: Mapping[str, torch.dtype] | None
 ) -> Iterator[Checkpoint]:
-    for stage in range(stages):
-        yield Checkpoint(directory / part_name(stage), rounding)
+    for number in range(count):
+        yield Checkpoint(directory / part_name(number), rounding)
 
 
 def _content(directory: Path) -> dict[str, Any] | None:

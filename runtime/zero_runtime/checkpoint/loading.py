@@ -312,7 +312,7 @@ def _restore_module(training: Training, checkpoint: OpenCheckpoint) -> None:
             continue
         shard = shard_of(parameter)
         if shard is not None:
-            start = training.group.rank * shard.slice_numel
+            start = shard.group.rank * shard.slice_numel
             numel = max(0, min(shard.slice_numel, shard.numel - start))
             with shard.lent() as own:
                 checkpoint.read_value(name, start, own.narrow(0, 0, numel))

@@ -50,12 +50,16 @@ class ParameterFacts:
         dtype: the model's, such as bfloat16; the checkpoint may hold its values in fp32.
         group: its param group; None where the optimizer has it not.
         requires_grad: whether it was trainable.
+        cut_dim: the dimension along which each rank of those that share tensors holds a part; None where each has all of it.
+        cut_sections: extents along it of what is joined in the whole, each cut by itself; empty where that is not known.
     """
 
     shape: tuple[int, ...]
     dtype: str
     group: int | None
     requires_grad: bool
+    cut_dim: int | None = None
+    cut_sections: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,11 @@ class Manifest:
 def rank_file_name(rank: int, generation: int) -> str:
     """The name of a rank's file."""
     return f"rank-{rank:05d}-{generation}.safetensors"
+
+
+def part_name(rank: int) -> str:
+    """The directory of the part of one of the ranks that hold a model together."""
+    return f"part-{rank:05d}"
 
 
 def is_rank_file(name: str) -> bool:
@@ -153,7 +162,9 @@ def _from_json(path: Path, content: dict[str, Any]) -> Manifest:
     try:
         values = {each.name: content[each.name] for each in fields(Manifest)}
         values["parameters"] = {
-            name: ParameterFacts(tuple(facts.pop("shape")), **facts)
+            name: ParameterFacts(
+                tuple(facts.pop("shape")), cut_sections=tuple(facts.pop("cut_sections", ())), **facts
+            )
             for name, facts in content["parameters"].items()
         }
         values["files"] = tuple(RankFile(**each) for each in content["files"])

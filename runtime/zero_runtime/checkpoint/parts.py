@@ -14,26 +14,25 @@ once all are whole, and names their step, so that parts of two saves are never t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from zero_runtime.checkpoint import agreement
+from zero_runtime.checkpoint.joined import open_stages, saved_axes
 from zero_runtime.checkpoint.loading import Loaded, Others, Wanted, load
-from zero_runtime.checkpoint.manifest import FILE_NAME, PARTS, check_tag, read_latest, write_latest
+from zero_runtime.checkpoint.manifest import FILE_NAME, PARTS, check_tag, part_name, read_latest, write_latest
 from zero_runtime.checkpoint.tensor_file import replace_file
-from zero_runtime.checkpoint.training import Training
+from zero_runtime.checkpoint.training import Training, parameters
 from zero_runtime.checkpoint.writer import save
+from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import CheckpointError
-from zero_runtime.parallelism import ModelRanks
+from zero_runtime.parallelism import ModelRanks, is_cut
+from zero_runtime.tensor_parallel.cuts import cut_of
 
 _FORMAT: Final = "zero_runtime checkpoint in parts"
 _VERSION: Final = 1
-
-
-def part_name(rank: int) -> str:
-    """The directory of the part of one of the ranks that hold the model."""
-    return f"part-{rank:05d}"
 
 
 def save_parts(
@@ -116,6 +115,52 @@ def load_parts(
     )
     agreement.agree(model.group, error, doing)
     return None if found is None else found._replace(directory=found.directory.parent)
+
+
+def axes_of_saved(load_dir: Path, tag: str | None) -> dict[str, int] | None:
+    """Ranks along each axis that cut the model which was saved; None where nothing was, or by another program.
+
+    Raises:
+        CheckpointError: ``latest`` or ``parts.json`` cannot be read.
+    """
+    named = read_latest(load_dir) if tag is None else tag
+    if named is None:
+        return None
+    directory = load_dir / named
+    if not (directory / PARTS).is_file() and not (directory / FILE_NAME).is_file():
+        return None
+    return saved_axes(directory)
+
+
+def load_recut(
+    training: Training,
+    load_dir: Path,
+    tag: str | None,
+    wanted: Wanted,
+    names: Collection[str] | None,
+) -> Loaded | None:
+    """Load what this rank has of a model that was cut otherwise, or not at all. All ranks must call it.
+
+    Args:
+        training: what is loaded into.
+        load_dir, tag, wanted: as in ``loading.load``.
+        names: of what is looked at; None for all that was saved.
+
+    Raises:
+        CheckpointError: on every rank, if one of them cannot.
+    """
+    cuts = {name: cut for name, each in parameters(training).items() if (cut := cut_of(each)) is not None}
+    strange = [name for name, each in parameters(training).items() if is_cut(each) and name not in cuts]
+    everyone = DataParallelGroup()
+    error = None
+    if strange:
+        error = CheckpointError(
+            f"parameter {strange[0]!r} is cut by the script itself, so it is not known which part of the saved one it is; "
+            "load a checkpoint of the same ranks for each model"
+        )
+    agreement.agree(everyone, error, f"loading {load_dir}")
+    opener = partial(open_stages, names=names, cuts=cuts)
+    return load(training._replace(group=everyone), load_dir, tag, wanted, opener=opener)
 
 
 def _read(directory: Path, sizes: Mapping[str, int]) -> dict[str, Any]:

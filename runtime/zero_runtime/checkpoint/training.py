@@ -10,7 +10,9 @@ import torch
 from zero_runtime.checkpoint.manifest import ParameterFacts
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.compression.residuals import Residuals
+from zero_runtime.parallelism import is_cut
 from zero_runtime.sharding.shards import shard_of
+from zero_runtime.tensor_parallel.cuts import cut_of
 
 
 class Training(NamedTuple):
@@ -74,9 +76,18 @@ def facts(training: Training) -> dict[str, ParameterFacts]:
             str(parameter.dtype).removeprefix("torch."),
             trained[name][1] if name in trained else None,
             parameter.requires_grad,
+            *_cut(parameter),
         )
         for name, parameter in parameters(training).items()
     }
+
+
+def _cut(parameter: torch.nn.Parameter) -> tuple[int | None, tuple[int, ...]]:
+    found = cut_of(parameter)
+    if found is not None:
+        return found.dim, found.sections
+    # Scripts that cut parameters themselves say along which dimension, if anything.
+    return (int(getattr(parameter, "partition_dim", 0)), ()) if is_cut(parameter) else (None, ())
 
 
 def buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:

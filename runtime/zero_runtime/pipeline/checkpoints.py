@@ -12,8 +12,8 @@ import torch
 from zero_runtime.checkpoint import agreement
 from zero_runtime.checkpoint.joined import open_stages, saved_stages
 from zero_runtime.checkpoint.loading import Loaded, Wanted, load
-from zero_runtime.checkpoint.manifest import read_latest
-from zero_runtime.checkpoint.parts import part_name
+from zero_runtime.checkpoint.manifest import part_name, read_latest
+from zero_runtime.checkpoint.parts import axes_of_saved
 from zero_runtime.checkpoint.reader import Checkpoint
 from zero_runtime.checkpoint.training import Training, aliases, buffers, parameters
 from zero_runtime.comm import DataParallelGroup
@@ -35,10 +35,12 @@ class StagedSaving(Saving):
     def _load(self, training: Training, load_dir: Path, tag: str | None, wanted: Wanted) -> Loaded | None:
         """Load what this stage has, whatever stages saved it. All ranks must call it."""
         sizes = self.parallelism.model_sizes()
-        if sizes.get(MODEL, 1) > 1:
-            return super()._load(training, load_dir, tag, wanted)
         everyone = DataParallelGroup()
-        names = frozenset((*parameters(training), *buffers(training.module), *aliases(training.module)))
+        cut, error = agreement.attempt(lambda: MODEL in (axes_of_saved(load_dir, tag) or {}))
+        agreement.agree_on(everyone, error, int(bool(cut)), f"loading {load_dir}")
+        if cut or sizes.get(MODEL, 1) > 1:
+            return super()._load(training, load_dir, tag, wanted)
+        names = self._names(training)
         mine = self.module.stage_id if sizes else None
         as_saved, error = agreement.attempt(
             lambda: _is_own(load_dir, tag, sizes.get(PIPE, 1), mine, set(parameters(training)))
@@ -48,6 +50,16 @@ class StagedSaving(Saving):
             return super()._load(training, load_dir, tag, wanted)
         opener = partial(open_stages, names=names)
         found = load(training._replace(group=everyone), load_dir, tag, wanted, opener=opener)
+        ties.synchronize(self.module.ties)
+        return found
+
+    def _names(self, training: Training) -> frozenset[str]:
+        return frozenset((*parameters(training), *buffers(training.module), *aliases(training.module)))
+
+    def _load_recut(
+        self, training: Training, load_dir: Path, tag: str | None, wanted: Wanted
+    ) -> Loaded | None:
+        found = super()._load_recut(training, load_dir, tag, wanted)
         ties.synchronize(self.module.ties)
         return found
 

@@ -54,6 +54,10 @@ class Cut:
         """The shape of the whole of which ``shape`` is that of a part."""
         return *shape[: self.dim], sum(self.sections), *shape[self.dim + 1 :]
 
+    def part_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a part of a whole of ``shape``."""
+        return *shape[: self.dim], sum(self.sections) // self.size, *shape[self.dim + 1 :]
+
     def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """The whole of which ``parts`` are what each rank holds."""
         extents = [extent // self.size for extent in self.sections]

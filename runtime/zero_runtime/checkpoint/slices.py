@@ -1,0 +1,164 @@
+"""The parts that ranks which shared tensors saved, as one checkpoint whose tensors are cut anew, or whole.
+
+A tensor is put together of all its parts, and cut as the model at hand has it; its optimizer state goes with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from zero_runtime.checkpoint.manifest import ParameterFacts
+from zero_runtime.checkpoint.opened import OpenCheckpoint
+from zero_runtime.checkpoint.reader import Checkpoint
+from zero_runtime.errors import CheckpointError
+from zero_runtime.fragments import NumberTensor, Scalar
+from zero_runtime.tensor_parallel.cuts import Cut
+
+# Tensors that are put together at a time: one parameter's, in its value and its states.
+_HELD: Final = 4
+
+
+class SlicedCheckpoint(OpenCheckpoint):
+    """The checkpoints of all ranks that shared each tensor of a model, or of one of its stages, as one.
+
+    Args:
+        directory: that holds them.
+        slices: the checkpoints, in the order of the ranks.
+        cuts: how the model at hand has its parameters cut; those that are not named are whole.
+
+    Raises:
+        CheckpointError: it is not known how a parameter was cut.
+    """
+
+    def __init__(self, directory: Path, slices: Sequence[Checkpoint], cuts: Mapping[str, Cut]) -> None:
+        super().__init__(directory)
+        self._slices = slices
+        self._wanted = cuts
+        self._held: dict[tuple[str, str], torch.Tensor] = {}
+        first = slices[0].manifest
+        self._saved = {
+            name: _cut(directory, name, facts, len(slices)) for name, facts in first.parameters.items()
+        }
+        self.manifest = dataclasses.replace(
+            first,
+            parameters={name: self._facts(name, facts) for name, facts in first.parameters.items()},
+            files=tuple(each for part in slices for each in part.manifest.files),
+        )
+
+    def _facts(self, name: str, facts: ParameterFacts) -> ParameterFacts:
+        saved, wanted = self._saved[name], self._wanted.get(name)
+        shape = facts.shape if saved is None else saved.whole_shape(facts.shape)
+        if wanted is not None and wanted.whole_shape(wanted.part_shape(shape)) == shape:
+            shape = wanted.part_shape(shape)
+        return dataclasses.replace(facts, shape=shape, cut_dim=None, cut_sections=())
+
+    def verify(self, ranks: Iterable[int]) -> None:
+        """Compare files with their checksums; they are numbered part by part."""
+        numbers = [(part, number) for part in self._slices for number in range(len(part.manifest.files))]
+        for rank in ranks:
+            part, number = numbers[rank]
+            part.verify([number])
+
+    def decode(self, value: Any) -> Any:
+        """A value of the manifest as it was given to ``save``: the first rank's."""
+        return self._slices[0].decode(value)
+
+    def read_value(self, name: str, start: int, target: torch.Tensor) -> None:
+        """Fill the 1-D ``target`` with elements from ``start`` of parameter ``name``."""
+        self._fill("value", name, start, target)
+
+    def read_master(self, name: str, start: int, target: torch.Tensor) -> None:
+        """As ``read_value``, for the tensor that an optimizer updates."""
+        self._fill("master", name, start, target)
+
+    def state_dtypes(self, name: str) -> Mapping[str, torch.dtype]:
+        """The state tensors of parameter ``name`` that have an element for each of its own."""
+        return self._slices[0].state_dtypes(name)
+
+    def read_state(self, state: str, name: str, start: int, target: torch.Tensor) -> None:
+        """Fill the 1-D ``target`` with elements from ``start`` of a state tensor of parameter ``name``."""
+        self._fill(f"state.{state}", name, start, target)
+
+    def scalars(self, name: str) -> Mapping[str, Scalar | NumberTensor]:
+        """The state values of parameter ``name`` that are one number, or none."""
+        return self._slices[0].scalars(name)
+
+    def whole(self, name: str) -> Mapping[str, torch.Tensor]:
+        """The state tensors of parameter ``name`` of other shapes.
+
+        Raises:
+            CheckpointError: there are some of a parameter that is cut, which cannot be cut with it.
+        """
+        found = self._slices[0].whole(name)
+        kept = self.name_of(name)
+        if found and (self._saved.get(kept) is not None or kept in self._wanted):
+            raise CheckpointError(
+                f"{self.directory}: the optimizer keeps {', '.join(found)} of {name!r} in another shape than its own, which "
+                "cannot be cut with it; load it with the tp_size that saved it, or pass load_optimizer_states=False"
+            )
+        return found
+
+    def buffer(self, name: str, rank: int) -> torch.Tensor:
+        """A buffer, as the first rank had it."""
+        return self._slices[0].buffer(name, 0)
+
+    def random_states(self, rank: int) -> dict[str, torch.Tensor]:
+        """The states of the random generators of ``rank``, counted part by part."""
+        for part in self._slices:
+            files = len(part.manifest.files)
+            if rank < files:
+                return part.random_states(rank)
+            rank -= files
+        return {}
+
+    def residuals(self, rank: int) -> dict[str, torch.Tensor]:
+        """Nothing: what gradient compression had left over is of parts that are cut otherwise now."""
+        return {}
+
+    def _fill(self, kind: str, name: str, start: int, target: torch.Tensor) -> None:
+        kept = self.name_of(name)
+        if (kind, kept) not in self._held:
+            while len(self._held) >= _HELD:
+                self._held.pop(next(iter(self._held)))
+            self._held[kind, kept] = self._own(kind, kept)
+        target.copy_(self._held[kind, kept].narrow(0, start, target.numel()))
+
+    def _own(self, kind: str, name: str) -> torch.Tensor:
+        """What the model at hand has of a tensor, 1-D."""
+        shape = self._slices[0].manifest.parameters[name].shape
+        saved, wanted = self._saved[name], self._wanted.get(name)
+        parts = [
+            self._part(kind, name, part, shape)
+            for part in (self._slices if saved is not None else self._slices[:1])
+        ]
+        whole = parts[0] if saved is None else saved.joined(parts)
+        own = whole if wanted is None else wanted.part(whole)
+        return own.reshape(-1)
+
+    def _part(self, kind: str, name: str, part: Checkpoint, shape: Sequence[int]) -> torch.Tensor:
+        if kind.startswith("state."):
+            state = kind.removeprefix("state.")
+            found = torch.empty(tuple(shape), dtype=part.state_dtypes(name)[state])
+            part.read_state(state, name, 0, found.view(-1))
+            return found
+        wide = torch.promote_types(getattr(torch, part.manifest.parameters[name].dtype), torch.float32)
+        found = torch.empty(tuple(shape), dtype=wide)
+        read = part.read_master if kind == "master" else part.read_value
+        read(name, 0, found.view(-1))
+        return found
+
+
+def _cut(directory: Path, name: str, facts: ParameterFacts, ranks: int) -> Cut | None:
+    if facts.cut_dim is None or ranks == 1:
+        return None
+    if not facts.cut_sections:
+        raise CheckpointError(
+            f"{directory}: parameter {name!r} was cut by the script itself, so it is not known how to put it together; load "
+            "it with the same ranks for each model as saved it"
+        )
+    return Cut(facts.cut_dim, facts.cut_sections, 0, ranks)
