@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from commprof.analysis.engine import connect, query_text
 from commprof.analysis.kept import Stamp, is_growing, stamp
+from commprof.analysis.memory import engine_settings
 from commprof.errors import TraceError
 from commprof.trace.reader import Run, Scan
 
@@ -25,6 +26,7 @@ _APART: Final = """exists (
     select 1 from placed a
     where a.state <> 'matched' and a.rank is not distinct from p.rank and a.pg is not distinct from p.pg
 )"""
+_MOST_MEMORY: Final = 512 << 20  # of the engine: an alignment of 1e7 lines is put in order in files beside it
 _MOST_KEPT: Final = 8  # orders; that of a million rows takes 12 MB
 
 
@@ -60,9 +62,7 @@ class AlignedRows:
 
     def every(self) -> pa.Table:
         """All rows in order: see :meth:`shown`."""
-        return self.shown(
-            self._places(_EVERY, f"select number, rank, pg, position from numbered {_ORDERED}")
-        )
+        return self.shown(self._places(_EVERY, f"select number, rank, pg, position from numbered {_ORDERED}"))
 
     def first_apart(self) -> pa.Table:
         """The first row of each rank and group that is not matched: see :meth:`shown`."""
@@ -87,9 +87,7 @@ class AlignedRows:
         states = found["state"].combine_chunks().dictionary_encode()
         return Order(found["number"].to_numpy().astype(np.int64), states)
 
-    def place(
-        self, rank: int, attempt: int, pid: int, seq: int
-    ) -> tuple[int | None, str | None, int] | None:
+    def place(self, rank: int, attempt: int, pid: int, seq: int) -> tuple[int | None, str | None, int] | None:
         """Rank, group and position of the first line of a record; None where the alignment does not have it."""
         found = self._places(
             _EVERY,
@@ -120,12 +118,12 @@ class AlignedRows:
         with self._engine() as engine:
             engine.register("comm_matches", self._run.table("comm_matches"))
             text = query_text("alignment_places").format(chosen=chosen, answer=answer)
-            return engine.execute(text, dict(values or {})).to_arrow_table()
+            return engine.sql(text, params=dict(values) if values else None).to_arrow_table()
 
     @contextmanager
     def _engine(self) -> Iterator[duckdb.DuckDBPyConnection]:
         try:
-            with connect() as engine:
+            with connect(**engine_settings(_MOST_MEMORY)) as engine:
                 _register(engine, "matches", self._run.scan("matches"), numbered=True)
                 yield engine
         except duckdb.Error as error:

@@ -84,9 +84,7 @@ def window(
     return AlignmentWindow(shown, len(order.numbers), earlier, later)
 
 
-def place(
-    run: Run, rank: int, attempt: int, pid: int, seq: int
-) -> tuple[int | None, str | None, int] | None:
+def place(run: Run, rank: int, attempt: int, pid: int, seq: int) -> tuple[int | None, str | None, int] | None:
     """Rank, group and position of a record in the alignment; None where it is not in it."""
     return AlignedRows(run).place(rank, attempt, pid, seq)
 

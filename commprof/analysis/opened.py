@@ -129,6 +129,28 @@ class OpenedRun:
         """See :func:`commprof.analysis.api.alignment`."""
         return api.alignment(self.run)
 
+    def alignment_summary(self) -> api.AlignmentSummary:
+        """See :func:`commprof.analysis.api.alignment_summary`."""
+        return api.alignment_summary(self.run)
+
+    def alignment_window(
+        self,
+        rank: int | None,
+        pg: str | None,
+        state: str | None = None,
+        at: int = 0,
+        before: int = 0,
+        limit: int = 40,
+    ) -> api.AlignmentWindow:
+        """See :func:`commprof.analysis.api.alignment_window`."""
+        return api.alignment_window(self.run, rank, pg, state, at, before, limit)
+
+    def alignment_place(
+        self, rank: int, attempt: int, pid: int, seq: int
+    ) -> tuple[int | None, str | None, int] | None:
+        """See :func:`commprof.analysis.api.alignment_place`."""
+        return api.alignment_place(self.run, rank, attempt, pid, seq)
+
     def topology(self) -> pd.DataFrame:
         """See :func:`commprof.analysis.api.topology`."""
         return api.topology(self.run)

@@ -82,9 +82,11 @@ class Run:
         Raises:
             TraceError: there is no such table, or its file is damaged.
         """
-        if name != "collectives" or name in self._tables:
+        if (
+            name in ("wire", "samples") or name in self._tables
+        ):  # what is still being read stands beside these
             return self.table(name)
-        files = self._collective_files()
+        files = self._files(name)
         most = _MOST_ROWS if most_rows is None else most_rows
         if sum(map(count_rows, files)) <= most or not all(has_schema(file, name) for file in files):
             return self.table(name)
@@ -100,8 +102,7 @@ class Run:
             TraceError: there is no such table, or its file is damaged.
         """
         wanted = list(columns or arrow_schema(name).names)
-        files = self._collective_files() if name == "collectives" else [self.path / f"{name}.parquet"]
-        files = [file for file in files if file.exists()]
+        files = self._files(name)
         if name in self._tables or sum(map(count_rows, files)) <= _MOST_ROWS_AT_ONCE:
             yield self.table(name).select(wanted)
             return
@@ -128,6 +129,10 @@ class Run:
         if name == "wire":
             return [read_readings(reading_files(self.path))]
         return [read_readings(sample_files(self.path), name)] if name == "samples" else []
+
+    def _files(self, name: str) -> list[Path]:
+        files = self._collective_files() if name == "collectives" else [self.path / f"{name}.parquet"]
+        return [file for file in files if file.exists()]
 
     def _collective_files(self) -> list[Path]:
         pending = {trace.identity.stem for trace in self.pending}

@@ -11,7 +11,7 @@ from commprof.analysis import api
 from commprof_dash.charts.series import with_series
 from commprof_dash.data import Runs
 
-MOST_RECORDS: Final = 400_000  # a ledger goes through every record in Python
+MOST_RECORDS: Final = 1_000_000  # a ledger goes through every record: about a second for as many
 GRID_KEYS: Final = ("reduce_scatter", "use_multi_rank_bucket_allreduce")
 _KEY: Final = "."
 ABSENT: Final = "(absent)"

@@ -44,7 +44,9 @@ files as (
     ) f
 ),
 lined as (
-    select p.*, coalesce(f.place * 1099511627776 + p.line, -1) as place
+    select
+        p.number, p.rank, p.pg, p.state, p.attempt, p.seq, p.part, p.line,
+        coalesce(f.place * 1099511627776 + p.line, -1) as place
     from placed p
     left join files f on f.file = p.file
     where {chosen}

@@ -43,21 +43,35 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
     """The page for the run, rank, group, state, place and communicator in ``query``."""
 
     def answers(name: str) -> tuple[Sequence[Component], Sequence[Component]]:
-        found: api.Alignment = runs.of_run("alignment", name, api.alignment)
+        found: api.AlignmentSummary = runs.of_run("alignment", name, api.alignment_summary)
         edges: pd.DataFrame = runs.of_run("topology", name, api.topology)
-        if found.rows.empty:
+        if found.counts.empty:
             path = shlex.quote(str(runs.directory / name)[:1000])
             return _unaligned(path, edges, query, scheme)
-        placed = _with_place_of_record(query, found.rows)
-        ranks = [_word(rank) for rank in found.rows["rank"].drop_duplicates()]
+        placed = _with_place_of_record(query, runs, name)
+        ranks = [_word(rank) for rank in found.counts["rank"].drop_duplicates()]
         first = found.divergences.iloc[0] if len(found.divergences) else None
         rank = address.one(placed, RANK, ranks, ranks[0] if first is None else _word(first["rank"]))
-        of_rank = found.rows[_words(found.rows["rank"]) == rank]
+        of_rank = found.counts[_words(found.counts["rank"]) == rank]
         groups = [_word(group) for group in of_rank["pg"].drop_duplicates()]
         default = groups[0] if first is None or _word(first["pg"]) not in groups else _word(first["pg"])
         group = address.one(placed, GROUP, groups, default)
         state = address.one(placed, STATE, charts.STATES, ALL)
-        shown = of_rank[_words(of_rank["pg"]) == group]
+        of_group = of_rank[_words(of_rank["pg"]) == group].iloc[0]
+        at = _position(placed, found.divergences, state, rank, group)
+        window = runs.of_run(
+            f"alignment {rank} {group} {state} {at}",
+            name,
+            lambda path: api.alignment_window(
+                path,
+                None if pd.isna(of_group["rank"]) else int(of_group["rank"]),
+                None if pd.isna(of_group["pg"]) else str(of_group["pg"]),
+                None if state == ALL else state,
+                at,
+                _BEFORE,
+                _SHOWN,
+            ),
+        )
         communicators = runs.of_run("comm_matches", name, lambda path: api.table(path, "comm_matches"))
         topology_controls, topology_cards = _topology(edges, placed, scheme)
         parts = [
@@ -69,7 +83,7 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         return parts, [
             _tiles(found),
             cards.columns([_states(found.counts, scheme), _divergences(found.divergences, name)]),
-            _side_by_side(shown, found.divergences, placed, state, name, rank, group),
+            _side_by_side(window, state, name, rank, group),
             _communicators(communicators),
             *topology_cards,
         ]
@@ -77,20 +91,26 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
     return draw_run(runs, query, answers)
 
 
-def _with_place_of_record(query: Query, rows: pd.DataFrame) -> Query:
+def _with_place_of_record(query: Query, runs: Runs, name: str) -> Query:
     """``query`` with rank, group and row of the record that it names, as other pages link here; else as it is."""
     record = record_of(next(iter(query.get(RECORD, ())), ""))
     if record is None or AT in query:
         return query
-    names = ("rank", "attempt", "record_pid", "seq")
-    chosen = rows
-    for column, number in zip(names, record, strict=True):
-        chosen = chosen[chosen[column].eq(number).fillna(False).astype(bool)]
-    if chosen.empty:
+    found = runs.of_run(f"alignment place {record}", name, lambda path: api.alignment_place(path, *record))
+    if found is None:
         return query
-    row = chosen.iloc[0]
-    place = {RANK: _word(row["rank"]), GROUP: _word(row["pg"]), AT: str(int(row["position"]))}
+    rank, group, position = found
+    place = {RANK: _word(rank), GROUP: _word(group), AT: str(position)}
     return {**query, **{key: (text,) for key, text in place.items()}}
+
+
+def _position(query: Query, divergences: pd.DataFrame, state: str, rank: str, group: str) -> int:
+    """The row that ``query`` names; else the first that is apart, and without one the first."""
+    written = next(iter(query.get(AT, ())), "")
+    if written.isdecimal() and len(written) < 12:
+        return int(written)
+    apart = divergences[(_words(divergences["rank"]) == rank) & (_words(divergences["pg"]) == group)]
+    return int(apart["matched_before"].iloc[0]) if len(apart) and state == ALL else 0
 
 
 def _unaligned(
@@ -114,7 +134,7 @@ def _words(values: pd.Series[Any]) -> pd.Series[Any]:
     return values.map(_word, na_action=None).astype("str")
 
 
-def _tiles(found: api.Alignment) -> Component:
+def _tiles(found: api.AlignmentSummary) -> Component:
     totals = found.counts.groupby("state")["lines"].sum()
     rows = int(totals.sum())
     what = {
@@ -189,44 +209,27 @@ def _divergences(frame: pd.DataFrame, name: str) -> Component:
     )
 
 
-def _side_by_side(
-    frame: pd.DataFrame,
-    divergences: pd.DataFrame,
-    query: Query,
-    state: str,
-    name: str,
-    rank: str,
-    group: str,
-) -> Component:
-    apart = divergences[(_words(divergences["rank"]) == rank) & (_words(divergences["pg"]) == group)]
-    default = int(apart["matched_before"].iloc[0]) if len(apart) and state == ALL else 0
-    written = next(iter(query.get(AT, ())), "")
-    at = int(written) if written.isdecimal() and len(written) < 12 else default
-    chosen = frame if state == ALL else frame[frame["state"] == state]
+def _side_by_side(window: api.AlignmentWindow, state: str, name: str, rank: str, group: str) -> Component:
     title = f"Records beside lines: rank {rank}, group {group[:60]}"
-    if chosen.empty:
+    if window.rows.empty:
         return cards.empty_card("side-by-side", title, f"None of them is {state}.")
-    before = int((chosen["position"] < at).sum())
-    begin = max(0, min(before - _BEFORE, len(chosen) - 1))
-    window = chosen.iloc[begin : begin + _SHOWN]
-    places = window["position"]
+    places = window.rows["position"]
 
     def turn(text: str, position: int) -> Component:
         where = {RANK: rank, GROUP: group, STATE: state, AT: str(position)}
         return dcc.Link(text, href=address.link(PATH, run=name, **where))
 
     turns: list[Component] = []
-    if begin > 0:
-        earlier = max(0, begin - _SHOWN + _BEFORE)
-        turns.append(turn(f"{_SHOWN} earlier", int(chosen["position"].iloc[earlier])))
-    if begin + _SHOWN < len(chosen):
-        turns.append(turn(f"{_SHOWN} later", int(chosen["position"].iloc[begin + _SHOWN])))
+    if window.earlier is not None:
+        turns.append(turn(f"{_SHOWN} earlier", window.earlier))
+    if window.later is not None:
+        turns.append(turn(f"{_SHOWN} later", window.later))
     inner = cards.table_card(
         "side-by-side",
         title,
-        f"Rows {int(places.iloc[0]):,} to {int(places.iloc[-1]):,} of {len(frame):,} in the order of the log; left the "
+        f"Rows {int(places.iloc[0]):,} to {int(places.iloc[-1]):,} of {window.total:,} in the order of the log; left the "
         "record, right the line.",
-        window,
+        window.rows,
         [
             Field("position", "Row", format_count, numeric=True),
             Field("state", "State"),

@@ -100,3 +100,28 @@ def test_rings_and_trees_are_pairs_of_ranks_each_once():
         ["0xc", "0", "tree", 1, 0, 1],
         ["0xc", "0", "tree", 1, 0, 2],
     ]
+
+
+def test_an_alignment_is_read_where_it_lies_a_window_at_a_time(tmp_path, monkeypatch):
+    path = a_run().write(tmp_path / "run")
+    whole = api.alignment(path)
+    monkeypatch.setattr("commprof.trace.reader._MOST_ROWS", 1)
+    monkeypatch.setattr("commprof.trace.reader.Run.table", _only_small_tables)
+    summary = api.alignment_summary(path)
+    assert summary.counts.equals(whole.counts) and summary.divergences.equals(whole.divergences)
+    assert api.alignment(path).rows.equals(whole.rows)
+    window = api.alignment_window(path, 0, "0", at=2, before=1, limit=2)
+    assert window.rows["position"].tolist() == [1, 2]
+    assert window.rows.equals(whole.rows.iloc[1:3].reset_index(drop=True))
+    assert (window.total, window.earlier, window.later) == (4, 0, 3)
+    extra = api.alignment_window(path, 0, "0", "extra")
+    assert extra.rows["line"].tolist() == [13] and (extra.earlier, extra.later) == (None, None)
+    assert api.alignment_window(path, 7, "0").rows.empty
+    pid = int(whole.rows["record_pid"].iloc[0])
+    assert api.alignment_place(path, 0, 0, pid, 2) == (0, "0", 2)
+    assert api.alignment_place(path, 0, 0, pid, 99) is None
+
+
+def _only_small_tables(run, name):
+    assert name not in ("collectives", "matches", "nccl_ops"), f"{name} was read as a whole"
+    return run._read(name)
