@@ -64,6 +64,10 @@ def refuse_unsupported(
             topology,
             "a collective of all ranks may then be several, along the axes of a grid of ranks",
         )
+    delay = _mapping(config.get("communication")).get("bounded_delay")
+    if delay:
+        reason = "gradients are then sent to each rank by itself, and waited for in a later step"
+        raise UnsupportedError("communication.bounded_delay", delay, reason)
     if stage == 3:
         _refuse_with_stage_3(config, zero, world_size, quantises)
     _refuse_parallel(config)

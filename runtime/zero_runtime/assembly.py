@@ -12,12 +12,14 @@ from weakref import WeakKeyDictionary
 import torch
 
 from commprof import hooks
+from zero_runtime import log
 from zero_runtime.bands import BandedGradients
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.compression.assembly import by_signs, compressed
 from zero_runtime.compression.residuals import Residuals
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.configuration.combinations import WHOLE_BUCKET_NUMEL
+from zero_runtime.configuration.communication import check_optimizer_given, check_whole
 from zero_runtime.configuration.compression import check_one_bit
 from zero_runtime.data_parallel import data_parallel_ranks
 from zero_runtime.errors import ConfigError, UnsupportedError
@@ -49,6 +51,7 @@ from zero_runtime.sharding.shards import shard_of
 from zero_runtime.stages import stage
 from zero_runtime.tensor_parallel.division import divide, sharing
 from zero_runtime.tensor_parallel.inputs import check_first_inputs
+from zero_runtime.topology_aware.delay import DelayedGradients
 from zero_runtime.topology_aware.watch import Watch
 from zero_runtime.torch_optimizer import ClientOptimizer, check_shardable, torch_optimizer
 from zero_runtime.whole_gradients import AccumulatedGradients, ReplicatedGradients
@@ -108,6 +111,7 @@ def assemble(
         parallelism: how the ranks share the training; None where each has the whole model and samples of its own.
     """
     parallelism = parallelism or data_parallel()
+    check_whole(config.communication, parallelism.model is not None or parallelism.grid is not None)
     _check_module(module)
     close(module)
     given = list(parameters) if parameters is not None else None
@@ -148,6 +152,7 @@ def _assembled(
     if config.zero.stage.shards_parameters:
         return _with_sharded_parameters(config, module, inner, kinds, group, boundary, replicas)
     if inner is None:
+        check_optimizer_given(config.communication)
         kept = _unused_gradients(config, module, kinds, group, boundary)
         return Assembly(module, device, group, kinds, boundary, LossScale(), None, None, kept)
     _describe(module, inner)
@@ -323,7 +328,17 @@ def _replicated(
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     names, trainable = [name for name, _ in named], [parameter for _, parameter in named]
     dtypes = {parameter: communication_dtype(parameter, kinds) for parameter in trainable}
-    gradients = ReplicatedGradients(names, trainable, dtypes, policy, group, boundary)
+    delay = config.communication.bounded_delay
+    gradients: ReplicatedGradients
+    if delay:
+        gradients = DelayedGradients(names, trainable, dtypes, policy, group, boundary, delay)
+        if group.rank == 0:
+            log.info(
+                f"communication.bounded_delay is {delay}: the first {delay} steps change no weights, and each later one "
+                f"applies the mean gradients of {delay} before; engine.drain_gradients() applies those that are left"
+            )
+    else:
+        gradients = ReplicatedGradients(names, trainable, dtypes, policy, group, boundary)
     # Every rank holds the same gradients, so there is nothing to agree on.
     reduced = kinds.model is not None
     steps = _step_policy(config, kinds)._replace(

@@ -16,7 +16,7 @@ from zero_runtime.buckets import Scaling
 from zero_runtime.configuration import document, keys
 from zero_runtime.configuration.activation_checkpointing import ActivationCheckpointing
 from zero_runtime.configuration.combinations import check, note_contradictions, whole_gradients
-from zero_runtime.configuration.communication import CommunicationConfig, read_communication
+from zero_runtime.configuration.communication import CommunicationConfig, check_delay, read_communication
 from zero_runtime.configuration.compression import GradientCompression, check_compression, read_compression
 from zero_runtime.configuration.offload import effective_aio, read_aio
 from zero_runtime.configuration.offload_param import modern as modern_zero
@@ -168,6 +168,7 @@ class RuntimeConfig:
         check(config)
         check_parallel(parallel, config.optimizer.type if config.optimizer else None)
         check_compression(config, notices)
+        check_delay(config)
         note_contradictions(config, notices)
         return dataclasses.replace(config, notices=tuple(notices))
 

@@ -16,6 +16,7 @@ from zero_runtime.accumulation import Window
 from zero_runtime.assembly import Assembly, close
 from zero_runtime.batches import WholeSteps
 from zero_runtime.config import RuntimeConfig
+from zero_runtime.delayed_steps import DelayedSteps
 from zero_runtime.errors import UsageError
 from zero_runtime.fp32_modules import cast_floating
 from zero_runtime.input_dtypes import mismatch
@@ -31,7 +32,7 @@ from zero_runtime.timed_group import clock_of
 _NEVER: Final = (-1, -1)
 
 
-class Engine(Settings, WholeSteps, Saving, torch.nn.Module):
+class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
     """A model that trains under ZeRO. Made by :func:`zero_runtime.initialize`.
 
     Attributes:
@@ -273,13 +274,7 @@ class Engine(Settings, WholeSteps, Saving, torch.nn.Module):
         if not self.config.managed_gradient_accumulation and not self.config.zero.stage.shards_gradients:
             with torch.no_grad():
                 self._gradients.finish_backward()
-        self.optimizer.step()
-        self._step_applied = not getattr(self.optimizer, "overflow", False)
-        if self._step_applied:
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step(**lr_kwargs)
-        else:
-            self.skipped_steps += 1
+        self._step_applied = self._apply_due(lr_kwargs)
         self.global_steps += 1
         per_micro_batch = self.config.train_micro_batch_size_per_gpu * self.world_size
         self.global_samples += per_micro_batch * self._window.passes
@@ -404,6 +399,7 @@ class Engine(Settings, WholeSteps, Saving, torch.nn.Module):
 
     def destroy(self) -> None:
         """Let go of the model: hooks are taken away, sharded parameters are whole again."""
+        self._tell_of_put_off_steps()
         close(self.module)
         if self.config.disable_python_gc:
             gc.enable()

@@ -48,7 +48,7 @@ _LARGEST_PADDING: Final = 1 / 16
 
 def all_reduce(bucket: Bucket, group: DataParallelGroup) -> Finish | None:
     """Sum the whole bucket on every rank."""
-    outgoing = _outgoing(bucket)
+    outgoing = scaled(bucket)
     work = group.all_reduce(outgoing, why=bucket.why(), asynchronous=bucket.asynchronous)
 
     def finish() -> None:
@@ -62,7 +62,7 @@ def all_reduce(bucket: Bucket, group: DataParallelGroup) -> Finish | None:
 
 def multi_rank_all_reduce(bucket: Bucket, group: DataParallelGroup) -> Finish | None:
     """Sum the slices of all owners on every rank, in messages that end once they exceed the limit."""
-    outgoing = _outgoing(bucket)
+    outgoing = scaled(bucket)
     works = []
     for batch in flushed_runs(bucket.runs, bucket.limit):
         message = outgoing.narrow(0, batch[0].start, sum(run.numel for run in batch))
@@ -72,7 +72,7 @@ def multi_rank_all_reduce(bucket: Bucket, group: DataParallelGroup) -> Finish | 
 
 def reduce_to_owner(bucket: Bucket, group: DataParallelGroup) -> Finish | None:
     """Sum each owner's slices to that owner."""
-    outgoing = _outgoing(bucket)
+    outgoing = scaled(bucket)
     works = []
     mine = []
     for owner in dict.fromkeys(run.owner for run in bucket.runs):
@@ -104,7 +104,7 @@ def reduce_scatter(
         implementation: ``native`` or ``all_to_all``; default: all_to_all on gloo, which would run a native
             one as an all_reduce, and native elsewhere.
     """
-    outgoing = _outgoing(bucket)
+    outgoing = scaled(bucket)
     rows, numels = _rows(outgoing, bucket.runs, group.world_size)
     if (implementation or default_implementation(group.backend)) == ALL_TO_ALL:
         work, mine = exchange(rows, numels, bucket, group)
@@ -236,8 +236,8 @@ def _rows(
     return outgoing, tuple(numels)
 
 
-def _outgoing(bucket: Bucket) -> torch.Tensor:
-    """The bucket scaled and in the communication dtype; the bucket's own tensor where no cast is needed."""
+def scaled(bucket: Bucket) -> torch.Tensor:
+    """The bucket as it is sent: scaled and in the communication dtype; its own tensor where no cast is needed."""
     scaling = bucket.scaling
     if scaling.bucket_divisor != 1.0:
         bucket.tensor.div_(scaling.bucket_divisor)

@@ -13,6 +13,7 @@ from zero_runtime.loss_scale import UNSCALED, LossScale
 from zero_runtime.optimizer import StepPolicy, WrappedOptimizer, master_of
 from zero_runtime.optimizers import ZeroOneAdam
 from zero_runtime.precision import agree_on_overflow, any_overflow
+from zero_runtime.topology_aware.delay import DelayedGradients
 from zero_runtime.torch_optimizer import replace_parameters
 from zero_runtime.whole_gradients import ReplicatedGradients
 
@@ -115,8 +116,11 @@ class ReplicatedOptimizer(WrappedOptimizer):
             torch._foreach_mul_(gradients, 1.0 / self._scale.value)
         # In fp32 the norm is computed for clipping only, and never reported, as in DeepSpeed.
         if self._policy.clipping > 0.0:
-            factor = clip_factor(averaged_norm(self._norm(), self._group), self._policy.clipping)
-            torch._foreach_mul_(gradients, factor)
+            norm = self._norm()
+            # A message of all ranks would have them meet in every step; their gradients are equal to the bit.
+            if not isinstance(self._gradients, DelayedGradients):
+                norm = averaged_norm(norm, self._group)
+            torch._foreach_mul_(gradients, clip_factor(norm, self._policy.clipping))
         self.optimizer.step()
         return True
 

@@ -47,6 +47,7 @@ class Saving:
     _residuals: Residuals | None
     parallelism: Parallelism
     zero_grad: Callable[..., None]
+    drain_gradients: Callable[[], int]
 
     def save_checkpoint(
         self,
@@ -221,6 +222,7 @@ class Saving:
             strict: refuse other names than the model has.
             custom_load_fn: called with ``src``, the state dict, and ``dst``, the model, in place of loading.
         """
+        self.drain_gradients()
         with GatheredParameters(list(self.module.parameters()), modifier_rank=0), torch.no_grad():
             if custom_load_fn is not None:
                 custom_load_fn(src=state_dict, dst=self.module)
@@ -231,6 +233,7 @@ class Saving:
 
     @contextmanager
     def _checkpointing(self) -> Iterator[Training]:
+        self.drain_gradients()
         hooks.phase("checkpoint")
         try:
             yield Training(

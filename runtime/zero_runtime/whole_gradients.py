@@ -8,6 +8,7 @@ of 5e8 elements, which a message exceeds by its last tensor (DeepSpeed 0.19.8's 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +18,26 @@ from zero_runtime.clip import replicated_norm
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.gradients import ParameterGroup, Policy
 from zero_runtime.layout import Run, flushed_runs
+from zero_runtime.reduction import Finish
+
+
+class Sent(NamedTuple):
+    """The gradients of one step, sent to be reduced.
+
+    Attributes:
+        parts: of each parameter, what was sent, 1-D: the result will be there.
+        finishes: what is to be called first, where messages are under way.
+    """
+
+    parts: list[tuple[torch.nn.Parameter, torch.Tensor]]
+    finishes: list[Finish]
+
+    def take(self) -> None:
+        """Make the results the gradients of the parameters, once they are there."""
+        for finish in self.finishes:
+            finish()
+        for parameter, part in self.parts:
+            parameter.grad = part.view(parameter.shape)
 
 
 class ReplicatedGradients:
@@ -60,6 +81,9 @@ class ReplicatedGradients:
 
     def reduce_accumulated(self) -> None:
         """Reduce all gradients, once."""
+        self._send().take()
+
+    def _send(self) -> Sent:
         by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[tuple[torch.nn.Parameter, Entry]]] = {}
         for name, parameter in zip(self._names, self._parameters, strict=True):
             if parameter.grad is None:
@@ -71,13 +95,15 @@ class ReplicatedGradients:
                     (parameter, entry)
                 )
         number = 0
+        sent = Sent([], [])
         for (_, dtype), found in by_dtypes.items():
             entries = [entry for _, entry in found]
-            sums = _reduce(entries, number, dtype, self._policy, self._group)
+            sums, finishes = _reduce(entries, number, dtype, self._policy, self._group)
             number += len(sums)
             parts = [part for each in sums for part in each]
-            for (parameter, _), part in zip(found, parts, strict=True):
-                parameter.grad = part.view(parameter.shape)
+            sent.parts.extend((parameter, part) for (parameter, _), part in zip(found, parts, strict=True))
+            sent.finishes.extend(finishes)
+        return sent
 
     def pause(self, paused: bool) -> None:
         """Whether gradients only accumulate for now (``no_sync``)."""
@@ -143,7 +169,7 @@ class AccumulatedGradients:
         entries = [
             Entry(",".join(each.names), flat, ()) for each, flat in zip(self._groups, self._flat, strict=True)
         ]
-        sums = _reduce(entries, 0, self._dtype, self._policy, self._group)
+        sums, _ = _reduce(entries, 0, self._dtype, self._policy, self._group)
         if any(len(each) > 1 for each in sums):
             torch._foreach_copy_(self._flat, [part for each in sums for part in each])
 
@@ -183,13 +209,14 @@ def _reduce(
     dtype: torch.dtype,
     policy: Policy,
     group: DataParallelGroup,
-) -> list[tuple[torch.Tensor, ...]]:
+) -> tuple[list[tuple[torch.Tensor, ...]], list[Finish]]:
     """Join gradients of one dtype and reduce them, from message ``first`` on.
 
     Returns:
-        For each message the sums of its gradients, 1-D: parts of what was sent.
+        For each message the sums of its gradients, 1-D: parts of what was sent. And what is to be called before these are
+        there, where the policy only begins messages.
     """
-    sums = []
+    sums, finishes = [], []
     runs = [Run(0, position, entry.gradient.numel()) for position, entry in enumerate(entries)]
     for number, batch in enumerate(flushed_runs(runs, policy.limit), first):
         sent = tuple(entries[run.start] for run in batch)
@@ -197,6 +224,8 @@ def _reduce(
         bucket = Bucket(number, tensor, (), dtype, policy.limit, policy.scaling, sent, END_OF_BACKWARD)
         if hooks.recording():
             bucket.publish()
-        policy.reduce(bucket, group)
+        finish = policy.reduce(bucket, group)
+        if finish is not None:
+            finishes.append(finish)
         sums.append(tensor.split([run.numel for run in batch]))
-    return sums
+    return sums, finishes

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from zero_runtime.configuration.checks import Check, number, optional, strings, text
-from zero_runtime.configuration.key_table import Table, inside, refused, used
+from zero_runtime.configuration.checks import Check, integer, number, optional, strings, text
+from zero_runtime.configuration.key_table import Table, inside, used
 from zero_runtime.errors import ConfigError
+from zero_runtime.loss_scale import UNSCALED
+
+if TYPE_CHECKING:
+    from zero_runtime.config import RuntimeConfig
 
 
 def _topology(name: str, value: Any) -> int | str | tuple[int, ...]:
@@ -52,10 +56,10 @@ COMMUNICATION: Final[Table] = {
         None,
         "say which rank or link keeps the others waiting for more than this fraction of a step",
     ),
-    "bounded_delay": refused(
-        "gradients are averaged over all ranks in every step, never with a delay; slow_node_tolerance says which rank is "
-        "late, and gradient_accumulation_steps has ranks wait for one another less often",
-        "steps that a slow rank's gradients may be late",
+    "bounded_delay": used(
+        integer(0),
+        0,
+        "steps that gradients may be late: each step applies those of so many before (stage 0, over P2P); 0 is off",
     ),
 }
 
@@ -69,12 +73,14 @@ class CommunicationConfig:
         world_calibration: the file among all ranks; None without costs.
         axis_calibrations: one for each axis.
         slow_node_tolerance: a fraction of a step's time; None where nobody looks for slow ranks.
+        bounded_delay: steps by which the means of gradients are applied late; 0 for none.
     """
 
     topology: int | str | tuple[int, ...] = 1
     world_calibration: str | None = None
     axis_calibrations: tuple[str, ...] = ()
     slow_node_tolerance: float | None = None
+    bounded_delay: int = 0
 
     @property
     def plain(self) -> bool:
@@ -88,6 +94,7 @@ class CommunicationConfig:
             "topology": list(self.topology) if isinstance(self.topology, tuple) else self.topology,
             "calibration": files if self.world_calibration else None,
             "slow_node_tolerance": self.slow_node_tolerance,
+            "bounded_delay": self.bounded_delay,
         }
 
 
@@ -118,7 +125,57 @@ def read_communication(values: Mapping[str, Any], world_size: int) -> Communicat
         world_calibration=files["world"] if files else None,
         axis_calibrations=files["axes"] if files else (),
         slow_node_tolerance=values["slow_node_tolerance"],
+        bounded_delay=values["bounded_delay"],
     )
+
+
+def check_delay(config: RuntimeConfig) -> None:
+    """Refuse what ``bounded_delay`` does not go together with.
+
+    Raises:
+        ConfigError: with what to do.
+    """
+    delay, kinds, stage = config.communication.bounded_delay, config.precision, config.zero.stage
+    if not delay:
+        return
+    for given, instead in (
+        (stage.shards_optimizer and f"zero_optimization.stage {stage.number}", "stage 0"),
+        (
+            kinds.loss_scale is not UNSCALED
+            and "the loss scale of fp16, which may change until gradients are applied",
+            "bf16 or fp32",
+        ),
+        (not config.communication.plain and "communication.topology", "topology 1"),
+        (
+            config.communication.slow_node_tolerance is not None
+            and "communication.slow_node_tolerance, for which the ranks meet after every step",
+            "one of the two",
+        ),
+        (config.gradient_compression is not None and "gradient_compression", "one of the two"),
+    ):
+        if given:
+            raise ConfigError(
+                f"communication.bounded_delay is {delay}, and does not go together with {given}; use {instead}, or remove "
+                "bounded_delay"
+            )
+
+
+def check_whole(communication: CommunicationConfig, shared: bool) -> None:
+    """Refuse ``bounded_delay`` where ranks share a model or its samples, as ``shared`` says. Raises ConfigError."""
+    if communication.bounded_delay and shared:
+        raise ConfigError(
+            f"communication.bounded_delay is {communication.bounded_delay}, which needs the whole model and samples of its "
+            "own on every rank; remove it, or the keys of tensor, sequence and pipeline parallelism"
+        )
+
+
+def check_optimizer_given(communication: CommunicationConfig) -> None:
+    """Refuse ``bounded_delay`` where there is no optimizer. Raises ConfigError."""
+    if communication.bounded_delay:
+        raise ConfigError(
+            f"communication.bounded_delay is {communication.bounded_delay}, and there is no optimizer that could apply "
+            "gradients later; name one in the config, or pass one to initialize"
+        )
 
 
 def wrong_number_of_files(given: int, expected: int) -> str:

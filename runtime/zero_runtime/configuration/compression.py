@@ -126,6 +126,7 @@ def check_one_bit(config: RuntimeConfig, kind: str) -> None:
             "fp32, or torch_autocast",
         ),
         (config.gradient_allreduce_op != "mean" and "gradient_allreduce_op sum", "mean"),
+        (config.communication.bounded_delay and "communication.bounded_delay", "one of the two"),
     ):
         if given:
             raise ConfigError(

@@ -251,6 +251,7 @@ VALUES = {
     "communication.calibration.world": ("other.json", COSTS),
     "communication.calibration.axes": (["three.json", "four.json"], COSTS),
     "communication.slow_node_tolerance": (0.1, {}),
+    "communication.bounded_delay": (1, {"zero_optimization": {"stage": 0}}),
     "comms_logger": ({"enabled": True}, {}),
     "comms_logger.enabled": (True, {}),
     "comms_logger.prof_all": (False, {}),
