@@ -6,6 +6,8 @@ embedding and the output layer share their weights, in the first and in the last
     commprof run --nproc 2 examples/train_pipeline.py
     commprof run --nproc 2 examples/train_pipeline.py --stages 1 --micro-batches 2   # two replicas: the same loss
     commprof run --nproc 4 examples/train_pipeline.py --micro-batches 2              # two stages, two replicas: likewise
+    commprof run --nproc 2 examples/train_pipeline.py --schedule zero_bubble         # another order, the same loss
+    commprof run --nproc 2 examples/train_pipeline.py --schedule interleaved         # two parts on each stage: likewise
     torchrun --nproc-per-node 2 examples/train_pipeline.py --engine deepspeed
 """
 
@@ -72,6 +74,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--local_rank", type=int, default=-1)
     parser.add_argument("--stages", type=int, help="instead of the config's pp_size")
     parser.add_argument("--micro-batches", type=int, help="instead of the config's micro_batches")
+    parser.add_argument("--schedule", choices=("1f1b", "gpipe", "interleaved", "zero_bubble"))
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=4)
@@ -86,6 +89,8 @@ def read_config(args: argparse.Namespace) -> dict[str, Any]:
     block = config["pipeline_parallel"]
     block["pp_size"] = args.stages or block["pp_size"]
     block["micro_batches"] = args.micro_batches or block["micro_batches"]
+    if args.schedule:
+        block["schedule"] = args.schedule
     if args.engine == "deepspeed":
         config["gradient_accumulation_steps"] = block["micro_batches"]
         config["optimizer"]["params"]["torch_adam"] = True

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import zero_runtime
+from commprof.ledger.verification import verify
 from support.pipelines import MICRO_BATCHES, SCHEDULES, WIDTH, config, scheduled
 from support.recording import calls, record
 from zero_runtime.pipeline.instructions import COMPUTATIONS, RECEIVES, SENDS, Action
@@ -42,11 +43,12 @@ COLUMNS = (
 
 @cache
 def recording(name):
-    """A recorded run of two ranks under a schedule, and what it says of each rank."""
+    """Of two ranks under a schedule: the records and the plan of each, and what the ledger says."""
     with tempfile.TemporaryDirectory() as folder:
         run, outcomes = record(Path(folder) / "run", 2, noted, SCHEDULES[name])
         rows = [calls(run, rank, *COLUMNS) for rank in range(2)]
-    return rows, [outcome["result"] for outcome in outcomes]
+        verdict = verify(run)
+    return rows, [outcome["result"] for outcome in outcomes], verdict
 
 
 class Mark(torch.autograd.Function):
@@ -109,7 +111,8 @@ def noted(rank, world, schedule):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_ranks_do_what_the_schedule_says_in_its_order(name):
     """By what torch ran, and by the messages of the trace; and the timeline on paper is of the same instructions."""
-    rows, plans = recording(name)
+    rows, plans, verdict = recording(name)
+    assert str(verdict.state) == "closed" and verdict.issued_bytes == verdict.explained_bytes > 0, verdict
     plan = Plan(name, 2, SCHEDULES[name].get("virtual_stages", 1))
     timeline = simulate(
         [plan.training(MICRO_BATCHES, stage) for stage in range(2)], chunks=plan.chunks, blocking=True
