@@ -14,7 +14,7 @@ INFERENCE: Final = (
     "inference engines are not part of this runtime; call the model itself under torch.inference_mode()"
 )
 DUAL_PIPELINE: Final = (
-    "pipelines with micro-batches from both ends are not in this version; PipelineModule has 1F1B"
+    "pipelines with micro-batches from both ends are not in this version; use schedule zero_bubble"
 )
 TENSOR_PARALLEL: Final = "tensor parallelism is not in this version"
 EXPERTS: Final = "experts (MoE) are not in this version"
