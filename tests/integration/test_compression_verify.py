@@ -117,7 +117,8 @@ def hosts(rank, world, coded):
     train(rank, world, {"gradient_compression": block})
 
 
-@pytest.mark.parametrize("coded", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("coded", [False, True])
 def test_what_hosts_send_each_other_is_explained(tmp_path, coded):
     run, _ = record(tmp_path / "run", 4, hosts, coded)
     verdict = verify(run)

@@ -18,6 +18,7 @@ from support import parallel_training as training
 from support import recorded
 from support.ranks import run_ranks
 from support.recording import record
+from zero_runtime.checkpoint.consolidation import consolidated_state_dict
 from zero_runtime.errors import CheckpointError, ConfigError, UsageError
 from zero_runtime.tensor_parallel import parallelize
 
@@ -46,8 +47,18 @@ def _plan(sequence: bool = False) -> dict:
     return {"tensor_parallel": {"plan": training.PLAN, "sequence_parallel": sequence}}
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["columns", "sequence"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+# Each stage once, and both ways at stage 1.
+LONG = ((0, True), (2, False), (3, False))
+
+
+@pytest.mark.parametrize(
+    ("stage", "sequence"),
+    [
+        pytest.param(stage, each, marks=[pytest.mark.long] * ((stage, each) in LONG))
+        for stage in range(4)
+        for each in (False, True)
+    ],
+)
 def test_two_slices_and_two_replicas_train_as_one_process_does(alone, stage, sequence):
     given = training.config(stage, **HALVED, **_plan(sequence))
     expected, norm = alone(stage)
@@ -226,6 +237,8 @@ def test_checkpoints_keep_each_part(tmp_path, alone):
     for wanted, found in run_ranks(4, _saved_and_loaded, str(tmp_path)):
         assert found == wanted
     whole = load_file(tmp_path / "whole.safetensors")
+    joined = consolidated_state_dict(tmp_path)
+    assert joined.keys() == whole.keys() and all(torch.equal(joined[name], whole[name]) for name in whole)
     model = training.model()
     model.load_state_dict(whole)
     expected, _ = alone(1)
@@ -293,6 +306,7 @@ def _sharded_and_saved(rank: int, world: int, folder: str):
         training.engine_of(given, made)
 
 
+@pytest.mark.long
 def test_parts_that_are_sharded_are_kept_too(tmp_path):
     run_ranks(4, _sharded_and_saved, str(tmp_path))
 
@@ -313,6 +327,7 @@ def _recorded(rank: int, world: int, sequence: bool):
         training.step_of(engine, step)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sequence", [False, True], ids=["columns", "sequence"])
 def test_traces_name_each_group_by_its_axis_and_each_message_by_its_module(tmp_path, sequence):
     run, _ = record(tmp_path / "run", 4, _recorded, sequence)

@@ -1,10 +1,20 @@
-"""``commprof verify`` of runs whose ranks share tensors, sequences and stages: closed, and each planted fault is named."""
+"""``commprof verify`` of runs whose ranks share tensors, sequences and stages: closed, and each planted fault is named.
+
+``python tests/integration/test_verify_shared_models.py`` writes the golden traces anew; read the difference before it is
+committed.
+"""
 
 from __future__ import annotations
 
+import csv
 import functools
+import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
 import pytest
 import torch
@@ -80,6 +90,25 @@ BODIES = {
 }
 
 
+GOLDEN = Path(__file__).parents[1] / "golden"
+SHOWN = ("step", "phase", "purpose", "op", "module", "group_desc", "group_ranks", "payload_bytes")
+
+
+def messages(run):
+    """What rank 0 sent before the first step and in the second one, counted."""
+    rows = [
+        row for row in run.table("collectives").to_pylist() if row["rank"] == 0 and row["step"] in (-1, 1)
+    ]
+    counted = Counter(tuple("" if row[name] is None else str(row[name]) for name in SHOWN) for row in rows)
+    return sorted((*key, str(count)) for key, count in counted.items())
+
+
+def write_golden():
+    for name in ("tensors", "pieces", "sequences"):
+        with (GOLDEN / f"shared_{name}.csv").open("w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([(*SHOWN, "count"), *messages(recorded(name))])
+
+
 @functools.cache
 def recorded(name):
     world, body = BODIES[name]
@@ -93,6 +122,14 @@ def test_every_byte_is_explained(name):
     verdict = verify(recorded(name))
     assert (str(verdict.state), verdict.unexplained, verdict.disagreements) == ("closed", (), ()), verdict
     assert verdict.issued_bytes == verdict.explained_bytes > 0
+
+
+@pytest.mark.parametrize("name", ["tensors", "pieces", "sequences"])
+def test_what_is_sent_is_what_was_sent(name):
+    with (GOLDEN / f"shared_{name}.csv").open(newline="") as file:
+        heading, *rows = map(tuple, csv.reader(file))
+    assert heading == (*SHOWN, "count")
+    assert messages(recorded(name)) == rows
 
 
 def is_(**wanted):
@@ -206,9 +243,8 @@ def test_a_message_with_one_end_is_named():
 def test_a_record_that_one_rank_lacks_is_named():
     lost = without(lambda row: CONTRACT(row) and row["rank"] == 1)
     verdict = verify(Changed(recorded("tensors"), lost))
-    assert "all_reduce in step 1: 13, 12 times on ranks 0, 1" in str(verdict.disagreements) or (
-        "did not issue the same" in str(verdict.disagreements)
-    )
+    (said,) = verdict.disagreements
+    assert "did not issue the same: all_reduce in step 1: 13, 12 times on ranks 0, 1" in said
 
 
 def varying(rank, world):
@@ -228,3 +264,7 @@ def test_sequences_of_another_length_are_no_fault(tmp_path):
     assert (str(verdict.state), verdict.unexplained) == ("closed", ()), verdict
     shorter = resized(is_(step=2, module="blocks.1.projection", op="reduce_scatter"), 128)
     assert str(verify(Changed(run, shorter)).state) == "mismatch"
+
+
+if __name__ == "__main__":
+    write_golden()
