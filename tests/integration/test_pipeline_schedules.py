@@ -165,7 +165,7 @@ def _two_stages(rank, world, programs):
 
 
 def test_two_stages():
-    run_ranks(2, _two_stages, PROGRAMS)
+    run_ranks(2, _two_stages, PROGRAMS, timeout=300.0)
 
 
 def _three_stages(rank, world):
