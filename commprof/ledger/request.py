@@ -209,7 +209,9 @@ def request_of(run: RecordedRun) -> Request:
     )
     try:
         request.configuration = _as_runtime_reads(read_configuration(config), request.runtime)
-        request.shared = shared_model_of(run, manifest.effective_config, config, request.parameters)
+        request.shared = shared_model_of(
+            run, manifest.effective_config, config, request.parameters, world_size
+        )
         if request.shared is None:
             request.micro_steps = zero.micro_steps(config, world_size)
         else:

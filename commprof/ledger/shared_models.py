@@ -13,7 +13,7 @@ from commprof.ledger.crossings import Crossings
 from commprof.ledger.issue import INIT_STEP, StepKey
 from commprof.ledger.training_records import Records
 from commprof.requested import grid
-from commprof.requested.axes import Axes, axes_of_topology
+from commprof.requested.axes import DATA, Axes, axes_of_topology
 from commprof.requested.configuration import read_configuration
 from commprof.requested.errors import UnsupportedError
 from commprof.requested.expectation import Expectation
@@ -74,6 +74,7 @@ def shared_model_of(
     effective: Mapping[str, Any] | None,
     config: Mapping[str, Any],
     parameters: Sequence[Parameter],
+    world_size: int,
 ) -> SharedModel | None:
     """How the ranks of ``run`` share its model, as its engine says; None where each has all of it.
 
@@ -82,6 +83,7 @@ def shared_model_of(
         effective: the engine's own config, with the ranks along each axis under ``topology``.
         config: that the rules read.
         parameters: of all stages.
+        world_size: all ranks.
 
     Raises:
         CommprofError: the axes cannot be read, or the groups are the script's own.
@@ -89,7 +91,9 @@ def shared_model_of(
     topology = (effective or {}).get("topology")
     if not isinstance(topology, Mapping):
         return None
-    axes = axes_of_topology(topology)
+    if len(topology) == 1 and DATA in topology:
+        return None
+    axes = axes_of_topology(topology, world_size)
     if axes.only_data:
         return None
     if (effective or {}).get("groups") == "script":

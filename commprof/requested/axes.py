@@ -61,11 +61,11 @@ class Axes(NamedTuple):
         return " x ".join(f"{name} {size}" for name, size in zip(self.names, self.sizes, strict=True))
 
 
-def axes_of_topology(topology: Mapping[str, Any]) -> Axes:
+def axes_of_topology(topology: Mapping[str, Any], world_size: int) -> Axes:
     """The axes as an engine says them: ranks by axis, slowest first.
 
     Raises:
-        RequestedError: an axis is not known, or a size is no positive number.
+        RequestedError: an axis is not known, a size is no positive number, or they do not multiply to ``world_size``.
     """
     for name, size in topology.items():
         if name not in KNOWN or isinstance(size, bool) or not isinstance(size, int) or size < 1:
@@ -73,7 +73,10 @@ def axes_of_topology(topology: Mapping[str, Any]) -> Axes:
                 f"the engine's topology has {size!r} ranks along {name!r}; expected positive numbers along "
                 f"{', '.join(KNOWN)}"
             )
-    return Axes(tuple(topology), tuple(topology.values()))
+    found = Axes(tuple(topology), tuple(topology.values()))
+    if found.world_size != world_size:
+        raise RequestedError(f"the engine's topology {found} is not one of the {world_size} ranks of the run")
+    return found
 
 
 def axes_of_config(config: Mapping[str, Any], world_size: int) -> Axes:

@@ -81,6 +81,11 @@ def expected_on_axes(
     plain = without_axes(config, axes)
     rows: list[Expectation] = []
     stages = axes.size(PIPE)
+    for each in parameters:
+        if max(each.stage_numbers) >= stages:
+            raise RequestedError(
+                f"parameter {each.name!r} is said to be of the stages {each.stages!r}, and there are {stages}"
+            )
     for stage in range(stages):
         own = [each for each in parameters if stage in each.stage_numbers]
         lines = axes.lines(DATA, SEQUENCE, **({PIPE: stage} if PIPE in axes.names else {}))

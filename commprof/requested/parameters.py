@@ -73,8 +73,17 @@ class Parameter(NamedTuple):
 
     @property
     def stage_numbers(self) -> tuple[int, ...]:
-        """The stages that have it; the first alone where nothing is said."""
-        return tuple(int(each) for each in (self.stages or "0").rstrip("+").split(","))
+        """The stages that have it; the first alone where nothing is said.
+
+        Raises:
+            RequestedError: ``stages`` is not as it is said above.
+        """
+        numbers = (self.stages or "0").rstrip("+").split(",")
+        if not all(each.isdecimal() for each in numbers):
+            raise RequestedError(
+                f"parameter {self.name!r} is said to be of the stages {self.stages!r}; expected 0,2"
+            )
+        return tuple(map(int, numbers))
 
     @property
     def is_tied(self) -> bool:
@@ -83,7 +92,12 @@ class Parameter(NamedTuple):
 
 
 def _extents(shape: str) -> tuple[int, ...]:
-    return tuple(int(each) for each in shape.split("x") if each)
+    extents = [each for each in shape.split("x") if each]
+    if not all(each.isdecimal() for each in extents):
+        raise RequestedError(
+            f"a parameter is said to have the shape {shape!r}; expected extents such as 64x32"
+        )
+    return tuple(map(int, extents))
 
 
 def item_bytes(dtype: str) -> int:
