@@ -16,30 +16,66 @@ _FEW: Final = 1 << 15
 
 
 def numbered(rows: pa.Table) -> tuple[Codes, Codes]:
-    """A number for each row, equal where all its columns are, and the first row of each number. By hashing, not sorting."""
+    """A number for each row, equal where all its columns are, and the first row of each number. By hashing, not sorting.
+
+    Numbers and flags come last: what the texts tell of them need only be compared.
+    """
+    columns = [_whole(column) for column in rows.unify_dictionaries().columns]
+    texts = [column for column in columns if not _is_plain(column)]
     codes, bound = np.zeros(len(rows), np.int64), 1
-    for column in rows.unify_dictionaries().columns:
-        if len(rows) and not pa.types.is_dictionary(column.type):
-            column = pc.dictionary_encode(column)
-        encoded = column.combine_chunks()
-        if isinstance(encoded, pa.ChunkedArray):
-            encoded = encoded.chunk(0) if encoded.num_chunks else None
-        if encoded is None or not len(encoded):
-            continue
-        values = len(encoded.dictionary)
-        if values < 2 and not encoded.null_count:
-            continue
-        indices = pc.fill_null(encoded.indices.cast(pa.int64()), values).to_numpy(zero_copy_only=False)
-        codes, bound = codes * (values + 1) + indices, bound * (values + 1)
+    for column in texts:
+        codes, bound = _told_apart(codes, bound, column)
         if bound > _MOST_CODES:
-            codes, bound = _renumbered(codes)
-    codes, count = _renumbered(codes)
-    first = np.empty(count, np.int64)
-    first[codes[::-1]] = np.arange(len(codes) - 1, -1, -1)  # the last one written stays: the first row
+            codes, bound = renumbered(codes)
+    codes, count = renumbered(codes)
+    first = first_of_each(codes, count)
+    for column in columns:
+        if _is_plain(column) and not _is_told(column, codes, first):
+            codes, _ = _told_apart(codes, count, column)
+            codes, count = renumbered(codes)
+            first = first_of_each(codes, count)
     return codes, first
 
 
-def _renumbered(codes: Codes) -> tuple[Codes, int]:
+def _told_apart(codes: Codes, bound: int, column: pa.Array) -> tuple[Codes, int]:
+    """``codes`` (below ``bound``) that differ where the values of ``column`` do as well."""
+    encoded = column if pa.types.is_dictionary(column.type) else pc.dictionary_encode(column)
+    values = len(encoded.dictionary)
+    if values < 2 and not encoded.null_count:
+        return codes, bound
+    indices = pc.fill_null(encoded.indices, values) if encoded.null_count else encoded.indices
+    return codes * (values + 1) + indices.to_numpy(zero_copy_only=False), bound * (values + 1)
+
+
+def _is_plain(column: pa.Array) -> bool:
+    return bool(pa.types.is_integer(column.type) or pa.types.is_boolean(column.type))
+
+
+def _is_told(column: pa.Array, codes: Codes, first: Codes) -> bool:
+    """Whether the values of ``column`` are equal in all rows of one number."""
+    known = column.is_valid().to_numpy(zero_copy_only=False)
+    if column.null_count and not np.array_equal(known, known[first][codes]):
+        return False
+    values = pc.fill_null(column, False if pa.types.is_boolean(column.type) else 0)
+    plain = values.to_numpy(zero_copy_only=False)
+    return np.array_equal(plain, plain[first][codes])
+
+
+def _whole(column: pa.ChunkedArray) -> pa.Array:
+    whole = column.combine_chunks()
+    if isinstance(whole, pa.ChunkedArray):
+        whole = whole.chunk(0) if whole.num_chunks else pa.array([], whole.type)
+    return whole
+
+
+def first_of_each(codes: Codes, count: int) -> Codes:
+    """The first row of each of the numbers below ``count``, all of which are among ``codes``."""
+    first = np.empty(count, np.int64)
+    first[codes[::-1]] = np.arange(len(codes) - 1, -1, -1)  # the last one written stays: the first row
+    return first
+
+
+def renumbered(codes: Codes) -> tuple[Codes, int]:
     """``codes`` as numbers from 0 without gaps, and how many there are."""
     encoded = pc.dictionary_encode(pa.array(codes))
     return encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64), len(encoded.dictionary)

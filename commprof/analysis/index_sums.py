@@ -19,7 +19,7 @@ import pyarrow as pa
 from commprof.align.arrivals import NEEDED
 from commprof.analysis import arrivals, buckets, exposure, steps, straggling, traffic, transfers
 from commprof.analysis.engine import query_text
-from commprof.analysis.standstill import standstill
+from commprof.analysis.standstill import standstills
 from commprof.analysis.sum_tables import BUCKET_SUMS, HELD_COLUMNS, OperationSums, TransferTimes, append
 from commprof.analysis.whole_collectives import IndexedParts, columns_of
 from commprof.trace.reader import Run
@@ -118,12 +118,11 @@ def standing(run: Run) -> dict[str, pa.Table]:
         TraceError: a file of the run is damaged.
     """
     collectives, of_steps = run.scan("collectives", _FEWEST_SCANNED), run.table("steps")
-    whole = standstill(collectives, of_steps)
+    stood = dict(zip(EXPOSURES, standstills(collectives, of_steps, list(EXPOSURES)), strict=True))
     counted = exposure.counts(collectives, max(EXPOSURES, key=len))
-    found = {STOOD_STILL: steps.stood_still(of_steps, collectives, whole, counted)}
+    found = {STOOD_STILL: steps.stood_still(of_steps, collectives, stood["attempt", "step"], counted)}
     for by, name in EXPOSURES.items():
-        same = not set(by) - {"attempt", "step"}
-        found[name] = exposure.answer(collectives, of_steps, by, whole if same else None, counted)
+        found[name] = exposure.answer(collectives, of_steps, by, stood[by], counted)
     pa.default_memory_pool().release_unused()  # what it took of each file is not needed again
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import duckdb
@@ -11,23 +11,19 @@ import numpy as np
 import pyarrow as pa
 
 from commprof.align.reference_clock import ReferenceClock
-from commprof.analysis.combinations import Combinations
 from commprof.analysis.density import Numbers, binned, folded
 from commprof.analysis.lanes import Cells, keep_lanes
-from commprof.analysis.spans import KINDS, SPANS, parts, spans, with_spans
-from commprof.errors import TraceError
+from commprof.analysis.span_source import ORDER, SpanSource
 from commprof.schema import OPS
 from commprof.trace.reader import Run
 
-_BATCH: Final = 262_144
 _ROWS_AT_A_TIME: Final = 500_000
-_FEWEST_SCANNED: Final = 100_000  # rows of a table that is read file by file
 _MOST_BINS: Final = 1 << 15
 _MOST_CELLS: Final = 1 << 19  # ranks x bins
 _FEWEST_BINS: Final = 1 << 9
 FOLD: Final = 16  # bins of the fine level that are one of the coarse level
 
-_RECORDS: Final = "create table records as select * from spans order by begin_ns, rank, attempt, pid, seq"
+_RECORDS: Final = "create table records as select * from spans"
 _BUSY: Final = """
 select rank, kind, end_ns, busy_ns, coalesce(held_end_ns, 0) as held_end_ns, still_ns
 from records
@@ -81,10 +77,10 @@ def fill_records(engine: duckdb.DuckDBPyConnection, run: Run, progress: Progress
     Raises:
         TraceError: a file of the run is damaged. duckdb.Error: the database cannot be written.
     """
-    source = _Source(run, progress)
+    source = SpanSource(run, progress)
     engine.register("spans", source.reader())
     try:
-        engine.execute(_RECORDS)
+        engine.execute(_RECORDS if source.is_in_order else f"{_RECORDS} order by {', '.join(ORDER)}")
     except duckdb.Error:
         if source.failure is not None:  # which the engine tells as a failure of its own
             raise source.failure from None
@@ -128,51 +124,6 @@ def fill_overview(engine: duckdb.DuckDBPyConnection, run: Run, facts: Mapping[st
     rows = [{"name": name, "value": value} for name, value in facts.items()]
     rows.append({"name": "facts", "value": json.dumps(held)})
     _keep(engine, "facts", pa.Table.from_pylist(rows))
-
-
-class _Source:
-    """The spans of a run as a stream, and what is learned on the way."""
-
-    def __init__(self, run: Run, progress: Progress) -> None:
-        self.kinds = Combinations(KINDS)
-        self.unknown_clocks = 0
-        self.failure: TraceError | None = None  # that ended the stream
-        self.clock = _clock(run)
-        self._run = run
-        self._progress = progress
-
-    def reader(self) -> pa.RecordBatchReader:
-        """All spans, each once."""
-        return pa.RecordBatchReader.from_batches(SPANS, self._batches())
-
-    def _batches(self) -> Iterator[pa.RecordBatch]:
-        try:
-            yield from self._parts()
-        except TraceError as error:
-            self.failure = error
-            raise
-
-    def _parts(self) -> Iterator[pa.RecordBatch]:
-        done, total = 0, self._run.health.records
-        for part in parts(self._run.scan("collectives", _FEWEST_SCANNED)):
-            found, first = spans(part.times, self.clock), 0
-            self.unknown_clocks += found.unknown_clocks
-            for rows in part.rows:
-                self._progress(done, max(total, done))
-                yield from with_spans(rows, found, first, self.kinds).to_batches(max_chunksize=_BATCH)
-                first += len(rows)
-                done += len(rows)
-
-
-def _clock(run: Run) -> ReferenceClock | None:
-    """The clock of the run; None where all its processes read one, and nothing need be added to any time."""
-    clock = ReferenceClock(
-        run.table("clocks").to_pylist(),
-        run.table("clock_offsets").to_pylist(),
-        one_host=len(run.manifest.hosts) < 2,
-    )
-    processes = {(entry["rank"], entry["attempt"], entry["pid"]) for entry in run.manifest.ranks}
-    return None if len({clock.clock_of(process) for process in processes}) < 2 else clock
 
 
 def _keep(engine: duckdb.DuckDBPyConnection, name: str, rows: pa.Table) -> None:

@@ -9,22 +9,17 @@ way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from commprof.align.distinct import numbered, split_by
 from commprof.align.reference_clock import ReferenceClock
 from commprof.analysis.combinations import Combinations
-from commprof.errors import TraceError
 from commprof.schema import COLLECTIVES
-from commprof.trace.reader import Scan
 
 Numbers = npt.NDArray[np.int64]
 
@@ -57,68 +52,27 @@ SPANS: Final = pa.schema(
     ]
 )
 _ENDS: Final = ("return_ns", "wait_end_ns", "device_end_ns")
-TIME_COLUMNS: Final = ("rank", "attempt", "pid", "issue_ns", *_ENDS, "exposed_ns", "device")
-_STRINGS: Final = [column.name for column in COLLECTIVES.columns if column.type == "string"]
+TIME_COLUMNS: Final = ("rank", "attempt", "pid", "seq", "issue_ns", *_ENDS, "exposed_ns", "device")
 # No clock is beyond, nor a wall clock (imported runs have its times) before 2043; a damaged time counts as this, so that
 # differences fit 64 bits.
 _FARTHEST: Final = 1 << 61
 
 
 class Spans(NamedTuple):
-    """When each of some records began and ended, and its own parts of that; a number for each record."""
+    """When each of some records began and ended, and until when it held its program; a number for each record."""
 
     begin: Numbers
     end: Numbers
-    busy: Numbers
     held_end: Numbers
     is_held: npt.NDArray[np.bool_]  # the others have no held_end
-    still: Numbers
     unknown_clocks: int  # rows whose clock was never compared with the reference: their times are their own
 
 
-class Part(NamedTuple):
-    """All records of some processes: what their spans are told from, and then all columns, some rows at a time."""
+class Own(NamedTuple):
+    """The parts of some spans that no earlier one reaches: of the whole, and of what held the program."""
 
-    times: pa.Table
-    rows: Iterable[pa.Table]
-
-
-def parts(collectives: pa.Table | Scan) -> Iterator[Part]:
-    """The records in parts, each with all records of its processes.
-
-    Raises:
-        TraceError: a file is damaged.
-    """
-    if not isinstance(collectives, Scan):
-        yield Part(collectives.select(TIME_COLUMNS), [collectives])
-        return
-    for file in collectives.files:
-        yield Part(_read(file), _row_groups(file))
-    if len(collectives.rest):
-        yield Part(collectives.rest.select(TIME_COLUMNS), [collectives.rest])
-
-
-def _read(file: Path) -> pa.Table:
-    try:
-        with pq.ParquetFile(file, page_checksum_verification=True) as opened:
-            return opened.read(columns=list(TIME_COLUMNS))
-    except (OSError, pa.ArrowException, ValueError) as error:
-        raise _damaged(file, error) from None
-
-
-def _row_groups(file: Path) -> Iterator[pa.Table]:
-    try:
-        with pq.ParquetFile(file, read_dictionary=_STRINGS, page_checksum_verification=True) as opened:
-            for group in range(opened.num_row_groups):
-                yield opened.read_row_group(group)
-    except (OSError, pa.ArrowException, ValueError) as error:
-        raise _damaged(file, error) from None
-
-
-def _damaged(file: Path, error: Exception) -> TraceError:
-    return TraceError(
-        f"{file} cannot be read: {error}. It is damaged or not a Parquet file; copy it again from where it was made"
-    )
+    busy: npt.NDArray[np.unsignedinteger]
+    still: npt.NDArray[np.unsignedinteger]
 
 
 def spans(records: pa.Table, clock: ReferenceClock | None) -> Spans:
@@ -129,9 +83,14 @@ def spans(records: pa.Table, clock: ReferenceClock | None) -> Spans:
         shift = np.where(readings.known, readings.offset_ns, 0)
         unknown = int((~readings.known).sum())
     issue = _filled(records["issue_ns"], 0)
-    end = issue.copy()
-    for name in _ENDS:
-        np.maximum(end, _filled(records[name], -_FARTHEST), out=end)
+    held_end, _, is_held = _held(records)
+    return Spans(issue + shift, _end(records, issue) + shift, held_end + shift, is_held, unknown)
+
+
+def own(records: pa.Table) -> Own:
+    """The own parts of all ``records`` (:data:`TIME_COLUMNS`) of some processes."""
+    issue = _filled(records["issue_ns"], 0)
+    end = _end(records, issue)
     held_end, exposed, is_held = _held(records)
     process, _ = numbered(records.select(["rank", "attempt", "pid"]))
     busy, still = np.zeros(len(records), np.int64), np.zeros(len(records), np.int64)
@@ -139,26 +98,34 @@ def spans(records: pa.Table, clock: ReferenceClock | None) -> Spans:
         busy[mine] = own_parts(issue[mine], end[mine])
         held = mine[is_held[mine]]
         still[held] = own_parts(held_end[held] - exposed[held], held_end[held])
-    return Spans(issue + shift, end + shift, busy, held_end + shift, is_held, still, unknown)
+    return Own(_narrow(busy), _narrow(still))
 
 
-def with_spans(records: pa.Table, found: Spans, first: int, kinds: Combinations) -> pa.Table:
-    """Some ``records`` as the index holds them: :data:`OWN_COLUMNS`, ``kind`` and :data:`SPAN_COLUMNS`.
+def _end(records: pa.Table, issue: Numbers) -> Numbers:
+    """The last time that is known of each record."""
+    end = issue.copy()
+    for name in _ENDS:
+        np.maximum(end, _filled(records[name], -_FARTHEST), out=end)
+    return end
 
-    Args:
-        first: the place in ``found`` of the first of them.
-    """
-    mine = slice(first, first + len(records))
+
+def _narrow(lengths: Numbers) -> npt.NDArray[np.unsignedinteger]:
+    """``lengths`` in half the room, if they fit: those of all records are held at once."""
+    return lengths.astype(np.uint32 if lengths.max(initial=0) < 1 << 32 else np.uint64)
+
+
+def with_spans(records: pa.Table, found: Spans, own: Own, kinds: Combinations) -> pa.Table:
+    """Some ``records`` as the index holds them: :data:`OWN_COLUMNS`, ``kind`` and :data:`SPAN_COLUMNS`."""
     added = [
         pa.array(kinds.number(records).astype(np.int32)),
-        pa.array(found.begin[mine]),
-        pa.array(found.end[mine]),
-        pa.array(found.busy[mine]),
-        pa.array(found.held_end[mine], mask=~found.is_held[mine]),
-        pa.array(found.still[mine]),
+        pa.array(found.begin),
+        pa.array(found.end),
+        pa.array(own.busy.astype(np.int64)),
+        pa.array(found.held_end, mask=~found.is_held),
+        pa.array(own.still.astype(np.int64)),
     ]
-    own = [records[name].cast(SPANS.field(name).type) for name in OWN_COLUMNS]
-    return pa.table([*own, *added], schema=SPANS)
+    columns = [records[name].cast(SPANS.field(name).type) for name in OWN_COLUMNS]
+    return pa.table([*columns, *added], schema=SPANS)
 
 
 def _held(records: pa.Table) -> tuple[Numbers, Numbers, npt.NDArray[np.bool_]]:

@@ -45,9 +45,9 @@ class Known(NamedTuple):
 
 
 class _Intervals(NamedTuple):
-    """Times from ``starts`` to ``stops``, each of the combination ``codes``."""
+    """Times from ``starts`` to ``stops``, each of a record, in order of their start."""
 
-    codes: Numbers
+    records: Numbers
     starts: Numbers
     stops: Numbers
 
@@ -67,21 +67,32 @@ def standstill(collectives: pa.Table | Scan, steps: pa.Table, by: Sequence[str] 
     Raises:
         TraceError: a file cannot be read, or holds times that cannot be added up.
     """
-    schema = arrow_schema("collectives")
-    by = [name for name in by if name not in (*_PROCESS, "step")]
-    columns = list(dict.fromkeys((*_PROCESS, "device", *_TIMES, *by)))
+    return standstills(collectives, steps, [by])[0]
+
+
+def standstills(
+    collectives: pa.Table | Scan, steps: pa.Table, several: Sequence[Sequence[str]]
+) -> list[pa.Table]:
+    """:func:`standstill` by each of ``several`` lists of columns, with one look at the records."""
+    several = [[name for name in by if name not in (*_PROCESS, "step")] for by in several]
+    columns = list(dict.fromkeys((*_PROCESS, "device", *_TIMES, *(name for by in several for name in by))))
     of_process = {
         key: rows for rows, key in _by_process(steps.select([*_PROCESS, "step", "begin_ns", "end_ns"]))
     }
     found = [
-        _of_process(rows, key, of_process.get(key), by)
+        _of_process(rows, key, of_process.get(key), several)
         for part in _parts(collectives, columns)
         for rows, key in _by_process(part)
     ]
+    return [_as_one(by, [tables[place] for tables in found]) for place, by in enumerate(several)]
+
+
+def _as_one(by: Sequence[str], tables: Sequence[pa.Table]) -> pa.Table:
+    schema = arrow_schema("collectives")
     fields = [schema.field(name) for name in (*by, *_PROCESS)]
     fields += [pa.field(name, kind) for name, kind in _MEASURES]
     answer = pa.schema([field.with_nullable(True).remove_metadata() for field in fields])
-    return pa.concat_tables([answer.empty_table(), *(table.cast(answer) for table in found)])
+    return pa.concat_tables([answer.empty_table(), *(table.cast(answer) for table in tables)])
 
 
 def _parts(collectives: pa.Table | Scan, columns: list[str]) -> Iterator[pa.Table]:
@@ -125,14 +136,25 @@ def _known(rows: pa.Table, name: str) -> Known:
 
 
 def _of_process(
-    rows: pa.Table, process: tuple[int, ...], steps: pa.Table | None, by: Sequence[str]
+    rows: pa.Table, process: tuple[int, ...], steps: pa.Table | None, several: Sequence[Sequence[str]]
+) -> list[pa.Table]:
+    held, covered = _held_and_covered(rows)
+    cuts = _cuts(steps)
+    return [_by(rows, process, by, held, covered, cuts) for by in several]
+
+
+def _by(
+    rows: pa.Table,
+    process: tuple[int, ...],
+    by: Sequence[str],
+    times_held: _Intervals,
+    times_covered: _Intervals,
+    cuts: _Steps,
 ) -> pa.Table:
     codes, firsts = _combinations(rows, by)
-    held, ran = _held_and_run(rows, codes)
-    cuts = _cuts(steps)
     places = len(cuts.steps)  # what lies before the first moment is the first of them
-    exposed = _lengths(held, cuts, places)
-    covered = _lengths(_Intervals(*map(np.concatenate, zip(held, ran, strict=True))), cuts, places)
+    exposed = _lengths(times_held, codes, cuts, places)
+    covered = _lengths(times_covered, codes, cuts, places)
     cells = np.array(sorted(covered), np.int64)
     chosen = rows.select(list(by)).take(pa.array(firsts[cells // places])) if by else None
     sums = [(exposed.get(cell, 0), covered[cell] - exposed.get(cell, 0)) for cell in cells.tolist()]
@@ -158,20 +180,27 @@ def _combinations(rows: pa.Table, by: Sequence[str]) -> tuple[Numbers, Numbers]:
     return numbered(rows.select(list(by))) if by else (np.zeros(len(rows), np.int64), np.zeros(1, np.int64))
 
 
-def _held_and_run(rows: pa.Table, codes: Numbers) -> tuple[_Intervals, _Intervals]:
-    """When each record held the program, and when it ran; of the latter only what does not lie in the former."""
+def _held_and_covered(rows: pa.Table) -> tuple[_Intervals, _Intervals]:
+    """When each record held the program; and that together with when it ran, as far as that does not lie within."""
     device = rows["device"].combine_chunks()
     on_host = pc.fill_null(pc.equal(device.cast(pa.string()), "cpu"), True).to_numpy(zero_copy_only=False)
     issue, wait_end, device_begin, device_end, exposed = (_known(rows, name) for name in _TIMES)
     until = _either(on_host, wait_end, device_end)
     holds = exposed.known & (exposed.values > 0) & until.known
-    held = _Intervals(codes[holds], (until.values - exposed.values)[holds], until.values[holds])
+    held = _Intervals(np.flatnonzero(holds), (until.values - exposed.values)[holds], until.values[holds])
     begin = _either(on_host, issue, device_begin)
     device_first = device_end.known & (~wait_end.known | (device_end.values < wait_end.values))
     end = _either(~on_host | device_first, device_end, wait_end)
     runs = begin.known & end.known & (end.values > begin.values)
     runs &= ~holds | (begin.values < until.values - exposed.values) | (end.values > until.values)
-    return held, _Intervals(codes[runs], begin.values[runs], end.values[runs])
+    ran = _Intervals(np.flatnonzero(runs), begin.values[runs], end.values[runs])
+    held = _in_order(held)
+    return held, _in_order(_Intervals(*map(np.concatenate, zip(held, ran, strict=True))))
+
+
+def _in_order(intervals: _Intervals) -> _Intervals:
+    order = np.argsort(intervals.starts, kind="stable")  # quick where times are nearly in order
+    return _Intervals(*(values[order] for values in intervals))
 
 
 def _either(first: Flags, these: Known, those: Known) -> Known:
@@ -193,9 +222,13 @@ def _cuts(steps: pa.Table | None) -> _Steps:
     return _Steps(np.array(times, np.int64), pa.array(inside, pa.int32()))
 
 
-def _lengths(intervals: _Intervals, cuts: _Steps, places: int) -> dict[int, int]:
-    """The length of the union of the intervals of each combination between two cuts, by combination x ``places`` + place."""
-    codes, starts, stops = _union(intervals)
+def _lengths(intervals: _Intervals, code: Numbers, cuts: _Steps, places: int) -> dict[int, int]:
+    """The length of the union of the intervals of each combination between two cuts, by combination x ``places`` + place.
+
+    Args:
+        code: the combination of each record.
+    """
+    codes, starts, stops = _union(intervals, code[intervals.records])
     if not len(starts):
         return {}
     first = np.searchsorted(cuts.times, starts, "right")
@@ -215,13 +248,14 @@ def _lengths(intervals: _Intervals, cuts: _Steps, places: int) -> dict[int, int]
     return dict(zip(cells[firsts].tolist(), sums.tolist(), strict=True))
 
 
-def _union(intervals: _Intervals) -> _Intervals:
-    """What each interval adds to the union of the earlier ones of its combination. No two lie over each other."""
-    order = np.argsort(intervals.starts, kind="stable")  # quick where times are nearly in order
-    order = order[placed_by(intervals.codes[order])]
-    codes, starts, stops = (values[order] for values in intervals)
+def _union(intervals: _Intervals, codes: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+    """What each interval adds to the union of the earlier ones of its combination: code, start, stop. No two overlap."""
+    _, starts, stops = intervals
     if not len(starts):
-        return _Intervals(codes, starts, stops)
+        return codes, starts, stops
+    if codes.any():  # else there is one combination
+        order = placed_by(codes)
+        codes, starts, stops = codes[order], starts[order], stops[order]
     before = np.full(len(starts), -(1 << 62))
     bounds = [0, *(np.flatnonzero(np.diff(codes)) + 1).tolist(), len(codes)]
     low, high = int(starts.min()), int(stops.max())
@@ -234,7 +268,7 @@ def _union(intervals: _Intervals) -> _Intervals:
             before[begin + 1 : end] = np.maximum.accumulate(stops[begin:end])[:-1]
     starts = np.maximum(starts, before)
     adds = stops > starts
-    return _Intervals(codes[adds], starts[adds], stops[adds])
+    return codes[adds], starts[adds], stops[adds]
 
 
 def _shift(codes: Numbers, width: int) -> Numbers:

@@ -221,8 +221,10 @@ def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
         ) from None
 
 
-def column_parts(path: Path, name: str, columns: Sequence[str]) -> Iterator[pa.Table]:
-    """Some columns of one file of table ``name`` that :func:`has_schema` holds of, some hundred thousand rows at a time.
+def column_parts(
+    path: Path, name: str, columns: Sequence[str], rows: int = _COLUMN_PART_ROWS
+) -> Iterator[pa.Table]:
+    """Some columns of one file of table ``name`` that :func:`has_schema` holds of, ``rows`` rows at a time.
 
     Text is read as numbers into its distinct values.
 
@@ -232,7 +234,7 @@ def column_parts(path: Path, name: str, columns: Sequence[str]) -> Iterator[pa.T
     try:
         _check_regular(path)
         with pq.ParquetFile(path, read_dictionary=_texts(name), page_checksum_verification=True) as file:
-            for batch in file.iter_batches(batch_size=_COLUMN_PART_ROWS, columns=list(columns)):
+            for batch in file.iter_batches(batch_size=rows, columns=list(columns)):
                 batch.validate(full=True)
                 yield pa.table(batch).select(list(columns))
     except (OSError, pa.ArrowException, ValueError) as error:
