@@ -12,7 +12,7 @@ import torch
 from zero_runtime.config import OptimizerConfig
 from zero_runtime.configuration.signatures import check_arguments
 from zero_runtime.errors import ConfigError, UnsupportedError
-from zero_runtime.optimizers import Lamb, Lion, Muon, OneBitAdam, UncorrectedAdam, ZeroOneAdam
+from zero_runtime.optimizers import Lamb, Lion, Muon, OneBitAdam, OneBitLamb, UncorrectedAdam, ZeroOneAdam
 from zero_runtime.optimizers.one_bit import OneBitOptimizer
 
 Parameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
@@ -102,10 +102,6 @@ def _from_config(config: OptimizerConfig) -> _Made:
             "optimizer.params.max_grad_norm is not an optimizer's parameter; use gradient_clipping at the top instead"
         )
     lower = name.lower()
-    if lower == "onebitlamb":
-        raise UnsupportedError(
-            f"optimizer.type {name} is not in this version; use OneBitAdam, ZeroOneAdam, or Lamb with gradient_compression"
-        )
     if lower in _MUP:
         raise UnsupportedError(
             f"optimizer.type {name} is not in this version: it needs the package mup, whose learning rates depend on each "
@@ -127,7 +123,7 @@ def _class_of_torch(name: str) -> type[torch.optim.Optimizer]:
         near = get_close_matches(name, known, 1, 0.4) or get_close_matches(name.upper(), known, 1, 0.0)
         raise ConfigError(
             f"optimizer.type {name!r} is unknown; did you mean {near[0]!r}? It is Adam, AdamW, Adagrad, Lamb, "
-            "Lion, Muon, OneBitAdam, ZeroOneAdam or a class of torch.optim"
+            "Lion, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam or a class of torch.optim"
         )
     return known[name]
 
@@ -174,15 +170,23 @@ def _muon(arguments: dict[str, Any], name: str) -> _Made:
     return Muon, arguments
 
 
+_ONE_BIT: Final[Mapping[str, type[OneBitOptimizer]]] = {
+    "onebitadam": OneBitAdam,
+    "onebitlamb": OneBitLamb,
+    "zerooneadam": ZeroOneAdam,
+}
+
+
 def _one_bit(arguments: dict[str, Any], name: str) -> _Made:
     if _flag(arguments, "bias_correction", False):
         raise ConfigError(
             f"optimizer.params.bias_correction is true, and {name} corrects no bias; remove it, or use AdamW with "
             "gradient_compression"
         )
+    _refuse_amsgrad(arguments, name)
     for idle in ("cuda_aware", "comm_backend_name"):  # how DeepSpeed sent its messages
         arguments.pop(idle, None)
-    return OneBitAdam if name == "onebitadam" else ZeroOneAdam, arguments
+    return _ONE_BIT[name], arguments
 
 
 _OWN: Final[Mapping[str, Callable[[dict[str, Any], str], _Made]]] = {
@@ -191,8 +195,7 @@ _OWN: Final[Mapping[str, Callable[[dict[str, Any], str], _Made]]] = {
     "lamb": _lamb,
     "lion": _lion,
     "muon": _muon,
-    "onebitadam": _one_bit,
-    "zerooneadam": _one_bit,
+    **dict.fromkeys(_ONE_BIT, _one_bit),
 }
 
 

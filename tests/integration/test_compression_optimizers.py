@@ -1,4 +1,4 @@
-"""1-bit Adam and 0/1 Adam on real ranks: what is sent, equal ranks, convergence, checkpoints."""
+"""1-bit Adam, 1-bit Lamb and 0/1 Adam on real ranks: what is sent, equal ranks, convergence, checkpoints."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ KINDS = {
     "Adam": ("AdamW", {"betas": [0.8, 0.99]}),
     "1-bit": ("OneBitAdam", {"freeze_step": 6, "betas": [0.8, 0.99], "cuda_aware": False}),
     "1-bit, never": ("OneBitAdam", {"freeze_step": 100, "betas": [0.8, 0.99]}),
+    "Lamb": ("OneBitLamb", {"freeze_step": 6, "betas": [0.8, 0.99], "lr": 1e-2, "weight_decay": 0.01}),
     "0/1": (
         "ZeroOneAdam",
         {"var_freeze_step": 8, "var_update_scaler": 3, "local_step_scaler": 2, "betas": [0.8, 0.99]},
@@ -67,9 +68,10 @@ WHOLE, COMPRESSED = [("allreduce", "float32", NUMEL)], [("all_gather_single", "u
 
 
 @pytest.mark.ranks
-def test_one_bit_adam_sends_signs_once_its_second_mean_is_frozen():
+def test_one_bit_optimizers_send_signs_once_their_second_mean_is_frozen():
     for found in trained():
         assert found["1-bit"][2] == [WHOLE] * 6 + [COMPRESSED] * 8
+        assert found["Lamb"][2] == [WHOLE] * 6 + [COMPRESSED] * 8
         assert found["1-bit, never"][2] == [WHOLE] * STEPS
 
 
@@ -94,7 +96,7 @@ def test_the_loss_falls(name):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["1-bit", "1-bit, never"])
+@pytest.mark.parametrize("name", ["1-bit", "1-bit, never", "Lamb"])
 def test_ranks_agree(name):
     assert len({found[name][1] for found in trained()}) == 1
 
@@ -120,6 +122,7 @@ def save_and_resume(rank, world, root):
     found = {}
     for kind, params in (
         ("OneBitAdam", {"freeze_step": 2}),
+        ("OneBitLamb", {"freeze_step": 2, "weight_decay": 0.1}),
         ("ZeroOneAdam", {"var_freeze_step": 2, "local_step_scaler": 1}),
     ):
         optimizer = {"type": kind, "params": {"lr": 0.01, **params}}
@@ -161,7 +164,7 @@ def read(kind="OneBitAdam", stage=0, **top):
     return zero_runtime.config.RuntimeConfig.from_mapping({**given, **top}, 2)
 
 
-@pytest.mark.parametrize("kind", ["OneBitAdam", "ZeroOneAdam"])
+@pytest.mark.parametrize("kind", ["OneBitAdam", "OneBitLamb", "ZeroOneAdam"])
 @pytest.mark.parametrize(
     ("top", "said"),
     [

@@ -82,7 +82,7 @@ def check_compression(config: RuntimeConfig, notices: list[str]) -> None:
     """
     compression, zero = config.gradient_compression, config.zero
     kind = "" if config.optimizer is None else config.optimizer.type
-    if kind.lower() in ("onebitadam", "zerooneadam"):
+    if kind.lower() in ("onebitadam", "onebitlamb", "zerooneadam"):
         check_one_bit(config, kind)
     if compression is None:
         return

@@ -15,7 +15,10 @@ MICS: Final = (
     "within a host, which saves the same messages"
 )
 _DATA: Final = "curriculum learning, random-LTD and data analysis are not in this version"
-_ONEBIT: Final = "the 1-bit optimizers have been removed from DeepSpeed; optimizer.type OneBitAdam or ZeroOneAdam makes ours"
+_ONEBIT: Final = (
+    "the 1-bit optimizers have been removed from DeepSpeed; optimizer.type OneBitAdam, OneBitLamb or ZeroOneAdam makes "
+    "ours"
+)
 
 _ENGINE: Final[dict[str, Name]] = {
     **given("zero_runtime.engine", DeepSpeedEngine="Engine"),

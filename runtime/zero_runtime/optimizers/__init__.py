@@ -7,5 +7,6 @@ from zero_runtime.optimizers.lamb import Lamb
 from zero_runtime.optimizers.lion import Lion
 from zero_runtime.optimizers.muon import Muon
 from zero_runtime.optimizers.one_bit import OneBitAdam, ZeroOneAdam
+from zero_runtime.optimizers.one_bit_lamb import OneBitLamb
 
-__all__ = ["Lamb", "Lion", "Muon", "OneBitAdam", "UncorrectedAdam", "ZeroOneAdam"]
+__all__ = ["Lamb", "Lion", "Muon", "OneBitAdam", "OneBitLamb", "UncorrectedAdam", "ZeroOneAdam"]

@@ -1,6 +1,6 @@
-"""Adam whose ranks send each other signs: 1-bit Adam, and 0/1 Adam, at stage 0.
+"""Adam whose ranks send each other signs: 1-bit Adam, and 0/1 Adam, at stage 0. 1-bit Lamb stands in ``one_bit_lamb.py``.
 
-Both leave Adam's second mean v as it is after a while. From then on an update is linear in the gradients, so that each
+All leave Adam's second mean v as it is after a while. From then on an update is linear in the gradients, so that each
 rank may keep to its own ones, and what is sent is small. What travels is divided by sqrt(v) + eps first, the same on all
 ranks, so that its elements are of one magnitude, as signs with one scale are. What is left over of it is added the next
 time. Elements that never had a gradient while v was measured stay as they are.
@@ -26,7 +26,7 @@ def _alone(what: str, parameters: Sequence[torch.Tensor], values: Sequence[torch
 
 
 class OneBitOptimizer(MomentOptimizer, ABC):
-    """What both have in common.
+    """What they have in common.
 
     Args:
         params: tensors or param groups.
@@ -109,14 +109,17 @@ class OneBitOptimizer(MomentOptimizer, ABC):
         parameters, divisors, moved = [], [], []
         for group, tensors in self._groups():
             for tensor in tensors:
-                square = self.state[tensor]["exp_avg_sq"]
                 parameters.append(tensor)
-                divisors.append(square.sqrt().add_(group["eps"]))
-                moved.append(square > 0)
+                divisors.append(self._divisor(group, tensor))
+                moved.append(self.state[tensor]["exp_avg_sq"] > 0)
         scaled = [value.div(each).mul_(on) for value, each, on in zip(values, divisors, moved, strict=True)]
         self._mean(what, parameters, scaled)
         for value, mean, each, on in zip(values, scaled, divisors, moved, strict=True):
             torch.mul(mean.mul_(on), each, out=value)
+
+    def _divisor(self, group: dict[str, Any], tensor: torch.Tensor) -> torch.Tensor | float:
+        """What values of the parameter ``tensor`` are divided by before they are sent."""
+        return self.state[tensor]["exp_avg_sq"].sqrt().add_(group["eps"])
 
 
 class OneBitAdam(OneBitOptimizer):
@@ -145,7 +148,7 @@ class OneBitAdam(OneBitOptimizer):
         weight_decay: float = 0.0,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay)
-        self._freeze_step = _count("freeze_step", freeze_step)
+        self._freeze_step = count("freeze_step", freeze_step)
 
     def wants_mean(self) -> bool:
         """Whether v is still measured."""
@@ -195,10 +198,10 @@ class ZeroOneAdam(OneBitOptimizer):
         local_step_clipper: int = 16,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay)
-        self._freeze_step = _count("var_freeze_step", var_freeze_step)
-        self._measurements = _count("var_update_scaler", var_update_scaler)
-        self._steps_apart = _count("local_step_scaler", local_step_scaler)
-        self._most_apart = _count("local_step_clipper", local_step_clipper)
+        self._freeze_step = count("var_freeze_step", var_freeze_step)
+        self._measurements = count("var_update_scaler", var_update_scaler)
+        self._steps_apart = count("local_step_scaler", local_step_scaler)
+        self._most_apart = count("local_step_clipper", local_step_clipper)
 
     def wants_mean(self) -> bool:
         """Whether v is measured in the coming step."""
@@ -271,7 +274,8 @@ def measures(number: int, each: int) -> bool:
         distance *= 2
 
 
-def _count(name: str, value: int) -> int:
+def count(name: str, value: int) -> int:
+    """``value`` as a number of at least 1. Raises ConfigError, with the ``name`` of the optimizer's argument."""
     if isinstance(value, bool) or value != int(value) or value < 1:
         raise ConfigError(f"optimizer.params.{name} is {value!r}; expected a whole number of at least 1")
     return int(value)

@@ -240,6 +240,9 @@ def test_lamb_on_pieces_is_lamb_on_parameters():
         ("OneBitAdam", {"freeze_step": 0}, "freeze_step is 0; expected a whole number of at least 1"),
         ("ZeroOneAdam", {"local_step_clipper": 1.5}, "local_step_clipper is 1.5"),
         ("OneBitAdam", {"bias_correction": True}, "corrects no bias"),
+        ("OneBitLamb", {"amsgrad": True}, "amsgrad is true"),
+        ("OneBitLamb", {"factor_min": 2.0, "factor_max": 1.0}, "factor_min is 2.0"),
+        ("OneBitLamb", {"coeff_beta": 1.0}, "coeff_beta is 1.0; expected a number from 0 and below 1"),
         ("LBFGS", {}, "computes the loss several times"),
         ("SparseAdam", {}, "sparse gradients"),
     ],
@@ -251,7 +254,7 @@ def test_refused(kind, params, words):
 
 @pytest.mark.parametrize(
     ("kind", "params"),
-    [("MuAdam", {}), ("OneBitLamb", {}), ("MuSGD", {"lr": 1}), ("Adam", {"fp32_optimizer_states": False})],
+    [("MuAdam", {}), ("MuSGD", {"lr": 1}), ("Adam", {"fp32_optimizer_states": False})],
 )
 def test_not_in_this_version(kind, params):
     with pytest.raises(UnsupportedError, match="not in this version"):
