@@ -46,8 +46,8 @@ def a_run(path, in_order=True):
                 monotonic_ns=0, realtime_ns=0, uncertainty_ns=0,
             )  # fmt: skip
             run.add(
-                "clock_offsets", rank=rank, attempt=attempt, pid=run.pid(rank, attempt), reference_rank=0, time_ns=0, host="h",
-                offset_ns=7 * (rank == 2), error_ns=1, exchanges=1,
+                "clock_offsets", rank=rank, attempt=attempt, pid=run.pid(rank, attempt), reference_rank=0, time_ns=0,
+                host="h", offset_ns=7 * (rank == 2), error_ns=1, exchanges=1,
             )  # fmt: skip
         for _ in range(200):
             at += draw.choice([0, 0, 3, 900])
