@@ -324,8 +324,8 @@ def _shared_batch_sizes(
         top["gradient_accumulation_steps"],
     )
     if not parallel.counts_slices or (micro is not None and batch == micro * (steps or 1) * replicas):
-        return _batch_sizes(top, replicas)
-    micro, steps, counted = _batch_sizes(top, replicas * parallel.tp_size)
+        return batch_sizes(top, replicas)
+    micro, steps, counted = batch_sizes(top, replicas * parallel.tp_size)
     if batch is not None:
         notices.append(
             f"train_batch_size {counted} counts each sample once for each of the {parallel.tp_size} ranks of "
@@ -334,8 +334,12 @@ def _shared_batch_sizes(
     return micro, steps, micro * steps * replicas
 
 
-def _batch_sizes(top: Mapping[str, Any], world_size: int) -> tuple[int, int, int]:
-    """(micro-batch per rank, accumulation steps, batch); derives what is not given."""
+def batch_sizes(top: Mapping[str, Any], world_size: int) -> tuple[int, int, int]:
+    """(micro-batch per rank, accumulation steps, batch); derives what is not given.
+
+    Raises:
+        ConfigError: they do not multiply, or there are too few of them.
+    """
     batch, micro, steps = (
         top["train_batch_size"],
         top["train_micro_batch_size_per_gpu"],

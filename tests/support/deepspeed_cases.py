@@ -16,6 +16,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CLIENT_STATE = {"epoch": 3, "seen": (1, 2.5), "names": ["a", None], "table": torch.arange(3.0)}
 
 _PLAIN = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True, "weight_decay": 0.1}}
+# Without torch_adam DeepSpeed takes its FusedAdam, and with an offloaded optimizer its DeepSpeedCPUAdam.
+_OWN = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
+_ON_HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
 _FP16 = {
     "fp16": {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 2, "hysteresis": 1},
 }
@@ -49,6 +52,29 @@ CASES = {
     "stage3_fp16": {"stage": 3, "config": _FP16},
     "stage3_sub_groups": {"stage": 3, "zero": {"sub_group_size": 60}},
     "stage3_one_group": {"stage": 3, "config": _BF16, "one_group": True},
+    "stage0_fused_adam": {"stage": 0, "optimizer": _OWN},
+    "stage1_fused_adam_bf16": {"stage": 1, "optimizer": _OWN, "config": _BF16},
+    "stage2_fused_adam_fp16": {"stage": 2, "optimizer": _OWN, "config": _FP16},
+    "stage2_cpu_adam_bf16": {"stage": 2, "optimizer": _OWN, "config": _BF16, "zero": _ON_HOST},
+    "stage3_fused_adam": {"stage": 3, "optimizer": _OWN},
+    "stage3_cpu_adam": {"stage": 3, "optimizer": _OWN, "zero": _ON_HOST},
+    "stage1_static_scale_one_cycle": {
+        "stage": 1,
+        "config": {"fp16": {"enabled": True, "loss_scale": 128.0}},
+        "scheduler": {
+            "type": "OneCycle",
+            "params": {
+                "cycle_min_lr": 0.001,
+                "cycle_max_lr": 0.02,
+                "cycle_first_step_size": 2,
+                "cycle_second_step_size": 2,
+                "decay_step_size": 1,
+                "decay_lr_rate": 0.1,
+                "cycle_min_mom": 0.8,
+                "cycle_max_mom": 0.9,
+            },
+        },
+    },
     **{
         f"v{version}_{name}": {**case, "version": version}
         for version in ("0.14.5", "0.16.9")
@@ -121,7 +147,8 @@ def make_config(case: dict) -> dict:
         "gradient_clipping": 1.0,
         "steps_per_print": 1000000,
         "optimizer": case.get("optimizer", _PLAIN),
-        "scheduler": {
+        "scheduler": case.get("scheduler")
+        or {
             "type": "WarmupLR",
             "params": {
                 "warmup_min_lr": 0.001,

@@ -81,8 +81,8 @@ def check(config: RuntimeConfig) -> None:
         raise ConfigError("gradient_predivide_factor is 0; expected a number other than 0, such as 1.0")
     if zero.stage.shards_parameters and not averaged:
         raise ConfigError(
-            f"gradient_allreduce_op is {config.gradient_allreduce_op}, which stage 3 does not do; set it to mean, or use "
-            "stage 1 or 2"
+            f"gradient_allreduce_op is {config.gradient_allreduce_op}, which is not supported with ZeRO stage 3; set it to "
+            "mean, or use stage 1 or 2"
         )
     if not zero.compute_grad_norm and config.gradient_clipping > 0 and zero.stage.shards_optimizer:
         raise ConfigError(

@@ -8,7 +8,7 @@ from typing import Any
 
 from zero_runtime import comm
 from zero_runtime import config as configuration
-from zero_runtime.config import RuntimeConfig
+from zero_runtime.config import RuntimeConfig, batch_sizes
 from zero_runtime.deepspeed_names.block_configurations import namespace
 from zero_runtime.errors import UnsupportedError
 
@@ -93,6 +93,13 @@ class DeepSpeedConfig:
             chosen = getattr(checked, part)
             setattr(self, f"{part}_name", None if chosen is None else chosen.type)
             setattr(self, f"{part}_params", None if chosen is None else dict(chosen.params))
+
+    def _configure_train_batch_size(self) -> None:
+        """Derive the batch sizes that are None from the others, and check them. Raises ConfigError."""
+        names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+        found = batch_sizes({name: getattr(self, name) for name in names}, self.world_size)
+        for name, value in zip(names, found, strict=True):
+            setattr(self, name, value)
 
     def print_user_config(self) -> None:
         """Print what was given."""
