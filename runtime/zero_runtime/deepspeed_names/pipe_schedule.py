@@ -159,9 +159,11 @@ class InferenceSchedule(PipeSchedule):
     """Forward passes alone."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """The instructions."""
-        for step in schedules.inference(self.stages, self.micro_batches, self.stage_id):
-            yield [*map(self._translated, step)]
+        """The instructions: a list for each of the steps in which any stage computes. Batches are taken first."""
+        found = schedules.inference(self.stages, self.micro_batches, self.stage_id)
+        for step in found[: self.micro_batches + self.stages - 1]:
+            ordered = sorted(step, key=lambda each: each.action is not Action.LOAD)
+            yield [*map(self._translated, ordered)]
 
     def num_pipe_buffers(self) -> int:
         """Two."""
