@@ -43,14 +43,16 @@ def verify(run: RecordedRun) -> Verdict:
         findings = _without_request(findings)
     rows = ledger_rows(findings)
     moved = movement.moved(run.table("wire"), steps, [str(entry.get("host")) for entry in _latest(run)])
-    left = tuple(unexplained(findings)) if request.reason is None else ()
+    # Of nothing but sums, or of nothing, no list of what is missing says anything.
+    left = tuple(unexplained(findings)) if request.reason is None and survey.records else ()
     # A program that was stopped leaves messages on their way.
     lone = ends.lone() if run.health.state == COMPLETE else []
     differing, unsure = [*members.disagreements(), *lone], doubtful(findings)
     # The Flight Recorder lists what was left out, too.
     ran_otherwise = () if run.health.summed or run.health.outside else ran.problems
     problems = [*differing, *ran_otherwise, *_moved_short(moved)]
-    doubts = [*gaps(run, survey.records), *ran.doubts, *unsure]
+    unrecorded = gaps(run, survey.records)
+    doubts = [*unrecorded, *ran.doubts, *unsure]
     issued_bytes = sum(attribution.payload(messages) for messages in steps.values())
     explained_bytes = sum(finding.explained_bytes for step in findings.values() for finding in step.values())
     state = State.MISMATCH if left or problems else State.CLOSED
@@ -58,11 +60,11 @@ def verify(run: RecordedRun) -> Verdict:
         state = State.UNKNOWN
     told = [
         *_told(request, rows, steps, moved),
-        *said,
+        *(said if survey.records else ()),  # what steps lack is not told where there is nothing of any
         *remarks(findings),
         *(f"Cannot tell: {text}." for text in doubts),
         *(f"Mismatch: {text}." for text in problems),
-        _total(request, issued_bytes, explained_bytes, left),
+        _total(request, issued_bytes, explained_bytes, left, whole=not unrecorded),
     ]
     return Verdict(
         state=state,
@@ -96,7 +98,7 @@ def _without_request(findings: Findings) -> Findings:
 def gaps(run: RecordedRun, records: int) -> list[str]:
     """What is missing from the records, so that nothing can be said of the whole."""
     health = run.health
-    found = [] if records else ["no collective was recorded"]
+    found = [] if records or health.summed else ["no collective was recorded"]
     for number, text in (
         (health.lost, "collectives were lost while recording"),
         (health.unseen, "collectives were issued beside the layer that is recorded"),
@@ -132,7 +134,10 @@ def _told(request: Request, rows: Sequence[LedgerRow], steps: Issued, moved: Seq
     return told
 
 
-def _total(request: Request, issued_bytes: int, explained_bytes: int, left: Sequence[Unexplained]) -> str:
+def _total(
+    request: Request, issued_bytes: int, explained_bytes: int, left: Sequence[Unexplained], *, whole: bool
+) -> str:
+    """How much is explained; of records that are not whole only what they do not hold, for it may have been issued."""
     share = 100 * explained_bytes / max(issued_bytes, 1)
     if request.reason is None and explained_bytes < issued_bytes:
         share = min(share, 99.999)
@@ -141,13 +146,13 @@ def _total(request: Request, issued_bytes: int, explained_bytes: int, left: Sequ
             f"{share:.3f} % of the issued payload is explained: {explained_bytes:,} of {issued_bytes:,} bytes"
         )
     else:
-        text = "No payload was issued"
+        text = "No payload was issued" if whole else "No payload is among the records"
     extra = sum(item.count for item in left if item.kind == "unexplained")
     missing = sum(item.payload_bytes for item in left if item.kind == "missing")
     if extra:
         text += f"; {extra:,} collective{' has' if extra == 1 else 's have'} no explanation"
     if missing:
-        text += f"; {missing:,} bytes that the config asks for were not issued"
+        text += f"; {missing:,} bytes that the config asks for {'were not issued' if whole else 'are not among them'}"
     return text + "."
 
 

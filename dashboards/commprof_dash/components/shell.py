@@ -43,7 +43,7 @@ def layout(pages: Sequence[Page]) -> Component:
                                     html.P(
                                         "Reading the runs ...",
                                         role="status",
-                                        style={"color": "var(--mantine-color-dimmed)"},
+                                        style={"color": "var(--muted)"},
                                     ),
                                     id=ids.BODY,
                                     className="page-body",
