@@ -103,9 +103,12 @@ def test_the_example_gives_one_loss_however_ranks_are_used(tmp_path):
     assert "idle by the schedule 20.0%" in commprof("report", "stages", cwd=tmp_path)
     replicas = loss_of("replicas", 2, "--stages", "1", "--micro-batches", "2", cwd=tmp_path)
     both = loss_of("both", 4, "--micro-batches", "2", cwd=tmp_path)
-    others = [
-        loss_of(name, 2, "--schedule", name, cwd=tmp_path) for name in ("gpipe", "interleaved", "zero_bubble")
-    ]
-    for name in ("gpipe", "interleaved", "zero_bubble"):
-        commprof("verify", name, cwd=tmp_path)
-    assert [replicas, both, *others] == [pytest.approx(stages, abs=2e-6)] * 5
+    assert [replicas, both] == [pytest.approx(stages, abs=2e-6)] * 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
+def test_the_example_under_another_schedule(tmp_path, schedule):
+    plain = loss_of("plain", 2, cwd=tmp_path)
+    assert loss_of(schedule, 2, "--schedule", schedule, cwd=tmp_path) == pytest.approx(plain, abs=2e-6)
+    commprof("verify", schedule, cwd=tmp_path)
