@@ -399,4 +399,4 @@ COLLECTIVES: Final = (
     "reduce_scatter_single",
     "all_to_all_single",
 )
-MESSAGES: Final = ("send", "receive")
+MESSAGES: Final = ("send", "receive", "start_send", "start_receive")

@@ -37,7 +37,7 @@ OPTIMIZER: Final[Table] = {
     "type": used(
         text,
         None,
-        "Adam, AdamW, Adagrad, Lamb, Lion, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam, or a class of torch.optim by its own name",
+        "Adam, AdamW, Adagrad, Lamb, Lion, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam, or a class of torch.optim by name",
     ),
     "params": used(mapping, {}, "its arguments: see docs/optimizers.md"),
     "legacy_fusion": inert(boolean, False, "how a fused Lamb is wrapped", "there is one way"),
