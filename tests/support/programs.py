@@ -135,9 +135,10 @@ def run_functional_autograd(rank: int, world: int) -> None:
 
     group = dist.group.WORLD
     x = torch.ones(4, requires_grad=True)
-    functional.all_gather_tensor_autograd(x, 0, group).sum().backward()
-    functional.reduce_scatter_tensor_autograd(x, "sum", 0, group).sum().backward()
-    functional.all_to_all_single_autograd(x, [2, 2], [2, 2], group).sum().backward()
+    # Squares, since their gradients are contiguous: torch 2.11 refuses others.
+    functional.all_gather_tensor_autograd(x, 0, group).square().sum().backward()
+    functional.reduce_scatter_tensor_autograd(x, "sum", 0, group).square().sum().backward()
+    functional.all_to_all_single_autograd(x, [2, 2], [2, 2], group).square().sum().backward()
 
 
 # The backward pass of a gather is a reduce_scatter, and the other way round.
