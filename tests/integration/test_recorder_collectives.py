@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -24,12 +23,6 @@ def ones(n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.ones(n, dtype=dtype)
 
 
-def exchange_lists(world: int, async_op: bool) -> list[Any]:
-    """An all_to_all of lists, where gloo has it."""
-    outputs, inputs = ([ones(3) for _ in range(world)] for _ in range(2))
-    return [dist.all_to_all(outputs, inputs, async_op=async_op)] if EXCHANGES_LISTS else []
-
-
 def plain_api(rank: int, world: int) -> None:
     for async_op in (False, True):
         works = [
@@ -41,7 +34,11 @@ def plain_api(rank: int, world: int) -> None:
             dist.reduce_scatter(ones(2), [ones(2) for _ in range(world)], async_op=async_op),
             dist.reduce_scatter_tensor(ones(2), ones(2 * world), async_op=async_op),
             dist.all_to_all_single(ones(2 * world), ones(2 * world), async_op=async_op),
-            *exchange_lists(world, async_op),
+            *(
+                [dist.all_to_all([ones(3) for _ in range(world)], [ones(3)] * world, async_op=async_op)]
+                if EXCHANGES_LISTS
+                else []
+            ),
             dist.gather(
                 ones(2), [ones(2) for _ in range(world)] if rank == 1 else None, dst=1, async_op=async_op
             ),

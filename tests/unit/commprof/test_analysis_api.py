@@ -168,10 +168,10 @@ def test_requested_says_why_there_is_nothing(tmp_path):
     no_config = api.requested(small_run().write(tmp_path / "no-config"))
     assert len(no_config) == 0
     assert no_config.attrs["reason"] == "no config was recorded"
-    config = {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}
-    quantised = api.requested(small_run(config=config).write(tmp_path / "quantised"))
-    assert len(quantised) == 0
-    assert "zero_quantized_weights" in quantised.attrs["reason"]
+    config = {"zero_optimization": {"stage": 2}, "communication": {"topology": [1, 2, 2]}}
+    grid = api.requested(small_run(config=config).write(tmp_path / "grid"))
+    assert len(grid) == 0
+    assert "communication.topology" in grid.attrs["reason"]
 
 
 @pytest.mark.parametrize(

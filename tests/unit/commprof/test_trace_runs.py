@@ -182,7 +182,7 @@ def test_a_run_without_records_is_told_in_one_note(tmp_path, capsys):
     assert "never initialised torch.distributed" in note
     assert execute(["verify", str(run)]) == 3
     said = capsys.readouterr().out
-    assert "No payload was issued." in said and "0 of 0" not in said
+    assert "No payload is among the records." in said and "0 of 0" not in said
 
 
 def test_missing_and_killed_ranks_are_named(tmp_path):

@@ -45,7 +45,6 @@ def test_autotp_may_count_a_sample_for_each_of_its_ranks():
         (8, 1, {"tensor_parallel": {"sequence_parallel": True}}, "tp_size is 1"),
         (8, 1, {"tp_size": 0}, "tp_size is 0"),
         (8, 1, {"tensor_parallel": {"tp": {"mpu": 1}}}, "pass mpu to initialize"),
-        (8, 1, {"sequence_parallel_size": 2, "zero_optimization": {"stage": 3}}, "stage is 3"),
     ],
 )
 def test_axes_that_do_not_fit_are_one_error(world, stages, more, said):
