@@ -94,7 +94,14 @@ def open_details(view) -> None:
     view.page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
 
 
-@pytest.mark.parametrize("path", [page.path for page in PAGES])
+# A sample of the pages each time; all of them with the long sets.
+SAMPLE = ("/overview", "/compare", "/timeline", "/records")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(page.path, marks=[pytest.mark.long] * (page.path not in SAMPLE)) for page in PAGES],
+)
 def test_every_page_in_both_schemes_and_on_a_telephone(axe, view, base_url, path):
     begin_at(view, f"{base_url}{path}?run={RUN_OF.get(path, 'plain')}")
     for scheme, width in LOOKS:

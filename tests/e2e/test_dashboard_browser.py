@@ -202,7 +202,7 @@ def grid_url(tmp_path_factory):
         yield url
 
 
-@pytest.mark.parametrize(("width", "columns"), [(400, 1), (1280, 2)])
+@pytest.mark.parametrize(("width", "columns"), [pytest.param(400, 1, marks=pytest.mark.long), (1280, 2)])
 def test_the_grid_of_the_two_keys_shares_its_axis_and_covers_nothing(browser, grid_url, width, columns):
     view = watched(browser, viewport={"width": width, "height": 900})
     view.open(f"{grid_url}/compare")

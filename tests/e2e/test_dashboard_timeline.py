@@ -299,6 +299,7 @@ def test_the_grid_filters_sorts_and_scrolls_on_the_server(page, runs, base_url):
     wait_for_rows(page.page, "op", fit.rows["op"].tolist())
 
 
+@pytest.mark.long
 def test_both_pages_are_drawn_in_the_dark(browser, runs, base_url):
     context = browser.new_context(viewport={"width": 420, "height": 900}, color_scheme="dark")
     view = Watched(context.new_page())

@@ -151,7 +151,7 @@ def test_every_chart_has_a_name_and_its_table_and_keys_reach_the_controls(page, 
         assert page.page.evaluate(focused) == "Run"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.long)])
 def test_a_telephone_has_no_sideways_scrolling(browser, base_url, scheme):
     view = watched(browser, viewport={"width": 400, "height": 800}, color_scheme=scheme)
     for path in PATHS:

@@ -176,6 +176,7 @@ def test_what_cannot_be_measured_is_refused_in_a_line(tmp_path, words, environme
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_an_interrupt_ends_the_ranks_and_leaves_no_file(tmp_path):
     out = tmp_path / "c.json"
     words = command("--nproc", "2", "--sizes", "1K,2K", "--iterations", "1000000", "--out", str(out))

@@ -95,8 +95,17 @@ def drawn(app, path: str, search: str) -> str:
     raise AssertionError("the index of the run was never ready")
 
 
-@pytest.mark.parametrize("path", [page.path for page in PAGES])
-@pytest.mark.parametrize("kind", KINDS)
+# What is said in so many words, and every page of one kind; every page of every kind with the long sets.
+EVERY_PAGE = [
+    pytest.param(
+        kind, page.path, marks=[pytest.mark.long] * (kind != "ddp" and (kind, page.path) not in SAID)
+    )
+    for kind in KINDS
+    for page in PAGES
+]
+
+
+@pytest.mark.parametrize(("kind", "path"), EVERY_PAGE)
 def test_every_page_says_something_of_every_kind_of_run(server, caplog, kind, path):
     caplog.set_level(logging.WARNING)
     text = drawn(server, path, f"?run={kind}")

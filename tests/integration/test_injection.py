@@ -96,6 +96,7 @@ work(int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SI
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI's mpirun is not installed here")
+@pytest.mark.long
 @pytest.mark.parametrize("outside", [True, False])
 def test_ranks_of_open_mpi(tmp_path, environment, outside):
     write(tmp_path / "train.py", MPI_RANK)
@@ -169,7 +170,7 @@ work(int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"]), os.path.a
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("behind_dashes", [False, True])
+@pytest.mark.parametrize("behind_dashes", [pytest.param(False, marks=pytest.mark.long), True])
 def test_tasks_of_slurm_on_two_hosts_share_a_run(tmp_path, environment, behind_dashes):
     write(tmp_path / "srun.py", SRUN)
     write(tmp_path / "train.py", SLURM_RANK)

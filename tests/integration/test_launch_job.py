@@ -170,7 +170,7 @@ def test_two_ranks_are_recorded_and_the_last_line_says_so(tmp_path):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("inside", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_torchrun_around_commprof_and_inside_it(tmp_path, inside):
     write(tmp_path / "train.py", GLOO)
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]

@@ -167,7 +167,7 @@ def test_a_launcher_of_the_users_passes_it_on(tmp_path, script):
     assert "(50 operations)" in said(done)[-1]
 
 
-@pytest.mark.parametrize("own", [None, "%p.log"])
+@pytest.mark.parametrize("own", [None, pytest.param("%p.log", marks=pytest.mark.long)])
 def test_ranks_of_another_launcher_bring_their_files_together(tmp_path, script, own):
     words = [sys.executable, "-m", "commprof", "run", "--nccl-log", "on", "--out", "run", script]
     mine = {} if own is None else {"NCCL_DEBUG_FILE": own}

@@ -26,6 +26,7 @@ def make(cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return execute([sys.executable, *words], cwd, timeout=300)
 
 
+@pytest.mark.long
 def test_a_table_of_two_configurations_and_the_compare_page(tmp_path):
     (tmp_path / "page.md").write_text(PAGE)
     words = ("--only", "ZeRO-1", "--out", "runs", "--json", "figures.json", "--docs", "page.md")

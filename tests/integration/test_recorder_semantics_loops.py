@@ -122,6 +122,7 @@ def failing(rank, world):
         optimizer.step()
 
 
+@pytest.mark.long
 def test_ranks_count_alike_when_an_optimizer_takes_the_place_of_one_that_is_gone(tmp_path):
     def body(rank, world):
         net, kept = torch.nn.Linear(2, 2), []

@@ -73,6 +73,7 @@ def slow_but_live(rank, world):
         all_reduces(1)
 
 
+@pytest.mark.long
 def test_no_alarm_for_a_slow_job_nor_for_a_long_calculation(tmp_path):
     said = []
     with hanging_ranks(tmp_path / "slow", 2, slow_but_live):

@@ -71,7 +71,7 @@ CONFIGS = {
 }  # fmt: skip
 
 # What the others leave is tested on SyntheticRun as well.
-LONG = ("stage-0", "stage-2-exchange-bf16-twice", "stage-3-all-reduce-twice")
+LONG = ("stage-0", "stage-1", "stage-2-exchange-bf16-twice", "stage-3-all-reduce-twice")
 
 
 def commprof(*words: str, cwd: Path) -> subprocess.CompletedProcess:

@@ -247,6 +247,7 @@ def measured(rank, world, folder, precision, filed):
 @pytest.mark.filterwarnings(
     "ignore:.*deprecated:FutureWarning"
 )  # of what a walk over all objects comes across
+@pytest.mark.long
 def test_slices_in_files_take_no_memory(tmp_path):
     numel = 8 * (256 * 256 + 256) // 2  # of each rank
     for precision, item in (("bf16", 2), ("fp32", 4)):
@@ -368,6 +369,7 @@ def saved_and_loaded(rank, world, folder, disk, save):
     return found
 
 
+@pytest.mark.long
 def test_checkpoints_at_any_world_size(tmp_path):
     disk, folder = tmp_path / "disk", tmp_path / "checkpoints"
     disk.mkdir()

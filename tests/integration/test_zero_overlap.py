@@ -142,7 +142,7 @@ def trained(world):
     return run_ranks(world, train_both_ways, timeout=300)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("number", range(len(SETTINGS)), ids=[str(each) for each in SETTINGS])
 def test_overlap_changes_neither_losses_nor_messages(world, number):
     for outcomes in trained(world):
