@@ -53,9 +53,17 @@ class DelayedSteps:
             self.lr_scheduler.step(**lr_kwargs)
         return True
 
-    def _tell_of_put_off_steps(self) -> None:
-        """Say that the engine is let go of before all steps were taken, if so."""
-        left = self._gradients.steps_under_way if isinstance(self._gradients, DelayedGradients) else 0
+    def _give_up_put_off_steps(self) -> None:
+        """Let the messages of steps that are put off end, and say that these are not taken, if there are any."""
+        if not isinstance(self._gradients, DelayedGradients):
+            return
+        try:
+            left = self._gradients.settle()
+        except RuntimeError as error:
+            log.warning(
+                f"messages of communication.bounded_delay did not end, since another rank is gone: {error}"
+            )
+            return
         if left and self.global_rank == 0:
             log.warning(
                 f"the gradients of the last {left} steps were not applied (communication.bounded_delay); call "

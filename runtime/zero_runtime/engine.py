@@ -399,7 +399,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
 
     def destroy(self) -> None:
         """Let go of the model: hooks are taken away, sharded parameters are whole again."""
-        self._tell_of_put_off_steps()
+        self._give_up_put_off_steps()
         close(self.module)
         if self.config.disable_python_gc:
             gc.enable()

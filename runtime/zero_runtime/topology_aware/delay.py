@@ -109,6 +109,23 @@ class DelayedGradients(ReplicatedGradients):
         for parameter, gradient in zip(self._parameters, accumulated, strict=True):
             parameter.grad = gradient
 
+    def settle(self) -> int:
+        """Wait for the messages under way and take no step by them: the engine is let go of. All ranks must call it.
+
+        A message whose handle is only dropped would be received in the place of a later one of the same two ranks.
+
+        Returns:
+            How many steps were not taken.
+
+        Raises:
+            RuntimeError: another rank is gone.
+        """
+        left = self.steps_under_way
+        while self._under_way:
+            self._under_way.popleft().take()
+        self.clear()
+        return left
+
     def clear(self) -> None:
         """Forget the gradients of the step that has been taken; those under way stay so."""
         super().clear()
