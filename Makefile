@@ -67,12 +67,12 @@ contracts: $(STAMPS)/dev ## who may import what
 docs: $(STAMPS)/install ## write the generated pages of docs/
 	$(BIN)/python docs/generate.py
 
-# Two tests beside each other, except browsers and what measures times. The second part runs although the first
-# failed: both say what is wrong. $(1): which tests, and a space.
+# Two tests beside each other, except what measures times. The second part runs although the first failed: both say
+# what is wrong. $(1): which tests, and a space.
 define pytest
 	@failed=0; \
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "$(1)not alone and not browser" || failed=1; \
-	$(BIN)/python -m pytest -q -m "$(1)(alone or browser)" || failed=1; \
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "$(1)not alone" || failed=1; \
+	$(BIN)/python -m pytest -q -m "$(1)alone" || failed=1; \
 	exit $$failed
 endef
 

@@ -22,7 +22,7 @@ from results import arguments, publish
 from commprof.trace.finaliser import finalise
 
 FORMATS: Final = ("csv", "parquet", "duckdb", "perfetto", "chakra", "html")
-OTHERS: Final = ("check csv", "verify", "stragglers", "arrivals")
+OTHERS: Final = ("check csv", "verify", "stragglers", "arrivals", "arrivals, in parts")
 MEMORY_TARGET_MIB: Final = 1536
 
 
@@ -47,6 +47,7 @@ def measure(what: str, run: str, out: str) -> dict[str, float]:
         "verify": lambda: api.verify(run),
         "stragglers": lambda: api.stragglers(run),
         "arrivals": lambda: api.arrivals(run),
+        "arrivals, in parts": lambda: sum(map(len, api.arrivals_parts(run))),
     }
     begin, cpu = time.perf_counter(), time.process_time()
     problems = actions[what]()

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from commprof.errors import TraceError
+
 SCHEMA_VERSION: Final = 1
 
 
@@ -713,16 +715,30 @@ def format_ranks(ranks: tuple[int, ...] | list[int]) -> str:
     return ",".join(map(str, ranks))
 
 
+_MOST_RANKS: Final = 10_000_000  # of a group; more is damage
+
+
 def parse_ranks(text: str) -> tuple[int, ...]:
     """The inverse of :func:`format_ranks`.
+
+    Raises:
+        TraceError: the text is of a damaged trace.
 
     >>> parse_ranks("0-3"), parse_ranks("0,2")
     ((0, 1, 2, 3), (0, 2))
     """
-    if "-" in text:
-        first, last = text.split("-")
-        return tuple(range(int(first), int(last) + 1))
-    return tuple(int(part) for part in text.split(",") if part)
+    try:
+        if "-" in text:
+            first, last = map(int, text.split("-"))
+            if last - first < _MOST_RANKS:
+                return tuple(range(first, last + 1))
+        else:
+            return tuple(int(part) for part in text.split(",") if part)
+    except ValueError:
+        pass
+    raise TraceError(
+        f"group_ranks is {text[:100]!a}, expected the ranks of a group, such as 0-3 or 0,2: the trace is damaged"
+    )
 
 
 def wire_bytes(op: str, payload_bytes: int, group_size: int) -> float:

@@ -3,6 +3,8 @@
 import os
 import signal
 
+from hypothesis import HealthCheck, settings
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # forked ranks must not meet a parent's OpenMP pool
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "COMMPROF_RUN"):
@@ -11,3 +13,7 @@ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "
 # A shell starts background jobs with SIGINT ignored, and programs started by tests would inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# What is generated is tried at whatever pace a loaded machine has: no test depends on time.
+settings.register_profile("any pace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any pace")

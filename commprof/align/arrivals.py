@@ -175,6 +175,10 @@ def _encoded(rows: pa.Table) -> pa.Table:
 
 def _floats(column: pa.ChunkedArray, shift: Values) -> Values:
     """``column`` moved by ``shift``. As integers first: a double is exact only below 104 days of uptime."""
+    if column.null_count == len(column):
+        return np.full(len(column), np.nan)
+    if not column.null_count:
+        return (column.to_numpy() + shift).astype(np.float64)
     moved = (column.fill_null(0).to_numpy() + shift).astype(np.float64)
     moved[column.is_null().to_numpy(zero_copy_only=False)] = np.nan
     return moved
@@ -182,6 +186,8 @@ def _floats(column: pa.ChunkedArray, shift: Values) -> Values:
 
 def _integers(values: Values, known: Flags) -> pa.Array:
     if values.dtype == np.int64:
-        return pa.array(values, mask=~known)
+        return pa.array(values, mask=None if known.all() else ~known)
     missing = np.isnan(values) | ~known
+    if not missing.any():
+        return pa.array(np.rint(values).astype(np.int64))
     return pa.array(np.where(missing, 0, np.rint(values)).astype(np.int64), mask=missing)

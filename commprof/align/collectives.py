@@ -54,12 +54,15 @@ def streams_of(rows: pa.Table) -> Streams:
     is_p2p = rows["is_p2p"].to_numpy(zero_copy_only=False)
     rank, peer = (rows[name].to_numpy().astype(np.int64) for name in ("rank", "peer"))
     is_send = is_p2p & pc.equal(rows["op"], "send").to_numpy(zero_copy_only=False)
-    sender = np.where(is_p2p, np.where(is_send, rank, peer), -1)
-    receiver = np.where(is_p2p, np.where(is_send, peer, rank), -1)
     named = rows.select(["attempt", "pg", "group_ranks"]).append_column("op", _what(rows["op"], is_p2p))
-    named = named.append_column("sender", pa.array(sender)).append_column("receiver", pa.array(receiver))
+    if is_p2p.any():
+        sender = np.where(is_p2p, np.where(is_send, rank, peer), -1)
+        receiver = np.where(is_p2p, np.where(is_send, peer, rank), -1)
+        named = named.append_column("sender", pa.array(sender)).append_column("receiver", pa.array(receiver))
     codes, first = numbered(named)
     names = [tuple(str(value) for value in row.values()) for row in named.take(pa.array(first)).to_pylist()]
+    if not is_p2p.any():
+        names = [(*name, "-1", "-1") for name in names]
     return Streams(codes, names, np.where(is_p2p, 0, rows["pg_seq"].to_numpy()).astype(np.int64), is_send)
 
 

@@ -41,7 +41,7 @@ def _told_apart(codes: Codes, bound: int, column: pa.Array) -> tuple[Codes, int]
     """``codes`` (below ``bound``) that differ where the values of ``column`` do as well."""
     encoded = column if pa.types.is_dictionary(column.type) else pc.dictionary_encode(column)
     values = len(encoded.dictionary)
-    if values < 2 and not encoded.null_count:
+    if (values < 2 and not encoded.null_count) or encoded.null_count == len(encoded):
         return codes, bound
     indices = pc.fill_null(encoded.indices, values) if encoded.null_count else encoded.indices
     return codes * (values + 1) + indices.to_numpy(zero_copy_only=False), bound * (values + 1)
@@ -53,11 +53,14 @@ def _is_plain(column: pa.Array) -> bool:
 
 def _is_told(column: pa.Array, codes: Codes, first: Codes) -> bool:
     """Whether the values of ``column`` are equal in all rows of one number."""
-    known = column.is_valid().to_numpy(zero_copy_only=False)
-    if column.null_count and not np.array_equal(known, known[first][codes]):
-        return False
-    values = pc.fill_null(column, False if pa.types.is_boolean(column.type) else 0)
-    plain = values.to_numpy(zero_copy_only=False)
+    if column.null_count == len(column):
+        return True
+    if column.null_count:
+        known = column.is_valid().to_numpy(zero_copy_only=False)
+        if not np.array_equal(known, known[first][codes]):
+            return False
+        column = pc.fill_null(column, False if pa.types.is_boolean(column.type) else 0)
+    plain = column.to_numpy(zero_copy_only=False)
     return np.array_equal(plain, plain[first][codes])
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from commprof.align.distinct import numbered, split_by
+from commprof.align.distinct import numbered
 
 # What is assumed of two clocks, as fractions of the time that passes:
 WANDER: Final = 2e-6  # between two measurements their rates part from the mean rate by less than this,
@@ -138,11 +138,10 @@ class ReferenceClock:
 
     def offset(self, process: Process, times: Times) -> Measured | None:
         """What is to be added to ``times`` of ``process`` to get the reference's; None where that is not known."""
-        attempt, clock = process[1], self.clock_of(process)
-        if clock == self._reference.get(attempt):
+        if self._is_reference(process):
             zero = np.zeros(len(times), np.int64)
             return Measured(zero, zero)
-        curve = self._curves.get((attempt, clock))
+        curve = self._curves.get((process[1], self.clock_of(process)))
         return None if curve is None else curve.at(times)
 
     def readings(self, rows: pa.Table) -> Readings:
@@ -156,16 +155,25 @@ class ReferenceClock:
         )
         times = rows["issue_ns"].to_numpy()
         codes, first = numbered(rows.select(["rank", "attempt", "pid"]))
+        processes = [
+            _process(row) for row in rows.select(["rank", "attempt", "pid"]).take(pa.array(first)).to_pylist()
+        ]
         numbers: dict[str, int] = {}
-        for mine in split_by(codes, np.arange(count)):
-            process = _process(rows.slice(int(first[codes[mine[0]]]), 1).to_pylist()[0])
-            found.clock[mine] = numbers.setdefault(self.clock_of(process), len(numbers))
+        clocks = [numbers.setdefault(self.clock_of(process), len(numbers)) for process in processes]
+        found.clock[:] = np.array(clocks, np.int64)[codes]
+        for code, process in enumerate(processes):
+            if self._is_reference(process):
+                continue
+            mine = np.flatnonzero(codes == code)
             measured = self.offset(process, times[mine])
             if measured is None:
                 found.known[mine] = False
             else:
                 found.offset_ns[mine], found.error_ns[mine] = measured
         return found
+
+    def _is_reference(self, process: Process) -> bool:
+        return self.clock_of(process) == self._reference.get(process[1])
 
 
 def _process(row: Mapping[str, Any]) -> Process:

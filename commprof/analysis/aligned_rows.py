@@ -19,6 +19,7 @@ from commprof.analysis.kept import Stamp, is_growing, stamp
 from commprof.analysis.memory import engine_settings
 from commprof.errors import TraceError
 from commprof.trace.reader import Run, Scan
+from commprof.trace.tables import arrow_schema
 
 _EVERY: Final = "true"
 _ORDERED: Final = "order by rank nulls last, coalesce(pg, ''), position"
@@ -27,6 +28,7 @@ _APART: Final = """exists (
     where a.state <> 'matched' and a.rank is not distinct from p.rank and a.pg is not distinct from p.pg
 )"""
 _MOST_MEMORY: Final = 512 << 20  # of the engine: an alignment of 1e7 lines is put in order in files beside it
+_FEWEST_SCANNED: Final = 100_000  # rows that are read where they lie
 _MOST_KEPT: Final = 8  # orders; that of a million rows takes 12 MB
 
 
@@ -107,8 +109,11 @@ class AlignedRows:
             chosen: number of each row, and rank, pg and position that it stands at.
         """
         with self._engine() as engine:
-            _register(engine, "collectives", self._run.scan("collectives"))
-            _register(engine, "nccl_ops", self._run.scan("nccl_ops"))
+            for name in ("collectives", "nccl_ops"):  # of which a few rows are wanted, or none
+                rows = (
+                    self._run.scan(name, _FEWEST_SCANNED) if len(chosen) else arrow_schema(name).empty_table()
+                )
+                _register(engine, name, rows)
             engine.register("chosen", chosen)
             numbers = chosen["number"].to_numpy()
             first, last = (int(numbers.min()), int(numbers.max())) if len(numbers) else (0, 0)

@@ -19,7 +19,7 @@ _MEASURES: Final = (
     Column(
         "wire_bytes",
         "float64",
-        "wire, modelled: mean bytes that a rank of the group sends, summed over the collectives",
+        "wire, modelled: mean bytes that a rank of the group sends, a message its bytes, summed over the collectives",
         unit="bytes",
     ),
     Column(
@@ -77,7 +77,9 @@ STEP_TIMES: Final = Table(
         Column("samples", "float64", "sum over the ranks", True),
         Column("collectives", "int64", "collectives, each counted once, without barriers"),
         Column("payload_bytes", "int64", "payload: S of nccl-tests, summed over them", unit="bytes"),
-        Column("wire_bytes", "float64", "wire, modelled: mean bytes that a rank sends", unit="bytes"),
+        Column(
+            "wire_bytes", "float64", "wire, modelled: mean bytes that a rank of the group sends", unit="bytes"
+        ),
         Column(
             "exposed_ns",
             "int64",
@@ -204,7 +206,7 @@ _PER_STEP: Final = (
     Column(
         "wire_bytes_per_step",
         "float64",
-        "wire, modelled: mean bytes that a rank sends in a training step",
+        "wire, modelled: wire_bytes of traffic in a training step, over all groups",
         True,
         "bytes",
     ),
@@ -317,7 +319,9 @@ REQUESTED: Final = Table(
         Column("intended_op", "string", "the operation that this one stands for", True),
         Column("count", "int64", "how many of them"),
         Column("payload_bytes", "int64", "payload: S of nccl-tests, of all of them", unit="bytes"),
-        Column("wire_bytes", "float64", "wire, modelled: mean bytes that a rank sends", unit="bytes"),
+        Column(
+            "wire_bytes", "float64", "wire, modelled: mean bytes that a rank of the group sends", unit="bytes"
+        ),
         Column("exact", "bool", "false where count needs the order in which gradients arrived"),
         Column("note", "string", "what a reader should know"),
     ),

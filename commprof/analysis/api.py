@@ -94,12 +94,14 @@ __all__ = [
     "alignment_summary",
     "alignment_window",
     "arrivals",
+    "arrivals_parts",
     "bandwidth",
     "bandwidth_both",
     "bandwidth_times",
     "bucket_content",
     "bucket_flushes",
     "bucket_means",
+    "bucket_steps",
     "calibrations",
     "ceiling",
     "ceiling_fits",
@@ -232,12 +234,22 @@ def owners(run: AnyRun, steps: tuple[int, int] | None = None) -> pd.DataFrame:
     return matrix_module.owners(operations, steps or matrix_module.EVERY_STEP)
 
 
-def bucket_flushes(run: AnyRun) -> pd.DataFrame:
+def bucket_flushes(
+    run: AnyRun, step: int | None = None, micro_step: int | None = None, bucket: int | None = None
+) -> pd.DataFrame:
     """The gradient buckets of a run, each once: what it holds, why it was sent, how it was reduced, how long that took.
 
     What is sent is counted as in :func:`traffic`: the collectives of purpose gradient_reduce that carry the bucket's number.
+
+    Args:
+        step, micro_step, bucket: only those; default: all.
     """
-    return sums.bucket_flushes(_opened(run))
+    return sums.bucket_flushes(_opened(run), {"step": step, "micro_step": micro_step, "bucket": bucket})
+
+
+def bucket_steps(run: AnyRun) -> pd.DataFrame:
+    """The buckets of :func:`bucket_flushes` added up: one row for each step and reason that they were sent for."""
+    return sums.bucket_steps(_opened(run))
 
 
 def bucket_means(run: AnyRun) -> pd.DataFrame:
@@ -254,10 +266,7 @@ def bucket_content(
         attempt: default: the last that has it.
     """
     run = _opened(run)
-    found = bucket_flushes(run)
-    wanted = found[
-        (found["step"] == step) & (found["bucket"] == bucket) & (found["micro_step"] == micro_step)
-    ]
+    wanted = bucket_flushes(run, step, micro_step, bucket)
     if attempt is not None:
         wanted = wanted[wanted["attempt"] == attempt]
     if wanted.empty:
@@ -278,13 +287,25 @@ def resource_use(run: AnyRun) -> pd.DataFrame:
     return resource_use_module.resource_use(sums.step_times(run), table(run, "samples"))
 
 
-def arrivals(run: AnyRun) -> pd.DataFrame:
+def arrivals(run: AnyRun, steps: tuple[int, int] | None = None) -> pd.DataFrame:
     """When each rank came to each collective, on one clock, with the bound of its error; one row per rank.
 
     Collectives match by attempt, group (name and ranks), number in the group and operation; a send and a recv by sender,
     receiver and order. Ranks that read one clock are compared exactly. ``docs/clocks.md`` states bounds and formulas.
+
+    Args:
+        steps: the first and the last; default: all, and what comes before them, which is step -1.
+
+    Raises:
+        UsageError: the frame would not fit into memory: see :func:`arrivals_parts`.
     """
-    return from_arrow(lateness_sums.arrivals(_opened(run)), ANSWERS["arrivals"].columns)
+    return lateness_sums.arrivals(_opened(run), steps)
+
+
+def arrivals_parts(run: AnyRun, steps: tuple[int, int] | None = None) -> Iterator[pd.DataFrame]:
+    """:func:`arrivals` in parts, each of whole collectives and messages: however many there are, in the memory of one."""
+    for part in lateness_sums.arrival_parts(_opened(run), steps):
+        yield from_arrow(part, ANSWERS["arrivals"].columns)
 
 
 def stragglers(run: AnyRun) -> pd.DataFrame:

@@ -8,6 +8,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from commprof.analysis.bucket_contents import KEY, described
 from commprof.analysis.detailed_answers import (
     BUCKET_FLUSHES,
     BUCKET_MEANS,
@@ -20,7 +21,7 @@ from commprof.analysis.traffic import traffic
 from commprof.schema import Purpose
 from commprof.trace.reader import Scan
 
-_KEY: Final = ["attempt", "step", "micro_step", "bucket"]
+_KEY: Final = list(KEY)
 COLUMNS: Final = (*_KEY, "op", "intended_op", "purpose")  # of the operations that bucket_flushes asks for
 _MEAN_KEY: Final = ["micro_step", "bucket"]
 _SENT: Final = ["collectives", "payload_bytes", "wire_bytes"]
@@ -35,7 +36,7 @@ class BucketContent(NamedTuple):
 
 def flushed(buckets: pa.Table, collectives: pa.Table | Scan) -> pa.Table:
     """One row per bucket, without what reduced it (``queries/buckets.sql``)."""
-    return ask("buckets", {"buckets": buckets, "collectives": collectives})
+    return ask("buckets", {"described": described(buckets.column), "collectives": collectives})
 
 
 def bucket_flushes(flushed: pa.Table, operations: pa.Table) -> pd.DataFrame:

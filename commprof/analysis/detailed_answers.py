@@ -72,6 +72,23 @@ BUCKET_FLUSHES: Final = Table(
     key=("attempt", "step", "micro_step", "bucket"),
 )
 
+BUCKET_STEPS: Final = Table(
+    "bucket_steps",
+    "The gradient buckets of each step added up, one row for each reason that they were sent for.",
+    (
+        Column("step", "int32", "training step; -1 before the first"),
+        _of(schema.BUCKETS, "flush_reason"),
+        Column("buckets", "int64", "buckets"),
+        Column("bytes", "int64", "bytes of the buckets as they travel", unit="bytes"),
+        Column("collectives", "int64", "collectives that reduced them, each counted once"),
+        Column("wire_bytes", "float64", "wire, modelled: mean bytes that a rank sends for them", unit="bytes"),
+        Column("unlike", "int64", "buckets whose elements or parameters are not the same on all ranks"),
+        Column("first_micro_step", "int32", "the lowest micro-batch of them"),
+        Column("last_micro_step", "int32", "the highest micro-batch of them"),
+    ),
+    key=("step", "flush_reason"),
+)
+
 BUCKET_MEANS: Final = Table(
     "bucket_means",
     "The buckets of a mean training step.",
@@ -234,6 +251,7 @@ DETAILED_ANSWERS: Final[dict[str, Table]] = {
     "owners": OWNERS,
     "bucket_flushes": BUCKET_FLUSHES,
     "bucket_means": BUCKET_MEANS,
+    "bucket_steps": BUCKET_STEPS,
     "bucket_parameters": BUCKET_PARAMETERS,
     "bucket_operations": BUCKET_OPERATIONS,
     "lateness": LATENESS,

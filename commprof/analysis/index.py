@@ -30,7 +30,7 @@ import duckdb
 import pyarrow as pa
 
 from commprof.analysis.engine import connect
-from commprof.analysis.index_sums import fill_sums, standing
+from commprof.analysis.index_sums import fill_sums, flushing, standing
 from commprof.analysis.index_tables import Laid, fill, fill_overview, fill_records
 from commprof.analysis.memory import engine_settings
 from commprof.errors import TraceError
@@ -39,7 +39,7 @@ from commprof.trace.layout import rank_files
 from commprof.trace.manifest import read_manifest
 from commprof.trace.reader import Run, open_run
 
-VERSION: Final = 6
+VERSION: Final = 7
 MOST_IN_MEMORY: Final = 5_000_000  # records; more need the file
 _FEWEST_IN_FILE: Final = 300_000  # fewer are indexed in less time than a person notices
 _KEPT: Final = 8  # indexes that stay open
@@ -279,8 +279,13 @@ def _write(run: Run, file: Path, progress: Progress) -> None:
                 laid = fill_records(engine, run, lambda done, of: progress(done // 2, of))
                 facts, records = {"fingerprint": fingerprint(run.path)}, run.health.records
                 seen = beside.submit(_fill_overview, engine, run, facts, laid)
+                flushed = beside.submit(_flushing, engine, run)
                 found = fill_sums(
-                    engine, run, stood, lambda done, of: progress((of + done) * records // of // 2, records)
+                    engine,
+                    run,
+                    stood,
+                    flushed,
+                    lambda done, of: progress((of + done) * records // of // 2, records),
                 )
                 seen.result()
                 engine.executemany("insert into facts values (?, ?)", list(found.items()))
@@ -293,6 +298,12 @@ def _fill_overview(engine: duckdb.DuckDBPyConnection, run: Run, facts: Mapping[s
     """:func:`fill_overview` on another thread than that which uses ``engine``."""
     with engine.cursor() as cursor:
         fill_overview(cursor, run, facts, laid)
+
+
+def _flushing(engine: duckdb.DuckDBPyConnection, run: Run) -> pa.Table:
+    """:func:`flushing` on another thread than that which uses ``engine``."""
+    with engine.cursor() as cursor:
+        return flushing(cursor, run)
 
 
 def _remove(left: Path) -> None:

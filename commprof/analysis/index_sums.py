@@ -18,7 +18,9 @@ import pyarrow as pa
 
 from commprof.align.arrivals import NEEDED
 from commprof.analysis import arrivals, buckets, exposure, steps, straggling, traffic, transfers
+from commprof.analysis.bucket_contents import KEY, described
 from commprof.analysis.engine import query_text
+from commprof.analysis.memory import give_back
 from commprof.analysis.standstill import standstills
 from commprof.analysis.sum_tables import BUCKET_SUMS, HELD_COLUMNS, OperationSums, TransferTimes, append
 from commprof.analysis.whole_collectives import IndexedParts, columns_of
@@ -56,12 +58,17 @@ class _Found(NamedTuple):
 
 
 def fill_sums(
-    engine: duckdb.DuckDBPyConnection, run: Run, stood: Future[dict[str, pa.Table]], progress: Progress
+    engine: duckdb.DuckDBPyConnection,
+    run: Run,
+    stood: Future[dict[str, pa.Table]],
+    flushed: Future[pa.Table],
+    progress: Progress,
 ) -> dict[str, str]:
     """Create the tables of sums and answers of the index of ``run`` in ``engine``'s database, which has its records.
 
     Args:
         stood: will be what :func:`standing` says.
+        flushed: will be what :func:`flushing` says.
         progress: told how many parts of how many are done.
 
     Returns:
@@ -79,9 +86,10 @@ def fill_sums(
             operations.add(found.once)
         operations.end()
         times.end()
-        pa.default_memory_pool().release_unused()  # what the parts took is left for what follows
-        facts = _keep_straggling(engine, taken.answer())
-        _keep_buckets(engine, run)
+        give_back()  # what the parts took is left for what follows
+        late = pool.submit(taken.answer)
+        _keep_buckets(engine, flushed.result())
+        facts = _keep_straggling(engine, late.result())
         for name, rows in stood.result().items():
             append(engine, name, rows)
     progress(1, 1)
@@ -123,41 +131,58 @@ def standing(run: Run) -> dict[str, pa.Table]:
     found = {STOOD_STILL: steps.stood_still(of_steps, collectives, stood["attempt", "step"], counted)}
     for by, name in EXPOSURES.items():
         found[name] = exposure.answer(collectives, of_steps, by, stood[by], counted)
-    pa.default_memory_pool().release_unused()  # what it took of each file is not needed again
+    give_back()  # what it took of each file is not needed again
     return found
 
 
 def _keep_straggling(engine: duckdb.DuckDBPyConnection, found: straggling.Straggling) -> dict[str, str]:
     for field, name in STRAGGLING.items():
-        append(engine, name, _rows_of(getattr(found, field)))
+        append(engine, name, rows_of(getattr(found, field)))
     return {"straggling": json.dumps({"statement": found.ranks.attrs["statement"]})}
 
 
-def _keep_buckets(engine: duckdb.DuckDBPyConnection, run: Run) -> None:
-    """The buckets of the run with what reduced them, and those of a mean step."""
-    own = (
-        "attempt",
-        "rank",
-        "step",
-        "micro_step",
-        "issue_ns",
-        "return_ns",
-        "wait_end_ns",
-        "device_end_ns",
-        "exposed_ns",
-    )
+def flushing(engine: duckdb.DuckDBPyConnection, run: Run) -> pa.Table:
+    """The buckets of ``run``, without what reduced them (:func:`commprof.analysis.buckets.flushed`).
+
+    Args:
+        engine: whose database has the records of the run.
+
+    Raises:
+        TraceError: a file of the run is damaged. duckdb.Error: the database cannot be read.
+    """
+    held = described(lambda name: _column(run, "buckets", name))
+    own = (*KEY[:-1], "rank", "issue_ns", "return_ns", "wait_end_ns", "device_end_ns", "exposed_ns")
     names = ", ".join((*(f"r.{name}" for name in own), "k.bucket", "k.purpose"))
-    engine.execute(f"create temp view collectives as select {names} from records r join kinds k using (kind)")
-    engine.register("buckets", run.table("buckets"))
-    flushed = engine.sql(query_text("buckets")).to_arrow_table()
-    engine.unregister("buckets")
-    engine.execute("drop view collectives")
+    which = "" if len(held) else "where false"  # nobody asks then
+    engine.execute(
+        f"create temp view collectives as select {names} from records r join kinds k using (kind) {which}"
+    )
+    engine.register("described", held)
+    try:
+        return engine.sql(query_text("buckets")).to_arrow_table()
+    finally:
+        engine.unregister("described")
+        engine.execute("drop view collectives")
+
+
+def _column(run: Run, table: str, name: str) -> pa.ChunkedArray:
+    """A column of a table of ``run``, text as numbers into its distinct values; nothing else is read."""
+    columns = [part[name] for part in run.parts(table, [name])]
+    columns = [
+        column.dictionary_encode() if pa.types.is_string(column.type) else column for column in columns
+    ]
+    return pa.chunked_array([chunk for column in columns for chunk in column.chunks], columns[0].type)
+
+
+def _keep_buckets(engine: duckdb.DuckDBPyConnection, flushed: pa.Table) -> None:
+    """The buckets of the run with what reduced them, and those of a mean step."""
     sums = engine.sql(f"select * from {BUCKET_SUMS}").to_arrow_table()
     found = buckets.bucket_flushes(flushed, sums)
-    append(engine, BUCKET_FLUSHES, _rows_of(found))
-    append(engine, BUCKET_MEANS, _rows_of(buckets.bucket_means(found)))
+    append(engine, BUCKET_FLUSHES, rows_of(found))
+    append(engine, BUCKET_MEANS, rows_of(buckets.bucket_means(found)))
     engine.execute(f"drop table {BUCKET_SUMS}")
 
 
-def _rows_of(frame: pd.DataFrame) -> pa.Table:
+def rows_of(frame: pd.DataFrame) -> pa.Table:
+    """A frame as a table, without what pandas adds."""
     return pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata(None)

@@ -20,7 +20,7 @@ _TIME_OF: Final = dict(zip(CAUSES, ("waiting_ns", "launch_ns", "transfer_ns"), s
 
 
 def worst(arrived: pa.Table, limit: int) -> pa.Table:
-    """The rows of the ``limit`` collectives and messages whose ranks came furthest apart; of equal ones the first.
+    """The rows of the ``limit`` collectives and messages whose ranks came furthest apart; of equal ones the earliest.
 
     The rows of ``arrived`` stand in the order of their collectives.
     """
@@ -29,8 +29,9 @@ def worst(arrived: pa.Table, limit: int) -> pa.Table:
     spread = groups.reduced(
         np.maximum, np.where(comparable, pc.fill_null(arrived["lateness_ns"], _NO_TIME).to_numpy(), _NO_TIME)
     )
+    began = groups.reduced(np.minimum, pc.fill_null(arrived["arrived_ns"], -_NO_TIME).to_numpy())
     chosen = np.zeros(len(spread), bool)
-    chosen[np.argsort(-spread, kind="stable")[:limit]] = True
+    chosen[np.lexsort((began, -spread))[:limit]] = True
     return arrived.take(pa.array(np.flatnonzero(groups.spread(chosen) & comparable)))
 
 

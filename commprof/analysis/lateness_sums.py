@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any, Final
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -12,35 +14,83 @@ from commprof.align.arrivals import NEEDED
 from commprof.analysis import arrivals as arrivals_module
 from commprof.analysis import straggling as straggling_module
 from commprof.analysis import transfers
-from commprof.analysis.answers import STRAGGLERS
+from commprof.analysis.answers import ARRIVALS, STRAGGLERS
 from commprof.analysis.detailed_answers import LATE_COLLECTIVES, LATENESS, WAITING_CAUSES
 from commprof.analysis.engine import connect
 from commprof.analysis.frames import from_arrow
 from commprof.analysis.index import Index, index_if_there
 from commprof.analysis.index_sums import STRAGGLING
+from commprof.analysis.memory import limit_bytes
 from commprof.analysis.straggling import MOST_LATE, Straggling, apart
 from commprof.analysis.sum_tables import BANDWIDTH_TIMES
 from commprof.analysis.whole_collectives import columns_of, of_scan
+from commprof.errors import UsageError
 from commprof.trace.reader import Run
 
 _DECLARED: Final = dict(
     zip(Straggling._fields, (STRAGGLERS, LATENESS, WAITING_CAUSES, LATE_COLLECTIVES), strict=True)
 )
+_ROW_BYTES: Final = 400  # of a frame of arrivals and of what it is made from
 _ORDER: Final = {"ranks": "rank", "lateness": "rank", "causes": "rank, rowid", "collectives": "rowid"}
 
 
-def arrivals(run: Run) -> pa.Table:
-    """The arrivals of all records of ``run`` that can have partners."""
+def arrivals(run: Run, steps: tuple[int, int] | None) -> pd.DataFrame:
+    """All arrivals of ``run`` in one frame: see :func:`commprof.analysis.api.arrivals`.
+
+    Raises:
+        UsageError: it would not fit into the memory that there is.
+    """
+    most = limit_bytes()
+    parts: list[dict[str, pa.ChunkedArray]] = []
+    rows = 0
+    for part in arrival_parts(run, steps):
+        rows += len(part)
+        if rows * _ROW_BYTES > most:
+            raise UsageError(
+                f"the arrivals of {run.path} take more than {rows * _ROW_BYTES >> 20:,} MiB in one frame, of {most >> 20:,} "
+                "MiB that commprof may use; ask for some steps (steps=(0, 99)), or take all with arrivals_parts"
+            )
+        parts.append(dict(zip(part.column_names, part.columns, strict=True)))
+    return pd.DataFrame(
+        {
+            column.name: from_arrow(
+                pa.table({column.name: _joined([part.pop(column.name) for part in parts])}), [column]
+            )[column.name]
+            for column in ARRIVALS.columns
+        }
+    )
+
+
+def _joined(columns: list[pa.ChunkedArray]) -> pa.ChunkedArray:
+    """The chunks of ``columns`` one after the other, text as text."""
+    chunks = [chunk for column in columns for chunk in column.chunks]
+    if any(pa.types.is_dictionary(chunk.type) for chunk in chunks):
+        chunks = [chunk.cast(pa.string()) for chunk in chunks]
+    return pa.chunked_array(chunks, columns[0].type if not chunks else None)
+
+
+def arrival_parts(run: Run, steps: tuple[int, int] | None) -> Iterator[pa.Table]:
+    """The arrivals of all records of ``run`` that can have partners, in parts of whole collectives.
+
+    Args:
+        steps: the first and the last; None for all.
+    """
     align = arrivals_module.aligned(run)
     with connect() as engine:
-        found, collectives = [], 0
+        collectives = 0
         for part in of_scan(run.scan("collectives"), NEEDED, engine):
             arrived = align(part)
             place = arrived.column_names.index("collective")
             moved = pc.add(arrived["collective"], pa.scalar(collectives, pa.int64()))
-            found.append(arrived.set_column(place, "collective", moved))
             collectives = max(collectives, (pc.max(moved).as_py() or 0) + 1)
-    return pa.concat_tables(found)
+            yield _of_steps(arrived.set_column(place, "collective", moved), steps)
+
+
+def _of_steps(rows: pa.Table, steps: tuple[int, int] | None) -> pa.Table:
+    if steps is None:
+        return rows
+    step = rows["step"]
+    return rows.filter(pc.and_(pc.greater_equal(step, steps[0]), pc.less_equal(step, steps[1])))
 
 
 def straggling(run: Run, limit: int) -> Straggling:
@@ -81,8 +131,4 @@ def times(run: Run, steps: tuple[int, int] | None) -> pa.Table:
     with connect() as engine:
         parts = enumerate(of_scan(run.scan("collectives"), columns, engine))
         found = pa.concat_tables([transfers.timed(apart(align(part), number)) for number, part in parts])
-    if steps is None:
-        return found
-    return found.filter(
-        pc.and_(pc.greater_equal(found["step"], steps[0]), pc.less_equal(found["step"], steps[1]))
-    )
+    return _of_steps(found, steps)

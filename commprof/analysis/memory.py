@@ -7,12 +7,16 @@ for temporary files, which ``TMPDIR`` sets.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import re
 import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Final
+
+import pyarrow as pa
 
 from commprof.errors import UsageError
 
@@ -33,6 +37,13 @@ def engine_settings(most: int | None = None) -> dict[str, str]:
     """
     limit = limit_bytes() if most is None else min(most, limit_bytes())
     return {"memory_limit": f"{limit >> 10}KiB", "temp_directory": _spill_directory().name}
+
+
+def give_back() -> None:
+    """Give what lies unused in this process back to the system: arrays that are gone, kept for others that may come."""
+    pa.default_memory_pool().release_unused()
+    with contextlib.suppress(AttributeError, OSError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def limit_bytes() -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +72,13 @@ class OpenedRun:
         """See :func:`commprof.analysis.api.resource_use`."""
         return api.resource_use(self.run)
 
-    def arrivals(self) -> pd.DataFrame:
+    def arrivals(self, steps: tuple[int, int] | None = None) -> pd.DataFrame:
         """See :func:`commprof.analysis.api.arrivals`."""
-        return api.arrivals(self.run)
+        return api.arrivals(self.run, steps)
+
+    def arrivals_parts(self, steps: tuple[int, int] | None = None) -> Iterator[pd.DataFrame]:
+        """See :func:`commprof.analysis.api.arrivals_parts`."""
+        return api.arrivals_parts(self.run, steps)
 
     def stragglers(self) -> pd.DataFrame:
         """See :func:`commprof.analysis.api.stragglers`."""
@@ -111,9 +115,15 @@ class OpenedRun:
         """See :func:`commprof.analysis.api.owners`."""
         return api.owners(self.run, steps)
 
-    def buckets(self) -> pd.DataFrame:
+    def buckets(
+        self, step: int | None = None, micro_step: int | None = None, bucket: int | None = None
+    ) -> pd.DataFrame:
         """See :func:`commprof.analysis.api.bucket_flushes`."""
-        return api.bucket_flushes(self.run)
+        return api.bucket_flushes(self.run, step, micro_step, bucket)
+
+    def bucket_steps(self) -> pd.DataFrame:
+        """See :func:`commprof.analysis.api.bucket_steps`."""
+        return api.bucket_steps(self.run)
 
     def bucket_means(self) -> pd.DataFrame:
         """See :func:`commprof.analysis.api.bucket_means`."""

@@ -22,7 +22,7 @@ REDUCTION_LEVELS: Final = Table(
         Column("op", "string", "operation at this level; null where it is not known, and of moved bytes", True),
         Column("intended_op", "string", "operation that the runtime meant, where it issued another", True),
         Column("payload_bytes_per_step", "float64", "payload: S of nccl-tests, in a training step", True, "bytes"),
-        Column("wire_bytes_per_step", "float64", "wire, modelled: mean bytes that a rank sends in a step", True, "bytes"),
+        Column("wire_bytes_per_step", "float64", "wire, modelled: wire_bytes of traffic in a step", True, "bytes"),
         Column("moved_bytes", "float64", "moved: sent by the counters of all hosts, all traffic", True, "bytes"),
         Column("moved_over", "string", "what moved_bytes are of: a training step (step), or the whole run (run)", True),
         Column("reason", "string", "why this level is not known, or not comparable", True),
@@ -100,7 +100,7 @@ ADVICE: Final = Table(
     (
         _LABEL,
         Column("recommended", "bool", "to be set, by the rules"),
-        Column("wire_bytes_per_step", "float64", "wire, modelled: mean bytes that a rank sends in a step", True, "bytes"),
+        Column("wire_bytes_per_step", "float64", "wire, modelled: wire_bytes of traffic in a step", True, "bytes"),
         Column("least_bytes", "bool", "none of those that count sends less, within 0.1 %"),
         Column("step_time_ns", "int64", "as in compare", True, "ns"),
         Column("not_slower", "bool", "no other has a measurably shorter step; null where that cannot be told", True),

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from commprof.align.reference_clock import ReferenceClock
 from commprof.analysis.combinations import Combinations
-from commprof.analysis.spans import KINDS, SPANS, TIME_COLUMNS, Own, own, spans, with_spans
+from commprof.analysis.spans import KINDS, SPANS, TIME_COLUMNS, Own, begins, own, spans, with_spans
 from commprof.errors import TraceError
 from commprof.schema import COLLECTIVES
 from commprof.trace.reader import Run, Scan
@@ -146,7 +146,7 @@ def _of_table(rows: pa.Table) -> _Piece:
 
 def _of_file(file: Path, clock: ReferenceClock | None) -> _Piece:
     times = read_columns(file, TIME_COLUMNS)
-    begin = spans(times, clock).begin
+    begin = begins(times, clock)
     key = tuple(int(times[name][0].as_py()) if len(times) else 0 for name in ORDER[1:])
     is_one = all(_is_constant(times[name].to_numpy()) for name in ORDER[1:-1])
     in_order = is_one and _is_in_order(begin, times["seq"].to_numpy())

@@ -77,14 +77,24 @@ class Own(NamedTuple):
 
 def spans(records: pa.Table, clock: ReferenceClock | None) -> Spans:
     """The spans of ``records`` (:data:`TIME_COLUMNS`); ``clock`` None: all processes read one clock."""
-    shift, unknown = np.zeros(len(records), np.int64), 0
-    if clock is not None and len(records):
-        readings = clock.readings(records)
-        shift = np.where(readings.known, readings.offset_ns, 0)
-        unknown = int((~readings.known).sum())
+    shift, unknown = _shift(records, clock)
     issue = _filled(records["issue_ns"], 0)
     held_end, _, is_held = _held(records)
     return Spans(issue + shift, _end(records, issue) + shift, held_end + shift, is_held, unknown)
+
+
+def begins(records: pa.Table, clock: ReferenceClock | None) -> Numbers:
+    """When the :func:`spans` of ``records`` begin."""
+    begin: Numbers = _filled(records["issue_ns"], 0) + _shift(records, clock)[0]
+    return begin
+
+
+def _shift(records: pa.Table, clock: ReferenceClock | None) -> tuple[Numbers | int, int]:
+    """What is to be added to the times of each record; and of how many that is not known."""
+    if clock is None or not len(records):
+        return 0, 0
+    readings = clock.readings(records)
+    return np.where(readings.known, readings.offset_ns, 0), int((~readings.known).sum())
 
 
 def own(records: pa.Table) -> Own:
@@ -92,9 +102,10 @@ def own(records: pa.Table) -> Own:
     issue = _filled(records["issue_ns"], 0)
     end = _end(records, issue)
     held_end, exposed, is_held = _held(records)
-    process, _ = numbered(records.select(["rank", "attempt", "pid"]))
+    process, first = numbered(records.select(["rank", "attempt", "pid"]))
     busy, still = np.zeros(len(records), np.int64), np.zeros(len(records), np.int64)
-    for mine in split_by(process, np.arange(len(records))):
+    rows = np.arange(len(records))
+    for mine in split_by(process, rows) if len(first) > 1 else [rows]:
         busy[mine] = own_parts(issue[mine], end[mine])
         held = mine[is_held[mine]]
         still[held] = own_parts(held_end[held] - exposed[held], held_end[held])
@@ -145,13 +156,21 @@ def own_parts(begin: Numbers, end: Numbers) -> Numbers:
     Spans are taken in order of their begin, those that begin together in the order given. The lengths add up to that of the
     union of the spans: each part is ``[end - length, end)``, and no two of them overlap.
     """
+    if not (begin[1:] < begin[:-1]).any():
+        return _adding_to_reach(begin, end)
     order = np.argsort(begin, kind="stable")
-    reached = np.maximum.accumulate(end[order])
-    start = begin[order].copy()
-    np.maximum(start[1:], reached[:-1], out=start[1:])
     length = np.empty(len(begin), np.int64)
-    length[order] = np.maximum(end[order] - start, 0)
+    length[order] = _adding_to_reach(begin[order], end[order])
     return length
+
+
+def _adding_to_reach(begin: Numbers, end: Numbers) -> Numbers:
+    """:func:`own_parts` of spans in order of their begin."""
+    reached = np.maximum.accumulate(end)
+    start = begin.copy()
+    np.maximum(start[1:], reached[:-1], out=start[1:])
+    lengths: Numbers = np.maximum(end - start, 0)
+    return lengths
 
 
 def _filled(column: pa.ChunkedArray, value: int) -> Numbers:

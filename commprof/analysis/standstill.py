@@ -125,6 +125,8 @@ def _by_process(rows: pa.Table) -> Iterator[tuple[pa.Table, tuple[int, ...]]]:
 
 def _known(rows: pa.Table, name: str) -> Known:
     column = rows[name].combine_chunks()
+    if column.null_count == len(column):
+        return Known(*(np.broadcast_to(np.zeros(1, kind), len(column)) for kind in (np.int64, bool)))
     known = column.is_valid().to_numpy(zero_copy_only=False)
     values = pc.fill_null(column, 0).to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
     if len(values) and (values.max() > _FURTHEST or values.min() < -_FURTHEST):
@@ -204,6 +206,10 @@ def _in_order(intervals: _Intervals) -> _Intervals:
 
 
 def _either(first: Flags, these: Known, those: Known) -> Known:
+    if first.all():
+        return these
+    if not first.any():
+        return those
     return Known(np.where(first, these.values, those.values), np.where(first, these.known, those.known))
 
 

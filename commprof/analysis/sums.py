@@ -6,7 +6,7 @@ and kept with that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import pandas as pd
@@ -17,10 +17,11 @@ from commprof.analysis import exposure as exposure_module
 from commprof.analysis import steps, traffic
 from commprof.analysis.detailed_answers import BUCKET_FLUSHES as FLUSHES
 from commprof.analysis.detailed_answers import BUCKET_MEANS as MEANS
-from commprof.analysis.engine import connect
+from commprof.analysis.detailed_answers import BUCKET_STEPS
+from commprof.analysis.engine import ask, connect, query_text
 from commprof.analysis.frames import from_arrow, from_rows
 from commprof.analysis.index import Index, index_if_there
-from commprof.analysis.index_sums import BUCKET_FLUSHES, BUCKET_MEANS, EXPOSURES, STOOD_STILL
+from commprof.analysis.index_sums import BUCKET_FLUSHES, BUCKET_MEANS, EXPOSURES, STOOD_STILL, rows_of
 from commprof.analysis.sum_tables import HELD_COLUMNS, MEASURES, OPERATIONS
 from commprof.analysis.whole_collectives import columns_of, of_scan
 from commprof.trace.reader import Run, Scan
@@ -29,6 +30,7 @@ __all__ = [
     "HELD_COLUMNS",
     "bucket_flushes",
     "bucket_means",
+    "bucket_steps",
     "exposure",
     "operations",
     "reducing",
@@ -117,23 +119,55 @@ def exposure(run: Run, by: Sequence[str]) -> pd.DataFrame:
     return exposure_module.as_frame(kept[key], wanted)
 
 
-def bucket_flushes(run: Run) -> pd.DataFrame:
-    """The gradient buckets of ``run``: see :func:`commprof.analysis.api.bucket_flushes`."""
+def bucket_flushes(run: Run, only: Mapping[str, int | None]) -> pd.DataFrame:
+    """The gradient buckets of ``run``: see :func:`commprof.analysis.api.bucket_flushes`.
+
+    Args:
+        only: values of columns that the rows must have; None: any.
+    """
+    wanted = {name: int(value) for name, value in only.items() if value is not None}
     index = index_if_there(run.path)
     if index is not None:
-        found = index.ask(f"select * from {BUCKET_FLUSHES} order by attempt, step, micro_step, bucket")
+        which = " and ".join(("true", *(f"{name} = ?" for name in wanted)))
+        found = index.ask(
+            f"select * from {BUCKET_FLUSHES} where {which} order by attempt, step, micro_step, bucket",
+            list(wanted.values()),
+        )
         return from_arrow(found, FLUSHES.columns)
-    if not len(run.table("buckets")):
-        return from_rows([], FLUSHES.columns)
-    flushed = buckets_module.flushed(run.table("buckets"), run.scan("collectives"))
-    return buckets_module.bucket_flushes(flushed, operations(run, buckets_module.COLUMNS))
+    frame = from_arrow(_flushed(run), FLUSHES.columns)
+    for name, value in wanted.items():
+        frame = frame[frame[name] == value]
+    return frame.reset_index(drop=True)
+
+
+def _flushed(run: Run) -> pa.Table:
+    """All buckets of a run without an index, worked out once and kept with it."""
+    key = (BUCKET_FLUSHES,)
+    if key not in run.kept:
+        if len(run.table("buckets")):
+            flushed = buckets_module.flushed(run.table("buckets"), run.scan("collectives"))
+            found = buckets_module.bucket_flushes(flushed, operations(run, buckets_module.COLUMNS))
+        else:
+            found = from_rows([], FLUSHES.columns)
+        run.kept[key] = rows_of(found)
+    return run.kept[key]
+
+
+def bucket_steps(run: Run) -> pd.DataFrame:
+    """The buckets of each step of ``run`` added up: see :func:`commprof.analysis.api.bucket_steps`."""
+    index = index_if_there(run.path)
+    if index is not None:
+        found = index.ask(query_text("bucket_steps"))
+    else:
+        found = ask("bucket_steps", {BUCKET_FLUSHES: _flushed(run)})
+    return from_arrow(found, BUCKET_STEPS.columns)
 
 
 def bucket_means(run: Run) -> pd.DataFrame:
     """The buckets of a mean step of ``run``: see :func:`commprof.analysis.api.bucket_means`."""
     index = index_if_there(run.path)
     if index is None:
-        return buckets_module.bucket_means(bucket_flushes(run))
+        return buckets_module.bucket_means(bucket_flushes(run, {}))
     return from_arrow(index.ask(f"select * from {BUCKET_MEANS} order by micro_step, bucket"), MEANS.columns)
 
 

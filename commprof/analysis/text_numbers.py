@@ -19,7 +19,9 @@ def numbered_texts(tables: Mapping[str, pa.Table], names: Sequence[str]) -> tupl
     """
     found, texts = dict(tables), {}
     for name in names:
-        encoded = {table: _encoded(rows[name]) for table, rows in tables.items() if name in rows.column_names}
+        encoded = {
+            table: encoded_text(rows[name]) for table, rows in tables.items() if name in rows.column_names
+        }
         texts[name] = _in_order(pa.concat_arrays([column.dictionary for column in encoded.values()]))
         for table, column in encoded.items():
             rows = found[table]
@@ -30,14 +32,14 @@ def numbered_texts(tables: Mapping[str, pa.Table], names: Sequence[str]) -> tupl
 
 def ranked(column: pa.ChunkedArray) -> pa.DictionaryArray:
     """Texts as numbers into their distinct values, which are in order; null as before."""
-    encoded = _encoded(column)
+    encoded = encoded_text(column)
     texts = _in_order(encoded.dictionary)
     return pa.DictionaryArray.from_arrays(_numbers(encoded, texts), texts)
 
 
 def among(column: pa.ChunkedArray, texts: Sequence[str]) -> npt.NDArray[np.bool_]:
     """Which rows have one of ``texts``; null has none."""
-    encoded = _encoded(column)
+    encoded = encoded_text(column)
     fits = pc.is_in(encoded.dictionary, pa.array(texts, pa.string())).take(encoded.indices)
     found: npt.NDArray[np.bool_] = pc.fill_null(fits, False).to_numpy(zero_copy_only=False)
     return found
@@ -60,7 +62,8 @@ def _numbers(column: pa.DictionaryArray, texts: pa.Array) -> pa.Array:
     return pc.index_in(column.dictionary, texts).take(column.indices)
 
 
-def _encoded(column: pa.ChunkedArray) -> pa.DictionaryArray:
+def encoded_text(column: pa.ChunkedArray) -> pa.DictionaryArray:
+    """Text as numbers into its distinct values, in one piece."""
     if not pa.types.is_dictionary(column.type):
         column = column.cast(pa.string()).dictionary_encode()
     whole = column.unify_dictionaries().combine_chunks()

@@ -23,8 +23,9 @@ _WIRE: Final = "wire_"
 LEGEND: Final = (
     "requested: what the config asks for to reduce gradients. issued: what was issued to do so, and what it stands for "
     "where that is another; with (no purposes), the program does not say what its collectives are for, and all of a step "
-    "are listed. Bytes and times are of one training step: payload, S of nccl-tests; wire, modelled, mean bytes that "
-    "a rank sends, in all collectives; time, median without the first step, with its 95 % interval."
+    "are listed. Bytes and times are of one training step: payload, S of nccl-tests; wire, modelled, the mean that a "
+    "rank of the group sends for each collective and the bytes of each message, added up over all groups; time, median "
+    "without the first step, with its 95 % interval."
 )
 
 

@@ -30,7 +30,8 @@ _HEADINGS: Final = (
 )
 _MOST_COMPARED: Final = 1_000_000  # records whose arrivals are compared for a report: a few seconds
 LEGEND: Final = (
-    "payload: S of nccl-tests. wire: modelled, mean bytes that a rank sends. in calls, exposed: time in the issuing calls, "
+    "payload: S of nccl-tests. wire: modelled, the mean that a rank of the group sends for each collective and the bytes of "
+    "each message, added up. in calls, exposed: time in the issuing calls, "
     "and time that the program stood still for them, mean over the ranks; "
     "a dash: not known; >=: not of all of them."
 )

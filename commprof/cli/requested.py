@@ -90,7 +90,7 @@ def requested(
                 "world_size": world,
                 "backend": backend,
                 "memory_per_rank": [each._asdict() for each in held],
-                "messages_per_step": [each._asdict() for each in sent],
+                "messages_per_step": [_without_single_messages(each._asdict()) for each in sent],
                 "movements_per_step": [each._asdict() for each in moved],
                 "note": note or None,
             }
@@ -98,7 +98,7 @@ def requested(
         return 0
     rendering.show(assumed, "", _memory(held, min(devices_per_host, world)), "")
     if sent:
-        rendering.show(_messages(sent))
+        rendering.show(_messages(sent, world))
     if note:
         rendering.show(rendering.paragraph(note))
     if moved:
@@ -106,6 +106,10 @@ def requested(
     for line in sorted({row.note for row in sent if row.note}):
         rendering.show(rendering.paragraph(f"  {line}"))
     return 0
+
+
+def _without_single_messages(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name != "payloads"}
 
 
 def _memory(held: Sequence[Any], ranks: int) -> Rows:
@@ -133,12 +137,19 @@ def _shapes(config: Mapping[str, Any], model: Sequence[Any], axes: Any, sequence
     return assumed_shapes(config, model, sequence, axes.size(PIPE), axes.size(SEQUENCE))
 
 
-def _messages(sent: Sequence[Any]) -> Rows:
-    grouped = any(row.groups for row in sent)
+def _groups_by_ranks(row: Any, world: int) -> str:
+    if row.groups:
+        return f"{len(row.groups)} x {len(row.groups[0])}"
+    size = row.group_size or world
+    return f"{world // size} x {size}"
+
+
+def _messages(sent: Sequence[Any], world: int) -> Rows:
+    grouped = any(row.groups or row.group_size for row in sent)
     rows = [
         (
             row.purpose,
-            *((f"{len(row.groups or ())} x {len((row.groups or ((),))[0])}",) if grouped else ()),
+            *((_groups_by_ranks(row, world),) if grouped else ()),
             row.issued_op if row.intended_op is None else f"{row.issued_op} for {row.intended_op}",
             rendering.count(row.count),
             rendering.number_of_bytes(row.payload_bytes),

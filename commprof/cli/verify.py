@@ -30,7 +30,8 @@ _HEADINGS: Final = (
 )
 LEGEND: Final = (
     "requested: what the config's words ask for. issued: what was handed to torch.distributed. executed: what the "
-    "backend ran. payload: S of nccl-tests. wire: modelled, mean bytes that a rank sends."
+    "backend ran. payload: S of nccl-tests. wire: modelled, the mean that a rank of the group sends for each collective and "
+    "the bytes of each message, added up."
 )
 _MOST_LISTED: Final = 20
 

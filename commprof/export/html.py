@@ -62,7 +62,8 @@ def _document(runs: Sequence[Run]) -> Iterator[str]:
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
     yield f"<style>{_STYLE}</style>\n<script>{get_plotlyjs()}</script></head>\n<body>\n<h1>{_text(title)}</h1>\n"
     yield f'<p class="muted">Made by commprof {__version__}. payload: S of nccl-tests. '
-    yield "wire: modelled, mean bytes that a rank sends.</p>\n"
+    yield "wire: modelled, the mean that a rank of the group sends for each collective and the bytes of each message, "
+    yield "added up.</p>\n"
     if len(runs) > 1:
         yield from _comparison(runs)
     for run, name in zip(runs, names, strict=True):

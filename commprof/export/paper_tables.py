@@ -74,7 +74,7 @@ def comparison(rows: Sequence[Row]) -> str:
     ]
     caption = (
         "Operations, bytes and time of a training step. Payload is S of nccl-tests; "
-        "wire is the modelled mean that a rank sends."
+        "wire is the modelled mean that a rank of the group sends, added up over the groups."
     )
     return _table(head, "lllrrrrr", body, caption, "tab:commprof-comparison")
 
@@ -93,7 +93,9 @@ def traffic(rows: Sequence[Row]) -> str:
         for row in rows
         if number(row["wire_bytes_per_step"])
     ]
-    caption = "Wire bytes (modelled, mean per rank) of a training step by purpose and operation."
+    caption = (
+        "Wire bytes (modelled, mean of a rank of the group) of a training step by purpose and operation."
+    )
     return _table(head, "llllr", body, caption, "tab:commprof-traffic")
 
 

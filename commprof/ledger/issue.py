@@ -63,7 +63,7 @@ def issued(parts: Iterable[pa.Table], survey: Survey, executed_ops: Executed | N
     if not found:
         return {}
     sums = pa.concat_tables(found).group_by(["attempt", "step", "message"]).aggregate([("count_all", "sum")])
-    return dict(_by_step(sums, list(messages)))
+    return dict(by_step(sums, list(messages)))
 
 
 def _of_part(
@@ -83,7 +83,12 @@ def _of_part(
     return counted.group_by(["attempt", "step", "message"]).aggregate([([], "count_all")])
 
 
-def _by_step(sums: pa.Table, messages: list[Message]) -> Iterator[tuple[StepKey, dict[Message, int]]]:
+def by_step(sums: pa.Table, messages: list[Message]) -> Iterator[tuple[StepKey, dict[Message, int]]]:
+    """The messages of each step, in order of step.
+
+    Args:
+        sums: columns attempt, step, message (the number of one of ``messages``) and count_all_sum, how often it was sent.
+    """
     attempt, step, message, count = (
         sums[name].to_numpy().astype(np.int64) for name in ("attempt", "step", "message", "count_all_sum")
     )

@@ -6,6 +6,7 @@ which decides how they are split, not how many bytes they are.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ NOT_ZERO: Final = "the config is not one of DeepSpeed's: it has neither zero_opt
 NO_PARAMETERS: Final = "the run published no parameters, so nothing can be computed from their sizes"
 # Without zero_optimization such a config is stage 0.
 HOST: Final = "host"  # what zero_runtime calls a group of the ranks of one host
+AXIS: Final = re.compile(r"axis \d+ of (?P<sizes>\d+(x\d+)*)")  # and one of those along an axis of a grid
 _DEEPSPEED_KEYS: Final = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
 _BUCKET_COLUMNS: Final = ("rank", "attempt", "step", "micro_step", "bucket", "parameters")
 # Resolved by the engine in its effective config, or without influence on what is sent.
@@ -82,6 +84,7 @@ class Request:
         differences: keys in which the engine's own config is another than the file.
         shared: how the ranks share the model; None where each has all of it.
         host_ranks: ranks of each host, as the launcher told them; None where that is not known.
+        grid: the axes along which the groups of the run go, outermost first; a single one where there are no such groups.
     """
 
     reason: str | None = None
@@ -98,6 +101,8 @@ class Request:
     notes: list[str] = field(default_factory=list)
     shared: SharedModel | None = None
     host_ranks: int | None = None
+    grid: tuple[int, ...] | None = None
+    _kinds: dict[str, int] = field(default_factory=dict)  # of steps, and the first of each
     _rows: dict[_Pass, list[Expectation]] = field(default_factory=dict)
 
     def expectations(self, key: StepKey, ordinal: int = 0, *, zero_init: bool = False) -> list[Expectation]:
@@ -113,13 +118,13 @@ class Request:
         if key.step < 0:
             return [row for row in self._expected(_Pass(None, None, zero_init)) if row.when == "init"]
         orders: Sequence[tuple[str, ...] | None] = self.orders.get(key) or [None]
-        warming = self._warming(key)
+        of_kind = self._kind(key)
         scale = USUAL if self.shared is None else self.shared.scale(key)
-        found = [row for row in self._expected(_Pass(orders[0], warming, False, scale)) if row.when == "step"]
+        found = [row for row in self._expected(_Pass(orders[0], of_kind, False, scale)) if row.when == "step"]
         found += [] if self.shared is None else self.shared.once(key, ordinal)
         for micro in range(self.micro_steps):
             order = orders[min(micro, len(orders) - 1)]
-            iteration = self._alike(ordinal * self.micro_steps + micro) if warming is None else warming
+            iteration = self._alike(ordinal * self.micro_steps + micro) if of_kind is None else of_kind
             rows = self._expected(_Pass(order, iteration, False))
             found += [row for row in rows if row.when == "micro_step"]
         return found
@@ -131,12 +136,12 @@ class Request:
             return self.world_size
         return self.shared.axes.size(DATA) * self.shared.axes.size(SEQUENCE)
 
-    def _warming(self, key: StepKey) -> int | None:
-        """A micro-batch that is sent like those of step ``key`` where the first steps are not compressed; else None."""
-        compression = None if self.configuration is None else self.configuration.compression
-        if compression is None or not compression.warmup_steps:
+    def _kind(self, key: StepKey) -> int | None:
+        """A micro-batch that is sent like those of step ``key`` where steps are of several kinds; else None."""
+        kind = zero.kind_of_step(self.config, key.step) if self.runtime == "zero_runtime" else ""
+        if not kind:
             return None
-        return min(key.step, compression.warmup_steps) * self.micro_steps
+        return self._kinds.setdefault(kind, key.step) * self.micro_steps
 
     def _alike(self, iteration: int) -> int:
         """The first micro-batch that the rules treat as they treat number ``iteration``."""
@@ -184,6 +189,7 @@ class Request:
             iteration=asked.iteration,
             zero_init=asked.zero_init,
             host_ranks=self.host_ranks,
+            grid=self.grid,
         )
 
 
@@ -206,6 +212,7 @@ def request_of(run: RecordedRun) -> Request:
         runtime="deepspeed" if str(manifest.engine or "").lower().startswith("deepspeed") else "zero_runtime",
         orders=gradient_orders(run.parts("buckets", _BUCKET_COLUMNS)),
         host_ranks=_host_ranks(run.table("groups"), manifest.nproc),
+        grid=_grid(run.table("groups"), world_size),
     )
     try:
         request.configuration = _as_runtime_reads(read_configuration(config), request.runtime)
@@ -304,6 +311,15 @@ def _host_ranks(groups: pa.Table, started: int | None) -> int | None:
     """Ranks of each host: those of the groups that are called so, or as many as the launcher started here."""
     named = {row["group_size"] for row in groups.to_pylist() if row["group_desc"] == HOST}
     return named.pop() if len(named) == 1 else started
+
+
+def _grid(groups: pa.Table, world_size: int) -> tuple[int, ...]:
+    """The sizes of the axes that zero_runtime has named groups by, outermost first; one axis where there are none."""
+    named = {
+        match["sizes"] for row in groups.to_pylist() if (match := AXIS.fullmatch(row["group_desc"] or ""))
+    }
+    found = {tuple(map(int, sizes.split("x"))) for sizes in named}
+    return found.pop() if len(found) == 1 else (world_size,)
 
 
 def _backend(parts: Iterable[pa.Table]) -> str:

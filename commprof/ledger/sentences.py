@@ -7,7 +7,9 @@ from typing import Any, Final
 
 from commprof.ledger import movement
 from commprof.ledger.levels import STEPS, LedgerRow, Moved
+from commprof.requested import sign_optimizers
 from commprof.requested.configuration import Configuration
+from commprof.requested.support import optimizer_type
 from commprof.schema import Op, Purpose, wire_bytes
 
 _UNIT: Final = 1_000_000  # any payload: only the ratio of two models is read
@@ -20,8 +22,10 @@ def gradient_sentence(
     """What was asked for the gradients and what came of it, with its factor of the gradient bytes; None without them."""
     mine = [row for row in rows if row.when == STEPS and row.purpose == Purpose.GRADIENT_REDUCE]
     issued = [row for row in mine if row.issued_payload_bytes]
-    if not issued:
+    if not issued or world_size < 2:  # one replica has nothing to reduce: its own copies of a weight at most
         return None
+    if (said := _in_another_way(config, issued, world_size)) is not None:
+        return said
     row = max(issued, key=lambda row: (row.issued_op != row.requested_op, row.issued_payload_bytes))
     if row.requested_op is None or row.issued_op is None:
         return None
@@ -38,6 +42,28 @@ def gradient_sentence(
     if used == wanted:
         return f"{asked}; {cause}: {used} {share}, as much as was asked for."
     return f"{asked}; {cause}: {used} instead of {wanted} {share}."
+
+
+def _in_another_way(config: Mapping[str, Any], issued: Sequence[LedgerRow], world_size: int) -> str | None:
+    """What a key of zero_runtime's has in place of one sum over all ranks, if anything; no factor is right then."""
+    kind = optimizer_type(config)
+    ops = ", ".join(dict.fromkeys(str(row.issued_op) for row in issued))
+    block = config.get("communication")
+    block = block if isinstance(block, Mapping) else {}
+    if kind in sign_optimizers.NAMES:
+        name = config["optimizer"]["type"]
+        return f"optimizer.type: {name} has the ranks send signs in place of gradients, once it has settled: {ops}."
+    if block.get("bounded_delay") and any(row.issued_op == Op.SEND for row in issued):
+        return (
+            f"communication.bounded_delay: {block['bounded_delay']} has each rank send its gradients to every other one: "
+            f"{ops} in place of an all_reduce."
+        )
+    if block.get("topology") not in (None, 1) and any(row.group_size != world_size for row in issued):
+        return (
+            f"communication.topology: {block['topology']} has sums of gradients go along the axes of a grid of ranks, one "
+            f"after the other: {ops}."
+        )
+    return None
 
 
 def _asking_words(config: Mapping[str, Any], configuration: Configuration) -> str:

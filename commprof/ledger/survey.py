@@ -18,7 +18,7 @@ from commprof.schema import Op, Phase, Purpose
 Group: TypeAlias = tuple[Any, ...]
 
 GROUP: Final = ("attempt", "pg", "group_ranks")
-_WITHIN_MODELS: Final = frozenset({Purpose.ACTIVATION, Purpose.PIPELINE})
+WITHIN_MODELS: Final = frozenset({Purpose.ACTIVATION, Purpose.PIPELINE})
 _PROCESS: Final = ("rank", "attempt", "pid")
 COLUMNS: Final = (*GROUP, "rank", "pid", "seq", "pg_seq", "step", "phase", "op", "backend", "payload_bytes")
 
@@ -75,7 +75,7 @@ class Survey:
         inference = where(
             rows,
             ["phase", "purpose"],
-            lambda phase, purpose: phase == Phase.OTHER and purpose in _WITHIN_MODELS,
+            lambda phase, purpose: phase == Phase.OTHER and purpose in WITHIN_MODELS,
         )
         return inference | forward & (ended | (numbers_of(rows, "step")[0] < 0))
 

@@ -17,6 +17,7 @@ from commprof.ledger.messages import COLUMNS as OF_MESSAGES
 from commprof.ledger.messages import Ends
 from commprof.ledger.request import RecordedRun, Request, request_of
 from commprof.ledger.rows import doubtful, ledger_rows, remarks, unexplained
+from commprof.ledger.summed import backends_of, with_sums
 from commprof.ledger.survey import COLUMNS as SURVEYED
 from commprof.ledger.survey import Survey
 
@@ -34,8 +35,11 @@ def verify(run: RecordedRun) -> Verdict:
         survey.add(part)
         members.add(part)
         ends.add(part)
-    ran = executed(run, survey.backends)
-    steps = issued(run.parts("collectives", COLUMNS), survey, ran.ops)
+    aggregates = run.table("aggregates")
+    of_group = backends_of(aggregates, run.table("groups"))
+    ran = executed(run, survey.backends | set(of_group.values()))
+    steps = with_sums(issued(run.parts("collectives", COLUMNS), survey, ran.ops), aggregates, of_group)
+    is_told = bool(survey.records or len(aggregates))
     request = request_of(run)
     wanted, partial, said = demands(run, request, steps)
     findings = attribution.attribute(steps, wanted, partial)
@@ -43,8 +47,7 @@ def verify(run: RecordedRun) -> Verdict:
         findings = _without_request(findings)
     rows = ledger_rows(findings)
     moved = movement.moved(run.table("wire"), steps, [str(entry.get("host")) for entry in _latest(run)])
-    # Of nothing but sums, or of nothing, no list of what is missing says anything.
-    left = tuple(unexplained(findings)) if request.reason is None and survey.records else ()
+    left = _left(run, findings) if request.reason is None and is_told else ()
     # A program that was stopped leaves messages on their way.
     lone = ends.lone() if run.health.state == COMPLETE else []
     differing, unsure = [*members.disagreements(), *lone], doubtful(findings)
@@ -60,7 +63,7 @@ def verify(run: RecordedRun) -> Verdict:
         state = State.UNKNOWN
     told = [
         *_told(request, rows, steps, moved),
-        *(said if survey.records else ()),  # what steps lack is not told where there is nothing of any
+        *(said if is_told else ()),  # what steps lack is not told where there is nothing of any
         *remarks(findings),
         *(f"Cannot tell: {text}." for text in doubts),
         *(f"Mismatch: {text}." for text in problems),
@@ -79,6 +82,14 @@ def verify(run: RecordedRun) -> Verdict:
         unsure=tuple(unsure),
         request_reason=request.reason,
     )
+
+
+def _left(run: RecordedRun, findings: Findings) -> tuple[Unexplained, ...]:
+    """What is left over or missing. A program that was stopped has not written the sums of its last steps."""
+    found = unexplained(findings)
+    if run.health.summed and run.health.state != COMPLETE:
+        return tuple(item for item in found if item.kind != "missing")
+    return tuple(found)
 
 
 def _latest(run: RecordedRun) -> list[Mapping[str, Any]]:
@@ -103,7 +114,10 @@ def gaps(run: RecordedRun, records: int) -> list[str]:
         (health.lost, "collectives were lost while recording"),
         (health.unseen, "collectives were issued beside the layer that is recorded"),
         (health.torn, "records are torn"),
-        (health.summed, "collectives were kept as sums only"),
+        (
+            health.summed,
+            "collectives were kept as sums only: number and bytes of each step are compared, no single one",
+        ),
         (health.outside, "collectives were issued outside the steps that were recorded"),
     ):
         if number:
@@ -165,9 +179,10 @@ def _sources(run: RecordedRun, request: Request, ran: Executed, moved: Sequence[
         else f"{request.source} and {len(request.parameters)} parameters, by the rules of {request.runtime}, "
         f"{f'ranks along {request.shared.axes}' if request.shared is not None else f'n = {request.world_size}'}"
     )
+    sums = f"; {health.summed:,} as sums over each step" if health.summed else ""
     return {
         "requested": requested,
-        "issued": f"{health.records:,} records of {ranks}, each collective counted once",
+        "issued": f"{health.records:,} records of {ranks}, each collective counted once{sums}",
         "executed": ran.source,
         "moved": "interface counters of the whole host, all its processes"
         if moved

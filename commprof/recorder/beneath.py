@@ -15,6 +15,7 @@ LOADED: Final[dict[str, str]] = {
     "deep_ep": "DeepEP (NVSHMEM)",
     "nvshmem.core": "NVSHMEM",
     "vllm.distributed.device_communicators.pynccl_wrapper": "vLLM's own calls of NCCL (pynccl)",
+    "sglang.srt.distributed.device_communicators.pynccl_wrapper": "SGLang's own calls of NCCL (pynccl)",
     "cupy_backends.cuda.libs.nccl": "CuPy's own calls of NCCL",
     "flashinfer.comm": "FlashInfer's own all_reduce",
 }

@@ -1,4 +1,7 @@
-"""Where in the program a collective was issued: the first frame outside torch, and torch's function that it called."""
+"""Where in the program a collective was issued: the first frame outside torch, and torch's function that it called.
+
+DeepSpeed and zero_runtime issue all collectives in a module or package of their own: there the first frame outside of that.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ import torch
 _TORCH: Final = Path(torch.__file__).parent
 _INTERNAL_PREFIXES: Final = (f"{_TORCH}/", f"{Path(__file__).parent.parent}/", "<frozen", "<eval_with_key")
 _COMPILED: Final = "/torchinductor_"  # within the path of code that torch's compiler has written
+# What frameworks put between themselves and torch.distributed says nothing: the place is that of who calls it.
+_FRAMEWORKS_DOORS: Final = ("/deepspeed/comm/", "/deepspeed/utils/nvtx.py", "/zero_runtime/comm.py")
 # The modules whose functions a program calls to issue a collective.
 _API_FILES: Final = frozenset(
     str(_TORCH / "distributed" / name)
@@ -65,7 +70,9 @@ class CallSites:
         if file in _API_FILES:
             kind = API
         elif (
-            file.startswith(_INTERNAL_PREFIXES) or _COMPILED in file or Path(file).name in _STANDARD_WRAPPERS
+            file.startswith(_INTERNAL_PREFIXES)
+            or any(part in file for part in (_COMPILED, *_FRAMEWORKS_DOORS))
+            or Path(file).name in _STANDARD_WRAPPERS
         ):
             kind = INTERNAL
         else:

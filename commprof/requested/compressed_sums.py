@@ -3,7 +3,8 @@
 Every rank gathers the payloads of all: C bytes from each of p ranks for a bucket. Huffman coded ones are preceded by their
 lengths. With ``hierarchical_compress`` a bucket of n elements is first summed over the h ranks of each host, each of which
 gets ceil(n / h) elements in fp32; these shares are summed compressed over the ranks of one place on all hosts, and gathered
-within the host.
+within the host. With ``two_phase`` each of p > 2 ranks is sent its share of a bucket by an all_to_all of compressed shares,
+and all gather the sums, compressed again; a share is ceil(n / p) elements, rounded up to whole blocks.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from commprof.requested.compression import LENGTH_BYTES, Compression
+from commprof.requested.compression import BLOCK, LENGTH_BYTES, Compression
 from commprof.requested.configuration import Configuration
 from commprof.requested.expectation import Expectation, row
 from commprof.requested.explanation import requested_op
 from commprof.requested.parameters import item_bytes
+from commprof.requested.partition import padded
 from commprof.schema import Op, Purpose
 
 _SHARE_BYTES: Final = 4  # of an element of what a host sums: fp32
@@ -62,6 +64,16 @@ def compressed_sums(
 
 
 def _exchanged(compression: Compression, numels: Sequence[int], size: int, ranks: int) -> list[Expectation]:
+    if compression.two_phase and ranks > 2:
+        shares = [padded(-(-numel // ranks), BLOCK) for numel in numels]
+        payloads = [ranks * compression.payload_bytes(share, size) for share in shares]
+        scattered, gathered = (
+            row("step", Purpose.GRADIENT_REDUCE, op, payloads, ranks) for op in (Op.ALL_TO_ALL, Op.ALL_GATHER)
+        )
+        return [
+            scattered._replace(intended_op=str(Op.REDUCE_SCATTER)),
+            gathered._replace(intended_op=str(Op.ALL_REDUCE)),
+        ]
     payloads = [ranks * compression.payload_bytes(numel, size) for numel in numels]
     lengths = [ranks * LENGTH_BYTES for _ in numels] if compression.coded else []
     sent = row("step", Purpose.GRADIENT_REDUCE, Op.ALL_GATHER, [*payloads, *lengths], ranks)

@@ -20,7 +20,7 @@ from commprof.requested.errors import UnsupportedError
 from commprof.requested.keys import choice, count, flag, number, section, wrong
 
 ALGORITHMS: Final = ("topk", "1bit", "2bit", "none")
-_BLOCK: Final = 2048  # elements
+BLOCK: Final = 2048  # elements
 _LEVEL_BYTES: Final = 4
 _WIDE_PLACES: Final = 2**31  # elements
 LENGTH_BYTES: Final = 8  # of a coded payload
@@ -34,6 +34,11 @@ def quantised_bytes(numel: int, bits: int) -> int:
     return -(-numel * bits // 8) + _LEVEL_BYTES * -(-numel // _QUANTISED_BLOCK)
 
 
+def sign_bytes(numel: int, bits: int = 1) -> int:
+    """Bytes that stand for the signs of ``numel`` elements, with a level for each block; with 2 bits two levels."""
+    return -(-numel * bits // 8) + bits * _LEVEL_BYTES * -(-numel // BLOCK)
+
+
 class Compression(NamedTuple):
     """How gradients are compressed.
 
@@ -44,6 +49,7 @@ class Compression(NamedTuple):
         error_feedback: whether each rank keeps what it did not send.
         coded: payloads are Huffman coded, so that their sizes depend on the values.
         hierarchical: only what hosts send to each other is compressed.
+        two_phase: whether more than two ranks add up in two phases.
         host_ranks: ranks of each host, which only the launcher knows; 0 where it is not said.
     """
 
@@ -53,6 +59,7 @@ class Compression(NamedTuple):
     error_feedback: bool
     coded: bool
     hierarchical: bool
+    two_phase: bool = False
     host_ranks: int = 0
 
     def payload_bytes(self, numel: int, item_bytes: int) -> int:
@@ -60,8 +67,7 @@ class Compression(NamedTuple):
         if self.algorithm == "topk":
             places = 4 if numel < _WIDE_PLACES else 8
             return min(numel, max(1, ceil(self.ratio * numel))) * (item_bytes + places)
-        bits = 1 if self.algorithm == "1bit" else 2
-        return -(-numel * bits // 8) + bits * _LEVEL_BYTES * -(-numel // _BLOCK)
+        return sign_bytes(numel, 1 if self.algorithm == "1bit" else 2)
 
     def refuse_unknown_hosts(self, world_size: int) -> None:
         """Raise UnsupportedError where it is not known how many ranks each host has, and that decides what is sent."""
@@ -99,4 +105,5 @@ def read_compression(config: Mapping[str, Any]) -> Compression | None:
         flag(block, "gradient_compression.error_feedback", True),
         algorithm != "1bit" and flag(block, "gradient_compression.huffman_coding", False),
         between_hosts or flag(block, "gradient_compression.hierarchical_compress", False),
+        flag(block, "gradient_compression.two_phase", False),
     )

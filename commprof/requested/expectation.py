@@ -31,6 +31,7 @@ class Expectation(NamedTuple):
         groups: in place of that the ranks of each group that sends that; None where ``group_size`` says it.
         most_bytes: what ``payload_bytes`` is at most where it is an estimate; None where there is no limit.
         estimate: what the bytes depend on where they are an estimate; empty for the order in which modules run.
+        payloads: bytes of each message; of one with a row for each rank that may differ in length, those of every row.
     """
 
     when: When
@@ -49,6 +50,7 @@ class Expectation(NamedTuple):
     groups: tuple[tuple[int, ...], ...] | None = None
     most_bytes: int | None = None
     estimate: str = ""
+    payloads: tuple[tuple[int, ...], ...] = ()
 
 
 def row(
@@ -67,7 +69,18 @@ def row(
     total = sum(payloads)
     wire = wire_bytes(op, total, world_size)
     return Expectation(
-        when, str(purpose), str(op), str(op), None, len(payloads), total, wire, True, note, least_bytes=total
+        when,
+        str(purpose),
+        str(op),
+        str(op),
+        None,
+        len(payloads),
+        total,
+        wire,
+        True,
+        note,
+        least_bytes=total,
+        payloads=tuple((each,) for each in payloads),
     )
 
 
@@ -95,6 +108,7 @@ def summed(rows: Iterable[Expectation], when: When) -> list[Expectation]:
             bytes_exact=before.bytes_exact and each.bytes_exact,
             least_bytes=before.least_bytes + each.least_bytes,
             most_bytes=_most(before, each),
+            payloads=before.payloads + each.payloads,
             note="; ".join(dict.fromkeys(note for note in (before.note, each.note) if note)),
         )
     return list(sums.values())

@@ -123,6 +123,7 @@ def _gradient_reduce(
             requested_op=str(requested_op(configuration)),
             intended_op=str(Op.REDUCE_SCATTER) if op == Op.ALL_TO_ALL else None,
             exact=gradients.exact,
+            payloads=tuple(message.row_bytes(size, world_size) for message in gradients.messages),
         )
     ]
 

@@ -61,7 +61,8 @@ def banded_gradients(configuration: Configuration, layout: Layout, backend: str)
     for group in layout.groups:
         for start in range(0, group.end, group.band_numel or 1):
             sent = min(group.band_numel, group.end - start) if exchanges else group.band_numel
-            messages.append(Message(Op.ALL_TO_ALL if exchanges else Op.REDUCE_SCATTER, sent))
+            op = Op.ALL_TO_ALL if exchanges else Op.REDUCE_SCATTER
+            messages.append(Message(op, sent, group.row_numel))
     return GradientMessages(messages)
 
 

@@ -29,10 +29,19 @@ class Message(NamedTuple):
     Attributes:
         op: what is issued.
         numel: elements behind ``payload_bytes``.
+        row_numel: elements of each rank's row, of which the last ones may lack some; 0 where there are no rows.
     """
 
     op: Op
     numel: int
+    row_numel: int = 0
+
+    def row_bytes(self, item_bytes: int, ranks: int) -> tuple[int, ...]:
+        """Bytes of the row of each of ``ranks``; of the whole where there are no rows."""
+        if not self.row_numel:
+            return (self.numel * item_bytes,)
+        left = [self.numel - rank * self.row_numel for rank in range(ranks)]
+        return tuple(min(self.row_numel, max(0, each)) * item_bytes for each in left)
 
 
 Slices = Sequence[OwnedSlice]

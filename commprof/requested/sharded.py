@@ -39,6 +39,7 @@ class Sent(NamedTuple):
         bytes_exact: False where the sum of the payloads does so too.
         least_bytes: what that sum is at least, whatever the order; None where it is exact.
         group_size: as of an Expectation.
+        rows: of each message the bytes of every rank's row, where they may differ.
     """
 
     op: Op
@@ -48,6 +49,7 @@ class Sent(NamedTuple):
     bytes_exact: bool = True
     least_bytes: int | None = None
     group_size: int | None = None
+    rows: tuple[tuple[int, ...], ...] = ()
 
 
 def padded_bytes(parameter: Parameter, world_size: int, dtype: str | None) -> int:
@@ -220,6 +222,7 @@ def reduced_gradients(
     """
     dtype = configuration.communication_dtype
     payloads: dict[Op, list[int]] = {Op.REDUCE_SCATTER: [], Op.ALL_TO_ALL: [], Op.ALL_REDUCE: []}
+    rows: dict[Op, list[tuple[int, ...]]] = {Op.ALL_TO_ALL: []}
     for bucket in buckets:
         numel = sum(parameter.numel for parameter in bucket)
         if quantises:
@@ -229,10 +232,24 @@ def reduced_gradients(
             payloads[Op.ALL_REDUCE].append(numel * item_bytes(dtype))
         elif exchanges:
             payloads[Op.ALL_TO_ALL].append(numel * item_bytes(dtype))
+            rows[Op.ALL_TO_ALL].append(_row_bytes(bucket, world_size, item_bytes(dtype)))
         else:
             padded_sum = sum(padded_bytes(parameter, world_size, dtype) for parameter in bucket)
             payloads[Op.REDUCE_SCATTER].append(padded_sum)
-    return [Sent(op, tuple(each), exact, tuple(notes)) for op, each in payloads.items() if each]
+    return [
+        Sent(op, tuple(each), exact, tuple(notes), rows=tuple(rows.get(op, ())))
+        for op, each in payloads.items()
+        if each
+    ]
+
+
+def _row_bytes(bucket: Bucket, world_size: int, size: int) -> tuple[int, ...]:
+    """The bytes of each rank's part of the gradients of ``bucket``, without padding."""
+    widths = [(each.numel, padded(each.numel, world_size) // world_size) for each in bucket]
+    return tuple(
+        size * sum(min(width, max(0, numel - rank * width)) for numel, width in widths)
+        for rank in range(world_size)
+    )
 
 
 def _goes_in_an_all_reduce(numel: int, configuration: Configuration) -> bool:

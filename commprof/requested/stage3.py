@@ -78,6 +78,7 @@ def _rows(when: When, purpose: Purpose, sent: Iterable[Sent | None], world_size:
                     bytes_exact=each.bytes_exact,
                     least_bytes=least,
                     group_size=each.group_size,
+                    payloads=each.rows or line.payloads,
                 )
             )
     return found

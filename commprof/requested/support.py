@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 from commprof.requested.errors import UnsupportedError
-
-COMPRESSING_OPTIMIZERS: Final = ("onebitadam", "zerooneadam", "onebitlamb")
+from commprof.requested.sign_optimizers import NAMES as COMPRESSING_OPTIMIZERS
+from commprof.requested.sign_optimizers import refuse_unknown
 
 
 def refuse_unsupported(
-    config: Mapping[str, Any], stage: int, world_size: int, *, quantises: bool = False
+    config: Mapping[str, Any], stage: int, world_size: int, *, is_own: bool = False
 ) -> None:
     """Raise UnsupportedError, naming the key, when ``config`` asks for more than the four stages by themselves.
 
-    ``quantises``: the runtime is one of which it is known how it quantises.
+    ``is_own``: the runtime is zero_runtime, of which it is known how it quantises, compresses and composes.
     """
     zero = _mapping(config.get("zero_optimization"))
     if stage and zero.get("zenflow"):
@@ -42,11 +42,12 @@ def refuse_unsupported(
             "sparse_gradients", True, "the size of a sparse gradient depends on the tokens of the batch"
         )
     if optimizer_type(config) in COMPRESSING_OPTIMIZERS:
-        raise UnsupportedError(
-            "optimizer.type",
-            config["optimizer"]["type"],
-            "it sends compressed momentum in place of gradients",
-        )
+        if not is_own:
+            kind = config["optimizer"]["type"]
+            raise UnsupportedError(
+                "optimizer.type", kind, "it sends compressed momentum in place of gradients"
+            )
+        refuse_unknown(config, stage)
     if _mapping(config.get("expert_parallel")).get("enabled"):
         raise UnsupportedError(
             "expert_parallel.enabled",
@@ -57,24 +58,14 @@ def refuse_unsupported(
         if stage and (zero.get(name) or (zero.get(name) is not None and "allowed" in name)):
             reason = "which parameters stay whole then depends on the code of the model"
             raise UnsupportedError(f"zero_optimization.{name}", zero[name], reason)
-    topology = _mapping(config.get("communication")).get("topology")
-    if _has_axes(topology):
-        raise UnsupportedError(
-            "communication.topology",
-            topology,
-            "a collective of all ranks may then be several, along the axes of a grid of ranks",
-        )
-    delay = _mapping(config.get("communication")).get("bounded_delay")
-    if delay:
-        reason = "gradients are then sent to each rank by itself, and waited for in a later step"
-        raise UnsupportedError("communication.bounded_delay", delay, reason)
+    _refuse_communication(_mapping(config.get("communication")), stage)
     if stage == 3:
-        _refuse_with_stage_3(config, zero, world_size, quantises)
+        _refuse_with_stage_3(config, zero, world_size, is_own)
     _refuse_parallel(config)
 
 
 def _refuse_with_stage_3(
-    config: Mapping[str, Any], zero: Mapping[str, Any], world_size: int, quantises: bool
+    config: Mapping[str, Any], zero: Mapping[str, Any], world_size: int, is_own: bool
 ) -> None:
     quantised = "values are then quantised, and travel with scales whose sizes the sources do not state"
     for name in (
@@ -82,7 +73,7 @@ def _refuse_with_stage_3(
         "zero_quantized_nontrainable_weights",
         "zero_quantized_gradients",
     ):
-        if zero.get(name) and not quantises:
+        if zero.get(name) and not is_own:
             raise UnsupportedError(f"zero_optimization.{name}", zero[name], quantised)
     secondary = zero.get("zero_hpz_partition_size")
     if isinstance(secondary, int) and secondary > 1 and world_size % secondary:
@@ -107,6 +98,19 @@ def _refuse_with_stage_3(
 def optimizer_type(config: Mapping[str, Any]) -> str:
     """The config's ``optimizer.type`` in lower case; ``none`` without one."""
     return str(_mapping(config.get("optimizer")).get("type")).lower()
+
+
+def _refuse_communication(block: Mapping[str, Any], stage: int) -> None:
+    if _has_axes(block.get("topology")) and block.get("calibration"):
+        raise UnsupportedError(
+            "communication.calibration",
+            block["calibration"],
+            "measured times then say which message goes along the axes, and which among all ranks at once",
+        )
+    if stage and block.get("bounded_delay"):
+        raise UnsupportedError(
+            "communication.bounded_delay", block["bounded_delay"], "it works at stage 0 alone"
+        )
 
 
 def _has_axes(topology: object) -> bool:

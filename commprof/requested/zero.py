@@ -12,15 +12,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, get_args
 
+from commprof.requested import sign_optimizers, torus
 from commprof.requested.configuration import Configuration, read_configuration, zero_section
 from commprof.requested.errors import RequestedError, UnsupportedError
 from commprof.requested.expectation import Expectation, row, summed
 from commprof.requested.explanation import describe, requested_gradient_op
 from commprof.requested.fetch_configuration import read_fetch_configuration
-from commprof.requested.flat_stages import Runtime, flat_expectations
-from commprof.requested.parameters import Parameter, check_parameters, trained_groups
+from commprof.requested.flat_stages import NORM_BYTES, Runtime, flat_expectations
+from commprof.requested.keys import count, section
+from commprof.requested.late_sums import late_sums
+from commprof.requested.parameters import Parameter, check_parameters, item_bytes, trained_groups
 from commprof.requested.stage3 import Training, stage3_expectations
 from commprof.requested.support import optimizer_type, refuse_unsupported
+from commprof.requested.torus import Sizes
 from commprof.schema import Op, Purpose
 
 __all__ = [
@@ -50,6 +54,7 @@ def expected(
     iteration: int | None = None,
     zero_init: bool = False,
     host_ranks: int | None = None,
+    grid: Sizes | None = None,
 ) -> list[Expectation]:
     """What ``config`` should send for a model with ``parameters`` on ``world_size`` ranks.
 
@@ -65,14 +70,16 @@ def expected(
         iteration: number of the micro-batch since training started, from 0, that the rows of ``"micro_step"`` are for.
             Only at stage 3 do the first two differ from later ones, of which None is any.
         zero_init: whether the model was made within ``deepspeed.zero.Init`` (stage 3), which broadcasts it once less.
-        host_ranks: ranks of each host, for hierarchical compression; None where that is not known.
+        host_ranks: ranks of each host, for hierarchical compression and ``communication.topology``; None where that is not
+            known.
+        grid: the axes of a grid of ranks that a run had, outermost first, where the config leaves them to the hosts.
 
     Raises:
         UnsupportedError: the config asks for a feature whose rules are not stated here; it names the key.
         RequestedError: the config, the parameters or the order cannot be used as they are.
     """
     configuration = read_configuration(config)
-    refuse_unsupported(config, configuration.stage, world_size, quantises=runtime == "zero_runtime")
+    refuse_unsupported(config, configuration.stage, world_size, is_own=runtime == "zero_runtime")
     if runtime not in get_args(Runtime):
         raise RequestedError(f"runtime is {runtime!r}; expected one of {', '.join(get_args(Runtime))}")
     if runtime == "deepspeed":
@@ -96,9 +103,23 @@ def expected(
         rows = stage3_expectations(configuration, fetching, training)
     else:
         rows = flat_expectations(configuration, parameters, world_size, gradient_order, backend, runtime)
-    if runtime == "zero_runtime" and configuration.partitions and optimizer_type(config) == "lamb":
+    if runtime != "zero_runtime":
+        return rows
+    if configuration.partitions and optimizer_type(config) == "lamb":
         rows.append(_trust_ratios(parameters, world_size))
-    return rows
+    if optimizer_type(config) in sign_optimizers.NAMES:
+        rows = _as_signs(rows, configuration, config, parameters, world_size, iteration)
+    rows = late_sums(
+        rows, count(section(config, "communication"), "bounded_delay", 0, least=0) or 0, world_size
+    )
+    sizes = torus.sizes_of(config, world_size, host_ranks, grid)
+    own = configuration.model_dtype or (parameters[0].dtype if parameters else "float32")
+    items = {
+        Purpose.GRADIENT_REDUCE: item_bytes(configuration.communication_dtype),
+        Purpose.PARAMETER_GATHER: item_bytes(own),
+    }
+    exchanges = configuration.reduce_scatter_on(backend) == "all_to_all"
+    return torus.composed(rows, sizes, items, exchanges=exchanges)
 
 
 def expected_in_step(
@@ -112,6 +133,7 @@ def expected_in_step(
     *,
     zero_init: bool = False,
     host_ranks: int | None = None,
+    grid: Sizes | None = None,
 ) -> list[Expectation]:
     """All that optimizer step number ``step`` sends, its micro-batches added up, one row per purpose and operations.
 
@@ -133,6 +155,7 @@ def expected_in_step(
             iteration=iteration,
             zero_init=zero_init,
             host_ranks=host_ranks,
+            grid=grid,
         )
         if step < 0:
             return [each for each in sent if each.when == "init"]
@@ -148,7 +171,44 @@ def steady_step(config: Mapping[str, Any]) -> int:
         RequestedError: the config cannot be read.
     """
     compression = read_configuration(config).compression
-    return max(STEADY, 0 if compression is None else compression.warmup_steps)
+    settled = sign_optimizers.steady_step(config) if optimizer_type(config) in sign_optimizers.NAMES else 0
+    return max(STEADY, settled, 0 if compression is None else compression.warmup_steps)
+
+
+def kind_of_step(config: Mapping[str, Any], step: int) -> str:
+    """A word for the steps that send what step number ``step`` does; empty where all do from the third one on.
+
+    Raises:
+        RequestedError: the config cannot be read.
+    """
+    if optimizer_type(config) in sign_optimizers.NAMES:
+        return sign_optimizers.kind_of_step(config, step)
+    compression = read_configuration(config).compression
+    if compression is None or not compression.warmup_steps:
+        return ""
+    return "warming" if step < compression.warmup_steps else "compressed"
+
+
+def _as_signs(
+    rows: Sequence[Expectation],
+    configuration: Configuration,
+    config: Mapping[str, Any],
+    parameters: Sequence[Parameter],
+    world_size: int,
+    iteration: int | None,
+) -> list[Expectation]:
+    """``rows`` in the step of micro-batch ``iteration``, whose optimizer sends means of its own as signs."""
+    step = steady_step(config) if iteration is None else iteration // micro_steps(config, world_size)
+    kind = sign_optimizers.kind_of_step(config, step)
+    if kind == "whole":
+        return list(rows)
+    found = [each for each in rows if each.purpose != Purpose.GRADIENT_REDUCE]
+    if kind == "signs":
+        found += sign_optimizers.sign_messages(parameters, world_size)
+    if configuration.model_dtype is not None and trained_groups(parameters):
+        note = "gradients differ between the ranks, which agree on their norm"
+        found.append(row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, [NORM_BYTES], world_size, note))
+    return found
 
 
 def _without_idle_compression(

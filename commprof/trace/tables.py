@@ -32,6 +32,7 @@ _TYPES: Final[dict[str, Any]] = {
 }
 _PART_ROWS: Final = 65_536
 _COLUMN_PART_ROWS: Final = 262_144
+_BUFFER_BYTES: Final = 1 << 16
 VERSION_KEY: Final = b"commprof.schema_version"
 
 
@@ -233,7 +234,13 @@ def column_parts(
     """
     try:
         _check_regular(path)
-        with pq.ParquetFile(path, read_dictionary=_texts(name), page_checksum_verification=True) as file:
+        with pq.ParquetFile(
+            path,
+            read_dictionary=_texts(name),
+            page_checksum_verification=True,
+            pre_buffer=False,  # with a buffer for each column no file is held whole
+            buffer_size=_BUFFER_BYTES,
+        ) as file:
             for batch in file.iter_batches(batch_size=rows, columns=list(columns)):
                 batch.validate(full=True)
                 yield pa.table(batch).select(list(columns))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Final
+import re
+from pathlib import Path
+from typing import Final, NamedTuple
 
 import pandas as pd
 
@@ -13,26 +15,63 @@ from commprof_dash.data import Runs
 NOT_RECORDED: Final = "not recorded"
 
 
-def flushes(runs: Runs, name: str) -> pd.DataFrame:
-    """Every bucket of a run: see ``api.bucket_flushes``."""
-    frame: pd.DataFrame = runs.of_run("bucket_flushes", name, api.bucket_flushes)
-    return _labelled(frame)
+class Shown(NamedTuple):
+    """What the page shows: ``of_steps``, see ``api.bucket_steps``; ``frame``, one row per bucket of ``step``.
+
+    ``step`` is None where ``frame`` has the buckets of a mean step.
+    """
+
+    of_steps: pd.DataFrame
+    step: int | None
+    frame: pd.DataFrame
 
 
-def means(runs: Runs, name: str) -> pd.DataFrame:
-    """The buckets of a mean step: see ``api.bucket_means``."""
-    frame: pd.DataFrame = runs.of_run("bucket_means", name, api.bucket_means)
-    return _labelled(frame)
+class Chosen(NamedTuple):
+    """One bucket: its step, and what it holds."""
+
+    step: int
+    content: api.BucketContent
 
 
-def content(runs: Runs, name: str, step: int, bucket: int, micro_step: int) -> api.BucketContent | None:
-    """What a bucket holds: see ``api.bucket_content``; of the last attempt that has it."""
-    found: api.BucketContent | None = runs.of_run(
-        f"bucket {step} {micro_step} {bucket}",
-        name,
-        lambda path: api.bucket_content(path, step, bucket, micro_step),
-    )
+def shown(runs: Runs, name: str, wanted: str | None) -> Shown:
+    """The buckets of the step ``wanted``, or of a mean step where the run has no such step.
+
+    Of a step that was done again after a restart, the last time.
+    """
+    step = int(wanted) if wanted is not None and re.fullmatch(r"-1|\d{1,9}", wanted) else None
+
+    def answer(path: Path) -> Shown:
+        run = api.open_run(path)
+        of_steps = api.bucket_steps(run)
+        known = of_steps["step"]
+        if step is not None and (known == step).any():
+            return Shown(of_steps, step, _of_step(run, step))
+        means = api.bucket_means(run)
+        if means.empty and len(known):  # all of them came before the first step
+            return Shown(of_steps, int(known.iloc[-1]), _of_step(run, int(known.iloc[-1])))
+        return Shown(of_steps, None, _labelled(means))
+
+    found: Shown = runs.of_run(f"buckets {step}", name, answer)
     return found
+
+
+def chosen(runs: Runs, name: str, bucket: int, micro_step: int, step: int | None) -> Chosen | None:
+    """What a bucket holds (``api.bucket_content``): in ``step``, or in the last step that has it."""
+
+    def answer(path: Path) -> Chosen | None:
+        run, at = api.open_run(path), step
+        if at is None:
+            at = int(api.bucket_flushes(run, micro_step=micro_step, bucket=bucket)["step"].iloc[-1])
+        content = api.bucket_content(run, at, bucket, micro_step)
+        return None if content is None else Chosen(at, content)
+
+    found: Chosen | None = runs.of_run(f"bucket {step} {micro_step} {bucket}", name, answer)
+    return found
+
+
+def _of_step(run: api.Run, step: int) -> pd.DataFrame:
+    frame = api.bucket_flushes(run, step)
+    return _labelled(frame.drop_duplicates(["micro_step", "bucket"], keep="last"))
 
 
 def _labelled(frame: pd.DataFrame) -> pd.DataFrame:

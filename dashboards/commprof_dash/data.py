@@ -14,6 +14,7 @@ import pandas as pd
 
 from commprof.analysis import api
 from commprof_dash import traffic_frames
+from commprof_dash.background import background
 from commprof_dash.charts.series import with_series
 
 _CACHED_ANSWERS: Final = 256
@@ -157,6 +158,23 @@ class Runs:
         known = self._paths()
         paths = tuple(known[name] for name in names)
         return self._cached(question, paths, lambda: answer(list(paths)))
+
+    def run_beside(self, question: str, name: str, answer: Callable[[Path], Any]) -> Any | None:
+        """What ``answer``, a function of a module, says of a run; None while another process works it out.
+
+        Raises:
+            KeyError: there is no run of that name.
+        """
+        path = self._paths()[name]
+        return background.ask((question, path, _stamp(path)), answer, path)
+
+    def runs_beside(
+        self, question: str, names: Sequence[str], answer: Callable[[list[Path]], Any]
+    ) -> Any | None:
+        """The same of several runs."""
+        known = self._paths()
+        paths = [known[name] for name in names]
+        return background.ask((question, tuple(paths), tuple(map(_stamp, paths))), answer, paths)
 
     def _cached(self, question: str, paths: tuple[Path, ...], answer: Callable[[], Any]) -> Any:
         key = (question, paths, tuple(_stamp(path) for path in paths))

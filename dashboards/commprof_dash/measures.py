@@ -38,7 +38,8 @@ WIRE: Final = Measure(
     "wire_bytes",
     "Wire bytes",
     "bytes",
-    "modelled: mean bytes each rank sends, 2(n-1)/n of the payload for all_reduce, (n-1)/n for the others",
+    "modelled: mean bytes each rank of the group sends, 2(n-1)/n of the payload for all_reduce, (n-1)/n for the others; "
+    "messages as they are; added up over the groups",
 )
 PAYLOAD: Final = Measure(
     "payload",

@@ -11,7 +11,7 @@ from commprof.analysis import api
 from commprof_dash.charts.series import with_series
 from commprof_dash.data import Runs
 
-MOST_RECORDS: Final = 1_000_000  # a ledger goes through every record: about a second for as many
+MOST_RECORDS: Final = 200_000  # a ledger goes through every record: about a second for a million
 GRID_KEYS: Final = ("reduce_scatter", "use_multi_rank_bucket_allreduce")
 _KEY: Final = "."
 ABSENT: Final = "(absent)"
@@ -23,13 +23,19 @@ def compared(runs: Runs, names: Sequence[str]) -> api.Comparison:
     return found
 
 
-def levels(runs: Runs, names: Sequence[str]) -> pd.DataFrame | None:
-    """Requested, issued, executed and moved, with their ``series``; None where the runs are too large for a page."""
+def are_large(runs: Runs, names: Sequence[str]) -> bool:
+    """Whether to close the ledgers of these runs takes longer than a page may."""
     listing = runs.listing()
     records = listing.loc[listing["name"].isin(list(names)), "records"].fillna(0).sum()
-    if records > MOST_RECORDS:
+    return bool(records > MOST_RECORDS)
+
+
+def levels(runs: Runs, names: Sequence[str]) -> pd.DataFrame | None:
+    """Requested, issued, executed and moved, with their ``series``; None while another process closes large ledgers."""
+    ask = runs.runs_beside if are_large(runs, names) else runs.of_runs
+    frame: pd.DataFrame | None = ask("levels", names, api.reduction_levels)
+    if frame is None:
         return None
-    frame: pd.DataFrame = runs.of_runs("levels", names, api.reduction_levels)
     known = frame["op"].notna()
     series = with_series(frame[known].assign(op=frame.loc[known, "op"].astype(str)))["series"]
     return frame.assign(series=series.reindex(frame.index))

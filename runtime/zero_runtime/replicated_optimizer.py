@@ -12,6 +12,7 @@ from zero_runtime.fragments import Master, Part
 from zero_runtime.loss_scale import UNSCALED, LossScale
 from zero_runtime.optimizer import StepPolicy, WrappedOptimizer, master_of
 from zero_runtime.optimizers import ZeroOneAdam
+from zero_runtime.optimizers.one_bit import OneBitOptimizer
 from zero_runtime.precision import agree_on_overflow, any_overflow
 from zero_runtime.topology_aware.delay import DelayedGradients
 from zero_runtime.torch_optimizer import replace_parameters
@@ -57,6 +58,8 @@ class ReplicatedOptimizer(WrappedOptimizer):
             copies = [[master_of(parameter, policy.masters) for parameter in each] for each in groups]
             self.masters = [copy for each in copies for copy in each]
             replace_parameters(optimizer, [list(each) for each in copies])
+            if isinstance(optimizer, OneBitOptimizer):
+                optimizer.rename(dict(zip(self._parameters, self.masters, strict=True)))
 
     @property
     def fp32_groups_flat(self) -> list[torch.Tensor]:
@@ -98,6 +101,7 @@ class ReplicatedOptimizer(WrappedOptimizer):
         """Have ranks meet that go on by themselves for some steps."""
         if isinstance(self.optimizer, ZeroOneAdam):
             self.optimizer.meet()
+            self._publish()
 
     @torch.no_grad()
     def adopt(self) -> None:
@@ -109,8 +113,9 @@ class ReplicatedOptimizer(WrappedOptimizer):
     def _step_in_place(self) -> bool:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if self._scale.rules is not UNSCALED:
-            # Every data-parallel rank holds the same gradients, so there is nothing to agree on among them.
-            overflow = agree_on_overflow(any_overflow(gradients, self._group.device), *self._model_groups())
+            # Where every data-parallel rank holds the same gradients there is nothing to agree on among them.
+            groups = [*self._model_groups(), *([self._group] if self._is_apart else [])]
+            overflow = agree_on_overflow(any_overflow(gradients, self._group.device), *groups)
             if not self._measured(overflow, self._norm):
                 return False
             torch._foreach_mul_(gradients, 1.0 / self._scale.value)
@@ -124,6 +129,19 @@ class ReplicatedOptimizer(WrappedOptimizer):
         self.optimizer.step()
         return True
 
+    @property
+    def _is_apart(self) -> bool:
+        """Whether each rank takes the coming step by gradients of its own."""
+        alone = self._group.world_size == 1
+        return isinstance(self.optimizer, OneBitOptimizer) and not alone and not self.optimizer.wants_mean()
+
+    def _agreed_norm(self) -> torch.Tensor:
+        """The norm of the whole model's gradients; the mean of those of all ranks where they differ.
+
+        One that is infinite on any rank is so on all of them.
+        """
+        return averaged_norm(self._norm(), self._group) if self._is_apart else self._norm()
+
     def _norm(self) -> torch.Tensor:
         """The norm of the whole model's gradients."""
         gradients = {p: p.grad for p in self._parameters if p.grad is not None}
@@ -135,7 +153,7 @@ class ReplicatedOptimizer(WrappedOptimizer):
 
     def _step_through_copies(self) -> bool:
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
-        if not self._measured(False, self._norm):
+        if not self._measured(False, self._agreed_norm):
             return False
         for master, gradient in zip(self.masters, gradients, strict=True):
             master.grad = gradient.to(master.dtype)
@@ -143,8 +161,14 @@ class ReplicatedOptimizer(WrappedOptimizer):
         if factor is not None:
             torch._foreach_mul_([master.grad for master in self.masters if master.grad is not None], factor)
         self.optimizer.step()
-        for master, parameter in zip(self.masters, self._parameters, strict=True):
+        for master in self.masters:
             master.grad = None
+        self._publish()
+        return True
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        """Make the model's parameters what their masters are."""
+        for master, parameter in zip(self.masters, self._parameters, strict=True):
             if parameter.dtype is not master.dtype:
                 parameter.copy_(master)
-        return True

@@ -202,9 +202,9 @@ _OWN: Final[Mapping[str, Callable[[dict[str, Any], str], _Made]]] = {
 def _flag(arguments: dict[str, Any], name: str, default: bool) -> bool:
     """Take ``name`` out of ``arguments``."""
     value = arguments.pop(name, None)
-    if value is not None and not isinstance(value, bool):
+    if value is not None and not (isinstance(value, int) and value in (0, 1)):
         raise ConfigError(f"optimizer.params.{name} is {value!r}; expected true or false")
-    return default if value is None else value
+    return default if value is None else bool(value)
 
 
 def _refuse_amsgrad(arguments: dict[str, Any], name: str) -> None:

@@ -72,7 +72,7 @@ def base_url(runs):
         yield url
 
 
-@pytest.fixture(scope="module", params=["light", "dark"])
+@pytest.fixture(scope="module", params=["light", pytest.param("dark", marks=pytest.mark.long)])
 def view(browser, base_url, request):
     context = browser.new_context(viewport=DESKTOP, color_scheme=request.param, accept_downloads=True)
     watched = Watched(context.new_page())

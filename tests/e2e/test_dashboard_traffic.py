@@ -8,6 +8,7 @@ import io
 import pytest
 
 from commprof.analysis import api
+from commprof_dash import overview_data, settings_data
 from support.browser import served, watched
 from support.detailed_runs import aligned_run, detailed_run
 
@@ -163,3 +164,17 @@ def test_a_telephone_has_no_sideways_scrolling(browser, base_url, scheme):
         assert text == TEXT[scheme], path
     view.page.context.close()
     assert view.errors == []
+
+
+def test_of_large_runs_ledgers_and_the_lower_half_appear_when_they_are_there(
+    page, base_url, runs, monkeypatch
+):
+    for module in (overview_data, settings_data):
+        monkeypatch.setattr(module, "MOST_RECORDS", 1)
+    page.open(f"{base_url}/overview?run=plain")
+    page.page.wait_for_selector("#card-cost >> text=What recording cost")
+    sentence = api.verify(runs / "plain").sentences[-1]
+    page.page.wait_for_selector(f".message >> text={sentence}", timeout=60_000)
+    page.open(f"{base_url}/compare?run=plain")
+    page.page.wait_for_selector("#card-levels .js-plotly-plot", timeout=60_000)
+    assert "requested" in page.page.inner_text("#card-levels")

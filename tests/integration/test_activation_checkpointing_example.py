@@ -14,6 +14,7 @@ SIZES = ("--steps", "2", "--layers", "3", "--width", "32", "--context", "16")
 
 
 @pytest.mark.ranks
+@pytest.mark.long
 def test_the_example_of_activation_checkpoints(tmp_path):
     losses = []
     for name, words in (("checkpointed", ()), ("plain", ("--plain",))):

@@ -174,7 +174,7 @@ def test_a_rank_that_is_late_by_the_delay_holds_nobody_up(tmp_path):
     assert first == second
 
 
-def test_messages_say_what_they_stand_for_and_verify_what_it_does_not_cover(tmp_path):
+def test_messages_say_what_they_stand_for_and_verify_explains_them(tmp_path):
     from commprof.analysis import api
 
     run, _ = record(tmp_path / "run", 2, trained, {**ADAM, "communication": {"bounded_delay": 1}}, 3, True)
@@ -185,8 +185,8 @@ def test_messages_say_what_they_stand_for_and_verify_what_it_does_not_cover(tmp_
     assert sorted(row["op"] for row in rows) == ["recv", "send"]
     assert {row["payload_bytes"] for row in rows} == {4 * (7 * 9 + 9 + 9 * 3 + 3)}
     verdict = api.verify(run)
-    assert verdict.exit_code == 3
-    assert any("communication.bounded_delay" in each for each in verdict.sentences)
+    assert (verdict.exit_code, verdict.unexplained) == (0, ())
+    assert any("communication.bounded_delay: 1 has each rank send" in each for each in verdict.sentences)
 
 
 def without_optimizer(rank, world):

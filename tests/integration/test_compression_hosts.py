@@ -62,6 +62,7 @@ CASES = {
     "topk": {"algorithm": "topk", "topk_ratio": 0.01},
     "1bit": {"algorithm": "1bit"},
     "2bit": {"algorithm": "2bit"},
+    "1bit, two phases": {"algorithm": "1bit", "two_phase": True},
 }
 # A ring sends each payload, indices and levels included, to the n - 1 others; an all_reduce sends 2 (n-1)/n of the buffer.
 EXPECTED = {
@@ -69,6 +70,7 @@ EXPECTED = {
     "topk": (HOSTS - 1) * 8 * (NUMEL // 100 + 1),
     "1bit": (HOSTS - 1) * (NUMEL / 8 + 4 * NUMEL / 2048),
     "2bit": (HOSTS - 1) * (NUMEL / 4 + 8 * NUMEL / 2048),
+    "1bit, two phases": 2 * (HOSTS - 1) / HOSTS * (NUMEL / 8 + 4 * NUMEL / 2048),
 }
 
 

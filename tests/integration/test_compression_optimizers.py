@@ -169,10 +169,91 @@ def read(kind="OneBitAdam", stage=0, **top):
     ("top", "said"),
     [
         ({"stage": 1}, "does not go together with zero_optimization.stage 1; use stage 0"),
-        ({"bf16": {"enabled": True}}, "a model in bf16"),
+        (
+            {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+            "masters in fp32",
+        ),
         ({"compress_communication": True}, "gradient_compression; use one of the two"),
     ],
 )
 def test_what_they_do_not_go_together_with_is_refused(kind, top, said):
     with pytest.raises(ConfigError, match=said):
         read(kind, **top)
+
+
+HALVES = {"bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True, "initial_scale_power": 20}}}
+
+
+def train_in_halves(rank, world, steps):
+    """Losses, weights and skipped steps of each 16-bit type and optimizer, without clipping and with it."""
+    found = {}
+    for half, keys in HALVES.items():
+        for name in ("1-bit", "Lamb", "0/1"):
+            kind, params = KINDS[name]
+            model = make_model("gpt")
+            config = {
+                "train_micro_batch_size_per_gpu": 4,
+                "optimizer": {"type": kind, "params": {"lr": 1e-3, **params}},
+                "gradient_clipping": 1.0 if half == "bf16" else 0.0,
+                **keys,
+            }
+            engine, *_ = zero_runtime.initialize(model=model, config=config)
+            losses = []
+            for step in range(steps):
+                features, targets = make_batch("gpt", step % 2, 0, rank)
+                loss = engine(features, targets)
+                losses.append(loss.item())
+                engine.backward(loss)
+                engine.step()
+            engine.optimizer.settle()
+            weights = torch.cat([each.detach().view(-1) for each in model.parameters()])
+            found[half, name] = (losses, weights.view(torch.int16).long().sum().item(), engine.skipped_steps)
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.long
+def test_they_train_models_of_16_bits_on_any_number_of_ranks():
+    # Three ranks send signs in two phases; the loss scale of fp16 begins so high that steps are skipped, on all ranks.
+    ranks = run_ranks(3, train_in_halves, 20, timeout=300)
+    for key, (_, weights, skipped) in ranks[0].items():
+        assert {each[key][1:] for each in ranks} == {(weights, skipped)}, key
+        assert bool(skipped) == (key[0] == "fp16")
+        mean = [sum(step) / 3 for step in zip(*(each[key][0] for each in ranks), strict=True)]
+        assert mean[-2] < mean[0] - 0.05, (key, mean)
+
+
+def mean_of_noise(rank, world, rounds):
+    """What two phases make of numbers that the ranks send again and again, and what they leave over."""
+    from zero_runtime.comm import DataParallelGroup
+    from zero_runtime.compression.residuals import Residuals
+    from zero_runtime.compression.signs import MeanOfSigns
+
+    torch.manual_seed(rank)
+    numbers = [torch.randn(5000), torch.randn(70, 30)]
+    residuals = Residuals()
+    mean = MeanOfSigns(DataParallelGroup(), residuals)
+    total = [torch.zeros_like(each) for each in numbers]
+    for _ in range(rounds):
+        sent = [each.clone() for each in numbers]
+        mean(["a", "b"], sent)
+        for each, part in zip(total, sent, strict=True):
+            each.add_(part)
+    return numbers, total, residuals.tensors
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.long), 4])
+def test_nothing_is_lost_of_a_mean_in_one_phase_or_two(world):
+    """What has arrived, and what the ranks have left over, of the mean or on behalf of all, is what was sent."""
+    rounds = 3
+    found = run_ranks(world, mean_of_noise, rounds)
+    for number, name in enumerate("ab"):
+        sent = sum(numbers[number].double() for numbers, _, _ in found).view(-1) * rounds / world
+        arrived = found[0][1][number].double().view(-1)
+        assert all(torch.equal(each[1][number], found[0][1][number]) for each in found)
+        kept = sum(left[name].double() for _, _, left in found) / world
+        shares = [left[f"share of {name}"].double() for _, _, left in found if f"share of {name}" in left]
+        assert bool(shares) == (world > 2)
+        kept = kept + sum(shares) / world
+        assert torch.allclose(arrived + kept, sent, atol=1e-4)

@@ -29,7 +29,7 @@ GOLDEN = ROOT / "tests" / "golden" / "deepspeed_checkpoints"
 RECORDER = ROOT / "tools" / "deepspeed_checkpoints.py"
 REAL = "COMMPROF_DEEPSPEED_PYTHON"  # an interpreter that has the real DeepSpeed
 # fp16 at stage 0: DeepSpeed does not scale the loss there, so it trains otherwise (docs/deepspeed-differences.md).
-UNSCALED = {"stage0_fp16"}
+UNSCALED = {"stage0_fp16", "stage0_lamb_fp16"}
 TOLERANCE = {"fp32": 1e-6, "bf16": 5e-3, "fp16": 2e-3}
 
 
@@ -84,8 +84,16 @@ def go_on(rank, world, names, stage=None, root=str(GOLDEN)):
 TRAININGS = [*cases.CASES, *cases.UNIVERSAL]
 
 
+def rounding(name):
+    """How far losses may be from DeepSpeed's: its own optimizers round otherwise than torch's."""
+    optimizer = cases.make_config(cases.CASES[source(name)])["optimizer"]["type"]
+    if optimizer == "Muon":  # the iteration that makes matrices orthogonal
+        return TOLERANCE["bf16"] if "bf16" in name else 2e-5
+    return 3e-6 if optimizer != "AdamW" or counts_in_numbers(name) else 1e-6
+
+
 def counts_in_numbers(name):
-    """Whether DeepSpeed trains the case with an optimizer of its own, whose kernels round otherwise than torch's."""
+    """Whether DeepSpeed trains the case with an Adam of its own."""
     optimizer = cases.make_config(cases.CASES[source(name)])["optimizer"]
     return optimizer["type"] == "AdamW" and not optimizer["params"].get("torch_adam")
 
@@ -116,8 +124,7 @@ def test_training_goes_on_with_deepspeeds_own_losses(resumed, name):
         assert mine["passes"] == micro_steps
         if name in UNSCALED:
             continue
-        tolerance = 3e-6 if counts_in_numbers(name) else 1e-6
-        assert mine["losses"] == pytest.approx(after["losses"], rel=tolerance)
+        assert mine["losses"] == pytest.approx(after["losses"], rel=rounding(name))
         assert mine["rates"] == [pytest.approx(each) for each in after["rates"]]
         if precision(case) == "fp16":
             assert mine["scales"] == after["scales"]

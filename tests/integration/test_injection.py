@@ -108,6 +108,20 @@ def test_ranks_of_open_mpi(tmp_path, environment, outside):
     assert recorded(tmp_path / "run") == [(0, 5), (1, 5)]
 
 
+@pytest.mark.long
+@pytest.mark.ranks
+def test_ranks_of_the_deepspeed_launcher(tmp_path, environment):
+    python = os.environ.get("COMMPROF_DEEPSPEED_PYTHON")
+    if not python:
+        pytest.skip("COMMPROF_DEEPSPEED_PYTHON names no interpreter that has the real DeepSpeed")
+    write(tmp_path / "train.py", TORCHRUN_RANK)
+    launcher = [str(Path(python).with_name("deepspeed")), "--num_gpus", "2", "train.py"]
+    words = ["run", "--out", "run", "--", *launcher]
+    done = commprof(*words, cwd=tmp_path, environment=environment, DS_ACCELERATOR="cpu")
+    assert done.returncode == 0, done.stderr
+    assert recorded(tmp_path / "run") == [(0, 5), (1, 5)]
+
+
 @pytest.mark.ranks
 def test_ranks_of_mpirun_below_python_below_a_shell_below_make(tmp_path, environment):
     write(tmp_path / "mpirun.py", MPIRUN)
@@ -335,6 +349,7 @@ def test_damaged_options_are_said_once_by_rank_0(tmp_path, environment):
 
 
 @pytest.mark.ranks
+@pytest.mark.long
 def test_damaged_options_are_said_once_by_the_launcher(tmp_path, environment):
     write(tmp_path / "train.py", TORCHRUN_RANK)
     words = ["run", "--nproc", "2", "--out", "run", "--steps", ":9", "train.py"]
@@ -358,6 +373,7 @@ def test_what_can_be_used_of_damaged_options_reaches_the_ranks(tmp_path):
 
 
 @pytest.mark.ranks
+@pytest.mark.long
 def test_damaged_options_are_said_once_where_forked_processes_become_the_ranks(tmp_path, environment):
     write(tmp_path / "train.py", SPAWN_AND_FORK.replace('("spawn", "fork")', '("fork",)'))
     done = execute([sys.executable, "train.py"], tmp_path, environment, COMMPROF="1", **DAMAGED)

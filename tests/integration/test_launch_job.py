@@ -67,7 +67,7 @@ def on_path(monkeypatch):
     monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "runtime")]))
 
 
-pytestmark = [pytest.mark.usefixtures("on_path"), pytest.mark.alone]
+pytestmark = pytest.mark.usefixtures("on_path")
 
 
 @pytest.mark.parametrize("words", [["sub/witness.py"], ["-m", "sub.witness"]])
@@ -170,7 +170,8 @@ def test_two_ranks_are_recorded_and_the_last_line_says_so(tmp_path):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("inside", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("inside", [True, False])
 def test_torchrun_around_commprof_and_inside_it(tmp_path, inside):
     write(tmp_path / "train.py", GLOO)
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]

@@ -12,6 +12,7 @@ from support.pipelines import (
     MICRO_BATCHES,
     SCHEDULES,
     STEPS,
+    WIDTH,
     batches,
     config,
     made,
@@ -53,6 +54,50 @@ def zero_bubble_is_1f1b_to_the_bit():
             found.append((losses, weights))
         assert found[0][0] == found[1][0]
         assert all(map(torch.equal, found[0][1], found[1][1]))
+
+
+class Counted(nn.Module):
+    """Layers with random numbers, that count how often they run."""
+
+    runs = 0
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, values):
+        Counted.runs += 1
+        return self.second(torch.nn.functional.dropout(torch.tanh(self.first(values)), 0.25))
+
+
+def zero_bubble_runs_checkpointed_layers_twice():
+    """Once forward and once for both halves of the backward pass, however many weights they have; the same bits."""
+    layers = [zero_runtime.LayerSpec(Counted) for _ in range(4)] + [
+        zero_runtime.LayerSpec(nn.Linear, WIDTH, 1)
+    ]
+    dropped = config(bf16={"enabled": True}, zero_optimization={"stage": 1}, gradient_clipping=0.05)
+    autocast = config(torch_autocast={"enabled": True, "dtype": "bfloat16"})
+    for given in (config(), dropped, autocast):
+        found = []
+        for name, interval in (("1f1b", 0), ("zero_bubble", 1), ("zero_bubble", 2)):
+            engine = scheduled(
+                layers, SCHEDULES[name], given | {"pipeline": {"activation_checkpoint_interval": interval}}
+            )
+            torch.manual_seed(5)
+            Counted.runs = 0
+            dtype = torch.bfloat16 if "bf16" in given else torch.float
+            losses = [
+                float(
+                    engine.train_batch((features.to(dtype), targets) for features, targets in batches(step))
+                )
+                for step in range(STEPS)
+            ]
+            own = sum(isinstance(each, Counted) for each in engine.module.modules())
+            assert Counted.runs == (2 if interval else 1) * own * STEPS * MICRO_BATCHES
+            found.append((losses, [each.detach().clone() for each in engine.module.parameters()]))
+        for losses, weights in found[1:]:
+            assert losses == found[0][0]
+            assert all(map(torch.equal, weights, found[0][1]))
 
 
 def zero_bubble_of_changing_shapes():
@@ -149,13 +194,15 @@ def what_is_refused():
     refused("is dealt out in 3 virtual stages", INTERLEAVED, virtual_stages=3)
     refused("expected '?1f1b|one of", {"schedule": "zigzag"})
     refused("activation_checkpoint_interval is 2", SCHEDULES["zero_bubble"],
-            config(pipeline={"activation_checkpoint_interval": 2}))  # fmt: skip
+            config(pipeline={"activation_checkpoint_interval": 2}),
+            activation_checkpoint_func=lambda layers, values: layers(values))  # fmt: skip
 
 
 PROGRAMS = (
-    zero_bubble_is_1f1b_to_the_bit, zero_bubble_of_changing_shapes, interleaved_layers, interleaved_nested_values,
-    interleaved_ties_with_clipping, interleaved_half_precision, evaluation_over_virtual_stages,
-    random_numbers_of_layers_are_those_of_1f1b, checkpointed_layers, stages_that_are_dealt_out_already, what_is_refused,
+    zero_bubble_is_1f1b_to_the_bit, zero_bubble_runs_checkpointed_layers_twice, zero_bubble_of_changing_shapes,
+    interleaved_layers, interleaved_nested_values, interleaved_ties_with_clipping, interleaved_half_precision,
+    evaluation_over_virtual_stages, random_numbers_of_layers_are_those_of_1f1b, checkpointed_layers,
+    stages_that_are_dealt_out_already, what_is_refused,
 )  # fmt: skip
 
 

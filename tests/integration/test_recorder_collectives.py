@@ -249,6 +249,7 @@ def test_object_collectives_are_the_tensor_collectives_they_are_made_of(tmp_path
         dist.all_gather_object([None] * world, {"rank": rank})
         dist.broadcast_object_list([rank, "x"], src=0)
         dist.gather_object(rank, [None] * world if rank == 0 else None, dst=0)
+        dist.scatter_object_list([None], [rank, "x"] if rank == 1 else None, src=1)
 
     run, outcomes = record(tmp_path / "run", 2, body)
     for rank in range(2):
@@ -259,8 +260,39 @@ def test_object_collectives_are_the_tensor_collectives_they_are_made_of(tmp_path
             ("broadcast", "broadcast_object_list"),
             ("all_gather", "gather_object"),
             ("gather", "gather_object"),
+            # the largest size to all, then each its object and that object's size
+            ("broadcast", "scatter_object_list"),
+            ("scatter", "scatter_object_list"),
+            ("scatter", "scatter_object_list"),
         ]
-        assert len(outcomes[rank]["flights"]) == 6
+        assert len(outcomes[rank]["flights"]) == outcomes[rank]["number"] == 9
+    assert run.health.unseen == 0
+
+
+def test_a_call_by_any_of_its_names_is_one_record(tmp_path):
+    def body(rank, world):
+        group = dist.group.WORLD
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dist._all_gather_base(ones(4), ones(2))
+            dist._reduce_scatter_base(ones(2), ones(4))
+            dist.all_gather_coalesced([[ones(2), ones(3)], [ones(2), ones(3)]], [ones(2), ones(3)])
+        names = ["_allgather_base", "all_gather_single", "_reduce_scatter_base", "reduce_scatter_single"]
+        found = [name for name in names if hasattr(group, name)]
+        for name in found:
+            gathers = "gather" in name
+            outputs, inputs = (ones(4), ones(2)) if gathers else (ones(2), ones(4))
+            getattr(group, name)(outputs, inputs).wait()
+        return ["all_gather" if "gather" in name else "reduce_scatter" for name in found]
+
+    for complete in (False, True):
+        run, outcomes = record(tmp_path / f"run-{complete}", 2, body, complete=complete)
+        direct = outcomes[0]["result"]
+        rows = calls(run, 0, "op", "payload_bytes")
+        expected = [("all_gather", 16), ("reduce_scatter", 16), ("all_gather", 40)]
+        assert rows == expected + [(op, 16) for op in direct]
+        assert len(outcomes[0]["flights"]) == len(rows) >= 5
+        assert run.health.unseen == 0
 
 
 def test_barriers(tmp_path):

@@ -84,6 +84,22 @@ def test_each_collective_of_a_program_is_recorded_once(recordings, program, mode
     assert set(calls(run, 0, "layer")) == layers
 
 
+@pytest.mark.long
+def test_what_inductor_makes_of_a_program_is_recorded_once(tmp_path):
+    def body(rank, world):
+        import torch._inductor.config
+
+        torch._inductor.config.compile_threads = 1
+        programs.run_compiled(rank, world, "inductor")
+
+    for complete in (False, True):
+        run, outcomes = record(tmp_path / f"run-{complete}", 2, body, complete=complete)
+        assert calls(run, 0, "op", "payload_bytes") == programs.COMPILED
+        assert set(calls(run, 0, "layer")) == {"c10d" if complete else "functional"}
+        assert outcomes[0]["flights"] == [op for op, _ in programs.COMPILED]
+        assert run.health.unseen == 0
+
+
 def test_no_kernel_stands_before_an_operator_until_a_program_needs_it(tmp_path):
     def body(rank, world):
         import commprof
@@ -313,6 +329,31 @@ for _ in range(3):
     engine.step()
 """
 
+# Of bf16: two bytes an element, 16x16 + 16 and 16x4 + 4 of them.
+_WEIGHTS = [512, 32, 128, 8]
+_WHOLE = sum(_WEIGHTS)
+# All gradients fit one bucket, which the default settings sum; then the flag of overflow, the norm, and the weights anew.
+_FLAT_STEP = [("all_reduce", _WHOLE), ("all_reduce", 1), ("all_reduce", 4), ("all_gather", _WHOLE)]
+_FLAT = [("broadcast", size) for size in _WEIGHTS] + _FLAT_STEP * 3
+# Stage 3 sends the weights twice, waits in three places, and gathers each once to put its hooks on.
+_SHARDED_START = [
+    *[("broadcast", size) for size in _WEIGHTS * 2],
+    *[("barrier", 0)] * 3,
+    *[("all_gather", size) for size in _WEIGHTS],
+]
+# Weights below the threshold stay, so they are gathered one by one after each step.
+_SHARDED_STEP = [("reduce_scatter", _WHOLE), ("all_reduce", 8), *[("all_gather", size) for size in _WEIGHTS]]
+_SHARDED = [
+    *_SHARDED_START,
+    # The first step has no order of modules yet, which is asked by its length and content: each layer comes twice.
+    *[("broadcast", 8), ("broadcast", 0)],
+    *[("all_gather", size) for size in (544, 136, 136, 544)],
+    *_SHARDED_STEP,
+    # The second one compares it: 6 visits to modules, 8 uses of weights, and when each is used again, each after its length.
+    *[("broadcast", size) for size in (8, 48, 8, 64, 8, 64)],
+    *_SHARDED_STEP * 2,
+]
+
 
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -336,5 +377,7 @@ def test_the_real_deepspeed_by_methods_and_in_complete_mode(tmp_path, stage):
         run = open_run(out)
         assert run.health.unseen == run.health.lost == 0
         assert set(calls(run, 0, "layer")) == {"process_group" if mode == "layers" else "c10d"}
+        assert all("/deepspeed/runtime/" in site for site in calls(run, 0, "call_site"))
         rows[mode] = calls(run, 0, "op", "payload_bytes", "group_ranks", "peer", "step", "phase", "purpose")
-    assert rows["layers"] == rows["complete"] and len(rows["layers"]) > 3 * 3
+    assert rows["layers"] == rows["complete"]
+    assert [row[:2] for row in rows["layers"]] == (_SHARDED if stage == 3 else _FLAT)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from support.ranks import run_ranks
 from support.recording import calls, record
 
-pytestmark = [pytest.mark.ranks, pytest.mark.alone]
+pytestmark = pytest.mark.ranks
 
 
 def issue(count: int) -> None:

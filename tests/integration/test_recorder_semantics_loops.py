@@ -322,6 +322,17 @@ def test_what_fails_in_watching_never_reaches_the_training(tmp_path):
         assert ops.count("all_reduce") == 6, place  # three of DDP, three of the optimizer
 
 
+class Compiled(torch.nn.Module):
+    """Of a module of torch.nn itself torch compiles nothing in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
 def compiled(rank, world, kind):
     import warnings
 
@@ -329,7 +340,7 @@ def compiled(rank, world, kind):
 
     torch._dynamo.reset()
     counter = CompileCounter()
-    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    net = Compiled()
     optimizer = TalkingSGD(net.parameters(), lr=0.1)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*global hooks.*")

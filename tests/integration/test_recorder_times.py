@@ -372,7 +372,8 @@ def beyond(run, outcomes, hidden_ns) -> float:
     )
 
 
-@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.long
 @in_one_of_a_few_tries
 def test_overlapping_buckets_hide_the_work_beside_them(tmp_path, overlap):
     """A peer that is late by d costs d; with overlap_comm, d less the work done meanwhile. The bytes are the same."""

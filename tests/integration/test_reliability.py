@@ -173,6 +173,7 @@ def _compared(place: Path, prepare, steps: int = 12, disturb=lambda place, step:
     return run_ranks(2, body)
 
 
+@pytest.mark.long
 def test_a_limit_on_the_size_of_files_stops_recording_and_the_loss_is_stated(tmp_path, capfd):
     def limit(place: Path) -> None:
         resource.setrlimit(

@@ -13,7 +13,7 @@ from commprof.trace.reader import open_run
 from support.logged_training import issued, results
 from support.recording import calls
 
-pytestmark = [pytest.mark.ranks, pytest.mark.alone]
+pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).parents[2]
 
 _PROGRAM = """

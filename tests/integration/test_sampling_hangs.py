@@ -14,6 +14,7 @@ import pytest
 
 from commprof.sampling.dump import take_dump
 from commprof.sampling.dump_text import dump_text
+from commprof.sampling.live import fingerprint, latest_files
 from commprof.sampling.processes import RankProcess, State, state_of
 from commprof.sampling.stacks import explain_refusal, py_spy_program
 from support.hanging import all_reduces, await_records, await_stillness, hanging_ranks, load_batch
@@ -304,7 +305,7 @@ def test_the_end_of_a_killed_run_is_told_without_stacks(tmp_path):
     assert not (run / "stacks").exists()  # nobody asked for any
 
 
-def backward_in_one_rank_only(rank, world):
+def backward_in_one_rank_only(rank, world, sign):
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -312,19 +313,33 @@ def backward_in_one_rank_only(rank, world):
     for _ in range(2):
         model(torch.ones(4, 64)).sum().backward()
     if rank == 1:
+        Path(sign).touch()
         load_batch()
     model(torch.ones(4, 64)).sum().backward()
 
 
 def test_a_wait_in_cpp_does_not_show_and_the_rank_that_is_behind_does(tmp_path):
     """DDP's reducer waits for its buckets in C++, where no wait is recorded."""
-    run = tmp_path / "run"
-    with hanging_ranks(run, 2, backward_in_one_rank_only):
-        dump = look(run, 2 * 2 + 1)
+    run, sign = tmp_path / "run", tmp_path / "rank-1-goes-no-further"
+    with hanging_ranks(run, 2, backward_in_one_rank_only, str(sign)):
+        await_lead(run, sign)
+        dump = take_dump(run, watch_seconds=0.2)
     assert dump.verdict.kind == "missing"
     assert dump.verdict.sentence.startswith("rank 0 has issued all_reduce #")
     assert "; rank 1 has not issued it: it is in load_batch (" in dump.verdict.sentence
     assert "and whether it is complete does not show" in dump_text(dump)
+
+
+def await_lead(run, sign):
+    """Wait until rank 0 has issued what rank 1, which issues nothing after its sign, has not; DDP's own are not counted."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        if sign.exists():
+            first, second = (fingerprint(stem)[0] for _, stem in latest_files(run))
+            if first > second:
+                return
+    raise AssertionError("rank 0 did not come to its last collective within 60 s")
 
 
 def sends_from_a_thread(rank, world):

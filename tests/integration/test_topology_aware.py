@@ -165,7 +165,7 @@ def test_bf16_losses_differ_by_the_rounding_of_their_sums():
     assert largest_difference(run_ranks(4, both, [2, 2], stages)) < 0.02
 
 
-def test_each_collective_is_tagged_and_names_its_axis_and_verify_says_what_it_does_not_cover(tmp_path):
+def test_each_collective_is_tagged_and_names_its_axis_and_verify_explains_it(tmp_path):
     from commprof.analysis import api
 
     config = {
@@ -192,7 +192,8 @@ def test_each_collective_is_tagged_and_names_its_axis_and_verify_says_what_it_do
     assert sorted(whole) == ["gradient_norm", "metric"]
     assert {row["name"] for row in run.table("metrics").to_pylist()} >= {"lateness_ms"}
     verdict = api.verify(run)
-    assert verdict.exit_code == 3 and any("communication.topology" in each for each in verdict.sentences)
+    assert (verdict.exit_code, verdict.unexplained) == (0, ())
+    assert any("communication.topology: [2, 2] has sums" in each for each in verdict.sentences)
 
 
 def test_verify_closes_the_ledger_of_ranks_that_are_watched(tmp_path):

@@ -134,6 +134,7 @@ def test_the_ledger_of_a_real_run_closes(place, name):
 
 
 @pytest.mark.ranks
+@pytest.mark.long
 def test_a_line_that_nobody_asked_for_is_named(place):
     run = recorded(place, "sneaked", zero(1), "--sneak")
     done = commprof("verify", "sneaked", "--json", cwd=place)

@@ -6,11 +6,9 @@ committed.
 
 from __future__ import annotations
 
-import csv
 import functools
 import sys
 import tempfile
-from collections import Counter
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -25,6 +23,7 @@ from commprof.ledger.verification import verify
 from support import parallel_training as training
 from support import pipelines
 from support.changed_runs import Changed
+from support.golden_messages import keep, kept, messages
 from support.recording import record
 from zero_runtime.sequence_parallel import DistributedAttention, mean_over_sequence, own_piece
 
@@ -90,23 +89,9 @@ BODIES = {
 }
 
 
-GOLDEN = Path(__file__).parents[1] / "golden"
-SHOWN = ("step", "phase", "purpose", "op", "module", "group_desc", "group_ranks", "payload_bytes")
-
-
-def messages(run):
-    """What rank 0 sent before the first step and in the second one, counted."""
-    rows = [
-        row for row in run.table("collectives").to_pylist() if row["rank"] == 0 and row["step"] in (-1, 1)
-    ]
-    counted = Counter(tuple("" if row[name] is None else str(row[name]) for name in SHOWN) for row in rows)
-    return sorted((*key, str(count)) for key, count in counted.items())
-
-
 def write_golden():
     for name in ("tensors", "pieces", "sequences"):
-        with (GOLDEN / f"shared_{name}.csv").open("w", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows([(*SHOWN, "count"), *messages(recorded(name))])
+        keep(f"shared_{name}", messages(recorded(name)))
 
 
 @functools.cache
@@ -126,10 +111,7 @@ def test_every_byte_is_explained(name):
 
 @pytest.mark.parametrize("name", ["tensors", "pieces", "sequences"])
 def test_what_is_sent_is_what_was_sent(name):
-    with (GOLDEN / f"shared_{name}.csv").open(newline="") as file:
-        heading, *rows = map(tuple, csv.reader(file))
-    assert heading == (*SHOWN, "count")
-    assert messages(recorded(name)) == rows
+    assert messages(recorded(name)) == kept(f"shared_{name}")
 
 
 def is_(**wanted):

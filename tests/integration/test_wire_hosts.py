@@ -90,14 +90,22 @@ ZERO_FACTORS = {
 
 
 def record(directory, program, *arguments):
-    """Run ``program`` on every host, one rank each, into one directory that they share."""
+    """Run ``program`` on every host, one rank each, into one directory that they share.
+
+    Returns the directory, and for each host's name how many bytes it sent more than once.
+    """
     script = directory / "train.py"
     script.write_text(textwrap.dedent(program))
     run = directory / "run"
     with network.hosts(HOSTS) as machines:
         words = ["-m", "commprof", "run", "--wire", "--out", str(run), str(script), *arguments]
         network.run_on_each(machines, [sys.executable, *words], directory)
-    return run, [machine.name for machine in machines]
+        return run, {machine.name: network.resent_bytes(machine) for machine in machines}
+
+
+def agree(sent, expected, resent):
+    """Whether the bytes sent are those expected, but for some that may be among those ``resent``."""
+    return expected * (1 - TOLERANCE) <= sent <= expected * (1 + TOLERANCE) + resent
 
 
 def sent_until(run, host):
@@ -127,21 +135,23 @@ def agreements(text):
 
 
 def test_the_interfaces_send_what_was_executed(tmp_path):
-    run, names = record(tmp_path, PLAIN)
+    run, resent = record(tmp_path, PLAIN)
     opened = open_run(run)
     assert (opened.health.ranks_recorded, opened.health.lost, opened.health.unseen) == (HOSTS, 0, 0)
-    assert {entry["host"] for entry in opened.manifest.ranks} == set(names)
-    for name in names:
+    assert {entry["host"] for entry in opened.manifest.ranks} == set(resent)
+    for name in resent:
         sent = sent_until(run, name)
         assert sorted(sent) == list(range(-1, 13))
         for op, (steps, factor) in PLAIN_STEPS.items():
             moved = sent[steps[-1]] - sent[steps[0] - 1]
-            assert moved == pytest.approx(len(steps) * factor * PLAIN_BYTES, rel=TOLERANCE), (name, op)
+            expected = len(steps) * factor * PLAIN_BYTES
+            assert agree(moved, expected, resent[name]), (name, op, moved, expected, resent)
     code, text = verify(run)
     assert code == 3  # nothing says what was asked for
     assert "ran reduce_scatter as all_reduce: 1.50 instead of 0.75" in text
-    assert set(agreements(text)) == set(names)
-    assert all(abs(ratio - 1) <= TOLERANCE for ratio in agreements(text).values())
+    assert set(agreements(text)) == set(resent)
+    modelled = sum(len(steps) * factor for steps, factor in PLAIN_STEPS.values()) * PLAIN_BYTES
+    assert all(agree(ratio, 1, resent[name] / modelled) for name, ratio in agreements(text).items()), text
 
 
 @pytest.mark.long
@@ -153,16 +163,16 @@ def test_zero_stage_2_moves_what_its_reduction_executes(tmp_path, reduction):
         "zero_optimization": {"stage": 2, "gradient_reduction": reduction, "reduce_bucket_size": 1_048_576},
     }
     (tmp_path / "ds.json").write_text(json.dumps(config))
-    run, names = record(tmp_path, ZERO, "--config", "ds.json")
+    run, resent = record(tmp_path, ZERO, "--config", "ds.json")
     totals = {}
-    for name in names:
+    for name in resent:
         sent = sent_until(run, name)
         assert sorted(sent) == [-1, 0, 1, 2]
         totals[name] = sent[2] - sent[-1]
     expected = 3 * (ZERO_FACTORS[reduction] + GATHER) * ZERO_BYTES
-    assert sum(totals.values()) / HOSTS == pytest.approx(expected, rel=TOLERANCE), totals
+    assert agree(sum(totals.values()), HOSTS * expected, sum(resent.values())), (totals, expected, resent)
     code, text = verify(run)
     assert code == 0, text
     assert "100.000 % of the issued payload is explained" in text
-    assert set(agreements(text)) == set(names)
-    assert all(abs(ratio - 1) <= TOLERANCE for ratio in agreements(text).values()), text
+    assert set(agreements(text)) == set(resent)
+    assert all(agree(ratio, 1, resent[name] / expected) for name, ratio in agreements(text).items()), text

@@ -74,6 +74,7 @@ def train_all(rank, world, stages):
     }
 
 
+@pytest.mark.long
 def test_every_optimizer_trains_alike_at_every_stage_and_world_size():
     wanted = run_ranks(1, train_all, [0])[0]
     for world, stages in ((2, [0, 1, 2, 3]), (3, [2, 3])):

@@ -18,6 +18,10 @@ CLIENT_STATE = {"epoch": 3, "seen": (1, 2.5), "names": ["a", None], "table": tor
 _PLAIN = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True, "weight_decay": 0.1}}
 # Without torch_adam DeepSpeed takes its FusedAdam, and with an offloaded optimizer its DeepSpeedCPUAdam.
 _OWN = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
+_LAMB = {"type": "Lamb", "params": {"lr": 0.01, "weight_decay": 0.1}}
+_LION = {"type": "Lion", "params": {"lr": 0.01, "weight_decay": 0.1}}
+_ADAGRAD = {"type": "Adagrad", "params": {"lr": 0.01, "weight_decay": 0.1}}
+_MUON = {"type": "Muon", "params": {"lr": 0.01, "weight_decay": 0.1}}
 _ON_HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
 _FP16 = {
     "fp16": {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 2, "hysteresis": 1},
@@ -58,6 +62,20 @@ CASES = {
     "stage2_cpu_adam_bf16": {"stage": 2, "optimizer": _OWN, "config": _BF16, "zero": _ON_HOST},
     "stage3_fused_adam": {"stage": 3, "optimizer": _OWN},
     "stage3_cpu_adam": {"stage": 3, "optimizer": _OWN, "zero": _ON_HOST},
+    "stage0_lamb": {"stage": 0, "optimizer": _LAMB},
+    "stage0_lamb_fp16": {"stage": 0, "optimizer": _LAMB, "config": _FP16},
+    "stage0_lion": {"stage": 0, "optimizer": _LION},
+    "stage2_lion_bf16": {"stage": 2, "optimizer": _LION, "config": _BF16},
+    "stage2_cpu_lion_bf16": {"stage": 2, "optimizer": _LION, "config": _BF16, "zero": _ON_HOST},
+    "stage3_cpu_lion": {"stage": 3, "optimizer": _LION, "zero": _ON_HOST},
+    "stage0_adagrad": {"stage": 0, "optimizer": _ADAGRAD},
+    "stage2_cpu_adagrad": {"stage": 2, "optimizer": _ADAGRAD, "zero": _ON_HOST},
+    "stage3_cpu_adagrad": {"stage": 3, "optimizer": _ADAGRAD, "zero": _ON_HOST},
+    "stage0_muon": {"stage": 0, "optimizer": _MUON},
+    "stage1_muon": {"stage": 1, "optimizer": _MUON},
+    "stage2_muon_bf16": {"stage": 2, "optimizer": _MUON, "config": _BF16},
+    "stage2_muon_on_host": {"stage": 2, "optimizer": _MUON, "zero": _ON_HOST},
+    "stage3_muon": {"stage": 3, "optimizer": _MUON, "zero": {"reduce_scatter": False}},
     "stage1_static_scale_one_cycle": {
         "stage": 1,
         "config": {"fp16": {"enabled": True, "loss_scale": 128.0}},

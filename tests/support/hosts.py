@@ -20,6 +20,7 @@ PORT = 29_511  # of the ranks' rendezvous: hosts of their own share no ports wit
 # What a shaped link holds back: enough that three hosts sending to one lose nothing, as on a switch with buffers.
 _BURST = "256kb"
 _LATENCY = "100ms"
+_FRAME = 1514  # bytes: a veth's packet of 1500, and Ethernet's head
 
 
 class Host(NamedTuple):
@@ -165,6 +166,17 @@ def run_on_each(machines: Sequence[Host], words: Sequence[str], cwd: Path) -> li
             process.kill()
     assert [process.returncode for process in ranks] == [0] * len(ranks), said
     return said
+
+
+def resent_bytes(host: Host) -> int:
+    """At most so many bytes ``host`` has sent a second time: TCP's own count of segments, each as a frame of a veth.
+
+    A machine that is short of time sends again what is only late, and interfaces count what they send.
+    """
+    words = ["ip", "netns", "exec", host.name, "cat", "/proc/net/snmp"]
+    read = subprocess.run(words, capture_output=True, text=True, check=True, timeout=20).stdout
+    names, counts = (line.split() for line in read.splitlines() if line.startswith("Tcp:"))
+    return int(counts[names.index("RetransSegs")]) * _FRAME
 
 
 def _limit(namespace: str, device: str, rate: str) -> None:

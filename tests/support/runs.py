@@ -371,7 +371,7 @@ class SyntheticRun:
             manifest=manifest,
             health=health,
             table=self.table,
-            scan=self.table,
+            scan=lambda name, most_rows=None: self.table(name),
             parts=self.parts,
             kept={},
         )

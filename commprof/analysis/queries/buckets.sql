@@ -1,30 +1,10 @@
 -- The gradient buckets of a run, each once, whatever the number of ranks that flushed it.
 --
--- Input:  buckets, collectives
+-- Input:  described (see commprof.analysis.bucket_contents), collectives
 -- Output: one row per attempt, step, micro-batch and bucket; what it holds is taken from the lowest rank.
 -- It takes, on each rank, from the first of its collectives until the last end that is known: the return of the call, the end
 -- of a wait, or what the device says. That, and what stood still for it, are means over the ranks.
-with described as (
-    select
-        attempt,
-        step,
-        micro_step,
-        bucket,
-        max_by(numel, -rank) as numel,
-        max_by(bytes, -rank) as bytes,
-        max_by(capacity, -rank) as capacity,
-        max_by(dtype, -rank) as dtype,
-        max_by(owners, -rank) as owners,
-        max_by(parameters, -rank) as parameters,
-        max_by(flush_reason, -rank) as flush_reason,
-        max_by(time_ns, -rank) as time_ns,
-        count(*) as ranks,
-        count(distinct numel) as contents,
-        count(distinct parameters) as namings
-    from buckets
-    group by attempt, step, micro_step, bucket
-),
-travelling as (
+with travelling as (
     select
         attempt,
         step,
@@ -66,7 +46,7 @@ select
     d.parameters,
     d.flush_reason,
     d.ranks,
-    d.contents < 2 and d.namings < 2 as alike,
+    d.alike,
     d.time_ns,
     t.duration_ns,
     t.exposed_ns

@@ -17,6 +17,8 @@ from commprof_dash.theme import OP_COLOURS, PAPER, SETTING_COLOURS, Scheme, temp
 
 _MOST_TICKS: Final = 12
 _FAINTEST: Final = 0.16  # of the colour, in the smallest cell that is not empty
+_TICKS_APART: Final = 0.25  # of the colour bar, so that their texts do not lie over each other
+_EDGE: Final = 0.06
 
 
 def rank_text(first: int, width: int, ranks: int) -> str:
@@ -42,7 +44,8 @@ def heat(frame: pd.DataFrame, column: str, title: str, op: str | None, scheme: S
         if value > 0:
             sizes[place[sender]][place[receiver]] = float(value)
     found = [value for row in sizes for value in row if value]
-    low, high = (math.log2(min(found)), math.log2(max(found))) if found else (0.0, 1.0)
+    least, high = (math.log2(min(found)), math.log2(max(found))) if found else (0.0, 1.0)
+    low = least - 1 if high - least < 1 else least
     colour = OP_COLOURS.get(op or "", SETTING_COLOURS[0])
     figure = go.Figure(layout={"template": template(scheme)})
     figure.add_heatmap(
@@ -51,10 +54,10 @@ def heat(frame: pd.DataFrame, column: str, title: str, op: str | None, scheme: S
         customdata=[
             [_hover(names[i], names[j], value) for j, value in enumerate(row)] for i, row in enumerate(sizes)
         ],
-        zmin=low - 1 if high - low < 1 else low,
+        zmin=low,
         zmax=high,
         colorscale=[[0, _mixed(PAPER[scheme], colour, _FAINTEST)], [1, colour]],
-        colorbar=_colour_bar(low, high, title),
+        colorbar=_colour_bar(low, least, high, title),
         xgap=1 if size <= 64 else 0,
         ygap=1 if size <= 64 else 0,
         hovertemplate="%{customdata}<extra></extra>",
@@ -132,13 +135,16 @@ def _ticks(names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _colour_bar(low: float, high: float, title: str) -> dict[str, Any]:
-    first, last = math.ceil(low), math.floor(high)
+def _colour_bar(low: float, least: float, high: float, title: str) -> dict[str, Any]:
+    """Ticks at powers of two; where there are not two of them, at the least and the most. All are logarithms."""
+    first, last = math.ceil(least), math.floor(high)
     every = max(1, -(-(last - first) // 4))
     powers = list(range(first, last + 1, every))
     values, texts = [float(power) for power in powers], [_round(2.0**power) for power in powers]
-    if not values:
-        values, texts = [high], [_round(2.0**high)]
+    if len(values) < 2:
+        ends = [least, high] if high - least > _TICKS_APART * (high - low) else [high]
+        edge = _EDGE * (high - low)  # a tick at the very end is not drawn
+        values, texts = [min(end, high - edge) for end in ends], [_round(2.0**end) for end in ends]
     return {
         "tickvals": values,
         "ticktext": texts,

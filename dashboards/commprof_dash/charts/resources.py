@@ -25,18 +25,20 @@ _SHARES: Final = (
 def over_steps(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
     """Memory of the largest rank, and below it processors and the share of communication, by training step.
 
+    Where nothing is known of one of the two, the other has all of the room.
+
     Args:
         frame: columns of ``api.resource_use``.
     """
     figure = go.Figure(layout={"template": template(scheme)})
-    highest = {"y": 0.0, "y2": 0.0}
+    highest: dict[str, float | None] = {"y": None, "y2": None}  # None: nothing is known of it
     for at, drawn in (("y", _MEMORY), ("y2", _SHARES)):
         for column, name, colour in drawn:
             part = frame[frame[column].notna()]
             if part.empty:
                 continue
             values = part[column].astype(float).tolist()
-            highest[at] = max(highest[at], *values)
+            highest[at] = max(highest[at] or 0.0, *values)
             figure.add_scatter(
                 name=name,
                 mode="lines+markers" if len(part) <= 60 else "lines",
@@ -48,15 +50,18 @@ def over_steps(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
                 marker={"size": 6},
                 hovertemplate="Step %{x}<br><b>" + name + "</b>: %{customdata}<extra></extra>",
             )
+    both = highest["y"] is not None and highest["y2"] is not None
+    whole, none = [0.0, 1.0], {"visible": False}
+    memory = axis(highest["y"] or 0.0, "bytes", "Memory", room=1.1) | {"domain": [0.56, 1] if both else whole}
+    shares = axis(highest["y2"] or 0.0, "", "Cores, share of time", room=1.1)
     figure.update_layout(
-        height=380,
+        height=380 if both else 220,
         xaxis={
-            "title": {"text": "Training step"}, "showgrid": False, "anchor": "y2", **step_ticks(frame["step"]),
+            "title": {"text": "Training step"}, "showgrid": False, "anchor": "y" if highest["y2"] is None else "y2",
+            **step_ticks(frame["step"]),
         },
-        yaxis={**axis(highest["y"], "bytes", "Memory", room=1.1), "domain": [0.56, 1]},
-        yaxis2={
-            **axis(highest["y2"], "", "Cores, share of time", room=1.1), "domain": [0, 0.44],
-        },
+        yaxis=none if highest["y"] is None else memory,
+        yaxis2=none if highest["y2"] is None else shares | {"domain": [0, 0.44] if both else whole},
     )  # fmt: skip
     return figure
 

@@ -25,12 +25,12 @@ from commprof_dash.theme import (
 )
 
 PHASE_COLOURS: Final[dict[str, str]] = {
-    "init": "#8a9199",
+    "init": "#5f6b7a",
     "forward": "#74a7d8",
     "backward": "#d9a441",
     "optimizer": "#7fb069",
     "checkpoint": "#a58bd0",
-    "other": "#8a9199",
+    "other": "#a7adb4",
 }
 HELD: Final = "program stood still"
 _UNITS: Final = ((1, "ns"), (1_000, "us"), (1_000_000, "ms"), (1_000_000_000, "s"))

@@ -13,7 +13,7 @@ from dash.development.base_component import Component
 from commprof_dash import ids
 from commprof_dash.components.graph import graph
 from commprof_dash.components.legend import legend
-from commprof_dash.components.tables import Cell, Field, csv_link, table
+from commprof_dash.components.tables import Cell, Field, csv_link, rows_text, table
 
 
 def figure_card(
@@ -34,7 +34,7 @@ def figure_card(
         most_rows: the table has the first rows only, where there are more.
     """
     shown = frame if most_rows is None else frame.head(most_rows)
-    rows = f"{len(frame):,} rows"
+    rows = rows_text(len(frame))
     if len(shown) < len(frame):
         rows = f"the first {len(shown):,} of {rows}; the CSV file has all"
     return body_card(

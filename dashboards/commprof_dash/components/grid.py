@@ -13,7 +13,7 @@ from dash.development.base_component import Component
 from commprof_dash.components import cards
 from commprof_dash.components.graph import graph
 from commprof_dash.components.legend import legend
-from commprof_dash.components.tables import Field, table
+from commprof_dash.components.tables import Field, rows_text, table
 
 
 class GridCell(NamedTuple):
@@ -53,7 +53,7 @@ def grid_card(
             legend(go.Figure(data=list(traces.values()))),
             html.Div(shown, className="figure-grid", style={"--columns": str(width)}),
             html.Details(
-                [html.Summary(f"Table ({len(frame):,} rows)"), table(frame, fields, title)],
+                [html.Summary(f"Table ({rows_text(len(frame))})"), table(frame, fields, title)],
                 className="card-table",
             ),
         ],

@@ -16,6 +16,8 @@ from commprof.analysis import api
 Cell: TypeAlias = str | Component
 _ALIGNED_COLUMNS: Final = 24  # as many as app.css has classes number-K for
 _LOOK: Final = {"highlightOnHover": True, "tabularNums": True, "verticalSpacing": 6}
+_MANY_COLUMNS: Final = 9
+_NARROW: Final = 6  # pixels beside each cell, so that a table of many columns fits a page of usual width
 
 
 class Field(NamedTuple):
@@ -33,6 +35,7 @@ def table(frame: pd.DataFrame, fields: Sequence[Field], caption: str) -> Compone
         [_cell(field, value) for field, value in zip(fields, row, strict=True)]
         for row in _values(frame, fields)
     ]
+    look = _LOOK | ({"horizontalSpacing": _NARROW} if len(fields) > _MANY_COLUMNS else {})
     numeric = [number for number, field in enumerate(fields, 1) if field.numeric]
     # Each Dash component costs the browser much more than what it draws, and more the more there are: a table of
     # text alone is one component.
@@ -43,7 +46,7 @@ def table(frame: pd.DataFrame, fields: Sequence[Field], caption: str) -> Compone
         drawn = dmc.Table(
             data={"caption": caption, "head": [field.heading for field in fields], "body": rows},
             className=" ".join(["data-table", *(f"number-{number}" for number in numeric)]),
-            **_LOOK,
+            **look,
         )
     else:
         sides = ["number" if field.numeric else "text" for field in fields]
@@ -56,7 +59,7 @@ def table(frame: pd.DataFrame, fields: Sequence[Field], caption: str) -> Compone
             for row in rows
         ]
         parts = [html.Caption(caption), html.Thead(html.Tr(heads)), html.Tbody(body)]
-        drawn = dmc.Table(parts, className="data-table", **_LOOK)
+        drawn = dmc.Table(parts, className="data-table", **look)
     return html.Div(
         drawn,
         className="table-scroll",
@@ -64,6 +67,11 @@ def table(frame: pd.DataFrame, fields: Sequence[Field], caption: str) -> Compone
         role="group",  # not a region: the section around it has the same name
         **{"aria-label": caption},
     )
+
+
+def rows_text(rows: int) -> str:
+    """``1 row``, ``1,234 rows``."""
+    return f"{rows:,} row{'' if rows == 1 else 's'}"
 
 
 def csv_link(name: str, frame: pd.DataFrame) -> html.A:

@@ -19,10 +19,10 @@ from commprof_dash.components import cards, controls, messages
 from commprof_dash.components.tables import Field
 from commprof_dash.data import Runs
 from commprof_dash.measures import format_count
+from commprof_dash.pages.index_wait import builds, waiting_for_index
 from commprof_dash.pages.matrix import parse_steps
 from commprof_dash.pages.one_run import draw_run, no_records
 from commprof_dash.pages.page import Drawing, Page
-from commprof_dash.pages.timeline import builds, waiting_for_index
 from commprof_dash.theme import Scheme
 from commprof_dash.timeline_data import path_of
 

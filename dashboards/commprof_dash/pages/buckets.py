@@ -17,9 +17,9 @@ from commprof_dash.components import cards, controls, messages
 from commprof_dash.components.tables import Cell, Field
 from commprof_dash.data import Runs
 from commprof_dash.measures import format_count
+from commprof_dash.pages.index_wait import builds, waiting_for_index
 from commprof_dash.pages.one_run import draw_run
 from commprof_dash.pages.page import Drawing, Page
-from commprof_dash.pages.timeline import builds, waiting_for_index
 from commprof_dash.theme import Scheme
 from commprof_dash.timeline_data import path_of
 
@@ -29,6 +29,7 @@ MEAN: Final = "mean"
 
 _DRAWN: Final = 400
 _TABLE_ROWS: Final = 300
+_LINKED: Final = 24
 _NAMED: Final = 8  # buckets in a sentence
 _NOT_SAID: Final = "not said"
 
@@ -40,29 +41,25 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         waiting = builds.wait_for(path_of(runs, name))
         if waiting is not None:
             return [], waiting_for_index(waiting, name)
-        found = buckets_data.flushes(runs, name)
-        if found.empty:
+        found = buckets_data.shown(runs, name, next(iter(query.get(STEP, ())), None))
+        frame = found.frame
+        if frame.empty:
             return [], [_no_buckets()]
-        steps = [str(step) for step in sorted(set(found["step"]))]
-        step = address.one(query, STEP, steps, MEAN)
-        mean = step == MEAN
-        frame = buckets_data.means(runs, name) if mean else found[found["step"] == int(step)]
-        # Of a step that was done again after a restart, the last time.
-        frame = frame.drop_duplicates(["micro_step", "bucket"], keep="last")
-        if mean and frame.empty:  # all of them came before the first step
-            step, mean = steps[-1], False
-            frame = found[found["step"] == int(step)]
-        chosen = address.one(query, BUCKET, set(frame["label"]), str(frame["label"].iloc[0]))
+        steps = [str(step) for step in found.of_steps["step"].drop_duplicates()]
+        mean = found.step is None
+        step = MEAN if found.step is None else str(found.step)
+        labels = list(dict.fromkeys(frame["label"]))
+        chosen = address.one(query, BUCKET, set(labels), labels[0])
         parts = [
             controls.select(STEP, "Step", [MEAN, *steps], step),
-            controls.select(BUCKET, "Bucket", list(dict.fromkeys(frame["label"])), chosen),
+            controls.select(BUCKET, "Bucket", labels, chosen),
         ]
         return parts, [
-            _tiles(found, frame, mean),
+            _tiles(found),
             *(_unlike_steps(frame) if mean else []),
             cards.columns([_sizes(frame, mean, scheme), _times(frame, mean, scheme)]),
             _table(frame, name, step),
-            *_one(runs, name, found, frame[frame["label"] == chosen].iloc[-1], None if mean else int(step)),
+            *_one(runs, name, frame[frame["label"] == chosen].iloc[-1], found.step),
         ]
 
     return draw_run(runs, query, answers)
@@ -94,19 +91,20 @@ def _unlike_steps(frame: pd.DataFrame) -> list[Component]:
     ]
 
 
-def _tiles(found: pd.DataFrame, frame: pd.DataFrame, mean: bool) -> Component:
-    fill = frame["fill"].mean()
-    of_steps = found[found["step"] >= 0] if mean else frame
-    steps = max(1, of_steps["step"].nunique()) if mean else 1
-    per_step, sent = len(of_steps) / steps, bool(of_steps["collectives"].any())
-    unlike = int((~found["alike"].astype(bool)).sum())
-    reasons = found["flush_reason"].fillna(_NOT_SAID).value_counts()
+def _tiles(found: buckets_data.Shown) -> Component:
+    of_steps, mean = found.of_steps, found.step is None
+    rows = of_steps[of_steps["step"] >= 0] if mean else of_steps[of_steps["step"] == found.step]
+    steps = max(1, rows["step"].nunique())
+    per_step, sent = rows["buckets"].sum() / steps, bool(rows["collectives"].any())
+    fill = found.frame["fill"].mean()
+    said = of_steps.assign(flush_reason=of_steps["flush_reason"].fillna(_NOT_SAID))
+    reasons = said.groupby("flush_reason")["buckets"].sum().sort_values(ascending=False, kind="stable")
     return cards.tiles(
         [
             cards.tile(
                 "Buckets of the step",
                 f"{per_step:.4g}" if per_step % 1 else format_count(per_step),
-                f"{len(found):,} in the run" + (", mean of the steps" if mean else ""),
+                f"{of_steps['buckets'].sum():,} in the run" + (", mean of the steps" if mean else ""),
             ),
             cards.tile(
                 "Fill",
@@ -117,13 +115,13 @@ def _tiles(found: pd.DataFrame, frame: pd.DataFrame, mean: bool) -> Component:
             ),
             cards.tile(
                 "Bytes of the step",
-                api.format_bytes(of_steps["bytes"].sum() / steps),
+                api.format_bytes(rows["bytes"].sum() / steps),
                 "as they travel, per rank",
             ),
             cards.tile(
                 "Wire bytes of the step",
-                api.format_bytes(of_steps["wire_bytes"].sum() / steps) if sent else "not known",
-                "modelled, mean of a rank" if sent else "no record carries the number of a bucket",
+                api.format_bytes(rows["wire_bytes"].sum() / steps) if sent else "not known",
+                "modelled, over all groups" if sent else "no record carries the number of a bucket",
             ),
             cards.tile(
                 "Why they were sent",
@@ -134,8 +132,9 @@ def _tiles(found: pd.DataFrame, frame: pd.DataFrame, mean: bool) -> Component:
             ),
             cards.tile(
                 "Unlike between ranks",
-                format_count(unlike),
-                "buckets whose elements or parameters are not the same on all ranks",
+                format_count(of_steps["unlike"].sum()),
+                "buckets whose elements or parameters are not the same on all ranks"
+                + (", as in a pipeline; shown as they are on the lowest" if of_steps["unlike"].any() else ""),
             ),
         ]
     )
@@ -204,10 +203,11 @@ def _table(frame: pd.DataFrame, name: str, step: str) -> Component:
     return cards.table_card(
         "buckets",
         "The buckets" if step != MEAN else "The buckets of a mean step",
-        "Choose one to see its parameters in order and the records that reduced it, below.",
+        "The parameters and the records of the one that is chosen above stand below.",
         frame,
         [
-            Field("label", "Bucket", link),
+            # A link in each of many rows keeps the browser busy for a second; the control above chooses as well.
+            Field("label", "Bucket", link if len(frame) <= _LINKED else str),
             Field("parameters", "Parameters", short),
             Field("numel", "Elements", format_count, numeric=True),
             Field("bytes", "Bytes", api.format_bytes, numeric=True),
@@ -230,21 +230,15 @@ def _owners(value: Any) -> Cell:
     return ", ".join(owners[:8]) + more
 
 
-def _one(
-    runs: Runs, name: str, found: pd.DataFrame, chosen: pd.Series[Any], step: int | None
-) -> list[Component]:
+def _one(runs: Runs, name: str, bucket: pd.Series[Any], step: int | None) -> list[Component]:
     """Parameters and records of one bucket: of ``step``, or of the last step that has one of that number."""
-    same = found[(found["label"] == chosen["label"]) & (found["step"] == step if step is not None else True)]
-    bucket = same.iloc[-1]
-    content = buckets_data.content(
-        runs, name, int(bucket["step"]), int(bucket["bucket"]), int(bucket["micro_step"])
-    )
-    if content is None:
+    found = buckets_data.chosen(runs, name, int(bucket["bucket"]), int(bucket["micro_step"]), step)
+    if found is None:
         return []
-    where = f"Bucket {bucket['label']} of step {bucket['step']}"
+    where = f"Bucket {bucket['label']} of step {found.step}"
     return [
-        _operations(where, name, content.operations),
-        _parameters(where, content.parameters),
+        _operations(where, name, found.content.operations),
+        _parameters(where, found.content.parameters),
     ]
 
 

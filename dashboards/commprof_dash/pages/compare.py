@@ -5,23 +5,26 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any, Final
 
+import dash
 import pandas as pd
-from dash import dcc, html
+from dash import Input, Output, State, dcc, html
 from dash.development.base_component import Component
+from dash.exceptions import PreventUpdate
 
 from commprof.analysis import api
-from commprof_dash import address, settings_data
+from commprof_dash import address, ids, settings_data
 from commprof_dash.address import Query
 from commprof_dash.charts import loss, times, traffic
 from commprof_dash.charts.series import is_reducing
-from commprof_dash.components import cards, controls, messages
+from commprof_dash.components import cards, controls, messages, pending
 from commprof_dash.components.tables import Cell, Field
-from commprof_dash.data import Runs, Selection
+from commprof_dash.data import Runs, Selection, reason
 from commprof_dash.measures import COUNT, MEASURES, WIRE, Measure
 from commprof_dash.pages import settings_cards
 from commprof_dash.pages.page import Drawing, Page
-from commprof_dash.theme import Scheme
+from commprof_dash.theme import Scheme, scheme_of
 
+LEVELS: Final = "levels"
 _DEFAULT_RUNS: Final = 24  # the newest, where the address names none
 
 
@@ -58,7 +61,7 @@ def _answers(runs: Runs, names: Sequence[str], measure: Measure, scheme: Scheme)
     return [
         settings_cards.advice(compared.advice),
         *_findings(settings),
-        settings_cards.levels(settings_data.levels(runs, names), settings, compared.resources, scheme),
+        _levels(runs, names, scheme),
         _reducing(frame, labels, measure, scheme),
         cards.columns([_others(frame, labels, measure, scheme), _step_time(settings, scheme)]),
         _settings_table(settings.merge(compared.resources, on="label", how="left")),
@@ -71,6 +74,22 @@ def _answers(runs: Runs, names: Sequence[str], measure: Measure, scheme: Scheme)
             ]
         ),
     ]
+
+
+def _levels(runs: Runs, names: Sequence[str], scheme: Scheme) -> Component:
+    if settings_data.are_large(runs, names) and runs.is_going(names):
+        return settings_cards.levels_to_come(going=True)
+    found = _drawn_levels(runs, names, scheme)
+    return found or pending.pending(LEVELS, settings_cards.levels_to_come(going=False), list(names))
+
+
+def _drawn_levels(runs: Runs, names: Sequence[str], scheme: Scheme) -> Component | None:
+    """The card of the four levels; None while they are being worked out."""
+    found = settings_data.levels(runs, names)
+    if found is None:
+        return None
+    resources = settings_data.compared(runs, names).resources
+    return settings_cards.levels(found, runs.comparison(names), resources, scheme)
 
 
 def _findings(settings: pd.DataFrame) -> list[Component]:
@@ -245,9 +264,33 @@ def _run_links(value: Any) -> Cell:
     return html.Span(links, className="run-links")
 
 
+def register(app: dash.Dash, runs: Runs) -> None:
+    """The callback of levels that were not there when the page was drawn."""
+
+    @app.callback(
+        Output(pending.place(LEVELS), "children"),
+        Output(pending.clock(LEVELS), "disabled"),
+        Input(pending.clock(LEVELS), "n_intervals"),
+        State(pending.about(LEVELS), "data"),
+        State(ids.SCHEME, "data"),
+        prevent_initial_call=True,
+    )
+    def waited(_: int, names: list[str], scheme: str | None) -> tuple[Any, bool]:
+        try:
+            found = _drawn_levels(runs, names, scheme_of(scheme))
+        except KeyError:
+            return messages.unknown_runs(names, str(runs.directory)), True
+        except Exception as error:
+            return messages.message("The ledgers cannot be closed", reason(error), severity="error"), True
+        if found is None:
+            raise PreventUpdate
+        return found, True
+
+
 PAGE: Final = Page(
     "/compare",
     "Compare",
     "What did the settings change on the wire, in step time, in memory and in the loss, and which one to take?",
     render,
+    register,
 )

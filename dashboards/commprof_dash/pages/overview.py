@@ -7,23 +7,27 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any, Final
 
+import dash
 import pandas as pd
-from dash import html
+from dash import Input, Output, State, html
 from dash.development.base_component import Component
+from dash.exceptions import PreventUpdate
 
 from commprof.analysis import api
-from commprof_dash import address, overview_data
+from commprof_dash import address, ids, overview_data
 from commprof_dash.address import Query
 from commprof_dash.charts import times, traffic
-from commprof_dash.components import cards, controls, messages, tables
+from commprof_dash.components import cards, controls, messages, pending, tables
 from commprof_dash.components.tables import Field
-from commprof_dash.data import Runs
+from commprof_dash.data import Runs, reason
 from commprof_dash.measures import MEASURES, WIRE, Measure, format_count
 from commprof_dash.pages import overview_cards
 from commprof_dash.pages.one_run import still_going
 from commprof_dash.pages.page import Drawing, Page
-from commprof_dash.theme import Scheme
+from commprof_dash.theme import Scheme, scheme_of
 
+VERDICT: Final = "verdict"
+REST: Final = "overview-rest"
 _TABLE_ROWS: Final = (
     300  # a reader wants no more at a time, and each costs the server and the browser; the CSV file has all
 )
@@ -51,10 +55,10 @@ def _answers(runs: Runs, name: str, measure: Measure, scheme: Scheme) -> list[Co
     if selection.broken:
         return [messages.broken_run(name, selection.broken[name])]
     facts = runs.overview(name)
-    return [
+    top = [
         _tiles(facts),
         _health(facts),
-        overview_cards.verdict(overview_data.verdict(runs, name, facts["records"]), facts),
+        _verdict(runs, name, facts),
         _by_step(runs.traffic_by_step(name), measure, scheme),
         cards.columns(
             [
@@ -62,6 +66,18 @@ def _answers(runs: Runs, name: str, measure: Measure, scheme: Scheme) -> list[Co
                 _times(runs.step_times(name), scheme),
             ]
         ),
+    ]
+    # Of a large run what stands below is asked for once this is drawn.
+    if facts["records"] > overview_data.MOST_RECORDS and not runs.is_going([name]):
+        coming = cards.empty_card("rest", "Time, cost and what ran", "On its way.")
+        return [*top, pending.at_once(REST, coming, name)]
+    return [*top, *rest(runs, name, scheme)]
+
+
+def rest(runs: Runs, name: str, scheme: Scheme) -> list[Component]:
+    """The lower half of the page of a run: what collectives cost in time, what the run used, what ran."""
+    facts = runs.overview(name)
+    return [
         cards.columns(
             [
                 overview_cards.exposure(overview_data.exposure(runs, name), facts, scheme),
@@ -72,6 +88,15 @@ def _answers(runs: Runs, name: str, measure: Measure, scheme: Scheme) -> list[Co
         cards.columns([_what_ran(facts), overview_cards.cost(facts)]),
         cards.columns([_groups(runs.groups(name)), _moved(runs.moved(name), facts["moved_reason"])]),
     ]
+
+
+def _verdict(runs: Runs, name: str, facts: Mapping[str, Any]) -> Component:
+    if facts["records"] > overview_data.MOST_RECORDS and runs.is_going([name]):
+        return overview_cards.verdict_of_no_end(facts)
+    found = overview_data.verdict(runs, name, facts["records"])
+    if found is None:
+        return pending.pending(VERDICT, overview_cards.verdict_to_come(facts), name)
+    return overview_cards.verdict(found, facts)
 
 
 def _pipeline(facts: Mapping[str, Any]) -> list[Component]:
@@ -93,7 +118,9 @@ def _tiles(facts: Mapping[str, Any]) -> Component:
                 "Final loss", _or_none(facts["final_loss"], "{:.5g}".format), "last step that has one"
             ),
             *_pipeline(facts),
-            cards.tile("Wire bytes", api.format_bytes(facts["wire_bytes"]), "whole run, modelled, per rank"),
+            cards.tile(
+                "Wire bytes", api.format_bytes(facts["wire_bytes"]), "whole run, modelled, all groups"
+            ),
             cards.tile("Records", format_count(facts["records"]), _missing(facts)),
             cards.tile("Recording cost", _share(facts["recorder_share"]), _recorder_time(facts)),
         ]
@@ -304,9 +331,46 @@ def _measure_fields() -> list[Field]:
     ]
 
 
+def register(app: dash.Dash, runs: Runs) -> None:
+    """The callbacks of what was not there when the page was drawn: the verdict, and the lower half."""
+
+    @app.callback(
+        Output(pending.place(REST), "children"),
+        Input(pending.about(REST), "data"),
+        State(ids.SCHEME, "data"),
+    )
+    def below(name: str, scheme: str | None) -> list[Component]:
+        try:
+            return rest(runs, name, scheme_of(scheme))
+        except KeyError:
+            return [messages.unknown_runs([name], str(runs.directory))]
+        except Exception as error:
+            return [messages.broken_page(reason(error))]
+
+    @app.callback(
+        Output(pending.place(VERDICT), "children"),
+        Output(pending.clock(VERDICT), "disabled"),
+        Input(pending.clock(VERDICT), "n_intervals"),
+        State(pending.about(VERDICT), "data"),
+        prevent_initial_call=True,
+    )
+    def waited(_: int, name: str) -> tuple[Any, bool]:
+        try:
+            facts = runs.overview(name)
+            found = overview_data.verdict(runs, name, facts["records"])
+        except KeyError:
+            return messages.unknown_runs([name], str(runs.directory)), True
+        except Exception as error:
+            return messages.message("The ledger cannot be closed", reason(error), severity="error"), True
+        if found is None:
+            raise PreventUpdate
+        return overview_cards.verdict(found, facts), True
+
+
 PAGE: Final = Page(
     "/overview",
     "Overview",
     "What did one run send, what did it cost, and how well was it recorded?",
     render,
+    register,
 )

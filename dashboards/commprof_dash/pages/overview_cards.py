@@ -10,7 +10,6 @@ from dash import html
 from dash.development.base_component import Component
 
 from commprof.analysis import api
-from commprof_dash import overview_data
 from commprof_dash.charts import exposure as charts
 from commprof_dash.charts import resources as resource_charts
 from commprof_dash.components import cards, messages, tables
@@ -27,18 +26,34 @@ _TABLE_ROWS: Final = 300
 _EXPOSED: Final = "Exposed and overlapped"
 
 
-def verdict(found: api.Verdict | None, facts: Mapping[str, Any]) -> Component:
+def verdict(found: api.Verdict, facts: Mapping[str, Any]) -> Component:
     """The verdict of ``commprof verify`` in its sentences."""
-    command = f"commprof verify {facts['path']}"
-    if found is None:
-        return messages.message(
-            "The ledger is not closed on this page",
-            f"The run has {facts['records']:,} records; a page closes ledgers of up to {overview_data.MOST_RECORDS:,}. "
-            "In a terminal:",
-            [command],
-        )
     title, severity = _STATES[str(found.state)]
-    return messages.sentences(title, found.sentences, severity=severity, commands=[command])
+    return messages.sentences(title, found.sentences, severity=severity, commands=[_verify(facts)])
+
+
+def verdict_to_come(facts: Mapping[str, Any]) -> Component:
+    """In the place of the verdict, while another process goes through the records."""
+    return messages.message(
+        "The ledger is being closed",
+        f"Another process goes through the {facts['records']:,} records, about ten seconds for ten million. The verdict "
+        "appears here. In a terminal:",
+        [_verify(facts)],
+    )
+
+
+def verdict_of_no_end(facts: Mapping[str, Any]) -> Component:
+    """In the place of the verdict of a large run that is still going."""
+    return messages.message(
+        "The ledger is not closed yet",
+        f"The run is still going and has {facts['records']:,} records so far: its ledger is closed here once it has ended. "
+        "Of what is there, in a terminal:",
+        [_verify(facts)],
+    )
+
+
+def _verify(facts: Mapping[str, Any]) -> str:
+    return f"commprof verify {facts['path']}"
 
 
 def exposure(frame: pd.DataFrame, facts: Mapping[str, Any], scheme: Scheme) -> Component:

@@ -20,10 +20,10 @@ from commprof_dash.address import Query
 from commprof_dash.components import cards
 from commprof_dash.data import Runs, reason
 from commprof_dash.downloads import download
+from commprof_dash.pages.index_wait import RUN, builds, waiting_for_index
 from commprof_dash.pages.one_run import draw_run, no_records
 from commprof_dash.pages.page import Drawing, Page
 from commprof_dash.pages.timeline import PATH as TIMELINE_PATH
-from commprof_dash.pages.timeline import RUN, builds, waiting_for_index
 from commprof_dash.records_data import (
     COLUMN,
     COLUMNS,

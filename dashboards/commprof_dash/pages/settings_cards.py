@@ -89,24 +89,24 @@ def weighed(found: api.Advice) -> Component:
     )
 
 
-def levels(
-    frame: pd.DataFrame | None, settings: pd.DataFrame, resources: pd.DataFrame, scheme: Scheme
-) -> Component:
+def levels_to_come(going: bool) -> Component:
+    """In the place of the four levels of large runs: while another process closes their ledgers, or until they end."""
+    text = "Another process goes through the records of these runs to close their ledgers; the levels appear here."
+    if going:
+        text = "The ledgers of large runs are closed here once they have ended. Of one run so far: commprof verify RUN."
+    return cards.empty_card("levels", _REDUCING, text)
+
+
+def levels(frame: pd.DataFrame, settings: pd.DataFrame, resources: pd.DataFrame, scheme: Scheme) -> Component:
     """The four levels, in a grid of the two keys where the runs differ in one of them, with what each setting cost."""
-    if frame is None:
-        text = (
-            f"These runs have more than {settings_data.MOST_RECORDS:,} records, too many to close their ledgers for a page. "
-            "For one run: commprof verify RUN."
-        )
-        return cards.empty_card("levels", _REDUCING, text)
     if frame["wire_bytes_per_step"].isna().all():
         reasons = sorted(set(frame["reason"].dropna()))
         return cards.empty_card(
             "levels", _REDUCING, f"None of it is known per training step: {'; '.join(reasons)}."
         )
     subtitle = (
-        "Wire bytes per step (modelled: mean bytes each rank sends), out of the ledger of each run; one axis for all. "
-        "Moved: what the counters of the hosts sent, all traffic, another measure and so no bar."
+        "Wire bytes per step (modelled: mean bytes each rank of the group sends), out of the ledger of each run; one axis "
+        "for all. Moved: what the counters of the hosts sent, all traffic, another measure and so no bar."
     )
     fields = [
         Field("label", "Setting"),

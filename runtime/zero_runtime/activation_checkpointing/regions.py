@@ -21,6 +21,7 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from zero_runtime.activation_checkpointing.held import held, is_holding
 from zero_runtime.activation_checkpointing.process import process
 from zero_runtime.activation_checkpointing.random_states import RandomStates
 from zero_runtime.activation_checkpointing.storage import Kept
@@ -72,7 +73,9 @@ def _run(function: Callable[..., Any], args: Any, kwargs: Any, *, ends: bool) ->
     with boundaries.forward():
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        region = _Region(function, args, kwargs, boundaries, ends)
+        region = _Region(function, args, kwargs, boundaries, ends and not is_holding())
+        if is_holding():
+            return held(region, region.given)
         return torch_checkpoint(region, *region.given, use_reentrant=False, preserve_rng_state=False)
 
 

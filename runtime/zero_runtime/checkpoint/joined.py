@@ -16,6 +16,7 @@ import torch
 
 from zero_runtime.checkpoint.manifest import PARTS, Manifest, part_name
 from zero_runtime.checkpoint.opened import OpenCheckpoint
+from zero_runtime.checkpoint.parted import PartedCheckpoint
 from zero_runtime.checkpoint.reader import Checkpoint
 from zero_runtime.checkpoint.slices import SlicedCheckpoint
 from zero_runtime.errors import CheckpointError
@@ -24,7 +25,7 @@ from zero_runtime.tensor_parallel.cuts import Cut
 from zero_runtime.topology import MODEL, PIPE
 
 
-class JoinedCheckpoint(OpenCheckpoint):
+class JoinedCheckpoint(PartedCheckpoint):
     """Several checkpoints of different parameters as one.
 
     Args:
@@ -36,20 +37,12 @@ class JoinedCheckpoint(OpenCheckpoint):
     def __init__(
         self, directory: Path, parts: Sequence[OpenCheckpoint], names: Collection[str] | None = None
     ) -> None:
-        super().__init__(directory)
-        self._parts = parts
+        super().__init__(directory, parts)
         self.manifest = _joined([part.manifest for part in parts], names)
         self._part_of: dict[str, OpenCheckpoint] = {}
         for part in reversed(parts):
             kept = part.manifest
             self._part_of.update(dict.fromkeys((*kept.parameters, *kept.buffers, *kept.aliases), part))
-
-    def verify(self, ranks: Iterable[int]) -> None:
-        """Compare files with their checksums; they are numbered part by part."""
-        numbers = [(part, number) for part in self._parts for number in range(len(part.manifest.files))]
-        for rank in ranks:
-            part, number = numbers[rank]
-            part.verify([number])
 
     def decode(self, value: Any) -> Any:
         """A value of the manifest as it was given to ``save``: the first part's, or that of each where each has its own."""
@@ -85,19 +78,6 @@ class JoinedCheckpoint(OpenCheckpoint):
     def buffer(self, name: str, rank: int) -> torch.Tensor:
         """A buffer, as the first rank of its part had it."""
         return self._part_of[name].buffer(name, 0)
-
-    def random_states(self, rank: int) -> dict[str, torch.Tensor]:
-        """The states of the random generators of ``rank``, counted part by part."""
-        for part in self._parts:
-            files = len(part.manifest.files)
-            if rank < files:
-                return part.random_states(rank)
-            rank -= files
-        return {}
-
-    def residuals(self, rank: int) -> dict[str, torch.Tensor]:
-        """Nothing: what gradient compression had left over is of parameters that are elsewhere now."""
-        return {}
 
 
 def _joined(manifests: Sequence[Manifest], names: Collection[str] | None) -> Manifest:

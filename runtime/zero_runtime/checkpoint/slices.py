@@ -6,7 +6,7 @@ A tensor is put together of all its parts, and cut as the model at hand has it; 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,6 +14,7 @@ import torch
 
 from zero_runtime.checkpoint.manifest import ParameterFacts
 from zero_runtime.checkpoint.opened import OpenCheckpoint
+from zero_runtime.checkpoint.parted import PartedCheckpoint
 from zero_runtime.checkpoint.reader import Checkpoint
 from zero_runtime.errors import CheckpointError
 from zero_runtime.fragments import NumberTensor, Scalar
@@ -23,7 +24,7 @@ from zero_runtime.tensor_parallel.cuts import Cut
 _HELD: Final = 4
 
 
-class SlicedCheckpoint(OpenCheckpoint):
+class SlicedCheckpoint(PartedCheckpoint):
     """The checkpoints of all ranks that shared each tensor of a model, or of one of its stages, as one.
 
     Args:
@@ -36,8 +37,7 @@ class SlicedCheckpoint(OpenCheckpoint):
     """
 
     def __init__(self, directory: Path, slices: Sequence[Checkpoint], cuts: Mapping[str, Cut]) -> None:
-        super().__init__(directory)
-        self._slices = slices
+        super().__init__(directory, slices)
         self._wanted = cuts
         self._held: dict[tuple[str, str], torch.Tensor] = {}
         first = slices[0].manifest
@@ -57,16 +57,9 @@ class SlicedCheckpoint(OpenCheckpoint):
             shape = wanted.part_shape(shape)
         return dataclasses.replace(facts, shape=shape, cut_dim=None, cut_sections=())
 
-    def verify(self, ranks: Iterable[int]) -> None:
-        """Compare files with their checksums; they are numbered part by part."""
-        numbers = [(part, number) for part in self._slices for number in range(len(part.manifest.files))]
-        for rank in ranks:
-            part, number = numbers[rank]
-            part.verify([number])
-
     def decode(self, value: Any) -> Any:
         """A value of the manifest as it was given to ``save``: the first rank's."""
-        return self._slices[0].decode(value)
+        return self._parts[0].decode(value)
 
     def read_value(self, name: str, start: int, target: torch.Tensor) -> None:
         """Fill the 1-D ``target`` with elements from ``start`` of parameter ``name``."""
@@ -78,7 +71,7 @@ class SlicedCheckpoint(OpenCheckpoint):
 
     def state_dtypes(self, name: str) -> Mapping[str, torch.dtype]:
         """The state tensors of parameter ``name`` that have an element for each of its own."""
-        return self._slices[0].state_dtypes(name)
+        return self._parts[0].state_dtypes(name)
 
     def read_state(self, state: str, name: str, start: int, target: torch.Tensor) -> None:
         """Fill the 1-D ``target`` with elements from ``start`` of a state tensor of parameter ``name``."""
@@ -86,7 +79,7 @@ class SlicedCheckpoint(OpenCheckpoint):
 
     def scalars(self, name: str) -> Mapping[str, Scalar | NumberTensor]:
         """The state values of parameter ``name`` that are one number, or none."""
-        return self._slices[0].scalars(name)
+        return self._parts[0].scalars(name)
 
     def whole(self, name: str) -> Mapping[str, torch.Tensor]:
         """The state tensors of parameter ``name`` of other shapes.
@@ -94,7 +87,7 @@ class SlicedCheckpoint(OpenCheckpoint):
         Raises:
             CheckpointError: there are some of a parameter that is cut, which cannot be cut with it.
         """
-        found = self._slices[0].whole(name)
+        found = self._parts[0].whole(name)
         kept = self.name_of(name)
         if found and (self._saved.get(kept) is not None or kept in self._wanted):
             raise CheckpointError(
@@ -105,20 +98,7 @@ class SlicedCheckpoint(OpenCheckpoint):
 
     def buffer(self, name: str, rank: int) -> torch.Tensor:
         """A buffer, as the first rank had it."""
-        return self._slices[0].buffer(name, 0)
-
-    def random_states(self, rank: int) -> dict[str, torch.Tensor]:
-        """The states of the random generators of ``rank``, counted part by part."""
-        for part in self._slices:
-            files = len(part.manifest.files)
-            if rank < files:
-                return part.random_states(rank)
-            rank -= files
-        return {}
-
-    def residuals(self, rank: int) -> dict[str, torch.Tensor]:
-        """Nothing: what gradient compression had left over is of parts that are cut otherwise now."""
-        return {}
+        return self._parts[0].buffer(name, 0)
 
     def _fill(self, kind: str, name: str, start: int, target: torch.Tensor) -> None:
         kept = self.name_of(name)
@@ -130,17 +110,17 @@ class SlicedCheckpoint(OpenCheckpoint):
 
     def _own(self, kind: str, name: str) -> torch.Tensor:
         """What the model at hand has of a tensor, 1-D."""
-        shape = self._slices[0].manifest.parameters[name].shape
+        shape = self._parts[0].manifest.parameters[name].shape
         saved, wanted = self._saved[name], self._wanted.get(name)
         parts = [
             self._part(kind, name, part, shape)
-            for part in (self._slices if saved is not None else self._slices[:1])
+            for part in (self._parts if saved is not None else self._parts[:1])
         ]
         whole = parts[0] if saved is None else saved.joined(parts)
         own = whole if wanted is None else wanted.part(whole)
         return own.reshape(-1)
 
-    def _part(self, kind: str, name: str, part: Checkpoint, shape: Sequence[int]) -> torch.Tensor:
+    def _part(self, kind: str, name: str, part: OpenCheckpoint, shape: Sequence[int]) -> torch.Tensor:
         if kind.startswith("state."):
             state = kind.removeprefix("state.")
             found = torch.empty(tuple(shape), dtype=part.state_dtypes(name)[state])

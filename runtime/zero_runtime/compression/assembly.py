@@ -70,7 +70,7 @@ def by_signs(
     for number, each in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(each["params"]):
             names.setdefault(parameter, f"param_groups[{number}][{index}]")
-    optimizer.connect(MeanOfSigns(group, names, residuals))
+    optimizer.connect(MeanOfSigns(group, residuals), names)
     return WantedReduction(optimizer, plain), residuals
 
 
@@ -80,4 +80,5 @@ def _exchange(settings: GradientCompression, dtype: torch.dtype) -> Exchange:
         codec = TopK(settings.topk_ratio, dtype)
     else:
         codec = OneBit() if settings.algorithm == ONE_BIT else TwoBit()
-    return Exchange(codec, settings.huffman_coding and settings.algorithm != ONE_BIT)
+    coded = settings.huffman_coding and settings.algorithm != ONE_BIT
+    return Exchange(codec, coded, settings.two_phase)

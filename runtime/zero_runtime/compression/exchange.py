@@ -22,10 +22,12 @@ class Exchange(NamedTuple):
         codec: what makes them.
         entropy: whether each is Huffman coded first, where that makes it smaller. Their sizes then travel ahead, in a
             message of 8 bytes for each rank, and all are filled up to the largest.
+        two_phase: whether more than two ranks add up in two phases, in place of each getting the payloads of all.
     """
 
     codec: Codec
     entropy: bool = False
+    two_phase: bool = False
 
     def send(
         self,

@@ -5,18 +5,21 @@ the bit. With ``hierarchical_compress`` only what hosts send to each other is co
 bucket over its host, exchanges that with the ranks of its place on other hosts, and gathers the other shares in its host.
 
 n is the number of ranks, S the bytes of a bucket, C those of a payload: each rank sends (n-1) C, where an all_reduce sends
-2(n-1)/n S. So it sends n C / 2S of that, which grows with n.
+2(n-1)/n S. So it sends n C / 2S of that, which grows with n. With ``two_phase`` it sends 2(n-1)/n C, C / S of that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.nn import functional
 
+from commprof import hooks
 from zero_runtime.buckets import Bucket
 from zero_runtime.comm import DataParallelGroup
+from zero_runtime.compression import two_phases
 from zero_runtime.compression.exchange import Exchange
 from zero_runtime.compression.hosts import Hosts
 from zero_runtime.compression.residuals import Residuals
@@ -72,6 +75,16 @@ class CompressedReduction:
     ) -> Finish | None:
         """Sum ``values``, elements ``start`` and up of ``bucket``, over ``group``, and give the sum to ``take``."""
         exchange = self._exchange(bucket.dtype)
+        if exchange.two_phase and group.world_size > 2:
+            shared = two_phases.Shared(values, bucket.entries, start, self._scale())
+            work, sum_of = two_phases.begin(
+                shared, exchange.codec, self._residuals, group, partial(_why, bucket), asynchronous
+            )
+
+            def take_sum() -> None:
+                take(sum_of())
+
+            return after([work], take_sum)
         if self._residuals is not None:
             self._residuals.add_to(values, bucket.entries, start, self._scale())
         payload = exchange.codec.encode(values)
@@ -102,6 +115,10 @@ class CompressedReduction:
             bucket.tensor.copy_(rows.narrow(0, 0, numel))
 
         self._sum(bucket, share, inside.rank * width, hosts.across, False, take)
+
+
+def _why(bucket: Bucket, intended_op: str) -> hooks.tag:
+    return bucket.why(intended_op=intended_op)
 
 
 def _sum_of_rows(rows: torch.Tensor, width: int, bucket: Bucket, group: DataParallelGroup) -> torch.Tensor:

@@ -8,10 +8,15 @@ number of ranks shares the sum out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 import torch
 
 from zero_runtime.buckets import Entry
+
+OF_SHARE: Final = (
+    "share of "  # begins the name of what one rank alone has left over of an element, on behalf of all
+)
 
 
 class Residuals:
@@ -89,5 +94,6 @@ class Residuals:
         self.tensors = {}
         for each in range(saved_by):
             for name, tensor in read(each).items():
-                share = tensor.to(device) / world_size
+                # Of what ranks have on behalf of all, each will use its own part.
+                share = tensor.to(device) / (1 if name.startswith(OF_SHARE) else world_size)
                 self.tensors[name] = self.tensors[name] + share if name in self.tensors else share

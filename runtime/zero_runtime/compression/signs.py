@@ -2,62 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Sequence
 
 import torch
 
 from commprof import hooks
 from zero_runtime.buckets import Bucket, Entry
 from zero_runtime.comm import DataParallelGroup
+from zero_runtime.compression import two_phases
 from zero_runtime.compression.codecs import OneBit
 from zero_runtime.compression.exchange import Exchange
 from zero_runtime.compression.residuals import Residuals
 from zero_runtime.optimizers.one_bit import OneBitOptimizer
 from zero_runtime.reduction import Finish, Reduction
 
-_WHY: Final = hooks.tag("gradient_reduce", intended_op="all_reduce")
-
 
 class MeanOfSigns:
-    """A :data:`zero_runtime.optimizers.one_bit.Mean`: one all_gather for all tensors together.
+    """A :data:`zero_runtime.optimizers.one_bit.Mean`: one sum for all tensors together.
+
+    On two ranks each gets the signs of the other. On more they are added up in two phases.
 
     Args:
         group: the data-parallel ranks.
-        names: of the parameters.
         residuals: what is left over on this rank.
     """
 
-    def __init__(
-        self, group: DataParallelGroup, names: Mapping[torch.Tensor, str], residuals: Residuals
-    ) -> None:
+    def __init__(self, group: DataParallelGroup, residuals: Residuals) -> None:
         self._group = group
-        self._names = names
         self._residuals = residuals
         self._exchange = Exchange(OneBit())
 
-    def __call__(self, what: str, parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    def __call__(self, names: Sequence[str], values: Sequence[torch.Tensor]) -> None:
         """Make of each of ``values`` its mean over the ranks, as far as signs and what was left over can tell it."""
         if self._group.world_size == 1:
             return
-        entries = [
-            Entry(f"{what} of {self._names[parameter]}", value.reshape(-1), ())
-            for parameter, value in zip(parameters, values, strict=True)
-        ]
+        entries = [Entry(name, value.reshape(-1), ()) for name, value in zip(names, values, strict=True)]
         flat = torch.cat([entry.gradient for entry in entries]).float()
+        add_up = self._gathered if self._group.world_size == 2 else self._in_two_phases
+        total = add_up(flat, entries).div_(self._group.world_size)
+        for value, part in zip(values, total.split([value.numel() for value in values]), strict=True):
+            value.copy_(part.view(value.shape))
+
+    def _gathered(self, flat: torch.Tensor, entries: Sequence[Entry]) -> torch.Tensor:
         self._residuals.add_to(flat, entries, 0, 1.0)
         codec = self._exchange.codec
         payload = codec.encode(flat)
         total = torch.zeros_like(flat)
         codec.add(payload, total)
         self._residuals.keep(flat.sub_(total), entries, 0, 1.0)
-        _, payloads = self._exchange.send(payload, flat.numel(), self._group, _WHY)
+        _, payloads = self._exchange.send(payload, flat.numel(), self._group, _why("all_reduce"))
         total.zero_()
         for each in payloads():
             codec.add(each, total)
-        total.div_(self._group.world_size)
-        for value, part in zip(values, total.split([value.numel() for value in values]), strict=True):
-            value.copy_(part.view(value.shape))
+        return total
+
+    def _in_two_phases(self, flat: torch.Tensor, entries: Sequence[Entry]) -> torch.Tensor:
+        shared = two_phases.Shared(flat, entries)
+        _, total = two_phases.begin(shared, self._exchange.codec, self._residuals, self._group, _why)
+        return total()
+
+
+def _why(intended_op: str) -> hooks.tag:
+    return hooks.tag("gradient_reduce", intended_op=intended_op)
 
 
 class WantedReduction:

@@ -97,8 +97,8 @@ def optional(check: Check) -> Check:
 
 
 def _boolean(name: str, value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
+    if isinstance(value, int) and value in (0, 1):  # also as numbers, which DeepSpeed takes too
+        return bool(value)
     raise ConfigError(f"{name} is {value!r}; expected true or false{_auto(value)}")
 
 

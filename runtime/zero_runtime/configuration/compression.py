@@ -32,6 +32,11 @@ COMPRESSION: Final[Table] = {
         boolean, False, "code the payloads of topk and 2bit, where that makes them smaller"
     ),
     "hierarchical_compress": used(boolean, False, "compress only what hosts send to each other"),
+    "two_phase": used(
+        boolean,
+        False,
+        "1bit and 2bit among more than two ranks: compress the sums too, so that a rank sends no more with more ranks",
+    ),
 }
 
 
@@ -45,6 +50,7 @@ class GradientCompression:
     warmup_steps: int
     huffman_coding: bool
     hierarchical_compress: bool
+    two_phase: bool
 
 
 def read_compression(top: Mapping[str, Any]) -> GradientCompression | None:
@@ -97,6 +103,16 @@ def check_compression(config: RuntimeConfig, notices: list[str]) -> None:
             "gradient_compression has all ranks gather compressed gradients, and zero_optimization.gradient_reduction is "
             "reduce_scatter; remove one of the two keys"
         )
+    if compression.two_phase and compression.algorithm not in (ONE_BIT, TWO_BIT):
+        raise ConfigError(
+            f"gradient_compression.two_phase compresses sums again, and the algorithm is {compression.algorithm}, which "
+            "leaves most of a sum out; use 1bit or 2bit, or set two_phase to false"
+        )
+    if compression.two_phase and compression.huffman_coding and compression.algorithm == TWO_BIT:
+        raise ConfigError(
+            "gradient_compression.two_phase needs payloads of one length, and huffman_coding makes them differ; set one of "
+            "the two to false"
+        )
     given = config.given.get("gradient_compression") or {}
     if compression.algorithm != TOP_K and "topk_ratio" in given:
         notices.append(
@@ -121,10 +137,7 @@ def check_one_bit(config: RuntimeConfig, kind: str) -> None:
             "stage 0",
         ),
         (config.gradient_compression is not None and "gradient_compression", "one of the two"),
-        (
-            (kinds.bf16 or kinds.fp16) and f"a model in {'bf16' if kinds.bf16 else 'fp16'}",
-            "fp32, or torch_autocast",
-        ),
+        (kinds.bf16_masters and "bf16.bf16_master_weights_and_grads", "masters in fp32"),
         (config.gradient_allreduce_op != "mean" and "gradient_allreduce_op sum", "mean"),
         (config.communication.bounded_delay and "communication.bounded_delay", "one of the two"),
     ):

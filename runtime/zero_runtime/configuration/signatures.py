@@ -50,7 +50,7 @@ def _mismatch(default: Any, value: Any) -> str | None:
     if value is None or default is None or default is inspect.Parameter.empty:
         return None
     if isinstance(default, bool):
-        return None if isinstance(value, bool) else "true or false"
+        return None if isinstance(value, int) and value in (0, 1) else "true or false"
     if isinstance(default, int | float):
         # A list has a value for each param group, where the class takes one.
         return None if _is_number(value) or _are_numbers(value) else "a number"

@@ -10,7 +10,6 @@ from zero_runtime import comm
 from zero_runtime import config as configuration
 from zero_runtime.config import RuntimeConfig, batch_sizes
 from zero_runtime.deepspeed_names.block_configurations import namespace
-from zero_runtime.errors import UnsupportedError
 
 
 class ZeroStageEnum(enum.IntEnum):
@@ -62,22 +61,21 @@ class DeepSpeedConfig:
 
     Args:
         config: a dict, a path, or base64 of a JSON object.
-        mpu: model parallelism, not in this version.
-        mesh_device: meshes of ranks, not in this version.
+        mpu: Megatron's object of ranks that share a model; as many ranks have other samples as it says.
+        mesh_device: a mesh of torch's with the dimension ``data_parallel``, which says the same.
 
     Raises:
         ConfigError: it cannot be used.
     """
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
-        if mpu is not None or mesh_device is not None:
-            raise UnsupportedError(
-                "mpu and mesh_device of DeepSpeedConfig are not in this version yet; leave them out"
-            )
         self._param_dict = configuration.load(config)
         self.global_rank = comm.get_rank() if comm.is_initialized() else 0
-        self.world_size = comm.get_world_size() if comm.is_initialized() else 1
-        checked = RuntimeConfig.from_mapping(self._param_dict, self.world_size)
+        ranks = comm.get_world_size() if comm.is_initialized() else 1
+        self.world_size = _replicas(mpu, mesh_device, ranks)
+        checked = RuntimeConfig.from_mapping(
+            self._param_dict, ranks, _others(self._param_dict, ranks // self.world_size)
+        )
         self.checked = checked
         effective = checked.effective()
         for name, value in effective.items():
@@ -112,3 +110,18 @@ class DeepSpeedConfig:
         print(f"{name}:")
         for key, value in sorted(self.checked.effective().items()):
             print(f"  {key} = {value}")
+
+
+def _replicas(mpu: Any, mesh_device: Any, ranks: int) -> int:
+    """How many of ``ranks`` have other samples, as DeepSpeed asks for it."""
+    if mpu is not None:
+        return int(mpu.get_data_parallel_world_size())
+    if mesh_device is not None:
+        return int(mesh_device.get_group(mesh_dim="data_parallel").size())
+    return ranks
+
+
+def _others(given: Mapping[str, Any], sharing: int) -> int:
+    """Of ``sharing`` ranks that hold one model together, those along axes that the configuration does not name."""
+    parallel = configuration.parallel_of(given)
+    return max(1, sharing // (parallel.tp_size * parallel.sequence_parallel_size))

@@ -9,8 +9,9 @@ from typing import Any, Final
 
 import torch
 
-from zero_runtime.comm import ProcessGroup, get_world_size
+from zero_runtime.comm import ProcessGroup, get_world_size, is_initialized
 from zero_runtime.comm_log import KINDS, LOG, message_size
+from zero_runtime.errors import UsageError
 
 Function = Callable[..., Any]
 # The name under which DeepSpeed keeps some operations.
@@ -33,6 +34,11 @@ def logged(*tensors: str | int) -> Callable[[Function], Function]:
         def call(
             *args: Any, prof: bool = False, log_name: str | None = None, debug: Any = None, **kwargs: Any
         ) -> Any:
+            if not is_initialized():
+                raise UsageError(
+                    f"deepspeed.comm.{own} was called before the ranks know each other; call deepspeed.init_distributed() "
+                    "or deepspeed.initialize before it"
+                )
             kept_as = log_name or name
             if not LOG.wants(kept_as, prof):
                 return function(*args, **kwargs)

@@ -16,7 +16,10 @@ INFERENCE: Final = (
 DUAL_PIPELINE: Final = (
     "pipelines with micro-batches from both ends are not in this version; use schedule zero_bubble"
 )
-TENSOR_PARALLEL: Final = "tensor parallelism is not in this version"
+TENSOR_PARALLEL: Final = (
+    "tensor_parallel.autotp_size and tensor_parallel.plan in the configuration have initialize cut the model; "
+    "zero_runtime.tensor_parallel has layers that ranks share"
+)
 EXPERTS: Final = "experts (MoE) are not in this version"
 KERNELS: Final = "there are no kernels of its own to build or inject; torch's are used"
 

@@ -285,9 +285,12 @@ MODULES: Final[dict[str, Module]] = {
     "runtime.eigenvalue": Module(refused=_DATA),
     "runtime.quantize": Module(refused="quantization while training is not in this version"),
     "runtime.weight_quantizer": Module(refused="quantization is not in this version"),
-    "runtime.sequence_parallel": Module(refused="sequence parallelism is not in this version"),
+    "runtime.sequence_parallel": Module(
+        refused="sequence_parallel_size in the configuration and deepspeed.sequence.layer.DistributedAttention share "
+        "sequences; adapters for the models of transformers are not in this version"
+    ),
     "runtime.tensor_parallel": Module(refused=TENSOR_PARALLEL),
-    "runtime.domino": Module(refused=TENSOR_PARALLEL),
+    "runtime.domino": Module(refused=f"Domino's order of messages is not in this version; {TENSOR_PARALLEL}"),
     "runtime.compiler": Module(given(f"{_HERE}.compiling", "disable", "enable", "is_compiling")),
     "runtime.comm": Module(refused="zero_optimization.gradient_reduction chooses how gradients are reduced"),
     "runtime.swap_tensor": Module(

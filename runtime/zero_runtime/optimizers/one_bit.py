@@ -9,7 +9,7 @@ time. Elements that never had a gradient while v was measured stay as they are.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,11 @@ import torch
 from zero_runtime.errors import ConfigError
 from zero_runtime.optimizers.states import MomentOptimizer, check_hyperparameters
 
-# Makes of each tensor, of the parameter beside it, its mean over the ranks, in place; the word says what the tensors are.
-Mean = Callable[[str, Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
+# Makes of each tensor its mean over the ranks, in place. The names beside them say what they are, and of what.
+Mean = Callable[[Sequence[str], Sequence[torch.Tensor]], None]
 
 
-def _alone(what: str, parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+def _alone(names: Sequence[str], values: Sequence[torch.Tensor]) -> None:
     """The mean over a single rank."""
 
 
@@ -41,10 +41,21 @@ class OneBitOptimizer(MomentOptimizer, ABC):
         check_hyperparameters(lr, betas, weight_decay)
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
         self._mean: Mean = _alone
+        self._names: dict[torch.Tensor, str] = {}
 
-    def connect(self, mean: Mean) -> None:
-        """Take means over the ranks by ``mean``."""
+    def connect(self, mean: Mean, names: Mapping[torch.Tensor, str]) -> None:
+        """Take means over the ranks by ``mean``; ``names`` are those of the parameters."""
         self._mean = mean
+        self._names = dict(names)
+
+    def rename(self, copies: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Take note of ``copies`` that are updated in place of parameters: parameter -> copy."""
+        for parameter, copy in copies.items():
+            self._names[copy] = self._names.pop(parameter, "")
+
+    def _mean_of(self, what: str, parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        """Make of each of ``values``, which are the ``what`` of the parameters beside them, its mean over the ranks."""
+        self._mean([f"{what} of {self._names.get(each, '')}" for each in parameters], values)
 
     @property
     def taken(self) -> int:
@@ -113,7 +124,7 @@ class OneBitOptimizer(MomentOptimizer, ABC):
                 divisors.append(self._divisor(group, tensor))
                 moved.append(self.state[tensor]["exp_avg_sq"] > 0)
         scaled = [value.div(each).mul_(on) for value, each, on in zip(values, divisors, moved, strict=True)]
-        self._mean(what, parameters, scaled)
+        self._mean_of(what, parameters, scaled)
         for value, mean, each, on in zip(values, scaled, divisors, moved, strict=True):
             torch.mul(mean.mul_(on), each, out=value)
 
@@ -253,7 +264,7 @@ class ZeroOneAdam(OneBitOptimizer):
             return
         # What is sent is divided by sqrt(v) + eps already: distances are.
         ways = [self.state[tensor]["anchor"] - tensor for _, tensor in apart]
-        self._mean("distance", [tensor for _, tensor in apart], ways)
+        self._mean_of("distance", [tensor for _, tensor in apart], ways)
         for (group, tensor), way in zip(apart, ways, strict=True):
             state = self.state[tensor]
             square = state["exp_avg_sq"]

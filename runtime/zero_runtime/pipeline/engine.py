@@ -263,6 +263,8 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
     # Data.
 
     def _given(self, data_iter: Iterator[Any] | None, data: Any, targets: Any, count: int) -> Source:
+        if data is None and targets is not None and self.is_first_stage():
+            raise UsageError("targets are given without data; give the first stage both, or data alone")
         if data is not None or targets is not None:
             if data_iter is not None:
                 raise UsageError("both data_iter and data or targets are given; give one of the two")

@@ -33,6 +33,11 @@ class Plan(NamedTuple):
         """Whether its messages are only begun, and waited for later, not sent and received one after the other."""
         return self.name in (INTERLEAVED, ZERO_BUBBLE)
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether a backward pass is in two halves: the gradients of inputs, and those of weights."""
+        return self.name == ZERO_BUBBLE
+
     def check(self, micro_batches: int) -> None:
         """Raise ConfigError where there is no such step of ``micro_batches``."""
         if self.name == INTERLEAVED and micro_batches % self.stages:

@@ -16,7 +16,7 @@ from zero_runtime.parallelism import Parallelism, of_grid
 from zero_runtime.pipeline.grid import PipelineGrid
 from zero_runtime.pipeline.layers import LayerSpec
 from zero_runtime.pipeline.module import PipelineModule, stages_of
-from zero_runtime.pipeline.plan import DEFAULT_CHUNKS, INTERLEAVED, ZERO_BUBBLE, Plan
+from zero_runtime.pipeline.plan import DEFAULT_CHUNKS, INTERLEAVED, Plan
 from zero_runtime.topology import DATA, MODEL, PIPE, SEQUENCE, ProcessTopology
 
 
@@ -131,11 +131,13 @@ def _check_plan(plan: Plan, model: PipelineModule, config: RuntimeConfig) -> Non
             f"{len(model.layers)} layers; use fewer (pipeline_parallel.virtual_stages), or cut the model into more layers"
         )
     interval = config.pipeline.activation_checkpoint_interval or model.activation_checkpoint_interval
-    if plan.name == ZERO_BUBBLE and interval:
+    ours = model.activation_checkpoint_func in (checkpoint, non_reentrant_checkpoint)
+    if plan.splits_backward and interval and not ours:
         raise ConfigError(
             f"activation_checkpoint_interval is {interval}, and pipeline_parallel.schedule is zero_bubble, which "
-            "differentiates a forward pass in many parts, for each of which layers would run again; set the interval to 0, "
-            "or use schedule 1f1b"
+            "differentiates a forward pass in many parts, for each of which layers would run again by the "
+            "activation_checkpoint_func that PipelineModule was given; leave that out, set the interval to 0, or use "
+            "schedule 1f1b"
         )
 
 

@@ -113,15 +113,26 @@ class _Graph:
             gradients: of the roots.
         """
         owners: dict[Node, _Group] = {}
+        keepers = self._keepers()
         for node in reversed(self._order):
             weights = self._hanging(node) if node in self.carriers else frozenset()
             if weights:
                 sides = [edge for edge in _edges(node) if edge[0] not in self.carriers]
-                _add(owners, _Group(weights, [_Held(node, sides)]))
+                _add(owners, _Group(weights, [_Held(node, sides, keepers[node])]))
         for root, gradient in zip(self._roots, gradients, strict=True):
             if root.node not in self.carriers and self._weights[root.node]:
                 _add(owners, _Group(self._weights[root.node], [], [(root, gradient)]))
         return list({id(group): group for group in owners.values()}.values())
+
+    def _keepers(self) -> dict[Node, Node]:
+        """What to hold so that a node stays: itself, or what leads to it, since that alone owns a function in Python."""
+        keepers = {root.node: root.ownership_token or root.node for root in self._roots}
+        for node in reversed(self._order):
+            if not _is_in_python(node):
+                keepers[node] = node
+            for child, _ in _edges(node):
+                keepers.setdefault(child, keepers[node])
+        return keepers
 
 
 def _after_children(roots: Iterable[Node]) -> Iterator[Node]:
@@ -153,16 +164,22 @@ def _is_weight(node: Node) -> bool:
     return type(node).__name__ == "AccumulateGrad"
 
 
+def _is_in_python(node: Node) -> bool:
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
 class _Held:
     """A carrier with weights, and what it got in the first half.
 
     Args:
         node: the carrier.
         sides: where it sends gradients that no input needs.
+        keeper: what keeps it alive.
     """
 
-    def __init__(self, node: Node, sides: Sequence[tuple[Node, int]]) -> None:
+    def __init__(self, node: Node, sides: Sequence[tuple[Node, int]], keeper: Node) -> None:
         self.node = node
+        self._keeper = keeper
         self._sides = set(sides)
         self._gradients: Gradients = ()
         self._returned: list[tuple[GradientEdge, torch.Tensor]] | None = None
@@ -170,7 +187,7 @@ class _Held:
     def watch(self) -> list[Any]:
         """Keep what arrives from now on. Returns the handles of the hooks."""
         handles = [self.node.register_prehook(self._keep)]
-        if isinstance(self.node, torch.autograd.function.BackwardCFunction):
+        if _is_in_python(self.node):
             handles.append(self.node.register_hook(self._keep_returned))
         return handles
 

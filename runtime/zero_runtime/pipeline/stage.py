@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from commprof import hooks
+from zero_runtime.activation_checkpointing.held import holding
 from zero_runtime.errors import UsageError
 from zero_runtime.fp32_modules import cast_floating
 from zero_runtime.pipeline.batches import Source, inputs_of, labels_of
@@ -131,7 +132,9 @@ class Stage:
             del self._inputs[each]
         # A copy, so that the first layer may work in place though gradients of the inputs are asked for.
         given = tree_map(_copied, inputs) if self._training else inputs
-        with self._bubble.working(), autocast(engine._precision.autocast, engine.device):
+        # Layers that are checkpointed run again once, for both halves of the backward pass.
+        halves = holding(engine.plan.splits_backward)
+        with self._bubble.working(), autocast(engine._precision.autocast, engine.device), halves:
             outputs = engine.module(given, each.chunk) if each.chunk else engine.module(given)
             if not self._is_last(each):
                 self._outputs[each] = outputs

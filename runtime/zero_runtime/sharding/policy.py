@@ -92,11 +92,12 @@ def secondary_group(group: DataParallelGroup, size: int) -> DataParallelGroup | 
         return None
     if group.world_size % size:
         raise ConfigError(
-            f"zero_optimization.zero_hpz_partition_size is {size}, which does not divide the {group.world_size} ranks"
+            f"zero_optimization.zero_hpz_partition_size is {size}, which does not divide the {group.world_size} ranks; "
+            "choose a number that does, such as the ranks of a host, or 1 for none"
         )
     found = None
     for first in range(0, group.world_size, size):
-        made = comm.new_group(group.global_ranks[first : first + size])
+        made = comm.new_group(group.global_ranks[first : first + size], f"secondary partition of {size}")
         if first <= group.rank < first + size:
             found = DataParallelGroup(made)
     return found

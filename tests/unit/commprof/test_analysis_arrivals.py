@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commprof.analysis import api
+from commprof.analysis import api, lateness_sums
 from commprof.analysis.arrivals import arrivals, arrivals_frame
 from commprof.analysis.straggling import straggling
+from commprof.errors import UsageError
 from support.runs import SyntheticRun
 
 
@@ -280,8 +281,19 @@ def test_the_api_answers_from_a_run_directory(tmp_path):
     path = run.write(tmp_path / "run")
     found = api.arrivals(path)
     assert len(found) == 80 and str(found["lateness_ns"].dtype) == "Int64"
+    assert pd.concat(api.arrivals_parts(path), ignore_index=True).equals(found)
+    assert api.arrivals(path, steps=(-5, -2)).empty and next(iter(api.arrivals_parts(path, (-5, -2)))).empty
+    assert len(api.arrivals(path, steps=(-1, 0))) == 80
     assert api.stragglers(path).attrs["statement"].startswith("Rank 1 was the last to come to 100 %")
     assert api.describe_columns("arrivals")["lead_ns"].unit == "ns"
+
+
+def test_a_frame_that_does_not_fit_says_how_to_ask_for_less(monkeypatch):
+    run = SyntheticRun(world_size=2)
+    collective(run, "all_reduce", [100, 200])
+    monkeypatch.setattr(lateness_sums, "limit_bytes", lambda: 100)
+    with pytest.raises(UsageError, match=r"steps=.*arrivals_parts"):
+        api.arrivals(run.open())
 
 
 @pytest.mark.parametrize("name", ["arrivals", "stragglers"])

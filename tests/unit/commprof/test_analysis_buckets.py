@@ -50,6 +50,18 @@ def test_a_bucket_is_one_row_with_what_reduced_it():
     assert second["duration_ns"] == 6000  # from the first at 5,000 until the second, at 10,000, returns
 
 
+def test_the_buckets_of_steps_are_sums_of_those_rows():
+    run = a_run().open()
+    frame, found = api.bucket_flushes(run), api.bucket_steps(run)
+    assert found["buckets"].sum() == len(frame) and list(found["step"].unique()) == [0, 1, 2]
+    for name in ("bytes", "collectives", "wire_bytes"):
+        sums = frame.groupby(["step", "flush_reason"])[name].sum().tolist()
+        assert found.sort_values(["step", "flush_reason"])[name].tolist() == sums
+    assert found["unlike"].sum() == 0
+    one = api.bucket_flushes(run, step=1, micro_step=0, bucket=1)
+    assert one[["step", "bucket"]].to_numpy().tolist() == [[1, 1]]
+
+
 def test_the_means_leave_the_first_step_out_of_times_only():
     frame = api.bucket_means(a_run().open())
     first = frame.iloc[0]

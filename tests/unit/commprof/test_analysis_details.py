@@ -22,6 +22,7 @@ def answers(path):
         "owners": api.owners(path),
         "bucket_flushes": api.bucket_flushes(path),
         "bucket_means": api.bucket_means(path),
+        "bucket_steps": api.bucket_steps(path),
         "bucket_parameters": content.parameters,
         "bucket_operations": content.operations,
         "lateness": straggling.lateness,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pandas as pd
 import pyarrow as pa
@@ -97,7 +98,12 @@ def test_answers_out_of_the_index_are_those_of_all_records(runs):
         mine, theirs = api.bandwidth_both(indexed, steps=steps), api.bandwidth_both(plain, steps=steps)
         pd.testing.assert_frame_equal(mine.sizes, theirs.sizes)
         pd.testing.assert_frame_equal(sorted_rows(mine.collectives), sorted_rows(theirs.collectives))
-    for ask in (api.bucket_flushes, api.bucket_means):
+    for ask in (
+        api.bucket_flushes,
+        api.bucket_means,
+        api.bucket_steps,
+        partial(api.bucket_flushes, step=2, bucket=1),
+    ):
         assert len(ask(plain))
         pd.testing.assert_frame_equal(ask(indexed), ask(plain))
     content, theirs = (api.bucket_content(run, step=2, bucket=1) for run in (indexed, plain))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 
 from commprof import hooks
-from commprof.recorder import trial
+from commprof.recorder import beneath, trial
 from commprof.recorder.dispatcher import Kernels, arguments_of, is_operator, operator_names
 from commprof.recorder.functional import FUNCTIONAL, WAIT
 from commprof.recorder.graphs import CapturedGraphs, set_replays
@@ -164,3 +167,30 @@ def test_a_layer_that_does_not_record_makes_way_for_complete_mode_and_is_named(m
         "tried on a call of its own, the layer functional made 0 records of one",
         "so every operator of c10d is recorded in its place",
     ]
+
+
+@pytest.mark.parametrize("module", beneath.LOADED)
+def test_what_a_process_has_loaded_that_sends_by_itself_is_named_once(monkeypatch, module):
+    notes: list[str] = []
+    watch = beneath.Beneath(notes.append)
+    watch.look()
+    assert notes == []
+    monkeypatch.setitem(sys.modules, module, ModuleType(module))
+    watch.look()
+    watch.look()
+    assert notes == [
+        f"{beneath.LOADED[module]} was loaded: what is sent that way lies beneath c10d and is not among the records"
+    ]
+
+
+def test_userbuffers_are_named_when_they_are_in_use(monkeypatch):
+    notes: list[str] = []
+    watch = beneath.Beneath(notes.append)
+    loaded = ModuleType("transformer_engine.pytorch.module.base")
+    loaded._ub_communicators = None
+    monkeypatch.setitem(sys.modules, loaded.__name__, loaded)
+    watch.look()
+    assert notes == []
+    loaded._ub_communicators = {"qkv_fprop": object()}
+    watch.look()
+    assert [note.partition(":")[0] for note in notes] == ["TransformerEngine's userbuffers were in use"]

@@ -154,6 +154,24 @@ def test_a_call_site_is_interned_once_per_place():
     assert sites.find(None) == 2 and written[1] == {"call_site": None, "api": None}
 
 
+@pytest.mark.parametrize(
+    "door", ["deepspeed/comm/torch.py", "deepspeed/utils/nvtx.py", "zero_runtime/comm.py"]
+)
+def test_the_place_is_that_of_who_calls_a_framework_s_own_way_to_torch(door):
+    import sys
+
+    written = []
+    sites = CallSites(lambda row: written.append(row) or len(written))
+    program: dict = {}
+    exec(compile("def send(find, frame):\n    return find(frame())", f"/packages/{door}", "exec"), program)
+
+    def reduce_bucket():
+        return program["send"](sites.find, sys._getframe)
+
+    assert reduce_bucket() == 1
+    assert written[0]["call_site"].endswith("reduce_bucket")
+
+
 def test_a_counter_is_read_without_being_used():
     from commprof.trace.writer import count_of
 

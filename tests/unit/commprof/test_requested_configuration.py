@@ -121,6 +121,17 @@ def test_a_value_that_cannot_be_used_is_named_with_what_was_expected(config, par
         (stage(3) | {"optimizer": {"type": "Muon"}}, "optimizer.type"),
         (stage(3, mics_shard_size=2), "zero_optimization.mics_shard_size"),
         (stage(1) | {"optimizer": {"type": "OneBitAdam"}}, "optimizer.type"),
+        (
+            stage(0) | {"optimizer": {"type": "ZeroOneAdam"}, "fp16": {"enabled": True}},
+            "optimizer.type",
+        ),
+        (
+            stage(2)
+            | {"communication": {"topology": [2, 2], "calibration": {"world": "w", "axes": ["a", "b"]}}},
+            "communication.calibration",
+        ),
+        (stage(2) | {"communication": {"topology": "auto"}}, "communication.topology"),
+        (stage(1) | {"communication": {"bounded_delay": 2}}, "communication.bounded_delay"),
         (stage(0) | {"sparse_gradients": True}, "sparse_gradients"),
         (stage(2) | {"expert_parallel": {"enabled": True}}, "expert_parallel.enabled"),
         (stage(3, gradient_reduction="reduce_to_owner"), "zero_optimization.gradient_reduction"),

@@ -257,7 +257,10 @@ def test_equal_cells_have_a_colour_and_a_tick():
     frame.attrs = {"ranks": 2, "ranks_per_cell": 1}
     heat = matrix.heat(frame, "wire_bytes", "Wire bytes", None, "light").data[0]
     assert heat.zmin < heat.zmax == math.log2(1000)
-    assert len(heat.colorbar.tickvals) == 1
+    assert len(heat.colorbar.tickvals) == 1 and heat.zmin < heat.colorbar.tickvals[0] < heat.zmax
+    frame["wire_bytes"] = [1100.0, 2000.0]  # no power of two between them
+    heat = matrix.heat(frame, "wire_bytes", "Wire bytes", None, "light").data[0]
+    assert list(heat.colorbar.ticktext) == ["1.07 KiB", "1.95 KiB"]
 
 
 def test_a_ring_with_a_gap_and_a_tree_with_two_roots_are_drawn():

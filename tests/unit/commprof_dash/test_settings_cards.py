@@ -1,6 +1,7 @@
 """The cards of Compare and Overview about settings, ledgers and cost: what they draw, and say where nothing is known."""
 
 import json
+import time
 from itertools import pairwise
 
 import pandas as pd
@@ -9,13 +10,15 @@ from dash import dcc
 from plotly.utils import PlotlyJSONEncoder
 
 from commprof.analysis import api
-from commprof_dash import settings_data
+from commprof.errors import TraceError
+from commprof_dash import overview_data, settings_data
 from commprof_dash.app import draw_page, find_page
+from commprof_dash.background import Background
 from commprof_dash.charts import lanes, settings
 from commprof_dash.charts.exposure import by_purpose
 from commprof_dash.charts.series import Series
 from commprof_dash.data import Runs
-from commprof_dash.pages import overview_cards
+from commprof_dash.pages import overview, overview_cards
 from support.runs import SyntheticRun
 
 HOSTILE = "<script>alert(1)</script>"
@@ -111,12 +114,41 @@ def test_one_key_alone_makes_no_grid(tmp_path):
     assert list(figures["memory"].data[0].x) == [1 << 30, 1 << 30]
 
 
-def test_runs_that_are_too_large_for_their_ledgers_say_so(tmp_path, monkeypatch):
-    write(tmp_path / "a")
+def test_the_levels_of_large_runs_come_from_another_process(tmp_path, monkeypatch):
+    path = write(tmp_path / "a")
     monkeypatch.setattr(settings_data, "MOST_RECORDS", 1)
+    asked = []
+    monkeypatch.setattr(
+        Background, "ask", lambda self, key, answer, argument: asked.append((answer, argument))
+    )
     text, figures = body(tmp_path, "/compare")
     assert "levels" not in figures
-    assert "commprof verify RUN" in text
+    assert "Another process goes through the records" in text
+    assert asked == [(api.reduction_levels, [path])]
+    monkeypatch.setattr(Background, "ask", lambda self, key, answer, argument: answer(argument))
+    assert "levels" in body(tmp_path, "/compare")[1]
+
+
+def test_the_verdict_and_the_lower_half_of_a_large_run_come_later(tmp_path, monkeypatch):
+    path = write(tmp_path / "a")
+    monkeypatch.setattr(overview_data, "MOST_RECORDS", 1)
+    monkeypatch.setattr(Background, "ask", lambda self, key, answer, argument: None)
+    text, figures = body(tmp_path, "/overview")
+    assert "The ledger is being closed" in text and f"commprof verify {path}" in text
+    assert "exposure" not in figures and "by-step" in figures
+    below = json.dumps(overview.rest(Runs(tmp_path), "a", "light"), cls=PlotlyJSONEncoder)
+    assert "What recording cost" in below and "Resources over the run" in below
+
+
+def test_another_process_answers_and_what_it_raises_is_raised(tmp_path):
+    path, beside = write(tmp_path / "a"), Background()
+    assert beside.ask("verdict", api.verify, path) is None
+    while (found := beside.ask("verdict", api.verify, path)) is None:
+        time.sleep(0.05)
+    assert found == api.verify(path)
+    with pytest.raises(TraceError, match="does not exist"):
+        while beside.ask("none", api.verify, tmp_path / "b") is None:
+            time.sleep(0.05)
 
 
 def test_overview_has_the_verdict_with_its_command_and_unknown_times_are_not_zero(tmp_path):

@@ -18,7 +18,7 @@ from commprof_dash import records_data, timeline_data
 from commprof_dash.app import create_app, draw_page, find_page
 from commprof_dash.charts import timeline as chart
 from commprof_dash.data import Runs
-from commprof_dash.pages import records, timeline
+from commprof_dash.pages import index_wait, records
 from support.runs import SyntheticRun
 
 HOSTILE = "<script>alert(1)</script>"
@@ -235,10 +235,10 @@ def test_a_run_without_records_says_so(tmp_path):
 
 
 def test_a_page_tells_how_far_the_index_is(directory, monkeypatch):
-    monkeypatch.setattr(timeline.builds, "wait_for", lambda path: "5 of 10 records (50 %) are in order")
+    monkeypatch.setattr(index_wait.builds, "wait_for", lambda path: "5 of 10 records (50 %) are in order")
     for path in ("/timeline", "/records"):
         page = draw(directory, path)
-        assert "5 of 10 records" in page and timeline.WAIT in page
+        assert "5 of 10 records" in page and index_wait.WAIT in page
 
 
 def test_an_index_is_built_beside_the_page_and_its_failure_is_said(directory, monkeypatch):

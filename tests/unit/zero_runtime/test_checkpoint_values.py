@@ -44,7 +44,7 @@ KEPT = [
 ]
 
 
-@pytest.mark.parametrize("value", KEPT, ids=repr)
+@pytest.mark.parametrize("value", KEPT, ids=lambda value: type(value).__name__)
 def test_values_come_back_as_they_were(value):
     encoder = Encoder()
     text = json.dumps(encoder.encode("client_state", value), allow_nan=False)

@@ -202,6 +202,12 @@ def test_whole_numbers_may_be_written_as_floats_and_clipping_defaults_to_one():
     json.dumps(config.effective())
 
 
+def test_switches_may_be_written_as_numbers():
+    config = make(zero={"stage": 2, "overlap_comm": 0}, zero_allow_untested_optimizer=1, bf16={"enabled": 1})
+    assert config.zero_allow_untested_optimizer is True and config.zero.overlap_comm is False
+    assert config.precision.bf16 is True
+
+
 @pytest.mark.parametrize(
     "top",
     [

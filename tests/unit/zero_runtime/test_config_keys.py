@@ -140,6 +140,7 @@ VALUES = {
             ("hierarchical_compress", True, True),
         )
     },
+    "gradient_compression.two_phase": (True, {"gradient_compression": {"algorithm": "2bit"}}),
     "compress_communication": (True, {}),
     "zero_optimization.hierarchical_compress": (True, {"gradient_compression": {}}),
     "zero_optimization.zero_allowed_param_types": (["Linear"], {}),

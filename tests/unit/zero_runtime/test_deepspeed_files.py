@@ -14,8 +14,10 @@ import torch
 from zero_runtime.checkpoint import consolidated_state_dict
 from zero_runtime.checkpoint.__main__ import main as command
 from zero_runtime.checkpoint.consolidation import open_checkpoint
+from zero_runtime.checkpoint.deepspeed.description import optimizer_class
 from zero_runtime.checkpoint.deepspeed.file import read
 from zero_runtime.checkpoint.deepspeed.objects import plain
+from zero_runtime.checkpoint.deepspeed.runs import Flat, end_to_end
 from zero_runtime.errors import CheckpointError
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "deepspeed_checkpoints"
@@ -288,3 +290,66 @@ def test_steps_are_counted_as_the_optimizer_needs_them(tmp_path):
     assert read(tmp_path / TAG / "zero" / "gain" / "step.pt") == 3
     common = read(tmp_path / TAG / "zero" / "optimizer_state.pt")
     assert common["optimizer_state_dict"]["state"][0]["step"] == 3
+
+
+# What DeepSpeed's own optimizers keep.
+
+
+BOTH = frozenset(("exp_avg", "exp_avg_sq"))
+
+
+@pytest.mark.parametrize(
+    ("config", "states", "known", "expected"),
+    [
+        ({"optimizer": {"type": "Lion"}}, BOTH, "Lion", "Lion"),
+        (
+            {"optimizer": {"type": "Adam", "params": {"bias_correction": False}}},
+            BOTH,
+            None,
+            "UncorrectedAdam",
+        ),
+        ({}, BOTH, None, "AdamW"),
+        ({}, BOTH, "Adam", "AdamW"),
+        ({}, BOTH, "Lion", "Lion"),  # DeepSpeedCPULion keeps zeros that it does not use
+        ({}, BOTH, "Lamb", "Lamb"),
+        ({}, BOTH, "SGD", "AdamW"),
+        ({}, frozenset(("exp_avg_sq",)), "Adagrad", "Adagrad"),
+        ({}, frozenset(("momentum_buffer",)), "Muon", "Muon"),
+        ({}, frozenset(("strange",)), "Own", "Own"),
+    ],
+)
+def test_the_class_of_the_optimizer(config, states, known, expected):
+    assert optimizer_class(config, [states, states], known) == expected
+
+
+def of_whole_matrices():
+    """Three parameters of 4, 6 and 2 elements on two ranks, which keep the momentum of each matrix that they hold of."""
+    momenta = [torch.arange(4.0), torch.arange(10.0, 16.0), torch.arange(20.0, 22.0)]
+    ranks = [
+        Flat("first", torch.arange(6.0), {"momentum_buffer": torch.cat(momenta[:2])}),
+        Flat("second", torch.arange(6.0, 12.0), {"momentum_buffer": torch.cat(momenta[1:])}),
+    ]
+    return momenta, ranks
+
+
+def test_a_momentum_of_whole_matrices():
+    momenta, ranks = of_whole_matrices()
+    found = {}
+    for run in end_to_end(["a", "b", "c"], [4, 6, 2], [0, 0, 0], ranks):
+        assert torch.equal(
+            run.value, torch.arange(12.0)[{"a": 0, "b": 4, "c": 10}[run.name] + run.start :][: len(run.value)]
+        )
+        found.setdefault(run.name, []).append((run.start, run.state["momentum_buffer"]))
+    for name, momentum in zip("abc", momenta, strict=True):
+        assert torch.equal(
+            torch.cat([each for _, each in sorted(found[name], key=lambda pair: pair[0])]), momentum
+        )
+
+
+def test_a_momentum_of_whole_matrices_that_was_cut_is_refused():
+    _, ranks = of_whole_matrices()
+    ranks[1].state["momentum_buffer"] = ranks[1].state["momentum_buffer"][:-1]
+    with pytest.raises(
+        CheckpointError, match=r"second has 7 elements of 'momentum_buffer'.* of 8.*elastic_checkpoint"
+    ):
+        end_to_end(["a", "b", "c"], [4, 6, 2], [0, 0, 0], ranks)

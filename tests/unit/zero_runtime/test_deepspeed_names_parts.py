@@ -7,6 +7,7 @@ import base64
 import json
 import logging
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -238,6 +239,8 @@ def test_a_configuration_as_an_object_and_in_base64(tmp_path):
         assert found.zero_config.stage == ZeroStageEnum.gradients
     assert configuration.load(None, argparse.Namespace(deepspeed_config=encoded)) == GIVEN
     assert DeepSpeedZeroConfig(stage=3).reduce_bucket_size == 500_000_000
+    mpu = SimpleNamespace(get_data_parallel_world_size=lambda: 1)
+    assert DeepSpeedConfig(GIVEN, mpu=mpu).world_size == 1
     with pytest.raises(ConfigError, match="does not exist"):
         configuration.load("no_such_file.json")
     with pytest.raises(ConfigError, match="in base64"):
@@ -302,3 +305,12 @@ def test_bandwidths_are_those_of_nccl_tests():
     assert (found.calls, found.total_ms, found.average_ms) == (3, 3000.0, 1000.0)
     assert trimmed_mean([0.0, *([5.0] * 8), 1e9]) == 5.0 and trimmed_mean([]) == 0.0
     assert [shown_size(n) for n in (0, 1023, 1024, 5 * 2**20)] == ["0 B", "1023 B", "1.00 KB", "5.00 MB"]
+
+
+def test_messages_before_there_are_ranks():
+    from zero_runtime.deepspeed_names import comm
+
+    with pytest.raises(
+        UsageError, match=r"deepspeed.comm.all_reduce was called before.*deepspeed.init_distributed\(\)"
+    ):
+        comm.all_reduce(torch.ones(3))

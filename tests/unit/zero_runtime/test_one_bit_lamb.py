@@ -86,12 +86,12 @@ def test_what_travels_is_of_one_magnitude_and_zeros_stay_zeros():
     optimizer = OneBitLamb([small, large, still], lr=0.01, freeze_step=2)
     sent = []
 
-    def mean(what, parameters, values):
+    def mean(names, values):
         sent.append([float(value.square().mean().sqrt()) for value in values])
         for value in values:
             value.copy_(value.sign() + (value == 0))  # signs have no zero
 
-    optimizer.connect(mean)
+    optimizer.connect(mean, {})
     for _ in range(4):
         for parameter, slope in ((small, 1e-4), (large, 10.0), (still, 0.0)):
             parameter.grad = torch.full((4,), slope)

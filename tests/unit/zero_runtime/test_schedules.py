@@ -135,7 +135,7 @@ def test_a_class_as_client_schedule():
         ("OneCycle", {"cycle_min_lr": 0.1}, "lacks 'cycle_max_lr'"),
         ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_step_size": 0}, "number above 0"),
         ("LRRangeTest", {"lr_range_test_step_size": 0}, "whole number from 1"),
-        ("LRRangeTest", {"lr_range_test_staircase": 1}, "expects true or false"),
+        ("LRRangeTest", {"lr_range_test_staircase": 2}, "expects true or false"),
         ("StepLR", {}, "lacks 'step_size'"),
     ],
 )

@@ -16,6 +16,7 @@ from zero_runtime.checkpoint.deepspeed.description import (
     loss_scale,
     optimizer_class,
     stage,
+    state_name,
 )
 from zero_runtime.checkpoint.deepspeed.folder import Folder, find
 from zero_runtime.checkpoint.deepspeed.objects import plain
@@ -279,6 +280,8 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
         stage_number: int,
     ) -> Manifest:
         frozen = self._known.frozen if self._known else frozenset()
+        optimizer = self._optimizer(config) if options else None
+        self._rename_states(optimizer)
         return Manifest(
             tag=self.directory.name,
             generation=1,
@@ -286,7 +289,7 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
             torch="",
             stage=stage_number,
             counters=counters(first),
-            optimizer=self._optimizer(config) if options else None,
+            optimizer=optimizer,
             param_groups=plain(options),
             lr_scheduler=plain(first.get("lr_scheduler")),
             loss_scale=scale,
@@ -310,6 +313,16 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
             if facts.requires_grad
         ]
         return optimizer_class(config, kinds, self._known.optimizer if self._known else None)
+
+    def _rename_states(self, optimizer: str | None) -> None:
+        for name, states in self._states.items():
+            for old in list(states):
+                new = state_name(optimizer, old)
+                if new != old:
+                    pieces, dtype = self._pieces.pop((f"state.{old}", name)), states.pop(old)
+                    if new is not None:
+                        self._pieces[f"state.{new}", name] = pieces
+                        states[new] = dtype
 
 
 class _Held:

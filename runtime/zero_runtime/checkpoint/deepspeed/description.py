@@ -24,13 +24,20 @@ _CLASSES: Final = {
     "lion": "Lion",
     "muon": "Muon",
 }
-_BY_STATES: Final = {
-    frozenset(("exp_avg", "exp_avg_sq")): "AdamW",
-    frozenset(("exp_avg", "exp_avg_sq", "max_exp_avg_sq")): "AdamW",
-    frozenset(("momentum_buffer",)): "SGD",
-    frozenset(): "SGD",
-    frozenset(("sum",)): "Adagrad",
-    frozenset(("exp_avg",)): "Lion",
+# Several classes keep the same: the first is taken where nothing is known.
+_BY_STATES: Final[Mapping[frozenset[str], Sequence[str]]] = {
+    frozenset(("exp_avg", "exp_avg_sq")): ("AdamW", "UncorrectedAdam", "Lamb", "Lion"),
+    frozenset(("exp_avg", "exp_avg_sq", "max_exp_avg_sq")): ("AdamW",),
+    frozenset(("momentum_buffer",)): ("SGD", "Muon"),
+    frozenset(): ("SGD",),
+    frozenset(("sum",)): ("Adagrad",),
+    frozenset(("exp_avg_sq",)): ("Adagrad",),
+    frozenset(("exp_avg",)): ("Lion",),
+}
+# What state tensors are called here that DeepSpeed's own optimizers call otherwise; None for one that they do not use.
+_STATE_NAMES: Final[Mapping[str, Mapping[str, str | None]]] = {
+    "Adagrad": {"exp_avg_sq": "sum"},
+    "Lion": {"exp_avg_sq": None},
 }
 
 
@@ -91,8 +98,18 @@ def optimizer_class(config: Mapping[str, Any], states: Sequence[frozenset[str]],
         known: the class of the optimizer that loads the checkpoint; believed where nothing speaks against it.
     """
     told = config.get("optimizer")
-    name = told.get("type") if isinstance(told, dict) else None
-    if isinstance(name, str):
-        return _CLASSES.get(name.lower(), name)
+    if isinstance(told, dict) and isinstance(name := told.get("type"), str):
+        found = _CLASSES.get(name.lower(), name)
+        params = told.get("params")
+        corrected = not isinstance(params, dict) or params.get("bias_correction") is not False
+        return found if found != "AdamW" or corrected else "UncorrectedAdam"
     kinds = set(states)
-    return _BY_STATES.get(next(iter(kinds)), known or "") if len(kinds) == 1 else known or ""
+    fitting = _BY_STATES.get(next(iter(kinds)), ()) if len(kinds) == 1 else ()
+    if not fitting or known in fitting:
+        return known or ""
+    return fitting[0]
+
+
+def state_name(optimizer: str | None, name: str) -> str | None:
+    """What the class ``optimizer`` calls the state tensor that DeepSpeed calls ``name``; None where it has no such."""
+    return _STATE_NAMES.get(optimizer or "", {}).get(name, name)

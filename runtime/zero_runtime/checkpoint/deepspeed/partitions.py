@@ -175,7 +175,7 @@ def _paddings(path: Path, rank: Mapping[str, Any], number: int, count: int) -> l
 
 
 # What an optimizer of DeepSpeed's keeps among the options and torch's do not have, or what stands elsewhere here.
-_NO_OPTIONS: Final = ("params", "step", "bias_correction", "freeze_step", "name")
+_NO_OPTIONS: Final = ("params", "step", "bias_correction", "max_grad_norm", "freeze_step", "name")
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,26 +46,56 @@ class Flat:
     master: torch.Tensor
     state: Mapping[str, Any]
 
-    def run(self, name: str, start: int, offset: int, numel: int) -> Run:
+    def run(
+        self,
+        name: str,
+        start: int,
+        offset: int,
+        numel: int,
+        place: int = 0,
+        of_whole: frozenset[str] = frozenset(),
+    ) -> Run:
         """The run of ``numel`` elements from ``offset`` of this rank, which are those from ``start`` of a parameter.
+
+        Args:
+            name: of the parameter.
+            start: first element within it.
+            offset: first element within the master, and within every state tensor but those of ``of_whole``.
+            numel: elements.
+            place: first element within the state tensors of ``of_whole``.
+            of_whole: names of the state tensors that have all of every parameter of which this rank holds a part.
 
         Raises:
             CheckpointError: a state tensor is too short for it.
         """
         state, scalars = {}, {}
         for key, value in self.state.items():
+            begin = place if key in of_whole else offset
             one = isinstance(value, torch.Tensor) and value.numel() == 1 and value.shape != self.master.shape
             if one or not isinstance(value, torch.Tensor):
                 scalars[key] = value
-            elif value.numel() >= offset + numel:
-                state[key] = value.reshape(-1).narrow(0, offset, numel)
+            elif value.numel() >= begin + numel:
+                state[key] = value.reshape(-1).narrow(0, begin, numel)
             else:
                 raise CheckpointError(
-                    f"{self.where} has {value.numel()} elements of {key!r} where {name!r} needs {offset + numel}: the "
+                    f"{self.where} has {value.numel()} elements of {key!r} where {name!r} needs {begin + numel}: the "
                     "optimizer's state is of another shape than the parameters, which is not read here; pass "
                     "load_optimizer_states=False"
                 )
         return Run(name, start, self.master.narrow(0, offset, numel), state, scalars)
+
+
+class _Stretch(NamedTuple):
+    """What one rank holds of one parameter: elements from ``start``, at ``offset`` of its master.
+
+    ``place`` is where they are among the parameters of which the rank holds a part, each of them whole.
+    """
+
+    parameter: int
+    start: int
+    offset: int
+    numel: int
+    place: int
 
 
 def end_to_end(
@@ -85,26 +115,61 @@ def end_to_end(
     Raises:
         CheckpointError: the vector is too short for the parameters.
     """
-    runs = []
-    offset = 0
     length = ranks[0].master.numel()
-    for name, numel, padding in zip(names, numels, paddings, strict=True):
-        covered = offset
-        for number, flat in enumerate(ranks):
-            begin = number * length
-            low, high = max(offset, begin), min(offset + numel, begin + flat.master.numel())
-            if low < high:
-                runs.append(flat.run(name, low - offset, low - begin, high - low))
-                covered = high
-        if covered < offset + numel:
-            held = sum(flat.master.numel() for flat in ranks)
-            raise CheckpointError(
-                f"the {len(ranks)} files of optimizer states hold {held} elements of the group of {name!r}, and it needs "
-                f"{offset + numel} for that alone: {ranks[-1].where} is of another save; copy all files again, or load "
-                "another tag"
+    stretches = [_stretches(numels, paddings, number * length, each) for number, each in enumerate(ranks)]
+    of_whole = _of_whole(numels, ranks, stretches)
+    runs: list[list[Run]] = [[] for _ in names]
+    for flat, held in zip(ranks, stretches, strict=True):
+        for each in held:
+            runs[each.parameter].append(
+                flat.run(names[each.parameter], each.start, each.offset, each.numel, each.place, of_whole)
             )
+    for name, numel, found in zip(names, numels, runs, strict=True):
+        if sum(each.value.numel() for each in found if each.value is not None) < numel:
+            held_by_all = sum(flat.master.numel() for flat in ranks)
+            raise CheckpointError(
+                f"the {len(ranks)} files of optimizer states hold {held_by_all} elements of the group of {name!r}, and it "
+                f"needs more for that alone: {ranks[-1].where} is of another save; copy all files again, or load another tag"
+            )
+    return [each for found in runs for each in found]
+
+
+def _stretches(numels: Sequence[int], paddings: Sequence[int], begin: int, flat: Flat) -> list[_Stretch]:
+    """What a rank holds whose master begins at element ``begin`` of the flat vector."""
+    found = []
+    offset = place = 0
+    for parameter, (numel, padding) in enumerate(zip(numels, paddings, strict=True)):
+        low, high = max(offset, begin), min(offset + numel, begin + flat.master.numel())
+        if low < high:
+            start = low - offset
+            found.append(_Stretch(parameter, start, low - begin, high - low, place + start))
+            place += numel
         offset += numel + padding
-    return runs
+    return found
+
+
+def _of_whole(
+    numels: Sequence[int], ranks: Sequence[Flat], stretches: Sequence[Sequence[_Stretch]]
+) -> frozenset[str]:
+    """The state tensors that every rank keeps of whole parameters, as Muon does its momentum, told by their lengths.
+
+    Where all ranks' lengths are also those of their parts alone, both are the same.
+    """
+    holding = [number for number, held in enumerate(stretches) if held]
+    wholes = [sum(numels[each.parameter] for each in stretches[number]) for number in holding]
+    found = set()
+    for key in {key for number in holding for key in ranks[number].state}:
+        values = [ranks[number].state.get(key) for number in holding]
+        lengths = [value.numel() if isinstance(value, torch.Tensor) else 0 for value in values]
+        if lengths == wholes:
+            found.add(key)
+        elif lengths[0] == wholes[0] > ranks[holding[0]].master.numel():
+            raise CheckpointError(
+                f"{ranks[holding[-1]].where} has {lengths[-1]} elements of {key!r}, and the parameters that it has a part "
+                f"of {wholes[-1]}, which {ranks[holding[0]].where} keeps whole; it was saved with elastic_checkpoint, or is "
+                "of another save; save it without, or pass load_optimizer_states=False"
+            )
+    return frozenset(found)
 
 
 def sliced(names: Sequence[str], numels: Sequence[int], ranks: Sequence[Flat]) -> list[Run]:

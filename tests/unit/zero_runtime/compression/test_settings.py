@@ -72,7 +72,7 @@ def test_the_effective_configuration_holds_them():
         ({"topk_ratio": True}, "topk_ratio is True"),
         ({"algorithm": "3bit"}, "algorithm is '3bit'; expected one of: topk, 1bit, 2bit, none"),
         ({"warmup_steps": -1}, "warmup_steps is -1"),
-        ({"error_feedback": 1}, "error_feedback is 1; expected true or false"),
+        ({"error_feedback": 2}, "error_feedback is 2; expected true or false"),
         (
             {"topkratio": 0.1},
             "unknown key 'gradient_compression.topkratio'; did you mean 'gradient_compression.topk_ratio'",

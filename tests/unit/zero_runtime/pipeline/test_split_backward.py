@@ -55,6 +55,11 @@ def shared():
     return nn.Sequential(linear, nn.GELU(), Layer(), linear, nn.Tanh(), linear)
 
 
+def repeated():
+    layer = Layer()
+    return nn.Sequential(layer, nn.Tanh(), layer)
+
+
 MODELS = {
     "layers": lambda: nn.Sequential(
         nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3)
@@ -64,6 +69,7 @@ MODELS = {
         parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh()
     ),
     "functions in Python": lambda: nn.Sequential(Layer(), nn.Tanh(), Layer()),
+    "one function in Python in two places": repeated,
     "outputs without inputs": Unused,
     "frozen": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Linear(WIDTH, WIDTH)),
     "no weights": lambda: nn.Sequential(nn.Tanh()),

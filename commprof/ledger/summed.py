@@ -1,0 +1,153 @@
+"""What a run kept as sums in the place of records, as messages of each step.
+
+Of the calls of a step with one purpose, operation and group a rank keeps how many there were and their bytes together. They
+count here as so many messages of equal size, or nearly: number and bytes of all of them are exact, single sizes and call
+sites are not known. A collective counts at the rank that issued most of them, a message at its send.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from commprof.align.distinct import numbered
+from commprof.ledger import backends
+from commprof.ledger.issue import Issued, Message, by_step
+from commprof.ledger.lookup import combinations, where
+from commprof.ledger.survey import WITHIN_MODELS
+from commprof.schema import Op, Phase, Status
+
+_PHASES_OF_A_PASS: Final = (Phase.FORWARD, Phase.OTHER)
+_SHORT: Final = {"calls": "calls", "payload_bytes": "bytes"}
+
+
+class _Sum(NamedTuple):
+    """Calls of one kind, as all ranks of their group added them up: most, all and mean over the ranks."""
+
+    phase: str
+    op: str
+    purpose: str | None
+    pg: str
+    group_ranks: str
+    group_size: int
+    is_before: bool  # the first step
+    calls_max: int
+    calls_sum: int
+    bytes_max: int
+    bytes_sum: int
+    ranks: int
+
+
+_KIND: Final = ("attempt", "step", *_Sum._fields[:6])
+_GROUP: Final = ("attempt", "pg", "group_ranks")
+
+
+def backends_of(aggregates: pa.Table, groups: pa.Table) -> dict[str, str]:
+    """The backend of each process group that has sums, where it has one backend only."""
+    named: dict[str, set[str]] = defaultdict(set)
+    for row in groups.select(["pg", "backend"]).to_pylist():
+        named[row["pg"]] |= {part.rpartition(":")[2] for part in str(row["backend"] or "").split(",")}
+    with_sums = set(aggregates["pg"].to_pylist())
+    return {
+        pg: min(names) for pg, names in named.items() if pg in with_sums and len(names) == 1 and all(names)
+    }
+
+
+def with_sums(issued: Issued, aggregates: pa.Table, of_group: Mapping[str, str]) -> Issued:
+    """``issued`` with the messages of ``aggregates``.
+
+    Args:
+        of_group: the backend of a group, where it is known.
+    """
+    if not len(aggregates):
+        return issued
+    found = _issued(_over_ranks(aggregates), of_group)
+    if not issued:
+        return found
+    known: dict[tuple[int, int], dict[Message, int]] = {}
+    together: Issued = {}
+    nothing: dict[Message, int] = {}
+    for key in sorted({*issued, *found}):
+        records, sums = issued.get(key, nothing), found.get(key, nothing)
+        alike = id(records), id(sums)
+        if alike not in known:
+            known[alike] = dict(Counter(records) + Counter(sums))
+        together[key] = known[alike]
+    return together
+
+
+def _over_ranks(aggregates: pa.Table) -> pa.Table:
+    """The sums of all ranks together: a row for each attempt, step and kind. Recvs only where no rank kept sends."""
+    kinds = [key for key, _ in combinations(aggregates, [*_GROUP, "op"])]
+    sending = {key[:-1] for key in kinds if key[-1] == Op.SEND}
+    counts = where(
+        aggregates,
+        [*_GROUP, "op"],
+        lambda *key: key[-1] != Op.RECV or key[:-1] not in sending,
+    )
+    of_rank = (
+        aggregates.filter(pa.array(counts))
+        .group_by([*_KIND, "rank"])
+        .aggregate([("calls", "sum"), ("payload_bytes", "sum")])
+    )
+    measures = [(f"{name}_sum", how) for name in ("calls", "payload_bytes") for how in ("max", "sum")]
+    found = of_rank.group_by(list(_KIND)).aggregate([*measures, ([], "count_all")])
+    names = {
+        f"{name}_sum_{how}": f"{short}_{how}" for name, short in _SHORT.items() for how in ("max", "sum")
+    }
+    names["count_all"] = "ranks"
+    found = found.rename_columns([names.get(name, name) for name in found.column_names])
+    return found.append_column("is_before", pc.less(found["step"], 0))
+
+
+def _issued(sums: pa.Table, of_group: Mapping[str, str]) -> Issued:
+    codes, first = numbered(sums.select(list(_Sum._fields)))
+    messages: dict[Message, int] = {}
+    parts = []
+    distinct = sums.select(list(_Sum._fields)).take(pa.array(first)).to_pylist()
+    for code, row in enumerate(distinct):
+        rows = np.flatnonzero(codes == code)
+        for message, count in _messages(_Sum(**row), of_group.get(row["pg"])).items():
+            parts.append((rows, messages.setdefault(message, len(messages)), count))
+    rows = np.concatenate([rows for rows, _, _ in parts] or [np.empty(0, np.int64)])
+    lengths = [len(rows) for rows, _, _ in parts]
+    counted = sums.select(["attempt", "step"]).take(pa.array(rows))
+    for name, place in (("message", 1), ("count_all_sum", 2)):
+        values = np.repeat(np.array([part[place] for part in parts], np.int64), lengths)
+        counted = counted.append_column(name, pa.array(values))
+    return dict(by_step(counted, list(messages)))
+
+
+def _messages(total: _Sum, backend: str | None) -> Counter[Message]:
+    """As many messages as there were calls, with their bytes together."""
+    if total.op in (Op.SEND, Op.RECV):
+        calls, size = total.calls_sum, total.bytes_sum
+    else:
+        calls, size = total.calls_max, total.bytes_max
+        if total.op == Op.ALL_TO_ALL:
+            size = round(total.bytes_sum / total.ranks)
+    if not calls:
+        return Counter()
+    each, larger = divmod(size, calls)
+    outside = total.is_before and total.phase in _PHASES_OF_A_PASS
+    inference = total.phase == Phase.OTHER and total.purpose in WITHIN_MODELS
+    message = Message(
+        purpose=total.purpose,
+        op=total.op,
+        group_ranks=total.group_ranks,
+        group_size=total.group_size,
+        backend=backend,
+        payload_bytes=each,
+        call_site=None,
+        status=str(Status.OK),
+        executed_op=backends.execution(total.op, 0, 2).op if backends.known(backend) else None,
+        in_evaluation=outside or inference,
+    )
+    found = Counter({message: calls - larger})
+    found[message._replace(payload_bytes=each + 1)] += larger
+    return +found

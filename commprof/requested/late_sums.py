@@ -1,0 +1,44 @@
+"""Sums of gradients that may be late (``communication.bounded_delay`` of zero_runtime, stage 0).
+
+Each rank sends its gradients to every other one in the step in which it has them, and adds up what it gets some steps later.
+Nothing else may have the ranks meet: they do not agree on the norm, which all compute of the same gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from commprof.requested.expectation import Expectation, row
+from commprof.schema import Op, Purpose
+
+
+def late_sums(rows: Iterable[Expectation], delay: int, world_size: int) -> list[Expectation]:
+    """``rows`` of a step, as they are sent with a ``delay`` of so many steps; 0 leaves them as they are.
+
+    Args:
+        rows: of stage 0.
+        delay: of ``bounded_delay``.
+        world_size: ranks that average gradients.
+    """
+    if not delay:
+        return list(rows)
+    found = []
+    for each in rows:
+        if each.purpose == Purpose.GRADIENT_REDUCE:
+            each = _to_every_rank(each, world_size)
+        if each.purpose != Purpose.GRADIENT_NORM and each.count:
+            found.append(each)
+    return found
+
+
+def _to_every_rank(summed: Expectation, world_size: int) -> Expectation:
+    pairs = world_size * (world_size - 1)
+    payloads = [sum(message) for message in summed.payloads for _ in range(pairs)]
+    note = "communication.bounded_delay: each rank sends its gradients to every other one, and nothing for the norm"
+    sent = row(summed.when, Purpose.GRADIENT_REDUCE, Op.SEND, payloads, world_size, note)
+    return sent._replace(
+        requested_op=summed.requested_op,
+        intended_op=summed.issued_op,
+        wire_bytes=float((world_size - 1) * summed.payload_bytes),
+        exact=summed.exact,
+    )

@@ -1,0 +1,78 @@
+"""Answers that take seconds: worked out by another process, so that no page waits for them.
+
+The process has a low priority, does one thing at a time, and ends after each, so that its memory is given back.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from multiprocessing import get_context
+from typing import Any, Final
+
+_MOST_KEPT: Final = 64
+_NICENESS: Final = 10
+
+
+class Background:
+    """What was asked of another process, and what it said."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pool: ProcessPoolExecutor | None = None
+        self._asked: OrderedDict[Hashable, Future[Any]] = OrderedDict()
+
+    def ask(self, key: Hashable, answer: Callable[[Any], Any], argument: Any) -> Any | None:
+        """What ``answer`` says of ``argument``; None while that is being worked out, which begins with the first call.
+
+        Args:
+            key: of the question; the answer to one is kept.
+            answer: a function of a module; what it says is not None.
+
+        Raises:
+            Exception: what ``answer`` raised; the next call asks again.
+        """
+        with self._lock:
+            future = self._asked.get(key)
+            if future is None:
+                future = self._asked[key] = self._submit(answer, argument)
+                self._forget_the_oldest()
+            if not future.done():
+                return None
+            self._asked.move_to_end(key)
+            error = future.exception()
+            if error is not None:
+                del self._asked[key]
+                if isinstance(error, BrokenProcessPool):
+                    self._pool = None
+                raise error
+        return future.result()
+
+    def _submit(self, answer: Callable[[Any], Any], argument: Any) -> Future[Any]:
+        if self._pool is not None:
+            with suppress(BrokenProcessPool):
+                return self._pool.submit(answer, argument)
+        self._pool = ProcessPoolExecutor(1, get_context("spawn"), _stand_back, max_tasks_per_child=1)
+        return self._pool.submit(answer, argument)
+
+    def _forget_the_oldest(self) -> None:
+        done = [key for key, future in self._asked.items() if future.done()]
+        for key in done[: max(0, len(self._asked) - _MOST_KEPT)]:
+            del self._asked[key]
+
+
+def _stand_back() -> None:
+    # Ctrl-C in the dashboard's terminal comes here too, and ends this process at once: nothing of it is to be tidied up,
+    # and whatever libraries say when an interpreter ends in the middle of their work is of no use to anybody.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    with suppress(OSError):
+        os.nice(_NICENESS)
+
+
+background: Final = Background()

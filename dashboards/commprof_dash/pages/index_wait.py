@@ -1,0 +1,55 @@
+"""What stands on a page while the index of its run is built."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import dash
+from dash import ClientsideFunction, Input, Output, State, dcc, html
+from dash.development.base_component import Component
+
+from commprof_dash.components import messages
+from commprof_dash.data import Runs, reason
+from commprof_dash.timeline_data import Builds, path_of
+
+RUN: Final = "timeline-run"
+WAIT: Final = "timeline-wait"
+WAITING: Final = "timeline-waiting"
+builds: Final = Builds()
+
+
+def waiting_for_index(progress: str, name: str) -> list[Component]:
+    """The body of the page: how far the index is, asked for every second."""
+    text = f"The records of {name} are put in order, once: {progress}. This page goes on by itself when that is done."
+    return [
+        dcc.Interval(id=WAIT, interval=1000),
+        dcc.Store(id=RUN, data=name),
+        html.Div(messages.message("Getting ready", text), id=WAITING, role="status"),
+    ]
+
+
+def register(app: dash.Dash, runs: Runs) -> None:
+    """The callbacks of waiting."""
+
+    @app.callback(
+        Output(WAITING, "children"),
+        Output(WAIT, "disabled"),
+        Input(WAIT, "n_intervals"),
+        State(RUN, "data"),
+        prevent_initial_call=True,
+    )
+    def waited(_: int, name: str) -> tuple[Any, bool]:
+        try:
+            waiting = builds.wait_for(path_of(runs, name))
+        except Exception as error:
+            return messages.broken_page(reason(error)), True
+        if waiting is None:
+            return messages.message("Ready", "The records are in order."), True
+        return waiting_for_index(waiting, name)[-1].children, False
+
+    app.clientside_callback(
+        ClientsideFunction("timeline", "wait"),
+        Output(RUN, "data"),
+        Input(WAIT, "disabled"),
+        prevent_initial_call=True,
+    )

@@ -1,0 +1,188 @@
+"""What stands below the figure of the timeline: its words, its legend, its table, the record that was chosen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import pandas as pd
+from dash import html
+from dash.development.base_component import Component
+
+from commprof.analysis import api
+from commprof.schema import OPS
+from commprof_dash import address
+from commprof_dash.charts import timeline as chart
+from commprof_dash.charts.density import OTHER_GROUPS, lane_names
+from commprof_dash.charts.series import series_in_order, with_series
+from commprof_dash.components import tables
+from commprof_dash.components.tables import Field
+from commprof_dash.pages.timeline_record import record_section, shortened
+from commprof_dash.theme import EXPOSED_COLOUR, OP_COLOURS, OTHER_COLOUR
+from commprof_dash.timeline_data import View, record_text
+
+CSV_PATH: Final = "/timeline.csv"
+_ROWS_SHOWN: Final = 200
+
+
+def below(path: Path, name: str, view: View, shown: api.Timeline) -> list[Component]:
+    """All of it, for the run called ``name`` at ``path``."""
+    return [
+        html.P(_said(shown), className="card-subtitle", role="status"),
+        _legend(shown),
+        *([] if view.record is None else [record_section(path, name, view.record, shown.run_begin_ns)]),
+        html.Details(
+            [html.Summary(_rows_told(shown)), _csv_link(name, view), *_table(name, view, shown)],
+            className="card-table",
+        ),
+    ]
+
+
+def _rows_told(shown: api.Timeline) -> str:
+    if shown.bars is None:
+        return "Table (sums over the window)"
+    return f"Table ({tables.rows_text(len(shown.bars))})"
+
+
+def _said(shown: api.Timeline) -> str:
+    window = shown.end_ns - shown.begin_ns
+    if shown.bars is not None:
+        what = f"{len(shown.bars):,} records, each as a bar from its issue until the last that is known of it"
+    else:
+        where = " in each of its groups, the largest group above" if shown.lanes else ""
+        what = (
+            f"How busy each rank was{where}: the colour is the operation that took most of the time, its strength the "
+            "share; the narrow row below is the time that the program stood still. Zoom in to see the "
+            f"{shown.records:,} records"
+        )
+    text = (
+        f"{what}. Window: {api.format_ns(window)} of {api.format_ns(shown.run_end_ns - shown.run_begin_ns)}."
+    )
+    hidden = len(shown.run_ranks) - len(shown.ranks)
+    if hidden:
+        text += f" {len(shown.ranks):,} of {len(shown.run_ranks):,} ranks are shown."
+    text += _said_of_lanes(shown)
+    if shown.unknown_clocks:
+        text += (
+            f" {shown.unknown_clocks:,} records are of hosts whose clocks were never compared: they stand where their own "
+            "clock says."
+        )
+    if shown.bands.empty:
+        text += " Steps and phases appear when you zoom in, where the run has any."
+    return text
+
+
+def _said_of_lanes(shown: api.Timeline) -> str:
+    """Which groups have no lane of their own."""
+    joined = sorted({lane.groups for lane in shown.lanes if lane.groups > 1})
+    text = ""
+    if joined:
+        count = f"{joined[0]:,}" if len(joined) == 1 else f"{joined[0]:,} to {joined[-1]:,}"
+        text += f" The busiest groups of a rank have a lane each, its {count} others one together: {OTHER_GROUPS}."
+    if shown.hidden_lanes:
+        text += f" Their groups would be {shown.hidden_lanes:,} lanes: choose fewer ranks to see them."
+    return text
+
+
+def _legend(shown: api.Timeline) -> Component:
+    entries: list[tuple[str, str, str]]
+    if shown.bars is not None:
+        named = series_in_order(with_series(shown.bars)["series"])
+        entries = [(one.name, one.colour, "swatch hatched" if one.hatch else "swatch") for one in named]
+    else:
+        ops = set() if shown.density is None else set(shown.density["op"])
+        entries = [(op, OP_COLOURS.get(op, OTHER_COLOUR), "swatch") for op in OPS if op in ops]
+    items = [
+        html.Li([html.Span(className=looks, style={"backgroundColor": colour}), name])
+        for name, colour, looks in entries
+    ]
+    held = {"border": f"2px solid {EXPOSED_COLOUR}"}
+    items.append(html.Li([html.Span(className="swatch", style=held), chart.HELD]))
+    if (shown.bands["kind"] == "step").any():
+        shade = {"backgroundColor": "var(--line)"}
+        items.append(html.Li([html.Span(className="swatch", style=shade), "every second training step"]))
+    phases = dict.fromkeys(shown.bands[shown.bands["kind"] == "phase"]["name"])
+    items += [
+        html.Li(
+            [
+                html.Span(
+                    className="swatch band",
+                    style={"backgroundColor": chart.PHASE_COLOURS.get(phase, OTHER_COLOUR)},
+                ),
+                f"{phase} phase",
+            ]
+        )
+        for phase in phases
+    ]
+    return html.Ul(items, className="legend")
+
+
+def _table(name: str, view: View, shown: api.Timeline) -> list[Component]:
+    origin = shown.run_begin_ns
+    if shown.bars is None:
+        assert shown.density is not None
+        return _sums_table(shown, shown.density)
+    frame = shown.bars.head(_ROWS_SHOWN)
+    frame = frame.assign(
+        at=frame["begin_ns"] - origin,
+        lasted=frame["end_ns"] - frame["begin_ns"],
+        key=[
+            record_text(key)
+            for key in zip(*(frame[one].tolist() for one in ("rank", "attempt", "pid", "seq")), strict=True)
+        ],
+    )
+    fields = [
+        Field("rank", "Rank", str, numeric=True),
+        Field("op", "Operation"),
+        Field("at", "At", api.format_ns, numeric=True),
+        Field("lasted", "Lasted", api.format_ns, numeric=True),
+        Field("exposed_ns", "Stood still", api.format_ns, numeric=True),
+        Field("payload_bytes", "Payload bytes", api.format_bytes, numeric=True),
+        Field("step", "Step", str, numeric=True),
+        Field("phase", "Phase"),
+        Field("purpose", "Purpose"),
+        Field("bucket", "Bucket", str, numeric=True),
+        Field("pg", "Group", shortened),
+        # Text, not a link: a link in each row keeps the browser busy for seconds. The tool bar goes to a record.
+        Field("key", "Record"),
+    ]
+    first = f"The first {_ROWS_SHOWN} of them; the CSV file has all." if len(shown.bars) > _ROWS_SHOWN else ""
+    return [html.P(first, className="muted"), tables.table(frame, fields, "Records of the window")]
+
+
+def _sums_table(shown: api.Timeline, density: pd.DataFrame) -> list[Component]:
+    keys = ["rank", "lane", "op"] if shown.lanes else ["rank", "op"]
+    sums = density.groupby(keys, as_index=False)[["busy_ns", "exposed_ns"]].sum()
+    sums = sums.assign(busy_share=sums["busy_ns"] / max(1, shown.end_ns - shown.begin_ns))
+    fields = [
+        Field("rank", "Rank", str, numeric=True),
+        Field("op", "Operation"),
+        Field("busy_ns", "Busy", api.format_ns, numeric=True),
+        Field("busy_share", "Part of the window", _percent, numeric=True),
+        Field("exposed_ns", "Stood still", api.format_ns, numeric=True),
+    ]
+    if not shown.lanes:
+        return [tables.table(sums.head(_ROWS_SHOWN), fields, "Busy time of the window by rank and operation")]
+    names = lane_names(shown)
+    members = {(lane.rank, lane.lane): lane.group_ranks or "several" for lane in shown.lanes}
+    lanes = list(zip(sums["rank"].tolist(), sums["lane"].tolist(), strict=True))
+    sums = sums.assign(group=[names[lane] for lane in lanes], members=[members[lane] for lane in lanes])
+    fields[1:1] = [Field("group", "Group", shortened), Field("members", "Its ranks", shortened)]
+    first = f"The first {_ROWS_SHOWN} of {len(sums):,} sums." if len(sums) > _ROWS_SHOWN else ""
+    told = "Busy time of the window by rank, group and operation"
+    return [html.P(first, className="muted"), tables.table(sums.head(_ROWS_SHOWN), fields, told)]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _csv_link(name: str, view: View) -> Component:
+    held = {key: str(value) for key, value in view.stored().items() if value not in (None, "")}
+    return html.A(
+        "CSV",
+        href=address.link(CSV_PATH, run=name, **held),
+        download="commprof-timeline.csv",
+        className="card-action",
+        title="Download what the figure shows as CSV",
+    )

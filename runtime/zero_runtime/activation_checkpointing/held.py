@@ -1,0 +1,98 @@
+"""Regions that run again once, however many parts their backward pass has.
+
+torch.utils.checkpoint runs a region again in every backward pass through it, and drops what that saved when the pass ends.
+A pipeline whose backward passes are in two halves (``pipeline.split_backward``) goes through a region many times: once for
+the gradients of the inputs, and once for those of each weight. Here what the second run saves is kept for as long as the
+graph of the first one is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any, Final
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from zero_runtime.errors import UsageError
+
+_is_holding: Final[ContextVar[bool]] = ContextVar("regions_are_held", default=False)
+
+
+@contextmanager
+def holding(wanted: bool = True) -> Iterator[None]:
+    """Within this block regions are of the kind that runs again once."""
+    token = _is_holding.set(wanted)
+    try:
+        yield
+    finally:
+        _is_holding.reset(token)
+
+
+def is_holding() -> bool:
+    """Whether a region that is run now is of that kind."""
+    return _is_holding.get()
+
+
+def held(region: Callable[..., Any], given: Sequence[torch.Tensor]) -> Any:
+    """Run ``region`` on ``given``, and drop what it saves.
+
+    Args:
+        region: is called again, with tensors equal to ``given``, once something of what it saved is asked for.
+        given: tensors that are kept until then.
+    """
+    saved = _Saved(region, given)
+    with saved_tensors_hooks(saved.drop, saved.find):
+        return region(*given)
+
+
+class _Saved:
+    """The tensors that a region saves, by their number."""
+
+    def __init__(self, region: Callable[..., Any], given: Sequence[torch.Tensor]) -> None:
+        self._region = region
+        self._given = tuple(given)
+        self._count = 0
+        self._tensors: list[torch.Tensor] | None = None
+        devices = {"cpu", *(each.device.type for each in given)}
+        self._autocast = {
+            device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+            for device in devices
+        }
+        self._caches = torch.is_autocast_cache_enabled()
+
+    def drop(self, tensor: torch.Tensor) -> int:
+        """Give ``tensor`` a number."""
+        self._count += 1
+        return self._count - 1
+
+    def find(self, number: int) -> torch.Tensor:
+        """The tensor that has this number."""
+        if self._tensors is None:
+            self._tensors = self._run_again()
+        if len(self._tensors) != self._count:
+            raise UsageError(
+                f"a checkpointed function saved {self._count} tensors for its backward pass, and {len(self._tensors)} when "
+                "it was called again; it must do the same each time"
+            )
+        return self._tensors[number]
+
+    def _run_again(self) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+
+        def keep(tensor: torch.Tensor) -> int:
+            found.append(tensor.detach())
+            return len(found) - 1
+
+        given = [each.detach().requires_grad_(each.requires_grad) for each in self._given]
+        self._given = ()
+        with ExitStack() as stack:
+            for device, (enabled, dtype) in self._autocast.items():
+                stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=self._caches))
+            stack.enter_context(holding())
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(saved_tensors_hooks(keep, found.__getitem__))
+            self._region(*given)
+        return found

@@ -1,0 +1,36 @@
+"""Golden traces: what rank 0 of a small recorded run sends, kept as CSV files in ``tests/golden``."""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+SHOWN = ("step", "phase", "purpose", "op", "module", "group_desc", "group_ranks", "payload_bytes")
+
+
+def messages(run: Any, steps: tuple[int, ...] = (-1, 1)) -> list[tuple[str, ...]]:
+    """What rank 0 sent in ``steps``, -1 being the time before the first, counted and sorted."""
+    rows = [
+        row
+        for row in run.table("collectives").to_pylist()
+        if row["rank"] == 0 and row["step"] in steps and row["op"] != "recv"
+    ]
+    counted = Counter(tuple("" if row[name] is None else str(row[name]) for name in SHOWN) for row in rows)
+    return sorted((*key, str(count)) for key, count in counted.items())
+
+
+def kept(name: str) -> list[tuple[str, ...]]:
+    """The messages of the golden trace ``name``."""
+    with (GOLDEN / f"{name}.csv").open(newline="") as file:
+        heading, *rows = map(tuple, csv.reader(file))
+    assert heading == (*SHOWN, "count")
+    return rows
+
+
+def keep(name: str, found: list[tuple[str, ...]]) -> None:
+    """Write the golden trace ``name`` anew; read the difference before it is committed."""
+    with (GOLDEN / f"{name}.csv").open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([(*SHOWN, "count"), *found])
