@@ -1,51 +1,78 @@
-"""A configuration error that ends the program is one line and exit code 2, on every rank the same code, on one the line.
+"""An error of this package that ends the program is one sentence and exit code 2.
 
-A mistake in a config file is the user's own, and Python's traceback through this package would hide the sentence that
-says what to do. A script that catches the error sees nothing of this.
+What is wrong stands in the sentence, and in which line of the script; Python's traceback through this package and torch
+would hide both, once for each rank. Ranks mostly fail alike, so the first one of a host to fail says it. A script that
+catches the error sees nothing of this, other errors keep their traceback, and ``ZERO_RUNTIME_LOG_LEVEL=debug`` shows it for
+these too.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import logging
 import os
+import socket
 import sys
-from collections.abc import Callable
-from functools import wraps
+import time
+import traceback
+from pathlib import Path
 from types import TracebackType
-from typing import Final, ParamSpec, TypeVar
+from typing import Final
 
-from zero_runtime.errors import ConfigError
+import torch
+
+from zero_runtime import log
+from zero_runtime.errors import ZeroRuntimeError
 
 EXIT_CODE: Final = 2
-P = ParamSpec("P")
-R = TypeVar("R")
+PAUSE_S: Final = 2.0  # how much later another rank may fail and still find that all is said
+_INNER: Final = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__))
 
 
-def reports_config_errors(function: Callable[P, R]) -> Callable[P, R]:
-    """Let an uncaught ConfigError of ``function`` end the program with its message alone."""
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return function(*args, **kwargs)
-        except ConfigError:
-            _install()
-            raise
-
-    return call
-
-
-def _install() -> None:
-    # The hook that is there now may be torch.distributed's, which marks tracebacks with the rank: others go to it.
+def report_uncaught() -> None:
+    """From now on let an uncaught error of this package end the program with its sentence. A second call changes nothing."""
     previous = sys.excepthook
+    if getattr(previous, "__module__", None) == __name__:
+        return
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, ConfigError):
+        if not isinstance(error, ZeroRuntimeError):
             previous(kind, error, trace)
             return
-        if os.environ.get("RANK", "0") == "0":
-            print(f"zero_runtime: error: {error}", file=sys.stderr, flush=True)
+        # torch.distributed's hook lays a buffer over sys.stderr, and drops it when the hook below it raises.
+        if log.level() <= logging.DEBUG:
+            traceback.print_exception(kind, error, trace, file=sys.__stderr__)
+        _say_once(sentence_of(error, trace))
         # Python takes the exit code of a SystemExit that leaves the hook.
         raise SystemExit(EXIT_CODE)
 
-    if getattr(previous, "__module__", None) != __name__:
-        sys.excepthook = report
+    sys.excepthook = report
+
+
+def sentence_of(error: BaseException, trace: TracebackType | None) -> str:
+    """What is printed of ``error``: its message, and where the script met it."""
+    said = f"zero_runtime: error: {error}"
+    places = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith((*_INNER, "<"))]
+    if not places:
+        return said
+    place = places[-1]
+    code = f": {place.line}" if place.line else ""
+    return f"{said}\n  {place.filename}, line {place.lineno}{code}"
+
+
+def _say_once(sentence: str) -> None:
+    """Print what no other rank of this host has printed; the ranks of a job have one parent."""
+    if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+        print(sentence, file=sys.__stderr__, flush=True)
+        return
+    name = hashlib.sha256(f"{os.getppid()} {sentence}".encode()).hexdigest()
+    # A name that one process can have at a time, that needs no folder, and that ends with its process.
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as claim:
+        try:
+            claim.bind(f"\0zero_runtime/{name}")
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return
+        print(sentence, file=sys.__stderr__, flush=True)
+        time.sleep(PAUSE_S)

@@ -1,4 +1,4 @@
-"""What a user sees when a config cannot be used and the script does not catch the error."""
+"""What a user sees of an error of zero_runtime's that the script does not catch: one sentence and where, no traceback."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import subprocess
 import sys
 
 import pytest
+
+from support.command import commprof, environment
 
 SCRIPT = """
 import sys, torch, zero_runtime
@@ -50,6 +52,63 @@ def test_a_bad_config_is_one_line_and_exit_code_2(tmp_path, text, said):
     lines = [line for line in done.stderr.splitlines() if line.startswith("zero_runtime: error: ")]
     assert len(lines) == 1
     assert all(part in lines[0] for part in said)
+    assert f"{tmp_path / 'train.py'}, line 4: zero_runtime.initialize(" in done.stderr
+
+
+NOT_CAST = """
+import deepspeed, torch
+model = torch.nn.Linear(8, 8)
+config = {"train_batch_size": 4, "fp16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+engine, *_ = deepspeed.initialize(model=model, config=config)
+engine(torch.ones(2, 8))
+"""
+NOT_READY = """
+import torch
+from deepspeed.comm import all_reduce
+all_reduce(torch.ones(3))
+"""
+NO_SUCH_NAME = """
+from deepspeed.runtime.zero.stage3 import nothing_of_the_kind
+"""
+
+
+def of_two_ranks(tmp_path, text, **variables):
+    (tmp_path / "train.py").write_text(text)
+    words = ("run", "--engine", "zero_runtime", "--nproc", "2", "train.py")
+    return commprof(*words, cwd=tmp_path, env=environment(**variables))
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "line"),
+    [
+        (NOT_CAST, "set fp16.auto_cast to true", "line 6: engine(torch.ones(2, 8))"),
+        (NOT_READY, "call deepspeed.init_distributed()", "line 4: all_reduce(torch.ones(3))"),
+        pytest.param(
+            NO_SUCH_NAME, "nothing_of_the_kind", "line 2: from deepspeed.runtime", marks=pytest.mark.long
+        ),
+    ],
+    ids=["inputs", "order", "name"],
+)
+def test_two_ranks_say_the_same_once(tmp_path, text, said, line):
+    done = of_two_ranks(tmp_path, text)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("zero_runtime: error: ") == done.stderr.count(line) == 1
+    assert said in done.stderr
+
+
+@pytest.mark.long
+def test_the_traceback_is_there_for_who_asks(tmp_path):
+    done = of_two_ranks(tmp_path, NOT_READY, ZERO_RUNTIME_LOG_LEVEL="debug")
+    assert done.returncode == 2
+    assert "Traceback" in done.stderr and "logged_calls.py" in done.stderr
+
+
+def test_a_rank_that_fails_alone_is_heard(tmp_path):
+    text = "import deepspeed, os\nif os.environ['RANK'] == '1':\n    deepspeed.comm.barrier()\n"
+    done = of_two_ranks(tmp_path, text)
+    assert done.returncode == 2
+    assert done.stderr.count("zero_runtime: error: deepspeed.comm.barrier") == 1
 
 
 def test_other_errors_keep_their_traceback(tmp_path):

@@ -22,6 +22,7 @@ from zero_runtime.deepspeed_names.distribution import DISTRIBUTION, NamesDistrib
 from zero_runtime.deepspeed_names.names import INSTEAD, Refused, refuse_module, resolve
 from zero_runtime.deepspeed_names.table import MODULES
 from zero_runtime.errors import MissingAttributeError, MissingNameError, UsageError
+from zero_runtime.uncaught import report_uncaught
 
 PACKAGE: Final = "deepspeed"
 MARK: Final = "__runtime__"  # what tells these modules from DeepSpeed's own
@@ -114,6 +115,7 @@ def install() -> None:
         )
     if not any(isinstance(finder, NamesFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, NamesFinder())
+    report_uncaught()
 
 
 def uninstall() -> None:
