@@ -244,7 +244,7 @@ def _estimated(finding: Finding, want: Want, total: int) -> Finding:
     finding.explained_bytes = total
     depends = want.estimate or "the order in which modules run"
     finding.remark = f"{finding.reason}: an estimate, which depends on {depends}"
-    if want.in_each_pass and total > MOST_TIMES * want.payload_bytes > 0:
+    if want.in_each_pass and want.most_bytes is None and total > MOST_TIMES * want.payload_bytes > 0:
         finding.doubt = (
             f"{finding.reason}; no list tells whether modules ran so often or somebody else sent a part of it"
         )

@@ -85,6 +85,7 @@ class Request:
         shared: how the ranks share the model; None where each has all of it.
         host_ranks: ranks of each host, as the launcher told them; None where that is not known.
         grid: the axes along which the groups of the run go, outermost first; a single one where there are no such groups.
+        costs: what the run says of the costs by which messages go along the axes; None where it says nothing.
     """
 
     reason: str | None = None
@@ -102,6 +103,7 @@ class Request:
     shared: SharedModel | None = None
     host_ranks: int | None = None
     grid: tuple[int, ...] | None = None
+    costs: object = None
     _kinds: dict[str, int] = field(default_factory=dict)  # of steps, and the first of each
     _rows: dict[_Pass, list[Expectation]] = field(default_factory=dict)
 
@@ -190,6 +192,7 @@ class Request:
             zero_init=asked.zero_init,
             host_ranks=self.host_ranks,
             grid=self.grid,
+            costs=self.costs,
         )
 
 
@@ -213,6 +216,7 @@ def request_of(run: RecordedRun) -> Request:
         orders=gradient_orders(run.parts("buckets", _BUCKET_COLUMNS)),
         host_ranks=_host_ranks(run.table("groups"), manifest.nproc),
         grid=_grid(run.table("groups"), world_size),
+        costs=_costs(manifest.effective_config),
     )
     try:
         request.configuration = _as_runtime_reads(read_configuration(config), request.runtime)
@@ -320,6 +324,12 @@ def _grid(groups: pa.Table, world_size: int) -> tuple[int, ...]:
     }
     found = {tuple(map(int, sizes.split("x"))) for sizes in named}
     return found.pop() if len(found) == 1 else (world_size,)
+
+
+def _costs(effective: Mapping[str, Any] | None) -> object:
+    """What the engine read in the files of ``communication.calibration``, as it says itself."""
+    block = (effective or {}).get("communication")
+    return block.get("measured_costs") if isinstance(block, Mapping) else None
 
 
 def _backend(parts: Iterable[pa.Table]) -> str:

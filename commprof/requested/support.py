@@ -58,7 +58,9 @@ def refuse_unsupported(
         if stage and (zero.get(name) or (zero.get(name) is not None and "allowed" in name)):
             reason = "which parameters stay whole then depends on the code of the model"
             raise UnsupportedError(f"zero_optimization.{name}", zero[name], reason)
-    _refuse_communication(_mapping(config.get("communication")), stage)
+    delay = _mapping(config.get("communication")).get("bounded_delay")
+    if stage and delay:
+        raise UnsupportedError("communication.bounded_delay", delay, "it works at stage 0 alone")
     if stage == 3:
         _refuse_with_stage_3(config, zero, world_size, is_own)
     _refuse_parallel(config)
@@ -98,26 +100,6 @@ def _refuse_with_stage_3(
 def optimizer_type(config: Mapping[str, Any]) -> str:
     """The config's ``optimizer.type`` in lower case; ``none`` without one."""
     return str(_mapping(config.get("optimizer")).get("type")).lower()
-
-
-def _refuse_communication(block: Mapping[str, Any], stage: int) -> None:
-    if _has_axes(block.get("topology")) and block.get("calibration"):
-        raise UnsupportedError(
-            "communication.calibration",
-            block["calibration"],
-            "measured times then say which message goes along the axes, and which among all ranks at once",
-        )
-    if stage and block.get("bounded_delay"):
-        raise UnsupportedError(
-            "communication.bounded_delay", block["bounded_delay"], "it works at stage 0 alone"
-        )
-
-
-def _has_axes(topology: object) -> bool:
-    """Whether ``communication.topology`` asks for more than one axis, or leaves that to the hosts."""
-    if isinstance(topology, list):
-        return len([size for size in topology if size != 1]) > 1
-    return topology not in (None, 1)
 
 
 def _above(value: object, limit: int) -> bool:

@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 from commprof.requested.errors import RequestedError, UnsupportedError
 from commprof.requested.expectation import Expectation
 from commprof.requested.keys import section
+from commprof.requested.measured_costs import Costs
 from commprof.requested.partition import padded
 from commprof.schema import Op, Purpose, wire_bytes
 
@@ -28,6 +29,8 @@ _SCATTERS: Final = (Op.REDUCE_SCATTER, Op.ALL_TO_ALL)
 _KEY: Final = "communication.topology"
 AUTO: Final = "auto"
 _MOST_AXES: Final = 3
+_LARGEST_ITEM: Final = 8  # bytes of an element; a message is padded by less than one for each rank
+_UNKNOWN_SIZES: Final = "which messages go along the axes, by their sizes and measured costs"
 
 
 class _Leg(NamedTuple):
@@ -110,7 +113,12 @@ def _most_even(number: int, factors: int) -> Sizes:
 
 
 def composed(
-    rows: Iterable[Expectation], sizes: Sizes, items: Mapping[Purpose, int], *, exchanges: bool
+    rows: Iterable[Expectation],
+    sizes: Sizes,
+    items: Mapping[Purpose, int],
+    *,
+    exchanges: bool,
+    costs: Costs | None = None,
 ) -> list[Expectation]:
     """``rows`` as they go along the axes.
 
@@ -119,26 +127,77 @@ def composed(
         sizes: of the axes, outermost first, all above 1; a single one leaves all as it is.
         items: bytes of an element of what an all_reduce sums, by purpose.
         exchanges: whether a reduce_scatter is issued as an all_to_all.
+        costs: by which each message goes along the axes or not; None has every one do so.
     """
     listed = list(rows)
     if len(sizes) < 2:
         return listed
-    return [part for each in listed for part in _composed(each, sizes, items, exchanges=exchanges)]
+    found = []
+    for each in listed:
+        if not _travels(each):
+            found.append(each)
+            continue
+        along, plain = (each, None) if costs is None else _chosen(each, sizes, costs, exchanges)
+        found += [] if along is None else _composed(along, sizes, items, exchanges=exchanges)
+        found += [] if plain is None else [plain]
+    return found
+
+
+def _travels(row: Expectation) -> bool:
+    """Whether these are messages of a kind that goes along axes."""
+    if row.purpose not in _TRAVELS or row.group_size is not None or row.groups is not None:
+        return False
+    if row.issued_op in _SCATTERS:
+        # An all_to_all of rows that are not told is no sum of rows in place of a reduce_scatter.
+        return bool(row.payload_bytes) and bool(_rows_of(row))
+    return bool(row.payload_bytes) and row.issued_op in (Op.ALL_REDUCE, Op.ALL_GATHER)
+
+
+def _rows_of(row: Expectation) -> list[tuple[int, ...]]:
+    return [each for each in row.payloads if row.issued_op == Op.REDUCE_SCATTER or len(each) > 1]
+
+
+def _chosen(
+    row: Expectation, sizes: Sizes, costs: Costs, exchanges: bool
+) -> tuple[Expectation | None, Expectation | None]:
+    """The messages of ``row`` that go along the axes, and those that go among all ranks at once.
+
+    Where the sizes of single messages are not certain, how many go which way is an estimate.
+    """
+    op = Op.REDUCE_SCATTER if row.issued_op in _SCATTERS else Op(row.issued_op)
+    ways: dict[bool, list[tuple[int, ...]]] = {True: [], False: []}
+    for each in row.payloads:
+        ways[costs.goes_along(op, sum(each), sizes, exchanges=exchanges)].append(each)
+    certain = row.exact and row.bytes_exact
+    if certain and not (ways[True] and ways[False]):
+        return (row, None) if ways[True] else (None, row)
+    along, plain = (_part(row, ways[way], prod(sizes), certain) for way in (True, False))
+    return along, plain
+
+
+def _part(row: Expectation, payloads: Sequence[tuple[int, ...]], ranks: int, certain: bool) -> Expectation:
+    total = sum(map(sum, payloads))
+    most = row.payload_bytes + row.count * ranks * _LARGEST_ITEM if row.bytes_exact else row.most_bytes
+    return row._replace(
+        count=len(payloads),
+        payload_bytes=total,
+        wire_bytes=wire_bytes(row.issued_op, total, ranks),
+        exact=certain,
+        bytes_exact=certain,
+        least_bytes=total if certain else 0,
+        most_bytes=None if certain else most,
+        estimate=row.estimate if certain else (row.estimate or _UNKNOWN_SIZES),
+        payloads=tuple(payloads),
+    )
 
 
 def _composed(
     row: Expectation, sizes: Sizes, items: Mapping[Purpose, int], *, exchanges: bool
 ) -> list[Expectation]:
-    plain = row.purpose not in _TRAVELS or row.group_size is not None or row.groups is not None
-    if plain or not row.payload_bytes or row.issued_op not in (Op.ALL_REDUCE, Op.ALL_GATHER, *_SCATTERS):
-        return [row]
     shown = " x ".join(map(str, sizes))
     row = row._replace(note="; ".join(filter(None, (row.note, f"along the axes of a grid of {shown} ranks"))))
     if row.issued_op in _SCATTERS:
-        rows_of = [each for each in row.payloads if row.issued_op == Op.REDUCE_SCATTER or len(each) > 1]
-        if not rows_of:  # an all_to_all that is no sum of rows in place of a reduce_scatter
-            return [row]
-        return _scattered(row, [_row_bytes(each, prod(sizes)) for each in rows_of], sizes)
+        return _scattered(row, [_row_bytes(each, prod(sizes)) for each in _rows_of(row)], sizes)
     legs = _legs_of_all_reduce(sizes) if row.issued_op == Op.ALL_REDUCE else _legs_of_all_gather(sizes)
     unit = prod(sizes[1:]) * items[Purpose(row.purpose)] if row.issued_op == Op.ALL_REDUCE else 1
     payloads = [padded(sum(each), unit) for each in row.payloads]

@@ -21,6 +21,7 @@ from commprof.requested.fetch_configuration import read_fetch_configuration
 from commprof.requested.flat_stages import NORM_BYTES, Runtime, flat_expectations
 from commprof.requested.keys import count, section
 from commprof.requested.late_sums import late_sums
+from commprof.requested.measured_costs import costs_of
 from commprof.requested.parameters import Parameter, check_parameters, item_bytes, trained_groups
 from commprof.requested.stage3 import Training, stage3_expectations
 from commprof.requested.support import optimizer_type, refuse_unsupported
@@ -55,6 +56,7 @@ def expected(
     zero_init: bool = False,
     host_ranks: int | None = None,
     grid: Sizes | None = None,
+    costs: object = None,
 ) -> list[Expectation]:
     """What ``config`` should send for a model with ``parameters`` on ``world_size`` ranks.
 
@@ -73,6 +75,7 @@ def expected(
         host_ranks: ranks of each host, for hierarchical compression and ``communication.topology``; None where that is not
             known.
         grid: the axes of a grid of ranks that a run had, outermost first, where the config leaves them to the hosts.
+        costs: what a run says that it has read in the files of ``communication.calibration``; None reads them.
 
     Raises:
         UnsupportedError: the config asks for a feature whose rules are not stated here; it names the key.
@@ -119,7 +122,8 @@ def expected(
         Purpose.PARAMETER_GATHER: item_bytes(own),
     }
     exchanges = configuration.reduce_scatter_on(backend) == "all_to_all"
-    return torus.composed(rows, sizes, items, exchanges=exchanges)
+    measured = costs_of(config, sizes, host_ranks, costs)
+    return torus.composed(rows, sizes, items, exchanges=exchanges, costs=measured)
 
 
 def expected_in_step(

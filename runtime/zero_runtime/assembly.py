@@ -52,7 +52,7 @@ from zero_runtime.stages import stage
 from zero_runtime.tensor_parallel.division import divide, sharing
 from zero_runtime.tensor_parallel.inputs import check_first_inputs
 from zero_runtime.topology_aware.delay import DelayedGradients
-from zero_runtime.topology_aware.watch import Watch
+from zero_runtime.topology_aware.installation import Installed
 from zero_runtime.torch_optimizer import ClientOptimizer, check_shardable, torch_optimizer
 from zero_runtime.whole_gradients import AccumulatedGradients, ReplicatedGradients
 
@@ -75,8 +75,8 @@ class Boundary:
 class Assembly(NamedTuple):
     """The parts of an engine. Without an optimizer that and the torch optimizer are None, and the loss scale is 1.
 
-    The residency is that of sharded parameters; the watch looks for slow ranks; the residuals are what gradient
-    compression has left over; the parallelism says how the ranks share the training.
+    The residency is that of sharded parameters; installed is what the block ``communication`` has brought; the residuals
+    are what gradient compression has left over; the parallelism says how the ranks share the training.
     """
 
     module: torch.nn.Module
@@ -89,7 +89,7 @@ class Assembly(NamedTuple):
     optimizer: Any
     gradients: Gradients
     residency: Residency | None = None
-    watch: Watch | None = None
+    installed: Installed = Installed()
     residuals: Residuals | None = None
     parallelism: Parallelism = Parallelism(None, 1, 0)
 
@@ -123,7 +123,7 @@ def assemble(
     made = _assembled(config, module, client, given, ranks.group, parallelism.replicas)
     if made.optimizer is not None:
         made.optimizer.model_ranks = parallelism.model
-    return made._replace(watch=ranks.watch, parallelism=parallelism)
+    return made._replace(installed=ranks.installed, parallelism=parallelism)
 
 
 def _assembled(

@@ -8,15 +8,14 @@ from zero_runtime.comm import DataParallelGroup, ProcessGroup
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.logged_group import log_messages
 from zero_runtime.timed_group import TimedGroup
-from zero_runtime.topology_aware.installation import install
-from zero_runtime.topology_aware.watch import Watch
+from zero_runtime.topology_aware.installation import Installed, install
 
 
 class DataParallelRanks(NamedTuple):
-    """The group, and what looks for slow ranks in it; None where nobody asked."""
+    """The group, and what the block ``communication`` has brought with it."""
 
     group: DataParallelGroup
-    watch: Watch | None
+    installed: Installed
 
 
 def data_parallel_ranks(config: RuntimeConfig, data: ProcessGroup | None = None) -> DataParallelRanks:
@@ -31,5 +30,5 @@ def data_parallel_ranks(config: RuntimeConfig, data: ProcessGroup | None = None)
 
     if config.comms_logger.enabled:
         log_messages(group)
-    watch = install(group, config.communication, config.zero.reduce_scatter_impl, along_axis)
-    return DataParallelRanks(group, watch)
+    installed = install(group, config.communication, config.zero.reduce_scatter_impl, along_axis)
+    return DataParallelRanks(group, installed)

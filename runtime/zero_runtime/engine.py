@@ -78,7 +78,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
         self._gradients = assembly.gradients
         self._residuals = assembly.residuals
         self._residency = assembly.residency
-        self._watch = assembly.watch
+        self._watch = assembly.installed.watch
         efficient = config.zero.stage.shards_parameters and config.zero.sharding.memory_efficient_linear
         self._linear: Callable[[], AbstractContextManager[None]] = (
             memory_efficient_linear if efficient else nullcontext

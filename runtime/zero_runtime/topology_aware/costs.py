@@ -54,6 +54,11 @@ class Costs(NamedTuple):
     axes: Sequence[Mapping[str, Cost]]
     sharing: Sequence[int]
 
+    def described(self) -> dict[str, Any]:
+        """Everything as plain numbers, for the record of a run: of each operation the two of its :class:`Cost`."""
+        world, *axes = ({op: list(cost) for op, cost in table.items()} for table in (self.world, *self.axes))
+        return {"world": world, "axes": axes, "sharing": list(self.sharing)}
+
     def plain_ns(self, operation: str, payload: float, sizes: Sequence[int], implementation: str) -> float:
         """Time of the plain collective of ``payload`` bytes."""
         issued = _issued(operation, implementation)

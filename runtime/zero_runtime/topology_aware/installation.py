@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from zero_runtime import comm, log
 from zero_runtime.comm import DataParallelGroup
@@ -11,10 +11,18 @@ from zero_runtime.configuration.communication import CommunicationConfig, wrong_
 from zero_runtime.errors import ConfigError
 from zero_runtime.reduction import default_implementation
 from zero_runtime.topology_aware.choice import Choice, agreed_costs
+from zero_runtime.topology_aware.costs import Costs
 from zero_runtime.topology_aware.grid import Grid, hosts_of, make_grid
 from zero_runtime.topology_aware.group import ComposedMessages
 from zero_runtime.topology_aware.sizes import grid, sharing
 from zero_runtime.topology_aware.watch import Watch, count_time
+
+
+class Installed(NamedTuple):
+    """What looks for slow ranks, and the costs by which messages go along the axes; None where nobody asked."""
+
+    watch: Watch | None = None
+    costs: Costs | None = None
 
 
 def install(
@@ -22,7 +30,7 @@ def install(
     communication: CommunicationConfig,
     implementation: str | None,
     wrap: Callable[[Any], DataParallelGroup],
-) -> Watch | None:
+) -> Installed:
     """Have messages of ``group`` go along the axes of a grid, and its ranks watched, as far as that is asked for.
 
     Args:
@@ -30,9 +38,6 @@ def install(
         communication: the block.
         implementation: of a reduce_scatter: ``native``, ``all_to_all``, or None for the backend's.
         wrap: makes a group like ``group`` of the ranks along an axis.
-
-    Returns:
-        What looks for slow ranks; None where nobody asked.
 
     Raises:
         ConfigError: on every rank, where a calibration cannot be read or there is not one for each axis.
@@ -44,7 +49,7 @@ def install(
             "sequence or pipeline parallelism"
         )
     made: Grid | None = None
-    choice = None
+    choice = costs = None
     chosen = implementation or default_implementation(group.backend)
     if not communication.plain:
         hosts = hosts_of(group)
@@ -52,7 +57,6 @@ def install(
         if notice and group.rank == 0:
             log.warning(notice)
         if len(sizes) > 1:
-            costs = None
             if communication.world_calibration is not None:
                 files = communication.axis_calibrations
                 if len(files) != len(sizes):
@@ -68,4 +72,4 @@ def install(
         watch = Watch(group, tolerance, world, axes, made.sizes if made is not None else ())
     if made is not None and choice is not None:
         ComposedMessages(group, made, choice, chosen).install(group)
-    return watch
+    return Installed(watch, costs if made is not None else None)

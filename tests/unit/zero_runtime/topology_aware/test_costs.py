@@ -6,9 +6,12 @@ import json
 
 import pytest
 
+from commprof.requested.measured_costs import costs_of
+from commprof.schema import Op
 from zero_runtime.errors import ConfigError
 from zero_runtime.topology_aware.choice import Choice
 from zero_runtime.topology_aware.costs import OPERATIONS, Cost, Costs, bus_factor, read_costs
+from zero_runtime.topology_aware.sizes import sharing
 
 SLOW = {each: Cost(100_000.0, 8.0) for each in OPERATIONS}  # 0.1 ms, 125 MB/s
 FAST = {each: Cost(20_000.0, 0.1) for each in OPERATIONS}
@@ -53,6 +56,28 @@ def test_small_messages_stay_plain_and_large_ones_go_along_the_axes():
     for operation in ("all_reduce", "reduce_scatter", "all_gather"):
         sizes = [composes(operation, 2**power) for power in range(2, 28)]
         assert not sizes[0] and sizes[-1] and sizes == sorted(sizes)
+
+
+@pytest.mark.parametrize("implementation", ["native", "all_to_all"])
+def test_the_rules_of_requested_choose_as_the_runtime_does(tmp_path, implementation):
+    """The same files, read and reckoned with a second time: 2 hosts of 4 ranks."""
+    numbers = [(1000.0, 1e8, 8), (10_000.0, 1e9, 2), (10_000.0, 1e10, 4)]
+    files = [
+        calibration(tmp_path / f"{index}.json", ranks=ranks, alpha=alpha, beta=beta)
+        for index, (alpha, beta, ranks) in enumerate(numbers)
+    ]
+    world, *axes = map(read_costs, files)
+    own = Costs(world, axes, sharing(SIZES, [0] * 4 + [1] * 4))
+    composes = Choice(SIZES, implementation, own).composes
+    block = {"communication": {"calibration": {"world": files[0], "axes": files[1:]}}}
+    for known in (costs_of(block, SIZES, 4), costs_of(block, SIZES, None, own.described())):
+        for operation in (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER):
+            chosen = [composes(operation, 2**power) for power in range(2, 28)]
+            exchanges = implementation == "all_to_all"
+            again = [
+                known.goes_along(operation, 2**power, SIZES, exchanges=exchanges) for power in range(2, 28)
+            ]
+            assert chosen == again and set(chosen) == {True, False}
 
 
 def test_where_no_link_is_slower_nothing_is_gained():

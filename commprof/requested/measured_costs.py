@@ -1,0 +1,145 @@
+"""Which messages go along the axes of a grid, by costs that were measured (``communication.calibration``).
+
+An operation on S bytes (of nccl-tests) among n ranks takes alpha + S f(n) / B, with f the bus factor of nccl-tests: 2(n-1)/n
+of an all_reduce, (n-1)/n of the others. A message goes along the axes where the times of its parts add up to less than that
+of the plain collective. Groups of one axis that share a host's links count with that many times their bytes.
+Alpha and B are those of the files of ``commprof calibrate``, or what the runtime says that it has read there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from commprof.requested.errors import UnsupportedError
+from commprof.requested.keys import section
+from commprof.schema import Op
+
+KEY: Final = "communication.calibration"
+OPS: Final = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL)
+
+
+class Cost(NamedTuple):
+    """Latency of an operation, and what a byte adds at a bus factor of 1."""
+
+    alpha_ns: float
+    bus_ns_per_byte: float
+
+
+Table = Mapping[Op, Cost]
+
+
+class Costs(NamedTuple):
+    """What is known of all operations.
+
+    Attributes:
+        world: among all ranks.
+        axes: among those of a group of each axis, outermost first.
+        sharing: groups of each axis that share one host's links.
+    """
+
+    world: Table
+    axes: Sequence[Table]
+    sharing: Sequence[int]
+
+    def goes_along(self, op: Op, payload_bytes: int, sizes: Sequence[int], *, exchanges: bool) -> bool:
+        """Whether a message goes along axes of ``sizes``.
+
+        Args:
+            op: all_reduce, reduce_scatter or all_gather, as it is meant.
+            payload_bytes: of the whole message.
+            sizes: ranks along each axis, outermost first.
+            exchanges: whether a reduce_scatter is issued as an all_to_all.
+        """
+        plain = _time_ns(self.world, op, payload_bytes, prod(sizes), exchanges)
+        along, left = 0.0, float(payload_bytes)
+        for axis in reversed(range(len(sizes))):
+            parts = [op]
+            if op == Op.ALL_REDUCE and axis:
+                parts = [Op.REDUCE_SCATTER, Op.ALL_GATHER]
+            for part in parts:
+                along += _time_ns(self.axes[axis], part, left * self.sharing[axis], sizes[axis], exchanges)
+            left /= sizes[axis]
+        return along < plain
+
+
+def _time_ns(table: Table, op: Op, payload_bytes: float, ranks: int, exchanges: bool) -> float:
+    issued = Op.ALL_TO_ALL if op == Op.REDUCE_SCATTER and exchanges else op
+    factor = (2 if issued == Op.ALL_REDUCE else 1) * (ranks - 1) / ranks
+    cost = table[issued]
+    return cost.alpha_ns + payload_bytes * factor * cost.bus_ns_per_byte
+
+
+def costs_of(
+    config: Mapping[str, Any], sizes: Sequence[int], host_ranks: int | None, told: object = None
+) -> Costs | None:
+    """The costs that decide; None where every message goes along the axes, or none does.
+
+    Args:
+        config: the whole config.
+        sizes: ranks along each axis.
+        host_ranks: ranks of each host, which follow one another; None where that is not known.
+        told: what a run says that it has read; None where there is no run, or it says nothing. Then the files are read.
+
+    Raises:
+        UnsupportedError: they cannot be known.
+    """
+    files = section(config, "communication").get("calibration")
+    if len(sizes) < 2 or not files:
+        return None
+    if told is not None:
+        return _as_told(told, len(sizes), files)
+    paths = [files.get("world"), *(files.get("axes") or ())] if isinstance(files, Mapping) else []
+    if len(paths) != len(sizes) + 1:
+        reason = f"a file among all ranks and one for each of the {len(sizes)} axes are needed"
+        raise UnsupportedError(KEY, files, reason)
+    if host_ranks is None:
+        raise UnsupportedError(KEY, files, "how many ranks share the links of a host is not known")
+    world, *axes = (_read(str(path)) for path in paths)
+    return Costs(world, axes, _sharing(sizes, host_ranks))
+
+
+def _as_told(told: object, axes: int, files: object) -> Costs:
+    """The costs that a run has published: ``world``, ``axes`` and ``sharing``, an operation being two numbers."""
+    try:
+        content: Any = told
+        tables = [
+            {op: Cost(*(float(each) for each in table[op])) for op in OPS}
+            for table in (content["world"], *content["axes"])
+        ]
+        sharing = tuple(int(each) for each in content["sharing"])
+    except (KeyError, TypeError, ValueError):
+        raise UnsupportedError(KEY, files, "what the run says of the costs that it read is damaged") from None
+    if len(tables) != axes + 1 or len(sharing) != axes:
+        reason = f"the run read costs of {len(tables) - 1} axes, and has {axes}"
+        raise UnsupportedError(KEY, files, reason)
+    return Costs(tables[0], tables[1:], sharing)
+
+
+def _read(path: str) -> Table:
+    try:
+        ops = json.loads(Path(path).read_bytes())["ops"]
+        found = {}
+        for op in OPS:
+            fit, factor = ops[op]["fit"], float(ops[op]["bus_factor"])
+            found[op] = Cost(float(fit["alpha_ns"]), 1e9 / (float(fit["beta_bytes_per_s"]) * factor))
+    except OSError as error:
+        raise UnsupportedError(KEY, path, f"it cannot be read here: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, ZeroDivisionError):
+        raise UnsupportedError(KEY, path, "it has no fitted times of all operations") from None
+    return found
+
+
+def _sharing(sizes: Sequence[int], host_ranks: int) -> tuple[int, ...]:
+    """Groups of each axis that have ranks on one host, as many as on the host with the most."""
+    found = []
+    for axis, size in enumerate(sizes):
+        stride = prod(sizes[axis + 1 :])
+        on: dict[int, set[tuple[int, int]]] = {}
+        for rank in range(prod(sizes)):
+            on.setdefault(rank // host_ranks, set()).add((rank // (stride * size), rank % stride))
+        found.append(max(map(len, on.values())))
+    return tuple(found)
