@@ -27,11 +27,10 @@ from zero_runtime.pipeline.module import PipelineModule
 from zero_runtime.pipeline.preparation import own_parameters, prepare, stages_for
 from zero_runtime.schedules import schedule
 from zero_runtime.tensor_access import remember
-from zero_runtime.uncaught import reports_config_errors
+from zero_runtime.uncaught import report_uncaught
 from zero_runtime.version import VERSION
 
 
-@reports_config_errors
 def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     args: Any = None,
     model: torch.nn.Module | None = None,
@@ -73,6 +72,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         ConfigError: the configuration or an argument cannot be used.
         UnsupportedError: it asks for what is not in this version.
     """
+    report_uncaught()
     if model is None:
         raise ConfigError("initialize needs a model; pass model=")
     if config is not None and config_params is not None:
