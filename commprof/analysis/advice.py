@@ -2,7 +2,9 @@
 
 The rules, in this order:
 
-1. A setting counts if it has whole training steps, does the same work as the others, and ends at no higher loss.
+1. A setting counts if it has whole training steps, does the same work as the others, and ends at no higher loss. Where the
+   ranks of the jobs share a model in unlike ways (``shapes.py``), a rank's work and the links of its bytes are not alike,
+   and nothing is recommended.
 2. Least bytes: of those, the settings whose modelled wire bytes in a step are within 0.1 % of the least.
 3. Not slower: of those that count, the settings than which none has a measurably shorter step (``differences.py``).
 4. Recommended are those with least bytes that are not slower; where there are none, of the not slower ones those with
@@ -53,6 +55,7 @@ class Candidate(NamedTuple):
     issued_op: str | None
     intended_op: str | None
     explanation: str | None
+    shape: str
 
     @property
     def step_time_ns(self) -> float | None:
@@ -67,6 +70,7 @@ class Weighed(NamedTuple):
     candidates: Sequence[Candidate]  # the least wire bytes first
     left_out: Mapping[str, str]
     work: Sequence[str]  # keys that differ and change the work
+    shapes: Sequence[str]  # how the ranks of the jobs share their models, where that is not alike in all
     least: Sequence[str]
     not_slower: Sequence[str]
     recommended: Sequence[str]
@@ -121,6 +125,7 @@ def candidates(runs: Sequence[Measured], rows: Sequence[Mapping[str, Any]]) -> l
                 issued_op=None if row["issued_reason"] else row["issued_op"],
                 intended_op=row["intended_op"],
                 explanation=next((run.requested.explanation for run in repeats), None),
+                shape=", or ".join(sorted({run.shape for run in repeats})),
             )
         )
     return found
@@ -133,6 +138,7 @@ def weigh(found: Sequence[Candidate]) -> Weighed:
     counted = [one for one in ordered if one.label not in left_out]
     pairs = differences.pairs({one.label: one.medians for one in counted})
     work = sorted({key for one in ordered for key in one.values if _changes_the_work(key)})
+    shapes = sorted({one.shape for one in counted})
     verdicts = _verdicts(pairs)
     least = [one.label for one in counted if _sends_least(one, counted)]
     slower = {label for (label, _), verdict in verdicts.items() if verdict == differences.SHORTER}
@@ -142,14 +148,25 @@ def weigh(found: Sequence[Candidate]) -> Weighed:
         rest = [one for one in counted if one.label in not_slower]
         best = [one.label for one in rest if _sends_least(one, rest)]
     told = differences.CANNOT_TELL not in verdicts.values()
-    if work or len(counted) < 2:
+    if work or len(shapes) > 1 or len(counted) < 2:
         answer, best = CANNOT_TELL, []
     elif len(best) == len(counted):
         answer, best = NO_DIFFERENCE if told else CANNOT_TELL, []
     else:
         answer = RECOMMENDED
     keys = _telling_keys(ordered, best)
-    return Weighed(answer, ordered, left_out, work, least, not_slower, best, keys, pairs)
+    return Weighed(
+        answer,
+        ordered,
+        left_out,
+        work,
+        shapes if len(shapes) > 1 else [],
+        least,
+        not_slower,
+        best,
+        keys,
+        pairs,
+    )
 
 
 def settings_frame(weighed: Weighed) -> pd.DataFrame:

@@ -189,24 +189,39 @@ MOVED: Final = Table(
     key=("host", "kind", "device"),
 )
 
+_GROUPS: Final = Column("groups", "int64", "groups of this name and size that issued it")
+
 STEP_TOTALS: Final = Table(
     "step_totals",
     "What the whole training steps sent together.",
     (
-        *map(_of_schema, ("op", "intended_op", "purpose")),
-        *(c for c in _MEASURES if c.name in ("collectives", "payload_bytes", "wire_bytes")),
+        *map(_of_schema, ("op", "intended_op", "purpose", "group_desc", "group_size")),
+        _GROUPS,
+        *(c for c in _MEASURES if c.name in ("collectives", "payload_bytes")),
+        Column(
+            "wire_bytes", "float64", "wire, modelled: mean bytes that a rank of the job sends", unit="bytes"
+        ),
     ),
 )
 
 _PER_STEP: Final = (
-    Column("collectives_per_step", "float64", "collectives in a training step, without barriers", True),
     Column(
-        "payload_bytes_per_step", "float64", "payload: S of nccl-tests, in a training step", True, "bytes"
+        "collectives_per_step",
+        "float64",
+        "collectives of all groups in a training step, without barriers",
+        True,
+    ),
+    Column(
+        "payload_bytes_per_step",
+        "float64",
+        "payload: S of nccl-tests, of all groups in a training step",
+        True,
+        "bytes",
     ),
     Column(
         "wire_bytes_per_step",
         "float64",
-        "wire, modelled: wire_bytes of traffic in a training step, over all groups",
+        "wire, modelled: bytes that a rank of the job sends in a training step, mean over all its ranks",
         True,
         "bytes",
     ),
@@ -221,6 +236,19 @@ TRAFFIC_BY_SETTING: Final = Table(
         *_PER_STEP,
     ),
     key=("label", "op", "intended_op", "purpose"),
+)
+
+TRAFFIC_BY_GROUP: Final = Table(
+    "traffic_by_group",
+    "Bytes of a training step by setting, kind of group and operation.",
+    (
+        Column("label", "string", "the setting"),
+        *map(_of_schema, ("group_desc", "group_size")),
+        _GROUPS,
+        *map(_of_schema, ("op", "intended_op")),
+        *_PER_STEP,
+    ),
+    key=("label", "group_desc", "group_size", "op", "intended_op"),
 )
 
 WIRE_OPS: Final = (
@@ -459,6 +487,7 @@ ANSWERS: Final[dict[str, Table]] = {
     "moved": MOVED,
     "compare": COMPARISON,
     "traffic_by_setting": TRAFFIC_BY_SETTING,
+    "traffic_by_group": TRAFFIC_BY_GROUP,
     "find_runs": RUNS,
     "requested": REQUESTED,
     "exposure": EXPOSURE,

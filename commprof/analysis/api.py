@@ -25,6 +25,7 @@ from commprof.analysis import (
     lateness_sums,
     listing,
     recommendation,
+    shapes,
     steps,
     summary,
     sums,
@@ -142,6 +143,7 @@ __all__ = [
     "timeline",
     "topology",
     "traffic",
+    "traffic_by_group",
     "traffic_by_setting",
     "verify",
     "write_csv",
@@ -544,11 +546,12 @@ def _measure(run: Run) -> _MeasuredRun:
     measured = comparison.Measured(
         name="",
         setting=settings_module.Setting("", {}),
-        step_totals=steps.step_totals(run.table("steps"), operations, times),
+        step_totals=steps.step_totals(run.table("steps"), operations, times, manifest.world_size),
         durations=steps.durations_after_first(times),
         final_loss=steps.final_loss(times),
         requested=expectation.requested_reduction(manifest.config, manifest.effective_config),
         usage=usage.usage(times, manifest.effective_config or manifest.config, manifest.world_size),
+        shape=shapes.shape(operations),
     )
     return _MeasuredRun(measured, rank_bytes_module.rank_totals("", times, operations))
 
@@ -563,8 +566,9 @@ def compare(runs: Sequence[AnyRun]) -> pd.DataFrame:
     """One row per setting, repeats merged, with the keys that differ after the label.
 
     Means of a step are over the whole training steps, the first included: initialisation, barriers and a step that
-    the run was killed in are left out. Times leave out the first step, which warms up. ``interval_over`` says what the
-    95 % interval is over: ``repeats`` (Student's t over the medians of the runs) or ``steps`` (order statistics of one run).
+    the run was killed in are left out. Wire bytes are of a rank of the job, the mean over all of them. Times leave out the
+    first step, which warms up. ``interval_over`` says what the 95 % interval is over: ``repeats`` (Student's t over the
+    medians of the runs) or ``steps`` (order statistics of one run).
     """
     return compare_both(runs).settings
 
@@ -574,11 +578,20 @@ def traffic_by_setting(runs: Sequence[AnyRun]) -> pd.DataFrame:
     return comparison.traffic_by_setting([one.measured for one in _measured(runs)])
 
 
+def traffic_by_group(runs: Sequence[AnyRun]) -> pd.DataFrame:
+    """Bytes of a training step by setting, name and size of the group, and operation: what each axis of the ranks carries.
+
+    Wire bytes are of a rank of the job, as in :func:`compare`: those of a setting add up to its ``wire_bytes_per_step``.
+    """
+    return comparison.traffic_by_group([one.measured for one in _measured(runs)])
+
+
 class Comparison(NamedTuple):
     """All forms of one comparison: what the functions :func:`compare`, :func:`traffic_by_setting` and so on give."""
 
     settings: pd.DataFrame
     traffic: pd.DataFrame
+    groups: pd.DataFrame
     resources: pd.DataFrame
     ranks: pd.DataFrame
     advice: Advice
@@ -593,6 +606,7 @@ def compare_both(runs: Sequence[AnyRun]) -> Comparison:
     return Comparison(
         comparison.framed(rows, measured),
         comparison.traffic_by_setting(measured),
+        comparison.traffic_by_group(measured),
         resources_module.resources(measured),
         rank_bytes_module.rank_bytes([one.ranks for one in found]),
         recommendation.advise(weighed),
@@ -622,14 +636,17 @@ def rank_bytes(runs: Sequence[AnyRun]) -> pd.DataFrame:
     return compare_both(runs).ranks
 
 
-def _ledger(run: Run) -> tuple[Verdict, dict[str, str]]:
-    return verification.verify(run), levels_module.meant_ops(sums.operations(run, levels_module.COLUMNS))
+def _ledger(run: Run) -> tuple[Verdict, dict[str, str], dict[str, float]]:
+    operations = sums.operations(run, levels_module.COLUMNS)
+    shares = levels_module.job_shares(operations, run.manifest.world_size)
+    return verification.verify(run), levels_module.meant_ops(operations), shares
 
 
 def reduction_levels(runs: Sequence[AnyRun]) -> pd.DataFrame:
     """What each setting requested, issued, executed and moved to reduce gradients, out of the ledger of each run.
 
-    A level that is not known has null bytes and its ``reason``. Moved bytes are all that the hosts sent.
+    A level that is not known has null bytes and its ``reason``. Wire bytes are of a rank of the job, as in
+    :func:`compare`. Moved bytes are all that the hosts sent.
     """
     opened = [_opened(run) for run in runs]
     manifests = [run.manifest for run in opened]

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import pandas as pd
 
-from commprof.analysis.answers import COMPARISON, TRAFFIC_BY_SETTING, WIRE_OPS
+from commprof.analysis.answers import COMPARISON, TRAFFIC_BY_GROUP, TRAFFIC_BY_SETTING, WIRE_OPS
 from commprof.analysis.expectation import Requested
 from commprof.analysis.frames import from_rows
 from commprof.analysis.intervals import over_repeats
@@ -18,11 +18,16 @@ from commprof.analysis.usage import Usage
 from commprof.schema import Column, Op, Purpose
 
 _MEASURES: Final = ("collectives", "payload_bytes", "wire_bytes")
+_PURPOSE_KEY: Final = ("op", "intended_op", "purpose")
+_GROUP_KEY: Final = ("group_desc", "group_size", "op", "intended_op")
 _NO_PURPOSES: Final = "the runtime gave no purposes, so this lists every operation of a step"
 
 
 class Measured(NamedTuple):
-    """One run, as far as a comparison needs it. ``durations`` are of the steps after the first, in ns."""
+    """One run, as far as a comparison needs it.
+
+    ``durations`` are of the steps after the first, in ns; ``shape`` is what :func:`shapes.shape` says.
+    """
 
     name: str
     setting: Setting
@@ -31,6 +36,7 @@ class Measured(NamedTuple):
     final_loss: float | None
     requested: Requested
     usage: Usage
+    shape: str
 
 
 def by_label(runs: Sequence[Measured]) -> dict[str, list[Measured]]:
@@ -41,12 +47,11 @@ def by_label(runs: Sequence[Measured]) -> dict[str, list[Measured]]:
     return settings
 
 
-def _merged(runs: Sequence[Measured]) -> StepTotals:
-    """The steps of all repeats together, so that a longer repeat counts for as many steps as it has."""
+def _merged(runs: Sequence[Measured], key: Sequence[str] = _PURPOSE_KEY) -> StepTotals:
+    """The steps of all repeats together by ``key``, so that a longer repeat counts for as many steps as it has."""
     totals = pd.concat([run.step_totals.totals for run in runs], ignore_index=True)
-    merged = totals.groupby(["op", "intended_op", "purpose"], dropna=False, as_index=False, sort=False)[
-        list(_MEASURES)
-    ].sum()
+    by = totals.groupby(list(key), dropna=False, as_index=False, sort=False)
+    merged = by.agg({"groups": "max"} | dict.fromkeys(_MEASURES, "sum"))
     return StepTotals(sum(run.step_totals.steps for run in runs), merged)
 
 
@@ -116,13 +121,25 @@ def framed(rows: Sequence[Mapping[str, Any]], runs: Sequence[Measured]) -> pd.Da
 
 def traffic_by_setting(runs: Sequence[Measured]) -> pd.DataFrame:
     """One row per setting and operation, in the form that a chart wants; a run without whole steps gives none."""
+    return from_rows(_long(runs, _PURPOSE_KEY), TRAFFIC_BY_SETTING.columns)
+
+
+def traffic_by_group(runs: Sequence[Measured]) -> pd.DataFrame:
+    """One row per setting, kind of group and operation; the wire bytes of a setting add up to those of :func:`compare`."""
+    rows = _long(runs, _GROUP_KEY)
+    order = {label: place for place, label in enumerate(by_label(runs))}
+    rows.sort(key=lambda row: (order[row["label"]], *(str(row[name] or "") for name in _GROUP_KEY)))
+    return from_rows(rows, TRAFFIC_BY_GROUP.columns)
+
+
+def _long(runs: Sequence[Measured], key: Sequence[str]) -> list[dict[str, Any]]:
     rows = []
     for label, repeats in by_label(runs).items():
-        steps, totals = _merged(repeats)
+        steps, totals = _merged(repeats, key)
         rows += [
-            {"label": label}
-            | {name: None if pd.isna(row[name]) else row[name] for name in ("op", "intended_op", "purpose")}
+            {"label": label, "groups": row["groups"]}
+            | {name: None if pd.isna(row[name]) else row[name] for name in key}
             | {f"{measure}_per_step": row[measure] / steps for measure in _MEASURES}
             for row in totals.to_dict("records")
         ]
-    return from_rows(rows, TRAFFIC_BY_SETTING.columns)
+    return rows

@@ -13,20 +13,24 @@ import pyarrow.compute as pc
 from commprof.analysis.frames import from_rows
 from commprof.analysis.setting_answers import REDUCTION_LEVELS
 from commprof.ledger.levels import STEPS, LedgerRow, State, Verdict
-from commprof.schema import Purpose
+from commprof.schema import Op, Purpose
 
 NOTHING_ISSUED: Final = "nothing was issued to reduce gradients in a training step"
 NOT_REQUESTED: Final = "what the config asks for is not known"
 NOT_EXECUTED: Final = "what the backend ran is not known"
-COLUMNS: Final = ("purpose", "op", "intended_op")
+COLUMNS: Final = ("purpose", "op", "intended_op", "step", "group_size")
 
 
 class Ledger(NamedTuple):
-    """The ledger of one run; ``meant``: for the operations that stand for another, which one."""
+    """The ledger of one run.
+
+    ``meant``: for the operations that stand for another, which one; ``shares``: what :func:`job_shares` says.
+    """
 
     label: str
     verdict: Verdict
     meant: Mapping[str, str]
+    shares: Mapping[str, float]
 
 
 def meant_ops(operations: pa.Table) -> dict[str, str]:
@@ -44,6 +48,32 @@ def meant_ops(operations: pa.Table) -> dict[str, str]:
     return {pair["op"]: pair["intended_op"] for pair in pairs if pair["op"] != pair["intended_op"]}
 
 
+def job_shares(operations: pa.Table, world_size: int | None) -> dict[str, float]:
+    """By operation, what a rank of the job sends to reduce gradients of what a ledger adds up over the groups.
+
+    It is the number of ranks that send over those of the job, the mean over groups by their wire bytes: 1 where the group is
+    the job, and 1/2 where two groups of half of the ranks reduce half of the model each.
+
+    Args:
+        operations: :func:`commprof.analysis.sums.operations` by :data:`COLUMNS` at least.
+        world_size: ranks of the job; None: as many as the largest group has.
+    """
+    ranks = world_size or pc.max(operations["group_size"]).as_py() or 1
+    rows = operations.filter(
+        pc.and_(
+            pc.equal(operations["purpose"], Purpose.GRADIENT_REDUCE),
+            pc.greater_equal(operations["step"], 0),
+        )
+    )
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for row in rows.select(["op", "group_size", "wire_share", "wire_ranks"]).to_pylist():
+        wire = int(row["wire_share"]) / row["wire_ranks"]
+        senders = 1 if row["op"] == Op.SEND else row["group_size"]
+        sums[row["op"]][0] += wire * (senders / ranks)
+        sums[row["op"]][1] += wire
+    return {op: sent / wire for op, (sent, wire) in sums.items() if wire}
+
+
 def reduction_levels(ledgers: Sequence[Ledger]) -> pd.DataFrame:
     """One row per setting, level and operation (:data:`setting_answers.REDUCTION_LEVELS`).
 
@@ -56,14 +86,17 @@ def reduction_levels(ledgers: Sequence[Ledger]) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
     for label, repeats in of_label.items():
         verdicts = [ledger.verdict for ledger in repeats]
+        shares = {op: share for ledger in repeats for op, share in ledger.shares.items()}
         meant = {op: wanted for ledger in repeats for op, wanted in ledger.meant.items()}
         states = {verdict.state for verdict in verdicts}
         state = next(s for s in (State.MISMATCH, State.UNKNOWN, State.CLOSED) if s in states)
-        rows += [{"label": label, "state": str(state), **row} for row in _of_setting(verdicts, meant)]
+        rows += [{"label": label, "state": str(state), **row} for row in _of_setting(verdicts, meant, shares)]
     return from_rows(rows, REDUCTION_LEVELS.columns)
 
 
-def _of_setting(verdicts: Sequence[Verdict], meant: Mapping[str, str]) -> list[dict[str, Any]]:
+def _of_setting(
+    verdicts: Sequence[Verdict], meant: Mapping[str, str], shares: Mapping[str, float]
+) -> list[dict[str, Any]]:
     gradients = [
         row
         for verdict in verdicts
@@ -75,15 +108,20 @@ def _of_setting(verdicts: Sequence[Verdict], meant: Mapping[str, str]) -> list[d
     )
     reason = next((verdict.request_reason for verdict in verdicts if verdict.request_reason), None)
     return [
-        *_level("requested", gradients, steps, {}, reason or NOT_REQUESTED),
-        *_level("issued", gradients, steps, meant, NOTHING_ISSUED),
-        *_level("executed", gradients, steps, meant, NOT_EXECUTED),
+        *_level("requested", gradients, steps, {}, shares, reason or NOT_REQUESTED),
+        *_level("issued", gradients, steps, meant, shares, NOTHING_ISSUED),
+        *_level("executed", gradients, steps, meant, shares, NOT_EXECUTED),
         _moved(verdicts),
     ]
 
 
 def _level(
-    level: str, gradients: Sequence[LedgerRow], steps: int, meant: Mapping[str, str], reason: str
+    level: str,
+    gradients: Sequence[LedgerRow],
+    steps: int,
+    meant: Mapping[str, str],
+    shares: Mapping[str, float],
+    reason: str,
 ) -> list[dict[str, Any]]:
     known = [row for row in gradients if _wire(row, level) is not None and getattr(row, f"{level}_op")]
     sums: dict[tuple[str, str | None], list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -93,7 +131,7 @@ def _level(
         op = getattr(row, f"{level}_op")
         total = sums[op, meant.get(op)]
         total[0] += row.expected_payload_bytes or 0 if level == "requested" else row.issued_payload_bytes
-        total[1] += _wire(row, level) or 0.0
+        total[1] += (_wire(row, level) or 0.0) * shares.get(row.issued_op or "", 1.0)
     if not sums or not steps:
         return [{"level": level, "reason": reason}]
     return [

@@ -52,6 +52,10 @@ class OpenedRun:
         """See :func:`commprof.analysis.api.traffic`."""
         return api.traffic(self.run, by)
 
+    def traffic_by_group(self) -> pd.DataFrame:
+        """The traffic of a training step by kind of group: see :func:`commprof.analysis.api.traffic_by_group`."""
+        return api.traffic_by_group([self.run])
+
     def traffic_by_setting(self) -> pd.DataFrame:
         """The traffic of a training step: see :func:`commprof.analysis.api.traffic_by_setting`."""
         return api.traffic_by_setting([self.run])

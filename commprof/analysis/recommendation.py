@@ -43,6 +43,13 @@ def _answer(weighed: Weighed) -> str:
             f"Cannot tell: the settings do not do the same work; they differ in {_listed(weighed.work)}. Compare runs in "
             "which only the settings to choose from differ."
         )
+    if weighed.shapes:
+        shapes = "; ".join(shape or "not at all" for shape in weighed.shapes)
+        return (
+            f"Cannot tell: the ranks of these jobs share their models in unlike ways (groups and their sizes: {shapes}). A "
+            "rank's work and the links that its bytes take differ with that, so no sum of bytes says which is better: look "
+            "at the bytes of each group, and compare settings of one shape."
+        )
     if len(counted) < 2:
         return f"Cannot tell: {len(counted)} setting{'' if len(counted) == 1 else 's'} to choose from; it takes two."
     if weighed.answer != "recommended":

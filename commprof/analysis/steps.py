@@ -6,6 +6,7 @@ from typing import Final, NamedTuple
 
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from commprof.analysis.answers import STEP_TIMES, STEP_TOTALS
 from commprof.analysis.engine import ask
@@ -64,17 +65,24 @@ def final_loss(times: pd.DataFrame) -> float | None:
 class StepTotals(NamedTuple):
     """What ``steps`` whole training steps sent together.
 
-    ``totals`` has a row for each op, intended_op and purpose: collectives, payload_bytes, wire_bytes.
+    ``totals`` has a row for each op, intended_op, purpose, and name and size of the group: how many groups, and their
+    collectives, payload_bytes and wire_bytes; the last are those of a rank of the job, the mean over all of them.
     """
 
     steps: int
     totals: pd.DataFrame
 
 
-def step_totals(steps: pa.Table, operations: pa.Table, times: pd.DataFrame) -> StepTotals:
+def step_totals(
+    steps: pa.Table, operations: pa.Table, times: pd.DataFrame, world_size: int | None
+) -> StepTotals:
     """Sums over the whole training steps (``queries/step_totals.sql``), for means of a step.
 
     A step that a killed run was in is left out; the first step is not, since it sends what every other does.
+
+    Args:
+        world_size: ranks of the job; None: as many as the largest group has.
     """
-    answer = ask("step_totals", {"steps": steps, "operations": operations})
+    ranks = world_size or pc.max(operations["group_size"]).as_py() or 1
+    answer = ask("step_totals", {"steps": steps, "operations": operations}, world_size=str(int(ranks)))
     return StepTotals(int(times["duration_ns"].notna().sum()), from_arrow(answer, STEP_TOTALS.columns))

@@ -23,9 +23,8 @@ _WIRE: Final = "wire_"
 LEGEND: Final = (
     "requested: what the config asks for to reduce gradients. issued: what was issued to do so, and what it stands for "
     "where that is another; with (no purposes), the program does not say what its collectives are for, and all of a step "
-    "are listed. Bytes and times are of one training step: payload, S of nccl-tests; wire, modelled, the mean that a "
-    "rank of the group sends for each collective and the bytes of each message, added up over all groups; time, median "
-    "without the first step, with its 95 % interval."
+    "are listed. Bytes and times are of one training step: payload, S of nccl-tests, of all groups; wire, modelled, what a "
+    "rank of the job sends, the mean over all its ranks; time, median without the first step, with its 95 % interval."
 )
 
 
@@ -47,7 +46,7 @@ def compare(
     if as_json:
         rendering.show_json(with_advice(compared.settings, compared.advice))
     else:
-        show_comparison(compared.settings)
+        show_comparison(compared.settings, compared.groups)
         rendering.show(*incomplete(found), "", *map(rendering.paragraph, compared.advice.sentences))
     return 0
 
@@ -66,23 +65,32 @@ def with_advice(frame: pd.DataFrame, advice: Advice) -> list[dict[str, Any]]:
     ]
 
 
-def show_comparison(frame: pd.DataFrame) -> None:
-    """Print the answer of ``api.compare``: the settings in full where the terminal is wide enough, else numbered."""
-    rows = rendering.records(frame)
+def show_comparison(frame: pd.DataFrame, groups: pd.DataFrame) -> None:
+    """Print the answer of ``api.compare``: the settings in full where the terminal is wide enough, else numbered.
+
+    Args:
+        groups: the answer of ``api.traffic_by_group`` to the same runs.
+    """
+    rows, of_groups = rendering.records(frame), rendering.records(groups)
     labels = [str(row["label"]) for row in rows]
-    parts = _tables(rows, labels)
+    parts = _tables(rows, of_groups, labels)
     if not all(rendering.fits(part) for part in parts):
         marks = [_mark(position) for position in range(len(rows))]
         legend = rendering.facts(zip(marks, labels, strict=True))
-        parts = _tables(rows, marks, "")
+        parts = _tables(rows, of_groups, marks, "")
         rendering.show(legend, "")
     rendering.show(*parts, rendering.paragraph(LEGEND))
 
 
-def _tables(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], heading: str = "setting") -> list[Rows]:
-    by_operation = operations_table(rows, labels)
-    some = len(by_operation.headings) > 1
-    return [comparison_table(rows, labels, heading), *([by_operation] if some else [])]
+def _tables(
+    rows: Sequence[Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+    labels: Sequence[str],
+    heading: str = "setting",
+) -> list[Rows]:
+    by_operation, by_group = operations_table(rows, labels), groups_table(rows, groups, labels)
+    parts = [by_operation, by_group]
+    return [comparison_table(rows, labels, heading), *(part for part in parts if len(part.headings) > 1)]
 
 
 def _mark(position: int) -> str:
@@ -145,6 +153,33 @@ def operations_table(rows: Sequence[Mapping[str, Any]], labels: Sequence[str]) -
     )
     cells = [
         (label, *(rendering.number_of_bytes(_rounded(row[name])) for name in used))
+        for row, label in zip(rows, labels, strict=True)
+    ]
+    return Rows(headings, cells)
+
+
+def groups_table(
+    rows: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], labels: Sequence[str]
+) -> Rows:
+    """Wire bytes of a step by name and size of the group; without columns where every setting has one kind only."""
+    sums: dict[str, dict[str, float]] = {}
+    for row in groups:
+        kind = f"{rendering.text(row['group_desc'])}\nof {row['group_size']}"
+        of_setting = sums.setdefault(str(row["label"]), {})
+        of_setting[kind] = of_setting.get(kind, 0.0) + row["wire_bytes_per_step"]
+    several = any(len(of_setting) > 1 for of_setting in sums.values())
+    kinds = (
+        list(dict.fromkeys(kind for of_setting in sums.values() for kind in of_setting)) if several else []
+    )
+    headings = (Heading("wire by group"), *(Heading(kind, number=True) for kind in kinds))
+    cells = [
+        (
+            label,
+            *(
+                rendering.number_of_bytes(_rounded(sums.get(str(row["label"]), {}).get(kind, 0.0)))
+                for kind in kinds
+            ),
+        )
         for row, label in zip(rows, labels, strict=True)
     ]
     return Rows(headings, cells)

@@ -169,8 +169,8 @@ def _compare(runs: Sequence[Path]) -> None:
         from commprof.analysis import api
 
         opened = [api.open_run(run) for run in runs]
-        frame = api.compare(opened)
-    show_comparison(frame)
+        compared = api.compare_both(opened)
+    show_comparison(compared.settings, compared.groups)
     rendering.show(*incomplete(opened))
     sys.stdout.flush()
 

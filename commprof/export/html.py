@@ -62,8 +62,8 @@ def _document(runs: Sequence[Run]) -> Iterator[str]:
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
     yield f"<style>{_STYLE}</style>\n<script>{get_plotlyjs()}</script></head>\n<body>\n<h1>{_text(title)}</h1>\n"
     yield f'<p class="muted">Made by commprof {__version__}. payload: S of nccl-tests. '
-    yield "wire: modelled, the mean that a rank of the group sends for each collective and the bytes of each message, "
-    yield "added up.</p>\n"
+    yield "wire: modelled, per step what a rank of the job sends, the mean over all its ranks; of a whole run the mean that "
+    yield "a rank of each group sends, added up over its collectives, and the bytes of each message.</p>\n"
     if len(runs) > 1:
         yield from _comparison(runs)
     for run, name in zip(runs, names, strict=True):

@@ -74,7 +74,7 @@ def comparison(rows: Sequence[Row]) -> str:
     ]
     caption = (
         "Operations, bytes and time of a training step. Payload is S of nccl-tests; "
-        "wire is the modelled mean that a rank of the group sends, added up over the groups."
+        "wire is modelled: what a rank of the job sends, the mean over all its ranks."
     )
     return _table(head, "lllrrrrr", body, caption, "tab:commprof-comparison")
 

@@ -38,21 +38,21 @@ WIRE: Final = Measure(
     "wire_bytes",
     "Wire bytes",
     "bytes",
-    "modelled: mean bytes each rank of the group sends, 2(n-1)/n of the payload for all_reduce, (n-1)/n for the others; "
-    "messages as they are; added up over the groups",
+    "modelled: what a rank of the job sends, mean over all its ranks; in a group of n ranks 2(n-1)/n of the payload for "
+    "all_reduce, (n-1)/n for the others; messages as they are",
 )
 PAYLOAD: Final = Measure(
     "payload",
     "payload_bytes",
     "Payload bytes",
     "bytes",
-    "the size of each operation's whole buffer, each counted once, however it travels",
+    "the size of each operation's whole buffer, each counted once, however it travels, of all groups",
 )
 COUNT: Final = Measure(
     "count",
     "collectives",
     "Collectives",
     "",
-    "operations without barriers, each counted once and not once per rank",
+    "operations of all groups without barriers, each counted once and not once per rank",
 )
 MEASURES: Final[dict[str, Measure]] = {measure.key: measure for measure in (WIRE, PAYLOAD, COUNT)}

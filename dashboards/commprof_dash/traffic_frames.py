@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 import pandas as pd
@@ -17,7 +19,7 @@ _MEASURE_COLUMNS: Final = [measure.column for measure in MEASURES.values()]
 
 def by_step(run: api.AnyRun) -> pd.DataFrame:
     """Traffic per training step: step, steps (how many a row is the mean of), series, and each measure per step."""
-    frame = api.traffic(run, by=("step", "op", "intended_op"))
+    frame = _of_a_rank(run, ("step", "op", "intended_op"))
     frame = with_series(frame[(frame["step"] >= 0) & (frame["op"] != Op.BARRIER)])
     steps = int(frame["step"].max()) + 1 if len(frame) else 0
     each = max(1, -(-steps // _MOST_BARS))
@@ -36,10 +38,22 @@ def by_purpose(run: api.AnyRun) -> pd.DataFrame:
 
 def before_steps(run: api.AnyRun) -> pd.DataFrame:
     """Traffic before the first training step: purpose, op, intended_op and the totals of each measure."""
-    frame = api.traffic(run, by=("step", "purpose", "op", "intended_op"))
+    frame = _of_a_rank(run, ("step", "purpose", "op", "intended_op"))
     frame = with_series(frame[frame["step"] < 0])
     frame = frame.assign(purpose=frame["purpose"].fillna("untagged").astype("str"))
     return frame.groupby(["purpose", "series"], as_index=False)[_MEASURE_COLUMNS].sum()
+
+
+def _of_a_rank(run: api.AnyRun, by: Sequence[str]) -> pd.DataFrame:
+    """``api.traffic`` by ``by`` and the size of the group, the wire bytes as :data:`measures.WIRE` defines them.
+
+    All ranks of its group send a collective, and one rank sends a message.
+    """
+    opened = run if isinstance(run, api.Run) else api.open_run(Path(run))
+    frame = api.traffic(opened, by=(*by, "group_size"))
+    senders = frame["group_size"].where(frame["op"] != Op.SEND, 1)
+    ranks = opened.manifest.world_size or frame["group_size"].max()
+    return frame.assign(wire_bytes=frame["wire_bytes"] * (senders / ranks))
 
 
 def groups(run: api.AnyRun) -> pd.DataFrame:

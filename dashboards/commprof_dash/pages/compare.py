@@ -65,6 +65,7 @@ def _answers(runs: Runs, names: Sequence[str], measure: Measure, scheme: Scheme)
         _reducing(frame, labels, measure, scheme),
         cards.columns([_others(frame, labels, measure, scheme), _step_time(settings, scheme)]),
         _settings_table(settings.merge(compared.resources, on="label", how="left")),
+        *filter(None, [settings_cards.groups(compared.groups)]),
         settings_cards.weighed(compared.advice),
         cards.columns([_loss(runs, settings, scheme), settings_cards.ranks(compared.ranks, labels, scheme)]),
         cards.columns(

@@ -15,6 +15,7 @@ from commprof_dash.charts import settings as charts
 from commprof_dash.components import cards, messages
 from commprof_dash.components.grid import GridCell, grid_card
 from commprof_dash.components.tables import Cell, Field, csv_link, facts, table
+from commprof_dash.measures import COUNT
 from commprof_dash.theme import Scheme
 
 _ANSWERS: Final = {
@@ -24,6 +25,7 @@ _ANSWERS: Final = {
 }
 _REDUCING: Final = "Asked for, issued, executed, moved to reduce gradients"
 _MOST_PAIRS: Final = 60
+_MOST_ROWS: Final = 300
 
 
 def advice(found: api.Advice) -> Component:
@@ -105,8 +107,8 @@ def levels(frame: pd.DataFrame, settings: pd.DataFrame, resources: pd.DataFrame,
             "levels", _REDUCING, f"None of it is known per training step: {'; '.join(reasons)}."
         )
     subtitle = (
-        "Wire bytes per step (modelled: mean bytes each rank of the group sends), out of the ledger of each run; one axis "
-        "for all. Moved: what the counters of the hosts sent, all traffic, another measure and so no bar."
+        "Wire bytes per step (modelled: what a rank of the job sends, mean over all), out of the ledger of each run; one "
+        "axis for all. Moved: what the counters of the hosts sent, all traffic, another measure and so no bar."
     )
     fields = [
         Field("label", "Setting"),
@@ -211,6 +213,32 @@ def ranks(frame: pd.DataFrame, labels: Sequence[str], scheme: Scheme) -> Compone
     )
 
 
+def groups(frame: pd.DataFrame) -> Component | None:
+    """What each kind of group carries; nothing where every setting has one kind only."""
+    kinds = frame.drop_duplicates(["label", "group_desc", "group_size"])
+    if not kinds["label"].duplicated().any():
+        return None
+    return cards.table_card(
+        "groups",
+        "By group",
+        "What the groups of each name and size carry in a step: each axis along which the ranks are divided has links and a "
+        "cost of its own. Wire bytes are of a rank of the job, as above, and add up to those of the setting.",
+        frame,
+        [
+            Field("label", "Setting"),
+            Field("group_desc", "Group"),
+            Field("group_size", "Ranks", str, numeric=True),
+            Field("groups", "Groups", str, numeric=True),
+            Field("op", "Issued", _op),
+            Field("intended_op", "Standing for", _op),
+            Field("wire_bytes_per_step", "Wire bytes", api.format_bytes, numeric=True),
+            Field("payload_bytes_per_step", "Payload", api.format_bytes, numeric=True),
+            Field("collectives_per_step", "Count", COUNT.format, numeric=True),
+        ],
+        most_rows=_MOST_ROWS,
+    )
+
+
 def memory(frame: pd.DataFrame, scheme: Scheme) -> Component:
     """Resident and device memory."""
     title = "Memory"
@@ -258,6 +286,10 @@ def samples(frame: pd.DataFrame, scheme: Scheme) -> Component:
             Field("samples_from", "Samples from"),
         ],
     )
+
+
+def _op(value: Any) -> Cell:
+    return html.Code(str(value), className="op")
 
 
 def _yes(value: Any) -> Cell:

@@ -24,7 +24,10 @@ def times_of(run: SyntheticRun) -> pd.DataFrame:
 
 def totals_of(run: SyntheticRun):
     return step_totals(
-        run.table("steps"), operations(run.table("collectives"), run.table("aggregates")), times_of(run)
+        run.table("steps"),
+        operations(run.table("collectives"), run.table("aggregates")),
+        times_of(run),
+        run.world_size,
     )
 
 

@@ -292,3 +292,39 @@ def test_settings_that_differ_in_many_keys_have_short_labels_and_all_keys_in_the
     assert "option_0=1" in text
     assert "option_1=1" not in text
     assert all(f"zero_optimization.{key}" in text for key in keys[1:])
+
+
+def write_shared(path):
+    """Four ranks: halves of a model on pairs of ranks, whose replicas reduce the gradients of their half."""
+    run = SyntheticRun(4)
+    for step in range(2):
+        run.add_step(step, duration_ns=1_000_000)
+        for number, (pair, replicas) in enumerate((((0, 1), (0, 2)), ((2, 3), (1, 3)))):
+            for name, group, purpose in (
+                ("model", pair, "activation"),
+                ("data", replicas, "gradient_reduce"),
+            ):
+                where = {"group": group, "pg": f"{name}{number}", "group_desc": name, "purpose": purpose}
+                run.add_collective("all_reduce", step=step, payload_bytes=1 << 20, **where)
+    return run.write(path)
+
+
+def test_compare_tells_what_each_kind_of_group_carries(tmp_path):
+    write(tmp_path / "flat")
+    assert "card-groups" not in body(tmp_path, "/compare?run=flat")[0]
+    write_shared(tmp_path / "shared")
+    text, _ = body(tmp_path, "/compare?run=flat&run=shared")
+    assert "card-groups" in text
+    card = text[text.index("By group") : text.index("Why: what the advice weighs")]
+    for told in ('"model"', '"data"', "1.00 MiB"):
+        assert told in card
+
+
+def test_the_figures_of_a_run_measure_as_its_comparison_does(tmp_path):
+    write_shared(tmp_path / "shared")
+    runs = Runs(tmp_path)
+    by_step, by_purpose = runs.traffic_by_step("shared"), runs.traffic_by_purpose("shared")
+    # all_reduce on two ranks sends the payload; each rank is in one group of either name
+    assert by_step.groupby("step")["wire_bytes_per_step"].sum().tolist() == [2 << 20, 2 << 20]
+    assert by_purpose["wire_bytes_per_step"].sum() == 2 << 20
+    assert runs.traffic_before_steps("shared").empty
