@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import ipaddress
 import logging
+import multiprocessing
+import os
 import secrets
+import signal
 import socket
 from pathlib import Path
-from typing import Annotated
+from types import FrameType
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -79,13 +84,21 @@ def dashboard(
     asked = f"/?token={token}" if token is not None else ""
     say(f"{len(runs)} {plural} of {directory} at http://{shown}:{actual_port}{asked}  (Ctrl-C ends it)")
     logging.getLogger("waitress.queue").setLevel(logging.ERROR)
-    try:
-        waitress.serve(app.server, sockets=[listening], threads=_THREADS, _quiet=True)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        listening.close()
+    signal.signal(signal.SIGINT, _leave)
+    waitress.serve(app.server, sockets=[listening], threads=_THREADS, _quiet=True)
     return 0
+
+
+def _leave(_signal: int, _frame: FrameType | None) -> NoReturn:
+    """End this process, and those that work for it, now.
+
+    A thread may be in the middle of a query. Where the interpreter ends first, the thread is unwound through a library's
+    C++, which aborts; so what tidies up is called here, and the interpreter never ends.
+    """
+    for process in multiprocessing.active_children():
+        process.kill()
+    atexit._run_exitfuncs()
+    os._exit(0)
 
 
 def _listen(host: str, port: int) -> socket.socket:

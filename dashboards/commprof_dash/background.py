@@ -68,9 +68,9 @@ class Background:
 
 
 def _stand_back() -> None:
-    # Ctrl-C in the dashboard's terminal comes here too, and ends this process at once: nothing of it is to be tidied up,
-    # and whatever libraries say when an interpreter ends in the middle of their work is of no use to anybody.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Ctrl-C in the dashboard's terminal comes here too. The dashboard ends this process, before a library can say what it
+    # thinks of an interpreter that ends in the middle of its work.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(OSError):
         os.nice(_NICENESS)
 

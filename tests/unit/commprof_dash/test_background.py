@@ -1,0 +1,98 @@
+"""What another process works out for a page: answered once, never waited for, and ended with the dashboard."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from commprof_dash.background import Background
+
+
+@pytest.fixture
+def background():
+    return Background()
+
+
+def answer_of(background, key, function, argument, seconds=30):
+    """What it says in the end."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        said = background.ask(key, function, argument)
+        if said is not None:
+            return said
+        time.sleep(0.02)
+    raise AssertionError(f"no answer in {seconds} s")
+
+
+def facts(argument):
+    return {
+        "said": argument * 2,
+        "pid": os.getpid(),
+        "nice": os.nice(0),
+        "interrupt": signal.getsignal(signal.SIGINT),
+    }
+
+
+def damaged(argument):
+    raise ValueError(f"{argument} is damaged")
+
+
+def test_an_answer_comes_from_a_process_that_stands_back(background):
+    said = answer_of(background, "facts", facts, 21)
+    assert said["said"] == 42
+    assert said["pid"] != os.getpid()
+    assert said["nice"] > os.nice(0) or os.nice(0) > 9
+    assert said["interrupt"] == signal.SIG_IGN
+    assert background.ask("facts", facts, 1)["said"] == 42  # it is kept under its key
+
+
+def test_an_error_is_raised_and_asked_anew(background):
+    with pytest.raises(ValueError, match="the run is damaged"):
+        answer_of(background, "damaged", damaged, "the run")
+    assert background.ask("damaged", facts, 2) is None
+
+
+INTERRUPTED = """
+import multiprocessing, os, signal, sys, time
+from commprof.cli.dashboard import _leave
+from commprof_dash.background import Background
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, _leave)
+    Background().ask("long", time.sleep, 60)
+    while not multiprocessing.active_children():
+        time.sleep(0.02)
+    print(multiprocessing.active_children()[0].pid, flush=True)
+    os.killpg(0, signal.SIGINT)
+    time.sleep(60)
+"""
+
+
+def runs(pid):
+    """Whether there is such a process, and it is more than an entry that nobody has asked for."""
+    try:
+        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_an_interrupt_ends_the_dashboard_and_the_process(tmp_path):
+    script = tmp_path / "interrupted.py"
+    script.write_text(INTERRUPTED)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+        start_new_session=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    until = time.monotonic() + 10
+    while runs(done.stdout.strip()) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not runs(done.stdout.strip())
