@@ -135,8 +135,8 @@ class Answers:
         return False
 
     def zero_ignore_unused_parameters(self) -> bool:
-        """Whether parameters without gradients are allowed; always."""
-        return True
+        """Whether parameters without gradients are allowed, as the key says; no stage but 1 and 2, offloaded, asks."""
+        return self.config.zero.ignore_unused_parameters
 
     # Parts that are not in this version, and so are off.
 

@@ -54,6 +54,7 @@ from zero_runtime.tensor_parallel.inputs import check_first_inputs
 from zero_runtime.topology_aware.delay import DelayedGradients
 from zero_runtime.topology_aware.installation import Installed
 from zero_runtime.torch_optimizer import ClientOptimizer, check_shardable, torch_optimizer
+from zero_runtime.used_parameters import UsedParameters
 from zero_runtime.whole_gradients import AccumulatedGradients, ReplicatedGradients
 
 _BROADCAST: Final = hooks.tag("parameter_broadcast")
@@ -294,6 +295,8 @@ def _sharded(
         module if config.zero.overlap_parameter_gather else None,
     )
     _parameters_of[module] = weakref.ref(parameters)
+    # DeepSpeed asks this of an optimizer that is offloaded alone, since its norm is summed parameter by parameter.
+    may_be_unused = config.zero.ignore_unused_parameters or config.zero.offload_optimizer is None
     if isinstance(gradients, ShardedGradients | BandedGradients):
         _gradients_of[module] = weakref.ref(gradients)
     optimizer = ShardedOptimizer(
@@ -305,6 +308,7 @@ def _sharded(
         steps,
         scale,
         placement=placement(config, inner, group),
+        used=None if may_be_unused else UsedParameters(groups),
     )
     _optimizer_of[module] = weakref.ref(optimizer)
     return optimizer, gradients

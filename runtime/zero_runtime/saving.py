@@ -26,6 +26,7 @@ from zero_runtime.config import RuntimeConfig
 from zero_runtime.errors import ConfigError, UsageError
 from zero_runtime.loss_scale import LossScale
 from zero_runtime.parallelism import Parallelism
+from zero_runtime.sharding.residency import residency_of
 from zero_runtime.tensor_parallel.cuts import own_parts
 from zero_runtime.zero import GatheredParameters
 
@@ -84,6 +85,10 @@ class Saving:
                 save_latest=save_latest,
                 exclude_frozen=exclude_frozen_parameters,
             )
+            residency = residency_of(self.module)
+            if residency is not None:
+                # As after a step, even where a script has had everything released.
+                residency.gather_persistent()
         return True
 
     def load_checkpoint(

@@ -28,6 +28,7 @@ from zero_runtime.parallelism import ModelRanks
 from zero_runtime.precision import agree_on_overflow, any_overflow
 from zero_runtime.sharding.parameters import ShardedParameters
 from zero_runtime.torch_optimizer import replace_parameters
+from zero_runtime.used_parameters import UsedParameters
 from zero_runtime.whole_gradients import AccumulatedGradients
 
 _NORM: Final = hooks.tag("gradient_norm")
@@ -49,6 +50,7 @@ class ShardedOptimizer(WrappedOptimizer):
         scale: what the loss was multiplied by.
         chunk: elements of the matrices that Muon gathers at a time, at stage 3.
         placement: where the pieces and the optimizer's state are kept, if not with the parameters.
+        used: parameters that must each get a gradient within a step, where the configuration says so.
     """
 
     is_sharded = True
@@ -64,10 +66,12 @@ class ShardedOptimizer(WrappedOptimizer):
         scale: LossScale,
         chunk: int = 0,
         placement: Placement | None = None,
+        used: UsedParameters | None = None,
     ) -> None:
         super().__init__(optimizer, gradients, policy, scale)
         self._reduced = gradients
         self._group = group
+        self._used = used
         self._counted: list[list[slice]] | None = None
         self._parameters = parameters
         self._groups = list(groups)
@@ -89,8 +93,10 @@ class ShardedOptimizer(WrappedOptimizer):
             )
 
     def close(self) -> None:
-        """Remove what is kept in files; no step can be taken any more."""
+        """Remove what is kept in files, and hooks; no step can be taken any more."""
         self._masters.close()
+        if self._used is not None:
+            self._used.close()
 
     def fragments(self, parameter: torch.nn.Parameter | None = None) -> Iterator[Fragment]:
         """What this rank holds of each parameter, or of one, its state included."""
@@ -224,6 +230,8 @@ class ShardedOptimizer(WrappedOptimizer):
         overflow = self._policy.check_overflow and agree_on_overflow(
             any_overflow(pieces, pieces[0].device), self._group, *self._model_groups()
         )
+        if self._used is not None:
+            self._used.begin_step() if overflow else self._used.check()
         commit = None
         if self._matrices is not None and not overflow:
             commit = self._matrices.apply(pieces, self._scale.value)

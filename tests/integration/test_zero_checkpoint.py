@@ -370,3 +370,21 @@ def test_gathered_weights_are_those_of_the_state_dict(recorded_saves):
     for name, tensor in weights.items():
         assert torch.equal(tensor, wanted[name])
         assert list(tensor.shape) == told[name][0]
+
+
+def _whole_around_a_checkpoint(rank, world, folder):
+    engine = make_engine(3)
+    train(engine, rank, 0, 1)
+    engine.empty_partition_cache()
+    whole = []
+    for act in (None, engine.save_checkpoint, engine.load_checkpoint):
+        if act is not None:
+            act(folder)
+        whole.append([parameter.ds_status.name == "AVAILABLE" for parameter in engine.module.parameters()])
+    return whole, [parameter.ds_persist for parameter in engine.module.parameters()]
+
+
+def test_small_parameters_are_whole_behind_a_checkpoint_as_behind_a_step(tmp_path):
+    for (before, saved, loaded), persistent in run_ranks(2, _whole_around_a_checkpoint, str(tmp_path)):
+        assert not any(before) and any(persistent)
+        assert saved == loaded == persistent

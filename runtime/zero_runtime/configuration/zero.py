@@ -19,7 +19,8 @@ class ZeroConfig:
     """``zero_optimization``, resolved. Sizes are elements.
 
     ``gradient_reduction`` is one of the four names, never auto; ``explicit_reduction`` says that the config named it.
-    ``allgather_bucket_size`` is None unless the config sets it. ``sharding`` acts where the stage shards parameters.
+    ``allgather_bucket_size`` is None unless the config sets it. ``sharding`` acts where the stage shards parameters, and
+    ``ignore_unused_parameters`` where the optimizer is offloaded at stages 1 and 2.
     """
 
     stage: Stage
@@ -38,6 +39,7 @@ class ZeroConfig:
     round_robin_gradients: bool
     parameter_alignment: bool
     load_from_fp32_weights: bool
+    ignore_unused_parameters: bool
     offload_optimizer: OptimizerOffload | None
     sharding: ShardingConfig
     partitioned_types: PartitionedTypes
@@ -89,6 +91,7 @@ def read_zero(values: Mapping[str, Any], disable_allgather: bool) -> ZeroConfig:
         round_robin_gradients=values["round_robin_gradients"],
         parameter_alignment=values["parameter_alignment"],
         load_from_fp32_weights=values["load_from_fp32_weights"],
+        ignore_unused_parameters=values["ignore_unused_parameters"],
         offload_optimizer=offload if row.shards_optimizer else None,
         sharding=read_sharding(values)
         if row.shards_parameters

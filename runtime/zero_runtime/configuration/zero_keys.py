@@ -103,11 +103,10 @@ ZERO: Final[Table] = {
     "parameter_alignment": used(boolean, False, "stages 1 and 2: pad each parameter to 16 bytes"),
     "load_from_fp32_weights": used(boolean, True, "load master weights from a checkpoint's fp32 copy"),
     "elastic_checkpoint": inert(boolean, False, "checkpoints without padding", ANY_LAYOUT),
-    "ignore_unused_parameters": inert(
+    "ignore_unused_parameters": used(
         boolean,
         True,
-        "leave parameters without gradient out of the norm",
-        "a parameter without gradient has a gradient of zeros, and changes no norm",
+        "a parameter without gradient has one of zeros; false, at stages 1 and 2 with offload_optimizer: it is an error",
     ),
     "offload_param": stage_3(
         optional(inside(OFFLOAD_PARAM)), None, "slices of parameters in host memory or in files"

@@ -215,9 +215,14 @@ class Residency:
         for shard in self._iteration.shards.values():
             if shard.parameter.requires_grad:
                 shard.secondary = None
+        self.gather_persistent()
+        self._iteration.anticipate()
+
+    @torch.no_grad()
+    def gather_persistent(self) -> None:
+        """Make the persistent parameters whole, one all_gather for each that is not."""
         named = (shard_of(parameter) for parameter in self._module.parameters())
         self._gatherer.gather_each([shard for shard in named if shard is not None and shard.persistent])
-        self._iteration.anticipate()
 
     def shut_down(self) -> None:
         """Take the hooks away and make every parameter whole and ordinary again."""

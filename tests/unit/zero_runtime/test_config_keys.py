@@ -84,6 +84,7 @@ VALUES = {
     "zero_optimization.round_robin_gradients": (True, {}),
     "zero_optimization.parameter_alignment": (True, {}),
     "zero_optimization.load_from_fp32_weights": (False, {}),
+    "zero_optimization.ignore_unused_parameters": (False, {}),
     "zero_optimization.offload_param": ({"device": "cpu"}, STAGE_3),
     "zero_optimization.offload_param.device": ("cpu", STAGE_3),
     "zero_optimization.offload_params": ({"device": "cpu"}, STAGE_3),
