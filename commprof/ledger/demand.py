@@ -28,13 +28,15 @@ def demands(
     attempts = {key.attempt for key in (*steps, *ended)} or {0}
     wanted: dict[StepKey, dict[Class, Want]] = {}
     known: dict[tuple[int, ...], tuple[list[Expectation], dict[Class, Want]]] = {}
-    partial, overflowed = set(), []
+    partial, overflowed, skipped = set(), [], []
     try:
         for attempt in sorted(attempts):
             wanted[StepKey(attempt, -1)] = _wanted_before(request, StepKey(attempt, -1), steps)
             keys = sorted(key for key in ended if key.attempt == attempt and key.step >= 0)
             for ordinal, key in enumerate(keys):
                 expectations = request.expectations(key, ordinal)
+                if request.skips(key):
+                    skipped.append(key)
                 if _overflowed(key, request, steps):
                     overflowed.append(key)
                     expectations = [row for row in expectations if row.purpose not in _AFTER_OVERFLOW]
@@ -51,6 +53,10 @@ def demands(
     if overflowed:
         remarks.append(
             f"{step_list(overflowed)}: ended at the overflow check, without norm and without gathering."
+        )
+    if skipped:
+        remarks.append(
+            f"{step_list(skipped)}: a gradient overflowed, as the engine says, and no step was taken."
         )
     if partial:
         remarks.append(

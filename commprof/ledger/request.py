@@ -20,6 +20,8 @@ import pyarrow as pa
 from commprof.errors import CommprofError
 from commprof.ledger.issue import StepKey
 from commprof.ledger.lookup import combinations
+from commprof.ledger.overflows import COLUMNS as OF_METRICS
+from commprof.ledger.overflows import NO_OVERFLOWS, Overflows, overflows_of
 from commprof.ledger.shared_models import USUAL, SharedModel, shared_model_of
 from commprof.requested import grid, zero
 from commprof.requested.axes import DATA, SEQUENCE
@@ -85,6 +87,7 @@ class Request:
         shared: how the ranks share the model; None where each has all of it.
         host_ranks: ranks of each host, as the launcher told them; None where that is not known.
         grid: the axes along which the groups of the run go, outermost first; a single one where there are no such groups.
+        overflows: the steps that were not taken since a gradient overflowed.
         costs: what the run says of the costs by which messages go along the axes; None where it says nothing.
     """
 
@@ -104,6 +107,7 @@ class Request:
     host_ranks: int | None = None
     grid: tuple[int, ...] | None = None
     costs: object = None
+    overflows: Overflows = NO_OVERFLOWS
     _kinds: dict[str, int] = field(default_factory=dict)  # of steps, and the first of each
     _rows: dict[_Pass, list[Expectation]] = field(default_factory=dict)
 
@@ -129,7 +133,14 @@ class Request:
             iteration = self._alike(ordinal * self.micro_steps + micro) if of_kind is None else of_kind
             rows = self._expected(_Pass(order, iteration, False))
             found += [row for row in rows if row.when == "micro_step"]
+        if self.skips(key):
+            found = zero.up_to_overflow(found, self.config, self._counted(key))
         return found
+
+    def skips(self, key: StepKey) -> bool:
+        """Whether step ``key``, at stage 0, was not taken since a gradient overflowed; no message need tell of it."""
+        partitions = self.configuration is None or self.configuration.partitions
+        return not partitions and self.shared is None and key in self.overflows.steps
 
     @property
     def replicas(self) -> int:
@@ -140,10 +151,15 @@ class Request:
 
     def _kind(self, key: StepKey) -> int | None:
         """A micro-batch that is sent like those of step ``key`` where steps are of several kinds; else None."""
-        kind = zero.kind_of_step(self.config, key.step) if self.runtime == "zero_runtime" else ""
+        step = self._counted(key)
+        kind = zero.kind_of_step(self.config, step) if self.runtime == "zero_runtime" else ""
         if not kind:
             return None
-        return self._kinds.setdefault(kind, key.step) * self.micro_steps
+        return self._kinds.setdefault(kind, step) * self.micro_steps
+
+    def _counted(self, key: StepKey) -> int:
+        """The number by which the rules know step ``key``."""
+        return zero.step_that_counts(self.config, key.step, self.overflows.before(key))
 
     def _alike(self, iteration: int) -> int:
         """The first micro-batch that the rules treat as they treat number ``iteration``."""
@@ -217,6 +233,7 @@ def request_of(run: RecordedRun) -> Request:
         host_ranks=_host_ranks(run.table("groups"), manifest.nproc),
         grid=_grid(run.table("groups"), world_size),
         costs=_costs(manifest.effective_config),
+        overflows=overflows_of(run.parts("metrics", OF_METRICS)),
     )
     try:
         request.configuration = _as_runtime_reads(read_configuration(config), request.runtime)

@@ -177,6 +177,14 @@ def read_configuration(config: Mapping[str, Any]) -> Configuration:
     )
 
 
+def autocast_dtype(config: Mapping[str, Any]) -> str | None:
+    """The element type in which torch.autocast computes, as torch spells it; None where it is off."""
+    block = section(config, "torch_autocast")
+    if not flag(block, "torch_autocast.enabled", False):
+        return None
+    return dtype(block, "torch_autocast.dtype") or "bfloat16"
+
+
 def zero_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The keys of ``zero_optimization``."""
     value = config.get("zero_optimization")

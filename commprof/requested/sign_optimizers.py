@@ -31,6 +31,8 @@ Kind = Literal["whole", "signs", "nothing"]
 def kind_of_step(config: Mapping[str, Any], step: int) -> Kind:
     """What optimizer step ``step``, from 0, of a config with one of :data:`NAMES` sends.
 
+    Steps that are skipped because a gradient overflowed do not count: the next one has their number.
+
     Raises:
         RequestedError: a number of the optimizer's is none.
     """
@@ -87,11 +89,7 @@ def sign_messages(parameters: Sequence[Parameter], world_size: int) -> list[Expe
 
 
 def refuse_unknown(config: Mapping[str, Any], stage: int) -> None:
-    """Raise UnsupportedError where an optimizer of :data:`NAMES` is refused by the runtime, or may skip steps unseen."""
+    """Raise UnsupportedError where an optimizer of :data:`NAMES` is refused by the runtime."""
     kind = section(config, "optimizer").get("type")
     if stage:
         raise UnsupportedError("optimizer.type", kind, "it works at stage 0 alone")
-    if section(config, "fp16").get("enabled"):
-        raise UnsupportedError(
-            "optimizer.type", kind, "with fp16, steps that overflow put off the step from which signs travel"
-        )

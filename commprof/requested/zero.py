@@ -13,12 +13,17 @@ from dataclasses import replace
 from typing import Any, Final, get_args
 
 from commprof.requested import sign_optimizers, torus
-from commprof.requested.configuration import Configuration, read_configuration, zero_section
+from commprof.requested.configuration import (
+    Configuration,
+    autocast_dtype,
+    read_configuration,
+    zero_section,
+)
 from commprof.requested.errors import RequestedError, UnsupportedError
 from commprof.requested.expectation import Expectation, row, summed
 from commprof.requested.explanation import describe, requested_gradient_op
 from commprof.requested.fetch_configuration import read_fetch_configuration
-from commprof.requested.flat_stages import NORM_BYTES, Runtime, flat_expectations
+from commprof.requested.flat_stages import FLAG_BYTES, NORM_BYTES, Runtime, flat_expectations
 from commprof.requested.keys import count, section
 from commprof.requested.late_sums import late_sums
 from commprof.requested.measured_costs import costs_of
@@ -179,6 +184,33 @@ def steady_step(config: Mapping[str, Any]) -> int:
     return max(STEADY, settled, 0 if compression is None else compression.warmup_steps)
 
 
+def step_that_counts(config: Mapping[str, Any], step: int, skipped: int) -> int:
+    """The number by which the rules know step ``step`` of a run, before which ``skipped`` steps were not taken.
+
+    The warm-up of a compression counts all steps, an optimizer those that it takes.
+    """
+    return max(0, step - skipped) if optimizer_type(config) in sign_optimizers.NAMES else step
+
+
+def up_to_overflow(rows: Sequence[Expectation], config: Mapping[str, Any], step: int) -> list[Expectation]:
+    """What of ``rows`` a step at stage 0 sends that is not taken, since a gradient overflowed.
+
+    Args:
+        rows: of the whole step.
+        config: that they are of.
+        step: its number, by which the rules know it.
+
+    Raises:
+        RequestedError: the config cannot be read.
+    """
+    gone = set()
+    if optimizer_type(config) in sign_optimizers.NAMES and kind_of_step(config, step) != "whole":
+        gone.add(Purpose.GRADIENT_REDUCE)
+    if read_configuration(config).model_dtype is None:  # the norm is looked at after the check
+        gone.add(Purpose.GRADIENT_NORM)
+    return [each for each in rows if each.purpose not in gone]
+
+
 def kind_of_step(config: Mapping[str, Any], step: int) -> str:
     """A word for the steps that send what step number ``step`` does; empty where all do from the third one on.
 
@@ -209,9 +241,14 @@ def _as_signs(
     found = [each for each in rows if each.purpose != Purpose.GRADIENT_REDUCE]
     if kind == "signs":
         found += sign_optimizers.sign_messages(parameters, world_size)
-    if configuration.model_dtype is not None and trained_groups(parameters):
+    if not trained_groups(parameters) or world_size == 1:
+        return found
+    if configuration.model_dtype is not None:
         note = "gradients differ between the ranks, which agree on their norm"
         found.append(row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, [NORM_BYTES], world_size, note))
+    elif autocast_dtype(config) == "float16":
+        note = "gradients differ between the ranks, which agree on whether one overflowed"
+        found.append(row("step", Purpose.OVERFLOW_CHECK, Op.ALL_REDUCE, [FLAG_BYTES], world_size, note))
     return found
 
 

@@ -177,7 +177,19 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
         return shared
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """``loss`` times the loss scale, for ``engine.scale(loss).backward()`` in place of ``engine.backward(loss)``."""
+        """``loss`` times the loss scale, for ``engine.scale(loss).backward()`` in place of ``engine.backward(loss)``.
+
+        Raises:
+            UsageError: ``loss`` is not a scalar tensor that a backward pass can begin at.
+        """
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.grad_fn is None:
+            given: object = type(loss)
+            if isinstance(loss, torch.Tensor):
+                given = f"a tensor of shape {list(loss.shape)}{'' if loss.grad_fn is not None else ' without grad_fn'}"
+            raise UsageError(
+                f"scale got {given}; expected the loss, a scalar tensor with grad_fn; of any other tensor make one: "
+                "(tensor * gradient).sum()"
+            )
         self._scaled = True
         return loss * self._scale.value
 
@@ -220,7 +232,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
             )
         if self._scale.value != 1.0 and not self._scaled:
             raise UsageError(
-                f"loss.backward() was called with a loss scale of {self._scale.value:g}, which the loss has not been "
+                f"Loss scaling is required: loss.backward() was called with a loss scale of {self._scale.value:g}, which the loss has not been "
                 "multiplied by; call engine.backward(loss), or engine.scale(loss).backward()"
             )
         if not self._is_direct:
@@ -297,6 +309,8 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
             self._announced = now
             hooks.step(*now)
             hooks.metric("samples", float(self.config.train_micro_batch_size_per_gpu))
+            if self.skipped_steps:
+                hooks.metric("skipped_steps", float(self.skipped_steps))
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch at hand is the last of its step. Without managed accumulation: only during step()."""

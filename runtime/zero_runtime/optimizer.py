@@ -97,6 +97,10 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
         """Whether overflows change the loss scale."""
         return self._scale.dynamic
 
+    def needs_scaler(self) -> bool:
+        """Whether ``loss.backward()`` needs ``engine.scale`` before it: the loss is multiplied by something."""
+        return self._scale.dynamic or self._scale.value != 1.0
+
     @property
     def loss_scaler(self) -> LossScale:
         """What adapts the loss scale, by DeepSpeed's name with ZeRO."""
@@ -129,6 +133,7 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
             self.grad_norm = torch.tensor(float("inf"))
         self.overflow = overflow
         if overflow:
+            hooks.metric("overflow", 1.0)
             self._gradients.clear()
             self._scale.update(True)
         return not overflow
