@@ -232,8 +232,8 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
             )
         if self._scale.value != 1.0 and not self._scaled:
             raise UsageError(
-                f"Loss scaling is required: loss.backward() was called with a loss scale of {self._scale.value:g}, which the loss has not been "
-                "multiplied by; call engine.backward(loss), or engine.scale(loss).backward()"
+                f"Loss scaling is required: loss.backward() was called with a loss scale of {self._scale.value:g}, which "
+                "the loss has not been multiplied by; call engine.backward(loss), or engine.scale(loss).backward()"
             )
         if not self._is_direct:
             self._is_direct = True

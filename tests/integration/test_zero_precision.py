@@ -198,6 +198,7 @@ def scale_by_hand(rank, world):
         for step in range(2):
             wanted = take(plain, rank, step)
             loss = engine(*make_batch(step, 0, rank))
+            assert engine.optimizer.needs_scaler()
             scaled = engine.scale(loss)
             assert scaled.item() == pytest.approx(256 * loss.item())
             scaled.backward()
@@ -206,6 +207,11 @@ def scale_by_hand(rank, world):
         loss = engine(*make_batch(0, 0, rank))
         with pytest.raises(UsageError, match=r"loss scale of 256.*engine.scale\(loss\).backward\(\)"):
             loss.backward()
+    with pytest.raises(UsageError, match=r"scale got a tensor of shape \[2, 1\]; expected .* scalar tensor"):
+        engine.scale(loss.repeat(2, 1))
+    with pytest.raises(UsageError, match=r"shape \[\] without grad_fn"):
+        engine.scale(loss.detach())
+    assert not engine_for(configuration(2, bf16={"enabled": True})).optimizer.needs_scaler()
     return found
 
 
