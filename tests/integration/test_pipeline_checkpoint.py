@@ -10,7 +10,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 import zero_runtime
+from commprof.ledger.verification import verify
 from support.ranks import run_ranks
+from support.recording import record
 from zero_runtime.checkpoint.consolidation import consolidated_state_dict
 
 pytestmark = pytest.mark.ranks
@@ -104,6 +106,14 @@ def test_training_goes_on_with_other_virtual_stages(tmp_path, saved, loaded):
     wanted = run_ranks(2, _save, tmp_path, 2, 1, True, saved)
     found = run_ranks(2, _load, tmp_path, 2, 0, True, loaded)
     assert all(each == pytest.approx(wanted[0], rel=1e-5) for each in (*wanted, *found))
+
+
+def test_what_loading_sends_is_explained(tmp_path):
+    """Tied parameters are made equal once each stage has read its own."""
+    run_ranks(1, _save, tmp_path / "saved", 1, 1, True)
+    run, _ = record(tmp_path / "run", 2, _load, tmp_path / "saved", 2, 1, True)
+    verdict = verify(run)
+    assert (str(verdict.state), verdict.unexplained) == ("closed", ()), verdict
 
 
 def test_replicas_and_stages(tmp_path):

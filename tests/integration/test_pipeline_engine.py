@@ -259,6 +259,19 @@ def configurations_that_are_refused():
             [zero_runtime.TiedLayerSpec("k", nn.Linear, WIDTH, WIDTH, tied_weight_attr="wait")] * 2)  # fmt: skip
     refused("managed_gradient_accumulation", given=config(managed_gradient_accumulation=False))
     refused("layer 0 of the pipeline is a int; expected a module", [3])
+    refused("layers of a PipelineModule are a Linear; expected a list", nn.Linear(2, 2))
+    refused("num_stages of a PipelineModule is '2'; expected a whole number", stages="2")
+    refused("num_stages of a PipelineModule is 0; expected a whole number", stages=0)
+    refused("partition_method is 3; expected uniform", partition_method=3)
+    refused("activation_checkpoint_interval is -1; expected", activation_checkpoint_interval=-1)
+    ends = [zero_runtime.TiedLayerSpec("ends", nn.Linear, WIDTH, width) for width in (WIDTH, 3)]
+    refused(
+        r"the tied layers 'ends' share 'weight', which is .*make them equal", [ends[0], nn.Tanh(), ends[1]]
+    )
+    with pytest.raises(
+        zero_runtime.ConfigError, match="loss_fn of a PipelineModule is 3; expected a function"
+    ):
+        zero_runtime.PipelineModule(plain_layers(), loss_fn=3)
     with pytest.raises(zero_runtime.ConfigError, match="expected a subclass of torch"):
         zero_runtime.LayerSpec(len, 3)
     with pytest.raises(zero_runtime.ConfigError, match="the model is a Linear; give it as"):

@@ -171,8 +171,8 @@ def unknown_key(
     known, elsewhere = list(known), elsewhere or {}
     prefix = f"{block}." if block else ""
     candidates = [(_likeness(key, each), prefix + each) for each in known]
-    # A key of another block, written in this one, must be nearer than a slip within this one may be.
-    candidates += [(_likeness(key, each) - 0.15, name) for each, name in elsewhere.items()]
+    # A key of another block, written in this one, must be nearer than a slip of one letter within this one may be.
+    candidates += [(_likeness(key, each) - 0.25, name) for each, name in elsewhere.items()]
     likeness, nearest = max(candidates, key=lambda candidate: candidate[0])
     if likeness >= 0.6:
         return f"unknown key {full!r}; did you mean {nearest!r}?"

@@ -153,3 +153,17 @@ def topology_of(given: Any) -> ProcessTopology:
     if PIPE not in found.axes:
         raise ConfigError(f"the topology has the axes {', '.join(found.axes)}; expected one called {PIPE}")
     return found
+
+
+def topology_for(stages: int, world_size: int) -> ProcessTopology:
+    """Stages, and as many replicas of them as there are ranks for.
+
+    Raises:
+        ConfigError: the stages do not divide the ranks.
+    """
+    if stages < 1 or world_size % stages:
+        raise ConfigError(
+            f"{stages} pipeline stages do not divide {world_size} ranks; use a number of stages that does, or start "
+            f"{'a multiple of ' + str(stages) if stages > 0 else 'other'} ranks"
+        )
+    return ProcessTopology.of(pipe=stages, data=world_size // stages)

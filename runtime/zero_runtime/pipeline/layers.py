@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +77,28 @@ class TiedLayerSpec(LayerSpec):
 Layer = torch.nn.Module | LayerSpec | Callable[[Any], Any]
 
 
+def checked_layers(given: Any) -> list[Layer]:
+    """The layers that a PipelineModule is given.
+
+    Raises:
+        ConfigError: it is no sequence of them, or one of them is none.
+    """
+    if not isinstance(given, Iterable) or isinstance(given, str | Mapping | torch.nn.ModuleDict):
+        raise ConfigError(
+            f"layers of a PipelineModule are a {type(given).__name__}; expected a list of modules, LayerSpecs and "
+            "functions, or a torch.nn.Sequential"
+        )
+    layers = list(given)
+    for number, layer in enumerate(layers):
+        if not callable(layer) and not isinstance(layer, LayerSpec):
+            raise ConfigError(
+                f"layer {number} of the pipeline is a {type(layer).__name__}; expected a module, LayerSpec or function"
+            )
+    if not layers:
+        raise ConfigError("a PipelineModule needs at least one layer")
+    return layers
+
+
 def name_of(layer: Layer) -> str:
     """What a layer is called where it is shown, and where a pattern looks for it."""
     if isinstance(layer, LayerSpec):
@@ -92,13 +114,14 @@ def trained_numel(layer: Layer) -> int:
     The random numbers that come next are the same as without the call.
     """
     if isinstance(layer, LayerSpec):
-        layer = _draft(layer)
+        layer = draft(layer)
     if not isinstance(layer, torch.nn.Module):
         return 0
     return sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
 
 
-def _draft(spec: LayerSpec) -> torch.nn.Module:
+def draft(spec: LayerSpec) -> torch.nn.Module:
+    """A layer to look at, built without memory where it can be. The random numbers that come next stay the same."""
     with torch.random.fork_rng():
         try:
             with torch.device("meta"):

@@ -14,8 +14,15 @@ from zero_runtime import comm
 from zero_runtime.activation_checkpointing import checkpoint
 from zero_runtime.errors import ConfigError, UsageError
 from zero_runtime.pipeline import layer_files, partition, ties
-from zero_runtime.pipeline.grid import PipelineGrid, topology_of
-from zero_runtime.pipeline.layers import Layer, LayerSpec, TiedLayerSpec, name_of, trained_numel
+from zero_runtime.pipeline.grid import PipelineGrid, topology_for, topology_of
+from zero_runtime.pipeline.layers import (
+    Layer,
+    LayerSpec,
+    TiedLayerSpec,
+    checked_layers,
+    name_of,
+    trained_numel,
+)
 from zero_runtime.pipeline.profile import layer_seconds
 from zero_runtime.pipeline.seeds import LayerSeeds
 from zero_runtime.topology import PIPE, ProcessTopology
@@ -76,8 +83,7 @@ class PipelineModule(torch.nn.Module):
         virtual_stages: int | None = None,
     ) -> None:
         super().__init__()
-        self._layer_specs: list[Layer] = list(layers)
-        self._check_layers()
+        self._layer_specs = checked_layers(layers)
         self.loss_fn = loss_fn
         self.seeds = LayerSeeds(seed_layers, seed_fn, base_seed)
         self.partition_method = partition_method
@@ -100,6 +106,7 @@ class PipelineModule(torch.nn.Module):
             raise ConfigError("both num_stages and topology are given to PipelineModule; give one")
         if topology is not None:
             self.wanted = topology_of(topology)
+        self._check_arguments()
         unmeasured = self.partition_method == "profile" and sample_input is None
         self.method = partition_method or DEFAULT_METHOD
         if self.wanted is not None and comm.is_initialized() and not unmeasured:
@@ -113,18 +120,25 @@ class PipelineModule(torch.nn.Module):
 
     # Dealing out.
 
-    def _check_layers(self) -> None:
+    def _check_arguments(self) -> None:
         for number, layer in enumerate(self._layer_specs):
-            if not callable(layer) and not isinstance(layer, LayerSpec):
-                raise ConfigError(
-                    f"layer {number} of the pipeline is a {type(layer).__name__}; expected a module, LayerSpec or function"
-                )
             if isinstance(layer, PipelineModule):
                 raise ConfigError(
                     f"layer {number} of the pipeline is a pipeline itself; give its layers instead"
                 )
-        if not self._layer_specs:
-            raise ConfigError("a PipelineModule needs at least one layer")
+        ties.check_ties(self._layer_specs)
+        for name, count in (("num_stages", self.wanted), ("virtual_stages", self.wanted_virtual_stages)):
+            if not isinstance(count, ProcessTopology | None) and (type(count) is not int or count < 1):
+                raise ConfigError(
+                    f"{name} of a PipelineModule is {count!r}; expected a whole number of at least 1"
+                )
+        if self.loss_fn is not None and not callable(self.loss_fn):
+            raise ConfigError(
+                f"loss_fn of a PipelineModule is {self.loss_fn!r}; expected a function of (output, labels), or None"
+            )
+        if self.partition_method is not None and not isinstance(self.partition_method, str):
+            raise partition.unknown_method(self.partition_method)
+        self.set_checkpoint_interval(self.activation_checkpoint_interval)
 
     def _topology(self) -> ProcessTopology:
         if isinstance(self.wanted, ProcessTopology):
@@ -192,10 +206,7 @@ class PipelineModule(torch.nn.Module):
         if kind == "profile":
             given = self.sample_input if self.sample_input is not None else sample
             return partition.balanced(layer_seconds(self._layer_specs, given), stages)
-        raise ConfigError(
-            f"partition_method is {method!r}; expected uniform, parameters, profile, or type: and a pattern of class names "
-            "such as type:transformer"
-        )
+        raise partition.unknown_method(method)
 
     def _matches(self, pattern: str) -> list[int]:
         try:
@@ -273,8 +284,10 @@ class PipelineModule(torch.nn.Module):
 
     def set_checkpoint_interval(self, interval: int) -> None:
         """Change ``activation_checkpoint_interval``."""
-        if interval < 0:
-            raise ConfigError(f"an activation checkpoint interval of {interval}: expected at least 0")
+        if type(interval) is not int or interval < 0:
+            raise ConfigError(
+                f"activation_checkpoint_interval is {interval!r}; expected a whole number of at least 0"
+            )
         self.activation_checkpoint_interval = interval
 
     # What others ask.
@@ -377,20 +390,6 @@ class PipelineModule(torch.nn.Module):
                 layer.compile(*arguments, **options)
             else:
                 self.forward_funcs[number] = torch.compile(layer, *arguments, **options)
-
-
-def topology_for(stages: int, world_size: int) -> ProcessTopology:
-    """Stages, and as many replicas of them as there are ranks for.
-
-    Raises:
-        ConfigError: the stages do not divide the ranks.
-    """
-    if stages < 1 or world_size % stages:
-        raise ConfigError(
-            f"{stages} pipeline stages do not divide {world_size} ranks; use a number of stages that does, or start "
-            f"{'a multiple of ' + str(stages) if stages > 0 else 'other'} ranks"
-        )
-    return ProcessTopology.of(pipe=stages, data=world_size // stages)
 
 
 def stages_of(module: PipelineModule) -> int | None:

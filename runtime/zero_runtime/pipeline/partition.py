@@ -54,3 +54,11 @@ def _check(layers: int, stages: int) -> None:
             f"{layers} layers cannot be dealt out to {stages} stages, each of which needs one; use at most {layers} stages, "
             "or cut the model into more layers"
         )
+
+
+def unknown_method(method: object) -> ConfigError:
+    """What to say of a partition method that is none."""
+    return ConfigError(
+        f"partition_method is {method!r}; expected uniform, parameters, profile, or type: and a pattern of class names "
+        "such as type:transformer"
+    )

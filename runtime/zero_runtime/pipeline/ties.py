@@ -11,10 +11,11 @@ from commprof import hooks
 from zero_runtime import comm
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import ConfigError
-from zero_runtime.pipeline.layers import Layer, TiedLayerSpec
+from zero_runtime.pipeline.layers import Layer, TiedLayerSpec, draft
 from zero_runtime.topology import PIPE, ProcessGrid
 
 _BROADCAST: Final = hooks.tag("parameter_broadcast")
+_LOADED: Final = hooks.tag("checkpoint")
 
 
 class Tie(NamedTuple):
@@ -45,6 +46,38 @@ def tied_stages(layers: Sequence[Layer], bounds: Sequence[int], stages: int) -> 
             if isinstance(layer, TiedLayerSpec):
                 found.setdefault(layer.key, set()).add(part % stages)
     return {key: sorted(found[key]) for key in sorted(found)}
+
+
+def check_ties(layers: Sequence[Layer]) -> None:
+    """Refuse tied layers whose shared parameters differ in shape or dtype; layers of one stage are one module anyway.
+
+    Raises:
+        ConfigError: they do, or a name is that of no parameter.
+    """
+    first: dict[str, TiedLayerSpec] = {}
+    for layer in layers:
+        if not isinstance(layer, TiedLayerSpec):
+            continue
+        other = first.setdefault(layer.key, layer)
+        if _made_of(layer) == _made_of(other):
+            continue
+        mine, theirs = (
+            {
+                name: (tuple(weight.shape), str(weight.dtype).removeprefix("torch."))
+                for name, weight in _weights(each.key, draft(each), other.tied_weight_attr)
+            }
+            for each in (layer, other)
+        )
+        for name, form in mine.items():
+            if form != theirs[name]:
+                raise ConfigError(
+                    f"the tied layers {layer.key!r} share {name!r}, which is {theirs[name]} in {other!r} and {form} in "
+                    f"{layer!r}; make them equal, or give the layers different keys"
+                )
+
+
+def _made_of(layer: TiedLayerSpec) -> tuple[object, ...]:
+    return layer.typename, layer.module_args, tuple(layer.module_kwargs.items())
 
 
 def make_ties(
@@ -98,10 +131,10 @@ def _agree(tie: Tie, copied: bool) -> None:
 
 
 def synchronize(ties: Sequence[Tie]) -> None:
-    """Give all stages the first one's values again."""
+    """Give all stages the first one's values again, once they have loaded a checkpoint."""
     for tie in ties:
         for weight in tie.weights.values():
-            tie.group.broadcast(weight.detach(), 0, why=_BROADCAST)
+            tie.group.broadcast(weight.detach(), 0, why=_LOADED)
 
 
 def reduce_gradients(ties: Sequence[Tie], gradient_of: Callable[[torch.nn.Parameter], torch.Tensor]) -> None:

@@ -106,6 +106,7 @@ def test_when_gradients_are_divided(top, zero, scaling):
             "'zero_optimization.reduce_buket_size'; did you mean 'zero_optimization.reduce_bucket_size'",
         ),
         ({"reduce_bucket_size": 1}, "did you mean 'zero_optimization.reduce_bucket_size'"),
+        ({"pipeline": {"stage": 2}}, "'pipeline.stage'; did you mean 'pipeline.stages'"),
         ({"gradient_cliping": 1.0}, "did you mean 'gradient_clipping'"),
         ({"xyz": 1}, "unknown key 'xyz'; the nearest known key there is"),
         ({"bf16": {"enabld": True}}, "did you mean 'bf16.enabled'"),
