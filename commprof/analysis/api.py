@@ -237,16 +237,22 @@ def owners(run: AnyRun, steps: tuple[int, int] | None = None) -> pd.DataFrame:
 
 
 def bucket_flushes(
-    run: AnyRun, step: int | None = None, micro_step: int | None = None, bucket: int | None = None
+    run: AnyRun,
+    step: int | None = None,
+    micro_step: int | None = None,
+    bucket: int | None = None,
+    group_ranks: str | None = None,
 ) -> pd.DataFrame:
     """The gradient buckets of a run, each once: what it holds, why it was sent, how it was reduced, how long that took.
 
     What is sent is counted as in :func:`traffic`: the collectives of purpose gradient_reduce that carry the bucket's number.
+    Ranks whose groups share no rank, as those of two stages of a pipeline, have buckets of their own: ``group_ranks``.
 
     Args:
-        step, micro_step, bucket: only those; default: all.
+        step, micro_step, bucket, group_ranks: only those; default: all.
     """
-    return sums.bucket_flushes(_opened(run), {"step": step, "micro_step": micro_step, "bucket": bucket})
+    only = {"step": step, "micro_step": micro_step, "bucket": bucket, "group_ranks": group_ranks}
+    return sums.bucket_flushes(_opened(run), only)
 
 
 def bucket_steps(run: AnyRun) -> pd.DataFrame:
@@ -260,20 +266,26 @@ def bucket_means(run: AnyRun) -> pd.DataFrame:
 
 
 def bucket_content(
-    run: AnyRun, step: int, bucket: int, micro_step: int = 0, attempt: int | None = None
+    run: AnyRun,
+    step: int,
+    bucket: int,
+    micro_step: int = 0,
+    attempt: int | None = None,
+    group_ranks: str | None = None,
 ) -> BucketContent | None:
     """The parameters of one bucket and the collectives that reduced it; None where there is no such bucket.
 
     Args:
         attempt: default: the last that has it.
+        group_ranks: as in :func:`bucket_flushes`; default: the ranks among which the lowest is.
     """
     run = _opened(run)
-    wanted = bucket_flushes(run, step, micro_step, bucket)
+    wanted = bucket_flushes(run, step, micro_step, bucket, group_ranks)
     if attempt is not None:
         wanted = wanted[wanted["attempt"] == attempt]
     if wanted.empty:
         return None
-    last = wanted.iloc[-1]
+    last = wanted[wanted["attempt"] == wanted["attempt"].max()].iloc[0]
     return buckets_module.content(last, run.table("parameters"), sums.reducing(run, last))
 
 

@@ -16,29 +16,35 @@ import pyarrow.compute as pc
 
 from commprof.align.collectives import in_order
 from commprof.align.row_groups import Groups
+from commprof.analysis.bucket_groups import BucketGroups
 from commprof.analysis.text_numbers import encoded_text
 
 Numbers = npt.NDArray[np.int64]
 
 KEY: Final = ("attempt", "step", "micro_step", "bucket")
+GROUP: Final = "group_number"  # of those that :func:`commprof.analysis.bucket_groups.bucket_groups` tells
 _HELD: Final = ("numel", "bytes", "capacity", "dtype", "owners", "parameters", "flush_reason", "time_ns")
 _ALIKE: Final = ("numel", "parameters")
 
 
-def described(column: Callable[[str], pa.ChunkedArray]) -> pa.Table:
-    """One row per bucket, in order of :data:`KEY`.
+def described(column: Callable[[str], pa.ChunkedArray], bucket_groups: BucketGroups) -> pa.Table:
+    """One row per bucket and group of ranks that reduce it, in order of :data:`KEY` and of these groups.
 
     Args:
         column: gives a column of the table ``buckets`` by its name; text may be numbers into its distinct values.
+        bucket_groups: which ranks reduce buckets together.
 
     Returns:
-        :data:`KEY`; what the lowest rank says that says anything: numel, bytes, capacity, dtype, owners, parameters,
-        flush_reason, time_ns; ``ranks`` that flushed it; ``alike``: it has equal elements and parameters on all of them.
+        :data:`KEY`, :data:`GROUP` and the ``group_ranks`` of that number; what the lowest of these ranks says that says
+        anything: numel, bytes, capacity, dtype, owners, parameters, flush_reason, time_ns; ``ranks`` of the group that
+        flushed it; ``alike``: it has equal elements and parameters on all of them.
     """
     keys = {name: _whole(column(name)).to_numpy().astype(np.int64) for name in (*KEY, "rank")}
-    order, _ = in_order(list(keys.values()))
-    groups = Groups(*(keys[name][order] for name in KEY))
-    found = {name: pa.array(keys[name][order[groups.starts]].astype(np.int32)) for name in KEY}
+    keys[GROUP] = bucket_groups.numbers(keys["attempt"], keys["rank"])
+    order, _ = in_order([keys[name] for name in (*KEY, GROUP, "rank")])
+    groups = Groups(*(keys[name][order] for name in (*KEY, GROUP)))
+    found = {name: pa.array(keys[name][order[groups.starts]].astype(np.int32)) for name in (*KEY, GROUP)}
+    found["group_ranks"] = bucket_groups.texts_of(keys[GROUP][order[groups.starts]])
     del keys
     alike = np.ones(len(groups.starts), bool)
     for name in _HELD:

@@ -8,7 +8,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.analysis.bucket_contents import KEY, described
+from commprof.analysis.bucket_contents import GROUP, KEY, described
+from commprof.analysis.bucket_groups import BucketGroups, bucket_groups
 from commprof.analysis.detailed_answers import (
     BUCKET_FLUSHES,
     BUCKET_MEANS,
@@ -18,12 +19,13 @@ from commprof.analysis.detailed_answers import (
 from commprof.analysis.engine import ask
 from commprof.analysis.frames import as_declared, from_arrow, from_rows
 from commprof.analysis.traffic import traffic
-from commprof.schema import Purpose
+from commprof.schema import Column, Op, Purpose, parse_ranks
 from commprof.trace.reader import Scan
 
-_KEY: Final = list(KEY)
-COLUMNS: Final = (*_KEY, "op", "intended_op", "purpose")  # of the operations that bucket_flushes asks for
-_MEAN_KEY: Final = ["micro_step", "bucket"]
+_KEY: Final = [*KEY, GROUP]
+# Of the operations that bucket_flushes asks for:
+COLUMNS: Final = (*KEY, "op", "intended_op", "purpose", "group_ranks", "group_size")
+_MEAN_KEY: Final = ["micro_step", "bucket", "group_ranks"]
 _SENT: Final = ["collectives", "payload_bytes", "wire_bytes"]
 
 
@@ -34,24 +36,41 @@ class BucketContent(NamedTuple):
     operations: pd.DataFrame
 
 
-def flushed(buckets: pa.Table, collectives: pa.Table | Scan) -> pa.Table:
-    """One row per bucket, without what reduced it (``queries/buckets.sql``)."""
-    return ask("buckets", {"described": described(buckets.column), "collectives": collectives})
+def groups_of(operations: pa.Table) -> BucketGroups:
+    """Which ranks reduce buckets together, by ``operations`` with :data:`COLUMNS` at least."""
+    reducing = operations.filter(
+        pc.and_(pc.is_valid(operations["bucket"]), pc.equal(operations["purpose"], Purpose.GRADIENT_REDUCE))
+    )
+    pairs = reducing.group_by(["attempt", "group_ranks"]).aggregate([]).to_pylist()
+    return bucket_groups((row["attempt"], row["group_ranks"]) for row in pairs)
 
 
-def bucket_flushes(flushed: pa.Table, operations: pa.Table) -> pd.DataFrame:
-    """One row per bucket, with what reduced it.
+def flushed(buckets: pa.Table, collectives: pa.Table | Scan, groups: BucketGroups) -> pa.Table:
+    """One row per bucket and group, without what reduced it (``queries/buckets.sql``)."""
+    held = described(buckets.column, groups)
+    return ask("buckets", {"described": held, "collectives": collectives, "members": groups.table()})
+
+
+def bucket_flushes(flushed: pa.Table, operations: pa.Table, groups: BucketGroups) -> pd.DataFrame:
+    """One row per bucket and group, with what reduced it.
 
     Args:
         flushed: see :func:`flushed`.
         operations: with :data:`COLUMNS`; those of other purposes or of no bucket count not.
+        groups: those of ``flushed``.
     """
     found = from_arrow(
         flushed,
-        [column for column in BUCKET_FLUSHES.columns if column.name not in ("op", "intended_op", *_SENT)],
+        [
+            *(
+                column
+                for column in BUCKET_FLUSHES.columns
+                if column.name not in ("op", "intended_op", *_SENT)
+            ),
+            Column(GROUP, "int64", "its number"),
+        ],
     )
-    by = traffic(operations, COLUMNS)
-    by = by[by["bucket"].notna() & (by["purpose"] == Purpose.GRADIENT_REDUCE)]
+    by = _numbered(traffic(operations, COLUMNS), groups)
     sums = by.groupby(_KEY, as_index=False)[_SENT].sum()
     joined = found.merge(sums, on=_KEY, how="left")
     for name in ("op", "intended_op"):
@@ -61,11 +80,26 @@ def bucket_flushes(flushed: pa.Table, operations: pa.Table) -> pd.DataFrame:
     return as_declared(joined, BUCKET_FLUSHES.columns)
 
 
+def _numbered(operations: pd.DataFrame, groups: BucketGroups) -> pd.DataFrame:
+    """Those that reduce buckets, with :data:`GROUP`, and the wire bytes of a rank of all that group, the mean over them."""
+    by = operations[operations["bucket"].notna() & (operations["purpose"] == Purpose.GRADIENT_REDUCE)]
+    pairs = by[["attempt", "group_ranks"]].drop_duplicates()
+    numbers = [
+        groups.number_of(int(attempt), str(text))
+        for attempt, text in zip(pairs["attempt"].tolist(), pairs["group_ranks"].tolist(), strict=True)
+    ]
+    by = by.merge(pairs.assign(**{GROUP: numbers}), on=["attempt", "group_ranks"])
+    sizes = [len(parse_ranks(text)) for text in groups.texts]
+    senders = by["group_size"].where(by["op"] != Op.SEND, 1)
+    of_rank = senders.astype(float) / by[GROUP].map(dict(enumerate(sizes))).astype(float)
+    return by.assign(wire_bytes=by["wire_bytes"] * of_rank)
+
+
 def _names(rows: pd.DataFrame, name: str, key: list[str] = _KEY) -> pd.DataFrame:
     """The values of column ``name`` for each bucket, joined where there are several."""
     some = rows[[*key, name]].dropna(subset=[name]).drop_duplicates().sort_values([*key, name])
     several = some.duplicated(key, keep=False)
-    joined = pd.DataFrame(some[several].groupby(key, as_index=False)[name].agg(", ".join))
+    joined = pd.DataFrame(some[several].groupby(key, as_index=False, dropna=False)[name].agg(", ".join))
     return pd.concat([pd.DataFrame(some[~several]), joined], ignore_index=True)
 
 
@@ -81,14 +115,14 @@ def bucket_means(found: pd.DataFrame) -> pd.DataFrame:
     steps = found[found["step"] >= 0].reset_index(drop=True)
     is_later = steps["step"] > steps.groupby("attempt")["step"].transform("min")
     part = steps[_usual(steps)].assign(is_later=is_later)
-    by = part.groupby(_MEAN_KEY)
-    timed = part[part["is_later"] | ~by["is_later"].transform("any")].groupby(_MEAN_KEY)
+    by = part.groupby(_MEAN_KEY, dropna=False)
+    timed = part[part["is_later"] | ~by["is_later"].transform("any")].groupby(_MEAN_KEY, dropna=False)
     means = pd.DataFrame(
         {
             "steps": by.size(),
             **{name: by[name].mean() for name in ("numel", "bytes", "fill", *_SENT)},
             "lowest_fill": by["fill"].min(),
-            "steady": by.size() == steps.groupby(_MEAN_KEY).size(),
+            "steady": by.size() == steps.groupby(_MEAN_KEY, dropna=False).size(),
             **{name: timed[name].median().round() for name in ("duration_ns", "exposed_ns")},
         }
     ).reset_index()
@@ -103,7 +137,7 @@ def _usual(steps: pd.DataFrame) -> pd.Series[Any]:
     """Which rows hold what most rows of their bucket do; what the newest of such holds, where that is a tie."""
     content = steps.groupby([*_MEAN_KEY, "numel", "parameters"], dropna=False).ngroup()
     kinds = steps[_MEAN_KEY].assign(content=content, place=range(len(steps)))
-    counted = kinds.groupby([*_MEAN_KEY, "content"], as_index=False).agg(
+    counted = kinds.groupby([*_MEAN_KEY, "content"], as_index=False, dropna=False).agg(
         rows=("place", "size"), newest=("place", "max")
     )
     chosen = counted.sort_values(["rows", "newest"]).drop_duplicates(_MEAN_KEY, keep="last")["content"]
@@ -146,10 +180,12 @@ def _parameters(bucket: pd.Series[Any], parameters: pa.Table) -> pd.DataFrame:
 
 
 def _operations(bucket: pd.Series[Any], collectives: pa.Table | Scan) -> pd.DataFrame:
+    ranks = _text(bucket["group_ranks"])
+    members = pa.table({"rank": pa.array(parse_ranks(ranks) if ranks else [], pa.int32())})
     answer = ask(
         "bucket_operations",
-        {"collectives": collectives},
-        **{name: str(int(bucket[name])) for name in _KEY},
+        {"collectives": collectives, "members": members},
+        **{name: str(int(bucket[name])) for name in KEY},
     )
     numels = answer["numel"].to_pylist()
     begins = [sum(numels[:i]) for i in range(len(numels))]

@@ -46,6 +46,7 @@ OWNERS: Final = Table(
 )
 
 _BUCKET: Final = tuple(_of(schema.BUCKETS, name) for name in ("attempt", "step", "micro_step", "bucket"))
+_GROUP: Final = Column("group_ranks", "string", "ranks that reduce it together; null where no record has its number", True)
 _REDUCED: Final = (
     Column("op", "string", "operations that reduced it, joined by ', '; null where none is recorded", True),
     Column("intended_op", "string", "operations that the runtime meant, where it issued others", True),
@@ -53,9 +54,10 @@ _REDUCED: Final = (
 
 BUCKET_FLUSHES: Final = Table(
     "bucket_flushes",
-    "The gradient buckets, each once, whatever the number of ranks that flushed it.",
+    "The gradient buckets, each once for the ranks that reduce it together, however many of them flushed it.",
     (
         *_BUCKET,
+        _GROUP,
         *(_of(schema.BUCKETS, name) for name in ("numel", "bytes", "capacity")),
         Column("fill", "float64", "numel over capacity; above 1 for a gradient larger than a bucket", True),
         *(_of(schema.BUCKETS, name) for name in ("dtype", "owners", "parameters", "flush_reason")),
@@ -69,7 +71,7 @@ BUCKET_FLUSHES: Final = Table(
         Column("duration_ns", "int64", "from the first of them to the last end that is known, mean over ranks", True, "ns"),
         Column("exposed_ns", "int64", "exposed_ns of those of which it is known, added up, mean over ranks", True, "ns"),
     ),
-    key=("attempt", "step", "micro_step", "bucket"),
+    key=("attempt", "step", "micro_step", "bucket", "group_ranks"),
 )
 
 BUCKET_STEPS: Final = Table(
@@ -82,7 +84,7 @@ BUCKET_STEPS: Final = Table(
         Column("bytes", "int64", "bytes of the buckets as they travel", unit="bytes"),
         Column("collectives", "int64", "collectives that reduced them, each counted once"),
         Column("wire_bytes", "float64", "wire, modelled: mean bytes that a rank sends for them", unit="bytes"),
-        Column("unlike", "int64", "buckets whose elements or parameters are not the same on all ranks"),
+        Column("unlike", "int64", "buckets whose elements or parameters are not the same on all ranks of a group"),
         Column("first_micro_step", "int32", "the lowest micro-batch of them"),
         Column("last_micro_step", "int32", "the highest micro-batch of them"),
     ),
@@ -94,6 +96,7 @@ BUCKET_MEANS: Final = Table(
     "The buckets of a mean training step.",
     (
         *_BUCKET[2:],
+        _GROUP,
         Column("steps", "int64", "training steps in which it holds the same: those behind the row"),
         Column("numel", "float64", "elements, mean", unit="elements"),
         Column("bytes", "float64", "bytes of the bucket as it travels, mean", unit="bytes"),
@@ -109,7 +112,7 @@ BUCKET_MEANS: Final = Table(
         Column("duration_ns", "int64", "duration_ns of bucket_flushes, median without the first step", True, "ns"),
         Column("exposed_ns", "int64", "exposed_ns of bucket_flushes, median without the first step", True, "ns"),
     ),
-    key=("micro_step", "bucket"),
+    key=("micro_step", "bucket", "group_ranks"),
 )
 
 BUCKET_PARAMETERS: Final = Table(

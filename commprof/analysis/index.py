@@ -30,7 +30,7 @@ import duckdb
 import pyarrow as pa
 
 from commprof.analysis.engine import connect
-from commprof.analysis.index_sums import fill_sums, flushing, standing
+from commprof.analysis.index_sums import Flushing, fill_sums, flushing, standing
 from commprof.analysis.index_tables import Laid, fill, fill_overview, fill_records
 from commprof.analysis.memory import engine_settings
 from commprof.errors import TraceError
@@ -39,7 +39,7 @@ from commprof.trace.layout import rank_files
 from commprof.trace.manifest import read_manifest
 from commprof.trace.reader import Run, open_run
 
-VERSION: Final = 7
+VERSION: Final = 8
 MOST_IN_MEMORY: Final = 5_000_000  # records; more need the file
 _FEWEST_IN_FILE: Final = 300_000  # fewer are indexed in less time than a person notices
 _KEPT: Final = 8  # indexes that stay open
@@ -300,7 +300,7 @@ def _fill_overview(engine: duckdb.DuckDBPyConnection, run: Run, facts: Mapping[s
         fill_overview(cursor, run, facts, laid)
 
 
-def _flushing(engine: duckdb.DuckDBPyConnection, run: Run) -> pa.Table:
+def _flushing(engine: duckdb.DuckDBPyConnection, run: Run) -> Flushing:
     """:func:`flushing` on another thread than that which uses ``engine``."""
     with engine.cursor() as cursor:
         return flushing(cursor, run)

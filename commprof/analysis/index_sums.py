@@ -19,6 +19,7 @@ import pyarrow as pa
 from commprof.align.arrivals import NEEDED
 from commprof.analysis import arrivals, buckets, exposure, steps, straggling, traffic, transfers
 from commprof.analysis.bucket_contents import KEY, described
+from commprof.analysis.bucket_groups import BucketGroups, bucket_groups
 from commprof.analysis.engine import query_text
 from commprof.analysis.memory import give_back
 from commprof.analysis.standstill import standstills
@@ -61,7 +62,7 @@ def fill_sums(
     engine: duckdb.DuckDBPyConnection,
     run: Run,
     stood: Future[dict[str, pa.Table]],
-    flushed: Future[pa.Table],
+    flushed: Future[Flushing],
     progress: Progress,
 ) -> dict[str, str]:
     """Create the tables of sums and answers of the index of ``run`` in ``engine``'s database, which has its records.
@@ -141,7 +142,14 @@ def _keep_straggling(engine: duckdb.DuckDBPyConnection, found: straggling.Stragg
     return {"straggling": json.dumps({"statement": found.ranks.attrs["statement"]})}
 
 
-def flushing(engine: duckdb.DuckDBPyConnection, run: Run) -> pa.Table:
+class Flushing(NamedTuple):
+    """The buckets of a run without what reduced them, and which ranks reduce buckets together."""
+
+    flushed: pa.Table
+    groups: BucketGroups
+
+
+def flushing(engine: duckdb.DuckDBPyConnection, run: Run) -> Flushing:
     """The buckets of ``run``, without what reduced them (:func:`commprof.analysis.buckets.flushed`).
 
     Args:
@@ -150,7 +158,12 @@ def flushing(engine: duckdb.DuckDBPyConnection, run: Run) -> pa.Table:
     Raises:
         TraceError: a file of the run is damaged. duckdb.Error: the database cannot be read.
     """
-    held = described(lambda name: _column(run, "buckets", name))
+    reducing = engine.execute(
+        "select distinct r.attempt, k.group_ranks from records r join kinds k using (kind) "
+        "where k.bucket is not null and k.purpose = 'gradient_reduce'"
+    ).fetchall()
+    groups = bucket_groups(reducing)
+    held = described(lambda name: _column(run, "buckets", name), groups)
     own = (*KEY[:-1], "rank", "issue_ns", "return_ns", "wait_end_ns", "device_end_ns", "exposed_ns")
     names = ", ".join((*(f"r.{name}" for name in own), "k.bucket", "k.purpose"))
     which = "" if len(held) else "where false"  # nobody asks then
@@ -158,10 +171,12 @@ def flushing(engine: duckdb.DuckDBPyConnection, run: Run) -> pa.Table:
         f"create temp view collectives as select {names} from records r join kinds k using (kind) {which}"
     )
     engine.register("described", held)
+    engine.register("members", groups.table())
     try:
-        return engine.sql(query_text("buckets")).to_arrow_table()
+        return Flushing(engine.sql(query_text("buckets")).to_arrow_table(), groups)
     finally:
         engine.unregister("described")
+        engine.unregister("members")
         engine.execute("drop view collectives")
 
 
@@ -174,12 +189,12 @@ def _column(run: Run, table: str, name: str) -> pa.ChunkedArray:
     return pa.chunked_array([chunk for column in columns for chunk in column.chunks], columns[0].type)
 
 
-def _keep_buckets(engine: duckdb.DuckDBPyConnection, flushed: pa.Table) -> None:
+def _keep_buckets(engine: duckdb.DuckDBPyConnection, found: Flushing) -> None:
     """The buckets of the run with what reduced them, and those of a mean step."""
     sums = engine.sql(f"select * from {BUCKET_SUMS}").to_arrow_table()
-    found = buckets.bucket_flushes(flushed, sums)
-    append(engine, BUCKET_FLUSHES, rows_of(found))
-    append(engine, BUCKET_MEANS, rows_of(buckets.bucket_means(found)))
+    flushes = buckets.bucket_flushes(found.flushed, sums, found.groups)
+    append(engine, BUCKET_FLUSHES, rows_of(flushes))
+    append(engine, BUCKET_MEANS, rows_of(buckets.bucket_means(flushes)))
     engine.execute(f"drop table {BUCKET_SUMS}")
 
 

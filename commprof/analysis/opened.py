@@ -120,10 +120,14 @@ class OpenedRun:
         return api.owners(self.run, steps)
 
     def buckets(
-        self, step: int | None = None, micro_step: int | None = None, bucket: int | None = None
+        self,
+        step: int | None = None,
+        micro_step: int | None = None,
+        bucket: int | None = None,
+        group_ranks: str | None = None,
     ) -> pd.DataFrame:
         """See :func:`commprof.analysis.api.bucket_flushes`."""
-        return api.bucket_flushes(self.run, step, micro_step, bucket)
+        return api.bucket_flushes(self.run, step, micro_step, bucket, group_ranks)
 
     def bucket_steps(self) -> pd.DataFrame:
         """See :func:`commprof.analysis.api.bucket_steps`."""
@@ -134,10 +138,15 @@ class OpenedRun:
         return api.bucket_means(self.run)
 
     def bucket(
-        self, step: int, bucket: int, micro_step: int = 0, attempt: int | None = None
+        self,
+        step: int,
+        bucket: int,
+        micro_step: int = 0,
+        attempt: int | None = None,
+        group_ranks: str | None = None,
     ) -> api.BucketContent | None:
         """See :func:`commprof.analysis.api.bucket_content`."""
-        return api.bucket_content(self.run, step, bucket, micro_step, attempt)
+        return api.bucket_content(self.run, step, bucket, micro_step, attempt, group_ranks)
 
     def alignment(self) -> api.Alignment:
         """See :func:`commprof.analysis.api.alignment`."""

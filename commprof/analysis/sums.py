@@ -38,6 +38,7 @@ __all__ = [
     "stood_still",
 ]
 _MOST_KEPT: Final = 16  # answers with one index
+_LOWEST_RANK: Final = "cast(regexp_extract(group_ranks, '[0-9]+') as bigint) nulls first"
 
 
 def operations(run: Run, columns: Sequence[str]) -> pa.Table:
@@ -119,18 +120,18 @@ def exposure(run: Run, by: Sequence[str]) -> pd.DataFrame:
     return exposure_module.as_frame(kept[key], wanted)
 
 
-def bucket_flushes(run: Run, only: Mapping[str, int | None]) -> pd.DataFrame:
+def bucket_flushes(run: Run, only: Mapping[str, int | str | None]) -> pd.DataFrame:
     """The gradient buckets of ``run``: see :func:`commprof.analysis.api.bucket_flushes`.
 
     Args:
         only: values of columns that the rows must have; None: any.
     """
-    wanted = {name: int(value) for name, value in only.items() if value is not None}
+    wanted = {name: value for name, value in only.items() if value is not None}
     index = index_if_there(run.path)
     if index is not None:
         which = " and ".join(("true", *(f"{name} = ?" for name in wanted)))
         found = index.ask(
-            f"select * from {BUCKET_FLUSHES} where {which} order by attempt, step, micro_step, bucket",
+            f"select * from {BUCKET_FLUSHES} where {which} order by attempt, step, micro_step, bucket, {_LOWEST_RANK}",
             list(wanted.values()),
         )
         return from_arrow(found, FLUSHES.columns)
@@ -145,8 +146,10 @@ def _flushed(run: Run) -> pa.Table:
     key = (BUCKET_FLUSHES,)
     if key not in run.kept:
         if len(run.table("buckets")):
-            flushed = buckets_module.flushed(run.table("buckets"), run.scan("collectives"))
-            found = buckets_module.bucket_flushes(flushed, operations(run, buckets_module.COLUMNS))
+            sent = operations(run, buckets_module.COLUMNS)
+            groups = buckets_module.groups_of(sent)
+            flushed = buckets_module.flushed(run.table("buckets"), run.scan("collectives"), groups)
+            found = buckets_module.bucket_flushes(flushed, sent, groups)
         else:
             found = from_rows([], FLUSHES.columns)
         run.kept[key] = rows_of(found)
@@ -168,7 +171,8 @@ def bucket_means(run: Run) -> pd.DataFrame:
     index = index_if_there(run.path)
     if index is None:
         return buckets_module.bucket_means(bucket_flushes(run, {}))
-    return from_arrow(index.ask(f"select * from {BUCKET_MEANS} order by micro_step, bucket"), MEANS.columns)
+    order = f"micro_step, bucket, {_LOWEST_RANK}"
+    return from_arrow(index.ask(f"select * from {BUCKET_MEANS} order by {order}"), MEANS.columns)
 
 
 def reducing(run: Run, bucket: pd.Series[Any]) -> pa.Table | Scan:

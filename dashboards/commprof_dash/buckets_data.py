@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import pandas as pd
 
 from commprof.analysis import api
+from commprof.schema import parse_ranks
 from commprof_dash.charts.series import series_name
 from commprof_dash.data import Runs
 
@@ -16,14 +18,24 @@ NOT_RECORDED: Final = "not recorded"
 
 
 class Shown(NamedTuple):
-    """What the page shows: ``of_steps``, see ``api.bucket_steps``; ``frame``, one row per bucket of ``step``.
+    """What the page shows: ``of_steps``, see ``api.bucket_steps``; ``frame``, one row per bucket of ``step`` and group.
 
-    ``step`` is None where ``frame`` has the buckets of a mean step.
+    ``step`` is None where ``frame`` has the buckets of a mean step. ``groups``: the ranks that reduce buckets together, as
+    text, one after the other where they are several.
     """
 
     of_steps: pd.DataFrame
     step: int | None
     frame: pd.DataFrame
+
+    @property
+    def groups(self) -> list[str]:
+        """In the order of their lowest ranks; those of which nothing is known are :data:`NOT_RECORDED`."""
+        return list(dict.fromkeys(self.frame["group_ranks"].fillna(NOT_RECORDED)))
+
+    def of_group(self, group: str) -> pd.DataFrame:
+        """The buckets of one of :attr:`groups`."""
+        return self.frame[self.frame["group_ranks"].fillna(NOT_RECORDED) == group]
 
 
 class Chosen(NamedTuple):
@@ -55,23 +67,42 @@ def shown(runs: Runs, name: str, wanted: str | None) -> Shown:
     return found
 
 
-def chosen(runs: Runs, name: str, bucket: int, micro_step: int, step: int | None) -> Chosen | None:
-    """What a bucket holds (``api.bucket_content``): in ``step``, or in the last step that has it."""
+def group_with(groups: Sequence[str], wanted: str | None) -> str:
+    """That of ``groups`` which has the first rank of ``wanted``, ranks as text or the name of a group; else the first."""
+    if wanted in groups:
+        return str(wanted)
+    first = re.match(r"\d{1,9}", wanted or "")
+    if first is not None:
+        for group in groups:
+            if group != NOT_RECORDED and int(first[0]) in parse_ranks(group):
+                return group
+    return groups[0]
+
+
+def chosen(runs: Runs, name: str, bucket: pd.Series[Any], step: int | None) -> Chosen | None:
+    """What a bucket holds (``api.bucket_content``): in ``step``, or in the last step that has it.
+
+    Args:
+        bucket: its row of what :func:`shown` gives.
+    """
+    number, micro_step = int(bucket["bucket"]), int(bucket["micro_step"])
+    group = None if pd.isna(bucket["group_ranks"]) else str(bucket["group_ranks"])
 
     def answer(path: Path) -> Chosen | None:
         run, at = api.open_run(path), step
         if at is None:
-            at = int(api.bucket_flushes(run, micro_step=micro_step, bucket=bucket)["step"].iloc[-1])
-        content = api.bucket_content(run, at, bucket, micro_step)
+            rows = api.bucket_flushes(run, micro_step=micro_step, bucket=number, group_ranks=group)
+            at = int(rows["step"].iloc[-1])
+        content = api.bucket_content(run, at, number, micro_step, group_ranks=group)
         return None if content is None else Chosen(at, content)
 
-    found: Chosen | None = runs.of_run(f"bucket {step} {micro_step} {bucket}", name, answer)
+    found: Chosen | None = runs.of_run(f"bucket {step} {micro_step} {number} {group}", name, answer)
     return found
 
 
 def _of_step(run: api.Run, step: int) -> pd.DataFrame:
     frame = api.bucket_flushes(run, step)
-    return _labelled(frame.drop_duplicates(["micro_step", "bucket"], keep="last"))
+    return _labelled(frame.drop_duplicates(["micro_step", "bucket", "group_ranks"], keep="last"))
 
 
 def _labelled(frame: pd.DataFrame) -> pd.DataFrame:

@@ -1,6 +1,6 @@
--- The collectives that reduced one bucket, of the lowest rank that issued any, in order of issue.
+-- The collectives that reduced one bucket, of the lowest rank of a group that issued any, in order of issue.
 --
--- Input: collectives
+-- Input: collectives, members (the ranks of the group)
 -- Attempt, step, micro-batch and number of the bucket are put in as numbers.
 with reducing as (
     select
@@ -8,7 +8,7 @@ with reducing as (
         min(rank) over () as lowest_rank
     from collectives
     where attempt = {attempt} and step = {step} and micro_step = {micro_step} and bucket = {bucket}
-        and purpose = 'gradient_reduce'
+        and purpose = 'gradient_reduce' and rank in (select rank from members)
 )
 select
     rank,

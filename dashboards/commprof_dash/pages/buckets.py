@@ -24,6 +24,7 @@ from commprof_dash.theme import Scheme
 from commprof_dash.timeline_data import path_of
 
 STEP: Final = "step"
+GROUP: Final = "group"
 BUCKET: Final = "bucket"
 MEAN: Final = "mean"
 
@@ -42,27 +43,37 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         if waiting is not None:
             return [], waiting_for_index(waiting, name)
         found = buckets_data.shown(runs, name, next(iter(query.get(STEP, ())), None))
-        frame = found.frame
-        if frame.empty:
+        if found.frame.empty:
             return [], [_no_buckets()]
+        groups = found.groups
+        group = buckets_data.group_with(groups, next(iter(query.get(GROUP, ())), None))
+        frame = found.of_group(group)
         steps = [str(step) for step in found.of_steps["step"].drop_duplicates()]
         mean = found.step is None
         step = MEAN if found.step is None else str(found.step)
         labels = list(dict.fromkeys(frame["label"]))
-        chosen = address.one(query, BUCKET, set(labels), labels[0])
+        chosen = _label(next(iter(query.get(BUCKET, ())), ""), labels)
         parts = [
             controls.select(STEP, "Step", [MEAN, *steps], step),
             controls.select(BUCKET, "Bucket", labels, chosen),
         ]
+        if len(groups) > 1:
+            parts.insert(0, controls.select(GROUP, "Ranks that reduce it", groups, group))
         return parts, [
-            _tiles(found),
+            _tiles(found, group, len(groups)),
             *(_unlike_steps(frame) if mean else []),
             cards.columns([_sizes(frame, mean, scheme), _times(frame, mean, scheme)]),
-            _table(frame, name, step),
+            _table(frame, name, step, group if len(groups) > 1 else None),
             *_one(runs, name, frame[frame["label"] == chosen].iloc[-1], found.step),
         ]
 
     return draw_run(runs, query, answers)
+
+
+def _label(wanted: str, labels: Sequence[str]) -> str:
+    """That of ``labels`` which is ``wanted``, with or without its micro-batch; else the first."""
+    names = (wanted, wanted.partition(".")[2], f"0.{wanted}")
+    return next((name for name in names if name in labels), labels[0])
 
 
 def _no_buckets() -> Component:
@@ -91,12 +102,13 @@ def _unlike_steps(frame: pd.DataFrame) -> list[Component]:
     ]
 
 
-def _tiles(found: buckets_data.Shown) -> Component:
+def _tiles(found: buckets_data.Shown, group: str, groups: int) -> Component:
     of_steps, mean = found.of_steps, found.step is None
     rows = of_steps[of_steps["step"] >= 0] if mean else of_steps[of_steps["step"] == found.step]
     steps = max(1, rows["step"].nunique())
     per_step, sent = rows["buckets"].sum() / steps, bool(rows["collectives"].any())
-    fill = found.frame["fill"].mean()
+    fill = found.of_group(group)["fill"].mean()
+    together = f", of {groups} groups of ranks" if groups > 1 else ""
     said = of_steps.assign(flush_reason=of_steps["flush_reason"].fillna(_NOT_SAID))
     reasons = said.groupby("flush_reason")["buckets"].sum().sort_values(ascending=False, kind="stable")
     return cards.tiles(
@@ -104,24 +116,28 @@ def _tiles(found: buckets_data.Shown) -> Component:
             cards.tile(
                 "Buckets of the step",
                 f"{per_step:.4g}" if per_step % 1 else format_count(per_step),
-                f"{of_steps['buckets'].sum():,} in the run" + (", mean of the steps" if mean else ""),
+                f"{of_steps['buckets'].sum():,} in the run{together}"
+                + (", mean of the steps" if mean else ""),
             ),
             cards.tile(
                 "Fill",
                 "not known" if pd.isna(fill) else f"{100 * fill:.0f} %",
                 "its runtime names no capacity"
                 if pd.isna(fill)
-                else "elements over capacity, mean of the buckets",
+                else "elements over capacity, mean of the buckets below",
             ),
             cards.tile(
                 "Bytes of the step",
                 api.format_bytes(rows["bytes"].sum() / steps),
-                "as they travel, per rank",
+                "as they travel" + (f", the buckets of all {groups} groups" if groups > 1 else ", per rank"),
             ),
             cards.tile(
                 "Wire bytes of the step",
                 api.format_bytes(rows["wire_bytes"].sum() / steps) if sent else "not known",
-                "modelled, over all groups" if sent else "no record carries the number of a bucket",
+                "modelled: what a rank of a group sends"
+                + (f", added up over {groups} groups" if groups > 1 else "")
+                if sent
+                else "no record carries the number of a bucket",
             ),
             cards.tile(
                 "Why they were sent",
@@ -133,8 +149,8 @@ def _tiles(found: buckets_data.Shown) -> Component:
             cards.tile(
                 "Unlike between ranks",
                 format_count(of_steps["unlike"].sum()),
-                "buckets whose elements or parameters are not the same on all ranks"
-                + (", as in a pipeline; shown as they are on the lowest" if of_steps["unlike"].any() else ""),
+                "buckets whose elements or parameters are not the same on all ranks that reduce them"
+                + ("; shown as they are on the lowest" if of_steps["unlike"].any() else ""),
             ),
         ]
     )
@@ -190,9 +206,11 @@ def _times(frame: pd.DataFrame, mean: bool, scheme: Scheme) -> Component:
     )
 
 
-def _table(frame: pd.DataFrame, name: str, step: str) -> Component:
+def _table(frame: pd.DataFrame, name: str, step: str, group: str | None) -> Component:
+    of_group = {} if group is None else {GROUP: group}
+
     def link(label: Any) -> Cell:
-        href = address.link("/buckets", run=name, step=step, bucket=str(label))
+        href = address.link("/buckets", run=name, **of_group, step=step, bucket=str(label))
         return html.Span(dcc.Link(str(label), href=href), className="run-links")
 
     def short(names: Any) -> Cell:
@@ -203,7 +221,8 @@ def _table(frame: pd.DataFrame, name: str, step: str) -> Component:
     return cards.table_card(
         "buckets",
         "The buckets" if step != MEAN else "The buckets of a mean step",
-        "The parameters and the records of the one that is chosen above stand below.",
+        f"{'' if group is None else f'Those that ranks {group} reduce. '}The parameters and the records of the one that is "
+        "chosen above stand below.",
         frame,
         [
             # A link in each of many rows keeps the browser busy for a second; the control above chooses as well.
@@ -232,7 +251,7 @@ def _owners(value: Any) -> Cell:
 
 def _one(runs: Runs, name: str, bucket: pd.Series[Any], step: int | None) -> list[Component]:
     """Parameters and records of one bucket: of ``step``, or of the last step that has one of that number."""
-    found = buckets_data.chosen(runs, name, int(bucket["bucket"]), int(bucket["micro_step"]), step)
+    found = buckets_data.chosen(runs, name, bucket, step)
     if found is None:
         return []
     where = f"Bucket {bucket['label']} of step {found.step}"

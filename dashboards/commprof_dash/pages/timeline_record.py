@@ -47,7 +47,13 @@ def record_section(path: Any, name: str, record: Record, run_begin_ns: int) -> C
     if row["bucket"] is not None:
         values["Bucket"] = html.A(
             f"bucket {row['bucket']} of step {row['step']}",
-            href=address.link("/buckets", run=name, step=str(row["step"]), bucket=str(row["bucket"])),
+            href=address.link(
+                "/buckets",
+                run=name,
+                group=row["group_ranks"],
+                step=str(row["step"]),
+                bucket=f"{row['micro_step']}.{row['bucket']}",
+            ),
         )
     if len(found.lines):
         values["NCCL lines"] = html.A(

@@ -1,8 +1,9 @@
 """Gradient buckets: what each holds, how it was reduced, how long that took. Worked out by hand."""
 
+import pandas as pd
 import pytest
 
-from commprof.analysis import api
+from commprof.analysis import api, index
 from support.runs import SyntheticRun
 
 
@@ -125,3 +126,90 @@ def test_the_buckets_together_sent_what_their_purpose_sent(ranks):
     assert frame["wire_bytes"].sum() == pytest.approx(sent["wire_bytes"])
     assert frame["payload_bytes"].sum() == sent["payload_bytes"]
     assert frame["collectives"].sum() == sent["collectives"]
+
+
+def two_stages():
+    """A pipeline of two stages, two replicas each: both number their buckets from 0, and hold other parameters."""
+    run = SyntheticRun(world_size=4)
+    for step in range(2):
+        begin = 1_000_000 * (step + 1)
+        run.add_step(step, begin_ns=begin, duration_ns=500_000)
+        for number, (ranks, name, numel) in enumerate((((0, 1), "first", 100), ((2, 3), "second", 40))):
+            for rank in ranks:
+                run.add(
+                    "buckets", rank=rank, attempt=0, pid=run.pid(rank), step=step, micro_step=0, bucket=0, numel=numel,
+                    bytes=4 * numel, capacity=200, dtype="float32", parameters=name, flush_reason="end_of_backward",
+                    time_ns=begin,
+                )  # fmt: skip
+            run.add_collective(
+                "all_reduce", payload_bytes=4 * numel, bucket=0, group=ranks, pg=f"data{number}", step=step,
+                purpose="gradient_reduce", host_ns=1000 * (number + 1),
+            )  # fmt: skip
+    return run
+
+
+def test_buckets_of_one_number_in_two_stages_are_two_buckets():
+    run = two_stages().open()
+    names = [
+        "step",
+        "bucket",
+        "group_ranks",
+        "numel",
+        "parameters",
+        "ranks",
+        "collectives",
+        "wire_bytes",
+        "duration_ns",
+    ]
+    assert api.bucket_flushes(run)[names].to_numpy().tolist() == [
+        [step, 0, *row]
+        for step in range(2)
+        for row in (["0-1", 100, "first", 2, 1, 400.0, 1000], ["2-3", 40, "second", 2, 1, 160.0, 2000])
+    ]
+    assert api.bucket_flushes(run)["alike"].all()
+    assert api.bucket_means(run)[["group_ranks", "steps", "numel", "steady"]].to_numpy().tolist() == [
+        ["0-1", 2, 100.0, True],
+        ["2-3", 2, 40.0, True],
+    ]
+    assert api.bucket_steps(run)[["buckets", "bytes", "unlike"]].to_numpy().tolist() == [[2, 560, 0]] * 2
+    assert len(api.bucket_flushes(run, group_ranks="2-3")) == 2
+
+
+def test_the_content_of_a_bucket_is_that_of_the_ranks_that_are_asked_for():
+    run = two_stages().open()
+    first, second = (api.bucket_content(run, step=1, bucket=0, group_ranks=ranks) for ranks in (None, "2-3"))
+    assert (first.parameters["name"].tolist(), first.operations["rank"].tolist()) == (["first"], [0])
+    assert (second.parameters["name"].tolist(), second.operations["rank"].tolist()) == (["second"], [2])
+    assert second.operations["payload_bytes"].tolist() == [160]
+    assert api.bucket_content(run, step=1, bucket=0, group_ranks="0-3") is None
+
+
+def test_a_bucket_that_is_reduced_along_two_axes_is_one_with_the_bytes_of_one_rank():
+    run = SyntheticRun(world_size=4)
+    run.add_step(0)
+    for rank in range(4):
+        run.add(
+            "buckets", rank=rank, attempt=0, pid=run.pid(rank), step=0, micro_step=0, bucket=0, numel=100, bytes=400,
+            dtype="float32", flush_reason="full", time_ns=0,
+        )  # fmt: skip
+    for name, payload, groups in (("inner", 400, ((0, 1), (2, 3))), ("outer", 200, ((0, 2), (1, 3)))):
+        for number, group in enumerate(groups):
+            run.add_collective(
+                "reduce_scatter", payload_bytes=payload, bucket=0, group=group, pg=f"{name}{number}",
+                purpose="gradient_reduce",
+            )  # fmt: skip
+    row = api.bucket_flushes(run.open()).to_dict("records")
+    assert len(row) == 1
+    assert (row[0]["group_ranks"], row[0]["ranks"], row[0]["collectives"]) == ("0-3", 4, 4)
+    assert row[0]["wire_bytes"] == 300.0  # half of 400, then half of 200
+
+
+def test_the_index_tells_groups_apart_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(index, "_FEWEST_IN_FILE", 0)
+    path = two_stages().write(tmp_path / "run")
+    plain = two_stages().open()
+    assert api.index(path)["in_file"]
+    for ask in (api.bucket_flushes, api.bucket_means, api.bucket_steps):
+        pd.testing.assert_frame_equal(ask(path), ask(plain))
+    found = api.bucket_content(path, step=1, bucket=0, group_ranks="2-3")
+    assert found.operations["rank"].tolist() == [2]

@@ -119,6 +119,45 @@ def test_a_bucket_of_the_address_shows_its_parameters_and_records(directory):
     assert all(f"filter=rank%3A%3D%3A0&filter=seq%3A%3D%3A{seq}" in text for seq in records["seq"])
 
 
+def two_stages(path):
+    """Buckets 0 of two stages, in two micro-batches: other sizes, other parameters."""
+    run = SyntheticRun(4)
+    run.add_step(0, duration_ns=1_000_000)
+    for number, (members, numel) in enumerate((((0, 1), 1000), ((2, 3), 250))):
+        for micro in range(2):
+            for rank in members:
+                run.add(
+                    "buckets", rank=rank, attempt=0, pid=run.pid(rank), step=0, micro_step=micro, bucket=0, numel=numel,
+                    bytes=4 * numel, dtype="float32", parameters=f"of.stage.{number}", time_ns=1,
+                )  # fmt: skip
+            run.add_collective(
+                "all_reduce", payload_bytes=4 * numel, bucket=0, micro_step=micro, group=members, pg=f"data{number}",
+                purpose="gradient_reduce",
+            )  # fmt: skip
+    return run.write(path)
+
+
+def test_buckets_of_two_stages_are_not_mixed(tmp_path):
+    two_stages(tmp_path / "run")
+    for group, sizes, name in (("0-1", [4000.0] * 2, "of.stage.0"), ("2-3", [1000.0] * 2, "of.stage.1")):
+        drawing = draw(tmp_path, f"/buckets?run=run&group={group}")
+        assert list(figures_of(drawing)["bucket-sizes"].data[0].y) == sizes
+        text = text_of(drawing)
+        assert f"Those that ranks {group} reduce" in text and f'"{name}"' in text
+        assert "Ranks that reduce it" in text
+    assert '"of.stage.1"' not in text_of(draw(tmp_path, "/buckets?run=run"))
+
+
+def test_a_link_of_a_record_finds_its_bucket(tmp_path, directory):
+    two_stages(tmp_path / "run")
+    text = text_of(draw(tmp_path, "/buckets?run=run&group=3&step=0&bucket=1.0"))
+    assert "Bucket 1.0 of step 0: its parameters" in text and '"of.stage.1"' in text
+    # with one micro-batch the page names buckets without it
+    assert "Bucket 1 of step 4: its parameters" in text_of(
+        draw(directory, "/buckets?run=plain&step=4&bucket=0.1")
+    )
+
+
 def test_a_run_without_buckets_says_who_publishes_them(tmp_path):
     run = SyntheticRun(2)
     run.add_collective("all_reduce", payload_bytes=4)
