@@ -10,12 +10,15 @@ import pyarrow.compute as pc
 
 from commprof.align.collectives import COLUMNS, matchable, same_collective
 from commprof.analysis.answers import PARTNERS
+from commprof.analysis.engine import ask
 from commprof.analysis.frames import from_arrow
 from commprof.analysis.index import Index
 from commprof.analysis.records import SELECTED
 from commprof.analysis.spans import KIND_COLUMNS
 from commprof.schema import TABLES
+from commprof.trace.reader import Run
 
+_FEWEST_SCANNED: Final = 20_000  # rows that are looked at where they lie
 MOST_PARTNERS: Final = 200_000  # records among which the partners of one are looked for
 
 
@@ -55,19 +58,24 @@ def record(index: Index, rank: int, seq: int, attempt: int | None, pid: int | No
     bucket = None
     if row["bucket"] is not None:
         key = own | {name: row[name] for name in ("step", "micro_step", "bucket")}
-        buckets = _where_equal(run.table("buckets"), key).to_pylist()
+        buckets = _where_equal(run, "buckets", key).to_pylist()
         bucket = buckets[0] if buckets else None
     lines = _where_equal(
-        run.table("matches"),
+        run,
+        "matches",
         {"rank": row["rank"], "attempt": row["attempt"], "record_pid": row["pid"], "seq": row["seq"]},
     )
     return Record(row, bucket, from_arrow(lines, TABLES["matches"].columns), _partners(index, row))
 
 
-def _where_equal(table: pa.Table, values: dict[str, Any]) -> pa.Table:
-    for name, value in values.items():
-        table = table.filter(pc.equal(table[name], pa.scalar(value, table[name].type)))
-    return table
+def _where_equal(run: Run, table: str, values: dict[str, int]) -> pa.Table:
+    """The rows of ``table`` with these ``values``; a large table is not read for them but where it lies."""
+    return ask(
+        "rows_where",
+        {"given": run.scan(table, _FEWEST_SCANNED)},
+        columns=", ".join(TABLES[table].names),
+        condition=" and ".join(f"{name} = {int(value)}" for name, value in values.items()),
+    )
 
 
 def _partners(index: Index, row: dict[str, Any]) -> pd.DataFrame:

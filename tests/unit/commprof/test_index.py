@@ -17,12 +17,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commprof.analysis import api, index
+from commprof.analysis import api, index, record
 from commprof.analysis import timeline as timeline_module
 from commprof.analysis.density import binned, folded
 from commprof.analysis.spans import own_parts
 from commprof.errors import TraceError, UsageError
 from commprof.schema import COLLECTIVES
+from commprof.trace.reader import Run
 from support.runs import SyntheticRun
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
@@ -424,6 +425,30 @@ def test_one_record_with_its_bucket_lines_and_partners(tmp_path):
         (1, "recv"),
     ]
     assert api.record(path, rank=9, seq=0) is None
+
+
+def test_the_bucket_of_a_record_is_looked_up_without_reading_all_buckets(tmp_path, monkeypatch):
+    run = SyntheticRun(2)
+    for step in range(4):
+        run.add_collective("all_reduce", payload_bytes=8, bucket=0, step=step, purpose="gradient_reduce")
+        for rank in range(2):
+            run.add(
+                "buckets", rank=rank, attempt=0, pid=run.pid(rank), step=step, micro_step=0, bucket=0, numel=2, bytes=8,
+                dtype="float32", time_ns=step, parameters=f"of step {step}",
+            )  # fmt: skip
+            run.add(
+                "matches", state="matched", rank=rank, attempt=0, record_pid=run.pid(rank), seq=step, op="all_reduce",
+                file="n.log", line=10 * step + rank,
+            )  # fmt: skip
+    path = run.write(tmp_path / "run")
+    monkeypatch.setattr(record, "_FEWEST_SCANNED", 0)
+    read = []
+    whole = Run.table
+    monkeypatch.setattr(Run, "table", lambda self, name: read.append(name) or whole(self, name))
+    found = api.record(path, rank=1, seq=2)
+    assert (found.bucket["parameters"], found.bucket["time_ns"]) == ("of step 2", 2)
+    assert found.lines["line"].tolist() == [21]
+    assert not {"buckets", "matches"} & set(read)
 
 
 @pytest.fixture
