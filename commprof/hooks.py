@@ -225,8 +225,8 @@ def describe_parameters(rows: Iterable[Mapping[str, Any]]) -> None:
     """Publish the model's parameters, in the order of the optimizer's groups.
 
     Each row: ``name``, ``shape`` (text, ``64x32``), ``dtype``, ``numel``, ``param_group``, ``requires_grad``,
-    ``module``, ``forward_index`` (position in ``model.named_parameters()``); where ranks share the model also ``cut``,
-    ``whole_shape`` and ``stages``, as the table has them.
+    ``module``, ``forward_index`` (position in ``model.named_parameters()``); where they are of interest also ``cut``,
+    ``whole_shape``, ``stages`` and ``owner_types``, as the table has them.
     """
     if _listener is not None:
         for row in rows:

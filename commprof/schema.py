@@ -268,6 +268,7 @@ PARAMETERS: Final = Table(
         Column("cut", "string", "how its module shares tensors, or sequences between them, with the ranks of the model axis", True, values=CUTS),
         Column("whole_shape", "string", "shape of the whole, where a rank holds a part of it", True),
         Column("stages", "string", "numbers of the pipeline stages that have it, joined by ','; with a '+' at the end where their copies are kept equal", True),
+        Column("owner_types", "string", "classes of the module that owns it, those that its class derives from included, joined by ','; those of several owners by ';'", True),
     ),
     key=("name",),
 )

@@ -52,12 +52,15 @@ class Fetches(NamedTuple):
 
 
 def persistent_parameters(
-    parameters: Sequence[Parameter], configuration: FetchConfiguration
+    parameters: Sequence[Parameter], configuration: FetchConfiguration, whole: Set[str] = frozenset()
 ) -> list[Parameter]:
-    """The parameters, in model order, that stay gathered between steps."""
+    """The parameters, in model order, that stay gathered between steps; those called ``whole`` whatever their size."""
     kept: list[Parameter] = []
     numel = 0
     for parameter in parameters:
+        if parameter.name in whole:
+            kept.append(parameter)
+            continue
         fits = numel + parameter.numel <= configuration.model_persistence_threshold
         if fits and parameter.numel <= configuration.persistence_threshold:
             kept.append(parameter)
@@ -71,6 +74,7 @@ def fetches_of(
     persistent: Set[str],
     micro_steps: int,
     iteration: int,
+    whole: Set[str] = frozenset(),
 ) -> Fetches:
     """What micro-batch number ``iteration`` of a training gathers.
 
@@ -80,6 +84,7 @@ def fetches_of(
         persistent: names of the parameters that stay gathered between steps.
         micro_steps: micro-batches in a step; the parameters that stay gathered are so from the end of the first step.
         iteration: number of the micro-batch since training started, from 0.
+        whole: those of ``persistent`` that are gathered before the first micro-batch.
     """
     model = module_tree(parameters, configuration.is_leaf)
     visits = training_visits(model)
@@ -87,10 +92,10 @@ def fetches_of(
     order = [(use, number) for number, visit in enumerate(entered) for use in visit.module.parameters]
     calls = [visit.module for visit in entered]
     if iteration == 0:
-        return Fetches(tuple(_recording(visits)), False, False, len(calls), len(order))
+        return Fetches(tuple(_recording(visits, whole)), False, False, len(calls), len(order))
     known = _KnownOrder(configuration, calls, order, persistent)
     # What stays gathered is there from the end of the first step, or else from the second micro-batch on.
-    fetches, exact = known.run(visits, set(persistent) if micro_steps == 1 else set())
+    fetches, exact = known.run(visits, set(persistent) if micro_steps == 1 else set(whole))
     if iteration > 1 and micro_steps > 1:
         fetches, exact = known.run(visits, set(persistent))
     numel = sum(parameter.numel for parameter in parameters)
@@ -101,12 +106,13 @@ def fetches_of(
     return Fetches(tuple(fetches), exact, each_once, len(calls), len(order))
 
 
-def _recording(visits: Sequence[Visit]) -> list[Fetch]:
-    return [
-        Fetch(visit.module.parameters, visit.forward)
+def _recording(visits: Sequence[Visit], whole: Set[str]) -> list[Fetch]:
+    fetched = [
+        (tuple(each for each in visit.module.parameters if each.name not in whole), visit.forward)
         for visit in visits
-        if visit.enters and visit.module.parameters
+        if visit.enters
     ]
+    return [Fetch(parameters, forward) for parameters, forward in fetched if parameters]
 
 
 @dataclass

@@ -6,7 +6,8 @@ and the updated parameters are gathered.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from dataclasses import replace
 from typing import Final, Literal
 
 from commprof.requested.compressed_sums import compressed_sums
@@ -37,6 +38,7 @@ def flat_expectations(
     gradient_order: Sequence[str] | None,
     backend: str,
     runtime: Runtime,
+    whole: Set[str] = frozenset(),
 ) -> list[Expectation]:
     """All that stages 0 to 2 send at the start, in one micro-batch and at the end of a step.
 
@@ -47,6 +49,8 @@ def flat_expectations(
         gradient_order: names in the order in which gradients arrived; None where it was not observed.
         backend: backend of the group.
         runtime: whose rules say what is issued.
+        whole: names of parameters that are not partitioned: their gradients are summed on every rank, in buckets of their
+            own, and the others have no bands.
     """
     groups = trained_groups(parameters) if configuration.partitions else []
     layout = lay_out(
@@ -55,7 +59,7 @@ def flat_expectations(
         configuration.model_dtype,
         round_robin=configuration.round_robin_gradients,
         align_parameters=configuration.parameter_alignment,
-        bucket_size=configuration.reduce_bucket_size if configuration.reduces_bands else None,
+        bucket_size=configuration.reduce_bucket_size if configuration.reduces_bands and not whole else None,
     )
     rows: list[Expectation | None] = [_parameter_broadcast(configuration, parameters, world_size)]
     if not configuration.partitions:
@@ -71,12 +75,13 @@ def flat_expectations(
             _parameter_gather(configuration, layout, world_size, runtime),
         ]
     else:
-        if configuration.reduces_bands:
+        if configuration.reduces_bands and not whole:
             gradients = banded_gradients(configuration, layout, backend)
         else:
-            gradients = bucketed_gradients(configuration, groups, layout, gradient_order)
+            gradients = bucketed_gradients(configuration, groups, layout, gradient_order, backend, whole)
         rows += [
             *_gradient_reduce(configuration, gradients, world_size, backend),
+            *_whole_gradients(configuration, groups, layout, gradient_order, world_size, backend, whole),
             _overflow_check(configuration, layout, world_size),
             _partition_norms(configuration, layout, world_size),
             _parameter_gather(configuration, layout, world_size, runtime),
@@ -93,9 +98,31 @@ def _parameter_broadcast(
     return row("init", Purpose.PARAMETER_BROADCAST, Op.BROADCAST, payloads, world_size)
 
 
+def _whole_gradients(
+    configuration: Configuration,
+    groups: Sequence[Sequence[Parameter]],
+    layout: Layout,
+    gradient_order: Sequence[str] | None,
+    world_size: int,
+    backend: str,
+    whole: Set[str],
+) -> list[Expectation]:
+    """What sums the gradients of parameters that are not partitioned."""
+    others = {each.name for group in groups for each in group} - whole
+    summed = replace(configuration, gradient_reduction="all_reduce")
+    gradients = bucketed_gradients(summed, groups, layout, gradient_order, backend, others)
+    return _gradient_reduce(summed, gradients, world_size, backend) if whole else []
+
+
 def _gradient_reduce(
     configuration: Configuration, gradients: GradientMessages, world_size: int, backend: str
 ) -> list[Expectation]:
+    # A list of rows that differ in length never goes along the axes of a grid, so it is told apart.
+    lists = [each for each in gradients.messages if each.op == Op.REDUCE_SCATTER and each.rows]
+    if lists and len(lists) < len(gradients.messages):
+        alike = [each for each in gradients.messages if not each.rows]
+        parts = (gradients._replace(messages=each) for each in (alike, lists))
+        return [row for each in parts for row in _gradient_reduce(configuration, each, world_size, backend)]
     if not gradients.messages:
         return []
     op = gradients.messages[0].op

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Final, NamedTuple
 
 from commprof.requested.buckets import buckets_within, owned_slices, runs_past
 from commprof.requested.configuration import Configuration
 from commprof.requested.parameters import Parameter, in_gradient_order, in_model_order
 from commprof.requested.partition import Layout
-from commprof.requested.reductions import DEEPSPEED_REDUCTIONS, Message
+from commprof.requested.reductions import DEEPSPEED_REDUCTIONS, Message, reduce_scatter
 from commprof.schema import Op
 
 WHOLE_MODEL_BUCKET: Final = 500_000_000  # elements; DeepSpeed's constant where reduce_bucket_size is not used
@@ -71,6 +71,8 @@ def bucketed_gradients(
     groups: Sequence[Sequence[Parameter]],
     layout: Layout,
     gradient_order: Sequence[str] | None,
+    backend: str,
+    left_out: Set[str] = frozenset(),
 ) -> GradientMessages:
     """Stages 1 and 2: gradients in buckets, each reduced as the config says.
 
@@ -79,12 +81,21 @@ def bucketed_gradients(
         groups: the trained parameters of each optimizer group, in the order of the group.
         layout: who owns what.
         gradient_order: names in the order in which gradients arrived; None where it was not observed.
+        backend: that of the group.
+        left_out: names of parameters that have buckets of their own.
     """
     capacity = configuration.reduce_bucket_size
     # A compressed bucket is one message.
-    reduce = DEEPSPEED_REDUCTIONS["all_reduce" if configuration.compression else configuration.reduction]
+    reduction = "all_reduce" if configuration.compression else configuration.reduction
     arrived, exact, notes = _bucket_order(configuration, groups, gradient_order)
+    arrived = [each for each in arrived if each.name not in left_out]
     buckets = [owned_slices(bucket, layout) for bucket in buckets_within(arrived, capacity)]
+    if reduction == "reduce_scatter":
+        exchanges = configuration.reduce_scatter_on(backend) == "all_to_all"
+        ranks = layout.groups[0].numel // layout.groups[0].piece_numel if layout.groups else 1
+        scattered = [reduce_scatter(slices, ranks, exchanges=exchanges) for slices in buckets]
+        return GradientMessages(scattered, exact, notes)
+    reduce = DEEPSPEED_REDUCTIONS[reduction]
     messages = [message for slices in buckets for message in reduce(slices, capacity)]
     return GradientMessages(messages, exact, notes)
 

@@ -38,6 +38,8 @@ class Parameter(NamedTuple):
         cut: how its module shares tensors with the ranks of the model axis, a word of schema.CUTS; None where it does not.
         whole_shape: of the whole, where a rank holds a part of it.
         stages: numbers of the pipeline stages that have it, ``"0,2"``, with a plus at the end where they keep copies equal.
+        owner_types: the class of the module that owns it, and those that this derives from, ``"MyNorm,LayerNorm"``; of
+            several owners with a semicolon between them. None where that is not known.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Parameter(NamedTuple):
     cut: str | None = None
     whole_shape: str | None = None
     stages: str | None = None
+    owner_types: str | None = None
 
     @property
     def module(self) -> str:

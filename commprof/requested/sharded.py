@@ -6,7 +6,7 @@ DeepSpeed 0.19.8, whose rules these are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Final, NamedTuple
 
 from commprof.requested.buckets import Bucket, buckets_within
@@ -174,14 +174,20 @@ def gradient_buckets(
     fetching: FetchConfiguration,
     trained: Sequence[Parameter],
     gradient_order: Sequence[str] | None,
+    left_out: Set[str] = frozenset(),
 ) -> tuple[list[Bucket], bool, tuple[str, ...]]:
-    """Which gradients travel together in each micro-batch, whether that is certain, and notes about it."""
+    """Which gradients travel together in each micro-batch, whether that is certain, and notes about it.
+
+    Those of parameters called ``left_out`` have buckets of their own.
+    """
     capacity = configuration.reduce_bucket_size
     if gradient_order is not None:
         arrived, missing = in_gradient_order(trained, gradient_order)
         note = f"parameters that got no gradient are left out: {', '.join(missing)}"
-        return buckets_within(arrived, capacity), True, (note,) if missing else ()
-    buckets = buckets_within(_assumed_order(trained, fetching.weight_before_bias), capacity)
+        together = [each for each in arrived if each.name not in left_out]
+        return buckets_within(together, capacity), True, (note,) if missing else ()
+    assumed = _assumed_order(trained, fetching.weight_before_bias)
+    buckets = buckets_within([each for each in assumed if each.name not in left_out], capacity)
     exact = len(buckets) < 2
     return buckets, exact, () if exact else (GRADIENT_ORDER_NOTE,)
 
@@ -241,6 +247,15 @@ def reduced_gradients(
         for op, each in payloads.items()
         if each
     ]
+
+
+def whole_gradients(
+    configuration: Configuration, buckets: Sequence[Bucket], *, exact: bool, notes: Iterable[str] = ()
+) -> list[Sent]:
+    """The messages that sum gradients on every rank: of parameters that are not partitioned."""
+    size = item_bytes(configuration.communication_dtype)
+    payloads = tuple(sum(each.numel for each in bucket) * size for bucket in buckets)
+    return [Sent(Op.ALL_REDUCE, payloads, exact, tuple(notes))] if payloads else []
 
 
 def _row_bytes(bucket: Bucket, world_size: int, size: int) -> tuple[int, ...]:

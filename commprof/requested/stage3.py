@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, Final, NamedTuple
 
 from commprof.requested.configuration import Configuration
@@ -21,6 +21,7 @@ from commprof.requested.sharded import (
     reduced_gradients,
     sub_groups,
     used_parameters,
+    whole_gradients,
 )
 from commprof.schema import Op, Purpose
 
@@ -40,6 +41,8 @@ class Training(NamedTuple):
         iteration: number of the micro-batch since training started.
         zero_init: whether the model was made within ``deepspeed.zero.Init``.
         exchanges: whether a reduce_scatter is made of an all_to_all and a local sum, as zero_runtime does on gloo.
+        whole: names of parameters that are not partitioned: gathered at the start and after each step, their gradients
+            summed on every rank.
     """
 
     parameters: Sequence[Parameter]
@@ -49,6 +52,7 @@ class Training(NamedTuple):
     iteration: int
     zero_init: bool
     exchanges: bool = False
+    whole: Set[str] = frozenset()
 
 
 def stage3_expectations(
@@ -98,9 +102,16 @@ def _start(configuration: Configuration, training: Training) -> list[Expectation
         tuple(padded_bytes(parameter, world, dtype) for parameter in listed if parameter.requires_grad),
         notes=("each trained parameter once, to attach the hook that sees its gradient",),
     )
+    kept = Sent(
+        Op.ALL_GATHER,
+        tuple(
+            padded_bytes(parameter, world, dtype) for parameter in listed if parameter.name in training.whole
+        ),
+        notes=("parameters that are not partitioned",),
+    )
     return [
         *_rows("init", Purpose.PARAMETER_BROADCAST, [broadcast], world),
-        *_rows("init", Purpose.PARAMETER_GATHER, [hooked], world),
+        *_rows("init", Purpose.PARAMETER_GATHER, [hooked, kept if world > 1 else None], world),
     ]
 
 
@@ -109,12 +120,18 @@ def _micro_step(
 ) -> list[Expectation]:
     world, order = training.world_size, training.gradient_order
     used = used_parameters(training.parameters, order)
-    kept = {p.name for p in persistent_parameters(in_model_order(training.parameters), fetching)}
+    listed = in_model_order(training.parameters)
+    kept = {p.name for p in persistent_parameters(listed, fetching, training.whole)}
     fetches = fetches_of(
-        used, fetching, kept & {p.name for p in used}, training.micro_steps, training.iteration
+        used,
+        fetching,
+        kept & {p.name for p in used},
+        training.micro_steps,
+        training.iteration,
+        training.whole,
     )
     trained = [parameter for group in trained_groups(training.parameters) for parameter in group]
-    buckets, exact, notes = gradient_buckets(configuration, fetching, trained, order)
+    buckets, exact, notes = gradient_buckets(configuration, fetching, trained, order, training.whole)
     said = (describe_configuration(configuration), *notes)
     gradients = reduced_gradients(
         configuration,
@@ -125,6 +142,10 @@ def _micro_step(
         exchanges=training.exchanges,
         quantises=fetching.quantises_gradients and world > 1,
     )
+    summed, is_certain, _ = gradient_buckets(
+        configuration, fetching, trained, order, {each.name for each in trained} - training.whole
+    )
+    gradients += whole_gradients(configuration, summed, exact=is_certain, notes=said)
     checks = [order_checks(fetches, training.iteration)]
     if fetching.sanity_checks:
         checks.append(bucket_checks(buckets, exact))
@@ -191,7 +212,8 @@ def _step_end(
         (norm_bytes,) * parts,
         notes=() if configuration.gradient_clipping else ("sent although clipping is off",),
     )
-    kept = persistent_parameters(in_model_order(training.parameters), fetching) if world > 1 else []
+    listed = in_model_order(training.parameters)
+    kept = persistent_parameters(listed, fetching, training.whole) if world > 1 else []
     regathered = Sent(
         Op.ALL_GATHER,
         tuple(padded_bytes(parameter, world, configuration.model_dtype) for parameter in kept),

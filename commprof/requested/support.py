@@ -54,10 +54,6 @@ def refuse_unsupported(
             True,
             "the ranks then form more groups than the one of data parallelism",
         )
-    for name in ("zero_allowed_param_types", "zero_force_param_types"):
-        if stage and (zero.get(name) or (zero.get(name) is not None and "allowed" in name)):
-            reason = "which parameters stay whole then depends on the code of the model"
-            raise UnsupportedError(f"zero_optimization.{name}", zero[name], reason)
     delay = _mapping(config.get("communication")).get("bounded_delay")
     if stage and delay:
         raise UnsupportedError("communication.bounded_delay", delay, "it works at stage 0 alone")

@@ -31,6 +31,7 @@ from commprof.requested.parameters import Parameter, check_parameters, item_byte
 from commprof.requested.stage3 import Training, stage3_expectations
 from commprof.requested.support import optimizer_type, refuse_unsupported
 from commprof.requested.torus import Sizes
+from commprof.requested.unpartitioned import unpartitioned
 from commprof.schema import Op, Purpose
 
 __all__ = [
@@ -96,6 +97,9 @@ def expected(
         raise RequestedError(f"the world size is {world_size}; expected 1 or more")
     check_parameters(parameters)
     configuration = _without_idle_compression(configuration, config, world_size, iteration, host_ranks)
+    whole: frozenset[str] = frozenset()
+    if configuration.partitions and runtime == "zero_runtime":
+        whole = unpartitioned(zero_section(config), parameters)
     if configuration.stage == 3:
         _refuse_reductions_of_pieces(configuration)
         training = Training(
@@ -106,11 +110,14 @@ def expected(
             STEADY if iteration is None else iteration,
             zero_init,
             runtime == "zero_runtime" and configuration.reduce_scatter_on(backend) == "all_to_all",
+            whole,
         )
         fetching = read_fetch_configuration(zero_section(config))
         rows = stage3_expectations(configuration, fetching, training)
     else:
-        rows = flat_expectations(configuration, parameters, world_size, gradient_order, backend, runtime)
+        rows = flat_expectations(
+            configuration, parameters, world_size, gradient_order, backend, runtime, whole
+        )
     if runtime != "zero_runtime":
         return rows
     if configuration.partitions and optimizer_type(config) == "lamb":

@@ -33,7 +33,7 @@ from zero_runtime.optimizer import StepPolicy
 from zero_runtime.optimizers.muon import mark_matrices
 from zero_runtime.optimizers.one_bit import OneBitOptimizer
 from zero_runtime.parallelism import Parallelism, data_parallel, stage_text, use
-from zero_runtime.partitioned_types import whole_parameters
+from zero_runtime.partitioned_types import owner_types, whole_parameters
 from zero_runtime.precision import (
     Precision,
     accumulate_in,
@@ -473,11 +473,12 @@ def _describe(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None
     group_of = {p: number for number, each in enumerate(optimizer.param_groups) for p in each["params"]}
     ordered = [p for p in group_of if p in index] + [p for p in index if p not in group_of]
     shapes = {p: p.shape if shard is None else shard.shape for p in ordered for shard in [shard_of(p)]}
-    shared = sharing(module)
+    shared, types = sharing(module), owner_types(module)
     hooks.describe_parameters(
         {
             **shared.get(parameter, {}),
             "stages": stage_text(parameter),
+            "owner_types": types.get(parameter),
             "name": index[parameter][1],
             "shape": "x".join(map(str, shapes[parameter])),
             "dtype": str(parameter.dtype).removeprefix("torch."),

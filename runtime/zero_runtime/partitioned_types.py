@@ -44,14 +44,27 @@ def whole_parameters(module: torch.nn.Module, types: PartitionedTypes) -> set[to
     """
     if not types:
         return set()
-    owners: dict[torch.nn.Parameter, list[set[str]]] = {}
-    for child in module.modules():
-        for parameter in child.parameters(recurse=False):
-            owners.setdefault(parameter, []).append(_names(child))
+    owners = _owners(module)
     known = {name for several in owners.values() for names in several for name in names}
     for key, wanted in ((_ALLOWED, types.allowed or ()), (_FORCED, types.whole)):
         _check(key, wanted, known)
     return {parameter for parameter, several in owners.items() if not _is_partitioned(several, types)}
+
+
+def owner_types(module: torch.nn.Module) -> dict[torch.nn.Parameter, str]:
+    """The classes that count, for the record of a run: those of one owner joined by commas, owners by semicolons."""
+    return {
+        parameter: ";".join(",".join(sorted(names)) for names in several)
+        for parameter, several in _owners(module).items()
+    }
+
+
+def _owners(module: torch.nn.Module) -> dict[torch.nn.Parameter, list[set[str]]]:
+    found: dict[torch.nn.Parameter, list[set[str]]] = {}
+    for child in module.modules():
+        for parameter in child.parameters(recurse=False):
+            found.setdefault(parameter, []).append(_names(child))
+    return found
 
 
 def _is_partitioned(owners: Sequence[set[str]], types: PartitionedTypes) -> bool:
