@@ -108,6 +108,11 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
 
     loss_scale_config = loss_scaler  # its name without
 
+    @property
+    def _global_grad_norm(self) -> torch.Tensor | None:
+        """``grad_norm``, by the name that scripts read."""
+        return self.grad_norm
+
     def override_loss_scale(self, loss_scale: float) -> None:
         """Use ``loss_scale`` from now on, whatever overflows."""
         self._scale.override(loss_scale)

@@ -10,7 +10,7 @@ import torch
 
 from commprof import hooks
 from zero_runtime.bands import BandedGradients
-from zero_runtime.clip import joint_norm, sum_of_squares
+from zero_runtime.clip import joint_norm, sharded_norm, sum_of_squares
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import ConfigError
 from zero_runtime.flat_parameters import FlatParameters
@@ -220,6 +220,11 @@ class ShardedOptimizer(WrappedOptimizer):
             for span in spans:
                 squares[stretch.piece] += sum_of_squares(gradient[span])
         return joint_norm(squares, [self._group, *self._model_groups()], self._reduced.norm_dtype)
+
+    @torch.no_grad()
+    def _get_norm_groups(self) -> list[torch.Tensor]:
+        """The norm of each group's reduced gradients, scaled as they are; by DeepSpeed's name. All ranks must call it."""
+        return [sharded_norm([each], self._group, self._reduced.norm_dtype) for each in self._reduced.pieces]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

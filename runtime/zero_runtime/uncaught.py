@@ -14,6 +14,7 @@ import logging
 import os
 import socket
 import sys
+import sysconfig
 import time
 import traceback
 from pathlib import Path
@@ -27,7 +28,15 @@ from zero_runtime.errors import ZeroRuntimeError
 
 EXIT_CODE: Final = 2
 PAUSE_S: Final = 2.0  # how much later another rank may fail and still find that all is said
-_INNER: Final = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__))
+# Where no script of the user's is: this package, torch, Python's own modules and what is installed beside them.
+_INNER: Final = tuple(
+    f"{folder}{os.sep}"
+    for folder in (
+        Path(__file__).parent,
+        Path(torch.__file__).parent,
+        *map(sysconfig.get_path, ("stdlib", "purelib")),
+    )
+)
 
 
 def report_uncaught() -> None:

@@ -136,3 +136,27 @@ def refuse(rank, world):
 
 def test_a_parameter_that_nothing_trains_has_none_of_them():
     assert all(run_ranks(2, refuse))
+
+
+def clamp_gradients(rank, world, settings):
+    """Norms of the groups before and after a script clamps its part of each gradient, and what the step reports."""
+    import zero_runtime
+    from zero_runtime import tensor_access as access
+
+    engine, *_ = zero_runtime.initialize(model=model(), config=settings)
+    engine.backward(engine(batch(rank, 0)).pow(2).sum())
+    before = torch.stack(engine.optimizer._get_norm_groups()).norm().item()
+    for parameter in engine.module.parameters():
+        access.safe_set_local_grad(parameter, access.safe_get_local_grad(parameter).clamp(-0.01, 0.01))
+    after = torch.stack(engine.optimizer._get_norm_groups()).norm().item()
+    engine.step()
+    return before, after, float(engine.optimizer._global_grad_norm)
+
+
+@pytest.mark.parametrize("device", ["none", "cpu"])
+def test_norms_of_gradients_that_a_script_has_clamped(device):
+    settings = config(3, offload_optimizer={"device": device}) | {"gradient_clipping": 1.0}
+    for before, after, reported in run_ranks(2, clamp_gradients, settings):
+        # 66 elements of at most 0.01 each.
+        assert before > 0.1 > 0.01 * 66**0.5 >= after > 0
+        assert reported == pytest.approx(after)
