@@ -16,6 +16,9 @@ pytestmark = pytest.mark.browser
 
 DESKTOP = {"width": 1280, "height": 900}
 TEXT = {"light": "#212529", "dark": "#e4e6e9"}
+CUT_WORDS = """() => [...document.querySelectorAll('.message p, .message li')]
+    .filter(words => words.getBoundingClientRect().right > words.closest('.message').getBoundingClientRect().right)
+    .map(words => words.innerText)"""
 PATHS = ("/matrix", "/buckets", "/stragglers", "/alignment")
 # What plotly holds of the first graph of a card: its traces as they are drawn.
 TRACES = """(card) => document.querySelector(`#card-${card} .js-plotly-plot`)._fullData.map((trace) => ({
@@ -158,10 +161,17 @@ def test_a_telephone_has_no_sideways_scrolling(browser, base_url, scheme):
     for path in PATHS:
         view.open(f"{base_url}{path}?run={'aligned' if path == '/alignment' else 'plain'}")
         assert view.page.evaluate("document.documentElement.scrollWidth") <= 400, path
+        assert view.page.evaluate(CUT_WORDS) == [], path
         text = view.page.evaluate(
             "document.querySelector('.js-plotly-plot').layout.template.layout.font.color"
         )
         assert text == TEXT[scheme], path
+    for path in (
+        "/alignment?run=plain",
+        "/bandwidth?run=plain",
+    ):  # notices with commands longer than the window
+        view.open(base_url + path)
+        assert view.page.evaluate(CUT_WORDS) == [], path
     view.page.context.close()
     assert view.errors == []
 

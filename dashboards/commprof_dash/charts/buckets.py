@@ -14,6 +14,7 @@ from commprof_dash.charts.series import marker, series_in_order
 from commprof_dash.theme import EXPOSED_COLOUR, OTHER_COLOUR, STEP_COLOUR, TEXT, Scheme, template
 
 _FEW: Final = 5
+_MOST_OF_BARS: Final = 12  # times the largest bucket: up to there a capacity is drawn
 
 
 def sizes(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
@@ -38,7 +39,8 @@ def sizes(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
             marker=marker(one),
             hovertemplate="Bucket %{x}<br><b>" + escape(one.name) + "</b>: %{customdata}<extra></extra>",
         )
-    full = (frame["bytes"].astype(float) / frame["fill"].astype(float)).where(frame["fill"] > 0)
+    full = capacities(frame)
+    full = full.where(full <= _MOST_OF_BARS * frame["bytes"].astype(float).max())
     if full.notna().any():
         figure.add_scatter(
             name="full",
@@ -62,6 +64,16 @@ def sizes(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
         yaxis=axis(highest, "bytes", "Bytes of the bucket", room=1.05),
     )
     return figure
+
+
+def capacities(frame: pd.DataFrame) -> pd.Series[float]:
+    """The bytes of each bucket if it were full; not-a-number where its runtime names no capacity."""
+    return (frame["bytes"].astype(float) / frame["fill"].astype(float)).where(frame["fill"] > 0)
+
+
+def are_drawn(frame: pd.DataFrame) -> bool:
+    """Whether a capacity has a place in the figure: beside one that is far larger no bucket would be seen."""
+    return bool((capacities(frame) <= _MOST_OF_BARS * frame["bytes"].astype(float).max()).any())
 
 
 def times(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:

@@ -57,11 +57,28 @@ def lane_rows(shown: api.Timeline) -> list[LaneRow]:
     return rows
 
 
+class Called(NamedTuple):
+    """A lane, and what its group is called: ``groups`` of them where several stand together."""
+
+    rank: int
+    lane: int
+    pg: str | None
+    group_desc: str | None
+    groups: int = 1
+
+
 def lane_names(shown: api.Timeline) -> dict[tuple[int, int], str]:
     """What each lane is called, by its rank and number: its group's description, and its name where it needs one."""
-    held = Counter((lane.rank, lane.group_desc) for lane in shown.lanes)
+    return names_of(
+        [Called(lane.rank, lane.lane, lane.pg, lane.group_desc, lane.groups) for lane in shown.lanes]
+    )
+
+
+def names_of(lanes: Sequence[Called]) -> dict[tuple[int, int], str]:
+    """The same of ``lanes``."""
+    held = Counter((lane.rank, lane.group_desc) for lane in lanes)
     names = {}
-    for lane in shown.lanes:
+    for lane in lanes:
         if lane.groups > 1:
             name = OTHER_GROUPS
         elif lane.group_desc in _UNNAMED:

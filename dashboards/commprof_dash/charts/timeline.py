@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -11,7 +12,7 @@ import plotly.graph_objects as go
 
 from commprof.analysis import api
 from commprof_dash.charts.axes import step_size
-from commprof_dash.charts.density import LaneRow, draw_density, lane_rows
+from commprof_dash.charts.density import Called, LaneRow, draw_density, lane_rows, names_of
 from commprof_dash.charts.labels import escape
 from commprof_dash.charts.series import marker, series_in_order, with_series
 from commprof_dash.theme import (
@@ -36,6 +37,8 @@ HELD: Final = "program stood still"
 _UNITS: Final = ((1, "ns"), (1_000, "us"), (1_000_000, "ms"), (1_000_000_000, "s"))
 _STRIP: Final = 34  # pixels above the ranks: steps and phases
 _LEVEL: Final = 13  # pixels of a level of a lane
+_BESIDE: Final = 60  # pixels above and below the ranks and the strip
+_LEGIBLE: Final = 11  # pixels of a level from which on its lane has room for a name
 _FEWEST_PIXELS: Final = 26  # of a rank
 _MOST_HEIGHT: Final = 1100
 _NAME: Final = 14  # characters of the name of a lane beside it
@@ -72,6 +75,8 @@ def figure(
         draw_density(drawn, shown.density, lanes, origin, scheme)
     depth = rows[-1].top + rows[-1].height if rows else 1.0
     height = _height(rows, depth)
+    if shown.bars is not None and (height - _STRIP - _BESIDE) / depth >= _LEGIBLE:
+        lanes = bar_lanes(shown.bars, rows)
     begin, end = shown.begin_ns - origin, shown.end_ns - origin
     values, texts = time_ticks(begin, end)
     strip = _STRIP / height
@@ -95,7 +100,7 @@ def figure(
         yaxis={
             "range": [depth + 0.15, -0.15],
             "domain": [0, 1 - strip],
-            **(_lane_ticks(lanes) if shown.lanes else _rank_ticks(rows)),
+            **(_lane_ticks(lanes) if any(lane.name for lane in lanes) else _rank_ticks(rows)),
             "ticklen": 6,
             "tickcolor": "rgba(0,0,0,0)",
             "ticks": "outside",
@@ -121,7 +126,41 @@ def _lane_ticks(lanes: Sequence[LaneRow]) -> dict[str, Any]:
         name = escape(_short(lane.name, _NAME))
         is_first = number == 0 or lanes[number - 1].is_last
         texts.append(f"<b>rank {lane.rank}</b> {name}" if is_first else name)
-    return {"tickvals": [lane.top + lane.height / 2 for lane in lanes], "ticktext": texts}
+    return {
+        "tickvals": [lane.top + lane.height / 2 for lane in lanes],
+        "ticktext": texts,
+        "tickfont": {"size": 11},
+    }
+
+
+def bar_lanes(bars: pd.DataFrame, rows: Sequence[Row]) -> list[LaneRow]:
+    """The lanes of the bars, from the top; without names where no rank has several."""
+    held = bars.drop_duplicates(["rank", "lane"])
+    called = [
+        Called(
+            int(row["rank"]),
+            int(row["lane"]),
+            *(None if pd.isna(row[n]) else str(row[n]) for n in ("pg", "group_desc")),
+        )
+        for row in held.to_dict("records")
+    ]
+    several = max(Counter(each.rank for each in called).values(), default=0) > 1
+    names = names_of(called) if several else {}
+    ranks = dict(
+        zip(zip(held["rank"].tolist(), held["lane"].tolist(), strict=True), held["group_ranks"], strict=True)
+    )
+    heights: dict[int, list[tuple[int, float]]] = {}
+    for rank, lane, count in _lane_heights(bars):
+        heights.setdefault(rank, []).append((lane, count))
+    found = []
+    for row in rows:
+        top, of_rank = row.top, heights.get(row.rank, [(0, row.height)])
+        for lane, count in of_rank:
+            key = (row.rank, lane)
+            is_last = lane == of_rank[-1][0]
+            found.append(LaneRow(*key, names.get(key, ""), str(ranks.get(key, "")), top, count, is_last))
+            top += count
+    return found
 
 
 def _ranks_of(lanes: Sequence[LaneRow]) -> list[Row]:
@@ -132,7 +171,7 @@ def _ranks_of(lanes: Sequence[LaneRow]) -> list[Row]:
 def _height(rows: Sequence[Row], depth: float) -> int:
     per_rank = max(8, _FEWEST_PIXELS if len(rows) <= 32 else _MOST_HEIGHT // max(1, len(rows)))
     wanted = max(_LEVEL * depth, per_rank * len(rows))
-    return round(max(220, min(_MOST_HEIGHT, wanted + _STRIP + 60)))
+    return round(max(220, min(_MOST_HEIGHT, wanted + _STRIP + _BESIDE)))
 
 
 def rows_of(bars: pd.DataFrame, ranks: Sequence[int]) -> list[Row]:

@@ -10,6 +10,16 @@ from dash import html
 from dash.development.base_component import Component
 
 _MARKERS: Final = {"x-thin-open": "\u2715", "diamond-open": "\u25c7", "line-ew": "\u2013"}
+_SYMBOLS: Final = {  # of lines of one colour, which these tell apart
+
+        "circle": "\u25cf",
+        "square": "\u25a0",
+        "triangle-up": "\u25b2",
+        "diamond": "\u25c6",
+        "cross": "\u271a"
+    ,
+    "star": "\u2605", "hexagon": "\u2b22", "pentagon": "\u2b1f",
+}
 
 
 def legend(figure: go.Figure) -> Component | None:
@@ -25,6 +35,9 @@ def _swatch(trace: Any) -> Component:
     if trace.type == "scatter" and "lines" not in trace.mode:
         symbol = _MARKERS.get(trace.marker.symbol, "\u25cf")
         return html.Span(symbol, style={"color": trace.marker.color}, **{"aria-hidden": "true"})
+    if trace.type == "scatter" and trace.marker.symbol in _SYMBOLS:
+        symbol = _SYMBOLS[trace.marker.symbol]
+        return html.Span(symbol, style={"color": trace.line.color}, **{"aria-hidden": "true"})
     if trace.type == "scatter":
         dash = trace.line.dash or "solid"
         style = "dotted" if "dot" in dash else "dashed" if "dash" in dash else "solid"

@@ -162,10 +162,19 @@ def _drawn(frame: pd.DataFrame) -> tuple[pd.DataFrame, str]:
     return frame.head(_DRAWN), f" The first {_DRAWN} of {len(frame):,}."
 
 
+def _capacity_told(drawn: pd.DataFrame) -> str:
+    capacities = charts.capacities(drawn).dropna()
+    if capacities.empty:
+        return ""
+    if charts.are_drawn(drawn):
+        return "; the dashes are its capacity"
+    return f"; its capacity, {api.format_bytes(capacities.min())}, is far above what is drawn"
+
+
 def _sizes(frame: pd.DataFrame, mean: bool, scheme: Scheme) -> Component:
     drawn, cut = _drawn(frame)
     over = "Mean over the training steps: b" if mean else "B"
-    full = "" if drawn["fill"].isna().all() else "; the dashes are its capacity"
+    full = _capacity_told(drawn)
     return cards.figure_card(
         "bucket-sizes",
         "What each bucket holds",

@@ -17,6 +17,7 @@ from commprof_dash import bandwidth_data
 from commprof_dash.address import link
 from commprof_dash.app import draw_page, find_page
 from commprof_dash.charts.axes import log_axis
+from commprof_dash.components.legend import legend
 from commprof_dash.data import Runs
 from commprof_dash.theme import OP_COLOURS
 from support.runs import SyntheticRun
@@ -92,6 +93,22 @@ def test_the_points_are_the_answers_and_the_dashed_line_is_the_ceiling(directory
     assert ceiling.line.dash == "dash" and ceiling.line.color == reached.line.color
     for size, rate in zip(ceiling.x, ceiling.y, strict=True):
         assert rate == pytest.approx(size / (100_000 + size) * 1e9, rel=1e-3)
+
+
+def test_the_legend_tells_the_groups_of_an_operation_apart(tmp_path):
+    run = SyntheticRun(4)
+    for group in ((0, 1), (2, 3)):
+        for size in (1024, 4096):
+            run.add_collective(
+                "all_reduce", payload_bytes=size, group=group, pg=f"of {group[0]}", host_ns=9_000
+            )
+    run.write(tmp_path / "run")
+    drawn = figure_of(draw(tmp_path, "run=run"))
+    entries = [entry.children for entry in legend(drawn).children]
+    lines = {trace.name: trace for trace in drawn.data}
+    told = {text: swatch.children for swatch, text in entries}
+    assert told == {"all_reduce, ranks 0-1": "\u25cf", "all_reduce, ranks 2-3": "\u25a0"}
+    assert [lines[name].marker.symbol for name in told] == ["circle", "square"]
 
 
 def test_outliers_and_impossible_times_are_marked_and_listed(directory):

@@ -111,6 +111,24 @@ def test_buckets_draw_what_the_api_answers(directory):
     assert list(means.data[0].y) == [150_000.0, 150_000.0]  # two reduces, 100,000 apart, of 50,000 each
 
 
+@pytest.mark.parametrize(("capacity", "drawn"), [(2000, True), (500_000_000, False)])
+def test_a_capacity_that_would_hide_the_buckets_is_told_and_not_drawn(tmp_path, capacity, drawn):
+    run = SyntheticRun(2)
+    run.add_step(0)
+    for rank in range(2):
+        run.add(
+            "buckets", rank=rank, attempt=0, pid=run.pid(rank), step=0, micro_step=0, bucket=0, numel=1000, bytes=4000,
+            capacity=capacity, dtype="float32", time_ns=1,
+        )  # fmt: skip
+    run.write(tmp_path / "run")
+    parts = draw(tmp_path, "/buckets?run=run")
+    figure = figures_of(parts)["bucket-sizes"]
+    assert ("full" in [trace.name for trace in figure.data]) is drawn
+    assert figure.layout.yaxis.range[1] < (10_000 if drawn else 5000)
+    told = "the dashes are its capacity" if drawn else "its capacity, 1.86 GiB, is far above what is drawn"
+    assert told in text_of(parts)
+
+
 def test_a_bucket_of_the_address_shows_its_parameters_and_records(directory):
     text = text_of(draw(directory, "/buckets?run=plain&step=4&bucket=1"))
     assert "Bucket 1 of step 4: its parameters" in text

@@ -147,6 +147,24 @@ def test_each_group_of_a_rank_has_a_lane(tmp_path):
     assert not any("<script" in text for text in said)
 
 
+def test_bars_of_several_groups_stand_beside_their_names(tmp_path):
+    shown = api.timeline(write_groups(tmp_path / "groups"), 0, 2_000_000)
+    assert shown.bars is not None
+    axis = chart.figure(shown, "light").layout.yaxis
+    assert axis.ticktext[:3] == ("<b>rank 0</b> group 0", "data", "&lt;script&gt;ale...")
+    # each name stands in the middle of the bars of its group
+    bars = shown.bars[shown.bars["rank"] == 0]
+    of_rank = chart.places(bars, chart.rows_of(shown.bars, shown.ranks))
+    for lane, value in enumerate(axis.tickvals[:3]):
+        drawn = [place for place, each in zip(of_rank, bars["lane"], strict=True) if each == lane]
+        assert value == (min(drawn) + max(drawn)) / 2
+
+
+def test_bars_of_one_group_need_no_names(directory):
+    axis = chart.figure(api.timeline(directory / "a"), "light").layout.yaxis
+    assert axis.ticktext == ("rank 0", "rank 1", "rank 2")
+
+
 def test_the_page_of_a_run_with_groups_names_them(tmp_path, monkeypatch):
     write_groups(tmp_path / "groups")
     most = api.timeline
