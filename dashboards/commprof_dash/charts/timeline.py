@@ -136,13 +136,12 @@ def _lane_ticks(lanes: Sequence[LaneRow]) -> dict[str, Any]:
 def bar_lanes(bars: pd.DataFrame, rows: Sequence[Row]) -> list[LaneRow]:
     """The lanes of the bars, from the top; without names where no rank has several."""
     held = bars.drop_duplicates(["rank", "lane"])
+    names_known = held[["pg", "group_desc"]].astype(object).where(held[["pg", "group_desc"]].notna(), None)
     called = [
-        Called(
-            int(row["rank"]),
-            int(row["lane"]),
-            *(None if pd.isna(row[n]) else str(row[n]) for n in ("pg", "group_desc")),
+        Called(int(rank), int(lane), pg, desc)
+        for rank, lane, pg, desc in zip(
+            held["rank"], held["lane"], names_known["pg"], names_known["group_desc"], strict=True
         )
-        for row in held.to_dict("records")
     ]
     several = max(Counter(each.rank for each in called).values(), default=0) > 1
     names = names_of(called) if several else {}
