@@ -111,10 +111,12 @@ def note_contradictions(config: RuntimeConfig, notices: list[str]) -> None:
             notices.append(
                 "offload_optimizer has no effect at stage 0, where every rank keeps the whole optimizer; use stage 1, 2 or 3"
             )
+        _note_parameters_offloaded(given, 0, notices)
         return
     if zero.stage.shards_parameters:
         _note_stage_3(config, notices)
         return
+    _note_parameters_offloaded(given, zero.stage.number, notices)
     if zero.offload_optimizer is None and "sub_group_size" in given:
         notices.append(
             "sub_group_size has no effect here: it acts at stage 3, and elsewhere with offload_optimizer"
@@ -151,6 +153,15 @@ def note_contradictions(config: RuntimeConfig, notices: list[str]) -> None:
         notices.append(
             "prescale_gradients and gradient_predivide_factor have no effect here: reductions to owners "
             "divide by the world size before the sum"
+        )
+
+
+def _note_parameters_offloaded(zero: Mapping[str, Any], stage: int, notices: list[str]) -> None:
+    block = zero.get("offload_param", zero.get("offload_params"))
+    device = (block.get("device") or "none") if isinstance(block, Mapping) else "none"
+    if device != "none" or zero.get("cpu_offload_param"):
+        notices.append(
+            f"offload_param has no effect at stage {stage}, where parameters are whole on every rank; use stage 3"
         )
 
 

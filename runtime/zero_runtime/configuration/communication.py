@@ -30,8 +30,10 @@ def _topology(name: str, value: Any) -> int | str | tuple[int, ...]:
 
 def _fraction(name: str, value: Any) -> float:
     found = float(number(0.0)(name, value))
-    if found == 0.0:
-        raise ConfigError(f"{name} is {value!r}; expected a fraction of a step's time above 0, such as 0.2")
+    if not 0.0 < found < 1.0:
+        raise ConfigError(
+            f"{name} is {value!r}; expected a fraction of a step's time, above 0 and below 1, such as 0.2"
+        )
     return found
 
 
@@ -52,7 +54,7 @@ COMMUNICATION: Final[Table] = {
         "measured costs, by which each message size goes along the axes or not",
     ),
     "slow_node_tolerance": used(
-        optional(Check("number > 0", _fraction)),
+        optional(Check("number above 0 and below 1", _fraction)),
         None,
         "say which rank or link keeps the others waiting for more than this fraction of a step",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -10,11 +11,20 @@ from zero_runtime.configuration.checks import Check, boolean, choice, either, in
 from zero_runtime.configuration.key_table import Table, inert, inside, used
 from zero_runtime.errors import ConfigError
 
+_METHODS: Final = ("uniform", "parameters", "profile")
+
 
 def _method(name: str, value: Any) -> str:
     found = value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
-    if isinstance(found, str) and found:
-        return found
+    kind, _, pattern = found.lower().partition(":") if isinstance(found, str) else ("", "", "")
+    if kind == "type" and pattern:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"{name} is {value!r}, which is no regular expression: {error}") from None
+        return str(found)
+    if (kind in _METHODS or (kind == "best" and name == "pipeline.partition")) and not pattern:
+        return kind
     raise ConfigError(
         f"{name} is {value!r}; expected uniform, parameters, profile, or type: and a pattern of class names"
     )

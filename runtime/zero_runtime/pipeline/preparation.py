@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zero_runtime import comm
+from zero_runtime import comm, log
 from zero_runtime.activation_checkpointing import checkpoint, non_reentrant_checkpoint
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.configuration.pipeline import PipelineConfig
@@ -32,6 +32,11 @@ def stages_for(model: torch.nn.Module, config: PipelineConfig) -> int:
                 f"the configuration asks for {config.stages} pipeline stages (pipeline_parallel.pp_size or "
                 f"pipeline.stages), and the model is a {type(model).__name__}; give it as "
                 "zero_runtime.PipelineModule(layers=[...], loss_fn=...), or remove the key"
+            )
+        if config.partition_method is not None and comm.get_rank() == 0:
+            log.warning(
+                f"partition_methods {config.partition_method} has no effect: the model is a {type(model).__name__}, and "
+                "only a PipelineModule is dealt out to stages"
             )
         return 1
     mine = model.num_stages if model.is_dealt else stages_of(model)
