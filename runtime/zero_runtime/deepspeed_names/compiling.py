@@ -12,6 +12,11 @@ def is_compiling() -> bool:
     return torch.compiler.is_compiling()
 
 
+def is_compile_supported() -> bool:
+    """Whether torch has torch.compile; always, in the versions that this runtime runs on."""
+    return True
+
+
 def disable(func: Any) -> Any:
     """``func``, left out of compiling."""
     return torch.compiler.disable(func)

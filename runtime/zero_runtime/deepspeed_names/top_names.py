@@ -184,6 +184,7 @@ MODULES: Final[dict[str, Module]] = {
         given("zero_runtime.sequence_parallel", "DistributedAttention")
         | given(f"{_HERE}.sequence_exchange", "single_all_to_all", "_SeqAllToAll")
     ),
+    "sequence.cross_entropy": Module(given(f"{_HERE}.sequence_loss", "vocab_sequence_parallel_cross_entropy")),
     "compression": Module(refused="compression of models is not in this version"),
     "autotuning": Module(refused="`commprof sweep --set KEY=V1,V2` tries settings and compares them"),
     "elasticity": Module(refused="elastic batch sizes are not in this version; torchrun --max-restarts restarts ranks"),

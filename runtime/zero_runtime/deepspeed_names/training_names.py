@@ -291,7 +291,7 @@ MODULES: Final[dict[str, Module]] = {
     ),
     "runtime.tensor_parallel": Module(refused=TENSOR_PARALLEL),
     "runtime.domino": Module(refused=f"Domino's order of messages is not in this version; {TENSOR_PARALLEL}"),
-    "runtime.compiler": Module(given(f"{_HERE}.compiling", "disable", "enable", "is_compiling")),
+    "runtime.compiler": Module(given(f"{_HERE}.compiling", "disable", "enable", "is_compile_supported", "is_compiling")),
     "runtime.comm": Module(refused="zero_optimization.gradient_reduction chooses how gradients are reduced"),
     "runtime.swap_tensor": Module(
         values(MIN_SWAPPABLE_BYTES=1024 * 1024)
