@@ -63,7 +63,9 @@ def cases(steps: int) -> list[Case]:
         Case("topk 1 %, no error feedback", {**one_percent, "error_feedback": False}),
         Case("topk 0.1 %", {**one_percent, "topk_ratio": 0.001}),
         Case("2bit", {"algorithm": "2bit"}),
+        Case("2bit, in two phases", {"algorithm": "2bit", "two_phase": True}),
         Case("1bit", {"algorithm": "1bit"}),
+        Case("1bit, in two phases", {"algorithm": "1bit", "two_phase": True}),
         Case(f"1bit after {tenth} steps", {"algorithm": "1bit", "warmup_steps": tenth}),
         Case("1bit, no error feedback", {"algorithm": "1bit", "error_feedback": False}),
         Case("OneBitAdam, uncompressed", None, 0, _one_bit("OneBitAdam", freeze_step=steps)),
@@ -132,14 +134,22 @@ def main() -> None:
     )
     parser.add_argument("--clipping", type=float, default=1.0, help="gradient_clipping; 0 for none")
     parser.add_argument(
-        "--only", action="append", default=[], help="only cases whose name holds this; repeatable"
+        "--only",
+        action="append",
+        default=[],
+        help="only the case of this name, or those whose name holds it; repeatable",
     )
     args = parser.parse_args()
     if (why := network.why_impossible()) is not None:
         print(f"there can be no hosts here: {why}", file=sys.stderr)
         raise SystemExit(CANNOT)
+    known = cases(args.steps)
+    names = {each.name for each in known}
     chosen = [
-        each for each in cases(args.steps) if not args.only or any(part in each.name for part in args.only)
+        each
+        for each in known
+        if not args.only
+        or any(part == each.name or (part not in names and part in each.name) for part in args.only)
     ]
     configs = {each.name: each.config | {"gradient_clipping": args.clipping} for each in chosen}
     if args.lr is not None:
