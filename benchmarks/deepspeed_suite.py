@@ -87,7 +87,13 @@ class Result(NamedTuple):
 
 
 def test_files(folder: Path, part: str) -> Iterator[Path]:
-    """The test files of a part, in order."""
+    """The test files of a part, in order; or ``part`` itself, where it names a file or a class in one (``file::class``)."""
+    file = folder / part.partition("::")[0]
+    if part not in PARTS and not file.is_file():
+        raise SystemExit(f"there is no test file {file}")
+    if part not in PARTS:
+        yield folder / part
+        return
     for name in PARTS[part]:
         path = folder / name
         yield from sorted(path.rglob("test_*.py")) if path.is_dir() else [path] * path.is_file()
@@ -99,7 +105,7 @@ def count_tests(path: Path) -> int:
     return sum(isinstance(node, ast.FunctionDef) and node.name.startswith("test") for node in ast.walk(tree))
 
 
-def environment(support: Path, log: Path, timeout: int, is_ours: bool) -> dict[str, str]:
+def environment(python: str, support: Path, log: Path, timeout: int, is_ours: bool) -> dict[str, str]:
     """The environment of a run: ours puts the names in place in every process that starts."""
     paths = [str(support)]
     if is_ours:
@@ -107,6 +113,9 @@ def environment(support: Path, log: Path, timeout: int, is_ours: bool) -> dict[s
     paths += [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
     return {
         **os.environ,
+        "PATH": os.pathsep.join(
+            (str(Path(python).parent), os.environ["PATH"])
+        ),  # DeepSpeed compiles with its ninja
         "PYTHONPATH": os.pathsep.join(paths),
         "SUITE_LOG": str(log),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
@@ -133,7 +142,7 @@ def run_files(
         process = subprocess.Popen(
             command,
             cwd=tests,
-            env=environment(support, log, timeout, is_ours),
+            env=environment(python, support, log, timeout, is_ours),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
@@ -224,6 +233,12 @@ def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("checkout", type=Path, help="a checkout of DeepSpeed, with its tests folder")
     parser.add_argument("--part", action="append", choices=list(PARTS), help="repeatable; default: all")
+    parser.add_argument(
+        "--file",
+        action="append",
+        help="a file below tests/unit, such as runtime/zero/test_zero_grad_clip.py, or a class in one (FILE::CLASS), in "
+        "place of parts; repeatable",
+    )
     parser.add_argument("--timeout", type=int, default=60, help="seconds for one test; default: %(default)s")
     parser.add_argument(
         "--deepspeed-python", help="a Python that has DeepSpeed and pytest: run the same tests there too"
@@ -234,7 +249,7 @@ def main() -> None:
     args = parser.parse_args()
     if not (args.checkout / "tests" / "unit").is_dir():
         raise SystemExit(f"{args.checkout} has no tests/unit: give the folder of a checkout of DeepSpeed")
-    parts = args.part or list(PARTS)
+    parts = [*(args.part or []), *(args.file or [])] or list(PARTS)
     ours = measure(sys.executable, args.checkout, parts, args.timeout, True)
     theirs = (
         measure(args.deepspeed_python, args.checkout, parts, args.timeout, False)

@@ -66,6 +66,18 @@ def outcomes(tmp_path_factory):
     return suite.measure(sys.executable, checkout, ["comm"], timeout=60, is_ours=True)
 
 
+def test_a_file_or_a_part_of_it_in_place_of_a_part(tmp_path):
+    unit = tmp_path / "tests" / "unit"
+    (unit / "comm").mkdir(parents=True)
+    (unit / "comm" / "test_some.py").write_text("class TestOne:\n    pass\n")
+    assert list(suite.test_files(unit, "comm/test_some.py")) == [unit / "comm" / "test_some.py"]
+    assert [str(each) for each in suite.test_files(unit, "comm/test_some.py::TestOne")] == [
+        f"{unit}/comm/test_some.py::TestOne"
+    ]
+    with pytest.raises(SystemExit, match=r"there is no test file .*test_other\.py"):
+        list(suite.test_files(unit, "comm/test_other.py"))
+
+
 def test_each_test_has_one_outcome(outcomes):
     found = {each.test.rpartition("::")[2]: each.outcome for each in outcomes if "::" in each.test}
     assert found == {
