@@ -20,6 +20,7 @@ from commprof.ledger.rows import doubtful, ledger_rows, remarks, unexplained
 from commprof.ledger.summed import backends_of, with_sums
 from commprof.ledger.survey import COLUMNS as SURVEYED
 from commprof.ledger.survey import Survey
+from commprof.ledger.turns import before_steps, demands_in_turn, turns_of
 
 COMPLETE: Final = "complete"
 
@@ -38,10 +39,16 @@ def verify(run: RecordedRun) -> Verdict:
     aggregates = run.table("aggregates")
     of_group = backends_of(aggregates, run.table("groups"))
     ran = executed(run, survey.backends | set(of_group.values()))
-    steps = with_sums(issued(run.parts("collectives", COLUMNS), survey, ran.ops), aggregates, of_group)
+    turns = turns_of(run)
+    parts = run.parts("collectives", COLUMNS)
+    records = before_steps(parts) if turns else parts
+    steps = with_sums(issued(records, survey, ran.ops), aggregates, of_group)
     is_told = bool(survey.records or len(aggregates))
-    request = request_of(run)
-    wanted, partial, said = demands(run, request, steps)
+    if turns:
+        request, (wanted, partial, said) = demands_in_turn(run, turns, steps)
+    else:
+        request = request_of(run)
+        wanted, partial, said = demands(run, request, steps)
     findings = attribution.attribute(steps, wanted, partial)
     if request.reason is not None:
         findings = _without_request(findings)

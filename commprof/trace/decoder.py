@@ -13,6 +13,7 @@ import pyarrow as pa
 from commprof.errors import TraceError
 from commprof.trace.aggregates import recorded_part, sums_of
 from commprof.trace.columns import CollectiveColumns, encoded_schema
+from commprof.trace.engines import engines_in_turn
 from commprof.trace.events import Events, read_events
 from commprof.trace.layout import EVENTS_SUFFIX, RECORDS_SUFFIX, RankFile, parse_stem
 from commprof.trace.records import Records, Tally
@@ -33,6 +34,7 @@ class RankTrace:
         entry: the entry of the manifest that sums it up.
         begin: what its events file says about the process.
         config: the config that the program published.
+        engines: what it published of several engines in turn; see :mod:`commprof.trace.engines`.
     """
 
     identity: RankFile
@@ -40,6 +42,7 @@ class RankTrace:
     entry: dict[str, Any]
     begin: dict[str, Any]
     config: dict[str, Any] | None
+    engines: list[dict[str, Any]]
     _records: Records
     _columns: CollectiveColumns
 
@@ -93,7 +96,7 @@ def read_rank(stem: Path) -> RankTrace:
     entry = _entry(identity, events, records.totals, tables, tally, left_out)
     config = events.last("config")
     begin = events.last("begin") or {}
-    return RankTrace(identity, tables, entry, begin, config, records, columns)
+    return RankTrace(identity, tables, entry, begin, config, engines_in_turn(events), records, columns)
 
 
 def _check_owner(path: Path, identity: RankFile, events: Events) -> None:

@@ -327,6 +327,7 @@ def take_config(manifest: Manifest, traces: Sequence[RankTrace]) -> None:
             manifest.effective_config = config
             engine = (trace.config or {}).get("engine")
             manifest.engine = engine if isinstance(engine, str) else None
+            manifest.engines = trace.engines
 
 
 def _last_realtime(traces: Sequence[RankTrace]) -> int | None:

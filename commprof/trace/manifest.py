@@ -107,6 +107,9 @@ class Manifest:
     config_argument: str | None = None
     effective_config: dict[str, Any] | None = None  # as the engine itself published it
     engine: str | None = None
+    engines: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # see commprof.trace.engines; empty for a single one
     sweep: dict[str, Any] | None = None  # name, point {dotted key: value}, repeat
     ranks: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -199,7 +202,19 @@ def _wrong_type(manifest: Manifest) -> str | None:
         return f"world_size is {manifest.world_size}, more than {MOST_RANKS:,}"
     if manifest.sweep is not None and not isinstance(manifest.sweep.get("point", {}), dict):
         return "sweep has a point that is not an object"
+    if not all(map(_is_engine, manifest.engines)):
+        return "engines has an entry that is none"
     return next((f"ranks: {problem}" for entry in manifest.ranks if (problem := wrong_entry(entry))), None)
+
+
+def _is_engine(entry: Any) -> bool:
+    return (
+        isinstance(entry, dict)
+        and type(entry.get("after")) is int
+        and -1 <= entry["after"] < _LARGEST
+        and isinstance(entry.get("config"), dict)
+        and isinstance(entry.get("same_model"), bool)
+    )
 
 
 def wrong_entry(entry: Any) -> str | None:

@@ -27,6 +27,7 @@ from zero_runtime.sequence_parallel import name_attention, sequence_group
 from zero_runtime.settings import Settings
 from zero_runtime.sharding.linear import memory_efficient_linear
 from zero_runtime.sharding.shards import shard_of
+from zero_runtime.step_numbers import StepNumbers
 from zero_runtime.timed_group import clock_of
 
 _NEVER: Final = (-1, -1)
@@ -87,6 +88,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
         self._scale = assembly.loss_scale
         self._window = Window(config.managed_gradient_accumulation, assembly.optimizer is not None)
         self._announced = _NEVER
+        self._numbers = StepNumbers()
         self._step_applied = False
         self._differentiating = False
         self._direct = ExitStack()  # what ends with a loss.backward()
@@ -307,7 +309,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
         now = (self.global_steps, self._window.passes)
         if now != self._announced:
             self._announced = now
-            hooks.step(*now)
+            hooks.step(self._numbers.of(self.global_steps), self._window.passes)
             hooks.metric("samples", float(self.config.train_micro_batch_size_per_gpu))
             if self.skipped_steps:
                 hooks.metric("skipped_steps", float(self.skipped_steps))

@@ -365,7 +365,7 @@ class SyntheticRun:
             summed=0,
             outside=0,
         )
-        manifest = SimpleNamespace(**{**self.manifest(), "ranks": ranks})
+        manifest = SimpleNamespace(**{**self.manifest(), "ranks": ranks, "engines": []})
         return SimpleNamespace(
             path=path,
             manifest=manifest,

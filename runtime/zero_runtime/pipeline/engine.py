@@ -119,7 +119,7 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
             )
         source = self._given(data_iter, data, targets, self.micro_batches)
         self.train()
-        hooks.step(self.global_steps, 0)
+        hooks.step(self._numbers.of(self.global_steps), 0)
         hooks.metric("samples", float(self.config.train_micro_batch_size_per_gpu * self.micro_batches))
         stage = self._stage(source, self.micro_batches)
         with self._clock("pipeline"):

@@ -1,0 +1,114 @@
+"""``initialize`` called again when a program has trained: its steps are numbered on, and each engine's config counts."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zero_runtime
+from commprof.analysis import api
+from commprof.ledger.verification import verify
+from support.changed_runs import Changed
+from support.recording import record
+
+pytestmark = pytest.mark.ranks
+WIDTH = 8
+
+
+def pipelines(rank, world):
+    """Two steps of two micro-batches, then two of four with the same layers, the second after an evaluation."""
+    layers = [zero_runtime.LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(4)]
+    model = zero_runtime.PipelineModule(layers, loss_fn=nn.functional.mse_loss)
+    data = torch.ones(8, WIDTH)
+    for micro_batches in (2, 4):
+        config = {
+            "train_micro_batch_size_per_gpu": 8 // micro_batches,
+            "pipeline_parallel": {"pp_size": 2, "micro_batches": micro_batches},
+            "optimizer": {"type": "AdamW"},
+            "zero_optimization": {"stage": 1},
+        }
+        engine, *_ = zero_runtime.initialize(model=model, config=config)
+        engine.train_batch(data=data, targets=data)
+        engine.eval_batch(data=data, targets=data)
+        engine.train_batch(data=data, targets=data)
+
+
+def replicas(rank, world, stage, widths, folder=None):
+    """An engine for each of ``widths`` of the model; with ``folder`` the later ones go on where the one before was."""
+    for number, width in enumerate(widths):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, width), nn.Tanh(), nn.Linear(width, 1))
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": number + 1,
+            "optimizer": {"type": "AdamW"},
+            "zero_optimization": {"stage": stage},
+        }
+        engine, *_ = zero_runtime.initialize(model=model, config=config)
+        if folder is not None and number:
+            engine.load_checkpoint(folder)
+        for _ in range(2 * (number + 1)):
+            engine.backward(engine(torch.ones(2, WIDTH)).square().mean())
+            engine.step()
+        if folder is not None:
+            engine.save_checkpoint(folder)
+
+
+@functools.cache
+def two_pipelines():
+    return record(Path(tempfile.mkdtemp()) / "run", 2, pipelines)[0]
+
+
+def numbers(run):
+    return sorted({row["step"] for row in run.table("steps").to_pylist()})
+
+
+def test_two_engines_are_explained():
+    run = two_pipelines()
+    verdict = verify(run)
+    assert (str(verdict.state), verdict.unexplained, verdict.disagreements) == ("closed", (), ()), verdict
+    assert verdict.issued_bytes == verdict.explained_bytes > 0
+    assert any("2 engines" in said and "begin at steps 0, 2." in said for said in verdict.sentences)
+    assert numbers(run) == [0, 1, 2, 3] and api.overview(run)["steps"] == 4
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_missing_message_is_named_whichever_engine_sent_it(step):
+    def without(row):
+        lost = (row["step"], row["micro_step"], row["purpose"], row["phase"]) == (
+            step,
+            1,
+            "pipeline",
+            "forward",
+        )
+        return [] if lost else [row]
+
+    verdict = verify(Changed(two_pipelines(), without))
+    (missing,) = verdict.unexplained
+    assert (missing.kind, missing.op, missing.steps, missing.count) == ("missing", "send", str(step), 1)
+
+
+def test_engines_of_different_models_cannot_be_told(tmp_path):
+    run, _ = record(tmp_path / "run", 2, replicas, 1, (WIDTH, 3))
+    verdict = verify(run)
+    assert str(verdict.state) == "unknown" and "different parameters" in verdict.request_reason
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", range(4))
+def test_engines_of_every_stage(tmp_path, stage):
+    run, _ = record(tmp_path / "run", 2, replicas, stage, (WIDTH,) * 3)
+    verdict = verify(run)
+    assert (str(verdict.state), verdict.unexplained) == ("closed", ()), verdict
+    assert numbers(run) == list(range(6))
+
+
+@pytest.mark.long
+def test_one_that_goes_on_from_a_checkpoint_keeps_its_numbers(tmp_path):
+    run, _ = record(tmp_path / "run", 2, replicas, 2, (WIDTH,) * 2, tmp_path / "saved")
+    assert str(verify(run).state) == "closed" and numbers(run) == list(range(4))
