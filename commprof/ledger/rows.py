@@ -14,7 +14,11 @@ from commprof.schema import Op, wire_bytes
 
 
 def ledger_rows(findings: Findings) -> tuple[LedgerRow, ...]:
-    """One row for each purpose and operation, before the first step and in all steps together."""
+    """One row for each purpose, operation and operation asked for, before the first step and in all steps together.
+
+    What one group was asked for may not be what another was: copies of a weight in two stages of a pipeline are all_reduced
+    whatever the config wants of the other gradients.
+    """
     merged: dict[tuple[str, str | None, str, str], list[Finding]] = defaultdict(list)
     numbers: dict[str, int] = Counter()
     for key, step in findings.items():
@@ -22,11 +26,23 @@ def ledger_rows(findings: Findings) -> tuple[LedgerRow, ...]:
         numbers[when] += 1
         for kind, finding in step.items():
             merged[when, kind.purpose, kind.op, kind.group_ranks].append(finding)
-    by_class: dict[tuple[str, str | None, str], list[Finding]] = defaultdict(list)
+    by_class: dict[tuple[str, str | None, str], dict[str | None, list[Finding]]] = defaultdict(dict)
     for (when, purpose, op, _), found in merged.items():
-        by_class[when, purpose, op] += found
-    rows = [_row(*key, numbers[STEPS] if key[0] == STEPS else 0, found) for key, found in by_class.items()]
+        asked = next((each.want.requested_op for each in found if each.want is not None), None)
+        by_class[when, purpose, op].setdefault(asked, []).extend(found)
+    rows = [
+        _row(*key, numbers[STEPS] if key[0] == STEPS else 0, found)
+        for key, by_asked in by_class.items()
+        for found in _with_the_unexpected(by_asked)
+    ]
     return tuple(sorted(rows, key=lambda row: (row.when, row.purpose or "~", row.issued_op or "")))
+
+
+def _with_the_unexpected(by_asked: Mapping[str | None, list[Finding]]) -> list[list[Finding]]:
+    """The findings by what was asked for; those of groups that nothing was expected of stand with the first of them."""
+    known = [found for asked, found in by_asked.items() if asked is not None]
+    rest = by_asked.get(None, [])
+    return [known[0] + rest, *known[1:]] if known else [rest]
 
 
 def _row(when: str, purpose: str | None, op: str, steps: int, findings: Sequence[Finding]) -> LedgerRow:

@@ -98,6 +98,15 @@ def test_the_example_and_what_verify_says_of_it(tmp_path):
 
 
 @pytest.mark.long
+def test_copies_of_a_weight_are_not_what_the_config_asked_for(tmp_path):
+    """Two stages of two replicas: their gradients were to be reduce-scattered, whatever the copies are."""
+    loss_of("replicas", 4, "--micro-batches", "2", cwd=tmp_path)
+    said = " ".join(commprof("verify", "replicas", cwd=tmp_path).split())
+    assert "reduce_scatter: true asked for a reduce_scatter; for" in said
+    assert "use_multi_rank_bucket_allreduce: true turned it into all_reduce: 1.00 instead of 0.50" in said
+
+
+@pytest.mark.long
 def test_the_example_gives_one_loss_however_ranks_are_used(tmp_path):
     stages = loss_of("stages", 2, cwd=tmp_path)
     assert "idle by the schedule 20.0%" in commprof("report", "stages", cwd=tmp_path)

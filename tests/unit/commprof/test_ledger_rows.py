@@ -1,0 +1,36 @@
+"""The rows of a ledger: what groups were asked for apart stays apart. The numbers here are worked out by hand."""
+
+from collections import Counter
+
+from commprof.ledger.attribution import Class, Finding, Want
+from commprof.ledger.issue import Message, StepKey
+from commprof.ledger.rows import ledger_rows
+
+PURPOSE = "gradient_reduce"
+
+
+def finding(group, payload, asked):
+    message = Message(PURPOSE, "all_reduce", group, 2, "gloo", payload, None, "ok", "all_reduce")
+    want = None if asked is None else Want(asked, 1, payload)
+    return Class(PURPOSE, "all_reduce", group), Finding(want, Counter([message]), "config", payload)
+
+
+def rows(*found):
+    return {
+        row.requested_op: (row.requested_wire_bytes, row.issued_count, row.issued_wire_bytes)
+        for row in ledger_rows({StepKey(0, step): dict(found) for step in range(2)})
+    }
+
+
+def test_copies_of_a_weight_in_two_stages_do_not_say_what_the_other_gradients_were_asked_for():
+    """All of them are all_reduced: those of the copies as they must be, the others in the place of a reduce_scatter."""
+    copies, others = (finding("0,2", 100, "all_reduce"), finding("0-1", 1000, "reduce_scatter"))
+    expected = {"all_reduce": (200.0, 2, 200.0), "reduce_scatter": (1000.0, 2, 2000.0)}
+    assert rows(copies, others) == rows(others, copies) == expected
+
+
+def test_what_nobody_expected_of_a_group_stands_with_the_same_operation():
+    assert rows(finding("0,2", 100, None), finding("0-1", 1000, "reduce_scatter")) == {
+        "reduce_scatter": (1000.0, 4, 2200.0)
+    }
+    assert rows(finding("0,2", 100, None)) == {None: (None, 2, 200.0)}
