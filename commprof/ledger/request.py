@@ -256,7 +256,7 @@ def _as_runtime_reads(configuration: Configuration, runtime: zero.Runtime) -> Co
     """DeepSpeed does not know ``gradient_reduction``, nor compression."""
     if runtime == "zero_runtime":
         return configuration
-    return replace(configuration, gradient_reduction="auto", compression=None)
+    return configuration.as_deepspeed_reads()
 
 
 def _chosen_config(

@@ -7,7 +7,7 @@ own: ``zero_optimization.gradient_reduction`` and ``zero_optimization.reduce_sca
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from commprof.requested.compression import Compression, read_compression
@@ -36,6 +36,8 @@ class Configuration:
         accumulation_steps: micro-batches per step as written; None when it follows from the batch sizes.
         managed_accumulation: False makes each call of ``step()`` a step.
         compression: how gradients are compressed, which only zero_runtime does; None where they are not.
+        quantises_gradients: at stages 1 and 2 gradients travel in 4 bits, which only zero_runtime does.
+        quantises_weights: and the updated parameters in 8.
     """
 
     stage: int
@@ -62,6 +64,8 @@ class Configuration:
     accumulation_steps: int | None
     managed_accumulation: bool
     compression: Compression | None = None
+    quantises_gradients: bool = False
+    quantises_weights: bool = False
 
     @property
     def partitions(self) -> bool:
@@ -92,6 +96,8 @@ class Configuration:
         """The gradient reduction that takes place, one of :data:`REDUCTION_NAMES`."""
         if not self.partitions or self.reduces_flat_groups:
             return "all_reduce"
+        if self.quantises_gradients:
+            return "reduce_scatter"
         if self.stage == 3 and self.gradient_reduction == "auto":
             return "reduce_scatter" if self.reduce_scatter or not self.contiguous_gradients else "all_reduce"
         if self.gradient_reduction != "auto":
@@ -118,6 +124,16 @@ class Configuration:
     def reduces_in_backward_order(self) -> bool:
         """Whether gradients enter buckets as backward produces them, rather than in the order of the groups."""
         return self.stage >= 2 or (self.stage == 1 and self.overlap_comm)
+
+    def as_deepspeed_reads(self) -> Configuration:
+        """What is left of the config where keys of zero_runtime are not known."""
+        return replace(
+            self,
+            gradient_reduction="auto",
+            compression=None,
+            quantises_gradients=False,
+            quantises_weights=False,
+        )
 
     @property
     def reduces_every_micro_step(self) -> bool:
@@ -174,6 +190,9 @@ def read_configuration(config: Mapping[str, Any]) -> Configuration:
         accumulation_steps=count(config, "gradient_accumulation_steps", None, least=1),
         managed_accumulation=flag(config, "managed_gradient_accumulation", True),
         compression=read_compression(config),
+        quantises_gradients=stage in (1, 2)
+        and flag(zero, "zero_optimization.zero_quantized_gradients", False),
+        quantises_weights=stage in (1, 2) and flag(zero, "zero_optimization.zero_quantized_weights", False),
     )
 
 

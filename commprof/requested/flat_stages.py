@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Final, Literal
 
 from commprof.requested.compressed_sums import compressed_sums
+from commprof.requested.compression import GRADIENT_BITS, WEIGHT_BITS, quantised_bytes
 from commprof.requested.configuration import Configuration
 from commprof.requested.expectation import Expectation, When, row
 from commprof.requested.explanation import describe_configuration, requested_op
@@ -130,6 +131,14 @@ def _gradient_reduce(
     payloads = [message.numel * size for message in gradients.messages]
     note = "; ".join([describe_configuration(configuration), *gradients.notes])
     when: When = "micro_step" if configuration.reduces_every_micro_step else "step"
+    if configuration.quantises_gradients and world_size > 1:
+        # An all_to_all of codes and scales; rows are padded to the same length.
+        payloads = [
+            world_size * quantised_bytes(each.row_numel, GRADIENT_BITS) for each in gradients.messages
+        ]
+        exchanged = row(when, Purpose.GRADIENT_REDUCE, Op.ALL_TO_ALL, payloads, world_size, note)
+        asked = str(requested_op(configuration))
+        return [exchanged._replace(requested_op=asked, intended_op=str(Op.REDUCE_SCATTER))]
     if configuration.compression is not None:
         numels = [each.numel for each in gradients.messages]
         sent = compressed_sums(configuration, configuration.compression, numels, world_size, backend)
@@ -201,7 +210,11 @@ def _parameter_gather(
             payloads += [group.row_numel * size] * world_size * group.bands
         else:
             parts = _gathered_parts(group.row_numel, split, world_size)
-            payloads += [part * world_size * size for part in parts] * group.bands
+            pieces = [
+                quantised_bytes(part, WEIGHT_BITS) if configuration.quantises_weights else part * size
+                for part in parts
+            ]
+            payloads += [world_size * piece for piece in pieces] * group.bands
     gathered = row("step", Purpose.PARAMETER_GATHER, issued, payloads, world_size, note)
     return gathered._replace(requested_op=str(asked))
 

@@ -92,7 +92,7 @@ def expected(
     if runtime not in get_args(Runtime):
         raise RequestedError(f"runtime is {runtime!r}; expected one of {', '.join(get_args(Runtime))}")
     if runtime == "deepspeed":
-        configuration = replace(configuration, gradient_reduction="auto", compression=None)
+        configuration = configuration.as_deepspeed_reads()
     if world_size < 1:
         raise RequestedError(f"the world size is {world_size}; expected 1 or more")
     check_parameters(parameters)

@@ -154,7 +154,7 @@ class Answers:
 
     def zero_quantized_weights(self) -> bool:
         """Whether sharded parameters travel in 8 bits."""
-        return self.config.zero.sharding.residency.quantized
+        return self.config.zero.sharding.residency.quantized or self.config.zero.quantized_weights
 
     def zero_quantized_nontrainable_weights(self) -> bool:
         """Whether frozen sharded parameters travel in 8 bits."""
@@ -162,4 +162,4 @@ class Answers:
 
     def zero_quantized_gradients(self) -> bool:
         """Whether the gradients of sharded parameters travel in 4 bits."""
-        return self.config.zero.sharding.quantized_gradients
+        return self.config.zero.sharding.quantized_gradients or self.config.zero.quantized_gradients

@@ -275,6 +275,7 @@ def _sharded(
                 boundary,
                 list(module.parameters()),
                 config.zero.reduce_scatter_impl,
+                config.zero.quantized_gradients,
             )
             if banded
             else ShardedGradients(
@@ -293,6 +294,7 @@ def _sharded(
         not config.zero.allgather_partitions,
         config.zero.allgather_bucket_size,
         module if config.zero.overlap_parameter_gather else None,
+        config.zero.quantized_weights,
     )
     _parameters_of[module] = weakref.ref(parameters)
     # DeepSpeed asks this of an optimizer that is offloaded alone, since its norm is summed parameter by parameter.

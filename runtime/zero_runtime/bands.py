@@ -20,10 +20,11 @@ from commprof import hooks
 from zero_runtime.buckets import END_OF_BACKWARD, FULL, Bucket, Entry, Scaling
 from zero_runtime.clip import sharded_norm
 from zero_runtime.comm import DataParallelGroup
+from zero_runtime.compression.quantized_messages import scatter_quantized
 from zero_runtime.gradients import ParameterGroup, Policy, add_rounded
 from zero_runtime.layout import Run, Slice
 from zero_runtime.overlap import Flight, Overlap
-from zero_runtime.reduction import NATIVE, Finish, default_implementation, row_of_sum
+from zero_runtime.reduction import NATIVE, Finish, after, default_implementation, row_of_sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ class BandedGradients:
     Args:
         order: the model's parameters, in its order.
         implementation: of the reduce_scatter: ``native`` or ``all_to_all``, None for the backend's.
+        quantized: whether bands travel in 4 bits, by an all_to_all of bytes and a local sum.
     """
 
     def __init__(
@@ -82,7 +84,9 @@ class BandedGradients:
         at_boundary: Callable[[], bool],
         order: Sequence[torch.nn.Parameter],
         implementation: str | None = None,
+        quantized: bool = False,
     ) -> None:
+        self._quantized = quantized and group.world_size > 1
         self._groups = groups
         self._policy = policy
         self._group = group
@@ -243,8 +247,8 @@ class BandedGradients:
             Entry(member.name, buffer.narrow(0, member.position, member.numel), (), band.group)
             for member in band.members
         )
-        # Only a native reduce_scatter wants the padding.
-        whole = self._implementation == NATIVE
+        # An all_to_all of rows of any length leaves the padding out.
+        whole = self._implementation == NATIVE or self._quantized
         bucket = Bucket(
             number=self._number,
             tensor=buffer if whole else buffer.narrow(0, 0, band.end),
@@ -265,6 +269,9 @@ class BandedGradients:
         """Send a band; its row of the sum goes to where it belongs in the piece."""
         row = band.numel // self._group.world_size
         mine = self.pieces[band.group].narrow(0, band.number * row, row)
+        if self._quantized:
+            work, total = scatter_quantized(bucket.tensor, bucket, self._group)
+            return after([work], lambda: self._take(mine, total()))
         return row_of_sum(bucket, self._group, self._implementation, partial(self._take, mine))
 
     @torch.no_grad()

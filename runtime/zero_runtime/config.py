@@ -220,6 +220,8 @@ class RuntimeConfig:
             zero["explicit_reduction"],
             zero["sharding"],
         )
+        zero["zero_quantized_weights"] = zero.pop("quantized_weights")
+        zero["zero_quantized_gradients"] = zero.pop("quantized_gradients")
         if self.zero.stage.shards_parameters:
             zero.update(self.zero.sharding.effective())
         elif self.zero.offload_optimizer is not None:

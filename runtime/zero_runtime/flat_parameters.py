@@ -7,7 +7,7 @@ rank's piece of every group in the model's dtype, and how the step reads and wri
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from commprof import hooks
 from zero_runtime.arrivals import Arrivals
 from zero_runtime.comm import DataParallelGroup, Work
+from zero_runtime.compression.quantized_messages import gather_quantized, round_rows
 from zero_runtime.gradients import ParameterGroup
 from zero_runtime.pieces import Pieces
 
@@ -43,10 +44,11 @@ class FlatParameters(Pieces):
         bucket: elements of the largest message of such an all_gather; None sends each band at once.
         module: the model, where ``share`` only begins to gather the pieces, and the model's parameters are waited for
             as they are needed; None where they are there when it returns.
+        quantized: whether an all_gather sends the pieces in 8 bits. What the model has is then rounded on all ranks alike.
 
     Attributes:
-        own: for each group, this rank's piece of the flat buffer, 1-D: a part of it, or where it has several bands a
-            copy of this rank's rows.
+        own: for each group, this rank's piece of the flat buffer, 1-D: a part of it, or where it has several bands, or
+            travels quantized, a copy of this rank's rows.
     """
 
     def __init__(
@@ -56,7 +58,9 @@ class FlatParameters(Pieces):
         by_broadcast: bool = False,
         bucket: int | None = None,
         module: torch.nn.Module | None = None,
+        quantized: bool = False,
     ) -> None:
+        self._quantized = quantized and group.world_size > 1
         self._group = group
         self._by_broadcast = by_broadcast
         self._bucket = bucket
@@ -66,6 +70,8 @@ class FlatParameters(Pieces):
             for flat, each in zip(flats, groups, strict=True)
         ]
         self.own = [rows.reshape(-1) for rows in self._rows]
+        if self._quantized:
+            self.own = [own.clone() for own in self.own]
         self._parts = [
             part
             for flat, each in zip(flats, groups, strict=True)
@@ -96,7 +102,7 @@ class FlatParameters(Pieces):
     def share(self) -> None:
         """Send this rank's pieces to the others, and get theirs."""
         for own, rows in zip(self.own, self._rows, strict=True):
-            if len(rows) > 1:
+            if len(rows) > 1 or self._quantized:
                 rows.copy_(own.view_as(rows))
         if self._group.world_size == 1:
             return
@@ -106,6 +112,9 @@ class FlatParameters(Pieces):
                     self._group.broadcast(piece, owner, why=_GATHER)
             return
         # Several at once keep the wire busy while one of them begins or ends.
+        if self._quantized:
+            self._share_quantized()
+            return
         asynchronous = self._arrivals is not None or len(self._parts) > len(self._rows)
         works = [self._gather(part, asynchronous) for part in self._parts]
         under_way = [work for work in works if work is not None]
@@ -114,6 +123,29 @@ class FlatParameters(Pieces):
         else:
             for work in under_way:
                 work.wait()
+
+    def refresh(self) -> None:
+        """Bring pieces that are copies of the rows up to date."""
+        for own, rows in zip(self.own, self._rows, strict=True):
+            if own.data_ptr() != rows.data_ptr():
+                own.detach().view_as(rows).copy_(rows)
+
+    @torch.no_grad()
+    def loaded(self) -> None:
+        """Round the whole buffers, where :meth:`share` sends rounded pieces."""
+        if self._quantized:
+            for part in self._parts:
+                round_rows(part.rows)
+
+    def _share_quantized(self) -> None:
+        sent: list[tuple[Work | None, Callable[[], None]]] = [
+            gather_quantized(part.rows, self._group, _GATHER, len(self._parts) > len(self._rows))
+            for part in self._parts
+        ]
+        for work, fill in sent:
+            if work is not None:
+                work.wait()
+            fill()
 
     def _cut(self, band: torch.Tensor) -> Iterator[_Part]:
         """The messages in which ``band`` is gathered; each part of a row begins at an even element."""

@@ -183,6 +183,9 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
     def adopt(self) -> None:
         """Make the masters copies of the model's parameters anew, whoever has changed those."""
 
+    def loaded(self) -> None:
+        """A checkpoint has been read: have the model's parameters as a step would have left them."""
+
     def fragments(self, parameter: torch.nn.Parameter | None = None) -> Iterator[Fragment]:
         """What this rank holds of each parameter, or of one, its state included.
 

@@ -18,6 +18,12 @@ class Pieces:
 
     own: list[torch.Tensor]
 
+    def refresh(self) -> None:
+        """A script has changed the model's parameters: bring pieces that are copies of them up to date."""
+
+    def loaded(self) -> None:
+        """The model's parameters have been read from a checkpoint: make them what sharing the pieces makes of them."""
+
     def master(self, index: int, dtype: torch.dtype, part: slice = WHOLE) -> torch.Tensor:
         """What the optimizer updates in place of a part of piece ``index``: a copy of at least ``dtype``, or itself."""
         own = self.own[index]

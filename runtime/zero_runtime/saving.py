@@ -134,6 +134,8 @@ class Saving:
             loaded = self._load(training, Path(load_dir), name, wanted)
         if loaded is None:
             return None, {}
+        if self.optimizer is not None:
+            self.optimizer.loaded()
         self.zero_grad()
         self._window.passes = 0
         if loaded.counters is not None:

@@ -201,7 +201,12 @@ class ShardedOptimizer(WrappedOptimizer):
     def adopt(self) -> None:
         """Make the masters copies of the model's parameters anew, whoever has changed those."""
         self.settle()
+        self._parameters.refresh()
         self._masters.take_all_over()
+
+    def loaded(self) -> None:
+        """A checkpoint has been read: have the model's parameters as a step would have left them."""
+        self._parameters.loaded()
 
     def _take_over(self, changes: Sequence[tuple[int, slice]]) -> None:
         for index, part in changes:

@@ -72,6 +72,7 @@ def check(config: RuntimeConfig) -> None:
             "zero_optimization.overlap_parameter_gather needs parameters that are gathered, and allgather_partitions "
             "false (or disable_allgather) has each piece broadcast; remove one of the two keys"
         )
+    _check_quantized(config)
     if zero.partitioned_types and config.gradient_compression is not None:
         raise ConfigError(
             "zero_optimization.zero_allowed_param_types and zero_force_param_types have some gradients summed whole on "
@@ -96,6 +97,35 @@ def check(config: RuntimeConfig) -> None:
         )
 
 
+def _check_quantized(config: RuntimeConfig) -> None:
+    """Refuse what quantized messages of stages 1 and 2 do not go together with."""
+    zero = config.zero
+    gradients, weights = (
+        f"zero_optimization.zero_quantized_{name} is true at stage {zero.stage.number}"
+        for name in ("gradients", "weights")
+    )
+    for wrong, why in (
+        (
+            zero.quantized_gradients and config.precision.autocast_dtype,
+            f"{gradients}, and torch_autocast has gradients travel in several dtypes",
+        ),
+        (
+            zero.quantized_gradients and zero.partitioned_types,
+            f"{gradients}, and zero_allowed_param_types or zero_force_param_types has some summed whole on every rank",
+        ),
+        (
+            zero.quantized_weights and not zero.allgather_partitions,
+            f"{weights}, and allgather_partitions false (or disable_allgather) has each piece broadcast as it is",
+        ),
+        (
+            zero.quantized_weights and zero.overlap_parameter_gather,
+            f"{weights}, and overlap_parameter_gather has the model use pieces as they arrive",
+        ),
+    ):
+        if wrong:
+            raise ConfigError(f"{why}; remove one of the two, or use stage 3")
+
+
 def note_contradictions(config: RuntimeConfig, notices: list[str]) -> None:
     """Add to ``notices`` one line for each setting that another one overrides."""
     zero, given = config.zero, config.given.get("zero_optimization", {})
@@ -111,12 +141,15 @@ def note_contradictions(config: RuntimeConfig, notices: list[str]) -> None:
             notices.append(
                 "offload_optimizer has no effect at stage 0, where every rank keeps the whole optimizer; use stage 1, 2 or 3"
             )
-        _note_parameters_offloaded(given, 0, notices)
+        notices += [
+            f"zero_optimization.{name} has no effect at stage 0, which partitions nothing; use stage 1, 2 or 3"
+            for name in ("zero_quantized_weights", "zero_quantized_gradients")
+            if given.get(name)
+        ]
         return
     if zero.stage.shards_parameters:
         _note_stage_3(config, notices)
         return
-    _note_parameters_offloaded(given, zero.stage.number, notices)
     if zero.offload_optimizer is None and "sub_group_size" in given:
         notices.append(
             "sub_group_size has no effect here: it acts at stage 3, and elsewhere with offload_optimizer"
@@ -153,15 +186,6 @@ def note_contradictions(config: RuntimeConfig, notices: list[str]) -> None:
         notices.append(
             "prescale_gradients and gradient_predivide_factor have no effect here: reductions to owners "
             "divide by the world size before the sum"
-        )
-
-
-def _note_parameters_offloaded(zero: Mapping[str, Any], stage: int, notices: list[str]) -> None:
-    block = zero.get("offload_param", zero.get("offload_params"))
-    device = (block.get("device") or "none") if isinstance(block, Mapping) else "none"
-    if device != "none" or zero.get("cpu_offload_param"):
-        notices.append(
-            f"offload_param has no effect at stage {stage}, where parameters are whole on every rank; use stage 3"
         )
 
 

@@ -98,6 +98,11 @@ def check_compression(config: RuntimeConfig, notices: list[str]) -> None:
             "where what is left over would need the whole model's memory on every rank; use "
             "zero_optimization.zero_quantized_gradients there, or another stage"
         )
+    if zero.quantized_gradients:
+        raise ConfigError(
+            "gradient_compression and zero_optimization.zero_quantized_gradients each say how gradients travel; remove one "
+            "of the two"
+        )
     if zero.gradient_reduction == "reduce_scatter":
         raise ConfigError(
             "gradient_compression has all ranks gather compressed gradients, and zero_optimization.gradient_reduction is "

@@ -20,7 +20,8 @@ class ZeroConfig:
 
     ``gradient_reduction`` is one of the four names, never auto; ``explicit_reduction`` says that the config named it.
     ``allgather_bucket_size`` is None unless the config sets it. ``sharding`` acts where the stage shards parameters, and
-    ``ignore_unused_parameters`` where the optimizer is offloaded at stages 1 and 2.
+    ``ignore_unused_parameters`` where the optimizer is offloaded at stages 1 and 2. ``quantized_gradients`` and
+    ``quantized_weights`` are those of stages 1 and 2.
     """
 
     stage: Stage
@@ -43,6 +44,8 @@ class ZeroConfig:
     offload_optimizer: OptimizerOffload | None
     sharding: ShardingConfig
     partitioned_types: PartitionedTypes
+    quantized_gradients: bool
+    quantized_weights: bool
 
 
 def read_zero(values: Mapping[str, Any], disable_allgather: bool) -> ZeroConfig:
@@ -54,6 +57,14 @@ def read_zero(values: Mapping[str, Any], disable_allgather: bool) -> ZeroConfig:
         values = {**values, "contiguous_gradients": True}
     wanted = values["gradient_reduction"]
     reduction = automatic_reduction(row, values) if wanted == "auto" else wanted
+    flat = row.shards_optimizer and not row.shards_parameters
+    if flat and values["zero_quantized_gradients"]:
+        if wanted not in ("auto", "reduce_scatter"):
+            raise ConfigError(
+                f"zero_optimization.zero_quantized_gradients is true, and gradient_reduction is {wanted}; quantized "
+                "gradients go to the ranks that own them: expected auto or reduce_scatter"
+            )
+        wanted = reduction = "reduce_scatter"
     if reduction not in row.reductions and row.shards_parameters:
         raise ConfigError(
             f"zero_optimization.gradient_reduction is {reduction}, but at stage 3 every rank owns a slice of every "
@@ -97,6 +108,8 @@ def read_zero(values: Mapping[str, Any], disable_allgather: bool) -> ZeroConfig:
         if row.shards_parameters
         else ShardingConfig(sub_group_size=values["sub_group_size"]),
         partitioned_types=_partitioned_types(values),
+        quantized_gradients=flat and values["zero_quantized_gradients"],
+        quantized_weights=flat and values["zero_quantized_weights"],
     )
 
 

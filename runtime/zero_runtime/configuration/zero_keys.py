@@ -172,9 +172,9 @@ ZERO: Final[Table] = {
     "zero_hpz_partition_size": stage_3(
         _SIZE, 1, "ranks of the second, smaller group that gathers for the backward pass"
     ),
-    "zero_quantized_weights": stage_3(boolean, False, "gather parameters in 8 bits"),
+    "zero_quantized_weights": used(boolean, False, "stages 1 to 3: gather parameters in 8 bits"),
     "zero_quantized_nontrainable_weights": stage_3(boolean, False, "gather frozen parameters in 8 bits"),
-    "zero_quantized_gradients": stage_3(boolean, False, "reduce gradients in 4 bits"),
+    "zero_quantized_gradients": used(boolean, False, "stages 1 to 3: reduce gradients in 4 bits"),
     "memory_efficient_linear": stage_3(
         boolean, True, "linear layers keep no gathered weight for the backward pass"
     ),

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch.nn import functional
@@ -26,12 +25,11 @@ from zero_runtime import reduction
 from zero_runtime.agreement import same_as_first
 from zero_runtime.buckets import Bucket
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.compression.quantization import dequantized, quantized
+from zero_runtime.compression.quantized_messages import scatter_quantized
 from zero_runtime.errors import UsageError
 from zero_runtime.reduction import Finish, Scattered
 from zero_runtime.sharding.shards import slice_numel
 
-GRADIENT_BITS: Final = 4
 Send = Callable[[torch.Tensor, Bucket, DataParallelGroup], Scattered]
 
 
@@ -66,7 +64,7 @@ class ShardReduction:
             return reduction.all_reduce(bucket, group)
         implementation = self.implementation or reduction.default_implementation(group.backend)
         if quantize:
-            scattered = self._scatter(bucket, group, _scatter_quantized)
+            scattered = self._scatter(bucket, group, scatter_quantized)
         elif implementation == reduction.ALL_TO_ALL:
             scattered = reduction.reduce_scatter(bucket, group, implementation)
         else:
@@ -106,21 +104,6 @@ class ShardReduction:
                 own.copy_(mine.narrow(0, 0, own.numel()))
 
         return reduction.after([work], finish)
-
-
-def _scatter_quantized(rows: torch.Tensor, bucket: Bucket, group: DataParallelGroup) -> Scattered:
-    """Sum equal ``rows``, end to end, of which each rank sends every other one its own, quantized; the sum is fp32."""
-    world = group.world_size
-    payloads = quantized(rows.view(world, -1), GRADIENT_BITS)
-    received = torch.empty_like(payloads)
-    work = group.all_to_all_single(
-        received.view(-1),
-        payloads.view(-1),
-        [payloads.shape[1]] * world,
-        why=bucket.why(intended_op="reduce_scatter"),
-        asynchronous=bucket.asynchronous,
-    )
-    return work, lambda: dequantized(received, rows.numel() // world, GRADIENT_BITS).sum(0)
 
 
 def _scale_own(bucket: Bucket, rank: int) -> None:

@@ -122,10 +122,6 @@ def test_a_value_that_cannot_be_used_is_named_with_what_was_expected(config, par
         (stage(3, mics_shard_size=2), "zero_optimization.mics_shard_size"),
         (stage(1) | {"optimizer": {"type": "OneBitAdam"}}, "optimizer.type"),
         (
-            stage(0) | {"optimizer": {"type": "ZeroOneAdam"}, "fp16": {"enabled": True}},
-            "optimizer.type",
-        ),
-        (
             stage(2)
             | {"communication": {"topology": [2, 2], "calibration": {"world": "w", "axes": ["a", "b"]}}},
             "communication.calibration",

@@ -84,8 +84,8 @@ def test_quantization_that_cannot_be_is_refused(zero, message):
 
 def test_a_key_of_stage_3_says_so_at_stage_2():
     # DeepSpeed takes these keys at stages 1 and 2, where they mean nothing.
-    (notice,) = read(stage=2, zero_quantized_weights=True).notices
-    assert "zero_quantized_weights" in notice and "stage 3 only" in notice
+    (notice,) = read(stage=2, zero_hpz_partition_size=2).notices
+    assert "zero_hpz_partition_size" in notice and "stage 3 only" in notice
 
 
 def test_what_has_no_effect_at_stage_3_is_said():
