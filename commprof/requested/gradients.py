@@ -71,7 +71,7 @@ def bucketed_gradients(
     groups: Sequence[Sequence[Parameter]],
     layout: Layout,
     gradient_order: Sequence[str] | None,
-    backend: str,
+    backend: str = "gloo",
     left_out: Set[str] = frozenset(),
 ) -> GradientMessages:
     """Stages 1 and 2: gradients in buckets, each reduced as the config says.
