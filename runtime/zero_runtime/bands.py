@@ -261,6 +261,7 @@ class BandedGradients:
             scaling=Scaling(),
             entries=entries,
             flush_reason=END_OF_BACKWARD if band.waiting or self._sent == len(self._bands) else FULL,
+            members=self._group.global_ranks,
         )
         self._number += 1
         return bucket

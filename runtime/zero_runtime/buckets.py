@@ -75,6 +75,7 @@ class Bucket:
         flush_reason: full, oversized or end_of_backward.
         asynchronous: whether its messages are only begun.
         whole: whether every rank is to have all of the sum.
+        members: global ranks of those that reduce it, which runs name by their place; empty where that is the global rank.
         publication: what a recorder is told of it, once there is one.
     """
 
@@ -88,6 +89,7 @@ class Bucket:
     flush_reason: str
     asynchronous: bool = False
     whole: bool = False
+    members: tuple[int, ...] = ()
     publication: Publication | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -107,9 +109,15 @@ class Bucket:
     def _publication(self) -> Publication:
         if self.publication is None:
             names = tuple([entry.name for entry in self.entries])
-            numel = self.tensor.numel()
+            owners = tuple(dict.fromkeys(run.owner for run in self.runs))
             self.publication = _publication(
-                self.number, names, numel, self.limit, self.dtype, self.runs, self.flush_reason
+                self.number,
+                names,
+                self.tensor.numel(),
+                self.limit,
+                self.dtype,
+                tuple(self.members[owner] for owner in owners) if self.members else owners,
+                self.flush_reason,
             )
         return self.publication
 
@@ -142,7 +150,7 @@ def _publication(
     numel: int,
     limit: int,
     dtype: torch.dtype,
-    runs: tuple[Run, ...],
+    owners: tuple[int, ...],
     flush_reason: str,
 ) -> Publication:
     # The same buckets come back every step.
@@ -153,7 +161,7 @@ def _publication(
         bytes=numel * dtype.itemsize,
         capacity=limit,
         dtype=str(dtype).removeprefix("torch."),
-        owners=",".join(map(str, dict.fromkeys(run.owner for run in runs))) or None,
+        owners=",".join(map(str, owners)) or None,
         parameters=",".join(names),
         flush_reason=flush_reason,
     )
@@ -188,6 +196,7 @@ class Bucketer:
         send: called with every full bucket: reduces it and takes what this rank owns out of it. The bucket's memory
             is used again when that has landed; None says that it has.
         buffers: how many contiguous buffers there are, for each communication dtype.
+        members: see :class:`Bucket`.
     """
 
     def __init__(
@@ -198,6 +207,7 @@ class Bucketer:
         scaling: Scaling,
         send: Callable[[Bucket], Flight | None],
         buffers: int = 1,
+        members: tuple[int, ...] = (),
     ) -> None:
         self._limit = limit
         self._model_numel = buffer_numel
@@ -205,6 +215,7 @@ class Bucketer:
         self._scaling = scaling
         self._send = send
         self._buffers = buffers
+        self._members = members
         self._open: dict[_Dtypes, _Open] = {}
         self._number = 0
 
@@ -280,6 +291,7 @@ class Bucketer:
             entries=entries,
             flush_reason=OVERSIZED if current.numel > self._limit else reason,
             whole=dtypes[2],
+            members=self._members,
         )
         current.entries = []
         current.numel = 0

@@ -127,6 +127,7 @@ class ShardedGradients:
             policy.scaling,
             self._send,
             buffers=DEPTH if policy.overlap else 1,
+            members=group.global_ranks,
         )
         self._slices: list[list[tuple[Slice, ...]]] = []
         self.pieces: list[torch.Tensor] = []

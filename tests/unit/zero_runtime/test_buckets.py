@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commprof import hooks
 from zero_runtime.buckets import Bucketer, Entry, Scaling
-from zero_runtime.layout import group_layout
+from zero_runtime.layout import Slice, group_layout
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -87,3 +88,15 @@ def test_only_contiguous_buckets_copy(contiguous):
     bucketer.flush()
     assert (pointers[0] == small.data_ptr()) is not contiguous
     assert pointers[1] == large.data_ptr()
+
+
+def test_owners_are_published_as_global_ranks(monkeypatch):
+    """The slices of a bucket are told by the place of their owner in the group; a trace names ranks of the job."""
+    published = []
+    monkeypatch.setattr(hooks, "recording", lambda: True)
+    monkeypatch.setattr(hooks.bucket, "flushed", lambda content: published.append(content.row["owners"]))
+    for members in ((), (2, 3)):
+        bucketer = Bucketer(10, 10, False, Scaling(), lambda bucket: None, members=members)
+        bucketer.add(Entry("p", torch.ones(4), (Slice(0, 0, 0, 3), Slice(1, 3, 0, 1))), FP32)
+        bucketer.flush()
+    assert published == ["0,1", "2,3"]
