@@ -11,14 +11,14 @@ from dash.development.base_component import Component
 
 _MARKERS: Final = {"x-thin-open": "\u2715", "diamond-open": "\u25c7", "line-ew": "\u2013"}
 _SYMBOLS: Final = {  # of lines of one colour, which these tell apart
-
-        "circle": "\u25cf",
-        "square": "\u25a0",
-        "triangle-up": "\u25b2",
-        "diamond": "\u25c6",
-        "cross": "\u271a"
-    ,
-    "star": "\u2605", "hexagon": "\u2b22", "pentagon": "\u2b1f",
+    "circle": "\u25cf",
+    "square": "\u25a0",
+    "triangle-up": "\u25b2",
+    "diamond": "\u25c6",
+    "cross": "\u271a",
+    "star": "\u2605",
+    "hexagon": "\u2b22",
+    "pentagon": "\u2b1f",
 }
 
 
