@@ -20,6 +20,7 @@ CONFIG = {
 }
 SCRIPT = """
 import argparse
+import os
 import deepspeed
 import torch
 
@@ -31,7 +32,8 @@ engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model
 for step in range(3):
     engine.backward(engine(torch.randn(4, 10)).pow(2).mean())
     engine.step()
-print("trained by", deepspeed.__version__, "on", deepspeed.comm.get_world_size(), "ranks", flush=True)
+ranks = deepspeed.comm.get_world_size()
+os.write(1, f"trained by {deepspeed.__version__} on {ranks} ranks\\n".encode())  # at once: ranks share the output
 """
 
 
