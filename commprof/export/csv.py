@@ -20,7 +20,7 @@ from commprof.export.files import ExportedFile, Progress, Sink, staged
 from commprof.export.provenance import DICTIONARY, PROVENANCE, data_dictionary, provenance
 from commprof.export.tables import (
     COMPARISON,
-    TRAFFIC_BY_SETTING,
+    COMPARISONS,
     ExportedTable,
     comparison_of,
     opened_runs,
@@ -57,7 +57,7 @@ def export_csv(
     """
     names = table_names(tables)
     runs = opened_runs(run)
-    compared = (COMPARISON, TRAFFIC_BY_SETTING) if tables is None else ()
+    compared = COMPARISONS if tables is None else ()
     targets = [*(f"{name}.csv" for name in (*names, *compared)), DICTIONARY, PROVENANCE]
     with staged(Path(out), targets, force, progress) as staging:
         described = []
@@ -101,9 +101,7 @@ def check_csv(out: Path | str, run: AnyRun | Sequence[AnyRun]) -> list[str]:
     found = [problem for name, each in listed.items() if (problem := _unlike(out / name, each))]
     wanted = [name.removesuffix(".csv") for name in listed if name.endswith(".csv") and name != DICTIONARY]
     compared = COMPARISON in wanted
-    for table in _every(
-        runs, table_names([name for name in wanted if name not in (COMPARISON, TRAFFIC_BY_SETTING)]), compared
-    ):
+    for table in _every(runs, table_names([name for name in wanted if name not in COMPARISONS]), compared):
         file = out / f"{table.name}.csv"
         with tempfile.TemporaryFile() as text:
             sink = Sink(text)

@@ -15,8 +15,7 @@ from commprof.analysis.api import AnyRun, write_csv
 from commprof.export.files import ExportedFile, Progress, staged
 from commprof.export.provenance import DICTIONARY, PROVENANCE, data_dictionary, provenance
 from commprof.export.tables import (
-    COMPARISON,
-    TRAFFIC_BY_SETTING,
+    COMPARISONS,
     ExportedTable,
     comparison_of,
     opened_runs,
@@ -43,7 +42,7 @@ def export_parquet(
     runs = opened_runs(run)
     compared = tables is None
     targets = [f"{name}.parquet" for name in names]
-    targets += [f"{COMPARISON}.parquet", f"{TRAFFIC_BY_SETTING}.parquet"] if compared else []
+    targets += [f"{name}.parquet" for name in COMPARISONS] if compared else []
     with staged(Path(out), [*targets, DICTIONARY, PROVENANCE], force, progress) as staging:
         described = []
         for table in (*tables_of(runs, names), *(comparison_of(runs) if compared else ())):

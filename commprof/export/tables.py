@@ -19,7 +19,7 @@ from commprof.trace.tables import arrow_schema
 
 RUN_COLUMN: Final = Column("run", "string", "name of the run")
 COMPARISON: Final = "comparison"
-TRAFFIC_BY_SETTING: Final = "traffic_by_setting"
+COMPARISONS: Final = (COMPARISON, "traffic_by_setting", "traffic_by_group")  # tables of all runs together
 _ARROW: Final = {
     "int8": pa.int8(),
     "int32": pa.int32(),
@@ -90,11 +90,11 @@ def _named_parts(runs: Sequence[tuple[Run, str]], name: str, schema: pa.Schema) 
 
 
 def comparison_of(runs: Sequence[Run]) -> Iterator[ExportedTable]:
-    """``commprof compare`` of the runs: one row per setting, and its traffic by operation and purpose."""
+    """``commprof compare`` of the runs: one row per setting, and its traffic by operation and purpose, and by group."""
     both = api.compare_both(runs)
-    for name, frame, answer in (
-        (COMPARISON, both.settings, "compare"),
-        (TRAFFIC_BY_SETTING, both.traffic, "traffic_by_setting"),
+    answers = ("compare", "traffic_by_setting", "traffic_by_group")
+    for name, frame, answer in zip(
+        COMPARISONS, (both.settings, both.traffic, both.groups), answers, strict=True
     ):
         declared = api.describe_columns(answer)
         columns = [declared.get(column) or _setting_column(column) for column in frame.columns]

@@ -73,7 +73,7 @@ def test_parquet_and_duckdb_hold_what_the_csv_holds(run, tmp_path):
     export_parquet(run, tmp_path / "parquet")
     export_database(run, tmp_path / "duckdb")
     with duckdb.connect(str(tmp_path / "duckdb" / "run.duckdb"), read_only=True) as database:
-        for name in (*schema.TABLES, "comparison", "traffic_by_setting"):
+        for name in (*schema.TABLES, "comparison", "traffic_by_setting", "traffic_by_group"):
             texts = rows_of(tmp_path / "csv" / f"{name}.csv")
             rows = pq.read_table(tmp_path / "parquet" / f"{name}.parquet").to_pylist()
             stored = database.sql(f'SELECT * FROM "{name}"').to_arrow_table().to_pylist()
