@@ -14,17 +14,24 @@ _COLOURS: Final = {"good": "teal", "note": "indigo", "warning": "yellow", "error
 
 def message(title: str, text: str, commands: Sequence[str] = (), severity: str = "note") -> Component:
     """A notice: what happened, and what to type or do. ``severity``: see ``_COLOURS``."""
-    shown = [html.Pre(html.Code(command), className="command") for command in commands]
-    return _notice(title, [dmc.Text(text, size="sm"), *shown], severity)
+    return _notice(title, [dmc.Text(text, size="sm"), *_typed(commands)], severity)
 
 
 def sentences(
     title: str, texts: Sequence[str], severity: str = "note", commands: Sequence[str] = ()
 ) -> Component:
     """A notice of several sentences, and what to type."""
-    shown = [html.Pre(html.Code(command), className="command") for command in commands]
     listed = html.Ul([html.Li(text) for text in texts], className="sentences")
-    return _notice(title, [listed, *shown], severity)
+    return _notice(title, [listed, *_typed(commands)], severity)
+
+
+def _typed(commands: Sequence[str]) -> list[Component]:
+    # One that is longer than the window scrolls, by the keyboard too.
+    about = {"aria-label": "Command"}
+    return [
+        html.Pre(html.Code(command), className="command", tabIndex=0, role="group", **about)
+        for command in commands
+    ]
 
 
 def _notice(title: str, children: Sequence[Component], severity: str) -> Component:

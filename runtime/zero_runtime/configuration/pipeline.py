@@ -23,7 +23,7 @@ def _method(name: str, value: Any) -> str:
         except re.error as error:
             raise ConfigError(f"{name} is {value!r}, which is no regular expression: {error}") from None
         return str(found)
-    if (kind in _METHODS or (kind == "best" and name == "pipeline.partition")) and not pattern:
+    if kind in _METHODS and not pattern:
         return kind
     raise ConfigError(
         f"{name} is {value!r}; expected uniform, parameters, profile, or type: and a pattern of class names"
@@ -36,7 +36,7 @@ _TENSORS: Final = "activations are sent whole by each model-parallel rank"
 
 PIPELINE: Final[Table] = {
     "stages": used(either("auto", integer(1)), "auto", "number of stages; auto is PipelineModule's num_stages"),
-    "partition": used(_METHOD, "best", f"{_DEALING}; best is that argument itself"),
+    "partition": used(either("best", _METHOD), "best", f"{_DEALING}; best is that argument itself"),
     "partition_methods": used(optional(_METHOD), None, "the same. Not a key of DeepSpeed"),
     "seed_layers": inert(
         boolean, False, "seed each layer by itself", "PipelineModule(seed_layers=True) does it, when layers are built"
