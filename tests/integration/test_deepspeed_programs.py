@@ -157,6 +157,7 @@ def test_a_folder_that_cannot_be(path, said):
         run_ranks(1, run_program, "deepspeed_offload.py", ["--complete"], changes)
 
 
+@pytest.mark.long
 def test_activation_checkpoints(tmp_path):
     arguments = ("--complete", "--checkpoint", "--nvme-path", "files")
     done, traffic = recorded(tmp_path, "deepspeed_activation_checkpointing.py", *arguments)

@@ -14,7 +14,8 @@ NORMS = {f"{place}.{kind}" for place in ("blocks.0.attention_norm", "norm") for 
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", [pytest.param("allowed", marks=pytest.mark.long), "forced"])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["allowed", "forced"])
 def test_the_examples_of_partitioned_types(tmp_path, name):
     config = ROOT / "examples" / f"ds_{name}_types.json"
     output(

@@ -104,6 +104,7 @@ def test_the_traceback_is_there_for_who_asks(tmp_path):
     assert "Traceback" in done.stderr and "logged_calls.py" in done.stderr
 
 
+@pytest.mark.long
 def test_a_rank_that_fails_alone_is_heard(tmp_path):
     text = "import deepspeed, os\nif os.environ['RANK'] == '1':\n    deepspeed.comm.barrier()\n"
     done = of_two_ranks(tmp_path, text)
