@@ -18,6 +18,7 @@ from commprof.trace.process import start_ticks
 
 _PROC: Final = Path("/proc")
 _TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
+_LONGEST_SAMPLE_S: Final = 1.0  # that a stack is taken in on a busy machine; most take some ms
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -80,17 +81,28 @@ def _first_line(events: Path) -> dict[str, Any]:
 
 
 def state_of(process: RankProcess, proc: Path = _PROC) -> State:
-    """Whether ``process`` runs, is stopped, or is gone; another one with its number is not taken for it."""
-    try:
-        text = (proc / str(process.pid) / "stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return State.GONE
-    letter = text.rpartition(")")[2].split()[0]
+    """Whether ``process`` runs, is stopped, or is gone; another one with its number is not taken for it.
+
+    One that is held by a tracer is stopped if that lasts: py-spy, which samples its stack, holds it for an instant.
+    """
+    letter, until = _letter(process.pid, proc), time.monotonic() + _LONGEST_SAMPLE_S
+    while letter == "t" and time.monotonic() < until:
+        time.sleep(0.01)
+        letter = _letter(process.pid, proc)
     if letter in ("Z", "X"):
         return State.GONE
     if process.start_ticks is not None and start_ticks(process.pid) != process.start_ticks:
         return State.GONE
     return State.STOPPED if letter in ("T", "t") else State.RUNS
+
+
+def _letter(pid: int, proc: Path) -> str:
+    """The third field of its stat file, see proc(5); X where there is none."""
+    try:
+        text = (proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "X"
+    return text.rpartition(")")[2].split()[0]
 
 
 def usage_of(pid: int, proc: Path = _PROC) -> Usage | None:

@@ -281,3 +281,28 @@ def test_processor_time_is_a_share_of_one_core_since_the_reading_before(tmp_path
     clock = iter([3_000_000_000])
     second = {s.name: s.value for s in sampler.read()}
     assert second["cpu_percent"] == pytest.approx(75.0)
+
+
+def test_a_process_whose_stack_is_being_taken_is_not_stopped(tmp_path, monkeypatch):
+    stat = tmp_path / "7" / "stat"
+    stat.parent.mkdir()
+    stat.write_text("7 (python) t 1 7 7\n")
+    looks = []
+
+    def sleep(seconds):
+        looks.append(seconds)
+        if len(looks) == 3:
+            stat.write_text("7 (python) S 1 7 7\n")
+
+    monkeypatch.setattr("commprof.sampling.processes.time.sleep", sleep)
+    assert state_of(RankProcess(0, 7), tmp_path) is State.RUNS and len(looks) == 3
+    stat.write_text("7 (python) T 1 7 7\n")  # by a signal: nothing to wait for
+    assert state_of(RankProcess(0, 7), tmp_path) is State.STOPPED and len(looks) == 3
+
+
+def test_a_process_that_a_debugger_holds_is_stopped(tmp_path, monkeypatch):
+    stat = tmp_path / "7" / "stat"
+    stat.parent.mkdir()
+    stat.write_text("7 (python) t 1 7 7\n")
+    monkeypatch.setattr("commprof.sampling.processes._LONGEST_SAMPLE_S", 0.05)
+    assert state_of(RankProcess(0, 7), tmp_path) is State.STOPPED
