@@ -23,6 +23,9 @@ from commprof.trace.writer import DEVICE_END_WORD, NO_WORDS, Segment, Token
 _MOST_REFUSALS: Final = 16  # in a row, after which a backend's handles are not asked again
 _COST_NS: Final = 12_000  # CPU time that asking and being called back take, both threads together (measured)
 _LONGEST_WAIT: Final = 1800.0  # seconds: what gloo itself gives an operation
+_LETTING_GO: Final = (
+    0.01  # seconds for the backend's thread to drop what has called back, which takes that lock once more
+)
 _under_way: Final[dict[int, None]] = {}  # callbacks that have not come; see Note [the end of the program]
 _numbers: Final = itertools.count()
 
@@ -93,6 +96,8 @@ def _await_callbacks() -> None:
         while _under_way and time.monotonic() < deadline:
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
+        if pause > 0.001:
+            time.sleep(_LETTING_GO)
     except KeyboardInterrupt:
         pass
 

@@ -25,6 +25,7 @@ from zero_runtime.pipeline.batches import inputs_of
 from zero_runtime.pipeline.engine import PipelineEngine, check_pipeline
 from zero_runtime.pipeline.module import PipelineModule
 from zero_runtime.pipeline.preparation import own_parameters, prepare, stages_for
+from zero_runtime.process_end import pause_before_ending
 from zero_runtime.schedules import schedule
 from zero_runtime.tensor_access import remember
 from zero_runtime.uncaught import report_uncaught
@@ -73,6 +74,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         UnsupportedError: it asks for what is not in this version.
     """
     report_uncaught()
+    pause_before_ending()
     if model is None:
         raise ConfigError("initialize needs a model; pass model=")
     if config is not None and config_params is not None:

@@ -1,0 +1,35 @@
+"""Threads that need Python's lock get it before the interpreter ends (gloo's do, for the tensors of the last collective)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SCRIPT = """
+import os, sys, threading, time, torch, zero_runtime
+
+model = torch.nn.Linear(3, 2)
+config = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}}
+engine, *_ = zero_runtime.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+ended = threading.Event()
+
+def late():
+    ended.wait()
+    time.sleep(0.003)
+    print("done", flush=True)
+
+threading.Thread(target=late, daemon=True).start()
+time.sleep(0.1)
+import atexit
+atexit.register(ended.set)  # called first of all handlers: the last one registered
+"""
+
+
+def test_a_thread_of_the_backend_finishes_before_the_interpreter_ends(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (done.returncode, done.stdout.strip().splitlines()[-1:]) == (0, ["done"]), done.stderr
