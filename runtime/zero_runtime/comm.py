@@ -382,7 +382,21 @@ class DataParallelGroup:
         """
         work = self.all_to_all_single(received, rows, row_numels, why=why, asynchronous=asynchronous)
         width = row_numels[self.rank]
-        return work, lambda: received.view(self.world_size, width).sum(0, dtype=torch.float32)
+        return work, lambda: sum_of_rows(received.view(self.world_size, width))
+
+
+def sum_of_rows(rows: torch.Tensor) -> torch.Tensor:
+    """The sum of a matrix over its rows, in fp32; on the CPU in their order, wherever in the row a number is.
+
+    Row by row, since torch's own reduction of a few long rows takes 2 to 6 times as long on a CPU, and 10 times as long
+    for 16 rows of 16-bit numbers.
+    """
+    if rows.device.type != "cpu" or len(rows) < 2:
+        return rows.sum(0, dtype=torch.float32)
+    total = rows[0].to(torch.float32, copy=True)
+    for row in rows[1:]:
+        total.add_(row)
+    return total
 
 
 # The methods of DataParallelGroup that issue something, by name, for those who time or count them all.

@@ -9,7 +9,7 @@ import torch
 
 from commprof import hooks
 from zero_runtime.buckets import Bucket
-from zero_runtime.comm import DataParallelGroup, Work
+from zero_runtime.comm import DataParallelGroup, Work, sum_of_rows
 from zero_runtime.compression.quantization import dequantized, quantized
 from zero_runtime.reduction import Scattered
 
@@ -29,7 +29,7 @@ def scatter_quantized(rows: torch.Tensor, bucket: Bucket, group: DataParallelGro
         why=bucket.why(intended_op="reduce_scatter"),
         asynchronous=bucket.asynchronous,
     )
-    return work, lambda: dequantized(received, rows.numel() // world, GRADIENT_BITS).sum(0)
+    return work, lambda: sum_of_rows(dequantized(received, rows.numel() // world, GRADIENT_BITS))
 
 
 def round_rows(rows: Sequence[torch.Tensor]) -> None:

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from commprof import hooks
 from zero_runtime.buckets import Bucket
-from zero_runtime.comm import DataParallelGroup
+from zero_runtime.comm import DataParallelGroup, sum_of_rows
 from zero_runtime.compression import two_phases
 from zero_runtime.compression.exchange import Exchange
 from zero_runtime.compression.hosts import Hosts
@@ -127,7 +127,7 @@ def _sum_of_rows(rows: torch.Tensor, width: int, bucket: Bucket, group: DataPara
         received = torch.empty_like(rows)
         why = bucket.why(intended_op="reduce_scatter")
         group.all_to_all_single(received, rows, [width] * group.world_size, why=why)
-        return received.view(group.world_size, width).sum(0)
+        return sum_of_rows(received.view(group.world_size, width))
     mine = rows.new_empty(width)
     group.reduce_scatter_single(mine, rows, why=bucket.why())
     return mine

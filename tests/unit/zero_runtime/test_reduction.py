@@ -10,7 +10,7 @@ import torch
 from support.process_group_log import logged
 from support.ranks import run_ranks
 from zero_runtime.buckets import Bucket, Scaling
-from zero_runtime.comm import DataParallelGroup
+from zero_runtime.comm import DataParallelGroup, sum_of_rows
 from zero_runtime.errors import ConfigError
 from zero_runtime.layout import owner_runs
 from zero_runtime.reduction import REDUCTIONS, reduction
@@ -95,3 +95,16 @@ def test_an_unknown_reduction_is_refused_with_the_names():
         ConfigError, match="unknown gradient_reduction 'rs'; choose one of: all_reduce, multi_rank"
     ):
         reduction("rs")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("world", [1, 2, 3, 8, 16])
+def test_sum_of_rows_is_the_sum_in_fp32_in_their_order_and_leaves_them_alone(world, dtype):
+    rows = torch.randn(world, 1000, generator=torch.Generator().manual_seed(world)).to(dtype)
+    before = rows.clone()
+    total = sum_of_rows(rows)
+    expected = rows[0].float()
+    for row in rows[1:]:
+        expected = expected + row.float()
+    assert total.dtype is torch.float32 and torch.equal(total, expected) and torch.equal(rows, before)
+    assert total.data_ptr() != rows.data_ptr()
