@@ -26,6 +26,7 @@ __all__ = [
     "describe_config",
     "describe_parameters",
     "detach",
+    "has_stepped",
     "metric",
     "micro_step",
     "phase",
@@ -85,11 +86,17 @@ class _ThreadLocal(threading.local):
 position: Final = Position()
 _thread: Final = _ThreadLocal()
 _listener: Listener | None = None
+_has_stepped = False  # since somebody listens
 
 
 def recording() -> bool:
     """Whether somebody listens. Guard anything costlier than a hook call with this."""
     return _listener is not None
+
+
+def has_stepped() -> bool:
+    """Whether a step has begun since somebody listens; what came before that is of another recording, or of none."""
+    return _has_stepped
 
 
 def attach(out: str | None = None, **options: Any) -> None:
@@ -115,8 +122,9 @@ def detach() -> None:
 
 def listen(listener: Listener | None) -> None:
     """Make ``listener`` the one that hears the hooks; ``None`` for nobody. For the recorder and tests."""
-    global _listener
+    global _has_stepped, _listener
     _listener = listener
+    _has_stepped = False
 
 
 class tag:  # noqa: N801 - reads as a statement: ``with tag("gradient_reduce", bucket=3):``
@@ -186,11 +194,13 @@ def current_tag() -> tag | None:
 def step(n: int | None = None, micro_step: int = 0) -> None:
     """Step ``n`` begins (default: the next one), at micro-batch ``micro_step`` of it.
 
-    Before the first call the step is -1 (initialisation).
+    Before the first call the step is -1 (initialisation), and after ``step(-1)``: a training of its own is made ready.
     """
+    global _has_stepped
     position.step = position.step + 1 if n is None else n
     position.micro_step = micro_step
     if _listener is not None:
+        _has_stepped = position.step >= 0
         _listener.on_step(position.step, micro_step)
 
 

@@ -89,6 +89,10 @@ class StepReadings:
         self._write()
         self._step = step
 
+    def go_back(self) -> None:
+        """No step has begun yet after all."""
+        self._step = -1
+
     def finish(self) -> None:
         """The last step has ended."""
         if self._descriptor is None:

@@ -30,7 +30,14 @@ from commprof.recorder.interception import Interception
 from commprof.recorder.journal import Journal
 from commprof.recorder.lifecycle import GroupLifecycle
 from commprof.recorder.opening import Opened, begin_row, find_directory, open_files, this_rank
-from commprof.recorder.options import DEFAULTS, OPTIONS_VARIABLE, Options, from_json, from_mapping
+from commprof.recorder.options import (
+    BEFORE_THE_FIRST,
+    DEFAULTS,
+    OPTIONS_VARIABLE,
+    Options,
+    from_json,
+    from_mapping,
+)
 from commprof.recorder.selfcheck import SelfCheck
 from commprof.recorder.stacks import StackSignal
 from commprof.recorder.steps import Steps
@@ -193,7 +200,11 @@ class Session:
     def on_step(self, step: int, micro_step: int) -> None:
         """A step or micro step begins."""
         try:
-            if not self.window.enter(step):
+            inside = self.window.enter(step)
+            if step == BEFORE_THE_FIRST:
+                self.steps.go_back()
+                return
+            if not inside:
                 self.steps.pass_by(step, micro_step)
                 return
             self.steps.begin(step, micro_step)

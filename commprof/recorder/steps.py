@@ -15,6 +15,7 @@ from commprof.recorder.buckets import BucketRows
 from commprof.recorder.clocks import clock_identity, read_clocks
 from commprof.recorder.counters import StepReadings
 from commprof.recorder.journal import Journal
+from commprof.recorder.options import BEFORE_THE_FIRST
 
 _CLOCK_INTERVAL_NS: Final = 60_000_000_000
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
@@ -37,6 +38,10 @@ class Steps:
         self._explicit = False
         self._automatic_call = False
         self._found = False  # the last boundary was not named by the program
+        self._starting = False
+        self._held: dict[str, Any] | None = (
+            None  # the row of the step in which recording began, until it has ended
+        )
 
     def explicit(self) -> bool:
         """Whether the program names its steps itself."""
@@ -47,7 +52,9 @@ class Steps:
         self._write_clock(time.perf_counter_ns())
         if is_recorded and hooks.position.step >= 0:
             begin = self.begin_automatic if self._found else self.begin
+            self._starting = True
             begin(hooks.position.step, hooks.position.micro_step)
+            self._starting = False
 
     def begin(self, step: int, micro_step: int) -> None:
         """Step ``step`` begins, or a further micro step of it."""
@@ -59,19 +66,33 @@ class Steps:
             if self.readings is not None:
                 self.readings.begin(step)
         self.journal.move(step, micro_step)
-        self.journal.write(
-            "step",
-            {
-                "step": step,
-                "micro_step": micro_step,
-                "time_ns": now,
-                "automatic": self._automatic_call,
-                **_resources(),
-            },
-        )
+        row = {
+            "step": step,
+            "micro_step": micro_step,
+            "time_ns": now,
+            "automatic": self._automatic_call,
+            **_resources(),
+        }
+        self._write_held()
+        if self._starting:
+            self._held = row
+        else:
+            self.journal.write("step", row)
         if now >= self._next_clock_ns:
             self._write_clock(now)
         self.cost_ns += time.perf_counter_ns() - now
+
+    def go_back(self) -> None:
+        """What comes is initialisation again: of a training of its own, where no step of this recording has begun."""
+        self._held = None
+        self.journal.move(BEFORE_THE_FIRST, 0)
+        if self.readings is not None:
+            self.readings.go_back()
+
+    def _write_held(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            self.journal.write("step", held)
 
     def _hear(self) -> None:
         self._found = self._automatic_call
@@ -81,6 +102,7 @@ class Steps:
     def pass_by(self, step: int, micro_step: int) -> None:
         """A step begins that is not to be recorded."""
         self._hear()
+        self._write_held()
         self.journal.move(step, micro_step)
 
     def close(self) -> None:
@@ -89,6 +111,7 @@ class Steps:
             self.readings.finish()
             self.readings = None
         self._buckets.write()
+        self._write_held()
         now = time.perf_counter_ns()
         self.journal.write(
             "step", {"step": None, "micro_step": 0, "time_ns": now, "closed": True, **_resources()}
@@ -98,6 +121,7 @@ class Steps:
         """Recording ends: the last step's resources and the clocks."""
         now = time.perf_counter_ns()
         self._buckets.write()
+        self._write_held()
         if self.readings is not None:
             self.readings.finish()
         self.journal.write("step", {"step": None, "micro_step": 0, "time_ns": now, **_resources()})

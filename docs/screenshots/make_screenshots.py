@@ -10,6 +10,7 @@ Needs Chromium and the development requirements. Look at the pictures before com
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,7 +80,10 @@ def main() -> None:
     with served(arguments.runs or newest_demo()) as base, open_browser() as browser:
         for picture in PICTURES:
             path = take(browser, base, picture, arguments.out)
-            print(f"{path}  {path.stat().st_size:,} bytes")
+            print(f"{path}  {path.stat().st_size:,} bytes", flush=True)
+    os._exit(
+        0
+    )  # a thread of the dashboard may be in the middle of a query, which an ending interpreter aborts
 
 
 if __name__ == "__main__":

@@ -79,6 +79,8 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         raise ConfigError("initialize needs a model; pass model=")
     if config is not None and config_params is not None:
         raise ConfigError("both config and config_params are given; keep config")
+    if hooks.position.step >= 0 and not hooks.has_stepped():
+        hooks.step(-1)  # the steps were of another recording, or of none
     hooks.phase("init")
     given = configuration.load(config if config is not None else config_params, args)
     if mesh_param is not None:

@@ -8,13 +8,13 @@ from commprof import hooks
 class StepNumbers:
     """Numbers the steps of one engine.
 
-    An engine that is made within a recorded run, when others have taken steps already, counts from 0 again: its steps
-    would be taken for theirs. So they are numbered on from there, unless they come later anyway, as after
+    An engine that is made within a recorded run, when others have taken steps of it already, counts from 0 again: its
+    steps would be taken for theirs. So they are numbered on from there, unless they come later anyway, as after
     ``load_checkpoint``. Engines that are made before the first step share its numbers, as they share the steps.
     """
 
     def __init__(self) -> None:
-        self._after = hooks.position.step if hooks.recording() else -1
+        self._after = hooks.position.step if hooks.has_stepped() else -1
         self._offset: int | None = None
 
     def of(self, global_step: int) -> int:

@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+import commprof
 import zero_runtime
 from commprof.analysis import api
 from commprof.ledger.verification import verify
+from commprof.trace.reader import open_run
 from support.changed_runs import Changed
+from support.ranks import run_ranks
 from support.recording import record
 
 pytestmark = pytest.mark.ranks
@@ -112,3 +115,24 @@ def test_engines_of_every_stage(tmp_path, stage):
 def test_one_that_goes_on_from_a_checkpoint_keeps_its_numbers(tmp_path):
     run, _ = record(tmp_path / "run", 2, replicas, 2, (WIDTH,) * 2, tmp_path / "saved")
     assert str(verify(run).state) == "closed" and numbers(run) == list(range(4))
+
+
+def in_turn(rank, world, folders):
+    """A training in the first recording, and in the second one another after it."""
+    for number, folder in enumerate(folders):
+        commprof.attach(folder)
+        replicas(rank, world, 2, [WIDTH] * (number + 1))
+        commprof.detach()
+
+
+def test_a_second_recording_of_a_process_begins_with_its_own_initialisation_and_step_0(tmp_path):
+    folders = [str(tmp_path / "first"), str(tmp_path / "second")]
+    run_ranks(2, in_turn, folders)
+    for folder, steps in zip(folders, ([0, 1], [0, 1, 2, 3]), strict=True):
+        run = open_run(folder)
+        rows = run.table("collectives").to_pylist()
+        assert numbers(run) == steps and {row["step"] for row in rows} == {-1, *steps}
+        made = [row for row in rows if row["purpose"] == "parameter_broadcast"]
+        assert made and made[0]["step"] == -1
+        assert {row["purpose"] for row in rows if row["step"] == -1} == {"parameter_broadcast"}
+        assert str(verify(run).state) == "closed"
