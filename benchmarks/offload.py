@@ -136,7 +136,7 @@ def peak(
         with running(sys.executable, OURS, cgroup) as pair:
             begin(pair, shape, given)
             trained = pair.ask({"steps": steps})
-            resident = [_high_water(process) for process in pair.processes]
+            resident = resident_peak(pair)
             pair.tell({"end": True})
     except RuntimeError as error:
         if cgroup is not None and watch is not None:
@@ -150,7 +150,12 @@ def peak(
         if cgroup is not None and watch is not None:
             watch.cancel()
             cgroup.close()
-    return {"mib": max(resident), "losses": [loss for answer in trained for loss in answer["losses"]]}
+    return {"mib": resident, "losses": [loss for answer in trained for loss in answer["losses"]]}
+
+
+def resident_peak(pair: Pair) -> float:
+    """MiB that the larger rank has had resident at most."""
+    return max(_high_water(process) for process in pair.processes)
 
 
 def _high_water(process: subprocess.Popen[str]) -> float:

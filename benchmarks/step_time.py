@@ -49,12 +49,16 @@ RESAMPLES = 4000
 
 
 class Pair(RankProcesses):
-    """The ranks of one runtime."""
+    """The ranks of one runtime. ``variables`` are further ones of their environment."""
 
-    def __init__(self, python: str, runtime: str, log: TextIO) -> None:
+    def __init__(
+        self, python: str, runtime: str, log: TextIO, variables: Mapping[str, str] | None = None
+    ) -> None:
         script = str(ROOT / "benchmarks" / "step_time_rank.py")
         super().__init__(
-            subprocess.Popen([python, script, runtime], env=_environment(rank), stderr=log, **PIPES)
+            subprocess.Popen(
+                [python, script, runtime], env=_environment(rank) | dict(variables or {}), stderr=log, **PIPES
+            )
             for rank in range(RANKS)
         )
 

@@ -21,6 +21,7 @@ from zero_runtime.data import RepeatingLoader
 from zero_runtime.deepspeed_names import as_deepspeed
 from zero_runtime.engine import Engine
 from zero_runtime.errors import ConfigError, LossScaleError, UnsupportedError, UsageError, ZeroRuntimeError
+from zero_runtime.huge_pages import use_huge_pages
 from zero_runtime.initialization import initialize
 from zero_runtime.memory import memory_status, see_memory_usage
 from zero_runtime.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
@@ -57,3 +58,5 @@ __all__ = [
     "see_memory_usage",
     "zero",
 ]
+
+use_huge_pages()  # before the program makes its model

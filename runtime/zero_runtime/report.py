@@ -21,6 +21,7 @@ from zero_runtime.deepspeed_names import comm as messages
 from zero_runtime.deepspeed_names.accelerator import get_accelerator
 from zero_runtime.deepspeed_names.distribution import DISTRIBUTION, FOLLOWED, NamesDistribution
 from zero_runtime.errors import ZeroRuntimeError
+from zero_runtime.huge_pages import huge_pages_state
 from zero_runtime.memory import memory_in_use
 from zero_runtime.offload.folders import new_folder, remove_folder
 from zero_runtime.version import VERSION
@@ -57,6 +58,7 @@ def lines(directory: Path, measured_bytes: int = 0) -> Iterator[tuple[str, str]]
     yield "cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} can be used"
     used = memory_in_use()
     yield "memory", f"{(used.host - used.host_used) / _GIB:.1f} GiB of {used.host / _GIB:.1f} GiB are free"
+    yield "huge pages", huge_pages_state()
     yield "shared memory", _disk(Path("/dev/shm"))
     yield "disk", f"{directory}: {_disk(directory)}"
     if measured_bytes:

@@ -2,7 +2,7 @@
 
 A transfer is cut into requests of ``block_size * queue_depth`` bytes, each one call of the kernel (``single_submit``: of
 one block each). The threads of each direction take them as they come, so that a read ahead never waits behind what is
-being written. The checksum of every request (CRC-32) is kept in memory, and compared when it is read.
+being written. The checksum of every request is kept in memory, and compared when it is read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import errno
 import os
 import shutil
 import weakref
-import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -24,6 +23,7 @@ import torch
 from zero_runtime.errors import OffloadError
 from zero_runtime.offload.allocation import give_back_freed_memory
 from zero_runtime.offload.blocks import aligned, as_memory, read_range, takes_direct, write_range
+from zero_runtime.offload.checksums import ALGORITHM, checksum
 from zero_runtime.offload.folders import remove_folder
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
@@ -243,15 +243,15 @@ class TensorFiles:
 
     def _write_part(self, file: _File, number: int, data: memoryview, offset: int) -> None:
         if self._checked:
-            file.checksums[number] = zlib.crc32(data)
+            file.checksums[number] = checksum(data)
         write_range(file.path, data, offset, self.direct)
 
     def _read_part(self, name: str, file: _File, number: int, target: memoryview, offset: int) -> None:
         read_range(file.path, target, offset, self.direct)
-        if self._checked and zlib.crc32(target) != file.checksums[number]:
+        if self._checked and (found := checksum(target)) != file.checksums[number]:
             raise OffloadError(
-                f"{file.path} ({name}) has other bytes at {offset} than were written: the CRC-32 of {len(target)} bytes is "
-                f"{zlib.crc32(target):08x}, expected {file.checksums[number]:08x}; the disk, or another program, has "
+                f"{file.path} ({name}) has other bytes at {offset} than were written: the {ALGORITHM} of {len(target)} "
+                f"bytes is {found:08x}, expected {file.checksums[number]:08x}; the disk, or another program, has "
                 f"changed it; check the disk, and resume from the last checkpoint with another {self._key}"
             )
 

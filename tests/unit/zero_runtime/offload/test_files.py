@@ -98,7 +98,7 @@ def test_a_changed_byte_is_an_error_that_names_the_file_and_the_place(tmp_path):
     with path.open("r+b") as file:
         file.seek(20_000)
         file.write(b"\x01")
-    with pytest.raises(OffloadError, match=f"{path}.*at 16384.*CRC-32"):
+    with pytest.raises(OffloadError, match=f"{path}.*at 16384.*XXH3"):
         store.read("state", torch.empty(10_000)).wait()
     store.close()
 
@@ -252,3 +252,24 @@ def test_the_checksum_of_nothing_changed_costs_no_error_when_unchecked(tmp_path)
     store.read("state", target).wait()
     assert target.eq(1.0).all()
     store.close()
+
+
+def test_without_the_package_for_checksums_bytes_are_checked_all_the_same(tmp_path):
+    program = f"""
+import sys
+sys.modules["xxhash"] = None
+import pathlib, torch
+from zero_runtime.errors import OffloadError
+from zero_runtime.offload.files import TensorFiles
+folder = pathlib.Path({str(tmp_path)!r})
+store = TensorFiles(folder)
+store.write("state", torch.zeros(10_000)).wait()
+with next(folder.iterdir()).open("r+b") as file:
+    file.write(b"1")
+try:
+    store.read("state", torch.empty(10_000)).wait()
+except OffloadError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "CRC-32 of" in done.stdout

@@ -1,0 +1,55 @@
+"""Large tensors in host memory on pages of 2 MiB.
+
+The kernel gives memory page by page, at a program's first touch: a fault and a cleared page for each 4 KiB. Tensors of many
+MiB that come and go with every step make that a good part of its time (benchmarks/huge_pages.py). torch asks for pages of
+2 MiB, for blocks of that size and more, where THP_MEM_ALLOC_ENABLE is set when a process makes its first tensor on the CPU.
+Importing torch makes none, so it is in time where zero_runtime is imported before the model is made.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Final
+
+import torch
+
+VARIABLE: Final = "THP_MEM_ALLOC_ENABLE"  # c10/core/impl/alloc_cpu.cpp
+_KERNEL: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+# The C library maps such a block by itself; it begins at a page only where torch has asked for one that does.
+_BLOCK: Final = 64 << 20
+
+
+def use_huge_pages(environment: MutableMapping[str, str] = os.environ, kernel: Path = _KERNEL) -> None:
+    """Have torch ask for pages of 2 MiB, unless the variable is set already or the kernel gives none.
+
+    Args:
+        environment: of this process, and of those that it starts.
+        kernel: the file with the kernel's setting.
+    """
+    if VARIABLE not in environment and _kernel_setting(kernel) in ("always", "madvise"):
+        environment[VARIABLE] = "1"
+
+
+def huge_pages_state(kernel: Path = _KERNEL) -> str:
+    """Whether large tensors of this process are on pages of 2 MiB, and if not, why: one line."""
+    setting = _kernel_setting(kernel)
+    if setting not in ("always", "madvise"):
+        return "no: the kernel gives none" + (f" ({kernel}: {setting})" if setting else "")
+    if torch.empty(_BLOCK, dtype=torch.uint8, device="cpu").data_ptr() % mmap.PAGESIZE == 0:
+        return "for tensors of 2 MiB and more"
+    value = os.environ.get(VARIABLE)
+    if value == "1":
+        return f"no: a tensor was made before {VARIABLE} was set: import zero_runtime earlier, or set it to 1"
+    return f"no: {VARIABLE} is {value or 'not set'}"
+
+
+def _kernel_setting(kernel: Path) -> str:
+    """The word in brackets in the kernel's file; empty where there is none."""
+    try:
+        words = kernel.read_text().split()
+    except OSError:
+        return ""
+    return next((word.strip("[]") for word in words if word.startswith("[")), "")
