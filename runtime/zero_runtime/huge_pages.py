@@ -33,12 +33,17 @@ def use_huge_pages(environment: MutableMapping[str, str] = os.environ, kernel: P
         environment[VARIABLE] = "1"
 
 
+def huge_pages_in_use() -> bool:
+    """Whether torch asks for pages of 2 MiB in this process."""
+    return torch.empty(_BLOCK, dtype=torch.uint8, device="cpu").data_ptr() % mmap.PAGESIZE == 0
+
+
 def huge_pages_state(kernel: Path = _KERNEL) -> str:
     """Whether large tensors of this process are on pages of 2 MiB, and if not, why: one line."""
     setting = _kernel_setting(kernel)
     if setting not in ("always", "madvise"):
         return "no: the kernel gives none" + (f" ({kernel}: {setting})" if setting else "")
-    if torch.empty(_BLOCK, dtype=torch.uint8, device="cpu").data_ptr() % mmap.PAGESIZE == 0:
+    if huge_pages_in_use():
         return "for tensors of 2 MiB and more"
     value = os.environ.get(VARIABLE)
     if value == "1":

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from zero_runtime import log
+from zero_runtime.huge_pages import huge_pages_in_use
+from zero_runtime.offload.allocation import give_back_freed_memory
 from zero_runtime.sharding.pages import Pager
 from zero_runtime.sharding.place import Place
 from zero_runtime.sharding.policy import SliceOffload
@@ -29,6 +31,9 @@ class SliceStorage:
     def __init__(self, offload: SliceOffload, device: torch.device, rank: int) -> None:
         self._offload = offload
         self._rank = rank
+        if device.type == "cpu" and huge_pages_in_use():
+            # Whole parameters come and go in host memory. With pages of 4 KiB this would cost more time than it is worth.
+            give_back_freed_memory()
         on_host = offload.device != "none"
         pinned = on_host and offload.pinned and device.type == "cuda"
         self.place = Place(torch.device("cpu") if on_host else None, pinned)
