@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import platform
 import statistics
@@ -50,6 +51,18 @@ def median_interval(values: Sequence[float]) -> Spread:
         probability = probability * (n - k + 1) / k
     k = max(k, 1)
     return Spread(statistics.median(ordered), ordered[k - 1], ordered[n - k], n)
+
+
+def pseudomedian_interval(values: Sequence[float]) -> Spread:
+    """Median of the means of all pairs (Hodges and Lehmann), with the 95 % interval of Wilcoxon's signed-rank test.
+
+    For differences that lie evenly about one value it needs two thirds of the rounds of a median. At least 20 values.
+    """
+    means = sorted((a + b) / 2 for i, a in enumerate(values) for b in values[i:])
+    n = len(values)
+    # The rank sum is about normal: mean n (n + 1) / 4, variance n (n + 1) (2n + 1) / 24.
+    k = max(1, round(n * (n + 1) / 4 - 1.96 * math.sqrt(n * (n + 1) * (2 * n + 1) / 24)))
+    return Spread(statistics.median(means), means[k - 1], means[-k], n)
 
 
 def machine() -> dict[str, Any]:
