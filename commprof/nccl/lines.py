@@ -207,6 +207,9 @@ _COLOURS = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")
 _CONTROLS = bytes(range(32)).replace(b"\t", b"") + b"\x7f"
 
 
+_NO_OPERATIONS: Final = (InitLine, EndLine, VersionLine, TorchCommLine, GroupLine)
+
+
 def may_speak_headless(line: bytes) -> bool:
     """Whether :func:`read_line` may find anything in a line without a head; cheap."""
     return any(mark in line for mark in HEADLESS_MARKS)
@@ -249,6 +252,8 @@ def read_line(line: bytes, hosts: KnownHosts) -> list[Line]:
         message = read_message(piece.origin, piece.body, piece.level, piece.source)
         if message is not None:
             found.append(message)
+            if isinstance(message, _NO_OPERATIONS) and _MENTION.search(piece.body):
+                found.append(FragmentLine())  # glued behind it, or within
     return found
 
 

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch._C._distributed_c10d import ReduceOp
 
 from commprof.recorder.groups import Group
 from commprof.recorder.methods import Method, Shape
@@ -17,6 +18,10 @@ from commprof.schema import Op
 
 _MISSING: Final = object()
 _OPTION_NAMES: Final = ("reduceOp", "rootRank", "rootTensor", "asyncOp")
+_MODULES_OF_TORCH: Final = ("torch.distributed.distributed_c10d", "torch._C._distributed_c10d")
+_REDUCTION: Final = ReduceOp
+_REDUCTION_NUMBER: Final = type(ReduceOp.SUM)
+_MOST_CLASSES: Final = 1000
 
 
 class Planned:
@@ -48,17 +53,69 @@ class CallOptions(NamedTuple):
 
 def freeze(value: Any) -> Any:
     """A hashable stand-in for an argument: equal for calls of equal signature, and holding no tensor."""
-    if isinstance(value, (torch.Tensor, Planned)):
-        return value.shape, value.dtype, value.device
-    if isinstance(value, (list, tuple)):
-        return tuple([freeze(item) for item in value])
-    if value is None or isinstance(value, (int, bool, str, float)):
-        return value
-    found = [getattr(value, name, _MISSING) for name in _OPTION_NAMES]  # reading one is dear: once
+    kind = type(value)
+    return (_FREEZERS.get(kind) or _freezer(kind))(value)
+
+
+def _freezer(kind: type) -> Callable[[Any], Any]:
+    """What freezes values of this class: found once, since to look for it takes longer than all the rest of a record."""
+    found: Callable[[Any], Any]
+    if issubclass(kind, (torch.Tensor, Planned)):
+        found = _freeze_tensor
+    elif issubclass(kind, (list, tuple)):
+        found = _freeze_sequence
+    elif kind is type(None) or issubclass(kind, (int, bool, str, float)):
+        found = _itself
+    elif kind.__module__ not in _MODULES_OF_TORCH:
+        found = _freeze_anything  # what one value of the class has for options, another may not have
+    elif kind is _REDUCTION:
+        found = _freeze_reduction
+    elif kind is _REDUCTION_NUMBER:
+        found = _freeze_reduction_number
+    elif any(hasattr(kind, name) for name in _OPTION_NAMES):
+        found = _options_freezer(kind.__name__, [name for name in _OPTION_NAMES if hasattr(kind, name)])
+    else:
+        found = _freeze_anything
+    if len(_FREEZERS) < _MOST_CLASSES:
+        _FREEZERS[kind] = found
+    return found
+
+
+def _freeze_tensor(value: torch.Tensor | Planned) -> Any:
+    return value.shape, value.dtype, value.device
+
+
+def _freeze_sequence(value: Sequence[Any]) -> Any:
+    return tuple([(_FREEZERS.get(type(item)) or _freezer(type(item)))(item) for item in value])
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _freeze_reduction(value: Any) -> Any:
+    return "ReduceOp", value.op.value  # the name says the same and is dear
+
+
+def _freeze_reduction_number(value: Any) -> Any:
+    return "ReduceOp", value.value
+
+
+def _options_freezer(name: str, options: Sequence[str]) -> Callable[[Any], Any]:
+    if options == ["asyncOp"]:
+        return lambda value: (name, value.asyncOp)
+    return lambda value: (name, *[freeze(getattr(value, option)) for option in options])
+
+
+def _freeze_anything(value: Any) -> Any:
+    found = [getattr(value, name, _MISSING) for name in _OPTION_NAMES]
     options = tuple([None if each is _MISSING else freeze(each) for each in found])
     if any(each is not _MISSING for each in found):
         return type(value).__name__, options
     return type(value).__name__, _reduce_op_name(value)
+
+
+_FREEZERS: Final[dict[type, Callable[[Any], Any]]] = {}
 
 
 class _Buffers(NamedTuple):

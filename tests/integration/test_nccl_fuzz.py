@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.nccl_log import generate
@@ -148,6 +148,11 @@ PIECES = [
 
 
 @given(st.lists(st.one_of(st.sampled_from(PIECES), st.binary(max_size=8)), max_size=30).map(b"".join))
+@example(b"n:1:2 [0] NCCL INFO NCCL version 2.27.3AllReduce: opCount Send: opCount 0 ")
+@example(
+    b"n:1:2 [0] NCCL INFO comm 0x3 rank 0 nranks 2 cudaDev 0 busId 1 - Init COMPLETEAllReduce: opCount 0 "
+)
+@example(b"n:1:2 [0] NCCL INFO Destroyed comm 0x3 rank 0 Send: opCount 0 ")
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_pieces_of_lines_in_any_order(pieces):
     text = b"log\n" + pieces
