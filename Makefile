@@ -1,11 +1,12 @@
 # Everything sets itself up: on a machine with git, make and Python 3.11 or newer, `make demo` and `make test`
-# need nothing else. The environment is .venv; a change of pyproject.toml or constraints.txt renews it.
+# need nothing else. The environment is .venv; a change of pyproject.toml, constraints.txt or what is compiled renews it.
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := .make
+COMPILED := $(shell find commprof -name '_*.[ch]')
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
@@ -23,7 +24,7 @@ $(STAMPS)/venv:
 	@touch $@
 
 # torch first: where an index serves a build of this exact version for the CPU, that one is taken.
-$(STAMPS)/install: $(STAMPS)/venv pyproject.toml constraints.txt
+$(STAMPS)/install: $(STAMPS)/venv pyproject.toml constraints.txt hatch_build.py $(COMPILED)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[all]'
 	@touch $@
@@ -95,4 +96,5 @@ bench: $(STAMPS)/dev ## the benchmarks: a table and JSON each
 
 .PHONY: clean
 clean: ## remove the environment and what was built; runs are kept
+	find commprof -name '_*.so' -delete
 	rm -rf $(VENV) $(STAMPS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

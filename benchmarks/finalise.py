@@ -7,7 +7,6 @@ a process of its own.
 
 from __future__ import annotations
 
-import itertools
 import json
 import subprocess
 import sys
@@ -21,10 +20,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import numpy as np
 from results import arguments, publish, spread
 
-from commprof.schema import COMMIT, LAYERS, PHASES, RECORD, SCHEMA_VERSION, STATUSES, Layer, Phase, Status
+from commprof.schema import COMMIT, LAYERS, PHASES, SCHEMA_VERSION, STATUSES, Layer, Phase, Status
 from commprof.trace.layout import RankFile
 from commprof.trace.records import RECORD_DTYPE
-from commprof.trace.writer import EventFile, RecordFile, pack_tail
+from commprof.trace.segments import pack_tail
+from commprof.trace.writer import EventFile, RecordFile
 
 PER_STEP: Final = 500
 SIGNATURES, SITES, TAGS, GROUPS = 60, 200, 90, 3
@@ -123,16 +123,15 @@ def write_rank(run: Path, rank: int, world: int, count: int) -> None:
     _write_events(stem, identity, world, -(-count // PER_STEP))
     file = RecordFile(stem, identity)
     data = memoryview(_records(count, rank)).cast("B")
+    unwritten = (1, 0, 0, 0, 0, 0, pack_tail(0, 0, 0, 0, 0))
     while len(data):
-        segment = file.segment
-        room = min(segment.end - segment.used, len(data))
+        segment, base = file.append(*unwritten)  # which opens another segment where this one is full
+        begin = base * 8
+        while segment.used < min(segment.end, begin + len(data)):
+            segment.take(*unwritten)
         assert segment.map is not None, file.stopped_reason
-        segment.map[segment.used : segment.used + room] = data[:room]
-        segment.offsets = itertools.count(segment.used + room, RECORD.size)
-        data = data[room:]
-        if len(data):  # the writer opens the next segment for a record, which the array's first then replaces
-            file.append(0, 0, 0, 0, 0, 0, pack_tail(0, 0, 0, 0, 0))
-            file.segment.offsets = itertools.count(0, RECORD.size)
+        segment.map[begin : segment.used] = data[: segment.used - begin]
+        data = data[segment.used - begin :]
     file.close({"records": count, "lost": 0, "faults": 0, "recorder_ns": 1, "stopped_reason": None})
 
 

@@ -44,7 +44,15 @@ class Finding(NamedTuple):
 
 def diagnose() -> list[Finding]:
     """All findings, in the order in which to read them."""
-    return [*_versions(), *_entry_point(), *_extras(), *_interception(), *_blind_spots(), *_machine()]
+    return [
+        *_versions(),
+        *_entry_point(),
+        *_compiled_parts(),
+        *_extras(),
+        *_interception(),
+        *_blind_spots(),
+        *_machine(),
+    ]
 
 
 def _versions() -> Iterator[Finding]:
@@ -87,6 +95,26 @@ def _entry_point() -> Iterator[Finding]:
     if importlib.util.find_spec("torch") is not None:
         found = entry_point.examine()
         yield Finding("installed", Level.OK if found.works else Level.NOTE, found.text)
+
+
+def _compiled_parts() -> Iterator[Finding]:
+    from commprof.compiled import COMPILED_VARIABLE
+    from commprof.recorder import direct
+
+    if _process_group() is None:
+        return
+    if direct.IS_COMPILED:
+        yield Finding("installed", Level.OK, "the recorder's hottest parts are compiled")
+    elif os.environ.get(COMPILED_VARIABLE) == "0":
+        yield Finding(
+            "installed", Level.OK, f"the recorder's hottest parts are those in Python: {COMPILED_VARIABLE}=0"
+        )
+    else:
+        text = (
+            "the recorder's hottest parts are those in Python, which cost a collective 1 us more: install commprof again "
+            "where a C compiler and the headers of this Python are"
+        )
+        yield Finding("installed", Level.OK, text)
 
 
 def _extras() -> Iterator[Finding]:

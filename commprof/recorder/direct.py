@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from commprof import hooks
+from commprof.compiled import compiled
 from commprof.recorder.arguments import ApiFunction, ApiFunctions
 from commprof.recorder.groups import Group
 from commprof.recorder.methods import Method, Shape
 from commprof.recorder.waits import unbound
-from commprof.trace.writer import ISSUE, RETURN_WORD, WAIT_END_WORD
+from commprof.trace import segments
+from commprof.trace.segments import RETURN_WORD, WAIT_END_WORD
 
 if TYPE_CHECKING:
     from commprof.recorder.wrappers import Entry, Wrappers
@@ -40,6 +42,10 @@ _HAS_ACCELERATOR: Final = torch.accelerator.current_accelerator() is not None
 # its calls. A plain tuple, since unpacking it is half the cost of unpacking a named one.
 Known = tuple[int, int, Group, Any]
 
+_COMPILED_VERSION: Final = 1  # the VERSION of _direct.c that does what this module says
+_compiled: Final = compiled("commprof.recorder._direct", _COMPILED_VERSION) if segments.IS_COMPILED else None
+IS_COMPILED: Final = _compiled is not None
+
 
 class DirectCalls:
     """Makes the wrappers for calls from torch.distributed's own functions; any other call goes the general way.
@@ -52,6 +58,14 @@ class DirectCalls:
         self._wrappers = wrappers
         self._calls: list[dict[Any, Known]] = []
         self._functions = ApiFunctions()
+        self._quick: list[Any] = []  # the compiled wrappers
+        self._shows_frames = False
+
+    def show_frames(self) -> None:
+        """From now on each call has a frame of ours among those of its thread: somebody looks for it there."""
+        self._shows_frames = True
+        for quick in self._quick:
+            quick.give_way()
 
     def remove(self) -> None:
         """Put torch's functions back."""
@@ -73,7 +87,7 @@ class DirectCalls:
         wrappers, journal, waits = self._wrappers, self._wrappers.journal, self._wrappers.waits
         settle, pending, find_site = wrappers.settle, waits.pending, wrappers.sites.find
         get_frame, clock, cpu_clock = sys._getframe, time.perf_counter_ns, time.thread_time_ns
-        pack, return_word, wait_end_word = ISSUE.pack_into, RETURN_WORD, WAIT_END_WORD
+        return_word, wait_end_word = RETURN_WORD, WAIT_END_WORD
         thread_local, journal_key = hooks._thread, journal.key
         calls: dict[Any, Known] = {}
         self._calls.append(calls)
@@ -139,12 +153,9 @@ class DirectCalls:
                     tag_number = journal.intern_tag(tag) if fresh else interned[1]  # type: ignore[index]
                 thread = mine.recorder_number or journal.intern_thread()
                 site = site or find_site(get_frame(1))
-                offsets, end, area, segment, tail = journal.place
-                offset = next(offsets)
-                if offset < end:
-                    base = offset >> 3
-                    pack(area, offset, clock(), seq, number, tag_number, site, thread, tail)
-                else:
+                segment, tail = journal.place
+                base = segment.take(0, seq, number, tag_number, site, thread, tail)
+                if base < 0:
                     segment, base = journal.append(group, clock(), seq, number, tag_number, site, thread)
                 if start:
                     start = cpu_clock() - start
@@ -162,7 +173,7 @@ class DirectCalls:
                 settle((segment, base, is_async), work, start)
                 return work
             try:
-                segment.words[base + return_word] = clock()
+                segment.stamp(base + return_word)
                 if is_async or not takes_none:
                     if work is not None:
                         pending[id(work)] = segment, base, is_async
@@ -180,12 +191,39 @@ class DirectCalls:
                 wait(work)
             finally:
                 try:
-                    segment.words[base + wait_end_word] = clock()
+                    segment.stamp(base + wait_end_word)
                 except Exception as error:
                     journal.fault(error)
             return None
 
-        return call
+        if _compiled is None:
+            return call
+        quick = _compiled.Call(
+            python=call,
+            issue=issue,
+            latest=latest,
+            calls=calls,
+            get_frame=get_frame,
+            find_site=find_site,
+            thread_local=thread_local,
+            journal=journal,
+            journal_key=journal_key,
+            pending=pending,
+            direct=direct,
+            find_direct=find_direct,
+            settle=wrappers.settle_quick,
+            record_raised=wrappers.record_raised,
+            return_word=return_word,
+            wait_end_word=wait_end_word,
+            sample=sample,
+            is_paired=paired,
+            takes_none=takes_none,
+            has_accelerator=_HAS_ACCELERATOR,
+        )
+        self._quick.append(quick)
+        if self._shows_frames:
+            quick.give_way()
+        return quick
 
     def _learn(
         self,

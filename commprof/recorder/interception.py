@@ -36,7 +36,7 @@ from commprof.recorder.operators import C10D, ISSUED_IN_CPP, unknown_operators
 from commprof.recorder.trial import silent_layers
 from commprof.recorder.wrappers import Wrappers
 from commprof.schema import LAYERS, Layer
-from commprof.trace.writer import count_of
+from commprof.trace.segments import count_of
 
 
 class Interception:
@@ -174,6 +174,7 @@ class Interception:
         self._observe_c10d(ISSUED_IN_CPP)
 
     def _observe_c10d(self, operators: Sequence[str]) -> None:
+        self.wrappers.show_frames()
         for name in operators:
             self._attempt(name, self.kernels.observe_c10d, name)
 

@@ -5,10 +5,9 @@ A journal exists from the moment recording is asked for; its files are opened wh
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -19,22 +18,15 @@ from commprof.recorder.device_times import DeviceTimes
 from commprof.recorder.groups import Group
 from commprof.recorder.threads import ThreadNames
 from commprof.schema import LAYERS, OPS, PHASES, PURPOSES, Layer, Phase, Purpose
-from commprof.trace.writer import (
-    NO_WORDS,
-    EventFile,
-    RecordFile,
-    Segment,
-    Words,
-    encode_row,
-    pack_tail,
-)
+from commprof.trace.segments import NO_WORDS, Segment, Words, pack_tail
+from commprof.trace.writer import EventFile, RecordFile, encode_row
 
 _MOST_INTERNED: Final = 200_000
 PROCESS_GROUP: Final = LAYERS.index(Layer.PROCESS_GROUP)
 _PHASE_NUMBERS: Final = {name: number for number, name in enumerate(PHASES)}
 _is_capturing: Final = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
-Place = tuple[Iterator[int], int, Any, Segment, bytes]
+Place = tuple[Segment, bytes]
 
 
 class Journal:
@@ -51,9 +43,9 @@ class Journal:
         self._step, self._micro_step = hooks.position.step, hooks.position.micro_step
         self._phase = _phase_number(hooks.position.phase)
         self._special: set[str] = set()  # groups with a coalescing block, or with tensors of an accelerator
-        # What the hot path needs in one attribute: offsets, end and mapping of the open segment, itself, and the tail
-        # that all records have now. Replaced as a whole when one of them changes.
-        self.place: Place = (itertools.repeat(0), 0, None, NO_WORDS, b"")
+        # What the hot path needs in one attribute: the open segment, and the tail that all records have now. Replaced as a
+        # whole when one of them changes.
+        self.place: Place = (NO_WORDS, b"")
         self.tails: dict[int, bytes] = {}  # by layer: the tail that all records of it have now
         self.faults = 0
         self.first_fault: str | None = None
@@ -88,13 +80,7 @@ class Journal:
 
     def _refresh(self) -> None:
         segment = NO_WORDS if self.records is None or self._special else self.records.segment
-        self.place = (
-            segment.offsets if segment.end else itertools.repeat(0),
-            segment.end,
-            segment.map,
-            segment,
-            pack_tail(self._step, self._micro_step, 0, self._phase, PROCESS_GROUP),
-        )
+        self.place = segment, pack_tail(self._step, self._micro_step, 0, self._phase, PROCESS_GROUP)
         self.tails = {}
 
     def tail_of(self, layer: int) -> bytes:
@@ -104,7 +90,7 @@ class Journal:
         return tails[layer]
 
     def append(self, group: Group, *fields: int, layer: int = PROCESS_GROUP) -> tuple[Segment, int]:
-        """Keep one record (the fields of ``ISSUE`` before the tail), or count it as lost.
+        """Keep one record (the fields of a slot before the tail), or count it as lost.
 
         For where the open segment has no room, while some group needs a closer look, and for the other layers.
 

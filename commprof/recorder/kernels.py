@@ -28,7 +28,7 @@ from commprof.recorder.results import Results
 from commprof.recorder.sequence import GLOO, GLOO_EXTRA
 from commprof.recorder.signatures import describe, freeze
 from commprof.schema import LAYERS, Layer
-from commprof.trace.writer import RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Token, mark_raised
+from commprof.trace.segments import RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Token, mark_raised
 
 _MOST_SIGNATURES: Final = 20_000
 # What the dispatcher takes to call a kernel in Python and to go on from it, beside the kernel's own time (measured, bare).

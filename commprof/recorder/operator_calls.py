@@ -27,7 +27,7 @@ from commprof.recorder.methods import Method, Shape
 from commprof.recorder.operators import Layout, Reader, read_c10d, tensor_arguments
 from commprof.recorder.sequence import GLOO, GLOO_EXTRA
 from commprof.schema import LAYERS, Layer
-from commprof.trace.writer import ISSUE, RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Token
+from commprof.trace.segments import RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Token
 
 if TYPE_CHECKING:
     from commprof.recorder.kernels import KernelRecorder
@@ -105,7 +105,7 @@ class OperatorCalls:
         groups, find_group = recorder.groups.known, recorder.groups.find
         find_site, settle, record_raised = recorder.sites.find, self._settle, recorder.record_raised
         get_frame, clock, cpu_clock = sys._getframe, time.perf_counter_ns, time.thread_time_ns
-        pack, layer, return_word = ISSUE.pack_into, C10D_LAYER, RETURN_WORD
+        layer, return_word = C10D_LAYER, RETURN_WORD
         thread_local, journal_key, noted = hooks._thread, journal.key, self.functions.latest
         reader = read_c10d(method, places)
         buffers, paired = tensor_arguments(method), method.shape is Shape.OUTPUTS_INPUTS
@@ -176,13 +176,10 @@ class OperatorCalls:
                         tag_number = journal.intern_tag(tag) if fresh else interned[1]  # type: ignore[index]
                     own = state.recorder_number or journal.intern_thread()
                     site = find_site(frame)
-                    offsets, end, area, segment, _ = journal.place
-                    offset = next(offsets)
-                    if offset < end:
-                        base = offset >> 3
-                        tail = journal.tails.get(layer) or journal.tail_of(layer)
-                        pack(area, offset, clock(), seq, number, tag_number, site, own, tail)
-                    else:
+                    segment, _ = journal.place
+                    tail = journal.tails.get(layer) or journal.tail_of(layer)
+                    base = segment.take(0, seq, number, tag_number, site, own, tail)
+                    if base < 0:
                         now = clock()
                         segment, base = journal.append(
                             group, now, seq, number, tag_number, site, own, layer=layer
@@ -200,7 +197,7 @@ class OperatorCalls:
                 raise
             if segment is not None:
                 try:
-                    segment.words[base + return_word] = clock()
+                    segment.stamp(base + return_word)
                     token = mine.token = segment, base, is_async
                     if start or blocks:
                         settle(token, result, blocks)

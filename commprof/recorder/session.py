@@ -41,7 +41,7 @@ from commprof.recorder.options import (
 from commprof.recorder.selfcheck import SelfCheck
 from commprof.recorder.stacks import StackSignal
 from commprof.recorder.steps import Steps
-from commprof.trace.writer import count_of
+from commprof.trace.segments import count_of
 
 _TABLES: Final = frozenset({"metrics", "parameters", "config"})
 

@@ -14,7 +14,7 @@ from torch._C import _distributed_c10d
 from commprof.recorder.groups import Group
 from commprof.recorder.journal import PROCESS_GROUP, Journal
 from commprof.schema import LAYERS, Layer
-from commprof.trace.writer import NO_WORDS
+from commprof.trace.segments import NO_WORDS
 
 _C10D: Final[Any] = _distributed_c10d
 _NAME: Final = "commprof-trial"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from commprof.recorder.journal import Journal
-from commprof.trace.writer import WAIT_BEGIN_WORD, WAIT_END_WORD, Token
+from commprof.trace.segments import WAIT_BEGIN_WORD, WAIT_END_WORD, Token
 
 _MISSING: Final = object()
 _MOST_PENDING: Final = 4096  # handles that nobody waited for, remembered at most
@@ -40,7 +39,6 @@ class Waits:
     def wrap(self, original: Any) -> Any:
         """What stands in for ``original``, the ``wait`` of a class of handles: the first wait of each handle is timed."""
         journal, take = self._journal, self.pending.pop
-        clock = time.perf_counter_ns
         begin_word, end_word = WAIT_BEGIN_WORD, WAIT_END_WORD
 
         def wait(work: Any, timeout: Any = _MISSING) -> Any:
@@ -50,11 +48,11 @@ class Waits:
             segment, base, is_async = token
             try:
                 if is_async:
-                    segment.words[base + begin_word] = clock()
+                    segment.stamp(base + begin_word)
                 return original(work) if timeout is _MISSING else original(work, timeout)
             finally:
                 try:
-                    segment.words[base + end_word] = clock()
+                    segment.stamp(base + end_word)
                 except Exception as error:
                     journal.fault(error)
 

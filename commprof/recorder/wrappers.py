@@ -21,11 +21,12 @@ from commprof.recorder.methods import Method
 from commprof.recorder.sequence import GLOO, GLOO_EXTRA
 from commprof.recorder.signatures import describe, freeze
 from commprof.recorder.waits import Waits, unbound
-from commprof.trace.writer import RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Token, mark_raised
+from commprof.trace.segments import RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Token, mark_raised
 
 # What a call spends before its sample begins and after its end, measured once (benchmarks/recorder_cost.py shows the whole).
 # What the sampled call alone spends after its end, on cold code, says nothing about the others.
 _UNSAMPLED_NS: Final = 900
+_UNSAMPLED_QUICK_NS: Final = 450  # where the compiled wrapper does it
 
 # One group, as one method sees it: the signature of a key, the group, what numbers its calls, all signatures. A plain
 # tuple, since unpacking it is half the cost of unpacking a named one.
@@ -57,7 +58,8 @@ class Wrappers:
         self.sites = CallSites(lambda row: journal.intern("site", row))
         self._layer = layer
         self.issue = _bind_issue(journal, self.sites, layer)
-        self.settle = _bind_settle(journal, self.waits)
+        self.settle = _bind_settle(journal, self.waits, _UNSAMPLED_NS)
+        self.settle_quick = _bind_settle(journal, self.waits, _UNSAMPLED_QUICK_NS)
         self._direct = DirectCalls(self)
 
     def forget(self, address: int) -> None:
@@ -74,6 +76,10 @@ class Wrappers:
         if self._layer != PROCESS_GROUP:
             return general
         return self._direct.wrap(method, original, entries, general)
+
+    def show_frames(self) -> None:
+        """From now on whoever looks at the frames of a thread sees by them that a call is recorded."""
+        self._direct.show_frames()
 
     def remove(self) -> None:
         """Put torch's functions back that the wrappers had replaced, and forget the handles."""
@@ -171,10 +177,10 @@ def _record_block(journal: Journal, token: Token, start: int) -> None:
         journal.fault(error)
 
 
-def _bind_settle(journal: Journal, waits: Waits) -> Callable[[Token, Any, int], None]:
+def _bind_settle(journal: Journal, waits: Waits, unsampled_ns: int) -> Callable[[Token, Any, int], None]:
     """The function that completes a record when its call has returned."""
     clock, pending = time.perf_counter_ns, waits.pending
-    unsampled = _UNSAMPLED_NS - _cost_of_reading(time.thread_time_ns)
+    unsampled = unsampled_ns - _cost_of_reading(time.thread_time_ns)
 
     def settle(token: Token, work: Any, cost: int) -> None:
         try:

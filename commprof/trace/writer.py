@@ -15,18 +15,17 @@ Nothing here raises into the caller once a file is open: writing stops, what is 
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import math
 import mmap
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from commprof.schema import COMMIT, RECORD, STATUSES, Status, record_offset
+from commprof.schema import RECORD
 from commprof.trace.layout import (
     EVENTS_SUFFIX,
     RECORDS_SUFFIX,
@@ -35,6 +34,7 @@ from commprof.trace.layout import (
     new_header,
     pack_totals,
 )
+from commprof.trace.segments import ISSUE, NO_WORDS, Segment
 
 PAGE: Final = mmap.ALLOCATIONGRANULARITY
 # Segments of whole pages that hold whole records, so that records follow one another without gaps.
@@ -42,55 +42,8 @@ SEGMENT_UNIT: Final = math.lcm(PAGE, RECORD.size)
 FIRST_SEGMENT_BYTES: Final = 256 << 10
 LARGEST_SEGMENT_BYTES: Final = 1 << 20
 
-# The record as the hot path packs it: fields that are zero at issue are padding (the mapping is zeroed by
-# pack_into), and neighbours that change together are one word. Equal to schema.RECORD byte for byte (a test
-# says so).
-ISSUE: Final = struct.Struct("<q48xqIIII24s")
-_TAIL: Final = struct.Struct("<iiiiBBBBI")
 _WORD: Final = struct.Struct("<q")
-RETURN_WORD: Final = record_offset("return_ns") // 8
-WAIT_BEGIN_WORD: Final = record_offset("wait_begin_ns") // 8
-WAIT_END_WORD: Final = record_offset("wait_end_ns") // 8
-DEVICE_BEGIN_WORD: Final = record_offset("device_begin_ns") // 8
-DEVICE_END_WORD: Final = record_offset("device_end_ns") // 8
-EXPOSED_WORD: Final = record_offset("exposed_ns") // 8
-STATE_WORD: Final = record_offset("phase") // 8
-_STATUS_SHIFT: Final = 8 * (record_offset("status") - record_offset("phase"))
-
 _CANNOT_RESERVE: Final = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV}
-
-
-def pack_tail(
-    step: int, micro_step: int, coalesce_id: int, phase: int, layer: int, captured: bool = False
-) -> bytes:
-    """The record's last bytes, from ``step`` to the commit word: what is equal in many records. Status: incomplete.
-
-    Numbers that do not fit their fields are cut to what fits.
-    """
-    status = STATUSES.index(Status.INCOMPLETE)
-    return _TAIL.pack(_fit(step), _fit(micro_step), coalesce_id, 0, phase, layer, status, captured, COMMIT)
-
-
-def _fit(number: int) -> int:
-    return max(-(1 << 31), min(number, (1 << 31) - 1))
-
-
-class Words(Protocol):
-    """A record's eight-byte words, numbered from the beginning of its segment."""
-
-    def __getitem__(self, index: int) -> int: ...
-
-    def __setitem__(self, index: int, value: int) -> None: ...
-
-
-class _NoWords:
-    """Stands for a record that could not be kept."""
-
-    def __getitem__(self, index: int) -> int:
-        return 0
-
-    def __setitem__(self, index: int, value: int) -> None:
-        return None
 
 
 class _FiledWords:
@@ -109,74 +62,6 @@ class _FiledWords:
         self._file.write_word(self._start + index * _WORD.size, value)
 
 
-_NOTHING: Final[Words] = _NoWords()
-
-
-class Segment:
-    """A reserved part of the file: room for records at the offsets 0, RECORD.size, ... below ``end`` while it is mapped.
-
-    ``offsets`` hands out each offset once, to whichever thread asks. ``words`` leads to the records, also when they are not
-    mapped any more; so does the segment itself, less directly.
-    """
-
-    __slots__ = ("end", "map", "offsets", "words")
-
-    def __init__(self, mapping: mmap.mmap | None, size: int, words: Words = _NOTHING) -> None:
-        self.map = mapping
-        self.words = words if mapping is None else memoryview(mapping).cast("q")
-        self.end = size
-        self.offsets = itertools.count(0, RECORD.size)
-
-    def __getitem__(self, index: int) -> int:
-        return self.words[index]
-
-    def __setitem__(self, index: int, value: int) -> None:
-        self.words[index] = value
-
-    @property
-    def used(self) -> int:
-        """Bytes that hold records."""
-        return min(count_of(self.offsets), self.end)
-
-    def let_go(self, words: Words) -> None:
-        """Unmap a full segment, now or when the last thread that still packs a record there has done so.
-
-        ``words`` lead to its records from now on.
-        """
-        self.words, self.map = words, None
-
-    def close(self) -> bool:
-        """Unmap it at once; False when that cannot be, since another thread packs a record there just now."""
-        words, mapping = self.words, self.map
-        self.end = self.used
-        self.words, self.map = _NOTHING, None
-        try:
-            if isinstance(words, memoryview):
-                words.release()
-            if mapping is not None:
-                mapping.close()
-        except (BufferError, ValueError):
-            return False
-        return True
-
-
-# Stands for where a record lies that could not be kept.
-NO_WORDS: Final = Segment(None, 0)
-
-# Where a record lies, so that it can be completed: its segment, the index of its first word there, and whether its wait's
-# beginning is to be recorded (a call that is not asynchronous waits as soon as it has returned).
-Token = tuple[Segment, int, bool]
-
-
-def mark_raised(token: Token) -> None:
-    """Change the status of a record to ``raised``."""
-    words, base, _ = token
-    mask = 0xFF << _STATUS_SHIFT
-    words[base + STATE_WORD] = (words[base + STATE_WORD] & ~mask) | STATUSES.index(
-        Status.RAISED
-    ) << _STATUS_SHIFT
-
-
 class Spill(Protocol):
     """Where records go that the file may not keep."""
 
@@ -190,9 +75,9 @@ class Spill(Protocol):
 class RecordFile:
     """The ``.records`` file of one rank.
 
-    The hot path takes an offset from ``segment.offsets`` and packs :data:`ISSUE` there while it is below
-    ``segment.end``; else it calls :meth:`append`, which grows the file, writes through, or counts a loss. Once ``spill``
-    does not allow the file to grow, records go to its segments, and are none of the file's.
+    The hot path takes slots of ``segment``; where that has no room it calls :meth:`append`, which grows the file, writes
+    through, or counts a loss. Once ``spill`` does not allow the file to grow, records go to its segments, and are none of
+    the file's.
     """
 
     def __init__(
@@ -221,15 +106,14 @@ class RecordFile:
         else:
             self._grow()
 
-    def append(self, *fields: int | bytes) -> tuple[Segment, int]:
-        """Keep one record (the fields of :data:`ISSUE`) where the open segment has no room."""
+    def append(self, *fields: Any) -> tuple[Segment, int]:
+        """Keep one record (what :meth:`Segment.take` takes, with the time) where the open segment has no room."""
         with self._lock:
             while self.stopped_reason is None and not self._writes_through:
                 segment = self.segment
-                offset = next(segment.offsets)
-                if offset < segment.end and segment.map is not None:
-                    ISSUE.pack_into(segment.map, offset, *fields)
-                    return segment, offset >> 3
+                base = segment.take(*fields)
+                if base >= 0:
+                    return segment, base
                 self._grow()
             if self._writes_through:
                 return self._write_through(fields)
@@ -365,14 +249,6 @@ class RecordFile:
 
 def _ignore() -> None:
     return None
-
-
-def count_of(counter: Iterator[int]) -> int:
-    """The number that ``counter`` (an ``itertools.count``) hands out next, without taking it.
-
-    From its text, ``count(5)`` or ``count(0, 104)``: pickling it, which would say the same, is deprecated.
-    """
-    return int(repr(counter)[len("count(") : -1].partition(",")[0])
 
 
 def _reason(what: str, error: OSError) -> str:

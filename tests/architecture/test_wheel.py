@@ -2,29 +2,51 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
 
+from commprof.trace import segments
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    out = tmp_path_factory.mktemp("wheel")
+def build(source: Path, out: Path, **variables: str) -> tuple[Path, str]:
+    """The wheel that is built from ``source``, and what was said meanwhile."""
     built = subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)],
-        cwd=ROOT,
+        cwd=source,
+        env={**os.environ, **variables},
         capture_output=True,
         text=True,
         check=False,
     )
     assert built.returncode == 0, built.stderr
     (file,) = out.glob("*.whl")
+    return file, built.stdout + built.stderr
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """The sources without what was built from them: the parts that are in use are not to be touched."""
+    target = tmp_path_factory.mktemp("sources")
+    for name in ("commprof", "runtime", "dashboards"):
+        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, target)
+    return target
+
+
+@pytest.fixture(scope="module")
+def wheel(sources, tmp_path_factory):
+    file, _ = build(sources, tmp_path_factory.mktemp("wheel"))
     return zipfile.ZipFile(file)
 
 
@@ -68,3 +90,31 @@ def test_torch_finds_the_recorder_in_it(wheel, tmp_path):
 
 def test_the_licence_travels(wheel_names):
     assert any(name.endswith("licenses/LICENSE") for name in wheel_names)
+
+
+def test_the_compiled_parts_travel_where_they_were_built(wheel, wheel_names):
+    if not segments.IS_COMPILED:
+        pytest.skip("no C compiler, or no headers of Python")
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    for part in ("commprof/trace/_slots", "commprof/recorder/_direct"):
+        assert part + suffix in wheel_names
+    assert not wheel.filename.endswith("-none-any.whl")
+
+
+def test_without_a_compiler_the_wheel_is_one_for_all_and_says_so(sources, tmp_path):
+    copy = tmp_path / "sources"
+    shutil.copytree(sources, copy)
+    file, said = build(copy, tmp_path / "out", CC="no-such-compiler")
+    assert file.name.endswith("py3-none-any.whl") and "could not be compiled" in said
+    assert not [name for name in zipfile.ZipFile(file).namelist() if name.endswith(".so")]
+
+
+def test_a_part_that_fails_to_compile_takes_the_others_with_it(sources, tmp_path):
+    """All or none: the parts call each other."""
+    copy = tmp_path / "sources"
+    shutil.copytree(sources, copy)
+    build(copy, tmp_path / "whole")
+    (copy / "commprof" / "trace" / "_slots.c").write_text("int broken(")
+    file, said = build(copy, tmp_path / "out")
+    assert "_slots.c could not be compiled" in said or not segments.IS_COMPILED
+    assert file.name.endswith("py3-none-any.whl") and not list(copy.rglob("*.so"))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, Work
 
 import commprof
+from commprof.recorder import direct
 from commprof.trace.reader import open_run
 from support.ranks import run_ranks
 from support.recording import calls, record
@@ -20,6 +21,15 @@ from support.recording import calls, record
 FUNCTIONS = ("all_reduce", "broadcast", "reduce")
 GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@pytest.fixture(autouse=True, params=["compiled", "python"])
+def way(request, monkeypatch):
+    """The wrapper in C, and the one in Python, which does what that leaves out."""
+    if request.param == "python":
+        monkeypatch.setattr(direct, "_compiled", None)
+    elif direct._compiled is None:
+        pytest.skip("the compiled parts were not built here")
 
 
 def inner_functions() -> list[object]:

@@ -7,7 +7,8 @@ from typing import Any
 
 from commprof.schema import SCHEMA_VERSION
 from commprof.trace.layout import RankFile
-from commprof.trace.writer import RETURN_WORD, WAIT_END_WORD, EventFile, RecordFile, pack_tail
+from commprof.trace.segments import RETURN_WORD, WAIT_END_WORD, pack_tail
+from commprof.trace.writer import EventFile, RecordFile
 
 SIGNATURE = {
     "op": "all_reduce",

@@ -173,7 +173,7 @@ def test_the_place_is_that_of_who_calls_a_framework_s_own_way_to_torch(door):
 
 
 def test_a_counter_is_read_without_being_used():
-    from commprof.trace.writer import count_of
+    from commprof.trace.segments import count_of
 
     counter = itertools.count(0, 104)
     assert [next(counter), count_of(counter), count_of(counter), next(counter)] == [0, 104, 104, 104]

@@ -12,18 +12,8 @@ import pytest
 
 from commprof.schema import COMMIT, LAYERS, PHASES, RECORD, RECORD_FIELDS, STATUSES
 from commprof.trace.layout import Header, RankFile, parse_header, parse_stem
-from commprof.trace.writer import (
-    ISSUE,
-    LARGEST_SEGMENT_BYTES,
-    RETURN_WORD,
-    SEGMENT_UNIT,
-    WAIT_BEGIN_WORD,
-    WAIT_END_WORD,
-    EventFile,
-    RecordFile,
-    mark_raised,
-    pack_tail,
-)
+from commprof.trace.segments import ISSUE, RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, mark_raised, pack_tail
+from commprof.trace.writer import LARGEST_SEGMENT_BYTES, SEGMENT_UNIT, EventFile, RecordFile
 
 IDENTITY = RankFile(3, 1, 4711, 1)
 

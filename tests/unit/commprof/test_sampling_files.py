@@ -25,7 +25,8 @@ from commprof.schema import RECORD
 from commprof.trace.layout import RankFile
 from commprof.trace.process import start_ticks
 from commprof.trace.reader import open_run
-from commprof.trace.writer import RecordFile, pack_tail
+from commprof.trace.segments import pack_tail
+from commprof.trace.writer import RecordFile
 from support.rank_files import write_rank
 
 

@@ -1,0 +1,570 @@
+/* The shortest way from a call of torch's own functions to its record: the common case of DirectCalls.wrap, in C.
+ *
+ * A call goes the way of commprof.recorder.direct, step by step. Where anything is not as usual (a call that is not known
+ * yet, a tag that is not interned, no room), and nothing has been counted so far, the function in Python is called with the
+ * same arguments and does all of it. So that function says what is right, and this one is quick.
+ */
+#define PY_SSIZE_T_CLEAN
+#include "../trace/_slots.h"
+
+#include <structmember.h>
+
+#include <stddef.h>
+#include <string.h>
+#include <time.h>
+
+/* One more for every change of what this module takes or gives: commprof.recorder.direct asks for it. */
+#define VERSION 1
+
+static SlotsInterface *records;
+static PyObject *shape_name, *dtype_name, *get_device_name, *state_name, *current_name, *interned_name, *number_name,
+    *place_name, *fault_name, *wait_name;
+static PyObject *depth; /* of the program's frame: torch's function, its stand-in and its logging wrapper lie between */
+
+/* What a Call holds. Their names are the names of its arguments. */
+enum {
+    PYTHON,
+    ISSUE,
+    LATEST,
+    CALLS,
+    GET_FRAME,
+    FIND_SITE,
+    THREAD_LOCAL,
+    JOURNAL,
+    JOURNAL_KEY,
+    PENDING,
+    DIRECT,
+    FIND_DIRECT,
+    SETTLE,
+    RECORD_RAISED,
+    HELD
+};
+static char *argument_names[] = {
+    "python",  "issue",       "latest",        "calls",       "get_frame",    "find_site",  "thread_local", "journal",
+    "journal_key", "pending", "direct", "find_direct", "settle", "record_raised", "return_word", "wait_end_word",
+    "sample",  "is_paired",   "takes_none",    "has_accelerator", NULL};
+
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc vectorcall;
+    PyObject *dict;
+    PyObject *weak_references;
+    PyObject *held[HELD];
+    Py_ssize_t return_word, wait_end_word;
+    Py_ssize_t sample, until_sample; /* one call in so many times our own code */
+    int is_paired, takes_none, has_accelerator;
+    int gives_way; /* to the function in Python, always: somebody looks for its frame */
+} Call;
+
+/* A call that is about to be issued. References are owned unless it says otherwise. */
+typedef struct {
+    PyObject *segment; /* NULL: it is not recorded */
+    Py_ssize_t base;
+    int is_async;
+    int64_t begin_ns; /* CPU time; 0: this one is not timed */
+} Record;
+
+static int64_t
+cpu_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* Our own code failed: the journal counts it, and the training never hears of it. */
+static void
+fault(Call *self)
+{
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    PyErr_NormalizeException(&type, &error, &trace);
+    PyObject *result = error == NULL ? NULL : PyObject_CallMethodOneArg(self->held[JOURNAL], fault_name, error);
+    if (result == NULL) {
+        PyErr_Clear();
+    }
+    Py_XDECREF(result);
+    Py_XDECREF(type);
+    Py_XDECREF(error);
+    Py_XDECREF(trace);
+}
+
+/* The tensor that the caller passes to the method (borrowed); NULL where the arguments are not those of torch's function. */
+static PyObject *
+tensor_among(Call *self, PyObject *const *args)
+{
+    if (self->is_paired) {
+        return args[2];
+    }
+    PyObject *list = args[1];
+    return PyList_CheckExact(list) && PyList_GET_SIZE(list) == 1 ? PyList_GET_ITEM(list, 0) : NULL;
+}
+
+/* What is known of the call (a new reference to a tuple of four); NULL, with or without an exception: nothing. */
+static PyObject *
+find_known(Call *self, PyObject *const *args, PyObject *tensor, PyObject *asked)
+{
+    PyFrameObject *frame = (PyFrameObject *)PyObject_CallOneArg(self->held[GET_FRAME], depth);
+    if (frame == NULL) {
+        return NULL;
+    }
+    PyCodeObject *code = PyFrame_GetCode(frame);
+    PyObject *root = self->is_paired ? PyTuple_New(2) : Py_NewRef(PyTuple_GET_ITEM(asked, 3));
+    if (self->is_paired && root != NULL) {
+        PyTuple_SET_ITEM(root, 0, PyObject_GetAttr(args[1], shape_name));
+        PyTuple_SET_ITEM(root, 1, PyObject_GetAttr(args[1], dtype_name));
+        if (PyTuple_GET_ITEM(root, 0) == NULL || PyTuple_GET_ITEM(root, 1) == NULL) {
+            Py_CLEAR(root);
+        }
+    }
+    /* The key of DirectCalls.wrap. */
+    PyObject *parts[] = {
+        PyLong_FromVoidPtr(args[0]),
+        PyObject_GetAttr(tensor, shape_name),
+        PyObject_GetAttr(tensor, dtype_name),
+        self->has_accelerator ? PyObject_CallMethodNoArgs(tensor, get_device_name) : PyLong_FromLong(-1),
+        PyLong_FromVoidPtr(PyTuple_GET_ITEM(asked, 1)),
+        Py_NewRef(PyTuple_GET_ITEM(asked, 2)),
+        root,
+        PyLong_FromVoidPtr(code),
+        PyLong_FromLong(PyFrame_GetLasti(frame)),
+    };
+    Py_DECREF(code);
+    Py_DECREF(frame);
+    enum { PARTS = sizeof parts / sizeof *parts };
+    PyObject *key = PyTuple_New(PARTS);
+    int is_whole = key != NULL;
+    for (int i = 0; i < PARTS; i++) {
+        is_whole = is_whole && parts[i] != NULL;
+        if (key != NULL) {
+            PyTuple_SET_ITEM(key, i, parts[i]);
+        } else {
+            Py_XDECREF(parts[i]);
+        }
+    }
+    PyObject *known = is_whole ? PyDict_GetItemWithError(self->held[CALLS], key) : NULL;
+    Py_XINCREF(known);
+    Py_XDECREF(key);
+    if (known != NULL && !(PyTuple_CheckExact(known) && PyTuple_GET_SIZE(known) == 4)) {
+        Py_CLEAR(known);
+    }
+    return known;
+}
+
+/* A number of 32 bits that is not 0; 0 where it is another, with or without an exception. */
+static uint32_t
+positive(PyObject *number)
+{
+    unsigned long value = number != NULL && PyLong_CheckExact(number) ? PyLong_AsUnsignedLong(number) : 0;
+    return value > UINT32_MAX ? 0 : (uint32_t)value;
+}
+
+/* The numbers of the thread and of its tag; 0 where the function in Python must see to them. */
+static int
+find_thread(Call *self, uint32_t *thread, uint32_t *tag)
+{
+    PyObject *state = PyObject_GetAttr(self->held[THREAD_LOCAL], state_name);
+    if (state == NULL) {
+        return 0;
+    }
+    PyObject *number = PyObject_GetAttr(state, number_name);
+    PyObject *current = PyObject_GetAttr(state, current_name);
+    Py_DECREF(state);
+    *thread = positive(number);
+    *tag = 0;
+    int found = *thread != 0 && current != NULL;
+    if (found && current != Py_None) {
+        PyObject *interned = PyObject_GetAttr(current, interned_name);
+        found = interned != NULL && PyTuple_CheckExact(interned) && PyTuple_GET_SIZE(interned) == 2
+                && PyTuple_GET_ITEM(interned, 0) == self->held[JOURNAL_KEY];
+        *tag = found ? positive(PyTuple_GET_ITEM(interned, 1)) : 0;
+        found = found && *tag != 0;
+        Py_XDECREF(interned);
+    }
+    Py_XDECREF(number);
+    Py_XDECREF(current);
+    return found;
+}
+
+/* The number of the place in the program; 0 where it is not found. */
+static uint32_t
+find_site(Call *self, PyObject *known_site)
+{
+    uint32_t site = positive(known_site);
+    if (site != 0 || PyErr_Occurred()) {
+        return site;
+    }
+    PyObject *frame = PyObject_CallNoArgs(self->held[GET_FRAME]);
+    PyObject *number = frame == NULL ? NULL : PyObject_CallOneArg(self->held[FIND_SITE], frame);
+    site = positive(number);
+    Py_XDECREF(number);
+    Py_XDECREF(frame);
+    return site;
+}
+
+/* Record the call; 0 where the function in Python must do all of it, and nothing has been counted. */
+static int
+begin_record(Call *self, PyObject *const *args, Record *record)
+{
+    int64_t begin_ns = self->until_sample <= 1 ? cpu_ns() : 0;
+    PyObject *asked = PyList_CheckExact(self->held[LATEST]) && PyList_GET_SIZE(self->held[LATEST]) == 1
+                          ? Py_NewRef(PyList_GET_ITEM(self->held[LATEST], 0))
+                          : NULL;
+    PyObject *tensor = tensor_among(self, args), *known = NULL, *place = NULL;
+    if (asked != NULL && tensor != NULL && PyTuple_CheckExact(asked) && PyTuple_GET_SIZE(asked) == 4
+        && PyTuple_GET_ITEM(asked, 0) == tensor) {
+        known = find_known(self, args, tensor, asked);
+    }
+    uint32_t interned[4]; /* signature, tag, call site, thread */
+    int usual = known != NULL && (interned[0] = positive(PyTuple_GET_ITEM(known, 0))) != 0
+                && find_thread(self, &interned[3], &interned[1])
+                && (interned[2] = find_site(self, PyTuple_GET_ITEM(known, 1))) != 0;
+    PyObject *segment = NULL, *tail = NULL, *number = NULL;
+    if (usual) {
+        record->is_async = PyObject_IsTrue(PyTuple_GET_ITEM(asked, 2));
+        place = PyObject_GetAttr(self->held[JOURNAL], place_name);
+        usual = record->is_async >= 0 && place != NULL && PyTuple_CheckExact(place) && PyTuple_GET_SIZE(place) == 2;
+    }
+    if (usual) {
+        segment = PyTuple_GET_ITEM(place, 0);
+        tail = PyTuple_GET_ITEM(place, 1);
+        usual = PyObject_TypeCheck(segment, records->type) && PyBytes_CheckExact(tail)
+                && PyBytes_GET_SIZE(tail) == TAIL_SIZE && records->has_room(segment);
+    }
+    if (usual) { /* From here on the call is counted. itertools.count runs no other code, so there is still room. */
+        number = PyIter_Next(PyTuple_GET_ITEM(known, 3));
+        int64_t seq = number == NULL ? -1 : PyLong_AsLongLong(number);
+        usual = !PyErr_Occurred() && number != NULL && records->has_room(segment);
+        if (usual) {
+            record->base = records->take(segment, 0, seq, interned, PyBytes_AS_STRING(tail));
+            record->segment = Py_NewRef(segment);
+            record->begin_ns = begin_ns;
+            self->until_sample = begin_ns != 0 ? self->sample : self->until_sample - 1;
+        }
+    }
+    Py_XDECREF(number);
+    Py_XDECREF(place);
+    Py_XDECREF(known);
+    Py_XDECREF(asked);
+    if (!usual) {
+        PyErr_Clear(); /* the function in Python will meet it again, and count it */
+    }
+    return usual;
+}
+
+static PyObject *
+token_of(const Record *record, int is_async)
+{
+    PyObject *base = PyLong_FromSsize_t(record->base);
+    PyObject *token = base == NULL ? NULL : PyTuple_Pack(3, record->segment, base, is_async ? Py_True : Py_False);
+    Py_XDECREF(base);
+    return token;
+}
+
+/* Whoever waits for the handle later finds the record by the handle's address. */
+static int
+remember(Call *self, const Record *record, PyObject *work, int is_async)
+{
+    if (work == Py_None) {
+        return 0;
+    }
+    PyObject *address = PyLong_FromVoidPtr(work);
+    PyObject *token = token_of(record, is_async);
+    int result = address == NULL || token == NULL ? -1 : PyDict_SetItem(self->held[PENDING], address, token);
+    Py_XDECREF(token);
+    Py_XDECREF(address);
+    return result;
+}
+
+/* The call has raised. The exception stays. */
+static void
+note_raised(Call *self, const Record *record, PyObject *pg)
+{
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    PyObject *token = token_of(record, 0);
+    PyObject *result =
+        token == NULL ? NULL : PyObject_CallFunctionObjArgs(self->held[RECORD_RAISED], pg, token, NULL);
+    if (result == NULL) {
+        fault(self);
+    }
+    Py_XDECREF(result);
+    Py_XDECREF(token);
+    PyErr_Restore(type, error, trace);
+}
+
+/* This call's own cost is measured: the rest is for the function that does that. */
+static int
+settle(Call *self, const Record *record, PyObject *work, int64_t cost_ns)
+{
+    PyObject *token = token_of(record, record->is_async);
+    PyObject *cost = PyLong_FromLongLong(cost_ns > 0 ? cost_ns : 1);
+    PyObject *result = token == NULL || cost == NULL
+                           ? NULL
+                           : PyObject_CallFunctionObjArgs(self->held[SETTLE], token, work, cost, NULL);
+    Py_XDECREF(cost);
+    Py_XDECREF(token);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+/* The function beneath our wrapper of the handle's ``wait`` (a new reference); NULL: the wrapper is not in its place. */
+static PyObject *
+find_wait(Call *self, PyObject *work)
+{
+    PyObject *kind = (PyObject *)Py_TYPE(work), *wait = NULL;
+    PyObject *entry = Py_XNewRef(PyDict_GetItemWithError(self->held[DIRECT], kind));
+    if (entry == NULL && !PyErr_Occurred()) {
+        entry = PyObject_CallOneArg(self->held[FIND_DIRECT], kind);
+    }
+    if (entry != NULL && PyTuple_CheckExact(entry) && PyTuple_GET_SIZE(entry) == 3) {
+        PyObject *method = PyObject_GetItem(PyTuple_GET_ITEM(entry, 0), wait_name);
+        if (method != NULL && method == PyTuple_GET_ITEM(entry, 1)) {
+            wait = Py_NewRef(PyTuple_GET_ITEM(entry, 2));
+        }
+        Py_XDECREF(method);
+    }
+    Py_XDECREF(entry);
+    return wait;
+}
+
+/* What DirectCalls does when the call has returned ``work``, which is taken over; what torch's function gets. */
+static PyObject *
+end_record(Call *self, const Record *record, PyObject *work, int64_t cost_ns)
+{
+    if (record->begin_ns != 0) {
+        if (settle(self, record, work, cost_ns) < 0) {
+            fault(self);
+        }
+        return work;
+    }
+    if (records->stamp(record->segment, record->base + self->return_word) < 0) {
+        fault(self);
+        return work;
+    }
+    if (record->is_async || !self->takes_none) {
+        if (remember(self, record, work, record->is_async) < 0) {
+            fault(self);
+        }
+        return work;
+    }
+    PyObject *wait = find_wait(self, work);
+    if (wait == NULL) {
+        if (PyErr_Occurred() || remember(self, record, work, 0) < 0) {
+            fault(self);
+        }
+        return work;
+    }
+    PyObject *result = PyObject_CallOneArg(wait, work);
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    if (records->stamp(record->segment, record->base + self->wait_end_word) < 0) {
+        fault(self);
+    }
+    PyErr_Restore(type, error, trace);
+    Py_DECREF(wait);
+    Py_DECREF(work);
+    if (result == NULL) {
+        return NULL;
+    }
+    Py_DECREF(result);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+call(PyObject *object, PyObject *const *args, size_t flags, PyObject *names)
+{
+    Call *self = (Call *)object;
+    Py_ssize_t count = PyVectorcall_NARGS(flags);
+    Record record = {NULL, 0, 0, 0};
+    if (names != NULL || self->gives_way || count != (self->is_paired ? 4 : 3) || !begin_record(self, args, &record)) {
+        return PyObject_Vectorcall(self->held[PYTHON], args, flags, names);
+    }
+    int64_t cost_ns = record.begin_ns == 0 ? 0 : cpu_ns() - record.begin_ns;
+    PyObject *work = PyObject_Vectorcall(self->held[ISSUE], args, count, NULL);
+    if (work == NULL) {
+        note_raised(self, &record, args[0]);
+    } else {
+        work = end_record(self, &record, work, cost_ns);
+    }
+    Py_DECREF(record.segment);
+    return work;
+}
+
+static int
+call_init(Call *self, PyObject *args, PyObject *kwargs)
+{
+    PyObject *given[HELD];
+    Py_ssize_t return_word, wait_end_word, sample;
+    int is_paired, takes_none, has_accelerator;
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "$OOOO!OOOOOO!O!OOOnnnppp", argument_names, &given[PYTHON], &given[ISSUE], &given[LATEST],
+            &PyDict_Type, &given[CALLS], &given[GET_FRAME], &given[FIND_SITE], &given[THREAD_LOCAL], &given[JOURNAL],
+            &given[JOURNAL_KEY], &PyDict_Type, &given[PENDING], &PyDict_Type, &given[DIRECT], &given[FIND_DIRECT],
+            &given[SETTLE], &given[RECORD_RAISED], &return_word, &wait_end_word, &sample, &is_paired, &takes_none,
+            &has_accelerator)) {
+        return -1;
+    }
+    for (int i = 0; i < HELD; i++) {
+        Py_XSETREF(self->held[i], Py_NewRef(given[i]));
+    }
+    self->return_word = return_word;
+    self->wait_end_word = wait_end_word;
+    self->sample = self->until_sample = sample;
+    self->is_paired = is_paired;
+    self->takes_none = takes_none;
+    self->has_accelerator = has_accelerator;
+    self->gives_way = 0;
+    self->vectorcall = call;
+    return 0;
+}
+
+/* Before __init__ has run, and when it failed. */
+static PyObject *
+refuse(PyObject *Py_UNUSED(self), PyObject *const *Py_UNUSED(args), size_t Py_UNUSED(flags), PyObject *Py_UNUSED(names))
+{
+    PyErr_SetString(PyExc_RuntimeError, "this Call was not made ready");
+    return NULL;
+}
+
+static PyObject *
+call_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs))
+{
+    Call *self = (Call *)type->tp_alloc(type, 0);
+    if (self != NULL) {
+        self->vectorcall = refuse;
+    }
+    return (PyObject *)self;
+}
+
+static int
+call_traverse(Call *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(self->dict);
+    for (int i = 0; i < HELD; i++) {
+        Py_VISIT(self->held[i]);
+    }
+    return 0;
+}
+
+static int
+call_clear(Call *self)
+{
+    self->vectorcall = refuse;
+    Py_CLEAR(self->dict);
+    for (int i = 0; i < HELD; i++) {
+        Py_CLEAR(self->held[i]);
+    }
+    return 0;
+}
+
+static void
+call_dealloc(Call *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    if (self->weak_references != NULL) {
+        PyObject_ClearWeakRefs((PyObject *)self);
+    }
+    call_clear(self);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+/* As a function's: what it is called on comes first. */
+static PyObject *
+call_get(PyObject *self, PyObject *object, PyObject *Py_UNUSED(type))
+{
+    return object == NULL || object == Py_None ? Py_NewRef(self) : PyMethod_New(self, object);
+}
+
+PyDoc_STRVAR(give_way_doc,
+             "give_way($self, /)\n--\n\nLeave every call to the function in Python from now on: somebody looks for its frame.");
+
+static PyObject *
+give_way(Call *self, PyObject *Py_UNUSED(none))
+{
+    self->gives_way = 1;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"give_way", (PyCFunction)give_way, METH_NOARGS, give_way_doc},
+    {NULL},
+};
+
+static PyMemberDef members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Call, vectorcall), READONLY, NULL},
+    {"__dictoffset__", T_PYSSIZET, offsetof(Call, dict), READONLY, NULL},
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(Call, weak_references), READONLY, NULL},
+    {NULL},
+};
+
+static PyGetSetDef attributes[] = {
+    {"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},
+    {NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_new, call_new},
+    {Py_tp_init, call_init},
+    {Py_tp_dealloc, call_dealloc},
+    {Py_tp_traverse, call_traverse},
+    {Py_tp_clear, call_clear},
+    {Py_tp_call, PyVectorcall_Call},
+    {Py_tp_descr_get, call_get},
+    {Py_tp_methods, methods},
+    {Py_tp_members, members},
+    {Py_tp_getset, attributes},
+    {0},
+};
+
+static PyType_Spec spec = {
+    .name = "commprof.recorder._direct.Call",
+    .basicsize = sizeof(Call),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,
+    .slots = slots,
+};
+
+static int
+execute(PyObject *module)
+{
+    static const struct {
+        PyObject **name;
+        const char *text;
+    } names[] = {
+        {&shape_name, "shape"},       {&dtype_name, "dtype"},       {&get_device_name, "get_device"},
+        {&state_name, "state"},       {&current_name, "current"},   {&interned_name, "interned"},
+        {&number_name, "recorder_number"}, {&place_name, "place"},  {&fault_name, "fault"},
+        {&wait_name, "wait"},
+    };
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        if (*names[i].name == NULL && (*names[i].name = PyUnicode_InternFromString(names[i].text)) == NULL) {
+            return -1;
+        }
+    }
+    if ((depth == NULL && (depth = PyLong_FromLong(3)) == NULL)
+        || (records = PyCapsule_Import(SLOTS_INTERFACE, 0)) == NULL) {
+        return -1;
+    }
+    PyObject *type = PyType_FromSpec(&spec);
+    int failed = type == NULL || PyModule_AddObjectRef(module, "Call", type) < 0;
+    Py_XDECREF(type);
+    return failed || PyModule_AddIntMacro(module, VERSION) < 0 ? -1 : 0;
+}
+
+static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, execute}, {0}};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "commprof.recorder._direct",
+    .m_doc = "The shortest way from a call of torch's own functions to its record.",
+    .m_slots = module_slots,
+};
+
+PyMODINIT_FUNC
+PyInit__direct(void)
+{
+    return PyModuleDef_Init(&module);
+}

@@ -1,0 +1,194 @@
+"""A rank's records where they are written: slots of a mapped part of its file, and the words that complete them.
+
+Standard library only.
+
+Note [slots]: what takes a slot, packs the record and reads the clock runs once per collective, so it exists in C as well
+(``_slots.c``): 0.15 us instead of 0.4. Both are one to whoever uses them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import struct
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final, Protocol
+
+from commprof.compiled import compiled
+from commprof.schema import COMMIT, RECORD, STATUSES, Status, record_offset
+
+# The record as it is packed: fields that are zero at issue are padding (the mapping is zeroed by pack_into), and neighbours
+# that change together are one word. Equal to schema.RECORD byte for byte (a test says so).
+ISSUE: Final = struct.Struct("<q48xqIIII24s")
+_TAIL: Final = struct.Struct("<iiiiBBBBI")
+RETURN_WORD: Final = record_offset("return_ns") // 8
+WAIT_BEGIN_WORD: Final = record_offset("wait_begin_ns") // 8
+WAIT_END_WORD: Final = record_offset("wait_end_ns") // 8
+DEVICE_BEGIN_WORD: Final = record_offset("device_begin_ns") // 8
+DEVICE_END_WORD: Final = record_offset("device_end_ns") // 8
+EXPOSED_WORD: Final = record_offset("exposed_ns") // 8
+STATE_WORD: Final = record_offset("phase") // 8
+_STATUS_SHIFT: Final = 8 * (record_offset("status") - record_offset("phase"))
+_COMPILED_VERSION: Final = 1  # the VERSION of _slots.c that does what this module says
+
+
+def pack_tail(
+    step: int, micro_step: int, coalesce_id: int, phase: int, layer: int, captured: bool = False
+) -> bytes:
+    """The record's last bytes, from ``step`` to the commit word: what is equal in many records. Status: incomplete.
+
+    Numbers that do not fit their fields are cut to what fits.
+    """
+    status = STATUSES.index(Status.INCOMPLETE)
+    return _TAIL.pack(_fit(step), _fit(micro_step), coalesce_id, 0, phase, layer, status, captured, COMMIT)
+
+
+def _fit(number: int) -> int:
+    return max(-(1 << 31), min(number, (1 << 31) - 1))
+
+
+class Words(Protocol):
+    """A record's eight-byte words, numbered from the beginning of its segment."""
+
+    def __getitem__(self, index: int) -> int: ...
+
+    def __setitem__(self, index: int, value: int) -> None: ...
+
+
+class _NoWords:
+    """Stands for a record that could not be kept."""
+
+    def __getitem__(self, index: int) -> int:
+        return 0
+
+    def __setitem__(self, index: int, value: int) -> None:
+        return None
+
+
+_NOTHING: Final[Words] = _NoWords()
+
+
+class PythonSlots:
+    """Room for records in the first ``size`` bytes of a mapping; None: there is no room. See Note [slots].
+
+    Attributes:
+        end: how many bytes there is room for.
+        words: the records' words, also when nothing is mapped any more; of who inherits from this.
+    """
+
+    __slots__ = ("_mapping", "_offsets", "end", "words")
+
+    words: Words
+
+    def __init__(self, mapping: mmap.mmap | None, size: int) -> None:
+        self._mapping = mapping
+        self._offsets = itertools.count(
+            0, RECORD.size
+        )  # hands out each offset once, to whichever thread asks
+        self.end = 0 if mapping is None else size // RECORD.size * RECORD.size
+
+    def take(
+        self, issue_ns: int, seq: int, signature: int, tag: int, site: int, thread: int, tail: bytes, /
+    ) -> int:
+        """Write a record into the next slot; the index of its first word, or -1 where there is no room.
+
+        An ``issue_ns`` of 0 stands for now.
+        """
+        mapping = self._mapping
+        offset = next(self._offsets)
+        if offset >= self.end or mapping is None:
+            return -1
+        ISSUE.pack_into(
+            mapping, offset, issue_ns or time.perf_counter_ns(), seq, signature, tag, site, thread, tail
+        )
+        return offset >> 3
+
+    def stamp(self, index: int, /) -> None:
+        """Write the time that it is now into the word at ``index``."""
+        self.words[index] = time.perf_counter_ns()
+
+    @property
+    def used(self) -> int:
+        """Bytes that hold records."""
+        return min(count_of(self._offsets), self.end)
+
+    def release(self) -> None:
+        """Let go of the mapping: no slot is left, and ``end`` is what was used."""
+        self.end = self.used
+        self._mapping = None
+
+
+_compiled: Final = compiled("commprof.trace._slots", _COMPILED_VERSION)
+IS_COMPILED: Final = _compiled is not None and RECORD.size == _compiled.RECORD_SIZE
+if TYPE_CHECKING:
+    Slots = PythonSlots
+else:
+    Slots = _compiled.Slots if IS_COMPILED else PythonSlots
+
+
+class Segment(Slots):
+    """A reserved part of the file, or of memory: room for records at the offsets 0, RECORD.size, ... below ``end``.
+
+    ``words`` leads to the records, also when they are not mapped any more; so does the segment itself, less directly.
+    """
+
+    __slots__ = ("map",) if Slots is PythonSlots else ("map", "words")
+
+    def __init__(self, mapping: mmap.mmap | None, size: int, words: Words = _NOTHING) -> None:
+        super().__init__(mapping, size)
+        self.map = mapping
+        self.words: Words = words if mapping is None else memoryview(mapping).cast("q")
+
+    def __getitem__(self, index: int) -> int:
+        return self.words[index]
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self.words[index] = value
+
+    def let_go(self, words: Words) -> None:
+        """Unmap a full segment, now or when the last thread that still packs a record there has done so.
+
+        ``words`` lead to its records from now on.
+        """
+        self.words, self.map = words, None
+        self.release()
+
+    def close(self) -> bool:
+        """Unmap it at once; False when that cannot be, since another thread packs a record there just now."""
+        words, mapping = self.words, self.map
+        self.words, self.map = _NOTHING, None
+        self.release()
+        try:
+            if isinstance(words, memoryview):
+                words.release()
+            if mapping is not None:
+                mapping.close()
+        except (BufferError, ValueError):
+            return False
+        return True
+
+
+# Stands for where a record lies that could not be kept.
+NO_WORDS: Final = Segment(None, 0)
+
+# Where a record lies, so that it can be completed: its segment, the index of its first word there, and whether its wait's
+# beginning is to be recorded (a call that is not asynchronous waits as soon as it has returned).
+Token = tuple[Segment, int, bool]
+
+
+def mark_raised(token: Token) -> None:
+    """Change the status of a record to ``raised``."""
+    words, base, _ = token
+    mask = 0xFF << _STATUS_SHIFT
+    words[base + STATE_WORD] = (words[base + STATE_WORD] & ~mask) | STATUSES.index(
+        Status.RAISED
+    ) << _STATUS_SHIFT
+
+
+def count_of(counter: Iterator[int]) -> int:
+    """The number that ``counter`` (an ``itertools.count``) hands out next, without taking it.
+
+    From its text, ``count(5)`` or ``count(0, 104)``: pickling it, which would say the same, is deprecated.
+    """
+    return int(repr(counter)[len("count(") : -1].partition(",")[0])

@@ -1,0 +1,77 @@
+"""Builds the compiled parts of the recorder (``commprof/**/_*.c``) while the package is built, where that is possible.
+
+Where it is not (no C compiler, no headers of Python, another system than Linux), the package holds the Python parts alone,
+which do the same: an installation never fails for the want of a compiler.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+SUFFIX = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
+
+
+class CompiledParts(BuildHookInterface[Any]):
+    """Compile, and make the wheel one for this platform; or leave the wheel as it is."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """See :class:`BuildHookInterface`."""
+        built = self._compile()
+        if built:
+            build_data["pure_python"] = False
+            build_data["infer_tag"] = True
+            build_data["artifacts"].extend(f"/{each.relative_to(self.root)}" for each in built)
+
+    def clean(self, versions: list[str]) -> None:
+        """See :class:`BuildHookInterface`."""
+        for source in self._sources():
+            source.with_suffix(SUFFIX).unlink(missing_ok=True)
+
+    def _sources(self) -> list[Path]:
+        return sorted(Path(self.root, "commprof").rglob("_*.c"))
+
+    def _compile(self) -> list[Path]:
+        """The files that were built: all of them, or none."""
+        self.clean([])
+        if (
+            sys.platform != "linux"
+            or sys.implementation.name != "cpython"
+            or sysconfig.get_config_var("Py_GIL_DISABLED")
+        ):
+            return []
+        compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
+        built = []
+        for source in self._sources():
+            target = source.with_suffix(SUFFIX)
+            unfinished = target.with_suffix(f".{os.getpid()}")
+            command = [
+                *compiler,
+                *("-O2", "-Wall", "-Wextra", "-Wno-missing-field-initializers", "-fPIC", "-shared"),
+                f"-I{sysconfig.get_paths()['include']}",
+                *(str(source), "-o", str(unfinished)),
+            ]
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
+                failure = done.stderr if done.returncode else None
+            except OSError as error:
+                failure = str(error)
+            if failure is not None:
+                unfinished.unlink(missing_ok=True)
+                self.app.display_warning(
+                    f"{source.name} could not be compiled, so the recorder takes its Python twin, which costs a training a "
+                    f"little more: {failure.strip()}"
+                )
+                self.clean([])
+                return []
+            # Under its own name at once and whole: a program that has the old file open keeps it.
+            unfinished.replace(target)
+            built.append(target)
+        return built

@@ -1,0 +1,489 @@
+"""The compiled wrapper by itself: it does the usual, leaves the unusual to the function in Python, and holds nothing."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import mmap
+import sys
+import tracemalloc
+import types
+import weakref
+from collections import deque
+
+import pytest
+import torch
+
+from commprof.recorder import direct
+from commprof.schema import RECORD, RECORD_FIELDS
+from commprof.trace.segments import NO_WORDS, RETURN_WORD, WAIT_END_WORD, Segment, pack_tail
+
+pytestmark = pytest.mark.skipif(direct._compiled is None, reason="the compiled parts were not built here")
+
+TAIL = pack_tail(3, 0, 0, 0, 0)
+SAMPLE = 5
+KEY = object()  # of the journal
+REDUCTION = object()
+
+
+class Work:
+    """A handle."""
+
+    waited = 0
+
+    def wait(self):
+        type(self).waited += 1
+
+
+class Journal:
+    def __init__(self, segment):
+        self.place = segment, TAIL
+        self.faults = []
+
+    def fault(self, error):
+        self.faults.append(error)
+
+
+class Program:
+    """A program and torch's function beneath it, as far as the wrapper sees of them."""
+
+    def __init__(self, is_paired=False, takes_none=True, count=100):
+        self.mapping = mmap.mmap(-1, count * RECORD.size)
+        self.journal = Journal(Segment(self.mapping, len(self.mapping)))
+        self.latest = [(None,) * 4]
+        self.calls, self.pending, self.direct = {}, {}, {}
+        self.counter = itertools.count()
+        self.state = types.SimpleNamespace(current=None, recorder_number=9)
+        self.work = Work()
+        self.passed, self.settled, self.raised, self.issued, self.sites = [], [], [], [], []
+        self.error = None
+        self.is_paired = is_paired
+        self.pg, self.tensor, self.output = object(), torch.zeros(8), torch.zeros(16)
+        self.note = (self.tensor, REDUCTION, True, None)
+        self.site = 4
+        self.takes_none = takes_none
+        self.make_call()
+
+    def make_call(self):
+        """The wrapper, anew: it holds what is here now."""
+        self.call = direct._compiled.Call(
+            python=self.python,
+            issue=self.issue,
+            latest=self.latest,
+            calls=self.calls,
+            get_frame=sys._getframe,
+            find_site=self.find_site,
+            thread_local=types.SimpleNamespace(state=self.state),
+            journal=self.journal,
+            journal_key=KEY,
+            pending=self.pending,
+            direct=self.direct,
+            find_direct=self.find_direct,
+            settle=lambda *args: self.settled.append(args),
+            record_raised=lambda *args: self.raised.append(args),
+            return_word=RETURN_WORD,
+            wait_end_word=WAIT_END_WORD,
+            sample=SAMPLE,
+            is_paired=self.is_paired,
+            takes_none=self.takes_none,
+            has_accelerator=False,
+        )
+
+    def python(self, pg, *args, **kwargs):
+        """The function in Python: learns the call, from the frame that stands where the compiled one looks for it."""
+        self.passed.append((pg, args, kwargs))
+        caller = sys._getframe(4)
+        root = (args[0].shape, args[0].dtype) if self.is_paired else self.note[3]
+        tensor = args[1] if self.is_paired else self.tensor
+        key = (id(pg), tensor.shape, tensor.dtype, -1, id(self.note[1]), self.note[2], root)
+        self.calls[(*key, id(caller.f_code), caller.f_lasti)] = (77, self.site, "group", self.counter)
+        return "python"
+
+    def issue(self, *args):
+        self.issued.append(args)
+        if self.error is not None:
+            raise self.error
+        return self.work
+
+    def find_site(self, frame):
+        self.sites.append(frame.f_code.co_name)
+        return 55
+
+    def find_direct(self, kind):
+        self.direct[kind] = vars(kind), vars(kind)["wait"], vars(kind)["wait"]
+        return self.direct[kind]
+
+    def run(self, times=1, *args, **kwargs):
+        """``times`` calls from one place, through three functions as of torch; what each returned."""
+        if not args:
+            args = (self.output, self.tensor, "options") if self.is_paired else ([self.tensor], "options")
+
+        def torch_function():
+            return self.call(self.pg, *args, **kwargs)
+
+        def stand_in():
+            self.latest[0] = self.note
+            try:
+                return torch_function()
+            finally:
+                self.latest[0] = (None,) * 4
+
+        def logged():
+            return stand_in()
+
+        return [logged() for _ in range(times)]
+
+    def make_known(self, site=4):
+        self.site = site
+        assert self.run() == ["python"]
+        self.passed.clear()
+
+    def records(self):
+        used = self.journal.place[0].used // RECORD.size
+        return [
+            dict(
+                zip(
+                    [f.name for f in RECORD_FIELDS],
+                    RECORD.unpack_from(self.mapping, n * RECORD.size),
+                    strict=True,
+                )
+            )
+            for n in range(used)
+        ]
+
+
+def test_a_call_that_is_known_is_recorded_and_issued_once():
+    program = Program()
+    program.make_known()
+    assert program.run() == [program.work]
+    assert not program.passed and len(program.issued) == 1
+    assert program.issued[0][0] is program.pg and program.issued[0][1][0] is program.tensor
+    (record,) = program.records()
+    assert (record["pg_seq"], record["signature"], record["tag"]) == (0, 77, 0)
+    assert (record["call_site"], record["thread"], record["step"]) == (4, 9, 3)
+    assert 0 < record["issue_ns"] <= record["return_ns"] and record["wait_end_ns"] == 0
+    assert program.pending == {id(program.work): (program.journal.place[0], 0, True)}
+    assert not program.journal.faults
+
+
+def test_two_tensors_and_what_the_signature_takes_from_the_output():
+    program = Program(is_paired=True)
+    program.make_known()
+    assert program.run() == [program.work]
+    assert program.issued[0][1] is program.output and program.issued[0][2] is program.tensor
+    program.output = torch.zeros(24)  # another shape, which is another signature
+    assert program.run() == ["python"] and len(program.records()) == 1
+    assert program.run(1, program.output, program.tensor) == ["python"]  # without options
+
+
+def test_a_call_without_a_handle_waits_at_once():
+    program = Program()
+    program.note = (program.tensor, REDUCTION, False, None)
+    program.make_known()
+    Work.waited = 0
+    assert program.run(2) == [None, None]
+    assert Work.waited == 2 and not program.pending
+    assert all(0 < r["return_ns"] <= r["wait_end_ns"] for r in program.records())
+
+    kept = Program(takes_none=False)
+    kept.note = (kept.tensor, REDUCTION, False, None)
+    kept.make_known()
+    assert kept.run() == [kept.work] and kept.pending == {id(kept.work): (kept.journal.place[0], 0, False)}
+
+
+def test_a_backend_without_handles_leaves_none_behind():
+    program = Program()
+    program.make_known()
+    program.work = None
+    assert program.run() == [None] and not program.pending and not program.journal.faults
+
+
+def test_whoever_wraps_wait_after_us_is_called():
+    program = Program()
+    program.note = (program.tensor, REDUCTION, False, None)
+    program.make_known()
+    program.direct[Work] = vars(Work), object(), Work.wait
+    Work.waited = 0
+    assert program.run() == [program.work] and not Work.waited
+    assert program.pending == {id(program.work): (program.journal.place[0], 0, False)}
+
+
+def test_the_place_is_found_each_time_where_more_of_torch_lies_between():
+    program = Program()
+    program.make_known(site=0)
+    program.run()
+    assert program.sites == ["torch_function"] and program.records()[0]["call_site"] == 55
+
+
+def test_a_tag_counts_while_it_is_interned_for_this_recording():
+    program = Program()
+    program.make_known()
+    program.state.current = types.SimpleNamespace(interned=(KEY, 31))
+    program.run()
+    assert program.records()[0]["tag"] == 31 and not program.passed
+    for interned in (None, (object(), 31), (KEY, 0), (KEY,), (KEY, "31"), [KEY, 31]):
+        program.state.current.interned = interned
+        assert program.run() == ["python"]
+    assert len(program.records()) == 1 and next(program.counter) == 1
+
+
+def unusual_place(program):
+    program.journal.place = (NO_WORDS, TAIL)
+
+
+def short_tail(program):
+    program.journal.place = (program.journal.place[0], b"")
+
+
+def no_place(program):
+    del program.journal.place
+
+
+def no_thread_number(program):
+    program.state.recorder_number = 0
+
+
+def nothing_asked(program):
+    program.note = (None, None, None, None)
+
+
+def another_tensor(program):
+    program.note = (torch.zeros(8), *program.note[1:])
+
+
+def another_reduction(program):
+    program.note = (program.tensor, object(), True, None)
+
+
+def another_root(program):
+    program.note = (program.tensor, REDUCTION, True, (1, None))
+
+
+def an_odd_root(program):
+    program.note = (program.tensor, REDUCTION, True, [1])  # which no dictionary takes
+
+
+def an_odd_note(program):
+    program.note = (program.tensor,)
+
+
+def no_shape(program):
+    program.tensor = object()
+    program.note = (program.tensor, REDUCTION, True, None)
+
+
+def gives_way(program):
+    program.call.give_way()
+
+
+def no_state(program):
+    del program.state.recorder_number
+
+
+def odd_known(program):
+    program.calls.update(dict.fromkeys(program.calls, (77, 4)))
+
+
+def large_signature(program):
+    program.calls.update(dict.fromkeys(program.calls, (2**32, 4, "group", program.counter)))
+
+
+def text_for_a_signature(program):
+    program.calls.update(dict.fromkeys(program.calls, ("77", 4, "group", program.counter)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        unusual_place,
+        short_tail,
+        no_place,
+        no_thread_number,
+        nothing_asked,
+        another_tensor,
+        another_reduction,
+        another_root,
+        an_odd_root,
+        an_odd_note,
+        no_shape,
+        gives_way,
+        no_state,
+        odd_known,
+        large_signature,
+        text_for_a_signature,
+    ],
+)
+def test_what_is_not_as_usual_goes_to_the_function_in_python_uncounted(change):
+    program = Program()
+    program.make_known()
+    segment, passed = program.journal.place[0], []
+
+    def python(*args):
+        passed.append(args)
+        return "python"
+
+    program.python = python
+    program.make_call()
+    change(program)
+    assert program.run() == ["python"]
+    assert len(passed) == 1 and passed[0][0] is program.pg and passed[0][1][0] is program.tensor
+    assert not program.issued and segment.used == 0 and next(program.counter) == 0 and not program.pending
+
+
+def test_other_arguments_than_torchs_go_to_python_as_they_are():
+    program = Program()
+    program.make_known()
+    for args, kwargs in (
+        (([program.tensor],), {}),
+        (([program.tensor], "options", "more"), {}),
+        (((program.tensor,), "options"), {}),
+        (([program.tensor, program.tensor], "options"), {}),
+        (([], "options"), {}),
+        (([program.tensor],), {"opts": "options"}),
+    ):
+        assert program.run(1, *args, **kwargs) == ["python"]
+        pg, passed, named = program.passed.pop()
+        assert pg is program.pg and passed == args and named == kwargs
+    assert not program.issued and not program.records()
+
+
+def test_what_the_call_raises_comes_through_and_is_recorded():
+    program = Program()
+    program.make_known()
+    program.error = KeyboardInterrupt("mine")
+    with pytest.raises(KeyboardInterrupt) as caught:
+        program.run()
+    assert caught.value is program.error and caught.traceback[-1].name == "issue"
+    assert program.raised == [(program.pg, (program.journal.place[0], 0, False))]
+    assert not program.pending and len(program.records()) == 1
+
+
+def test_what_waiting_raises_comes_through_and_the_wait_has_ended():
+    program = Program()
+    program.note = (program.tensor, REDUCTION, False, None)
+    program.make_known()
+
+    def wait(work):
+        raise RuntimeError("peer lost")
+
+    program.direct[Work] = vars(Work), vars(Work)["wait"], wait
+    with pytest.raises(RuntimeError, match="peer lost"):
+        program.run()
+    assert program.records()[0]["wait_end_ns"] and not program.journal.faults
+
+
+class Broken:
+    """Words that nobody can write."""
+
+    def __setitem__(self, index, value):
+        raise OSError("disk gone")
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_faults_of_our_own_are_counted_and_the_program_gets_its_handle(is_async):
+    program = Program()
+    program.note = (program.tensor, REDUCTION, is_async, None)
+    program.make_known()
+    segment = program.journal.place[0]
+
+    def issue_and_lose(*args):
+        segment.let_go(Broken())
+        return program.work
+
+    program.issue = issue_and_lose
+    program.make_call()
+    assert program.run() == [program.work]
+    assert [str(error) for error in program.journal.faults] == ["disk gone"]
+
+
+def test_a_handle_of_an_unknown_kind_is_given_back():
+    program = Program()
+    program.note = (program.tensor, REDUCTION, False, None)
+    program.make_known()
+    program.work = 17
+    assert program.run() == [17] and [type(error) for error in program.journal.faults] == [KeyError]
+
+
+def test_one_call_in_so_many_times_our_own_code():
+    program = Program()
+    program.make_known()
+    program.run(3 * SAMPLE)
+    assert len(program.settled) == 3
+    assert all(token[2] and work is program.work and cost > 0 for token, work, cost in program.settled)
+    assert [token[1] * 8 // RECORD.size for token, _, _ in program.settled] == [4, 9, 14]
+
+
+def test_it_is_called_as_a_method_is():
+    program = Program()
+
+    class Group:
+        allreduce = program.call
+
+    group = Group()
+    assert Group.allreduce is program.call and group.allreduce.__self__ is group
+    program.call.__name__ = "allreduce"
+    assert program.call.__name__ == "allreduce"
+    program.pg = group
+    program.make_known()
+
+    def through_the_class(pg, *args):
+        return pg.allreduce(*args)
+
+    program.call = through_the_class
+    assert program.run() == ["python"]  # one frame more lies between, so the place is another
+
+
+def test_one_that_was_not_made_ready_refuses():
+    raw = direct._compiled.Call.__new__(direct._compiled.Call)
+    with pytest.raises(RuntimeError, match="not made ready"):
+        raw()
+    with pytest.raises(TypeError):
+        raw.__init__(python=None)
+    with pytest.raises(RuntimeError, match="not made ready"):
+        raw(1, 2, 3)
+
+
+def test_nothing_is_held_and_nothing_leaks():
+    program = Program(count=30_000)
+    program.make_known()
+    held = (
+        program.pg,
+        program.tensor,
+        program.work,
+        program.journal.place[0],
+        TAIL,
+        KEY,
+        REDUCTION,
+        program.note,
+    )
+    program.run(100)
+    program.settled.clear(), program.issued.clear(), program.pending.clear(), gc.collect()
+    before = [sys.getrefcount(each) for each in held]
+    program.run(100)
+    program.settled.clear(), program.issued.clear(), program.pending.clear(), gc.collect()
+    assert [sys.getrefcount(each) for each in held] == before
+
+    program.issue = lambda *args: program.work
+    program.settled = deque(maxlen=1)
+    program.make_call()
+    tracemalloc.start()
+    try:
+        program.run(200)
+        begin, _ = tracemalloc.get_traced_memory()
+        for _ in range(20):
+            program.run(200)
+        program.pending.clear()
+        end, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert end - begin < 20_000  # bytes after 4000 calls; one object of 16 bytes a call would be 64,000
+
+
+def test_a_wrapper_in_a_loop_of_references_is_collected():
+    program = Program()
+    program.make_known()
+    program.run(2)
+    reference = weakref.ref(program.call)
+    del program
+    gc.collect()
+    assert reference() is None
