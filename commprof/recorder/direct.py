@@ -140,10 +140,8 @@ class DirectCalls:
                     given = _given(first, second, third)
                     known = learn(method, entries, calls, pg, key, given, get_frame(1), api, reduction)
                 number, site, group, counter = known
-                seq = next(counter)
-                if not seq % sample:
-                    start = cpu_clock()
                 mine = thread_local.state
+                thread = mine.recorder_number or journal.intern_thread()
                 tag = mine.current
                 if tag is None:
                     tag_number = 0
@@ -151,7 +149,9 @@ class DirectCalls:
                     interned = tag.interned
                     fresh = interned is None or interned[0] is not journal_key
                     tag_number = journal.intern_tag(tag) if fresh else interned[1]  # type: ignore[index]
-                thread = mine.recorder_number or journal.intern_thread()
+                seq = next(counter)
+                if not seq % sample:
+                    start = cpu_clock()
                 site = site or find_site(get_frame(1))
                 segment, tail = journal.place
                 base = segment.take(0, seq, number, tag_number, site, thread, tail)

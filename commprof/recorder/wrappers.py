@@ -26,7 +26,7 @@ from commprof.trace.segments import RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD,
 # What a call spends before its sample begins and after its end, measured once (benchmarks/recorder_cost.py shows the whole).
 # What the sampled call alone spends after its end, on cold code, says nothing about the others.
 _UNSAMPLED_NS: Final = 900
-_UNSAMPLED_QUICK_NS: Final = 450  # where the compiled wrapper does it
+_UNSAMPLED_QUICK_NS: Final = 400  # the same for the compiled wrapper
 
 # One group, as one method sees it: the signature of a key, the group, what numbers its calls, all signatures. A plain
 # tuple, since unpacking it is half the cost of unpacking a named one.
@@ -58,7 +58,7 @@ class Wrappers:
         self.sites = CallSites(lambda row: journal.intern("site", row))
         self._layer = layer
         self.issue = _bind_issue(journal, self.sites, layer)
-        self.settle = _bind_settle(journal, self.waits, _UNSAMPLED_NS)
+        self.settle = _bind_settle(journal, self.waits, _UNSAMPLED_NS - _cost_of_reading(time.thread_time_ns))
         self.settle_quick = _bind_settle(journal, self.waits, _UNSAMPLED_QUICK_NS)
         self._direct = DirectCalls(self)
 
@@ -180,7 +180,6 @@ def _record_block(journal: Journal, token: Token, start: int) -> None:
 def _bind_settle(journal: Journal, waits: Waits, unsampled_ns: int) -> Callable[[Token, Any, int], None]:
     """The function that completes a record when its call has returned."""
     clock, pending = time.perf_counter_ns, waits.pending
-    unsampled = unsampled_ns - _cost_of_reading(time.thread_time_ns)
 
     def settle(token: Token, work: Any, cost: int) -> None:
         try:
@@ -191,7 +190,7 @@ def _bind_settle(journal: Journal, waits: Waits, unsampled_ns: int) -> Callable[
             if cost:
                 waits.evict()
                 journal.cost_samples += 1
-                journal.cost_ns += max(0, cost + unsampled)
+                journal.cost_ns += max(0, cost + unsampled_ns)
                 journal.completion.sample(token, work)
         except Exception as error:
             journal.fault(error)
