@@ -99,11 +99,11 @@ def _entry_point() -> Iterator[Finding]:
 
 def _compiled_parts() -> Iterator[Finding]:
     from commprof.compiled import COMPILED_VARIABLE
-    from commprof.recorder import direct
+    from commprof.recorder import compiled_calls
 
     if _process_group() is None:
         return
-    if direct.IS_COMPILED:
+    if compiled_calls.MODULE is not None:
         yield Finding("installed", Level.OK, "the recorder's hottest parts are compiled")
     elif os.environ.get(COMPILED_VARIABLE) == "0":
         yield Finding(

@@ -18,12 +18,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from commprof import hooks
-from commprof.compiled import compiled
 from commprof.recorder.arguments import ApiFunction, ApiFunctions
 from commprof.recorder.groups import Group
 from commprof.recorder.methods import Method, Shape
 from commprof.recorder.waits import unbound
-from commprof.trace import segments
 from commprof.trace.segments import RETURN_WORD, WAIT_END_WORD
 
 if TYPE_CHECKING:
@@ -42,10 +40,6 @@ _HAS_ACCELERATOR: Final = torch.accelerator.current_accelerator() is not None
 # its calls. A plain tuple, since unpacking it is half the cost of unpacking a named one.
 Known = tuple[int, int, Group, Any]
 
-_COMPILED_VERSION: Final = 1  # the VERSION of _direct.c that does what this module says
-_compiled: Final = compiled("commprof.recorder._direct", _COMPILED_VERSION) if segments.IS_COMPILED else None
-IS_COMPILED: Final = _compiled is not None
-
 
 class DirectCalls:
     """Makes the wrappers for calls from torch.distributed's own functions; any other call goes the general way.
@@ -58,14 +52,6 @@ class DirectCalls:
         self._wrappers = wrappers
         self._calls: list[dict[Any, Known]] = []
         self._functions = ApiFunctions()
-        self._quick: list[Any] = []  # the compiled wrappers
-        self._shows_frames = False
-
-    def show_frames(self) -> None:
-        """From now on each call has a frame of ours among those of its thread: somebody looks for it there."""
-        self._shows_frames = True
-        for quick in self._quick:
-            quick.give_way()
 
     def remove(self) -> None:
         """Put torch's functions back."""
@@ -196,34 +182,29 @@ class DirectCalls:
                     journal.fault(error)
             return None
 
-        if _compiled is None:
-            return call
-        quick = _compiled.Call(
-            python=call,
+        return wrappers.compiled.make(
+            "DirectCall",
+            call,
             issue=issue,
-            latest=latest,
-            calls=calls,
             get_frame=get_frame,
             find_site=find_site,
             thread_local=thread_local,
             journal=journal,
             journal_key=journal_key,
             pending=pending,
-            direct=direct,
-            find_direct=find_direct,
             settle=wrappers.settle_quick,
             record_raised=wrappers.record_raised,
             return_word=return_word,
-            wait_end_word=wait_end_word,
             sample=sample,
+            wait_end_word=wait_end_word,
+            latest=latest,
+            calls=calls,
+            direct=direct,
+            find_direct=find_direct,
             is_paired=paired,
             takes_none=takes_none,
             has_accelerator=_HAS_ACCELERATOR,
         )
-        self._quick.append(quick)
-        if self._shows_frames:
-            quick.give_way()
-        return quick
 
     def _learn(
         self,

@@ -54,14 +54,14 @@ class CallOptions(NamedTuple):
 def freeze(value: Any) -> Any:
     """A hashable stand-in for an argument: equal for calls of equal signature, and holding no tensor."""
     kind = type(value)
-    return (_FREEZERS.get(kind) or _freezer(kind))(value)
+    return (FREEZERS.get(kind) or _freezer(kind))(value)
 
 
 def _freezer(kind: type) -> Callable[[Any], Any]:
     """What freezes values of this class: found once, since to look for it takes longer than all the rest of a record."""
     found: Callable[[Any], Any]
     if issubclass(kind, (torch.Tensor, Planned)):
-        found = _freeze_tensor
+        found = freeze_tensor
     elif issubclass(kind, (list, tuple)):
         found = _freeze_sequence
     elif kind is type(None) or issubclass(kind, (int, bool, str, float)):
@@ -76,17 +76,18 @@ def _freezer(kind: type) -> Callable[[Any], Any]:
         found = _options_freezer(kind.__name__, [name for name in _OPTION_NAMES if hasattr(kind, name)])
     else:
         found = _freeze_anything
-    if len(_FREEZERS) < _MOST_CLASSES:
-        _FREEZERS[kind] = found
+    if len(FREEZERS) < _MOST_CLASSES:
+        FREEZERS[kind] = found
     return found
 
 
-def _freeze_tensor(value: torch.Tensor | Planned) -> Any:
+def freeze_tensor(value: torch.Tensor | Planned) -> Any:
+    """What :func:`freeze` makes of a tensor."""
     return value.shape, value.dtype, value.device
 
 
 def _freeze_sequence(value: Sequence[Any]) -> Any:
-    return tuple([(_FREEZERS.get(type(item)) or _freezer(type(item)))(item) for item in value])
+    return tuple([(FREEZERS.get(type(item)) or _freezer(type(item)))(item) for item in value])
 
 
 def _itself(value: Any) -> Any:
@@ -115,7 +116,8 @@ def _freeze_anything(value: Any) -> Any:
     return type(value).__name__, _reduce_op_name(value)
 
 
-_FREEZERS: Final[dict[type, Callable[[Any], Any]]] = {}
+# By class: what freezes its values. The compiled wrappers look here, too.
+FREEZERS: Final[dict[type, Callable[[Any], Any]]] = {}
 
 
 class _Buffers(NamedTuple):

@@ -14,12 +14,13 @@ from typing import Any, Final
 
 from commprof import hooks
 from commprof.recorder.callsite import CallSites
+from commprof.recorder.compiled_calls import CompiledCalls
 from commprof.recorder.direct import COST_SAMPLE, DirectCalls, remember
 from commprof.recorder.groups import Group
 from commprof.recorder.journal import PROCESS_GROUP, Journal
 from commprof.recorder.methods import Method
 from commprof.recorder.sequence import GLOO, GLOO_EXTRA
-from commprof.recorder.signatures import describe, freeze
+from commprof.recorder.signatures import FREEZERS, describe, freeze, freeze_tensor
 from commprof.recorder.waits import Waits, unbound
 from commprof.trace.segments import RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Token, mark_raised
 
@@ -51,6 +52,7 @@ class Wrappers:
         pending: dict[int, Token] | None = None,
     ) -> None:
         self.journal = journal
+        self.compiled = CompiledCalls()
         self.waits = Waits(journal, pending)
         self.pending = self.waits.pending
         self._find_group = find_group
@@ -79,7 +81,7 @@ class Wrappers:
 
     def show_frames(self) -> None:
         """From now on whoever looks at the frames of a thread sees by them that a call is recorded."""
-        self._direct.show_frames()
+        self.compiled.show_frames()
 
     def remove(self) -> None:
         """Put torch's functions back that the wrappers had replaced, and forget the handles."""
@@ -143,7 +145,27 @@ class Wrappers:
                     _record_block(journal, token, begin)
             return work
 
-        return call
+        if self._layer != PROCESS_GROUP or extra is not None:
+            return call
+        return self.compiled.make(
+            "GeneralCall",
+            call,
+            issue=function,
+            get_frame=get_frame,
+            find_site=self.sites.find,
+            thread_local=hooks._thread,
+            journal=journal,
+            journal_key=journal.key,
+            pending=self.pending,
+            settle=self.settle_quick,
+            record_raised=self.record_raised,
+            return_word=RETURN_WORD,
+            sample=COST_SAMPLE,
+            entries=entries,
+            freezers=FREEZERS,
+            freeze_tensor=freeze_tensor,
+            blocks=blocks,
+        )
 
     def wrap_wait(self, original: Any) -> Any:
         """What stands in for ``original``, the ``wait`` of a class of handles."""

@@ -146,6 +146,12 @@ class Segment(Slots):
     def __setitem__(self, index: int, value: int) -> None:
         self.words[index] = value
 
+    def copy_wait(self, base: int, begin_ns: int) -> None:
+        """The record whose first word is at ``base``: it waited from ``begin_ns`` until it returned."""
+        words = self.words
+        words[base + WAIT_BEGIN_WORD] = begin_ns
+        words[base + WAIT_END_WORD] = words[base + RETURN_WORD]
+
     def let_go(self, words: Words) -> None:
         """Unmap a full segment, now or when the last thread that still packs a record there has done so.
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, Work
 
 import commprof
-from commprof.recorder import direct
+from commprof.recorder import compiled_calls
 from commprof.trace.reader import open_run
 from support.ranks import run_ranks
 from support.recording import calls, record
@@ -27,8 +27,8 @@ SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_te
 def way(request, monkeypatch):
     """The wrapper in C, and the one in Python, which does what that leaves out."""
     if request.param == "python":
-        monkeypatch.setattr(direct, "_compiled", None)
-    elif direct._compiled is None:
+        monkeypatch.setattr(compiled_calls, "MODULE", None)
+    elif compiled_calls.MODULE is None:
         pytest.skip("the compiled parts were not built here")
 
 

@@ -14,11 +14,12 @@ from collections import deque
 import pytest
 import torch
 
-from commprof.recorder import direct
+from commprof.recorder.compiled_calls import MODULE
+from commprof.recorder.signatures import FREEZERS, freeze, freeze_tensor
 from commprof.schema import RECORD, RECORD_FIELDS
-from commprof.trace.segments import NO_WORDS, RETURN_WORD, WAIT_END_WORD, Segment, pack_tail
+from commprof.trace.segments import NO_WORDS, RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Segment, pack_tail
 
-pytestmark = pytest.mark.skipif(direct._compiled is None, reason="the compiled parts were not built here")
+pytestmark = pytest.mark.skipif(MODULE is None, reason="the compiled parts were not built here")
 
 TAIL = pack_tail(3, 0, 0, 0, 0)
 SAMPLE = 5
@@ -66,7 +67,7 @@ class Program:
 
     def make_call(self):
         """The wrapper, anew: it holds what is here now."""
-        self.call = direct._compiled.Call(
+        self.call = MODULE.DirectCall(
             python=self.python,
             issue=self.issue,
             latest=self.latest,
@@ -434,7 +435,7 @@ def test_it_is_called_as_a_method_is():
 
 
 def test_one_that_was_not_made_ready_refuses():
-    raw = direct._compiled.Call.__new__(direct._compiled.Call)
+    raw = MODULE.DirectCall.__new__(MODULE.DirectCall)
     with pytest.raises(RuntimeError, match="not made ready"):
         raw()
     with pytest.raises(TypeError):
@@ -483,6 +484,217 @@ def test_a_wrapper_in_a_loop_of_references_is_collected():
     program = Program()
     program.make_known()
     program.run(2)
+    reference = weakref.ref(program.call)
+    del program
+    gc.collect()
+    assert reference() is None
+
+
+class AnyProgram:
+    """The same for the wrapper of any method."""
+
+    def __init__(self, blocks=False, count=200):
+        self.mapping = mmap.mmap(-1, count * RECORD.size)
+        self.journal = Journal(Segment(self.mapping, len(self.mapping)))
+        self.entries, self.signatures, self.pending, self.freezers = {}, {}, {}, dict(FREEZERS)
+        self.counter = itertools.count()
+        self.state = types.SimpleNamespace(current=None, recorder_number=9)
+        self.pg, self.work = object(), Work()
+        self.passed, self.issued, self.settled, self.raised = [], [], [], []
+        self.error, self.blocks = None, blocks
+        self.make_call()
+
+    def make_call(self, **changed):
+        """The wrapper, anew: it holds what is here now."""
+        held = {
+            "python": self.python,
+            "issue": self.issue,
+            "get_frame": sys._getframe,
+            "find_site": lambda frame: 55,
+            "thread_local": types.SimpleNamespace(state=self.state),
+            "journal": self.journal,
+            "journal_key": KEY,
+            "pending": self.pending,
+            "settle": lambda *args: self.settled.append(args),
+            "record_raised": lambda *args: self.raised.append(args),
+            "return_word": RETURN_WORD,
+            "sample": SAMPLE,
+            "entries": self.entries,
+            "freezers": self.freezers,
+            "freeze_tensor": freeze_tensor,
+            "blocks": self.blocks,
+        }
+        self.call = MODULE.GeneralCall(**{**held, **changed})
+
+    def python(self, pg, *args, **kwargs):
+        """The function in Python: learns the call under the key that ``Wrappers`` gives it."""
+        self.passed.append((args, kwargs))
+        key = (freeze(args), freeze(tuple(kwargs.items()))) if kwargs else freeze(args)
+        self.entries[id(pg)] = self.signatures.get, "group", self.counter, self.signatures
+        self.signatures[key] = 77
+        self.freezers.update(FREEZERS)
+        return "python"
+
+    def issue(self, *args, **kwargs):
+        self.issued.append((args, kwargs))
+        if self.error is not None:
+            raise self.error
+        return self.work
+
+    def records(self):
+        used = self.journal.place[0].used // RECORD.size
+        names = [field.name for field in RECORD_FIELDS]
+        return [
+            dict(zip(names, RECORD.unpack_from(self.mapping, n * RECORD.size), strict=True))
+            for n in range(used)
+        ]
+
+
+class Options:
+    """Options of a backend that nobody knows."""
+
+    rootRank = 3  # noqa: N815 - torch's name
+
+
+def some_arguments():
+    tensor, matrix = torch.zeros(8), torch.zeros(2, 3, dtype=torch.bfloat16)
+    options = torch._C._distributed_c10d.AllreduceOptions()
+    barrier = torch._C._distributed_c10d.BarrierOptions()
+    yield from [
+        ((), {}),
+        (([tensor], 1, 0), {}),
+        ((tensor, matrix, [], [2, 6], options), {}),
+        (([[tensor, matrix]], [tensor], options), {}),
+        ((), {"opts": barrier}),
+        (([tensor],), {"op": torch.distributed.ReduceOp.MAX, "timeout": None}),
+        (((1, (2, [3.5, "four", None, True])), torch.float16), {"a": [tensor], "b": ()}),
+        ((Options(), [torch.nn.Parameter(tensor)]), {}),
+        ((2**70, -1, 0), {"x": "y"}),
+    ]
+
+
+@pytest.mark.parametrize("args, kwargs", list(some_arguments()))
+def test_any_arguments_are_known_when_they_come_again(args, kwargs):
+    """The compiled wrapper makes the key that Python makes, or leaves the call to Python."""
+    program = AnyProgram()
+    assert program.call(program.pg, *args, **kwargs) == "python"
+    assert program.call(program.pg, *args, **kwargs) is program.work
+    assert len(program.passed) == 1 and len(program.issued) == 1
+    (issued, named) = program.issued[0]
+    assert (
+        issued[0] is program.pg
+        and all(a is b for a, b in zip(issued[1:], args, strict=True))
+        and named == kwargs
+    )
+    (record,) = program.records()
+    assert (record["signature"], record["call_site"], record["pg_seq"]) == (77, 55, 0)
+    assert program.pending == {id(program.work): (program.journal.place[0], 0, True)}
+    assert 0 < record["issue_ns"] <= record["return_ns"] and not record["wait_end_ns"]
+    assert not program.journal.faults
+
+
+def test_calls_of_other_signatures_are_told_apart():
+    program = AnyProgram()
+    tensors = [
+        torch.zeros(8),
+        torch.zeros(9),
+        torch.zeros(8, dtype=torch.int32),
+        torch.zeros(8, device="meta"),
+    ]
+    different = [([tensor], n) for tensor in tensors for n in (0, 1)] + [
+        ([tensors[0], tensors[0]], 0),
+        ([tensors[0]],),
+    ]
+    for args in different:
+        assert program.call(program.pg, *args) == "python"
+        assert program.call(program.pg, *args) is program.work
+    assert program.call(program.pg, [tensors[0]], n=0) == "python"
+    assert program.call(object(), [tensors[0]], 0) == "python"  # another group
+    assert len(program.records()) == len(different)
+
+
+def deep(levels):
+    value = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def test_what_cannot_be_frozen_goes_to_python():
+    program = AnyProgram()
+    program.call(program.pg, 1)
+
+    class Strange:
+        pass
+
+    def refuses(value):
+        raise RuntimeError("mine")
+
+    loop, given = [], []
+    loop.append(loop)
+    program.make_call(
+        python=lambda *args: given.append(args) or "python",
+        freezers={**FREEZERS, Work: refuses, Options: lambda value: []},
+    )
+    for args in [(Strange(),), (Work(),), (Options(),), (loop,), (deep(100_000),), ()]:
+        assert program.call(program.pg, *args) == "python"
+    assert len(given) == 6 and not program.issued and not program.records() and next(program.counter) == 0
+    with pytest.raises(TypeError):
+        MODULE.GeneralCall()
+
+
+def test_a_call_that_blocks_has_waited_all_through_it():
+    program = AnyProgram(blocks=True)
+    for _ in range(1 + 2 * SAMPLE):
+        program.call(program.pg, "options")
+    rows = program.records()
+    assert len(rows) == 2 * SAMPLE and len(program.settled) == 2
+    assert all(0 < row["wait_begin_ns"] <= row["issue_ns"] for row in rows)
+    sampled = {
+        token[1] * 8 // RECORD.size for token, _, _ in program.settled
+    }  # which settle would have completed
+    assert all(row["wait_end_ns"] == row["return_ns"] > 0 for n, row in enumerate(rows) if n not in sampled)
+
+
+def test_a_call_that_blocks_while_its_segment_is_let_go():
+    program = AnyProgram(blocks=True)
+    elsewhere = {}
+
+    def issue(*args):
+        program.journal.place[0].let_go(elsewhere)
+        return program.work
+
+    program.make_call(issue=issue)
+    program.call(program.pg, "options")
+    assert program.call(program.pg, "options") is program.work and not program.journal.faults
+    assert elsewhere[WAIT_END_WORD] == elsewhere[RETURN_WORD] >= elsewhere[WAIT_BEGIN_WORD] > 0
+
+
+def test_what_any_call_raises_comes_through():
+    program = AnyProgram()
+    program.call(program.pg, 1)
+    program.error = ValueError("mine")
+    with pytest.raises(ValueError, match="mine") as caught:
+        program.call(program.pg, 1)
+    assert caught.value is program.error and [each[0] for each in program.raised] == [program.pg]
+    assert not program.pending and len(program.records()) == 1
+
+
+def test_any_call_gives_way_holds_nothing_and_is_collected():
+    program = AnyProgram(count=10_000)
+    tensor = torch.zeros(8)
+    args = ([tensor, tensor], [[tensor]], "options", 3)
+    program.call(program.pg, *args, name=tensor)
+    held = (program.pg, tensor, program.work, program.journal.place[0], args[0], *args)
+    for times in (50, 500):
+        for _ in range(times):
+            program.call(program.pg, *args, name=tensor)
+        program.settled.clear(), program.issued.clear(), program.pending.clear(), gc.collect()
+        if times == 50:
+            before = [sys.getrefcount(each) for each in held]
+    assert [sys.getrefcount(each) for each in held] == before
+    program.call.give_way()
+    assert program.call(program.pg, *args, name=tensor) == "python"
     reference = weakref.ref(program.call)
     del program
     gc.collect()

@@ -1,6 +1,7 @@
-/* The shortest way from a call of torch's own functions to its record: the common case of DirectCalls.wrap, in C.
+/* The wrappers of ProcessGroup's methods as they are called nearly always, in C.
  *
- * A call goes the way of commprof.recorder.direct, step by step. Where anything is not as usual (a call that is not known
+ * DirectCall is the common case of DirectCalls.wrap (commprof.recorder.direct), GeneralCall that of Wrappers.wrap
+ * (commprof.recorder.wrappers). A call goes their way, step by step. Where anything is not as usual (a call that is not known
  * yet, a tag that is not interned, no room), and nothing has been counted so far, the function in Python is called with the
  * same arguments and does all of it. So that function says what is right, and this one is quick.
  */
@@ -12,7 +13,7 @@
 #include <stddef.h>
 #include <string.h>
 
-/* One more for every change of what this module takes or gives: commprof.recorder.direct asks for it. */
+/* One more for every change of what this module takes or gives: commprof.recorder.compiled_calls asks for it. */
 #define VERSION 1
 
 /* The clock that counts CPU time takes longer to read than all that is to be timed. In what is longer than this the thread
@@ -20,32 +21,33 @@
 #define LONGEST_NS 10000
 
 static SlotsInterface *records;
-static PyObject *shape_name, *dtype_name, *get_device_name, *state_name, *current_name, *interned_name, *number_name,
+static PyObject *shape_name, *dtype_name, *device_name, *get_device_name, *state_name, *current_name, *interned_name, *number_name,
     *place_name, *fault_name, *wait_name;
 static PyObject *depth; /* of the program's frame: torch's function, its stand-in and its logging wrapper lie between */
 
-/* What a Call holds. Their names are the names of its arguments. */
+/* What a call holds. */
 enum {
-    PYTHON,
-    ISSUE,
-    LATEST,
-    CALLS,
+    PYTHON, /* the function that does all of it */
+    ISSUE,  /* torch's method */
     GET_FRAME,
     FIND_SITE,
     THREAD_LOCAL,
     JOURNAL,
     JOURNAL_KEY,
     PENDING,
-    DIRECT,
-    FIND_DIRECT,
     SETTLE,
     RECORD_RAISED,
+    /* DirectCall only. */
+    LATEST,
+    CALLS,
+    DIRECT,
+    FIND_DIRECT,
+    /* GeneralCall only. */
+    ENTRIES,
+    FREEZERS,
+    FREEZE_TENSOR,
     HELD
 };
-static char *argument_names[] = {
-    "python",  "issue",       "latest",        "calls",       "get_frame",    "find_site",  "thread_local", "journal",
-    "journal_key", "pending", "direct", "find_direct", "settle", "record_raised", "return_word", "wait_end_word",
-    "sample",  "is_paired",   "takes_none",    "has_accelerator", NULL};
 
 typedef struct {
     PyObject_HEAD
@@ -55,7 +57,8 @@ typedef struct {
     PyObject *held[HELD];
     Py_ssize_t return_word, wait_end_word;
     Py_ssize_t sample, until_sample; /* one call in so many times our own code */
-    int is_paired, takes_none, has_accelerator;
+    int is_paired, takes_none, has_accelerator; /* DirectCall only */
+    int blocks; /* GeneralCall only: it returns when all ranks have come */
     int gives_way; /* to the function in Python, always: somebody looks for its frame */
 } Call;
 
@@ -64,7 +67,8 @@ typedef struct {
     PyObject *segment; /* NULL: it is not recorded */
     Py_ssize_t base;
     int is_async;
-    int64_t begin_ns; /* 0: this one is not timed */
+    int64_t begin_ns; /* when the call came; 0: nobody asks */
+    int is_sample; /* our own code is timed */
 } Record;
 
 /* Our own code failed: the journal counts it, and the training never hears of it. */
@@ -95,9 +99,16 @@ tensor_among(Call *self, PyObject *const *args)
     return PyList_CheckExact(list) && PyList_GET_SIZE(list) == 1 ? PyList_GET_ITEM(list, 0) : NULL;
 }
 
-/* What is known of the call (a new reference to a tuple of four); NULL, with or without an exception: nothing. */
+/* What the tables say of a call. */
+typedef struct {
+    uint32_t signature, site;
+    PyObject *counter; /* owned */
+    int is_async;
+} Known;
+
+/* The row of a direct call (a new reference to a tuple of four); NULL, with or without an exception: there is none. */
 static PyObject *
-find_known(Call *self, PyObject *const *args, PyObject *tensor, PyObject *asked)
+find_row(Call *self, PyObject *const *args, PyObject *tensor, PyObject *asked)
 {
     PyFrameObject *frame = (PyFrameObject *)PyObject_CallOneArg(self->held[GET_FRAME], depth);
     if (frame == NULL) {
@@ -181,11 +192,11 @@ find_thread(Call *self, uint32_t *thread, uint32_t *tag)
     return found;
 }
 
-/* The number of the place in the program; 0 where it is not found. */
+/* The number of the place in the program, where it is not known already; 0: it is not found. */
 static uint32_t
 find_site(Call *self, PyObject *known_site)
 {
-    uint32_t site = positive(known_site);
+    uint32_t site = known_site == NULL ? 0 : positive(known_site);
     if (site != 0 || PyErr_Occurred()) {
         return site;
     }
@@ -197,29 +208,149 @@ find_site(Call *self, PyObject *known_site)
     return site;
 }
 
+/* What is known of a call of torch's own function; 0: not all of it. */
+static int
+find_direct_call(Call *self, PyObject *const *args, Py_ssize_t count, PyObject *names, Known *known)
+{
+    PyObject *latest = self->held[LATEST];
+    if (names != NULL || count != (self->is_paired ? 4 : 3) || !PyList_CheckExact(latest) || PyList_GET_SIZE(latest) != 1) {
+        return 0;
+    }
+    PyObject *asked = Py_NewRef(PyList_GET_ITEM(latest, 0));
+    PyObject *tensor = tensor_among(self, args), *row = NULL;
+    if (tensor != NULL && PyTuple_CheckExact(asked) && PyTuple_GET_SIZE(asked) == 4 && PyTuple_GET_ITEM(asked, 0) == tensor) {
+        row = find_row(self, args, tensor, asked);
+    }
+    int found = row != NULL && (known->signature = positive(PyTuple_GET_ITEM(row, 0))) != 0
+                && (known->site = find_site(self, PyTuple_GET_ITEM(row, 1))) != 0
+                && (known->is_async = PyObject_IsTrue(PyTuple_GET_ITEM(asked, 2))) >= 0;
+    if (found) {
+        known->counter = Py_NewRef(PyTuple_GET_ITEM(row, 3));
+    }
+    Py_XDECREF(row);
+    Py_DECREF(asked);
+    return found;
+}
+
+static PyObject *freeze_all(Call *self, PyObject *const *values, Py_ssize_t count);
+
+/* A value as commprof.recorder.signatures freezes it (a new reference); NULL, with or without an exception: it cannot. */
+static PyObject *
+freeze(Call *self, PyObject *value)
+{
+    if (value == Py_None || PyBool_Check(value) || PyLong_CheckExact(value) || PyUnicode_CheckExact(value)) {
+        return Py_NewRef(value);
+    }
+    if (PyList_CheckExact(value) || PyTuple_CheckExact(value)) {
+        if (Py_EnterRecursiveCall(" while a collective's arguments are read")) {
+            return NULL;
+        }
+        /* What freezes an item may run the program's code: hold the items, whatever that does to the list. */
+        PyObject *items = PySequence_Tuple(value);
+        PyObject *frozen = items == NULL ? NULL : freeze_all(self, &PyTuple_GET_ITEM(items, 0), PyTuple_GET_SIZE(items));
+        Py_XDECREF(items);
+        Py_LeaveRecursiveCall();
+        return frozen;
+    }
+    PyObject *freezer = PyDict_GetItemWithError(self->held[FREEZERS], (PyObject *)Py_TYPE(value));
+    if (freezer == NULL) {
+        return NULL;
+    }
+    if (freezer != self->held[FREEZE_TENSOR]) {
+        return PyObject_CallOneArg(freezer, value);
+    }
+    PyObject *names[] = {shape_name, dtype_name, device_name};
+    PyObject *frozen = PyTuple_New(3);
+    for (int i = 0; frozen != NULL && i < 3; i++) {
+        PyObject *part = PyObject_GetAttr(value, names[i]);
+        if (part == NULL) {
+            Py_CLEAR(frozen);
+        } else {
+            PyTuple_SET_ITEM(frozen, i, part);
+        }
+    }
+    return frozen;
+}
+
+/* Some values, frozen, as a tuple. */
+static PyObject *
+freeze_all(Call *self, PyObject *const *values, Py_ssize_t count)
+{
+    PyObject *frozen = PyTuple_New(count);
+    for (Py_ssize_t i = 0; frozen != NULL && i < count; i++) {
+        PyObject *part = freeze(self, values[i]);
+        if (part == NULL) {
+            Py_CLEAR(frozen);
+        } else {
+            PyTuple_SET_ITEM(frozen, i, part);
+        }
+    }
+    return frozen;
+}
+
+/* The key of a call's signature: of its positional arguments, and of those with names after them, if there are any. */
+static PyObject *
+key_of(Call *self, PyObject *const *args, Py_ssize_t count, PyObject *names)
+{
+    PyObject *positional = freeze_all(self, args, count);
+    if (names == NULL || positional == NULL) {
+        return positional;
+    }
+    Py_ssize_t named = PyTuple_GET_SIZE(names);
+    PyObject *pairs = PyTuple_New(named);
+    for (Py_ssize_t i = 0; pairs != NULL && i < named; i++) {
+        PyObject *value = freeze(self, args[count + i]);
+        PyObject *pair = value == NULL ? NULL : PyTuple_Pack(2, PyTuple_GET_ITEM(names, i), value);
+        Py_XDECREF(value);
+        if (pair == NULL) {
+            Py_CLEAR(pairs);
+        } else {
+            PyTuple_SET_ITEM(pairs, i, pair);
+        }
+    }
+    PyObject *key = pairs == NULL ? NULL : PyTuple_Pack(2, positional, pairs);
+    Py_XDECREF(pairs);
+    Py_DECREF(positional);
+    return key;
+}
+
+/* What is known of any call; 0: not all of it. */
+static int
+find_general_call(Call *self, PyObject *const *args, Py_ssize_t count, PyObject *names, Known *known)
+{
+    PyObject *address = count < 1 ? NULL : PyLong_FromVoidPtr(args[0]);
+    /* A lookup, the group, what numbers its calls, all signatures. */
+    PyObject *entry = address == NULL ? NULL : Py_XNewRef(PyDict_GetItemWithError(self->held[ENTRIES], address));
+    Py_XDECREF(address);
+    int found = entry != NULL && PyTuple_CheckExact(entry) && PyTuple_GET_SIZE(entry) == 4
+                && PyDict_CheckExact(PyTuple_GET_ITEM(entry, 3));
+    PyObject *key = found ? key_of(self, args + 1, count - 1, names) : NULL;
+    PyObject *number = key == NULL ? NULL : Py_XNewRef(PyDict_GetItemWithError(PyTuple_GET_ITEM(entry, 3), key));
+    found = number != NULL && (known->signature = positive(number)) != 0 && (known->site = find_site(self, NULL)) != 0;
+    if (found) {
+        known->is_async = 1;
+        known->counter = Py_NewRef(PyTuple_GET_ITEM(entry, 2));
+    }
+    Py_XDECREF(number);
+    Py_XDECREF(key);
+    Py_XDECREF(entry);
+    return found;
+}
+
+typedef int (*Finder)(Call *, PyObject *const *, Py_ssize_t, PyObject *, Known *);
+
 /* Record the call; 0 where the function in Python must do all of it, and nothing has been counted. */
 static int
-begin_record(Call *self, PyObject *const *args, Record *record)
+begin_record(Call *self, PyObject *const *args, Py_ssize_t count, PyObject *names, Finder find, Record *record)
 {
-    int64_t begin_ns = self->until_sample <= 1 ? records->now_ns() : 0;
-    PyObject *asked = PyList_CheckExact(self->held[LATEST]) && PyList_GET_SIZE(self->held[LATEST]) == 1
-                          ? Py_NewRef(PyList_GET_ITEM(self->held[LATEST], 0))
-                          : NULL;
-    PyObject *tensor = tensor_among(self, args), *known = NULL, *place = NULL;
-    if (asked != NULL && tensor != NULL && PyTuple_CheckExact(asked) && PyTuple_GET_SIZE(asked) == 4
-        && PyTuple_GET_ITEM(asked, 0) == tensor) {
-        known = find_known(self, args, tensor, asked);
-    }
-    uint32_t interned[4]; /* signature, tag, call site, thread */
-    int usual = known != NULL && (interned[0] = positive(PyTuple_GET_ITEM(known, 0))) != 0
-                && find_thread(self, &interned[3], &interned[1])
-                && (interned[2] = find_site(self, PyTuple_GET_ITEM(known, 1))) != 0;
+    record->is_sample = self->until_sample <= 1;
+    record->begin_ns = record->is_sample || self->blocks ? records->now_ns() : 0;
+    Known known = {0, 0, NULL, 0};
+    uint32_t thread = 0, tag = 0;
+    int usual = find(self, args, count, names, &known) && find_thread(self, &thread, &tag);
+    PyObject *place = usual ? PyObject_GetAttr(self->held[JOURNAL], place_name) : NULL;
     PyObject *segment = NULL, *tail = NULL, *number = NULL;
-    if (usual) {
-        record->is_async = PyObject_IsTrue(PyTuple_GET_ITEM(asked, 2));
-        place = PyObject_GetAttr(self->held[JOURNAL], place_name);
-        usual = record->is_async >= 0 && place != NULL && PyTuple_CheckExact(place) && PyTuple_GET_SIZE(place) == 2;
-    }
+    usual = place != NULL && PyTuple_CheckExact(place) && PyTuple_GET_SIZE(place) == 2;
     if (usual) {
         segment = PyTuple_GET_ITEM(place, 0);
         tail = PyTuple_GET_ITEM(place, 1);
@@ -227,20 +358,20 @@ begin_record(Call *self, PyObject *const *args, Record *record)
                 && PyBytes_GET_SIZE(tail) == TAIL_SIZE && records->has_room(segment);
     }
     if (usual) { /* From here on the call is counted. itertools.count runs no other code, so there is still room. */
-        number = PyIter_Next(PyTuple_GET_ITEM(known, 3));
+        number = PyIter_Next(known.counter);
         int64_t seq = number == NULL ? -1 : PyLong_AsLongLong(number);
         usual = !PyErr_Occurred() && number != NULL && records->has_room(segment);
         if (usual) {
+            uint32_t interned[4] = {known.signature, tag, known.site, thread};
             record->base = records->take(segment, 0, seq, interned, PyBytes_AS_STRING(tail));
             record->segment = Py_NewRef(segment);
-            record->begin_ns = begin_ns;
-            self->until_sample = begin_ns != 0 ? self->sample : self->until_sample - 1;
+            record->is_async = known.is_async;
+            self->until_sample = record->is_sample ? self->sample : self->until_sample - 1;
         }
     }
     Py_XDECREF(number);
     Py_XDECREF(place);
-    Py_XDECREF(known);
-    Py_XDECREF(asked);
+    Py_XDECREF(known.counter);
     if (!usual) {
         PyErr_Clear(); /* the function in Python will meet it again, and count it */
     }
@@ -323,24 +454,30 @@ find_wait(Call *self, PyObject *work)
     return wait;
 }
 
-/* What DirectCalls does when the call has returned ``work``, which is taken over; what torch's function gets. */
-static PyObject *
+/* The call has returned ``work``, which somebody may wait for. */
+static void
 end_record(Call *self, const Record *record, PyObject *work, int64_t cost_ns)
 {
-    if (record->begin_ns != 0) {
-        if (settle(self, record, work, cost_ns) < 0) {
-            fault(self);
-        }
+    int failed = record->is_sample ? settle(self, record, work, cost_ns)
+                                   : records->stamp(record->segment, record->base + self->return_word);
+    if (failed == 0 && !record->is_sample) {
+        failed = remember(self, record, work, record->is_async);
+    }
+    if (failed < 0) {
+        fault(self);
+    }
+}
+
+/* The same for a call of torch's own function: what that gets in the place of ``work``, which is taken over. */
+static PyObject *
+end_direct_record(Call *self, const Record *record, PyObject *work, int64_t cost_ns)
+{
+    if (record->is_sample || record->is_async || !self->takes_none) {
+        end_record(self, record, work, cost_ns);
         return work;
     }
     if (records->stamp(record->segment, record->base + self->return_word) < 0) {
         fault(self);
-        return work;
-    }
-    if (record->is_async || !self->takes_none) {
-        if (remember(self, record, work, record->is_async) < 0) {
-            fault(self);
-        }
         return work;
     }
     PyObject *wait = find_wait(self, work);
@@ -366,54 +503,126 @@ end_record(Call *self, const Record *record, PyObject *work, int64_t cost_ns)
     Py_RETURN_NONE;
 }
 
+/* Nanoseconds that our own code has taken so far, where this call is a sample of it. */
+static int64_t
+cost_of(const Record *record)
+{
+    int64_t cost_ns = record->is_sample ? records->now_ns() - record->begin_ns : 0;
+    return cost_ns < LONGEST_NS ? cost_ns : LONGEST_NS;
+}
+
 static PyObject *
-call(PyObject *object, PyObject *const *args, size_t flags, PyObject *names)
+direct_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *names)
 {
     Call *self = (Call *)object;
     Py_ssize_t count = PyVectorcall_NARGS(flags);
-    Record record = {NULL, 0, 0, 0};
-    if (names != NULL || self->gives_way || count != (self->is_paired ? 4 : 3) || !begin_record(self, args, &record)) {
+    Record record = {0};
+    if (self->gives_way || !begin_record(self, args, count, names, find_direct_call, &record)) {
         return PyObject_Vectorcall(self->held[PYTHON], args, flags, names);
     }
-    int64_t cost_ns = record.begin_ns == 0 ? 0 : records->now_ns() - record.begin_ns;
-    if (cost_ns > LONGEST_NS) {
-        cost_ns = LONGEST_NS;
-    }
+    int64_t cost_ns = cost_of(&record);
     PyObject *work = PyObject_Vectorcall(self->held[ISSUE], args, count, NULL);
     if (work == NULL) {
         note_raised(self, &record, args[0]);
     } else {
-        work = end_record(self, &record, work, cost_ns);
+        work = end_direct_record(self, &record, work, cost_ns);
     }
     Py_DECREF(record.segment);
     return work;
 }
 
-static int
-call_init(Call *self, PyObject *args, PyObject *kwargs)
+static PyObject *
+general_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *names)
 {
-    PyObject *given[HELD];
-    Py_ssize_t return_word, wait_end_word, sample;
+    Call *self = (Call *)object;
+    Py_ssize_t count = PyVectorcall_NARGS(flags);
+    Record record = {0};
+    if (self->gives_way || !begin_record(self, args, count, names, find_general_call, &record)) {
+        return PyObject_Vectorcall(self->held[PYTHON], args, flags, names);
+    }
+    int64_t cost_ns = cost_of(&record);
+    PyObject *work = PyObject_Vectorcall(self->held[ISSUE], args, count, names);
+    if (work == NULL) {
+        note_raised(self, &record, args[0]);
+    } else {
+        end_record(self, &record, work, cost_ns);
+        /* The program has waited all through the call. */
+        if (self->blocks && records->copy_wait(record.segment, record.base, record.begin_ns) < 0) {
+            fault(self);
+        }
+    }
+    Py_DECREF(record.segment);
+    return work;
+}
+
+static void
+hold(Call *self, const int *places, PyObject *const *given, int count)
+{
+    for (int i = 0; i < count; i++) {
+        Py_XSETREF(self->held[places[i]], Py_NewRef(given[i]));
+    }
+}
+
+/* Both kinds share their first arguments. */
+#define COMMON_NAMES \
+    "python", "issue", "get_frame", "find_site", "thread_local", "journal", "journal_key", "pending", "settle", \
+        "record_raised", "return_word", "sample"
+#define COMMON_FORMAT "$OOOOOOOO!OOnn"
+#define COMMON_ADDRESSES \
+    &given[0], &given[1], &given[2], &given[3], &given[4], &given[5], &given[6], &PyDict_Type, &given[7], &given[8], \
+        &given[9], &return_word, &sample
+enum { COMMON = 10 };
+static const int common_places[COMMON] = {PYTHON,  ISSUE,       GET_FRAME, FIND_SITE, THREAD_LOCAL,
+                                          JOURNAL, JOURNAL_KEY, PENDING,   SETTLE,    RECORD_RAISED};
+
+static void
+make_ready(Call *self, PyObject *const *given, Py_ssize_t return_word, Py_ssize_t sample, vectorcallfunc call)
+{
+    hold(self, common_places, given, COMMON);
+    self->return_word = return_word;
+    self->sample = self->until_sample = sample;
+    self->gives_way = 0;
+    self->vectorcall = call;
+}
+
+static int
+direct_init(Call *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {COMMON_NAMES,    "wait_end_word", "latest",     "calls",           "direct",
+                            "find_direct",   "is_paired",     "takes_none", "has_accelerator", NULL};
+    static const int places[] = {LATEST, CALLS, DIRECT, FIND_DIRECT};
+    PyObject *given[COMMON], *own[4];
+    Py_ssize_t return_word, sample, wait_end_word;
     int is_paired, takes_none, has_accelerator;
-    if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "$OOOO!OOOOOO!O!OOOnnnppp", argument_names, &given[PYTHON], &given[ISSUE], &given[LATEST],
-            &PyDict_Type, &given[CALLS], &given[GET_FRAME], &given[FIND_SITE], &given[THREAD_LOCAL], &given[JOURNAL],
-            &given[JOURNAL_KEY], &PyDict_Type, &given[PENDING], &PyDict_Type, &given[DIRECT], &given[FIND_DIRECT],
-            &given[SETTLE], &given[RECORD_RAISED], &return_word, &wait_end_word, &sample, &is_paired, &takes_none,
-            &has_accelerator)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, COMMON_FORMAT "nOO!O!Oppp", names, COMMON_ADDRESSES, &wait_end_word,
+                                     &own[0], &PyDict_Type, &own[1], &PyDict_Type, &own[2], &own[3], &is_paired,
+                                     &takes_none, &has_accelerator)) {
         return -1;
     }
-    for (int i = 0; i < HELD; i++) {
-        Py_XSETREF(self->held[i], Py_NewRef(given[i]));
-    }
-    self->return_word = return_word;
+    hold(self, places, own, 4);
     self->wait_end_word = wait_end_word;
-    self->sample = self->until_sample = sample;
     self->is_paired = is_paired;
     self->takes_none = takes_none;
     self->has_accelerator = has_accelerator;
-    self->gives_way = 0;
-    self->vectorcall = call;
+    make_ready(self, given, return_word, sample, direct_call);
+    return 0;
+}
+
+static int
+general_init(Call *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {COMMON_NAMES, "entries", "freezers", "freeze_tensor", "blocks", NULL};
+    static const int places[] = {ENTRIES, FREEZERS, FREEZE_TENSOR};
+    PyObject *given[COMMON], *own[3];
+    Py_ssize_t return_word, sample;
+    int blocks;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, COMMON_FORMAT "O!O!Op", names, COMMON_ADDRESSES, &PyDict_Type, &own[0],
+                                     &PyDict_Type, &own[1], &own[2], &blocks)) {
+        return -1;
+    }
+    hold(self, places, own, 3);
+    self->blocks = blocks;
+    make_ready(self, given, return_word, sample, general_call);
     return 0;
 }
 
@@ -421,7 +630,7 @@ call_init(Call *self, PyObject *args, PyObject *kwargs)
 static PyObject *
 refuse(PyObject *Py_UNUSED(self), PyObject *const *Py_UNUSED(args), size_t Py_UNUSED(flags), PyObject *Py_UNUSED(names))
 {
-    PyErr_SetString(PyExc_RuntimeError, "this Call was not made ready");
+    PyErr_SetString(PyExc_RuntimeError, "this call was not made ready");
     return NULL;
 }
 
@@ -504,26 +713,20 @@ static PyGetSetDef attributes[] = {
     {NULL},
 };
 
-static PyType_Slot slots[] = {
-    {Py_tp_new, call_new},
-    {Py_tp_init, call_init},
-    {Py_tp_dealloc, call_dealloc},
-    {Py_tp_traverse, call_traverse},
-    {Py_tp_clear, call_clear},
-    {Py_tp_call, PyVectorcall_Call},
-    {Py_tp_descr_get, call_get},
-    {Py_tp_methods, methods},
-    {Py_tp_members, members},
-    {Py_tp_getset, attributes},
-    {0},
-};
-
-static PyType_Spec spec = {
-    .name = "commprof.recorder._direct.Call",
-    .basicsize = sizeof(Call),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,
-    .slots = slots,
-};
+#define SLOTS(init) \
+    { \
+        {Py_tp_new, call_new}, {Py_tp_init, init}, {Py_tp_dealloc, call_dealloc}, {Py_tp_traverse, call_traverse}, \
+            {Py_tp_clear, call_clear}, {Py_tp_call, PyVectorcall_Call}, {Py_tp_descr_get, call_get}, \
+            {Py_tp_methods, methods}, {Py_tp_members, members}, {Py_tp_getset, attributes}, {0}, \
+    }
+#define SPEC(type_name, type_slots) \
+    { \
+        .name = "commprof.recorder._calls." type_name, .basicsize = sizeof(Call), \
+        .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR, \
+        .slots = type_slots, \
+    }
+static PyType_Slot direct_slots[] = SLOTS(direct_init), general_slots[] = SLOTS(general_init);
+static PyType_Spec specs[] = {SPEC("DirectCall", direct_slots), SPEC("GeneralCall", general_slots)};
 
 static int
 execute(PyObject *module)
@@ -532,7 +735,8 @@ execute(PyObject *module)
         PyObject **name;
         const char *text;
     } names[] = {
-        {&shape_name, "shape"},       {&dtype_name, "dtype"},       {&get_device_name, "get_device"},
+        {&shape_name, "shape"},       {&dtype_name, "dtype"},       {&device_name, "device"},
+        {&get_device_name, "get_device"},
         {&state_name, "state"},       {&current_name, "current"},   {&interned_name, "interned"},
         {&number_name, "recorder_number"}, {&place_name, "place"},  {&fault_name, "fault"},
         {&wait_name, "wait"},
@@ -546,23 +750,29 @@ execute(PyObject *module)
         || (records = PyCapsule_Import(SLOTS_INTERFACE, 0)) == NULL) {
         return -1;
     }
-    PyObject *type = PyType_FromSpec(&spec);
-    int failed = type == NULL || PyModule_AddObjectRef(module, "Call", type) < 0;
-    Py_XDECREF(type);
-    return failed || PyModule_AddIntMacro(module, VERSION) < 0 ? -1 : 0;
+    static const char *const type_names[] = {"DirectCall", "GeneralCall"};
+    for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
+        PyObject *type = PyType_FromSpec(&specs[i]);
+        int failed = type == NULL || PyModule_AddObjectRef(module, type_names[i], type) < 0;
+        Py_XDECREF(type);
+        if (failed) {
+            return -1;
+        }
+    }
+    return PyModule_AddIntMacro(module, VERSION);
 }
 
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, execute}, {0}};
 
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
-    .m_name = "commprof.recorder._direct",
-    .m_doc = "The shortest way from a call of torch's own functions to its record.",
+    .m_name = "commprof.recorder._calls",
+    .m_doc = "The wrappers of ProcessGroup's methods as they are called nearly always.",
     .m_slots = module_slots,
 };
 
 PyMODINIT_FUNC
-PyInit__direct(void)
+PyInit__calls(void)
 {
     return PyModuleDef_Init(&module);
 }
