@@ -71,21 +71,29 @@ typedef struct {
     int is_sample; /* our own code is timed */
 } Record;
 
-/* Our own code failed: the journal counts it, and the training never hears of it. */
-static void
+/* Our own code failed: the journal counts it, and the training never hears of it. What is no Exception (Ctrl-C, while a
+ * function in Python ran for us) is the program's: then it stays set, and the result is -1. */
+static int
 fault(Call *self)
 {
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) {
+        return -1;
+    }
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
     PyErr_NormalizeException(&type, &error, &trace);
     PyObject *result = error == NULL ? NULL : PyObject_CallMethodOneArg(self->held[JOURNAL], fault_name, error);
-    if (result == NULL) {
-        PyErr_Clear();
-    }
     Py_XDECREF(result);
     Py_XDECREF(type);
     Py_XDECREF(error);
     Py_XDECREF(trace);
+    if (PyErr_Occurred()) {
+        if (!PyErr_ExceptionMatches(PyExc_Exception)) {
+            return -1;
+        }
+        PyErr_Clear();
+    }
+    return 0;
 }
 
 /* The tensor that the caller passes to the method (borrowed); NULL where the arguments are not those of torch's function. */
@@ -106,6 +114,18 @@ typedef struct {
     int is_async;
 } Known;
 
+/* The shape and type of a tensor, as a tuple. */
+static PyObject *
+kind_of(PyObject *tensor)
+{
+    PyObject *shape = PyObject_GetAttr(tensor, shape_name);
+    PyObject *dtype = shape == NULL ? NULL : PyObject_GetAttr(tensor, dtype_name);
+    PyObject *kind = dtype == NULL ? NULL : PyTuple_Pack(2, shape, dtype);
+    Py_XDECREF(shape);
+    Py_XDECREF(dtype);
+    return kind;
+}
+
 /* The row of a direct call (a new reference to a tuple of four); NULL, with or without an exception: there is none. */
 static PyObject *
 find_row(Call *self, PyObject *const *args, PyObject *tensor, PyObject *asked)
@@ -115,34 +135,24 @@ find_row(Call *self, PyObject *const *args, PyObject *tensor, PyObject *asked)
         return NULL;
     }
     PyCodeObject *code = PyFrame_GetCode(frame);
-    PyObject *root = self->is_paired ? PyTuple_New(2) : Py_NewRef(PyTuple_GET_ITEM(asked, 3));
-    if (self->is_paired && root != NULL) {
-        PyTuple_SET_ITEM(root, 0, PyObject_GetAttr(args[1], shape_name));
-        PyTuple_SET_ITEM(root, 1, PyObject_GetAttr(args[1], dtype_name));
-        if (PyTuple_GET_ITEM(root, 0) == NULL || PyTuple_GET_ITEM(root, 1) == NULL) {
-            Py_CLEAR(root);
-        }
-    }
-    /* The key of DirectCalls.wrap. */
-    PyObject *parts[] = {
-        PyLong_FromVoidPtr(args[0]),
-        PyObject_GetAttr(tensor, shape_name),
-        PyObject_GetAttr(tensor, dtype_name),
-        self->has_accelerator ? PyObject_CallMethodNoArgs(tensor, get_device_name) : PyLong_FromLong(-1),
-        PyLong_FromVoidPtr(PyTuple_GET_ITEM(asked, 1)),
-        Py_NewRef(PyTuple_GET_ITEM(asked, 2)),
-        root,
-        PyLong_FromVoidPtr(code),
-        PyLong_FromLong(PyFrame_GetLasti(frame)),
-    };
+    /* The key of DirectCalls.wrap, part by part, up to the first that cannot be had. */
+    PyObject *parts[] = {NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL};
+    enum { PARTS = sizeof parts / sizeof *parts };
+    PyObject *key = NULL;
+    int is_whole =
+        (parts[0] = PyLong_FromVoidPtr(args[0])) != NULL && (parts[1] = PyObject_GetAttr(tensor, shape_name)) != NULL
+        && (parts[2] = PyObject_GetAttr(tensor, dtype_name)) != NULL
+        && (parts[3] = self->has_accelerator ? PyObject_CallMethodNoArgs(tensor, get_device_name) : PyLong_FromLong(-1))
+               != NULL
+        && (parts[4] = PyLong_FromVoidPtr(PyTuple_GET_ITEM(asked, 1))) != NULL
+        && (parts[5] = Py_NewRef(PyTuple_GET_ITEM(asked, 2))) != NULL
+        && (parts[6] = self->is_paired ? kind_of(args[1]) : Py_NewRef(PyTuple_GET_ITEM(asked, 3))) != NULL
+        && (parts[7] = PyLong_FromVoidPtr(code)) != NULL
+        && (parts[8] = PyLong_FromLong(PyFrame_GetLasti(frame))) != NULL && (key = PyTuple_New(PARTS)) != NULL;
     Py_DECREF(code);
     Py_DECREF(frame);
-    enum { PARTS = sizeof parts / sizeof *parts };
-    PyObject *key = PyTuple_New(PARTS);
-    int is_whole = key != NULL;
     for (int i = 0; i < PARTS; i++) {
-        is_whole = is_whole && parts[i] != NULL;
-        if (key != NULL) {
+        if (is_whole) {
             PyTuple_SET_ITEM(key, i, parts[i]);
         } else {
             Py_XDECREF(parts[i]);
@@ -174,7 +184,7 @@ find_thread(Call *self, uint32_t *thread, uint32_t *tag)
         return 0;
     }
     PyObject *number = PyObject_GetAttr(state, number_name);
-    PyObject *current = PyObject_GetAttr(state, current_name);
+    PyObject *current = number == NULL ? NULL : PyObject_GetAttr(state, current_name);
     Py_DECREF(state);
     *thread = positive(number);
     *tag = 0;
@@ -339,7 +349,8 @@ find_general_call(Call *self, PyObject *const *args, Py_ssize_t count, PyObject 
 
 typedef int (*Finder)(Call *, PyObject *const *, Py_ssize_t, PyObject *, Known *);
 
-/* Record the call; 0 where the function in Python must do all of it, and nothing has been counted. */
+/* Record the call: 1. Where the function in Python must do all of it, and nothing has been counted: 0. Where the program is
+ * interrupted: -1. */
 static int
 begin_record(Call *self, PyObject *const *args, Py_ssize_t count, PyObject *names, Finder find, Record *record)
 {
@@ -372,7 +383,10 @@ begin_record(Call *self, PyObject *const *args, Py_ssize_t count, PyObject *name
     Py_XDECREF(number);
     Py_XDECREF(place);
     Py_XDECREF(known.counter);
-    if (!usual) {
+    if (!usual && PyErr_Occurred()) {
+        if (!PyErr_ExceptionMatches(PyExc_Exception)) {
+            return -1;
+        }
         PyErr_Clear(); /* the function in Python will meet it again, and count it */
     }
     return usual;
@@ -402,7 +416,7 @@ remember(Call *self, const Record *record, PyObject *work, int is_async)
     return result;
 }
 
-/* The call has raised. The exception stays. */
+/* The call has raised. The exception stays, unless the program is interrupted. */
 static void
 note_raised(Call *self, const Record *record, PyObject *pg)
 {
@@ -411,12 +425,16 @@ note_raised(Call *self, const Record *record, PyObject *pg)
     PyObject *token = token_of(record, 0);
     PyObject *result =
         token == NULL ? NULL : PyObject_CallFunctionObjArgs(self->held[RECORD_RAISED], pg, token, NULL);
-    if (result == NULL) {
-        fault(self);
-    }
+    int interrupted = result == NULL && fault(self) < 0;
     Py_XDECREF(result);
     Py_XDECREF(token);
-    PyErr_Restore(type, error, trace);
+    if (interrupted) {
+        Py_XDECREF(type);
+        Py_XDECREF(error);
+        Py_XDECREF(trace);
+    } else {
+        PyErr_Restore(type, error, trace);
+    }
 }
 
 /* This call's own cost is measured: the rest is for the function that does that. */
@@ -454,53 +472,58 @@ find_wait(Call *self, PyObject *work)
     return wait;
 }
 
-/* The call has returned ``work``, which somebody may wait for. */
-static void
+/* The call has returned ``work``, which somebody may wait for. -1 where the program is interrupted. */
+static int
 end_record(Call *self, const Record *record, PyObject *work, int64_t cost_ns)
 {
-    int failed = record->is_sample ? settle(self, record, work, cost_ns)
-                                   : records->stamp(record->segment, record->base + self->return_word);
-    if (failed == 0 && !record->is_sample) {
-        failed = remember(self, record, work, record->is_async);
+    int failed;
+    if (record->is_sample) {
+        failed = settle(self, record, work, cost_ns);
+    } else {
+        failed = records->stamp(record->segment, record->base + self->return_word) < 0
+                 || remember(self, record, work, record->is_async) < 0;
     }
-    if (failed < 0) {
-        fault(self);
-    }
+    return failed ? fault(self) : 0;
 }
 
 /* The same for a call of torch's own function: what that gets in the place of ``work``, which is taken over. */
 static PyObject *
 end_direct_record(Call *self, const Record *record, PyObject *work, int64_t cost_ns)
 {
+    PyObject *wait = NULL;
     if (record->is_sample || record->is_async || !self->takes_none) {
-        end_record(self, record, work, cost_ns);
+        if (end_record(self, record, work, cost_ns) < 0) {
+            Py_CLEAR(work);
+        }
         return work;
     }
-    if (records->stamp(record->segment, record->base + self->return_word) < 0) {
-        fault(self);
-        return work;
+    if (records->stamp(record->segment, record->base + self->return_word) == 0) {
+        wait = find_wait(self, work);
+        if (wait == NULL && !PyErr_Occurred()) {
+            remember(self, record, work, 0);
+        }
     }
-    PyObject *wait = find_wait(self, work);
     if (wait == NULL) {
-        if (PyErr_Occurred() || remember(self, record, work, 0) < 0) {
-            fault(self);
+        if (PyErr_Occurred() && fault(self) < 0) {
+            Py_CLEAR(work);
         }
         return work;
     }
     PyObject *result = PyObject_CallOneArg(wait, work);
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
-    if (records->stamp(record->segment, record->base + self->wait_end_word) < 0) {
-        fault(self);
-    }
-    PyErr_Restore(type, error, trace);
+    int interrupted = records->stamp(record->segment, record->base + self->wait_end_word) < 0 && fault(self) < 0;
     Py_DECREF(wait);
     Py_DECREF(work);
-    if (result == NULL) {
+    Py_XDECREF(result);
+    if (interrupted) {
+        Py_XDECREF(type);
+        Py_XDECREF(error);
+        Py_XDECREF(trace);
         return NULL;
     }
-    Py_DECREF(result);
-    Py_RETURN_NONE;
+    PyErr_Restore(type, error, trace);
+    return result == NULL ? NULL : Py_NewRef(Py_None);
 }
 
 /* Nanoseconds that our own code has taken so far, where this call is a sample of it. */
@@ -517,8 +540,9 @@ direct_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *nam
     Call *self = (Call *)object;
     Py_ssize_t count = PyVectorcall_NARGS(flags);
     Record record = {0};
-    if (self->gives_way || !begin_record(self, args, count, names, find_direct_call, &record)) {
-        return PyObject_Vectorcall(self->held[PYTHON], args, flags, names);
+    int begun = self->gives_way ? 0 : begin_record(self, args, count, names, find_direct_call, &record);
+    if (begun <= 0) {
+        return begun < 0 ? NULL : PyObject_Vectorcall(self->held[PYTHON], args, flags, names);
     }
     int64_t cost_ns = cost_of(&record);
     PyObject *work = PyObject_Vectorcall(self->held[ISSUE], args, count, NULL);
@@ -537,18 +561,21 @@ general_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *na
     Call *self = (Call *)object;
     Py_ssize_t count = PyVectorcall_NARGS(flags);
     Record record = {0};
-    if (self->gives_way || !begin_record(self, args, count, names, find_general_call, &record)) {
-        return PyObject_Vectorcall(self->held[PYTHON], args, flags, names);
+    int begun = self->gives_way ? 0 : begin_record(self, args, count, names, find_general_call, &record);
+    if (begun <= 0) {
+        return begun < 0 ? NULL : PyObject_Vectorcall(self->held[PYTHON], args, flags, names);
     }
     int64_t cost_ns = cost_of(&record);
     PyObject *work = PyObject_Vectorcall(self->held[ISSUE], args, count, names);
     if (work == NULL) {
         note_raised(self, &record, args[0]);
     } else {
-        end_record(self, &record, work, cost_ns);
-        /* The program has waited all through the call. */
-        if (self->blocks && records->copy_wait(record.segment, record.base, record.begin_ns) < 0) {
-            fault(self);
+        int interrupted = end_record(self, &record, work, cost_ns) < 0;
+        if (!interrupted && self->blocks) { /* The program has waited all through the call. */
+            interrupted = records->copy_wait(record.segment, record.base, record.begin_ns) < 0 && fault(self) < 0;
+        }
+        if (interrupted) {
+            Py_CLEAR(work);
         }
     }
     Py_DECREF(record.segment);

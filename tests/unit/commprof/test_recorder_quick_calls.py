@@ -397,6 +397,65 @@ def test_faults_of_our_own_are_counted_and_the_program_gets_its_handle(is_async)
     assert [str(error) for error in program.journal.faults] == ["disk gone"]
 
 
+def interrupt(*args):
+    raise KeyboardInterrupt("Ctrl-C")
+
+
+def test_an_interruption_is_the_programs():
+    """Ctrl-C may come where a function in Python runs for the wrapper: before the call nothing is issued."""
+    program = Program()
+    program.make_known(site=0)
+    program.find_site = interrupt
+    program.make_call()
+    with pytest.raises(KeyboardInterrupt):
+        program.run()
+    assert not program.issued and not program.records() and next(program.counter) == 0 and not program.passed
+
+    settling = Program()
+    settling.make_known()
+    settling.settled = types.SimpleNamespace(append=interrupt)
+    settling.run(SAMPLE - 1)
+    with pytest.raises(KeyboardInterrupt):
+        settling.run()
+    assert len(settling.issued) == SAMPLE and not settling.journal.faults
+
+    failing = Program()
+    failing.make_known()
+    failing.error, failing.raised = ValueError("mine"), types.SimpleNamespace(append=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        failing.run()
+
+    waiting = Program()
+    waiting.note = (waiting.tensor, REDUCTION, False, None)
+    waiting.make_known()
+    waiting.find_direct = interrupt
+    waiting.make_call()
+    with pytest.raises(KeyboardInterrupt):
+        waiting.run()
+    lost = Program()
+    lost.note = (lost.tensor, REDUCTION, False, None)
+    lost.make_known()
+    segment = lost.journal.place[0]
+
+    class Interrupted:
+        def __setitem__(self, index, value):
+            interrupt()
+
+    lost.direct[Work] = vars(Work), vars(Work)["wait"], lambda work: segment.let_go(Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        lost.run()
+
+    anything = AnyProgram(blocks=True)
+    anything.call(anything.pg, "options")
+    anything.make_call(find_site=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        anything.call(anything.pg, "options")
+    assert not anything.issued
+    anything.make_call(issue=lambda *args: anything.journal.place[0].let_go(Interrupted()))
+    with pytest.raises(KeyboardInterrupt):
+        anything.call(anything.pg, "options")
+
+
 def test_a_handle_of_an_unknown_kind_is_given_back():
     program = Program()
     program.note = (program.tensor, REDUCTION, False, None)
