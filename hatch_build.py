@@ -6,6 +6,7 @@ which do the same: an installation never fails for the want of a compiler.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import subprocess
@@ -33,7 +34,9 @@ class CompiledParts(BuildHookInterface[Any]):
     def clean(self, versions: list[str]) -> None:
         """See :class:`BuildHookInterface`."""
         for source in self._sources():
-            source.with_suffix(SUFFIX).unlink(missing_ok=True)
+            # A tree that nobody may write to keeps what it has; what is older than the sources is not taken at run time.
+            with contextlib.suppress(OSError):
+                source.with_suffix(SUFFIX).unlink(missing_ok=True)
 
     def _sources(self) -> list[Path]:
         return sorted(Path(self.root, "commprof").rglob("_*.c"))
@@ -47,31 +50,36 @@ class CompiledParts(BuildHookInterface[Any]):
             or sysconfig.get_config_var("Py_GIL_DISABLED")
         ):
             return []
-        compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
         built = []
         for source in self._sources():
             target = source.with_suffix(SUFFIX)
-            unfinished = target.with_suffix(f".{os.getpid()}")
+            unfinished = target.with_name(
+                f"{source.stem}.{os.getpid()}.so"
+            )  # a name that git and hatch leave alone
             command = [
-                *compiler,
                 *("-O2", "-Wall", "-Wextra", "-Wno-missing-field-initializers", "-fPIC", "-shared"),
                 f"-I{sysconfig.get_paths()['include']}",
                 *(str(source), "-o", str(unfinished)),
             ]
             try:
-                done = subprocess.run(command, capture_output=True, text=True, check=False)
+                compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
+                done = subprocess.run(
+                    [*compiler, *command], capture_output=True, text=True, errors="replace", check=False
+                )
                 failure = done.stderr if done.returncode else None
-            except OSError as error:
+                if failure is None:
+                    # Under its own name at once and whole: a program that has the old file open keeps it.
+                    unfinished.replace(target)
+            except (OSError, ValueError) as error:
                 failure = str(error)
             if failure is not None:
-                unfinished.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    unfinished.unlink(missing_ok=True)
                 self.app.display_warning(
                     f"{source.name} could not be compiled, so the recorder takes its Python twin, which costs a training a "
                     f"little more: {failure.strip()}"
                 )
                 self.clean([])
                 return []
-            # Under its own name at once and whole: a program that has the old file open keeps it.
-            unfinished.replace(target)
             built.append(target)
         return built

@@ -14,7 +14,7 @@
 #include <string.h>
 
 /* One more for every change of what this module takes or gives: commprof.recorder.compiled_calls asks for it. */
-#define VERSION 1
+#define VERSION 2
 
 /* The clock that counts CPU time takes longer to read than all that is to be timed. In what is longer than this the thread
  * did not run, and the time was not ours. */
@@ -37,6 +37,7 @@ enum {
     PENDING,
     SETTLE,
     RECORD_RAISED,
+    OWNER, /* the class whose method it is; what a program derives from it in Python is left to the function in Python */
     /* DirectCall only. */
     LATEST,
     CALLS,
@@ -58,7 +59,6 @@ typedef struct {
     Py_ssize_t return_word, wait_end_word;
     Py_ssize_t sample, until_sample; /* one call in so many times our own code */
     int is_paired, takes_none, has_accelerator; /* DirectCall only */
-    int blocks; /* GeneralCall only: it returns when all ranks have come */
     int gives_way; /* to the function in Python, always: somebody looks for its frame */
 } Call;
 
@@ -67,8 +67,7 @@ typedef struct {
     PyObject *segment; /* NULL: it is not recorded */
     Py_ssize_t base;
     int is_async;
-    int64_t begin_ns; /* when the call came; 0: nobody asks */
-    int is_sample; /* our own code is timed */
+    int64_t begin_ns; /* when the call came; 0: this one is not timed */
 } Record;
 
 /* Our own code failed: the journal counts it, and the training never hears of it. What is no Exception (Ctrl-C, while a
@@ -131,7 +130,8 @@ static PyObject *
 find_row(Call *self, PyObject *const *args, PyObject *tensor, PyObject *asked)
 {
     PyFrameObject *frame = (PyFrameObject *)PyObject_CallOneArg(self->held[GET_FRAME], depth);
-    if (frame == NULL) {
+    if (frame == NULL || !PyFrame_Check(frame)) {
+        Py_XDECREF(frame);
         return NULL;
     }
     PyCodeObject *code = PyFrame_GetCode(frame);
@@ -354,11 +354,10 @@ typedef int (*Finder)(Call *, PyObject *const *, Py_ssize_t, PyObject *, Known *
 static int
 begin_record(Call *self, PyObject *const *args, Py_ssize_t count, PyObject *names, Finder find, Record *record)
 {
-    record->is_sample = self->until_sample <= 1;
-    record->begin_ns = record->is_sample || self->blocks ? records->now_ns() : 0;
+    record->begin_ns = self->until_sample <= 1 ? records->now_ns() : 0;
     Known known = {0, 0, NULL, 0};
     uint32_t thread = 0, tag = 0;
-    int usual = find(self, args, count, names, &known) && find_thread(self, &thread, &tag);
+    int usual = count > 0 && (PyObject *)Py_TYPE(args[0]) == self->held[OWNER] && find(self, args, count, names, &known) && find_thread(self, &thread, &tag);
     PyObject *place = usual ? PyObject_GetAttr(self->held[JOURNAL], place_name) : NULL;
     PyObject *segment = NULL, *tail = NULL, *number = NULL;
     usual = place != NULL && PyTuple_CheckExact(place) && PyTuple_GET_SIZE(place) == 2;
@@ -377,7 +376,7 @@ begin_record(Call *self, PyObject *const *args, Py_ssize_t count, PyObject *name
             record->base = records->take(segment, 0, seq, interned, PyBytes_AS_STRING(tail));
             record->segment = Py_NewRef(segment);
             record->is_async = known.is_async;
-            self->until_sample = record->is_sample ? self->sample : self->until_sample - 1;
+            self->until_sample = record->begin_ns != 0 ? self->sample : self->until_sample - 1;
         }
     }
     Py_XDECREF(number);
@@ -416,6 +415,29 @@ remember(Call *self, const Record *record, PyObject *work, int is_async)
     return result;
 }
 
+/* What was raised before our own code ran is raised again; where that was interrupted, it is what came before. */
+static void
+go_on(int interrupted, PyObject *type, PyObject *error, PyObject *trace)
+{
+    if (!interrupted || type == NULL) {
+        if (!interrupted) {
+            PyErr_Restore(type, error, trace);
+        }
+        return;
+    }
+    PyObject *newer_type, *newer, *newer_trace;
+    PyErr_Fetch(&newer_type, &newer, &newer_trace);
+    PyErr_NormalizeException(&newer_type, &newer, &newer_trace);
+    PyErr_NormalizeException(&type, &error, &trace);
+    if (newer != NULL && error != NULL && newer != error) {
+        PyException_SetContext(newer, Py_NewRef(error));
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(error);
+    Py_XDECREF(trace);
+    PyErr_Restore(newer_type, newer, newer_trace);
+}
+
 /* The call has raised. The exception stays, unless the program is interrupted. */
 static void
 note_raised(Call *self, const Record *record, PyObject *pg)
@@ -428,13 +450,7 @@ note_raised(Call *self, const Record *record, PyObject *pg)
     int interrupted = result == NULL && fault(self) < 0;
     Py_XDECREF(result);
     Py_XDECREF(token);
-    if (interrupted) {
-        Py_XDECREF(type);
-        Py_XDECREF(error);
-        Py_XDECREF(trace);
-    } else {
-        PyErr_Restore(type, error, trace);
-    }
+    go_on(interrupted, type, error, trace);
 }
 
 /* This call's own cost is measured: the rest is for the function that does that. */
@@ -477,7 +493,7 @@ static int
 end_record(Call *self, const Record *record, PyObject *work, int64_t cost_ns)
 {
     int failed;
-    if (record->is_sample) {
+    if (record->begin_ns != 0) {
         failed = settle(self, record, work, cost_ns);
     } else {
         failed = records->stamp(record->segment, record->base + self->return_word) < 0
@@ -491,7 +507,7 @@ static PyObject *
 end_direct_record(Call *self, const Record *record, PyObject *work, int64_t cost_ns)
 {
     PyObject *wait = NULL;
-    if (record->is_sample || record->is_async || !self->takes_none) {
+    if (record->begin_ns != 0 || record->is_async || !self->takes_none) {
         if (end_record(self, record, work, cost_ns) < 0) {
             Py_CLEAR(work);
         }
@@ -516,21 +532,15 @@ end_direct_record(Call *self, const Record *record, PyObject *work, int64_t cost
     Py_DECREF(wait);
     Py_DECREF(work);
     Py_XDECREF(result);
-    if (interrupted) {
-        Py_XDECREF(type);
-        Py_XDECREF(error);
-        Py_XDECREF(trace);
-        return NULL;
-    }
-    PyErr_Restore(type, error, trace);
-    return result == NULL ? NULL : Py_NewRef(Py_None);
+    go_on(interrupted, type, error, trace);
+    return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
 /* Nanoseconds that our own code has taken so far, where this call is a sample of it. */
 static int64_t
 cost_of(const Record *record)
 {
-    int64_t cost_ns = record->is_sample ? records->now_ns() - record->begin_ns : 0;
+    int64_t cost_ns = record->begin_ns != 0 ? records->now_ns() - record->begin_ns : 0;
     return cost_ns < LONGEST_NS ? cost_ns : LONGEST_NS;
 }
 
@@ -569,14 +579,8 @@ general_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *na
     PyObject *work = PyObject_Vectorcall(self->held[ISSUE], args, count, names);
     if (work == NULL) {
         note_raised(self, &record, args[0]);
-    } else {
-        int interrupted = end_record(self, &record, work, cost_ns) < 0;
-        if (!interrupted && self->blocks) { /* The program has waited all through the call. */
-            interrupted = records->copy_wait(record.segment, record.base, record.begin_ns) < 0 && fault(self) < 0;
-        }
-        if (interrupted) {
-            Py_CLEAR(work);
-        }
+    } else if (end_record(self, &record, work, cost_ns) < 0) {
+        Py_CLEAR(work);
     }
     Py_DECREF(record.segment);
     return work;
@@ -593,14 +597,14 @@ hold(Call *self, const int *places, PyObject *const *given, int count)
 /* Both kinds share their first arguments. */
 #define COMMON_NAMES \
     "python", "issue", "get_frame", "find_site", "thread_local", "journal", "journal_key", "pending", "settle", \
-        "record_raised", "return_word", "sample"
-#define COMMON_FORMAT "$OOOOOOOO!OOnn"
+        "record_raised", "owner", "return_word", "sample"
+#define COMMON_FORMAT "$OOOOOOOO!OOOnn"
 #define COMMON_ADDRESSES \
     &given[0], &given[1], &given[2], &given[3], &given[4], &given[5], &given[6], &PyDict_Type, &given[7], &given[8], \
-        &given[9], &return_word, &sample
-enum { COMMON = 10 };
+        &given[9], &given[10], &return_word, &sample
+enum { COMMON = 11 };
 static const int common_places[COMMON] = {PYTHON,  ISSUE,       GET_FRAME, FIND_SITE, THREAD_LOCAL,
-                                          JOURNAL, JOURNAL_KEY, PENDING,   SETTLE,    RECORD_RAISED};
+                                          JOURNAL, JOURNAL_KEY, PENDING,   SETTLE,    RECORD_RAISED, OWNER};
 
 static void
 make_ready(Call *self, PyObject *const *given, Py_ssize_t return_word, Py_ssize_t sample, vectorcallfunc call)
@@ -638,17 +642,15 @@ direct_init(Call *self, PyObject *args, PyObject *kwargs)
 static int
 general_init(Call *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {COMMON_NAMES, "entries", "freezers", "freeze_tensor", "blocks", NULL};
+    static char *names[] = {COMMON_NAMES, "entries", "freezers", "freeze_tensor", NULL};
     static const int places[] = {ENTRIES, FREEZERS, FREEZE_TENSOR};
     PyObject *given[COMMON], *own[3];
     Py_ssize_t return_word, sample;
-    int blocks;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, COMMON_FORMAT "O!O!Op", names, COMMON_ADDRESSES, &PyDict_Type, &own[0],
-                                     &PyDict_Type, &own[1], &own[2], &blocks)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, COMMON_FORMAT "O!O!O", names, COMMON_ADDRESSES, &PyDict_Type, &own[0],
+                                     &PyDict_Type, &own[1], &own[2])) {
         return -1;
     }
     hold(self, places, own, 3);
-    self->blocks = blocks;
     make_ready(self, given, return_word, sample, general_call);
     return 0;
 }

@@ -8,7 +8,7 @@ from typing import Any, Final
 from commprof.compiled import compiled
 from commprof.trace import segments
 
-_VERSION: Final = 1  # of _calls.c, that does what is said here
+_VERSION: Final = 2  # of _calls.c, that does what is said here
 MODULE: Final[ModuleType | None] = (
     compiled("commprof.recorder._calls", _VERSION) if segments.IS_COMPILED else None
 )

@@ -64,7 +64,7 @@ class DirectCalls:
                 del calls[key]
 
     def wrap(  # noqa: C901 - see below
-        self, method: Method, original: Any, entries: dict[int, Entry], general: Any
+        self, method: Method, owner: type, original: Any, entries: dict[int, Entry], general: Any
     ) -> Any:
         """``method`` as a function of torch.distributed calls it; ``general`` for any other call of it."""
         api = self._functions.install(method.name)
@@ -92,14 +92,18 @@ class DirectCalls:
             *rest: Any,
             **kwargs: Any,
         ) -> Any:
+            tensor: Any
             caller = segment = start = None
             asked, reduction, is_async, root = latest[0]
-            if asked is not None and not rest and not kwargs:
+            if asked is not None and not rest and not kwargs and type(pg) is owner:
                 try:
+                    # What torch's function passes; a group of the program's own may pass on more, or less.
                     if paired:
-                        tensor = second
-                    else:
+                        tensor = None if third is _MISSING else second
+                    elif third is _MISSING and second is not _MISSING:
                         (tensor,) = first
+                    else:
+                        tensor = None
                     if tensor is asked:
                         # Between the program and this stand torch's function, its stand-in and its logging wrapper.
                         caller = get_frame(4)
@@ -204,6 +208,7 @@ class DirectCalls:
             is_paired=paired,
             takes_none=takes_none,
             has_accelerator=_HAS_ACCELERATOR,
+            owner=owner,
         )
 
     def _learn(

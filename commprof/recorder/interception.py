@@ -85,7 +85,9 @@ class Interception:
             self.kernels.replace_methods()
             self._wrap_methods(
                 ProcessGroup,
-                lambda method, original: self.kernels.wrap_method(method, original, self.wrappers.pending),
+                lambda method, owner, original: self.kernels.wrap_method(
+                    method, owner, original, self.wrappers.pending
+                ),
             )
             self.complete()
         else:
@@ -191,11 +193,11 @@ class Interception:
         except Exception as error:
             self.journal.note(f"not recorded by a kernel: {what} ({type(error).__name__}: {error})")
 
-    def _wrap_methods(self, owner: type, wrap: Callable[[Any, Any], Any]) -> None:
+    def _wrap_methods(self, owner: type, wrap: Callable[[Any, type, Any], Any]) -> None:
         for method in METHODS:
             original = vars(owner).get(method.name)
             if original is not None:
-                self._replace(owner, method.name, original, wrap(method, original))
+                self._replace(owner, method.name, original, wrap(method, owner, original))
 
     def _replace(self, owner: type, name: str, original: Any, wrapper: Any) -> None:
         wrapper.__name__ = name

@@ -65,9 +65,9 @@ class KernelRecorder:
         """No method of ProcessGroup records from now on: what they issue, the kernels of c10d record."""
         self._operators.methods_record = False
 
-    def wrap_method(self, method: Method, original: Any, pending: dict[int, Token]) -> Any:
+    def wrap_method(self, method: Method, owner: type, original: Any, pending: dict[int, Token]) -> Any:
         """What stands in for a method of ProcessGroup then; ``pending`` are the handles to be waited for."""
-        return self._operators.wrap_method(method, original, pending)
+        return self._operators.wrap_method(method, owner, original, pending)
 
     def observe_c10d(self, name: str) -> None:
         """Record this operator of c10d, where nobody above it does.

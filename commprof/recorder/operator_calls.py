@@ -25,6 +25,7 @@ from commprof.recorder.frames import RecorderFrames
 from commprof.recorder.groups import Group
 from commprof.recorder.methods import Method, Shape
 from commprof.recorder.operators import Layout, Reader, read_c10d, tensor_arguments
+from commprof.recorder.python_groups import caller_of
 from commprof.recorder.sequence import GLOO, GLOO_EXTRA
 from commprof.schema import LAYERS, Layer
 from commprof.trace.segments import RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Token
@@ -71,8 +72,8 @@ class OperatorCalls:
         self._recorder = recorder
         self._frames = RecorderFrames()
 
-    def wrap_method(self, method: Method, original: Any, pending: dict[int, Token]) -> Any:
-        """What stands in for a method of ProcessGroup that does not record: it takes the record to the handle.
+    def wrap_method(self, method: Method, owner: type, original: Any, pending: dict[int, Token]) -> Any:
+        """What stands in for a method of ``owner``, ProcessGroup, that does not record: it takes the record to the handle.
 
         Args:
             pending: the handles that nobody has waited for yet.
@@ -80,12 +81,13 @@ class OperatorCalls:
         self.functions.install(method.name)
         fault, thread = self._recorder.journal.fault, self.thread
         function = getattr(original, "__func__", original)
+        beneath = caller_of(method.name, function)
 
         def carry(*args: Any, **kwargs: Any) -> Any:
             mine = thread
             mine.token, mine.is_method = None, True
             try:
-                work = function(*args, **kwargs)
+                work = (function if args and type(args[0]) is owner else beneath)(*args, **kwargs)
             finally:
                 mine.is_method = False
             try:

@@ -19,6 +19,7 @@ from commprof.recorder.direct import COST_SAMPLE, DirectCalls, remember
 from commprof.recorder.groups import Group
 from commprof.recorder.journal import PROCESS_GROUP, Journal
 from commprof.recorder.methods import Method
+from commprof.recorder.python_groups import caller_of
 from commprof.recorder.sequence import GLOO, GLOO_EXTRA
 from commprof.recorder.signatures import FREEZERS, describe, freeze, freeze_tensor
 from commprof.recorder.waits import Waits, unbound
@@ -70,14 +71,14 @@ class Wrappers:
             entries.pop(address, None)
         self._direct.forget(address)
 
-    def wrap(self, method: Method, original: Any) -> Any:
-        """What stands in for ``original``, the ProcessGroup method that ``method`` describes."""
+    def wrap(self, method: Method, owner: type, original: Any) -> Any:
+        """What stands in for ``original``, the method of ``owner`` (ProcessGroup or Backend) that ``method`` describes."""
         entries: dict[int, Entry] = {}
         self._entries.append(entries)
-        general = self._wrap_general(method, original, entries)
+        general = self._wrap_general(method, owner, original, entries)
         if self._layer != PROCESS_GROUP:
             return general
-        return self._direct.wrap(method, original, entries, general)
+        return self._direct.wrap(method, owner, original, entries, general)
 
     def show_frames(self) -> None:
         """From now on whoever looks at the frames of a thread sees by them that a call is recorded."""
@@ -108,13 +109,14 @@ class Wrappers:
             self.journal.device_times.learn(number, row["device"], row["is_async"])
         return number
 
-    def _wrap_general(self, method: Method, original: Any, entries: dict[int, Entry]) -> Any:
+    def _wrap_general(self, method: Method, owner: type, original: Any, entries: dict[int, Entry]) -> Any:
         """Any method, any arguments."""
         journal, issue, settle = self.journal, self.issue, self.settle
         get_frame, clock = sys._getframe, time.perf_counter_ns
         extra = GLOO_EXTRA.get(method.name)
         blocks = method.blocks
         function = unbound(original)
+        beneath = caller_of(method.name, function)
 
         def call(pg: Any, /, *args: Any, **kwargs: Any) -> Any:
             token = None
@@ -135,7 +137,7 @@ class Wrappers:
             except Exception as error:
                 journal.fault(error)
             try:
-                work = function(pg, *args, **kwargs)
+                work = (function if type(pg) is owner else beneath)(pg, *args, **kwargs)
             except BaseException:
                 self.record_raised(pg, token)
                 raise
@@ -145,7 +147,7 @@ class Wrappers:
                     _record_block(journal, token, begin)
             return work
 
-        if self._layer != PROCESS_GROUP or extra is not None:
+        if self._layer != PROCESS_GROUP or extra is not None or blocks:
             return call
         return self.compiled.make(
             "GeneralCall",
@@ -164,7 +166,7 @@ class Wrappers:
             entries=entries,
             freezers=FREEZERS,
             freeze_tensor=freeze_tensor,
-            blocks=blocks,
+            owner=owner,
         )
 
     def wrap_wait(self, original: Any) -> Any:

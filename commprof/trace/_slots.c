@@ -9,14 +9,11 @@
 #include <time.h>
 
 /* One more for every change of what this module takes, gives or writes: commprof.trace.segments asks for it. */
-#define VERSION 1
+#define VERSION 2
 
 /* The record of commprof.schema, as far as it is written here. */
 enum {
     RECORD_SIZE = 104,
-    RETURN_WORD = 1,
-    WAIT_BEGIN_WORD = 2,
-    WAIT_END_WORD = 3,
     SEQUENCE = 56, /* pg_seq; between it and the time of issue lie the times that are not known yet */
     INTERNED = 64, /* signature, tag, call_site, thread: four bytes each */
     TAIL = 80,
@@ -138,25 +135,6 @@ stamp(PyObject *object, Py_ssize_t index)
     return result;
 }
 
-static int
-copy_wait(PyObject *object, Py_ssize_t base, int64_t begin_ns)
-{
-    Slots *self = (Slots *)object;
-    if (self->view.obj == NULL) { /* full, and let go meanwhile: the words know where the record is */
-        PyObject *result = PyObject_CallMethod(object, "copy_wait", "nL", base, (long long)begin_ns);
-        Py_XDECREF(result);
-        return result == NULL ? -1 : 0;
-    }
-    if (base < 0 || base > self->view.len / 8 - RECORD_SIZE / 8) {
-        PyErr_Format(PyExc_IndexError, "word %zd of a mapping of %zd bytes", base, self->view.len);
-        return -1;
-    }
-    int64_t *record = (int64_t *)self->view.buf + base;
-    record[WAIT_BEGIN_WORD] = begin_ns;
-    record[WAIT_END_WORD] = record[RETURN_WORD];
-    return 0;
-}
-
 PyDoc_STRVAR(take_doc,
              "take($self, issue_ns, seq, signature, tag, site, thread, tail, /)\n--\n\n"
              "Write a record into the next slot; the index of its first word, or -1 where there is no room.\n\n"
@@ -259,7 +237,7 @@ static PyType_Spec spec = {
     .slots = slots,
 };
 
-static SlotsInterface interface = {NULL, has_room, take, stamp, copy_wait, now_ns};
+static SlotsInterface interface = {NULL, has_room, take, stamp, now_ns};
 
 static int
 execute(PyObject *module)

@@ -18,8 +18,6 @@ typedef struct {
     Py_ssize_t (*take)(PyObject *slots, int64_t issue_ns, int64_t seq, const uint32_t interned[4], const char *tail);
     /* Write the time that it is now into the word at index; -1 and an exception where that fails. */
     int (*stamp)(PyObject *slots, Py_ssize_t index);
-    /* The record whose first word is at base: it waited from begin_ns until it returned. -1 as above. */
-    int (*copy_wait)(PyObject *slots, Py_ssize_t base, int64_t begin_ns);
     int64_t (*now_ns)(void);
 } SlotsInterface;
 

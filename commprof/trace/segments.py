@@ -30,7 +30,7 @@ DEVICE_END_WORD: Final = record_offset("device_end_ns") // 8
 EXPOSED_WORD: Final = record_offset("exposed_ns") // 8
 STATE_WORD: Final = record_offset("phase") // 8
 _STATUS_SHIFT: Final = 8 * (record_offset("status") - record_offset("phase"))
-_COMPILED_VERSION: Final = 1  # the VERSION of _slots.c that does what this module says
+_COMPILED_VERSION: Final = 2  # the VERSION of _slots.c that does what this module says
 
 
 def pack_tail(
@@ -145,12 +145,6 @@ class Segment(Slots):
 
     def __setitem__(self, index: int, value: int) -> None:
         self.words[index] = value
-
-    def copy_wait(self, base: int, begin_ns: int) -> None:
-        """The record whose first word is at ``base``: it waited from ``begin_ns`` until it returned."""
-        words = self.words
-        words[base + WAIT_BEGIN_WORD] = begin_ns
-        words[base + WAIT_END_WORD] = words[base + RETURN_WORD]
 
     def let_go(self, words: Words) -> None:
         """Unmap a full segment, now or when the last thread that still packs a record there has done so.

@@ -101,10 +101,17 @@ def test_the_compiled_parts_travel_where_they_were_built(wheel, wheel_names):
     assert not wheel.filename.endswith("-none-any.whl")
 
 
-def test_without_a_compiler_the_wheel_is_one_for_all_and_says_so(sources, tmp_path):
+@pytest.mark.parametrize(
+    "compiler",
+    ["no-such-compiler", "true", "false", 'cc "unbalanced', r"sh -c 'printf \\377 >&2; exit 1'"],
+    ids=["missing", "writes nothing", "fails", "no command", "says what is no text"],
+)
+def test_without_a_compiler_the_wheel_is_one_for_all_and_says_so(sources, tmp_path, compiler):
+    if sys.platform != "linux":
+        pytest.skip("nothing is compiled here")
     copy = tmp_path / "sources"
     shutil.copytree(sources, copy)
-    file, said = build(copy, tmp_path / "out", CC="no-such-compiler")
+    file, said = build(copy, tmp_path / "out", CC=compiler)
     assert file.name.endswith("py3-none-any.whl") and "could not be compiled" in said
     assert not [name for name in zipfile.ZipFile(file).namelist() if name.endswith(".so")]
 

@@ -233,3 +233,68 @@ def test_a_stand_in_that_somebody_replaced_is_left_alone(tmp_path):
     assert run_ranks(1, body) == [True]
     (row,) = open_run(tmp_path / "run").table("collectives").to_pylist()
     assert "test_recorder_direct.py" in row["call_site"] and row["api"] == "all_reduce"
+
+
+class PassesOn:
+    """A group of the program's own that passes calls on to a real one: with more than torch's function gives, or less."""
+
+    def __init__(self, group):
+        self.group = group
+        self.given = []
+
+    def __getattr__(self, name):
+        return getattr(self.group, name)
+
+    def allreduce(self, tensors, options):
+        if len(self.given) % 2:
+            return self.group.allreduce(tensors)
+        return self.group.allreduce(tensors, dist.ReduceOp.SUM, datetime.timedelta(seconds=5))
+
+
+@pytest.mark.parametrize("complete", [False, True], ids=["layers", "complete"])
+def test_what_a_group_of_the_program_passes_on_arrives(tmp_path, complete):
+    def body(rank, world):
+        arrived = []
+        group = PassesOn(dist.group.WORLD)
+        for number in range(4):
+            group.given = [None] * number
+            tensor = torch.ones(2)
+            dist.all_reduce(tensor, group=group)
+            arrived.append(tensor.tolist())
+        return arrived
+
+    plain = run_ranks(2, body)
+    run, outcomes = record(tmp_path / "run", 2, body, complete=complete)
+    assert [each["result"] for each in outcomes] == plain == [[[2.0, 2.0]] * 4] * 2
+    assert calls(run, 0, "op") == ["all_reduce"] * 4
+
+
+def groups_in_python(rank, world):
+    """Calls on a class that a program derives from ProcessGroup: its own method, and those that it inherits."""
+
+    class Group(ProcessGroup):
+        def __init__(self):
+            super().__init__(rank, world)
+            gloo, device = ProcessGroup.BackendType.GLOO, torch.device("cpu")
+            self._set_default_backend(gloo)
+            self._register_backend(device, gloo, dist.group.WORLD._get_backend(device))
+            self._set_group_name("mine")
+
+        def broadcast(self, tensors, options=None):
+            return super().broadcast(tensors, options or dist.BroadcastOptions())
+
+    group, tensor = Group(), torch.full((2,), rank + 1.0)
+    for _ in range(3):
+        group.broadcast([tensor]).wait()
+        group.barrier(dist.BarrierOptions()).wait()
+        group.allreduce([tensor], dist.AllreduceOptions()).wait()
+        dist.all_reduce(tensor, group=group)
+    return tensor.tolist()
+
+
+@pytest.mark.parametrize("complete", [False, True], ids=["layers", "complete"])
+def test_a_class_derived_from_torchs_in_python_works_as_ever(tmp_path, complete):
+    plain = run_ranks(2, groups_in_python)
+    run, outcomes = record(tmp_path / "run", 2, groups_in_python, complete=complete)
+    assert [each["result"] for each in outcomes] == plain == [[64.0, 64.0]] * 2
+    assert calls(run, 0, "op") == ["broadcast", "barrier", "all_reduce", "all_reduce"] * 3

@@ -17,7 +17,7 @@ import torch
 from commprof.recorder.compiled_calls import MODULE
 from commprof.recorder.signatures import FREEZERS, freeze, freeze_tensor
 from commprof.schema import RECORD, RECORD_FIELDS
-from commprof.trace.segments import NO_WORDS, RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Segment, pack_tail
+from commprof.trace.segments import NO_WORDS, RETURN_WORD, WAIT_END_WORD, Segment, pack_tail
 
 pytestmark = pytest.mark.skipif(MODULE is None, reason="the compiled parts were not built here")
 
@@ -82,6 +82,7 @@ class Program:
             find_direct=self.find_direct,
             settle=lambda *args: self.settled.append(args),
             record_raised=lambda *args: self.raised.append(args),
+            owner=object,
             return_word=RETURN_WORD,
             wait_end_word=WAIT_END_WORD,
             sample=SAMPLE,
@@ -273,6 +274,11 @@ def no_shape(program):
     program.note = (program.tensor, REDUCTION, True, None)
 
 
+def a_class_of_the_programs(program):
+    program.pg = types.SimpleNamespace()
+    program.calls.update({(id(program.pg), *key[1:]): value for key, value in program.calls.items()})
+
+
 def gives_way(program):
     program.call.give_way()
 
@@ -307,6 +313,7 @@ def text_for_a_signature(program):
         an_odd_root,
         an_odd_note,
         no_shape,
+        a_class_of_the_programs,
         gives_way,
         no_state,
         odd_known,
@@ -422,8 +429,9 @@ def test_an_interruption_is_the_programs():
     failing = Program()
     failing.make_known()
     failing.error, failing.raised = ValueError("mine"), types.SimpleNamespace(append=interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         failing.run()
+    assert caught.value.__context__ is failing.error  # which is not lost
 
     waiting = Program()
     waiting.note = (waiting.tensor, REDUCTION, False, None)
@@ -445,7 +453,7 @@ def test_an_interruption_is_the_programs():
     with pytest.raises(KeyboardInterrupt):
         lost.run()
 
-    anything = AnyProgram(blocks=True)
+    anything = AnyProgram()
     anything.call(anything.pg, "options")
     anything.make_call(find_site=interrupt)
     with pytest.raises(KeyboardInterrupt):
@@ -552,7 +560,7 @@ def test_a_wrapper_in_a_loop_of_references_is_collected():
 class AnyProgram:
     """The same for the wrapper of any method."""
 
-    def __init__(self, blocks=False, count=200):
+    def __init__(self, count=200):
         self.mapping = mmap.mmap(-1, count * RECORD.size)
         self.journal = Journal(Segment(self.mapping, len(self.mapping)))
         self.entries, self.signatures, self.pending, self.freezers = {}, {}, {}, dict(FREEZERS)
@@ -560,7 +568,7 @@ class AnyProgram:
         self.state = types.SimpleNamespace(current=None, recorder_number=9)
         self.pg, self.work = object(), Work()
         self.passed, self.issued, self.settled, self.raised = [], [], [], []
-        self.error, self.blocks = None, blocks
+        self.error = None
         self.make_call()
 
     def make_call(self, **changed):
@@ -576,12 +584,12 @@ class AnyProgram:
             "pending": self.pending,
             "settle": lambda *args: self.settled.append(args),
             "record_raised": lambda *args: self.raised.append(args),
+            "owner": object,
             "return_word": RETURN_WORD,
             "sample": SAMPLE,
             "entries": self.entries,
             "freezers": self.freezers,
             "freeze_tensor": freeze_tensor,
-            "blocks": self.blocks,
         }
         self.call = MODULE.GeneralCall(**{**held, **changed})
 
@@ -669,6 +677,8 @@ def test_calls_of_other_signatures_are_told_apart():
         assert program.call(program.pg, *args) is program.work
     assert program.call(program.pg, [tensors[0]], n=0) == "python"
     assert program.call(object(), [tensors[0]], 0) == "python"  # another group
+    program.entries[id(program)] = program.entries[id(program.pg)]
+    assert program.call(program, [tensors[0]], 0) == "python"  # a class of the program's
     assert len(program.records()) == len(different)
 
 
@@ -702,31 +712,12 @@ def test_what_cannot_be_frozen_goes_to_python():
         MODULE.GeneralCall()
 
 
-def test_a_call_that_blocks_has_waited_all_through_it():
-    program = AnyProgram(blocks=True)
+def test_one_call_in_so_many_is_timed_for_any_method():
+    program = AnyProgram()
     for _ in range(1 + 2 * SAMPLE):
         program.call(program.pg, "options")
-    rows = program.records()
-    assert len(rows) == 2 * SAMPLE and len(program.settled) == 2
-    assert all(0 < row["wait_begin_ns"] <= row["issue_ns"] for row in rows)
-    sampled = {
-        token[1] * 8 // RECORD.size for token, _, _ in program.settled
-    }  # which settle would have completed
-    assert all(row["wait_end_ns"] == row["return_ns"] > 0 for n, row in enumerate(rows) if n not in sampled)
-
-
-def test_a_call_that_blocks_while_its_segment_is_let_go():
-    program = AnyProgram(blocks=True)
-    elsewhere = {}
-
-    def issue(*args):
-        program.journal.place[0].let_go(elsewhere)
-        return program.work
-
-    program.make_call(issue=issue)
-    program.call(program.pg, "options")
-    assert program.call(program.pg, "options") is program.work and not program.journal.faults
-    assert elsewhere[WAIT_END_WORD] == elsewhere[RETURN_WORD] >= elsewhere[WAIT_BEGIN_WORD] > 0
+    assert len(program.records()) == 2 * SAMPLE and len(program.settled) == 2
+    assert all(work is program.work and cost > 0 for _, work, cost in program.settled)
 
 
 def test_what_any_call_raises_comes_through():
