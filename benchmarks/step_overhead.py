@@ -13,6 +13,7 @@ each block the ranks do the same piece of work, which no recorder sees, and as f
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import math
 import multiprocessing
@@ -182,14 +183,16 @@ def main() -> None:
     """Measure, print, write."""
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=160, help="pairs of blocks, at least 40 (default: 160)")
+    parser.add_argument("--jobs", type=int, default=1, help="of each model, one after the other (default: 1)")
     parser.add_argument("--model", action="append", choices=list(JOBS), help="repeatable; default: all")
     args = parser.parse_args()
     if args.rounds < 40:
         parser.error(f"--rounds {args.rounds}: an interval needs at least 40 pairs")
     os.environ["OMP_NUM_THREADS"] = "1"
     rows, figures = [], {}
-    for name in args.model or JOBS:
-        first, second = measure(JOBS[name], args.rounds)
+    for model, number in itertools.product(args.model or JOBS, range(args.jobs)):
+        name = model if args.jobs == 1 else f"{model}, job {number + 1}"
+        first, second = measure(JOBS[model], args.rounds)
         pairs = [
             [Block(a.cpu + b.cpu, a.wall, a.reference + b.reference) for a, b in zip(mine, its, strict=True)]
             for mine, its in zip(first, second, strict=True)
