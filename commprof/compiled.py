@@ -25,6 +25,6 @@ def compiled(name: str, version: int) -> ModuleType | None:
         return None
     try:
         module = importlib.import_module(name)
-    except ImportError:
+    except Exception:  # not built, or built for something else: the Python part does the same
         return None
     return module if getattr(module, "VERSION", None) == version else None
