@@ -255,7 +255,7 @@ def test_slices_in_files_take_no_memory(tmp_path):
     for precision, item in (("bf16", 2), ("fp32", 4)):
         plain, filed = (run_ranks(2, measured, str(tmp_path), precision, way) for way in (False, True))
         for without, within in zip(plain, filed, strict=True):
-            # All slices but what is on its way: a buffer, the memory of messages, and what gloo's thread has yet to let go of.
+            # All slices but what is on its way: a buffer, messages, and what gloo's thread has yet to let go of.
             assert without - within > item * (numel - 2.5 * 70_000), precision
 
 
