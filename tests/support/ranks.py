@@ -42,14 +42,16 @@ def run_ranks(
     store = tempfile.mktemp(prefix="commprof-store-")
     pipes: dict[int, int] = {}
     pids: dict[int, int] = {}
+    working = _Working()
     for rank in range(world):
         read_end, write_end = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.close(read_end)
-            _rank_main(rank, world, function, args, write_end, store, process_group, env or {})
+            _rank_main(rank, world, function, args, write_end, store, process_group, env or {}, working)
         os.close(write_end)
         pipes[rank], pids[rank] = read_end, pid
+    working.close()
     outcomes = _collect(pipes, pids, timeout)
     Path(store).unlink(missing_ok=True)
     failures = [f"rank {rank}: {text}" for rank, (ok, text) in sorted(outcomes.items()) if not ok]
@@ -58,7 +60,28 @@ def run_ranks(
     return [outcomes[rank][1] for rank in range(world)]
 
 
-def _rank_main(rank, world, function, args, write_end, store, process_group, env):
+class _Working:
+    """The ranks that have not returned yet: each holds one end of a pipe until it returns or dies.
+
+    Who leaves takes its connections along, and a group is made on one rank before it is on another: gloo fails there with
+    "Connection closed by peer" if the first is gone by then.
+    """
+
+    def __init__(self) -> None:
+        self._read_end, self._write_end = os.pipe()
+
+    def close(self) -> None:
+        """For the process that forks the ranks and is none."""
+        os.close(self._read_end)
+        os.close(self._write_end)
+
+    def wait_for_others(self, seconds: float) -> None:
+        """For a rank that has returned: until all others have, or time is up (a rank may wait for this one to leave)."""
+        os.close(self._write_end)
+        select.select([self._read_end], [], [], seconds)
+
+
+def _rank_main(rank, world, function, args, write_end, store, process_group, env, working):
     try:
         os.environ.update(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), **env
@@ -73,6 +96,7 @@ def _rank_main(rank, world, function, args, write_end, store, process_group, env
             dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
         result = function(rank, world, *args)
         if process_group and dist.is_initialized():
+            working.wait_for_others(5.0)
             dist.destroy_process_group()
         message = (True, result)
     except BaseException:
