@@ -14,7 +14,7 @@
 #include <string.h>
 
 /* One more for every change of what this module takes or gives: commprof.recorder.compiled_calls asks for it. */
-#define VERSION 2
+#define VERSION 3
 
 /* The clock that counts CPU time takes longer to read than all that is to be timed. In what is longer than this the thread
  * did not run, and the time was not ours. */
@@ -24,6 +24,9 @@ static SlotsInterface *records;
 static PyObject *shape_name, *dtype_name, *device_name, *get_device_name, *state_name, *current_name, *interned_name, *number_name,
     *place_name, *fault_name, *wait_name;
 static PyObject *depth; /* of the program's frame: torch's function, its stand-in and its logging wrapper lie between */
+/* How many calls that are recorded run on this thread, one within the other: what has no frame in Python must say by itself
+ * that it is there. See commprof.recorder.frames. */
+static _Thread_local int running;
 
 /* What a call holds. */
 enum {
@@ -59,7 +62,6 @@ typedef struct {
     Py_ssize_t return_word, wait_end_word;
     Py_ssize_t sample, until_sample; /* one call in so many times our own code */
     int is_paired, takes_none, has_accelerator; /* DirectCall only */
-    int gives_way; /* to the function in Python, always: somebody looks for its frame */
 } Call;
 
 /* A call that is about to be issued. References are owned unless it says otherwise. */
@@ -550,10 +552,11 @@ direct_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *nam
     Call *self = (Call *)object;
     Py_ssize_t count = PyVectorcall_NARGS(flags);
     Record record = {0};
-    int begun = self->gives_way ? 0 : begin_record(self, args, count, names, find_direct_call, &record);
+    int begun = begin_record(self, args, count, names, find_direct_call, &record);
     if (begun <= 0) {
         return begun < 0 ? NULL : PyObject_Vectorcall(self->held[PYTHON], args, flags, names);
     }
+    running++;
     int64_t cost_ns = cost_of(&record);
     PyObject *work = PyObject_Vectorcall(self->held[ISSUE], args, count, NULL);
     if (work == NULL) {
@@ -561,6 +564,7 @@ direct_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *nam
     } else {
         work = end_direct_record(self, &record, work, cost_ns);
     }
+    running--;
     Py_DECREF(record.segment);
     return work;
 }
@@ -571,10 +575,11 @@ general_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *na
     Call *self = (Call *)object;
     Py_ssize_t count = PyVectorcall_NARGS(flags);
     Record record = {0};
-    int begun = self->gives_way ? 0 : begin_record(self, args, count, names, find_general_call, &record);
+    int begun = begin_record(self, args, count, names, find_general_call, &record);
     if (begun <= 0) {
         return begun < 0 ? NULL : PyObject_Vectorcall(self->held[PYTHON], args, flags, names);
     }
+    running++;
     int64_t cost_ns = cost_of(&record);
     PyObject *work = PyObject_Vectorcall(self->held[ISSUE], args, count, names);
     if (work == NULL) {
@@ -582,6 +587,7 @@ general_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *na
     } else if (end_record(self, &record, work, cost_ns) < 0) {
         Py_CLEAR(work);
     }
+    running--;
     Py_DECREF(record.segment);
     return work;
 }
@@ -612,7 +618,6 @@ make_ready(Call *self, PyObject *const *given, Py_ssize_t return_word, Py_ssize_
     hold(self, common_places, given, COMMON);
     self->return_word = return_word;
     self->sample = self->until_sample = sample;
-    self->gives_way = 0;
     self->vectorcall = call;
 }
 
@@ -715,21 +720,6 @@ call_get(PyObject *self, PyObject *object, PyObject *Py_UNUSED(type))
     return object == NULL || object == Py_None ? Py_NewRef(self) : PyMethod_New(self, object);
 }
 
-PyDoc_STRVAR(give_way_doc,
-             "give_way($self, /)\n--\n\nLeave every call to the function in Python from now on: somebody looks for its frame.");
-
-static PyObject *
-give_way(Call *self, PyObject *Py_UNUSED(none))
-{
-    self->gives_way = 1;
-    Py_RETURN_NONE;
-}
-
-static PyMethodDef methods[] = {
-    {"give_way", (PyCFunction)give_way, METH_NOARGS, give_way_doc},
-    {NULL},
-};
-
 static PyMemberDef members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(Call, vectorcall), READONLY, NULL},
     {"__dictoffset__", T_PYSSIZET, offsetof(Call, dict), READONLY, NULL},
@@ -746,7 +736,7 @@ static PyGetSetDef attributes[] = {
     { \
         {Py_tp_new, call_new}, {Py_tp_init, init}, {Py_tp_dealloc, call_dealloc}, {Py_tp_traverse, call_traverse}, \
             {Py_tp_clear, call_clear}, {Py_tp_call, PyVectorcall_Call}, {Py_tp_descr_get, call_get}, \
-            {Py_tp_methods, methods}, {Py_tp_members, members}, {Py_tp_getset, attributes}, {0}, \
+            {Py_tp_members, members}, {Py_tp_getset, attributes}, {0}, \
     }
 #define SPEC(type_name, type_slots) \
     { \
@@ -791,12 +781,27 @@ execute(PyObject *module)
     return PyModule_AddIntMacro(module, VERSION);
 }
 
+PyDoc_STRVAR(is_running_doc,
+             "is_running($module, /)\n--\n\nWhether a call that is recorded here runs on this thread.");
+
+static PyObject *
+is_running(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
+{
+    return PyBool_FromLong(running > 0);
+}
+
+static PyMethodDef functions[] = {
+    {"is_running", is_running, METH_NOARGS, is_running_doc},
+    {NULL},
+};
+
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, execute}, {0}};
 
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
     .m_name = "commprof.recorder._calls",
     .m_doc = "The wrappers of ProcessGroup's methods as they are called nearly always.",
+    .m_methods = functions,
     .m_slots = module_slots,
 };
 

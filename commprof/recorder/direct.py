@@ -19,6 +19,7 @@ import torch
 
 from commprof import hooks
 from commprof.recorder.arguments import ApiFunction, ApiFunctions
+from commprof.recorder.compiled_calls import compiled_call
 from commprof.recorder.groups import Group
 from commprof.recorder.methods import Method, Shape
 from commprof.recorder.waits import unbound
@@ -186,7 +187,7 @@ class DirectCalls:
                     journal.fault(error)
             return None
 
-        return wrappers.compiled.make(
+        return compiled_call(
             "DirectCall",
             call,
             issue=issue,

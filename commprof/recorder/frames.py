@@ -1,9 +1,11 @@
-"""Who records a collective already: the functions of the recorder among the frames of a thread."""
+"""Who records a collective already: the functions of the recorder among the frames of a thread, and those without frames."""
 
 from __future__ import annotations
 
 from types import CodeType, FrameType
 from typing import Final
+
+from commprof.recorder.compiled_calls import is_running
 
 _PACKAGE: Final = __name__.rpartition(".")[0].replace(".", "/")
 _FILES: Final = tuple(f"{_PACKAGE}/{module}.py" for module in ("wrappers", "direct", "kernels"))
@@ -12,8 +14,9 @@ _MOST_CODES: Final = 20_000
 
 
 class RecorderFrames:
-    """Whether one of the functions that record stands among the frames of a thread.
+    """Whether one of the functions that record stands among the frames of the thread that asks.
 
+    The compiled ones, which have no frames, say themselves that they are running.
     Known by file and name, not by identity: torch's compiler may run a copy of a function.
     """
 
@@ -23,6 +26,8 @@ class RecorderFrames:
 
     def among(self, frame: FrameType | None) -> bool:
         """Whether ``frame`` or one of those that called it records collectives."""
+        if is_running():
+            return True
         known = self._known
         while frame is not None:
             code = frame.f_code

@@ -176,7 +176,6 @@ class Interception:
         self._observe_c10d(ISSUED_IN_CPP)
 
     def _observe_c10d(self, operators: Sequence[str]) -> None:
-        self.wrappers.show_frames()
         for name in operators:
             self._attempt(name, self.kernels.observe_c10d, name)
 

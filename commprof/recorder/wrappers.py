@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from commprof import hooks
 from commprof.recorder.callsite import CallSites
-from commprof.recorder.compiled_calls import CompiledCalls
+from commprof.recorder.compiled_calls import compiled_call
 from commprof.recorder.direct import COST_SAMPLE, DirectCalls, remember
 from commprof.recorder.groups import Group
 from commprof.recorder.journal import PROCESS_GROUP, Journal
@@ -53,7 +53,6 @@ class Wrappers:
         pending: dict[int, Token] | None = None,
     ) -> None:
         self.journal = journal
-        self.compiled = CompiledCalls()
         self.waits = Waits(journal, pending)
         self.pending = self.waits.pending
         self._find_group = find_group
@@ -79,10 +78,6 @@ class Wrappers:
         if self._layer != PROCESS_GROUP:
             return general
         return self._direct.wrap(method, owner, original, entries, general)
-
-    def show_frames(self) -> None:
-        """From now on whoever looks at the frames of a thread sees by them that a call is recorded."""
-        self.compiled.show_frames()
 
     def remove(self) -> None:
         """Put torch's functions back that the wrappers had replaced, and forget the handles."""
@@ -149,7 +144,7 @@ class Wrappers:
 
         if self._layer != PROCESS_GROUP or extra is not None or blocks:
             return call
-        return self.compiled.make(
+        return compiled_call(
             "GeneralCall",
             call,
             issue=function,

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup, ProcessGroup, Work
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import commprof
 from commprof.recorder import compiled_calls
@@ -200,6 +201,41 @@ def test_what_waiting_raises_comes_through_and_the_wait_has_ended(tmp_path):
         row["status"] == "ok"
         and row["issue_ns"] < row["return_ns"] <= row["wait_begin_ns"] < row["wait_end_ns"]
     )
+
+
+class FirstUseOfDdp(TorchDispatchMode):
+    """Comes between torch's function and its operator, as another thread might, and uses DDP's reducer there."""
+
+    def __init__(self):
+        super().__init__()
+        self.operators = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        name = operator.name()
+        if name == "c10d::allreduce_":
+            self.operators.append(name)
+            if len(self.operators) == 3:
+                with pytest.raises(TypeError):
+                    dist.Reducer()
+        return operator(*args, **(kwargs or {}))
+
+
+def test_a_call_under_way_when_ddp_is_first_used_is_recorded_once(tmp_path):
+    """From then on kernels look at what reaches c10d: also at what this call issues, after they were put in place."""
+
+    def body(rank, world):
+        with FirstUseOfDdp() as mode:
+            for _ in range(5):
+                dist.all_reduce(torch.ones(3))
+                dist.reduce(torch.ones(3), 0)
+        dist._broadcast_coalesced(dist.group.WORLD, [torch.ones(5)], 1 << 20, 0)
+        return mode.operators
+
+    run, outcomes = record(tmp_path / "run", 2, body)
+    for rank in (0, 1):
+        assert len(outcomes[rank]["result"]) == 5
+        assert calls(run, rank, "op") == ["all_reduce", "reduce"] * 5 + ["broadcast"]
+    assert run.health.unseen == 0
 
 
 def test_everything_of_torch_is_as_it_was_after_detach(tmp_path):

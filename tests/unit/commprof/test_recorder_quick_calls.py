@@ -6,6 +6,7 @@ import gc
 import itertools
 import mmap
 import sys
+import threading
 import tracemalloc
 import types
 import weakref
@@ -14,7 +15,7 @@ from collections import deque
 import pytest
 import torch
 
-from commprof.recorder.compiled_calls import MODULE
+from commprof.recorder.compiled_calls import MODULE, is_running
 from commprof.recorder.signatures import FREEZERS, freeze, freeze_tensor
 from commprof.schema import RECORD, RECORD_FIELDS
 from commprof.trace.segments import NO_WORDS, RETURN_WORD, WAIT_END_WORD, Segment, pack_tail
@@ -279,10 +280,6 @@ def a_class_of_the_programs(program):
     program.calls.update({(id(program.pg), *key[1:]): value for key, value in program.calls.items()})
 
 
-def gives_way(program):
-    program.call.give_way()
-
-
 def no_state(program):
     del program.state.recorder_number
 
@@ -314,7 +311,6 @@ def text_for_a_signature(program):
         an_odd_note,
         no_shape,
         a_class_of_the_programs,
-        gives_way,
         no_state,
         odd_known,
         large_signature,
@@ -462,6 +458,51 @@ def test_an_interruption_is_the_programs():
     anything.make_call(issue=lambda *args: anything.journal.place[0].let_go(Interrupted()))
     with pytest.raises(KeyboardInterrupt):
         anything.call(anything.pg, "options")
+
+
+def test_a_call_says_on_its_thread_that_it_runs_until_it_has_returned():
+    """As a function in Python does by its frame: whoever meets the same collective below leaves it to this call."""
+    program, other = Program(), AnyProgram()
+    other.call(other.pg, 1)
+    program.note = (program.tensor, REDUCTION, False, None)
+    program.make_known()
+    seen = []
+
+    def look():
+        elsewhere = []
+        thread = threading.Thread(target=lambda: elsewhere.append(is_running()))
+        thread.start()
+        thread.join()
+        seen.append((is_running(), *elsewhere))
+
+    def issue(*args):
+        look()
+        assert other.call(other.pg, 1) is other.work  # one within the other
+        look()
+        return program.work
+
+    def wait(work):
+        look()
+        raise ValueError("mine")
+
+    program.issue = issue
+    program.direct[Work] = vars(Work), vars(Work)["wait"], wait
+    program.make_call()
+    with pytest.raises(ValueError, match="mine"):
+        program.run()
+    assert seen == [(True, False)] * 3 and not is_running()
+
+    other.error = ValueError("mine")
+    with pytest.raises(ValueError, match="mine"):
+        other.call(other.pg, 1)
+    assert not is_running()
+
+    passed = []
+    program.python = lambda *args: passed.append(is_running())  # which has a frame
+    program.make_call()
+    program.journal.place = (NO_WORDS, TAIL)
+    program.run()
+    assert passed == [False]
 
 
 def test_a_handle_of_an_unknown_kind_is_given_back():
@@ -730,7 +771,7 @@ def test_what_any_call_raises_comes_through():
     assert not program.pending and len(program.records()) == 1
 
 
-def test_any_call_gives_way_holds_nothing_and_is_collected():
+def test_any_call_holds_nothing_and_is_collected():
     program = AnyProgram(count=10_000)
     tensor = torch.zeros(8)
     args = ([tensor, tensor], [[tensor]], "options", 3)
@@ -743,8 +784,6 @@ def test_any_call_gives_way_holds_nothing_and_is_collected():
         if times == 50:
             before = [sys.getrefcount(each) for each in held]
     assert [sys.getrefcount(each) for each in held] == before
-    program.call.give_way()
-    assert program.call(program.pg, *args, name=tensor) == "python"
     reference = weakref.ref(program.call)
     del program
     gc.collect()
