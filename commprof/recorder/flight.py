@@ -23,8 +23,9 @@ SIZE_VARIABLE: Final = "TORCH_FR_BUFFER_SIZE"
 MOST_ENTRIES: Final = 2_000  # kept of one dump, the newest
 _LARGEST_RING: Final = 20_000  # torch takes about 10 us an entry, holding the interpreter
 _PAUSE_NS: Final = 1_000_000_000  # between two dumps, where groups are destroyed one by one
-# For writing them down, of the thread's own time: what others take of a processor meanwhile says nothing about this work.
-_MOST_CPU_NS: Final = 250_000_000
+# Of torch's JSON, where entries of thousands of tensors make it long: half a second to read and to write down. A limit in
+# time would do the same, but on a processor that others share (or that stands still) it would lose what is short, too.
+_LONGEST_JSON: Final = 32 << 20
 
 # torch's functions, by preference: NCCL has a recorder of its own beside that of all other backends.
 DUMPS: Final = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
@@ -43,7 +44,8 @@ class FlightDump:
         self.cost_ns = 0
         self._journal = journal
         self._group_name = group_name
-        self._since_ns = time.time_ns()
+        self._began_ns = time.time_ns()
+        self._began_monotonic_ns = time.monotonic_ns()
         self._seen: dict[str, int] = {}  # by torch's function: the newest entry that was written
         self._noted: set[str] = set()
 
@@ -57,13 +59,13 @@ class FlightDump:
             return
         begin = time.perf_counter_ns()
         try:
-            self._write(time.thread_time_ns() + _MOST_CPU_NS)
+            self._write()
         except Exception as error:
             self._note(f"torch's Flight Recorder could not be read: {type(error).__name__}: {error}")
         self._written_ns = time.perf_counter_ns()
         self.cost_ns += self._written_ns - begin
 
-    def _write(self, deadline_ns: int) -> None:
+    def _write(self) -> None:
         module = getattr(torch._C, "_distributed_c10d", None)
         present = [name for name in DUMPS if hasattr(module, name)]
         if not present:
@@ -80,33 +82,37 @@ class FlightDump:
             )
             return
         for name in present:
-            self._write_entries(name, json.loads(getattr(module, name)()), deadline_ns)
+            text = getattr(module, name)()
+            if len(text) > _LONGEST_JSON:
+                self._note(
+                    f"torch's Flight Recorder was not read: its {len(text):,} bytes (at most {_LONGEST_JSON:,} are read) "
+                    f"could hold up the end of the program; {SIZE_VARIABLE} sets how many entries it has"
+                )
+                continue
+            self._write_entries(name, json.loads(text))
 
-    def _write_entries(self, source: str, dump: Mapping[str, Any], deadline_ns: int) -> None:
+    def _write_entries(self, source: str, dump: Mapping[str, Any]) -> None:
         seen = self._seen.get(source, -1)
+        since_ns = self._since_ns()
         fresh = [
             entry
             for entry in dump.get("entries") or ()
-            if entry["record_id"] > seen and entry["time_created_ns"] >= self._since_ns
+            if entry["record_id"] > seen and entry["time_created_ns"] >= since_ns
         ]
         fresh.sort(key=lambda entry: int(entry["record_id"]))
         kept = fresh[-MOST_ENTRIES:]
         if len(kept) < len(fresh):
             self._note(f"of torch's Flight Recorder only the newest {MOST_ENTRIES} entries are kept")
-        lines: list[bytes] = []
-        for entry in reversed(kept):  # where the time is up, the newest are there
-            if time.thread_time_ns() > deadline_ns:
-                self._note(
-                    f"of torch's Flight Recorder {len(kept) - len(lines)} entries could not be written in time"
-                )
-                break
+        for entry in kept:
             row = flight_row(entry)
             row["pg"] = self._group_name(row["pg"])
-            lines.append(encode_row("flight", row))
-        for line in reversed(lines):
-            self._journal.write_line("flight", line)
+            self._journal.write_line("flight", encode_row("flight", row))
         if fresh:
             self._seen[source] = int(fresh[-1]["record_id"])
+
+    def _since_ns(self) -> int:
+        """When the recording began, by the wall clock that torch takes; as it goes now, if it was set back meanwhile."""
+        return min(self._began_ns, time.time_ns() - (time.monotonic_ns() - self._began_monotonic_ns))
 
     def _note(self, text: str) -> None:
         if text not in self._noted:

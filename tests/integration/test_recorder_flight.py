@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from commprof.recorder import flight
 from support.ranks import run_ranks
 from support.recording import calls, record
 
@@ -33,9 +35,9 @@ def mixed(rank: int, world: int) -> None:
 
 def test_entries_agree_with_the_records_by_group_and_number(tmp_path):
     run, _ = record(tmp_path / "run", 2, mixed)
-    flight = run.table("flight").to_pylist()
+    rows = run.table("flight").to_pylist()
     for rank in range(2):
-        entries = [row for row in flight if row["rank"] == rank]
+        entries = [row for row in rows if row["rank"] == rank]
         listed = {(row["pg"], row["seq"] - 1): row for row in entries}
         assert len(listed) == len(entries) == 9
         for pg, number, op, payload in calls(run, rank, "pg", "pg_seq", "op", "payload_bytes"):
@@ -50,7 +52,7 @@ def test_entries_agree_with_the_records_by_group_and_number(tmp_path):
             "gloo:barrier": 1,
         }
         assert Counter(row["group_desc"] for row in entries) == {"default_pg": 5, "the pair": 4}
-    assert all(len({**row}) == 14 and row["time_realtime_ns"] > 1e18 for row in flight)
+    assert all(len({**row}) == 14 and row["time_realtime_ns"] > 1e18 for row in rows)
 
 
 def before_and_after(rank: int, world: int, run: str, store: str) -> None:
@@ -105,12 +107,12 @@ class Lines:
         self.notes.append(text)
 
 
-@pytest.mark.parametrize("fitting", [0, 7])
-def test_where_the_time_is_up_the_newest_are_there_and_the_others_counted(monkeypatch, fitting):
+@pytest.fixture
+def lines(monkeypatch):
+    """What a dump writes, of 20 entries that torch has."""
     import torch._C._distributed_c10d as c10d
 
-    from commprof.recorder import flight
-
+    now = time.time_ns()
     entry = {
         "process_group": ["0", "default_pg"],
         "is_p2p": False,
@@ -119,18 +121,36 @@ def test_where_the_time_is_up_the_newest_are_there_and_the_others_counted(monkey
         "input_sizes": [],
         "output_sizes": [],
         "state": "scheduled",
-        "time_created_ns": 1 << 62,
     }
-    entries = [{**entry, "record_id": number, "op_id": number} for number in range(20)]
+    entries = [
+        {**entry, "record_id": number, "op_id": number, "time_created_ns": now + number - 10}
+        for number in range(20)
+    ]
     monkeypatch.delattr(c10d, "_dump_nccl_trace_json", raising=False)
     monkeypatch.setattr(c10d, "_dump_fr_trace_json", lambda: json.dumps({"entries": entries}))
-    budget = flight._MOST_CPU_NS
-    moments = iter([0, *[budget] * fitting, *[budget + 1] * 20])
-    monkeypatch.setattr(flight.time, "thread_time_ns", lambda: next(moments))
-    lines = Lines()
+    monkeypatch.setattr(flight.time, "time_ns", lambda: now)
+    return Lines()
+
+
+def test_a_list_that_is_too_long_is_not_read_and_that_is_said(lines, monkeypatch):
+    monkeypatch.setattr(flight, "_LONGEST_JSON", 1000)
     flight.FlightDump(lines, lambda name: name).write()
-    assert [line["op_id"] for line in lines.lines] == list(range(20 - fitting, 20))
-    assert lines.notes == [f"of torch's Flight Recorder {20 - fitting} entries could not be written in time"]
+    assert lines.lines == []
+    (note,) = lines.notes
+    assert "at most 1,000 are read" in note and "TORCH_FR_BUFFER_SIZE" in note
+
+
+@pytest.mark.parametrize("set_back", [False, True])
+def test_entries_since_the_beginning_are_there_where_the_clock_was_set_back(lines, monkeypatch, set_back):
+    now = time.time_ns()
+    second = 1_000_000_000
+    monkeypatch.setattr(flight.time, "time_ns", lambda: now + set_back * second)
+    monkeypatch.setattr(flight.time, "monotonic_ns", lambda: 0)
+    dump = flight.FlightDump(lines, lambda name: name)
+    monkeypatch.setattr(flight.time, "time_ns", lambda: now)
+    dump.write()
+    assert [line["op_id"] for line in lines.lines] == list(range(10, 20))
+    assert lines.notes == []
 
 
 def without_json(rank: int, world: int) -> None:
@@ -170,7 +190,7 @@ def test_what_cannot_be_read_is_said_and_nothing_else_suffers(tmp_path, body, sa
 
 
 def test_no_pickle_is_ever_asked_for():
-    source = Path(__import__("commprof.recorder.flight", fromlist=["x"]).__file__).read_text()
+    source = Path(flight.__file__).read_text()
     assert "pickle.load" not in source and '_dump_fr_trace"' not in source
 
 
