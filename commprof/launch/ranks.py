@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from commprof.errors import LaunchError
+from commprof.launch.signal_queue import Signal, SignalQueue
 
 GRACE_SECONDS: Final = 5.0
 FORWARDED: Final = tuple(
@@ -62,7 +63,7 @@ def signals_held() -> Iterator[Callable[[], bool]]:
     """
     old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     try:
-        yield lambda: signal.sigtimedwait(_STOPPING, 0) is not None
+        yield lambda: signal.sigtimedwait(_STOPPING, 0) is not None  # without a time it cannot be interrupted
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
@@ -91,7 +92,8 @@ class RankGroup:
         self._death_signal = death_signal
         self._shares_terminal = _in_foreground()
         self._running: dict[int, subprocess.Popen[bytes]] = {}
-        self._pidfds: dict[int, int] = {}  # pidfd -> rank
+        self._pidfds: dict[int, int] | None = {} if hasattr(os, "pidfd_open") else None  # pidfd -> rank
+        self._signals: SignalQueue | None = None
         self._epoll: select.epoll | None = None
         self._first_failed: tuple[int, int] | None = None  # rank, return code
         self._stop_at: float | None = None
@@ -107,11 +109,12 @@ class RankGroup:
         Raises:
             LaunchError: a process could not be started; those that were are ended again.
         """
+        self._signals = SignalQueue(_WATCHED)
+        self._epoll = select.epoll()
+        self._epoll.register(self._signals.descriptor, select.EPOLLIN)
         self._old_mask = {signal.Signals(s) for s in signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)}
         if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # then the kernel would keep no exit codes
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        if hasattr(os, "pidfd_open"):
-            self._epoll = select.epoll()
         leader = 0
         for rank in self._ranks:
             try:
@@ -153,31 +156,45 @@ class RankGroup:
         )
 
     def _watch(self, rank: int, pid: int) -> None:
-        if self._epoll is None:
+        assert self._epoll is not None
+        if self._pidfds is None:
             return
         try:
             pidfd = os.pidfd_open(pid)
         except OSError:  # a kernel before 5.3: the order of failures is then that of the ranks
-            self._epoll.close()
-            self._epoll = None
+            self._forget_pidfds()
             return
         self._pidfds[pidfd] = rank
         self._epoll.register(pidfd, select.EPOLLIN)
 
+    def _unwatch(self, pidfd: int) -> None:
+        assert self._epoll is not None
+        self._epoll.unregister(
+            pidfd
+        )  # closing it would do only where no child that is about to start has it, too
+        os.close(pidfd)
+
+    def _forget_pidfds(self) -> None:
+        for pidfd in self._pidfds or ():
+            self._unwatch(pidfd)
+        self._pidfds = None
+
     def wait(self) -> Outcome:
         """Watch the ranks until the last one has ended; forward signals meanwhile."""
+        assert self._epoll is not None and self._signals is not None
         try:
             while self._running:
-                received = signal.sigtimedwait(_WATCHED, self._seconds_to_wait())
-                if received is not None and received.si_signo != signal.SIGCHLD:
-                    self._forward(signal.Signals(received.si_signo), received.si_code)
-                self._collect()
+                # In the order in which they came. A signal wakes it, too: SIGCHLD, where there are no pidfds.
+                ready = [descriptor for descriptor, _ in self._epoll.poll(self._seconds_to_wait())]
+                for received in self._signals.take():
+                    if received.number != signal.SIGCHLD:
+                        self._forward(received)
+                self._collect(ready)
                 self._stop_when_due()
         finally:
-            for pidfd in self._pidfds:
-                os.close(pidfd)
-            if self._epoll is not None:
-                self._epoll.close()
+            self._forget_pidfds()
+            self._epoll.close()
+            self._signals.close()
             signal.pthread_sigmask(signal.SIG_SETMASK, self._old_mask)
         return self._outcome()
 
@@ -186,34 +203,36 @@ class RankGroup:
             return 1.0
         return min(1.0, max(0.01, self._stop_at - time.monotonic()))
 
-    def _collect(self) -> None:
-        for rank in self._ended():
+    def _collect(self, ready: Sequence[int]) -> None:
+        for rank in self._ended(ready):
             code = self._running.pop(rank).wait()
             if code != 0 and self._first_failed is None:
                 self._first_failed = (rank, code)
                 self._stop_at = time.monotonic() + self._grace_seconds
 
-    def _ended(self) -> list[int]:
-        if self._epoll is None:
+    def _ended(self, ready: Sequence[int]) -> list[int]:
+        if self._pidfds is None:
             return [rank for rank, process in self._running.items() if process.poll() is not None]
         ended = []
-        for pidfd, _ in self._epoll.poll(0):
-            self._epoll.unregister(pidfd)
-            os.close(pidfd)
-            ended.append(self._pidfds.pop(pidfd))
+        for pidfd in ready:
+            if pidfd in self._pidfds:
+                self._unwatch(pidfd)
+                ended.append(self._pidfds.pop(pidfd))
         return ended
 
-    def _forward(self, received: signal.Signals, code: int) -> None:
-        if received in _STOPPING and self._asked_to_stop is None:
-            self._asked_to_stop = received
-        if received == signal.SIGINT:
+    def _forward(self, received: Signal) -> None:
+        if received.number in _STOPPING and self._asked_to_stop is None:
+            self._asked_to_stop = received.number
+        if received.number == signal.SIGINT:
             self._interrupts += 1
             if self._interrupts > 1:
                 self._say("interrupted again: the ranks are killed")
                 self._signal_all(signal.SIGKILL)
                 return
-        if not (self._shares_terminal and code == _SI_KERNEL):  # else the terminal has told them itself
-            self._signal_all(received)
+        if not (
+            self._shares_terminal and received.code == _SI_KERNEL
+        ):  # else the terminal has told them itself
+            self._signal_all(received.number)
 
     def _stop_when_due(self) -> None:
         if self._stop_at is None or not self._running or time.monotonic() < self._stop_at:

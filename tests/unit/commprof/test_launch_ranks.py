@@ -164,6 +164,49 @@ def test_a_signal_reaches_each_rank_once(name, to_group):
     assert started.returncode == 0
 
 
+def test_a_pause_changes_nothing():
+    """Ctrl-Z and fg, a container's pause: for less and for more than anything waits."""
+    started = driver(COUNTING, env={**os.environ, "COUNT_SECONDS": "3"})
+    for seconds in (0.1, 1.5):
+        started.send_signal(signal.SIGSTOP)
+        time.sleep(seconds)
+        started.send_signal(signal.SIGCONT)
+        time.sleep(0.1)
+    started.send_signal(signal.SIGUSR1)
+    out, err = started.communicate(timeout=20)
+    assert (sorted(out.split()), err) == (["0:SIGUSR1", "1:SIGUSR1"], "")
+    assert started.returncode == 0
+
+
+def test_signals_that_came_while_it_stood_still_reach_each_rank():
+    started = driver(COUNTING)
+    started.send_signal(signal.SIGSTOP)
+    started.send_signal(signal.SIGUSR1)
+    started.send_signal(signal.SIGHUP)
+    started.send_signal(signal.SIGCONT)
+    out, _ = started.communicate(timeout=20)
+    assert sorted(out.split()) == ["0:SIGHUP,SIGUSR1", "1:SIGHUP,SIGUSR1"]
+    assert started.returncode == 0
+
+
+def test_without_pidfds_the_ranks_are_watched_all_the_same(monkeypatch, tmp_path):
+    def refuse(pid):
+        raise OSError("no such call")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    first = tmp_path / "first"
+    assert outcome(ending_after(first, 0), ending(first, 4), grace_seconds=2)[:2] == (4, 1)
+    assert outcome("pass", "pass")[:4] == (0, None, None, ())
+
+
+def test_no_descriptor_is_left_open():
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    outcome("pass", "raise SystemExit(3)")
+    with pytest.raises(LaunchError):
+        RankGroup([Rank(0, ["/no/such/program"], {})], print).start()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 def test_a_second_interrupt_kills():
     started = driver(COUNTING, env={**os.environ, "COUNT_SECONDS": "30"})
     started.send_signal(signal.SIGINT)
