@@ -52,6 +52,29 @@ class Stillness:
         return True
 
 
+class RunningTime:
+    """Seconds that have passed while this process ran. Pure.
+
+    A job that was stopped (Ctrl-Z, a batch system's suspend, a container's pause) has not moved for long when it goes on,
+    and its watchdog stood still as long: that says nothing.
+
+    Args:
+        longest: of what passes between two questions, no more counts.
+    """
+
+    def __init__(self, longest: float) -> None:
+        self._longest = longest
+        self._asked: float | None = None
+        self._passed = 0.0
+
+    def at(self, now: float) -> float:
+        """What has passed until ``now``, in seconds, since the first question."""
+        if self._asked is not None:
+            self._passed += min(now - self._asked, self._longest)
+        self._asked = now
+        return self._passed
+
+
 class Watchdog:
     """Looks at the ranks' files at intervals, in a thread of this process.
 
@@ -92,10 +115,12 @@ class Watchdog:
 
     def _watch(self) -> None:
         pause = min(_LONGEST_PAUSE, max(_SHORTEST_PAUSE, self._seconds / _LOOKS_PER_PERIOD))
+        running = RunningTime(2 * pause)
         while not self._stop.wait(pause):
             try:
+                now = running.at(time.monotonic())
                 found = {identity: fingerprint(stem) for identity, stem in latest_files(self._run_path)}
-                if self._stillness.is_long(found, time.monotonic()):
+                if self._stillness.is_long(found, now):
                     self._look()
             except (CommprofError, OSError):
                 continue  # a directory that is being made, moved or finalised

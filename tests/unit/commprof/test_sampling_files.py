@@ -20,7 +20,7 @@ from commprof.sampling.dump_text import dump_text
 from commprof.sampling.live import fingerprint, latest, latest_files, read_live, read_tail
 from commprof.sampling.processes import local_ranks
 from commprof.sampling.samples import Sample, SampleWriter
-from commprof.sampling.watchdog import Stillness, Watchdog
+from commprof.sampling.watchdog import RunningTime, Stillness, Watchdog
 from commprof.schema import RECORD
 from commprof.trace.layout import RankFile
 from commprof.trace.process import start_ticks
@@ -306,6 +306,14 @@ def test_stillness_is_reported_once_until_something_moves():
 def test_a_run_without_records_is_no_stillness():
     still = Stillness(1)
     assert not any(still.is_long({}, now) for now in range(100))
+
+
+def test_a_job_that_stood_still_together_with_its_watchdog_is_no_stillness():
+    still, running = Stillness(10), RunningTime(5)
+    found = {FILE: (1, 1)}
+    # 4 seconds, of the 896 in between no more than 5, and half a one.
+    assert not any(still.is_long(found, running.at(now)) for now in (100, 102.5, 104, 1000, 1000.5))
+    assert still.is_long(found, running.at(1001))
 
 
 def test_a_watchdog_that_fails_says_so_and_ends(tmp_path):
