@@ -135,8 +135,10 @@ def _explanation(row: LedgerRow) -> str:
         return "unexplained"
     if row.explained_bytes < row.issued_payload_bytes:
         return "in part unexplained"
-    if row.expected_payload_bytes is not None and row.issued_payload_bytes < row.expected_payload_bytes:
-        return "less than asked"
+    if row.expected_payload_bytes is not None and row.issued_payload_bytes != row.expected_payload_bytes:
+        apart = row.issued_payload_bytes - row.expected_payload_bytes
+        size = rendering.number_of_bytes(round(abs(apart) / max(row.steps, 1)))
+        return f"{size} {'more' if apart > 0 else 'less'} than the rules say"
     return {
         "config": "as the rules say",
         "tag": "by its tag",

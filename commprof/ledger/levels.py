@@ -30,7 +30,7 @@ class LedgerRow:
 
     A level that is not known has None in each of its fields. ``expected_*`` is what the rules of the runtime make of the
     words of the config; ``requested_wire_bytes`` is what the words themselves would have cost: the same payload, sent by
-    ``requested_op``.
+    ``requested_op`` in each message's own group.
     """
 
     when: str  # init or steps

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from commprof.ledger import attribution, backends
 from commprof.ledger.attribution import Finding, Findings
 from commprof.ledger.issue import Message, StepKey, step_list, step_text
 from commprof.ledger.levels import INIT, STEPS, LedgerRow, Unexplained
-from commprof.schema import Op, wire_bytes
+from commprof.schema import Op, parse_ranks, wire_bytes
+
+
+class _OfGroup(NamedTuple):
+    """The finding of one class in one step, and the ranks of its group."""
+
+    ranks: str
+    finding: Finding
 
 
 def ledger_rows(findings: Findings) -> tuple[LedgerRow, ...]:
@@ -19,16 +27,17 @@ def ledger_rows(findings: Findings) -> tuple[LedgerRow, ...]:
     What one group was asked for may not be what another was: copies of a weight in two stages of a pipeline are all_reduced
     whatever the config wants of the other gradients.
     """
-    merged: dict[tuple[str, str | None, str, str], list[Finding]] = defaultdict(list)
+    merged: dict[tuple[str, str | None, str, str], list[_OfGroup]] = defaultdict(list)
     numbers: dict[str, int] = Counter()
     for key, step in findings.items():
         when = INIT if key.step < 0 else STEPS
         numbers[when] += 1
         for kind, finding in step.items():
-            merged[when, kind.purpose, kind.op, kind.group_ranks].append(finding)
-    by_class: dict[tuple[str, str | None, str], dict[str | None, list[Finding]]] = defaultdict(dict)
+            merged[when, kind.purpose, kind.op, kind.group_ranks].append(_OfGroup(kind.group_ranks, finding))
+    by_class: dict[tuple[str, str | None, str], dict[str | None, list[_OfGroup]]] = defaultdict(dict)
     for (when, purpose, op, _), found in merged.items():
-        asked = next((each.want.requested_op for each in found if each.want is not None), None)
+        wants = (each.finding.want for each in found)
+        asked = next((want.requested_op for want in wants if want is not None), None)
         by_class[when, purpose, op].setdefault(asked, []).extend(found)
     rows = [
         _row(*key, numbers[STEPS] if key[0] == STEPS else 0, found)
@@ -38,14 +47,15 @@ def ledger_rows(findings: Findings) -> tuple[LedgerRow, ...]:
     return tuple(sorted(rows, key=lambda row: (row.when, row.purpose or "~", row.issued_op or "")))
 
 
-def _with_the_unexpected(by_asked: Mapping[str | None, list[Finding]]) -> list[list[Finding]]:
+def _with_the_unexpected(by_asked: Mapping[str | None, list[_OfGroup]]) -> list[list[_OfGroup]]:
     """The findings by what was asked for; those of groups that nothing was expected of stand with the first of them."""
     known = [found for asked, found in by_asked.items() if asked is not None]
     rest = by_asked.get(None, [])
     return [known[0] + rest, *known[1:]] if known else [rest]
 
 
-def _row(when: str, purpose: str | None, op: str, steps: int, findings: Sequence[Finding]) -> LedgerRow:
+def _row(when: str, purpose: str | None, op: str, steps: int, groups: Sequence[_OfGroup]) -> LedgerRow:
+    findings = [each.finding for each in groups]
     wants = [finding.want for finding in findings if finding.want is not None]
     messages: Counter[Message] = Counter()
     times = Counter(map(id, findings))  # steps share what is equal
@@ -65,7 +75,7 @@ def _row(when: str, purpose: str | None, op: str, steps: int, findings: Sequence
         expected_op=op if wants else None,
         expected_count=sum(want.count for want in wants) if wants else None,
         expected_payload_bytes=expected_payload if wants else None,
-        requested_wire_bytes=wire_bytes(wants[0].requested_op, expected_payload, size) if wants else None,
+        requested_wire_bytes=_asked_wire(op, groups, messages) if wants else None,
         issued_op=op if messages else None,
         issued_count=sum(messages.values()),
         issued_payload_bytes=payload,
@@ -77,6 +87,28 @@ def _row(when: str, purpose: str | None, op: str, steps: int, findings: Sequence
         explained_by=min(str(name) for name in by) if by else None,
         group_size=size,
     )
+
+
+def _asked_wire(op: str, groups: Sequence[_OfGroup], messages: Mapping[Message, int]) -> float:
+    """What the operation asked for would send, each group by its own size; where it is what was issued, the same number."""
+    asked = [(each.ranks, each.finding.want) for each in groups if each.finding.want is not None]
+    as_issued = all(
+        each.finding.want is not None
+        and each.finding.want.requested_op == op
+        and each.finding.want.payload_bytes == attribution.payload(each.finding.messages)
+        for each in groups
+    )
+    if as_issued:
+        return _wire(messages)
+    totals: Counter[tuple[str, str]] = Counter()
+    for ranks, want in asked:
+        totals[want.requested_op, ranks] += want.payload_bytes
+    return sum(wire_bytes(name, total, _size(ranks)) for (name, ranks), total in totals.items())
+
+
+@lru_cache(maxsize=4096)
+def _size(ranks: str) -> int:
+    return len(parse_ranks(ranks))
 
 
 def _wire(messages: Mapping[Message, int]) -> float:

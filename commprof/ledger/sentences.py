@@ -10,9 +10,8 @@ from commprof.ledger.levels import STEPS, LedgerRow, Moved
 from commprof.requested import sign_optimizers
 from commprof.requested.configuration import Configuration
 from commprof.requested.support import optimizer_type
-from commprof.schema import Op, Purpose, wire_bytes
+from commprof.schema import Op, Purpose
 
-_UNIT: Final = 1_000_000  # any payload: only the ratio of two models is read
 _VOWELS: Final = ("a", "e", "i", "o", "u")
 
 
@@ -32,8 +31,11 @@ def gradient_sentence(
     asked = f"{_asking_words(config, configuration)} asked for {_article(row.requested_op)}"
     payload = sum(each.issued_payload_bytes for each in issued)
     used = f"{sum(each.issued_wire_bytes for each in issued) / payload:.2f}"
-    wanted = f"{_factor(row.requested_op, world_size):.2f}"
-    share = f"of the gradient bytes on the wire per rank at n = {world_size} (modelled)"
+    asked_bytes = sum(each.expected_payload_bytes or 0 for each in issued)
+    wanted = f"{sum(each.requested_wire_bytes or 0.0 for each in issued) / max(asked_bytes, 1):.2f}"
+    sizes = sorted({each.group_size for each in issued})
+    among = f"n = {sizes[0]}" if len(sizes) == 1 else f"groups of {_listed(sizes)} ranks"
+    share = f"of the gradient bytes on the wire per rank at {among} (modelled)"
     if row.issued_op == row.requested_op:
         return f"{asked}, and {_article(row.issued_op)} was issued: {used} {share}."
     cause = _turning_words(config, configuration, row.issued_op)
@@ -110,8 +112,9 @@ def _article(op: str) -> str:
     return f"{'an' if op.startswith(_VOWELS) else 'a'} {op}"
 
 
-def _factor(op: str | None, world_size: int) -> float:
-    return 0.0 if op is None else wire_bytes(op, _UNIT, world_size) / _UNIT
+def _listed(numbers: Sequence[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def execution_sentences(rows: Sequence[LedgerRow]) -> list[str]:

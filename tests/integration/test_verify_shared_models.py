@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -19,7 +20,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from commprof.cli import execute
+from commprof.ledger.request import request_of
 from commprof.ledger.verification import verify
+from commprof.schema import wire_bytes
 from support import parallel_training as training
 from support import pipelines
 from support.changed_runs import Changed
@@ -80,7 +84,15 @@ def stages(rank, world):
     engine.eval_batch(pipelines.batches(0))
 
 
+def copies(rank, world):
+    """Stage 3 whose ranks keep copies of the parameters in pairs: gathered by all four of them, and by two."""
+    engine = training.engine(training.config(zero_optimization={"stage": 3, "zero_hpz_partition_size": 2}))
+    for step in range(STEPS):
+        training.step_of(engine, step, 8)
+
+
 BODIES = {
+    "copies": (4, copies),
     "tensors": (4, tensors),
     "pieces": (2, functools.partial(tensors, shares_sequence=True)),
     "sharded": (4, functools.partial(tensors, shares_sequence=True, stage=3)),
@@ -107,6 +119,37 @@ def test_every_byte_is_explained(name):
     verdict = verify(recorded(name))
     assert (str(verdict.state), verdict.unexplained, verdict.disagreements) == ("closed", (), ()), verdict
     assert verdict.issued_bytes == verdict.explained_bytes > 0
+
+
+@pytest.mark.parametrize("name", ["copies", "stages", "tensors", "sequences"])
+def test_what_is_said_to_agree_is_equal_in_bytes(name, capsys):
+    """Of groups of several sizes too: the two lines of a purpose that was issued as asked show one number."""
+    verdict = verify(recorded(name))
+    agreeing = [
+        row
+        for row in verdict.rows
+        if row.requested_op == row.issued_op and row.expected_payload_bytes == row.issued_payload_bytes
+    ]
+    assert any(row.requested_wire_bytes for row in agreeing)
+    for row in agreeing:
+        assert row.requested_wire_bytes == row.issued_wire_bytes, row
+    assert execute(["verify", str(recorded(name).path)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    pairs = [
+        pair
+        for pair in pairwise(lines)
+        if pair[0][:1] == ["requested"] and pair[1][-4:] == ["as", "the", "rules", "say"]
+    ]
+    pairs = [(asked, sent) for asked, sent in pairs if asked[1] == sent[1]]
+    assert pairs and all(asked[3:7] == sent[3:7] for asked, sent in pairs), pairs
+
+
+@pytest.mark.parametrize("name", ["copies", "stages", "tensors", "sequences"])
+def test_requested_messages_are_modelled_in_their_own_groups(name):
+    request = request_of(recorded(name))
+    for row in request.rows():
+        size = len(row.groups[0]) if row.groups else row.group_size or request.world_size
+        assert row.wire_bytes == pytest.approx(wire_bytes(row.issued_op, row.payload_bytes, size)), row
 
 
 @pytest.mark.parametrize("name", ["tensors", "pieces", "sequences"])

@@ -9,8 +9,8 @@ from commprof.ledger.rows import ledger_rows
 PURPOSE = "gradient_reduce"
 
 
-def finding(group, payload, asked):
-    message = Message(PURPOSE, "all_reduce", group, 2, "gloo", payload, None, "ok", "all_reduce")
+def finding(group, payload, asked, size=2):
+    message = Message(PURPOSE, "all_reduce", group, size, "gloo", payload, None, "ok", "all_reduce")
     want = None if asked is None else Want(asked, 1, payload)
     return Class(PURPOSE, "all_reduce", group), Finding(want, Counter([message]), "config", payload)
 
@@ -34,3 +34,16 @@ def test_what_nobody_expected_of_a_group_stands_with_the_same_operation():
         "reduce_scatter": (1000.0, 4, 2200.0)
     }
     assert rows(finding("0,2", 100, None)) == {None: (None, 2, 200.0)}
+
+
+def test_each_group_is_asked_for_by_its_own_size():
+    """4 ranks send 3/4 of their bytes for a reduce_scatter, 2 ranks half of theirs, and one nothing, however large it is."""
+    sizes = (finding("0-3", 1000, "reduce_scatter", 4), finding("0-1", 600, "reduce_scatter"))
+    alone = finding("3", 5_000_000, "reduce_scatter", 1)
+    assert rows(*sizes, alone) == {"reduce_scatter": (2 * (750.0 + 300.0), 6, 2 * (1500.0 + 600.0))}
+
+
+def test_what_was_issued_as_asked_costs_what_was_asked_to_the_byte():
+    found = [finding(f"{rank}-{rank + 2}", 100 + rank, "all_reduce", 3) for rank in range(40)]
+    ((asked, _, sent),) = rows(*found).values()
+    assert asked == sent
