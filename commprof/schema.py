@@ -48,7 +48,7 @@ class Phase(StrEnum):
 
 
 class Purpose(StrEnum):
-    """Why a collective was issued, as its runtime says."""
+    """Why a collective was issued, as its runtime says. ``docs/frameworks.md`` says what each stands for."""
 
     PARAMETER_BROADCAST = "parameter_broadcast"
     PARAMETER_GATHER = "parameter_gather"
@@ -61,6 +61,12 @@ class Purpose(StrEnum):
     CHECKPOINT = "checkpoint"
     METRIC = "metric"
     OTHER = "other"
+    BUFFER_BROADCAST = "buffer_broadcast"
+    UNUSED_PARAMETERS = "unused_parameters"
+    BUCKET_REBUILD = "bucket_rebuild"
+    CONTROL = "control"
+    OBJECT = "object"
+    INPUT = "input"
 
 
 class Status(StrEnum):

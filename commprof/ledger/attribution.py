@@ -21,9 +21,13 @@ from commprof.ledger.issue import Issued, Message, StepKey
 from commprof.requested.expectation import Expectation
 from commprof.schema import Op, Purpose, Status, format_ranks
 
-# What a program sends for ends of its own, when it says so.
+# What a program or its wrapper sends for ends that no config asks for, when it says so.
 OWN_PURPOSES: Final = frozenset(
-    {Purpose.METRIC, Purpose.CHECKPOINT, Purpose.OTHER, Purpose.ACTIVATION, Purpose.PIPELINE}
+    {
+        *(Purpose.METRIC, Purpose.CHECKPOINT, Purpose.OTHER, Purpose.ACTIVATION, Purpose.PIPELINE),
+        *(Purpose.CONTROL, Purpose.OBJECT, Purpose.INPUT),
+        *(Purpose.BUFFER_BROADCAST, Purpose.UNUSED_PARAMETERS, Purpose.BUCKET_REBUILD),
+    }
 )
 UNTAGGED: Final = "no purpose was given, and the config asks for nothing like it"
 NOT_ASKED: Final = "the config's rules ask for none with this purpose"

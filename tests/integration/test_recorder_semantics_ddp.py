@@ -64,7 +64,7 @@ def test_the_buckets_of_the_first_step_and_those_that_are_built_anew(tmp_path):
     whole = ("backward", "all_reduce", "gradient_reduce", 0, 4 * 81, FORWARD_ORDER)
     # Built anew in the order in which gradients came: 1 + 8 + 8 elements, and 64 more before 26 were reached.
     last = ("backward", "all_reduce", "gradient_reduce", 0, 4 * 81, "2.bias,2.weight,0.bias,0.weight")
-    agreed = ("forward", "broadcast", "other", None, None, None)
+    agreed = ("forward", "broadcast", "bucket_rebuild", None, None, None)
     assert rows == [(0, 0, *whole), (1, 0, *agreed), (1, 0, *agreed), (1, 0, *last), (2, 0, *last)]
     buckets = [row for row in run.table("buckets").to_pylist() if row["rank"] == 0]
     assert [(b["step"], b["bucket"], b["numel"], b["bytes"], b["capacity"]) for b in buckets] == [
@@ -88,7 +88,7 @@ def test_unused_parameters_are_agreed_on_after_the_buckets(tmp_path):
     step = [
         ("backward", "all_reduce", "gradient_reduce", 0, 4 * 17, "0.bias,2.weight,2.bias"),
         ("backward", "all_reduce", "gradient_reduce", 1, 4 * 64, "0.weight"),
-        ("backward", "all_reduce", "other", None, None, None),
+        ("backward", "all_reduce", "unused_parameters", None, None, None),
     ]
     assert rows == [(number, 0, *row) for number in (0, 1) for row in step]
 
@@ -110,7 +110,7 @@ def test_accumulated_gradients_are_sent_with_the_last_micro_batch(tmp_path):
 def test_buffers_are_broadcast_in_every_forward_pass(tmp_path):
     _, rows = said(tmp_path, steps=1, batch_norm=True)
     # running_mean and running_var in one message, num_batches_tracked in another.
-    assert [row[2:5] for row in rows] == [("forward", "broadcast", "parameter_broadcast")] * 2 + [
+    assert [row[2:5] for row in rows] == [("forward", "broadcast", "buffer_broadcast")] * 2 + [
         ("backward", "all_reduce", "gradient_reduce")
     ]
 

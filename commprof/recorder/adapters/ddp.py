@@ -29,25 +29,31 @@ from commprof.schema import Purpose
 
 _MODULE: Final = "torch.nn.parallel.distributed"
 _CLASS: Final = "DistributedDataParallel"
+_CPP: Final = "torch._C._distributed_c10d"
 _JOIN: Final = "torch.distributed.algorithms.join"
 _BUCKET_UNKNOWN: Final = hooks.tag(Purpose.GRADIENT_REDUCE.value)
-_USED_PARAMETERS: Final = hooks.tag(Purpose.OTHER.value)
+_USED_PARAMETERS: Final = hooks.tag(Purpose.UNUSED_PARAMETERS.value)
 
 # What it issues on the thread that calls it. The innermost purpose counts.
 _PURPOSES: Final = (
-    purpose(_MODULE, f"{_CLASS}.__init__", Purpose.OTHER),
+    purpose(_MODULE, f"{_CLASS}.__init__", Purpose.CONTROL),
     purpose(_MODULE, "_verify_param_shape_across_processes", Purpose.TRACE_CHECK),
+    # Parameters and buffers, in common messages.
     purpose(_MODULE, "_sync_module_states", Purpose.PARAMETER_BROADCAST),
-    purpose(_MODULE, f"{_CLASS}._pre_forward", Purpose.OTHER),
-    purpose(_MODULE, f"{_CLASS}._sync_buffers", Purpose.PARAMETER_BROADCAST),
-    purpose(_MODULE, f"{_CLASS}._sync_module_buffers", Purpose.PARAMETER_BROADCAST),
-    purpose(_JOIN, "Join._get_num_nonjoined_procs", Purpose.OTHER),
-    purpose(_JOIN, "Join._notify_procs_to_terminate", Purpose.OTHER),
+    purpose(_MODULE, f"{_CLASS}._register_delay_all_reduce_hook", Purpose.PARAMETER_BROADCAST, optional=True),
+    purpose(_MODULE, f"{_CLASS}._delayed_all_reduce_hook", Purpose.GRADIENT_REDUCE, optional=True),
+    purpose(_MODULE, f"{_CLASS}._pre_forward", Purpose.CONTROL),
+    purpose(_CPP, "Reducer._rebuild_buckets", Purpose.BUCKET_REBUILD),
+    purpose(_MODULE, f"{_CLASS}._sync_buffers", Purpose.BUFFER_BROADCAST),
+    purpose(_MODULE, f"{_CLASS}._sync_module_buffers", Purpose.BUFFER_BROADCAST),
+    purpose(_MODULE, f"{_CLASS}._find_common_rank", Purpose.CONTROL),
+    purpose(_JOIN, "Join._get_num_nonjoined_procs", Purpose.CONTROL),
+    purpose(_JOIN, "Join._notify_procs_to_terminate", Purpose.CONTROL),
+    purpose(_JOIN, "Join.notify_join_context", Purpose.CONTROL),
     # On a rank that has no more data, for those that have.
     purpose(_MODULE, f"{_CLASS}._match_all_reduce_for_bwd_pass", Purpose.GRADIENT_REDUCE),
-    purpose(_MODULE, f"{_CLASS}._match_unused_params_allreduce", Purpose.OTHER),
-    purpose(_MODULE, f"{_CLASS}._sync_final_model", Purpose.OTHER),
-    purpose(_MODULE, f"{_CLASS}._check_global_requires_backward_grad_sync", Purpose.OTHER),
+    purpose(_MODULE, f"{_CLASS}._match_unused_params_allreduce", Purpose.UNUSED_PARAMETERS),
+    purpose(_MODULE, f"{_CLASS}._check_global_requires_backward_grad_sync", Purpose.CONTROL),
 )
 
 
