@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from commprof.recorder.adapters.checkpoints import Checkpoints
 from commprof.recorder.adapters.ddp import Ddp
 from commprof.recorder.adapters.deepspeed import DeepSpeedAdapter
+from commprof.recorder.adapters.dtensors import DTensors
 from commprof.recorder.adapters.fsdp import Fsdp
 from commprof.recorder.adapters.fully_shard import FullyShard
 from commprof.recorder.adapters.parts import Adapter
 from commprof.recorder.adapters.torch_functions import TorchFunctions
+from commprof.recorder.adapters.trainers import Trainers
 from commprof.recorder.journal import Journal
 from commprof.recorder.models import Models
 from commprof.recorder.steps import Steps
@@ -22,11 +25,14 @@ class Frameworks:
         self.loop = TrainingLoop(journal, steps, self.models)
         ddp = Ddp(journal)
         self.explain = ddp.explain  # why C++ issues a collective
+        checkpoints = Checkpoints(self.loop)
         parts = [
-            *TorchFunctions(journal, self.loop).parts(),
+            *TorchFunctions(journal, self.loop, checkpoints).parts(),
             *ddp.parts(),
             *Fsdp(journal).parts(),
             *FullyShard(journal).parts(),
+            *DTensors().parts(),
+            *Trainers(checkpoints).parts(),
         ]
         self._adapters = (DeepSpeedAdapter(journal, steps.explicit), Adapter(journal, parts))
 

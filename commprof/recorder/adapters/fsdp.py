@@ -19,6 +19,7 @@ from commprof.schema import Purpose
 _CLASS_MODULE: Final = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _CLASS: Final = "FullyShardedDataParallel"
 _FLAT: Final = "torch.distributed.fsdp._flat_param"
+_ORDER: Final = "torch.distributed.fsdp._exec_order_utils"
 _RUNTIME: Final = "torch.distributed.fsdp._runtime_utils"
 _GATHER: Final = hooks.tag(Purpose.PARAMETER_GATHER.value)
 _REDUCE: Final = hooks.tag(Purpose.GRADIENT_REDUCE.value)
@@ -29,6 +30,8 @@ _PURPOSES: Final = (
     purpose(_CLASS_MODULE, f"{_CLASS}.optim_state_dict", Purpose.CHECKPOINT),
     purpose(_CLASS_MODULE, f"{_CLASS}.optim_state_dict_to_load", Purpose.CHECKPOINT),
     purpose(_FLAT, "FlatParamHandle.unshard_grad", Purpose.OTHER),
+    # Whether all ranks gather the parameters in one order.
+    purpose(_ORDER, "_ExecOrderData._check_order", Purpose.TRACE_CHECK, optional=True),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import torch
 
 from commprof import hooks
 from commprof.recorder.adapters.imports import ImportWatch
-from commprof.recorder.adapters.patching import Patches, tagged
+from commprof.recorder.adapters.patching import Patches, tagged, tagged_by_default
 from commprof.recorder.journal import Journal
 from commprof.schema import Purpose
 
@@ -23,7 +24,7 @@ class Part(NamedTuple):
     Attributes:
         module: full name of the module that has it.
         path: ``function`` or ``Class.method`` within it.
-        optional: some versions of torch do without it, and nothing is lost there.
+        optional: some versions of its framework do without it, and nothing is lost there.
     """
 
     module: str
@@ -36,6 +37,12 @@ def purpose(module: str, path: str, why: Purpose, optional: bool = False) -> Par
     """A function whose collectives have one purpose."""
     tag = hooks.tag(why.value)
     return Part(module, path, lambda original: tagged(original, tag), optional)
+
+
+def default_purpose(module: str, path: str, why: Purpose, optional: bool = False) -> Part:
+    """A function whose collectives have one purpose, unless who calls it has said another."""
+    tag = hooks.tag(why.value)
+    return Part(module, path, lambda original: tagged_by_default(original, tag), optional)
 
 
 class Adapter:
@@ -71,9 +78,15 @@ class Adapter:
         ]
         if missing:
             self._journal.note(
-                f"torch {torch.__version__}: {module.__name__} has no {', '.join(missing)}, so what is issued there may "
+                f"{_version(module)}: {module.__name__} has no {', '.join(missing)}, so what is issued there may "
                 "stay without purpose, module and bucket"
             )
+
+
+def _version(module: ModuleType) -> str:
+    """The framework that ``module`` is of, and its version."""
+    name = module.__name__.partition(".")[0]
+    return f"{name} {getattr(sys.modules.get(name), '__version__', 'of an unknown version')}"
 
 
 def _outside_traces(wrap: Wrap) -> Wrap:

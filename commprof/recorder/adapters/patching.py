@@ -59,3 +59,15 @@ def tagged(original: Callable[..., Any], tag: hooks.tag) -> Callable[..., Any]:
             return original(*args, **kwargs)
 
     return call
+
+
+def tagged_by_default(original: Callable[..., Any], tag: hooks.tag) -> Callable[..., Any]:
+    """``original``, its collectives being issued under ``tag`` where nobody around it has given them a purpose."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if hooks.current_tag() is not None:
+            return original(*args, **kwargs)
+        with tag:
+            return original(*args, **kwargs)
+
+    return call

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from commprof import hooks
-from commprof.recorder.adapters.parts import Doubts, Part, purpose
+from commprof.recorder.adapters.checkpoints import Checkpoints
+from commprof.recorder.adapters.parts import Doubts, Part, default_purpose, purpose
 from commprof.recorder.journal import Journal
 from commprof.recorder.training_loop import TrainingLoop
 from commprof.schema import Phase, Purpose
 
-_CLIP: Final = "clip_grad_norm_"
 _ZERO: Final = "torch.distributed.optim.zero_redundancy_optimizer"
 _ZERO_HOOK: Final = "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook"
 _AVERAGING: Final = "torch.distributed.algorithms.model_averaging.utils"
@@ -22,15 +22,48 @@ _LOADER: Final = "torch.distributed.checkpoint.state_dict_loader"
 _STATE: Final = "torch.distributed.checkpoint.state_dict"
 _CHECKPOINT: Final = "torch.distributed.checkpoint"
 
+_DISTRIBUTED: Final = "torch.distributed"
+_C10D: Final = "torch.distributed.distributed_c10d"
+_AUTOGRAD: Final = "torch.distributed.nn.functional"
+_SCALER: Final = "torch.distributed.fsdp.sharded_grad_scaler"
+_GRAPH: Final = "torch._dynamo.output_graph"
+_OBJECTS: Final = (
+    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
+    *("send_object_list", "recv_object_list"),
+)
+_DIFFERENTIABLE: Final = (
+    *("_Broadcast", "_Gather", "_Scatter", "_Reduce", "_Reduce_Scatter", "_AllGather", "_AllGatherBase"),
+    *("_AlltoAll", "_AlltoAllSingle", "_AllReduce"),
+)
+
 _PURPOSES: Final = (
-    # Names that a package has taken over from the module that defines them.
-    purpose("torch.nn.utils.clip_grad", _CLIP, Purpose.GRADIENT_NORM),
-    purpose("torch.nn.utils", _CLIP, Purpose.GRADIENT_NORM, optional=True),
     purpose("torch.nn.modules._functions", "SyncBatchNorm.forward", Purpose.ACTIVATION),
     purpose("torch.nn.modules._functions", "SyncBatchNorm.backward", Purpose.ACTIVATION),
     purpose(_ZERO_HOOK, "_broadcast_bucket", Purpose.PARAMETER_BROADCAST, optional=True),
     # Parameters that went their own ways for some steps (post-local SGD) become the same on all ranks.
     purpose(_AVERAGING, "average_parameters", Purpose.PARAMETER_BROADCAST, optional=True),
+    # Names that a package has taken over from the module that defines them.
+    *(
+        default_purpose(module, name, Purpose.OBJECT, optional=True)
+        for module in (_DISTRIBUTED, _C10D)
+        for name in _OBJECTS
+    ),
+    *(
+        default_purpose(module, name, Purpose.CONTROL, optional=True)
+        for module in (_DISTRIBUTED, _C10D)
+        for name in ("barrier", "monitored_barrier")
+    ),
+    # Collectives that gradients flow through.
+    *(
+        default_purpose(_AUTOGRAD, f"{name}.{direction}", Purpose.ACTIVATION, optional=True)
+        for name in _DIFFERENTIABLE
+        for direction in ("forward", "backward")
+    ),
+    purpose(_SCALER, "ShardedGradScaler.unscale_", Purpose.OVERFLOW_CHECK, optional=True),
+    # The seed by which all ranks shuffle one list of samples.
+    purpose("torch.utils.data.dataloader", "_share_dist_seed", Purpose.CONTROL, optional=True),
+    # What the compiler of each rank has found out, so that all of them compile the same.
+    purpose(_GRAPH, "OutputGraph.run_compiler_collective", Purpose.CONTROL, optional=True),
     # What the stages agree on before the first batch.
     purpose(_STAGE, "PipelineStage._recv_meta", Purpose.PIPELINE, optional=True),
     purpose(_STAGE, "PipelineStage._send_meta", Purpose.PIPELINE, optional=True),
@@ -62,35 +95,24 @@ class TorchFunctions:
     Args:
         journal: hears of what could not be found out.
         loop: is told which phase they are.
+        checkpoints: says of a function that it writes or reads one.
     """
 
-    def __init__(self, journal: Journal, loop: TrainingLoop) -> None:
+    def __init__(self, journal: Journal, loop: TrainingLoop, checkpoints: Checkpoints) -> None:
         self._loop = loop
+        self._checkpoints = checkpoints
         self._doubt = Doubts(journal, "ZeroRedundancyOptimizer")
 
     def parts(self) -> list[Part]:
         """What to wrap."""
         return [
             *_PURPOSES,
-            *(Part(module, name, self._wrap_checkpoint, True) for module, name in _CHECKPOINTS),
+            *(self._checkpoints.part(module, name) for module, name in _CHECKPOINTS),
             Part(_ZERO, "ZeroRedundancyOptimizer._broadcast_params_from_rank", self._wrap_shard),
             Part(_SCHEDULES, "_batch_p2p", self._wrap_messages),
             Part(_SCHEDULES, "PipelineScheduleSingle.step", self._wrap_batch),
             Part(_SCHEDULES, "PipelineScheduleMulti.step", self._wrap_batch),
         ]
-
-    def _wrap_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        tag = hooks.tag(Purpose.CHECKPOINT.value)
-
-        def checkpoint(*args: Any, **kwargs: Any) -> Any:
-            before = self._loop.enter(Phase.CHECKPOINT)
-            try:
-                with tag:
-                    return original(*args, **kwargs)
-            finally:
-                self._loop.leave(before)
-
-        return checkpoint
 
     def _wrap_shard(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """The parameters that one rank has updated, on their way to the others."""

@@ -1,0 +1,145 @@
+"""accelerate, transformers, Lightning and torchmetrics: what they issue beside the wrapper that they train in.
+
+Most of them are issued by a few functions far inside, which everybody calls for ends of his own. Such a function says what
+it is mostly called for, and only where no caller has said why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from commprof import hooks
+from commprof.recorder.adapters.checkpoints import Checkpoints
+from commprof.recorder.adapters.parts import Part, default_purpose, purpose
+from commprof.recorder.adapters.patching import tagged_by_default
+from commprof.schema import Purpose
+
+_OPERATIONS: Final = "accelerate.utils.operations"
+_ACCELERATOR: Final = "accelerate.accelerator"
+_FSDP: Final = "accelerate.utils.fsdp_utils"
+_LOADER: Final = "accelerate.data_loader"
+_TRAINER: Final = "transformers.trainer"
+_GATHERS: Final = "transformers.trainer_pt_utils"
+_METRICS: Final = "torchmetrics.utilities.distributed"
+_LIGHTNING: Final = (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric"))
+_STRATEGIES: Final = (
+    ("ddp", "DDPStrategy"),
+    ("fsdp", "FSDPStrategy"),
+    ("model_parallel", "ModelParallelStrategy"),
+)
+
+_ACCELERATE: Final = (
+    default_purpose(_OPERATIONS, "_gpu_gather", Purpose.METRIC),
+    default_purpose(_OPERATIONS, "reduce", Purpose.METRIC),
+    default_purpose(_OPERATIONS, "_gpu_broadcast", Purpose.CONTROL, optional=True),
+    default_purpose("accelerate.utils", "reduce", Purpose.METRIC, optional=True),
+    default_purpose(_ACCELERATOR, "Accelerator.reduce", Purpose.METRIC),
+    default_purpose(_ACCELERATOR, "Accelerator.gather_for_metrics", Purpose.METRIC, optional=True),
+    purpose(_ACCELERATOR, "Accelerator.check_trigger", Purpose.CONTROL, optional=True),
+    purpose(_ACCELERATOR, "Accelerator.clip_grad_norm_", Purpose.GRADIENT_NORM, optional=True),
+    # Batches that the main process reads for all, and their shapes.
+    purpose(_LOADER, "broadcast", Purpose.INPUT, optional=True),
+    purpose(_LOADER, "broadcast_object_list", Purpose.INPUT, optional=True),
+    purpose("accelerate.utils.random", "synchronize_rng_state", Purpose.CONTROL, optional=True),
+    purpose(_FSDP, "fsdp2_load_full_state_dict", Purpose.PARAMETER_BROADCAST, optional=True),
+    # Parameters that went their own ways for some steps, as torch's average_parameters.
+    purpose(
+        "accelerate.local_sgd",
+        "LocalSGD._sync_and_avg_model_params",
+        Purpose.PARAMETER_BROADCAST,
+        optional=True,
+    ),
+)
+_TRANSFORMERS: Final = (
+    default_purpose(_GATHERS, "distributed_concat", Purpose.METRIC),
+    default_purpose(_GATHERS, "distributed_broadcast_scalars", Purpose.METRIC, optional=True),
+    default_purpose(_TRAINER, "Trainer.store_flos", Purpose.METRIC, optional=True),
+    default_purpose(_TRAINER, "Trainer._get_num_items_in_batch", Purpose.METRIC, optional=True),
+    purpose(
+        _TRAINER, "Trainer._sync_replicated_trainable_parameters", Purpose.PARAMETER_BROADCAST, optional=True
+    ),
+    purpose(
+        "transformers.generation.utils",
+        "GenerationMixin._has_unfinished_sequences",
+        Purpose.CONTROL,
+        optional=True,
+    ),
+)
+_TORCHMETRICS: Final = (
+    default_purpose(_METRICS, "gather_all_tensors", Purpose.METRIC),
+    default_purpose(_METRICS, "_simple_gather_all_tensors", Purpose.METRIC, optional=True),
+    # Whatever function the program gave it.
+    default_purpose("torchmetrics.metric", "Metric._sync_dist", Purpose.METRIC, optional=True),
+)
+_CHECKPOINTS: Final = (
+    *((_ACCELERATOR, f"Accelerator.{name}") for name in ("save_state", "load_state", "save_model")),
+    (_ACCELERATOR, "Accelerator.get_state_dict"),
+    *((_FSDP, f"{verb}_fsdp_{what}") for verb in ("save", "load") for what in ("model", "optimizer")),
+    (_FSDP, "merge_fsdp_weights"),
+    *((_TRAINER, f"Trainer.{name}") for name in ("save_model", "_save_checkpoint", "_load_from_checkpoint")),
+    *((_TRAINER, f"Trainer.{name}") for name in ("_load_best_model", "_load_optimizer_and_scheduler")),
+    *((_TRAINER, f"Trainer.{name}") for name in ("_load_rng_state", "_load_scaler")),
+)
+# Of the classes that Lightning keeps and loads checkpoints with.
+_LIGHTNING_CHECKPOINTS: Final = (
+    ("trainer.trainer", "Trainer.save_checkpoint"),
+    ("callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint"),
+    ("callbacks.model_checkpoint", "ModelCheckpoint.file_exists"),
+    ("callbacks.model_checkpoint", "ModelCheckpoint.setup"),
+    ("trainer.connectors.checkpoint_connector", "_CheckpointConnector._restore_modules_and_callbacks"),
+    ("trainer.connectors.checkpoint_connector", "_CheckpointConnector.restore_training_state"),
+    ("trainer.connectors.checkpoint_connector", "_CheckpointConnector.resume_end"),
+)
+
+
+class Trainers:
+    """What to wrap of the libraries that write the training loop.
+
+    Args:
+        checkpoints: says of a function that it writes or reads one.
+    """
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
+
+    def parts(self) -> list[Part]:
+        """What to wrap."""
+        return [
+            *_ACCELERATE,
+            *_TRANSFORMERS,
+            *_TORCHMETRICS,
+            *(self._checkpoints.part(module, name) for module, name in _CHECKPOINTS),
+            *(part for packages in _LIGHTNING for part in self._lightning(*packages)),
+        ]
+
+    def _lightning(self, trainer: str, fabric: str) -> Iterator[Part]:
+        """Those of Lightning, which has two names for each of its packages."""
+        sync = f"{fabric}.utilities.distributed"
+        yield default_purpose(sync, "_sync_ddp", Purpose.METRIC)
+        yield default_purpose(sync, "_gather_all_tensors", Purpose.METRIC, optional=True)
+        yield Part(sync, "_all_gather_ddp_if_available", _wrap_gather, True)
+        for package in (trainer, fabric):
+            parallel = f"{package}.strategies.parallel"
+            yield purpose(parallel, "ParallelStrategy.reduce_boolean_decision", Purpose.CONTROL, True)
+            for module, strategy in _STRATEGIES:
+                yield default_purpose(
+                    f"{package}.strategies.{module}", f"{strategy}.broadcast", Purpose.CONTROL, True
+                )
+        loop = f"{trainer}.loops.training_epoch_loop"
+        yield purpose(loop, "_TrainingEpochLoop._broadcast_sigterm_tensor", Purpose.CONTROL, True)
+        for module, name in _LIGHTNING_CHECKPOINTS:
+            yield self._checkpoints.part(f"{trainer}.{module}", name)
+        for name in ("save", "load", "load_raw"):
+            yield self._checkpoints.part(f"{fabric}.fabric", f"Fabric.{name}")
+
+
+def _wrap_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Gathered with gradients it is part of the model, and torch's differentiable function says so itself."""
+    metric = tagged_by_default(original, hooks.tag(Purpose.METRIC.value))
+
+    def gather(tensor: Any, group: Any = None, sync_grads: bool = False, *args: Any, **kwargs: Any) -> Any:
+        call = original if sync_grads else metric
+        return call(tensor, group, sync_grads, *args, **kwargs)
+
+    return gather
