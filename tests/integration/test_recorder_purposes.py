@@ -67,7 +67,7 @@ def tensor_parallel(rank, world, way):
             total = torch.nn.utils.get_total_norm(gradients).full_tensor()
             torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, total)
         optimizer.step()
-    list(model.parameters())[0].full_tensor()
+    next(iter(model.parameters())).full_tensor()
 
 
 @pytest.mark.parametrize("way", ["whole", "parts"])
