@@ -66,6 +66,7 @@ from commprof.errors import UsageError
 from commprof.ledger import verification
 from commprof.ledger.levels import Verdict
 from commprof.schema import TABLES, Column
+from commprof.trace.coverage import uncovered
 from commprof.trace.reader import Run, open_run
 
 __all__ = [
@@ -476,11 +477,11 @@ def exposure_per_step(run: AnyRun) -> pd.DataFrame:
 def moved(run: AnyRun) -> pd.DataFrame:
     """What the counters of each host and interface moved during the run; the whole host, all its processes.
 
-    Without readings it has no rows, and ``frame.attrs["reason"]`` says why; that is None otherwise.
+    ``frame.attrs["reason"]`` says why this is not the whole run of every host, if it is not: no readings at all, none of
+    a host, a first one too late or a last one too early. Column ``left_out`` says it of its host.
     """
-    frame = counters.moved(_opened(run).table("wire"))
-    frame.attrs["reason"] = counters.why_not_moved(frame)
-    return frame
+    opened = _opened(run)
+    return counters.moved(opened.table("wire"), uncovered(opened))
 
 
 def requested(run: AnyRun) -> pd.DataFrame:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import pandas as pd
@@ -11,22 +12,23 @@ from commprof.analysis.answers import MOVED
 from commprof.analysis.engine import ask
 from commprof.analysis.frames import from_arrow
 
-NO_READINGS: Final = (
-    "no counters were read during the run (commprof run reads them; an attached script does not)"
-)
+NO_READINGS: Final = "no counters were read during the run"
 ONE_READING: Final = "the counters were read only once, so no difference can be formed"
 
 
-def moved(wire: pa.Table) -> pd.DataFrame:
+def moved(wire: pa.Table, uncovered: Mapping[str, str]) -> pd.DataFrame:
     """Bytes that each interface of each host moved during the run (``queries/moved.sql``).
 
-    The counters are those of the whole host: other processes and other traffic are in them.
+    The counters are those of the whole host: other processes and other traffic are in them. ``frame.attrs["reason"]``
+    says why there is no sum over all hosts for the whole run; None where there is one.
+
+    Args:
+        uncovered: host -> what its readings leave out of the run; see :mod:`commprof.trace.coverage`.
     """
-    return from_arrow(ask("moved", {"wire": wire}), MOVED.columns)
-
-
-def why_not_moved(moved: pd.DataFrame) -> str | None:
-    """Why there is no moved measure; None when there is one."""
-    if moved.empty:
-        return NO_READINGS
-    return ONE_READING if bool((moved["readings"] < 2).all()) else None
+    rows = ask("moved", {"wire": wire})
+    texts = [uncovered.get(host) for host in rows["host"].to_pylist()]
+    frame = from_arrow(rows.append_column("left_out", pa.array(texts, pa.string())), MOVED.columns)
+    said = "; ".join(f"host {host}: {text}" for host, text in uncovered.items())
+    once = not frame.empty and bool((frame["readings"] < 2).all())
+    frame.attrs["reason"] = NO_READINGS if frame.empty else said or (ONE_READING if once else None)
+    return frame

@@ -10,7 +10,6 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.analysis.counters import why_not_moved
 from commprof.analysis.expectation import requested_reduction
 from commprof.analysis.intervals import over_steps
 from commprof.analysis.pipeline_idle import idle_shares
@@ -69,7 +68,7 @@ def overview(
     """
     manifest, health = run.manifest, run.health
     time, wall, spent = over_steps(durations_after_first(times)), wall_ns(run), recorder_ns(run)
-    reason = why_not_moved(moved)
+    reason = moved.attrs.get("reason")
     idle = idle_shares(run.table("metrics"))
     requested = requested_reduction(manifest.config, manifest.effective_config)
     # Column by column: a row of a frame turns its integers to floats.

@@ -232,7 +232,9 @@ def moved_parts(moved: pd.DataFrame) -> list[Rows | str]:
         for row in rendering.records(moved)
         if row["sent_bytes"] or row["received_bytes"]
     ]
-    return [Rows(headings, rows, title="Moved: counters of the whole machine, all its processes")]
+    title = "Moved: counters of the whole machine, all its processes"
+    reason = moved.attrs.get("reason")
+    return [Rows(headings, rows, title=title), *([f"Not the whole run: {reason}.", ""] if reason else [])]
 
 
 def health(facts: Mapping[str, Any]) -> str:

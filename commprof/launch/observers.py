@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from commprof.launch.wire import INTERVAL_SECONDS, WireSampler
-from commprof.recorder.counters import InterfaceCounters
+from commprof.recorder.counters import WIRE_DIRECTORY, InterfaceCounters, readings_file
 from commprof.recorder.options import Options
 from commprof.sampling.nvml import NVML, NvmlError, NvmlSampler
 from commprof.sampling.processes import ProcessSampler, local_ranks
@@ -27,9 +28,8 @@ def observed(run: Path, recording: Options, say: Callable[[str], None]) -> Itera
     Args:
         say: called with one line of text for the person at the terminal.
     """
-    interfaces = recording.sample_every if "interfaces" in recording.samplers else INTERVAL_SECONDS
     with contextlib.ExitStack() as stack:
-        stack.enter_context(WireSampler(run, InterfaceCounters(), interfaces))
+        stack.enter_context(_interfaces(run / "wire.jsonl", recording))
         samplers = make_samplers(run, recording, say)
         if samplers:
             stack.enter_context(SampleWriter(run, samplers, recording.sample_every))
@@ -40,12 +40,21 @@ def observed(run: Path, recording: Options, say: Callable[[str], None]) -> Itera
 
 @contextlib.contextmanager
 def sampled(run: Path, recording: Options, say: Callable[[str], None]) -> Iterator[None]:
-    """Inside, the samplers that were asked for work on a host whose launcher does not speak for the job."""
+    """The same on another host, by a launcher that does not speak for the job; the watchdog is the other's."""
     samplers = make_samplers(run, recording, say)
     host = socket.gethostname().replace("/", "_")
     file = EVERY_SAMPLES.replace("*", f"-{host}")
-    with SampleWriter(run, samplers, recording.sample_every, file) if samplers else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        of_launcher = readings_file(run / WIRE_DIRECTORY, f"launcher-{os.getpid()}")
+        stack.enter_context(_interfaces(of_launcher, recording))
+        if samplers:
+            stack.enter_context(SampleWriter(run, samplers, recording.sample_every, file))
         yield
+
+
+def _interfaces(file: Path, recording: Options) -> WireSampler:
+    interval = recording.sample_every if "interfaces" in recording.samplers else INTERVAL_SECONDS
+    return WireSampler(file, InterfaceCounters(), interval)
 
 
 def make_samplers(run: Path, recording: Options, say: Callable[[str], None]) -> list[Sampler]:

@@ -12,14 +12,14 @@ INTERVAL_SECONDS: Final = 0.5
 
 
 class WireSampler:
-    """Appends the counters of all interfaces to ``<run>/wire.jsonl`` at the start, at intervals and at the end.
+    """Appends the counters of all interfaces to ``file`` at the start, at intervals and at the end.
 
     A context manager. Counters that cannot be read, or a file that cannot be written, end the sampling and nothing else.
     """
 
-    def __init__(self, run: Path, counters: Any, interval_seconds: float = INTERVAL_SECONDS) -> None:
+    def __init__(self, file: Path, counters: Any, interval_seconds: float = INTERVAL_SECONDS) -> None:
         # counters: anything whose read() returns rows of schema.WIRE
-        self._path = run / "wire.jsonl"
+        self._path = file
         self._counters = counters
         self._interval_seconds = interval_seconds
         self._stop = threading.Event()
@@ -46,6 +46,8 @@ class WireSampler:
     def _sample(self) -> bool:
         try:
             lines = "".join(json.dumps(row) + "\n" for row in self._counters.read())
+            # Whoever finalises the run takes the file away, and its directory.
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a") as file:
                 file.write(lines)
         except Exception:  # the counters are an extra; nothing may end a training because of them

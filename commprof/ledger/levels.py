@@ -22,6 +22,7 @@ EXIT_CODES: Final[dict[State, int]] = {State.CLOSED: 0, State.MISMATCH: 1, State
 
 INIT: Final = "init"
 STEPS: Final = "steps"
+PART: Final = "part"  # of the run, between the readings that there are
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class Moved(NamedTuple):
 
     host: str
     device: str
-    when: str  # "steps" or "run"
+    when: str  # "steps", "run", or "part": the readings leave out some of it
     steps: int
     sent_bytes: int
     received_bytes: int

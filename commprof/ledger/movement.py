@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from commprof.ledger import backends
 from commprof.ledger.issue import Issued, Message
-from commprof.ledger.levels import Moved
+from commprof.ledger.levels import PART, Moved
 from commprof.schema import Op, wire_bytes
 
 LOOPBACK: Final = "lo"
@@ -51,13 +51,16 @@ def modelled(steps: Sequence[Mapping[Message, int]]) -> Sent:
     return Sent(total, least)
 
 
-def moved(wire: pa.Table, issued: Issued, hosts: Sequence[str]) -> tuple[Moved, ...]:
+def moved(
+    wire: pa.Table, issued: Issued, hosts: Sequence[str], uncovered: Mapping[str, str]
+) -> tuple[Moved, ...]:
     """What each host moved: over the training steps where readings were taken at steps, else over the run.
 
     Args:
         wire: the ``wire`` table.
         issued: the messages of each step.
         hosts: the host of every rank.
+        uncovered: host -> what its readings leave out of the run.
     """
     rows = [row for row in wire.to_pylist() if row["kind"] == "interface"]
     by_device: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
@@ -75,7 +78,9 @@ def moved(wire: pa.Table, issued: Issued, hosts: Sequence[str]) -> tuple[Moved, 
         if not readings:
             continue
         label = LOOPBACK if wants_loopback else devices[0] if len(devices) == 1 else ALL_DEVICES
-        found.append(_of_host(host, label, readings, issued, 1 if wants_loopback else len(hosts), reason))
+        row = _of_host(host, label, readings, issued, 1 if wants_loopback else len(hosts), reason)
+        left_out = uncovered.get(host) if row.when == "run" else None
+        found.append(row if left_out is None else row._replace(when=PART, expected_bytes=None, reason=left_out))
     return tuple(found)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from commprof.ledger import movement
-from commprof.ledger.levels import STEPS, LedgerRow, Moved
+from commprof.ledger.levels import PART, STEPS, LedgerRow, Moved
 from commprof.requested import sign_optimizers
 from commprof.requested.configuration import Configuration
 from commprof.requested.support import optimizer_type
@@ -142,7 +142,9 @@ def execution_sentences(rows: Sequence[LedgerRow]) -> list[str]:
 
 def moved_sentence(row: Moved) -> str:
     """One host's counters beside the model."""
-    over = f"in {row.steps} steps" if row.when == STEPS else "over the whole run"
+    over = {STEPS: f"in {row.steps} steps", PART: "between its first and its last reading"}.get(
+        row.when, "over the whole run"
+    )
     head = f"Host {row.host} sent {row.sent_bytes:,} bytes through {row.device} {over} (counters of the whole host)"
     if row.expected_bytes is None:
         return f"{head}; not compared: {row.reason}."
@@ -153,3 +155,11 @@ def moved_sentence(row: Moved) -> str:
     if ratio > 1:
         return text + "; the rest is other traffic of the host, or nobody's that was recorded."
     return text + "; less moved than the model has, so what was executed is not what is said here."
+
+
+def unread_sentences(uncovered: Mapping[str, str], moved: Sequence[Moved]) -> list[str]:
+    """A sentence for each host of which there is no row: what it moved is not known."""
+    known = {row.host for row in moved}
+    return [
+        f"What host {host} moved is not known: {text}." for host, text in uncovered.items() if host not in known
+    ]

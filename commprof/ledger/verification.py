@@ -21,6 +21,7 @@ from commprof.ledger.summed import backends_of, with_sums
 from commprof.ledger.survey import COLUMNS as SURVEYED
 from commprof.ledger.survey import Survey
 from commprof.ledger.turns import before_steps, demands_in_turn, turns_of
+from commprof.trace.coverage import uncovered
 
 COMPLETE: Final = "complete"
 
@@ -53,7 +54,9 @@ def verify(run: RecordedRun) -> Verdict:
     if request.reason is not None:
         findings = _without_request(findings)
     rows = ledger_rows(findings)
-    moved = movement.moved(run.table("wire"), steps, [str(entry.get("host")) for entry in _latest(run)])
+    left_out = uncovered(run)
+    hosts = [str(entry.get("host")) for entry in _latest(run)]
+    moved = movement.moved(run.table("wire"), steps, hosts, left_out)
     left = _left(run, findings) if request.reason is None and is_told else ()
     # A program that was stopped leaves messages on their way.
     lone = ends.lone() if run.health.state == COMPLETE else []
@@ -70,6 +73,7 @@ def verify(run: RecordedRun) -> Verdict:
         state = State.UNKNOWN
     told = [
         *_told(request, rows, steps, moved),
+        *sentences.unread_sentences(left_out, moved),
         *(said if is_told else ()),  # what steps lack is not told where there is nothing of any
         *remarks(findings),
         *(f"Cannot tell: {text}." for text in doubts),

@@ -15,6 +15,9 @@ from typing import Any, Final
 PROC_NET_DEV: Final = Path("/proc/net/dev")
 WIRE_VARIABLE: Final = "COMMPROF_WIRE"  # set to 1 by commprof run --wire
 WIRE_DIRECTORY: Final = "wire"  # in the run: one file of readings per host
+_INTERVAL_NS: Final = 500_000_000
+_READING_NS: Final = 2_000_000  # a reading takes some 0.1 ms
+_ATTEMPTS: Final = 3
 # The number of a rank on its host, as torchrun, Open MPI, MPICH and Slurm tell it.
 _LOCAL_RANK_VARIABLES: Final = (
     "LOCAL_RANK",
@@ -47,10 +50,9 @@ class InterfaceCounters:
             step: the training step that has just ended; None for a reading at intervals.
         """
         try:
-            text = _read(self._source)
+            text, now = self._text()
         except OSError:
             return []
-        now = self._clock()
         return [
             {
                 "host": self._host,
@@ -64,62 +66,93 @@ class InterfaceCounters:
             for device, sent, received in parse_net_dev(text)
         ]
 
+    def _text(self) -> tuple[str, int]:
+        """What the system says, and when. Read again where this process was held up meanwhile, so that the time is right."""
+        for _ in range(_ATTEMPTS):
+            before = self._clock()
+            text = _read(self._source)
+            now = self._clock()
+            if now - before < _READING_NS:
+                break
+        return text, now
 
-class StepReadings:
-    """Reads the counters of this host at the boundaries of training steps, into ``<run>/wire/<host>-<namespace>.jsonl``.
 
-    One process of a host does so: the rank 0 of the host, and of several that take themselves for it, the one that has
-    locked the file. What step ``n`` moved is the reading of step ``n`` less the one before it.
+class HostReadings:
+    """Reads the counters of this host into ``<run>/wire/``: before the first collective of this process, and after its last.
+
+    One process of the host reads in between as well, at the boundaries of training steps: each of them, or one every
+    half second. That is the rank 0 of the host, and of several that take themselves for it, the one that has locked
+    the file. What step ``n`` moved is the reading of step ``n`` less the one before it.
 
     Nothing here raises or waits: the first thing that goes wrong ends the readings.
 
     Args:
-        directory: where the file is; made when the first step begins.
+        directory: where the files are; made at the first reading.
+        every_step: read at each step, and say which.
+        is_first: a launcher says that this process is the first of its host; None where none says anything.
     """
 
-    def __init__(self, directory: Path, counters: InterfaceCounters | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        every_step: bool = False,
+        is_first: bool | None = None,
+        counters: InterfaceCounters | None = None,
+    ) -> None:
         self._directory = directory
+        self._every_step = every_step
+        self._between = is_first is not False
         self._counters = counters or InterfaceCounters()
         self._descriptor: int | None = None
         self._step = -1
         self._usable = True
+        self._next_ns = 0
 
-    def begin(self, step: int) -> None:
-        """Step ``step`` begins, so the one before it has ended."""
-        self._write()
+    def open(self) -> None:
+        """No collective has been issued yet."""
+        self._write(None)
+
+    def begin(self, step: int, now: int = 0) -> None:
+        """Step ``step`` begins at ``now`` (perf_counter_ns), so the one before it has ended."""
+        if self._between and (self._every_step or now >= self._next_ns):
+            self._write(self._step if self._every_step else None)
+            self._next_ns = now + _INTERVAL_NS
         self._step = step
 
     def go_back(self) -> None:
         """No step has begun yet after all."""
         self._step = -1
 
-    def finish(self) -> None:
-        """The last step has ended."""
-        if self._descriptor is None:
-            return
-        self._write()
-        self._usable = False
-        with contextlib.suppress(OSError):
-            os.close(self._descriptor)
+    def end_steps(self) -> None:
+        """The last step has ended that is to be recorded."""
+        if self._between and self._every_step:
+            self._write(self._step)
+        self._between = False
 
-    def _write(self) -> None:
+    def finish(self) -> None:
+        """The last collective of this process has ended."""
+        self._write(self._step if self._between and self._every_step else None)
+        self._usable = False
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._descriptor)
+
+    def _write(self, step: int | None) -> None:
         if not self._usable:
             return
         try:
             if self._descriptor is None:
-                self._descriptor = _open_alone(self._directory)
-            rows = self._counters.read(self._step)
+                self._descriptor, self._between = _open(self._directory, alone=self._between)
+            rows = self._counters.read(step)
             os.write(self._descriptor, "".join(json.dumps(row) + "\n" for row in rows).encode())
         except Exception:  # the counters are an extra; nothing may end a training because of them
             self._usable = False
 
 
-def step_readings(environment: Mapping[str, str], run: Path) -> StepReadings | None:
-    """What reads the counters at each step in this process; None where nobody asked for it, or another rank does it."""
-    if environment.get(WIRE_VARIABLE) != "1":
-        return None
-    is_first = is_first_of_host(environment)
-    return StepReadings(run / WIRE_DIRECTORY) if is_first or is_first is None else None
+def host_readings(environment: Mapping[str, str], run: Path) -> HostReadings:
+    """What reads the counters in this process, as its environment asks."""
+    every_step = environment.get(WIRE_VARIABLE) == "1"
+    return HostReadings(run / WIRE_DIRECTORY, every_step, is_first_of_host(environment))
 
 
 def is_first_of_host(environment: Mapping[str, str]) -> bool | None:
@@ -128,25 +161,37 @@ def is_first_of_host(environment: Mapping[str, str]) -> bool | None:
     return None if local_rank is None else local_rank == "0"
 
 
-def _open_alone(directory: Path) -> int:
-    """The descriptor of this host's file, locked until the process ends.
-
-    Raises:
-        OSError: it cannot be written to, or another process of this host writes it.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
+def readings_file(directory: Path, of: str = "") -> Path:
+    """The file in ``directory`` for readings of this host; ``of`` tells several of one host apart."""
     # Containers may share a host name; counters belong to the network namespace.
     namespace = Path("/proc/self/ns/net").stat().st_ino
-    file = directory / f"{socket.gethostname().replace('/', '_')}-{namespace}.jsonl"
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise
-    except OSError:
-        pass  # a file system without locks
-    return descriptor
+    return directory / f"{socket.gethostname().replace('/', '_')}-{namespace}{of and f'-{of}'}.jsonl"
+
+
+def _open(directory: Path, alone: bool) -> tuple[int, bool]:
+    """The descriptor of a file for this process, and whether it is the host's own, locked until the process ends.
+
+    Args:
+        alone: the host's file is wanted, unless another process has locked it.
+
+    Raises:
+        OSError: it cannot be written to.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    if alone:
+        descriptor = _append_to(readings_file(directory))
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor, True
+        except BlockingIOError:
+            os.close(descriptor)
+        except OSError:
+            return descriptor, True  # a file system without locks
+    return _append_to(readings_file(directory, str(os.getpid()))), False
+
+
+def _append_to(file: Path) -> int:
+    return os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
 
 def _read(file: Path) -> str:

@@ -23,7 +23,7 @@ from commprof.recorder.aggregation import Aggregation
 from commprof.recorder.bounds import SizeLimit, StepWindow
 from commprof.recorder.clock_meeting import Meeting, job_meeting
 from commprof.recorder.clock_offsets import ClockOffsets
-from commprof.recorder.counters import step_readings
+from commprof.recorder.counters import host_readings
 from commprof.recorder.flight import FlightDump
 from commprof.recorder.groups import Group, live_groups
 from commprof.recorder.interception import Interception
@@ -309,7 +309,8 @@ class Session:
         for note in self._notes if rank.rank == 0 else ():
             self.journal.note(note)
             _say_once(note)
-        self.steps.readings = step_readings(os.environ, directory)
+        self.steps.readings = host_readings(os.environ, directory)
+        self.steps.readings.open()
         self.steps.start(self.window.is_open)
         signal = self.stacks.install(directory, self.opened.identity.stem)
         if signal is not None:

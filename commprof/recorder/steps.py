@@ -13,7 +13,7 @@ import torch
 from commprof import hooks
 from commprof.recorder.buckets import BucketRows
 from commprof.recorder.clocks import clock_identity, read_clocks
-from commprof.recorder.counters import StepReadings
+from commprof.recorder.counters import HostReadings
 from commprof.recorder.journal import Journal
 from commprof.recorder.options import BEFORE_THE_FIRST
 
@@ -31,7 +31,7 @@ class Steps:
     def __init__(self, journal: Journal, check: Callable[[], None]) -> None:
         self.journal = journal
         self.cost_ns = 0
-        self.readings: StepReadings | None = None  # of the host's counters, where this rank takes them
+        self.readings: HostReadings | None = None  # of the host's counters
         self._check = check
         self._buckets = BucketRows(journal)
         self._next_clock_ns = 0
@@ -64,7 +64,7 @@ class Steps:
         if micro_step == 0:
             self._check()
             if self.readings is not None:
-                self.readings.begin(step)
+                self.readings.begin(step, now)
         self.journal.move(step, micro_step)
         row = {
             "step": step,
@@ -108,8 +108,7 @@ class Steps:
     def close(self) -> None:
         """The last step that is to be recorded has ended."""
         if self.readings is not None:
-            self.readings.finish()
-            self.readings = None
+            self.readings.end_steps()
         self._buckets.write()
         self._write_held()
         now = time.perf_counter_ns()
@@ -122,10 +121,10 @@ class Steps:
         now = time.perf_counter_ns()
         self._buckets.write()
         self._write_held()
-        if self.readings is not None:
-            self.readings.finish()
         self.journal.write("step", {"step": None, "micro_step": 0, "time_ns": now, **_resources()})
         self._write_clock(now)
+        if self.readings is not None:
+            self.readings.finish()
 
     def note_row(self, table: str, row: Mapping[str, Any]) -> None:
         """Write one published row, with the step and the time."""

@@ -5,6 +5,7 @@ its n-1 rounds), and not taken from the package under test.
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -176,3 +177,96 @@ def test_zero_stage_2_moves_what_its_reduction_executes(tmp_path, reduction):
     assert "100.000 % of the issued payload is explained" in text
     assert set(agreements(text)) == set(resent)
     assert all(agree(ratio, 1, resent[name] / expected) for name, ratio in agreements(text).items()), text
+
+
+CALLS, CALL_BYTES = 16, 1_000_000
+SENDS = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+tensor = torch.ones(250_000)
+for number in range(16):
+    dist.all_reduce(tensor)
+if len(sys.argv) > 1:  # a job that is killed, the last two of its steps after the last reading
+    from commprof import hooks
+    for step in range(4):
+        hooks.step(step)
+        dist.all_reduce(tensor)
+        dist.barrier()
+        time.sleep(0.6 if step < 2 else 0)
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.barrier()
+dist.destroy_process_group()
+"""
+LAUNCHES = {
+    "commprof run on each host": (["-m", "commprof", "run", "--out", "run"], {}),
+    "COMMPROF=1 on each host": ([], {"COMMPROF": "1", "COMMPROF_OUT": "run"}),
+}
+
+
+def sent_by_the_kernel(machine):
+    """Bytes that a host's interface has sent, as ip(8) reads them over netlink."""
+    words = ["ip", "-n", machine.name, "-s", "-j", "link", "show", "dev", network.INTERFACE]
+    (link,) = json.loads(subprocess.run(words, capture_output=True, text=True, check=True, timeout=20).stdout)
+    return link["stats64"]["tx"]["bytes"]
+
+
+def run_each(directory, machines, launch, *arguments):
+    """Run SENDS on every host in the way named ``launch``; host -> bytes its interface sent meanwhile, exit codes."""
+    (directory / "train.py").write_text(SENDS)
+    words, variables = LAUNCHES[launch]
+    before = {machine.name: sent_by_the_kernel(machine) for machine in machines}
+    ranks = [
+        machine.start(
+            [sys.executable, *words, "train.py", *arguments],
+            {**network.environment(machines, rank), **variables},
+            cwd=directory, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )
+        for rank, machine in enumerate(machines)
+    ]  # fmt: skip
+    codes = [rank.wait(timeout=200) for rank in ranks]
+    return {machine.name: sent_by_the_kernel(machine) - before[machine.name] for machine in machines}, codes
+
+
+def reported(run):
+    """Host -> megabytes that ``commprof report`` prints as sent through eth0, and all of its text."""
+    words = [sys.executable, "-m", "commprof", "report", str(run), "--json"]
+    rows = json.loads(subprocess.run(words, capture_output=True, text=True, check=True, timeout=120).stdout)
+    moved = [row for row in rows["moved"] if row["device"] == network.INTERFACE]
+    text = subprocess.run([*words[:-1]], capture_output=True, text=True, check=True, timeout=120).stdout
+    return {row["host"]: row["sent_bytes"] for row in moved}, " ".join(text.split())
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_the_readings_of_every_host_cover_its_whole_run(tmp_path, launch):
+    with network.hosts(HOSTS) as machines:
+        truth, codes = run_each(tmp_path, machines, launch)
+    assert codes == [0] * HOSTS
+    sent, text = reported(tmp_path / "run")
+    assert set(sent) == set(truth)
+    least = CALLS * CALL_BYTES * 2 * (HOSTS - 1) / HOSTS
+    for host, moved in sent.items():
+        # Before the first reading and after the last: the ranks find each other, nothing else.
+        assert least <= moved <= truth[host], (host, moved, truth)
+        assert truth[host] - moved < CALL_BYTES / 4, (host, moved, truth)
+    assert "Not the whole run" not in text
+    _, verdict = verify(tmp_path / "run")
+    assert verdict.count("over the whole run (counters of the whole host)") == HOSTS
+    assert "is not known: its counters" not in verdict
+
+
+@pytest.mark.long
+def test_of_a_job_that_is_killed_it_is_said_that_the_last_reading_is_one_at_an_interval(tmp_path):
+    with network.hosts(2) as machines:
+        truth, codes = run_each(tmp_path, machines, "COMMPROF=1 on each host", "killed")
+    assert all(codes)
+    for file in (tmp_path / "run").glob("rank-*"):  # this host cannot ask the others: a quarter of an hour later
+        os.utime(file, (0, 0))
+    sent, text = reported(tmp_path / "run")
+    for host, moved in sent.items():
+        assert CALLS * CALL_BYTES <= moved < truth[host] - CALL_BYTES, (sent, truth)
+        assert f"host {host}: its last reading was taken" in text
+    assert "had issued its last collective" in text
+    _, verdict = verify(tmp_path / "run")
+    assert verdict.count("not compared: its last reading was taken") == 2

@@ -2,12 +2,23 @@
 --
 -- Input: wire
 -- A counter that went down began anew: what it shows then was moved since.
--- Where a host was read at intervals and at steps, by two processes, two readings at one moment may stand in the
--- wrong order and would look like a counter that began anew. So only one of the two is taken.
-with taken as (
-    select *
+-- Several processes of a host read its counters, and two readings at nearly one moment may stand in the wrong order,
+-- which would look like a counter that began anew. So what lies below a reading of the 50 ms before it is left out.
+with newest as (
+    select
+        *,
+        max(sent_bytes) over (
+            partition by host, kind, device order by time_ns range between 50000000 preceding and current row
+        ) as most_sent,
+        max(received_bytes) over (
+            partition by host, kind, device order by time_ns range between 50000000 preceding and current row
+        ) as most_received
     from wire
-    where step is null or host not in (select host from wire where step is null)
+),
+taken as (
+    select *
+    from newest
+    where sent_bytes = most_sent and received_bytes = most_received
 ),
 readings as (
     select

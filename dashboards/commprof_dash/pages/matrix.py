@@ -195,15 +195,16 @@ def _model(frame: pd.DataFrame) -> Component:
 
 def _counters(frame: pd.DataFrame) -> Component:
     title = "Moved, by the counters of the hosts"
+    reason = frame.attrs.get("reason")
     if frame.empty:
-        reason = frame.attrs.get("reason") or "No counters were read."
         return messages.message(
-            title, f"{reason} Read them at each step with:", ["commprof run --wire train.py"]
+            title, f"{reason or 'No counters were read.'} Read them at each step with:", ["commprof run --wire train.py"]
         )
     return cards.table_card(
         "moved",
         title,
-        "Moved bytes per host and interface over the whole run: counters do not tell ranks, operations or steps apart.",
+        "Moved bytes per host and interface over the whole run: counters do not tell ranks, operations or steps apart."
+        + (f" Not the whole run: {reason}." if reason else ""),
         frame,
         [
             Field("host", "Host"),

@@ -313,7 +313,8 @@ def _moved(frame: pd.DataFrame, why: str | None) -> Component:
     return cards.table_card(
         "moved",
         title,
-        "Moved bytes of the whole host and all its processes over the run, from its interfaces; no formula.",
+        "Moved bytes of the whole host and all its processes over the run, from its interfaces; no formula."
+        + (f" Not the whole run: {why}." if why else ""),
         frame,
         [
             Field("host", "Host"),

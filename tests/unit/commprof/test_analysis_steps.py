@@ -6,7 +6,7 @@ from math import comb
 import pandas as pd
 import pytest
 
-from commprof.analysis.counters import NO_READINGS, ONE_READING, moved, why_not_moved
+from commprof.analysis.counters import NO_READINGS, ONE_READING, moved
 from commprof.analysis.intervals import Interval, order_statistic_rank, over_repeats, over_steps
 from commprof.analysis.steps import durations_after_first, final_loss, step_times, step_totals, stood_still
 from commprof.analysis.traffic import operations
@@ -155,27 +155,27 @@ def test_what_moved_is_the_difference_of_the_counters_of_each_interface():
     add_readings(run, "a", "eth0", [(10**9, 500, 50), (2 * 10**9, 700, 60), (4 * 10**9, 1500, 90)])
     add_readings(run, "a", "lo", [(10**9, 5, 5), (4 * 10**9, 5, 5)])
     add_readings(run, "b", "eth0", [(7 * 10**9, 0, 9)])
-    frame = moved(run.table("wire"))
-    assert frame.drop(columns="kind").values.tolist() == [
+    frame = moved(run.table("wire"), {})
+    assert frame.drop(columns=["kind", "left_out"]).values.tolist() == [
         ["a", "eth0", 1000, 40, 3.0, 3],
         ["a", "lo", 0, 0, 3.0, 2],
         ["b", "eth0", 0, 0, 0.0, 1],
     ]
     assert frame["sent_bytes"].dtype == "int64"
-    assert why_not_moved(frame) is None
+    assert frame.attrs["reason"] is None
 
 
 def test_a_counter_that_began_anew_loses_nothing_it_showed_since():
     run = SyntheticRun()
-    add_readings(run, "a", "eth0", [(1, 1000, 10), (2, 1100, 10), (3, 30, 0), (4, 50, 5)])
-    assert moved(run.table("wire"))[["sent_bytes", "received_bytes"]].values.tolist() == [[150, 5]]
+    add_readings(run, "a", "eth0", [(n * 10**9, *read) for n, read in enumerate(((1000, 10), (1100, 10), (30, 0), (50, 5)))])
+    assert moved(run.table("wire"), {})[["sent_bytes", "received_bytes"]].values.tolist() == [[150, 5]]
 
 
 def test_without_counters_nothing_moved_is_claimed_and_the_reason_is_given():
-    assert why_not_moved(moved(SyntheticRun().table("wire"))) == NO_READINGS
+    assert moved(SyntheticRun().table("wire"), {}).attrs["reason"] == NO_READINGS
     run = SyntheticRun()
     add_readings(run, "a", "eth0", [(1, 1000, 10)])
-    assert why_not_moved(moved(run.table("wire"))) == ONE_READING
+    assert moved(run.table("wire"), {}).attrs["reason"] == ONE_READING
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,121 @@
+"""Whether the readings of a host's counters cover its whole part of a run: from before its processes began until they ended."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Protocol
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from commprof.trace.manifest import KILLED, RUNNING
+
+_TIMES: Final = ("issue_ns", "return_ns", "wait_end_ns")
+_IDENTITY: Final = ("rank", "attempt", "pid")
+
+
+class _Run(Protocol):
+    """What is asked of a run; ``commprof.trace.reader.Run`` has it."""
+
+    @property
+    def manifest(self) -> Any: ...
+
+    @property
+    def health(self) -> Any: ...
+
+    def table(self, name: str) -> pa.Table: ...
+
+    def parts(self, name: str, columns: Sequence[str] | None = None) -> Iterator[pa.Table]: ...
+
+
+class _Span(NamedTuple):
+    """The first and the last moment that is known of a process, on the monotonic clock of its host."""
+
+    rank: int
+    begin_ns: int
+    end_ns: int
+    ended: bool  # it said so: it issued nothing after ``end_ns``
+
+
+def uncovered(run: _Run) -> dict[str, str]:
+    """Host -> what of the run its interface readings leave out, as a clause. Hosts that are read as a whole are not in it.
+
+    Nothing is said where no host was read, nor of a host whose processes left no clock to compare with.
+    """
+    readings = _readings(run.table("wire"))
+    if not readings:
+        return {}
+    found = {}
+    for host, spans in sorted(_spans(run).items()):
+        clause = _left_out(readings.get(host, ()), spans, run.health.state)
+        if clause is not None:
+            found[host] = clause
+    return found
+
+
+def _left_out(times: Sequence[int], spans: Sequence[_Span], state: str) -> str | None:
+    if len(times) < 2:
+        return "its counters were read only once" if times else "its counters were not read"
+    first = min(spans, key=lambda span: span.begin_ns)
+    if times[0] > first.begin_ns:
+        return f"its first reading was taken {_seconds(times[0] - first.begin_ns)} after rank {first.rank} had begun"
+    if state == RUNNING:
+        return None
+    last = max(spans, key=lambda span: span.end_ns)
+    if times[-1] < last.end_ns:
+        what = "had ended" if last.ended else "had issued its last collective"
+        return (
+            f"its last reading was taken {_seconds(last.end_ns - times[-1])} before rank {last.rank} {what}"
+        )
+    unended = [span for span in spans if not span.ended]
+    if state == KILLED and unended:
+        last = max(unended, key=lambda span: span.end_ns)
+        after = _seconds(times[-1] - last.end_ns)
+        return (
+            f"rank {last.rank} was killed or left without ending, and the last reading was taken {after} after its last record: "
+            "what moved later is not counted"
+        )
+    return None
+
+
+def _readings(wire: pa.Table) -> dict[str, list[int]]:
+    """Host -> when its interfaces were read, in order."""
+    rows = wire.filter(pc.equal(wire["kind"], "interface")).group_by(["host", "time_ns"]).aggregate([])
+    found: dict[str, list[int]] = defaultdict(list)
+    for row in rows.sort_by("time_ns").to_pylist():
+        found[row["host"]].append(row["time_ns"])
+    return found
+
+
+def _spans(run: _Run) -> dict[str, list[_Span]]:
+    """Host -> its processes; of an attempt before the last only what they recorded until then counts as an end."""
+    entries = {tuple(entry[name] for name in _IDENTITY): entry for entry in run.manifest.ranks}
+    latest = max((entry["attempt"] for entry in entries.values()), default=0)
+    clocks = run.table("clocks").group_by([*_IDENTITY, "host"])
+    rows = clocks.aggregate([("monotonic_ns", "min"), ("monotonic_ns", "max")]).to_pylist()
+    keys = {tuple(row[name] for name in _IDENTITY) for row in rows}
+    unended = {key for key in keys if not entries.get(key, {}).get("ended")}
+    records = _last_records(run) if unended else {}
+    found: dict[str, list[_Span]] = defaultdict(list)
+    for row in rows:
+        key = tuple(row[name] for name in _IDENTITY)
+        end = max(row["monotonic_ns_max"], records.get(key, 0) if key in unended else 0)
+        ended = key not in unended or row["attempt"] < latest
+        found[row["host"]].append(_Span(row["rank"], row["monotonic_ns_min"], end, ended))
+    return found
+
+
+def _last_records(run: _Run) -> Mapping[Any, int]:
+    """The last moment in the records of each process."""
+    last: dict[Any, int] = {}
+    for part in run.parts("collectives", (*_IDENTITY, *_TIMES)):
+        sums = part.group_by(list(_IDENTITY)).aggregate([(name, "max") for name in _TIMES])
+        for row in sums.to_pylist():
+            key = tuple(row[name] for name in _IDENTITY)
+            last[key] = max(last.get(key, 0), *(row[f"{name}_max"] or 0 for name in _TIMES))
+    return last
+
+
+def _seconds(nanoseconds: int) -> str:
+    return f"{nanoseconds / 1e9:.3g} s"
