@@ -185,7 +185,12 @@ MOVED: Final = Table(
         Column("received_bytes", "int64", "moved: counted as received", unit="bytes"),
         Column("seconds", "float64", "between the first and the last reading", unit="s"),
         Column("readings", "int64", "readings of the counter"),
-        Column("left_out", "string", "what of the run the readings of this host do not cover; null: nothing", True),
+        Column(
+            "left_out",
+            "string",
+            "what of the run the readings of this host do not cover; null: nothing",
+            True,
+        ),
     ),
     key=("host", "kind", "device"),
 )

@@ -80,7 +80,9 @@ def moved(
         label = LOOPBACK if wants_loopback else devices[0] if len(devices) == 1 else ALL_DEVICES
         row = _of_host(host, label, readings, issued, 1 if wants_loopback else len(hosts), reason)
         left_out = uncovered.get(host) if row.when == "run" else None
-        found.append(row if left_out is None else row._replace(when=PART, expected_bytes=None, reason=left_out))
+        found.append(
+            row if left_out is None else row._replace(when=PART, expected_bytes=None, reason=left_out)
+        )
     return tuple(found)
 
 

@@ -161,5 +161,7 @@ def unread_sentences(uncovered: Mapping[str, str], moved: Sequence[Moved]) -> li
     """A sentence for each host of which there is no row: what it moved is not known."""
     known = {row.host for row in moved}
     return [
-        f"What host {host} moved is not known: {text}." for host, text in uncovered.items() if host not in known
+        f"What host {host} moved is not known: {text}."
+        for host, text in uncovered.items()
+        if host not in known
     ]

@@ -261,7 +261,9 @@ def test_of_a_job_that_is_killed_it_is_said_that_the_last_reading_is_one_at_an_i
     with network.hosts(2) as machines:
         truth, codes = run_each(tmp_path, machines, "COMMPROF=1 on each host", "killed")
     assert all(codes)
-    for file in (tmp_path / "run").glob("rank-*"):  # this host cannot ask the others: a quarter of an hour later
+    for file in (tmp_path / "run").glob(
+        "rank-*"
+    ):  # this host cannot ask the others: a quarter of an hour later
         os.utime(file, (0, 0))
     sent, text = reported(tmp_path / "run")
     for host, moved in sent.items():

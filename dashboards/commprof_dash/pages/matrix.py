@@ -198,7 +198,9 @@ def _counters(frame: pd.DataFrame) -> Component:
     reason = frame.attrs.get("reason")
     if frame.empty:
         return messages.message(
-            title, f"{reason or 'No counters were read.'} Read them at each step with:", ["commprof run --wire train.py"]
+            title,
+            f"{reason or 'No counters were read.'} Read them at each step with:",
+            ["commprof run --wire train.py"],
         )
     return cards.table_card(
         "moved",

@@ -167,7 +167,12 @@ def test_what_moved_is_the_difference_of_the_counters_of_each_interface():
 
 def test_a_counter_that_began_anew_loses_nothing_it_showed_since():
     run = SyntheticRun()
-    add_readings(run, "a", "eth0", [(n * 10**9, *read) for n, read in enumerate(((1000, 10), (1100, 10), (30, 0), (50, 5)))])
+    add_readings(
+        run,
+        "a",
+        "eth0",
+        [(n * 10**9, *read) for n, read in enumerate(((1000, 10), (1100, 10), (30, 0), (50, 5)))],
+    )
     assert moved(run.table("wire"), {})[["sent_bytes", "received_bytes"]].values.tolist() == [[150, 5]]
 
 
