@@ -1,4 +1,4 @@
-"""Whether the readings of a host's counters cover its whole part of a run: from before its processes began until they ended."""
+"""Whether the readings of a host's counters cover its whole part of a run, from before its processes began to their end."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def _left_out(times: Sequence[int], spans: Sequence[_Span], state: str) -> str |
         last = max(unended, key=lambda span: span.end_ns)
         after = _seconds(times[-1] - last.end_ns)
         return (
-            f"rank {last.rank} was killed or left without ending, and the last reading was taken {after} after its last record: "
-            "what moved later is not counted"
+            f"rank {last.rank} was killed or left without ending, and the last reading was taken {after} after its last "
+            "record: what moved later is not counted"
         )
     return None
 
