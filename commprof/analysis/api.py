@@ -42,6 +42,7 @@ from commprof.analysis import resources as resources_module
 from commprof.analysis import settings as settings_module
 from commprof.analysis import timeline as timeline_module
 from commprof.analysis import traffic as traffic_module
+from commprof.analysis import untagged as untagged_module
 from commprof.analysis.advice import Advice
 from commprof.analysis.alignment import Alignment, AlignmentSummary, AlignmentWindow
 from commprof.analysis.answers import ANSWERS, EXPOSURE_BY, GROUPINGS
@@ -146,6 +147,7 @@ __all__ = [
     "traffic",
     "traffic_by_group",
     "traffic_by_setting",
+    "untagged",
     "verify",
     "write_csv",
     "write_csv_parts",
@@ -448,6 +450,14 @@ def ceiling_fits(calibration: AnyCalibration) -> pd.DataFrame:
 def calibrations(directory: Path | str) -> pd.DataFrame:
     """The calibrations (``calibration*.json``) in and below ``directory``, the newest first."""
     return bandwidth_module.calibrations_below(Path(directory))
+
+
+def untagged(run: AnyRun) -> pd.DataFrame:
+    """Where the run issued collectives that have no purpose, one row per place and operation, the most payload first.
+
+    A place is the program's own line, as ``call_site`` has it; null where only sums were kept, or no Python called.
+    """
+    return untagged_module.untagged(traffic(run, by=untagged_module.BY))
 
 
 def exposure(run: AnyRun, by: Sequence[str] = ("step",)) -> pd.DataFrame:

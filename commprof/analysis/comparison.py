@@ -20,7 +20,9 @@ from commprof.schema import Column, Op, Purpose
 _MEASURES: Final = ("collectives", "payload_bytes", "wire_bytes")
 _PURPOSE_KEY: Final = ("op", "intended_op", "purpose")
 _GROUP_KEY: Final = ("group_desc", "group_size", "op", "intended_op")
-_NO_PURPOSES: Final = "the runtime gave no purposes, so this lists every operation of a step"
+_NO_PURPOSES: Final = (
+    "no purpose says which collectives reduce gradients, so this lists all of a step that have none"
+)
 
 
 class Measured(NamedTuple):
@@ -69,9 +71,10 @@ def _listed(gradients: pd.DataFrame, column: str) -> str | None:
 def _row(label: str, runs: Sequence[Measured]) -> dict[str, Any]:
     steps, totals = _merged(runs)
     gradients = totals[totals["purpose"] == Purpose.GRADIENT_REDUCE]
-    # A program that tags nothing (DeepSpeed itself, plain torch) still has its question answered, as far as can be told.
-    untagged = len(totals) > 0 and bool(totals["purpose"].isna().all())
-    issued = totals[totals["op"] != Op.BARRIER] if untagged else gradients
+    # A program that does not say what reduces its gradients still has its question answered, as far as can be told.
+    nameless = totals[totals["purpose"].isna() & (totals["op"] != Op.BARRIER)]
+    untagged = not len(gradients) and len(nameless) > 0
+    issued = nameless if untagged else gradients
     requested = next((run.requested for run in runs if run.requested.op), runs[0].requested)
     time = over_repeats([run.durations for run in runs])
     losses = [run.final_loss for run in runs if run.final_loss is not None]

@@ -45,6 +45,18 @@ OWNERS: Final = Table(
     key=("rank",),
 )
 
+UNTAGGED: Final = Table(
+    "untagged",
+    "Where collectives without a purpose were issued, the most payload first.",
+    (
+        *(_of(schema.COLLECTIVES, name) for name in ("phase", "op", "api", "call_site")),
+        Column("collectives", "int64", "collectives, each counted once; a message is counted at its send"),
+        Column("records", "int64", "records of all ranks behind them"),
+        Column("payload_bytes", "int64", "payload: S of nccl-tests, summed over the collectives", unit="bytes"),
+        Column("wire_bytes", "float64", "wire, modelled, as in traffic", unit="bytes"),
+    ),
+)
+
 _BUCKET: Final = tuple(_of(schema.BUCKETS, name) for name in ("attempt", "step", "micro_step", "bucket"))
 _GROUP: Final = Column("group_ranks", "string", "ranks that reduce it together; null where no record has its number", True)
 _REDUCED: Final = (
@@ -252,6 +264,7 @@ TOPOLOGY: Final = Table(
 DETAILED_ANSWERS: Final[dict[str, Table]] = {
     "matrix": MATRIX,
     "owners": OWNERS,
+    "untagged": UNTAGGED,
     "bucket_flushes": BUCKET_FLUSHES,
     "bucket_means": BUCKET_MEANS,
     "bucket_steps": BUCKET_STEPS,

@@ -72,6 +72,10 @@ class OpenedRun:
         """See :func:`commprof.analysis.api.exposure_per_step`."""
         return api.exposure_per_step(self.run)
 
+    def untagged(self) -> pd.DataFrame:
+        """See :func:`commprof.analysis.api.untagged`."""
+        return api.untagged(self.run)
+
     def resource_use(self) -> pd.DataFrame:
         """See :func:`commprof.analysis.api.resource_use`."""
         return api.resource_use(self.run)

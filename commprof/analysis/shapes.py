@@ -10,6 +10,8 @@ import pyarrow.compute as pc
 from commprof.schema import Op, Purpose
 
 _SHARING: Final = (Purpose.ACTIVATION, Purpose.PIPELINE)
+# What any program issues beside its training, and commprof has a name for by itself.
+_BESIDE: Final = (Purpose.CONTROL, Purpose.OBJECT, Purpose.INPUT, Purpose.METRIC, Purpose.CHECKPOINT)
 _NAMELESS: Final = ("", "default_pg", "undefined")  # what torch calls a group whose program gave it no name
 
 
@@ -17,7 +19,7 @@ def shape(operations: pa.Table) -> str:
     """Name and size of the groups of the training steps that share a model, such as ``model 2, pipe 4``; else nothing.
 
     Replicas of a model, and pieces of its state, are no such groups: however they are divided, a rank does the same work. Of
-    a program that says no purposes all groups but the largest count, since it cannot be told what they are for.
+    a program of whose training nobody says what it sends, all groups but the largest count, as it cannot be told what for.
 
     Args:
         operations: :func:`commprof.analysis.sums.operations` by step, op, purpose, group_desc and group_size at least.
@@ -26,6 +28,7 @@ def shape(operations: pa.Table) -> str:
         pc.and_(pc.greater_equal(operations["step"], 0), pc.not_equal(operations["op"], Op.BARRIER))
     )
     rows = issued.group_by(["purpose", "group_desc", "group_size"]).aggregate([]).to_pylist()
+    rows = [row for row in rows if row["purpose"] not in _BESIDE]
     if any(row["purpose"] for row in rows):
         found = {
             (row["group_desc"], row["purpose"], row["group_size"])

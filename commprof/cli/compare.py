@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 _WIRE: Final = "wire_"
 LEGEND: Final = (
     "requested: what the config asks for to reduce gradients. issued: what was issued to do so, and what it stands for "
-    "where that is another; with (no purposes), the program does not say what its collectives are for, and all of a step "
-    "are listed. Bytes and times are of one training step: payload, S of nccl-tests, of all groups; wire, modelled, what a "
-    "rank of the job sends, the mean over all its ranks; time, median without the first step, with its 95 % interval."
+    "where that is another; with (no purposes), nothing says which collectives reduce gradients, and all of a step "
+    "that have no purpose are listed. Bytes and times are of one training step: payload, S of nccl-tests, of all groups; "
+    "wire, modelled, what a rank of the job sends, the mean over all its ranks; time, median without the first step, with "
+    "its 95 % interval."
 )
 
 

@@ -12,6 +12,7 @@ from commprof.cli import rendering, resources
 from commprof.cli.extras import needed
 from commprof.cli.rendering import Heading, Rows
 from commprof.cli.runs import RunArgument, opened
+from commprof.cli.untagged import untagged_parts
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,6 +52,7 @@ def report(
 
         facts = api.overview(found)
         traffic = api.traffic(found, by=BY)
+        untagged = api.untagged(found)
         steps = api.step_times(found)
         moved = api.moved(found)
         exposure = api.exposure(found, by=("attempt", "step"))
@@ -60,6 +62,7 @@ def report(
     if as_json:
         answers = {"overview": facts, "traffic": traffic, "steps": steps, "moved": moved}
         answers |= {"exposure": exposure, "exposure_per_step": exposure_per_step, "resources": resource_use}
+        answers["untagged"] = untagged
         rendering.show_json({**answers, "stragglers": stragglers})
         return 0
     rendering.show(title(facts), "")
@@ -68,6 +71,7 @@ def report(
     else:
         said = exposed.step_texts(exposure) if per_step else None
         rendering.show(*traffic_parts(traffic, steps, said), *exposed.per_step_parts(exposure_per_step))
+        rendering.show(*untagged_parts(untagged))
     rendering.show(*resources.resource_parts(resource_use))
     rendering.show(*straggler_parts(stragglers), *moved_parts(moved), health(facts))
     return 0

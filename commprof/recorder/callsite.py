@@ -1,6 +1,6 @@
 """Where in the program a collective was issued: the first frame outside torch, and torch's function that it called.
 
-DeepSpeed and zero_runtime issue all collectives in a module or package of their own: there the first frame outside of that.
+DeepSpeed, zero_runtime, accelerate and Lightning issue theirs in modules of their own: there it is the first frame outside.
 """
 
 from __future__ import annotations
@@ -16,7 +16,20 @@ _TORCH: Final = Path(torch.__file__).parent
 _INTERNAL_PREFIXES: Final = (f"{_TORCH}/", f"{Path(__file__).parent.parent}/", "<frozen", "<eval_with_key")
 _COMPILED: Final = "/torchinductor_"  # within the path of code that torch's compiler has written
 # What frameworks put between themselves and torch.distributed says nothing: the place is that of who calls it.
-_FRAMEWORKS_DOORS: Final = ("/deepspeed/comm/", "/deepspeed/utils/nvtx.py", "/zero_runtime/comm.py")
+_FRAMEWORKS_DOORS: Final = (
+    *("/deepspeed/comm/", "/deepspeed/utils/nvtx.py", "/zero_runtime/comm.py"),
+    *(
+        "/accelerate/accelerator.py",
+        "/accelerate/data_loader.py",
+        "/accelerate/state.py",
+        "/accelerate/utils/",
+    ),
+    "/transformers/trainer_pt_utils.py",
+    *("/lightning/fabric/utilities/", "/lightning_fabric/utilities/", "/torchmetrics/utilities/"),
+    *("/lightning/fabric/plugins/collectives/", "/lightning_fabric/plugins/collectives/"),
+    *("/lightning/fabric/strategies/", "/lightning_fabric/strategies/"),
+    *("/lightning/pytorch/strategies/", "/pytorch_lightning/strategies/"),
+)
 # The modules whose functions a program calls to issue a collective.
 _API_FILES: Final = frozenset(
     str(_TORCH / "distributed" / name)

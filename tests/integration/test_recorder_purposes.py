@@ -203,3 +203,55 @@ def test_all_that_join_sends_for_ranks_without_data_has_the_purpose_that_it_has_
             "gradient_reduce": {48},
             "unused_parameters": {6},
         }
+
+
+def saved_beside_training(rank, world, path):
+    """A checkpoint that a thread of torch's begins, then lets the training pass, then writes."""
+    import threading
+
+    import torch.distributed.checkpoint as dcp
+
+    entered, passed = threading.Event(), threading.Event()
+
+    class Writer(dcp.FileSystemWriter):
+        def set_up_storage_writer(self, *args, **kwargs):
+            entered.set()
+            passed.wait(60)
+            return super().set_up_storage_writer(*args, **kwargs)
+
+    model = torch.nn.Linear(4, 4)
+    saving = dcp.async_save(model.state_dict(), storage_writer=Writer(path))
+    entered.wait(60)
+    model(torch.ones(1, 4)).sum().backward()
+    passed.set()
+    saving.result()
+    with commprof.tag("metric"):
+        dist.all_reduce(torch.ones(1))
+
+
+def test_a_checkpoint_beside_the_training_leaves_its_phase_alone(tmp_path):
+    run, _ = record(tmp_path / "run", 2, saved_beside_training, str(tmp_path / "saved"))
+    rows = calls(run, 0, "purpose", "phase")
+    assert rows[-1] == ("metric", "other")  # as after any backward pass
+    assert set(rows[:-1]) == {("checkpoint", "other")}
+
+
+def sharded_state(rank, world):
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+    model = FullyShardedDataParallel(torch.nn.Linear(4, 4), device_id=torch.device("cpu"))
+    model(torch.ones(1, 4)).sum().backward()
+    for kind in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
+        with FullyShardedDataParallel.state_dict_type(model, kind):
+            model.load_state_dict(model.state_dict())
+
+
+def test_the_state_of_a_module_in_shards_is_a_checkpoint(tmp_path):
+    run, outcomes = record(tmp_path / "run", 2, sharded_state)
+    rows = calls(run, 0, "purpose", "phase", "op")
+    assert rows[:2] == [
+        ("parameter_gather", "forward", "all_gather"),
+        ("gradient_reduce", "backward", "reduce_scatter"),
+    ]
+    assert {row[:2] for row in rows[2:]} == {("checkpoint", "checkpoint")}
+    assert len(rows) == len(outcomes[0]["flights"])

@@ -38,8 +38,8 @@ _USED_PARAMETERS: Final = hooks.tag(Purpose.UNUSED_PARAMETERS.value)
 _PURPOSES: Final = (
     purpose(_MODULE, f"{_CLASS}.__init__", Purpose.CONTROL),
     purpose(_MODULE, "_verify_param_shape_across_processes", Purpose.TRACE_CHECK),
-    # Parameters and buffers, in common messages.
-    purpose(_MODULE, "_sync_module_states", Purpose.PARAMETER_BROADCAST),
+    # Parameters and buffers, in common messages; whoever asks for it.
+    purpose("torch.distributed.utils", "_sync_params_and_buffers", Purpose.PARAMETER_BROADCAST),
     purpose(_MODULE, f"{_CLASS}._register_delay_all_reduce_hook", Purpose.PARAMETER_BROADCAST, optional=True),
     purpose(_MODULE, f"{_CLASS}._delayed_all_reduce_hook", Purpose.GRADIENT_REDUCE, optional=True),
     purpose(_MODULE, f"{_CLASS}._pre_forward", Purpose.CONTROL),

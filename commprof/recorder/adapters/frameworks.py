@@ -29,7 +29,7 @@ class Frameworks:
         parts = [
             *TorchFunctions(journal, self.loop, checkpoints).parts(),
             *ddp.parts(),
-            *Fsdp(journal).parts(),
+            *Fsdp(journal, checkpoints).parts(),
             *FullyShard(journal).parts(),
             *DTensors().parts(),
             *Trainers(checkpoints).parts(),

@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 
 from commprof import hooks
+from commprof.recorder.adapters.checkpoints import Checkpoints
 from commprof.recorder.adapters.flushes import Numbers, open_bucket
 from commprof.recorder.adapters.fully_shard import ROOT
 from commprof.recorder.adapters.parts import Doubts, Part, purpose
@@ -20,6 +21,13 @@ _CLASS_MODULE: Final = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _CLASS: Final = "FullyShardedDataParallel"
 _FLAT: Final = "torch.distributed.fsdp._flat_param"
 _ORDER: Final = "torch.distributed.fsdp._exec_order_utils"
+_STATE: Final = "torch.distributed.fsdp._state_dict_utils"
+# What torch calls around state_dict and load_state_dict of a module in shards.
+_STATE_HOOKS: Final = tuple(
+    f"_{kind}_{when}"
+    for kind in ("full", "sharded", "local")
+    for when in ("pre", "post", "pre_load", "post_load")
+)
 _RUNTIME: Final = "torch.distributed.fsdp._runtime_utils"
 _GATHER: Final = hooks.tag(Purpose.PARAMETER_GATHER.value)
 _REDUCE: Final = hooks.tag(Purpose.GRADIENT_REDUCE.value)
@@ -38,7 +46,8 @@ _PURPOSES: Final = (
 class Fsdp:
     """What is known of the modules that FullyShardedDataParallel wraps."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: Journal, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
         self._doubt = Doubts(journal, "FSDP 1")
         self._numbers = Numbers()
         self._modules: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
@@ -48,6 +57,7 @@ class Fsdp:
         """What to wrap."""
         return [
             *_PURPOSES,
+            *(self._checkpoints.part(_STATE, f"{name}_state_dict_hook") for name in _STATE_HOOKS),
             Part(_CLASS_MODULE, f"{_CLASS}.__init__", self._wrap_construction),
             Part(_FLAT, "FlatParamHandle.unshard", self._wrap_unshard),
             Part(_RUNTIME, "_reduce_grad", self._wrap_reduce),
@@ -81,6 +91,9 @@ class Fsdp:
         return unshard
 
     def _gather_of(self, handle: Any) -> hooks.tag:
+        outer = hooks.current_tag()
+        if outer is not None and outer.purpose == Purpose.CHECKPOINT:
+            return outer
         tag = self._gathers.get(handle)
         if tag is None:
             try:

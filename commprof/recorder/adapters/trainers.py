@@ -121,7 +121,7 @@ class Trainers:
         yield Part(sync, "_all_gather_ddp_if_available", _wrap_gather, True)
         for package in (trainer, fabric):
             parallel = f"{package}.strategies.parallel"
-            yield purpose(parallel, "ParallelStrategy.reduce_boolean_decision", Purpose.CONTROL, True)
+            yield default_purpose(parallel, "ParallelStrategy.reduce_boolean_decision", Purpose.CONTROL, True)
             for module, strategy in _STRATEGIES:
                 yield default_purpose(
                     f"{package}.strategies.{module}", f"{strategy}.broadcast", Purpose.CONTROL, True

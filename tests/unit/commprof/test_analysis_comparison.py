@@ -242,15 +242,18 @@ def test_nothing_to_compare_gives_no_rows():
     assert len(api.settings([])) == 0
 
 
-def test_a_program_that_gives_no_purposes_has_all_its_operations_listed():
+@pytest.mark.parametrize("beside", [None, "metric"])
+def test_a_program_that_gives_no_purposes_has_all_its_operations_listed(beside):
     run = SyntheticRun(world_size=2, config=zero(reduce_scatter=True))
     for step in range(2):
         run.add_step(step, duration_ns=1000)
         run.add_collective("all_reduce", payload_bytes=1000, step=step)
         run.add_collective("all_gather", payload_bytes=800, step=step)
         run.add_collective("barrier", step=step)
+        if beside:  # as accelerate's gathers have by themselves
+            run.add_collective("gather", payload_bytes=0, step=step, purpose=beside)
     row = api.compare(opened(run)).iloc[0]
     assert (row["requested_op"], row["issued_op"]) == ("reduce_scatter", "all_reduce, all_gather")
-    assert "no purposes" in row["issued_reason"]
+    assert "no purpose says" in row["issued_reason"]
     assert row[["gradient_payload_bytes_per_step", "gradient_wire_bytes_per_step"]].isna().all()
     assert row["wire_bytes_per_step"] == 1000 + 400

@@ -20,6 +20,7 @@ def answers(path):
     return {
         "matrix": api.matrix(path),
         "owners": api.owners(path),
+        "untagged": api.untagged(path),
         "bucket_flushes": api.bucket_flushes(path),
         "bucket_means": api.bucket_means(path),
         "bucket_steps": api.bucket_steps(path),

@@ -235,3 +235,31 @@ def test_an_alignment_with_an_empty_log_misses_everything(capsys, run):
     assert execute(["align", "run", "nccl.log", "--force"]) == 0
     assert execute(["align", "run", "nccl.log"]) == 2
     assert "holds an alignment already; give --force" in capsys.readouterr().err
+
+
+def test_a_report_lists_the_places_of_what_has_no_purpose(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    mine, library = f"{tmp_path}/train.py:12 evaluate", "/venv/site-packages/library/loop.py:3 Loop.run"
+    run = SyntheticRun(world_size=2)
+    for step in range(3):
+        run.add_step(step, duration_ns=20_000_000)
+        run.add_collective("all_reduce", payload_bytes=4096, step=step, purpose="gradient_reduce")
+        run.add_collective("all_gather", payload_bytes=1024, step=step, phase="other", call_site=mine)
+    for place in range(9):
+        run.add_collective(
+            "broadcast", payload_bytes=8, step=2, phase="other", peer=0, call_site=f"{library}{place}"
+        )
+    run.write(tmp_path / "run")
+    text = printed(capsys, "report", "run")
+    part = text.partition("Without a purpose")[2]
+    assert "12 calls, 3.07 KiB payload" in part
+    assert row(part, "train.py") == ["train.py:12", "evaluate", "other", "all_gather", "3", "3.00", "KiB"]
+    assert row(part, "library/loop.py:3 Loop.run0")[-3:] == ["1", "8", "B"]
+    assert row(part, "and 2 more") == ["and", "2", "more", "2", "16", "B"]
+    found = json.loads(printed(capsys, "report", "run", "--json"))["untagged"]
+    assert len(found) == 10 and found[0]["call_site"] == mine
+    assert [found[0][name] for name in ("collectives", "records", "payload_bytes")] == [3, 6, 3072]
+
+
+def test_a_report_is_silent_where_all_has_a_purpose(capsys, run):
+    assert "Without a purpose" not in printed(capsys, "report", "run")

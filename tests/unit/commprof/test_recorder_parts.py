@@ -155,7 +155,13 @@ def test_a_call_site_is_interned_once_per_place():
 
 
 @pytest.mark.parametrize(
-    "door", ["deepspeed/comm/torch.py", "deepspeed/utils/nvtx.py", "zero_runtime/comm.py"]
+    "door",
+    [
+        *("deepspeed/comm/torch.py", "deepspeed/utils/nvtx.py", "zero_runtime/comm.py"),
+        *("accelerate/utils/operations.py", "accelerate/accelerator.py", "transformers/trainer_pt_utils.py"),
+        *("lightning/fabric/utilities/distributed.py", "lightning/pytorch/strategies/ddp.py"),
+        "torchmetrics/utilities/distributed.py",
+    ],
 )
 def test_the_place_is_that_of_who_calls_a_framework_s_own_way_to_torch(door):
     import sys

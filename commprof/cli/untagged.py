@@ -1,0 +1,66 @@
+"""The part of ``commprof report`` about collectives that nobody has given a purpose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from commprof.cli import rendering
+from commprof.cli.rendering import Heading, Rows
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_MOST: Final = 8
+_HEADINGS: Final = (
+    Heading("place"),
+    Heading("phase"),
+    Heading("operation"),
+    Heading("calls", number=True),
+    Heading("payload", number=True),
+)
+_HINT: Final = (
+    'No framework that commprof knows says what these are for. The program can: with commprof.tag("metric"): around them '
+    "(docs/frameworks.md lists the purposes)."
+)
+_UNKNOWN: Final = "not known"
+
+
+def untagged_parts(untagged: pd.DataFrame) -> list[Rows | str]:
+    """The places that sent the most without a purpose; nothing where there is none."""
+    if not len(untagged):
+        return []
+    rows = rendering.records(untagged)
+    cells = [
+        (
+            _place(row["call_site"]),
+            rendering.text(row["phase"]),
+            rendering.text(row["op"]),
+            rendering.count(row["collectives"]),
+            rendering.number_of_bytes(row["payload_bytes"]),
+        )
+        for row in rows[:_MOST]
+    ]
+    if rows[_MOST:]:
+        cells.append((f"and {len(rows) - _MOST} more", "", "", *_sums(rows[_MOST:])))
+    calls, payload = _sums(rows)
+    title = f"Without a purpose, in the whole run: {calls} calls, {payload} payload, by place"
+    return [Rows(_HEADINGS, cells, title=title), rendering.paragraph(_HINT) + "\n"]
+
+
+def _sums(rows: list[dict[str, Any]]) -> tuple[str, str]:
+    return (
+        rendering.count(sum(row["collectives"] for row in rows)),
+        rendering.number_of_bytes(sum(row["payload_bytes"] for row in rows)),
+    )
+
+
+def _place(call_site: Any) -> str:
+    """``call_site`` without the part of its path that all files of an environment, or of the program, share."""
+    if rendering.is_missing(call_site):
+        return _UNKNOWN
+    place = str(call_site)
+    for shared in ("/site-packages/", f"{Path.cwd()}/"):
+        _, found, rest = place.partition(shared)
+        place = rest if found else place
+    return place
