@@ -559,6 +559,8 @@ WIRE: Final = Table(
         Column("sent_bytes", "int64", "bytes sent since the counter began", unit="bytes"),
         Column("received_bytes", "int64", "bytes received since the counter began", unit="bytes"),
         Column("step", "int32", "the training step that had just ended (-1: the first was about to begin); null for a reading at intervals", True),
+        Column("sent_packets", "int64", "packets sent since the counter began: sent_bytes has their headers", True),
+        Column("resent_segments", "int64", "TCP segments that the host, all interfaces together, has sent again since it began", True),
     ),
     key=("host", "device", "time_ns"),
 )

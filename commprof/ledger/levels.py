@@ -22,6 +22,7 @@ EXIT_CODES: Final[dict[State, int]] = {State.CLOSED: 0, State.MISMATCH: 1, State
 
 INIT: Final = "init"
 STEPS: Final = "steps"
+RUN: Final = "run"
 PART: Final = "part"  # of the run, between the readings that there are
 
 
@@ -71,7 +72,9 @@ class Unexplained(NamedTuple):
 class Moved(NamedTuple):
     """Counters of one host beside the model of what was executed, over the same time.
 
-    ``expected_bytes`` is None, with its ``reason``, where the two cannot be compared.
+    ``expected_bytes`` is None, with its ``reason``, where the two cannot be compared. ``allowed_bytes`` is what the
+    backend's own words and what TCP sent again may add to it; None where more than expected is not judged.
+    ``header_bytes``: of the packets sent, where these were counted.
     """
 
     host: str
@@ -82,6 +85,8 @@ class Moved(NamedTuple):
     received_bytes: int
     expected_bytes: float | None
     reason: str | None
+    allowed_bytes: float | None = None
+    header_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +102,7 @@ class Verdict:
         unsure: what was issued of which it cannot be told whether it was asked for, as clauses.
         sources: level -> where it was taken from, or why it is not known.
         request_reason: why it is not known what was requested; None when it is.
+        moved_together: all hosts as one, where some host cannot be held to a model of its own.
     """
 
     state: State
@@ -110,6 +116,7 @@ class Verdict:
     disagreements: tuple[str, ...] = ()
     unsure: tuple[str, ...] = ()
     request_reason: str | None = None
+    moved_together: Moved | None = None
 
     @property
     def exit_code(self) -> int:
@@ -123,6 +130,7 @@ class Verdict:
             "state": str(self.state),
             "rows": [asdict(row) for row in self.rows],
             "moved": [row._asdict() for row in self.moved],
+            "moved_together": self.moved_together._asdict() if self.moved_together else None,
             "unexplained": [item._asdict() for item in self.unexplained],
             "exit_code": self.exit_code,
         }

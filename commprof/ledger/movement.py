@@ -1,130 +1,170 @@
-"""The moved level: the counters of each host, beside the model of what its ranks sent over the same time.
+"""The moved level: the counters of each host, beside the model of what its ranks sent to others over the same time.
 
-The counters see the whole host, other processes included. They can be laid beside the model where every byte that a rank
-sends passes one of them: all ranks on one host under gloo (the loopback interface), or one rank on each host (the others).
+The counters see the whole host, other processes included. On one host under gloo every byte that a rank sends passes the
+loopback interface. On several, what a rank sends to a rank of another host passes the others: each host is held to the sum
+over its own ranks (:func:`backends.flows`). Where it is not known how an operation is spread over the ranks, only what all
+hosts together sent is held.
+
+Headers of packets are left out where packets were counted. Fewer bytes than the model has may be 2 % less. More may be 2 %
+more, and what the backend's own words and what TCP sent again may add (``Moved.allowed_bytes``).
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import pyarrow as pa
 
 from commprof.ledger import backends
-from commprof.ledger.issue import Issued, Message
-from commprof.ledger.levels import PART, Moved
-from commprof.schema import Op, wire_bytes
+from commprof.ledger.levels import PART, RUN, STEPS, Moved
+from commprof.ledger.sendings import Sending, Sendings
 
 LOOPBACK: Final = "lo"
 ALL_DEVICES: Final = "all but lo"
+ALL_HOSTS: Final = "all hosts"
 TOLERANCE: Final = 0.02
 # Headers of packets, barriers and connections: below this a model says nothing of counters.
 LEAST_BYTES: Final = 1_000_000
 NO_READINGS: Final = "no counters were read during the run"
-SEVERAL_RANKS: Final = (
-    "several ranks share a host, and what they send each other crosses no interface that another host sees"
-)
+UNKNOWN_HOSTS: Final = "the hosts of the ranks are not known"
+SEVERAL_RANKS: Final = "several ranks share a host, and it is not known how much crosses between hosts under "
 NOT_GLOO: Final = "on one host only gloo's traffic passes the loopback interface"
+_HEADER_BYTES: Final = 66  # of a packet: Ethernet, IPv4, TCP with its times
+# Measured, of a message: gloo's own words; with headers, where packets are not counted. And what acknowledges a byte.
+_WORDS_BYTES: Final = 150
+_MESSAGE_BYTES: Final = 300
+_ACKNOWLEDGED: Final = 0.0005
+_MOST_WORDS: Final = 0.009  # of what is sent; beyond, more than the model says nothing
+_SEGMENT_BYTES: Final = 1514  # of TCP on Ethernet, at most
+_START_BYTES: Final = 100_000  # connections and the store, where the readings are of the whole run
+
+Span: TypeAlias = tuple[Mapping[str, Any], Mapping[str, Any]]
 
 
-class Sent(NamedTuple):
-    """Modelled bytes that all ranks together send; ``least`` where they are a lower bound."""
+class _Model:
+    """What the ranks of each host send to other hosts, and all hosts together.
 
-    total: float
-    least: bool
+    Attributes:
+        sent, received, messages: of each host; messages in either direction.
+        total: of all hosts.
+        uneven: why it is not known what each host sends.
+        unknown: why not even the total is.
+    """
+
+    def __init__(self, unknown: str | None = None) -> None:
+        self.sent: dict[str, float] = defaultdict(float)
+        self.received: dict[str, float] = defaultdict(float)
+        self.messages: dict[str, int] = defaultdict(int)
+        self.total = 0.0
+        self.uneven: str | None = None
+        self.unknown = unknown
+
+    def add(self, sending: Sending, places: Sequence[str], count: int) -> None:
+        """``count`` times ``sending``, between ranks on the hosts ``places``, several of which may be one."""
+        flows = backends.flows(sending.call)
+        apart = len(set(places))
+        if apart == 1 or flows.total == 0:
+            return
+        if flows.total is None:
+            self.unknown = self.unknown or flows.reason
+        elif flows.sent is None:
+            self.uneven = self.uneven or flows.reason
+            self._whole(flows.total * count, sending, apart < len(places))
+        elif any(receiver == backends.ANY for _, receiver in flows.sent):
+            self._whole(flows.total * count, sending, apart < len(places))
+            for (sender, _), size in flows.sent.items():
+                self.sent[places[sender]] += size * count
+        else:
+            self._between(flows, places, count)
+
+    def _whole(self, total: float, sending: Sending, shared: bool) -> None:
+        if shared:
+            self.unknown = self.unknown or f"{SEVERAL_RANKS}{sending.call.backend or 'an unknown backend'}"
+        self.total += total
+
+    def _between(self, flows: backends.Flows, places: Sequence[str], count: int) -> None:
+        for (sender, receiver), size in (flows.sent or {}).items():
+            if places[sender] != places[receiver]:
+                self.sent[places[sender]] += size * count
+                self.received[places[receiver]] += size * count
+                self.total += size * count
+                for host in (places[sender], places[receiver]):
+                    self.messages[host] += flows.messages * count
 
 
-def modelled(steps: Sequence[Mapping[Message, int]]) -> Sent:
-    """What the ranks of all groups together send for the messages of ``steps``, as executed."""
-    total, least = 0.0, False
-    for messages in steps:
-        for message, count in messages.items():
-            size = 1 if message.op in (Op.SEND, Op.RECV) else message.group_size
-            if backends.known(message.backend):
-                run = backends.execution(message.op, message.payload_bytes, message.group_size)
-                total += run.wire_bytes * size * count
-                least |= run.least
-            else:
-                total += wire_bytes(message.op, message.payload_bytes, message.group_size) * size * count
-    return Sent(total, least)
+class Movement(NamedTuple):
+    """Each host beside the model; and all hosts together, where some host cannot be held to a model of its own."""
+
+    hosts: tuple[Moved, ...]
+    together: Moved | None = None
 
 
 def moved(
-    wire: pa.Table, issued: Issued, hosts: Sequence[str], uncovered: Mapping[str, str]
-) -> tuple[Moved, ...]:
+    wire: pa.Table, sendings: Sendings, hosts: Mapping[int, str], uncovered: Mapping[str, str]
+) -> Movement:
     """What each host moved: over the training steps where readings were taken at steps, else over the run.
 
     Args:
         wire: the ``wire`` table.
-        issued: the messages of each step.
+        sendings: what was sent in each step.
         hosts: the host of every rank.
         uncovered: host -> what its readings leave out of the run.
     """
-    rows = [row for row in wire.to_pylist() if row["kind"] == "interface"]
     by_device: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
-    for row in rows:
-        by_device[row["host"], row["device"]].append(row)
-    ranks = Counter(hosts)
-    reason = _why_not_comparable(ranks, issued)
-    wants_loopback = len(ranks) == 1
-    found = []
+    for row in wire.to_pylist():
+        if row["kind"] == "interface":
+            by_device[row["host"], row["device"]].append(row)
+    on_one = len(set(hosts.values())) == 1
+    counted = []
     for host in sorted({host for host, _ in by_device}):
-        devices = [
-            device for name, device in by_device if name == host and (device == LOOPBACK) == wants_loopback
-        ]
-        readings = [by_device[host, device] for device in devices]
-        if not readings:
-            continue
-        label = LOOPBACK if wants_loopback else devices[0] if len(devices) == 1 else ALL_DEVICES
-        row = _of_host(host, label, readings, issued, 1 if wants_loopback else len(hosts), reason)
-        left_out = uncovered.get(host) if row.when == "run" else None
-        found.append(
-            row if left_out is None else row._replace(when=PART, expected_bytes=None, reason=left_out)
-        )
-    return tuple(found)
+        devices = [device for name, device in by_device if name == host and (device == LOOPBACK) == on_one]
+        if devices:
+            label = devices[0] if len(devices) == 1 else ALL_DEVICES
+            counted.append(_counted(host, label, [by_device[host, device] for device in devices]))
+    modelled = _on_one_host if on_one else _between_hosts
+    models = {steps: modelled(sendings.between(steps), hosts) for steps in {one.steps for one in counted}}
+    rows = [
+        _beside(one, models[one.steps], on_one, None if one.steps else uncovered.get(one.host))
+        for one in counted
+    ]
+    return Movement(tuple(rows), None if on_one else _together(counted, rows, models, set(hosts.values())))
 
 
-def _why_not_comparable(ranks: Mapping[str, int], issued: Issued) -> str | None:
-    if not ranks:
-        return "the hosts of the ranks are not known"
-    if len(ranks) > 1:
-        return SEVERAL_RANKS if max(ranks.values()) > 1 else None
-    used = {message.backend for messages in issued.values() for message in messages}
-    return None if used <= {backends.GLOO} else NOT_GLOO
+class _Counted(NamedTuple):
+    """What the counters of one host say; ``steps``: the first reading was at the end of the first of them."""
+
+    host: str
+    device: str
+    steps: tuple[int, int] | None
+    sent: int
+    received: int
+    resent: int
+    headers: int | None
 
 
-def _of_host(
-    host: str,
-    device: str,
-    readings: Sequence[Sequence[Mapping[str, Any]]],
-    issued: Issued,
-    shares: int,
-    reason: str | None,
-) -> Moved:
-    """``shares``: hosts that the bytes of all ranks are spread over."""
-    spans = [_step_span(rows) for rows in readings]
-    if all(span is not None for span in spans):
-        first = min(span[0]["step"] for span in spans if span is not None)
-        last = max(span[1]["step"] for span in spans if span is not None)
-        steps = [messages for key, messages in issued.items() if first < key.step <= last]
-        when, number = "steps", last - first
+def _counted(host: str, device: str, readings: Sequence[Sequence[Mapping[str, Any]]]) -> _Counted:
+    at_steps = [span for span in map(_step_span, readings) if span is not None]
+    steps = None
+    spans: list[Span] = at_steps
+    if len(at_steps) == len(readings):
+        steps = min(span[0]["step"] for span in spans), max(span[1]["step"] for span in spans)
     else:
-        spans = [(rows[0], rows[-1]) for rows in (sorted(r, key=lambda x: x["time_ns"]) for r in readings)]
-        steps, when, number = list(issued.values()), "run", 0
-    sent = sum(_difference(span, "sent_bytes") for span in spans if span is not None)
-    received = sum(_difference(span, "received_bytes") for span in spans if span is not None)
-    model = modelled(steps)
-    if reason is None and model.total / shares < LEAST_BYTES:
-        reason = f"too little to compare: the model has {round(model.total / shares):,} bytes, of which headers are no part"
-    if reason is None and model.least:
-        reason = "gloo sends more for a reduce of more than 2n MiB than its model, which is a lower bound"
-    expected = None if reason else model.total / shares
-    return Moved(host, device, when, number, sent, received, expected, reason)
+        ordered = (sorted(rows, key=lambda row: row["time_ns"]) for rows in readings)
+        spans = [(rows[0], rows[-1]) for rows in ordered]
+    sent, received = (
+        sum(_difference(span, name) for span in spans) for name in ("sent_bytes", "received_bytes")
+    )
+    resent = max(_difference(span, "resent_segments") for span in spans)
+    packets = None
+    if all(reading.get("sent_packets") is not None for span in spans for reading in span):
+        packets = sum(_difference(span, "sent_packets") for span in spans)
+    headers = None if packets is None else _HEADER_BYTES * packets
+    return _Counted(host, device, steps, sent, received, resent * _SEGMENT_BYTES, headers)
 
 
-def _step_span(rows: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+def _step_span(rows: Sequence[Mapping[str, Any]]) -> Span | None:
     """The readings at the end of the first and of the last step that have one; None for less than two."""
     at_steps = sorted((row for row in rows if row.get("step") is not None), key=lambda row: row["time_ns"])
     if len(at_steps) < 2 or at_steps[0]["step"] >= at_steps[-1]["step"]:
@@ -132,13 +172,124 @@ def _step_span(rows: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Ma
     return at_steps[0], at_steps[-1]
 
 
-def _difference(span: tuple[Mapping[str, Any], Mapping[str, Any]], name: str) -> int:
-    before, after = int(span[0][name]), int(span[1][name])
+def _difference(span: Span, name: str) -> int:
+    before, after = (int(reading.get(name) or 0) for reading in span)
     return after - before if after >= before else after
 
 
-def agrees(row: Moved) -> bool | None:
-    """Whether counters and model are within 2 %; None where they cannot be compared."""
-    if row.expected_bytes is None:
+def _on_one_host(sent: Mapping[Sending, int], hosts: Mapping[int, str]) -> _Model:
+    """What passes the loopback interface of the one host for ``sent``: all of it."""
+    model = _Model()
+    (host,) = set(hosts.values())
+    for sending, count in sent.items():
+        flows = backends.flows(sending.call)
+        if not backends.known(sending.call.backend):
+            model.unknown = NOT_GLOO
+        elif flows.total is None:
+            model.unknown = model.unknown or flows.reason
+        else:
+            model.sent[host] += flows.total * count
+    return model
+
+
+def _between_hosts(sent: Mapping[Sending, int], hosts: Mapping[int, str]) -> _Model:
+    """What crosses between hosts for ``sent``."""
+    model = _Model(None if hosts else UNKNOWN_HOSTS)
+    for sending, count in sent.items():
+        if set(sending.members) <= hosts.keys():
+            model.add(sending, [hosts[rank] for rank in sending.members], count)
+        else:
+            model.unknown = UNKNOWN_HOSTS
+    return model
+
+
+def _beside(one: _Counted, model: _Model, on_one: bool, left_out: str | None) -> Moved:
+    """One host beside its model. What its loopback carries besides is not judged: all its programs use that."""
+    if left_out is not None:
+        return _row(one, None, None, left_out)._replace(when=PART)
+    expected = model.sent.get(one.host, 0.0)
+    reason = model.unknown or (model.uneven and f"{model.uneven}: only the sum over the hosts is compared")
+    if reason is None and expected < LEAST_BYTES:
+        reason = (
+            f"too little to compare: the model has {round(expected):,} bytes, of which headers are no part"
+        )
+    allowed = None
+    if reason is None and not on_one:
+        received, messages = model.received.get(one.host, 0.0), model.messages.get(one.host, 0)
+        allowed = _allowed(one, expected, received, messages, _START_BYTES)
+    return _row(one, None if reason else expected, allowed, reason)
+
+
+def _allowed(one: _Counted, expected: float, received: float, messages: float, start: int) -> float | None:
+    """What is sent besides the ``expected`` bytes; None where that is so much that more than the model says nothing."""
+    words = messages * (_WORDS_BYTES if one.headers is not None else _MESSAGE_BYTES)
+    if one.headers is None:
+        words += _ACKNOWLEDGED * received
+    if words > _MOST_WORDS * expected:
         return None
-    return abs(row.sent_bytes - row.expected_bytes) <= TOLERANCE * row.expected_bytes
+    return words + one.resent + (0 if one.steps else start)
+
+
+def _row(one: _Counted, expected: float | None, allowed: float | None, reason: str | None) -> Moved:
+    return Moved(
+        host=one.host,
+        device=one.device,
+        when=STEPS if one.steps else RUN,
+        steps=one.steps[1] - one.steps[0] if one.steps else 0,
+        sent_bytes=one.sent,
+        received_bytes=one.received,
+        expected_bytes=expected,
+        reason=reason,
+        allowed_bytes=allowed,
+        header_bytes=one.headers,
+    )
+
+
+def _together(
+    counted: Sequence[_Counted],
+    rows: Sequence[Moved],
+    models: Mapping[tuple[int, int] | None, _Model],
+    hosts: set[str],
+) -> Moved | None:
+    """All hosts beside the model, where some host is not held to its own and all were read over the same time."""
+    spans = {one.steps for one in counted}
+    if (
+        all(row.expected_bytes is not None for row in rows)
+        or len(spans) != 1
+        or PART in {row.when for row in rows}
+    ):
+        return None
+    (model,) = (models[span] for span in spans)
+    if model.unknown or {one.host for one in counted} != hosts or model.total < LEAST_BYTES * len(hosts):
+        return None
+    summed = _Counted(
+        ALL_HOSTS,
+        ALL_DEVICES,
+        counted[0].steps,
+        sum(one.sent for one in counted),
+        sum(one.received for one in counted),
+        sum(one.resent for one in counted),
+        None if any(one.headers is None for one in counted) else sum(one.headers or 0 for one in counted),
+    )
+    # An algorithm that is not known may send more than the best one.
+    allowed = None
+    if model.uneven is None:
+        messages = sum(model.messages.values()) / 2
+        allowed = _allowed(summed, model.total, model.total, messages, _START_BYTES * len(hosts))
+    return _row(summed, model.total, allowed, None)
+
+
+def is_short(row: Moved) -> bool:
+    """Whether less was moved than what was executed needs."""
+    return row.expected_bytes is not None and _without_headers(row) < row.expected_bytes * (1 - TOLERANCE)
+
+
+def is_long(row: Moved) -> bool:
+    """Whether more was moved than what was executed explains, and that is judged."""
+    if row.expected_bytes is None or row.allowed_bytes is None:
+        return False
+    return _without_headers(row) > row.expected_bytes * (1 + TOLERANCE) + row.allowed_bytes
+
+
+def _without_headers(row: Moved) -> int:
+    return row.sent_bytes - (row.header_bytes or 0)

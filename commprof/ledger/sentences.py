@@ -12,6 +12,7 @@ from commprof.requested.configuration import Configuration
 from commprof.requested.support import optimizer_type
 from commprof.schema import Op, Purpose
 
+_MUCH: Final = 0.01  # headers beyond this part of the model are told
 _VOWELS: Final = ("a", "e", "i", "o", "u")
 
 
@@ -141,20 +142,28 @@ def execution_sentences(rows: Sequence[LedgerRow]) -> list[str]:
 
 
 def moved_sentence(row: Moved) -> str:
-    """One host's counters beside the model."""
+    """The counters of one host, or of all, beside the model."""
     over = {STEPS: f"in {row.steps} steps", PART: "between its first and its last reading"}.get(
         row.when, "over the whole run"
     )
-    head = f"Host {row.host} sent {row.sent_bytes:,} bytes through {row.device} {over} (counters of the whole host)"
+    together = row.host == movement.ALL_HOSTS
+    who = "All hosts together" if together else f"Host {row.host}"
+    through = "" if together else f" through {row.device}"
+    head = f"{who} sent {row.sent_bytes:,} bytes{through} {over} (counters of the whole host)"
     if row.expected_bytes is None:
         return f"{head}; not compared: {row.reason}."
     ratio = row.sent_bytes / row.expected_bytes
     text = f"{head}: {ratio:.3f} times the {round(row.expected_bytes):,} modelled from what was executed"
-    if movement.agrees(row):
-        return text + "."
-    if ratio > 1:
-        return text + "; the rest is other traffic of the host, or nobody's that was recorded."
-    return text + "; less moved than the model has, so what was executed is not what is said here."
+    if row.header_bytes and row.header_bytes > _MUCH * row.expected_bytes:
+        text += f", {row.header_bytes:,} bytes of headers included"
+    if movement.is_short(row):
+        return text + "; less moved than the model has, so what was executed is not what is said here."
+    rest = row.sent_bytes - round(row.expected_bytes)
+    if movement.is_long(row):
+        return f"{text}; {rest:,} bytes more than the records explain: a message without a record, or another program."
+    if row.allowed_bytes is None and ratio > 1 + movement.TOLERANCE:
+        return text + "; the rest is other traffic of the host, headers, or nobody's that was recorded."
+    return text + "."
 
 
 def unread_sentences(uncovered: Mapping[str, str], moved: Sequence[Moved]) -> list[str]:

@@ -17,6 +17,8 @@ from commprof.ledger.messages import COLUMNS as OF_MESSAGES
 from commprof.ledger.messages import Ends
 from commprof.ledger.request import RecordedRun, Request, request_of
 from commprof.ledger.rows import doubtful, ledger_rows, remarks, unexplained
+from commprof.ledger.sendings import COLUMNS as OF_SENDINGS
+from commprof.ledger.sendings import Sendings, sendings
 from commprof.ledger.summed import backends_of, with_sums
 from commprof.ledger.survey import COLUMNS as SURVEYED
 from commprof.ledger.survey import Survey
@@ -55,15 +57,20 @@ def verify(run: RecordedRun) -> Verdict:
         findings = _without_request(findings)
     rows = ledger_rows(findings)
     left_out = uncovered(run)
-    hosts = [str(entry.get("host")) for entry in _latest(run)]
-    moved = movement.moved(run.table("wire"), steps, hosts, left_out)
+    wire = run.table("wire")
+    sent = Sendings()
+    if len(wire):
+        sums = with_sums({}, aggregates, of_group)
+        sent = sendings(run.parts("collectives", OF_SENDINGS), survey, ran.ops, sums)
+    hosts = {entry["rank"]: str(entry["host"]) for entry in _latest(run) if entry.get("host")}
+    moved, together = movement.moved(wire, sent, hosts, left_out)
     left = _left(run, findings) if request.reason is None and is_told else ()
     # A program that was stopped leaves messages on their way.
     lone = ends.lone() if run.health.state == COMPLETE else []
     differing, unsure = [*members.disagreements(), *lone], doubtful(findings)
     # The Flight Recorder lists what was left out, too.
     ran_otherwise = () if run.health.summed or run.health.outside else ran.problems
-    problems = [*differing, *ran_otherwise, *_moved_short(moved)]
+    problems = [*differing, *ran_otherwise, *_moved_otherwise([*moved, *([together] if together else [])])]
     unrecorded = gaps(run, survey.records)
     doubts = [*unrecorded, *ran.doubts, *unsure]
     issued_bytes = sum(attribution.payload(messages) for messages in steps.values())
@@ -74,6 +81,7 @@ def verify(run: RecordedRun) -> Verdict:
     told = [
         *_told(request, rows, steps, moved),
         *sentences.unread_sentences(left_out, moved),
+        *([sentences.moved_sentence(together)] if together else []),
         *(said if is_told else ()),  # what steps lack is not told where there is nothing of any
         *remarks(findings),
         *(f"Cannot tell: {text}." for text in doubts),
@@ -92,6 +100,7 @@ def verify(run: RecordedRun) -> Verdict:
         disagreements=tuple(differing),
         unsure=tuple(unsure),
         request_reason=request.reason,
+        moved_together=together,
     )
 
 
@@ -138,12 +147,18 @@ def gaps(run: RecordedRun, records: int) -> list[str]:
     return found
 
 
-def _moved_short(moved: Sequence[Moved]) -> list[str]:
-    return [
-        f"host {row.host} moved {row.sent_bytes:,} bytes where what was executed needs {round(row.expected_bytes):,}"
-        for row in moved
-        if row.expected_bytes is not None and row.sent_bytes < row.expected_bytes * (1 - movement.TOLERANCE)
-    ]
+def _moved_otherwise(moved: Sequence[Moved]) -> list[str]:
+    """What the counters say against the records: less than was executed needs, or more than it explains."""
+    found = []
+    for row in moved:
+        who = row.host if row.host == movement.ALL_HOSTS else f"host {row.host}"
+        if movement.is_short(row):
+            needed = round(row.expected_bytes or 0)
+            found.append(f"{who} moved {row.sent_bytes:,} bytes where what was executed needs {needed:,}")
+        elif movement.is_long(row):
+            explained = round(row.expected_bytes or 0)
+            found.append(f"{who} moved {row.sent_bytes:,} bytes where the records explain {explained:,}")
+    return found
 
 
 def _told(request: Request, rows: Sequence[LedgerRow], steps: Issued, moved: Sequence[Moved]) -> list[str]:

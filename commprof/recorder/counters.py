@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 PROC_NET_DEV: Final = Path("/proc/net/dev")
+_SNMP: Final = "snmp"  # beside it: TCP's own counters
 WIRE_VARIABLE: Final = "COMMPROF_WIRE"  # set to 1 by commprof run --wire
 WIRE_DIRECTORY: Final = "wire"  # in the run: one file of readings per host
 _INTERVAL_NS: Final = 500_000_000
@@ -53,6 +54,7 @@ class InterfaceCounters:
             text, now = self._text()
         except OSError:
             return []
+        resent = resent_segments(self._source.with_name(_SNMP))
         return [
             {
                 "host": self._host,
@@ -61,9 +63,11 @@ class InterfaceCounters:
                 "time_ns": now,
                 "sent_bytes": sent,
                 "received_bytes": received,
+                "sent_packets": packets,
+                **({} if resent is None else {"resent_segments": resent}),
                 **({} if step is None else {"step": step}),
             }
-            for device, sent, received in parse_net_dev(text)
+            for device, sent, received, packets in parse_net_dev(text)
         ]
 
     def _text(self) -> tuple[str, int]:
@@ -203,12 +207,21 @@ def _read(file: Path) -> str:
         os.close(descriptor)
 
 
-def parse_net_dev(text: str) -> list[tuple[str, int, int]]:
-    """Device, bytes sent and bytes received of each line of /proc/net/dev (the first and ninth number; see proc(5))."""
+def parse_net_dev(text: str) -> list[tuple[str, int, int, int]]:
+    """Device, bytes sent, bytes received and packets sent of each line of /proc/net/dev (see proc(5))."""
     rows = []
     for line in text.splitlines():
         device, colon, numbers = line.partition(":")
         fields = numbers.split()
-        if colon and len(fields) >= 9 and fields[0].isdigit() and fields[8].isdigit():
-            rows.append((device.strip(), int(fields[8]), int(fields[0])))
+        if colon and len(fields) >= 10 and all(fields[place].isdigit() for place in (0, 8, 9)):
+            rows.append((device.strip(), int(fields[8]), int(fields[0]), int(fields[9])))
     return rows
+
+
+def resent_segments(file: Path) -> int | None:
+    """The segments that TCP has sent again, by /proc/net/snmp (see proc(5)); None where that cannot be read."""
+    try:
+        names, counts = (line.split() for line in _read(file).splitlines() if line.startswith("Tcp:"))
+        return int(counts[names.index("RetransSegs")])
+    except (OSError, ValueError, IndexError):
+        return None

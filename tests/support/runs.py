@@ -94,6 +94,7 @@ class SyntheticRun:
         self._next_pg_seq: dict[tuple[Any, ...], int] = {}
         self._clock = 1_000_000
         self._issued: dict[tuple[int, int], int] = {}  # by attempt and step
+        self.hosts: dict[int, str] = {}  # of ranks, where they are not all on one
 
     def pid(self, rank: int, attempt: int = 0) -> int:
         return PID_BASE + 100 * attempt + rank
@@ -299,7 +300,7 @@ class SyntheticRun:
                     "attempt": attempt,
                     "pid": self.pid(rank, attempt),
                     "file": f"rank-{rank:05d}-{attempt}-{self.pid(rank, attempt)}",
-                    "host": HOST,
+                    "host": self.hosts.get(rank, HOST),
                     "world_size": self.world_size,
                     "records": records.count((rank, attempt)),
                     "lost": self.lost if rank == self.recorded_ranks[0] else 0,

@@ -31,7 +31,7 @@ broken: 1 2
 
 
 def test_interface_counters(tmp_path):
-    assert parse_net_dev(NET_DEV) == [("lo", 2222, 1111), ("eth0", 4444, 3333)]
+    assert parse_net_dev(NET_DEV) == [("lo", 2222, 1111, 4), ("eth0", 4444, 3333, 6)]
     source = tmp_path / "dev"
     source.write_text(NET_DEV)
     rows = InterfaceCounters(source, "node7", lambda: 55).read()
@@ -42,7 +42,10 @@ def test_interface_counters(tmp_path):
         "time_ns": 55,
         "sent_bytes": 4444,
         "received_bytes": 3333,
+        "sent_packets": 6,
     }
+    (tmp_path / "snmp").write_text("Ip: a\nIp: 1\nTcp: OutSegs RetransSegs InErrs\nTcp: 90 7 0\n")
+    assert [row["resent_segments"] for row in InterfaceCounters(source, "node7").read()] == [7, 7]
     assert InterfaceCounters(tmp_path / "absent").read() == []
     assert any(row["device"] == "lo" for row in InterfaceCounters().read())
 

@@ -121,8 +121,8 @@ def test_a_process_that_is_held_up_between_reading_and_looking_at_the_clock_read
 
 def test_lines_that_are_no_counters_are_left_out():
     assert parse_net_dev(PROC.format(10, 20) + "eth1: 1 2\nnoise\n") == [
-        ("lo", 20, 10),
-        ("eth0", 7, 1234567890123),
+        ("lo", 20, 10, 3),
+        ("eth0", 7, 1234567890123, 1),
     ]
 
 

@@ -1,0 +1,122 @@
+"""What was sent in each step, as far as its bytes depend on it: for the counters of each host."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from commprof.align.distinct import numbered
+from commprof.ledger.backends import Call, known
+from commprof.ledger.issue import Executed, Issued
+from commprof.ledger.lookup import combinations, where
+from commprof.ledger.survey import COLUMNS as SURVEYED
+from commprof.ledger.survey import GROUP, Survey
+from commprof.schema import OPS, Op, parse_ranks
+
+_P2P: Final = frozenset({Op.SEND, Op.RECV})
+_UNEVEN_BUT_ON_GLOO: Final = frozenset({Op.ALL_GATHER, Op.REDUCE_SCATTER})
+_OF_RECORD: Final = ("step", "op", "backend", "group_ranks", "group_size", "payload_bytes", "peer", "rank")
+_SIZES: Final = ("input_bytes", "output_bytes")
+COLUMNS: Final = tuple(dict.fromkeys((*SURVEYED, *_OF_RECORD, *_SIZES)))
+
+
+class Sending(NamedTuple):
+    """A collective or message between ``members``, the global ranks of its group in order."""
+
+    call: Call
+    members: tuple[int, ...]
+
+
+class Sendings:
+    """How often each :class:`Sending` was sent in each step."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, Counter[Sending]] = defaultdict(Counter)
+
+    def add(self, step: int, sending: Sending, count: int) -> None:
+        """``count`` times ``sending`` in ``step``."""
+        self._steps[step][sending] += count
+
+    def between(self, steps: tuple[int, int] | None) -> Mapping[Sending, int]:
+        """What was sent after the first of ``steps`` until the end of the last; None: in the whole run."""
+        together: Counter[Sending] = Counter()
+        for step, sent in self._steps.items():
+            if steps is None or steps[0] < step <= steps[1]:
+                together.update(sent)
+        return together
+
+
+def sendings(parts: Iterable[pa.Table], survey: Survey, executed_ops: Executed, sums: Issued) -> Sendings:
+    """What was sent in each step.
+
+    Args:
+        parts: the records, with :data:`COLUMNS` at least.
+        survey: of the same records.
+        executed_ops: says what the backend ran for each record, null where that is not known.
+        sums: what is kept as sums only, without roots, receivers and splits.
+    """
+    found = Sendings()
+    members: list[pa.Table] = []
+    for part in parts:
+        is_uneven = where(part, ["op", "backend"], _may_be_uneven)
+        members.append(
+            part.filter(pa.array(is_uneven)).select(
+                [*dict.fromkeys((*GROUP, "pg_seq", *_OF_RECORD, *_SIZES))]
+            )
+        )
+        rows = part.filter(pa.array(survey.counts(part) & ~is_uneven))
+        rows = rows.select(list(_OF_RECORD)).append_column("executed_op", executed_ops(rows))
+        for key, places in combinations(rows, rows.column_names):
+            _add(found, dict(zip(rows.column_names, key, strict=True)), len(places))
+    if members:
+        _add_uneven(found, pa.concat_tables(members))
+    for key, messages in sums.items():
+        for message, count in messages.items():
+            call = Call(message.backend, message.op, message.payload_bytes, message.group_size)
+            found.add(key.step, Sending(call, parse_ranks(message.group_ranks)), count)
+    return found
+
+
+def _may_be_uneven(op: str, backend: str | None) -> bool:
+    """Whether the ranks of a collective may give or get unlike much."""
+    return op == Op.ALL_TO_ALL or (op in _UNEVEN_BUT_ON_GLOO and not known(backend))
+
+
+def _add(found: Sendings, row: Mapping[str, Any], count: int) -> None:
+    members = parse_ranks(row["group_ranks"])
+    place = {rank: position for position, rank in enumerate(members)}
+    peer, own = place.get(row["peer"]), place.get(row["rank"])
+    call = Call(row["backend"], _ran(row), row["payload_bytes"], row["group_size"])
+    if row["op"] in _P2P:
+        sender, receiver = (own, peer) if row["op"] == Op.SEND else (peer, own)
+        call = call._replace(sender=sender, receiver=receiver)
+    else:
+        call = call._replace(root=peer)
+    found.add(row["step"], Sending(call, members), count)
+
+
+def _ran(row: Mapping[str, Any]) -> str:
+    """What the backend ran, where it is one collective; gloo's own ways are known to :mod:`backends`."""
+    ran = row["executed_op"]
+    return str(ran if ran in OPS and ran not in _P2P and row["op"] not in _P2P else row["op"])
+
+
+def _add_uneven(found: Sendings, rows: pa.Table) -> None:
+    """Collectives of which each rank may give and get unlike much, out of the records of all their ranks."""
+    codes, _ = numbered(rows.select([*GROUP, "pg_seq"]))
+    order = np.lexsort((rows["rank"].to_numpy(), codes))
+    starts = np.flatnonzero(np.diff(codes[order], prepend=-1))
+    records = rows.take(pa.array(order)).to_pylist()
+    for begin, end in pairwise([*starts.tolist(), len(records)]):
+        ranks = records[begin:end]
+        first = ranks[0]
+        whole = len(ranks) == first["group_size"]
+        inputs, outputs = (tuple(one[name] for one in ranks) if whole else () for name in _SIZES)
+        size = round(sum(one["payload_bytes"] for one in ranks) / len(ranks))
+        call = Call(first["backend"], first["op"], size, first["group_size"], inputs=inputs, outputs=outputs)
+        found.add(first["step"], Sending(call, parse_ranks(first["group_ranks"])), 1)
