@@ -88,6 +88,19 @@ class Layer(StrEnum):
     IMPORTED = "imported"  # another tool's trace, which commprof read
 
 
+# Wrappers of models, as the table ``wrappers`` names them.
+WRAPPERS: Final[tuple[str, ...]] = (
+    "ddp",
+    "fsdp",
+    "fully_shard",
+    "tensor_parallel",
+    "zero_redundancy_optimizer",
+)
+# Passes of a wrapped model, in their order: forward whose gradients are to be reduced, forward without, forward without
+# gradients, backward that reduces gradients, backward that does not.
+PASSES: Final[tuple[str, ...]] = ("F", "f", "e", "B", "b")
+PASSES_UNKNOWN: Final = "?"
+
 # In the binary record these stand as their position here, so new members go to the end.
 OPS: Final[tuple[str, ...]] = tuple(Op)
 PHASES: Final[tuple[str, ...]] = tuple(Phase)
@@ -277,6 +290,41 @@ PARAMETERS: Final = Table(
         Column("owner_types", "string", "classes of the module that owns it, those that its class derives from included, joined by ','; those of several owners by ';'", True),
     ),
     key=("name",),
+)
+
+WRAPPED: Final = Table(
+    "wrappers",
+    "What wrappers of models were given (DistributedDataParallel, FSDP, tensor parallelism); of one number the last row holds.",
+    (
+        Column("rank", "int32", "global rank"),
+        Column("attempt", "int32", "restart of the job"),
+        Column("pid", "int32", "process id"),
+        Column("number", "int32", "of the wrapper within its process, in the order in which they were made"),
+        Column("wrapper", "string", "which wrapper it is", values=WRAPPERS),
+        Column("unit", "string", "qualified name of the module that it wraps, within the model"),
+        Column("group_ranks", "string", "ranks that reduce or shard together"),
+        Column("replica_ranks", "string", "ranks that hold the same shard", True),
+        Column("arguments", "string", "what it was given, with its defaults, as JSON"),
+        Column("parameters", "string", "name, shape, element type and whether it is trained, of each parameter, as JSON"),
+        Column("buffers", "string", "the same of its buffers, as JSON"),
+        Column("step", "int32", "when it was made or changed; -1 before the first step"),
+        Column("time_ns", "int64", "when", unit="ns"),
+    ),
+    key=("rank", "attempt", "pid", "number", "time_ns"),
+)
+
+WRAPPER_PASSES: Final = Table(
+    "wrapper_passes",
+    "Which passes a wrapped model ran in a step; a row for each step that ran others than the one before.",
+    (
+        Column("rank", "int32", "global rank"),
+        Column("attempt", "int32", "restart of the job"),
+        Column("pid", "int32", "process id"),
+        Column("number", "int32", "of the wrapper within its process"),
+        Column("step", "int32", "first step that ran them; -1 before the first step"),
+        Column("passes", "string", "a letter for each pass in order: F forward before a reduction, f forward without one, e forward without gradients, B backward that reduces gradients, b backward that does not; ? not known"),
+    ),
+    key=("rank", "attempt", "pid", "number", "step"),
 )
 
 STEPS: Final = Table(
@@ -643,6 +691,8 @@ TABLES: Final[dict[str, Table]] = {
         GROUPS,
         BUCKETS,
         PARAMETERS,
+        WRAPPED,
+        WRAPPER_PASSES,
         STEPS,
         METRICS,
         NCCL_OPS,

@@ -120,6 +120,8 @@ def _side_tables(
         "steps": ({**row, **same} for row in steps.rows),
         "metrics": ({**_metric(row, steps), **same} for row in events.rows["metrics"]),
         "parameters": events.rows["parameters"],
+        "wrappers": ({**row, **same} for row in events.rows["wrappers"]),
+        "wrapper_passes": ({**row, **same} for row in events.rows["wrapper_passes"]),
         "buckets": ({**row, **same} for row in events.rows["buckets"]),
         "flight": ({**row, **same} for row in events.rows["flight"]),
         "clocks": ({**row, **here} for row in events.rows["clock"]),

@@ -55,6 +55,8 @@ _SIDE_TABLES: Final = (
     "steps",
     "metrics",
     "parameters",
+    "wrappers",
+    "wrapper_passes",
     "buckets",
     "flight",
     "clocks",

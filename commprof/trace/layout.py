@@ -38,6 +38,8 @@ EVENT_KINDS: Final[tuple[str, ...]] = (
     "step",  # a step or micro step begins; resources at that moment
     "metrics",
     "parameters",
+    "wrappers",
+    "wrapper_passes",
     "buckets",
     "bucket",  # interned: id and what describes a gradient bucket
     "flush",  # the bucket with this id was flushed: step, micro step, time

@@ -7,13 +7,14 @@ buckets, and from their sizes. What two models could have issued has a purpose o
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch._C._distributed_c10d import _DEFAULT_FIRST_BUCKET_BYTES
+from torch._C._distributed_c10d import _DEFAULT_FIRST_BUCKET_BYTES, BuiltinCommHookType
 from torch.nn.parallel import DistributedDataParallel
 
 from commprof import hooks
@@ -25,14 +26,22 @@ from commprof.recorder.groups import Group
 from commprof.recorder.journal import Journal
 from commprof.recorder.methods import Method
 from commprof.recorder.models import plain_name
-from commprof.schema import Purpose
+from commprof.recorder.wrapped import WrappedModels
+from commprof.schema import PASSES, PASSES_UNKNOWN, Purpose
 
+FORWARD, FORWARD_ALONE, NO_GRADIENTS, BACKWARD, _ = PASSES
 _MODULE: Final = "torch.nn.parallel.distributed"
 _CLASS: Final = "DistributedDataParallel"
 _CPP: Final = "torch._C._distributed_c10d"
 _JOIN: Final = "torch.distributed.algorithms.join"
 _BUCKET_UNKNOWN: Final = hooks.tag(Purpose.GRADIENT_REDUCE.value)
 _USED_PARAMETERS: Final = hooks.tag(Purpose.UNUSED_PARAMETERS.value)
+
+# What decides what is sent, as :func:`commprof.requested.ddp.read_ddp` takes it.
+_ARGUMENTS: Final = (
+    *("broadcast_buffers", "forward_sync_buffers", "init_sync", "bucket_cap_mb", "bucket_cap_mb_list"),
+    *("find_unused_parameters", "static_graph", "skip_all_reduce_unused_params"),
+)
 
 # What it issues on the thread that calls it. The innermost purpose counts.
 _PURPOSES: Final = (
@@ -58,9 +67,15 @@ _PURPOSES: Final = (
 
 
 class Ddp:
-    """What is known of the models that DistributedDataParallel wraps."""
+    """What is known of the models that DistributedDataParallel wraps.
 
-    def __init__(self, journal: Journal) -> None:
+    Args:
+        journal: hears of what could not be found out.
+        wrapped: publishes what they were given.
+    """
+
+    def __init__(self, journal: Journal, wrapped: WrappedModels) -> None:
+        self._wrapped = wrapped
         self._doubt = Doubts(journal, "DistributedDataParallel")
         self._reductions: weakref.WeakKeyDictionary[DistributedDataParallel, Reduction] = (
             weakref.WeakKeyDictionary()
@@ -77,6 +92,9 @@ class Ddp:
             Part("torch.distributed", "_compute_bucket_assignment_by_size", self._wrap_assignment),
             Part("torch.distributed", "_register_comm_hook", self._wrap_comm_hook),
             Part(_MODULE, f"{_CLASS}._ddp_init_helper", self._wrap_construction),
+            Part(_MODULE, f"{_CLASS}.__init__", self._wrap_init),
+            Part(_MODULE, f"{_CLASS}.register_comm_hook", self._wrap_hook_arguments),
+            Part(_MODULE, f"{_CLASS}._register_builtin_comm_hook", self._wrap_hook_arguments),
             Part(_MODULE, f"{_CLASS}._pre_forward", self._wrap_pre_forward),
             Part(_MODULE, f"{_CLASS}._post_forward", self._wrap_post_forward),
         ]
@@ -102,6 +120,7 @@ class Ddp:
                 return _opened(*due[0].take(), tensor)
             for each in due:  # it could be of either: from here on their order is lost
                 each.lose()
+                each.ran(PASSES_UNKNOWN)
             return _BUCKET_UNKNOWN if any(each.waits for each in waiting) else None
         except Exception as error:
             self._doubt(error)
@@ -132,6 +151,60 @@ class Ddp:
 
         return construct
 
+    def _wrap_init(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        def init(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+            original(model, *args, **kwargs)
+            try:
+                given = signature.bind(model, *args, **kwargs)
+                given.apply_defaults()
+                self._publish(model, given.arguments)
+            except Exception as error:
+                self._doubt(error)
+
+        return init
+
+    def _publish(self, model: DistributedDataParallel, given: Mapping[str, Any]) -> None:
+        reduction = self._reductions.get(model)
+        if reduction is None or reduction.wrapped is not None:
+            return
+        ignored = model.parameters_to_ignore
+        arguments = {
+            **{name: given[name] for name in _ARGUMENTS if name in given},
+            "ignored": sorted(ignored),
+            "sparse": any(getattr(each, "sparse", False) is True for each in model.module.modules()),
+            "python_reducer": getattr(model, "_use_python_reducer", False),
+            "mixed_precision": given.get("mixed_precision") is not None,
+            "delayed": given.get("delay_all_reduce_named_params") is not None,
+            "comm_hook": reduction.hook,
+        }
+        module = model.module
+        reduction.wrapped = self._wrapped.add(
+            "ddp",
+            plain_name(type(module).__name__),
+            model.process_group,
+            arguments,
+            module.named_parameters(),
+            module.named_buffers(),
+        )
+
+    def _wrap_hook_arguments(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def register(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+            result = original(model, *args, **kwargs)
+            try:
+                reduction = self._reductions.get(model)
+                if reduction is not None:
+                    values = (*args, *kwargs.values())
+                    reduction.hook = next((name for each in values[::-1] if (name := _hook_name(each))), "?")
+                    if reduction.wrapped is not None:
+                        reduction.wrapped.set(comm_hook=reduction.hook, comm_hook_step=hooks.position.step)
+            except Exception as error:
+                self._doubt(error)
+            return result
+
+        return register
+
     def _add(self, model: DistributedDataParallel, parameters: Sequence[torch.Tensor]) -> None:
         self._names.update((id(p), plain_name(name)) for name, p in model.module.named_parameters())
         group = model.process_group.group_name  # type: ignore[union-attr]
@@ -141,6 +214,7 @@ class Ddp:
 
     def _wrap_pre_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def pre_forward(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+            self._count_forward(model)
             result = original(model, *args, **kwargs)
             try:
                 reduction = self._reductions.get(model)
@@ -155,6 +229,17 @@ class Ddp:
             return result
 
         return pre_forward
+
+    def _count_forward(self, model: DistributedDataParallel) -> None:
+        try:
+            reduction = self._reductions.get(model)
+            if reduction is not None:
+                if not torch.is_grad_enabled():
+                    reduction.ran(NO_GRADIENTS)
+                else:
+                    reduction.ran(FORWARD if model.require_backward_grad_sync else FORWARD_ALONE)
+        except Exception as error:
+            self._doubt(error)
 
     def _wrap_post_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def post_forward(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
@@ -177,6 +262,8 @@ class Ddp:
                 try:
                     names = tuple(self._names.get(id(each), "?") for each in bucket.parameters())
                     buffer = bucket.buffer()
+                    if bucket.index() == 0:
+                        self._reduced_by_hook(bucket)
                     tag = open_bucket(bucket.index(), buffer.numel(), buffer.nbytes, buffer.dtype, names)
                 except Exception as error:
                     self._doubt(error)
@@ -187,6 +274,20 @@ class Ddp:
             return original(reducer, state, tagged_hook)
 
         return register
+
+    def _reduced_by_hook(self, bucket: Any) -> None:
+        """The model to which the first bucket of a reduction belongs has run a backward pass."""
+        mine = {id(each) for each in bucket.parameters()}
+        for reduction in self._reductions.values():
+            if reduction.holds(mine):
+                reduction.ran(BACKWARD)
+
+
+def _hook_name(value: Any) -> str | None:
+    """How a communication hook is called: that of a function, or of a built-in one."""
+    if isinstance(value, BuiltinCommHookType):
+        return str(value.name)
+    return getattr(value, "__qualname__", None) if callable(value) else None
 
 
 def _opened(number: int, bucket: Bucket, tensor: torch.Tensor) -> hooks.tag:

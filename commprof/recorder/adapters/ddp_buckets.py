@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from commprof.recorder.wrapped import Wrapped
+from commprof.schema import PASSES
 
 
 class Bucket(NamedTuple):
@@ -44,6 +47,9 @@ class Reduction:
         assignment: Assignment | None,
     ) -> None:
         self.group = group
+        self.wrapped: Wrapped | None = None
+        self.hook: str | None = None  # the communication hook, by its name
+        self._ids = frozenset(map(id, parameters))
         self.names = names
         self.parameters = len(parameters)
         self.rebuilt = False
@@ -85,7 +91,18 @@ class Reduction:
         """The next bucket and its number; it is due no more."""
         number = self.due or 0
         self.due = number + 1
+        if number == 0:
+            self.ran(PASSES[3])
         return number, self.buckets[number]
+
+    def ran(self, kind: str) -> None:
+        """A pass of the model began, of ``schema.PASSES``."""
+        if self.wrapped is not None:
+            self.wrapped.ran(kind)
+
+    def holds(self, parameters: Set[int]) -> bool:
+        """Whether parameters with these ids are among those that it reduces."""
+        return bool(parameters & self._ids)
 
     def _limited(self, filled: Sequence[Sequence[torch.Tensor]], limits: Sequence[int]) -> list[Bucket]:
         """The buckets in the order in which torch filled them: of each dtype the n-th has the n-th limit, or the last."""

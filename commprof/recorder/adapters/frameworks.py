@@ -15,6 +15,7 @@ from commprof.recorder.journal import Journal
 from commprof.recorder.models import Models
 from commprof.recorder.steps import Steps
 from commprof.recorder.training_loop import TrainingLoop
+from commprof.recorder.wrapped import WrappedModels
 
 
 class Frameworks:
@@ -23,7 +24,8 @@ class Frameworks:
     def __init__(self, journal: Journal, steps: Steps) -> None:
         self.models = Models(journal.fault)
         self.loop = TrainingLoop(journal, steps, self.models)
-        ddp = Ddp(journal)
+        self.wrapped = WrappedModels(journal)
+        ddp = Ddp(journal, self.wrapped)
         self.explain = ddp.explain  # why C++ issues a collective
         checkpoints = Checkpoints(self.loop)
         parts = [
@@ -45,6 +47,7 @@ class Frameworks:
     def finish(self) -> None:
         """Recording ends: say what was kept for a better moment that did not come."""
         self.loop.finish()
+        self.wrapped.finish()
 
     def remove(self) -> None:
         """Speak for nobody any more."""

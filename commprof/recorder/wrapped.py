@@ -1,0 +1,138 @@
+"""What wrappers of models (DistributedDataParallel, FSDP, tensor parallelism) were given, and which passes they ran.
+
+``commprof.requested`` derives from it what they should send. A wrapper is published once, when it is made. Its passes are
+written when a step runs others than the step before, so that a steady training adds nothing to the trace.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from commprof import hooks
+from commprof.recorder.journal import Journal
+from commprof.schema import PASSES_UNKNOWN, format_ranks
+
+_MOST_PASSES: Final = 4096  # of one step; what runs more is not followed
+
+
+class Wrapped:
+    """One wrapped model, and the passes that it runs in the current step.
+
+    Args:
+        journal: where its passes are written.
+        row: what was published of it.
+    """
+
+    def __init__(self, journal: Journal, row: Mapping[str, Any]) -> None:
+        self.row = dict(row)
+        self._journal = journal
+        self._step = hooks.position.step
+        self._passes: list[str] = []
+        self._written: tuple[int, str] = (self._step, "")  # the step from which on each runs these passes
+
+    def ran(self, kind: str) -> None:
+        """A pass began: one of the letters of ``schema.PASSES``."""
+        step = hooks.position.step
+        if step != self._step:
+            self._end_step(step)
+        if len(self._passes) < _MOST_PASSES:
+            self._passes.append(kind)
+
+    def set(self, **arguments: Any) -> None:
+        """The program changed how the model is wrapped: publish it anew, with these arguments as well."""
+        known = json.loads(self.row["arguments"])
+        self.row["arguments"] = json.dumps({**known, **arguments})
+        self.publish()
+
+    def publish(self) -> None:
+        """Write what the wrapper was given."""
+        moment = {"step": hooks.position.step, "time_ns": time.perf_counter_ns()}
+        self._journal.write("wrappers", {**self.row, **moment})
+
+    def finish(self) -> None:
+        """Recording ends."""
+        self._end_step(hooks.position.step + 1)
+
+    def _end_step(self, step: int) -> None:
+        passes = "".join(self._passes) if len(self._passes) < _MOST_PASSES else PASSES_UNKNOWN
+        self._say(self._step, passes)
+        if step > self._step + 1:
+            self._say(self._step + 1, "")
+        self._step = step
+        self._passes.clear()
+
+    def _say(self, step: int, passes: str) -> None:
+        if passes != self._written[1]:
+            self._written = step, passes
+            row = {"number": self.row["number"], "step": step, "passes": passes}
+            self._journal.write("wrapper_passes", row)
+
+
+class WrappedModels:
+    """All wrapped models of this process.
+
+    Args:
+        journal: where they are written.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._known: list[Wrapped] = []
+
+    def add(
+        self,
+        kind: str,
+        unit: str,
+        group: Any,
+        arguments: Mapping[str, Any],
+        parameters: Iterable[tuple[str, torch.Tensor]],
+        buffers: Iterable[tuple[str, torch.Tensor]] = (),
+        replicas: Any = None,
+    ) -> Wrapped:
+        """Publish a wrapper that was just made.
+
+        Args:
+            kind: a word of ``schema.WRAPPERS``.
+            unit: qualified name of the module that it wraps, within the model.
+            group: process group over which it reduces or shards.
+            arguments: that it was given, with their defaults; what JSON can hold.
+            parameters: in the order of the wrapper.
+            buffers: likewise.
+            replicas: process group that holds the same shard, where there is one.
+        """
+        wrapped = Wrapped(
+            self._journal,
+            {
+                "number": len(self._known),
+                "wrapper": kind,
+                "unit": unit,
+                "group_ranks": _ranks(group),
+                "replica_ranks": None if replicas is None else _ranks(replicas),
+                "arguments": json.dumps(arguments),
+                "parameters": json.dumps([_described(*each) for each in parameters]),
+                "buffers": json.dumps([_described(*each) for each in buffers]),
+            },
+        )
+        self._known.append(wrapped)
+        wrapped.publish()
+        return wrapped
+
+    def finish(self) -> None:
+        """Recording ends: write the passes of the last step."""
+        for wrapped in self._known:
+            wrapped.finish()
+
+
+def _described(name: str, tensor: torch.Tensor) -> Sequence[Any]:
+    """Name, shape, element type, and whether it is trained."""
+    return name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad
+
+
+def _ranks(group: Any) -> str:
+    return format_ranks(dist.get_process_group_ranks(group))

@@ -1,0 +1,247 @@
+"""What DistributedDataParallel should send, from its arguments and the parameters of its model: torch 2.11 to 2.14.
+
+========================= ====================================================================================
+at construction           an all_gather of the number of parameters and a broadcast of their shapes; parameters
+                          and buffers, broadcast in messages of one element type and at most 250 MiB
+before a forward pass     the buffers, where the forward pass before it was one whose gradients are reduced; once,
+                          the new order of the gradients
+in a backward pass        an all_reduce for each bucket; one of the parameters that were used, where it looks for them
+========================= ====================================================================================
+
+Buckets are filled in the order of the model the first time, in the order of the gradients from then on. That order is the
+program's: where it is not given the number of messages is not known, only their bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
+
+from commprof.requested.errors import RequestedError
+from commprof.requested.expectation import Expectation
+from commprof.requested.parameters import item_bytes
+from commprof.requested.wrapped import (
+    BACKWARD,
+    FORWARD,
+    FORWARD_ALONE,
+    NO_GRADIENTS,
+    Tensor,
+    Wrapper,
+)
+from commprof.schema import Op, Purpose
+
+MIB: Final = 2**20
+DEFAULT_BUCKET_MIB: Final = 25
+FIRST_BUCKET_BYTES: Final = MIB  # where bucket_cap_mb is not given
+BROADCAST_BYTES: Final = 250 * MIB
+_INDEX_BYTES: Final = 4  # int32
+_SHAPE_BYTES: Final = 8  # int64
+# Communication hooks that reduce a bucket as it is, or in another element type.
+_HOOK_DTYPES: Final[dict[str, str | None]] = {
+    "allreduce_hook": None,
+    "ALLREDUCE": None,
+    "fp16_compress_hook": "float16",
+    "FP16_COMPRESS": "float16",
+    "bf16_compress_hook": "bfloat16",
+}
+
+
+class State(NamedTuple):
+    """What one pass leaves to the next.
+
+    Attributes:
+        syncs: whether the next forward pass broadcasts the buffers.
+        reductions: backward passes that reduced gradients; not counted beyond the second.
+        rebuilt: whether buckets follow the order of the gradients.
+    """
+
+    syncs: bool = True
+    reductions: int = 0
+    rebuilt: bool = False
+
+
+@dataclass(frozen=True)
+class Ddp:
+    """The rules for one model.
+
+    Attributes:
+        wrapper: what was given.
+        order: names of the trained parameters in the order of their gradients; None where it is not known.
+    """
+
+    wrapper: Wrapper
+    order: tuple[str, ...] | None = None
+
+    def given(self, name: str) -> Any:
+        """An argument; None where it was not given."""
+        return self.wrapper.arguments.get(name)
+
+    @property
+    def unpredicted(self) -> dict[str, str]:
+        """Purposes of which the rules do not know what is sent, and why."""
+        found = {}
+        for name, what in (
+            ("sparse", "sparse gradients"),
+            ("python_reducer", "the reducer in Python, of compiled autograd,"),
+            ("mixed_precision", "mixed_precision"),
+            ("delayed", "delay_all_reduce_named_params"),
+            ("skip_all_reduce_unused_params", "skip_all_reduce_unused_params"),
+        ):
+            if self.given(name):
+                found[str(Purpose.GRADIENT_REDUCE)] = f"{what} decides how gradients are reduced"
+        hook = self.given("comm_hook")
+        if hook is not None and hook not in _HOOK_DTYPES:
+            found[str(Purpose.GRADIENT_REDUCE)] = f"the communication hook {hook} decides what is sent"
+        elif hook is not None and (self.given("comm_hook_step") or -1) >= 0:
+            found[str(Purpose.GRADIENT_REDUCE)] = f"the communication hook {hook} was registered during training"
+        return found
+
+    def construction(self) -> list[Expectation]:
+        """What it sends when it is made."""
+        if self.given("init_sync") is False:
+            return []
+        wrapper, world = self.wrapper, len(self.wrapper.ranks)
+        # Sizes and strides of each trained parameter.
+        shapes = sum(2 * len(each.extents) for each in self._reduced)
+        buffers = wrapper.buffers if self._syncs_buffers_at_first else ()
+        states = [each for each in (*wrapper.parameters, *buffers) if each.name not in self._ignored]
+        return [
+            *wrapper.sent(Purpose.TRACE_CHECK, Op.ALL_GATHER, [world * _SHAPE_BYTES], "init"),
+            *wrapper.sent(Purpose.TRACE_CHECK, Op.BROADCAST, [shapes * _SHAPE_BYTES], "init"),
+            *wrapper.sent(Purpose.PARAMETER_BROADCAST, Op.BROADCAST, _coalesced(states), "init"),
+        ]
+
+    def passes(self, passes: str, state: State) -> tuple[list[Expectation], State]:
+        """What it sends in ``passes``, letters of :mod:`commprof.requested.wrapped`, and the state after them.
+
+        Raises:
+            RequestedError: a pass is not known.
+        """
+        found: list[Expectation] = []
+        for each in passes:
+            if each in (FORWARD, FORWARD_ALONE, NO_GRADIENTS):
+                rebuilds = each != NO_GRADIENTS and not state.rebuilt and self._rebuilds(state)
+                found += self._forward(state, rebuilds=rebuilds)
+                state = state._replace(syncs=each == FORWARD, rebuilt=state.rebuilt or rebuilds)
+            elif each == BACKWARD:
+                found += self._backward(state)
+                state = state._replace(reductions=min(state.reductions + 1, 2))
+            else:
+                raise RequestedError("which passes a model of DistributedDataParallel ran is not known")
+        return found, state
+
+    @property
+    def _ignored(self) -> frozenset[str]:
+        return frozenset(self.given("ignored") or ())
+
+    @property
+    def _reduced(self) -> list[Tensor]:
+        return [each for each in self.wrapper.trained if each.name not in self._ignored]
+
+    @property
+    def _syncs_buffers(self) -> bool:
+        new, old = self.given("forward_sync_buffers"), self.given("broadcast_buffers")
+        return bool(new) if new is not None else old is None or bool(old)
+
+    @property
+    def _syncs_buffers_at_first(self) -> bool:
+        return self.given("forward_sync_buffers") is not None or self._syncs_buffers
+
+    @property
+    def _is_static(self) -> bool:
+        return bool(self.given("static_graph"))
+
+    @property
+    def _looks_for_unused(self) -> bool:
+        return bool(self.given("find_unused_parameters")) and not self._is_static
+
+    def _rebuilds(self, state: State) -> bool:
+        """The order of gradients is known after a backward pass; with a static graph after the second."""
+        return not self._looks_for_unused and state.reductions > int(self._is_static)
+
+    def _forward(self, state: State, *, rebuilds: bool) -> list[Expectation]:
+        wrapper = self.wrapper
+        found = []
+        if rebuilds:
+            buckets = self._buckets(rebuilt=True)
+            indices = (len(self._reduced) + 1) * _INDEX_BYTES
+            exact = self.order is not None
+            sizes = [indices, len(buckets) * _INDEX_BYTES]
+            sent = wrapper.sent(Purpose.BUCKET_REBUILD, Op.BROADCAST, sizes)
+            estimate = "the order of gradients, which the run did not publish"
+            found += [
+                each
+                if exact
+                else each._replace(bytes_exact=False, least_bytes=indices, most_bytes=2 * indices, estimate=estimate)
+                for each in sent
+            ]
+        if state.syncs and self._syncs_buffers:
+            buffers = [each for each in wrapper.buffers if each.name not in self._ignored]
+            found += wrapper.sent(Purpose.BUFFER_BROADCAST, Op.BROADCAST, _coalesced(buffers))
+        return found
+
+    def _backward(self, state: State) -> list[Expectation]:
+        wrapper = self.wrapper
+        found = []
+        if not self.unpredicted:
+            dtype = _HOOK_DTYPES[self.given("comm_hook")] if self.given("comm_hook") else None
+            payloads = [
+                sum(each.numel * item_bytes(dtype or each.dtype) for each in bucket)
+                for bucket in self._buckets(rebuilt=state.rebuilt)
+            ]
+            exact = not state.rebuilt or self.order is not None
+            found += wrapper.sent(Purpose.GRADIENT_REDUCE, Op.ALL_REDUCE, payloads, exact=exact)
+        if self._looks_for_unused or (self._is_static and not state.reductions):
+            size = len(self._reduced) * _INDEX_BYTES
+            found += wrapper.sent(Purpose.UNUSED_PARAMETERS, Op.ALL_REDUCE, [size])
+        return found
+
+    def _buckets(self, *, rebuilt: bool) -> list[list[Tensor]]:
+        listed, cap = self.given("bucket_cap_mb_list"), self.given("bucket_cap_mb")
+        most = int((DEFAULT_BUCKET_MIB if cap is None else cap) * MIB)
+        limits: list[int | None] = [FIRST_BUCKET_BYTES, most] if cap is None else [most]
+        if listed:
+            limits = [int(each * MIB) for each in listed]
+        elif not rebuilt and not self._looks_for_unused:
+            limits = [None]
+        tensors = self._reduced
+        if rebuilt:
+            by_name = {each.name: each for each in tensors}
+            names = self.order if self.order is not None else [each.name for each in reversed(tensors)]
+            tensors = [by_name[name] for name in names]
+        return filled(tensors, limits)
+
+
+def filled(tensors: Sequence[Tensor], limits: Sequence[int | None]) -> list[list[Tensor]]:
+    """``tensors`` in buckets of one element type each; one is closed by the tensor that reaches its limit.
+
+    Args:
+        limits: in bytes, of the first buckets of each element type; the last is that of all others. None: no limit.
+    """
+    closed: list[list[Tensor]] = []
+    open_buckets: dict[str, list[Tensor]] = {}
+    sizes, number = Counter[str](), Counter[str]()
+    for each in tensors:
+        open_buckets.setdefault(each.dtype, []).append(each)
+        sizes[each.dtype] += each.nbytes
+        limit = limits[min(number[each.dtype], len(limits) - 1)]
+        if limit is not None and sizes[each.dtype] >= limit:
+            closed.append(open_buckets.pop(each.dtype))
+            number[each.dtype] += 1
+            sizes[each.dtype] = 0
+    return [*closed, *open_buckets.values()]
+
+
+def _coalesced(tensors: Sequence[Tensor]) -> list[int]:
+    return [sum(each.nbytes for each in bucket) for bucket in filled(tensors, [BROADCAST_BYTES])]
+
+
+def with_order(rules: Ddp, names: Sequence[str] | None) -> Ddp:
+    """``rules`` by the order of gradients in ``names``, which may name other parameters too; unchanged where one lacks."""
+    if names is None:
+        return rules
+    mine = {each.name for each in rules._reduced}
+    order = tuple(name for name in names if name in mine)
+    return replace(rules, order=order) if len(order) == len(mine) == len(set(order)) else rules
