@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from commprof.ledger.levels import LedgerRow, Unexplained, Verdict
 
 STATES: Final = {
-    "closed": "closed: everything is explained",
+    "closed": "closed: everything is explained, or labelled as no part of training",
     "mismatch": "mismatch: see what is unexplained",
     "unknown": "cannot tell",
 }
@@ -133,7 +133,7 @@ def _levels(row: LedgerRow, steps: int) -> list[Sequence[str]]:
 def _explanation(row: LedgerRow) -> str:
     if row.explained_by is None:
         return "unexplained"
-    if row.explained_bytes < row.issued_payload_bytes:
+    if row.explained_by != "label" and row.explained_bytes < row.issued_payload_bytes:
         return "in part unexplained"
     if row.expected_payload_bytes is not None and row.issued_payload_bytes != row.expected_payload_bytes:
         apart = row.issued_payload_bytes - row.expected_payload_bytes
@@ -141,7 +141,7 @@ def _explanation(row: LedgerRow) -> str:
         return f"{size} {'more' if apart > 0 else 'less'} than the rules say"
     return {
         "config": "as the rules say",
-        "tag": "by its tag",
+        "label": "labelled, not predicted",
         "barrier": "barrier",
         "evaluation": "an evaluation",
     }[row.explained_by]

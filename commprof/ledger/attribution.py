@@ -26,8 +26,12 @@ OWN_PURPOSES: Final = frozenset(
     {
         *(Purpose.METRIC, Purpose.CHECKPOINT, Purpose.OTHER, Purpose.ACTIVATION, Purpose.PIPELINE),
         *(Purpose.CONTROL, Purpose.OBJECT, Purpose.INPUT),
-        *(Purpose.BUFFER_BROADCAST, Purpose.UNUSED_PARAMETERS, Purpose.BUCKET_REBUILD),
     }
+)
+LABEL: Final = "label"  # what says why it was issued, and nothing says how much of it there should be
+# What of them belongs to no pass of a model, so that no rule of training needs to speak of it.
+BESIDE_TRAINING: Final = frozenset(
+    {Purpose.METRIC, Purpose.CHECKPOINT, Purpose.CONTROL, Purpose.OBJECT, Purpose.INPUT}
 )
 UNTAGGED: Final = "no purpose was given, and the config asks for nothing like it"
 NOT_ASKED: Final = "the config's rules ask for none with this purpose"
@@ -118,7 +122,10 @@ def _groups(row: Expectation, world_size: int) -> list[str]:
 
 
 def attribute(
-    issued: Issued, wanted: Mapping[StepKey, Mapping[Class, Want]], partial: frozenset[StepKey]
+    issued: Issued,
+    wanted: Mapping[StepKey, Mapping[Class, Want]],
+    partial: frozenset[StepKey],
+    unpredicted: Set[str] = frozenset(),
 ) -> Findings:
     """Judge every class of every step.
 
@@ -128,7 +135,9 @@ def attribute(
         issued: the messages of each step.
         wanted: what each step should send.
         partial: steps that did not reach their end: nothing is missing in them.
+        unpredicted: purposes of which the rules do not know what is sent.
     """
+    own = OWN_PURPOSES | unpredicted
     classes = _classes(issued, wanted)
     evaluated = evaluations.of(classes, wanted)
     wanted = evaluations.wanted_after(evaluated, wanted)
@@ -140,9 +149,9 @@ def attribute(
         wants, ended = wanted.get(key, nothing), key not in partial
         alike = (id(sent), id(wants), ended)
         if evaluated[key] or left[key]:
-            findings[key] = _judged(sent, wants, evaluated[key], left[key], ended=ended)
+            findings[key] = _judged(sent, wants, evaluated[key], left[key], own, ended=ended)
         else:
-            findings[key] = known[alike] = known.get(alike) or _judged(sent, wants, {}, {}, ended=ended)
+            findings[key] = known[alike] = known.get(alike) or _judged(sent, wants, {}, {}, own, ended=ended)
     _single_out(findings)
     _doubt_the_odd(findings, {key for key, sent in left.items() if sent})
     for key, by_class in evaluated.items():
@@ -170,6 +179,7 @@ def _judged(
     wants: Mapping[Class, Want],
     evaluated: Mapping[Class, Counter[Message]],
     left: Mapping[Class, Counter[Message]],
+    own_purposes: Set[str],
     *,
     ended: bool,
 ) -> dict[Class, Finding]:
@@ -180,13 +190,16 @@ def _judged(
         wants: what it should send.
         evaluated: what of its messages an evaluation sent.
         left: what an evaluation before it sent.
+        own_purposes: of messages that no rule speaks of.
         ended: whether it reached its end.
     """
     found = {}
     for kind in sorted({*sent, *wants}, key=str):
         own = sent.get(kind, Counter()) - evaluated.get(kind, Counter())
         if own or kind in wants:
-            found[kind] = _judge(kind, own, wants, payload(left.get(kind, {})), partial=not ended)
+            found[kind] = _judge(
+                kind, own, wants, payload(left.get(kind, {})), own_purposes, partial=not ended
+            )
     return found
 
 
@@ -209,16 +222,22 @@ def _with_evaluation(finding: Finding | None, messages: Counter[Message]) -> Fin
 
 
 def _judge(
-    kind: Class, messages: Counter[Message], wants: Mapping[Class, Want], left_bytes: int, *, partial: bool
+    kind: Class,
+    messages: Counter[Message],
+    wants: Mapping[Class, Want],
+    left_bytes: int,
+    own_purposes: Set[str],
+    *,
+    partial: bool,
 ) -> Finding:
     """``left_bytes`` of the class were sent by an evaluation just before, which the step need not send again."""
     want = wants.get(kind)
     total = payload(messages)
     raised = Counter({m: n for m, n in messages.items() if m.status == Status.RAISED})
     if want is None:
-        by, reason = _explained_without_want(kind, wants)
+        by, reason = _explained_without_want(kind, wants, own_purposes)
         if by is not None:
-            return Finding(None, messages, by, total)
+            return Finding(None, messages, by, 0 if by == LABEL else total)
         return Finding(None, messages, None, 0, surplus=messages.copy(), reason=reason)
     count = sum(messages.values())
     fits = total == want.payload_bytes and (count == want.count or not want.exact)
@@ -255,12 +274,14 @@ def _estimated(finding: Finding, want: Want, total: int) -> Finding:
     return finding
 
 
-def _explained_without_want(kind: Class, wants: Mapping[Class, Want]) -> tuple[str | None, str]:
+def _explained_without_want(
+    kind: Class, wants: Mapping[Class, Want], own_purposes: Set[str]
+) -> tuple[str | None, str]:
     if kind.op == Op.BARRIER:
         return "barrier", ""
     asked = [other for other in wants if other.purpose == kind.purpose]
-    if not asked and kind.purpose in OWN_PURPOSES:
-        return "tag", ""
+    if not asked and kind.purpose in own_purposes:
+        return LABEL, ""
     if kind.purpose is None:
         return None, UNTAGGED
     if not asked:

@@ -51,7 +51,9 @@ class LedgerRow:
     executed_count: int | None
     executed_wire_bytes: float | None
     explained_bytes: int  # of issued_payload_bytes
-    explained_by: str | None  # config, tag, barrier or evaluation
+    explained_by: (
+        str | None
+    )  # config, barrier or evaluation; label, where nothing says how much there should be
     group_size: int  # ranks of the largest group among them
 
 
@@ -96,7 +98,8 @@ class Verdict:
     Attributes:
         sentences: what was asked for, issued, executed and moved, and why these differ.
         issued_bytes: payload of all collectives, each counted once.
-        explained_bytes: how much of it an expectation, or the user's own tag, explains.
+        explained_bytes: how much of it an expectation explains.
+        labelled_bytes: how much of it has a purpose of which no rule says how much there should be.
         unexplained: every record without explanation, grouped, and every expectation without its record.
         disagreements: where the ranks of a group issued different things, as clauses.
         unsure: what was issued of which it cannot be told whether it was asked for, as clauses.
@@ -115,6 +118,7 @@ class Verdict:
     sources: dict[str, str]
     disagreements: tuple[str, ...] = ()
     unsure: tuple[str, ...] = ()
+    labelled_bytes: int = 0
     request_reason: str | None = None
     moved_together: Moved | None = None
 

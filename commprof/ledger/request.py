@@ -23,6 +23,7 @@ from commprof.ledger.lookup import combinations
 from commprof.ledger.overflows import COLUMNS as OF_METRICS
 from commprof.ledger.overflows import NO_OVERFLOWS, Overflows, overflows_of
 from commprof.ledger.shared_models import USUAL, SharedModel, shared_model_of
+from commprof.ledger.wrapped_models import WrappedModels, wrapped_models_of
 from commprof.requested import grid, zero
 from commprof.requested.axes import DATA, SEQUENCE
 from commprof.requested.configuration import Configuration, read_configuration
@@ -87,6 +88,7 @@ class Request:
         shared: how the ranks share the model; None where each has all of it.
         host_ranks: ranks of each host, as the launcher told them; None where that is not known.
         grid: the axes along which the groups of the run go, outermost first; a single one where there are no such groups.
+        wrapped: the models that wrappers of torch train, where there is no engine; ``config`` is empty then.
         overflows: the steps that were not taken since a gradient overflowed.
         costs: what the run says of the costs by which messages go along the axes; None where it says nothing.
     """
@@ -104,6 +106,7 @@ class Request:
     orders: Mapping[StepKey, Sequence[tuple[str, ...]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     shared: SharedModel | None = None
+    wrapped: WrappedModels | None = None
     host_ranks: int | None = None
     grid: tuple[int, ...] | None = None
     costs: object = None
@@ -121,6 +124,8 @@ class Request:
         Raises:
             CommprofError: the rules do not cover the config.
         """
+        if self.wrapped is not None:
+            return self.wrapped.expected(key)
         if key.step < 0:
             return [row for row in self._expected(_Pass(None, None, zero_init)) if row.when == "init"]
         orders: Sequence[tuple[str, ...] | None] = self.orders.get(key) or [None]
@@ -172,7 +177,17 @@ class Request:
         Raises:
             CommprofError: the rules do not cover the config.
         """
-        return self._expected(_Pass(None, None, False))
+        return self.wrapped.rows() if self.wrapped is not None else self._expected(_Pass(None, None, False))
+
+    @property
+    def unpredicted(self) -> Mapping[str, str]:
+        """Purposes of which the rules do not know what is sent, and why."""
+        return {} if self.wrapped is None else self.wrapped.unpredicted
+
+    @property
+    def rules(self) -> str:
+        """Whose rules they are."""
+        return "torch" if self.wrapped is not None else self.runtime
 
     def _expected(self, asked: _Pass) -> list[Expectation]:
         if asked not in self._rows:
@@ -215,6 +230,8 @@ class Request:
 def request_of(run: RecordedRun) -> Request:
     """What ``run``'s config asks for."""
     manifest = run.manifest
+    if manifest.effective_config is None and run.table("wrappers").num_rows:
+        return _request_of_wrappers(run)
     config, source, reason = _chosen_config(manifest.config, manifest.effective_config)
     if reason is not None or config is None:
         return Request(reason=reason or NO_CONFIG)
@@ -247,6 +264,25 @@ def request_of(run: RecordedRun) -> Request:
             request.notes += request.shared.notes
         request.expectations(StepKey(0, 0))
         request.differences = _differences(request, manifest.effective_config)
+    except CommprofError as error:
+        request.reason = str(error)
+    return request
+
+
+def _request_of_wrappers(run: RecordedRun) -> Request:
+    """What the arguments of the wrappers ask for, in which the program trains its models."""
+    request = Request(
+        parameters=parameters_of(run.table("parameters")),
+        world_size=run.manifest.world_size or run.health.ranks_expected or 1,
+        backend=_backend(run.parts("collectives", ["backend", "group_size"])),
+        orders=gradient_orders(run.parts("buckets", _BUCKET_COLUMNS)),
+    )
+    try:
+        request.wrapped = wrapped_models_of(run, request.orders)
+        if request.wrapped is None:
+            return Request(reason=NO_CONFIG)
+        request.source = f"the arguments of {request.wrapped.names}"
+        request.expectations(StepKey(0, 0))
     except CommprofError as error:
         request.reason = str(error)
     return request

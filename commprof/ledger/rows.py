@@ -132,6 +132,47 @@ def _ran(messages: Mapping[Message, int]) -> tuple[str | None, float | None]:
     return "+".join(sorted(str(op) for op in ops)), total
 
 
+class Labelled(NamedTuple):
+    """What has a purpose of which no rule says how much there should be.
+
+    Attributes:
+        payload_bytes: of all of it.
+        purposes: their names.
+        doubts: what of it was issued by training, so that nobody can tell whether it was asked for, as clauses.
+    """
+
+    payload_bytes: int
+    purposes: tuple[str, ...]
+    doubts: tuple[str, ...]
+
+    @classmethod
+    def of(cls, findings: Findings, unpredicted: Mapping[str, str]) -> Labelled:
+        """What is labelled among ``findings``; ``unpredicted`` says why of some purposes."""
+        total = 0
+        purposes: dict[str, None] = {}
+        doubted: dict[str, list[tuple[StepKey, int, int]]] = defaultdict(list)
+        for key, step in findings.items():
+            for kind, finding in step.items():
+                if finding.explained_by != attribution.LABEL:
+                    continue
+                total += attribution.payload(finding.messages)
+                purposes[str(kind.purpose)] = None
+                if key.step >= 0 and kind.purpose not in attribution.BESIDE_TRAINING:
+                    sent = key, sum(finding.messages.values()), attribution.payload(finding.messages)
+                    doubted[str(kind.purpose)].append(sent)
+        return cls(total, tuple(purposes), tuple(_doubted(doubted, unpredicted)))
+
+
+def _doubted(
+    doubted: Mapping[str, Sequence[tuple[StepKey, int, int]]], unpredicted: Mapping[str, str]
+) -> Iterable[str]:
+    for purpose, sent in doubted.items():
+        count, size = sum(number for _, number, _ in sent), sum(total for _, _, total in sent)
+        steps = step_list({key for key, _, _ in sent})
+        why = unpredicted.get(purpose, "no rule says how much there should be")
+        yield f"{steps}, {purpose}: {count:,} messages ({size:,} bytes) are labelled, not predicted: {why}"
+
+
 def remarks(findings: Findings) -> list[str]:
     """What is explained although it is not what was expected, a sentence for each purpose and difference."""
     found: dict[str, list[StepKey]] = defaultdict(list)

@@ -47,6 +47,23 @@ def gradient_sentence(
     return f"{asked}; {cause}: {used} instead of {wanted} {share}."
 
 
+def wrapper_sentence(names: str, rows: Sequence[LedgerRow]) -> str | None:
+    """What wrappers of models asked for the gradients, with its factor of the gradient bytes; None where they sent none."""
+    mine = [row for row in rows if row.when == STEPS and row.purpose == Purpose.GRADIENT_REDUCE]
+    asked = [row for row in mine if row.requested_op is not None and row.expected_payload_bytes]
+    if not asked:
+        return None
+    ops = " and ".join(_article(op) for op in dict.fromkeys(str(row.requested_op) for row in asked))
+    payload = max(row.expected_payload_bytes or 0 for row in asked)
+    wire = sum(row.requested_wire_bytes or 0.0 for row in asked) / payload
+    sizes = sorted({row.group_size for row in asked})
+    among = f"n = {sizes[0]}" if len(sizes) == 1 else f"groups of {_listed(sizes)} ranks"
+    return (
+        f"{names} asked for {ops} of the gradients: {wire:.2f} of the gradient bytes on the wire per rank at {among} "
+        "(modelled)."
+    )
+
+
 def _in_another_way(config: Mapping[str, Any], issued: Sequence[LedgerRow], world_size: int) -> str | None:
     """What a key of zero_runtime's has in place of one sum over all ranks, if anything; no factor is right then."""
     kind = optimizer_type(config)

@@ -16,7 +16,7 @@ from commprof.ledger.levels import LedgerRow, Moved, State, Unexplained, Verdict
 from commprof.ledger.messages import COLUMNS as OF_MESSAGES
 from commprof.ledger.messages import Ends
 from commprof.ledger.request import RecordedRun, Request, request_of
-from commprof.ledger.rows import doubtful, ledger_rows, remarks, unexplained
+from commprof.ledger.rows import Labelled, doubtful, ledger_rows, remarks, unexplained
 from commprof.ledger.sendings import COLUMNS as OF_SENDINGS
 from commprof.ledger.sendings import Sendings, sendings
 from commprof.ledger.summed import backends_of, with_sums
@@ -52,7 +52,7 @@ def verify(run: RecordedRun) -> Verdict:
     else:
         request = request_of(run)
         wanted, partial, said = demands(run, request, steps)
-    findings = attribution.attribute(steps, wanted, partial)
+    findings = attribution.attribute(steps, wanted, partial, frozenset(request.unpredicted))
     if request.reason is not None:
         findings = _without_request(findings)
     rows = ledger_rows(findings)
@@ -72,7 +72,8 @@ def verify(run: RecordedRun) -> Verdict:
     ran_otherwise = () if run.health.summed or run.health.outside else ran.problems
     problems = [*differing, *ran_otherwise, *_moved_otherwise([*moved, *([together] if together else [])])]
     unrecorded = gaps(run, survey.records)
-    doubts = [*unrecorded, *ran.doubts, *unsure]
+    labels = Labelled.of(findings, request.unpredicted)
+    doubts = [*unrecorded, *ran.doubts, *unsure, *(labels.doubts if request.reason is None else ())]
     issued_bytes = sum(attribution.payload(messages) for messages in steps.values())
     explained_bytes = sum(finding.explained_bytes for step in findings.values() for finding in step.values())
     state = State.MISMATCH if left or problems else State.CLOSED
@@ -86,7 +87,7 @@ def verify(run: RecordedRun) -> Verdict:
         *remarks(findings),
         *(f"Cannot tell: {text}." for text in doubts),
         *(f"Mismatch: {text}." for text in problems),
-        _total(request, issued_bytes, explained_bytes, left, whole=not unrecorded),
+        _total(request, issued_bytes, explained_bytes, left, labels, whole=not unrecorded),
     ]
     return Verdict(
         state=state,
@@ -95,6 +96,7 @@ def verify(run: RecordedRun) -> Verdict:
         moved=moved,
         issued_bytes=issued_bytes,
         explained_bytes=explained_bytes,
+        labelled_bytes=labels.payload_bytes,
         unexplained=left,
         sources=_sources(run, request, ran, moved),
         disagreements=tuple(differing),
@@ -169,13 +171,22 @@ def _told(request: Request, rows: Sequence[LedgerRow], steps: Issued, moved: Seq
         sentence = sentences.gradient_sentence(request.config, request.configuration, rows, request.replicas)
         told += [sentence] if sentence else []
         told += [f"The config and the engine differ: {text}." for text in request.differences]
+    elif request.wrapped is not None:
+        sentence = sentences.wrapper_sentence(request.wrapped.names, rows)
+        told += [sentence] if sentence else []
     told += sentences.execution_sentences(rows)
     told += [sentences.moved_sentence(row) for row in moved]
     return told
 
 
 def _total(
-    request: Request, issued_bytes: int, explained_bytes: int, left: Sequence[Unexplained], *, whole: bool
+    request: Request,
+    issued_bytes: int,
+    explained_bytes: int,
+    left: Sequence[Unexplained],
+    labels: Labelled,
+    *,
+    whole: bool,
 ) -> str:
     """How much is explained; of records that are not whole only what they do not hold, for it may have been issued."""
     share = 100 * explained_bytes / max(issued_bytes, 1)
@@ -187,6 +198,12 @@ def _total(
         )
     else:
         text = "No payload was issued" if whole else "No payload is among the records"
+    if labels.payload_bytes:
+        part = 100 * labels.payload_bytes / max(issued_bytes, 1)
+        text += (
+            f"; {part:.3f} % is labelled, not predicted: {labels.payload_bytes:,} bytes "
+            f"({', '.join(labels.purposes)})"
+        )
     extra = sum(item.count for item in left if item.kind == "unexplained")
     missing = sum(item.payload_bytes for item in left if item.kind == "missing")
     if extra:
@@ -202,7 +219,7 @@ def _sources(run: RecordedRun, request: Request, ran: Executed, moved: Sequence[
     requested = (
         f"not known: {request.reason}"
         if request.reason is not None
-        else f"{request.source} and {len(request.parameters)} parameters, by the rules of {request.runtime}, "
+        else f"{request.source} and {len(request.parameters)} parameters, by the rules of {request.rules}, "
         f"{f'ranks along {request.shared.axes}' if request.shared is not None else f'n = {request.world_size}'}"
     )
     sums = f"; {health.summed:,} as sums over each step" if health.summed else ""

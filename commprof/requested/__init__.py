@@ -22,6 +22,8 @@ job, imports nothing of the runtime and is imported by nothing of it, so that th
 ``explanation``         the same in one sentence
 ``offload``             what is kept in host memory or in files
 ``memory``              what each rank holds, and what moves between device, host and disk
+``wrapped``             what torch's own wrappers of models were given
+``ddp``                 what DistributedDataParallel sends
 ``models``              a list of parameters for a model of which only the size is known
 ``support``             what a config may ask for that is not stated here
 ======================= ======================================================================================

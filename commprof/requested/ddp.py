@@ -95,7 +95,9 @@ class Ddp:
         if hook is not None and hook not in _HOOK_DTYPES:
             found[str(Purpose.GRADIENT_REDUCE)] = f"the communication hook {hook} decides what is sent"
         elif hook is not None and (self.given("comm_hook_step") or -1) >= 0:
-            found[str(Purpose.GRADIENT_REDUCE)] = f"the communication hook {hook} was registered during training"
+            found[str(Purpose.GRADIENT_REDUCE)] = (
+                f"the communication hook {hook} was registered during training"
+            )
         return found
 
     def construction(self) -> list[Expectation]:
@@ -113,13 +115,14 @@ class Ddp:
             *wrapper.sent(Purpose.PARAMETER_BROADCAST, Op.BROADCAST, _coalesced(states), "init"),
         ]
 
-    def passes(self, passes: str, state: State) -> tuple[list[Expectation], State]:
+    def passes(self, passes: str, state: State | None) -> tuple[list[Expectation], State]:
         """What it sends in ``passes``, letters of :mod:`commprof.requested.wrapped`, and the state after them.
 
         Raises:
             RequestedError: a pass is not known.
         """
         found: list[Expectation] = []
+        state = State() if state is None else state
         for each in passes:
             if each in (FORWARD, FORWARD_ALONE, NO_GRADIENTS):
                 rebuilds = each != NO_GRADIENTS and not state.rebuilt and self._rebuilds(state)
@@ -174,7 +177,9 @@ class Ddp:
             found += [
                 each
                 if exact
-                else each._replace(bytes_exact=False, least_bytes=indices, most_bytes=2 * indices, estimate=estimate)
+                else each._replace(
+                    bytes_exact=False, least_bytes=indices, most_bytes=2 * indices, estimate=estimate
+                )
                 for each in sent
             ]
         if state.syncs and self._syncs_buffers:

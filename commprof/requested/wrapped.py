@@ -99,7 +99,9 @@ def tensors_of(text: str) -> tuple[Tensor, ...]:
         RequestedError: the text is not such a list.
     """
     try:
-        listed = [Tensor(str(n), tuple(map(int, shape)), str(d), bool(t)) for n, shape, d, t in json.loads(text)]
+        listed = [
+            Tensor(str(n), tuple(map(int, shape)), str(d), bool(t)) for n, shape, d, t in json.loads(text)
+        ]
     except (TypeError, ValueError) as error:
         raise RequestedError(f"the tensors of a wrapper are said to be {text[:80]!r}: {error}") from error
     if any(extent < 0 for each in listed for extent in each.extents):
@@ -118,5 +120,7 @@ def arguments_of(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise RequestedError(f"the arguments of a wrapper are said to be {text[:80]!r}: {error}") from error
     if not isinstance(found, dict):
-        raise RequestedError(f"the arguments of a wrapper are said to be {text[:80]!r}, expected a JSON object")
+        raise RequestedError(
+            f"the arguments of a wrapper are said to be {text[:80]!r}, expected a JSON object"
+        )
     return found

@@ -75,7 +75,7 @@ def test_two_engines_are_explained():
     run = two_pipelines()
     verdict = verify(run)
     assert (str(verdict.state), verdict.unexplained, verdict.disagreements) == ("closed", (), ()), verdict
-    assert verdict.issued_bytes == verdict.explained_bytes > 0
+    assert verdict.issued_bytes == verdict.explained_bytes + verdict.labelled_bytes > 0
     assert any("2 engines" in said and "begin at steps 0, 2." in said for said in verdict.sentences)
     assert numbers(run) == [0, 1, 2, 3] and api.overview(run)["steps"] == 4
 

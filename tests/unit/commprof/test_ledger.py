@@ -195,14 +195,15 @@ def test_another_operation_than_the_rules_say_is_both_unexplained_and_missing():
     ]
 
 
-def test_what_the_program_tagged_itself_and_barriers_are_explained():
+def test_what_the_program_tagged_itself_is_labelled_and_no_mismatch():
     run = zero2()
     run.add_collective("all_reduce", payload_bytes=8, step=2, purpose="metric")
     run.add_collective("all_gather", payload_bytes=80, step=2, purpose="checkpoint")
     run.add_collective("barrier", step=-1, phase="init")
     verdict = api.verify(run.open())
     assert verdict.state == "closed"
-    assert row(verdict, "metric").explained_by == "tag"
+    assert row(verdict, "metric").explained_by == "label"
+    assert verdict.issued_bytes - verdict.explained_bytes == verdict.labelled_bytes == 88
 
 
 @pytest.mark.parametrize("what", ["lost", "torn", "unseen"])

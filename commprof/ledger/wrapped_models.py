@@ -1,0 +1,192 @@
+"""What a run asked for whose models are wrapped by DistributedDataParallel or FSDP: the rules of the wrappers, pass by pass.
+
+The run shows what no argument tells: which passes each step ran, and the order of the gradients. Nothing else of it is used.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Protocol
+
+import pyarrow as pa
+
+from commprof.ledger.issue import INIT_STEP, StepKey
+from commprof.requested.ddp import Ddp, with_order
+from commprof.requested.errors import RequestedError
+from commprof.requested.expectation import Expectation
+from commprof.requested.wrapped import Wrapper, arguments_of, tensors_of
+from commprof.schema import parse_ranks
+
+NAMES: Final = {
+    "ddp": "DistributedDataParallel",
+    "fsdp": "FullyShardedDataParallel",
+    "fully_shard": "fully_shard",
+    "tensor_parallel": "parallelize_module",
+    "zero_redundancy_optimizer": "ZeroRedundancyOptimizer",
+}
+
+
+class Tables(Protocol):
+    """What is needed of a run; ``commprof.trace.reader.Run`` has it."""
+
+    def table(self, name: str) -> pa.Table:
+        """A table of the schema."""
+
+
+class Rules(Protocol):
+    """The rules of a wrapper for one model."""
+
+    @property
+    def wrapper(self) -> Wrapper:
+        """What was given."""
+
+    @property
+    def unpredicted(self) -> Mapping[str, str]:
+        """Purposes of which the rules do not know what is sent, and why."""
+
+    def construction(self) -> list[Expectation]:
+        """What it sends when it is made."""
+
+    def passes(self, passes: str, state: Any) -> tuple[list[Expectation], Any]:
+        """What it sends in these passes, and the state after them."""
+
+
+class _Model(NamedTuple):
+    rules: Rules
+    attempt: int
+    made: int  # the step in which it was made
+    passes: Mapping[int, str]  # by the first step that ran them
+
+
+class WrappedModels:
+    """The wrapped models of a run, and what each step should send for them.
+
+    Args:
+        models: of the rank that speaks for each group.
+        last: the last step of each attempt.
+    """
+
+    def __init__(self, models: Sequence[_Model], last: Mapping[int, int]) -> None:
+        self._models = models
+        self._last = last
+        self._by_step: dict[StepKey, list[Expectation]] | None = None
+
+    @property
+    def names(self) -> str:
+        """The wrappers, in words."""
+        kinds = dict.fromkeys(model.rules.wrapper.kind for model in self._models)
+        return " and ".join(NAMES.get(kind, kind) for kind in kinds)
+
+    @property
+    def unpredicted(self) -> dict[str, str]:
+        """Purposes of which the rules do not know what is sent, and why."""
+        found: dict[str, str] = {}
+        for model in self._models:
+            name = NAMES.get(model.rules.wrapper.kind, model.rules.wrapper.kind)
+            for purpose, reason in model.rules.unpredicted.items():
+                found.setdefault(purpose, f"{name} of {model.rules.wrapper.unit or 'the model'}: {reason}")
+        return found
+
+    def expected(self, key: StepKey) -> list[Expectation]:
+        """What step ``key`` should send; the same list for steps that send the same.
+
+        Raises:
+            RequestedError: the passes of a model are not known, or what it was given cannot be read.
+        """
+        if self._by_step is None:
+            self._by_step = self._walk()
+        return self._by_step.get(key, [])
+
+    def rows(self) -> list[Expectation]:
+        """What is sent before the first step, and in the step that most of them are like."""
+        self.expected(StepKey(0, INIT_STEP))
+        steps = [sent for key, sent in (self._by_step or {}).items() if key.step > INIT_STEP and sent]
+        usual = Counter(map(id, steps)).most_common(1)
+        first = [row for key, sent in (self._by_step or {}).items() if key.step == INIT_STEP for row in sent]
+        return [*first, *(next(sent for sent in steps if id(sent) == usual[0][0]) if usual else [])]
+
+    def _walk(self) -> dict[StepKey, list[Expectation]]:
+        found: dict[StepKey, list[Expectation]] = {}
+        joined: dict[tuple[int, ...], list[Expectation]] = {}
+        for attempt, last in self._last.items():
+            mine = [model for model in self._models if model.attempt == attempt]
+            columns = [_of_steps(model, last) for model in mine]
+            for number, sent in enumerate(zip(*columns, strict=True)):
+                key = tuple(map(id, sent))
+                if key not in joined:
+                    joined[key] = [row for rows in sent for row in rows]
+                found[StepKey(attempt, INIT_STEP + number)] = joined[key]
+        return found
+
+
+def _of_steps(model: _Model, last: int) -> list[list[Expectation]]:
+    """What each step sends for one model, from the time before the first one on."""
+    found: list[list[Expectation]] = []
+    known: dict[tuple[str, Any], tuple[list[Expectation], Any]] = {}
+    passes, state = "", None
+    for step in range(INIT_STEP, last + 1):
+        passes = model.passes.get(step, passes)
+        if (passes, state) not in known:
+            known[passes, state] = model.rules.passes(passes, state)
+        sent, state = known[passes, state]
+        found.append([*model.rules.construction(), *sent] if step == model.made else sent)
+    return found
+
+
+def wrapped_models_of(
+    run: Tables, orders: Mapping[StepKey, Sequence[tuple[str, ...]]]
+) -> WrappedModels | None:
+    """The wrapped models of ``run``; None where it published none.
+
+    Args:
+        run: whose tables.
+        orders: names of parameters in the order in which their gradients arrived, by step and micro-batch.
+
+    Raises:
+        RequestedError: what a wrapper was given cannot be read.
+    """
+    rows = run.table("wrappers").to_pylist()
+    if not rows:
+        return None
+    by_wrapper: dict[tuple[int, ...], list[dict[str, Any]]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: row["time_ns"]):
+        by_wrapper[row["attempt"], row["rank"], row["pid"], row["number"]].append(row)
+    passes: dict[tuple[int, ...], dict[int, str]] = defaultdict(dict)
+    for row in run.table("wrapper_passes").to_pylist():
+        passes[row["attempt"], row["rank"], row["pid"], row["number"]][row["step"]] = row["passes"]
+    models = []
+    for key, said in sorted(by_wrapper.items()):
+        wrapper = _wrapper(said[-1])
+        if key[1] in (wrapper.ranks[0], *wrapper.replicas[:1]):
+            rules = _rules(wrapper, key[1], orders.values())
+            models.append(_Model(rules, key[0], max(said[0]["step"], INIT_STEP), passes[key]))
+    steps = run.table("steps").group_by("attempt").aggregate([("step", "max")]).to_pylist()
+    last = {model.attempt: INIT_STEP for model in models} | {row["attempt"]: row["step_max"] for row in steps}
+    return WrappedModels(models, last)
+
+
+def _wrapper(row: Mapping[str, Any]) -> Wrapper:
+    ranks = parse_ranks(row["group_ranks"])
+    if not ranks:
+        raise RequestedError(f"the group of wrapper {row['number']} has no ranks")
+    return Wrapper(
+        row["wrapper"],
+        row["unit"],
+        ranks,
+        tensors_of(row["parameters"]),
+        tensors_of(row["buffers"]),
+        parse_ranks(row["replica_ranks"] or ""),
+        arguments_of(row["arguments"]),
+    )
+
+
+def _rules(wrapper: Wrapper, rank: int, orders: Iterable[Sequence[tuple[str, ...]]]) -> Rules:
+    if wrapper.kind == "ddp":
+        rules = Ddp(wrapper)
+        for order in [one for several in orders for one in several][::-1]:
+            rules = with_order(rules, order)
+            if rules.order is not None:
+                break
+        return rules
+    raise RequestedError(f"no rules for the wrapper {wrapper.kind!r} are known")

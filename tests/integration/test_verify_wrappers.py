@@ -1,0 +1,229 @@
+"""``commprof verify`` of models that torch's own wrappers train: closed, and each planted collective is named.
+
+The programs are small, so that what they must send is worked out by hand beside a few of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commprof
+from commprof.cli import execute
+from commprof.ledger.verification import verify
+from support.recording import record
+
+pytestmark = pytest.mark.ranks
+WIDTH, STEPS = 8, 4
+
+
+class Net(nn.Module):
+    """Tied weights, a frozen bias, a batch norm with its three buffers, an unused layer, and a head of another type."""
+
+    def __init__(self, unused: bool = False, half: bool = False):
+        super().__init__()
+        self.inner, self.norm, self.tied = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.BatchNorm1d(WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
+        self.tied.weight = self.inner.weight
+        self.tied.bias.requires_grad_(False)
+        self.unused = nn.Linear(3, 3) if unused else None
+        self.head = nn.Linear(WIDTH, 5, dtype=torch.bfloat16) if half else nn.Linear(WIDTH, 5)
+
+    def forward(self, x):
+        return self.head(self.tied(self.norm(self.inner(x))).to(self.head.weight.dtype)).float()
+
+
+def batch(seed=0):
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def ddp(rank, world, accumulation=1, hook=None, unused=False, half=False, between=None, **arguments):
+    model = DistributedDataParallel(Net(unused, half), **arguments)
+    if callable(hook):
+        model.register_comm_hook(None, hook)
+    elif hook:
+        model._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, hook))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        for micro in range(accumulation):
+            model.require_backward_grad_sync = micro == accumulation - 1
+            model(batch(step)).sum().backward()
+        if between:
+            between(step, model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def evaluated(step, model):
+    if step % 2:
+        model.eval()
+        with torch.no_grad():
+            model(batch())
+            model(batch())
+        model.train()
+
+
+def two_models(rank, world):
+    """Two models that are trained in turn, one of them in every second step."""
+    makers = [DistributedDataParallel(nn.Linear(WIDTH, outputs)) for outputs in (3, 4)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in makers]
+    for step in range(STEPS):
+        commprof.step(step)
+        for model, optimizer in list(zip(makers, optimizers, strict=True))[: 1 + step % 2]:
+            model(batch(step)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def halves(rank, world):
+    """Models of two ranks each, of other shapes."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = DistributedDataParallel(nn.Linear(WIDTH, 3 + rank // 2), process_group=groups[rank // 2])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        model(batch(step)).sum().backward()
+        optimizer.step()
+
+
+def fp16(*given):
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    return fp16_compress_hook(*given)
+
+
+def with_fp16(rank, world):
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    ddp(rank, world, hook=fp16_compress_hook, bucket_cap_mb=0.0001)
+
+
+PROGRAMS = {
+    "ddp": (2, ddp),
+    "ddp, small buckets of two types": (3, functools.partial(ddp, bucket_cap_mb=0.0002, half=True)),
+    "ddp, unused": (
+        2,
+        functools.partial(
+            ddp, find_unused_parameters=True, unused=True, accumulation=3, bucket_cap_mb=0.0001
+        ),
+    ),
+    "ddp, static": (2, functools.partial(ddp, static_graph=True, unused=True, gradient_as_bucket_view=True)),
+    "ddp, evaluated": (2, functools.partial(ddp, between=evaluated, accumulation=2)),
+    "ddp, without buffers": (2, functools.partial(ddp, forward_sync_buffers=False, hook="FP16_COMPRESS")),
+    "ddp, hook": (2, with_fp16),
+    "two of ddp": (2, two_models),
+    "ddp of halves": (4, halves),
+}
+
+
+@functools.cache
+def recorded(name):
+    world, body = PROGRAMS[name]
+    return record(Path(tempfile.mkdtemp()) / "run", world, body)[0]
+
+
+def rows(verdict, purpose, when="steps"):
+    return [row for row in verdict.rows if row.purpose == purpose and row.when == when]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_byte_is_explained(name):
+    verdict = verify(recorded(name))
+    assert (str(verdict.state), verdict.unexplained, verdict.unsure) == ("closed", (), ()), verdict.sentences
+    assert verdict.issued_bytes == verdict.explained_bytes > 0
+    assert verdict.exit_code == 0
+
+
+def test_the_messages_of_a_model_by_hand():
+    """Trained: 64 + 8 + 8 + 8 + 40 + 5 = 133 elements; the frozen bias has 8. Buffers: 16 floats, and an int64."""
+    verdict = verify(recorded("ddp"))
+    (gradients,) = rows(verdict, "gradient_reduce")
+    assert (gradients.expected_count, gradients.expected_payload_bytes) == (STEPS, STEPS * 133 * 4)
+    (buffers,) = rows(verdict, "buffer_broadcast")
+    assert (buffers.expected_count, buffers.expected_payload_bytes) == (2 * STEPS, STEPS * (16 * 4 + 8))
+    (rebuilt,) = rows(verdict, "bucket_rebuild")
+    assert (rebuilt.expected_count, rebuilt.expected_payload_bytes) == (2, (6 + 1) * 4 + 1 * 4)
+    (states,) = rows(verdict, "parameter_broadcast", "init")
+    assert (states.expected_count, states.expected_payload_bytes) == (2, (133 + 8 + 16) * 4 + 8)
+
+
+def test_micro_batches_without_a_reduction_send_no_gradients_but_the_buffers_once():
+    verdict = verify(recorded("ddp, unused"))
+    (gradients,) = rows(verdict, "gradient_reduce")
+    assert gradients.expected_payload_bytes == STEPS * (133 + 12) * 4
+    (used,) = rows(verdict, "unused_parameters")
+    assert (used.expected_count, used.expected_payload_bytes) == (STEPS, STEPS * 8 * 4)
+    (buffers,) = rows(verdict, "buffer_broadcast")
+    assert buffers.expected_count == 2 * STEPS
+
+
+def test_a_hook_that_halves_gradients_halves_their_bytes():
+    (gradients,) = rows(verify(recorded("ddp, hook")), "gradient_reduce")
+    assert gradients.expected_payload_bytes == STEPS * 133 * 2
+
+
+def planted(step, model, how):
+    if step == 2:
+        how()
+
+
+PLANTED = {
+    "untagged": lambda: dist.all_reduce(torch.ones(7)),
+    "a gather of gradients": lambda: tagged("gradient_reduce"),
+    "a gather of parameters": lambda: tagged("parameter_gather"),
+    "buffers once more": lambda: tagged("buffer_broadcast"),
+    "as large as a bucket": lambda: dist.all_reduce(torch.ones(133)),
+}
+
+
+def tagged(purpose):
+    with commprof.tag(purpose):
+        dist.all_gather([torch.ones(3) for _ in range(2)], torch.ones(3))
+
+
+@pytest.mark.parametrize("how", PLANTED)
+def test_a_planted_collective_is_a_mismatch(how, tmp_path, capsys):
+    between = functools.partial(planted, how=PLANTED[how])
+    run, _ = record(tmp_path / "run", 2, functools.partial(ddp, between=between))
+    assert execute(["verify", str(run.path)]) == 1
+    verdict = verify(run)
+    assert {item.steps for item in verdict.unexplained} == {"2"}, verdict.unexplained
+    assert "mismatch" in capsys.readouterr().out
+
+
+def test_a_label_alone_explains_nothing(tmp_path):
+    """A metric is the program's own; an activation that no rule speaks of may be anything."""
+
+    def metric(step, model):
+        with commprof.tag("metric"):
+            dist.all_reduce(torch.ones(7))
+
+    def activation(step, model):
+        with commprof.tag("activation"):
+            dist.all_reduce(torch.ones(7))
+
+    for between, code in ((metric, 0), (activation, 3)):
+        path = tmp_path / between.__name__
+        verdict = verify(record(path, 2, functools.partial(ddp, between=between))[0])
+        assert (verdict.exit_code, verdict.labelled_bytes) == (code, STEPS * 28), verdict.sentences
+        assert verdict.explained_bytes == verdict.issued_bytes - verdict.labelled_bytes
+        assert "is labelled, not predicted: 112 bytes" in verdict.sentences[-1]
+
+
+def test_a_hook_that_no_rule_knows_is_said(tmp_path):
+    def hook(state, bucket):
+        future = dist.all_reduce(bucket.buffer()[:3], async_op=True).get_future()
+        return future.then(lambda done: bucket.buffer())
+
+    verdict = verify(record(tmp_path / "run", 2, functools.partial(ddp, hook=hook))[0])
+    assert (verdict.exit_code, verdict.unexplained) == (3, ())
+    assert any("communication hook" in text and "hook decides" in text for text in verdict.sentences)
