@@ -112,7 +112,10 @@ def noted(rank, world, schedule):
 def test_ranks_do_what_the_schedule_says_in_its_order(name):
     """By what torch ran, and by the messages of the trace; and the timeline on paper is of the same instructions."""
     rows, plans, verdict = recording(name)
-    assert str(verdict.state) == "closed" and verdict.issued_bytes == verdict.explained_bytes + verdict.labelled_bytes > 0, verdict
+    assert (
+        str(verdict.state) == "closed"
+        and verdict.issued_bytes == verdict.explained_bytes + verdict.labelled_bytes > 0
+    ), verdict
     plan = Plan(name, 2, SCHEDULES[name].get("virtual_stages", 1))
     timeline = simulate(
         [plan.training(MICRO_BATCHES, stage) for stage in range(2)], chunks=plan.chunks, blocking=True
