@@ -10,29 +10,49 @@ import sys
 from collections.abc import Sequence
 
 from commprof.cli import console
+from commprof.cli.interrupts import INTERRUPTED, Interrupts
 from commprof.errors import CommprofError
 
-INTERRUPTED = 130
 BROKEN_PIPE = 141  # 128 + SIGPIPE, as the shell reports it
+UNWRITABLE = 1
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the ``commprof`` command with ``argv`` (default: the process's own arguments) and exit."""
+    interrupts = Interrupts()
     try:
-        code = execute(sys.argv[1:] if argv is None else list(argv))
+        interrupts.install()
+        code = _execute_and_flush(sys.argv[1:] if argv is None else list(argv))
+    except KeyboardInterrupt:
+        console.error("interrupted")
+        code = INTERRUPTED
+    interrupts.finish()
+    raise SystemExit(code)
+
+
+def _execute_and_flush(argv: list[str]) -> int:
+    if sys.stdout is None:  # it was closed before the start
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115 - until the process ends
+    try:
+        code = execute(argv)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Python flushes standard output once more at its end; let it go nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = BROKEN_PIPE
-    raise SystemExit(code)
+    except OSError as error:
+        console.error(f"the output cannot be written: {error.strerror}")
+        code = UNWRITABLE
+    else:
+        return code
+    # Python flushes standard output once more at its end; let it go nowhere.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
 
 
 def execute(argv: list[str]) -> int:
     """Carry out one command line and return its exit code; errors become one message on standard error."""
-    from commprof.cli import application
-
     try:
+        from commprof.cli import application
+
         return application.invoke(argv)
     except CommprofError as error:
         console.error(str(error))

@@ -94,6 +94,9 @@ def invoke(argv: list[str]) -> int:
         )
     except typer.Abort:
         raise KeyboardInterrupt from None
+    except SystemExit as leaving:
+        # typer leaves with 1 where nobody reads the output any more.
+        raise leaving.__context__ if isinstance(leaving.__context__, BrokenPipeError) else leaving from None
     except Exception as problem:
         # typer brings its own copy of click or uses the installed one: known by what it can do, not by its class.
         if not (hasattr(problem, "format_message") and hasattr(problem, "exit_code")):

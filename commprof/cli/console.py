@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from commprof.printable import escaped
+
 
 def say(text: str) -> None:
     """Print ``text`` on standard error, marked as commprof's."""
@@ -17,6 +19,6 @@ def error(text: str) -> None:
 
 def _write(line: str) -> None:
     try:
-        print(line, file=sys.stderr, flush=True)
+        print(escaped(line), file=sys.stderr, flush=True)
     except (OSError, ValueError):  # nobody reads it any more
         pass

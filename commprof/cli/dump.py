@@ -11,6 +11,7 @@ import typer
 from commprof.cli.console import say
 from commprof.cli.runs import RunArgument
 from commprof.errors import UsageError
+from commprof.printable import escaped
 
 
 def dump(
@@ -40,7 +41,7 @@ def dump(
     taken = take_dump(resolve(run), stacks=stacks)
     text = json.dumps(taken.as_dict(), indent=1) + "\n" if as_json else dump_text(taken)
     if out is None:
-        typer.echo(text, nl=False)
+        typer.echo(text if as_json else escaped(text, "\n"), nl=False)
         return 0
     try:
         out.write_text(text, encoding="utf-8")

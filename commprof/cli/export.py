@@ -16,6 +16,7 @@ from commprof.cli.extras import needed
 from commprof.cli.rendering import Heading, Rows
 from commprof.cli.runs import each_opened, opened
 from commprof.errors import TraceError, UsageError
+from commprof.printable import escaped
 
 if TYPE_CHECKING:
     from commprof.export.files import ExportedFile, Progress
@@ -132,7 +133,7 @@ def _progress() -> Progress:
         return lambda name: None
 
     def show(name: str) -> None:
-        sys.stderr.write(f"\r\x1b[K{'commprof: writing ' + name if name else ''}")
+        sys.stderr.write(f"\r\x1b[K{'commprof: writing ' + escaped(name) if name else ''}")
         sys.stderr.flush()
 
     return show

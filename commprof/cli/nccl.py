@@ -16,6 +16,7 @@ from commprof.cli.console import say
 from commprof.cli.extras import needed
 from commprof.cli.rendering import Heading, Rows
 from commprof.errors import LogError, UsageError
+from commprof.printable import escaped
 
 if TYPE_CHECKING:
     from commprof.nccl.following import Followed
@@ -173,7 +174,7 @@ def _live_line() -> Iterator[Callable[[str], None]]:
     erase = "\r\x1b[K"
 
     def show(text: str) -> None:
-        print(f"{erase}{text}", end="", file=sys.stderr, flush=True)
+        print(f"{erase}{escaped(text)}", end="", file=sys.stderr, flush=True)
 
     try:
         yield show

@@ -1,5 +1,7 @@
 """Tables and facts as text for a terminal, a pipe or a program (JSON).
 
+Control characters in what others wrote are escaped here (:mod:`commprof.printable`), in all but JSON.
+
 Numbers are never cut and words never broken: a table that is wider than the terminal stays as wide as it must be, and the
 terminal folds it.
 """
@@ -14,12 +16,15 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from commprof.printable import escaped
+
 if TYPE_CHECKING:
     import pandas as pd
     from rich.console import Console
     from rich.table import Table
 
 MISSING = "-"
+_LAYOUT = "\n\t"
 _READING_WIDTH = 100
 _PIPE_WIDTH = 10_000  # nothing folds, so that each row is one line
 
@@ -43,25 +48,28 @@ def show(*parts: Rows | str) -> None:
     """Print tables and lines of text on standard output."""
     console = _console()
     for part in parts:
-        print(part if isinstance(part, str) else _as_text(console, part))
+        print(escaped(part, _LAYOUT) if isinstance(part, str) else _as_text(console, part))
 
 
 def paragraph(text: str) -> str:
     """``text`` folded between words, to the width of the terminal and never wider than is good to read."""
     width = _console().width if sys.stdout.isatty() else _READING_WIDTH
-    return textwrap.fill(text, min(width, _READING_WIDTH), break_long_words=False, break_on_hyphens=False)
+    plain_text = escaped(text, _LAYOUT)
+    return textwrap.fill(
+        plain_text, min(width, _READING_WIDTH), break_long_words=False, break_on_hyphens=False
+    )
 
 
 def shortened(line: str) -> str:
     """``line``, cut where the terminal ends."""
-    width = _console().width
+    width, line = _console().width, escaped(line)
     return line if len(line) <= width else f"{line[: width - 3]}..."
 
 
 def fits(rows: Rows) -> bool:
     """Whether ``rows`` can be printed without folding a row."""
     console = _console()
-    return _least_width(console, _drawn(rows)) <= console.width
+    return _least_width(console, _drawn(_escaped(rows))) <= console.width
 
 
 def show_json(value: Any) -> None:
@@ -139,7 +147,7 @@ def loss(value: Any) -> str:
 
 def facts(pairs: Iterable[tuple[str, str]]) -> str:
     """Names and values below each other, the values in one column; on a terminal folded within that column."""
-    listed = [(name, value) for name, value in pairs if value]
+    listed = [(escaped(name), escaped(value)) for name, value in pairs if value]
     width = max((len(name) for name, _ in listed), default=0)
     lines = [f"{name:<{width}}  {value}" for name, value in listed]
     if not sys.stdout.isatty():
@@ -161,6 +169,13 @@ def _console() -> Console:
     return Console(highlight=False) if sys.stdout.isatty() else Console(width=_PIPE_WIDTH, highlight=False)
 
 
+def _escaped(rows: Rows) -> Rows:
+    """``rows`` with every text fit for a cell: on one line, without control characters."""
+    headings = [heading._replace(title=escaped(heading.title)) for heading in rows.headings]
+    cells = [tuple(map(escaped, row)) for row in rows.rows]
+    return Rows(headings, cells, escaped(rows.title))
+
+
 def _drawn(rows: Rows) -> Table:
     from rich import box
     from rich.table import Table
@@ -174,7 +189,7 @@ def _drawn(rows: Rows) -> Table:
     for position, heading in enumerate(rows.headings):
         cells = [row[position] for row in rows.rows if row]
         table.add_column(
-            heading.title,
+            Text(heading.title),
             justify="right" if heading.number else "left",
             no_wrap=heading.number,
             min_width=_least_cell(cells, whole=heading.number),
@@ -201,6 +216,7 @@ def _least_width(console: Console, table: Table) -> int:
 
 
 def _as_text(console: Console, rows: Rows) -> str:
+    rows = _escaped(rows)
     table = _drawn(rows)
     with console.capture() as capture:
         if rows.title:

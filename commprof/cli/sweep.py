@@ -22,6 +22,7 @@ from commprof.errors import CommprofError, UsageError
 from commprof.launch.nccl_log import Mode
 from commprof.launch.program import check_program, parse_program, with_engine
 from commprof.launch.sweep import Turn, derive, label, points, turns
+from commprof.printable import escaped
 from commprof.recorder.options import DEFAULTS, Options
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ def _progress(total: int, output_is_shown: bool) -> Iterator[Progress]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
     )
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         yield _Bar(bar, bar.add_task("", total=total))
@@ -219,7 +220,7 @@ class _Bar:
         self._bar, self._task = bar, task
 
     def begin(self, turn: Turn) -> None:
-        self._bar.update(self._task, description=label(turn.point))  # type: ignore[attr-defined]
+        self._bar.update(self._task, description=escaped(label(turn.point)))  # type: ignore[attr-defined]
 
     def end(self) -> None:
         self._bar.advance(self._task)  # type: ignore[attr-defined]

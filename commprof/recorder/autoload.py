@@ -44,8 +44,9 @@ def _complain(error: Exception) -> None:
     import sys
 
     try:
-        sys.stderr.write(
-            f"commprof: nothing is recorded: {type(error).__name__}: {error}. The training goes on\n"
-        )
+        from commprof.printable import escaped
+
+        what = escaped(f"{type(error).__name__}: {error}")
+        sys.stderr.write(f"commprof: nothing is recorded: {what}. The training goes on\n")
     except Exception:
         pass

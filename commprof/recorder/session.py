@@ -18,6 +18,7 @@ from multiprocessing import util as multiprocessing_util
 from typing import Any, Final
 
 from commprof import hooks
+from commprof.printable import escaped
 from commprof.recorder.adapters.frameworks import Frameworks
 from commprof.recorder.aggregation import Aggregation
 from commprof.recorder.bounds import SizeLimit, StepWindow
@@ -328,7 +329,7 @@ def _makes_sums(options: Options) -> bool:
 def say(text: str) -> None:
     """One line for the person at the terminal, if there is one."""
     try:
-        sys.stderr.write(f"commprof: {text}\n")
+        sys.stderr.write(f"commprof: {escaped(text)}\n")
     except Exception:
         pass
 

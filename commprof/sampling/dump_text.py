@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Final
 
+from commprof.printable import escaped
 from commprof.sampling.calls import Call
 from commprof.sampling.dump import Dump
 from commprof.sampling.processes import State
@@ -25,10 +26,10 @@ def dump_text(dump: Dump) -> str:
     """The whole dump, ending with a line feed."""
     situation = dump.situation
     parts = [
-        dump.verdict.sentence,
-        *(f"note: {note}" for note in dump.verdict.notes),
+        escaped(dump.verdict.sentence),
+        *(escaped(f"note: {note}") for note in dump.verdict.notes),
         "",
-        f"run    {dump.run}",
+        escaped(f"run    {dump.run}"),
         f"taken  {dump.taken:%Y-%m-%d %H:%M:%S} UTC",
         "",
         "Ranks",
@@ -80,7 +81,7 @@ def _call(situation: Situation, report: RankReport, call: Call, time_ns: int) ->
     parts = [f"{situation.name(call)} of {situation.label_of(call)}", size_of(call), call.purpose, call.site]
     parts.append(f"thread {call.other_thread}" if call.other_thread else None)
     parts += [f"step {call.step}" if call.step >= 0 else None, report.ago(time_ns)]
-    return ", ".join(part for part in parts if part)
+    return escaped(", ".join(part for part in parts if part))
 
 
 def _groups(situation: Situation) -> list[str]:
@@ -148,4 +149,7 @@ def _thread(situation: Situation, report: RankReport, stack: Stack) -> str:
 
 
 def _stack(ranks: Sequence[int], thread: str, frames: Sequence[str]) -> list[str]:
-    return [f"{ranks_text(ranks)}, {thread}, innermost call first:", *(f"    {frame}" for frame in frames)]
+    return [
+        escaped(f"{ranks_text(ranks)}, {thread}, innermost call first:"),
+        *(escaped(f"    {frame}") for frame in frames),
+    ]

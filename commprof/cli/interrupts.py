@@ -1,0 +1,58 @@
+"""Ctrl-C at any moment: one line, exit code 130, no traceback.
+
+Python raises KeyboardInterrupt wherever it stands. Within an import of a compiled package that may be swallowed, become an
+ImportError, or be printed as a traceback that nobody can catch. So while an import is under way, it waits for the end of it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import signal
+import threading
+from typing import Any, Final
+
+INTERRUPTED: Final = 130  # 128 + SIGINT, as the shell reports it
+_LINE: Final = b"commprof: error: interrupted\n"
+
+
+class Interrupts:
+    """What happens on SIGINT in the process of the command. Only its main thread may use this."""
+
+    def __init__(self) -> None:
+        self._import = builtins.__import__
+        self._main = threading.get_ident()
+        self._depth = 0
+        self._waits = False
+
+    def install(self) -> None:
+        """From now on an interrupt is a KeyboardInterrupt outside of imports. One that is ignored stays so."""
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            builtins.__import__ = self._imported
+            signal.signal(signal.SIGINT, self._on_interrupt)
+
+    def finish(self) -> None:
+        """The command has ended: what Python does at its end is cut short by an interrupt."""
+        if signal.getsignal(signal.SIGINT) == self._on_interrupt:
+            signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+        builtins.__import__ = self._import
+
+    def _on_interrupt(self, *_: object) -> None:
+        if not self._depth:
+            raise KeyboardInterrupt
+        if self._waits:  # the import hangs
+            os.write(2, _LINE)
+            os._exit(INTERRUPTED)
+        self._waits = True
+
+    def _imported(self, *arguments: Any, **options: Any) -> Any:
+        if threading.get_ident() != self._main:
+            return self._import(*arguments, **options)
+        self._depth += 1
+        try:
+            return self._import(*arguments, **options)
+        finally:
+            self._depth -= 1
+            if self._waits and not self._depth:
+                self._waits = False
+                raise KeyboardInterrupt
