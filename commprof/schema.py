@@ -322,7 +322,7 @@ WRAPPER_PASSES: Final = Table(
         Column("pid", "int32", "process id"),
         Column("number", "int32", "of the wrapper within its process"),
         Column("step", "int32", "first step that ran them; -1 before the first step"),
-        Column("passes", "string", "a letter for each pass in order: F forward before a reduction, f forward without one, e forward without gradients, B backward that reduces gradients, b backward that does not; ? not known"),
+        Column("passes", "string", "a letter for each pass in order: F forward before a reduction, f forward without one, e forward without gradients, B backward that reduces gradients, b backward that does not; ? not known. Of fully_shard the number of its unit follows each, and there are more letters: see docs/verify.md"),
     ),
     key=("rank", "attempt", "pid", "number", "step"),
 )

@@ -15,6 +15,7 @@ from commprof.ledger.issue import INIT_STEP, StepKey
 from commprof.requested.ddp import Ddp, with_order
 from commprof.requested.errors import RequestedError
 from commprof.requested.expectation import Expectation
+from commprof.requested.fully_shard import FullyShard, arguments_model
 from commprof.requested.wrapped import Wrapper, arguments_of, tensors_of
 from commprof.schema import parse_ranks
 
@@ -156,14 +157,25 @@ def wrapped_models_of(
     for row in run.table("wrapper_passes").to_pylist():
         passes[row["attempt"], row["rank"], row["pid"], row["number"]][row["step"]] = row["passes"]
     models = []
+    units: dict[tuple[int, ...], list[list[dict[str, Any]]]] = defaultdict(list)
     for key, said in sorted(by_wrapper.items()):
-        wrapper = _wrapper(said[-1])
-        if key[1] in (wrapper.ranks[0], *wrapper.replicas[:1]):
-            rules = _rules(wrapper, key[1], orders.values())
+        units[*key[:3], arguments_model(arguments_of(said[-1]["arguments"]), key[3])].append(said)
+    for key, listed in units.items():
+        said = listed[0]
+        if any(_speaks(one[-1], key[1]) for one in listed):
+            wrappers = [_wrapper(one[-1]) for one in listed]
+            rules = _rules(wrappers, key[1], orders.values())
             models.append(_Model(rules, key[0], max(said[0]["step"], INIT_STEP), passes[key]))
     steps = run.table("steps").group_by("attempt").aggregate([("step", "max")]).to_pylist()
     last = {model.attempt: INIT_STEP for model in models} | {row["attempt"]: row["step_max"] for row in steps}
     return WrappedModels(models, last)
+
+
+def _speaks(row: Mapping[str, Any], rank: int) -> bool:
+    """Whether ``rank`` is the first of a group of the wrapper."""
+    after = arguments_of(row["arguments"]).get("after_forward_ranks")
+    groups = (row["group_ranks"], row["replica_ranks"], after)
+    return any(rank == min(parse_ranks(text), default=-1) for text in groups if isinstance(text, str))
 
 
 def _wrapper(row: Mapping[str, Any]) -> Wrapper:
@@ -181,7 +193,10 @@ def _wrapper(row: Mapping[str, Any]) -> Wrapper:
     )
 
 
-def _rules(wrapper: Wrapper, rank: int, orders: Iterable[Sequence[tuple[str, ...]]]) -> Rules:
+def _rules(wrappers: Sequence[Wrapper], rank: int, orders: Iterable[Sequence[tuple[str, ...]]]) -> Rules:
+    wrapper = wrappers[0]
+    if wrapper.kind == "fully_shard":
+        return FullyShard(tuple(wrappers), rank)
     if wrapper.kind == "ddp":
         rules = Ddp(wrapper)
         for order in [one for several in orders for one in several][::-1]:

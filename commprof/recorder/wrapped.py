@@ -32,17 +32,23 @@ class Wrapped:
     def __init__(self, journal: Journal, row: Mapping[str, Any]) -> None:
         self.row = dict(row)
         self._journal = journal
+        self.has_units = False  # of a model that is sharded in units, the first, which has the passes of all
         self._step = hooks.position.step
         self._passes: list[str] = []
         self._written: tuple[int, str] = (self._step, "")  # the step from which on each runs these passes
 
     def ran(self, kind: str) -> None:
-        """A pass began: one of the letters of ``schema.PASSES``."""
+        """A pass: one of the letters of ``schema.PASSES``, or as the table ``wrapper_passes`` says it of units."""
         step = hooks.position.step
         if step != self._step:
             self._end_step(step)
         if len(self._passes) < _MOST_PASSES:
             self._passes.append(kind)
+
+    @property
+    def number(self) -> int:
+        """Of the wrapper within its process."""
+        return int(self.row["number"])
 
     def set(self, **arguments: Any) -> None:
         """The program changed how the model is wrapped: publish it anew, with these arguments as well."""
@@ -91,7 +97,7 @@ class WrappedModels:
         unit: str,
         group: Any,
         arguments: Mapping[str, Any],
-        parameters: Iterable[tuple[str, torch.Tensor]],
+        parameters: Iterable[Sequence[Any]],
         buffers: Iterable[tuple[str, torch.Tensor]] = (),
         replicas: Any = None,
     ) -> Wrapped:
@@ -102,7 +108,7 @@ class WrappedModels:
             unit: qualified name of the module that it wraps, within the model.
             group: process group over which it reduces or shards.
             arguments: that it was given, with their defaults; what JSON can hold.
-            parameters: in the order of the wrapper.
+            parameters: in its order: name and tensor; or name, shape, element type and whether it is trained.
             buffers: likewise.
             replicas: process group that holds the same shard, where there is one.
         """
@@ -115,13 +121,26 @@ class WrappedModels:
                 "group_ranks": _ranks(group),
                 "replica_ranks": None if replicas is None else _ranks(replicas),
                 "arguments": json.dumps(arguments),
-                "parameters": json.dumps([_described(*each) for each in parameters]),
+                "parameters": json.dumps(
+                    [each if len(each) == 4 else _described(*each) for each in parameters]
+                ),
                 "buffers": json.dumps([_described(*each) for each in buffers]),
             },
         )
         self._known.append(wrapped)
         wrapped.publish()
         return wrapped
+
+    @property
+    def next_number(self) -> int:
+        """The number of the wrapper that is added next."""
+        return len(self._known)
+
+    def clipped(self) -> None:
+        """The program clips the gradients of the model that it trains; of which one is known where there is one alone."""
+        sharding = [each for each in self._known if each.has_units]
+        for wrapped in sharding if len(sharding) == 1 else ():
+            wrapped.ran("N")
 
     def finish(self) -> None:
         """Recording ends: write the passes of the last step."""

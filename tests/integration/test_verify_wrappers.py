@@ -107,6 +107,58 @@ def with_fp16(rank, world):
     ddp(rank, world, hook=fp16_compress_hook, bucket_cap_mb=0.0001)
 
 
+class Blocks(nn.Module):
+    """Units whose rows do not divide among the ranks, one frozen, one with a layer that gets no gradient, tied weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen, self.first, self.second = nn.Linear(WIDTH, 7), nn.Linear(7, 6), nn.Linear(6, 5)
+        self.frozen.requires_grad_(False)
+        self.second.unused = nn.Linear(3, 3)
+        self.head = nn.Linear(5, 5, bias=False)
+        self.tail = nn.Linear(5, 5)
+        self.tail.weight = self.head.weight
+
+    def forward(self, x):
+        return self.tail(self.head(self.second(self.first(self.frozen(x)))))
+
+
+def fsdp2(rank, world, mesh=None, accumulation=1, clip=False, between=None, checkpoint=False, **arguments):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.utils.checkpoint import checkpoint as again
+
+    model = Blocks()
+    names = ("replicas", "shards")[-len(mesh or (1,)) :]
+    arguments["mesh"] = init_device_mesh("cpu", mesh or (world,), mesh_dim_names=names)
+    for unit in (model.frozen, model.first, model.second):
+        fully_shard(unit, **arguments)
+    fully_shard(
+        model, **{name: value for name, value in arguments.items() if name != "reshard_after_forward"}
+    )
+    if checkpoint:
+        plain = model.second.forward
+        model.second.forward = lambda x: again(plain, x, use_reentrant=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        for micro in range(accumulation):
+            model.set_requires_gradient_sync(micro == accumulation - 1)
+            model(batch(step)).float().sum().backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if between:
+            between(step, model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def with_policy(rank, world):
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fsdp2(rank, world, mp_policy=policy, checkpoint=True)
+
+
 PROGRAMS = {
     "ddp": (2, ddp),
     "ddp, small buckets of two types": (3, functools.partial(ddp, bucket_cap_mb=0.0002, half=True)),
@@ -122,6 +174,12 @@ PROGRAMS = {
     "ddp, hook": (2, with_fp16),
     "two of ddp": (2, two_models),
     "ddp of halves": (4, halves),
+    "fully_shard": (2, functools.partial(fsdp2, clip=True)),
+    "fully_shard, types": (3, with_policy),
+    "fully_shard, accumulated": (2, functools.partial(fsdp2, accumulation=3, reshard_after_forward=False)),
+    "fully_shard, evaluated": (2, functools.partial(fsdp2, between=evaluated)),
+    "fully_shard, in pairs": (4, functools.partial(fsdp2, reshard_after_forward=2)),
+    "hybrid": (4, functools.partial(fsdp2, mesh=(2, 2), clip=True, accumulation=2)),
 }
 
 
@@ -169,6 +227,30 @@ def test_micro_batches_without_a_reduction_send_no_gradients_but_the_buffers_onc
 def test_a_hook_that_halves_gradients_halves_their_bytes():
     (gradients,) = rows(verify(recorded("ddp, hook")), "gradient_reduce")
     assert gradients.expected_payload_bytes == STEPS * 133 * 2
+
+
+def test_the_messages_of_sharded_units_by_hand():
+    """On 4 ranks in 2 shards: rows padded to a multiple of 2.
+
+    frozen: 8 x 8 + 8 = 72 elements; first: 6 x 7 + 6 = 48; second: 6 x 6 + 6 = 42, and 4 x 3 + 4 = 16 unused; root: 6 x 5 of
+    the tied weight, and 6. The root stays whole until its backward pass; the others are gathered again for it, the frozen
+    one since the unit after it has it prefetched.
+    """
+    verdict = verify(recorded("hybrid"))
+    once, twice = 36, 72 + 48 + 58
+    gathered = 2 * (once + 2 * twice) * 4 * 2 * STEPS  # two micro-batches, two groups of shards
+    (gathers,) = rows(verdict, "parameter_gather")
+    assert gathers.expected_payload_bytes == gathered
+    found = {row.expected_op: row.expected_payload_bytes for row in rows(verdict, "gradient_reduce")}
+    reduced = (48 + 42 + 36) * 4 * 2 * STEPS
+    assert found == {"reduce_scatter": reduced, "all_reduce": reduced // 2}
+
+
+def test_a_planted_gather_among_sharded_units_is_a_mismatch(tmp_path):
+    between = functools.partial(planted, how=PLANTED["a gather of parameters"])
+    verdict = verify(record(tmp_path / "run", 2, functools.partial(fsdp2, between=between))[0])
+    assert verdict.exit_code == 1
+    assert {item.steps for item in verdict.unexplained} == {"2"}
 
 
 def planted(step, model, how):

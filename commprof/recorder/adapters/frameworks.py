@@ -32,7 +32,7 @@ class Frameworks:
             *TorchFunctions(journal, self.loop, checkpoints).parts(),
             *ddp.parts(),
             *Fsdp(journal, checkpoints).parts(),
-            *FullyShard(journal).parts(),
+            *FullyShard(journal, self.wrapped).parts(),
             *DTensors().parts(),
             *Trainers(checkpoints).parts(),
         ]

@@ -7,13 +7,18 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import torch
+import torch.distributed as dist
+
 from commprof import hooks
 from commprof.recorder.adapters.flushes import Numbers, open_bucket
 from commprof.recorder.adapters.parts import Doubts, Part
 from commprof.recorder.journal import Journal
 from commprof.recorder.models import plain_name
-from commprof.schema import Purpose
+from commprof.recorder.wrapped import Wrapped, WrappedModels
+from commprof.schema import Purpose, format_ranks
 
+_STATE: Final = "torch.distributed.fsdp._fully_shard._fsdp_state"
 _GROUP: Final = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 ROOT: Final = "(root)"  # the name of the outermost module, which torch calls ""
 _GATHER: Final = hooks.tag(Purpose.PARAMETER_GATHER.value)
@@ -23,7 +28,10 @@ _REDUCE: Final = hooks.tag(Purpose.GRADIENT_REDUCE.value)
 class FullyShard:
     """What is known of the modules that ``fully_shard`` was applied to."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: Journal, wrapped: WrappedModels) -> None:
+        self._wrapped = wrapped
+        self._places: weakref.WeakKeyDictionary[Any, tuple[Wrapped, int]] = weakref.WeakKeyDictionary()
+        self._reducing: weakref.ref[Any] | None = None  # the group whose gradients are reduced
         self._doubt = Doubts(journal, "FSDP 2")
         self._numbers = Numbers()
         self._gathers: weakref.WeakKeyDictionary[Any, hooks.tag] = weakref.WeakKeyDictionary()
@@ -34,10 +42,19 @@ class FullyShard:
             Part(_GROUP, "FSDPParamGroup.unshard", self._wrap_unshard),
             Part(_GROUP, "FSDPParamGroup.post_backward", self._wrap_post_backward),
             Part(_GROUP, "foreach_reduce", self._wrap_reduce),
+            Part(_STATE, "FSDPState._lazy_init", self._wrap_first_forward),
+            Part(_STATE, "FSDPState._root_post_backward_final_callback", self._wrap_end),
+            Part(_GROUP, "FSDPParamGroup.post_forward", self._wrap_post_forward),
+            Part(_GROUP, "FSDPParamGroup.pre_backward", self._wrap_pre_backward),
+            Part(_GROUP, "FSDPParamGroup.reshard", self._wrap_reshard),
+            Part("torch.nn.utils.clip_grad", "clip_grad_norm_", self._wrap_clip, optional=True),
+            Part("torch.nn.utils", "clip_grad_norm_", self._wrap_clip, optional=True),
         ]
 
     def _wrap_unshard(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def unshard(group: Any, *args: Any, **kwargs: Any) -> Any:
+            if _is_idle(group):
+                self._ran("u", group)
             if not group.is_sharded and group.is_unsharded:
                 return original(group, *args, **kwargs)
             with self._gather_of(group):
@@ -68,15 +85,131 @@ class FullyShard:
             except Exception as error:
                 self._doubt(error)
                 tag = _REDUCE
+            self._ran("b" if group.reshard_after_backward else "k", group)
+            self._reducing = weakref.ref(group)
             with tag:
                 return original(group, *args, **kwargs)
 
         return post_backward
 
+    # What each model was given, and its passes.
+
+    def _ran(self, kind: str, group: Any, more: str = "") -> None:
+        try:
+            known = self._places.get(group)
+            if known is not None:
+                known[0].ran(f"{kind}{known[1]}{more}")
+        except Exception as error:
+            self._doubt(error)
+
+    def _wrap_post_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def post_forward(group: Any, *args: Any, **kwargs: Any) -> Any:
+            self._ran("R" if torch._C._current_graph_task_id() != -1 else "F", group)
+            return original(group, *args, **kwargs)
+
+        return post_forward
+
+    def _wrap_pre_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def pre_backward(group: Any, *args: Any, **kwargs: Any) -> Any:
+            if getattr(group._training_state, "name", "") != "PRE_BACKWARD":
+                self._ran("p", group)
+            return original(group, *args, **kwargs)
+
+        return pre_backward
+
+    def _wrap_reshard(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def reshard(group: Any, *args: Any, **kwargs: Any) -> Any:
+            if _is_idle(group):
+                self._ran("r", group)
+            return original(group, *args, **kwargs)
+
+        return reshard
+
+    def _wrap_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def end(state: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(state, *args, **kwargs)
+            try:
+                if state._state_ctx.is_last_backward:
+                    for group in _groups_of(state._state_ctx.all_states)[:1]:
+                        self._ran("E", group)
+            except Exception as error:
+                self._doubt(error)
+            return result
+
+        return end
+
+    def _wrap_clip(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def clip(*args: Any, **kwargs: Any) -> Any:
+            self._wrapped.clipped()
+            return original(*args, **kwargs)
+
+        return clip
+
+    def _wrap_first_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def first_forward(state: Any, *args: Any, **kwargs: Any) -> Any:
+            is_new = state._is_root is None
+            result = original(state, *args, **kwargs)
+            try:
+                if is_new and state._is_root:
+                    self._publish(state)
+            except Exception as error:
+                self._doubt(error)
+            return result
+
+        return first_forward
+
+    def _publish(self, root: Any) -> None:
+        states = root._state_ctx.all_states
+        groups = _groups_of(states)
+        model = self._wrapped.next_number
+        first: Wrapped | None = None
+        for state in states:
+            prefetch = [
+                groups.index(each)
+                for one in getattr(state, "_states_to_backward_prefetch", ())
+                for each in reversed(_groups_of([one]))
+            ]
+            for group in _groups_of([state]):
+                wrapped = self._publish_unit(group, {"model": model, "prefetch": prefetch})
+                first = first or wrapped
+                first.has_units = True
+                self._places[group] = first, groups.index(group)
+
+    def _publish_unit(self, group: Any, arguments: dict[str, Any]) -> Wrapped:
+        mesh, after = group.mesh_info, group.post_forward_mesh_info
+        shards = getattr(mesh, "shard_process_group", None)
+        replicas = getattr(mesh, "replicate_process_group", None)
+        policy = group.mp_policy
+        parameters = group.fsdp_params
+        arguments |= {
+            "shards": shards is not None,
+            "reshard_after_forward": after is not None,
+            "after_forward_ranks": None
+            if after is None or after is mesh or after.shard_process_group is shards
+            else format_ranks(dist.get_process_group_ranks(after.shard_process_group)),
+            "param_dtype": _dtype(policy.param_dtype),
+            "reduce_dtype": _dtype(policy.reduce_dtype),
+            "unshard_in_backward": getattr(group, "unshard_in_backward", True),
+            "mesh_dims": max((each.sharded_param.device_mesh.ndim for each in parameters), default=1)
+            - (2 if shards is not None and replicas is not None else 1),
+            "unpredicted": "a parameter has its own way to be gathered (fsdp_pre_all_gather)"
+            if any(hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather") for each in parameters)
+            else None,
+        }
+        return self._wrapped.add(
+            "fully_shard",
+            module_name(group._module_fqn) or "?",
+            shards or replicas,
+            arguments,
+            [_unsharded(each) for each in parameters],
+            replicas=replicas if shards is not None else None,
+        )
+
     def _wrap_reduce(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Called only where gradients are reduced, with the parameters that have some."""
 
         def reduce(parameters: Any, gradients: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
+            self._reduces(parameters)
             try:
                 tag = self._bucket(parameters, gradients, 1 if group is None else group.size())
             except Exception as error:
@@ -86,6 +219,19 @@ class FullyShard:
                 return original(parameters, gradients, group, *args, **kwargs)
 
         return reduce
+
+    def _reduces(self, parameters: Sequence[Any]) -> None:
+        """Gradients of these parameters are reduced; of the others that are trained there are none."""
+        try:
+            group = None if self._reducing is None else self._reducing()
+            if group is not None:
+                mine = set(map(id, parameters))
+                trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
+                without = [str(place) for place, each in enumerate(trained) if id(each) not in mine]
+                alone = "" if group.all_reduce_grads else "~"
+                self._ran("B", group, alone + (f"-{'.'.join(without)}" if without else ""))
+        except Exception as error:
+            self._doubt(error)
 
     def _bucket(self, parameters: Sequence[Any], gradients: Sequence[Any], world: int) -> hooks.tag:
         outer = hooks.current_tag()
@@ -99,6 +245,40 @@ class FullyShard:
             _names(parameters),
             module=None if outer is None else outer.module,
         )
+
+
+def _groups_of(states: Sequence[Any]) -> list[Any]:
+    """The groups of parameters of ``states``; before torch 2.13 each has one at most."""
+    found: list[Any] = []
+    for state in states:
+        groups = getattr(state, "_fsdp_param_groups", None)
+        found += [
+            each for each in (groups if groups is not None else [state._fsdp_param_group]) if each is not None
+        ]
+    return found
+
+
+def _is_idle(group: Any) -> bool:
+    """Whether the program itself calls, outside of any pass."""
+    return getattr(group._training_state, "name", "") == "IDLE"
+
+
+def _dtype(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _unsharded(parameter: Any) -> tuple[str, list[int], str, bool]:
+    """Name, shape with the sharded dimension first, element type, and whether it is trained."""
+    shape = list(parameter._orig_size)
+    place = getattr(parameter.fsdp_placement, "dim", 0)
+    sharded = parameter.sharded_param
+    name = plain_name(parameter._param_fqn) if parameter._param_fqn else "?"
+    return (
+        name,
+        [*shape[place : place + 1], *shape[:place], *shape[place + 1 :]],
+        str(_dtype(sharded.dtype)),
+        sharded.requires_grad,
+    )
 
 
 def _padded(shape: Sequence[int], world: int) -> int:

@@ -1,0 +1,225 @@
+"""What ``fully_shard`` (FSDP 2) should send, from the arguments of its units and their parameters: torch 2.11 to 2.14.
+
+Each unit gathers its parameters where they are not whole, and shards them again after a forward pass (as
+``reshard_after_forward`` says) and after a backward pass. In a backward pass a unit has the one before it gathered as well.
+A unit that reduces gradients sends them in one reduce_scatter, and with a mesh of two dimensions (HSDP) an all_reduce of its
+shard over the ranks that hold the same one.
+Each parameter is padded along its first dimension to a multiple of the ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from commprof.requested.errors import RequestedError
+from commprof.requested.expectation import Expectation
+from commprof.requested.parameters import item_bytes
+from commprof.requested.partition import padded
+from commprof.requested.wrapped import UNKNOWN, Tensor, Wrapper
+from commprof.schema import Op, Purpose, parse_ranks
+
+SHARDED, WHOLE, PARTLY = "S", "U", "P"
+_PASS: Final = re.compile(r"(?P<kind>[FRpbkBurEN?])(?P<unit>\d+)?(?P<alone>~)?(-(?P<without>[\d.]+))?")
+
+
+class State(NamedTuple):
+    """What one pass leaves to the next.
+
+    Attributes:
+        units: how the parameters of each are.
+        order: the units whose forward passes have ended since the last backward pass.
+        open: for each unit the places in ``order`` that a backward pass has not come to.
+        reduced: how many of its parameters have gradients.
+    """
+
+    units: tuple[str, ...]
+    order: tuple[int, ...] = ()
+    open: tuple[tuple[int, ...], ...] = ()
+    reduced: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class FullyShard:
+    """The rules for one model, as one of its ranks says them.
+
+    Attributes:
+        units: what each was given.
+        rank: it speaks for the groups of which it is the first rank.
+    """
+
+    units: tuple[Wrapper, ...]
+    rank: int
+
+    @property
+    def wrapper(self) -> Wrapper:
+        """The first unit."""
+        return self.units[0]
+
+    @property
+    def unpredicted(self) -> dict[str, str]:
+        """Purposes of which the rules do not know what is sent, and why."""
+        found = {}
+        for unit in self.units:
+            why = unit.arguments.get("unpredicted")
+            if why:
+                found[str(Purpose.PARAMETER_GATHER)] = found[str(Purpose.GRADIENT_REDUCE)] = str(why)
+        if len({(unit.ranks, unit.arguments.get("mesh_dims")) for unit in self.units}) > 1 or any(
+            unit.arguments.get("mesh_dims") for unit in self.units
+        ):
+            found[str(Purpose.GRADIENT_NORM)] = "norms over several meshes are no part of the rules"
+        return found
+
+    def construction(self) -> list[Expectation]:
+        """What it sends when it is made: nothing."""
+        return []
+
+    def passes(self, passes: str, state: State | None) -> tuple[list[Expectation], State]:
+        """What it sends in ``passes``, and the state after them.
+
+        Raises:
+            RequestedError: a pass is not known.
+        """
+        count = len(self.units)
+        now = _Units(self, state or State((SHARDED,) * count, (), ((),) * count, (0,) * count))
+        at = 0
+        while at < len(passes):
+            match = _PASS.match(passes, at)
+            if match is None or match["kind"] == UNKNOWN or int(match["unit"] or 0) >= count:
+                raise RequestedError(
+                    f"which passes a model of FSDP ran is not known: {passes[at : at + 20]!r}"
+                )
+            now.run(match)
+            at = match.end()
+        return now.sent, now.state
+
+    def speaks(self, ranks: Sequence[int]) -> bool:
+        """Whether this rank says what the group of ``ranks`` sends."""
+        return bool(ranks) and min(ranks) == self.rank
+
+
+class _Units:
+    """The units of one model while passes run."""
+
+    def __init__(self, rules: FullyShard, state: State) -> None:
+        self._rules = rules
+        self._states, self._order = list(state.units), list(state.order)
+        self._open = [list(each) for each in state.open]
+        self._reduced = list(state.reduced)
+        self.sent: list[Expectation] = []
+
+    @property
+    def state(self) -> State:
+        """What is left to the next pass."""
+        return State(
+            tuple(self._states), tuple(self._order), tuple(map(tuple, self._open)), tuple(self._reduced)
+        )
+
+    def run(self, match: re.Match[str]) -> None:
+        """One pass of one unit."""
+        kind, number = match["kind"], int(match["unit"] or 0)
+        unit = self._rules.units[number]
+        if kind in "FRu":
+            self._gather(number)
+            if kind == "F":
+                self._open[number].append(len(self._order))
+                self._order.append(number)
+                self._states[number] = _after_forward(unit)
+        elif kind == "p":
+            self._before_backward(number)
+        elif kind in "br":
+            self._states[number] = SHARDED
+        elif kind == "B":
+            without = {int(each) for each in (match["without"] or "").split(".") if each}
+            self._reduced[number] = len(unit.trained) - len(without)
+            self._reduce(unit, without, alone=bool(match["alone"]))
+        elif kind == "E":
+            self._order, self._open = [], [[] for _ in self._open]
+        elif kind == "N":
+            self._norm()
+
+    def _gather(self, number: int) -> None:
+        unit, before = self._rules.units[number], self._states[number]
+        self._states[number] = WHOLE
+        if before == WHOLE or not shards(unit):
+            return
+        ranks = after_forward_ranks(unit) if before == PARTLY else unit.ranks
+        if self._rules.speaks(ranks) and len(ranks) > 1:
+            sizes = [gathered_bytes(unit)]
+            self.sent += unit.sent(Purpose.PARAMETER_GATHER, Op.ALL_GATHER, sizes, ranks=ranks)
+
+    def _before_backward(self, number: int) -> None:
+        unit = self._rules.units[number]
+        if unit.arguments.get("unshard_in_backward") is not False:
+            self._gather(number)
+        explicit = unit.arguments.get("prefetch")
+        targets: Iterable[int] = explicit or ()
+        if not explicit and self._open[number]:
+            place = self._open[number].pop()
+            targets = self._order[place - 1 : place] if unit.arguments.get("prefetches", True) else ()
+        for target in targets:
+            if self._rules.units[target].arguments.get("unshard_in_backward") is not False:
+                self._gather(target)
+
+    def _reduce(self, unit: Wrapper, without: set[int], *, alone: bool) -> None:
+        reduced = [each for place, each in enumerate(unit.trained) if place not in without]
+        world = len(unit.ranks) if shards(unit) else 1
+        dtype = unit.arguments.get("reduce_dtype") or unit.arguments.get("param_dtype")
+        size = _bytes(unit, reduced, world, dtype)
+        if world > 1 and self._rules.speaks(unit.ranks):
+            self.sent += unit.sent(Purpose.GRADIENT_REDUCE, Op.REDUCE_SCATTER, [size])
+        whole = unit.replicas if shards(unit) else (unit.replicas or unit.ranks)
+        if len(whole) > 1 and not alone and self._rules.speaks(whole):
+            self.sent += unit.sent(Purpose.GRADIENT_REDUCE, Op.ALL_REDUCE, [size // world], ranks=whole)
+
+    def _norm(self) -> None:
+        unit = self._rules.units[0]
+        trained = [each for one in self._rules.units for each in one.trained]
+        if (
+            trained
+            and str(Purpose.GRADIENT_NORM) not in self._rules.unpredicted
+            and self._rules.speaks(unit.ranks)
+        ):
+            size = max(item_bytes(each.dtype) for each in trained)
+            self.sent += unit.sent(Purpose.GRADIENT_NORM, Op.ALL_REDUCE, [sum(self._reduced) * size])
+
+
+def shards(unit: Wrapper) -> bool:
+    """Whether its parameters are sharded."""
+    return unit.arguments.get("shards") is not False
+
+
+def after_forward_ranks(unit: Wrapper) -> tuple[int, ...]:
+    """The ranks that share its parameters between forward and backward."""
+    text = unit.arguments.get("after_forward_ranks")
+    return parse_ranks(text) if isinstance(text, str) else unit.ranks
+
+
+def _after_forward(unit: Wrapper) -> str:
+    if not unit.arguments.get("reshard_after_forward", True):
+        return WHOLE
+    return PARTLY if unit.arguments.get("after_forward_ranks") else SHARDED
+
+
+def gathered_bytes(unit: Wrapper) -> int:
+    """Payload of the gathering of its parameters."""
+    return _bytes(unit, unit.parameters, len(unit.ranks), unit.arguments.get("param_dtype"))
+
+
+def _bytes(unit: Wrapper, tensors: Sequence[Tensor], world: int, dtype: str | None) -> int:
+    return sum(_padded_numel(each, world) * item_bytes(dtype or each.dtype) for each in tensors)
+
+
+def _padded_numel(tensor: Tensor, world: int) -> int:
+    """Elements of a parameter that is cut into equal parts along its first dimension."""
+    if not tensor.extents:
+        return 1
+    return padded(tensor.extents[0], world) * (tensor.numel // max(tensor.extents[0], 1))
+
+
+def arguments_model(arguments: Mapping[str, Any], number: int) -> int:
+    """The number under which the passes of a unit's model are written."""
+    model = arguments.get("model")
+    return model if isinstance(model, int) else number
