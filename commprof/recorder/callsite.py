@@ -28,7 +28,8 @@ _FRAMEWORKS_DOORS: Final = (
     *("/lightning/fabric/utilities/", "/lightning_fabric/utilities/", "/torchmetrics/utilities/"),
     *("/lightning/fabric/plugins/collectives/", "/lightning_fabric/plugins/collectives/"),
     *("/lightning/fabric/strategies/", "/lightning_fabric/strategies/"),
-    *("/lightning/pytorch/strategies/", "/pytorch_lightning/strategies/"),
+    *("/lightning/pytorch/strategies/", "/pytorch_lightning/strategies/", "/lightning_utilities/"),
+    *("/lightning/pytorch/trainer/call.py", "/pytorch_lightning/trainer/call.py"),
 )
 # The modules whose functions a program calls to issue a collective.
 _API_FILES: Final = frozenset(

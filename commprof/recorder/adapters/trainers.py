@@ -128,6 +128,7 @@ class Trainers:
                 )
         loop = f"{trainer}.loops.training_epoch_loop"
         yield purpose(loop, "_TrainingEpochLoop._broadcast_sigterm_tensor", Purpose.CONTROL, True)
+        yield default_purpose(f"{trainer}.utilities.data", "has_len_all_ranks", Purpose.CONTROL, True)
         for module, name in _LIGHTNING_CHECKPOINTS:
             yield self._checkpoints.part(f"{trainer}.{module}", name)
         for name in ("save", "load", "load_raw"):

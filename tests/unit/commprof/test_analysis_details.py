@@ -6,6 +6,7 @@ from commprof.analysis import api
 from commprof.analysis.detailed_answers import DETAILED_ANSWERS
 from commprof.analysis.opened import OpenedRun
 from support.detailed_runs import aligned_run
+from support.runs import SyntheticRun
 
 
 @pytest.fixture(scope="module")
@@ -14,13 +15,16 @@ def path(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def answers(path):
+def answers(path, tmp_path_factory):
+    nameless = SyntheticRun(world_size=2)
+    nameless.add_collective("all_reduce", payload_bytes=8, step=0)
+    without_purpose = nameless.write(tmp_path_factory.mktemp("nameless") / "run")
     straggling, aligned = api.straggling(path), api.alignment(path)
     content = api.bucket_content(path, step=1, bucket=1)
     return {
         "matrix": api.matrix(path),
         "owners": api.owners(path),
-        "untagged": api.untagged(path),
+        "untagged": api.untagged(without_purpose),
         "bucket_flushes": api.bucket_flushes(path),
         "bucket_means": api.bucket_means(path),
         "bucket_steps": api.bucket_steps(path),

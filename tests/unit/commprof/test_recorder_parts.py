@@ -187,3 +187,43 @@ def test_a_counter_is_read_without_being_used():
     counter = itertools.count(0, 104)
     assert [next(counter), count_of(counter), count_of(counter), next(counter)] == [0, 104, 104, 104]
     assert count_of(itertools.count()) == 0
+
+
+def test_what_another_version_of_a_framework_lacks_is_noted_once(tmp_path, monkeypatch):
+    from commprof import hooks
+    from commprof.recorder.adapters.parts import Adapter, default_purpose
+    from commprof.schema import Purpose
+
+    package = tmp_path / "some_trainer"
+    package.mkdir()
+    (package / "__init__.py").write_text("__version__ = '9.9'\n")
+    (package / "sums.py").write_text(
+        "from commprof import hooks\ndef gather():\n    return hooks.current_tag()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    notes = []
+
+    class Journal:
+        def note(self, text):
+            notes.append(text)
+
+        def fault(self, error):
+            raise error
+
+    parts = [
+        default_purpose("some_trainer.sums", name, Purpose.METRIC, optional)
+        for name, optional in (("gather", False), ("reduce", False), ("pad", False), ("old", True))
+    ]
+    adapter = Adapter(Journal(), [*parts, default_purpose("some_trainer.gone", "any", Purpose.METRIC)])
+    adapter.install()
+    try:
+        from some_trainer import sums
+
+        assert sums.gather().purpose == "metric"
+        with hooks.tag("checkpoint"):
+            assert sums.gather().purpose == "checkpoint"
+    finally:
+        adapter.remove()
+    assert sums.gather() is None
+    (note,) = notes
+    assert note.startswith("some_trainer 9.9: some_trainer.sums has no reduce, pad, so")

@@ -1,0 +1,94 @@
+"""accelerate, transformers.Trainer and Lightning under the recorder: each collective once, and each with a purpose."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from commprof.analysis import api
+from support.command import commprof
+from support.recording import calls
+from support.trainer_programs import ACCELERATE, LIGHTNING, TRAINER
+
+pytestmark = pytest.mark.ranks
+
+
+def recorded(tmp_path, program):
+    """The run of ``program``, its records held to torch's own list of them."""
+    from commprof.trace.reader import open_run
+
+    (tmp_path / "train.py").write_text(program, "utf-8")
+    done = commprof("run", "--out", "run", "train.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = open_run(tmp_path / "run")
+    for rank in range(2):
+        flights = json.loads((tmp_path / f"flights-{rank}.json").read_text("utf-8"))
+        assert len(calls(run, rank, "op")) == len(flights) > 0
+    assert run.health.notes == ()
+    return run
+
+
+def by_purpose(run):
+    """The calls of each purpose, after those of the program's own are found to be the only ones without."""
+    rows = calls(run, 0, "purpose", "phase", "op", "numel", "call_site")
+    nameless = [row for row in rows if row[0] is None]
+    assert {row[2:4] for row in nameless} == {("all_reduce", 3)}
+    assert all("train.py" in row[4] and row[4].endswith(" own") for row in nameless)
+    assert api.untagged(run)["collectives"].tolist() == [len(nameless)]
+    found = {}
+    for purpose, *row in rows:
+        found.setdefault(purpose, []).append(tuple(row))
+    return found, len(nameless)
+
+
+def test_trainer(tmp_path):
+    found, own = by_purpose(recorded(tmp_path, TRAINER))
+    assert own == 2  # steps
+    assert set(found) == {
+        *(None, "trace_check", "parameter_broadcast", "gradient_reduce", "unused_parameters"),
+        *("metric", "control", "checkpoint"),
+    }
+    # Embeddings of 32 tokens and 8 places, one layer of width 8 (two norms, attention, 4 times as wide inside), a norm.
+    norm, layer = 8 + 8, (8 * 24 + 24) + (8 * 8 + 8) + (8 * 32 + 32) + (32 * 8 + 8)
+    parameters = 32 * 8 + 8 * 8 + 2 * norm + layer + norm
+    assert [row[:3] for row in found["gradient_reduce"]] == [("backward", "all_reduce", parameters)] * 2
+    # The logits of both ranks' 2 x 8 tokens, in each of three batches of the evaluation.
+    assert [row[2] for row in found["metric"]].count(2 * 2 * 8 * 32) == 3
+    assert {row[1] for row in found["metric"]} == {"all_gather"}
+    assert {row[0] for row in found["checkpoint"]} == {"checkpoint"}
+    assert [row[:2] for row in found["control"]] == [("init", "barrier")]
+    # Beside the gathers within accelerate's own functions, the place is who asked for them.
+    assert all("/transformers/trainer.py:" in row[3] for row in found["metric"])
+
+
+def test_accelerate(tmp_path):
+    found, own = by_purpose(recorded(tmp_path, ACCELERATE))
+    assert own == 2  # batches of 4 for each of two ranks, out of 16
+    assert set(found) == {
+        *(None, "trace_check", "parameter_broadcast", "buffer_broadcast", "gradient_reduce"),
+        *("input", "metric", "control", "object"),
+    }
+    # One optimizer step for two batches, of a layer of 4 x 4 and 4, and a norm of 4 and 4.
+    assert [row[:3] for row in found["gradient_reduce"]] == [("backward", "all_reduce", 28)]
+    # Batches of 2 x 4 x 4 that rank 0 reads for both, with their shapes before them.
+    assert [row[2] for row in found["input"]].count(32) == 2
+    # Two gathers of a loss and the sizes of one padding; two sums of a loss.
+    assert sorted(row[1] for row in found["metric"]) == ["all_gather"] * 3 + ["all_reduce"] * 2
+    assert sorted(row[1] for row in found["control"]) == ["all_reduce"] + ["barrier"] * 3
+    assert all("/accelerate/" not in row[3] for rows in found.values() for row in rows)
+
+
+def test_lightning(tmp_path):
+    found, own = by_purpose(recorded(tmp_path, LIGHTNING))
+    assert own == 2  # batches of 4 for each of two ranks, out of 16
+    assert set(found) == {
+        *(None, "trace_check", "parameter_broadcast", "gradient_reduce", "bucket_rebuild"),
+        *("metric", "control", "checkpoint"),
+    }
+    assert [row[:3] for row in found["gradient_reduce"]] == [("backward", "all_reduce", 10)] * 2
+    # A loss for each batch that is trained with.
+    losses = [row for row in found["metric"] if row[0] == "forward" and row[1] == "all_reduce"]
+    assert [row[2] for row in losses] == [1, 1]
+    assert {row[0] for row in found["checkpoint"]} == {"checkpoint"}
+    assert all("/fabric/utilities/" not in row[3] for rows in found.values() for row in rows)
