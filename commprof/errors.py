@@ -18,17 +18,19 @@ it on one line and exits; no traceback reaches the user.
 
 from __future__ import annotations
 
+from commprof.exit_codes import ExitCode
+
 
 class CommprofError(Exception):
     """An error whose message is written for the person at the terminal."""
 
-    exit_code = 1
+    exit_code = ExitCode.FAILED
 
 
 class UsageError(CommprofError):
     """The arguments or a config file cannot be used as they are."""
 
-    exit_code = 2
+    exit_code = ExitCode.USAGE
 
 
 class TraceError(CommprofError):
@@ -64,4 +66,4 @@ class MissingExtraError(CommprofError):
 class LaunchError(CommprofError):
     """commprof could not start or watch the user's program."""
 
-    exit_code = 125
+    exit_code = ExitCode.LAUNCH_FAILED

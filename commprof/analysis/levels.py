@@ -12,7 +12,8 @@ import pyarrow.compute as pc
 
 from commprof.analysis.frames import from_rows
 from commprof.analysis.setting_answers import REDUCTION_LEVELS
-from commprof.ledger.levels import STEPS, LedgerRow, State, Verdict
+from commprof.exit_codes import State
+from commprof.ledger.levels import STEPS, LedgerRow, Verdict
 from commprof.schema import Op, Purpose
 
 NOTHING_ISSUED: Final = "nothing was issued to reduce gradients in a training step"

@@ -10,11 +10,9 @@ import sys
 from collections.abc import Sequence
 
 from commprof.cli import console
-from commprof.cli.interrupts import INTERRUPTED, Interrupts
+from commprof.cli.interrupts import Interrupts
 from commprof.errors import CommprofError
-
-BROKEN_PIPE = 141  # 128 + SIGPIPE, as the shell reports it
-UNWRITABLE = 1
+from commprof.exit_codes import ExitCode
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -25,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         code = _execute_and_flush(sys.argv[1:] if argv is None else list(argv))
     except KeyboardInterrupt:
         console.error("interrupted")
-        code = INTERRUPTED
+        code = ExitCode.INTERRUPTED
     interrupts.finish()
     raise SystemExit(code)
 
@@ -37,10 +35,10 @@ def _execute_and_flush(argv: list[str]) -> int:
         code = execute(argv)
         sys.stdout.flush()
     except BrokenPipeError:
-        code = BROKEN_PIPE
+        code = ExitCode.BROKEN_PIPE
     except OSError as error:
         console.error(f"the output cannot be written: {error.strerror}")
-        code = UNWRITABLE
+        code = ExitCode.FAILED
     else:
         return code
     # Python flushes standard output once more at its end; let it go nowhere.
@@ -59,4 +57,4 @@ def execute(argv: list[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         console.error("interrupted")
-        return INTERRUPTED
+        return ExitCode.INTERRUPTED

@@ -12,7 +12,8 @@ import signal
 import threading
 from typing import Any, Final
 
-INTERRUPTED: Final = 130  # 128 + SIGINT, as the shell reports it
+from commprof.exit_codes import ExitCode
+
 _LINE: Final = b"commprof: error: interrupted\n"
 
 
@@ -34,7 +35,7 @@ class Interrupts:
     def finish(self) -> None:
         """The command has ended: what Python does at its end is cut short by an interrupt."""
         if signal.getsignal(signal.SIGINT) == self._on_interrupt:
-            signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+            signal.signal(signal.SIGINT, lambda *_: os._exit(ExitCode.INTERRUPTED))
         builtins.__import__ = self._import
 
     def _on_interrupt(self, *_: object) -> None:
@@ -42,7 +43,7 @@ class Interrupts:
             raise KeyboardInterrupt
         if self._waits:  # the import hangs
             os.write(2, _LINE)
-            os._exit(INTERRUPTED)
+            os._exit(ExitCode.INTERRUPTED)
         self._waits = True
 
     def _imported(self, *arguments: Any, **options: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any, Final
 import typer
 
 from commprof.cli.application import build
+from commprof.exit_codes import MEANINGS
 
 _HEAD: Final = """# Command line
 
@@ -17,16 +18,20 @@ Options of commprof stand before the script; everything after it is the script's
 `latest`, the newest one below `traces/`. Nothing is overwritten without `--force`. Results go to standard output,
 everything else to standard error.
 
-Exit codes: `run` gives the script's own (of several ranks that of the one that failed first; 128 + number for a signal;
-behind `--` the command's), and 125 where commprof itself failed. Usage errors are 2 everywhere, an interrupt is 130, and any
-other failure is 1.
+`run` returns the exit code of the script: of several ranks that of the one that failed first, 128 + number for a signal,
+behind `--` that of the command. Apart from that:
+
+| exit code | meaning |
+|---|---|
+{codes}
 """
 
 
 def command_reference() -> str:
     """The page as Markdown."""
     command: Any = typer.main.get_command(build())
-    parts = [_HEAD]
+    codes = "\n".join(f"| {int(code)} | {text} |" for code, text in MEANINGS.items())
+    parts = [_HEAD.format(codes=codes)]
     for name, verb in command.commands.items():
         if hasattr(verb, "commands"):
             parts.extend(_verb(f"{name} {below}", inner) for below, inner in verb.commands.items())

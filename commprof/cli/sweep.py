@@ -19,6 +19,7 @@ from commprof.cli.recording import recording_options
 from commprof.cli.run import ENGINE_HELP, NCCL_LOG_HELP, NPROC_HELP, WIRE_HELP, parse_ranks
 from commprof.engine import Engine
 from commprof.errors import CommprofError, UsageError
+from commprof.exit_codes import ExitCode
 from commprof.launch.nccl_log import Mode
 from commprof.launch.program import check_program, parse_program, with_engine
 from commprof.launch.sweep import Turn, derive, label, points, turns
@@ -27,9 +28,6 @@ from commprof.recorder.options import DEFAULTS, Options
 
 if TYPE_CHECKING:
     from commprof.launch.campaign import Campaign, TurnResult
-
-FAILED = 1
-INTERRUPTED = 130
 
 
 class Progress(Protocol):
@@ -144,7 +142,7 @@ def _carry_out(campaign: Campaign, fail_fast: bool) -> int:
             if interrupted or (fail_fast and result.problem is not None):
                 break
     code = _conclude(campaign, results, where)
-    return INTERRUPTED if interrupted else code
+    return ExitCode.INTERRUPTED if interrupted else code
 
 
 def _conclude(campaign: Campaign, results: Sequence[TurnResult], where: str) -> int:
@@ -160,7 +158,7 @@ def _conclude(campaign: Campaign, results: Sequence[TurnResult], where: str) -> 
     )
     follow = f"next: commprof dashboard {shlex.quote(where)}" if good else f"see {shlex.quote(where)}"
     say(f"{where}  {counts}  {follow}")
-    return FAILED if failed or left else 0
+    return ExitCode.FAILED if failed or left else 0
 
 
 def _compare(runs: Sequence[Path]) -> None:

@@ -11,14 +11,15 @@ from commprof.cli import rendering
 from commprof.cli.extras import needed
 from commprof.cli.rendering import Heading, Rows
 from commprof.cli.runs import RunArgument, opened
+from commprof.exit_codes import State
 
 if TYPE_CHECKING:
     from commprof.ledger.levels import LedgerRow, Unexplained, Verdict
 
 STATES: Final = {
-    "closed": "closed: everything is explained, or labelled as no part of training",
-    "mismatch": "mismatch: see what is unexplained",
-    "unknown": "cannot tell",
+    State.CLOSED: "closed: everything is explained, or labelled as no part of training",
+    State.MISMATCH: "mismatch: see what is unexplained",
+    State.UNKNOWN: "cannot tell",
 }
 _HEADINGS: Final = (
     Heading("purpose, level"),
@@ -133,6 +134,8 @@ def _levels(row: LedgerRow, steps: int) -> list[Sequence[str]]:
 def _explanation(row: LedgerRow) -> str:
     if row.explained_by is None:
         return "unexplained"
+    if row.explained_by == "script":
+        return "cannot tell"
     if row.explained_by != "label" and row.explained_bytes < row.issued_payload_bytes:
         return "in part unexplained"
     if row.expected_payload_bytes is not None and row.issued_payload_bytes != row.expected_payload_bytes:

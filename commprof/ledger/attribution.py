@@ -38,6 +38,7 @@ NOT_ASKED: Final = "the config's rules ask for none with this purpose"
 OTHER_OP: Final = "the config's rules ask for another operation with this purpose"
 OTHER_GROUP: Final = "the config's rules ask for it in another group"
 RAISED: Final = "the call raised"
+OF_SCRIPT: Final = "script"
 _MOST_SHOWN: Final = 4
 # An estimate counts forward and backward. Modules that run more often than this many times of it are not believed.
 MOST_TIMES: Final = 4
@@ -238,6 +239,9 @@ def _judge(
         by, reason = _explained_without_want(kind, wants, own_purposes)
         if by is not None:
             return Finding(None, messages, by, 0 if by == LABEL else total)
+        own = Counter({m: n for m, n in messages.items() if m.in_group_of_script})
+        if kind.purpose is None and own:
+            return _of_script(kind, messages, own)
         return Finding(None, messages, None, 0, surplus=messages.copy(), reason=reason)
     count = sum(messages.values())
     fits = total == want.payload_bytes and (count == want.count or not want.exact)
@@ -261,6 +265,17 @@ def _judge(
         finding.lacking_count = max(want.count - count, 0)
         finding.lacking_bytes = want.payload_bytes - total
     return finding
+
+
+def _of_script(kind: Class, messages: Counter[Message], own: Counter[Message]) -> Finding:
+    """``own`` of ``messages`` were issued in a group that only the script uses: no config speaks of them."""
+    found = Finding(None, messages, OF_SCRIPT, 0, surplus=messages - own, reason=UNTAGGED)
+    number, size = sum(own.values()), payload(own)
+    found.doubt = (
+        f"{number} {kind.op} ({size:,} bytes) {'was' if number == 1 else 'were'} issued in a group that the script made "
+        f"(ranks {kind.group_ranks}), of which the config says nothing: commprof.tag can give the purpose"
+    )
+    return found
 
 
 def _estimated(finding: Finding, want: Want, total: int) -> Finding:

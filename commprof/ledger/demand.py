@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from commprof.errors import CommprofError
 from commprof.ledger import attribution
@@ -15,6 +16,8 @@ from commprof.ledger.request import RecordedRun, Request
 from commprof.requested.expectation import Expectation
 from commprof.schema import Purpose
 
+COMPLETE: Final = "complete"
+RUNNING: Final = "running"
 _AFTER_OVERFLOW: Final = frozenset({Purpose.GRADIENT_NORM, Purpose.PARAMETER_GATHER})
 
 
@@ -24,15 +27,20 @@ def demands(
     """What each step should send, the steps that did not reach their end, and remarks about both."""
     if request.reason is not None:
         return {}, frozenset(), []
-    ended = _ended(run.table("steps"))
+    table = run.table("steps")
+    ended, updated = _ended(table), _updated(table)
     attempts = {key.attempt for key in (*steps, *ended)} or {0}
+    last_attempt = max(attempts)
     wanted: dict[StepKey, dict[Class, Want]] = {}
     known: dict[tuple[int, ...], tuple[list[Expectation], dict[Class, Want]]] = {}
-    partial, overflowed, skipped = set(), [], []
+    partial, died, overflowed, skipped = set(), [], [], []
     try:
         for attempt in sorted(attempts):
             wanted[StepKey(attempt, -1)] = _wanted_before(request, StepKey(attempt, -1), steps)
             keys = sorted(key for key in ended if key.attempt == attempt and key.step >= 0)
+            is_cut = run.health.state != COMPLETE or attempt != last_attempt
+            if is_cut and not keys:
+                died.append(StepKey(attempt, -1))
             for ordinal, key in enumerate(keys):
                 expectations = request.expectations(key, ordinal)
                 if request.skips(key):
@@ -40,8 +48,12 @@ def demands(
                 if _overflowed(key, request, steps):
                     overflowed.append(key)
                     expectations = [row for row in expectations if row.purpose not in _AFTER_OVERFLOW]
-                elif not ended[key] or (key == keys[-1] and _unfinished(expectations, steps.get(key, {}))):
+                elif not ended[key] or (
+                    key == keys[-1] and _unfinished(expectations, steps.get(key, {}), key in updated)
+                ):
                     partial.add(key)
+                elif key == keys[-1] and is_cut:
+                    died.append(key)
                 same = tuple(map(id, expectations))  # what is kept beside them keeps them from being others
                 if same not in known:
                     known[same] = expectations, attribution.wants(expectations, request.world_size)
@@ -50,19 +62,30 @@ def demands(
         request.reason = str(error)
         return {}, frozenset(), []
     remarks = [f"{text[0].upper()}{text[1:]}." for text in dict.fromkeys(request.notes)]
-    if overflowed:
-        remarks.append(
-            f"{step_list(overflowed)}: ended at the overflow check, without norm and without gathering."
-        )
-    if skipped:
-        remarks.append(
-            f"{step_list(skipped)}: a gradient overflowed, as the engine says, and no step was taken."
-        )
-    if partial:
-        remarks.append(
-            f"{step_list(sorted(partial))}: did not reach the end; what is not there is not counted as missing."
-        )
+    if run.health.state not in (COMPLETE, RUNNING):
+        remarks.append("The program did not end normally: what it issued before is judged.")
+    remarks += _told_of_steps(overflowed, skipped, died, sorted(partial))
+    partial.update(died)
     return wanted, frozenset(partial), remarks
+
+
+def _told_of_steps(
+    overflowed: Sequence[StepKey],
+    skipped: Sequence[StepKey],
+    died: Sequence[StepKey],
+    partial: Sequence[StepKey],
+) -> list[str]:
+    """A sentence for each way in which steps sent less than others."""
+    ways = (
+        (overflowed, "ended at the overflow check, without norm and without gathering"),
+        (skipped, "a gradient overflowed, as the engine says, and no step was taken"),
+        (
+            died,
+            "the last that was recorded of a program that did not end normally; what is not there is not counted as missing",
+        ),
+        (partial, "did not reach the end; what is not there is not counted as missing"),
+    )
+    return [f"{step_list(keys)}: {text}." for keys, text in ways if keys]
 
 
 def _ended(steps: pa.Table) -> dict[StepKey, bool]:
@@ -97,8 +120,18 @@ def _overflowed(key: StepKey, request: Request, steps: Issued) -> bool:
     return Purpose.OVERFLOW_CHECK in purposes and not purposes & _AFTER_OVERFLOW
 
 
-def _unfinished(expectations: Sequence[Expectation], messages: Mapping[Message, int]) -> bool:
+def _updated(steps: pa.Table) -> set[StepKey]:
+    """The steps in which the engine says that it updated the parameters: it publishes the norm of the gradients."""
+    taken = steps.filter(pc.is_valid(steps["grad_norm"])).select(["attempt", "step"]).to_pylist()
+    return {StepKey(row["attempt"], row["step"]) for row in taken}
+
+
+def _unfinished(
+    expectations: Sequence[Expectation], messages: Mapping[Message, int], is_updated: bool
+) -> bool:
     """Whether nothing was sent of what ends a step: the script stopped within it. Asked of an attempt's last step only."""
+    if not messages:
+        return bool(expectations) and not is_updated
     ends = {row.purpose for row in expectations if row.when == "step"}
     ends -= {
         Purpose.GRADIENT_REDUCE,

@@ -12,12 +12,13 @@ import pyarrow as pa
 from commprof.errors import CommprofError
 from commprof.ledger import backends
 from commprof.ledger.issue import Executed as Ops
-from commprof.ledger.log_lines import LINE_COLUMNS, MATCH_COLUMNS, LogLines
+from commprof.ledger.log_lines import LINE_COLUMNS, MATCH_COLUMNS, LogLines, Writer
 from commprof.ledger.lookup import combinations, each_for, numbers_of, where
 from commprof.ledger.request import RecordedRun
 from commprof.schema import Op
 
 NCCL: Final = "nccl"
+_MOST_NAMED: Final = 4
 _P2P: Final = frozenset({Op.SEND, Op.RECV})
 _LISTING: Final = ("rank", "attempt", "pid", "pg")  # whose collectives a Flight Recorder lists by themselves
 _LISTED: Final = (*_LISTING, "seq", "op", "backend", "backend_method", "group_size")
@@ -75,8 +76,17 @@ def _from_log(run: RecordedRun) -> Executed:
     except CommprofError as error:
         return Executed(_nothing, f"not known: {str(error).rstrip('.')}")
     states, problems, doubts = lines.states, [], []
-    if states["extra"]:
-        problems.append(f"{states['extra']:,} lines of the NCCL log have no record")
+    strangers = _strangers(run, lines)
+    if strangers and len(strangers) == len(lines.writers):
+        text = f"the NCCL log is not of this run: it is of {_named(strangers)}; the run has {_processes(run)}"
+        return Executed(_nothing, f"not known: {text}", doubts=(text,))
+    if strangers:
+        doubts.append(f"the NCCL log has lines of other processes than the run's: {_named(strangers)}")
+    extra = sum(count["extra"] for writer, count in lines.writers.items() if writer not in strangers)
+    if extra:
+        problems.append(
+            f"{extra:,} line{'s' * (extra > 1)} of the NCCL log {'have' if extra > 1 else 'has'} no record"
+        )
     unclear = states["missing"] + states["ambiguous"] + states["torn"]
     if unclear:
         doubts.append(
@@ -84,6 +94,33 @@ def _from_log(run: RecordedRun) -> Executed:
         )
     source = f"the NCCL log: {states['matched']:,} lines matched with records"
     return Executed(lines.executed_ops, source, tuple(problems), tuple(doubts))
+
+
+def _strangers(run: RecordedRun, lines: LogLines) -> set[Writer]:
+    """The processes of the log that are none of the run's, by process id, and by host where the run recorded it."""
+    own: dict[int, set[str | None]] = defaultdict(set)
+    for entry in run.manifest.ranks:
+        host = entry.get("host")
+        own[entry["pid"]].add(None if host is None else host.partition(".")[0])
+    found = set()
+    for writer in lines.writers:
+        hosts = own.get(writer.pid, set())
+        known = None in hosts or writer.host is None or writer.host.partition(".")[0] in hosts
+        if not (hosts and known):
+            found.add(writer)
+    found |= {writer for _, pid, writer in lines.pairs if pid != writer.pid}
+    return found
+
+
+def _named(writers: Iterable[Writer]) -> str:
+    listed = sorted(writers, key=str)
+    named = ", ".join(f"{each.host or 'an unknown host'}:{each.pid}" for each in listed[:_MOST_NAMED])
+    rest = len(listed) - _MOST_NAMED
+    return f"process{'es' * (len(listed) > 1)} {named}" + (f" and {rest} more" if rest > 0 else "")
+
+
+def _processes(run: RecordedRun) -> str:
+    return _named({Writer(entry.get("host"), entry["pid"]) for entry in run.manifest.ranks})
 
 
 def _lines_of(run: RecordedRun) -> LogLines:

@@ -21,6 +21,7 @@ class Message(NamedTuple):
     """What makes two collectives of one step equal for the ledger.
 
     ``in_evaluation``: issued in a forward pass after the optimizer had run, or before the first step.
+    ``in_group_of_script``: in a group that no runtime uses.
     """
 
     purpose: str | None
@@ -33,6 +34,7 @@ class Message(NamedTuple):
     status: str
     executed_op: str | None
     in_evaluation: bool = False
+    in_group_of_script: bool = False
 
 
 class StepKey(NamedTuple):
@@ -75,6 +77,7 @@ def _of_part(
     columns["payload_bytes"] = pa.array(survey.payload_bytes(rows))
     columns["executed_op"] = pa.nulls(len(rows), pa.string()) if executed_ops is None else executed_ops(rows)
     columns["in_evaluation"] = pa.array(survey.in_evaluation(rows))
+    columns["in_group_of_script"] = pa.array(survey.in_group_of_script(rows))
     told = pa.table(columns).select(list(Message._fields))
     codes, first = numbered(told)
     distinct = [Message(*row.values()) for row in told.take(pa.array(first)).to_pylist()]

@@ -6,19 +6,9 @@ Bytes are whole numbers, except ``wire_bytes``, the modelled mean that a rank se
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from enum import StrEnum
 from typing import Any, Final, NamedTuple
 
-
-class State(StrEnum):
-    """How the ledger stands."""
-
-    CLOSED = "closed"  # every byte that was issued is explained, and nothing that was expected is missing
-    MISMATCH = "mismatch"  # some record has no explanation, or some expectation no record
-    UNKNOWN = "unknown"  # what was asked for, or a part of what was issued, is not known
-
-
-EXIT_CODES: Final[dict[State, int]] = {State.CLOSED: 0, State.MISMATCH: 1, State.UNKNOWN: 3}
+from commprof.exit_codes import CODE_OF_STATE, State
 
 INIT: Final = "init"
 STEPS: Final = "steps"
@@ -51,9 +41,9 @@ class LedgerRow:
     executed_count: int | None
     executed_wire_bytes: float | None
     explained_bytes: int  # of issued_payload_bytes
-    explained_by: (
-        str | None
-    )  # config, barrier or evaluation; label, where nothing says how much there should be
+    # config, barrier or evaluation; label, where nothing says how much there should be; script: in a group of its own, of
+    # which nothing is known
+    explained_by: str | None
     group_size: int  # ranks of the largest group among them
 
 
@@ -125,7 +115,7 @@ class Verdict:
     @property
     def exit_code(self) -> int:
         """0 closed, 1 mismatch, 3 cannot tell."""
-        return EXIT_CODES[self.state]
+        return int(CODE_OF_STATE[self.state])
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as plain dictionaries and lists, the exit code included."""

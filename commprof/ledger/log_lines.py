@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Final
+from collections import Counter, defaultdict
+from typing import Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -11,10 +11,21 @@ import pyarrow as pa
 from commprof.ledger.lookup import Lookup, Numbers, combinations, where
 
 LINE_COLUMNS: Final = ("file", "line", "op")
-MATCH_COLUMNS: Final = ("state", "rank", "attempt", "record_pid", "seq", "op", "file", "line")
+MATCH_COLUMNS: Final = (
+    *("state", "rank", "attempt", "record_pid", "seq", "op", "file", "line"),
+    *("host", "line_pid"),
+)
+_WRITTEN: Final = ("host", "line_pid", "rank", "record_pid", "state")
 _PLACE: Final = ("file",)
 _OF_MATCH: Final = ("rank", "attempt", "record_pid")
 _OF_RECORD: Final = ("rank", "attempt", "pid")
+
+
+class Writer(NamedTuple):
+    """A process of a log, as its lines name it."""
+
+    host: str | None
+    pid: int
 
 
 class LogLines:
@@ -22,10 +33,14 @@ class LogLines:
 
     Attributes:
         states: rows of the alignment by state.
+        writers: for each process of the log, its lines by state.
+        pairs: lines that match a record: rank and process id of the record, and the process of the line.
     """
 
     def __init__(self) -> None:
         self.states: Counter[str] = Counter()
+        self.writers: dict[Writer, Counter[str]] = defaultdict(Counter)
+        self.pairs: Counter[tuple[int, int, Writer]] = Counter()
         self._ops: dict[str, int] = {}  # the bit of each operation
         self._printed = Lookup(np.bitwise_or)
         self._ran = Lookup(np.bitwise_or)
@@ -38,6 +53,11 @@ class LogLines:
         """Take in rows of table ``matches``: columns :data:`MATCH_COLUMNS`."""
         for (state,), places in combinations(matches, ["state"]):
             self.states[state] += len(places)
+        for (host, pid, rank, own, state), places in combinations(matches, list(_WRITTEN)):
+            if pid is not None:
+                self.writers[Writer(host, pid)][state] += len(places)
+                if own is not None:
+                    self.pairs[rank, own, Writer(host, pid)] += len(places)
         pairs = matches.filter(pa.array(where(matches, ["state"], lambda state: state == "matched")))
         own = self._bits(pairs)
         printed, known = self._printed.find(pairs, _PLACE, "line")

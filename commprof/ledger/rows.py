@@ -189,7 +189,7 @@ def doubtful(findings: Findings) -> list[str]:
     for key, step in findings.items():
         for kind, finding in step.items():
             if finding.doubt:
-                found[f"{kind.purpose}: {finding.doubt}"].append(key)
+                found[f"{kind.purpose or 'no purpose given'}: {finding.doubt}"].append(key)
     return [f"{step_list(keys)}, {text}" for text, keys in found.items()]
 
 

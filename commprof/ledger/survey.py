@@ -20,7 +20,15 @@ Group: TypeAlias = tuple[Any, ...]
 GROUP: Final = ("attempt", "pg", "group_ranks")
 WITHIN_MODELS: Final = frozenset({Purpose.ACTIVATION, Purpose.PIPELINE})
 _PROCESS: Final = ("rank", "attempt", "pid")
-COLUMNS: Final = (*GROUP, "rank", "pid", "seq", "pg_seq", "step", "phase", "op", "backend", "payload_bytes")
+DEFAULT_GROUP: Final = "default_pg"
+# What a script may send in groups of its own as well as a runtime.
+_OF_SCRIPTS: Final = frozenset(
+    {None, Purpose.METRIC, Purpose.CHECKPOINT, Purpose.OTHER, Purpose.CONTROL, Purpose.OBJECT}
+)
+COLUMNS: Final = (
+    *(*GROUP, "group_desc", "rank", "pid", "seq", "pg_seq", "step", "phase", "op", "purpose", "backend"),
+    "payload_bytes",
+)
 
 
 class Survey:
@@ -31,6 +39,8 @@ class Survey:
         self.backends: set[str] = set()
         self._speakers: dict[Group, int] = {}
         self._with_sends: set[Group] = set()
+        self._of_runtime: set[Group] = set()
+        self._has_default = False  # otherwise nothing tells which group is the default one
         self._last_of_optimizer = Lookup(np.maximum)
         self._uneven_bytes, self._uneven_ranks = Lookup(np.add), Lookup(np.add)
 
@@ -40,6 +50,10 @@ class Survey:
         self.backends |= {str(name) for (name,), _ in combinations(part, ["backend"]) if name}
         for (*group, rank, op), _ in combinations(part, [*GROUP, "rank", "op"]):
             self._take_in(tuple(group), rank, op)
+        for (*group, name, purpose), _ in combinations(part, [*GROUP, "group_desc", "purpose"]):
+            self._has_default |= name == DEFAULT_GROUP
+            if name == DEFAULT_GROUP or purpose not in _OF_SCRIPTS:
+                self._of_runtime.add(tuple(group))
         in_optimizer = part.filter(pa.array(where(part, ["phase"], lambda phase: phase == Phase.OPTIMIZER)))
         self._last_of_optimizer.add(in_optimizer, _PROCESS, "step", numbers_of(in_optimizer, "seq")[0])
         uneven = part.filter(pa.array(where(part, ["op"], lambda op: op == Op.ALL_TO_ALL)))
@@ -78,6 +92,13 @@ class Survey:
             lambda phase, purpose: phase == Phase.OTHER and purpose in WITHIN_MODELS,
         )
         return inference | forward & (ended | (numbers_of(rows, "step")[0] < 0))
+
+    def in_group_of_script(self, rows: pa.Table) -> Flags:
+        """Whether each of ``rows`` was issued in a group that only the script uses: the config says nothing about it.
+
+        No record of such a group has a purpose of training, and it is not the default group.
+        """
+        return where(rows, list(GROUP), lambda *group: self._has_default and group not in self._of_runtime)
 
     def payload_bytes(self, rows: pa.Table) -> Numbers:
         """The payload of what each of ``rows`` stands for."""

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from commprof.ledger.attribution import Class, Want
-from commprof.ledger.demand import demands
+from commprof.ledger.demand import COMPLETE, demands
 from commprof.ledger.issue import INIT_STEP, Issued, StepKey
 from commprof.ledger.lookup import Flags, Numbers, numbers_of, where
 from commprof.ledger.request import RecordedRun, Request, request_of
@@ -46,7 +46,8 @@ class Turn:
     def __init__(self, run: RecordedRun, after: int, until: int, config: Mapping[str, Any]) -> None:
         self._run = run
         self.first, self._until = after + 1, until
-        self.path, self.health = run.path, run.health
+        self.path = run.path
+        self.health = run.health if until == _END else replace(run.health, state=COMPLETE)
         self.manifest = copy(run.manifest)
         self.manifest.config, self.manifest.effective_config = None, config
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
+from commprof.exit_codes import State, decide
 from commprof.ledger import attribution, movement, sentences
 from commprof.ledger.attribution import Findings
-from commprof.ledger.demand import demands
+from commprof.ledger.demand import COMPLETE, RUNNING, demands
 from commprof.ledger.disagreements import Members
 from commprof.ledger.executed import Executed, executed
 from commprof.ledger.issue import COLUMNS, Issued, issued
-from commprof.ledger.levels import LedgerRow, Moved, State, Unexplained, Verdict
+from commprof.ledger.levels import LedgerRow, Moved, Unexplained, Verdict
 from commprof.ledger.messages import COLUMNS as OF_MESSAGES
 from commprof.ledger.messages import Ends
 from commprof.ledger.request import RecordedRun, Request, request_of
@@ -24,8 +25,6 @@ from commprof.ledger.survey import COLUMNS as SURVEYED
 from commprof.ledger.survey import Survey
 from commprof.ledger.turns import before_steps, demands_in_turn, turns_of
 from commprof.trace.coverage import uncovered
-
-COMPLETE: Final = "complete"
 
 
 def verify(run: RecordedRun) -> Verdict:
@@ -76,9 +75,11 @@ def verify(run: RecordedRun) -> Verdict:
     doubts = [*unrecorded, *ran.doubts, *unsure, *(labels.doubts if request.reason is None else ())]
     issued_bytes = sum(attribution.payload(messages) for messages in steps.values())
     explained_bytes = sum(finding.explained_bytes for step in findings.values() for finding in step.values())
-    state = State.MISMATCH if left or problems else State.CLOSED
-    if doubts or request.reason is not None:
-        state = State.UNKNOWN
+    if run.health.state not in (COMPLETE, RUNNING) and is_told and not issued_bytes:
+        doubts.append("the program ended before it issued any payload, so nothing can be judged")
+    no_request = [] if request.reason is None else [request.reason]
+    state = decide([*left, *problems], [*doubts, *no_request], whole=not unrecorded)
+    contradiction = "Mismatch" if state == State.MISMATCH else "Cannot tell"
     told = [
         *_told(request, rows, steps, moved),
         *sentences.unread_sentences(left_out, moved),
@@ -86,7 +87,7 @@ def verify(run: RecordedRun) -> Verdict:
         *(said if is_told else ()),  # what steps lack is not told where there is nothing of any
         *remarks(findings),
         *(f"Cannot tell: {text}." for text in doubts),
-        *(f"Mismatch: {text}." for text in problems),
+        *(f"{contradiction}: {text}." for text in problems),
         _total(request, issued_bytes, explained_bytes, left, labels, whole=not unrecorded),
     ]
     return Verdict(
