@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from commprof.align.collectives import COLUMNS, matchable, together
+from commprof.align.own_times import OWN_COLUMNS, with_own_times
 from commprof.align.reference_clock import ReferenceClock
 from commprof.align.row_groups import Flags, Groups, Values
 
@@ -27,6 +28,8 @@ _CARRIED: Final = (
     "rank",
     "pid",
     "seq",
+    "payload_bytes",
+    "backend",
 )
 _TIMES: Final = (
     "issue_ns",
@@ -37,7 +40,9 @@ _TIMES: Final = (
     "device_end_ns",
     "exposed_ns",
 )
-NEEDED: Final = tuple(dict.fromkeys((*COLUMNS, *_CARRIED, *_TIMES, "captured", "is_async", "device")))
+NEEDED: Final = tuple(
+    dict.fromkeys((*COLUMNS, *_CARRIED, *_TIMES, "captured", "is_async", "device", *OWN_COLUMNS))
+)
 # The end of a wait shorter than this is no end of the collective: it may have been complete before.
 REAL_WAIT_NS: Final = 50_000
 CAUSES: Final = ("late_arrival", "late_launch", "slow_transfer")
@@ -47,8 +52,10 @@ def arrivals(collectives: pa.Table, reference: ReferenceClock, also: Sequence[st
     """One row per record that can have partners, in the order of its collective and rank.
 
     Where the members of a collective read one clock their times are compared as they are; else on the reference.
-    The columns are those of the answer ``arrivals``, and of the records those that are named in ``also``.
+    The columns are those of the answer ``arrivals``, what :class:`_Leads` adds for the ranks that came last, and of the
+    records those that are named in ``also``. Records without :data:`OWN_COLUMNS` are all those of their processes.
     """
+    collectives = with_own_times(collectives)
     rows = matchable(collectives.select(tuple(dict.fromkeys((*NEEDED, *also)))))
     order_of_rows, collective = together(rows)
     # A table in pieces is put in another order far more slowly.
@@ -73,6 +80,7 @@ def arrivals(collectives: pa.Table, reference: ReferenceClock, also: Sequence[st
         "from_median_ns": _integers(times.issue - order.median, comparable),
         **_waits(rows, groups, times, order, comparable),
     }
+    columns |= _delays(rows, groups, times, order, comparable, columns)
     carried = {name: rows[name] for name in (*_CARRIED, *also)}
     carried["pg_seq"] = pc.if_else(rows["is_p2p"], pa.scalar(None, pa.int64()), rows["pg_seq"])
     return pa.table({**carried, **columns})
@@ -118,6 +126,11 @@ class _Order:
         low, high = first + (groups.lengths - 1) // 2, first + groups.lengths // 2
         self.first, self.last = of(at, first), of(at, last)
         self.second_last = of(at, np.maximum(last - 1, first))
+        # The rows of each group that came first, and last but none, one and two.
+        self.of_first = groups.spread(by_arrival[first])
+        self.of_last, self.of_second, self.of_third = (
+            by_arrival[np.maximum(last - back, first)] for back in range(3)
+        )
         self.median = of(at, low) + (of(at, high) - of(at, low)) / 2
         self.is_last = of(np.arange(len(at)), last) == np.arange(len(at))
         self.first_error, self.last_error = apart(first), apart(last)
@@ -150,6 +163,70 @@ def _waits(
         "others_waited_ns": _integers(groups.mean(waited), last_one),
         "cause": _causes((order.waiting, launch, transfer), order.last_error, whole),
     }
+
+
+def _delays(
+    rows: pa.Table,
+    groups: Groups,
+    times: _Times,
+    order: _Order,
+    comparable: Flags,
+    found: Mapping[str, pa.Array],
+) -> dict[str, pa.Array]:
+    """Which part of a lateness is the rank's own time, and which it has from what held it before.
+
+    ``own_delay_ns`` compares the own times of a rank and of the first to come, since the collective that all waited for.
+    Of the last rank the same is said of ``lead_ns``, beside the last but one: ``own_lead_ns``; ``elsewhere_lead_ns`` is
+    what waits in other groups and for messages held it longer. Were it not for the last rank, the last but one would
+    be (``second_rank``): ``second_lead_ns`` after the next, by its own time for ``second_own_lead_ns``, and of that time
+    the others waited for ``second_waited_ns``.
+    """
+    own, since, elsewhere = (_numbers(rows[name]) for name in OWN_COLUMNS)
+    known = comparable & groups.all(rows[OWN_COLUMNS[0]].is_valid().to_numpy())
+    known &= groups.smallest(since) == groups.largest(since)
+    lateness = times.issue - order.first
+    own_delay = np.clip(own - own[order.of_first], 0, lateness)
+    last, second, third = order.of_last, order.of_second, order.of_third
+    is_lead = np.zeros(len(own), bool)
+    is_lead[last] = True
+    is_lead &= found["lead_ns"].is_valid().to_numpy(zero_copy_only=False)
+    is_lead_known = is_lead & known
+
+    def at_last(values: Values) -> Values:
+        """``values``, one for each group, where its last row is."""
+        placed = np.zeros(len(own), np.int64)
+        placed[last] = values
+        return placed
+
+    at = times.issue
+    lead = at[last] - at[second]
+    own_lead = np.clip(own[last] - own[second], 0, lead)
+    elsewhere_lead = np.clip(elsewhere[last] - elsewhere[second], 0, lead - own_lead)
+    second_lead = np.clip(own[second] - own[third], 0, at[second] - at[third])
+    behind = groups.spread(at[second])
+    stood = np.minimum(times.still_until, behind) - np.maximum(times.still_from, groups.spread(at[third]))
+    stood = np.where(times.on_cpu & (at < behind), np.maximum(stood, 0), np.nan)
+    second_waited = groups.mean(stood)[last]
+    waited = _numbers(found["others_waited_ns"])
+    share = np.divide(own_lead, lead, out=np.zeros(len(lead)), where=lead > 0)
+    is_timed = is_lead_known & found["others_waited_ns"].is_valid().to_numpy(zero_copy_only=False)
+    return {
+        "own_delay_ns": _integers(own_delay, known),
+        "inherited_ns": _integers(lateness - own_delay, known),
+        "others_waited_own_ns": _integers(at_last(np.rint(waited[last] * share)), is_timed),
+        "own_lead_ns": _integers(at_last(own_lead), is_lead_known),
+        "elsewhere_lead_ns": _integers(at_last(elsewhere_lead), is_lead_known),
+        "second_rank": _integers(at_last(rows["rank"].to_numpy()[second]), is_lead),
+        "second_lead_ns": _integers(at_last(at[second] - at[third]), is_lead),
+        "second_own_lead_ns": _integers(at_last(second_lead), is_lead_known),
+        "second_waited_ns": _integers(at_last(np.nan_to_num(second_waited)), is_lead),
+    }
+
+
+def _numbers(column: pa.ChunkedArray | pa.Array) -> Values:
+    """A column of integers, with 0 in the place of null."""
+    filled = pc.fill_null(column, 0)
+    return filled.to_numpy() if isinstance(filled, pa.ChunkedArray) else filled.to_numpy(zero_copy_only=False)
 
 
 def _causes(parts: tuple[Values, ...], error: Values, known: Flags) -> pa.Array:

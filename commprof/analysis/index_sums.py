@@ -79,7 +79,10 @@ def fill_sums(
         TraceError: a file of the run is damaged. duckdb.Error: the database cannot be written.
     """
     aggregates = run.table("aggregates")
-    with ThreadPoolExecutor(_WORKERS) as pool, closing(straggling.Collector()) as taken:
+    with (
+        ThreadPoolExecutor(_WORKERS) as pool,
+        closing(straggling.Collector(hosts=arrivals.hosts_of(run))) as taken,
+    ):
         operations, times = OperationSums(engine, aggregates, _SUMMED), TransferTimes(engine)
         for number, found in enumerate(_parts(engine, run, pool, progress)):
             taken.add(straggling.apart(found.arrived, number))
@@ -139,7 +142,7 @@ def standing(run: Run) -> dict[str, pa.Table]:
 def _keep_straggling(engine: duckdb.DuckDBPyConnection, found: straggling.Straggling) -> dict[str, str]:
     for field, name in STRAGGLING.items():
         append(engine, name, rows_of(getattr(found, field)))
-    return {"straggling": json.dumps({"statement": found.ranks.attrs["statement"]})}
+    return {"straggling": json.dumps(found.ranks.attrs)}
 
 
 class Flushing(NamedTuple):

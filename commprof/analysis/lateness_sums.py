@@ -100,7 +100,8 @@ def straggling(run: Run, limit: int) -> Straggling:
         return _from_index(index, limit)
     with connect() as engine:
         parts = of_scan(run.scan("collectives"), NEEDED, engine)
-        return straggling_module.straggling(parts, arrivals_module.aligned(run), limit)
+        align, hosts = arrivals_module.aligned(run), arrivals_module.hosts_of(run)
+        return straggling_module.straggling(parts, align, limit, hosts)
 
 
 def _from_index(index: Index, limit: int) -> Straggling:
@@ -113,7 +114,7 @@ def _from_index(index: Index, limit: int) -> Straggling:
     told: dict[str, Any] = json.loads(
         index.ask("select value from facts where name = 'straggling'")["value"][0].as_py()
     )
-    frames["ranks"].attrs["statement"] = told["statement"]
+    frames["ranks"].attrs.update(told)
     frames["collectives"] = frames["collectives"].head(limit)
     return Straggling(**frames)
 

@@ -35,6 +35,13 @@ _MEASURED: Final = ("lateness_ns", "lateness_error_ns", "error_ns")
 _TIMES: Final = ("waiting_ns", "launch_ns", "transfer_ns")  # in the order of CAUSES
 
 
+def last_ones(arrived: pa.Table) -> Numbers:
+    """The rows of those who came last, of collectives in which every rank waits for every other."""
+    return np.flatnonzero(
+        pc.fill_null(arrived["is_last"], False).to_numpy() & among(arrived["op"], _ALL_FOR_ALL)
+    )
+
+
 class RankLateness:
     """Takes the arrivals of whole collectives, part by part, and answers over all of them. To be closed.
 
@@ -119,6 +126,8 @@ class RankLateness:
                     "others_waited_per_step_ns": _rounded(in_steps / len(self._steps))
                     if self._steps and in_steps is not None
                     else None,
+                    "others_waited_own_ns": _if_told(sums, "own_waited"),
+                    "others_waited_inherited_ns": _if_told(sums, "inherited_waited"),
                     "stands_out": last > chance and last >= 1.5 * expected,
                 }
             )
@@ -211,6 +220,7 @@ def _of_last(part: _Part, rows: Numbers) -> Mapping[str, npt.NDArray[Any]]:
         "last": part.count(certain),
         "within_bound": part.count(rows) - part.count(certain),
         "lead_ns": part.sum(certain, part.numbers("lead_ns")[certain]).astype(np.int64),
+        **_of_own(part, certain),
     }
     waited, known = part.numbers("others_waited_ns"), part.known("others_waited_ns")
     in_steps = certain[part.numbers("step")[certain] >= 0]
@@ -221,6 +231,17 @@ def _of_last(part: _Part, rows: Numbers) -> Mapping[str, npt.NDArray[Any]]:
             f"waited{where}": part.sum(some, waited[some]).astype(np.int64),
         }
     return found
+
+
+def _of_own(part: _Part, certain: Numbers) -> Mapping[str, npt.NDArray[Any]]:
+    """What the others waited for the own time of a rank, and for what it inherited, where both are known."""
+    told = certain[part.known("others_waited_own_ns")[certain]]
+    own, waited = (part.numbers(name)[told] for name in ("others_waited_own_ns", "others_waited_ns"))
+    return {
+        "told": part.count(told),
+        "own_waited": part.sum(told, own).astype(np.int64),
+        "inherited_waited": part.sum(told, waited - own).astype(np.int64),
+    }
 
 
 def _of_causes(part: _Part, rows: Numbers) -> Mapping[str, npt.NDArray[Any]]:
@@ -236,6 +257,11 @@ def _of_causes(part: _Part, rows: Numbers) -> Mapping[str, npt.NDArray[Any]]:
 def _waited(sums: Mapping[str, Any], where: str) -> int | None:
     """What the others waited for a rank: null where no wait of theirs was seen; a rank that was never last kept nobody."""
     return sums[f"waited{where}"] if sums[f"timed{where}"] or not sums[f"last{where}"] else None
+
+
+def _if_told(sums: Mapping[str, Any], name: str) -> int | None:
+    """Null where a rank was last and of none of that it is known what it is for."""
+    return sums[name] if sums["told"] or not sums["last"] else None
 
 
 def _rounded(value: float) -> int:

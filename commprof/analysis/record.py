@@ -8,8 +8,10 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.collectives import COLUMNS, matchable, same_collective
+from commprof.align.arrivals import NEEDED
+from commprof.align.collectives import matchable, same_collective
 from commprof.analysis.answers import PARTNERS
+from commprof.analysis.arrivals import aligned
 from commprof.analysis.engine import ask
 from commprof.analysis.frames import from_arrow
 from commprof.analysis.index import Index
@@ -95,7 +97,7 @@ def _partners(index: Index, row: dict[str, Any]) -> pd.DataFrame:
         values.append(row["pg_seq"])
     names = ", ".join(
         f"{'k' if name in KIND_COLUMNS else 'r'}.{name}"
-        for name in dict.fromkeys((*COLUMNS, "captured", "pid", "begin_ns", "end_ns", "exposed_ns"))
+        for name in dict.fromkeys((*NEEDED, "begin_ns", "end_ns"))
     )
     found = index.ask(
         f"select {names} from records r join kinds k using (kind) where {clause} limit {MOST_PARTNERS}",
@@ -112,4 +114,8 @@ def _partners(index: Index, row: dict[str, Any]) -> pd.DataFrame:
     begins = chosen["begin_ns"]
     first = pc.min(begins)
     late = pc.subtract(begins, first) if len(chosen) else begins
+    # In order of rank as well: the members of one collective.
+    arrived = aligned(index.opened())(chosen)
+    for name in ("own_delay_ns", "inherited_ns"):
+        chosen = chosen.append_column(name, arrived[name])
     return from_arrow(chosen.append_column("lateness_ns", late), PARTNERS.columns)

@@ -92,7 +92,7 @@ class SpanSource:
             mine = slice(first, first + len(rows))
             found = spans(rows, self.clock)
             self.unknown_clocks += found.unknown_clocks
-            table = with_spans(rows, found, Own(piece.own.busy[mine], piece.own.still[mine]), self.kinds)
+            table = with_spans(rows, found, piece.own.of(mine), self.kinds)
             for begin in range(0, len(table), _ROWS_IN_ORDER):
                 yield table.slice(begin, _ROWS_IN_ORDER)
             first += len(rows)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from commprof.align import own_times
 from commprof.align.distinct import numbered, split_by
 from commprof.align.reference_clock import ReferenceClock
 from commprof.analysis.combinations import Combinations
@@ -48,11 +49,15 @@ SPANS: Final = pa.schema(
     [
         *((name, _ARROW[COLLECTIVES.column(name).type]) for name in OWN_COLUMNS),
         ("kind", pa.int32()),
-        *((name, pa.int64()) for name in SPAN_COLUMNS),
+        *((name, pa.int64()) for name in (*SPAN_COLUMNS, *own_times.OWN_COLUMNS)),
     ]
 )
 _ENDS: Final = ("return_ns", "wait_end_ns", "device_end_ns")
-TIME_COLUMNS: Final = ("rank", "attempt", "pid", "seq", "issue_ns", *_ENDS, "exposed_ns", "device")
+TIME_COLUMNS: Final = tuple(
+    dict.fromkeys(
+        ("rank", "attempt", "pid", "seq", "issue_ns", *_ENDS, "exposed_ns", "device", *own_times.SOURCES)
+    )
+)
 # No clock is beyond, nor a wall clock (imported runs have its times) before 2043; a damaged time counts as this, so that
 # differences fit 64 bits.
 _FARTHEST: Final = 1 << 61
@@ -69,10 +74,16 @@ class Spans(NamedTuple):
 
 
 class Own(NamedTuple):
-    """The parts of some spans that no earlier one reaches: of the whole, and of what held the program."""
+    """What follows from all spans of a process: their parts that no earlier one reaches, of the whole and of what held the
+    program; and the time between them that was the program's own."""
 
     busy: npt.NDArray[np.unsignedinteger]
     still: npt.NDArray[np.unsignedinteger]
+    times: own_times.OwnTimes
+
+    def of(self, rows: slice) -> Own:
+        """Of some of the records."""
+        return Own(self.busy[rows], self.still[rows], self.times.of(rows))
 
 
 def spans(records: pa.Table, clock: ReferenceClock | None) -> Spans:
@@ -109,7 +120,7 @@ def own(records: pa.Table) -> Own:
         busy[mine] = own_parts(issue[mine], end[mine])
         held = mine[is_held[mine]]
         still[held] = own_parts(held_end[held] - exposed[held], held_end[held])
-    return Own(_narrow(busy), _narrow(still))
+    return Own(_narrow(busy), _narrow(still), own_times.own_times(records))
 
 
 def _end(records: pa.Table, issue: Numbers) -> Numbers:
@@ -126,7 +137,7 @@ def _narrow(lengths: Numbers) -> npt.NDArray[np.unsignedinteger]:
 
 
 def with_spans(records: pa.Table, found: Spans, own: Own, kinds: Combinations) -> pa.Table:
-    """Some ``records`` as the index holds them: :data:`OWN_COLUMNS`, ``kind`` and :data:`SPAN_COLUMNS`."""
+    """Some ``records`` as the index holds them: the columns of :data:`SPANS`."""
     added = [
         pa.array(kinds.number(records).astype(np.int32)),
         pa.array(found.begin),
@@ -134,6 +145,7 @@ def with_spans(records: pa.Table, found: Spans, own: Own, kinds: Combinations) -
         pa.array(own.busy.astype(np.int64)),
         pa.array(found.held_end, mask=~found.is_held),
         pa.array(own.still.astype(np.int64)),
+        *own.times.columns(),
     ]
     columns = [records[name].cast(SPANS.field(name).type) for name in OWN_COLUMNS]
     return pa.table([*columns, *added], schema=SPANS)

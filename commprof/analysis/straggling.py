@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from typing import Any, Final, NamedTuple
 
@@ -11,8 +11,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from commprof.analysis import arrivals as arrivals_module
+from commprof.analysis.late_ranks import LastRanks
+from commprof.analysis.late_verdict import verdict
 from commprof.analysis.lateness import late_collectives, worst
-from commprof.analysis.rank_lateness import RankLateness
+from commprof.analysis.rank_lateness import RankLateness, last_ones
+from commprof.analysis.slow_paths import Paths
 
 MOST_LATE: Final = 200  # collectives that are told one by one
 
@@ -31,11 +34,13 @@ class Collector:
 
     Args:
         limit: collectives that are told one by one.
+        hosts: of each rank.
     """
 
-    def __init__(self, limit: int = MOST_LATE) -> None:
+    def __init__(self, limit: int = MOST_LATE, hosts: Mapping[int, str] | None = None) -> None:
         self._limit = limit
         self._ranks = RankLateness()
+        self._last_ranks, self._paths = LastRanks(), Paths(hosts or {})
         self._late: pa.Table | None = None
         self._first: int | None = None
         self._last: int | None = None
@@ -56,6 +61,8 @@ class Collector:
         held = [late] if self._late is None else [self._late, late]
         self._late = worst(pa.concat_tables([_plain(each) for each in held]), self._limit)
         self._ranks.add(arrived)
+        self._last_ranks.add(arrived, last_ones(arrived))
+        self._paths.add(arrived)
 
     def answer(self) -> Straggling:
         """What follows from all that was taken."""
@@ -63,19 +70,26 @@ class Collector:
             raise ValueError("no part was taken")
         span = 0 if self._first is None or self._last is None else int(self._last - self._first)
         ranks = self._ranks.stragglers()
-        ranks.attrs["statement"] = arrivals_module.statement(ranks, span, self._unknown)
+        said = verdict(ranks, self._last_ranks.findings(span), self._paths, span, self._unknown)
+        ranks.attrs.update(said._asdict())
         return Straggling(
             ranks, self._ranks.lateness(), self._ranks.causes(), late_collectives(self._late, self._limit)
         )
 
 
-def straggling(parts: Iterable[pa.Table], align: Callable[[pa.Table], pa.Table], limit: int) -> Straggling:
+def straggling(
+    parts: Iterable[pa.Table],
+    align: Callable[[pa.Table], pa.Table],
+    limit: int,
+    hosts: Mapping[int, str] | None = None,
+) -> Straggling:
     """The answer over ``parts`` of the records of a run, each of whole collectives.
 
     Args:
         align: from records to arrivals.
+        hosts: of each rank.
     """
-    with closing(Collector(limit)) as taken:
+    with closing(Collector(limit, hosts)) as taken:
         for number, arrived in enumerate(map(align, parts)):
             taken.add(apart(arrived, number))
         return taken.answer()

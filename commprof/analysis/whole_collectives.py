@@ -8,19 +8,23 @@ a part has all that some ranks receive.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final
 
 import duckdb
 import pyarrow as pa
 
+from commprof.align.own_times import OWN_COLUMNS, SOURCES, own_times, with_own_times
 from commprof.analysis.spans import KIND_COLUMNS
 from commprof.errors import TraceError
 from commprof.trace.reader import Scan
+from commprof.trace.tables import read_columns
 
 MOST_ROWS: Final = 100_000  # of a part, unless one number has more
 _MOST_SCANNED: Final = 600_000  # of one out of files, each of which is a scan of all
 _FINEST: Final = 16  # stretches of numbers that a part is made of
 _IS_MESSAGE: Final = "op in ('send', 'recv')"
+_RECORD: Final = ("rank", "attempt", "pid", "seq")  # what tells records apart
 _RECEIVER: Final = "case when op = 'send' then peer else rank end"
 
 Ask = Callable[[str], pa.Table]
@@ -77,25 +81,48 @@ def of_scan(
 ) -> Iterator[pa.Table]:
     """The parts of a table, or of what lies in files; a table that is held anyway is one part.
 
+    Args:
+        columns: of the table ``collectives``, and :data:`OWN_COLUMNS`.
+
     Raises:
         TraceError: a file cannot be read.
     """
+    has_own_times = OWN_COLUMNS[0] in columns
     if not isinstance(collectives, Scan):
-        yield collectives.select(columns)
+        yield (with_own_times(collectives) if has_own_times else collectives).select(columns)
         return
     try:
         files = engine.read_parquet([str(file) for file in collectives.files])
         engine.register("rest_of_parts", collectives.rest)
         engine.register("rows_of_parts", files.union(engine.table("rest_of_parts")))
         ask: Ask = lambda sql: engine.sql(sql).to_arrow_table()  # noqa: E731 - one line is clearer here
+        relation = "rows_of_parts"
+        if has_own_times:
+            _keep_own_times(collectives, engine)
+            relation += f" left join own_times using ({', '.join(_RECORD)})"
         for condition in conditions(ask, "rows_of_parts", _MOST_SCANNED):
-            yield ask(f"select {', '.join(columns)} from rows_of_parts where {condition}")
+            yield ask(f"select {', '.join(columns)} from {relation} where {condition}")
     except duckdb.Error as error:
         told = str(error).strip().partition("\n")[0]
         raise TraceError(
             f"the records of the run cannot be read: {told}. Some file of it is damaged; copy it again from where it was "
             "recorded"
         ) from None
+
+
+def _keep_own_times(collectives: Scan, engine: duckdb.DuckDBPyConnection) -> None:
+    """The own times of all records as a table of ``engine``: they follow from all records of a process, file by file."""
+    numbers = ", ".join(f"{name} bigint" for name in (*_RECORD, *OWN_COLUMNS))
+    engine.execute(f"create or replace temp table own_times ({numbers})")
+    needed = tuple(dict.fromkeys((*_RECORD, *SOURCES)))
+    files = (read_columns(file, needed) for file in collectives.files)
+    for rows in chain(files, [collectives.rest.select(needed)]):
+        found = pa.table(
+            [*rows.select(_RECORD).columns, *own_times(rows).columns()], names=[*_RECORD, *OWN_COLUMNS]
+        )
+        engine.register("own_times_of_file", found)
+        engine.execute("insert into own_times select * from own_times_of_file")
+        engine.unregister("own_times_of_file")
 
 
 class IndexedParts:

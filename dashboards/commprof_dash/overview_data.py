@@ -8,6 +8,7 @@ import pandas as pd
 
 from commprof.analysis import api
 from commprof_dash.data import Runs
+from commprof_dash.timeline_data import path_of
 
 MOST_STEPS: Final = 600  # that a chart has room for
 MOST_RECORDS: Final = 200_000  # a ledger goes through every record: about a second for a million
@@ -25,6 +26,14 @@ def exposure(runs: Runs, name: str) -> pd.DataFrame:
     frame: pd.DataFrame = runs.of_run("exposure_per_step", name, api.exposure_per_step)
     purposes = frame["purpose"].astype("object").where(frame["purpose"].notna(), "untagged")
     return frame.assign(purpose=purposes.astype("str"))
+
+
+def lateness(runs: Runs, name: str, records: int) -> pd.DataFrame | None:
+    """One row per rank with the verdict on lateness; None for a large run without an index, and for one without records."""
+    if not records or (records > MOST_RECORDS and not api.has_index(path_of(runs, name))):
+        return None
+    found: api.Straggling = runs.of_run("straggling", name, api.straggling)
+    return found.ranks
 
 
 def resources(runs: Runs, name: str) -> pd.DataFrame:

@@ -20,6 +20,7 @@ PORT = 29_511  # of the ranks' rendezvous: hosts of their own share no ports wit
 # What a shaped link holds back: enough that three hosts sending to one lose nothing, as on a switch with buffers.
 _BURST = "256kb"
 _LATENCY = "100ms"
+Rate = str | None | tuple[str | None, str | None]
 _FRAME = 1514  # bytes: a veth's packet of 1500, and Ethernet's head
 
 
@@ -79,12 +80,18 @@ def why_no_shifted_clocks() -> str | None:
 
 
 @contextlib.contextmanager
-def hosts(count: int, rate: str | None = None, ahead: Sequence[int] | None = None) -> Iterator[list[Host]]:
+def hosts(
+    count: int,
+    rate: str | Sequence[Rate] | None = None,
+    ahead: Sequence[int] | None = None,
+) -> Iterator[list[Host]]:
     """``count`` hosts in one network, 10.77.0.1 and up, each with interface ``eth0``.
 
-    ``rate``, in the words of tc(8) ("1gbit"), limits each host's link in both directions; default: no limit. ``ahead``
-    shifts the monotonic clock of each host by so many seconds; default: they share the machine's.
+    ``rate``, in the words of tc(8) ("1gbit"), limits each host's link in both directions, or that of each host (a pair: what
+    it sends, what it receives); default: no limit. ``ahead`` shifts the monotonic clock of each host by so many seconds;
+    default: they share the machine's.
     """
+    rates = [rate] * count if rate is None or isinstance(rate, str) else list(rate)
     prefix = f"commprof-{os.getpid()}"
     switch = f"{prefix}-switch"
     made = [
@@ -116,9 +123,11 @@ def hosts(count: int, rate: str | None = None, ahead: Sequence[int] | None = Non
             _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", INTERFACE)
             _ip("-n", host.name, "link", "set", INTERFACE, "up")
             _ip("-n", host.name, "link", "set", "lo", "up")
-            if rate is not None:
-                _limit(host.name, INTERFACE, rate)
-                _limit(switch, port, rate)
+            for namespace, device, limit in zip(
+                (host.name, switch), (INTERFACE, port), _both_ways(rates[number]), strict=True
+            ):
+                if limit is not None:
+                    _limit(namespace, device, limit)
         yield made
     finally:
         for name in (*(host.name for host in made), switch):
@@ -177,6 +186,11 @@ def resent_bytes(host: Host) -> int:
     read = subprocess.run(words, capture_output=True, text=True, check=True, timeout=20).stdout
     names, counts = (line.split() for line in read.splitlines() if line.startswith("Tcp:"))
     return int(counts[names.index("RetransSegs")]) * _FRAME
+
+
+def _both_ways(rate: Rate) -> tuple[str | None, str | None]:
+    """What a host may send and what it may receive."""
+    return (rate, rate) if rate is None or isinstance(rate, str) else rate
 
 
 def _limit(namespace: str, device: str, rate: str) -> None:

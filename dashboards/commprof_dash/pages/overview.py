@@ -77,7 +77,9 @@ def _answers(runs: Runs, name: str, measure: Measure, scheme: Scheme) -> list[Co
 def rest(runs: Runs, name: str, scheme: Scheme) -> list[Component]:
     """The lower half of the page of a run: what collectives cost in time, what the run used, what ran."""
     facts = runs.overview(name)
+    ranks = overview_data.lateness(runs, name, facts["records"])
     return [
+        *([] if ranks is None or ranks.empty else [overview_cards.lateness(ranks)]),
         cards.columns(
             [
                 overview_cards.exposure(overview_data.exposure(runs, name), facts, scheme),

@@ -56,6 +56,23 @@ def _verify(facts: Mapping[str, Any]) -> str:
     return f"commprof verify {facts['path']}"
 
 
+_LATENESS: Final = {
+    "late_rank": ("A rank comes late", "warning"),
+    "slow_transfer": ("Transfers are slow", "warning"),
+    "untold": ("Who is late cannot be told", "note"),
+    "nobody": ("No rank stands out", "good"),
+}
+
+
+def lateness(ranks: pd.DataFrame) -> Component:
+    """The verdict on late ranks and slow transfers: the sentences of ``commprof report``."""
+    title, severity = _LATENESS[ranks.attrs["culprit"]]
+    text = ranks.attrs["statement"] or (
+        "No rank was the last to come much more often than chance explains, or the others did not wait for it."
+    )
+    return messages.message(title, text, severity=severity)
+
+
 def exposure(frame: pd.DataFrame, facts: Mapping[str, Any], scheme: Scheme) -> Component:
     """What a training step stands still for. Unknown is said, and is not 0."""
     known = 0 if frame.empty else int(frame["records"].iloc[-1])

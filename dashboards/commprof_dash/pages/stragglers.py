@@ -17,6 +17,7 @@ from commprof_dash.components import cards, messages
 from commprof_dash.components.tables import Cell, Field
 from commprof_dash.data import Runs
 from commprof_dash.measures import format_count
+from commprof_dash.pages import overview_cards
 from commprof_dash.pages.index_wait import builds, waiting_for_index
 from commprof_dash.pages.one_run import draw_run, no_records
 from commprof_dash.pages.page import Drawing, Page
@@ -41,7 +42,7 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         # The timeline counts from the begin of the run; its index knows that begin on the clock of the arrivals.
         run_begin_ns: int = runs.of_run("run-begin", name, lambda path: int(api.index(path)["begin_ns"]))
         return [], [
-            _statement(found.ranks, statement),
+            overview_cards.lateness(found.ranks),
             _tiles(found),
             cards.columns([_boxes(found.lateness, scheme), _causes(found.causes, scheme)]),
             _ranks(found.ranks),
@@ -65,18 +66,6 @@ def _nothing(statement: str | None, ranks: int) -> Component:
         "Nobody to compare",
         f"{why} Record all ranks; across hosts rank 0 has to be among them, since its clock is the reference.",
         ["commprof run --nproc 4 train.py"],
-    )
-
-
-def _statement(ranks: pd.DataFrame, statement: str | None) -> Component:
-    late = bool(ranks["stands_out"].any()) if len(ranks) else False
-    text = statement or (
-        "No rank was the last to come much more often than chance explains, or the others did not wait for it."
-    )
-    return messages.message(
-        "A rank comes late" if late and statement else "No rank stands out",
-        text,
-        severity="warning" if late and statement else "good",
     )
 
 
@@ -182,6 +171,8 @@ def _ranks(frame: pd.DataFrame) -> Component:
             Field("lead_ns", "Alone missing", api.format_ns, numeric=True),
             Field("others_waited_ns", "Others stood still", api.format_ns, numeric=True),
             Field("others_waited_per_step_ns", "per step", api.format_ns, numeric=True),
+            Field("others_waited_own_ns", "for its own time", api.format_ns, numeric=True),
+            Field("others_waited_inherited_ns", "for what held it before", api.format_ns, numeric=True),
             Field("stands_out", "Stands out", lambda value: "yes" if value else "no"),
         ],
         most_rows=_TABLE_ROWS,

@@ -68,6 +68,8 @@ def record_section(path: Any, name: str, record: Record, run_begin_ns: int) -> C
         Field("rank", "Rank", str, numeric=True),
         Field("op", "Operation"),
         Field("lateness_ns", "Came after the first", api.format_ns, numeric=True),
+        Field("own_delay_ns", "by its own time", api.format_ns, numeric=True),
+        Field("inherited_ns", "held before", api.format_ns, numeric=True),
         Field("exposed_ns", "Stood still", api.format_ns, numeric=True),
     ]
     return html.Section(

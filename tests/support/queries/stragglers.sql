@@ -41,7 +41,24 @@ ranked as (
                     else sum(case when is_last and certain and step >= 0 then others_waited_ns end)
                 end / nullif(max(s.steps), 0)
             ) as bigint
-        ) as others_waited_per_step_ns
+        ) as others_waited_per_step_ns,
+        cast(
+            case
+                when count(case when is_last and certain then 1 end) = 0 then 0
+                else sum(case when is_last and certain then others_waited_own_ns end)
+            end as bigint
+        ) as others_waited_own_ns,
+        cast(
+            case
+                when count(case when is_last and certain then 1 end) = 0 then 0
+                else sum(
+                    case
+                        when is_last and certain and others_waited_own_ns is not null
+                            then others_waited_ns - others_waited_own_ns
+                    end
+                )
+            end as bigint
+        ) as others_waited_inherited_ns
     from counted
     cross join steps s
     group by rank

@@ -9,6 +9,7 @@ from dash import dcc
 from plotly.utils import PlotlyJSONEncoder
 
 from commprof.analysis import api
+from commprof.cli import execute
 from commprof_dash.address import link, parse
 from commprof_dash.app import draw_page, find_page
 from commprof_dash.charts import alignment, lateness, matrix, ranks, topology
@@ -187,7 +188,9 @@ def test_a_run_without_buckets_says_who_publishes_them(tmp_path):
 def test_the_straggler_is_named_with_links_to_the_timeline_and_its_record(directory):
     parts = draw(directory, "/stragglers?run=plain")
     text, figures = text_of(parts), figures_of(parts)
-    assert "A rank comes late" in text and "Rank 2 was the last to come to 100 %" in text
+    assert (
+        "A rank comes late" in text and "Rank 2 is late by itself: it was the last to come to 100 %" in text
+    )
     found = api.straggling(directory / "plain")
     assert list(figures["lateness"].data[0].median) == [float(v) for v in found.lateness["median_ns"]]
     drawn = {trace.name.partition(":")[0].replace(" ", "_"): sum(trace.y) for trace in figures["causes"].data}
@@ -333,3 +336,12 @@ def test_states_and_causes_are_told_apart_without_their_colour():
         [c[2] for c in lateness.CAUSES.values()],
     ):
         assert len(set(looks)) == len(looks)
+
+
+def test_report_overview_and_stragglers_say_the_same_verdict(directory, capsys):
+    verdict = api.stragglers(directory / "plain").attrs["statement"]
+    assert "late by itself" in verdict
+    assert execute(["report", str(directory / "plain")]) == 0
+    assert verdict in " ".join(capsys.readouterr().out.split())
+    for address in ("/overview?run=plain", "/stragglers?run=plain"):
+        assert json.dumps(verdict)[1:-1] in text_of(draw(directory, address)), address

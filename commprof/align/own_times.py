@@ -1,0 +1,164 @@
+"""Own time: how long the program of a rank worked between two collectives of a group, without its waits for others. Pure.
+
+A rank comes late to a collective by its own time, or because something held it before. The reference is the last earlier
+collective of the same group that the program has waited for: all members took part in that one. From its issue to this one
+the time of a rank is its own time and the time that recorded waits held it, in that collective and elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from commprof.align.distinct import numbered, split_by
+
+Numbers = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+_NEVER: Final = 1 << 62  # later than any time
+_UNKNOWN: Final = -(1 << 62)  # earlier than any
+OWN_COLUMNS: Final = ("own_ns", "own_since_seq", "held_elsewhere_ns")
+SOURCES: Final = (
+    *("rank", "attempt", "pid", "pg", "group_ranks", "pg_seq", "is_p2p", "is_async", "device"),
+    *("issue_ns", "return_ns", "wait_begin_ns", "wait_end_ns", "device_end_ns", "exposed_ns"),
+)
+
+
+class OwnTimes(NamedTuple):
+    """For each record: its own time, the number in the group of the reference, the time held elsewhere; where known."""
+
+    own: Numbers
+    since: Numbers
+    elsewhere: Numbers
+    is_known: Flags
+
+    def of(self, rows: slice) -> OwnTimes:
+        """Of some of the records."""
+        return OwnTimes(self.own[rows], self.since[rows], self.elsewhere[rows], self.is_known[rows])
+
+    def columns(self) -> list[pa.Array]:
+        """:data:`OWN_COLUMNS`."""
+        return [pa.array(values, mask=~self.is_known) for values in (self.own, self.since, self.elsewhere)]
+
+
+class _Held(NamedTuple):
+    """When each record held its program; ``is_known`` is false where the wait for it was not recorded."""
+
+    begin: Numbers
+    end: Numbers
+    is_known: Flags
+
+
+def with_own_times(records: pa.Table) -> pa.Table:
+    """``records`` (:data:`SOURCES`; all of some processes) with :data:`OWN_COLUMNS`."""
+    if OWN_COLUMNS[0] in records.column_names:
+        return records
+    for name, column in zip(OWN_COLUMNS, own_times(records).columns(), strict=True):
+        records = records.append_column(name, column)
+    return records
+
+
+def own_times(records: pa.Table) -> OwnTimes:
+    """The own times of ``records`` (:data:`SOURCES`), all those of some processes."""
+    count = len(records)
+    own, since, elsewhere = (np.zeros(count, np.int64) for _ in range(3))
+    found = OwnTimes(own, since, elsewhere, np.zeros(count, bool))
+    if not count:
+        return found
+    issue, number = _numbers(records["issue_ns"]), _numbers(records["pg_seq"])
+    held, is_message = _held(records, issue), _flags(records["is_p2p"])
+    process, first = numbered(records.select(["rank", "attempt", "pid"]))
+    group, _ = numbered(records.select(["pg", "group_ranks"]))
+    for mine in split_by(process, np.arange(count)) if len(first) > 1 else [np.arange(count)]:
+        rows = mine if (np.diff(issue[mine]) >= 0).all() else mine[np.argsort(issue[mine], kind="stable")]
+        _fill(found, rows, issue, number, held, np.where(is_message, -1, group))
+    return found
+
+
+def _fill(
+    found: OwnTimes, rows: Numbers, issue: Numbers, number: Numbers, held: _Held, group: Numbers
+) -> None:
+    """Fill in the records of one process, ``rows`` in order of issue."""
+    at = issue[rows]
+    begin, end, is_known = held.begin[rows], held.end[rows], held.is_known[rows]
+    before = _held_before(at, begin[is_known], end[is_known])
+    reference = _references(group[rows], at, np.where(is_known, end, _NEVER))
+    mine = np.flatnonzero(reference >= 0)
+    other = reference[mine]
+    unknown_waits = np.concatenate(([0], np.cumsum(~is_known)))
+    mine_known = unknown_waits[mine] == unknown_waits[other]
+    mine, other = mine[mine_known], other[mine_known]
+    held_since = before[mine] - before[other]
+    place = rows[mine]
+    found.own[place] = at[mine] - at[other] - held_since
+    found.elsewhere[place] = np.maximum(held_since - (end[other] - begin[other]), 0)
+    found.since[place] = number[rows[other]]
+    found.is_known[place] = True
+
+
+def _held_before(times: Numbers, begin: Numbers, end: Numbers) -> Numbers:
+    """How much of the time before each of ``times`` the union of the intervals has."""
+    if not len(begin):
+        return np.zeros(len(times), np.int64)
+    if (np.diff(begin) < 0).any():
+        order = np.argsort(begin, kind="stable")
+        begin, end = begin[order], end[order]
+    start = begin.copy()
+    np.maximum(start[1:], np.maximum.accumulate(end)[:-1], out=start[1:])
+    length = np.maximum(end - start, 0)
+    total = np.cumsum(length)
+    last = np.searchsorted(start, times, side="right") - 1
+    place = np.maximum(last, 0)
+    until = total[place] - length[place] + np.minimum(times - start[place], length[place])
+    return np.where(last < 0, 0, until)
+
+
+def _references(group: Numbers, issue: Numbers, end: Numbers) -> Numbers:
+    """Of each record the last earlier one of its group that was waited for when this one was issued; -1 for none."""
+    found = np.full(len(issue), -1, np.int64)
+    for rows in split_by(group, np.arange(len(group))):
+        if group[rows[0]] < 0 or len(rows) < 2:
+            continue
+        if (end[rows[:-1]] <= issue[rows[1:]]).all():
+            found[rows[1:]] = rows[:-1]
+            continue
+        by_end = np.argsort(end[rows], kind="stable")
+        latest = np.maximum.accumulate(by_end)
+        ended = np.searchsorted(end[rows][by_end], issue[rows], side="right") - 1
+        place = np.minimum(latest[np.maximum(ended, 0)], np.arange(len(rows)) - 1)
+        is_there = (ended >= 0) & (place >= 0)
+        found[rows[is_there]] = rows[place[is_there]]
+    return found
+
+
+def _held(records: pa.Table, issue: Numbers) -> _Held:
+    """A synchronous call on the CPU holds its program throughout, of others a wait does; on a device what was measured."""
+    device = records["device"]
+    text = device.cast(pa.string()) if pa.types.is_dictionary(device.type) else device
+    on_cpu = pc.fill_null(pc.equal(text, "cpu"), True).to_numpy(zero_copy_only=False)
+    is_async = _flags(records["is_async"])
+    returned, waiting, waited, done, exposed = (
+        _numbers(records[name], _UNKNOWN)
+        for name in ("return_ns", "wait_begin_ns", "wait_end_ns", "device_end_ns", "exposed_ns")
+    )
+    end = np.where(on_cpu, np.where(is_async | (waited > _UNKNOWN), waited, returned), done)
+    begin = np.where(is_async, np.where(waiting > _UNKNOWN, waiting, waited), issue)
+    begin = np.where(on_cpu, begin, done - np.maximum(exposed, 0))
+    is_known = (end > _UNKNOWN) & (on_cpu | (exposed > _UNKNOWN))
+    return _Held(begin, np.maximum(end, begin), is_known)
+
+
+def _numbers(column: pa.ChunkedArray, unknown: int = 0) -> Numbers:
+    numbers: Numbers = pc.fill_null(column, unknown).to_numpy().astype(np.int64, copy=False)
+    return numbers
+
+
+def _flags(column: pa.ChunkedArray) -> Flags:
+    flags: Flags = (
+        column.to_numpy(zero_copy_only=False) if isinstance(column, pa.Array) else column.to_numpy()
+    )
+    return flags

@@ -1,0 +1,288 @@
+"""Which ranks come late by their own time: who came last, collective by collective, and what that proves. Pure."""
+
+from __future__ import annotations
+
+import math
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+Numbers = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float64]
+
+# A culprit is named when it costs this part of the time at least: one that is often late, one that seldom is, and one
+# that is hidden by a later one.
+_WORTH_OFTEN: Final = 0.01
+_WORTH_SELDOM: Final = 0.02
+_WORTH_HIDDEN: Final = 0.02
+_OFTEN: Final = 0.5  # of the collectives
+_MOST_OF_IT: Final = 0.8  # of the waiting: that is where culprits are looked for
+_HIDDEN_BESIDE: Final = 0.1  # of the delay of the rank that hides it
+_CHANCE: Final = 0.05  # that among equal ranks any looks like a culprit
+_FEWEST: Final = 3  # times that are enough of a rank that alone makes most of the waiting, where that is
+_MUCH: Final = 0.05  # of the time
+_EXACT: Final = 300  # events up to which the binomial tail is added up
+_TOGETHER: Final = 0.5  # of the lead of the last but one: with a smaller one the last came together with it
+_MORE: Final = 1.25  # times as often as among equal ranks
+_TURNS: Final = 0.05  # of the time that ranks cost who are late in turn
+
+_NUMBERS: Final = (
+    *(
+        "attempt",
+        "step",
+        "rank",
+        "second_rank",
+        "members",
+        "lateness_error_ns",
+        "lead_ns",
+        "others_waited_ns",
+    ),
+    *("others_waited_own_ns", "own_lead_ns", "elsewhere_lead_ns"),
+    *("second_lead_ns", "second_own_lead_ns", "second_waited_ns"),
+)
+_FLAGS: Final = {"is_timed": "others_waited_ns", "is_known": "own_lead_ns"}
+
+
+class LateRank(NamedTuple):
+    """A rank that comes late by its own time.
+
+    Attributes:
+        cost_ns: what the others waited for its own time alone; of a hidden one what they would wait without the others.
+        collectives: of the compared ones, those in which it cost most of that; ``steps``: in how many steps.
+        is_hidden: another rank comes later still.
+        is_seen: the waits of the others were recorded; without, the cost is the time that it alone was missing.
+    """
+
+    rank: int
+    cost_ns: int
+    collectives: int
+    steps: int
+    is_hidden: bool
+    is_seen: bool
+
+
+class Findings(NamedTuple):
+    """What the last ranks of all collectives say, without warm-up.
+
+    Attributes:
+        late: the ranks that come late by themselves, the costliest first.
+        compared: collectives; ``steps``: the training steps of the run, 0 where it has none.
+        own_ns: what all waited for the own time of whoever was last; ``turns``: of that by rank, where ranks take turns.
+        inherited: by rank, what the others waited for it because the collective before had ended late for it.
+        elsewhere: by rank, what they waited because waits in other groups or for messages had held it longer.
+        untold: by rank, the waits of which none of this can be told: some wait was not recorded.
+    """
+
+    late: list[LateRank]
+    compared: int
+    steps: int
+    own_ns: int
+    turns: dict[int, int]
+    inherited: dict[int, int]
+    elsewhere: dict[int, int]
+    untold: dict[int, int]
+
+
+class LastRanks:
+    """Takes the rows of those who came last, part by part."""
+
+    def __init__(self) -> None:
+        self._parts: list[dict[str, Numbers]] = []
+        self._steps: set[int] = set()
+
+    def add(self, arrived: pa.Table, rows: Numbers) -> None:
+        """Take ``rows`` of arrivals: of collectives in which all wait for all, the ranks that came last."""
+        last = np.flatnonzero(pc.fill_null(arrived["is_last"], False).to_numpy())
+        attempt, step = (arrived[name].to_numpy()[last].astype(np.int64) for name in ("attempt", "step"))
+        self._steps.update(np.unique(((attempt << 32) + step)[step >= 0]).tolist())
+        taken = arrived.select(_NUMBERS).take(pa.array(rows))
+        part = {name: pc.fill_null(taken[name], 0).to_numpy().astype(np.int64) for name in _NUMBERS}
+        part |= {flag: taken[name].is_valid().to_numpy().astype(np.int64) for flag, name in _FLAGS.items()}
+        certain = pc.fill_null(arrived["certain"].take(pa.array(rows)), False).to_numpy()
+        # Which of two ranks was last need not be certain where it is that all others came before them.
+        is_told = certain | ((part["members"] > 2) & (part["second_lead_ns"] > part["lateness_error_ns"]))
+        part["is_certain"] = certain.astype(np.int64)
+        part = {name: values[is_told] for name, values in part.items()}
+        self._parts.append(part)
+
+    def findings(self, span_ns: int) -> Findings:
+        """What follows from all of them, in a run of ``span_ns``."""
+        events = _Events(self._parts)
+        steps = warm_steps(self._steps)
+        warm = events.of(steps)
+        cost: Floats = np.where(
+            events.is_timed, events["others_waited_own_ns"], events["own_lead_ns"]
+        ).astype(float)
+        waited = np.where(events.is_timed, events["others_waited_ns"], events["lead_ns"])
+        cost, waited = (np.where(events.is_certain, each, 0) for each in (cost, waited))
+        known, untold = warm & events.is_known, warm & ~events.is_known
+        late, own_ns, turns = _late_ranks(events, cost, known, span_ns)
+        lead = np.maximum(events["lead_ns"], 1)
+        elsewhere = np.minimum(waited * (events["elsewhere_lead_ns"] / lead), waited - cost)
+        rank = events["rank"]
+        both, of_both = events.together()
+        shared = known & both
+        inherited_by = np.concatenate((rank[known], rank[shared], events["second_rank"][shared]))
+        half = (of_both * (1 - events.second_share()))[shared] / 2
+        inherited = np.concatenate(((waited - cost - elsewhere)[known], half, half))
+        return Findings(
+            late,
+            int(warm.sum()),
+            len(steps),
+            own_ns,
+            turns,
+            _by_rank(inherited_by, inherited),
+            _by_rank(rank[known], elsewhere[known]),
+            _by_rank(rank[untold], waited[untold]),
+        )
+
+
+class _Events:
+    """The rows of all parts, and what they say together."""
+
+    def __init__(self, parts: list[dict[str, Numbers]]) -> None:
+        names = (*_NUMBERS, *_FLAGS, "is_certain")
+        empty = np.zeros(0, np.int64)
+        self._columns = {name: np.concatenate([empty, *(part[name] for part in parts)]) for name in names}
+        self.is_timed, self.is_known = (self[name] > 0 for name in _FLAGS)
+        self.is_certain = self["is_certain"] > 0
+
+    def __getitem__(self, name: str) -> Numbers:
+        return self._columns[name]
+
+    def step_codes(self) -> Numbers:
+        """A number for each step of each attempt."""
+        return (self["attempt"] << 32) + self["step"]
+
+    def together(self) -> tuple[Flags, Floats]:
+        """Where the last two came together; and what the others waited for the two of them."""
+        is_close = ~self.is_certain | (self["lead_ns"] < _TOGETHER * self["second_lead_ns"])
+        both = (self["members"] > 2) & is_close
+        return both, np.where(both, self["second_waited_ns"], 0).astype(float)
+
+    def second_share(self) -> Floats:
+        """Which part of its lead the last but one has by its own time."""
+        share: Floats = self["second_own_lead_ns"] / np.maximum(self["second_lead_ns"], 1)
+        return share
+
+    def of(self, steps: set[int]) -> Flags:
+        """The rows of some steps; all where there are none."""
+        if not steps:
+            return np.ones(len(self["step"]), bool)
+        chosen: Flags = np.isin(self.step_codes(), np.fromiter(steps, np.int64)) & (self["step"] >= 0)
+        return chosen
+
+
+def warm_steps(steps: set[int]) -> set[int]:
+    """Without warm-up: of an attempt with several steps all after the first."""
+    by_attempt: dict[int, list[int]] = {}
+    for code in steps:
+        by_attempt.setdefault(code >> 32, []).append(code)
+    return {code for codes in by_attempt.values() for code in codes if len(codes) == 1 or code > min(codes)}
+
+
+def _by_rank(rank: Numbers, values: Floats) -> dict[int, int]:
+    sums: dict[int, int] = {}
+    for each in np.unique(rank).tolist():
+        total = round(float(values[rank == each].sum()))
+        if total > 0:
+            sums[each] = total
+    return sums
+
+
+def _late_ranks(
+    events: _Events, all_costs: Floats, known: Flags, span_ns: int
+) -> tuple[list[LateRank], int, dict[int, int]]:
+    """The culprits, one after the other: each is taken out, and who was hidden behind it stands in its place."""
+    both, of_both = events.together()
+    shared = np.flatnonzero(known & both)
+    rows = np.concatenate((np.flatnonzero(known), shared))
+    half = of_both * events.second_share() / 2
+    who, cost = events["rank"][rows].copy(), (all_costs + half)[rows]
+    seconds = np.arange(len(rows)) >= len(rows) - len(shared)
+    who[seconds], cost[seconds] = events["second_rank"][shared], half[shared]
+    # Who was hidden behind the last one: nobody, where the two came together.
+    behind, behind_cost = events["second_rank"][rows], np.where(both, 0, events["second_own_lead_ns"])[rows]
+    members = events["members"][rows].astype(np.float64)
+    seen, codes = events.is_timed[rows], events.step_codes()[rows]
+    hidden = np.zeros(len(rows), bool)
+    own_ns = round(float(cost.sum()))
+    late: list[LateRank] = []
+    while True:
+        heavy = _heavy(cost)
+        found = _culprit(who, cost, members, hidden, heavy, span_ns, late)
+        if found is None:
+            break
+        mine = who == found
+        main = heavy[who[heavy] == found]
+        is_hidden = bool(cost[mine & hidden].sum() > cost[mine & ~hidden].sum())
+        steps = len(np.unique(codes[main]))
+        late.append(
+            LateRank(
+                found, round(float(cost[mine].sum())), len(main), steps, is_hidden, bool(seen[mine].any())
+            )
+        )
+        again = mine & ~hidden
+        cost[mine] = 0.0
+        cost[again] = behind_cost[again]
+        who[again] = behind[again]
+        members[again] -= 1
+        hidden |= mine
+        cost[np.isin(who, [each.rank for each in late])] = 0
+    turns = {} if late or own_ns < _TURNS * span_ns else _by_rank(who, cost)
+    if max(turns.values(), default=0) > _MOST_OF_IT * sum(turns.values()):
+        turns = {}  # one rank, too seldom to be told from chance
+    return late, own_ns, turns
+
+
+def _heavy(cost: Floats) -> Numbers:
+    """The fewest rows that make most of the cost."""
+    order = np.argsort(-cost, kind="stable")
+    total = np.cumsum(cost[order])
+    if not len(total) or total[-1] <= 0:
+        return np.zeros(0, np.int64)
+    return order[: int(np.searchsorted(total, _MOST_OF_IT * total[-1])) + 1]
+
+
+def _culprit(
+    who: Numbers,
+    cost: Floats,
+    members: Floats,
+    hidden: Flags,
+    heavy: Numbers,
+    span_ns: int,
+    late: list[LateRank],
+) -> int | None:
+    """The rank that costs most, where that is worth a sentence and more than chance explains."""
+    if not len(heavy):
+        return None
+    ranks = np.unique(who[heavy])
+    costs = {rank: float(cost[who == rank].sum()) for rank in ranks.tolist()}
+    expected = float((1 / np.maximum(members[heavy], 1)).mean())
+    for rank in sorted(costs, key=lambda rank: -costs[rank]):
+        mine = who == rank
+        worth = _WORTH_OFTEN if (mine & (cost > 0)).sum() >= _OFTEN * len(who) else _WORTH_SELDOM
+        is_hidden = bool((mine & hidden).sum() * 2 > mine.sum())
+        if is_hidden:
+            worth = max(_WORTH_HIDDEN, _HIDDEN_BESIDE * late[0].cost_ns / max(span_ns, 1))
+        times = int((who[heavy] == rank).sum())
+        is_more = times >= _MORE * expected * len(heavy) or (is_hidden and times == len(heavy))
+        is_alone = times == len(heavy) >= _FEWEST and costs[rank] >= _MUCH * span_ns
+        is_beyond_chance = is_alone or _tail(times, len(heavy), expected) < _CHANCE * expected
+        if costs[rank] >= worth * span_ns and is_more and is_beyond_chance:
+            return int(rank)
+    return None
+
+
+def _tail(times: int, of: int, share: float) -> float:
+    """The probability that an event of probability ``share`` happens so often or more."""
+    if share >= 1:
+        return 0.0
+    if of <= _EXACT:
+        return sum(math.comb(of, k) * share**k * (1 - share) ** (of - k) for k in range(times, of + 1))
+    deviation = (times - share * of) / math.sqrt(of * share * (1 - share))
+    return math.erfc(deviation / math.sqrt(2)) / 2

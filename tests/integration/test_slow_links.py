@@ -1,0 +1,100 @@
+"""Real gloo ranks on hosts whose links are slow, and ranks that sleep: the verdict names what was planted."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from commprof.analysis import api
+from support import hosts as network
+
+WHY_NOT = network.why_impossible()
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""),
+    pytest.mark.alone,
+]
+
+PROGRAM = """
+import sys, time
+import torch, torch.distributed as dist
+import commprof
+from commprof import hooks
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+commprof.attach(sys.argv[1], quiet=True)
+kind, late = sys.argv[2], int(sys.argv[3])
+tensor = torch.ones(64 * 1024)
+for step in range(6):
+    hooks.step(step)
+    time.sleep(0.004 + 0.08 * (rank == late))
+    if kind == "all_reduce":
+        for _ in range(3):
+            dist.all_reduce(tensor)
+    else:
+        for sender in range(world):
+            for receiver in range(world):
+                if rank == sender != receiver:
+                    dist.send(tensor, receiver)
+                if rank == receiver != sender:
+                    dist.recv(tensor, sender)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def record(directory: Path, rates, kind: str, late: int = -1) -> tuple[str, str]:
+    """What is named, and the sentence, with the hosts as host 0 and so on."""
+    script, run = directory / "train.py", directory / "run"
+    script.write_text(textwrap.dedent(PROGRAM))
+    with network.hosts(len(rates), rates) as machines:
+        network.run_on_each(machines, [sys.executable, str(script), str(run), kind, str(late)], directory)
+        said = api.stragglers(run).attrs
+        statement = said["statement"] or ""
+        for number, machine in enumerate(machines):
+            statement = statement.replace(machine.name, str(number))
+    return said["culprit"], statement
+
+
+def test_a_slow_link_is_named_and_no_rank_is_late_by_itself(tmp_path):
+    culprit, said = record(tmp_path, [None, "20mbit", None], "all_reduce")
+    assert culprit == "slow_transfer" and "by itself" not in said, said
+    assert "host 1 (rank 1)" in said, said
+    assert "not for its own time: the collectives before ended late for it" in said, said
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("slow", [0, 2])
+def test_the_link_of_another_host(tmp_path, slow):
+    rates = [None] * 3
+    rates[slow] = "20mbit"
+    culprit, said = record(tmp_path, rates, "all_reduce")
+    assert culprit == "slow_transfer" and f"host {slow} (rank {slow})" in said, said
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("rate", "said"),
+    [
+        ("20mbit", "the link of host 1 (rank 1) is slow"),
+        # Acknowledgements may wait in the same queue, so that both ways look slow.
+        (("20mbit", None), "host 1 (rank 1) "),
+        ((None, "20mbit"), "host 1 (rank 1) "),
+    ],
+)
+def test_messages_tell_the_slow_side(tmp_path, rate, said):
+    culprit, statement = record(tmp_path, [None, rate, None], "messages")
+    assert culprit == "slow_transfer" and said in statement, statement
+    assert "host 0" not in statement and "host 2" not in statement, statement
+
+
+@pytest.mark.long
+def test_a_rank_that_sleeps_is_late_by_itself_across_hosts(tmp_path):
+    culprit, said = record(tmp_path, [None, None, None], "all_reduce", late=2)
+    assert culprit == "late_rank" and said.startswith("Rank 2 is late by itself"), said
+    assert "Slow transfers" not in said, said

@@ -1,0 +1,268 @@
+"""A job as a discrete-event simulation: the truth is known (compute times, link rates, groups), the records follow from it.
+
+::
+
+    job = Job(world=3, hosts=["a", "b", "c"], rates={"b": (20, 20)})      # Mbit/s that b sends and receives
+    for step in range(10):
+        job.all(Step(step), Compute(5 * MS), Call("all_reduce", 256 << 10))
+        job.program(2).insert(...)                                        # or what one rank does alone
+    run = job.run()                                                       # a SyntheticRun
+
+Nothing of the product is used but the columns of its tables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from support.runs import SyntheticRun
+
+MS = 1_000_000
+FAST = 8_000.0  # Mbit/s
+_LATENCY = 20_000  # ns of any transfer
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step begins."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Compute:
+    """The rank works by itself for so many nanoseconds."""
+
+    ns: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective or a message; ``is_async``: only ``Wait`` holds the program."""
+
+    op: str
+    payload: int
+    group: tuple[int, ...] | None = None
+    pg: str = "0"
+    peer: int = -1
+    is_async: bool = False
+
+
+@dataclass(frozen=True)
+class Wait:
+    """For all asynchronous calls so far. ``is_recorded``: whether the recorder sees it."""
+
+    is_recorded: bool = True
+
+
+@dataclass
+class _Instance:
+    """One collective: who came when, and when each has its result."""
+
+    call: Call
+    arrived: dict[int, int] = field(default_factory=dict)
+    ended: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass
+class _Rank:
+    actions: list[object] = field(default_factory=list)
+    place: int = 0
+    now: int = 0
+    step: int = -1
+    counts: dict[object, int] = field(default_factory=dict)
+    pending: list[dict] = field(default_factory=list)
+    called: tuple[_Instance, dict] | None = None
+
+
+class Job:
+    """Ranks with programs of their own.
+
+    Args:
+        hosts: of each rank; default: all on one.
+        rates: of each host, Mbit/s that it sends and receives; of others FAST. Of one host: of ranks, as ``rank 1``.
+        shifts: of each host, how far its clock is ahead, ns.
+    """
+
+    def __init__(self, world, hosts=None, rates=None, shifts=None):
+        self.world = world
+        self.hosts = hosts or ["a"] * world
+        self.rates = rates or {}
+        self.shifts = shifts or {}
+        self.ranks = [_Rank() for _ in range(world)]
+        self._instances: dict[object, _Instance] = {}
+        self._seq = [0] * world
+
+    def do(self, rank, *actions):
+        """``rank`` does this next."""
+        self.ranks[rank].actions += actions
+
+    def all(self, *actions):
+        """Every rank does."""
+        for rank in range(self.world):
+            self.do(rank, *actions)
+
+    def run(self) -> SyntheticRun:
+        run = SyntheticRun(world_size=self.world)
+        self._clocks(run)
+        while True:
+            moved = [self._advance(number, rank, run) for number, rank in enumerate(self.ranks)]
+            if not any(moved):
+                break
+        left = [rank.actions[rank.place] for rank in self.ranks if rank.place < len(rank.actions)]
+        assert not left, f"the simulated job hangs at {left}"
+        return run
+
+    def _advance(self, number, rank, run) -> bool:
+        """Do what can be done; whether anything was."""
+        begin = rank.place
+        while rank.place < len(rank.actions):
+            if not self._act(number, rank, rank.actions[rank.place], run):
+                break
+            rank.place += 1
+        return rank.place > begin
+
+    def _act(self, number, rank, action, run) -> bool:
+        if isinstance(action, Step):
+            rank.step = action.number
+        elif isinstance(action, Compute):
+            rank.now += action.ns
+        elif isinstance(action, Wait):
+            return self._wait(rank, action)
+        else:
+            return self._call(number, rank, action, run)
+        return True
+
+    def _call(self, number, rank, call, run) -> bool:
+        if rank.called is None:
+            instance = self._instance(number, rank, call)
+            instance.arrived[number] = rank.now
+            rank.called = (instance, self._record(number, rank, call, instance, run))
+        instance, row = rank.called
+        if call.is_async:
+            row["return_ns"] = row["issue_ns"] + 1000
+            rank.now += 1000
+            rank.pending.append({"instance": instance, "row": row, "rank": number})
+        else:
+            self._finish(instance)
+            if number not in instance.ended:
+                return False
+            shift = row["issue_ns"] - rank.now
+            rank.now = max(rank.now, instance.ended[number])
+            row["return_ns"] = row["wait_end_ns"] = rank.now + shift
+        rank.called = None
+        return True
+
+    def _wait(self, rank, wait) -> bool:
+        while rank.pending:
+            mine = rank.pending[0]
+            instance, row, number = mine["instance"], mine["row"], mine["rank"]
+            self._finish(instance)
+            if number not in instance.ended:
+                return False
+            begin = rank.now
+            rank.now = max(begin, instance.ended[number])
+            if wait.is_recorded:
+                shift = self.shifts.get(self.hosts[number], 0)
+                row["wait_begin_ns"], row["wait_end_ns"] = begin + shift, rank.now + shift
+            rank.pending.pop(0)
+        return True
+
+    def _members(self, call, number):
+        if call.op == "send":
+            return (number, call.peer)
+        if call.op == "recv":
+            return (call.peer, number)
+        return call.group or tuple(range(self.world))
+
+    def _instance(self, number, rank, call) -> _Instance:
+        members = self._members(call, number)
+        stream = ("message" if call.op in ("send", "recv") else "collective", call.pg, members)
+        count = rank.counts.get(stream, 0)
+        rank.counts[stream] = count + 1
+        return self._instances.setdefault((*stream, count), _Instance(call))
+
+    def _finish(self, instance):
+        """When each member has its result, once all are there."""
+        call, arrived = instance.call, instance.arrived
+        if instance.ended:
+            return
+        if call.op in ("send", "recv"):
+            if len(arrived) == 2:
+                sender, receiver = (
+                    next(iter(arrived)) if call.op == "send" else call.peer,
+                    call.peer if call.op == "send" else next(iter(arrived)),
+                )
+                begin = max(arrived.values())
+                instance.ended[sender] = arrived[sender] + _LATENCY  # what is sent is buffered
+                instance.ended[receiver] = begin + self._takes(sender, receiver, call.payload)
+            return
+        members = call.group or tuple(range(self.world))
+        if call.op == "broadcast":
+            root = call.peer
+            for rank in members:
+                if rank == root and root in arrived:
+                    instance.ended[rank] = arrived[rank] + _LATENCY
+            if len(arrived) == len(members):
+                for rank in members:
+                    if rank != root:
+                        begin = max(arrived[rank], arrived[root])
+                        instance.ended[rank] = begin + self._takes(root, rank, call.payload)
+            elif instance.ended:
+                instance.ended = {}
+            return
+        if len(arrived) == len(members):
+            last = max(arrived.values())
+            for rank, took in self._ring(members, call).items():
+                instance.ended[rank] = last + took
+
+    def _ring(self, members, call) -> dict[int, int]:
+        """Steps of a ring: a rank receives from one neighbour what that had after the step before."""
+        count, way = len(members), {"all_gather": -1}.get(call.op, 1)
+        steps = (count - 1) * (2 if call.op == "all_reduce" else 1)
+        chunk = call.payload // count
+        have = dict.fromkeys(members, 0)
+        last_sent = dict.fromkeys(members, 0)
+        for _ in range(steps):
+            before = dict(have)
+            for place, rank in enumerate(members):
+                sender = members[(place + way) % count]
+                begin = max(before[rank], before[sender])
+                have[rank] = begin + self._takes(sender, rank, chunk)
+                last_sent[sender] = begin
+        return {rank: max(have[rank], last_sent[rank]) + _LATENCY for rank in members}
+
+    def _takes(self, sender, receiver, size) -> int:
+        places = [
+            self.hosts[rank] if len(set(self.hosts)) > 1 else f"rank {rank}" for rank in (sender, receiver)
+        ]
+        if places[0] == places[1]:
+            rate = FAST
+        else:
+            rate = min(self.rates.get(places[0], (FAST, FAST))[0], self.rates.get(places[1], (FAST, FAST))[1])
+        return _LATENCY + round(size * 8 * 1000 / rate)
+
+    def _record(self, number, rank, call, instance, run) -> dict:
+        shift = self.shifts.get(self.hosts[number], 0)
+        members = self._members(call, number)
+        is_message = call.op in ("send", "recv")
+        run.add_collective(
+            call.op, ranks=(number,), group=tuple(range(self.world)) if is_message else members, pg=call.pg,
+            payload_bytes=call.payload, step=rank.step, peer=call.peer, issue_ns=rank.now + shift,
+            is_async=call.is_async, **({"group_rank": 0} if is_message else {}),
+        )  # fmt: skip
+        return run.rows["collectives"][-1]
+
+    def _clocks(self, run):
+        for rank, host in enumerate(self.hosts):
+            for name, row in (
+                ("clocks", {"monotonic_ns": 0, "realtime_ns": 0, "uncertainty_ns": 0, "clock": f"clock of {host}"}),
+                ("clock_offsets", {"reference_rank": 0, "time_ns": 0, "exchanges": 30, "error_ns": 0,
+                                   "offset_ns": self.shifts.get(self.hosts[0], 0) - self.shifts.get(host, 0)}),
+            ):  # fmt: skip
+                begin = self.shifts.get(host, 0)
+                times = (begin, begin + 20_000 * MS) if name == "clock_offsets" else (0,)
+                for time in times:
+                    run.add(name, rank=rank, attempt=0, pid=run.pid(rank), host=host, **row | (
+                        {"time_ns": time} if name == "clock_offsets" else {}
+                    ))  # fmt: skip

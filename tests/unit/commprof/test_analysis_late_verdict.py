@@ -1,0 +1,261 @@
+"""The verdict on lateness against simulated jobs whose culprit is planted: ranks, hosts, paths, or nobody."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+
+from commprof.analysis import api
+from commprof.analysis.arrivals import arrivals
+from commprof.analysis.late_verdict import LATE_RANK, NOBODY, SLOW_TRANSFER, UNTOLD
+from commprof.analysis.straggling import straggling
+from support.simulated_jobs import MS, Call, Compute, Job, Step, Wait
+
+STEPS = 20
+MIB = 1 << 20
+HOSTS = ["h0", "h1", "h2"]
+
+
+def verdict(job: Job) -> tuple[str, str]:
+    """What is named, and the sentence."""
+    run = job.run()
+    found = arrivals(
+        run.table("collectives"), run.table("clocks"), run.table("clock_offsets"), one_host=False
+    )
+    said = straggling([found], lambda part: part, 1, dict(enumerate(job.hosts))).ranks.attrs
+    return said["culprit"], said["statement"] or ""
+
+
+def steps(
+    job: Job, delays=lambda step, rank: 0, size=MIB, calls=3, op="all_reduce", seed=1, noise=0.02
+) -> Job:
+    """Steps of 5 ms of work before each of some collectives, and what ``delays`` adds before the first of them."""
+    chance = random.Random(seed)
+    for step in range(STEPS):
+        for rank in range(job.world):
+            job.do(rank, Step(step))
+            for call in range(calls):
+                work = 5 * MS * (1 + noise * chance.random())
+                job.do(rank, Compute(int(work) + (delays(step, rank) if call == 0 else 0)), Call(op, size))
+    return job
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_nobody_is_named_where_nobody_is_slow(world):
+    for seed in range(5):
+        assert verdict(steps(Job(world), seed=seed)) == (NOBODY, "")
+    hosts = [f"h{rank}" for rank in range(world)]
+    # A network that is slow everywhere is no rank's fault and no host's.
+    for rates in ({}, dict.fromkeys(hosts, (50, 50))):
+        culprit, said = verdict(steps(Job(world, hosts=hosts, rates=rates)))
+        assert culprit == NOBODY and "by itself" not in said and "low transfers" not in said, said
+
+
+def test_a_late_rank_is_late_by_itself_and_its_delay_is_what_the_others_waited():
+    culprit, said = verdict(steps(Job(3), lambda step, rank: 20 * MS * (rank == 1)))
+    assert culprit == LATE_RANK
+    assert said.startswith("Rank 1 is late by itself: it was the last to come to ")
+    assert "the others waited 20." in said and "a step for its own time" in said
+    assert "Rank 0" not in said and "Rank 2" not in said and "Slow transfers" not in said
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_a_slow_link_of_a_host_names_the_host_and_no_rank(slow):
+    job = Job(3, hosts=HOSTS, rates={f"h{slow}": (20, 20)}, shifts={"h1": 10**12, "h2": -(10**9)})
+    culprit, said = verdict(steps(job))
+    assert culprit == SLOW_TRANSFER and "by itself" not in said
+    assert f"host h{slow} (rank {slow})" in said
+    assert "own time: the collectives before ended late for" in said
+
+
+def test_a_slow_link_and_a_late_rank_are_both_named():
+    job = Job(3, hosts=HOSTS, rates={"h1": (40, 40)})
+    culprit, said = verdict(steps(job, lambda step, rank: 300 * MS * (rank == 2)))
+    assert culprit == LATE_RANK and "Rank 2 is late by itself" in said and "Rank 0 is late" not in said
+    assert "host h1 (rank 1)" in said
+
+
+def test_a_path_of_which_the_slow_end_cannot_be_told_is_named_with_both_ends():
+    for rates in ({"h1": (20, 8000)}, {"h0": (8000, 20)}):  # the same, as far as a ring of all_reduces shows
+        culprit, said = verdict(steps(Job(3, hosts=HOSTS, rates=rates)))
+        assert culprit == SLOW_TRANSFER
+        assert (
+            "the path from host h1 (rank 1) to host h0 (rank 0) is slow" in said and "cannot be told" in said
+        )
+
+
+def messages(job: Job, size=MIB) -> Job:
+    """Every rank sends to every other, one after the other."""
+    for step in range(STEPS):
+        job.all(Step(step), Compute(2 * MS))
+        for sender in range(job.world):
+            for receiver in range(job.world):
+                if sender != receiver:
+                    job.do(sender, Call("send", size, peer=receiver))
+                    job.do(receiver, Call("recv", size, peer=sender))
+    return job
+
+
+@pytest.mark.parametrize(
+    ("rates", "said"),
+    [((20, 8000), "host h1 (rank 1) sends slowly"), ((8000, 20), "host h1 (rank 1) receives slowly"),
+     ((20, 20), "the link of host h1 (rank 1) is slow")],
+)  # fmt: skip
+def test_messages_tell_who_sends_and_who_receives_slowly(rates, said):
+    culprit, statement = verdict(messages(Job(3, hosts=HOSTS, rates={"h1": rates})))
+    assert culprit == SLOW_TRANSFER and said in statement
+    assert verdict(messages(Job(3, hosts=HOSTS))) == (NOBODY, "")
+
+
+def test_on_one_host_ranks_stand_for_the_ends():
+    culprit, said = verdict(messages(Job(3, rates={"rank 2": (20, 8000)})))
+    assert culprit == SLOW_TRANSFER and "rank 2 sends slowly" in said
+
+
+def broadcasts(job: Job) -> Job:
+    for step in range(STEPS):
+        job.all(Step(step), Compute(2 * MS))
+        for root in range(job.world):
+            job.all(Call("broadcast", MIB, peer=root), Compute(MS), Call("barrier", 0))
+    return job
+
+
+def test_a_root_that_sends_slowly_is_named():
+    culprit, said = verdict(broadcasts(Job(3, hosts=HOSTS, rates={"h2": (20, 8000)})))
+    assert culprit == SLOW_TRANSFER and "host h2 (rank 2) sends slowly" in said
+    culprit, said = verdict(broadcasts(Job(3, hosts=HOSTS, rates={"h2": (8000, 20)})))
+    assert culprit == SLOW_TRANSFER and "host h2 (rank 2) receives slowly" in said
+
+
+def test_groups_of_different_members_tell_the_host():
+    job = Job(4, hosts=["h0", "h1", "h2", "h3"], rates={"h2": (20, 20)})
+    for step in range(STEPS):
+        job.all(Step(step), Compute(2 * MS))
+        for pairs in (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 3), (1, 2))):
+            for pair in pairs:
+                for rank in pair:
+                    job.do(rank, Call("all_reduce", MIB, group=pair, pg=f"pg{pair}"), Compute(MS))
+    culprit, said = verdict(job)
+    assert (
+        culprit == SLOW_TRANSFER
+        and "the link of host h2 (rank 2) is slow" in said
+        and "by itself" not in said
+    )
+
+
+def test_a_rank_hidden_by_a_later_one_is_said_too():
+    culprit, said = verdict(steps(Job(3), lambda step, rank: (0, 20 * MS, 50 * MS)[rank]))
+    assert culprit == LATE_RANK
+    first, _, hidden = said.partition("Without it ")
+    assert "Rank 2 is late by itself" in first and "the others waited 30." in first
+    assert hidden.startswith("rank 1 would be late by itself: the others would wait 20.")
+
+
+def test_two_ranks_that_are_late_together_are_both_named():
+    culprit, said = verdict(steps(Job(4), lambda step, rank: 20 * MS * (rank in (1, 2))))
+    assert culprit == LATE_RANK and "Rank 1 is late by itself" in said and "Rank 2 is late by itself" in said
+    assert "Rank 0" not in said and "Rank 3" not in said
+
+
+def test_lateness_that_a_shared_rank_passes_on_is_not_its_own():
+    job = Job(4)
+    for step in range(STEPS):
+        job.all(Step(step))
+        for rank in range(4):
+            job.do(rank, Compute(5 * MS + 30 * MS * (rank == 3)))
+        for rank in (2, 3):  # only here rank 3 is late
+            job.do(rank, Call("all_reduce", MIB, group=(2, 3), pg="late"))
+        for rank in (0, 1, 2):  # rank 2 comes from there
+            job.do(rank, Call("all_reduce", MIB, group=(0, 1, 2), pg="shared"))
+    culprit, said = verdict(job)
+    assert culprit == LATE_RANK and "Rank 3 is late by itself" in said and "Rank 2 is late" not in said
+    # Rank 3 begins its next step while rank 2 is in the other group, so that it comes by that much less than 30 ms late.
+    assert re.search(r"For rank 2 the others waited (29|30)[.0-9]* ms a step that it passes on", said), said
+
+
+def test_ranks_that_are_late_in_turn_are_not_blamed_one_by_one():
+    culprit, said = verdict(steps(Job(3), lambda step, rank: 20 * MS * (step % 3 == rank)))
+    assert culprit == NOBODY and "late in turn" in said and "by itself" not in said
+
+
+def test_warm_up_in_the_first_step_is_not_counted():
+    assert verdict(steps(Job(3), lambda step, rank: 900 * MS * (rank == 1 and step == 0))) == (NOBODY, "")
+
+
+def test_a_rank_that_is_late_in_a_few_steps_is_named_with_them():
+    culprit, said = verdict(steps(Job(4), lambda step, rank: 100 * MS * (rank == 2 and step % 4 == 3)))
+    assert culprit == LATE_RANK
+    assert said.startswith("Rank 2 is late by itself in 5 of 19 steps: the others waited about 100 ms")
+
+
+def asynchronous(job: Job, delays, recorded=True) -> Job:
+    """Buckets that are sent while the program computes, and waited for at the end of the step."""
+    for step in range(STEPS):
+        for rank in range(job.world):
+            job.do(rank, Step(step), Compute(5 * MS + delays(step, rank)))
+            for _ in range(4):
+                job.do(rank, Call("all_reduce", MIB, is_async=True), Compute(2 * MS))
+            job.do(rank, Wait(recorded), Compute(MS))
+    return job
+
+
+def test_a_delay_before_asynchronous_collectives_is_the_ranks_own():
+    culprit, said = verdict(asynchronous(Job(3), lambda step, rank: 20 * MS * (rank == 2)))
+    assert culprit == LATE_RANK and "Rank 2 is late by itself" in said
+
+
+def test_a_rank_that_leaves_late_from_asynchronous_collectives_inherits_that():
+    job = Job(3, hosts=HOSTS, rates={"h1": (20, 20)})
+    culprit, said = verdict(asynchronous(job, lambda step, rank: 0))
+    assert culprit == SLOW_TRANSFER and "by itself" not in said and "host h1 (rank 1)" in said
+
+
+def test_waits_that_were_not_recorded_leave_the_cause_untold():
+    job = asynchronous(Job(3), lambda step, rank: 20 * MS * (rank == 2), recorded=False)
+    culprit, said = verdict(job)
+    assert (
+        culprit == UNTOLD and said.startswith("Rank 2 was the last to come to ") and "cannot be told" in said
+    )
+
+
+def test_own_delay_and_inherited_add_up_to_the_lateness(tmp_path):
+    job = steps(
+        Job(3, hosts=HOSTS, rates={"h1": (20, 20)}), lambda step, rank: 10 * MS * (rank == 2), noise=0
+    )
+    run = job.run()
+    found = api.arrivals(run.write(tmp_path / "run"))
+    known = found[found["own_delay_ns"].notna()]
+    assert len(known) == len(found) - 3  # of the first collective nothing is known
+    assert (known["own_delay_ns"] + known["inherited_ns"] == known["lateness_ns"]).all()
+    own = known[(known["step"] > 0) & (known["rank"] == 2)].groupby("step")["own_delay_ns"].max()
+    assert ((own >= 0) & (own <= 10 * MS)).all()
+    innocent = known[known["rank"] == 0]
+    assert innocent["own_delay_ns"].max() == 0 and innocent["inherited_ns"].max() > 10 * MS
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_the_planted_culprit_is_the_one_that_is_blamed(seed):
+    """Random worlds, work, sizes and noise; a rank, a host or nobody is slow."""
+    chance = random.Random(seed)
+    world = chance.randint(3, 6)
+    hosts = [f"h{rank}" for rank in range(world)]
+    planted = chance.choice(["nobody", "rank", "host"])
+    who = chance.randrange(world)
+    delay = chance.randint(5, 40) * MS if planted == "rank" else 0
+    rates = {f"h{who}": (chance.randint(10, 60),) * 2} if planted == "host" else {}
+    job = steps(
+        Job(world, hosts=hosts, rates=rates, shifts={f"h{world - 1}": chance.randint(-(10**12), 10**12)}),
+        lambda step, rank: int(delay * chance.uniform(0.7, 1.3)) if rank == who else 0,
+        size=chance.choice([MIB // 4, MIB]), calls=chance.randint(1, 4), seed=seed, noise=chance.uniform(0, 0.1),
+    )  # fmt: skip
+    culprit, said = verdict(job)
+    if planted == "nobody":
+        assert culprit == NOBODY and "by itself" not in said, said
+    elif planted == "rank":
+        assert culprit == LATE_RANK and f"Rank {who} is late by itself" in said, said
+        assert said.count("late by itself") == 1, said
+    else:
+        assert culprit == SLOW_TRANSFER and "by itself" not in said, said
+        assert f"host h{who} (rank {who})" in said, said
