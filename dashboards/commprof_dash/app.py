@@ -15,6 +15,7 @@ from commprof_dash import address, ids
 from commprof_dash.access import Access, guard
 from commprof_dash.components import controls, messages, shell
 from commprof_dash.data import Runs, reason
+from commprof_dash.malformed import refuse_malformed
 from commprof_dash.pages import PAGES
 from commprof_dash.pages.page import Drawing, Page
 from commprof_dash.theme import scheme_of
@@ -58,6 +59,7 @@ def create_app(runs_dir: Path | str, access: Access | None = None) -> dash.Dash:
         suppress_callback_exceptions=True,  # controls exist only on their pages
     )
     guard(app.server, access or Access())
+    refuse_malformed(app.server)
     app.layout = shell.layout(PAGES)
     _register(app, runs)
     return app

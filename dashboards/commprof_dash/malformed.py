@@ -1,0 +1,50 @@
+"""Requests that none of our pages makes: answered with their status and one line of text, never with a traceback."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from typing import Any, Final
+
+import flask
+from dash.exceptions import DependencyException
+from werkzeug.exceptions import HTTPException
+
+_LOG: Final = logging.getLogger(__name__)
+_UPDATE: Final = "/_dash-update-component"
+_ANY_PAGE: Final = "/<path:path>"
+_LARGEST: Final = 16 * 2**20  # bytes of a request; those of our pages have some kB
+
+
+def refuse_malformed(server: flask.Flask) -> None:
+    """Have ``server`` answer 400 to an update that cannot be carried out, and 404 to a file that is not ours."""
+    server.config["MAX_CONTENT_LENGTH"] = _LARGEST
+
+    @server.before_request
+    def not_a_page() -> flask.Response | None:
+        # Dash gives the shell of the pages to every address that nothing else answers.
+        rule = flask.request.url_rule
+        if rule is None or rule.rule != _ANY_PAGE or not flask.request.path.startswith("/_dash-"):
+            return None
+        if flask.request.path == _UPDATE:
+            return _text(405, "An update is asked for by POST.", Allow="POST")
+        return _text(404, "There is no such file.")
+
+    @server.errorhandler(DependencyException)
+    def no_such_file(error: DependencyException) -> flask.Response:
+        return _text(404, "There is no such file.")
+
+    @server.errorhandler(Exception)
+    def no_such_update(error: Exception) -> Any:
+        if flask.request.path != _UPDATE or (isinstance(error, HTTPException) and error.code == 405):
+            if isinstance(error, HTTPException):
+                return error
+            raise error
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        # The body is somebody's: it is not repeated.
+        _LOG.warning("an update was refused: %s at %s:%s", type(error).__name__, place.filename, place.lineno)
+        return _text(400, "This is no update that a page of this dashboard asks for.")
+
+
+def _text(status: int, text: str, **headers: str) -> flask.Response:
+    return flask.Response(text + "\n", status, headers, mimetype="text/plain")
