@@ -13,6 +13,7 @@ from commprof.cli.nccl import read_logs
 from commprof.cli.rendering import Heading, Rows
 from commprof.cli.runs import RunArgument, opened
 from commprof.errors import TraceError, UsageError
+from commprof.trace.liveness import recording_process, refuse_live
 
 if TYPE_CHECKING:
     from commprof.align.divergence import Divergence
@@ -49,6 +50,8 @@ def align(
     The tables of the log, matches and comm_matches are kept in the run, unless nothing matches.
     """
     found = opened(run)
+    if force:
+        refuse_live(found.path, "no alignment is kept in it")
     if not force and found.table("matches").num_rows:
         raise UsageError(f"{found.path} holds an alignment already; give --force to replace it")
     with needed("analysis", "to align a run"):
@@ -132,6 +135,10 @@ def _divergence(divergence: Divergence) -> Rows:
 def _keep(run: Run, tables: dict[str, Any], report: MatchReport) -> None:
     from commprof.trace.tables import write_table
 
+    who = recording_process(run.path)
+    if who is not None:
+        say(f"{run.path} is being recorded by {who}: no alignment is kept in it yet")
+        return
     try:
         for name, table in tables.items():
             write_table(run.path, name, table)

@@ -17,6 +17,7 @@ from commprof.cli.extras import needed
 from commprof.cli.rendering import Heading, Rows
 from commprof.errors import LogError, UsageError
 from commprof.printable import escaped
+from commprof.trace.liveness import refuse_live
 
 if TYPE_CHECKING:
     from commprof.nccl.following import Followed
@@ -87,6 +88,8 @@ def parse(
         raise UsageError("--idle says when --follow ends; give --follow, too")
     if idle is not None and not idle >= 0:
         raise UsageError(f"--idle is {idle:g}; expected seconds, 0 or more")
+    if out is not None:
+        refuse_live(out, "no table is written into it")
     if out is not None and not force:
         with needed("analysis", "to read NCCL logs"):
             from commprof.nccl.parser import refuse_taken

@@ -13,6 +13,8 @@ from typing import IO, Any, NamedTuple
 import pyarrow as pa
 
 from commprof.errors import TraceError, UsageError
+from commprof.trace.directory import is_run
+from commprof.trace.liveness import refuse_live
 
 Progress = Callable[[str], None]
 
@@ -171,6 +173,11 @@ def _check_target(out: Path, names: Sequence[str], force: bool) -> None:
             return
         if not out.is_dir():
             raise UsageError(f"{out} is a file; an export needs a directory. Choose another --out")
+        if is_run(out):
+            refuse_live(out, "nothing is exported into it")
+            raise UsageError(
+                f"{out} is a run, and an export would mix its files with the run's. Choose another --out"
+            )
         if not force and any(out.iterdir()):
             raise UsageError(
                 f"{out} is not empty, and an export would not overwrite it unasked. Choose another --out, or use --force: "

@@ -22,7 +22,7 @@ from commprof.launch.program import CONFIG_ARGUMENTS, Program, find_argument, re
 from commprof.launch.sweep import Turn, derive, label, mismatches
 from commprof.recorder.options import DEFAULTS, Options
 from commprof.recorder.placement import place
-from commprof.trace import directory
+from commprof.trace import directory, manifest
 
 _TAIL_LINES: Final = 15
 
@@ -103,6 +103,8 @@ def make_room(out: Path, force: bool) -> None:
             raise UsageError(
                 f"{out} holds {len(children)} runs already. Choose another --out, or give --force to replace them"
             )
+        for child in children:
+            manifest.check_replaceable(child)
         for child in children:
             shutil.rmtree(child)
     except OSError as error:

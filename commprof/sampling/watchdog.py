@@ -14,9 +14,9 @@ from commprof.errors import CommprofError
 from commprof.sampling.dump import Dump, keep_dump, take_dump
 from commprof.sampling.dump_text import dump_text
 from commprof.sampling.live import fingerprint, latest_files
+from commprof.trace.directory import DUMPS_DIRECTORY
 from commprof.trace.layout import RankFile
 
-DUMPS_DIRECTORY: Final = "dumps"
 _LOOKS_PER_PERIOD: Final = 4
 _LONGEST_PAUSE: Final = 5.0
 _SHORTEST_PAUSE: Final = 0.1

@@ -18,6 +18,7 @@ INDEX_NAME: Final = (
 SAMPLES_NAME: Final = "samples.jsonl"  # what the launcher's samplers read, while the job runs
 EVERY_SAMPLES: Final = "samples*.jsonl"  # and those of other hosts
 STACKS_DIRECTORY: Final = "stacks"  # one file for each process, in which it writes its stacks on request
+DUMPS_DIRECTORY: Final = "dumps"  # what the watchdog wrote of a job that hung
 TRACES: Final = Path("traces")
 LATEST: Final = "latest"
 

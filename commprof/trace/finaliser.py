@@ -28,6 +28,7 @@ from commprof.trace.decoder import RankTrace, read_rank
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, MANIFEST_NAME, STACKS_DIRECTORY
 from commprof.trace.health import Health, assess
 from commprof.trace.layout import EVENTS_SUFFIX, RECORDS_SUFFIX, rank_files
+from commprof.trace.liveness import recently_touched
 from commprof.trace.manifest import (
     COMPLETE,
     KILLED,
@@ -62,9 +63,6 @@ _SIDE_TABLES: Final = (
     "clocks",
     "clock_offsets",
     "aggregates",
-)
-_QUIET_SECONDS: Final = (
-    600  # a file of a host that we cannot ask, untouched for so long, is taken for abandoned
 )
 
 
@@ -191,17 +189,9 @@ def still_working(run: Path, manifest: Manifest, traces: Sequence[RankTrace]) ->
         if trace.entry["ended"]:
             continue
         alive = is_alive(trace.begin)
-        if alive or (alive is None and _recently_touched(run, trace)):
+        if alive or (alive is None and recently_touched(run / trace.identity.stem)):
             return True
     return False
-
-
-def _recently_touched(run: Path, trace: RankTrace) -> bool:
-    newest = 0.0
-    for suffix in (RECORDS_SUFFIX, EVENTS_SUFFIX):
-        with contextlib.suppress(OSError):
-            newest = max(newest, (run / (trace.identity.stem + suffix)).stat().st_mtime)
-    return time.time() - newest < _QUIET_SECONDS
 
 
 def _convert(run: Path, manifest: Manifest, traces: Sequence[RankTrace]) -> None:

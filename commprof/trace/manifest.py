@@ -17,8 +17,17 @@ from commprof import __version__
 from commprof.errors import SchemaError, TraceError, UsageError
 from commprof.schema import SCHEMA_VERSION, TABLES
 from commprof.trace.content import printable, read_content
-from commprof.trace.directory import COLLECTIVES_DIRECTORY, INDEX_NAME, MANIFEST_NAME, is_run
+from commprof.trace.directory import (
+    COLLECTIVES_DIRECTORY,
+    DUMPS_DIRECTORY,
+    EVERY_SAMPLES,
+    INDEX_NAME,
+    MANIFEST_NAME,
+    STACKS_DIRECTORY,
+    is_run,
+)
 from commprof.trace.layout import parse_stem
+from commprof.trace.liveness import refuse_live
 
 RUNNING: Final = "running"
 COMPLETE: Final = "complete"
@@ -37,6 +46,8 @@ _OUR_NAMES: Final = frozenset(
         "wire.jsonl",
         "processes.jsonl",
         "output.txt",
+        STACKS_DIRECTORY,
+        DUMPS_DIRECTORY,
     }
 )
 # Fields that may be null: what they are where they are not.
@@ -314,22 +325,35 @@ def _make_room(path: Path, force: bool) -> None:
         raise UsageError(
             f"{path} is not empty and is not a run, so nothing in it is touched, --force or not. Choose another --out"
         )
+    refuse_live(path, "it is not replaced")
     if not force:
         raise UsageError(
             f"{path} holds a run already. Choose another --out, or give --force to replace that run"
         )
+    check_replaceable(path)
+    shutil.rmtree(path)
+
+
+def check_replaceable(path: Path) -> None:
+    """See that run ``path`` may be removed.
+
+    Raises:
+        UsageError: it is being recorded, or holds something that is not commprof's.
+    """
+    refuse_live(path, "it is not replaced")
     foreign = sorted(child.name for child in path.iterdir() if not _is_ours(child))
     if foreign:
         raise UsageError(
             f"{path} is a run, but also holds {', '.join(foreign[:5])}, which commprof did not write: nothing is removed. "
             "Move that elsewhere, or choose another --out"
         )
-    shutil.rmtree(path)
 
 
 def _is_ours(child: Path) -> bool:
     """Whether commprof itself may have put ``child`` into a run directory."""
-    if child.name in _OUR_NAMES or child.name.startswith((f".{MANIFEST_NAME}-", f".{INDEX_NAME}-", ".rank-")):
+    if child.name in _OUR_NAMES or child.match(EVERY_SAMPLES):
+        return True
+    if child.name.startswith((f".{MANIFEST_NAME}-", f".{INDEX_NAME}-", ".rank-")):
         return True
     return parse_stem(child.stem) is not None or (
         child.suffix == ".parquet" and child.stem.lstrip(".") in TABLES
