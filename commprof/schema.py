@@ -272,6 +272,25 @@ BUCKETS: Final = Table(
     key=("rank", "attempt", "pid", "step", "micro_step", "bucket"),
 )
 
+STALLS: Final = Table(
+    "stalls",
+    "One row per interval in which a rank's program waited for collectives in C++, such as DistributedDataParallel's at the end "
+    "of a backward pass. No single wait is seen there, so its exposed time has bounds.",
+    (
+        Column("rank", "int32", "global rank"),
+        Column("attempt", "int32", "restart of the job"),
+        Column("pid", "int32", "process id"),
+        Column("step", "int32", "training step"),
+        Column("place", "string", "what waited: backward (the reducer, at the end of a backward pass), or the name of torch's function"),
+        Column("since_ns", "int64", "it waited for the collectives that C++ issued from here until end_ns", unit="ns"),
+        Column("begin_ns", "int64", "the interval began", unit="ns"),
+        Column("end_ns", "int64", "all of them were complete", unit="ns"),
+        Column("exposed_low_ns", "int64", "the thread slept at least so long in it, without what it computed and what it waited for a processor", unit="ns"),
+        Column("exposed_high_ns", "int64", "the thread was on no processor for so long: it waited no longer", unit="ns"),
+    ),
+    key=("rank", "attempt", "pid", "begin_ns"),
+)
+
 PARAMETERS: Final = Table(
     "parameters",
     "One row per parameter of the model, from the lowest rank that published them.",
@@ -690,6 +709,7 @@ TABLES: Final[dict[str, Table]] = {
         COLLECTIVES,
         GROUPS,
         BUCKETS,
+        STALLS,
         PARAMETERS,
         WRAPPED,
         WRAPPER_PASSES,

@@ -65,7 +65,8 @@ class Interception:
         self._backend_wrappers = Wrappers(
             journal, backends.find, LAYERS.index(Layer.BACKEND), self.wrappers.pending
         )
-        self._issuers = CppIssuers(self._record_cpp_issuers, journal.fault)
+        self.stalls = self.kernels.stalls
+        self._issuers = CppIssuers(self._record_cpp_issuers, journal.fault, self.stalls)
         self._graphs = CapturedGraphs(journal.fault)
         self._beneath = Beneath(journal.note)
         self._wants_complete = complete
@@ -147,6 +148,7 @@ class Interception:
         """Once a step, and at the end: what has happened beside the calls that are recorded."""
         self._graphs.write()
         self._beneath.look()
+        self.stalls.write()
 
     def close_gap(self, group: Group) -> None:
         """``group`` has counted collectives that were not recorded: look at all of c10d from now on, and say so."""

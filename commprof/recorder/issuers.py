@@ -14,8 +14,11 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
+from commprof.recorder.stalls import Stalls
+
 _CLASS: Final = "Reducer"
 _FUNCTIONS: Final = ("_broadcast_coalesced", "_verify_params_across_processes")
+_REBUILD: Final = "_rebuild_buckets"  # of the reducer: before every forward pass, and does something once
 
 
 class CppIssuers:
@@ -24,11 +27,15 @@ class CppIssuers:
     Args:
         on_first: called before it, once.
         on_fault: called with what ``on_first`` raised.
+        stalls: told when one of them begins and ends in which C++ may wait.
     """
 
-    def __init__(self, on_first: Callable[[], None], on_fault: Callable[[Exception], None]) -> None:
+    def __init__(
+        self, on_first: Callable[[], None], on_fault: Callable[[Exception], None], stalls: Stalls
+    ) -> None:
         self._on_first = on_first
         self._on_fault = on_fault
+        self._stalls = stalls
         self._seen = False
         self._patched: list[tuple[Any, str, Any, Any]] = []
 
@@ -37,6 +44,8 @@ class CppIssuers:
         reducer = getattr(_distributed_c10d, _CLASS, None)
         if reducer is not None:
             self._patch(reducer, "__init__")
+            if hasattr(reducer, _REBUILD):
+                self._patch(reducer, _REBUILD)
         for name in _FUNCTIONS:
             for module in (dist, _distributed_c10d):
                 if hasattr(module, name):
@@ -57,11 +66,20 @@ class CppIssuers:
 
     def _patch(self, owner: Any, name: str) -> None:
         original = vars(owner)[name]
+        enter, leave, waits = self._stalls.enter, self._stalls.leave, name != "__init__"
+        rebuilt: set[int] = set()  # reducers, by address, that have done so once
 
         @functools.wraps(original)
         def noticed(*args: Any, **kwargs: Any) -> Any:
             self._notice()
-            return original(*args, **kwargs)
+            if not waits:
+                return original(*args, **kwargs)
+            entered = enter(detailed=not args or id(args[0]) not in rebuilt)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                if leave(entered, name) and name == _REBUILD:
+                    rebuilt.add(id(args[0]))
 
         setattr(owner, name, noticed)
         self._patched.append((owner, name, original, noticed))

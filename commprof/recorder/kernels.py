@@ -27,6 +27,7 @@ from commprof.recorder.operators import C10D, Issued, Reader, layout
 from commprof.recorder.results import Results
 from commprof.recorder.sequence import GLOO, GLOO_EXTRA
 from commprof.recorder.signatures import describe, freeze
+from commprof.recorder.stalls import Stalls
 from commprof.schema import LAYERS, Layer
 from commprof.trace.segments import RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Token, mark_raised
 
@@ -56,6 +57,7 @@ class KernelRecorder:
         self.records = 0
         self.cost_ns = 0
         self.groups = groups
+        self.stalls = Stalls(journal)
         self.sites = CallSites(lambda row: journal.intern("site", row))
         self._signatures: dict[Any, int] = {}
         self._results = Results()  # of functional operators

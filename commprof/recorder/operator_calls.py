@@ -106,6 +106,7 @@ class OperatorCalls:
         thread, recorded_above = self.thread, self._frames.among
         groups, find_group = recorder.groups.known, recorder.groups.find
         find_site, settle, record_raised = recorder.sites.find, self._settle, recorder.record_raised
+        issued = recorder.stalls.issued
         get_frame, clock, cpu_clock = sys._getframe, time.perf_counter_ns, time.thread_time_ns
         layer, return_word = C10D_LAYER, RETURN_WORD
         thread_local, journal_key, noted = hooks._thread, journal.key, self.functions.latest
@@ -168,8 +169,10 @@ class OperatorCalls:
                     group.extra += extra
                     state = thread_local.state
                     tag = state.current
-                    if tag is None and recorder.tagger is not None and not mine.is_method:
-                        tag = recorder.tagger(method, group, args)
+                    if not mine.is_method:  # C++ has issued it, and will wait for it
+                        issued()
+                        if tag is None and recorder.tagger is not None:
+                            tag = recorder.tagger(method, group, args)
                     if tag is None:
                         tag_number = 0
                     else:

@@ -87,7 +87,7 @@ class Session:
         self.flight = FlightDump(self.journal, groups.unique_name)
         self.stacks = StackSignal()
         self.clock_offsets = ClockOffsets(self.journal, self._clock_meeting)
-        self.frameworks = Frameworks(self.journal, self.steps)
+        self.frameworks = Frameworks(self.journal, self.steps, self.interception.stalls)
         self.interception.kernels.tagger = self.frameworks.explain
         self.out = out
         self._refused: str | None = None  # why no file could be opened
@@ -188,6 +188,7 @@ class Session:
             "first_fault": journal.first_fault,
             "recorder_ns": round(cost * (calls - kernels.records))
             + kernels.cost_ns
+            + kernels.stalls.cost_ns
             + journal.completion.cost_ns
             + self.steps.cost_ns
             + self.flight.cost_ns

@@ -123,6 +123,7 @@ def _side_tables(
         "wrappers": ({**row, **same} for row in events.rows["wrappers"]),
         "wrapper_passes": ({**row, **same} for row in events.rows["wrapper_passes"]),
         "buckets": ({**row, **same} for row in events.rows["buckets"]),
+        "stalls": ({**row, **same} for row in events.rows["stalls"]),
         "flight": ({**row, **same} for row in events.rows["flight"]),
         "clocks": ({**row, **here} for row in events.rows["clock"]),
         "clock_offsets": ({**row, **here} for row in events.rows["clock_offset"]),

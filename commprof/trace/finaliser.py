@@ -59,6 +59,7 @@ _SIDE_TABLES: Final = (
     "wrappers",
     "wrapper_passes",
     "buckets",
+    "stalls",
     "flight",
     "clocks",
     "clock_offsets",

@@ -43,6 +43,7 @@ EVENT_KINDS: Final[tuple[str, ...]] = (
     "buckets",
     "bucket",  # interned: id and what describes a gradient bucket
     "flush",  # the bucket with this id was flushed: step, micro step, time
+    "stalls",  # an interval in which C++ waited
     "config",
     "clock",  # monotonic and real-time clock read together
     "clock_offset",  # how far this clock is from that of rank 0

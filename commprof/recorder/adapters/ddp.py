@@ -26,6 +26,7 @@ from commprof.recorder.groups import Group
 from commprof.recorder.journal import Journal
 from commprof.recorder.methods import Method
 from commprof.recorder.models import plain_name
+from commprof.recorder.stalls import Stalls
 from commprof.recorder.wrapped import WrappedModels
 from commprof.schema import PASSES, PASSES_UNKNOWN, Purpose
 
@@ -72,10 +73,12 @@ class Ddp:
     Args:
         journal: hears of what could not be found out.
         wrapped: publishes what they were given.
+        stalls: told when a hook of the program's begins to reduce.
     """
 
-    def __init__(self, journal: Journal, wrapped: WrappedModels) -> None:
+    def __init__(self, journal: Journal, wrapped: WrappedModels, stalls: Stalls) -> None:
         self._wrapped = wrapped
+        self._stalls = stalls
         self._doubt = Doubts(journal, "DistributedDataParallel")
         self._reductions: weakref.WeakKeyDictionary[DistributedDataParallel, Reduction] = (
             weakref.WeakKeyDictionary()
@@ -262,6 +265,7 @@ class Ddp:
                 try:
                     names = tuple(self._names.get(id(each), "?") for each in bucket.parameters())
                     buffer = bucket.buffer()
+                    self._stalls.issued()
                     if bucket.index() == 0:
                         self._reduced_by_hook(bucket)
                     tag = open_bucket(bucket.index(), buffer.numel(), buffer.nbytes, buffer.dtype, names)

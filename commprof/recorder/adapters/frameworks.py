@@ -13,6 +13,7 @@ from commprof.recorder.adapters.torch_functions import TorchFunctions
 from commprof.recorder.adapters.trainers import Trainers
 from commprof.recorder.journal import Journal
 from commprof.recorder.models import Models
+from commprof.recorder.stalls import Stalls
 from commprof.recorder.steps import Steps
 from commprof.recorder.training_loop import TrainingLoop
 from commprof.recorder.wrapped import WrappedModels
@@ -21,11 +22,11 @@ from commprof.recorder.wrapped import WrappedModels
 class Frameworks:
     """What says for programs where they are and why they issue what they do, where they do not say it themselves."""
 
-    def __init__(self, journal: Journal, steps: Steps) -> None:
+    def __init__(self, journal: Journal, steps: Steps, stalls: Stalls) -> None:
         self.models = Models(journal.fault)
         self.loop = TrainingLoop(journal, steps, self.models)
         self.wrapped = WrappedModels(journal)
-        ddp = Ddp(journal, self.wrapped)
+        ddp = Ddp(journal, self.wrapped, stalls)
         self.explain = ddp.explain  # why C++ issues a collective
         checkpoints = Checkpoints(self.loop)
         parts = [
