@@ -83,11 +83,12 @@ STEP_TIMES: Final = Table(
         Column(
             "exposed_ns",
             "int64",
-            "time in it that the program stood still for collectives, a moment once, mean over ranks; at least, where "
-            "exposure says that not all its records are timed",
+            "exposed_ns of exposure in this step; null where only bounds are known",
             True,
             "ns",
         ),
+        Column("exposed_low_ns", "int64", "exposed_low_ns of exposure in this step", True, "ns"),
+        Column("exposed_high_ns", "int64", "exposed_high_ns of exposure in this step", True, "ns"),
         Column("cpu_ns", "int64", "CPU time of a rank's process, mean over ranks", True, "ns"),
         Column("rss_bytes", "int64", "resident memory, largest over the ranks", True, "bytes"),
         Column("device_bytes", "int64", "device memory, largest over the ranks", True, "bytes"),
@@ -115,6 +116,34 @@ _KNOWN: Final = (
     Column("timed", "int64", "of these exposed_ns is known"),
     Column("sampled", "int64", "of these the end is known from the backend or the device itself"),
     Column("unwaited", "int64", "asynchronous, and no wait for them was seen: exposed_ns is not known"),
+    Column("bounded", "int64", "of these C++ waited in an interval of stalls, which bounds what they cost"),
+)
+_BOUNDS: Final = (
+    Column(
+        "exposed_low_ns",
+        "int64",
+        "the program was blocked on them at least so long; null: not known",
+        True,
+        "ns",
+    ),
+    Column("exposed_high_ns", "int64", "at most so long; null: of some nothing bounds it", True, "ns"),
+)
+_OVERLAPPED: Final = (
+    Column(
+        "overlapped_ns",
+        "int64",
+        "overlapped time, where the backend told the end of every asynchronous record (sampled); else null",
+        True,
+        "ns",
+    ),
+    Column(
+        "overlapped_at_most_ns",
+        "int64",
+        "at least one was under way, as far as is known, while the program was blocked on none: at most so long; null: of "
+        "some the end is not known",
+        True,
+        "ns",
+    ),
 )
 
 EXPOSURE: Final = Table(
@@ -126,27 +155,23 @@ EXPOSURE: Final = Table(
         Column(
             "exposed_ns",
             "int64",
-            "time in which the program stood still for at least one of them; a moment counts once; at least, where timed is "
-            "less than records",
+            "time in which the program was blocked on at least one of them, a moment once; at least, where timed is less "
+            "than records; null where only bounds are known (bounded)",
             True,
             "ns",
         ),
+        *_BOUNDS,
         Column(
             "summed_ns", "int64", "exposed_ns of the records, added up; at least, as exposed_ns", True, "ns"
         ),
+        *_OVERLAPPED,
         Column(
-            "overlapped_ns",
-            "int64",
-            "time in which at least one was under way while the program stood still for none; at most, where sampled is "
-            "less than records",
-            True,
-            "ns",
+            "step_ns", "int64", "time of the training steps of the row, longest over the ranks", True, "ns"
         ),
-        Column("step_ns", "int64", "time of the training steps of the row, mean over the ranks", True, "ns"),
         Column(
             "exposed_share",
             "float64",
-            "part of step_ns in which the program stood still; at least, as exposed_ns",
+            "exposed_ns inside of training steps, over step_ns; null where exposed_ns is",
             True,
         ),
     ),
@@ -154,22 +179,28 @@ EXPOSURE: Final = Table(
 
 EXPOSURE_PER_STEP: Final = Table(
     "exposure_per_step",
-    "What a training step stands still for, by purpose; the last row is all of it, in which a moment counts once.",
+    "Exposed and overlapped time of a training step, by purpose: medians over the warm steps of means over the ranks. "
+    "Purposes overlap in time; the last row, all, is their union and not their sum.",
     (
         Column("purpose", "string", "why, as the runtime says; null where it does not; all", True),
-        Column("steps", "int64", "training steps behind the row: those that ended, without the first"),
+        Column(
+            "steps",
+            "int64",
+            "training steps behind the row: those that ended, without the first of each attempt",
+        ),
         *_KNOWN,
         Column(
             "exposed_ns",
             "int64",
-            "median over the steps of exposed_ns of exposure; at least, where timed is less than records",
+            "median over these steps of exposed_ns of exposure; at least, where timed is less than records; null where only "
+            "bounds are known (bounded)",
             True,
             "ns",
         ),
-        Column(
-            "exposed_share", "float64", "part of the time of all these steps; at least, as exposed_ns", True
-        ),
-        Column("overlapped_ns", "int64", "median over the steps of overlapped_ns of exposure", True, "ns"),
+        *_BOUNDS,
+        Column("step_ns", "int64", "median over the same steps of their duration_ns", True, "ns"),
+        Column("exposed_share", "float64", "exposed_ns over step_ns", True),
+        *_OVERLAPPED,
     ),
     key=("purpose",),
 )

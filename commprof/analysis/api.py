@@ -31,7 +31,6 @@ from commprof.analysis import (
     sums,
     usage,
 )
-from commprof.analysis import exposure as exposure_module
 from commprof.analysis import index as index_module
 from commprof.analysis import levels as levels_module
 from commprof.analysis import matrix as matrix_module
@@ -49,6 +48,7 @@ from commprof.analysis.answers import ANSWERS, EXPOSURE_BY, GROUPINGS
 from commprof.analysis.bandwidth import Bandwidths
 from commprof.analysis.buckets import BucketContent
 from commprof.analysis.csv_text import frame_csv, write_csv, write_csv_parts
+from commprof.analysis.exposed_texts import exposed_share, exposed_time, overlapped_time
 from commprof.analysis.frames import from_arrow
 from commprof.analysis.kept import kept, stamp
 from commprof.analysis.memory import engine_settings
@@ -112,6 +112,8 @@ __all__ = [
     "compare_both",
     "describe_columns",
     "engine_settings",
+    "exposed_share",
+    "exposed_time",
     "exposure",
     "exposure_per_step",
     "find_runs",
@@ -123,6 +125,7 @@ __all__ = [
     "matrix",
     "moved",
     "open_run",
+    "overlapped_time",
     "overview",
     "owners",
     "query",
@@ -474,14 +477,13 @@ def exposure(run: AnyRun, by: Sequence[str] = ("step",)) -> pd.DataFrame:
 
 
 def exposure_per_step(run: AnyRun) -> pd.DataFrame:
-    """What a training step typically stands still for, by purpose and altogether: medians, and shares of the step time.
+    """Exposed and overlapped time of a training step, by purpose and altogether (the last row, which is the union).
 
-    Steps that did not end are left out, and so is the first of each attempt, which warms up, where there are others.
+    Medians over the warm steps of means over the ranks; the share is that of the median duration of the same steps. Warm are
+    the steps that ended, without the first of each attempt where there are others. Purposes overlap in time.
     """
     run = _opened(run)
-    return exposure_module.per_step(
-        sums.exposure(run, ("attempt", "step", "purpose")), sums.exposure(run, ("attempt", "step"))
-    )
+    return sums.exposure_per_step(run)
 
 
 def moved(run: AnyRun) -> pd.DataFrame:

@@ -44,7 +44,7 @@ MOST_IN_MEMORY: Final = 5_000_000  # records; more need the file
 _FEWEST_IN_FILE: Final = 300_000  # fewer are indexed in less time than a person notices
 _KEPT: Final = 8  # indexes that stay open
 _LIVE_SECONDS: Final = 2.0  # how old the picture of a run that is still going may be
-_INPUTS: Final = ("clocks", "clock_offsets", "steps", "aggregates", "buckets")
+_INPUTS: Final = ("clocks", "clock_offsets", "steps", "aggregates", "buckets", "stalls")
 _MOST_MEMORY: Final = (
     400 << 20
 )  # that the engine takes while it builds an index; what does not fit goes to files

@@ -17,7 +17,7 @@ import pandas as pd
 import pyarrow as pa
 
 from commprof.align.arrivals import NEEDED
-from commprof.analysis import arrivals, buckets, exposure, steps, straggling, traffic, transfers
+from commprof.analysis import arrivals, buckets, exposure, straggling, traffic, transfers
 from commprof.analysis.bucket_contents import KEY, described
 from commprof.analysis.bucket_groups import BucketGroups, bucket_groups
 from commprof.analysis.engine import query_text
@@ -27,7 +27,6 @@ from commprof.analysis.sum_tables import BUCKET_SUMS, HELD_COLUMNS, OperationSum
 from commprof.analysis.whole_collectives import IndexedParts, columns_of
 from commprof.trace.reader import Run
 
-STOOD_STILL: Final = "stood_still"
 BUCKET_FLUSHES: Final = "bucket_flushes"
 BUCKET_MEANS: Final = "bucket_means"
 STRAGGLING: Final = dict(
@@ -124,17 +123,19 @@ def _parts(
 
 
 def standing(run: Run) -> dict[str, pa.Table]:
-    """What collectives cost in time, by the columns of :data:`EXPOSURES`, and for how long steps stood still.
+    """What collectives cost in time, by the columns of :data:`EXPOSURES`.
 
     Raises:
         TraceError: a file of the run is damaged.
     """
     collectives, of_steps = run.scan("collectives", _FEWEST_SCANNED), run.table("steps")
-    stood = dict(zip(EXPOSURES, standstills(collectives, of_steps, list(EXPOSURES)), strict=True))
-    counted = exposure.counts(collectives, max(EXPOSURES, key=len))
-    found = {STOOD_STILL: steps.stood_still(of_steps, collectives, stood["attempt", "step"], counted)}
-    for by, name in EXPOSURES.items():
-        found[name] = exposure.answer(collectives, of_steps, by, stood[by], counted)
+    stalls = run.table("stalls")
+    stood = standstills(collectives, of_steps, list(EXPOSURES), stalls)
+    counted = exposure.counts(collectives, max(EXPOSURES, key=len), stalls)
+    found = {
+        name: exposure.answer(collectives, of_steps, by, stalls, each, counted)
+        for (by, name), each in zip(EXPOSURES.items(), stood, strict=True)
+    }
     give_back()  # what it took of each file is not needed again
     return found
 

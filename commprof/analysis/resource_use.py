@@ -41,6 +41,8 @@ def resource_use(times: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
                 "cores": _ratio(step["cpu_ns"], duration),
                 "gpu_share": fmean(inside) / 100 if inside else None,
                 "communication_share": _ratio(step["exposed_ns"], duration),
+                "communication_share_low": _ratio(step["exposed_low_ns"], duration),
+                "communication_share_high": _ratio(step["exposed_high_ns"], duration),
             }
         )
     return from_rows(rows, RESOURCE_USE.columns)

@@ -8,6 +8,7 @@ from statistics import fmean, median, stdev
 import pandas as pd
 
 from commprof.analysis.comparison import Measured, by_label
+from commprof.analysis.exposure import EXPOSED, medians
 from commprof.analysis.frames import from_rows
 from commprof.analysis.setting_answers import RESOURCES
 from commprof.quantiles import t_quantile
@@ -37,10 +38,15 @@ def resources(runs: Sequence[Measured]) -> pd.DataFrame:
                 "samples_low": None if center is None or reach is None else max(0.0, center - reach),
                 "samples_high": None if center is None or reach is None else center + reach,
                 "samples_from": ", ".join(sorted(sources)) or None,
-                "exposed_ns": _median([value for one in used for value in one.exposed]),
+                **_exposed([one.exposed for one in used if one.exposed is not None]),
             }
         )
     return from_rows(rows, RESOURCES.columns)
+
+
+def _exposed(steps: Sequence[pd.DataFrame]) -> dict[str, float | None]:
+    """Exposed time of a step, over the warm steps of all repeats, as :func:`exposure.medians` has it of one run."""
+    return medians(pd.concat(steps, ignore_index=True), EXPOSED) if steps else {}
 
 
 def _median(values: Sequence[int]) -> int | None:

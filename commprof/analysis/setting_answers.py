@@ -57,7 +57,11 @@ RESOURCES: Final = Table(
         Column("samples_low", "float64", "95 % interval over repeats, low end", True),
         Column("samples_high", "float64", "95 % interval over repeats, high end", True),
         Column("samples_from", "string", "where the samples of a step are from: metric, or config (its batch size)", True),
-        Column("exposed_ns", "int64", "time that a rank stood still for collectives in a step, median of steps", True, "ns"),
+        Column("exposed_ns", "int64", "exposed_ns of exposure_per_step, median of the steps of all repeats", True, "ns"),
+        Column("exposed_low_ns", "int64", "exposed_low_ns of exposure_per_step, in the same way", True, "ns"),
+        Column("exposed_high_ns", "int64", "exposed_high_ns of exposure_per_step, in the same way", True, "ns"),
+        Column("step_ns", "int64", "median of the duration of the same steps", True, "ns"),
+        Column("exposed_share", "float64", "exposed_ns over step_ns", True),
     ),
     key=("label",),
 )
@@ -73,7 +77,9 @@ RESOURCE_USE: Final = Table(
         Column("device_bytes", "int64", "device memory when it ended, largest over the ranks", True, "bytes"),
         Column("cores", "float64", "CPU time of a rank's process over the time of the step, mean over ranks", True),
         Column("gpu_share", "float64", "utilisation of the GPUs, mean of the samples in it (--sample nvml)", True),
-        Column("communication_share", "float64", "share of its time that ranks stood still for collectives, at least", True),
+        Column("communication_share", "float64", "exposed_ns of step_times over duration_ns; null: only bounds known", True),
+        Column("communication_share_low", "float64", "exposed_low_ns of step_times over duration_ns", True),
+        Column("communication_share_high", "float64", "exposed_high_ns of step_times over duration_ns", True),
     ),
     key=("attempt", "step"),
 )

@@ -6,6 +6,10 @@ A collective that the program stood still for held it until ``wait_end_ns``, on 
 of all times in which any held it or ran, less the former. So two threads that wait at the same time count once, and what was
 issued in one step and waited for in the next counts where the time was spent.
 
+Where C++ waits (the table ``stalls``), no single wait is seen. In each of these intervals the program was blocked for a time
+between two bounds, on the records that no wait was seen for and that were issued since ``since_ns``; they ran until its end
+at most. The bounds are added to what is known otherwise.
+
 This is no SQL: to sort the times of one process after another in arrays takes a part of the time of window frames over all
 of them, and the memory of one process.
 """
@@ -33,7 +37,9 @@ Flags: TypeAlias = npt.NDArray[np.bool_]
 _PROCESS: Final = ("attempt", "rank", "pid")
 _TIMES: Final = ("issue_ns", "wait_end_ns", "device_begin_ns", "device_end_ns", "exposed_ns")
 _FURTHEST: Final = 1 << 61  # sums and differences of two such times are integers still
-_MEASURES: Final = (("step", pa.int32()), ("exposed_ns", pa.int64()), ("overlapped_ns", pa.int64()))
+_SUMS: Final = ("exposed_ns", "low_ns", "high_ns", "overlapped_ns")
+_MEASURES: Final = (("step", pa.int32()), *((name, pa.int64()) for name in _SUMS))
+_OF_STALLS: Final = ("since_ns", "begin_ns", "end_ns", "exposed_low_ns", "exposed_high_ns")
 _BEFORE: Final = -1  # the step of what lies before the first one
 
 
@@ -52,6 +58,20 @@ class _Intervals(NamedTuple):
     stops: Numbers
 
 
+class _Stalls(NamedTuple):
+    """The intervals of one process in which C++ waited, in order of their end; and which record each bounds.
+
+    ``records[i]`` is bounded by the interval numbered ``of_record[i]``.
+    """
+
+    begins: Numbers
+    ends: Numbers
+    low: Numbers
+    high: Numbers
+    records: Numbers
+    of_record: Numbers
+
+
 class _Steps(NamedTuple):
     """The moments of one process at which a step begins or ends, and the step from each on; null after an end."""
 
@@ -59,28 +79,36 @@ class _Steps(NamedTuple):
     steps: pa.Array
 
 
-def standstill(collectives: pa.Table | Scan, steps: pa.Table, by: Sequence[str] = ()) -> pa.Table:
-    """One row per process, step and combination of the columns ``by``: exposed_ns, overlapped_ns.
+def standstill(
+    collectives: pa.Table | Scan, steps: pa.Table, by: Sequence[str] = (), stalls: pa.Table | None = None
+) -> pa.Table:
+    """One row per process, step and combination of the columns ``by``: exposed_ns, low_ns, high_ns, overlapped_ns.
 
-    The step is -1 before the first step, null after the last and between steps.
+    exposed_ns is what the waits of the records say, low_ns and high_ns bound what C++ waited beside them (``stalls``), and
+    overlapped_ns is at most so much. The step is -1 before the first step, null after the last and between steps.
 
     Raises:
         TraceError: a file cannot be read, or holds times that cannot be added up.
     """
-    return standstills(collectives, steps, [by])[0]
+    return standstills(collectives, steps, [by], stalls)[0]
 
 
 def standstills(
-    collectives: pa.Table | Scan, steps: pa.Table, several: Sequence[Sequence[str]]
+    collectives: pa.Table | Scan,
+    steps: pa.Table,
+    several: Sequence[Sequence[str]],
+    stalls: pa.Table | None = None,
 ) -> list[pa.Table]:
     """:func:`standstill` by each of ``several`` lists of columns, with one look at the records."""
     several = [[name for name in by if name not in (*_PROCESS, "step")] for by in several]
-    columns = list(dict.fromkeys((*_PROCESS, "device", *_TIMES, *(name for by in several for name in by))))
+    stalled = {} if stalls is None else {key: rows for rows, key in _by_process(stalls)}
+    seen = ("is_async", "layer", "purpose") if stalled else ()
+    columns = list(dict.fromkeys((*_PROCESS, "device", *_TIMES, *seen, *(n for by in several for n in by))))
     of_process = {
         key: rows for rows, key in _by_process(steps.select([*_PROCESS, "step", "begin_ns", "end_ns"]))
     }
     found = [
-        _of_process(rows, key, of_process.get(key), several)
+        _of_process(rows, key, of_process.get(key), stalled.get(key), several)
         for part in _parts(collectives, columns)
         for rows, key in _by_process(part)
     ]
@@ -138,11 +166,20 @@ def _known(rows: pa.Table, name: str) -> Known:
 
 
 def _of_process(
-    rows: pa.Table, process: tuple[int, ...], steps: pa.Table | None, several: Sequence[Sequence[str]]
+    rows: pa.Table,
+    process: tuple[int, ...],
+    steps: pa.Table | None,
+    stalls: pa.Table | None,
+    several: Sequence[Sequence[str]],
 ) -> list[pa.Table]:
     held, covered = _held_and_covered(rows)
+    stalled = None if stalls is None else _stalled(rows, stalls, held)
+    if stalled is not None:
+        issue = _known(rows, "issue_ns").values[stalled.records]
+        ran = _Intervals(stalled.records, issue, stalled.ends[stalled.of_record])
+        covered = _in_order(_Intervals(*map(np.concatenate, zip(covered, ran, strict=True))))
     cuts = _cuts(steps)
-    return [_by(rows, process, by, held, covered, cuts) for by in several]
+    return [_by(rows, process, by, held, covered, cuts, stalled) for by in several]
 
 
 def _by(
@@ -152,29 +189,107 @@ def _by(
     times_held: _Intervals,
     times_covered: _Intervals,
     cuts: _Steps,
+    stalled: _Stalls | None,
 ) -> pa.Table:
     codes, firsts = _combinations(rows, by)
     places = len(cuts.steps)  # what lies before the first moment is the first of them
     exposed = _lengths(times_held, codes, cuts, places)
     covered = _lengths(times_covered, codes, cuts, places)
-    cells = np.array(sorted(covered), np.int64)
+    bounds = {} if stalled is None else _bounds(stalled, codes, cuts, places)
+    cells = np.array(sorted({*covered, *bounds}), np.int64)
     chosen = rows.select(list(by)).take(pa.array(firsts[cells // places])) if by else None
-    sums = [(exposed.get(cell, 0), covered[cell] - exposed.get(cell, 0)) for cell in cells.tolist()]
     columns = {name: chosen[name] for name in by} if chosen is not None else {}
     columns |= {
         name: pa.array(np.full(len(cells), value, np.int64))
         for name, value in zip(_PROCESS, process, strict=True)
     }
     columns["step"] = cuts.steps.take(pa.array(cells % places))
-    columns["exposed_ns"] = pa.array([each for each, _ in sums], pa.int64())
-    columns["overlapped_ns"] = pa.array([each for _, each in sums], pa.int64())
+    sums = [
+        (exposed.get(cell, 0), *bounds.get(cell, (0, 0)), covered.get(cell, 0)) for cell in cells.tolist()
+    ]
+    values = np.array(sums, np.int64).reshape(-1, len(_SUMS))
+    # what is surely exposed does not overlap
+    values[:, -1] = np.maximum(0, values[:, -1] - values[:, 0] - values[:, 1])
+    columns |= {name: pa.array(values[:, place]) for place, name in enumerate(_SUMS)}
     return _added_up(pa.table(columns), [*by, *_PROCESS, "step"])
 
 
 def _added_up(table: pa.Table, keys: list[str]) -> pa.Table:
     """One row per combination: null stands in several places, between any two steps."""
-    sums = table.group_by(keys).aggregate([("exposed_ns", "sum"), ("overlapped_ns", "sum")])
-    return sums.rename_columns([*keys, "exposed_ns", "overlapped_ns"]) if len(sums) else table
+    sums = table.group_by(keys).aggregate([(name, "sum") for name in _SUMS])
+    return sums.rename_columns([*keys, *_SUMS]) if len(sums) else table
+
+
+def _stalled(rows: pa.Table, stalls: pa.Table, held: _Intervals) -> _Stalls | None:
+    """The ``stalls`` of a process, and the records that no wait was seen for and that each bounds.
+
+    What is known to have held the program at the same time, and what the interval before has counted, is not counted again
+    in the lower bound.
+    """
+    since, begins, ends, low, high = (
+        values[np.argsort(stalls["end_ns"].to_numpy(), kind="stable")]
+        for values in (_known(stalls, name).values for name in _OF_STALLS)
+    )
+    records = np.flatnonzero(_unseen_waits(rows))
+    issue = _known(rows, "issue_ns").values[records]
+    of_record = np.searchsorted(ends, issue, "left")
+    inside = of_record < len(ends)
+    inside[inside] = since[of_record[inside]] <= issue[inside]
+    if not inside.any():
+        return None
+    latest = np.concatenate(([-(1 << 62)], np.maximum.accumulate(ends)[:-1]))
+    twice = np.clip(latest - begins, 0, ends - begins)
+    _, starts, stops = _union(held, np.zeros(len(held.starts), np.int64))
+    edges = np.concatenate(([0], np.cumsum(stops - starts)))
+    known = _length_until(ends, starts, stops, edges) - _length_until(begins, starts, stops, edges)
+    low = np.clip(low - twice - known, 0, ends - begins)
+    return _Stalls(begins, ends, low, np.clip(high, low, ends - begins), records[inside], of_record[inside])
+
+
+def _length_until(moments: Numbers, starts: Numbers, stops: Numbers, edges: Numbers) -> Numbers:
+    """How much of the intervals, of which no two overlap, lies before each moment; ``edges``: their lengths, added up."""
+    before = np.searchsorted(starts, moments, "right")
+    if not len(starts):
+        return np.zeros(len(moments), np.int64)
+    last = np.maximum(before - 1, 0)
+    beyond = np.where(before > 0, np.maximum(stops[last] - moments, 0), 0)
+    return np.asarray(edges[before] - beyond)
+
+
+def _unseen_waits(rows: pa.Table) -> Flags:
+    """The records on the host that C++ may have waited for: no wait was seen, and C++ issued them or reduces with them."""
+    device, layer, purpose = (rows[name].cast(pa.string()) for name in ("device", "layer", "purpose"))
+    of_reducer = pc.or_kleene(pc.equal(layer, "c10d"), pc.equal(purpose, "gradient_reduce"))
+    unseen = pc.and_(pc.fill_null(of_reducer, False), pc.fill_null(pc.equal(device, "cpu"), True))
+    for known in (rows["wait_end_ns"], rows["exposed_ns"]):
+        unseen = pc.and_(unseen, pc.is_null(known))
+    return np.asarray(pc.and_(unseen, rows["is_async"]).to_numpy())
+
+
+def _bounds(stalled: _Stalls, codes: Numbers, cuts: _Steps, places: int) -> dict[int, tuple[int, int]]:
+    """Low and high by combination x ``places`` + place.
+
+    Which of several combinations an interval held the program for is not known: each has all of its upper bound, and none of
+    the lower one. Of an interval across a step's end, each side has what the other cannot take.
+    """
+    width = int(codes.max(initial=0)) + 1
+    pairs = np.unique(stalled.of_record * width + codes[stalled.records])
+    which, code = pairs // width, pairs % width
+    alone = np.bincount(which, minlength=len(stalled.ends)) == 1
+    edges = np.concatenate(([-(1 << 62)], cuts.times, [1 << 62]))
+    found: dict[int, tuple[int, int]] = {}
+    for number, combination in zip(which.tolist(), code.tolist(), strict=True):
+        begin, end = int(stalled.begins[number]), int(stalled.ends[number])
+        low, high = int(stalled.low[number]) if alone[number] else 0, int(stalled.high[number])
+        for place in range(
+            int(np.searchsorted(cuts.times, begin, "right")),
+            int(np.searchsorted(cuts.times, end, "left")) + 1,
+        ):
+            part = min(end, int(edges[place + 1])) - max(begin, int(edges[place]))
+            cell = combination * places + place
+            before = found.get(cell, (0, 0))
+            found[cell] = before[0] + max(0, low - (end - begin - part)), before[1] + min(part, high)
+    return found
 
 
 def _combinations(rows: pa.Table, by: Sequence[str]) -> tuple[Numbers, Numbers]:

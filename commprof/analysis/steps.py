@@ -10,34 +10,14 @@ import pyarrow.compute as pc
 
 from commprof.analysis.answers import STEP_TIMES, STEP_TOTALS
 from commprof.analysis.engine import ask
-from commprof.analysis.exposure import counts
 from commprof.analysis.frames import from_arrow
-from commprof.analysis.standstill import standstill
-from commprof.trace.reader import Scan
 
 COLUMNS: Final = ("attempt", "step", "op")  # of the operations that step_times asks for
 
 
-def stood_still(
-    steps: pa.Table,
-    collectives: pa.Table | Scan,
-    standing: pa.Table | None = None,
-    counted: pa.Table | None = None,
-) -> pa.Table:
-    """For how long the ranks of each step stood still for collectives together (``queries/stood_still.sql``).
-
-    Args:
-        standing: what :func:`standstill` says by nothing else, where that is known.
-        counted: :func:`commprof.analysis.exposure.counts` by attempt and step at least, where they are known.
-    """
-    found = standstill(collectives, steps) if standing is None else standing
-    known = counts(collectives, ("attempt", "step")) if counted is None else counted
-    return ask("stood_still", {"standstill": found, "counts": known})
-
-
-def step_times(steps: pa.Table, stood_still: pa.Table, operations: pa.Table) -> pd.DataFrame:
+def step_times(steps: pa.Table, exposure: pa.Table, operations: pa.Table) -> pd.DataFrame:
     """:func:`answer` as a frame."""
-    return as_frame(answer(steps, stood_still, operations))
+    return as_frame(answer(steps, exposure, operations))
 
 
 def as_frame(answer: pa.Table) -> pd.DataFrame:
@@ -45,9 +25,13 @@ def as_frame(answer: pa.Table) -> pd.DataFrame:
     return from_arrow(answer, STEP_TIMES.columns)
 
 
-def answer(steps: pa.Table, stood_still: pa.Table, operations: pa.Table) -> pa.Table:
-    """One row per training step and attempt (``queries/step_times.sql``); initialisation is not a step."""
-    return ask("step_times", {"steps": steps, "stood_still": stood_still, "operations": operations})
+def answer(steps: pa.Table, exposure: pa.Table, operations: pa.Table) -> pa.Table:
+    """One row per training step and attempt (``queries/step_times.sql``); initialisation is not a step.
+
+    Args:
+        exposure: :func:`commprof.analysis.exposure.answer` by attempt and step.
+    """
+    return ask("step_times", {"steps": steps, "exposure": exposure, "operations": operations})
 
 
 def durations_after_first(times: pd.DataFrame) -> list[int]:

@@ -21,7 +21,7 @@ from commprof.analysis.detailed_answers import BUCKET_STEPS
 from commprof.analysis.engine import ask, connect, query_text
 from commprof.analysis.frames import from_arrow, from_rows
 from commprof.analysis.index import Index, index_if_there
-from commprof.analysis.index_sums import BUCKET_FLUSHES, BUCKET_MEANS, EXPOSURES, STOOD_STILL, rows_of
+from commprof.analysis.index_sums import BUCKET_FLUSHES, BUCKET_MEANS, EXPOSURES, rows_of
 from commprof.analysis.sum_tables import HELD_COLUMNS, MEASURES, OPERATIONS
 from commprof.analysis.whole_collectives import columns_of, of_scan
 from commprof.trace.reader import Run, Scan
@@ -32,10 +32,10 @@ __all__ = [
     "bucket_means",
     "bucket_steps",
     "exposure",
+    "exposure_per_step",
     "operations",
     "reducing",
     "step_times",
-    "stood_still",
 ]
 _MOST_KEPT: Final = 16  # answers with one index
 _LOWEST_RANK: Final = "cast(regexp_extract(group_ranks, '[0-9]+') as bigint) nulls first"
@@ -82,42 +82,46 @@ def _by_parts(run: Run, collectives: pa.Table | Scan, wanted: Sequence[str]) -> 
         )
 
 
-def stood_still(run: Run) -> pa.Table:
-    """For how long the ranks of each step of ``run`` stood still for collectives together."""
-    key, index = (STOOD_STILL,), index_if_there(run.path)
-    kept = _kept(run, index)
-    if key not in kept:
-        if index is not None:
-            kept[key] = index.ask(f"select * from {STOOD_STILL}")
-        else:
-            kept[key] = steps.stood_still(run.table("steps"), run.scan("collectives"))
-    return kept[key]
-
-
 def step_times(run: Run) -> pd.DataFrame:
     """The training steps of ``run``: see :func:`commprof.analysis.api.step_times`."""
     key, index = ("step_times",), index_if_there(run.path)
     kept = _kept(run, index)
     if key not in kept:
-        kept[key] = steps.answer(run.table("steps"), stood_still(run), operations(run, steps.COLUMNS))
+        kept[key] = steps.answer(
+            run.table("steps"), _exposure(run, ("attempt", "step")), operations(run, steps.COLUMNS)
+        )
     return steps.as_frame(kept[key])
 
 
 def exposure(run: Run, by: Sequence[str]) -> pd.DataFrame:
     """What collectives cost ``run`` in time: see :func:`commprof.analysis.api.exposure`."""
     wanted = tuple(dict.fromkeys(by))
-    name = EXPOSURES.get(wanted)
-    if name is None:
-        return exposure_module.exposure(run.scan("collectives"), run.table("steps"), wanted)
+    if wanted not in EXPOSURES:
+        return exposure_module.exposure(
+            run.scan("collectives"), run.table("steps"), wanted, run.table("stalls")
+        )
+    return exposure_module.as_frame(_exposure(run, wanted), wanted)
+
+
+def _exposure(run: Run, by: tuple[str, ...]) -> pa.Table:
+    """What collectives cost by one of :data:`EXPOSURES`."""
+    name = EXPOSURES[by]
     key, index = (name,), index_if_there(run.path)
     kept = _kept(run, index)
     if key not in kept:
         if index is not None:
-            order = ", ".join(wanted)
-            kept[key] = index.ask(f"select * from {name} order by {order}")
+            kept[key] = index.ask(f"select * from {name} order by {', '.join(by)}")
         else:
-            kept[key] = exposure_module.answer(run.scan("collectives"), run.table("steps"), wanted)
-    return exposure_module.as_frame(kept[key], wanted)
+            kept[key] = exposure_module.answer(
+                run.scan("collectives"), run.table("steps"), by, run.table("stalls")
+            )
+    return kept[key]
+
+
+def exposure_per_step(run: Run) -> pd.DataFrame:
+    """The exposed time of a training step of ``run``: see :func:`commprof.analysis.api.exposure_per_step`."""
+    whole = ("attempt", "step")
+    return exposure_module.per_step(exposure(run, (*whole, "purpose")), exposure(run, whole), step_times(run))
 
 
 def bucket_flushes(run: Run, only: Mapping[str, int | str | None]) -> pd.DataFrame:

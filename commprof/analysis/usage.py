@@ -7,6 +7,9 @@ from typing import Any, Final, NamedTuple
 
 import pandas as pd
 
+from commprof.analysis.exposure import EXPOSED
+from commprof.analysis.warm_steps import warm_steps
+
 METRIC: Final = "metric"
 CONFIG: Final = "config"
 
@@ -23,7 +26,7 @@ class Usage(NamedTuple):
     device_peak: int | None
     rates: Sequence[float]
     rates_from: str | None
-    exposed: Sequence[int] = ()  # ns that a mean rank stood still for collectives, where any is timed
+    exposed: pd.DataFrame | None = None  # exposure of the warm steps, and their durations
 
 
 def usage(times: pd.DataFrame, config: Mapping[str, Any] | None, world_size: int | None) -> Usage:
@@ -51,7 +54,7 @@ def usage(times: pd.DataFrame, config: Mapping[str, Any] | None, world_size: int
         device_peak=max(_integers(times["device_bytes"]), default=None),
         rates=rates,
         rates_from=source,
-        exposed=_integers(later["exposed_ns"]),
+        exposed=warm_steps(times)[["duration_ns", *EXPOSED]],
     )
 
 

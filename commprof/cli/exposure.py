@@ -1,4 +1,4 @@
-"""The part of ``commprof report`` about time: what the program stood still for, and what ran beside it."""
+"""The part of ``commprof report`` about time: exposed and overlapped communication."""
 
 from __future__ import annotations
 
@@ -19,71 +19,76 @@ _HEADINGS: Final = (
     Heading("timed", number=True),
 )
 _LEGEND: Final = (
-    "exposed: time in which the program stood still for collectives (also where a rank came late), each moment once, mean "
-    "over the ranks. overlapped: time in which some were under way and the program stood still for none. timed: records "
-    "whose exposed time is known; >=: at least so much, since of some it is not."
+    "exposed: time in which a rank's program was blocked on a collective (also where another rank came late), each moment "
+    "once; mean over the ranks, then median over these steps. of the step: exposed over the median time of the same steps. "
+    "Purposes overlap in time, and each is a median of its own: all is their union, not their sum. overlapped: time in "
+    "which some were under way and the program was blocked on none; <=: at most so long (the end of some is not known). "
+    "timed: records whose exposed time is known; >=: at least so long, since of some it is not."
 )
 
 
 def per_step_parts(per_step: pd.DataFrame) -> list[Rows | str]:
-    """What a training step stands still for; nothing where no step ended, and a sentence where it is not known."""
+    """The exposed time of a training step; nothing where no step ended, and a sentence where it is not known."""
     rows = rendering.records(per_step)
     if not rows:
         return []
-    if rendering.is_missing(rows[-1]["exposed_ns"]):
-        why = _unseen_waits(rows[-1])
+    whole = rows[-1]
+    if rendering.is_missing(whole["exposed_low_ns"]):
+        why = _unseen_waits(whole)
         return [rendering.paragraph(f"Exposed per training step: not known. {why}") + "\n"] if why else []
-    steps = rows[-1]["steps"]
-    name = f"Exposed per training step, median of {steps} {'step' if steps == 1 else 'steps'}"
-    legend = [_LEGEND]
-    legend += [why] if (why := _unseen_waits(rows[-1])) else []
-    return [
-        Rows(_HEADINGS, [_cells(row) for row in rows], name),
-        rendering.paragraph(" ".join(legend)) + "\n",
-    ]
+    steps, time = whole["steps"], rendering.duration(whole["step_ns"])
+    name = f"Exposed per training step of {time}, median of {steps} warm {'step' if steps == 1 else 'steps'}"
+    legend = " ".join(part for part in (_LEGEND, _stalls(whole), _unseen_waits(whole)) if part)
+    return [Rows(_HEADINGS, [_cells(row) for row in rows], name), rendering.paragraph(legend) + "\n"]
+
+
+def _stalls(row: Mapping[str, Any]) -> str:
+    if not row["bounded"]:
+        return ""
+    return (
+        f"bounds: {rendering.count(row['bounded'])} records were waited for in C++ (DistributedDataParallel), within "
+        "intervals that are known; the exposed time lies between the two numbers."
+    )
 
 
 def _unseen_waits(row: Mapping[str, Any]) -> str:
-    if not row["unwaited"]:
+    unseen = row["unwaited"] - row["bounded"]
+    if not unseen:
         return ""
     return (
-        f"For {rendering.count(row['unwaited'])} records no wait was seen (DDP and compiled code wait in C++): "
-        "what they cost is not known."
+        f"For {rendering.count(unseen)} records no wait was seen (compiled code waits in C++; a program may only ask "
+        "whether they are complete): what they cost is not known."
     )
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    from commprof.analysis.exposed_texts import exposed_share, exposed_time, overlapped_time
+
     purpose = "(no purpose given)" if rendering.is_missing(row["purpose"]) else str(row["purpose"])
+    known = row["timed"] + row["bounded"]
     return (
-        purpose,
-        at_least(row, rendering.duration(row["exposed_ns"])),
-        at_least(row, _share(row["exposed_share"])),
-        _overlapped(row),
-        f"{rendering.count(row['timed'])} of {rendering.count(row['records'])}",
+        "all (union)" if purpose == "all" else purpose,
+        exposed_time(row) or rendering.MISSING,
+        exposed_share(row) or rendering.MISSING,
+        overlapped_time(row) or rendering.MISSING,
+        f"{rendering.count(known)} of {rendering.count(row['records'])}",
     )
 
 
-def at_least(row: Mapping[str, Any], text: str) -> str:
-    """``text``, a time that was stood still, and whether it is a lower bound: of some records it is not known."""
-    return f">= {text}" if text != rendering.MISSING and row["timed"] < row["records"] else text
+def step_texts(steps: pd.DataFrame, exposure: pd.DataFrame) -> dict[tuple[int, int], str]:
+    """By attempt and step: what the heading of a step says of its time.
 
+    Args:
+        steps: the training steps.
+        exposure: exposure by attempt and step.
+    """
+    from commprof.analysis.exposed_texts import exposed_share, exposed_time, overlapped_time
 
-def _share(value: Any) -> str:
-    return rendering.MISSING if rendering.is_missing(value) else f"{100 * float(value):.1f} %"
-
-
-def _overlapped(row: Mapping[str, Any]) -> str:
-    """At most so much, where the backend itself did not tell the end of all of them."""
-    text = rendering.duration(row["overlapped_ns"])
-    bounded = not rendering.is_missing(row["overlapped_ns"]) and row["overlapped_ns"] > 0
-    return f"<= {text}" if bounded and row["sampled"] < row["records"] else text
-
-
-def step_texts(exposure: pd.DataFrame) -> dict[tuple[int, int], str]:
-    """By attempt and step: what the heading of a step says of its time, from exposure by attempt and step."""
-    return {
-        (row["attempt"], row["step"]): f"exposed {at_least(row, rendering.duration(row['exposed_ns']))} "
-        f"({_share(row['exposed_share'])}), overlapped {_overlapped(row)}"
-        for row in rendering.records(exposure)
-        if not rendering.is_missing(row["step"]) and not rendering.is_missing(row["exposed_ns"])
-    }
+    overlapped = {(row["attempt"], row["step"]): overlapped_time(row) for row in rendering.records(exposure)}
+    found = {}
+    for row in rendering.records(steps):
+        exposed, key = exposed_time(row), (row["attempt"], row["step"])
+        if exposed is not None:
+            share = exposed_share(row, "duration_ns") or rendering.MISSING
+            found[key] = f"exposed {exposed} ({share}), overlapped {overlapped.get(key) or rendering.MISSING}"
+    return found

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 BY: Final = ("attempt", "step", "purpose", "op", "intended_op", "group_desc", "group_ranks")
 _UNNAMED: Final = (rendering.MISSING, "default_pg")  # of groups that the program has given no name
-_SUMMED: Final = ("collectives", "records", "timed", "payload_bytes", "wire_bytes", "host_ns", "exposed_ns")
+_SUMMED: Final = ("collectives", "records", "payload_bytes", "wire_bytes", "host_ns")
 _HEADINGS: Final = (
     Heading("purpose, operation"),
     Heading("group"),
@@ -27,14 +27,12 @@ _HEADINGS: Final = (
     Heading("payload", number=True),
     Heading("wire", number=True),
     Heading("in calls", number=True),
-    Heading("exposed", number=True),
 )
 _MOST_COMPARED: Final = 1_000_000  # records whose arrivals are compared for a report: a few seconds
 LEGEND: Final = (
     "payload: S of nccl-tests. wire: modelled, the mean that a rank of the group sends for each collective and the bytes of "
-    "each message, added up. in calls, exposed: time in the issuing calls, "
-    "and time that the program stood still for them, mean over the ranks; "
-    "a dash: not known; >=: not of all of them."
+    "each message, added up; the bytes of a message stand at its send. in calls: time in the issuing calls, mean over the "
+    "ranks, which is no exposed time. A dash: not known."
 )
 
 
@@ -69,7 +67,7 @@ def report(
     if not len(traffic):
         rendering.show("No collective was recorded.")
     else:
-        said = exposed.step_texts(exposure) if per_step else None
+        said = exposed.step_texts(steps, exposure) if per_step else None
         rendering.show(*traffic_parts(traffic, steps, said), *exposed.per_step_parts(exposure_per_step))
         rendering.show(*untagged_parts(untagged))
     rendering.show(*resources.resource_parts(resource_use))
@@ -178,11 +176,11 @@ def _table(name: str, rows: Sequence[Mapping[str, Any]], steps: int) -> Rows:
     for key in sorted(sums, key=lambda key: (key[0], -(sums[key]["wire_bytes"] or 0.0), key)):
         purpose, op, intended, group = key
         if purpose != last:
-            cells.append((purpose if purpose != rendering.MISSING else "(no purpose given)", *[""] * 6))
+            cells.append((purpose if purpose != rendering.MISSING else "(no purpose given)", *[""] * 5))
             last = purpose
-        cells.append((f"  {op}", group, *_measures(sums[key], steps)))
+        cells.append((f"  {op}", group, *_measures(op, sums[key], steps)))
         if intended not in (rendering.MISSING, op):
-            cells.append((f"    for {intended}", *[""] * 6))
+            cells.append((f"    for {intended}", *[""] * 5))
     return Rows(_HEADINGS, cells, title=name)
 
 
@@ -192,16 +190,19 @@ def _group(row: Mapping[str, Any]) -> str:
     return ranks if name in _UNNAMED else f"{name} {ranks}"
 
 
-def _measures(sums: Mapping[str, float | None], steps: int) -> tuple[str, ...]:
+def _measures(op: str, sums: Mapping[str, float | None], steps: int) -> tuple[str, ...]:
     mean = {name: None if value is None else round(value / steps) for name, value in sums.items()}
+    at_send = (
+        op == "recv" and not sums["collectives"]
+    )  # each message counts once, with its bytes, where it was sent
+    calls = sums["records" if op == "recv" else "collectives"]
     return (
-        rendering.count((sums["collectives"] or 0.0) / steps),
-        rendering.number_of_bytes(mean["payload_bytes"]),
-        rendering.number_of_bytes(mean["wire_bytes"]),
-        rendering.duration(mean["host_ns"]),
-        exposed.at_least(
-            {name: sums[name] or 0 for name in ("records", "timed")}, rendering.duration(mean["exposed_ns"])
+        rendering.count((calls or 0.0) / steps),
+        *(
+            "at send" if at_send else rendering.number_of_bytes(mean[name])
+            for name in ("payload_bytes", "wire_bytes")
         ),
+        rendering.duration(mean["host_ns"]),
     )
 
 

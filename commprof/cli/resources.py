@@ -68,5 +68,4 @@ _LINES: Final = (
     ("device memory, largest rank", "device_bytes", _bytes),
     ("cores busy, mean rank", "cores", _cores),
     ("GPU utilisation", "gpu_share", _percent),
-    ("stood still for collectives", "communication_share", _percent),
 )

@@ -101,7 +101,7 @@ def _comparison(runs: Sequence[Run]) -> Iterator[str]:
 
 def _run(run: Run, name: str) -> Iterator[str]:
     from commprof_dash import traffic_frames
-    from commprof_dash.charts import times, traffic
+    from commprof_dash.charts import exposure, times, traffic
     from commprof_dash.measures import WIRE
 
     facts = api.overview(run)
@@ -120,6 +120,10 @@ def _run(run: Run, name: str) -> Iterator[str]:
     steps = api.step_times(run)
     if steps["duration_ns"].notna().any():
         yield from _figure("Step time and exposed communication", times.over_steps(steps, "light"), steps)
+    exposed = api.exposure_per_step(run)
+    if exposed["exposed_low_ns"].notna().any():
+        title = "Exposed and overlapped time of a training step"
+        yield from _figure(title, exposure.by_purpose(exposed, "light"), exposed)
 
 
 def _verdict(run: Run) -> Iterator[str]:

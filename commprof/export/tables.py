@@ -19,7 +19,9 @@ from commprof.trace.tables import arrow_schema
 
 RUN_COLUMN: Final = Column("run", "string", "name of the run")
 COMPARISON: Final = "comparison"
-COMPARISONS: Final = (COMPARISON, "traffic_by_setting", "traffic_by_group")  # tables of all runs together
+EXPOSURE: Final = "exposure_per_step"
+_OF_SETTINGS: Final = (COMPARISON, "traffic_by_setting", "traffic_by_group")
+COMPARISONS: Final = (*_OF_SETTINGS, EXPOSURE)  # tables of all runs together
 _ARROW: Final = {
     "int8": pa.int8(),
     "int32": pa.int32(),
@@ -90,11 +92,11 @@ def _named_parts(runs: Sequence[tuple[Run, str]], name: str, schema: pa.Schema) 
 
 
 def comparison_of(runs: Sequence[Run]) -> Iterator[ExportedTable]:
-    """``commprof compare`` of the runs: one row per setting, and its traffic by operation and purpose, and by group."""
+    """``commprof compare`` of the runs: a row per setting, its traffic by operation and by group; and exposed time."""
     both = api.compare_both(runs)
     answers = ("compare", "traffic_by_setting", "traffic_by_group")
     for name, frame, answer in zip(
-        COMPARISONS, (both.settings, both.traffic, both.groups), answers, strict=True
+        _OF_SETTINGS, (both.settings, both.traffic, both.groups), answers, strict=True
     ):
         declared = api.describe_columns(answer)
         columns = [declared.get(column) or _setting_column(column) for column in frame.columns]
@@ -103,6 +105,27 @@ def comparison_of(runs: Sequence[Run]) -> Iterator[ExportedTable]:
         ]
         rows = pa.table(arrays, names=[column.name for column in columns])
         yield ExportedTable.of_rows(name, columns, rows)
+    yield _exposure_of(runs)
+
+
+def _exposure_of(runs: Sequence[Run]) -> ExportedTable:
+    """``api.exposure_per_step`` of each run: the numbers of its report."""
+    columns = (RUN_COLUMN, *api.describe_columns(EXPOSURE).values())
+    frames = [
+        api.exposure_per_step(run).assign(run=name)
+        for run, name in zip(runs, api.run_names(runs), strict=True)
+    ]
+    arrays = [
+        pa.array(
+            [value for frame in frames for value in frame[column.name].tolist()],
+            _ARROW[column.type],
+            from_pandas=True,
+        )
+        for column in columns
+    ]
+    return ExportedTable.of_rows(
+        EXPOSURE, columns, pa.table(arrays, names=[column.name for column in columns])
+    )
 
 
 def _setting_column(name: str) -> Column:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import pandas as pd
 
 from commprof.analysis import api
 from commprof_dash.charts.series import with_series
 from commprof_dash.data import Runs
+from commprof_dash.text_columns import text_column
 
 MOST_RECORDS: Final = 200_000  # a ledger goes through every record: about a second for a million
 GRID_KEYS: Final = ("reduce_scatter", "use_multi_rank_bucket_allreduce")
@@ -47,7 +48,7 @@ class Cost(NamedTuple):
     step_time_ns: float | None
     low_ns: float | None
     high_ns: float | None
-    exposed_ns: float | None
+    exposed: str | None  # with its part of the step
     final_loss: float | None
     memory_bytes: float | None  # of the device where it was read, else resident
     samples_per_second: float | None
@@ -58,13 +59,23 @@ def costs(settings: pd.DataFrame, resources: pd.DataFrame) -> dict[str, Cost]:
     joined = settings.merge(resources, on="label", how="left", validate="one_to_one")
     joined["memory_bytes"] = joined["device_bytes"].fillna(joined["rss_bytes"])
     columns = (
-        *("step_time_ns", "step_time_low_ns", "step_time_high_ns", "exposed_ns"),
+        *("step_time_ns", "step_time_low_ns", "step_time_high_ns", "exposed"),
         *("final_loss", "memory_bytes", "samples_per_second"),
     )
+    joined["exposed"] = text_column(joined, exposed_text)
     return {
-        str(row["label"]): Cost(*(None if pd.isna(row[name]) else float(row[name]) for name in columns))
-        for row in joined.to_dict("records")
+        str(row["label"]): Cost(*(_value(row[name]) for name in columns)) for row in joined.to_dict("records")
     }
+
+
+def exposed_text(setting: Mapping[str, Any]) -> str | None:
+    """Exposed time of a setting and the part of the step that it is, as the report of a run has them."""
+    time, share = api.exposed_time(setting), api.exposed_share(setting)
+    return time if share is None else f"{time}, {share} of the step"
+
+
+def _value(value: Any) -> Any:
+    return value if isinstance(value, str) else None if pd.isna(value) else float(value)
 
 
 class Cell(NamedTuple):

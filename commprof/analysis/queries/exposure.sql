@@ -2,12 +2,13 @@
 --
 -- Input:  standstill (see standstill.py, grouped by the same columns), counts (see exposure_counts.sql, by these columns
 --         at least), steps
--- Times are means over the ranks that have part in the combination, whatever the step. exposed_share is the part of the
--- training steps that ended, so what lies outside of them counts in exposed_ns and not in the share.
+-- Times are means over the ranks that have part in the combination, whatever the step; a step takes as long as its slowest
+-- rank. exposed_share is the part of the training steps that ended, so what lies outside of them counts in exposed_ns and not
+-- in the share. exposed_ns and overlapped_ns are null where only bounds of them are known.
 -- Put in: the columns to group by, each followed by a comma: all, those without step, and those that durations differ by;
 -- and the clauses that group, join and order by them.
 with durations as (
-    select attempt, step, {per_rank} avg(end_ns - begin_ns) as step_ns
+    select attempt, step, {per_rank} max(end_ns - begin_ns) as step_ns
     from steps
     where step >= 0
     group by {per_rank} attempt, step
@@ -29,9 +30,13 @@ joined as (
         0 as timed,
         0 as sampled,
         0 as unwaited,
+        0 as bounded,
         0 as ended,
+        0 as unsampled,
         0 as summed_ns,
         exposed_ns,
+        low_ns,
+        high_ns,
         overlapped_ns,
         case when exists_ns is null then 0 else exposed_ns end as inside_ns,
         cast(null as bigint) as nth_rank
@@ -47,9 +52,13 @@ joined as (
         timed,
         sampled,
         unwaited,
+        bounded,
         ended,
+        unsampled,
         summed_ns,
         0 as exposed_ns,
+        0 as low_ns,
+        0 as high_ns,
         0 as overlapped_ns,
         0 as inside_ns,
         nth_rank
@@ -62,9 +71,13 @@ summed as (
         sum(timed) as timed,
         sum(sampled) as sampled,
         sum(unwaited) as unwaited,
+        sum(bounded) as bounded,
         sum(ended) as ended,
+        sum(unsampled) as unsampled,
         sum(summed_ns) as summed_ns,
         sum(exposed_ns) as exposed_ns,
+        sum(low_ns) as low_ns,
+        sum(high_ns) as high_ns,
         sum(overlapped_ns) as overlapped_ns,
         sum(inside_ns) as inside_ns,
         max(nth_rank) as some_ranks
@@ -73,10 +86,13 @@ summed as (
 ),
 complete as (
     select
-        {by}
-        records, timed, sampled, unwaited, ended, summed_ns, exposed_ns, overlapped_ns, inside_ns,
+        s.*,
+        s.timed > 0 or s.exposed_ns > 0 or s.bounded > 0 or s.high_ns > 0 as is_known,
+        s.bounded > 0 or s.high_ns > 0 as has_bounds,
+        (s.ended > 0 or s.overlapped_ns > 0) and s.ended >= s.records as all_end,
+        sum(unsampled) over (partition by {partition} 1) = 0 as all_sampled, -- what began in a step may run on in the next
         max(some_ranks) over (partition by {partition} 1) as ranks
-    from summed
+    from summed s
 )
 select
     {of_row}
@@ -85,14 +101,28 @@ select
     cast(c.timed as bigint) as timed,
     cast(c.sampled as bigint) as sampled,
     cast(c.unwaited as bigint) as unwaited,
-    case when c.timed > 0 or c.exposed_ns > 0 then cast(round(cast(c.exposed_ns as double) / c.ranks) as bigint) end as exposed_ns,
+    cast(c.bounded as bigint) as bounded,
+    case
+        when c.is_known and not c.has_bounds then cast(round(cast(c.exposed_ns as double) / c.ranks) as bigint)
+    end as exposed_ns,
+    case
+        when c.is_known then cast(round(cast(c.exposed_ns + c.low_ns as double) / c.ranks) as bigint)
+    end as exposed_low_ns,
+    case
+        when c.is_known and c.timed + c.bounded >= c.records
+        then cast(round(cast(c.exposed_ns + c.high_ns as double) / c.ranks) as bigint)
+    end as exposed_high_ns,
     case when c.timed > 0 then cast(round(cast(c.summed_ns as double) / c.ranks) as bigint) end as summed_ns,
     case
-        when c.ended > 0 or c.overlapped_ns > 0 then cast(round(cast(c.overlapped_ns as double) / c.ranks) as bigint)
+        when c.all_end and (c.all_sampled or c.overlapped_ns = 0)
+        then cast(round(cast(c.overlapped_ns as double) / c.ranks) as bigint)
     end as overlapped_ns,
+    case
+        when c.all_end then cast(round(cast(c.overlapped_ns as double) / c.ranks) as bigint)
+    end as overlapped_at_most_ns,
     cast(round(l.step_ns) as bigint) as step_ns,
     case
-        when l.step_ns > 0 and (c.timed > 0 or c.exposed_ns > 0)
+        when l.step_ns > 0 and c.is_known and not c.has_bounds
         then cast(c.inside_ns as double) / c.ranks / l.step_ns
     end as exposed_share
 from complete c

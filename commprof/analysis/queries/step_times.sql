@@ -1,6 +1,6 @@
 -- One row per training step and attempt.
 --
--- Input: steps, operations (sums of operations.sql by attempt, step and op), stood_still
+-- Input: steps, operations (sums of operations.sql by attempt, step and op), exposure (see exposure.sql, by attempt and step)
 -- Begin and end are those of the lowest rank, since hosts do not share a clock; durations are compared, never moments.
 with of_step as (
     select
@@ -57,13 +57,13 @@ select
     cast(coalesce(t.collectives, 0) as bigint) as collectives,
     cast(coalesce(t.payload_bytes, 0) as bigint) as payload_bytes,
     coalesce(t.wire_bytes, 0.0) as wire_bytes,
-    case
-        when w.timed > 0 or w.exposed_ns > 0 then cast(round(cast(w.exposed_ns as double) / s.ranks) as bigint)
-    end as exposed_ns,
+    case when w.step is null and t.step is null then 0 else w.exposed_ns end as exposed_ns,
+    case when w.step is null and t.step is null then 0 else w.exposed_low_ns end as exposed_low_ns,
+    case when w.step is null and t.step is null then 0 else w.exposed_high_ns end as exposed_high_ns,
     cast(round(s.cpu_ns) as bigint) as cpu_ns,
     s.rss_bytes,
     s.device_bytes
 from of_step s
 left join sent t on t.attempt = s.attempt and t.step = s.step
-left join stood_still w on w.attempt = s.attempt and w.step = s.step
+left join exposure w on w.attempt = s.attempt and w.step = s.step
 order by s.attempt, s.step

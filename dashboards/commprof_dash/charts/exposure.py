@@ -1,4 +1,4 @@
-"""What a training step stands still for, and what it hides behind its work."""
+"""Exposed and overlapped communication of a training step."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from commprof_dash.theme import EXPOSED_COLOUR, SETTING_COLOURS, Scheme
 UNKNOWN: Final = "not known"
 _KINDS: Final = (("exposed", EXPOSED_COLOUR), ("overlapped", SETTING_COLOURS[2]))
 
+_LENGTHS: Final = {"exposed": "exposed_low_ns", "overlapped": "overlapped_at_most_ns"}
+
 
 def by_purpose(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
     """Exposed and overlapped time of a typical step, by purpose. What is not known is said and never drawn as 0.
@@ -30,7 +32,7 @@ def by_purpose(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
     for lane, (kind, colour) in enumerate(_KINDS):
         points = []
         for position, row in enumerate(rows):
-            value, text = row[f"{kind}_ns"], duration(row, kind)
+            value, text = row[_LENGTHS[kind]], duration(row, kind)
             if pd.isna(value):
                 notes.append(Note(position, lane, 0.0, UNKNOWN, muted=True))
                 continue
@@ -41,17 +43,11 @@ def by_purpose(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
     return figure(
         Lanes([row["purpose"] for row in rows], [kind for kind, _ in _KINDS], bars, notes=notes),
         unit="ns",
-        title="Time per step, median of steps",
+        title="Time per step, median of warm steps; purposes overlap",
         scheme=scheme,
     )
 
 
 def duration(row: dict[str, Any], kind: str) -> str:
-    """Exposed time is at least so much where it is not known of all records; overlapped at most, where not all ends are."""
-    value = row[f"{kind}_ns"]
-    if pd.isna(value):
-        return UNKNOWN
-    if kind == "exposed" and row["timed"] < row["records"]:
-        return f">= {api.format_ns(value)}"
-    bounded = kind == "overlapped" and value > 0 and row["sampled"] < row["records"]
-    return f"<= {api.format_ns(value)}" if bounded else api.format_ns(value)
+    """What is known of it: a value, bounds, or one bound. A bar is as long as the lower bound of exposed time."""
+    return (api.exposed_time(row) if kind == "exposed" else api.overlapped_time(row)) or UNKNOWN

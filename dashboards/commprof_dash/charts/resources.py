@@ -18,7 +18,11 @@ _MEMORY: Final = (
 _SHARES: Final = (
     ("cores", "cores busy, mean rank", OTHER_COLOUR),
     ("gpu_share", "GPU utilisation", SETTING_COLOURS[2]),
-    ("communication_share", "stood still for collectives", EXPOSED_COLOUR),
+    ("communication_share", "exposed communication", EXPOSED_COLOUR),
+)
+_BOUNDS: Final = (  # where the value is not known
+    ("communication_share_low", "exposed communication, at least", EXPOSED_COLOUR),
+    ("communication_share_high", "exposed communication, at most", EXPOSED_COLOUR),
 )
 
 
@@ -32,7 +36,8 @@ def over_steps(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
     """
     figure = go.Figure(layout={"template": template(scheme)})
     highest: dict[str, float | None] = {"y": None, "y2": None}  # None: nothing is known of it
-    for at, drawn in (("y", _MEMORY), ("y2", _SHARES)):
+    bounds = () if frame["communication_share"].notna().any() else _BOUNDS
+    for at, drawn in (("y", _MEMORY), ("y2", (*_SHARES, *bounds))):
         for column, name, colour in drawn:
             part = frame[frame[column].notna()]
             if part.empty:

@@ -18,13 +18,12 @@ def over_steps(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
     """Step time and the part of it that the program stood still for collectives.
 
     Args:
-        frame: columns ``step``, ``duration_ns`` and ``exposed_ns``.
+        frame: columns ``step``, ``duration_ns``, ``exposed_ns``, ``exposed_low_ns`` and ``exposed_high_ns``; the last two
+            are drawn where the value is not known.
     """
     figure = go.Figure(layout={"template": template(scheme)})
-    for column, name, colour in (
-        ("duration_ns", "step time, slowest rank", STEP_COLOUR),
-        ("exposed_ns", "exposed communication, mean of ranks", EXPOSED_COLOUR),
-    ):
+    drawn = [("duration_ns", "step time, slowest rank", STEP_COLOUR), *_exposed_lines(frame)]
+    for column, name, colour in drawn:
         part = frame[frame[column].notna()]
         if part.empty:
             continue
@@ -38,13 +37,21 @@ def over_steps(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
             marker={"size": 6},
             hovertemplate="Step %{x}<br><b>" + name + "</b>: %{customdata}<extra></extra>",
         )
-    highest = float(frame[["duration_ns", "exposed_ns"]].max().max()) if len(frame) else 0.0
+    highest = float(frame[[column for column, _, _ in drawn]].max().max()) if len(frame) else 0.0
     figure.update_layout(
         height=300,
         xaxis={"title": {"text": "Training step"}, "showgrid": False, **step_ticks(frame["step"])},
         yaxis=axis(highest, "ns", "Time per step", room=1.05),
     )
     return figure
+
+
+def _exposed_lines(frame: pd.DataFrame) -> list[tuple[str, str, str]]:
+    name = "exposed communication, mean of ranks"
+    if frame["exposed_ns"].notna().any() or frame["exposed_low_ns"].isna().all():
+        return [("exposed_ns", name, EXPOSED_COLOUR)]
+    low = ("exposed_low_ns", f"{name}, at least", EXPOSED_COLOUR)
+    return [low, ("exposed_high_ns", f"{name}, at most", EXPOSED_COLOUR)]
 
 
 def by_setting(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:

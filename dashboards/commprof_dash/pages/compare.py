@@ -22,6 +22,7 @@ from commprof_dash.data import Runs, Selection, reason
 from commprof_dash.measures import COUNT, MEASURES, WIRE, Measure
 from commprof_dash.pages import settings_cards
 from commprof_dash.pages.page import Drawing, Page
+from commprof_dash.text_columns import text_column
 from commprof_dash.theme import Scheme, scheme_of
 
 LEVELS: Final = "levels"
@@ -183,7 +184,7 @@ def _settings_table(settings: pd.DataFrame) -> Component:
         "settings",
         "Settings",
         f"What each config asks for, what was issued to reduce the gradients, and what it cost per step.{also}",
-        settings,
+        settings.assign(exposed=text_column(settings, settings_data.exposed_text)),
         [
             Field("label", "Setting"),
             Field("requested_op", "Requested", _op),
@@ -193,7 +194,7 @@ def _settings_table(settings: pd.DataFrame) -> Component:
             Field("payload_bytes_per_step", "Payload", api.format_bytes, numeric=True),
             Field("collectives_per_step", "Count", COUNT.format, numeric=True),
             Field("step_time_ns", "Step time", api.format_ns, numeric=True),
-            Field("exposed_ns", "Exposed", api.format_ns, numeric=True),
+            Field("exposed", "Exposed", str, numeric=True),
             Field("final_loss", "Final loss", "{:.6g}".format, numeric=True),
             Field("rss_bytes", "Memory", api.format_bytes, numeric=True),
             Field("samples_per_second", "Samples/s", "{:.4g}".format, numeric=True),

@@ -24,6 +24,7 @@ from commprof_dash.measures import MEASURES, WIRE, Measure, format_count
 from commprof_dash.pages import overview_cards
 from commprof_dash.pages.one_run import still_going
 from commprof_dash.pages.page import Drawing, Page
+from commprof_dash.text_columns import text_column
 from commprof_dash.theme import Scheme, scheme_of
 
 VERDICT: Final = "verdict"
@@ -251,19 +252,19 @@ def _by_purpose(frame: pd.DataFrame, measure: Measure, scheme: Scheme) -> Compon
 
 def _times(frame: pd.DataFrame, scheme: Scheme) -> Component:
     title = "Step time and exposed communication"
-    columns = ["step", "duration_ns", "exposed_ns", "cpu_ns", "loss"]
+    columns = ["step", "duration_ns", "exposed_ns", "exposed_low_ns", "exposed_high_ns", "cpu_ns", "loss"]
     if frame["duration_ns"].isna().all():
         return cards.empty_card("step-time", title, "No training step of this run ended.")
     return cards.figure_card(
         "step-time",
         title,
-        "Exposed: the program stood still for a collective. Step 0 warms up.",
+        "Exposed: the program was blocked on a collective. Step 0 warms up.",
         times.over_steps(frame, scheme),
-        frame[columns],
+        frame[columns].assign(exposed=text_column(frame, api.exposed_time)),
         [
             Field("step", "Step", str, numeric=True),
             Field("duration_ns", "Step time", api.format_ns, numeric=True),
-            Field("exposed_ns", "Exposed", api.format_ns, numeric=True),
+            Field("exposed", "Exposed", str, numeric=True),
             Field("cpu_ns", "CPU time", api.format_ns, numeric=True),
             Field("loss", "Loss", "{:.6g}".format, numeric=True),
         ],

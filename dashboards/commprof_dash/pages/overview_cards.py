@@ -15,6 +15,7 @@ from commprof_dash.charts import resources as resource_charts
 from commprof_dash.components import cards, messages, tables
 from commprof_dash.components.tables import Cell, Field
 from commprof_dash.measures import format_count
+from commprof_dash.text_columns import text_column
 from commprof_dash.theme import Scheme
 
 _STATES: Final = {
@@ -87,48 +88,58 @@ def exposure(frame: pd.DataFrame, facts: Mapping[str, Any], scheme: Scheme) -> C
         if facts["steps"] == 0:
             why = "This run has no training steps: commprof.step() tells them where no engine does."
         return cards.empty_card("exposure", _EXPOSED, why)
-    whole = frame.iloc[-1]
+    whole = {str(name): value for name, value in frame.iloc[-1].items()}
     if not known:
         return cards.empty_card("exposure", _EXPOSED, "Nothing was issued in its training steps.")
-    unknown = [f"Of {whole['timed']:,} of {whole['records']:,} records the exposed time is known."]
-    if whole["timed"] < whole["records"]:
+    timed = whole["timed"] + whole["bounded"]
+    unknown = [f"Of {timed:,} of {whole['records']:,} records the exposed time is known."]
+    if timed < whole["records"]:
         unknown = [f"{unknown[0]} So it is at least what is shown."]
-    if whole["unwaited"]:
+    if whole["bounded"]:
         unknown.append(
-            f"For {whole['unwaited']:,} no wait was seen (DDP and compiled code wait in C++): what they cost is not known."
+            f"{whole['bounded']:,} were waited for in C++ (DistributedDataParallel): their exposed time lies between bounds."
         )
-    share = (
+    if whole["unwaited"] > whole["bounded"]:
+        unknown.append(
+            f"For {whole['unwaited'] - whole['bounded']:,} no wait was seen (compiled code waits in C++): what they cost is "
+            "not known."
+        )
+    share = api.exposed_share(whole)
+    spent = (
         ""
-        if pd.isna(whole["exposed_share"])
-        else f", {_at_least(whole)}{100 * whole['exposed_share']:.1f} % of the step"
+        if share is None
+        else f" {api.exposed_time(whole)}, {share} of the step of {api.format_ns(whole['step_ns'])}."
+    )
+    table = frame.assign(
+        exposed=text_column(frame, api.exposed_time),
+        share=text_column(frame, api.exposed_share),
+        overlapped=text_column(frame, api.overlapped_time),
     )
     return cards.figure_card(
         "exposure",
         _EXPOSED,
-        f"Exposed: the program stood still for a collective{share}. Overlapped: some were under way and it did not. A "
-        f"moment counts once; purposes may lie over each other. {' '.join(unknown)}",
+        f"Exposed:{spent} The program was blocked on a collective; mean over the ranks, median of {whole['steps']:,} warm "
+        "steps. Overlapped: some were under way and it was blocked on none. A moment counts once; purposes overlap, and all "
+        f"is their union, not their sum. {' '.join(unknown)}",
         charts.by_purpose(frame, scheme),
-        frame,
+        table,
         [
             Field("purpose", "Purpose"),
-            Field("exposed_ns", "Exposed", api.format_ns, numeric=True),
-            Field("exposed_share", "Of the step", "{:.1%}".format, numeric=True),
-            Field("overlapped_ns", "Overlapped, at most", api.format_ns, numeric=True),
+            Field("exposed", "Exposed", str, numeric=True),
+            Field("share", "Of the step", str, numeric=True),
+            Field("overlapped", "Overlapped", str, numeric=True),
             Field("timed", "Timed", format_count, numeric=True),
+            Field("bounded", "Bounded", format_count, numeric=True),
             Field("records", "Records", format_count, numeric=True),
             Field("unwaited", "No wait seen", format_count, numeric=True),
         ],
     )
 
 
-def _at_least(row: pd.Series[Any]) -> str:
-    return "at least " if row["timed"] < row["records"] else ""
-
-
 def resources(frame: pd.DataFrame, scheme: Scheme) -> Component:
     """What the run used over its steps."""
     title = "Resources over the run"
-    columns = ["rss_bytes", "device_bytes", "cores", "gpu_share", "communication_share"]
+    columns = ["rss_bytes", "device_bytes", "cores", "gpu_share", "communication_share_low"]
     if frame[columns].isna().all(axis=None):
         return cards.empty_card(
             "resources", title, "No training step of this run ended, or its memory is not known."
@@ -138,17 +149,23 @@ def resources(frame: pd.DataFrame, scheme: Scheme) -> Component:
         title,
         "Memory when a step ended, of the largest rank. Cores busy: CPU time over time. GPUs: as --sample nvml read them.",
         resource_charts.over_steps(frame, scheme),
-        frame,
+        frame.assign(communication=text_column(frame, _communication_share)),
         [
             Field("step", "Step", str, numeric=True),
             Field("rss_bytes", "Resident memory", api.format_bytes, numeric=True),
             Field("device_bytes", "Device memory", api.format_bytes, numeric=True),
             Field("cores", "Cores busy", "{:.2f}".format, numeric=True),
             Field("gpu_share", "GPU utilisation", "{:.1%}".format, numeric=True),
-            Field("communication_share", "Stood still for collectives", "{:.1%}".format, numeric=True),
+            Field("communication", "Exposed, of the step", str, numeric=True),
         ],
         most_rows=_TABLE_ROWS,
     )
+
+
+def _communication_share(row: Mapping[str, Any]) -> str | None:
+    """The exposed part of a step of ``api.resource_use`` as text."""
+    parts = {f"exposed{end}_ns": row[f"communication_share{end}"] for end in ("", "_low", "_high")}
+    return api.exposed_share({**parts, "step_ns": 1})
 
 
 def cost(facts: Mapping[str, Any]) -> Component:

@@ -155,7 +155,7 @@ def _costs(settings: Sequence[tuple[str, str]], costs: Mapping[str, settings_dat
             facts(
                 {
                     "Step time": _interval(cost.step_time_ns, cost.low_ns, cost.high_ns),
-                    "Exposed": _exposed(cost.exposed_ns, cost.step_time_ns),
+                    "Exposed": cost.exposed or "not known",
                     "Final loss": _or_unknown(cost.final_loss, "{:.6g}".format),
                     "Memory": _or_unknown(cost.memory_bytes, api.format_bytes),
                     "Samples/s": _or_unknown(cost.samples_per_second, "{:.4g}".format),
@@ -171,13 +171,6 @@ def _interval(value: float | None, low: float | None, high: float | None) -> str
     if low is None or high is None:
         return api.format_ns(value)
     return f"{api.format_ns(value)} (95 %: {api.format_ns(low)} to {api.format_ns(high)})"
-
-
-def _exposed(exposed_ns: float | None, step_time_ns: float | None) -> str:
-    if exposed_ns is None:
-        return "not known"
-    share = "" if not step_time_ns else f", {100 * exposed_ns / step_time_ns:.0f} % of the step"
-    return api.format_ns(exposed_ns) + share
 
 
 def _or_unknown(value: float | None, write: Callable[[float], str]) -> str:

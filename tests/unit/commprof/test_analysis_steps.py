@@ -7,8 +7,9 @@ import pandas as pd
 import pytest
 
 from commprof.analysis.counters import NO_READINGS, ONE_READING, moved
+from commprof.analysis.exposure import answer
 from commprof.analysis.intervals import Interval, order_statistic_rank, over_repeats, over_steps
-from commprof.analysis.steps import durations_after_first, final_loss, step_times, step_totals, stood_still
+from commprof.analysis.steps import durations_after_first, final_loss, step_times, step_totals
 from commprof.analysis.traffic import operations
 from commprof.analysis.units import format_bytes, format_ns
 from commprof.quantiles import student_t
@@ -19,7 +20,8 @@ def times_of(run: SyntheticRun) -> pd.DataFrame:
     collectives = run.table("collectives")
     steps = run.table("steps")
     sums = operations(collectives, run.table("aggregates"))
-    return step_times(steps, stood_still(steps, collectives), sums)
+    exposure = answer(collectives, steps, ("attempt", "step"), run.table("stalls"))
+    return step_times(steps, exposure, sums)
 
 
 def totals_of(run: SyntheticRun):

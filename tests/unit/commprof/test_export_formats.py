@@ -431,7 +431,7 @@ def test_the_report_is_one_file_that_loads_nothing(tmp_path):
     page.feed(text)
     assert page.found == []
     assert (
-        page.tags["table"] == (2 + 1) + 2 * 3
+        page.tags["table"] == (2 + 1) + 2 * 4
     )  # of the comparison's figures and itself; of the figures of each run
     assert hostile not in text
     words = " ".join(page.words)

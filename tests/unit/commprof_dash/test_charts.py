@@ -117,7 +117,8 @@ def test_step_times_carry_their_interval():
 
 def test_step_times_over_a_run_leave_gaps_out():
     frame = pd.DataFrame(
-        {"step": [0, 1, 2], "duration_ns": [5, None, 7], "exposed_ns": [None, None, None]}
+        {"step": [0, 1, 2], "duration_ns": [5, None, 7]}
+        | {name: [None] * 3 for name in ("exposed_ns", "exposed_low_ns", "exposed_high_ns")}
     ).astype("Int64")
     figure = times.over_steps(frame, "light")
     assert [(trace.name, list(trace.x), list(trace.y)) for trace in figure.data] == [

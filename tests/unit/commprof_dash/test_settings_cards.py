@@ -249,9 +249,10 @@ def test_overlapped_time_is_a_bound_where_not_all_ends_are_known():
         {
             "purpose": ["all"],
             "exposed_ns": pd.array([None], "Int64"),
-            "overlapped_ns": pd.array([2_000], "Int64"),
-            "sampled": [1],
-            "records": [2],
+            "exposed_low_ns": pd.array([None], "Int64"),
+            "exposed_high_ns": pd.array([None], "Int64"),
+            "overlapped_ns": pd.array([None], "Int64"),
+            "overlapped_at_most_ns": pd.array([2_000], "Int64"),
         }
     )
     texts = [note.text for note in by_purpose(frame, "light").layout.annotations]
@@ -269,7 +270,7 @@ def test_the_grid_says_what_a_step_of_each_setting_cost(tmp_path):
             use_multi_rank_bucket_allreduce=multi,
         )
     text, _ = body(tmp_path, "/compare")
-    for words in ("1.00 ms", "250 us, 25 % of the step", "1.25", "1.00 GiB", "4000"):
+    for words in ("1.00 ms", "250 us, 25.0 % of the step", "1.25", "1.00 GiB", "4000"):
         assert text.count(f'"{words}') >= 3, words
     frame = api.compare_both([tmp_path / "True-True"]).resources
     assert list(frame["exposed_ns"]) == [250_000]

@@ -1,0 +1,16 @@
+"""Which training steps a typical one is made of. Pure."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+
+def warm_steps(times: pd.DataFrame) -> pd.DataFrame:
+    """The steps that ended, without the first of each attempt, which warms up; those first ones where there are no others.
+
+    Args:
+        times: columns attempt, step and duration_ns.
+    """
+    ended = times[times["duration_ns"].notna()]
+    later = ended[ended["step"] > ended.groupby("attempt")["step"].transform("min")]
+    return (later if len(later) else ended).reset_index(drop=True)

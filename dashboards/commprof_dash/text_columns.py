@@ -1,0 +1,14 @@
+"""Columns of text that say what several columns of numbers are together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pandas as pd
+
+
+def text_column(frame: pd.DataFrame, write: Callable[[Mapping[str, Any]], str | None]) -> pd.Series[Any]:
+    """What ``write`` says of each row of ``frame``; None where it says nothing."""
+    texts = [write({str(name): value for name, value in row.items()}) for row in frame.to_dict("records")]
+    return pd.Series(texts, index=frame.index, dtype="object")
