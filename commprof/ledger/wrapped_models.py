@@ -15,6 +15,7 @@ from commprof.ledger.issue import INIT_STEP, StepKey
 from commprof.requested.ddp import Ddp, with_order
 from commprof.requested.errors import RequestedError
 from commprof.requested.expectation import Expectation
+from commprof.requested.fsdp import Fsdp
 from commprof.requested.fully_shard import FullyShard, arguments_model
 from commprof.requested.wrapped import Wrapper, arguments_of, tensors_of
 from commprof.schema import parse_ranks
@@ -195,6 +196,8 @@ def _wrapper(row: Mapping[str, Any]) -> Wrapper:
 
 def _rules(wrappers: Sequence[Wrapper], rank: int, orders: Iterable[Sequence[tuple[str, ...]]]) -> Rules:
     wrapper = wrappers[0]
+    if wrapper.kind == "fsdp":
+        return Fsdp(tuple(wrappers), rank)
     if wrapper.kind == "fully_shard":
         return FullyShard(tuple(wrappers), rank)
     if wrapper.kind == "ddp":

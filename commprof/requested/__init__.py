@@ -24,6 +24,7 @@ job, imports nothing of the runtime and is imported by nothing of it, so that th
 ``memory``              what each rank holds, and what moves between device, host and disk
 ``wrapped``             what torch's own wrappers of models were given
 ``ddp``                 what DistributedDataParallel sends
+``fsdp``                what FSDP 1 sends
 ``fully_shard``         what FSDP 2 sends, with and without replicas
 ``models``              a list of parameters for a model of which only the size is known
 ``support``             what a config may ask for that is not stated here

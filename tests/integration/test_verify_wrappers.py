@@ -159,6 +159,45 @@ def with_policy(rank, world):
     fsdp2(rank, world, mp_policy=policy, checkpoint=True)
 
 
+def fsdp1(
+    rank, world, strategy="FULL_SHARD", mesh=None, accumulation=1, clip=False, between=None, **arguments
+):
+    import contextlib
+    import warnings
+
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    warnings.filterwarnings("ignore", "The `NO_SHARD`", FutureWarning)
+    model = FullyShardedDataParallel(
+        Blocks() if arguments.get("use_orig_params") else nn.Sequential(nn.Linear(WIDTH, 7), nn.Linear(7, 6)),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}) if not arguments.get("use_orig_params") else None,
+        sharding_strategy=ShardingStrategy[strategy],
+        device_mesh=init_device_mesh("cpu", mesh, mesh_dim_names=("replicas", "shards")) if mesh else None,
+        device_id=torch.device("cpu"),
+        **arguments,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        for micro in range(accumulation):
+            with contextlib.nullcontext() if micro == accumulation - 1 else model.no_sync():
+                model(batch(step)).float().sum().backward()
+        if clip:
+            model.clip_grad_norm_(1.0)
+        if between:
+            between(step, model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def fsdp1_with_policy(rank, world):
+    from torch.distributed.fsdp import MixedPrecision
+
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fsdp1(rank, world, mixed_precision=precision)
+
+
 PROGRAMS = {
     "ddp": (2, ddp),
     "ddp, small buckets of two types": (3, functools.partial(ddp, bucket_cap_mb=0.0002, half=True)),
@@ -179,6 +218,12 @@ PROGRAMS = {
     "fully_shard, accumulated": (2, functools.partial(fsdp2, accumulation=3, reshard_after_forward=False)),
     "fully_shard, evaluated": (2, functools.partial(fsdp2, between=evaluated)),
     "fully_shard, in pairs": (4, functools.partial(fsdp2, reshard_after_forward=2)),
+    "fsdp": (2, functools.partial(fsdp1, clip=True, between=evaluated)),
+    "fsdp, names": (3, functools.partial(fsdp1, use_orig_params=True)),
+    "fsdp, types": (2, fsdp1_with_policy),
+    "fsdp, whole in between": (2, functools.partial(fsdp1, strategy="SHARD_GRAD_OP", accumulation=3)),
+    "fsdp, not sharded": (2, functools.partial(fsdp1, strategy="NO_SHARD", accumulation=2)),
+    "fsdp, hybrid": (4, functools.partial(fsdp1, strategy="HYBRID_SHARD", mesh=(2, 2), clip=True)),
     "hybrid": (4, functools.partial(fsdp2, mesh=(2, 2), clip=True, accumulation=2)),
 }
 
@@ -244,6 +289,18 @@ def test_the_messages_of_sharded_units_by_hand():
     found = {row.expected_op: row.expected_payload_bytes for row in rows(verdict, "gradient_reduce")}
     reduced = (48 + 42 + 36) * 4 * 2 * STEPS
     assert found == {"reduce_scatter": reduced, "all_reduce": reduced // 2}
+
+
+def test_the_messages_of_flat_parameters_by_hand():
+    """8 x 7 + 7 = 63 elements, padded to 64; 7 x 6 + 6 = 48. Each is gathered in both passes, and in two forward passes of
+    the evaluation in every second step: they are two units, and the root has no parameters of its own."""
+    verdict = verify(recorded("fsdp"))
+    (gathers,) = rows(verdict, "parameter_gather")
+    assert gathers.expected_payload_bytes == (2 * STEPS + 2 * STEPS // 2) * (64 + 48) * 4
+    (gradients,) = rows(verdict, "gradient_reduce")
+    assert gradients.expected_payload_bytes == STEPS * (64 + 48) * 4
+    (norms,) = rows(verdict, "gradient_norm")
+    assert (norms.expected_count, norms.expected_payload_bytes) == (STEPS, STEPS * 4)
 
 
 def test_a_planted_gather_among_sharded_units_is_a_mismatch(tmp_path):

@@ -32,7 +32,7 @@ class Frameworks:
         parts = [
             *TorchFunctions(journal, self.loop, checkpoints).parts(),
             *ddp.parts(),
-            *Fsdp(journal, checkpoints).parts(),
+            *Fsdp(journal, checkpoints, self.wrapped).parts(),
             *FullyShard(journal, self.wrapped).parts(),
             *DTensors().parts(),
             *Trainers(checkpoints).parts(),

@@ -15,6 +15,7 @@ from commprof.recorder.adapters.fully_shard import ROOT
 from commprof.recorder.adapters.parts import Doubts, Part, purpose
 from commprof.recorder.journal import Journal
 from commprof.recorder.models import plain_name
+from commprof.recorder.wrapped import Wrapped, WrappedModels
 from commprof.schema import Purpose
 
 _CLASS_MODULE: Final = "torch.distributed.fsdp.fully_sharded_data_parallel"
@@ -46,7 +47,9 @@ _PURPOSES: Final = (
 class Fsdp:
     """What is known of the modules that FullyShardedDataParallel wraps."""
 
-    def __init__(self, journal: Journal, checkpoints: Checkpoints) -> None:
+    def __init__(self, journal: Journal, checkpoints: Checkpoints, wrapped: WrappedModels) -> None:
+        self._wrapped = wrapped
+        self._places: weakref.WeakKeyDictionary[Any, tuple[Wrapped, int]] = weakref.WeakKeyDictionary()
         self._checkpoints = checkpoints
         self._doubt = Doubts(journal, "FSDP 1")
         self._numbers = Numbers()
@@ -60,6 +63,13 @@ class Fsdp:
             *(self._checkpoints.part(_STATE, f"{name}_state_dict_hook") for name in _STATE_HOOKS),
             Part(_CLASS_MODULE, f"{_CLASS}.__init__", self._wrap_construction),
             Part(_FLAT, "FlatParamHandle.unshard", self._wrap_unshard),
+            Part(_FLAT, "FlatParamHandle.reshard", self._wrap_reshard),
+            Part(_CLASS_MODULE, "_pre_forward_unshard", self._wrap_pass("F")),
+            Part(_RUNTIME, "_pre_backward_hook", self._wrap_pre_backward),
+            Part(_RUNTIME, "_post_backward_reshard", self._wrap_post_backward),
+            Part(_RUNTIME, "_post_backward_final_callback", self._wrap_end),
+            Part(_RUNTIME, "_share_state_and_init_handle_attrs", self._wrap_first_forward),
+            Part(_CLASS_MODULE, f"{_CLASS}.clip_grad_norm_", self._wrap_clip),
             Part(_RUNTIME, "_reduce_grad", self._wrap_reduce),
             Part(_RUNTIME, "_reduce_grad_no_shard", self._wrap_reduce),
         ]
@@ -85,6 +95,8 @@ class Fsdp:
 
     def _wrap_unshard(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def unshard(handle: Any, *args: Any, **kwargs: Any) -> Any:
+            if _is_summoned(handle):
+                self._ran("u", handle)
             with self._gather_of(handle):
                 return original(handle, *args, **kwargs)
 
@@ -107,6 +119,7 @@ class Fsdp:
 
     def _wrap_reduce(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def reduce(state: Any, handle: Any, *args: Any, **kwargs: Any) -> Any:
+            self._ran("B", handle)
             try:
                 tag = self._bucket(handle)
             except Exception as error:
@@ -125,3 +138,119 @@ class Fsdp:
         parts = handle.world_size if handle.uses_sharded_strategy else 1
         nbytes = -(-numel // parts) * parts * gradient.dtype.itemsize
         return open_bucket(self._numbers.take(), numel, nbytes, gradient.dtype, names, module=module)
+
+    # What each model was given, and its passes.
+
+    def _ran(self, kind: str, handle: Any) -> None:
+        try:
+            known = self._places.get(handle) if handle is not None else None
+            if known is not None:
+                known[0].ran(f"{kind}{known[1]}")
+        except Exception as error:
+            self._doubt(error)
+
+    def _wrap_pass(self, kind: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+            def run(state: Any, handle: Any, *args: Any, **kwargs: Any) -> Any:
+                self._ran(kind, handle)
+                return original(state, handle, *args, **kwargs)
+
+            return run
+
+        return wrap
+
+    def _wrap_pre_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def pre_backward(state: Any, module: Any, handle: Any, *args: Any, **kwargs: Any) -> Any:
+            needed = getattr(handle, "_needs_pre_backward_unshard", False)
+            if needed and not getattr(handle, "_ran_pre_backward_hook", False):
+                self._ran("p", handle)
+            return original(state, module, handle, *args, **kwargs)
+
+        return pre_backward
+
+    def _wrap_post_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def post_backward(state: Any, handle: Any, *args: Any, **kwargs: Any) -> Any:
+            self._ran("b" if getattr(state, "_sync_gradients", True) else "k", handle)
+            return original(state, handle, *args, **kwargs)
+
+        return post_backward
+
+    def _wrap_reshard(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def reshard(handle: Any, *args: Any, **kwargs: Any) -> Any:
+            if _is_summoned(handle) and (args[:1] == (True,) or kwargs.get("free_unsharded_flat_param")):
+                self._ran("r", handle)
+            return original(handle, *args, **kwargs)
+
+        return reshard
+
+    def _wrap_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def end(state: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(state, *args, **kwargs)
+            self._ran_by(state, "E" if getattr(state, "_sync_gradients", True) else "e")
+            return result
+
+        return end
+
+    def _wrap_clip(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def clip(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+            self._ran_by(wrapper, "N")
+            return original(wrapper, *args, **kwargs)
+
+        return clip
+
+    def _ran_by(self, state: Any, kind: str) -> None:
+        """The whole model of the root ``state`` did so: its first unit says it."""
+        handles = getattr(state, "_all_handles", None) or ()
+        self._ran(kind, handles[0] if handles else None)
+
+    def _wrap_first_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def first_forward(root: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(root, *args, **kwargs)
+            try:
+                self._publish(root)
+            except Exception as error:
+                self._doubt(error)
+            return result
+
+        return first_forward
+
+    def _publish(self, root: Any) -> None:
+        model = self._wrapped.next_number
+        first: Wrapped | None = None
+        states = {id(each._handle): each for each in root._all_fsdp_states if each._handle is not None}
+        for number, handle in enumerate(root._all_handles):
+            state = states.get(id(handle), root)
+            strategy = handle._sharding_strategy.name
+            flat = handle.flat_param
+            trained = [each.requires_grad for each in flat._params or ()] or [flat.requires_grad] * len(
+                flat._fqns
+            )
+            parameters = [
+                (name, list(shape), _dtype(handle._orig_param_dtype), is_trained)
+                for name, shape, is_trained in zip(flat._fqns, flat._shapes, trained, strict=False)
+            ]
+            arguments = {
+                "model": model,
+                "root": handle is root._handle,
+                "sharding_strategy": "HYBRID_SHARD_ZERO2" if strategy == "_HYBRID_SHARD_ZERO2" else strategy,
+                "param_dtype": _dtype(handle._fwd_bwd_param_dtype),
+                "reduce_dtype": _dtype(handle._reduce_dtype),
+                "use_orig_params": bool(handle._use_orig_params),
+                "comm_hook": getattr(state._comm_hook, "__qualname__", None),
+            }
+            replicas = getattr(state, "_inter_node_pg", None) if "HYBRID" in strategy else None
+            unit = self._place(handle)[0]
+            wrapped = self._wrapped.add(
+                "fsdp", unit, handle.process_group, arguments, parameters, replicas=replicas
+            )
+            first = first or wrapped
+            self._places[handle] = first, number
+
+
+def _is_summoned(handle: Any) -> bool:
+    """Whether the program itself wants whole parameters (``summon_full_params``, a state dict)."""
+    return getattr(handle._training_state, "name", "") == "SUMMON_FULL_PARAMS"
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,144 @@
+"""What FSDP 1 (``FullyShardedDataParallel``) should send, from the arguments of its units and their parameters.
+
+A unit flattens its parameters into one tensor, padded to a multiple of the ranks; with ``use_orig_params`` each parameter
+begins at a multiple of 16 bytes. The flat parameter is gathered where it is not whole. It is sharded again after a forward
+pass (``FULL_SHARD``, ``HYBRID_SHARD``; not that of the root) and after a backward pass. The gradients of a unit travel in a
+reduce_scatter, with a hybrid strategy followed by an all_reduce over the replicas; with ``NO_SHARD`` in one all_reduce.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from commprof.requested.errors import RequestedError
+from commprof.requested.expectation import Expectation
+from commprof.requested.parameters import item_bytes
+from commprof.requested.partition import padded
+from commprof.requested.wrapped import UNKNOWN, Wrapper
+from commprof.schema import Op, Purpose
+
+SHARDED, WHOLE = "S", "U"
+State = tuple[str, ...]  # of each unit
+_FREED_AFTER_FORWARD: Final = ("FULL_SHARD", "HYBRID_SHARD")
+_ALIGNMENT_BYTES: Final = 16
+_NORM_BYTES: Final = 4  # one fp32
+_PASS: Final = re.compile(r"(?P<kind>[FpbkBurEeN?])(?P<unit>\d+)?")
+
+
+@dataclass(frozen=True)
+class Fsdp:
+    """The rules for one model, as one of its ranks says them.
+
+    Attributes:
+        units: what each was given.
+        rank: it speaks for the groups of which it is the first rank.
+    """
+
+    units: tuple[Wrapper, ...]
+    rank: int
+
+    @property
+    def wrapper(self) -> Wrapper:
+        """The first unit."""
+        return self.units[0]
+
+    @property
+    def unpredicted(self) -> dict[str, str]:
+        """Purposes of which the rules do not know what is sent, and why."""
+        found = {}
+        if any(unit.arguments.get("comm_hook") for unit in self.units):
+            found[str(Purpose.GRADIENT_REDUCE)] = "a communication hook decides what is sent"
+        # Sent before the wrapper is seen.
+        found[str(Purpose.PARAMETER_BROADCAST)] = "what sync_module_states broadcasts is no part of the rules"
+        return found
+
+    def construction(self) -> list[Expectation]:
+        """What it sends when it is made: nothing that the rules know."""
+        return []
+
+    def passes(self, passes: str, state: State | None) -> tuple[list[Expectation], State]:
+        """What it sends in ``passes``, and the state after them.
+
+        Raises:
+            RequestedError: a pass is not known.
+        """
+        states = list(state or (SHARDED,) * len(self.units))
+        found: list[Expectation] = []
+        at = 0
+        while at < len(passes):
+            match = _PASS.match(passes, at)
+            if match is None or match["kind"] == UNKNOWN or int(match["unit"] or 0) >= len(states):
+                raise RequestedError(
+                    f"which passes a model of FSDP ran is not known: {passes[at : at + 20]!r}"
+                )
+            found += self._ran(match["kind"], int(match["unit"] or 0), states)
+            at = match.end()
+        return found, tuple(states)
+
+    def _ran(self, kind: str, number: int, states: list[str]) -> list[Expectation]:
+        unit = self.units[number]
+        found: list[Expectation] = []
+        if kind in "Fpu":
+            found = self._gathered(unit, states[number], whole=kind == "u")
+            frees = kind == "F" and number != self._root and _strategy(unit) in _FREED_AFTER_FORWARD
+            states[number] = SHARDED if frees else WHOLE
+        elif kind in "br" or (kind == "k" and _strategy(unit) in _FREED_AFTER_FORWARD):
+            states[number] = SHARDED
+        elif kind in "Ee":
+            for place, each in enumerate(self.units):
+                if kind == "E" or _strategy(each) in _FREED_AFTER_FORWARD:
+                    states[place] = SHARDED
+        elif kind == "B":
+            found = self._reduced(unit)
+        elif kind == "N" and self._speaks(unit.ranks) and any(map(_shards, self.units)):
+            found = unit.sent(Purpose.GRADIENT_NORM, Op.ALL_REDUCE, [_NORM_BYTES])
+        return found
+
+    @property
+    def _root(self) -> int | None:
+        return next((number for number, unit in enumerate(self.units) if unit.arguments.get("root")), None)
+
+    def _speaks(self, ranks: tuple[int, ...]) -> bool:
+        return bool(ranks) and min(ranks) == self.rank
+
+    def _gathered(self, unit: Wrapper, before: str, *, whole: bool) -> list[Expectation]:
+        if before == WHOLE or not _shards(unit) or not self._speaks(unit.ranks):
+            return []
+        dtype = unit.parameters[0].dtype if whole else unit.arguments.get("param_dtype")
+        size = flat_numel(unit) * item_bytes(dtype or unit.parameters[0].dtype)
+        return unit.sent(Purpose.PARAMETER_GATHER, Op.ALL_GATHER, [size])
+
+    def _reduced(self, unit: Wrapper) -> list[Expectation]:
+        size = flat_numel(unit) * item_bytes(unit.arguments.get("reduce_dtype") or unit.parameters[0].dtype)
+        if not _shards(unit):
+            return (
+                unit.sent(Purpose.GRADIENT_REDUCE, Op.ALL_REDUCE, [size]) if self._speaks(unit.ranks) else []
+            )
+        found = []
+        if self._speaks(unit.ranks):
+            found += unit.sent(Purpose.GRADIENT_REDUCE, Op.REDUCE_SCATTER, [size])
+        if self._speaks(unit.replicas):
+            share = [size // len(unit.ranks)]
+            found += unit.sent(Purpose.GRADIENT_REDUCE, Op.ALL_REDUCE, share, ranks=unit.replicas)
+        return found
+
+
+def _strategy(unit: Wrapper) -> str:
+    return str(unit.arguments.get("sharding_strategy"))
+
+
+def _shards(unit: Wrapper) -> bool:
+    return _strategy(unit) != "NO_SHARD"
+
+
+def flat_numel(unit: Wrapper) -> int:
+    """Elements of the flat parameter, with its padding."""
+    aligned = bool(unit.arguments.get("use_orig_params"))
+    dtype = unit.arguments.get("param_dtype") or unit.parameters[0].dtype
+    multiple = max(_ALIGNMENT_BYTES // item_bytes(dtype), 1) if aligned else 1
+    total = 0
+    for each in unit.parameters:
+        total = padded(total, multiple) + each.numel
+    return padded(total, len(unit.ranks)) if aligned or _shards(unit) else total
