@@ -591,6 +591,10 @@ COMM_MATCHES: Final = Table(
         Column("extra", "int64", "lines without a record"),
         Column("ambiguous", "int64", "lines with several equal records"),
         Column("torn", "int64", "torn lines of the process that name this communicator or can only belong to it"),
+        Column("ambiguous_records", "int64", "records with several equal lines", True),
+        Column("ambiguous_missing", "int64", "at least so many of these records have no line", True),
+        Column("ambiguous_extra", "int64", "at least so many of the ambiguous lines have no record", True),
+        Column("generated", "bool", "the log says of itself that it was generated: it is not the output of NCCL", True),
     ),
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import pyarrow as pa
 
@@ -12,6 +13,11 @@ from commprof.align.pairing import Pairing
 from commprof.align.streams import LineStream, LogProcess
 from commprof.trace.tables import table_from_rows
 
+_COUNTED: Final = (
+    *("matched", "missing", "extra", "ambiguous"),
+    *("ambiguous_records", "ambiguous_missing", "ambiguous_extra"),
+)
+
 
 def comm_matches(
     lines: Sequence[LineStream],
@@ -19,6 +25,7 @@ def comm_matches(
     outcomes: Mapping[int, Counter[str]],
     ops: pa.Table,
     torn: Codes,
+    generated: bool,
 ) -> pa.Table:
     """One row per communicator, in the order of the log.
 
@@ -28,6 +35,7 @@ def comm_matches(
         outcomes: lines by state, for each.
         ops: table ``nccl_ops``.
         torn: its rows that are torn.
+        generated: the log says of itself that it was generated.
     """
     torn_of = _torn_of(lines, ops, torn)
     rows = []
@@ -48,8 +56,9 @@ def comm_matches(
                 "confidence": pairing.confidence.get(number, "none"),
                 "basis": pairing.basis.get(number),
                 "reason": pairing.reasons.get(number),
-                **{state: outcome[state] for state in ("matched", "missing", "extra", "ambiguous")},
+                **{name: outcome[name] for name in _COUNTED},
                 "torn": torn_of[number],
+                "generated": generated,
             }
         )
     return table_from_rows("comm_matches", rows)

@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
+from commprof.align.bounds import surplus
 from commprof.align.divergence import Divergence, first_difference, surroundings
 from commprof.align.edits import ALONE, AMBIGUOUS, Codes, Partners
 from commprof.align.expectation import PLAIN_DIALECT, Expected
@@ -78,6 +79,8 @@ class GroupAlignment:
     def _leave_undecided(self) -> set[Key]:
         """Lines and records of groups that nothing tells apart are ambiguous, all of them."""
         done: set[Key] = set()
+        together: dict[frozenset[Key], list[int]] = {}
+        expected: dict[Key, Codes] = {}
         for number, streams in sorted(self._pairing.undecided.items()):
             line, reason = self._lines[number], self._pairing.reasons[number]
             self._rows.add_lines(LIKELY_EITHER, line.rows, reason)
@@ -89,7 +92,23 @@ class GroupAlignment:
                     expectation = self._expect(stream, [line])
                     everything = np.arange(len(expectation.codes))
                     self._rows.add_expected(LIKELY_EITHER, expectation, everything, reason)
+                    expected[key] = expectation.codes
+            keys = frozenset((stream.process, stream.group) for stream in streams)
+            together.setdefault(keys, []).append(number)
+        for keys, numbers in together.items():
+            records = np.concatenate([expected[key] for key in keys])
+            lines = np.concatenate([self._lines[number].codes for number in numbers])
+            self._bound(numbers[0], records, lines)
         return done
+
+    def _bound(self, number: int, records: Codes, lines: Codes) -> tuple[int, int]:
+        """Note of ambiguous records and lines how many are missing and extra at least, at communicator ``number``."""
+        missing, extra = surplus(records, lines), surplus(lines, records)
+        outcome = self.outcomes[number]
+        outcome["ambiguous_records"] += len(records)
+        outcome["ambiguous_missing"] += missing
+        outcome["ambiguous_extra"] += extra
+        return missing, extra
 
     def _expect(self, stream: RecordStream, lines: Sequence[LineStream]) -> Expectation:
         source = max(lines, key=lambda line: len(line.rows), default=None)
@@ -126,7 +145,10 @@ class GroupAlignment:
         extra = np.flatnonzero(partners.second == ALONE)
         fits = f"no record of group {stream.group.pg} (ranks {stream.group.group_ranks}) fits here"
         self._rows.add_lines(EXTRA, rows[extra], fits)
-        self._add_ambiguous(expectation, partners, rows)
+        of_line = np.array(numbers)[owners]
+        self._add_ambiguous(
+            expectation, partners, rows, printed, of_line if len(of_line) else np.array(numbers)
+        )
         self._count(numbers, owners, partners, len(expectation.unclear))
         self._show(stream, lines[0], expectation, partners, rows)
 
@@ -149,21 +171,25 @@ class GroupAlignment:
             reason += f"; it may be a torn line of this process: {', '.join(torn[:3])}"
         return reason
 
-    def _add_ambiguous(self, expectation: Expectation, partners: Partners, rows: Codes) -> None:
+    def _add_ambiguous(
+        self, expectation: Expectation, partners: Partners, rows: Codes, printed: Codes, owners: Codes
+    ) -> None:
+        """Rows of what is ambiguous; ``owners``: the communicator of each line."""
         for verdict in (UNSEARCHED, AMBIGUOUS):
             xs = np.flatnonzero(partners.first == verdict)
             ys = np.flatnonzero(partners.second == verdict)
-            if verdict == UNSEARCHED:
-                self._rows.add_expected(LIKELY_EITHER, expectation, xs, TOO_DIFFERENT)
-                self._rows.add_lines(LIKELY_EITHER, rows[ys], TOO_DIFFERENT)
-                continue
             # Between the same two certain pairs: equal counts of pairs before.
             of_record = np.cumsum(partners.first >= 0)[xs]
             of_line = np.cumsum(partners.second >= 0)[ys]
             for place in np.union1d(of_record, of_line).tolist():
                 here = xs[slice(*np.searchsorted(of_record, (place, place + 1)))]
                 there = ys[slice(*np.searchsorted(of_line, (place, place + 1)))]
-                reason = either(len(here), len(there))
+                at = min(int(np.searchsorted(np.cumsum(partners.second >= 0), place)), len(owners) - 1)
+                missing, extra = self._bound(int(owners[at]), expectation.codes[here], printed[there])
+                bounded = bounds_text(missing, extra)
+                reason = f"{TOO_DIFFERENT}{bounded}"
+                if verdict == AMBIGUOUS:
+                    reason = f"{either(len(here), len(there))}{bounded}"
                 self._rows.add_expected(LIKELY_EITHER, expectation, here, reason)
                 self._rows.add_lines(LIKELY_EITHER, rows[there], reason)
 
@@ -220,6 +246,16 @@ class GroupAlignment:
                 surroundings(partners, place, record_text, line_text),
             )
         )
+
+
+def bounds_text(missing: int, extra: int) -> str:
+    """A clause: how many of ambiguous records and lines have no partner at least; empty where that is none."""
+    found = []
+    if missing:
+        found.append(f"at least {missing:,} of these records {'have' if missing > 1 else 'has'} no line")
+    if extra:
+        found.append(f"at least {extra:,} of these lines {'have' if extra > 1 else 'has'} no record")
+    return f"; {', '.join(found)}" if found else ""
 
 
 def either(records: int, lines: int) -> str:

@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 
 import pyarrow as pa
 
+from commprof.align.bounds import Bounds, bounds_of
 from commprof.align.communicators import comm_matches
 from commprof.align.divergence import Divergence
 from commprof.align.groups import GroupAlignment
@@ -58,6 +59,7 @@ class MatchReport:
         comm_matches: table ``comm_matches``: the same by communicator, in the order of the log. A record of a group
             without communicator is in the first, and in none of these.
         matched, missing, extra, ambiguous, torn: rows of ``matches`` by state.
+        bounds: how many are missing and extra at least and at most: ambiguous ones may be.
         unclear: records, counted in ``missing``, that do not determine the lines they leave.
         divergences: for each rank and group whose records and lines part, the first place where they do.
         notes: sentences for the reader.
@@ -71,6 +73,7 @@ class MatchReport:
     ambiguous: int
     torn: int
     unclear: int
+    bounds: Bounds
     divergences: tuple[Divergence, ...]
     notes: tuple[str, ...]
 
@@ -80,13 +83,16 @@ class MatchReport:
         return {state: getattr(self, state) for state in STATES}
 
 
-def align(run: RecordedRun, ops: pa.Table, communicators: pa.Table | None = None) -> MatchReport:
+def align(
+    run: RecordedRun, ops: pa.Table, communicators: pa.Table | None = None, *, generated: bool = False
+) -> MatchReport:
     """Align the records of ``run`` with the operation lines of its NCCL logs.
 
     Args:
         run: a run, as ``commprof.trace.reader.open_run`` returns it.
         ops: table ``nccl_ops`` of :func:`commprof.nccl.parser.parse_logs`.
         communicators: its table ``nccl_communicators``, which holds what torch says about each address.
+        generated: the log says of itself that it was generated.
     """
     collectives = run.table("collectives")
     vocabulary = Vocabulary()
@@ -101,14 +107,17 @@ def align(run: RecordedRun, ops: pa.Table, communicators: pa.Table | None = None
     torn = torn_rows(ops)
     rows.add_lines(TORN, torn, TORN_LINE)
     matches = rows.table()
+    of_comms = comm_matches(lines, pairing, alignment.outcomes, ops, torn, generated)
+    bounds = bounds_of(matches, of_comms)
     states = Counter({row["values"]: row["counts"] for row in matches["state"].value_counts().to_pylist()})
     return MatchReport(
         matches,
-        comm_matches(lines, pairing, alignment.outcomes, ops, torn),
+        of_comms,
         **{state: states[state] for state in STATES},
         unclear=alignment.unclear,
+        bounds=bounds,
         divergences=tuple(alignment.divergences),
-        notes=notes(streams, lines, run.manifest.world_size, states, alignment.unclear),
+        notes=notes(streams, lines, run.manifest.world_size, states, alignment.unclear, bounds),
     )
 
 
@@ -121,7 +130,8 @@ def align_run(run: RecordedRun) -> MatchReport:
     from commprof.nccl.parser import parse_logs
 
     parsed = parse_logs([logs_of(run.path)])
-    return align(run, parsed.ops, getattr(parsed, "tables", {}).get("nccl_communicators"))
+    communicators = getattr(parsed, "tables", {}).get("nccl_communicators")
+    return align(run, parsed.ops, communicators, generated=parsed.generated)
 
 
 def logs_of(path: Path) -> Path:

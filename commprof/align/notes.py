@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from commprof.align.bounds import Bounds
 from commprof.align.streams import LineStream, RecordStream, RunProcess
 
 
@@ -14,6 +15,7 @@ def notes(
     world_size: int | None,
     states: Mapping[str, int],
     unclear: int,
+    bounds: Bounds,
 ) -> tuple[str, ...]:
     """Sentences about an alignment.
 
@@ -23,6 +25,7 @@ def notes(
         world_size: ranks of the run, where that is known.
         states: rows of ``matches`` by state.
         unclear: missing records that do not determine the lines they leave.
+        bounds: how many are missing and extra at least and at most.
     """
     world = world_size or max((stream.group_size for stream in streams.values()), default=0)
     found = _of_backends({stream.backend for stream in streams.values()}, states)
@@ -38,8 +41,9 @@ def notes(
         )
     if states["ambiguous"]:
         found.append(
-            f"{states['ambiguous']} records and lines are ambiguous: they have several equal partners, of which some were "
-            "lost or doubled, and the log cannot tell which."
+            f"{states['ambiguous']:,} records and lines are ambiguous: they have several equal partners, of which some were "
+            f"lost or doubled, and the log cannot tell which. With them, {bounds.missing} lines are missing and "
+            f"{bounds.extra} are extra."
         )
     if unclear:
         found.append(f"{unclear} of the missing records do not determine the lines that they leave.")

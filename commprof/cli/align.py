@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -13,9 +14,11 @@ from commprof.cli.nccl import read_logs
 from commprof.cli.rendering import Heading, Rows
 from commprof.cli.runs import RunArgument, opened
 from commprof.errors import TraceError, UsageError
+from commprof.exit_codes import ExitCode
 from commprof.trace.liveness import recording_process, refuse_live
 
 if TYPE_CHECKING:
+    from commprof.align.bounds import Bounds
     from commprof.align.divergence import Divergence
     from commprof.align.matching import MatchReport
     from commprof.nccl.parser import ParsedLogs
@@ -30,6 +33,13 @@ OwnLogsArgument = Annotated[
     ),
 ]
 _SHOWN_DIVERGENCES: Final = 4
+_STATES: Final = ("matched", "missing", "extra", "ambiguous", "torn")
+_GENERATED: Final = "The log says of itself that it was generated: it is not the output of NCCL."
+_LEGEND: Final = (
+    "missing: a record without its line. extra: a line without its record. ambiguous: several could be the one; 1 to 8 "
+    "missing: at least 1, and which of 8 cannot be told. Counted in lines of the log; a COLL line and its CALL "
+    "line are one."
+)
 
 
 def align(
@@ -47,18 +57,24 @@ def align(
 ) -> int:
     """Match each record of a run with its NCCL log line: matched, missing, extra, ambiguous or torn.
 
-    The tables of the log, matches and comm_matches are kept in the run, unless nothing matches.
+    The tables of the log, matches and comm_matches are kept in the run, unless nothing matches. Without LOG, a run
+    that holds an alignment shows it.
     """
     found = opened(run)
     if force:
         refuse_live(found.path, "no alignment is kept in it")
-    if not force and found.table("matches").num_rows:
-        raise UsageError(f"{found.path} holds an alignment already; give --force to replace it")
+    is_aligned = bool(found.table("matches").num_rows)
+    if is_aligned and logs and not force:
+        raise UsageError(
+            f"{found.path} holds an alignment already; give --force to replace it, or no log to see it"
+        )
     with needed("analysis", "to align a run"):
         from commprof.align import matching
+    if is_aligned and not force:
+        return _show_stored(found, as_json=as_json)
     parsed = read_logs(logs or [str(matching.logs_of(found.path))])
     tables = _tables(parsed)
-    report = matching.align(found, parsed.ops, tables.get("nccl_communicators"))
+    report = matching.align(found, parsed.ops, tables.get("nccl_communicators"), generated=parsed.generated)
     if as_json:
         rendering.show_json(_facts(parsed, report))
     else:
@@ -70,13 +86,47 @@ def align(
     return 0
 
 
+def _show_stored(run: Run, *, as_json: bool) -> int:
+    """Print the alignment that the run holds."""
+    from commprof.align.bounds import bounds_of
+
+    matches, communicators = run.table("matches"), run.table("comm_matches")
+    counted = {row["values"]: row["counts"] for row in matches["state"].value_counts().to_pylist()}
+    counts = {state: counted.get(state, 0) for state in _STATES}
+    bounds = bounds_of(matches, communicators)
+    rows = communicators.to_pylist()
+    if as_json:
+        facts = {"stored": True, "generated": _is_generated(rows), "communicators": rows}
+        rendering.show_json(_counts(counts, bounds) | facts)
+        return ExitCode.DONE
+    notes = [_GENERATED] if _is_generated(rows) else []
+    rendering.show(_communicators(rows), _total(counts, bounds), rendering.paragraph(_LEGEND), *notes)
+    say(f"{run.path}  the alignment that the run holds; --force makes it anew from the logs")
+    return ExitCode.DONE
+
+
+def _is_generated(communicators: Sequence[Mapping[str, Any]]) -> bool:
+    return any(row["generated"] for row in communicators)
+
+
+def _counts(counts: Mapping[str, int], bounds: Bounds) -> dict[str, Any]:
+    """The counts for JSON: None where equal neighbours leave open how many are missing or extra."""
+    return {**counts, **bounds.known(), **bounds._asdict(), "states": dict(counts)}
+
+
+def _total(counts: Mapping[str, int], bounds: Bounds) -> str:
+    shown = {state: f"{count:,}" for state, count in counts.items()}
+    shown |= {"missing": bounds.missing, "extra": bounds.extra} if counts["ambiguous"] else {}
+    return ", ".join(f"{state} {text}" for state, text in shown.items())
+
+
 def _tables(parsed: ParsedLogs) -> dict[str, Any]:
     return dict(getattr(parsed, "tables", {}))
 
 
 def _facts(parsed: ParsedLogs, report: MatchReport) -> dict[str, Any]:
     return {
-        **report.counts,
+        **_counts(report.counts, report.bounds),
         "unclear": report.unclear,
         "communicators": report.comm_matches.to_pylist(),
         "divergences": [
@@ -89,33 +139,38 @@ def _facts(parsed: ParsedLogs, report: MatchReport) -> dict[str, Any]:
 
 
 def _parts(parsed: ParsedLogs, report: MatchReport) -> list[Rows | str]:
-    total = ", ".join(f"{state} {count:,}" for state, count in report.counts.items())
-    legend = (
-        "missing: a record without its line. extra: a line without its record. ambiguous: several could be the one. "
-        "Counted in lines of the log; a COLL line and its CALL line are one."
-    )
     notes = [rendering.paragraph(note) for note in dict.fromkeys((*parsed.notes, *report.notes))]
     shown = [_divergence(divergence) for divergence in report.divergences[:_SHOWN_DIVERGENCES]]
     more = len(report.divergences) - len(shown)
     rest = [f"{more} more ranks and groups diverge; --json lists them"] if more else []
-    return [_communicators(report), total, rendering.paragraph(legend), *shown, *rest, *notes]
+    total = _total(report.counts, report.bounds)
+    table = _communicators(report.comm_matches.to_pylist())
+    return [table, total, rendering.paragraph(_LEGEND), *shown, *rest, *notes]
 
 
-def _communicators(report: MatchReport) -> Rows:
-    counts = ("matched", "missing", "extra", "ambiguous", "torn")
+def _communicators(rows: Sequence[Mapping[str, Any]]) -> Rows:
+    from commprof.align.bounds import interval
+
     headings = (
         Heading("communicator"),
         Heading("rank", number=True),
         Heading("group"),
         Heading("confidence"),
-        *(Heading(name, number=True) for name in counts),
+        *(Heading(name, number=True) for name in _STATES),
     )
     cells: list[tuple[str, ...]] = []
-    for row in report.comm_matches.to_pylist():
+    for row in rows:
         group = rendering.text(row["pg"])
         if row["group_ranks"]:
             group += f" ({row['group_ranks']})"
-        numbers = (rendering.count(row[name]) for name in counts)
+        bounded = {
+            "missing": interval(
+                row["missing"] + (row["ambiguous_missing"] or 0),
+                row["missing"] + (row["ambiguous_records"] or 0),
+            ),
+            "extra": interval(row["extra"] + (row["ambiguous_extra"] or 0), row["extra"] + row["ambiguous"]),
+        }
+        numbers = (bounded.get(name) or rendering.count(row[name]) for name in _STATES)
         cells.append((row["comm"], rendering.text(row["rank"]), group, row["confidence"], *numbers))
         if row["reason"]:
             cells.append((f"  {row['reason']}", *[""] * (len(headings) - 1)))

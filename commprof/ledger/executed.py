@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from commprof.errors import CommprofError
 from commprof.ledger import backends
@@ -83,6 +84,7 @@ def _from_log(run: RecordedRun) -> Executed:
     if strangers:
         doubts.append(f"the NCCL log has lines of other processes than the run's: {_named(strangers)}")
     extra = sum(count["extra"] for writer, count in lines.writers.items() if writer not in strangers)
+    extra += lines.ambiguous_extra
     if extra:
         problems.append(
             f"{extra:,} line{'s' * (extra > 1)} of the NCCL log {'have' if extra > 1 else 'has'} no record"
@@ -94,6 +96,11 @@ def _from_log(run: RecordedRun) -> Executed:
         )
     source = f"the NCCL log: {states['matched']:,} lines matched with records"
     return Executed(lines.executed_ops, source, tuple(problems), tuple(doubts))
+
+
+def _ambiguous_extra(comm_matches: pa.Table) -> int:
+    """How many of the ambiguous lines have no record at least."""
+    return int(pc.sum(comm_matches["ambiguous_extra"]).as_py() or 0)
 
 
 def _strangers(run: RecordedRun, lines: LogLines) -> set[Writer]:
@@ -135,15 +142,19 @@ def _lines_of(run: RecordedRun) -> LogLines:
     for part in run.parts("matches", MATCH_COLUMNS):
         lines.add_matches(part)
     if lines.states:
+        lines.ambiguous_extra = _ambiguous_extra(run.table("comm_matches"))
         return lines
     from commprof.align import matching
     from commprof.nccl.parser import parse_logs
 
     parsed = parse_logs([matching.logs_of(run.path)])
-    report = matching.align(run, parsed.ops, parsed.tables.get("nccl_communicators"))
+    report = matching.align(
+        run, parsed.ops, parsed.tables.get("nccl_communicators"), generated=parsed.generated
+    )
     lines = LogLines()
     lines.add_printed(parsed.ops)
     lines.add_matches(report.matches)
+    lines.ambiguous_extra = _ambiguous_extra(report.comm_matches)
     return lines
 
 

@@ -34,6 +34,7 @@ class LogLines:
     Attributes:
         states: rows of the alignment by state.
         writers: for each process of the log, its lines by state.
+        ambiguous_extra: at least so many of the ambiguous lines have no record.
         pairs: lines that match a record: rank and process id of the record, and the process of the line.
     """
 
@@ -41,6 +42,7 @@ class LogLines:
         self.states: Counter[str] = Counter()
         self.writers: dict[Writer, Counter[str]] = defaultdict(Counter)
         self.pairs: Counter[tuple[int, int, Writer]] = Counter()
+        self.ambiguous_extra = 0
         self._ops: dict[str, int] = {}  # the bit of each operation
         self._printed = Lookup(np.bitwise_or)
         self._ran = Lookup(np.bitwise_or)

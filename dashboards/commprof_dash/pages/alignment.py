@@ -81,7 +81,8 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
             *topology_controls,
         ]
         return parts, [
-            _tiles(found),
+            *_generated(communicators),
+            _tiles(found, communicators),
             cards.columns([_states(found.counts, scheme), _divergences(found.divergences, name)]),
             _side_by_side(window, state, name, rank, group),
             _communicators(communicators),
@@ -134,7 +135,28 @@ def _words(values: pd.Series[Any]) -> pd.Series[Any]:
     return values.map(_word, na_action=None).astype("str")
 
 
-def _tiles(found: api.AlignmentSummary) -> Component:
+def _generated(communicators: pd.DataFrame) -> list[Component]:
+    """A note where the log is not the output of NCCL."""
+    if not communicators["generated"].fillna(False).astype(bool).any():
+        return []
+    return [
+        messages.message(
+            "A generated log",
+            "The log of this alignment says of itself that it was generated: it is not the output of NCCL.",
+            [],
+        )
+    ]
+
+
+def _bounded(count: int, ambiguous: int, least: int) -> str:
+    """A count, with the ambiguous ones that may or must belong to it."""
+    if not ambiguous:
+        return format_count(count)
+    low, high = format_count(count + least), format_count(count + ambiguous)
+    return low if low == high else f"{low} to {high}"
+
+
+def _tiles(found: api.AlignmentSummary, communicators: pd.DataFrame) -> Component:
     totals = found.counts.groupby("state")["lines"].sum()
     rows = int(totals.sum())
     what = {
@@ -145,11 +167,16 @@ def _tiles(found: api.AlignmentSummary) -> Component:
         "torn": "a line that is cut",
     }
     shares = {state: int(totals.get(state, 0)) for state in charts.STATES}
+    lines, records, missing, extra = (
+        int(communicators[name].fillna(0).sum())
+        for name in ("ambiguous", "ambiguous_records", "ambiguous_missing", "ambiguous_extra")
+    )
+    shown = {state: format_count(count) for state, count in shares.items()}
+    shown["missing"] = _bounded(shares["missing"], records, missing)
+    shown["extra"] = _bounded(shares["extra"], lines, extra)
     return cards.tiles(
         [
-            cards.tile(
-                state.capitalize(), format_count(count), f"{100 * count / max(rows, 1):.1f} %: {what[state]}"
-            )
+            cards.tile(state.capitalize(), shown[state], f"{100 * count / max(rows, 1):.1f} %: {what[state]}")
             for state, count in shares.items()
         ]
     )
@@ -271,6 +298,8 @@ def _communicators(frame: pd.DataFrame) -> Component:
             Field("basis", "What ties them"),
             Field("reason", "Why not"),
             *[Field(state, state.capitalize(), format_count, numeric=True) for state in charts.STATES],
+            Field("ambiguous_missing", "At least missing among the ambiguous", format_count, numeric=True),
+            Field("ambiguous_extra", "At least extra among the ambiguous", format_count, numeric=True),
         ],
         most_rows=_TABLE_ROWS,
     )

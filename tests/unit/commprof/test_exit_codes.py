@@ -49,6 +49,7 @@ LOGS = {
     "its own": ({}, 0, "closed"),
     "one count is another": ({"operations": changed(1, ("AllReduce", 251))}, 1, "mismatch"),
     "one line too many": ({"operations": [*OPERATIONS, ("AllGather", 7)]}, 1, "mismatch"),
+    "one line doubled among equals": ({"operations": [*OPERATIONS, ("AllReduce", 1)]}, 1, "mismatch"),
     "one line lost": ({"operations": OPERATIONS[:2]}, 3, "unknown"),
     "of another run of the program": ({"pid": 7000}, 3, "unknown"),
     "of another host": ({"host": "pod-7"}, 3, "unknown"),
