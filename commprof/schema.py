@@ -67,6 +67,7 @@ class Purpose(StrEnum):
     CONTROL = "control"
     OBJECT = "object"
     INPUT = "input"
+    EVALUATION = "evaluation"
 
 
 class Status(StrEnum):

@@ -11,7 +11,9 @@ from commprof.schema import Op, Purpose
 
 _SHARING: Final = (Purpose.ACTIVATION, Purpose.PIPELINE)
 # What any program issues beside its training, and commprof has a name for by itself.
-_BESIDE: Final = (Purpose.CONTROL, Purpose.OBJECT, Purpose.INPUT, Purpose.METRIC, Purpose.CHECKPOINT)
+_BESIDE: Final = (
+    *(Purpose.CONTROL, Purpose.OBJECT, Purpose.INPUT, Purpose.METRIC, Purpose.EVALUATION, Purpose.CHECKPOINT),
+)
 _NAMELESS: Final = ("", "default_pg", "undefined")  # what torch calls a group whose program gave it no name
 
 

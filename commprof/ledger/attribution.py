@@ -25,13 +25,16 @@ from commprof.schema import Op, Purpose, Status, format_ranks
 OWN_PURPOSES: Final = frozenset(
     {
         *(Purpose.METRIC, Purpose.CHECKPOINT, Purpose.OTHER, Purpose.ACTIVATION, Purpose.PIPELINE),
-        *(Purpose.CONTROL, Purpose.OBJECT, Purpose.INPUT),
+        *(Purpose.CONTROL, Purpose.OBJECT, Purpose.INPUT, Purpose.EVALUATION),
     }
 )
 LABEL: Final = "label"  # what says why it was issued, and nothing says how much of it there should be
 # What of them belongs to no pass of a model, so that no rule of training needs to speak of it.
 BESIDE_TRAINING: Final = frozenset(
-    {Purpose.METRIC, Purpose.CHECKPOINT, Purpose.CONTROL, Purpose.OBJECT, Purpose.INPUT}
+    {
+        *(Purpose.METRIC, Purpose.EVALUATION, Purpose.CHECKPOINT),
+        *(Purpose.CONTROL, Purpose.OBJECT, Purpose.INPUT),
+    }
 )
 UNTAGGED: Final = "no purpose was given, and the config asks for nothing like it"
 NOT_ASKED: Final = "the config's rules ask for none with this purpose"

@@ -84,9 +84,12 @@ def test_lightning(tmp_path):
     assert own == 2  # batches of 4 for each of two ranks, out of 16
     assert set(found) == {
         *(None, "trace_check", "parameter_broadcast", "gradient_reduce", "bucket_rebuild"),
-        *("metric", "control", "checkpoint"),
+        *("metric", "control", "checkpoint", "evaluation"),
     }
     assert [row[:3] for row in found["gradient_reduce"]] == [("backward", "all_reduce", 10)] * 2
+    # The model of 4 x 2 and 2, once for the training and once for the validation after it.
+    assert [row[1:3] for row in found["parameter_broadcast"]] == [("broadcast", 10)]
+    assert [row[1:3] for row in found["evaluation"]] == [("broadcast", 10)]
     # A loss for each batch that is trained with.
     losses = [row for row in found["metric"] if row[0] == "forward" and row[1] == "all_reduce"]
     assert [row[2] for row in losses] == [1, 1]

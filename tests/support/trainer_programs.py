@@ -136,6 +136,7 @@ trainer = lightning.Trainer(
 )
 trainer.fit(Module(), loader, loader)
 trainer.save_checkpoint("kept/last.ckpt")
+trainer.validate(Module(), loader, verbose=False)
 finish()
 """
 )

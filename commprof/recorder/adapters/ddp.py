@@ -22,6 +22,7 @@ from commprof.recorder.adapters.comm_hooks import CommHooks
 from commprof.recorder.adapters.ddp_buckets import Assignment, Bucket, Reduction
 from commprof.recorder.adapters.flushes import open_bucket
 from commprof.recorder.adapters.parts import Doubts, Part, purpose
+from commprof.recorder.adapters.patching import tagged
 from commprof.recorder.groups import Group
 from commprof.recorder.journal import Journal
 from commprof.recorder.methods import Method
@@ -48,8 +49,6 @@ _ARGUMENTS: Final = (
 _PURPOSES: Final = (
     purpose(_MODULE, f"{_CLASS}.__init__", Purpose.CONTROL),
     purpose(_MODULE, "_verify_param_shape_across_processes", Purpose.TRACE_CHECK),
-    # Parameters and buffers, in common messages; whoever asks for it.
-    purpose("torch.distributed.utils", "_sync_params_and_buffers", Purpose.PARAMETER_BROADCAST),
     purpose(_MODULE, f"{_CLASS}._register_delay_all_reduce_hook", Purpose.PARAMETER_BROADCAST, optional=True),
     purpose(_MODULE, f"{_CLASS}._delayed_all_reduce_hook", Purpose.GRADIENT_REDUCE, optional=True),
     purpose(_MODULE, f"{_CLASS}._pre_forward", Purpose.CONTROL),
@@ -92,6 +91,7 @@ class Ddp:
         return [
             *_PURPOSES,
             *self._hooks.parts(),
+            Part("torch.distributed.utils", "_sync_params_and_buffers", _wrap_sync),
             Part("torch.distributed", "_compute_bucket_assignment_by_size", self._wrap_assignment),
             Part("torch.distributed", "_register_comm_hook", self._wrap_comm_hook),
             Part(_MODULE, f"{_CLASS}._ddp_init_helper", self._wrap_construction),
@@ -292,6 +292,18 @@ def _hook_name(value: Any) -> str | None:
     if isinstance(value, BuiltinCommHookType):
         return str(value.name)
     return getattr(value, "__qualname__", None) if callable(value) else None
+
+
+def _wrap_sync(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Parameters and buffers in common messages, whoever asks for it: mostly for a training that begins."""
+    begin = tagged(original, hooks.tag(Purpose.PARAMETER_BROADCAST.value))
+
+    def sync(*args: Any, **kwargs: Any) -> Any:
+        outer = hooks.current_tag()
+        evaluates = outer is not None and outer.purpose == Purpose.EVALUATION
+        return (original if evaluates else begin)(*args, **kwargs)
+
+    return sync
 
 
 def _opened(number: int, bucket: Bucket, tensor: torch.Tensor) -> hooks.tag:

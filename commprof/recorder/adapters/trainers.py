@@ -119,6 +119,9 @@ class Trainers:
         yield default_purpose(sync, "_sync_ddp", Purpose.METRIC)
         yield default_purpose(sync, "_gather_all_tensors", Purpose.METRIC, optional=True)
         yield Part(sync, "_all_gather_ddp_if_available", _wrap_gather, True)
+        # The whole model, which an evaluation has whether or not a training came before.
+        for module in ("overrides.distributed", "strategies.ddp"):
+            yield purpose(f"{trainer}.{module}", "_sync_module_states", Purpose.EVALUATION, True)
         for package in (trainer, fabric):
             parallel = f"{package}.strategies.parallel"
             yield default_purpose(parallel, "ParallelStrategy.reduce_boolean_decision", Purpose.CONTROL, True)
