@@ -50,9 +50,10 @@ def shared_directory(program: Program, environ: Mapping[str, str], parent_start_
     """
     name = job_id(environ)
     if name is None:
-        return directory.TRACES / directory.run_name(
-            program.stem, datetime.fromtimestamp(parent_start_ns // 10**9)
-        )
+        started = directory.run_name(program.stem, datetime.fromtimestamp(parent_start_ns // 10**9))
+        # An id that torchrun made up tells jobs of one second apart.
+        made_up = environ.get("TORCHELASTIC_RUN_ID", "").partition("-")[0]
+        return directory.TRACES / (f"{started}-{made_up}" if len(made_up) == 8 else started)
     return directory.TRACES / f"{program.stem}-{name}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -15,15 +16,16 @@ import torch
 import torch.distributed as dist
 
 from commprof import __version__
-from commprof.recorder.placement import job_id, place
+from commprof.recorder.placement import agent_of, job_id, place, starter
 from commprof.schema import SCHEMA_VERSION
-from commprof.trace.directory import COLLECTIVES_DIRECTORY, TRACES, run_name, script_stem
+from commprof.trace.directory import COLLECTIVES_DIRECTORY, MANIFEST_NAME, TRACES, run_name, script_stem
 from commprof.trace.layout import RankFile, parse_stem
 from commprof.trace.manifest import Manifest, describe_process, write_manifest_if_absent
 from commprof.trace.process import process_start_ns, start_ticks
 from commprof.trace.writer import EventFile, RecordFile, Spill
 
 RUN_VARIABLE: Final = "COMMPROF_RUN"
+_AGENT: Final = "agent"  # in the manifest: the torchrun that started the job
 
 
 class Rank(NamedTuple):
@@ -69,10 +71,27 @@ def find_directory(out: str | os.PathLike[str] | None, rank: Rank) -> Path:
         return Path(given).absolute()
     first = (TRACES / _shared_name(rank)).absolute()
     number, candidate = 1, first
-    while _belongs_to_another_job(candidate, rank):
+    while _belongs_to_another_job(candidate, rank) or not _is_claimed(candidate, rank):
         number += 1
         candidate = first.with_name(f"{first.name}-{number}")
     return candidate
+
+
+def _is_claimed(directory: Path, rank: Rank) -> bool:
+    """Whether ``directory`` is this job's, among jobs that were started in the same second: that of the first who came.
+
+    Raises:
+        OSError: it cannot be made or written to.
+    """
+    agent = agent_of(os.environ)
+    if agent is None:
+        return True
+    directory.mkdir(parents=True, exist_ok=True)
+    _write_manifest(directory, rank)
+    try:
+        return json.loads((directory / MANIFEST_NAME).read_bytes()).get(_AGENT) == agent
+    except (ValueError, AttributeError):
+        return False
 
 
 def _shared_name(rank: Rank) -> str:
@@ -81,7 +100,7 @@ def _shared_name(rank: Rank) -> str:
     job = job_id(os.environ) if rank.world_size > 1 else None
     if job is not None:
         return f"{script_stem(script)}-{job}"
-    parent = os.getppid() if rank.world_size > 1 else os.getpid()
+    parent = starter(os.environ) if rank.world_size > 1 else os.getpid()
     started = process_start_ns(parent) or process_start_ns(os.getpid()) or time.time_ns()
     return run_name(script, datetime.fromtimestamp(started / 1e9))
 
@@ -127,6 +146,9 @@ def _write_manifest(directory: Path, rank: Rank) -> None:
         torch=torch.__version__,
         **fields,
     )
+    agent = agent_of(os.environ)
+    if agent is not None:
+        manifest.extra[_AGENT] = agent
     write_manifest_if_absent(directory, manifest)
 
 

@@ -6,9 +6,14 @@ call it.
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final, NamedTuple
+
+from commprof.trace.process import start_ticks
 
 # Slurm numbers a batch script, an interactive shell and other steps that are no srun from here on.
 _FIRST_SPECIAL_STEP: Final = 0xFFFFFFF0
@@ -66,7 +71,7 @@ def job_id(environment: Mapping[str, str]) -> str | None:
     Fit for the name of a directory.
     """
     given = environment.get("TORCHELASTIC_RUN_ID", "")
-    if given not in _NO_IDS:
+    if given not in _NO_IDS and not (_is_made_up(given) and _is_on_one_host(environment)):
         return _plain(given)
     step = _slurm_step(environment)
     job = environment.get("SLURM_JOB_ID")
@@ -77,6 +82,38 @@ def job_id(environment: Mapping[str, str]) -> str | None:
         namespace = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid")
         return _plain(f"mpi-{namespace}") if namespace else None
     return None
+
+
+def agent_of(environment: Mapping[str, str]) -> str | None:
+    """What tells a job of torchrun's on one host from all others there, restarts included; None elsewhere.
+
+    Args:
+        environment: of one of its ranks, all of which give the same.
+    """
+    if "TORCHELASTIC_RUN_ID" not in environment or not _is_on_one_host(environment):
+        return None
+    agent = starter(environment)
+    return f"{environment['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {agent} {start_ticks(agent)}"
+
+
+def starter(environment: Mapping[str, str]) -> int:
+    """The process that started the ranks of this host: torchrun, also past a shell in between; else the parent."""
+    pid, own = os.getppid(), f"TORCHELASTIC_RUN_ID={environment.get('TORCHELASTIC_RUN_ID')}".encode()
+    try:
+        while pid > 1 and own in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return os.getppid()
+    return pid
+
+
+def _is_made_up(text: str) -> bool:
+    """Whether torchrun itself has made the id (--standalone), so that it tells a person nothing."""
+    return re.fullmatch(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", text) is not None
+
+
+def _is_on_one_host(environment: Mapping[str, str]) -> bool:
+    return environment.get("GROUP_WORLD_SIZE") == "1"
 
 
 def is_unique(environment: Mapping[str, str]) -> bool:

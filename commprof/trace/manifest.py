@@ -286,7 +286,9 @@ def write_manifest_if_absent(path: Path, manifest: Manifest) -> bool:
     if file.exists():
         return False
     temporary = file.with_name(f".{MANIFEST_NAME}-{os.getpid()}")
-    _replace_file(temporary, json.dumps(asdict(manifest), indent=1, default=str) + "\n")
+    content = asdict(manifest)
+    content.update(content.pop("extra"))
+    _replace_file(temporary, json.dumps(content, indent=1, default=str) + "\n")
     try:
         os.link(temporary, file)
     except FileExistsError:

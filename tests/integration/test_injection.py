@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+
+from commprof.trace.reader import open_run
 
 ROOT = Path(__file__).parents[2]
 _LAUNCHERS_OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
@@ -378,3 +381,32 @@ def test_damaged_options_are_said_once_where_forked_processes_become_the_ranks(t
     write(tmp_path / "train.py", SPAWN_AND_FORK.replace('("spawn", "fork")', '("fork",)'))
     done = execute([sys.executable, "train.py"], tmp_path, environment, COMMPROF="1", **DAMAGED)
     assert said(done) == [1, 1]
+
+
+def test_jobs_of_torchrun_that_start_together_are_named_by_script_and_time_and_never_share_a_run(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.all_reduce(torch.ones(4))\n"
+        "dist.barrier(); dist.destroy_process_group()\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    # The second starts its ranks by a shell each.
+    programs = (["train.py"], ["--no-python", "sh", "-c", f"{sys.executable} train.py; true"])
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("COMMPROF")}
+    jobs = [
+        subprocess.Popen(
+            [*torchrun, *words], cwd=tmp_path, env=kept | {"COMMPROF": "1", "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )
+        for words in programs
+    ]  # fmt: skip
+    for job in jobs:
+        _, said = job.communicate(timeout=120)
+        assert job.returncode == 0, said
+    runs = sorted((tmp_path / "traces").iterdir())
+    assert len(runs) == 2
+    for run in runs:
+        assert re.fullmatch(r"train-\d{8}-\d{6}(-2)?", run.name)
+        health = open_run(run).health
+        assert (health.ranks_recorded, health.missing_ranks, health.records) == (2, (), 4)

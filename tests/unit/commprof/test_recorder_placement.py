@@ -46,6 +46,11 @@ def test_jobs_with_a_name_of_their_own():
     assert job_id({}) is None
     assert job_id({"TORCHELASTIC_RUN_ID": "none"}) is None
     assert job_id({"TORCHELASTIC_RUN_ID": "my job/7"}) == "my_job_7"
+    made_up = {"TORCHELASTIC_RUN_ID": "b5c9d1f0-3a4e-4f6b-9c1d-0123456789ab"}
+    assert job_id({**made_up, "GROUP_WORLD_SIZE": "1"}) is None  # its time says more to a person
+    assert (
+        job_id({**made_up, "GROUP_WORLD_SIZE": "2"}) == made_up["TORCHELASTIC_RUN_ID"]
+    )  # equal on all hosts
     assert job_id(SRUN) == "slurm-77.2"
     assert job_id({**SRUN, "SLURM_RESTART_COUNT": "1"}) == "slurm-77.2-1"
     assert job_id({"OMPI_COMM_WORLD_RANK": "0", "PMIX_NAMESPACE": "prterun-a-12@1"}) == "mpi-prterun-a-12_1"
