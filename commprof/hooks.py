@@ -26,6 +26,7 @@ __all__ = [
     "describe_config",
     "describe_parameters",
     "detach",
+    "end_step",
     "has_stepped",
     "metric",
     "micro_step",
@@ -42,6 +43,9 @@ class Listener(Protocol):
 
     def on_step(self, step: int, micro_step: int) -> None:
         """A new step (``micro_step`` 0) or micro step begins."""
+
+    def on_step_end(self) -> None:
+        """The step has ended: its last optimizer has stepped, or left the step out."""
 
     def on_micro_step(self, micro_step: int) -> None:
         """What comes is of another micro-batch of the same step, in any order."""
@@ -204,6 +208,15 @@ def step(n: int | None = None, micro_step: int = 0) -> None:
         _listener.on_step(position.step, micro_step)
 
 
+def end_step() -> None:
+    """The step has ended, with its last optimizer step or without (an overflow). What follows belongs to the next step.
+
+    For runtimes, which know. Without it a step that :func:`step` began reaches to the next call of :func:`step`.
+    """
+    if _listener is not None:
+        _listener.on_step_end()
+
+
 def micro_step(number: int) -> None:
     """What comes is of micro-batch ``number`` of the step, where several are under way and come in any order (a pipeline).
 
@@ -215,7 +228,7 @@ def micro_step(number: int) -> None:
 
 
 def phase(name: str) -> None:
-    """Phase ``name`` begins: init, forward, backward, optimizer, checkpoint or other."""
+    """Phase ``name`` begins: init, forward, backward, optimizer, evaluation, checkpoint or other."""
     position.phase = name
     if _listener is not None:
         _listener.on_phase(name)

@@ -45,6 +45,15 @@ class Phase(StrEnum):
     OPTIMIZER = "optimizer"
     CHECKPOINT = "checkpoint"
     OTHER = "other"
+    EVALUATION = "evaluation"
+
+
+def after_end(step: int) -> int:
+    """The step of a record between the last optimizer step of ``step`` and what the program does then.
+
+    If that is the next step, the record is of this one, which the program has not ended; else of none.
+    """
+    return -step - 2
 
 
 class Purpose(StrEnum):
@@ -182,7 +191,8 @@ COLLECTIVES: Final = Table(
         Column("attempt", "int32", "restart of the job, counted from 0 (elastic launchers reuse rank numbers)", source=_P),
         Column("pid", "int32", "process id", source=_P),
         Column("seq", "int64", "issue order within the process, counted from 0", source=_D),
-        Column("step", "int32", "training step; -1 before the first", source=_R),
+        Column("step", "int32", "training step, from the end of the one before it; -1 outside of all: before the first, in an evaluation or a checkpoint, after the last", source=_R),
+        Column("after_step", "int32", "outside of all steps: the last one before it", True, source=_R),
         Column("micro_step", "int32", "micro-batch within the step, counted from 0", source=_R),
         Column("phase", "string", "what the training was doing", values=PHASES, source=_R),
         Column("op", "string", "the operation that was issued", values=OPS, source=_S),
@@ -355,8 +365,9 @@ STEPS: Final = Table(
         Column("attempt", "int32", "restart of the job"),
         Column("pid", "int32", "process id"),
         Column("step", "int32", "training step"),
-        Column("begin_ns", "int64", "the step began", unit="ns"),
-        Column("end_ns", "int64", "the next step began, or recording ended", True, unit="ns"),
+        Column("begin_ns", "int64", "the step began: the one before it had ended, or the evaluation or checkpoint after that", unit="ns"),
+        Column("end_ns", "int64", "its last optimizer step ended; where a program names its steps, the next began", True, unit="ns"),
+        Column("outside_ns", "int64", "time of evaluations and checkpoints between these, which is not the step's", True, unit="ns"),
         Column("micro_steps", "int32", "micro-batches in the step"),
         Column("loss", "float64", "metric loss (last value in the step)", True),
         Column("grad_norm", "float64", "metric grad_norm (last value in the step)", True),
@@ -367,6 +378,22 @@ STEPS: Final = Table(
         Column("cpu_ns", "int64", "CPU time of the process in the step, all threads", True, unit="ns"),
     ),
     key=("rank", "attempt", "pid", "step"),
+)
+
+OUTSIDE_STEPS: Final = Table(
+    "outside_steps",
+    "One row per evaluation, checkpoint and rest of the run after the last step, and rank: the time that is no step's.",
+    (
+        Column("rank", "int32", "global rank"),
+        Column("attempt", "int32", "restart of the job"),
+        Column("pid", "int32", "process id"),
+        Column("phase", "string", "evaluation, checkpoint, or other: what follows the last step", values=PHASES),
+        Column("after_step", "int32", "the last step before it", True),
+        Column("begin_ns", "int64", "it began: the step had ended, or what came before it", unit="ns"),
+        Column("end_ns", "int64", "its last pass or the last collective after that ended; of the rest of the run, recording", True, unit="ns"),
+        Column("passes", "int32", "forward passes, or calls that save; 0 where other ranks evaluated or saved"),
+    ),
+    key=("rank", "attempt", "pid", "begin_ns", "phase"),
 )
 
 METRICS: Final = Table(
@@ -689,7 +716,7 @@ AGGREGATES: Final = Table(
         Column("rank", "int32", "global rank"),
         Column("attempt", "int32", "restart of the job"),
         Column("pid", "int32", "process id"),
-        Column("step", "int32", "training step; -1 before the first"),
+        Column("step", "int32", "training step; -1 outside of all"),
         Column("phase", "string", "what the training was doing", values=PHASES),
         Column("op", "string", "the operation that was issued", values=OPS),
         Column("intended_op", "string", "the operation that the runtime meant, where it issued another", True, values=OPS),
@@ -719,6 +746,7 @@ TABLES: Final[dict[str, Table]] = {
         WRAPPED,
         WRAPPER_PASSES,
         STEPS,
+        OUTSIDE_STEPS,
         METRICS,
         NCCL_OPS,
         NCCL_COMMUNICATORS,

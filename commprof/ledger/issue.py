@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from commprof.align.distinct import numbered
 from commprof.ledger.survey import COLUMNS as SURVEYED
-from commprof.ledger.survey import Survey
+from commprof.ledger.survey import Survey, by_last_step
 
 INIT_STEP: Final = -1
 
@@ -20,7 +20,7 @@ INIT_STEP: Final = -1
 class Message(NamedTuple):
     """What makes two collectives of one step equal for the ledger.
 
-    ``in_evaluation``: issued in a forward pass after the optimizer had run, or before the first step.
+    ``in_evaluation``: issued in an evaluation: a forward pass after the optimizer had run, or before the first step.
     ``in_group_of_script``: in a group that no runtime uses.
     """
 
@@ -38,7 +38,7 @@ class Message(NamedTuple):
 
 
 class StepKey(NamedTuple):
-    """One training step of one attempt; step -1 is the time before the first."""
+    """One training step of one attempt and what came after it; step -1 is the time before the first."""
 
     attempt: int
     step: int
@@ -72,6 +72,7 @@ def _of_part(
     part: pa.Table, survey: Survey, executed_ops: Executed | None, messages: dict[Message, int]
 ) -> pa.Table:
     """How often each attempt and step of ``part`` sent each of ``messages``, as numbers; new ones are put among them."""
+    part = by_last_step(part)
     rows = part.filter(pa.array(survey.counts(part)))
     columns = {name: rows[name] for name in _OF_RECORD}
     columns["payload_bytes"] = pa.array(survey.payload_bytes(rows))

@@ -22,7 +22,7 @@ from commprof.ledger.lookup import combinations, where
 from commprof.ledger.survey import WITHIN_MODELS
 from commprof.schema import Op, Phase, Status
 
-_PHASES_OF_A_PASS: Final = (Phase.FORWARD, Phase.OTHER)
+_PHASES_OF_A_PASS: Final = (Phase.FORWARD, Phase.EVALUATION, Phase.OTHER)
 _SHORT: Final = {"calls": "calls", "payload_bytes": "bytes"}
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from commprof.ledger.lookup import Flags, Lookup, Numbers, combinations, numbers_of, where
 from commprof.schema import Op, Phase, Purpose
@@ -26,9 +27,17 @@ _OF_SCRIPTS: Final = frozenset(
     {None, Purpose.METRIC, Purpose.CHECKPOINT, Purpose.OTHER, Purpose.CONTROL, Purpose.OBJECT}
 )
 COLUMNS: Final = (
-    *(*GROUP, "group_desc", "rank", "pid", "seq", "pg_seq", "step", "phase", "op", "purpose", "backend"),
-    "payload_bytes",
+    *(*GROUP, "group_desc", "rank", "pid", "seq", "pg_seq", "step", "after_step", "phase"),
+    *("op", "purpose", "backend", "payload_bytes"),
 )
+
+
+def by_last_step(part: pa.Table) -> pa.Table:
+    """``part``, with what is outside of the steps under the last step before it, which the rules speak of."""
+    if "after_step" not in part.column_names:
+        return part
+    step = pc.coalesce(part["after_step"], part["step"])
+    return part.set_column(part.column_names.index("step"), "step", step)
 
 
 class Survey:
@@ -46,6 +55,7 @@ class Survey:
 
     def add(self, part: pa.Table) -> None:
         """Take in some records: their columns :data:`COLUMNS`."""
+        part = by_last_step(part)
         self.records += len(part)
         self.backends |= {str(name) for (name,), _ in combinations(part, ["backend"]) if name}
         for (*group, rank, op), _ in combinations(part, [*GROUP, "rank", "op"]):
@@ -91,7 +101,8 @@ class Survey:
             ["phase", "purpose"],
             lambda phase, purpose: phase == Phase.OTHER and purpose in WITHIN_MODELS,
         )
-        return inference | forward & (ended | (numbers_of(rows, "step")[0] < 0))
+        named = where(rows, ["phase"], lambda phase: phase == Phase.EVALUATION)
+        return named | inference | forward & (ended | (numbers_of(rows, "step")[0] < 0))
 
     def in_group_of_script(self, rows: pa.Table) -> Flags:
         """Whether each of ``rows`` was issued in a group that only the script uses: the config says nothing about it.

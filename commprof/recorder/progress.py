@@ -8,9 +8,8 @@ from collections.abc import Set
 class Progress:
     """Steps and micro-batches of a loop of forward passes, backward passes and optimizer steps.
 
-    A step ends when the optimizers have stepped, and the next begins when the next pass does: what the program does in
-    between (evaluation, a checkpoint, a barrier) counts in the step that has ended. A further micro-batch begins with a
-    forward pass that follows a backward pass while no optimizer has stepped.
+    A step ends when the optimizers have stepped, and the passes of the next begin with the next pass of training. A
+    further micro-batch begins with a forward pass that follows a backward pass while no optimizer has stepped.
 
     Args:
         step: where it is already; -1 before the first step.
@@ -25,8 +24,8 @@ class Progress:
         self._idle: set[int] = set()  # optimizers that stepped while nothing else happened
 
     @property
-    def first_ended(self) -> bool:
-        """Whether a step has ended."""
+    def is_between_steps(self) -> bool:
+        """Whether a step has ended, and no pass of the next has begun."""
         return self.step >= 0 and self._due
 
     def begin_forward(self) -> bool:

@@ -216,6 +216,14 @@ class Session:
         except Exception as error:
             self.journal.fault(error)
 
+    def on_step_end(self) -> None:
+        """The runtime says that the step has ended."""
+        try:
+            if self.window.is_open:
+                self.steps.tell_end()
+        except Exception as error:
+            self.journal.fault(error)
+
     def on_micro_step(self, micro_step: int) -> None:
         """What comes is of another micro-batch."""
         self.journal.enter_micro_step(micro_step)
@@ -224,6 +232,7 @@ class Session:
         """The phase changed."""
         self.frameworks.loop.heard(name)
         if self.window.is_open:
+            self.steps.hear_phase(name)
             self.journal.enter_phase(name)
 
     def on_row(self, table: str, row: Mapping[str, Any]) -> None:

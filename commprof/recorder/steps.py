@@ -16,6 +16,8 @@ from commprof.recorder.clocks import clock_identity, read_clocks
 from commprof.recorder.counters import HostReadings
 from commprof.recorder.journal import Journal
 from commprof.recorder.options import BEFORE_THE_FIRST
+from commprof.recorder.outside_steps import TRAINING, OutsideSteps
+from commprof.schema import Phase, after_end
 
 _CLOCK_INTERVAL_NS: Final = 60_000_000_000
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
@@ -39,6 +41,11 @@ class Steps:
         self._automatic_call = False
         self._found = False  # the last boundary was not named by the program
         self._starting = False
+        self._outside = OutsideSteps(journal)
+        self._phase = hooks.position.phase
+        self._has_trained = False  # a phase of training was named in this step
+        self._may_have_ended = False
+        self._end_is_told = False  # by the program's runtime: nothing needs to be concluded
         self._held: dict[str, Any] | None = (
             None  # the row of the step in which recording began, until it has ended
         )
@@ -65,6 +72,8 @@ class Steps:
             self._check()
             if self.readings is not None:
                 self.readings.begin(step, now)
+            self._has_trained = False
+        self._may_have_ended = False
         self.journal.move(step, micro_step)
         row = {
             "step": step,
@@ -81,6 +90,41 @@ class Steps:
         if now >= self._next_clock_ns:
             self._write_clock(now)
         self.cost_ns += time.perf_counter_ns() - now
+
+    def hear_phase(self, phase: str) -> None:
+        """The phase changes. Where only the steps' begins are named, an optimizer that has stepped may have ended one."""
+        self._outside.hear(phase, self._has_trained)
+        before, self._phase = self._phase, phase
+        if phase in TRAINING:
+            self._has_trained = True
+            if self._may_have_ended:
+                self._may_have_ended = False
+                self.journal.move(hooks.position.step, hooks.position.micro_step)
+        if before == Phase.OPTIMIZER != phase and self._explicit and not self._end_is_told:
+            self.end(is_told=False)
+
+    def end(self, is_told: bool = True) -> None:
+        """The step has ended; what follows belongs to the next one. The last call before the next step counts.
+
+        Args:
+            is_told: else it is concluded from an optimizer's step, and the step may reach to the next one's begin.
+        """
+        now = time.perf_counter_ns()
+        step = hooks.position.step
+        if step == BEFORE_THE_FIRST:
+            return
+        self._write_held()
+        self.journal.write(
+            "step", {"step": step, "ended": True, "is_told": is_told, "time_ns": now, **_resources()}
+        )
+        self._may_have_ended = not is_told
+        self.journal.move(step + 1 if is_told else after_end(step), 0)
+        self.cost_ns += time.perf_counter_ns() - now
+
+    def tell_end(self) -> None:
+        """The program's runtime says that the step has ended."""
+        self._end_is_told = True
+        self.end()
 
     def go_back(self) -> None:
         """What comes is initialisation again: of a training of its own, where no step of this recording has begun."""
@@ -107,6 +151,7 @@ class Steps:
 
     def close(self) -> None:
         """The last step that is to be recorded has ended."""
+        self._outside.finish()
         if self.readings is not None:
             self.readings.end_steps()
         self._buckets.write()
@@ -119,9 +164,11 @@ class Steps:
     def finish(self) -> None:
         """Recording ends: the last step's resources and the clocks."""
         now = time.perf_counter_ns()
+        self._outside.finish()
         self._buckets.write()
         self._write_held()
-        self.journal.write("step", {"step": None, "micro_step": 0, "time_ns": now, **_resources()})
+        row = {"step": None, "micro_step": 0, "time_ns": now, "has_trained": self._has_trained}
+        self.journal.write("step", {**row, **_resources()})
         self._write_clock(now)
         if self.readings is not None:
             self.readings.finish()

@@ -72,6 +72,13 @@ class TrainingLoop:
         self._stepping: list[_Stepping] = []  # the outermost first
         self._before_optimizer = ""  # the phase before the outermost of them
         self._in_backward = False
+        self._end_is_due = False  # the step ends when the backward pass does, in which the optimizers stepped
+        self._steps_taken = 0  # by optimizers
+        self._thread = threading.main_thread().ident  # which trains
+        self._trained: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        # Modules that ran without being trained between two steps: now, and the time before.
+        self._aside: set[int] = set()
+        self._aside_before: set[int] = set()
         self._one_batch = 0  # inside what runs many passes for one batch
         self._phases_named = False
         self._speaking = False
@@ -84,6 +91,7 @@ class TrainingLoop:
         ]
         self._patches.wrap(Optimizer, "__init__", self._wrap_optimizer)
         self._patches.wrap(torch.autograd, "backward", self._wrap_backward)
+        self._patches.wrap(torch.amp.grad_scaler, "GradScaler.step", self._wrap_scaled_step)
         self._watch.start()
         self._arm()
 
@@ -129,7 +137,7 @@ class TrainingLoop:
     def enter(self, phase: str) -> str:
         """Say ``phase``, unless the program names its phases, and return the one that it takes the place of."""
         before = hooks.position.phase
-        if not self._phases_named:
+        if not self._phases_named and not (before == Phase.EVALUATION and phase == Phase.FORWARD):
             self._say(phase)
         return before
 
@@ -137,6 +145,10 @@ class TrainingLoop:
         """Say again what was the phase before; once training has begun, no more that it is being prepared."""
         if not self._phases_named:
             self._say(Phase.OTHER if before == Phase.INIT and self._progress.step >= 0 else before)
+
+    def is_beside_training(self) -> bool:
+        """Whether another thread than this one trains: the phase, which is that of the process, is the other's to say."""
+        return self._thread != threading.get_ident()
 
     def _say(self, phase: str) -> None:
         self._speaking = True
@@ -170,8 +182,16 @@ class TrainingLoop:
         if self._progress.begin_pass():
             self._announce()
 
+    def _end(self) -> None:
+        """The optimizers have stepped: the step has ended, or does so with the backward pass that they step in."""
+        self._end_is_due = self._in_backward
+        if not self._in_backward and not self._steps.explicit():
+            self._steps.end()
+
     def _announce(self) -> None:
         progress = self._progress
+        if progress.micro_step == 0:
+            self._aside_before, self._aside = self._aside, set()
         if not self._steps.explicit():
             self._steps.begin_automatic(progress.step, progress.micro_step)
 
@@ -215,12 +235,31 @@ class TrainingLoop:
         if self._named_by_program():
             self.remove()
             return None
+        phase = Phase.FORWARD
         if torch.is_grad_enabled() and module.training:
             self._models.saw(module)
+            self._thread = threading.get_ident()
+            if module not in self._trained:
+                self._trained.update(module.modules())
             begins = self._progress.begin_pass if self._one_batch else self._progress.begin_forward
             if begins():
                 self._announce()
-        return self.enter(Phase.FORWARD)
+        elif self._is_evaluation(module):
+            phase = Phase.EVALUATION
+        return self.enter(phase)
+
+    def _is_evaluation(self, module: torch.nn.Module) -> bool:
+        """Whether a pass that trains nothing is an evaluation. One within a step is part of it, as a teacher's is.
+
+        Between two steps that of a trained module in evaluation mode always is. Another is one unless the same module ran
+        before the last step too: then it is the first thing that each step does.
+        """
+        if self._stepping or not (self._progress.is_between_steps or self._progress.step < 0):
+            return False
+        self._aside.add(id(module))
+        if self._progress.step < 0:
+            return False
+        return (module in self._trained and not module.training) or id(module) not in self._aside_before
 
     def _end_forward(self, before: str) -> None:
         self.leave(before)
@@ -272,6 +311,8 @@ class TrainingLoop:
     def _end_backward(self, before: str) -> None:
         self._progress.end_backward()
         self.leave(before)
+        if self._end_is_due:
+            self._end()
         if self._handles and self._outermost is None:
             self._arm()
 
@@ -290,7 +331,25 @@ class TrainingLoop:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
+            self._steps_taken += 1
             self._guarded(self._end_step, optimizer)
+
+    def _wrap_scaled_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """An overflow keeps the optimizer from stepping, but ends the step."""
+
+        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            before = self._steps_taken
+            result = original(scaler, optimizer, *args, **kwargs)
+            if self._steps_taken == before and isinstance(optimizer, Optimizer):
+                self._guarded(self._leave_out_step, optimizer)
+            return result
+
+        return step
+
+    def _leave_out_step(self, optimizer: Optimizer) -> None:
+        before = self.enter(Phase.OPTIMIZER)
+        self.leave(before)
+        self._count_step(optimizer)
 
     def _begin_step(self, optimizer: Optimizer) -> None:
         call = sys._getframe()
@@ -311,15 +370,20 @@ class TrainingLoop:
                 self.leave(self._before_optimizer)
             if len(mine) > 1:  # its class called the step of a base class, which torch watches too
                 return
-        if self._steps.explicit() or hooks.position.phase == Phase.INIT:
+        self._count_step(optimizer)
+
+    def _count_step(self, optimizer: Optimizer) -> None:
+        if hooks.position.phase == Phase.INIT:
             return
         self._optimizers.add(optimizer)
         # Who there is matters in the first step only.
         made = set() if self._models.published else {self._number(each) for each in self._optimizers}
         if self._progress.end_optimizer(self._number(optimizer), made):
             self._announce()
-        if self._progress.first_ended:
+        if self._progress.is_between_steps:
             self._models.publish(self._optimizers)
+            if not self._stepping:
+                self._end()
 
     def _number(self, optimizer: Optimizer) -> int:
         """What stands for ``optimizer``, and for no other before or after it."""

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from commprof.errors import TraceError
 from commprof.sampling.calls import WINDOW, Call, GroupFacts, RankCalls, What
-from commprof.schema import COMMIT, LAYERS, RECORD, RECORD_FIELDS, STATUSES, Status, parse_ranks
+from commprof.schema import COMMIT, LAYERS, RECORD, RECORD_FIELDS, STATUSES, Status, after_end, parse_ranks
 from commprof.trace.events import Events, read_events
 from commprof.trace.layout import (
     EVENTS_SUFFIX,
@@ -194,7 +194,7 @@ def _calls(data: bytes, events: Events) -> list[Call]:
                 pg_seq=record[at["pg_seq"]],
                 site=sites.get(record[at["call_site"]]),
                 purpose=purposes.get(record[at["tag"]]),
-                step=record[at["step"]],
+                step=step if (step := record[at["step"]]) >= -1 else after_end(step),
                 thread=threads.get(record[at["thread"]]),
                 layer=LAYERS[record[at["layer"]]],
                 raised=record[at["status"]] == _RAISED,

@@ -7,17 +7,18 @@ from typing import Any
 
 from commprof.trace.events import Events
 from commprof.trace.layout import SUM_FIELDS
+from commprof.trace.steps import StepTable
 
 
 def sums_of(
-    events: Events, groups: Mapping[str, Mapping[str, Any]], void: Mapping[int, int]
+    events: Events, groups: Mapping[str, Mapping[str, Any]], steps: StepTable
 ) -> Iterator[dict[str, Any]]:
     """The rows of the table, without the rank; a line that holds something else gives none.
 
     Args:
         events: of one rank.
         groups: its process groups, by name.
-        void: steps that turned out to be none, each with the step that it belongs to.
+        steps: its training steps.
     """
     for line in events.rows["aggregate"]:
         step, sums = line.get("step"), line.get("sums")
@@ -30,7 +31,7 @@ def sums_of(
             group = groups.get(str(row["pg"]), {})
             yield {
                 **row,
-                "step": void.get(step, step),
+                "step": steps.step_of_sum(step, row["phase"]),
                 "group_ranks": group.get("group_ranks", ""),
                 "group_size": group.get("group_size", 0),
             }

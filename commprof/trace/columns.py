@@ -154,10 +154,12 @@ class CollectiveColumns:
         for name in _IDENTITY:
             columns[name] = pa.array(np.full(len(seq), getattr(self._identity, name), np.int32))
         columns["seq"] = pa.array(seq.astype(np.int64))
-        columns["step"] = pa.array(self._steps.relabel(records["step"]))
+        placed = self._steps.place(records["step"], records["issue_ns"], records["phase"])
+        columns["step"] = pa.array(placed.step)
+        columns["after_step"] = pa.array(placed.after, mask=~placed.is_outside)
         for name in ("micro_step", "pg_seq", "issue_ns"):
             columns[name] = pa.array(records[name])
-        columns["phase"] = _named(PHASES, records["phase"])
+        columns["phase"] = _named(PHASES, placed.phase)
         columns["layer"] = _named(LAYERS, records["layer"])
         columns["status"] = _named(STATUSES, completed_status(records))
         columns["captured"] = pa.array(records["captured"] != 0)

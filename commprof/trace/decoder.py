@@ -16,7 +16,7 @@ from commprof.trace.columns import CollectiveColumns, encoded_schema
 from commprof.trace.engines import engines_in_turn
 from commprof.trace.events import Events, read_events
 from commprof.trace.layout import EVENTS_SUFFIX, RECORDS_SUFFIX, RankFile, parse_stem
-from commprof.trace.records import Records, Tally
+from commprof.trace.records import Records, Tally, Window
 from commprof.trace.rows import fitted, is_signature, whole_number, world_size
 from commprof.trace.steps import StepTable, build_steps
 from commprof.trace.tables import conform
@@ -34,6 +34,7 @@ class RankTrace:
         entry: the entry of the manifest that sums it up.
         begin: what its events file says about the process.
         config: the config that the program published.
+        outside: after which steps it evaluated or saved: the phase.
         engines: what it published of several engines in turn; see :mod:`commprof.trace.engines`.
     """
 
@@ -43,6 +44,7 @@ class RankTrace:
     begin: dict[str, Any]
     config: dict[str, Any] | None
     engines: list[dict[str, Any]]
+    outside: dict[int, str]
     _records: Records
     _columns: CollectiveColumns
 
@@ -59,8 +61,12 @@ class RankTrace:
         return conform("collectives", pa.concat_tables([encoded_schema().empty_table(), *self.parts()]))
 
 
-def read_rank(stem: Path) -> RankTrace:
+def read_rank(stem: Path, elsewhere: Mapping[int, str] | None = None) -> RankTrace:
     """Decode ``<stem>.records`` and ``<stem>.events``.
+
+    Args:
+        stem: of the two files.
+        elsewhere: after which steps other ranks evaluated or saved: the phase.
 
     Raises:
         TraceError: the name is no rank file's, the files are another rank's, or the records file is damaged beyond
@@ -80,7 +86,7 @@ def read_rank(stem: Path) -> RankTrace:
         np.fromiter(signatures, np.uint32, len(signatures)),
     )
     tally = records.count()
-    step_table = build_steps(identity, events)
+    step_table = _step_table(events, elsewhere or {}, records)
     groups = _groups(events)
     columns = CollectiveColumns(
         identity,
@@ -96,7 +102,24 @@ def read_rank(stem: Path) -> RankTrace:
     entry = _entry(identity, events, records.totals, tables, tally, left_out)
     config = events.last("config")
     begin = events.last("begin") or {}
-    return RankTrace(identity, tables, entry, begin, config, engines_in_turn(events), records, columns)
+    return RankTrace(
+        identity, tables, entry, begin, config, engines_in_turn(events), step_table.outside, records, columns
+    )
+
+
+def _step_table(events: Events, elsewhere: Mapping[int, str], records: Records) -> StepTable:
+    """The steps, with one look at the records where any of them must be asked for their ends."""
+    asked: list[Window] = []
+
+    def ask(start: int, stop: int | None) -> int | None:
+        asked.append((start, stop))
+        return None
+
+    table = build_steps(events, elsewhere, ask)
+    if not asked:
+        return table
+    ends = records.last_ends(asked)
+    return build_steps(events, elsewhere, lambda start, stop: ends.get((start, stop)))
 
 
 def _check_owner(path: Path, identity: RankFile, events: Events) -> None:
@@ -118,6 +141,7 @@ def _side_tables(
     rows: dict[str, Iterable[Mapping[str, Any]]] = {
         "groups": ({**row, **same} for row in groups.values()),
         "steps": ({**row, **same} for row in steps.rows),
+        "outside_steps": ({**row, **same} for row in steps.outside_rows),
         "metrics": ({**_metric(row, steps), **same} for row in events.rows["metrics"]),
         "parameters": events.rows["parameters"],
         "wrappers": ({**row, **same} for row in events.rows["wrappers"]),
@@ -127,7 +151,7 @@ def _side_tables(
         "flight": ({**row, **same} for row in events.rows["flight"]),
         "clocks": ({**row, **here} for row in events.rows["clock"]),
         "clock_offsets": ({**row, **here} for row in events.rows["clock_offset"]),
-        "aggregates": ({**row, **same} for row in sums_of(events, groups, steps.void)),
+        "aggregates": ({**row, **same} for row in sums_of(events, groups, steps)),
     }
     tables = {name: fitted(name, given) for name, given in rows.items()}
     return {name: found.table for name, found in tables.items()}, sum(t.left_out for t in tables.values())

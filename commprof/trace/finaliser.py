@@ -54,6 +54,7 @@ _STEMS_KEY: Final = b"commprof.rank_files"
 _SIDE_TABLES: Final = (
     "groups",
     "steps",
+    "outside_steps",
     "metrics",
     "parameters",
     "wrappers",
@@ -143,7 +144,18 @@ def pending_traces(run: Path) -> tuple[list[RankTrace], list[str]]:
             if type(error) is not TraceError:
                 raise
             damaged.append(f"rank {identity.rank} (pid {identity.pid}) cannot be read: {error}")
-    return traces, damaged
+    return [_with_others(run, trace, traces) for trace in traces], damaged
+
+
+def _with_others(run: Path, trace: RankTrace, traces: Sequence[RankTrace]) -> RankTrace:
+    """``trace`` as it reads beside the others: what is outside of the steps of one rank is so of all."""
+    elsewhere: dict[int, str] = {}
+    for other in traces:
+        if other.identity.attempt == trace.identity.attempt:
+            elsewhere = other.outside | elsewhere
+    if elsewhere.keys() <= trace.outside.keys():
+        return trace
+    return read_rank(run / trace.identity.stem, elsewhere)
 
 
 def finalised_stems(run: Path) -> set[str]:

@@ -35,7 +35,8 @@ EVENT_KINDS: Final[tuple[str, ...]] = (
     "site",  # interned: id, call_site, api
     "thread",  # interned: id, name, ident
     "group",  # a process group that this rank is a member of
-    "step",  # a step or micro step begins; resources at that moment
+    "step",  # a step or micro step begins, or a step ended; resources at that moment
+    "outside_step",  # an evaluation or a checkpoint begins; again, with its end, when training goes on
     "metrics",
     "parameters",
     "wrappers",

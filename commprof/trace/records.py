@@ -28,6 +28,9 @@ _JUDGED: Final = ("commit", "phase", "layer", "status", "signature", "return_ns"
 _INCOMPLETE: Final = STATUSES.index(Status.INCOMPLETE)
 
 
+_NEVER: Final = (1 << 63) - 1
+
+Window = tuple[int, int | None]  # from a moment to before another; null: to the end
 Fields = dict[str, "np.ndarray[Any, Any]"]
 
 
@@ -125,6 +128,20 @@ class Records:
             incomplete += int((status == _INCOMPLETE).sum())
             used = max(used, _last_used(first, raw, whole))
         return Tally(records, used - records, raised, incomplete)
+
+    def last_ends(self, windows: Iterable[Window]) -> dict[Window, int]:
+        """When the last of the collectives ended that were issued within each window; none for one without any."""
+        ordered = sorted(set(windows))
+        starts = np.array([start for start, _ in ordered], np.int64)
+        stops = np.array([_NEVER if stop is None else stop for _, stop in ordered], np.int64)
+        ends = np.zeros(len(ordered), np.int64)
+        for part in self.parts() if ordered else ():
+            issue = part.records["issue_ns"]
+            found = np.searchsorted(starts, issue, "right") - 1
+            mine = (found >= 0) & (issue < stops[found])
+            for name in ("issue_ns", "return_ns", "wait_end_ns"):
+                np.maximum.at(ends, found[mine], part.records[name][mine])
+        return {window: end for window, end in zip(ordered, ends.tolist(), strict=True) if end}
 
     def parts(self) -> Iterator[Part]:
         """The records that :meth:`count` found whole, in issue order, at most :data:`PART` at a time."""

@@ -1,87 +1,223 @@
-"""The ``steps`` table of one rank, from the boundaries and metrics in its events."""
+"""The tables ``steps`` and ``outside_steps`` of one rank, and the step of each of its records."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from commprof.schema import PHASES, Phase, after_end
+from commprof.trace.course import Course, Gap, LastEnd, Span, course_of
 from commprof.trace.events import Events
-from commprof.trace.layout import RankFile
 
-_STEP_LIMIT: Final = 1 << 31
+_NO_STEP: Final = -1
+_UNKNOWN: Final = -(1 << 31)  # of after_step: null
+_FURTHEST: Final = (1 << 63) - 1
+_OUTSIDE: Final = frozenset({Phase.EVALUATION, Phase.CHECKPOINT})
+_OUTSIDE_NUMBERS: Final = tuple(PHASES.index(phase) for phase in sorted(_OUTSIDE))
+_OTHER: Final = PHASES.index(Phase.OTHER)
+
+_Array = np.ndarray[Any, Any]
 
 
-class StepTable(NamedTuple):
-    """The rows of ``steps``, and the steps that turned out to be none, each with the step that it belongs to."""
+class Placed(NamedTuple):
+    """Of each record: its step, -1 outside of all; the step that it came after, where it is outside; and its phase."""
+
+    step: _Array
+    after: _Array
+    is_outside: _Array
+    phase: _Array
+
+
+class _Window(NamedTuple):
+    """Records issued from ``start`` to before ``stop`` have this step, whatever they say."""
+
+    start: int
+    stop: int
+    step: int
+    after: int
+    phases: tuple[tuple[int, int], ...]  # from when on which phase, for records that name none
+
+
+@dataclass(frozen=True, slots=True)
+class StepTable:
+    """The rows of ``steps`` and ``outside_steps``.
+
+    Attributes:
+        void: steps that turned out to be none, each with the step that it belongs to.
+        outside: after which steps this rank evaluated or saved: the phase.
+    """
 
     rows: list[dict[str, Any]]
+    outside_rows: list[dict[str, Any]]
     void: dict[int, int]
+    outside: dict[int, str]
+    _windows: list[_Window]
+    _following: dict[int, int]  # what records name that is no step: the step that they are of, or -1
 
-    def relabel(self, steps: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def place(self, steps: _Array, issue_ns: _Array, phases: _Array) -> Placed:
+        """Where each record belongs, by its recorded step, time and phase."""
+        step, phase = self._relabel(steps), phases.copy()
+        after, is_outside = np.full(len(step), _UNKNOWN, np.int32), np.zeros(len(step), bool)
+        if self._windows and len(step):
+            start, stop, of_window, after_window = np.array(
+                [window[:4] for window in self._windows], np.int64
+            ).T
+            found = np.searchsorted(start, issue_ns, "right") - 1
+            mine = (found >= 0) & (issue_ns < stop[found])
+            found = found[mine]
+            step[mine], after[mine], is_outside[mine] = (
+                of_window[found],
+                after_window[found],
+                of_window[found] < 0,
+            )
+            unnamed = np.flatnonzero(mine & (phases == _OTHER))
+            phase[unnamed] = self._phases_at(issue_ns[unnamed])
+        within = np.isin(phases, _OUTSIDE_NUMBERS) & (step != _NO_STEP)
+        after[within], is_outside[within], step[within] = step[within], True, _NO_STEP
+        return Placed(step, after, is_outside & (after != _UNKNOWN), phase)
+
+    def _phases_at(self, times: _Array) -> _Array:
+        """What collectives that name no phase belong to, by time."""
+        changes = [
+            change
+            for window in self._windows
+            for change in (*(window.phases or ((window.start, _OTHER),)), (window.stop, _OTHER))
+        ]
+        at, named = np.array(changes, np.int64).T
+        phases: _Array = named[np.searchsorted(at, times, "right") - 1]
+        return phases
+
+    def step_of_sum(self, step: int, phase: object) -> int:
+        """The step of a sum over records of one recorded step and phase."""
+        if phase in _OUTSIDE:
+            return _NO_STEP
+        step = self.void.get(step, step)
+        return self._following.get(step, step)
+
+    def _relabel(self, steps: _Array) -> _Array:
         """The step of each record, without the steps that were none."""
-        if not self.void or not len(steps):
+        instead = self.void | self._following
+        if not instead or not len(steps):
             return steps.copy()
-        none = np.array(sorted(self.void), np.int32)
+        none = np.array(sorted(instead), np.int32)
         found = np.searchsorted(none, steps)
         found[found == len(none)] = 0
-        instead = np.array([self.void[step] for step in none.tolist()], np.int32)
-        relabelled: np.ndarray[Any, Any] = np.where(none[found] == steps, instead[found], steps)
+        new = np.array([instead[step] for step in none.tolist()], np.int32)
+        relabelled: _Array = np.where(none[found] == steps, new[found], steps)
         return relabelled
 
 
-def build_steps(identity: RankFile, events: Events) -> StepTable:
-    """Steps from one boundary to the next.
-
-    Boundaries that the program named replace those that were found by themselves. What follows the last one counts in
-    the step that has just ended.
-    """
-    boundaries = [{"step": None, **row} for row in events.rows["step"] if _is_boundary(row)]
-    named = [row for row in boundaries if row["step"] is None or not row.get("automatic")]
-    automatic = {row["step"] for row in boundaries if row.get("automatic")}
-    void: dict[int, int] = {}
-    if any(row["step"] is not None for row in named):
-        void = dict.fromkeys(automatic - {row["step"] for row in named}, -1)
-        boundaries = named
-    begins = [row for row in boundaries if row["step"] is None or row.get("micro_step", 0) == 0]
-    micro = _micro_steps(boundaries)
-    metrics = _metrics(events.rows["metrics"], void)
+def build_steps(events: Events, elsewhere: Mapping[int, str], last_end: LastEnd) -> StepTable:
+    """The steps that the events of one rank tell; see :func:`commprof.trace.course.course_of`."""
+    course = course_of(events, elsewhere, last_end)
+    micro = _micro_steps(events.rows["step"])
+    metrics = _metrics(events.rows["metrics"], course.void)
     rows = []
-    for begin, end in itertools.pairwise([*begins, None]):
-        step = None if begin is None else begin["step"]
-        if begin is None or step is None or step in void:
-            continue
+    for span, before in zip(course.spans, [None, *course.spans], strict=False):
+        last, first = span.last or {}, span.begin
+        if before is not None and before.ends and before.ends[-1]["time_ns"] == span.begin_ns:
+            first = before.ends[-1]
         rows.append(
             {
-                "step": step,
-                "begin_ns": begin["time_ns"],
-                "end_ns": None if end is None else end["time_ns"],
-                "micro_steps": micro.get(step, 1),
-                **metrics.get(step, {}),
-                "rss_bytes": None if end is None else end.get("rss_bytes"),
-                "device_bytes": None if end is None else end.get("device_bytes"),
-                "cpu_ns": _difference(begin.get("cpu_ns"), None if end is None else end.get("cpu_ns")),
+                "step": span.step,
+                "begin_ns": span.begin_ns,
+                "end_ns": span.end_ns,
+                "outside_ns": span.outside_ns,
+                "micro_steps": micro.get(span.step, 1),
+                **metrics.get(span.step, {}),
+                "rss_bytes": last.get("rss_bytes"),
+                "device_bytes": last.get("device_bytes"),
+                "cpu_ns": _difference(first.get("cpu_ns"), last.get("cpu_ns")),
             }
         )
-    return StepTable(rows, void)
-
-
-def _is_boundary(row: Mapping[str, Any]) -> bool:
-    step = row.get("step")
-    return isinstance(row.get("time_ns"), int) and (
-        step is None or (type(step) is int and -_STEP_LIMIT <= step < _STEP_LIMIT)
+    outside = {gap.after: gap.passes[0].phase for gap in course.gaps if gap.passes and gap.after is not None}
+    return StepTable(
+        rows, _outside_rows(course), course.void, outside, _windows(course), _following(course.spans)
     )
+
+
+def _windows(course: Course) -> list[_Window]:
+    windows = []
+    for span in course.spans:
+        if len(span.ends) > 1:
+            first, last = span.ends[0]["time_ns"], span.ends[-1]["time_ns"]
+            windows.append(_Window(first, last, span.step, _UNKNOWN, ()))
+    for gap in course.gaps:
+        if gap.phase is None and gap.after is not None and gap.next_step == gap.after + 1:
+            continue  # its records say so already
+        stop = _FURTHEST if gap.stop_ns is None else gap.stop_ns
+        after = _UNKNOWN if gap.after is None else gap.after
+        is_outside = gap.phase is not None or gap.next_step is None
+        step = _NO_STEP if is_outside or gap.next_step is None else gap.next_step
+        windows.append(_Window(gap.start_ns, stop, step, after, _phases(gap)))
+    return sorted(windows)
+
+
+def _phases(gap: Gap) -> tuple[tuple[int, int], ...]:
+    """What collectives that name no phase belong to: what ran last before them, else what comes."""
+    if gap.phase is None:
+        return ()
+    first = (gap.start_ns, PHASES.index(gap.phase))
+    return (first, *((each.begin_ns, PHASES.index(each.phase)) for each in gap.passes))
+
+
+def _following(spans: list[Span]) -> dict[int, int]:
+    """The steps that records may name which were issued after the end of one, and the steps that they are of."""
+    begun = {span.step for span in spans}
+    following = {}
+    for span, after in zip(spans, [*spans[1:], None], strict=False):
+        if span.ends:
+            if span.step + 1 not in begun:
+                following[span.step + 1] = _NO_STEP if after is None else after.step
+            following[after_end(span.step)] = _NO_STEP if after is None else span.step
+    return following
+
+
+def _outside_rows(course: Course) -> list[dict[str, Any]]:
+    rows = []
+    told: set[int] = set()
+    for gap in course.gaps:
+        if gap.phase is None and gap.next_step is not None:
+            continue
+        begin = gap.start_ns
+        ends = [*(each.begin_ns for each in gap.passes[1:]), gap.end_ns]
+        for each, end in zip(gap.passes, ends, strict=False):
+            told.add(each.begin_ns)
+            rows.append(_outside_row(each.phase, gap.after, begin, end, each.passes))
+            begin = begin if end is None else end
+        if gap.phase is not None and not gap.passes and gap.end_ns is not None and gap.end_ns > begin:
+            rows.append(_outside_row(gap.phase, gap.after, begin, gap.end_ns, 0))  # while another rank did so
+            begin = gap.end_ns
+        if gap.next_step is None and (not rows or rows[-1]["end_ns"] is not None or not gap.passes):
+            rows.append(_outside_row(Phase.OTHER, gap.after, begin, course.ended_ns, 0))
+    steps = course.spans
+    for each in course.passes:  # within a step, or before the first
+        if each.begin_ns not in told:
+            after = max((span.step for span in steps if span.begin_ns <= each.begin_ns), default=None)
+            rows.append(_outside_row(each.phase, after, each.begin_ns, each.end_ns, each.passes))
+    return sorted(rows, key=lambda row: int(row["begin_ns"]))
+
+
+def _outside_row(phase: str, after: int | None, begin: int, end: int | None, passes: int) -> dict[str, Any]:
+    return {
+        "phase": str(phase),
+        "after_step": after,
+        "begin_ns": begin,
+        "end_ns": end,
+        "passes": passes,
+    }
 
 
 def _micro_steps(boundaries: Iterable[Mapping[str, Any]]) -> dict[int, int]:
     micro: dict[int, int] = {}
     for row in boundaries:
-        number = row.get("micro_step", 0)
-        if row["step"] is not None and isinstance(number, int):
-            micro[row["step"]] = max(micro.get(row["step"], 1), number + 1)
+        number, step = row.get("micro_step", 0), row.get("step")
+        if type(step) is int and isinstance(number, int):
+            micro[step] = max(micro.get(step, 1), number + 1)
     return micro
 
 

@@ -106,12 +106,18 @@ class WholeSteps:
 def _train(engine: Engine, batches: Iterator[Any], group: DataParallelGroup) -> torch.Tensor:
     """One step: as many micro-batches as are accumulated, and the update. Returns the mean loss of all ranks, 0-D."""
     total = torch.zeros((), device=engine.device)
-    for _ in range(engine.gradient_accumulation_steps()):
-        loss = loss_of(engine, _next(batches, engine))
-        engine.backward(loss)
-        total += loss.detach().float()
-        engine.step()
-    return _mean(total / engine.gradient_accumulation_steps(), group)
+    engine._in_batch = True
+    try:
+        for _ in range(engine.gradient_accumulation_steps()):
+            loss = loss_of(engine, _next(batches, engine))
+            engine.backward(loss)
+            total += loss.detach().float()
+            engine.step()
+        mean = _mean(total / engine.gradient_accumulation_steps(), group)
+    finally:
+        engine._in_batch = False
+    hooks.end_step()
+    return mean
 
 
 @torch.no_grad()

@@ -88,6 +88,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
         self._scale = assembly.loss_scale
         self._window = Window(config.managed_gradient_accumulation, assembly.optimizer is not None)
         self._announced = _NEVER
+        self._in_batch = False  # in train_batch, which ends the step
         self._numbers = StepNumbers()
         self._step_applied = False
         self._differentiating = False
@@ -117,13 +118,14 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model. In training mode this begins a micro-batch."""
-        if self.training:
+        training = self.training and torch.is_grad_enabled()
+        if training:
             self._announce()
-        hooks.phase("forward")
+        hooks.phase("forward" if training or not self._is_between_steps() else "evaluation")
         if self._precision.inputs is not None:
             inputs, kwargs = cast_floating((inputs, kwargs), self._precision.inputs)
         with (
-            self._clock("forward" if self.training else "evaluation"),
+            self._clock("forward" if training else "evaluation"),
             autocast(self._precision.autocast, self.device),
             self._linear(),
         ):
@@ -134,7 +136,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
                 if stated is None:
                     raise
                 raise stated from error
-        if self.training:
+        if training:
             for leaf in tree_leaves(outputs):
                 if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                     leaf.register_hook(self._on_output_gradient)
@@ -219,6 +221,8 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
         if self.is_gradient_accumulation_boundary():
             self.global_steps += 1
             self._window.passes = 0
+            if not self._in_batch:
+                hooks.end_step()
         self._window.micro_steps += 1
 
     def _on_output_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
@@ -282,6 +286,8 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
                 self._watch.see_step(self.global_steps)
             self._report.see_memory("after step")
             self._report.see_step(self._progress())
+            if not self._in_batch:
+                hooks.end_step()
 
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
         assert self.optimizer is not None
@@ -313,6 +319,10 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
             hooks.metric("samples", float(self.config.train_micro_batch_size_per_gpu))
             if self.skipped_steps:
                 hooks.metric("skipped_steps", float(self.skipped_steps))
+
+    def _is_between_steps(self) -> bool:
+        """Whether a step has ended, and no forward pass of the next has begun."""
+        return self._announced != _NEVER and self._announced[0] < self.global_steps
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch at hand is the last of its step. Without managed accumulation: only during step()."""

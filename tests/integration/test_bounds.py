@@ -67,7 +67,7 @@ def test_only_the_steps_that_were_asked_for(tmp_path, marked, options, steps, ou
     for rank, outcome in enumerate(outcomes):
         recorded = calls(run, rank, "step", "op")
         if steps[-1:] == [STEPS - 1]:
-            assert recorded.pop() == (STEPS - 1, "barrier")  # what follows the last step counts in it
+            assert recorded.pop() == (-1, "barrier")  # what follows the last step is outside of all
         if steps[:1] == [-1]:
             assert recorded.pop(0) == (-1, "barrier")
         expected = [
@@ -140,8 +140,7 @@ def test_sums_hold_what_the_records_would(tmp_path):
     assert len(summed.table("collectives")) == summed.health.records == summed.health.unseen == 0
     assert summed.health.summed == whole.health.records == 2 * (STEPS * 4 + 2)
     assert sums(summed) == {
-        (-1, "barrier", None): 1,
-        (STEPS - 1, "barrier", None): 1,
+        (-1, "barrier", "control"): 2,  # before the first step, and after the last
         **{(step, "all_reduce", "gradient_reduce"): REDUCTIONS for step in range(STEPS)},
         **{(step, "broadcast", None): 1 for step in range(STEPS)},
     }

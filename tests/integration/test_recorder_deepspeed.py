@@ -98,7 +98,7 @@ EXPECTED = [
     *[(-1, 0, "init", "broadcast", "parameter_broadcast", None, None)] * 4,
     (-1, 0, "init", "barrier", "other", None, None),
     *[(step, 1, *row) for step in (0, 1) for row in STEP],
-    (1, 1, "checkpoint", "barrier", "checkpoint", None, None),
+    (-1, 0, "checkpoint", "barrier", "checkpoint", None, None),
 ]
 
 

@@ -73,11 +73,15 @@ def test_each_collective_is_in_the_phase_that_issued_it(tmp_path, way):
     run, _ = record(tmp_path / "run", 2, *way)
     micro_batch = [("forward", "1"), ("other", "()"), ("backward", "2")]
     step = [(micro, *row) for micro in (0, 1) for row in micro_batch]
-    # The gradients by hand, the optimizer, and an evaluation that begins no step and no micro-batch.
-    step += [(1, "other", "2x2"), (1, "other", "2"), (1, "optimizer", "3"), (1, "forward", "1")]
-    rows = said(run, "step", "micro_step", "phase", "sizes")
-    assert rows[0] == (-1, 0, "init", "1") and rows[-1][:3] == (1, 1, "other")
-    assert rows[1:-1] == [(number, *row) for number in (0, 1) for row in step]
+    # The gradients by hand, the optimizer, and an evaluation, which is no step's.
+    step += [(1, "other", "2x2"), (1, "other", "2"), (1, "optimizer", "3")]
+    rows = said(run, "step", "after_step", "micro_step", "phase", "sizes")
+    assert rows[0] == (-1, None, 0, "init", "1") and rows[-1][:4] == (-1, 1, 0, "evaluation")
+    assert rows[1:-1] == [
+        row
+        for number in (0, 1)
+        for row in [*((number, None, *row) for row in step), (-1, number, 0, "evaluation", "1")]
+    ]
     assert [(r["step"], r["micro_steps"]) for r in run.table("steps").to_pylist()] == [(0, 2), (1, 2)] * 2
     parameters = run.table("parameters").to_pylist()
     assert [(p["name"], p["shape"], p["param_group"]) for p in parameters] == [
@@ -222,7 +226,9 @@ def named(rank, world, what):
 def test_what_the_program_names_is_left_to_it(tmp_path, what, steps, last):
     run, _ = record(tmp_path / "run", 2, named, what)
     phases = ["forward", "backward", "optimizer", *last]
-    assert said(run, "step", "phase") == [(step, phase) for step in steps for phase in phases]
+    assert said(run, "step", "phase") == [
+        (-1 if phase == "checkpoint" else step, phase) for step in steps for phase in phases
+    ]
 
 
 def line_search(rank, world):

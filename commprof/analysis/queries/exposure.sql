@@ -8,7 +8,7 @@
 -- Put in: the columns to group by, each followed by a comma: all, those without step, and those that durations differ by;
 -- and the clauses that group, join and order by them.
 with durations as (
-    select attempt, step, {per_rank} max(end_ns - begin_ns) as step_ns
+    select attempt, step, {per_rank} max(end_ns - begin_ns - coalesce(outside_ns, 0)) as step_ns
     from steps
     where step >= 0
     group by {per_rank} attempt, step

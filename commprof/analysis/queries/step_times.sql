@@ -9,7 +9,7 @@ with of_step as (
         count(distinct rank) as ranks,
         max_by(begin_ns, -rank) as begin_ns,
         max_by(case when end_ns is null then -1 else end_ns end, -rank) as last_ns,
-        case when count(end_ns) = count(*) then max(end_ns - begin_ns) end as duration_ns,
+        case when count(end_ns) = count(*) then max(end_ns - begin_ns - coalesce(outside_ns, 0)) end as duration_ns,
         max(micro_steps) as micro_steps,
         avg(loss) as loss,
         avg(grad_norm) as grad_norm,

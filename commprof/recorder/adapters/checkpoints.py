@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 from commprof import hooks
 from commprof.recorder.adapters.parts import Part
 from commprof.recorder.training_loop import TrainingLoop
 from commprof.schema import Phase, Purpose
-
-_ASYNC: Final = "AsyncCheckpointExecutor"  # torch's name for the thread of async_save
 
 
 class Checkpoints:
@@ -32,7 +29,7 @@ class Checkpoints:
         tag = hooks.tag(Purpose.CHECKPOINT.value)
 
         def checkpoint(*args: Any, **kwargs: Any) -> Any:
-            if _beside_training():
+            if self._loop.is_beside_training():
                 with tag:
                     return original(*args, **kwargs)
             before = self._loop.enter(Phase.CHECKPOINT)
@@ -43,8 +40,3 @@ class Checkpoints:
                 self._loop.leave(before)
 
         return checkpoint
-
-
-def _beside_training() -> bool:
-    """Whether this thread writes while another trains: the phase, which is that of the process, is the other's."""
-    return threading.current_thread().name.startswith(_ASYNC)

@@ -110,7 +110,7 @@ class Engines:
     def _wrap_forward(self, original: Call) -> Call:
         def forward(engine: Any, *args: Any, **kwargs: Any) -> Any:
             self._guarded(self._announce, engine)
-            hooks.phase("forward")
+            hooks.phase("evaluation" if self._evaluates(engine) else "forward")
             try:
                 return original(engine, *args, **kwargs)
             finally:
@@ -162,8 +162,16 @@ class Engines:
             finally:
                 self._of(engine).micro_step = 0
                 hooks.phase("other")
+                if self._speaker is not None:
+                    hooks.end_step()
 
         return take_model_step
+
+    def _evaluates(self, engine: Any) -> bool:
+        """Whether a forward pass lies between two steps of this engine, and trains nothing."""
+        progress = self._of(engine)
+        trains = engine.training and torch.is_grad_enabled()
+        return not trains and progress.announced is not None and not progress.micro_step
 
     def _of(self, engine: Any) -> _Progress:
         progress = self._progress.get(engine)

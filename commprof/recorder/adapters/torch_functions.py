@@ -85,6 +85,7 @@ _CHECKPOINTS: Final = (
     (_CHECKPOINT, "save"),
     (_CHECKPOINT, "async_save"),
     (_CHECKPOINT, "load"),
+    ("torch", "save"),
 )
 _DIRECTIONS: Final = {"fwd": Phase.FORWARD, "bwd": Phase.BACKWARD}
 

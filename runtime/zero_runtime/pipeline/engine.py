@@ -179,6 +179,7 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
             self._watch.see_step(self.global_steps)
         self._report.see_memory("after step")
         self._report.see_step(self._progress())
+        hooks.end_step()
 
     @torch.no_grad()
     def _loss_of(self, stage: Stage) -> torch.Tensor:

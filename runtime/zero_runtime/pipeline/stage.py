@@ -120,11 +120,11 @@ class Stage:
         return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, values)
 
     def _receive_activation(self, each: Pass) -> None:
-        hooks.phase("forward" if self._training else "other")
+        hooks.phase("forward" if self._training else "evaluation")
         self._arriving[each] = self._channel.receive_activation(self._training, each.chunk)
 
     def _forward(self, each: Pass) -> None:
-        hooks.phase("forward" if self._training else "other")
+        hooks.phase("forward" if self._training else "evaluation")
         if each in self._arriving:
             self._inputs[each] = self._arriving.pop(each).value()
         engine, inputs = self._engine, self._inputs[each]
@@ -168,7 +168,7 @@ class Stage:
         return loss
 
     def _send_activation(self, each: Pass) -> None:
-        hooks.phase("forward" if self._training else "other")
+        hooks.phase("forward" if self._training else "evaluation")
         self._channel.send_activation(self._outputs[each], each.chunk)
         if not self._training:
             del self._outputs[each]
