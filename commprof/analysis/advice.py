@@ -5,7 +5,8 @@ The rules, in this order:
 1. A setting counts if it has whole training steps, does the same work as the others, and ends at no higher loss. Where the
    ranks of the jobs share a model in unlike ways (``shapes.py``), a rank's work and the links of its bytes are not alike,
    and nothing is recommended.
-2. Least bytes: of those, the settings whose modelled wire bytes in a step are within 0.1 % of the least.
+2. Least bytes: of those, the settings whose modelled wire bytes in a step are within 0.1 % of the least. They are those of
+   what the backends run, where that is known of all settings; else of what was issued, of all of them.
 3. Not slower: of those that count, the settings than which none has a measurably shorter step (``differences.py``).
 4. Recommended are those with least bytes that are not slower; where there are none, of the not slower ones those with
    the least bytes.
@@ -40,7 +41,10 @@ _WORK_SECTIONS: Final = ("arguments.", "optimizer.", "scheduler.")
 
 
 class Candidate(NamedTuple):
-    """One setting, as far as the rules weigh it: ``medians`` and ``losses`` hold a value for each run that has one."""
+    """One setting, as far as the rules weigh it: ``medians`` and ``losses`` hold a value for each run that has one.
+
+    ``wire_bytes`` are of what the backend runs where ``executed``, else as issued.
+    """
 
     label: str
     values: Mapping[str, str]
@@ -56,6 +60,8 @@ class Candidate(NamedTuple):
     intended_op: str | None
     explanation: str | None
     shape: str
+    executed: bool = False
+    moved_bytes: float | None = None
 
     @property
     def step_time_ns(self) -> float | None:
@@ -107,6 +113,12 @@ class Advice(NamedTuple):
 def candidates(runs: Sequence[Measured], rows: Sequence[Mapping[str, Any]]) -> list[Candidate]:
     """One for each setting of ``runs``; ``rows`` are those of :func:`comparison.compare` over the same runs."""
     of_label = by_label(runs)
+    executed = all(
+        row["executed_wire_bytes_per_step"] is not None
+        for row in rows
+        if row["wire_bytes_per_step"] is not None
+    )
+    wire = "executed_wire_bytes_per_step" if executed else "wire_bytes_per_step"
     found = []
     for row in rows:
         repeats = of_label[row["label"]]
@@ -114,7 +126,7 @@ def candidates(runs: Sequence[Measured], rows: Sequence[Mapping[str, Any]]) -> l
             Candidate(
                 label=row["label"],
                 values=repeats[0].setting.values,
-                wire_bytes=row["wire_bytes_per_step"],
+                wire_bytes=row[wire],
                 gradient_bytes=row["gradient_wire_bytes_per_step"],
                 payload_bytes=row["gradient_payload_bytes_per_step"],
                 medians=[median(run.durations) for run in repeats if run.durations],
@@ -126,9 +138,16 @@ def candidates(runs: Sequence[Measured], rows: Sequence[Mapping[str, Any]]) -> l
                 intended_op=row["intended_op"],
                 explanation=next((run.requested.explanation for run in repeats), None),
                 shape=", or ".join(sorted({run.shape for run in repeats})),
+                executed=executed,
+                moved_bytes=_mean_moved(repeats),
             )
         )
     return found
+
+
+def _mean_moved(repeats: Sequence[Measured]) -> float | None:
+    known = [run.moved_bytes for run in repeats if run.moved_bytes is not None]
+    return fmean(known) if len(known) == len(repeats) else None
 
 
 def weigh(found: Sequence[Candidate]) -> Weighed:
@@ -177,6 +196,8 @@ def settings_frame(weighed: Weighed) -> pd.DataFrame:
             "label": one.label,
             "recommended": one.label in weighed.recommended,
             "wire_bytes_per_step": one.wire_bytes,
+            "wire_of": "executed" if one.executed else "issued",
+            "moved_bytes_per_step": one.moved_bytes,
             "least_bytes": one.label in weighed.least,
             "step_time_ns": None if one.step_time_ns is None else round(one.step_time_ns),
             "not_slower": _not_slower(one.label, weighed, verdicts),

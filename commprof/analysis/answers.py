@@ -23,6 +23,13 @@ _MEASURES: Final = (
         unit="bytes",
     ),
     Column(
+        "executed_wire_bytes",
+        "float64",
+        "wire, modelled, of what the backend runs for them, in the same way; null where that is not known",
+        True,
+        "bytes",
+    ),
+    Column(
         "host_ns", "int64", "time inside the issuing calls, mean over the ranks of a collective", True, "ns"
     ),
     Column(
@@ -238,6 +245,13 @@ STEP_TOTALS: Final = Table(
         Column(
             "wire_bytes", "float64", "wire, modelled: mean bytes that a rank of the job sends", unit="bytes"
         ),
+        Column(
+            "executed_wire_bytes",
+            "float64",
+            "wire, modelled, of what the backend runs for them",
+            True,
+            "bytes",
+        ),
     ),
 )
 
@@ -258,7 +272,14 @@ _PER_STEP: Final = (
     Column(
         "wire_bytes_per_step",
         "float64",
-        "wire, modelled: bytes that a rank of the job sends in a training step, mean over all its ranks",
+        "wire, modelled as issued: bytes that a rank of the job sends in a training step, mean over all its ranks",
+        True,
+        "bytes",
+    ),
+    Column(
+        "executed_wire_bytes_per_step",
+        "float64",
+        "wire, modelled, of what the backend runs in a training step; null where that is not known",
         True,
         "bytes",
     ),

@@ -577,6 +577,7 @@ def _measure(run: Run) -> _MeasuredRun:
         requested=expectation.requested_reduction(manifest.config, manifest.effective_config),
         usage=usage.usage(times, manifest.effective_config or manifest.config, manifest.world_size),
         shape=shapes.shape(operations),
+        moved_bytes=counters.moved_per_step(moved(run), int(times["duration_ns"].notna().sum())),
     )
     return _MeasuredRun(measured, rank_bytes_module.rank_totals("", times, operations))
 

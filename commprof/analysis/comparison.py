@@ -17,7 +17,8 @@ from commprof.analysis.steps import StepTotals
 from commprof.analysis.usage import Usage
 from commprof.schema import Column, Op, Purpose
 
-_MEASURES: Final = ("collectives", "payload_bytes", "wire_bytes")
+_EXECUTED: Final = "executed_wire_bytes"
+_MEASURES: Final = ("collectives", "payload_bytes", "wire_bytes", _EXECUTED)
 _PURPOSE_KEY: Final = ("op", "intended_op", "purpose")
 _GROUP_KEY: Final = ("group_desc", "group_size", "op", "intended_op")
 _NO_PURPOSES: Final = (
@@ -28,7 +29,8 @@ _NO_PURPOSES: Final = (
 class Measured(NamedTuple):
     """One run, as far as a comparison needs it.
 
-    ``durations`` are of the steps after the first, in ns; ``shape`` is what :func:`shapes.shape` says.
+    ``durations`` are of the steps after the first, in ns; ``shape`` is what :func:`shapes.shape` says;
+    ``moved_bytes`` what the counters of all hosts saw sent in the whole run, over its whole steps.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Measured(NamedTuple):
     requested: Requested
     usage: Usage
     shape: str
+    moved_bytes: float | None = None
 
 
 def by_label(runs: Sequence[Measured]) -> dict[str, list[Measured]]:
@@ -53,12 +56,17 @@ def _merged(runs: Sequence[Measured], key: Sequence[str] = _PURPOSE_KEY) -> Step
     """The steps of all repeats together by ``key``, so that a longer repeat counts for as many steps as it has."""
     totals = pd.concat([run.step_totals.totals for run in runs], ignore_index=True)
     by = totals.groupby(list(key), dropna=False, as_index=False, sort=False)
-    merged = by.agg({"groups": "max"} | dict.fromkeys(_MEASURES, "sum"))
+    merged = by.agg({"groups": "max"} | dict.fromkeys(_MEASURES[:-1], "sum") | {_EXECUTED: _if_all_known})
     return StepTotals(sum(run.step_totals.steps for run in runs), merged)
 
 
+def _if_all_known(values: pd.Series[Any]) -> float | None:
+    return None if values.isna().any() else float(values.sum())
+
+
 def _per_step(totals: pd.DataFrame, measure: str, steps: int) -> float | None:
-    return float(totals[measure].sum()) / steps if steps else None
+    total = _if_all_known(totals[measure])
+    return total / steps if steps and total is not None else None
 
 
 def _listed(gradients: pd.DataFrame, column: str) -> str | None:
@@ -142,7 +150,10 @@ def _long(runs: Sequence[Measured], key: Sequence[str]) -> list[dict[str, Any]]:
         rows += [
             {"label": label, "groups": row["groups"]}
             | {name: None if pd.isna(row[name]) else row[name] for name in key}
-            | {f"{measure}_per_step": row[measure] / steps for measure in _MEASURES}
+            | {
+                f"{measure}_per_step": None if pd.isna(row[measure]) else row[measure] / steps
+                for measure in _MEASURES
+            }
             for row in totals.to_dict("records")
         ]
     return rows

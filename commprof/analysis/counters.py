@@ -11,6 +11,7 @@ import pyarrow as pa
 from commprof.analysis.answers import MOVED
 from commprof.analysis.engine import ask
 from commprof.analysis.frames import from_arrow
+from commprof.ledger.movement import LOOPBACK
 
 NO_READINGS: Final = "no counters were read during the run"
 ONE_READING: Final = "the counters were read only once, so no difference can be formed"
@@ -32,3 +33,15 @@ def moved(wire: pa.Table, uncovered: Mapping[str, str]) -> pd.DataFrame:
     once = not frame.empty and bool((frame["readings"] < 2).all())
     frame.attrs["reason"] = NO_READINGS if frame.empty else said or (ONE_READING if once else None)
     return frame
+
+
+def moved_per_step(frame: pd.DataFrame, steps: int) -> float | None:
+    """What the hosts of a run sent over its ``steps``, by :func:`moved`; None where that is not the whole run of every host.
+
+    On one host that is what passed its loopback interface, on several what passed the others.
+    """
+    if frame.attrs["reason"] is not None or not steps:
+        return None
+    interfaces = frame[frame["kind"] == "interface"]
+    on_one = interfaces["host"].nunique() == 1
+    return float(interfaces.loc[(interfaces["device"] == LOOPBACK) == on_one, "sent_bytes"].sum()) / steps

@@ -77,7 +77,7 @@ def fill_sums(
     Raises:
         TraceError: a file of the run is damaged. duckdb.Error: the database cannot be written.
     """
-    aggregates = run.table("aggregates")
+    aggregates = traffic.with_backends(run.table("aggregates"), run.table("groups"))
     with (
         ThreadPoolExecutor(_WORKERS) as pool,
         closing(straggling.Collector(hosts=arrivals.hosts_of(run))) as taken,

@@ -36,15 +36,15 @@ _LEAST: Final = -(1 << 63)  # in the place of null
 def agreed(rows: pa.Table, columns: Sequence[str]) -> pa.Table:
     """One row for each collective of ``rows``, which are no messages.
 
-    Columns: attempt, pg, group_ranks, op, group_size and those of ``columns`` that are known of a collective (the others are
-    null); root; records, tensors, largest_bytes and mean_bytes (payload), host_ns and exposed_ns (means), timed (of how many
-    exposed_ns is known).
+    Columns: attempt, pg, group_ranks, op, group_size, backend and those of ``columns`` that are known of a collective (the
+    others are null); root; records, tensors, largest_bytes and mean_bytes (payload), host_ns and exposed_ns (means), timed
+    (of how many exposed_ns is known).
     """
     members = _Members(rows)
     found = {name: members.of_lowest(name) for name in ("attempt", "pg", "group_ranks")}
     for names, of in ((_OF_LOWEST, members.of_lowest), (_GREATEST, members.greatest)):
         for name in names:
-            wanted = name in columns or name in ("op", "group_size")
+            wanted = name in columns or name in ("op", "group_size", "backend")
             found[name] = of(name) if wanted else pa.nulls(len(members.groups.starts))
     host, _ = members.mean(pc.subtract(rows["return_ns"], rows["issue_ns"]))
     exposed, timed = members.mean(rows["exposed_ns"])

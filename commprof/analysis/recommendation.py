@@ -20,6 +20,7 @@ from commprof.analysis.settings import short_names
 from commprof.analysis.units import format_bytes, format_ns
 
 _MOST_NAMED: Final = 3
+MOVED_ALIKE: Final = 0.05
 REPEAT: Final = "commprof sweep --repeat 3 ... measures each setting three times"
 
 
@@ -28,6 +29,7 @@ def advise(weighed: Weighed) -> Advice:
     told = [
         _answer(weighed),
         *_as_good(weighed),
+        *_moved(weighed),
         *_left_out(weighed),
         *_times(weighed),
         *_losses(weighed),
@@ -97,11 +99,36 @@ def _as_good(weighed: Weighed) -> list[str]:
     rest = [
         label for label in weighed.recommended if not weighed.keys.items() <= weighed.of(label).values.items()
     ]
+    best = [weighed.of(label) for label in weighed.recommended if label not in rest]
+    rest = [label for label in rest if not any(_moves_more(weighed.of(label), one) for one in best)]
     return [f"As good by these rules: {'; '.join(rest[:_MOST_NAMED])}."] if rest else []
 
 
+def _moves_more(one: Candidate, other: Candidate) -> bool:
+    """Whether the counters saw more of ``one`` than of ``other``, beyond what headers and other programs explain."""
+    if one.moved_bytes is None or other.moved_bytes is None:
+        return False
+    return one.moved_bytes > other.moved_bytes * (1 + MOVED_ALIKE)
+
+
+def _moved(weighed: Weighed) -> list[str]:
+    """What the counters say against the recommendation: another setting moved less than one that is to be set."""
+    counted = [one for one in _counted(weighed) if one.moved_bytes is not None]
+    for one in counted:
+        less = [other for other in counted if _moves_more(one, other)]
+        if one.label in weighed.recommended and less:
+            least = min(less, key=lambda other: (other.moved_bytes or 0.0, other.label))
+            return [
+                f"But the counters saw more of it: {one.label} moved {format_bytes(one.moved_bytes or 0.0)} a step on all "
+                f"interfaces, {least.label} {format_bytes(least.moved_bytes or 0.0)} (whole run, all programs of a host). "
+                "Look at both ledgers first: commprof verify."
+            ]
+    return []
+
+
 def _bytes(one: Candidate) -> str:
-    return f"{format_bytes(one.wire_bytes or 0.0)} on the wire per rank and step (modelled)"
+    of = "modelled, as the backend runs it" if one.executed else "modelled, as issued"
+    return f"{format_bytes(one.wire_bytes or 0.0)} on the wire per rank and step ({of})"
 
 
 def _more(one: Candidate, least: Candidate) -> str:

@@ -106,7 +106,20 @@ ADVICE: Final = Table(
     (
         _LABEL,
         Column("recommended", "bool", "to be set, by the rules"),
-        Column("wire_bytes_per_step", "float64", "wire, modelled: as in compare", True, "bytes"),
+        Column("wire_bytes_per_step", "float64", "wire, modelled: as in compare, of wire_of", True, "bytes"),
+        Column(
+            "wire_of",
+            "string",
+            "executed: of what the backends run; issued, where that is not known of all settings",
+            values=("executed", "issued"),
+        ),
+        Column(
+            "moved_bytes_per_step",
+            "float64",
+            "moved: what the counters of all hosts saw sent in the whole run, over its whole steps",
+            True,
+            "bytes",
+        ),
         Column("least_bytes", "bool", "none of those that count sends less, within 0.1 %"),
         Column("step_time_ns", "int64", "as in compare", True, "ns"),
         Column("not_slower", "bool", "no other has a measurably shorter step; null where that cannot be told", True),

@@ -36,6 +36,8 @@ MEASURES: Final = {
     "records": "bigint",
     "payload_bytes": "bigint",
     "wire_share": "decimal(38, 0)",
+    "executed_share": "decimal(38, 0)",
+    "unexecuted": "bigint",
     "host_ns": "double",
     "exposed_ns": "double",
     "timed": "bigint",

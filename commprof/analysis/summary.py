@@ -73,6 +73,7 @@ def overview(
     requested = requested_reduction(manifest.config, manifest.effective_config)
     # Column by column: a row of a frame turns its integers to floats.
     sums = {name: totals[name].iloc[0] for name in totals.columns}
+    executed = sums["executed_wire_bytes"]
     return {
         "name": run.path.name,
         "path": str(run.path),
@@ -109,6 +110,7 @@ def overview(
         "collectives": int(sums["collectives"]),
         "payload_bytes": int(sums["payload_bytes"]),
         "wire_bytes": float(sums["wire_bytes"]),
+        "executed_wire_bytes": None if pd.isna(executed) else float(executed),
         "moved_sent_bytes": None if reason else int(moved["sent_bytes"].sum()),
         "moved_received_bytes": None if reason else int(moved["received_bytes"].sum()),
         "moved_reason": reason,

@@ -73,7 +73,7 @@ def _kept(run: Run, index: Index | None) -> dict[tuple[str, ...], pa.Table]:
 
 def _by_parts(run: Run, collectives: pa.Table | Scan, wanted: Sequence[str]) -> pa.Table:
     """The operations out of the files; of a large run part by part, since every collective is looked at by itself."""
-    aggregates = run.table("aggregates")
+    aggregates = traffic.with_backends(run.table("aggregates"), run.table("groups"))
     with connect() as engine:
         parts = enumerate(of_scan(collectives, traffic.NEEDED, engine))
         return pa.concat_tables(

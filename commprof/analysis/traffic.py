@@ -15,6 +15,7 @@ from commprof.analysis.frames import from_arrow
 from commprof.analysis.members import agreed
 from commprof.analysis.text_numbers import among, numbered_texts, with_texts
 from commprof.errors import UsageError
+from commprof.ledger.summed import backends_of
 from commprof.schema import Op
 
 EVERY_COLUMN: Final = (*GROUPINGS, "root", "sender", "receiver")
@@ -37,7 +38,7 @@ NEEDED: Final = (  # columns of the records that operations are made of
 )
 
 _TEXTS: Final = tuple(  # but for that which the query compares with names
-    name for name, column in GROUPINGS.items() if column.type == "string" and name != "op"
+    name for name, column in GROUPINGS.items() if column.type == "string" and name not in ("op", "backend")
 )
 
 
@@ -74,6 +75,8 @@ def added_up(found: Once, aggregates: pa.Table, columns: Sequence[str]) -> pa.Ta
 
     The fewer the columns the quicker, and the less memory. Those of which only sums were kept are in it as sums.
     """
+    if "backend" not in aggregates.column_names:
+        aggregates = aggregates.append_column("backend", pa.nulls(len(aggregates), pa.string()))
     tables, texts = numbered_texts(
         {"agreed": found.collectives, "point_to_point": found.messages, "aggregates": aggregates}, _TEXTS
     )
@@ -84,6 +87,13 @@ def added_up(found: Once, aggregates: pa.Table, columns: Sequence[str]) -> pa.Ta
         by="".join(f"{name}, " for name in columns),
     )
     return with_texts(answer, texts)
+
+
+def with_backends(aggregates: pa.Table, groups: pa.Table) -> pa.Table:
+    """``aggregates`` with the backend of each group, where it has one only."""
+    of_group = backends_of(aggregates, groups)
+    names = [of_group.get(pg) for pg in aggregates["pg"].to_pylist()]
+    return aggregates.append_column("backend", pa.array(names, pa.string()))
 
 
 def checked(by: Sequence[str]) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from commprof.cli import rendering
 from commprof.cli.extras import needed
 from commprof.cli.rendering import Heading, Rows
 from commprof.cli.runs import asked
+from commprof.schema import OPS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -19,13 +20,15 @@ if TYPE_CHECKING:
     from commprof.analysis.api import Advice
     from commprof.trace.reader import Run
 
-_WIRE: Final = "wire_"
+_ISSUED: Final = "wire_bytes_per_step"
+_EXECUTED: Final = "executed_wire_bytes_per_step"
 LEGEND: Final = (
-    "requested: what the config asks for to reduce gradients. issued: what was issued to do so, and what it stands for "
-    "where that is another; with (no purposes), nothing says which collectives reduce gradients, and all of a step "
-    "that have no purpose are listed. Bytes and times are of one training step: payload, S of nccl-tests, of all groups; "
-    "wire, modelled, what a rank of the job sends, the mean over all its ranks; time, median without the first step, with "
-    "its 95 % interval."
+    "requested: what the config asks for to reduce gradients. issued: what was issued to do so, and what it stands "
+    "for where that is another; with (no purposes), nothing says which collectives reduce gradients, and all of a "
+    "step that have no purpose are listed. Bytes and times are of one training step: payload, S of nccl-tests, of all "
+    "groups; wire, modelled, what a rank of the job sends, the mean over all its ranks, for what the backend runs "
+    "where that is known (gloo); as issued, the same for the operations that were issued, where it differs; time, "
+    "median without the first step, with its 95 % interval."
 )
 
 
@@ -47,7 +50,7 @@ def compare(
     if as_json:
         rendering.show_json(with_advice(compared.settings, compared.advice))
     else:
-        show_comparison(compared.settings, compared.groups)
+        show_comparison(compared.settings, compared.traffic, compared.groups)
         rendering.show(*incomplete(found), "", *map(rendering.paragraph, compared.advice.sentences))
     return 0
 
@@ -66,30 +69,32 @@ def with_advice(frame: pd.DataFrame, advice: Advice) -> list[dict[str, Any]]:
     ]
 
 
-def show_comparison(frame: pd.DataFrame, groups: pd.DataFrame) -> None:
+def show_comparison(frame: pd.DataFrame, traffic: pd.DataFrame, groups: pd.DataFrame) -> None:
     """Print the answer of ``api.compare``: the settings in full where the terminal is wide enough, else numbered.
 
     Args:
+        traffic: the answer of ``api.traffic_by_setting`` to the same runs.
         groups: the answer of ``api.traffic_by_group`` to the same runs.
     """
-    rows, of_groups = rendering.records(frame), rendering.records(groups)
+    rows, sent = rendering.records(frame), (rendering.records(traffic), rendering.records(groups))
     labels = [str(row["label"]) for row in rows]
-    parts = _tables(rows, of_groups, labels)
+    parts = _tables(rows, *sent, labels)
     if not all(rendering.fits(part) for part in parts):
         marks = [_mark(position) for position in range(len(rows))]
         legend = rendering.facts(zip(marks, labels, strict=True))
-        parts = _tables(rows, of_groups, marks, "")
+        parts = _tables(rows, *sent, marks, "")
         rendering.show(legend, "")
     rendering.show(*parts, rendering.paragraph(LEGEND))
 
 
 def _tables(
     rows: Sequence[Mapping[str, Any]],
+    traffic: Sequence[Mapping[str, Any]],
     groups: Sequence[Mapping[str, Any]],
     labels: Sequence[str],
     heading: str = "setting",
 ) -> list[Rows]:
-    by_operation, by_group = operations_table(rows, labels), groups_table(rows, groups, labels)
+    by_operation, by_group = operations_table(rows, traffic, labels), groups_table(rows, groups, labels)
     parts = [by_operation, by_group]
     return [comparison_table(rows, labels, heading), *(part for part in parts if len(part.headings) > 1)]
 
@@ -107,12 +112,14 @@ def comparison_table(
     rows: Sequence[Mapping[str, Any]], labels: Sequence[str], heading: str = "setting"
 ) -> Rows:
     """One row per setting: the operations, the bytes, the time, the loss."""
+    both = any(_differ(row) for row in rows)
     headings = (
         Heading(heading),
         Heading("requested"),
         Heading("issued"),
         Heading("payload", number=True),
         Heading("wire", number=True),
+        *([Heading("as issued", number=True)] if both else []),
         Heading("time", number=True),
         Heading("loss", number=True),
     )
@@ -122,13 +129,23 @@ def comparison_table(
             rendering.text(row["requested_op"]),
             _issued(row),
             rendering.number_of_bytes(_rounded(row["payload_bytes_per_step"])),
-            rendering.number_of_bytes(_rounded(row["wire_bytes_per_step"])),
+            rendering.number_of_bytes(_rounded(_wire(row))),
+            *([rendering.number_of_bytes(_rounded(row[_ISSUED])) if _differ(row) else ""] if both else []),
             rendering.spread(*(row[f"step_time_{end}ns"] for end in ("", "low_", "high_"))),
             rendering.loss(row["final_loss"]),
         )
         for row, label in zip(rows, labels, strict=True)
     ]
     return Rows(headings, cells)
+
+
+def _wire(row: Mapping[str, Any]) -> Any:
+    """Of what the backend runs, where that is known; else as issued."""
+    return row[_ISSUED if rendering.is_missing(row[_EXECUTED]) else _EXECUTED]
+
+
+def _differ(row: Mapping[str, Any]) -> bool:
+    return bool(_rounded(_wire(row)) != _rounded(row[_ISSUED]))
 
 
 def _issued(row: Mapping[str, Any]) -> str:
@@ -138,25 +155,28 @@ def _issued(row: Mapping[str, Any]) -> str:
     return issued if intended in (rendering.MISSING, issued) else f"{issued} for\n{intended}"
 
 
-def operations_table(rows: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> Rows:
+def operations_table(
+    rows: Sequence[Mapping[str, Any]], traffic: Sequence[Mapping[str, Any]], labels: Sequence[str]
+) -> Rows:
     """Wire bytes of a step by issued operation: the columns of those that any setting issues."""
-    columns = (
-        [name for name in rows[0] if name.startswith(_WIRE) and not name.startswith("wire_bytes")]
-        if rows
-        else []
-    )
-    used = [
-        name for name in columns if any(not rendering.is_missing(row[name]) and row[name] > 0 for row in rows)
-    ]
-    headings = (
-        Heading("wire by operation"),
-        *(Heading(name.removeprefix(_WIRE), number=True) for name in used),
-    )
+    sums: dict[str, dict[str, float]] = {}
+    for row in traffic:
+        of_setting = sums.setdefault(str(row["label"]), {})
+        of_setting[row["op"]] = of_setting.get(row["op"], 0.0) + _wire(row)
+    used = [op for op in OPS if any(of_setting.get(op) for of_setting in sums.values())]
+    headings = (Heading("wire by operation"), *(Heading(op, number=True) for op in used))
     cells = [
-        (label, *(rendering.number_of_bytes(_rounded(row[name])) for name in used))
+        (label, *(rendering.number_of_bytes(_cell(row, sums, op)) for op in used))
         for row, label in zip(rows, labels, strict=True)
     ]
     return Rows(headings, cells)
+
+
+def _cell(row: Mapping[str, Any], sums: Mapping[str, Mapping[str, float]], name: str) -> Any:
+    """The sum of ``row``'s setting under ``name``; nothing where the setting has no whole step."""
+    if rendering.is_missing(row[_ISSUED]):
+        return None
+    return _rounded(sums.get(str(row["label"]), {}).get(name, 0.0))
 
 
 def groups_table(
@@ -167,7 +187,7 @@ def groups_table(
     for row in groups:
         kind = f"{rendering.text(row['group_desc'])}\nof {row['group_size']}"
         of_setting = sums.setdefault(str(row["label"]), {})
-        of_setting[kind] = of_setting.get(kind, 0.0) + row["wire_bytes_per_step"]
+        of_setting[kind] = of_setting.get(kind, 0.0) + _wire(row)
     several = any(len(of_setting) > 1 for of_setting in sums.values())
     kinds = (
         list(dict.fromkeys(kind for of_setting in sums.values() for kind in of_setting)) if several else []

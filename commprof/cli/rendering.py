@@ -170,9 +170,9 @@ def _console() -> Console:
 
 
 def _escaped(rows: Rows) -> Rows:
-    """``rows`` with every text fit for a cell: on one line, without control characters."""
-    headings = [heading._replace(title=escaped(heading.title)) for heading in rows.headings]
-    cells = [tuple(map(escaped, row)) for row in rows.rows]
+    """``rows`` with every text fit for a cell: without control characters, but for the ends of a cell's own lines."""
+    headings = [heading._replace(title=escaped(heading.title, "\n")) for heading in rows.headings]
+    cells = [tuple(escaped(text, "\n") for text in row) for row in rows.rows]
     return Rows(headings, cells, escaped(rows.title))
 
 

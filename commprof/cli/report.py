@@ -20,19 +20,22 @@ if TYPE_CHECKING:
 BY: Final = ("attempt", "step", "purpose", "op", "intended_op", "group_desc", "group_ranks")
 _UNNAMED: Final = (rendering.MISSING, "default_pg")  # of groups that the program has given no name
 _SUMMED: Final = ("collectives", "records", "payload_bytes", "wire_bytes", "host_ns")
-_HEADINGS: Final = (
+_EXECUTED: Final = "executed_wire_bytes"
+_FIRST_HEADINGS: Final = (
     Heading("purpose, operation"),
     Heading("group"),
     Heading("calls", number=True),
     Heading("payload", number=True),
     Heading("wire", number=True),
-    Heading("in calls", number=True),
 )
+_AS_ISSUED: Final = Heading("as issued", number=True)
+_IN_CALLS: Final = Heading("in calls", number=True)
 _MOST_COMPARED: Final = 1_000_000  # records whose arrivals are compared for a report: a few seconds
 LEGEND: Final = (
     "payload: S of nccl-tests. wire: modelled, the mean that a rank of the group sends for each collective and the bytes of "
-    "each message, added up; the bytes of a message stand at its send. in calls: time in the issuing calls, mean over the "
-    "ranks, which is no exposed time. A dash: not known."
+    "each message, added up; the bytes of a message stand at its send. wire is of what the backend runs, where that is "
+    "known (gloo); as issued: of the issued operation, where it differs. in calls: time in the issuing calls, mean over "
+    "the ranks, which is no exposed time. A dash: not known."
 )
 
 
@@ -171,17 +174,28 @@ def _table(name: str, rows: Sequence[Mapping[str, Any]], steps: int) -> Rows:
         for column in _SUMMED:
             if not rendering.is_missing(row[column]):
                 into[column] = (into[column] or 0.0) + float(row[column])
+        # Where it is not known of all of them what the backend ran, the sum is as issued.
+        executed = row["wire_bytes" if rendering.is_missing(row[_EXECUTED]) else _EXECUTED]
+        into[_EXECUTED] = (into.get(_EXECUTED) or 0.0) + float(executed)
+    both = any(_differ(each, steps) for each in sums.values())
+    headings = (*_FIRST_HEADINGS, *([_AS_ISSUED] if both else []), _IN_CALLS)
+    blank = [""] * (len(headings) - 1)
     cells: list[Sequence[str]] = []
     last = None
     for key in sorted(sums, key=lambda key: (key[0], -(sums[key]["wire_bytes"] or 0.0), key)):
         purpose, op, intended, group = key
         if purpose != last:
-            cells.append((purpose if purpose != rendering.MISSING else "(no purpose given)", *[""] * 5))
+            cells.append((purpose if purpose != rendering.MISSING else "(no purpose given)", *blank))
             last = purpose
-        cells.append((f"  {op}", group, *_measures(op, sums[key], steps)))
+        cells.append((f"  {op}", group, *_measures(op, sums[key], steps, both)))
         if intended not in (rendering.MISSING, op):
-            cells.append((f"    for {intended}", *[""] * 5))
-    return Rows(_HEADINGS, cells, title=name)
+            cells.append((f"    for {intended}", *blank))
+    return Rows(headings, cells, title=name)
+
+
+def _differ(sums: Mapping[str, float | None], steps: int) -> bool:
+    """Whether the backend sends other bytes than the operation that was issued would."""
+    return round((sums["wire_bytes"] or 0.0) / steps) != round((sums[_EXECUTED] or 0.0) / steps)
 
 
 def _group(row: Mapping[str, Any]) -> str:
@@ -190,7 +204,7 @@ def _group(row: Mapping[str, Any]) -> str:
     return ranks if name in _UNNAMED else f"{name} {ranks}"
 
 
-def _measures(op: str, sums: Mapping[str, float | None], steps: int) -> tuple[str, ...]:
+def _measures(op: str, sums: Mapping[str, float | None], steps: int, both: bool) -> tuple[str, ...]:
     mean = {name: None if value is None else round(value / steps) for name, value in sums.items()}
     at_send = (
         op == "recv" and not sums["collectives"]
@@ -200,8 +214,9 @@ def _measures(op: str, sums: Mapping[str, float | None], steps: int) -> tuple[st
         rendering.count((calls or 0.0) / steps),
         *(
             "at send" if at_send else rendering.number_of_bytes(mean[name])
-            for name in ("payload_bytes", "wire_bytes")
+            for name in ("payload_bytes", _EXECUTED)
         ),
+        *([rendering.number_of_bytes(mean["wire_bytes"]) if _differ(sums, steps) else ""] if both else []),
         rendering.duration(mean["host_ns"]),
     )
 

@@ -169,7 +169,7 @@ def _compare(runs: Sequence[Path]) -> None:
 
         opened = [api.open_run(run) for run in runs]
         compared = api.compare_both(opened)
-    show_comparison(compared.settings, compared.groups)
+    show_comparison(compared.settings, compared.traffic, compared.groups)
     rendering.show(*incomplete(opened))
     sys.stdout.flush()
 

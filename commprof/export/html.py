@@ -72,11 +72,12 @@ def _document(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _comparison(runs: Sequence[Run]) -> Iterator[str]:
+    from commprof_dash import traffic_frames
     from commprof_dash.charts import times, traffic
     from commprof_dash.charts.series import with_series
     from commprof_dash.measures import WIRE
 
-    both = api.compare_both(list(runs))
+    both = traffic_frames.compared(list(runs))
     labels = [str(label) for label in both.settings["label"]]
     yield "<h2>Comparison</h2>\n"
     frame = with_series(both.traffic)
@@ -147,7 +148,7 @@ def _facts(facts: dict[str, Any]) -> str:
         if facts["step_time_ns"] is not None
         else "-",
         "Requested to reduce gradients": facts["requested_op"] or f"not known: {facts['requested_reason']}",
-        "Wire bytes, whole run": api.format_bytes(facts["wire_bytes"]),
+        "Wire bytes, whole run": api.format_bytes(facts["executed_wire_bytes"] or facts["wire_bytes"]),
         "Records": f"{facts['records']:,}, {facts['lost']:,} lost, {facts['unseen']:,} unseen",
         "torch": facts["torch"] or "-",
     }

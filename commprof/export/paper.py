@@ -16,6 +16,8 @@ from commprof.export.files import ExportedFile, Progress, staged
 
 SOURCES: Final = "sources.json"
 COMPARISON: Final = "comparison.csv"
+_ISSUED: Final = "wire_bytes_per_step"
+_EXECUTED: Final = "executed_wire_bytes_per_step"
 TRAFFIC: Final = "traffic_by_setting.csv"
 STEPS: Final = "steps.csv"
 PROVENANCE: Final = "provenance.json"
@@ -119,12 +121,23 @@ def _rows(file: Path, needed: Sequence[str]) -> list[Row]:
         ) from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise TraceError(f"{file} cannot be read: {error}") from None
+    rows = _as_executed(rows)
     missing = [name for name in needed if name not in (reader.fieldnames or ())]
     if missing:
         raise TraceError(
             f"{file} has no column {', '.join(missing)}; it is no file of an export, or was changed"
         )
     return rows
+
+
+def _as_executed(rows: list[Row]) -> list[Row]:
+    """``rows`` with the wire bytes of what the backends run, where that is known of all of them."""
+    of_all = all(row.get(_EXECUTED) or not row.get(_ISSUED) for row in rows)
+    return (
+        [{**row, _ISSUED: row[_EXECUTED]} for row in rows]
+        if of_all and rows and _EXECUTED in rows[0]
+        else rows
+    )
 
 
 def _sources(

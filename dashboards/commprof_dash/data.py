@@ -114,7 +114,7 @@ class Runs:
 
     def comparison(self, names: Sequence[str]) -> pd.DataFrame:
         """One row per setting: see ``api.compare``; its ``runs`` are the names that this class knows them by."""
-        frame = self.of_runs("comparison", names, api.compare_both).settings
+        frame = self.of_runs("comparison", names, traffic_frames.compared).settings
         labels = self.of_runs("settings", names, api.settings)["label"]
         of_label: dict[str, list[str]] = {}
         for name, label in zip(names, labels, strict=True):
@@ -123,7 +123,7 @@ class Runs:
 
     def traffic_by_setting(self, names: Sequence[str]) -> pd.DataFrame:
         """Mean traffic of a training step, one row per setting, op, intended op and purpose, with its ``series``."""
-        return with_series(self.of_runs("comparison", names, api.compare_both).traffic)
+        return with_series(self.of_runs("comparison", names, traffic_frames.compared).traffic)
 
     def loss_curves(self, labels: Mapping[str, str]) -> pd.DataFrame:
         """The loss of each step: label, step, loss. ``labels``: for each label the name of the run to show."""

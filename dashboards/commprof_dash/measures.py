@@ -38,8 +38,9 @@ WIRE: Final = Measure(
     "wire_bytes",
     "Wire bytes",
     "bytes",
-    "modelled: what a rank of the job sends, mean over all its ranks; in a group of n ranks 2(n-1)/n of the payload for "
-    "all_reduce, (n-1)/n for the others; messages as they are",
+    "modelled: what a rank of the job sends, mean over all its ranks, for what the backend runs where that is known (gloo), "
+    "else as issued; in a group of n ranks 2(n-1)/n of the payload for all_reduce, (n-1)/n for most others; messages "
+    "as they are",
 )
 PAYLOAD: Final = Measure(
     "payload",

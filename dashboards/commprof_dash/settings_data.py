@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 import pandas as pd
 
 from commprof.analysis import api
+from commprof_dash import traffic_frames
 from commprof_dash.charts.series import with_series
 from commprof_dash.data import Runs
 from commprof_dash.text_columns import text_column
@@ -20,7 +21,7 @@ ABSENT: Final = "(absent)"
 
 def compared(runs: Runs, names: Sequence[str]) -> api.Comparison:
     """All that is said of the runs side by side."""
-    found: api.Comparison = runs.of_runs("comparison", names, api.compare_both)
+    found: api.Comparison = runs.of_runs("comparison", names, traffic_frames.compared)
     return found
 
 

@@ -32,7 +32,7 @@ def by_step(run: api.AnyRun) -> pd.DataFrame:
 
 def by_purpose(run: api.AnyRun) -> pd.DataFrame:
     """Mean traffic of a training step: purpose, phase, op, intended_op, series, and each measure per step."""
-    frame = with_series(api.traffic_by_setting([run]))
+    frame = with_series(as_executed(api.traffic_by_setting([run]), "_per_step"))
     return frame.assign(purpose=frame["purpose"].fillna("untagged").astype("str"))
 
 
@@ -53,7 +53,25 @@ def _of_a_rank(run: api.AnyRun, by: Sequence[str]) -> pd.DataFrame:
     frame = api.traffic(opened, by=(*by, "group_size"))
     senders = frame["group_size"].where(frame["op"] != Op.SEND, 1)
     ranks = opened.manifest.world_size or frame["group_size"].max()
+    frame = as_executed(frame)
     return frame.assign(wire_bytes=frame["wire_bytes"] * (senders / ranks))
+
+
+def as_executed(frame: pd.DataFrame, suffix: str = "") -> pd.DataFrame:
+    """``frame`` with the wire bytes of what the backend runs, where that is known; ``issued_wire_bytes`` are the others."""
+    issued = frame[f"wire_bytes{suffix}"]
+    wire = frame[f"executed_wire_bytes{suffix}"].astype("Float64").fillna(issued.astype("Float64"))
+    kept = {f"issued_wire_bytes{suffix}": issued, f"wire_bytes{suffix}": wire.astype(issued.dtype)}
+    return frame.assign(**kept)
+
+
+def compared(runs: Sequence[api.AnyRun]) -> api.Comparison:
+    """All that is said of the runs side by side, with the wire bytes of what the backends run."""
+    found = api.compare_both(runs)
+    settings, traffic, groups = (
+        as_executed(frame, "_per_step") for frame in (found.settings, found.traffic, found.groups)
+    )
+    return found._replace(settings=settings, traffic=traffic, groups=groups)
 
 
 def groups(run: api.AnyRun) -> pd.DataFrame:

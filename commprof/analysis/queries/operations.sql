@@ -9,6 +9,8 @@
 -- root is the root, source or destination of a collective, -1 where it has none or it is not known; a message has a sender
 -- and a receiver.
 --
+-- executed_share is wire_share of what the backend runs (commprof.ledger.backends): of gloo that is known.
+--
 -- What a run kept as sums is in neither of these records: each of its combinations is one row with as many collectives as the
 -- rank with most of them issued, and the time of a mean rank. A recv counts at its send. Of how many exposed_ns was known
 -- the sums do not say: timed is 0.
@@ -68,17 +70,17 @@ messages as (
 ),
 sums as (
     select
-        attempt, pg, group_ranks, group_size, step, phase, op, intended_op, purpose, is_p2p, rank,
+        attempt, pg, group_ranks, group_size, backend, step, phase, op, intended_op, purpose, is_p2p, rank,
         cast(sum(calls) as bigint) as calls,
         cast(sum(payload_bytes) as bigint) as payload_bytes,
         sum(host_ns) as host_ns,
         sum(exposed_ns) as exposed_ns
     from aggregates
-    group by attempt, pg, group_ranks, group_size, step, phase, op, intended_op, purpose, is_p2p, rank
+    group by attempt, pg, group_ranks, group_size, backend, step, phase, op, intended_op, purpose, is_p2p, rank
 ),
 summed as (
     select
-        attempt, pg, group_ranks, group_size, step, phase, op, intended_op, purpose,
+        attempt, pg, group_ranks, group_size, backend, step, phase, op, intended_op, purpose,
         cast(sum(calls) as bigint) as records,
         cast(case when op = 'recv' then 0 when is_p2p then sum(calls) else max(calls) end as bigint) as collectives,
         cast(case
@@ -90,7 +92,7 @@ summed as (
         cast(case when is_p2p then sum(host_ns) else avg(host_ns) end as double) as host_ns,
         cast(case when is_p2p then sum(exposed_ns) else avg(exposed_ns) end as double) as exposed_ns
     from sums
-    group by attempt, pg, group_ranks, group_size, step, phase, op, intended_op, purpose, is_p2p
+    group by attempt, pg, group_ranks, group_size, backend, step, phase, op, intended_op, purpose, is_p2p
 ),
 operations as (
     select
@@ -116,23 +118,68 @@ operations as (
     union all
     select
         attempt, pg, group_ranks, step, null as micro_step, phase, op, intended_op, purpose, null as bucket, null as owner,
-        null as dtype, null as reduce_op, null as backend, null as device, null as group_desc, group_size, null as api,
+        null as dtype, null as reduce_op, backend, null as device, null as group_desc, group_size, null as api,
         null as call_site, records, 0 as tensors, collectives, payload_bytes, host_ns, exposed_ns,
         0 as timed, -1 as root, null as sender, null as receiver
     from summed
+),
+-- Of gloo's reduce, for one call: bytes of a segment, and segments of a rank's chunk. The same as in commprof.ledger.backends.
+segmented as (
+    select
+        o.*,
+        cast(floor(payload_bytes / cast(greatest(collectives, 1) as double)) as bigint) as call_bytes,
+        greatest(1, least(1048576, cast(
+            ceil(floor(payload_bytes / cast(greatest(collectives, 1) as double)) / (2.0 * greatest(group_size, 1))) as bigint
+        ))) as segment_bytes
+    from operations o
+),
+chunked as (
+    select
+        s.*,
+        greatest(2, cast(
+            ceil(ceil(call_bytes / cast(segment_bytes as double)) / greatest(group_size, 1)) as bigint
+        )) * segment_bytes as chunk_bytes
+    from segmented s
+),
+kept as (
+    select
+        c.*,
+        cast(floor(call_bytes / cast(chunk_bytes as double)) as bigint) as chunks
+    from chunked c
+),
+shared as (
+    select
+        k.*,
+        -- wire_bytes = wire_share / wire_ranks: kept as integers, so that sums are exact and in any order the same
+        case
+            when op = 'send' then payload_bytes
+            when op in ('recv', 'barrier') or group_size < 2 then 0
+            when op = 'all_reduce' then 2 * (group_size - 1) * payload_bytes
+            else (group_size - 1) * payload_bytes
+        end as wire_share,
+        case
+            when op = 'send' or group_size < 2 then 1
+            when op in ('gather', 'scatter') then group_size * group_size
+            else group_size
+        end as wire_ranks
+    from kept k
 )
 select
-    o.*,
-    -- wire_bytes = wire_share / wire_ranks: kept as integers, so that sums are exact and in any order the same
+    s.*,
+    -- what the backend is known to run, in the same parts; null where that is not known
     case
-        when op = 'send' then payload_bytes
-        when op in ('recv', 'barrier') or group_size < 2 then 0
-        when op = 'all_reduce' then 2 * (group_size - 1) * payload_bytes
-        else (group_size - 1) * payload_bytes
-    end as wire_share,
-    case
-        when op = 'send' or group_size < 2 then 1
-        when op in ('gather', 'scatter') then group_size * group_size
-        else group_size
-    end as wire_ranks
-from operations o
+        when wire_share = 0 or op = 'send' then wire_share
+        when backend is null or backend <> 'gloo' then null
+        when op = 'reduce_scatter' then 2 * wire_share
+        when op = 'reduce' then collectives * (
+            (group_size + 1) * call_bytes
+            - chunks * 2 * segment_bytes
+            - case
+                when chunks >= group_size then 0
+                else greatest(0, least(2 * segment_bytes, call_bytes - (chunks + 1) * chunk_bytes + 2 * segment_bytes))
+            end
+            - cast(floor(call_bytes / cast(group_size as double)) as bigint)
+        )
+        else wire_share
+    end as executed_share
+from shared s

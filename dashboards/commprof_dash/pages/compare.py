@@ -191,6 +191,7 @@ def _settings_table(settings: pd.DataFrame) -> Component:
             Field("issued_op", "Issued", _op),
             Field("intended_op", "Standing for", _op),
             Field("wire_bytes_per_step", "Wire bytes", api.format_bytes, numeric=True),
+            Field("issued_wire_bytes_per_step", "As issued", api.format_bytes, numeric=True),
             Field("payload_bytes_per_step", "Payload", api.format_bytes, numeric=True),
             Field("collectives_per_step", "Count", COUNT.format, numeric=True),
             Field("step_time_ns", "Step time", api.format_ns, numeric=True),

@@ -111,6 +111,7 @@ def _pipeline(facts: Mapping[str, Any]) -> list[Component]:
 
 
 def _tiles(facts: Mapping[str, Any]) -> Component:
+    executed = facts["executed_wire_bytes"]
     return cards.tiles(
         [
             cards.tile("State", facts["state"], _ended(facts)),
@@ -122,7 +123,9 @@ def _tiles(facts: Mapping[str, Any]) -> Component:
             ),
             *_pipeline(facts),
             cards.tile(
-                "Wire bytes", api.format_bytes(facts["wire_bytes"]), "whole run, modelled, all groups"
+                "Wire bytes",
+                api.format_bytes(executed or facts["wire_bytes"]),
+                "whole run, modelled, all groups",
             ),
             cards.tile("Records", format_count(facts["records"]), _missing(facts)),
             cards.tile("Recording cost", _share(facts["recorder_share"]), _recorder_time(facts)),

@@ -101,8 +101,8 @@ def test_jobs_that_share_their_models_in_unlike_ways_get_no_advice():
 
 def test_replicas_in_other_groups_do_the_same_work():
     """Gradients reduced along two axes send more than in one group, and are weighed by what a rank sends."""
-    inner = ("reduce_scatter", 1000, PAIRS, "axis 1", "gradient_reduce")
-    outer = ("reduce_scatter", 500, ACROSS, "axis 0", "gradient_reduce")
+    inner = ("all_to_all", 1000, PAIRS, "axis 1", "gradient_reduce")
+    outer = ("all_to_all", 500, ACROSS, "axis 0", "gradient_reduce")
     found = api.advice(opened(run(FLAT, kind="flat"), run(inner, outer, kind="grid")))
     assert found.answer == "recommended"
     # 1000 / 2 along one axis and 500 / 2 along the other: over all groups it would be as much as the 1500 of the one group.

@@ -29,6 +29,7 @@ def test_a_collective_of_four_ranks_counts_once():
         "records": 4,
         "payload_bytes": 1000,
         "wire_bytes": 1500.0,  # 2 x 3/4 x 1000
+        "executed_wire_bytes": 1500.0,
         "host_ns": 1000,
         "exposed_ns": None,
         "tensors": 1,

@@ -1,0 +1,124 @@
+"""Wire bytes of what the backend runs: beside what interfaces counted, in report, compare and the advice."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from commprof.analysis import api
+from commprof.cli import execute
+from support.runs import SyntheticRun
+
+MIB = 2**20
+# Operation, bytes, ranks, and what the interfaces of hosts with one rank each counted under gloo, added up.
+COUNTED = [
+    ("reduce", 4_000_012, 3, 4_007_398 + 4_007_992 + 2_674_404),
+    ("reduce", 4_000_012, 4, 4_008_016 + 3_008_518 + 4_007_752 + 4_008_082),
+    ("reduce", 20_000_000, 2, 28_433_300 + 18_969_936),
+    ("reduce", 20_000_000, 3, 17_935_374 + 25_280_122 + 25_345_402),
+    ("reduce", 20_000_000, 4, 23_180_750 + 23_309_486 + 23_244_116 + 18_913_836),
+    ("reduce_scatter", 20_000_000, 4, 30_110_616 + 30_113_280 + 30_113_218 + 30_111_726),
+    ("broadcast", 20_000_000, 4, 20_023_820 + 2_406 + 3_330 + 40_042_876),
+    ("gather", 20_000_000, 4, 5_006_942 + 4_878 + 5_007_008 + 5_006_744),
+]
+
+
+@pytest.mark.parametrize(("op", "size", "ranks", "counted"), COUNTED)
+def test_executed_bytes_are_what_interfaces_counted(op, size, ranks, counted):
+    run = SyntheticRun(world_size=ranks)
+    run.add_step(0)
+    run.add_collective(op, payload_bytes=size, step=0, peer=0)
+    (found,) = api.traffic(run.open(), by=["op"]).to_dict("records")
+    # Headers, what TCP sent again; and of a large reduce the part of the root, which the model takes for a mean one.
+    assert found["executed_wire_bytes"] == pytest.approx(counted / ranks, rel=0.025)
+    assert found["wire_bytes"] <= found["executed_wire_bytes"]
+
+
+def test_what_nccl_runs_is_not_known_without_its_log():
+    run = SyntheticRun(world_size=4, backend="nccl")
+    run.add_step(0)
+    run.add_collective("reduce_scatter", payload_bytes=4 * MIB, step=0)
+    (found,) = api.traffic(run.open(), by=["op"]).to_dict("records")
+    assert found["wire_bytes"] == 3 * MIB
+    assert (
+        found["executed_wire_bytes"] is None or found["executed_wire_bytes"] != found["executed_wire_bytes"]
+    )
+
+
+def test_sums_of_steps_have_executed_bytes_too():
+    run = SyntheticRun(world_size=4)
+    run.add_step(0)
+    run.add_collective("barrier", step=0)  # names the group and its backend
+    for rank in range(4):
+        run.add(
+            "aggregates", rank=rank, attempt=0, pid=run.pid(rank), step=0, phase="backward", op="reduce_scatter",
+            purpose="gradient_reduce", pg="0", group_ranks="0-3", group_size=4, is_p2p=False, calls=2,
+            payload_bytes=8 * MIB, input_bytes=8 * MIB, output_bytes=2 * MIB, host_ns=1,
+        )  # fmt: skip
+    (_, found) = api.traffic(run.open(), by=["op"]).to_dict("records")
+    assert (found["op"], found["wire_bytes"]) == ("reduce_scatter", 6 * MIB)
+    assert found["executed_wire_bytes"] == 12 * MIB
+
+
+def settings(tmp_path, **moved):
+    """Runs of three settings on 2 ranks, as in the demo: an all_reduce, a reduce and an all_to_all of 2 MiB a step."""
+    paths = []
+    for name, op, intended in (
+        ("plain", "all_reduce", None),
+        ("owners", "reduce", None),
+        ("pairs", "all_to_all", "reduce_scatter"),
+    ):
+        run = SyntheticRun(world_size=2, config={"reduction": name})
+        for step in range(3):
+            run.add_step(step, duration_ns=50_000_000, loss=1.0)
+            run.add_collective(
+                op, payload_bytes=2 * MIB, step=step, purpose="gradient_reduce", intended_op=intended, peer=0
+            )
+        for time_ns, sent in ((1, 0), (10**9, moved.get(name, 0))):
+            if moved:
+                run.add(
+                    "wire", host="host-a", device="lo", kind="interface", time_ns=time_ns, sent_bytes=sent,
+                    received_bytes=sent,
+                )  # fmt: skip
+        paths.append(str(run.write(tmp_path / name)))
+    return paths
+
+
+def shown(capsys, *words):
+    assert execute(list(words)) == 0
+    return capsys.readouterr().out
+
+
+def test_a_reduce_that_gloo_runs_with_more_bytes_is_not_as_good(tmp_path, capsys):
+    paths = settings(tmp_path)
+    text = " ".join(shown(capsys, "compare", *paths).split())
+    assert "Set reduction=pairs: it sends the least, 1.00 MiB" in text
+    assert "As good" not in text
+    # gloo's reduce of 2 ranks: (4-1)/4 S of 2 MiB, where 1/2 S was issued.
+    assert "reduction=owners" in text
+    assert "1.50 MiB 1.00 MiB" in text
+    rows = {row["label"]: row for row in json.loads(shown(capsys, "compare", "--json", *paths))}
+    assert rows["reduction=owners"]["wire_bytes_per_step"] == 1 * MIB
+    assert rows["reduction=owners"]["executed_wire_bytes_per_step"] == 1.5 * MIB
+    advice = api.advice(paths).settings.set_index("label")
+    assert list(advice.index[advice["least_bytes"]]) == ["reduction=pairs"]
+    assert set(advice["wire_of"]) == {"executed"}
+
+
+def test_report_has_both_where_they_differ_and_one_where_not(tmp_path, capsys):
+    plain, owners, _ = settings(tmp_path)
+    text = shown(capsys, "report", owners)
+    line = next(line for line in text.splitlines() if line.strip().startswith("reduce "))
+    assert line.split()[2:9] == ["1", "2.00", "MiB", "1.50", "MiB", "1.00", "MiB"]
+    assert "as issued" in text.partition("payload: S of")[0]
+    assert "as issued" not in shown(capsys, "report", plain).partition("payload: S of")[0]
+
+
+def test_the_counters_speak_up_against_a_recommendation(tmp_path, capsys):
+    paths = settings(tmp_path, plain=9 * MIB, owners=9 * MIB, pairs=12 * MIB)
+    text = " ".join(shown(capsys, "compare", *paths).split())
+    assert (
+        "But the counters saw more of it: reduction=pairs moved 4.00 MiB a step on all interfaces, reduction=owners "
+        "3.00 MiB" in text
+    )
