@@ -262,7 +262,9 @@ def _judge(
         finding.explained_bytes = total
         finding.remark = f"{finding.reason}: the evaluation before it had sent the rest"
         return finding
-    if total > want.payload_bytes or (total == want.payload_bytes and count > want.count):
+    if total > want.payload_bytes and kind.purpose in own_purposes and kind.purpose not in OWN_PURPOSES:
+        finding.doubt = f"{finding.reason}; the rest is labelled, not predicted"
+    elif total > want.payload_bytes or (total == want.payload_bytes and count > want.count):
         finding.surplus = raised or messages.copy()
     elif not partial:
         finding.lacking_count = max(want.count - count, 0)
@@ -298,7 +300,7 @@ def _explained_without_want(
     if kind.op == Op.BARRIER:
         return "barrier", ""
     asked = [other for other in wants if other.purpose == kind.purpose]
-    if not asked and kind.purpose in own_purposes:
+    if kind.purpose in own_purposes and not (asked and kind.purpose in OWN_PURPOSES):
         return LABEL, ""
     if kind.purpose is None:
         return None, UNTAGGED

@@ -285,6 +285,8 @@ def _request_of_wrappers(run: RecordedRun) -> Request:
         request.expectations(StepKey(0, 0))
     except CommprofError as error:
         request.reason = str(error)
+    except (TypeError, ValueError, LookupError, ArithmeticError) as error:  # of a damaged trace
+        request.reason = f"what the wrappers were given cannot be read: {type(error).__name__}: {error}"
     return request
 
 

@@ -17,8 +17,9 @@ from commprof.requested.errors import RequestedError
 from commprof.requested.expectation import Expectation
 from commprof.requested.fsdp import Fsdp
 from commprof.requested.fully_shard import FullyShard, arguments_model
+from commprof.requested.unruled import Unruled
 from commprof.requested.wrapped import Wrapper, arguments_of, tensors_of
-from commprof.schema import parse_ranks
+from commprof.schema import Purpose, parse_ranks
 
 NAMES: Final = {
     "ddp": "DistributedDataParallel",
@@ -27,6 +28,10 @@ NAMES: Final = {
     "tensor_parallel": "parallelize_module",
     "zero_redundancy_optimizer": "ZeroRedundancyOptimizer",
 }
+
+
+_SEVERAL: Final = "whose gradients are clipped is not known of several models"
+_MOST_STEPS: Final = 10_000_000  # of an attempt; more is damage
 
 
 class Tables(Protocol):
@@ -57,6 +62,7 @@ class Rules(Protocol):
 class _Model(NamedTuple):
     rules: Rules
     attempt: int
+    rank: int
     made: int  # the step in which it was made
     passes: Mapping[int, str]  # by the first step that ran them
 
@@ -83,12 +89,17 @@ class WrappedModels:
     @property
     def unpredicted(self) -> dict[str, str]:
         """Purposes of which the rules do not know what is sent, and why."""
-        found: dict[str, str] = {}
+        found: dict[str, dict[str, None]] = defaultdict(dict)
         for model in self._models:
             name = NAMES.get(model.rules.wrapper.kind, model.rules.wrapper.kind)
             for purpose, reason in model.rules.unpredicted.items():
-                found.setdefault(purpose, f"{name} of {model.rules.wrapper.unit or 'the model'}: {reason}")
-        return found
+                found[purpose][f"{name}: {reason}"] = None
+        sharded = Counter(
+            (each.attempt, each.rank) for each in self._models if each.rules.wrapper.kind == "fully_shard"
+        )
+        if sharded and max(sharded.values()) > 1:
+            found[str(Purpose.GRADIENT_NORM)][_SEVERAL] = None
+        return {purpose: "; ".join(reasons) for purpose, reasons in found.items()}
 
     def expected(self, key: StepKey) -> list[Expectation]:
         """What step ``key`` should send; the same list for steps that send the same.
@@ -166,9 +177,11 @@ def wrapped_models_of(
         if any(_speaks(one[-1], key[1]) for one in listed):
             wrappers = [_wrapper(one[-1]) for one in listed]
             rules = _rules(wrappers, key[1], orders.values())
-            models.append(_Model(rules, key[0], max(said[0]["step"], INIT_STEP), passes[key]))
+            models.append(_Model(rules, key[0], key[1], max(said[0]["step"], INIT_STEP), passes[key]))
     steps = run.table("steps").group_by("attempt").aggregate([("step", "max")]).to_pylist()
     last = {model.attempt: INIT_STEP for model in models} | {row["attempt"]: row["step_max"] for row in steps}
+    if max(last.values(), default=0) > _MOST_STEPS:
+        raise RequestedError(f"the run is said to have {max(last.values()):,} steps")
     return WrappedModels(models, last)
 
 
@@ -207,4 +220,4 @@ def _rules(wrappers: Sequence[Wrapper], rank: int, orders: Iterable[Sequence[tup
             if rules.order is not None:
                 break
         return rules
-    raise RequestedError(f"no rules for the wrapper {wrapper.kind!r} are known")
+    return Unruled(wrapper)

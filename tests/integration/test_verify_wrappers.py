@@ -9,6 +9,7 @@ import functools
 import tempfile
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commprof
 from commprof.cli import execute
 from commprof.ledger.verification import verify
+from support.changed_runs import Changed
 from support.recording import record
 
 pytestmark = pytest.mark.ranks
@@ -366,3 +368,67 @@ def test_a_hook_that_no_rule_knows_is_said(tmp_path):
     verdict = verify(record(tmp_path / "run", 2, functools.partial(ddp, hook=hook))[0])
     assert (verdict.exit_code, verdict.unexplained) == (3, ())
     assert any("communication hook" in text and "hook decides" in text for text in verdict.sentences)
+
+
+def without_rules(rank, world, planted=False):
+    """Tensors in two parts beside DistributedDataParallel and an optimizer in shards."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    split = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
+    parallelize_module(
+        split, init_device_mesh("cpu", (world,)), {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    )
+    model = DistributedDataParallel(nn.Linear(WIDTH, 5))
+    optimizers = [
+        torch.optim.SGD(split.parameters(), lr=0.01),
+        ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.01),
+    ]
+    for step in range(STEPS):
+        model(split(batch(step))).sum().backward()
+        if planted:
+            dist.all_reduce(torch.ones(7))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_what_has_no_rules_is_labelled_and_what_has_is_explained(tmp_path):
+    verdict = verify(record(tmp_path / "run", 2, without_rules)[0])
+    assert (verdict.exit_code, verdict.unexplained) == (3, ()), verdict.sentences
+    (gradients,) = rows(verdict, "gradient_reduce")
+    assert gradients.explained_bytes == gradients.issued_payload_bytes == STEPS * 45 * 4
+    labelled = {row.purpose for row in verdict.rows if row.explained_by == "label"}
+    assert {"activation", "parameter_broadcast"} <= labelled
+    told = " ".join(verdict.sentences)
+    assert "ZeroRedundancyOptimizer: which rank updates" in told and "sizes of activations" in told
+
+
+def test_a_planted_collective_beside_what_has_no_rules_is_listed(tmp_path):
+    verdict = verify(record(tmp_path / "run", 2, functools.partial(without_rules, planted=True))[0])
+    assert verdict.exit_code == 1
+    assert [(item.op, item.payload_bytes) for item in verdict.unexplained] == [("all_reduce", STEPS * 28)]
+
+
+@pytest.mark.parametrize(
+    ("column", "text"),
+    [
+        ("arguments", "[]"),
+        ("arguments", '{"bucket_cap_mb": "x"}'),
+        ("parameters", "{"),
+        ("parameters", '[["w", [-1], "float32", true]]'),
+        ("parameters", '[["w", [4], "float31", true]]'),
+        ("group_ranks", ""),
+        ("wrapper", "another"),
+    ],
+)
+def test_a_damaged_wrapper_is_told_in_a_sentence(column, text):
+    damaged = Changed(recorded("ddp"), lambda row: [row])
+    table = damaged.table("wrappers")
+    texts = pa.array([text] * len(table), table.schema.field(column).type)
+    other = table.set_column(table.schema.get_field_index(column), table.schema.field(column), texts)
+    tables = damaged.table
+    damaged.table = lambda name: other if name == "wrappers" else tables(name)
+    verdict = verify(damaged)
+    assert verdict.exit_code in (1, 3) and verdict.sentences, verdict

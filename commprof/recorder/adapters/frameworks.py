@@ -11,6 +11,7 @@ from commprof.recorder.adapters.fully_shard import FullyShard
 from commprof.recorder.adapters.parts import Adapter
 from commprof.recorder.adapters.torch_functions import TorchFunctions
 from commprof.recorder.adapters.trainers import Trainers
+from commprof.recorder.adapters.unruled import Unruled
 from commprof.recorder.journal import Journal
 from commprof.recorder.models import Models
 from commprof.recorder.stalls import Stalls
@@ -34,6 +35,7 @@ class Frameworks:
             *ddp.parts(),
             *Fsdp(journal, checkpoints, self.wrapped).parts(),
             *FullyShard(journal, self.wrapped).parts(),
+            *Unruled(journal, self.wrapped).parts(),
             *DTensors().parts(),
             *Trainers(checkpoints).parts(),
         ]
