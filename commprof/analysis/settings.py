@@ -98,6 +98,8 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     if manifest.script is not None:
         facts["script"] = PurePath(manifest.script).name
+    if manifest.engine is not None:
+        facts["engine"] = manifest.engine
     if manifest.world_size is not None:
         facts["world_size"] = manifest.world_size
     for name, value in script_arguments(manifest.command, manifest.script).items():

@@ -34,7 +34,10 @@ def check(
     Exits with 0 when the run keeps to it and 1 when it does not.
     """
     if (budget is None) == (write_budget is None):
-        raise UsageError("give either --budget FILE, to check against, or --write-budget FILE, to write one")
+        raise UsageError(
+            f"give one of two: --budget FILE checks {run} against it; --write-budget FILE writes the tightest budget that "
+            f"{run} meets"
+        )
     if write_budget is not None:
         return _write(run, write_budget)
     with needed("analysis", "to check a run"):

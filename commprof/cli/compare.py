@@ -31,6 +31,10 @@ LEGEND: Final = (
     "median without the first step, with its 95 % interval."
 )
 
+NO_LOSS: Final = (
+    'loss -: the program did not state it. commprof.metric("loss", value) in each step records it.'
+)
+
 
 def compare(
     runs: Annotated[
@@ -84,7 +88,9 @@ def show_comparison(frame: pd.DataFrame, traffic: pd.DataFrame, groups: pd.DataF
         legend = rendering.facts(zip(marks, labels, strict=True))
         parts = _tables(rows, *sent, marks, "")
         rendering.show(legend, "")
-    rendering.show(*parts, rendering.paragraph(LEGEND))
+    unknown = any(rendering.is_missing(row["final_loss"]) for row in rows)
+    hint = [rendering.paragraph(NO_LOSS)] if unknown else []
+    rendering.show(*parts, rendering.paragraph(LEGEND), *hint)
 
 
 def _tables(

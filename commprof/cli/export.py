@@ -80,19 +80,40 @@ def export(
     if kind in _WITHOUT_TABLES and tables:
         raise UsageError(f"--format {kind} has no choice of tables: --table does not go with it")
     found = each_opened(runs)
-    if kind in _OF_ONE_RUN and len(found) > 1:
-        raise UsageError(
-            f"--format {kind} takes one run at a time, {len(found)} were given; export each into its own --out"
-        )
     with needed("dash" if kind is Format.HTML else "export", "to export a run"):
+        if kind in _OF_ONE_RUN and len(found) > 1:
+            return _each_apart(kind, found, out, force)
         files = _write(kind, found, out, tables or None, force)
+    _show(files)
+    say(f"{out}  {len(files)} files of {', '.join(str(run.path) for run in found)}")
+    return 0
+
+
+def _each_apart(kind: Format, runs: list[Run], out: Path, force: bool) -> int:
+    """Export each of several runs into a directory of its own, which has the run's name."""
+    names = [run.path.name for run in runs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UsageError(
+            f"several runs are named {twice[0]}, and each needs a directory of its own; export one at a time"
+        )
+    taken = [out / name for name in names if (out / name).exists()]
+    if taken and not force:
+        raise UsageError(f"{taken[0]} exists already; give --force to replace it, or another --out")
+    out.mkdir(parents=True, exist_ok=True)
+    for run in runs:
+        files = _write(kind, [run], out / run.path.name, None, force)
+        _show(files)
+        say(f"{out / run.path.name}  {len(files)} files of {run.path}")
+    return 0
+
+
+def _show(files: list[ExportedFile]) -> None:
     headings = (Heading("file"), Heading("rows", number=True), Heading("size", number=True))
     cells = [
         (file.path.name, rendering.count(file.rows), rendering.number_of_bytes(file.bytes)) for file in files
     ]
     rendering.show(Rows(headings, cells))
-    say(f"{out}  {len(files)} files of {', '.join(str(run.path) for run in found)}")
-    return 0
 
 
 def _write(

@@ -12,6 +12,7 @@ import typer
 from commprof.cli import rendering
 from commprof.cli.rendering import Heading, Rows
 from commprof.errors import UsageError
+from commprof.recorder.options import parse_size
 
 NO_ACTIVATIONS: Final = "the activations that ranks send each other are left out: their size needs --sequence"
 _FACTORS: Final = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -39,6 +40,14 @@ def requested(
             metavar="S",
             min=1,
             help="Words of a sample, for activations that ranks send each other.",
+            show_default=False,
+        ),
+    ] = None,
+    device_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory of a device: 80GiB. Default: that of the GPU of this machine, if it has one.",
             show_default=False,
         ),
     ] = None,
@@ -75,11 +84,13 @@ def requested(
             note = "" if sequence else NO_ACTIVATIONS
     except RequestedError as problem:
         sent, note = [], f"bytes of messages cannot be said: {problem}"
+    precision, capacity = _precision(plain), _capacity(device_memory)
+    on_device = sum(each.device for each in held)
     gathered = sum(row.payload_bytes for row in sent if row.purpose == "parameter_gather")
     moved = movements(plain, of_rank, replicas, gathered)
     assumed = (
         f"{numel:,} parameters, taken to be {depth} layers of 4 matrices each (--layers); {world} rank{'s' * (world > 1)} "
-        f"on {backend}{'' if axes.only_data else f' along {axes}'}; activations come on top"
+        f"on {backend}{'' if axes.only_data else f' along {axes}'}; the model in {precision}; activations come on top"
     )
     if as_json:
         rendering.show_json(
@@ -89,6 +100,9 @@ def requested(
                 "layers": depth,
                 "world_size": world,
                 "backend": backend,
+                "precision": precision,
+                "device_memory_bytes": capacity,
+                "fits": None if capacity is None else on_device <= capacity,
                 "memory_per_rank": [each._asdict() for each in held],
                 "messages_per_step": [_without_single_messages(each._asdict()) for each in sent],
                 "movements_per_step": [each._asdict() for each in moved],
@@ -96,7 +110,9 @@ def requested(
             }
         )
         return 0
-    rendering.show(assumed, "", _memory(held, min(devices_per_host, world)), "")
+    rendering.show(rendering.paragraph(assumed), "", _memory(held, min(devices_per_host, world)), "")
+    if capacity is not None:
+        rendering.show(rendering.paragraph(_fit(on_device, capacity)), "")
     if sent:
         rendering.show(_messages(sent, world))
     if note:
@@ -106,6 +122,42 @@ def requested(
     for line in sorted({row.note for row in sent if row.note}):
         rendering.show(rendering.paragraph(f"  {line}"))
     return 0
+
+
+def _precision(config: Mapping[str, Any]) -> str:
+    """The element type of the model's parameters, as the config has it."""
+    from commprof.requested.configuration import read_configuration
+
+    return read_configuration(config).model_dtype or "float32 (the config names no type)"
+
+
+def _capacity(text: str | None) -> int | None:
+    """The memory of a device in bytes: as given, or of the first GPU of this machine; None without one.
+
+    Raises:
+        UsageError: ``text`` is no number of bytes.
+    """
+    if text is not None:
+        try:
+            return parse_size(text)
+        except ValueError as problem:
+            raise UsageError(f"--device-memory is {text!r}: {problem}") from None
+    if not Path("/dev/nvidia0").exists():
+        return None
+    try:
+        import torch
+
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    except (ImportError, RuntimeError, AssertionError):
+        return None
+
+
+def _fit(needed: int, capacity: int) -> str:
+    need, there = rendering.number_of_bytes(needed), rendering.number_of_bytes(capacity)
+    if needed > capacity:
+        return f"Does not fit in {there}: a rank needs {need} on its device, before activations."
+    left = rendering.number_of_bytes(capacity - needed)
+    return f"Fits in {there}, before activations: a rank needs {need} on its device, and {left} are left."
 
 
 def _without_single_messages(row: dict[str, Any]) -> dict[str, Any]:
@@ -121,7 +173,7 @@ def _memory(held: Sequence[Any], ranks: int) -> Rows:
     totals = [sum(getattr(each, place) for each in held) for place in places]
     rows += [(), ("of a rank", *map(rendering.number_of_bytes, totals), "")]
     if ranks > 1:
-        shared = ["", *(rendering.number_of_bytes(total * ranks) for total in totals[1:])]
+        shared = [rendering.number_of_bytes(total * ranks) for total in totals]
         rows.append((f"of a host with {ranks} ranks", *shared, ""))
     headings = [Heading("memory"), *(Heading(place, True) for place in places), Heading("")]
     return Rows(headings, rows, "memory of each rank")

@@ -170,7 +170,7 @@ def _compare(runs: Sequence[Path]) -> None:
         opened = [api.open_run(run) for run in runs]
         compared = api.compare_both(opened)
     show_comparison(compared.settings, compared.traffic, compared.groups)
-    rendering.show(*incomplete(opened))
+    rendering.show(*incomplete(opened), "", *map(rendering.paragraph, compared.advice.sentences))
     sys.stdout.flush()
 
 

@@ -16,13 +16,14 @@ from commprof.engine import Engine
 from commprof.errors import CommprofError, TraceError, UsageError
 from commprof.launch import injection
 from commprof.launch.configuration import ConfigFile, read_config
-from commprof.launch.job import CONFIG_NAME, OUTPUT_NAME, Finished, Job, run_job
+from commprof.launch.job import OUTPUT_NAME, Finished, Job, run_job
 from commprof.launch.nccl_log import Mode
 from commprof.launch.program import CONFIG_ARGUMENTS, Program, find_argument, replace_argument
 from commprof.launch.sweep import Turn, derive, label, mismatches
 from commprof.recorder.options import DEFAULTS, Options
 from commprof.recorder.placement import place
 from commprof.trace import directory, manifest
+from commprof.trace.config_copy import CONFIG_NAME
 
 _TAIL_LINES: Final = 15
 

@@ -27,9 +27,9 @@ from commprof.launch.program import Kind, Program
 from commprof.launch.ranks import GRACE_SECONDS, Outcome, Rank, RankGroup
 from commprof.recorder.options import DEFAULTS, Options
 from commprof.trace import directory, manifest
+from commprof.trace.config_copy import CONFIG_NAME
 from commprof.trace.process import start_ticks
 
-CONFIG_NAME: Final = "config.json"
 OUTPUT_NAME: Final = "output.txt"
 
 

@@ -66,7 +66,10 @@ def read_budget(path: Path) -> Budget:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}; --budget wants a TOML file") from None
+        raise UsageError(
+            f"{path} cannot be read: {error.strerror}; --budget takes a TOML file, which "
+            f"commprof check RUN --write-budget {path} writes: the tightest budget that RUN meets"
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not valid TOML: {error}") from None
     return parse_budget(content, str(path))

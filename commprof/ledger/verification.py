@@ -24,6 +24,7 @@ from commprof.ledger.summed import backends_of, with_sums
 from commprof.ledger.survey import COLUMNS as SURVEYED
 from commprof.ledger.survey import Survey
 from commprof.ledger.turns import before_steps, demands_in_turn, turns_of
+from commprof.trace.config_copy import config_note
 from commprof.trace.coverage import uncovered
 
 
@@ -77,6 +78,7 @@ def verify(run: RecordedRun) -> Verdict:
     explained_bytes = sum(finding.explained_bytes for step in findings.values() for finding in step.values())
     if run.health.state not in (COMPLETE, RUNNING) and is_told and not issued_bytes:
         doubts.append("the program ended before it issued any payload, so nothing can be judged")
+    edited = config_note(run.path, run.manifest.config)
     no_request = [] if request.reason is None else [request.reason]
     state = decide([*left, *problems], [*doubts, *no_request], whole=not unrecorded)
     contradiction = "Mismatch" if state == State.MISMATCH else "Cannot tell"
@@ -84,6 +86,7 @@ def verify(run: RecordedRun) -> Verdict:
         *_told(request, rows, steps, moved),
         *sentences.unread_sentences(left_out, moved),
         *([sentences.moved_sentence(together)] if together else []),
+        *([f"{edited}."] if edited else []),
         *(said if is_told else ()),  # what steps lack is not told where there is nothing of any
         *remarks(findings),
         *(f"Cannot tell: {text}." for text in doubts),

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 import pyarrow as pa
 
 from commprof.errors import SchemaError, TraceError
+from commprof.trace.config_copy import config_note
 from commprof.trace.decoder import RankTrace
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, resolve
 from commprof.trace.finaliser import (
@@ -176,7 +177,8 @@ def open_run(path: str | os.PathLike[str]) -> Run:
     if damaged and not traces and not manifest.ranks:
         raise TraceError(f"{run} cannot be read: {'; '.join(damaged)}")
     alive = still_working(run, manifest, traces)
-    damaged += [*_without_file(run, manifest), *_irregular(run)]
+    edited = config_note(run, manifest.config)
+    damaged += [*_without_file(run, manifest), *_irregular(run), *([edited] if edited else [])]
     opened = Run(run, manifest, _unknown_health(manifest), traces)
     entries = entries_of(manifest, traces)
     opened.health = assess(manifest, entries, unseen_rows(opened.table("groups")), alive, damaged)

@@ -1,0 +1,45 @@
+"""The two copies of a config in a run directory: that of run.json is read, config.json is there for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+CONFIG_NAME: Final = "config.json"
+_MOST_KEYS: Final = 3
+
+
+def config_note(run: Path, config: Mapping[str, Any] | None) -> str | None:
+    """A sentence where config.json says something else than ``config``, that of run.json; None where they agree.
+
+    One of them was edited after the run was recorded. A config.json that is absent or cannot be read says nothing.
+    """
+    try:
+        copy = json.loads((run / CONFIG_NAME).read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    if config is None or not isinstance(copy, dict) or copy == config:
+        return None
+    ours, theirs = _leaves(copy), _leaves(config)
+    keys = [key for key in dict.fromkeys((*ours, *theirs)) if ours.get(key) != theirs.get(key)]
+    listed = ", ".join(
+        f"{key} is {ours.get(key, 'absent')} there and {theirs.get(key, 'absent')} in run.json"
+        for key in keys[:_MOST_KEYS]
+    )
+    more = f" and {len(keys) - _MOST_KEYS} more" if len(keys) > _MOST_KEYS else ""
+    return (
+        f"{CONFIG_NAME} was edited after the run was recorded, or run.json was: {listed}{more}. What the run recorded, in "
+        "run.json, is read everywhere"
+    )
+
+
+def _leaves(value: Any, prefix: str = "") -> dict[str, str]:
+    """The values below all sections, as text, by their dotted keys."""
+    if not isinstance(value, Mapping) or not value:
+        return {prefix.removesuffix("."): json.dumps(value)}
+    found: dict[str, str] = {}
+    for key, inner in value.items():
+        found |= _leaves(inner, f"{prefix}{key}.")
+    return found
