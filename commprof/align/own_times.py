@@ -36,7 +36,7 @@ class OwnTimes(NamedTuple):
     elsewhere: Numbers
     is_known: Flags
 
-    def of(self, rows: slice) -> OwnTimes:
+    def of(self, rows: slice | Numbers) -> OwnTimes:
         """Of some of the records."""
         return OwnTimes(self.own[rows], self.since[rows], self.elsewhere[rows], self.is_known[rows])
 
@@ -62,11 +62,16 @@ def with_own_times(records: pa.Table) -> pa.Table:
     return records
 
 
+def no_own_times(count: int) -> OwnTimes:
+    """Those of ``count`` records of which nothing is known."""
+    own, since, elsewhere = (np.zeros(count, np.int64) for _ in range(3))
+    return OwnTimes(own, since, elsewhere, np.zeros(count, bool))
+
+
 def own_times(records: pa.Table) -> OwnTimes:
     """The own times of ``records`` (:data:`SOURCES`), all those of some processes."""
     count = len(records)
-    own, since, elsewhere = (np.zeros(count, np.int64) for _ in range(3))
-    found = OwnTimes(own, since, elsewhere, np.zeros(count, bool))
+    found = no_own_times(count)
     if not count:
         return found
     issue, number = _numbers(records["issue_ns"]), _numbers(records["pg_seq"])

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from commprof.align.distinct import numbered, split_by
 from commprof.align.row_groups import Groups
 from commprof.analysis.text_numbers import among
 from commprof.schema import Op, parse_ranks
@@ -39,8 +40,13 @@ _RINGS: Final = {Op.ALL_REDUCE: 1, Op.ALL_GATHER: -1}  # from which neighbour gl
 # of two ranks, and where the rank behind a second slow path is late as well. Equal paths stay below: measured.
 _LATE_ALONE: Final = 0.4
 _LATE_OF_TWO: Final = 0.8
-_LATE_WITH_ANOTHER: Final = 0.65
+_LATE_WITH_ANOTHER: Final = 0.6
 _ALONE: Final = 0.07  # of the latest: less late is not late
+
+_NEEDED: Final = (
+    *("attempt", "collective", "op", "rank", "peer", "group_ranks", "group_size", "backend"),
+    *("payload_bytes", "lateness_ns", "transfer_ns"),
+)
 
 Pair = tuple[str, str]
 Kind = tuple[str, int, int]  # operation, ranks of the group, magnitude of the payload
@@ -99,11 +105,11 @@ class Paths:
         rows = np.flatnonzero(self._counted(arrived))
         if not len(rows):
             return
-        rows_taken = arrived.take(pa.array(rows))
-        text = {name: rows_taken[name].cast(pa.string()) for name in ("op", "group_ranks", "backend")}
-        self._add_messages(rows_taken, text)
-        self._add_rooted(rows_taken, text)
-        self._add_groups(rows_taken, text)
+        some = arrived.select(_NEEDED)
+        some = some if len(rows) == len(some) else some.take(pa.array(rows))
+        self._add_messages(some)
+        self._add_rooted(some)
+        self._add_groups(some)
 
     def _counted(self, arrived: pa.Table) -> Flags:
         """Large transfers of collectives and messages that are all there, without warm-up."""
@@ -121,13 +127,13 @@ class Paths:
                     counted &= ~mine | (step > first)
         return counted
 
-    def _add_messages(self, rows: pa.Table, text: Mapping[str, pa.ChunkedArray]) -> None:
+    def _add_messages(self, rows: pa.Table) -> None:
         chosen = np.flatnonzero(among(rows["op"], [Op.RECV]) & rows["transfer_ns"].is_valid().to_numpy())
         if len(chosen):
             some = rows.take(pa.array(chosen))
             self._keep_pairs("message", some, _numbers(some, "peer"), _numbers(some, "transfer_ns"))
 
-    def _add_rooted(self, rows: pa.Table, text: Mapping[str, pa.ChunkedArray]) -> None:
+    def _add_rooted(self, rows: pa.Table) -> None:
         chosen = np.flatnonzero(among(rows["op"], _ROOTED))
         if not len(chosen):
             return
@@ -140,9 +146,8 @@ class Paths:
         )
         known = some["transfer_ns"].is_valid().to_numpy() & (rank != root) & (root >= 0)
         known &= _numbers(some, "transfer_ns") > 0
-        ops = some["op"].cast(pa.string())
         for op in _ROOTED:
-            mine = np.flatnonzero(known & pc.equal(ops, op).to_numpy())
+            mine = np.flatnonzero(known & among(some["op"], [op]))
             if len(mine):
                 took = (_numbers(some, "transfer_ns") + since_both)[mine]
                 self._keep_pairs(op, some.take(pa.array(mine)), root[mine], took)
@@ -156,7 +161,7 @@ class Paths:
             kind = (what, int(members[mine][0]), code % 64)
             self._keep((kind, ends), took[mine], size[mine])
 
-    def _add_groups(self, rows: pa.Table, text: Mapping[str, pa.ChunkedArray]) -> None:
+    def _add_groups(self, rows: pa.Table) -> None:
         whole = ~among(rows["op"], [*_ROOTED, Op.SEND, Op.RECV, Op.BARRIER])
         chosen = np.flatnonzero(whole)
         if not len(chosen):
@@ -167,23 +172,20 @@ class Paths:
         ]
         size = groups.reduced(np.maximum, _numbers(rows, "payload_bytes")[chosen])
         took, least = groups.reduced(np.maximum, transfer), groups.reduced(np.minimum, transfer)
-        first = chosen[groups.starts]
-        ops, names, backends = (
-            text[name].take(pa.array(first)).to_pylist() for name in ("op", "group_ranks", "backend")
+        first = rows.take(pa.array(chosen[groups.starts]))
+        magnitude = np.log2(size).astype(np.int64)
+        alike = pa.table(
+            {name: first[name] for name in ("op", "group_ranks", "backend")} | {"magnitude": magnitude}
         )
-        by_kind: dict[tuple[str, str, str | None, int], list[int]] = defaultdict(list)
-        for place, kind in enumerate(
-            zip(ops, names, backends, np.log2(size).astype(int).tolist(), strict=True)
-        ):
-            if took[place] > 0:
-                by_kind[kind].append(place)
+        codes, examples = numbered(alike)
+        names = alike.take(pa.array(examples)).to_pylist()
         rank = _numbers(rows, "rank")[chosen]
-        for (op, name, backend, magnitude), places in by_kind.items():
-            where = np.array(places)
-            count = int(groups.lengths[where[0]])
-            self._keep(((op, count, magnitude), name), took[where], size[where])
+        for where in split_by(codes, np.flatnonzero(took > 0)):
+            named, count = names[codes[where[0]]], int(groups.lengths[where[0]])
+            op, name = named["op"], named["group_ranks"]
+            self._keep(((op, count, named["magnitude"]), name), took[where], size[where])
             whole_ones = where[(least[where] >= 0) & (groups.lengths[where] == count)]
-            if backend == "gloo" and op in _RINGS and len(whole_ones):
+            if named["backend"] == "gloo" and op in _RINGS and len(whole_ones):
                 members = groups.starts[whole_ones][:, None] + np.arange(count)
                 ended = transfer[members] - least[whole_ones][:, None]
                 self._keep_ring((op, name), rank[members[0]].tolist(), ended, took[whole_ones])
@@ -233,17 +235,20 @@ class Paths:
         return f"rank {rank}"
 
     def _of_groups(self, members: Mapping[str, Pace]) -> SlowPath | None:
-        """The one host that all slow groups have and no other group."""
-        slow, fast, ratio, extra = _parted(members)
-        if not slow:
-            return None
+        """The one host that all slow groups have and no other group, among groups of as many hosts."""
         places = {name: {self.place(rank) for rank in parse_ranks(name)} for name in members}
-        shared = set.intersection(*(places[name] for name in slow)) - set().union(
-            *(places[name] for name in fast)
-        )
-        if len(shared) == 1:
-            return SlowPath(LINK, tuple(shared), ratio, extra)
-        return SlowPath(GROUP, tuple(sorted(slow)), ratio, extra)
+        for spread in {len(each) for each in places.values()} - {1}:
+            slow, fast, ratio, extra = _parted(
+                {name: pace for name, pace in members.items() if len(places[name]) == spread}
+            )
+            shared = set[str]().union(*(places[name] for name in slow))
+            shared = shared.intersection(*(places[name] for name in slow))
+            shared = shared.difference(*(places[name] for name in fast))
+            if len(shared) == 1:
+                return SlowPath(LINK, tuple(shared), ratio, extra)
+            if shared:
+                return SlowPath(GROUP, tuple(sorted(slow)), ratio, extra)
+        return None
 
     def ring(self, rank: int) -> SlowPath | None:
         """Why collectives of gloo's rings end late for ``rank``: the path to it, or its one end where that can be told."""

