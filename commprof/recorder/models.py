@@ -129,6 +129,14 @@ def _flattened(module: str, flat: Any) -> Iterator[Parameter]:
         )
 
 
+def trains(module: torch.nn.Module) -> bool:
+    """Whether ``module``, or what it wraps, is in training mode.
+
+    Lightning changes the mode of the model within a wrapper and not the wrapper's; a program may train the last layer alone.
+    """
+    return module.training or any(child.training for child in module.children())
+
+
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """The module that DDP or torch.compile was given."""
     while True:

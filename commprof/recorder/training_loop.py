@@ -27,7 +27,7 @@ from commprof.recorder.adapters.imports import ImportWatch
 from commprof.recorder.adapters.patching import Patches
 from commprof.recorder.compiler import keep_from_compiler
 from commprof.recorder.journal import Journal
-from commprof.recorder.models import Models
+from commprof.recorder.models import Models, trains
 from commprof.recorder.progress import Progress
 from commprof.recorder.steps import Steps
 from commprof.schema import Phase
@@ -236,7 +236,7 @@ class TrainingLoop:
             self.remove()
             return None
         phase = Phase.FORWARD
-        if torch.is_grad_enabled() and module.training:
+        if torch.is_grad_enabled() and trains(module):
             self._models.saw(module)
             self._thread = threading.get_ident()
             if module not in self._trained:
@@ -259,7 +259,7 @@ class TrainingLoop:
         self._aside.add(id(module))
         if self._progress.step < 0:
             return False
-        return (module in self._trained and not module.training) or id(module) not in self._aside_before
+        return (module in self._trained and not trains(module)) or id(module) not in self._aside_before
 
     def _end_forward(self, before: str) -> None:
         self.leave(before)

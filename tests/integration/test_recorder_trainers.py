@@ -42,6 +42,11 @@ def by_purpose(run):
     return found, len(nameless)
 
 
+def calls_of_program(run):
+    """Step and phase of what the program itself sends."""
+    return [row[1:] for row in calls(run, 0, "purpose", "step", "phase") if row[0] is None]
+
+
 def test_trainer(tmp_path):
     found, own = by_purpose(recorded(tmp_path, TRAINER))
     assert own == 2  # steps
@@ -80,7 +85,8 @@ def test_accelerate(tmp_path):
 
 
 def test_lightning(tmp_path):
-    found, own = by_purpose(recorded(tmp_path, LIGHTNING))
+    run = recorded(tmp_path, LIGHTNING)
+    found, own = by_purpose(run)
     assert own == 2  # batches of 4 for each of two ranks, out of 16
     assert set(found) == {
         *(None, "trace_check", "parameter_broadcast", "gradient_reduce", "bucket_rebuild"),
@@ -90,6 +96,12 @@ def test_lightning(tmp_path):
     # The model of 4 x 2 and 2, once for the training and once for the validation after it.
     assert [row[1:3] for row in found["parameter_broadcast"]] == [("broadcast", 10)]
     assert [row[1:3] for row in found["evaluation"]] == [("broadcast", 10)]
+    # Lightning has the model it wraps in training mode, and the wrapper around it in evaluation mode.
+    assert calls_of_program(run) == [(0, "forward"), (1, "forward")]
+    assert {row["name"]: row["numel"] for row in run.table("parameters").to_pylist()} == {
+        "layer.weight": 8,
+        "layer.bias": 2,
+    }
     # A loss for each batch that is trained with.
     losses = [row for row in found["metric"] if row[0] == "forward" and row[1] == "all_reduce"]
     assert [row[2] for row in losses] == [1, 1]
