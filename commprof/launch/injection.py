@@ -117,8 +117,8 @@ def forget_notes(run: Path) -> None:
         (run / NOTES).unlink()
 
 
-def explain_silence(reported: list[dict[str, Any]]) -> str:
-    """Why nothing was recorded, as far as the processes' notes tell."""
+def explain_silence(reported: list[dict[str, Any]], exit_code: int = 0) -> str:
+    """Why nothing was recorded, as far as the processes' notes and the program's exit code tell."""
     states = {note.get("state") for note in reported}
     if "fault" in states:
         text = next(note.get("text", "") for note in reported if note.get("state") == "fault")
@@ -126,6 +126,9 @@ def explain_silence(reported: list[dict[str, Any]]) -> str:
     if "nested" in states:
         inner = next(note.get("text", "") for note in reported if note.get("state") == "nested")
         return f"a commprof run within this one recorded its ranks, into {inner}"
+    if exit_code and states & {"armed", "started"}:
+        what = "called init_process_group" if "armed" in states else "imported torch.distributed"
+        return f"the program failed (exit code {exit_code}) before it {what}. What it printed above says why"
     unreached = "runs with python -I, -E or -S, or its launcher does not pass PYTHONPATH and COMMPROF_RUN on"
     if "armed" in states:
         return (

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from commprof.analysis.units import format_ns
-from commprof.errors import MissingExtraError
+from commprof.errors import CommprofError, MissingExtraError
 from commprof.launch import injection
+from commprof.trace.manifest import read_manifest
 
 
 def shown(path: Path) -> str:
@@ -34,8 +35,17 @@ def last_line(run: Path) -> str:
     except Exception as error:  # whatever it is: the exit code of the program has still to be handed on
         return f"{where}  the records are kept, and could not be made into tables yet: {error}"
     if not (health.ranks_recorded or health.records or health.lost):
-        return f"{where}  nothing was recorded: {injection.explain_silence(injection.notes(run))}  next: commprof doctor"
+        code = _exit_code(run)
+        why = injection.explain_silence(injection.notes(run), code)
+        return f"{where}  nothing was recorded: {why}" + ("" if code else "  next: commprof doctor")
     return f"{where}  {counts(health)}{own_cost(health)}  next: commprof report {shlex.quote(where)}"
+
+
+def _exit_code(run: Path) -> int:
+    try:
+        return read_manifest(run).exit_code or 0
+    except CommprofError:
+        return 0
 
 
 def own_cost(health: Any) -> str:

@@ -139,8 +139,13 @@ class RankCalls:
 
     def last_unknown(self) -> Call | None:
         """The last call of which nothing shows whether it is complete."""
-        pairs = zip(self.calls, self.stages(), strict=True)
-        return next((call for call, stage in reversed(list(pairs)) if stage is Stage.UNKNOWN), None)
+        later: set[str] = set()  # groups of which a later call has ended: they end in the order of a group
+        for call, stage in reversed(list(zip(self.calls, self.stages(), strict=True))):
+            if stage is Stage.UNKNOWN and call.what.pg not in later:
+                return call
+            if stage is Stage.DONE and not call.raised:
+                later.add(call.what.pg)
+        return None
 
 
 def _stages(calls: Sequence[Call], ended: bool) -> Iterator[Stage]:
@@ -157,6 +162,8 @@ def _stage(call: Call, is_last: bool, ended: bool) -> Stage:
         return Stage.INSIDE if is_last else Stage.DONE
     if not call.what.on_host:
         return Stage.UNKNOWN
+    if ended and not call.what.is_async:
+        return Stage.DONE  # on the host a call that is not asynchronous returns when it is complete
     if call.wait_begin_ns:
         return (
             Stage.DONE if ended else Stage.INSIDE

@@ -22,12 +22,13 @@ from commprof.sampling.archive import read_archive
 from commprof.sampling.calls import Call, RankCalls
 from commprof.sampling.live import fingerprint, latest_files, read_live
 from commprof.sampling.processes import RankProcess, State, state_of
-from commprof.sampling.situation import RankReport, Situation
+from commprof.sampling.situation import END_UNKNOWN, End, RankReport, Situation
 from commprof.sampling.stacks import take_stacks
 from commprof.sampling.verdict import Verdict, judge
 from commprof.sampling.waits import Wait, standings
 from commprof.trace.directory import COLLECTIVES_DIRECTORY
 from commprof.trace.layout import RankFile
+from commprof.trace.manifest import read_manifest
 
 WATCH_SECONDS: Final = 0.5  # so long the job is watched for anything that moves
 _MOST_AT_ONCE: Final = 8  # processes that are looked into at the same time
@@ -87,7 +88,7 @@ def take_dump(
     if not files:
         ended = read_archive(run) if (run / COLLECTIVES_DIRECTORY).is_dir() else []
         reports = [RankReport(calls, _past_state(calls)) for calls in ended]
-        return _dump(run, Situation(reports), with_stacks=False)
+        return _dump(run, Situation(reports, end=_end(run)), with_stacks=False)
     begin = time.monotonic()
     looked, damaged = _read(files)
     reports = [look.report for look in looked]
@@ -101,7 +102,15 @@ def take_dump(
             with contextlib.suppress(CommprofError):
                 look.report.moved = fingerprint(look.stem) != look.before
     watched_ns = round((time.monotonic() - begin) * 1e9)
-    return _dump(run, Situation(reports, watched_ns, damaged), with_stacks=stacks and bool(local))
+    return _dump(run, Situation(reports, watched_ns, damaged, _end(run)), with_stacks=stacks and bool(local))
+
+
+def _end(run: Path) -> End:
+    try:
+        manifest = read_manifest(run)
+    except CommprofError:
+        return END_UNKNOWN
+    return End(manifest.exit_code, manifest.first_failed_rank)
 
 
 class _Look(NamedTuple):

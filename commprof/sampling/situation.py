@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Final
+from typing import Final, NamedTuple
 
 from commprof.analysis.units import format_bytes, format_ns
 from commprof.sampling.calls import Call, GroupFacts, RankCalls
@@ -15,6 +15,16 @@ from commprof.sampling.waits import GroupCalls, Wait, find_waits, group_calls
 from commprof.schema import Op
 
 _LIVING: Final = frozenset({State.RUNS, State.STOPPED, State.ELSEWHERE})
+
+
+class End(NamedTuple):
+    """How a job ended, as its launcher wrote it down. None where it did not, or could not."""
+
+    exit_code: int | None = None
+    first_failed_rank: int | None = None
+
+
+END_UNKNOWN: Final = End()
 
 
 @dataclass(slots=True)
@@ -50,11 +60,17 @@ class Situation:
     Args:
         watched_ns: how long they were watched for anything that moves.
         damaged: by rank, why its files cannot be read.
+        end: how the job ended.
     """
 
     def __init__(
-        self, reports: Sequence[RankReport], watched_ns: int = 0, damaged: Mapping[int, str] | None = None
+        self,
+        reports: Sequence[RankReport],
+        watched_ns: int = 0,
+        damaged: Mapping[int, str] | None = None,
+        end: End = END_UNKNOWN,
     ) -> None:
+        self.end = end
         self.damaged = dict(damaged or {})
         self.reports = {report.rank: report for report in reports}
         self.watched_ns = watched_ns
@@ -110,6 +126,15 @@ class Situation:
         if where is not None:
             return f"{subject} is in {where}"
         return f"its last collective {'was' if self.is_past else 'is'} {self._last(report)}"
+
+    def absent(self) -> list[int]:
+        """The ranks of the job that left no file."""
+        worlds = [report.calls.world_size or 0 for report in self.reports.values()]
+        return [
+            rank
+            for rank in range(max(worlds, default=0))
+            if rank not in self.reports and rank not in self.damaged
+        ]
 
     def label_of(self, call: Call) -> str:
         """The group of ``call``, named."""

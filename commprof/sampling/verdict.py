@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import Final, NamedTuple
@@ -9,10 +10,11 @@ from typing import Final, NamedTuple
 from commprof.analysis.units import format_ns
 from commprof.sampling.calls import Call
 from commprof.sampling.processes import State
-from commprof.sampling.situation import Situation, ranks_text, short_site
+from commprof.sampling.situation import RankReport, Situation, ranks_text, short_site
 from commprof.sampling.waits import Parting, Wait, culprits, find_cycle, find_parting, find_sites
 from commprof.schema import Op
 
+_SIGNALS_FROM: Final = 128  # what a shell, and commprof, add to the number of the signal
 _MOST_NAMED: Final = 4  # ranks whose whereabouts the sentence says
 
 
@@ -26,6 +28,7 @@ class Kind(StrEnum):
     IDLE = "idle"  # nobody waits
     MOVING = "moving"  # collectives are issued or completed
     ENDED = "ended"  # every rank ended in order
+    KILLED = "killed"  # the job has ended, and a rank was killed or failed; none was waited for
     EMPTY = "empty"  # nothing was recorded
 
 
@@ -43,7 +46,16 @@ class Verdict(NamedTuple):
 
 
 def judge(situation: Situation) -> Verdict:
-    """What is the matter with the job.
+    """What is the matter with the job, or was when it ended."""
+    verdict = _judged(situation)
+    code = situation.end.exit_code
+    if verdict.kind is Kind.KILLED or not situation.is_past or not code:
+        return verdict
+    return verdict._replace(notes=(f"the job has ended with exit code {code}", *verdict.notes))
+
+
+def _judged(situation: Situation) -> Verdict:
+    """The verdict, without how the job ended.
 
     The first of these that holds: the job moves; ranks issued different things in one place; ranks are missed that wait
     for nobody themselves; ranks wait for each other in a ring; all have issued what does not end; nobody waits.
@@ -53,7 +65,8 @@ def judge(situation: Situation) -> Verdict:
         return Verdict(
             Kind.EMPTY, "no rank has recorded a collective, so nothing can be said about what it waits for"
         )
-    if all(report.state is State.ENDED for report in reports):
+    failed = situation.is_past and (situation.end.exit_code or situation.absent())
+    if all(report.state is State.ENDED for report in reports) and not failed:
         return Verdict(Kind.ENDED, "nothing hangs: every rank ended its recording in order")
     notes = _notes(situation)
     if not situation.is_past and any(report.moved for report in reports):
@@ -74,7 +87,58 @@ def judge(situation: Situation) -> Verdict:
     if situation.waits:
         wait = min(situation.waits, key=lambda w: (bool(w.missing), -len(w.waiting), w.call.pg_seq))
         return Verdict(Kind.STUCK, _say_stuck(situation, wait), notes)
+    if situation.is_past:
+        return Verdict(Kind.KILLED, _say_killed(situation), notes)
     return Verdict(Kind.IDLE, _say_idle(situation), notes)
+
+
+def _say_killed(situation: Situation) -> str:
+    """Which rank ended first or without saying so, and how far each had come."""
+    code, first = situation.end
+    absent = situation.absent()
+    unended = [report.rank for report in situation.reports.values() if report.state is not State.ENDED]
+    parts = ["the job has ended" + (f" with exit code {code}" if code is not None else "")]
+    if first is not None:
+        parts.append(f"rank {first} failed first{_signal_clause(code)}")
+    others = [rank for rank in unended if rank != first]
+    if others:
+        parts.append(f"{ranks_text(others)} ended without saying so (killed, or os._exit)")
+    if absent:
+        parts.append(f"{ranks_text(absent)} left no file: ended before the first process group")
+    named = list(dict.fromkeys([*([first] if first is not None else []), *unended]))
+    reports = [situation.reports[rank] for rank in named[:_MOST_NAMED] if rank in situation.reports]
+    parts += [_last_clause(situation, report) for report in reports]
+    inside = [report.rank for report in situation.reports.values() if report.calls.inside()]
+    return "; ".join([*parts, *([] if inside else ["no rank was inside a collective"])])
+
+
+def _signal_clause(code: int | None) -> str:
+    """``, killed by SIGKILL``, where an exit code says so: 128 and the number of a signal."""
+    if code is None or code <= _SIGNALS_FROM:
+        return ""
+    try:
+        return f", killed by {signal.Signals(code - _SIGNALS_FROM).name}"
+    except ValueError:
+        return ""
+
+
+def _last_clause(situation: Situation, report: RankReport) -> str:
+    calls = report.calls.calls
+    if not calls:
+        return f"rank {report.rank} had issued nothing"
+    last = calls[-1]
+    site = f" at {short_site(last.site)}" if last.site else ""
+    text = f"the last that rank {report.rank} had issued is {situation.name(last)} of {situation.label_of(last)}{site}"
+    further = [
+        other.rank
+        for other in situation.reports.values()
+        if not last.what.is_p2p
+        and any(
+            call.what.pg == last.what.pg and not call.what.is_p2p and call.pg_seq > last.pg_seq
+            for call in other.calls.calls
+        )
+    ]
+    return f"{text}, and {ranks_text(further)} went on to the next" if further else text
 
 
 def _say_missing(situation: Situation, wait: Wait) -> str:
@@ -132,11 +196,7 @@ def _say_stuck(situation: Situation, wait: Wait) -> str:
 def _say_idle(situation: Situation) -> str:
     done = [(report, call) for report in situation.reports.values() if (call := report.calls.last_done())]
     stopped = [report for report in situation.reports.values() if report.state is State.STOPPED]
-    text = (
-        "no rank was inside a collective"
-        if situation.is_past
-        else "no rank waits: none is inside a collective"
-    )
+    text = "no rank waits: none is inside a collective"
     if done:
         report, call = max(done, key=lambda pair: pair[1].end_ns)
         ago = report.ago(call.end_ns)
@@ -183,11 +243,9 @@ def _whereabouts(situation: Situation, ranks: Sequence[int], pg: str) -> str:
 
 
 def _notes(situation: Situation) -> tuple[str, ...]:
-    worlds = [report.calls.world_size or 0 for report in situation.reports.values()]
-    known = {*situation.reports, *situation.damaged}
-    absent = [rank for rank in range(max(worlds, default=0)) if rank not in known]
+    absent = situation.absent()
     notes = [f"rank {rank} cannot be read: {reason}" for rank, reason in situation.damaged.items()]
-    if absent:
+    if absent and not situation.is_past:
         notes.append(
             f"{ranks_text(absent)} left no file in this run: not started yet, or on a host that writes elsewhere"
         )

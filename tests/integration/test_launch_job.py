@@ -301,3 +301,21 @@ def test_what_ddp_issues_in_cpp_is_recorded(tmp_path):
     found = re.search(r"2 ranks, (\d+) records, 0 lost, (\d+) unseen", done.stderr.splitlines()[-1])
     assert found, done.stderr
     assert int(found[1]) >= 4 and int(found[2]) == 0  # each rank reduces its gradients twice
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("import sys; sys.exit(3)", "failed (exit code 3) before it imported torch.distributed"),
+        (
+            "import torch.distributed\nraise SystemExit(4)",
+            "failed (exit code 4) before it called init_process_group",
+        ),
+    ],
+)
+def test_a_program_that_fails_before_its_first_group_is_not_told_about_pythonpath(tmp_path, program, said):
+    (tmp_path / "train.py").write_text(program)
+    done = commprof("run", "--nproc", "1", "--out", "run", "train.py", cwd=tmp_path)
+    last = done.stderr.strip().splitlines()[-1]
+    assert f"nothing was recorded: the program {said}" in last
+    assert "PYTHONPATH" not in last and "doctor" not in last

@@ -4,7 +4,7 @@ import pytest
 
 from commprof.sampling.calls import Call, GroupFacts, RankCalls, Stage, What
 from commprof.sampling.processes import State
-from commprof.sampling.situation import RankReport, Situation, ranks_text, short_site
+from commprof.sampling.situation import End, RankReport, Situation, ranks_text, short_site
 from commprof.sampling.stacks import Frame, Stack, Stacks
 from commprof.sampling.verdict import judge
 
@@ -385,3 +385,43 @@ def test_where_the_thread_that_issued_is_gone_the_main_one_says_where_the_rank_i
     reports = [RankReport(rank.calls, State.RUNS, NOW) for rank in ranks]
     reports[1].stacks = two_threads(ident=9, name="loader")
     assert judge(Situation(reports, 1)).sentence.endswith("it is in epoch (train.py:40)")
+
+
+def test_of_a_job_that_has_ended_the_killed_rank_is_named_with_the_exit_code():
+    ranks = [Rank(0, 2).issue(numbers=3).issue(stage="raised"), Rank(1, 2).issue(numbers=3)]
+    ranks[0].calls.ended = True
+    reports = [RankReport(ranks[0].calls, State.ENDED), RankReport(ranks[1].calls, State.GONE)]
+    verdict = judge(Situation(reports, end=End(137, 1)))
+    assert verdict.sentence == (
+        "the job has ended with exit code 137; rank 1 failed first, killed by SIGKILL; the last that rank 1 had issued is "
+        "all_reduce #2 of group default_pg at train.py:8 step, and rank 0 went on to the next; no rank was inside a "
+        "collective"
+    )
+    assert not verdict.hangs and verdict.notes == ()
+
+
+def test_a_killed_rank_that_left_no_file_is_named_too():
+    rank = Rank(0, 2).issue(numbers=3)
+    rank.calls.ended = True
+    verdict = judge(Situation([RankReport(rank.calls, State.ENDED)], end=End(137, 1)))
+    assert "nothing hangs" not in verdict.sentence
+    assert "exit code 137; rank 1 failed first, killed by SIGKILL; rank 1 left no file" in verdict.sentence
+
+
+def test_a_job_that_failed_in_order_is_not_said_to_have_ended_well():
+    rank = Rank(0, 1).issue(numbers=3)
+    rank.calls.ended = True
+    reports = [RankReport(rank.calls, State.ENDED)]
+    assert judge(Situation(reports, end=End(1, 0))).sentence.startswith(
+        "the job has ended with exit code 1; rank 0 failed first; the last that rank 0 had issued is all_reduce #2"
+    )
+    assert judge(Situation(reports, end=End(0))).sentence.startswith("nothing hangs")
+
+
+def test_a_collective_after_which_the_group_went_on_is_not_doubted():
+    rank = Rank(0, 2).issue(stage="returned", layer="c10d").issue(stage="done")
+    assert rank.calls.last_unknown() is None
+    again = rank.issue(stage="returned", layer="c10d").calls
+    assert again.last_unknown() is again.calls[-1]
+    again.ended = True  # in order: on the host a call that is not asynchronous has ended when it returned
+    assert again.last_unknown() is None and again.last_done() is again.calls[-1]
