@@ -17,9 +17,10 @@ from commprof.schema import OPS
 if TYPE_CHECKING:
     import pandas as pd
 
-    from commprof.analysis.api import Advice
+    from commprof.analysis.api import Advice, Comparison
     from commprof.trace.reader import Run
 
+_EXPOSED: Final = ("exposed_ns", "exposed_low_ns", "exposed_high_ns", "step_ns", "exposed_share")
 _ISSUED: Final = "wire_bytes_per_step"
 _EXECUTED: Final = "executed_wire_bytes_per_step"
 LEGEND: Final = (
@@ -28,7 +29,7 @@ LEGEND: Final = (
     "step that have no purpose are listed. Bytes and times are of one training step: payload, S of nccl-tests, of all "
     "groups; wire, modelled, what a rank of the job sends, the mean over all its ranks, for what the backend runs "
     "where that is known (gloo); as issued, the same for the operations that were issued, where it differs; time, "
-    "median without the first step, with its 95 % interval."
+    "median without the first step, with its 95 % interval; exposed, as in the report of a run."
 )
 
 NO_LOSS: Final = (
@@ -52,11 +53,18 @@ def compare(
         from commprof.analysis import api
     found, compared = asked(runs, api.compare_both)
     if as_json:
-        rendering.show_json(with_advice(compared.settings, compared.advice))
+        rendering.show_json(with_advice(with_exposed(compared), compared.advice))
     else:
-        show_comparison(compared.settings, compared.traffic, compared.groups)
+        show_comparison(with_exposed(compared), compared.traffic, compared.groups)
         rendering.show(*incomplete(found), "", *map(rendering.paragraph, compared.advice.sentences))
     return 0
+
+
+def with_exposed(compared: Comparison) -> pd.DataFrame:
+    """The answer of ``api.compare``, with the exposed time of each setting."""
+    exposed = compared.resources[["label", *_EXPOSED]]
+    frame: pd.DataFrame = compared.settings.merge(exposed, on="label", how="left", validate="one_to_one")
+    return frame
 
 
 def with_advice(frame: pd.DataFrame, advice: Advice) -> list[dict[str, Any]]:
@@ -118,6 +126,8 @@ def comparison_table(
     rows: Sequence[Mapping[str, Any]], labels: Sequence[str], heading: str = "setting"
 ) -> Rows:
     """One row per setting: the operations, the bytes, the time, the loss."""
+    from commprof.analysis.exposed_texts import exposed_time
+
     both = any(_differ(row) for row in rows)
     headings = (
         Heading(heading),
@@ -127,6 +137,7 @@ def comparison_table(
         Heading("wire", number=True),
         *([Heading("as issued", number=True)] if both else []),
         Heading("time", number=True),
+        Heading("exposed", number=True),
         Heading("loss", number=True),
     )
     cells = [
@@ -138,6 +149,7 @@ def comparison_table(
             rendering.number_of_bytes(_rounded(_wire(row))),
             *([rendering.number_of_bytes(_rounded(row[_ISSUED])) if _differ(row) else ""] if both else []),
             rendering.spread(*(row[f"step_time_{end}ns"] for end in ("", "low_", "high_"))),
+            exposed_time(row) or rendering.MISSING,
             rendering.loss(row["final_loss"]),
         )
         for row, label in zip(rows, labels, strict=True)

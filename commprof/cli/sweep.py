@@ -162,14 +162,14 @@ def _conclude(campaign: Campaign, results: Sequence[TurnResult], where: str) -> 
 
 
 def _compare(runs: Sequence[Path]) -> None:
-    from commprof.cli.compare import incomplete, show_comparison
+    from commprof.cli.compare import incomplete, show_comparison, with_exposed
 
     with needed("analysis", "to compare the runs"):
         from commprof.analysis import api
 
         opened = [api.open_run(run) for run in runs]
         compared = api.compare_both(opened)
-    show_comparison(compared.settings, compared.traffic, compared.groups)
+    show_comparison(with_exposed(compared), compared.traffic, compared.groups)
     rendering.show(*incomplete(opened), "", *map(rendering.paragraph, compared.advice.sentences))
     sys.stdout.flush()
 

@@ -181,6 +181,9 @@ def test_the_exposed_time_of_a_step_is_one_number(tmp_path, capsys, monkeypatch,
     resources = api.compare_both([path]).resources.iloc[0]
     assert all(told[name] == (None if pd.isna(resources[name]) else resources[name]) for name in SHOWN)
 
+    (compared,) = json.loads(printed(capsys, "compare", path, "--json"))
+    assert all(compared[name] == told[name] for name in SHOWN)
+
     text, share = api.exposed_time(told), api.exposed_share(told)
     before, _, block = printed(capsys, "report", path).partition("Exposed per training step")
     assert "exposed " not in before.replace("no exposed time", "")  # no other number has that name
@@ -189,6 +192,7 @@ def test_the_exposed_time_of_a_step_is_one_number(tmp_path, capsys, monkeypatch,
         and f" {share} " in block
         and "all is their union, not their sum" in " ".join(block.split())
     )
+    assert text.partition(" to ")[0] in printed(capsys, "compare", path)
     assert f"{text}, {share} of the step" in page(path.parent, "/overview?run=one")
     assert f"{text}, {share} of the step" in page(path.parent, "/compare?run=one")
 
