@@ -49,7 +49,9 @@ def batch(seed=0):
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def ddp(rank, world, accumulation=1, hook=None, unused=False, half=False, between=None, **arguments):
+def ddp(
+    rank, world, accumulation=1, hook=None, unused=False, half=False, between=None, after=None, **arguments
+):
     model = DistributedDataParallel(Net(unused, half), **arguments)
     if callable(hook):
         model.register_comm_hook(None, hook)
@@ -64,6 +66,8 @@ def ddp(rank, world, accumulation=1, hook=None, unused=False, half=False, betwee
             between(step, model)
         optimizer.step()
         optimizer.zero_grad()
+        if after:
+            after(step, model)
 
 
 def evaluated(step, model):
@@ -125,7 +129,17 @@ class Blocks(nn.Module):
         return self.tail(self.head(self.second(self.first(self.frozen(x)))))
 
 
-def fsdp2(rank, world, mesh=None, accumulation=1, clip=False, between=None, checkpoint=False, **arguments):
+def fsdp2(
+    rank,
+    world,
+    mesh=None,
+    accumulation=1,
+    clip=False,
+    between=None,
+    after=None,
+    checkpoint=False,
+    **arguments,
+):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.utils.checkpoint import checkpoint as again
@@ -152,6 +166,8 @@ def fsdp2(rank, world, mesh=None, accumulation=1, clip=False, between=None, chec
             between(step, model)
         optimizer.step()
         optimizer.zero_grad()
+        if after:
+            after(step, model)
 
 
 def with_policy(rank, world):
@@ -211,6 +227,7 @@ PROGRAMS = {
     ),
     "ddp, static": (2, functools.partial(ddp, static_graph=True, unused=True, gradient_as_bucket_view=True)),
     "ddp, evaluated": (2, functools.partial(ddp, between=evaluated, accumulation=2)),
+    "ddp, evaluated after": (2, functools.partial(ddp, after=evaluated)),
     "ddp, without buffers": (2, functools.partial(ddp, forward_sync_buffers=False, hook="FP16_COMPRESS")),
     "ddp, hook": (2, with_fp16),
     "two of ddp": (2, two_models),
@@ -219,6 +236,7 @@ PROGRAMS = {
     "fully_shard, types": (3, with_policy),
     "fully_shard, accumulated": (2, functools.partial(fsdp2, accumulation=3, reshard_after_forward=False)),
     "fully_shard, evaluated": (2, functools.partial(fsdp2, between=evaluated)),
+    "fully_shard, evaluated after": (2, functools.partial(fsdp2, after=evaluated)),
     "fully_shard, in pairs": (4, functools.partial(fsdp2, reshard_after_forward=2)),
     "fsdp": (2, functools.partial(fsdp1, clip=True, between=evaluated)),
     "fsdp, names": (3, functools.partial(fsdp1, use_orig_params=True)),
