@@ -126,7 +126,9 @@ def test_the_gathers_of_partitions_are_recorded_with_the_bytes_they_must_have(tm
     assert found["wire_bytes"] == 2 * 2 * LAYERS * STEPS * 44
     verdict = api.verify(run)
     assert [each for each in verdict.unexplained if "activation" in str(each)] == []
-    assert verdict.state == "closed", verdict
+    # The sizes of activations are no key of the config: a label does not predict them.
+    assert verdict.state == "unknown", verdict
+    assert verdict.labelled_bytes == found["payload_bytes"]
 
 
 def kept_bytes(rank, world, size, cpu):
