@@ -137,11 +137,12 @@ def local_sgd(model):
 def test_local_sgd_reduces_gradients_and_then_averages_parameters(tmp_path):
     gradients = ("all_reduce", 81, *BUCKET)
     average = ("all_reduce", 81, "parameter_broadcast", None, None)
+    # A step ends with its optimizer: what comes after is the first of the next one, and after the last of none.
     assert issued(tmp_path, local_sgd, steps=4) == [
         [gradients],
-        [gradients, average],
         [gradients],
-        [gradients, average],
+        [average, gradients],
+        [gradients],
     ]
 
 
