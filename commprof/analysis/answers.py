@@ -53,7 +53,7 @@ def _of_schema(name: str, **changes: Any) -> Column:
 GROUPINGS: Final[dict[str, Column]] = {
     column.name: column
     for column in (
-        *map(_of_schema, ("attempt", "step")),
+        *map(_of_schema, ("attempt", "step", "after_step")),
         _of_schema("micro_step", nullable=True),  # sums (--aggregate) are of whole steps
         *map(_of_schema, ("phase", "op", "intended_op", "purpose")),
         *map(_of_schema, ("bucket", "owner", "dtype", "reduce_op", "backend", "device")),

@@ -27,7 +27,7 @@ Numbers: TypeAlias = npt.NDArray[np.int64]
 
 _OF_LOWEST: Final = ("step", "micro_step", "phase", "op", "device", "api", "call_site")
 _GREATEST: Final = (
-    *("intended_op", "purpose", "bucket", "owner", "dtype", "reduce_op"),
+    *("after_step", "intended_op", "purpose", "bucket", "owner", "dtype", "reduce_op"),
     *("backend", "group_desc", "group_size"),
 )
 _LEAST: Final = -(1 << 63)  # in the place of null

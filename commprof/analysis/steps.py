@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Final, NamedTuple
 
 import pandas as pd
@@ -10,7 +11,8 @@ import pyarrow.compute as pc
 
 from commprof.analysis.answers import STEP_TIMES, STEP_TOTALS
 from commprof.analysis.engine import ask
-from commprof.analysis.frames import from_arrow
+from commprof.analysis.frames import from_arrow, from_rows
+from commprof.analysis.steady import COUNTED, EXECUTED, steady
 
 COLUMNS: Final = ("attempt", "step", "op")  # of the operations that step_times asks for
 
@@ -47,14 +49,24 @@ def final_loss(times: pd.DataFrame) -> float | None:
 
 
 class StepTotals(NamedTuple):
-    """What ``steps`` whole training steps sent together.
+    """What ``steps`` whole training steps sent together, as far as it comes back in them (:mod:`commprof.analysis.steady`).
 
     ``totals`` has a row for each op, intended_op, purpose, and name and size of the group: how many groups, and their
     collectives, payload_bytes and wire_bytes; the last are those of a rank of the job, the mean over all of them.
+    Over ``steps`` they are those of a step.
     """
 
     steps: int
     totals: pd.DataFrame
+
+
+def _summed(value: float | None, steps: int, name: str) -> float | None:
+    if value is None:
+        return None
+    return value * steps if name in ("wire_bytes", EXECUTED) else round(value * steps)
+
+
+_KEY: Final = ("op", "intended_op", "purpose", "group_desc", "group_size")
 
 
 def step_totals(
@@ -62,11 +74,21 @@ def step_totals(
 ) -> StepTotals:
     """Sums over the whole training steps (``queries/step_totals.sql``), for means of a step.
 
-    A step that a killed run was in is left out; the first step is not, since it sends what every other does.
+    A step that a killed run was in is left out, and so is what was sent once.
 
     Args:
         world_size: ranks of the job; None: as many as the largest group has.
     """
     ranks = world_size or pc.max(operations["group_size"]).as_py() or 1
-    answer = ask("step_totals", {"steps": steps, "operations": operations}, world_size=str(int(ranks)))
-    return StepTotals(int(times["duration_ns"].notna().sum()), from_arrow(answer, STEP_TOTALS.columns))
+    rows = ask(
+        "step_totals", {"steps": steps, "operations": operations}, world_size=str(int(ranks))
+    ).to_pylist()
+    ended = times.loc[times["duration_ns"].notna(), ["attempt", "step"]]
+    whole = [(int(attempt), int(step)) for attempt, step in ended.itertuples(index=False)]
+    found = [
+        {**row, "groups": ceil(row["groups"])}
+        | {name: _summed(row[name], len(whole), name) for name in (*COUNTED, EXECUTED)}
+        for row in steady(rows, _KEY, whole, ("groups", EXECUTED)).per_step
+    ]
+    found.sort(key=lambda row: tuple((row[name] is None, row[name]) for name in _KEY))
+    return StepTotals(len(whole), from_rows(found, STEP_TOTALS.columns))

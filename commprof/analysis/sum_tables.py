@@ -18,6 +18,7 @@ BUCKET_SUMS: Final = "bucket_sums"
 HELD_COLUMNS: Final = (
     "attempt",
     "step",
+    "after_step",
     "phase",
     "op",
     "intended_op",

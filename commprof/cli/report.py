@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -17,9 +17,22 @@ from commprof.cli.untagged import untagged_parts
 if TYPE_CHECKING:
     import pandas as pd
 
-BY: Final = ("attempt", "step", "purpose", "op", "intended_op", "group_desc", "group_ranks")
+BY: Final = (
+    "attempt",
+    "step",
+    "after_step",
+    "phase",
+    "purpose",
+    "op",
+    "intended_op",
+    "group_desc",
+    "group_ranks",
+)
 _UNNAMED: Final = (rendering.MISSING, "default_pg")  # of groups that the program has given no name
 _SUMMED: Final = ("collectives", "records", "payload_bytes", "wire_bytes", "host_ns")
+_KEY: Final = ("purpose", "op", "intended_op", "group_desc", "group_ranks")
+_OUTSIDE: Final = {"evaluation": "evaluation", "checkpoint": "checkpoint", "other": "after the last step"}
+_OUTSIDE_HEADINGS: Final = ("times", "time", "calls", "payload", "wire")
 _EXECUTED: Final = "executed_wire_bytes"
 _FIRST_HEADINGS: Final = (
     Heading("purpose, operation"),
@@ -55,6 +68,7 @@ def report(
         traffic = api.traffic(found, by=BY)
         untagged = api.untagged(found)
         steps = api.step_times(found)
+        outside = found.table("outside_steps").to_pylist()
         moved = api.moved(found)
         exposure = api.exposure(found, by=("attempt", "step"))
         exposure_per_step = api.exposure_per_step(found)
@@ -62,6 +76,7 @@ def report(
         stragglers = api.stragglers(found) if facts["records"] <= _MOST_COMPARED else None
     if as_json:
         answers = {"overview": facts, "traffic": traffic, "steps": steps, "moved": moved}
+        answers["outside_steps"] = outside
         answers |= {"exposure": exposure, "exposure_per_step": exposure_per_step, "resources": resource_use}
         answers["untagged"] = untagged
         rendering.show_json({**answers, "stragglers": stragglers})
@@ -71,6 +86,7 @@ def report(
         rendering.show("No collective was recorded.")
     else:
         said = exposed.step_texts(steps, exposure) if per_step else None
+        rendering.show(*outside_parts(outside, rendering.records(traffic)))
         rendering.show(*traffic_parts(traffic, steps, said), *exposed.per_step_parts(exposure_per_step))
         rendering.show(*untagged_parts(untagged))
     rendering.show(*resources.resource_parts(resource_use))
@@ -127,7 +143,7 @@ def traffic_parts(
     """
     rows = rendering.records(traffic)
     parts: list[Rows | str] = []
-    before = [row for row in rows if row["step"] < 0]
+    before = [row for row in rows if row["step"] < 0 and rendering.is_missing(row["after_step"])]
     if before:
         parts.append(_table("Before the first step, in total", before, 1))
     whole = {
@@ -138,13 +154,91 @@ def traffic_parts(
     if per_step is not None:
         parts.extend(_step_table(step, rows, per_step) for step in rendering.records(steps))
     elif whole:
-        inside = [row for row in rows if (row["attempt"], row["step"]) in whole]
-        plural = "step" if len(whole) == 1 else "steps"
-        parts.append(_table(f"Per training step, mean of {len(whole)} whole {plural}", inside, len(whole)))
+        parts.extend(_steady_parts(rows, sorted(whole)))
     torn = [row for row in rows if row["step"] >= 0 and (row["attempt"], row["step"]) not in whole]
     if torn and per_step is None:
         parts.append(_table("In steps that did not end, in total", torn, 1))
     return [*parts, rendering.paragraph(LEGEND) + "\n"]
+
+
+def _steady_parts(rows: Sequence[Mapping[str, Any]], whole: Sequence[tuple[int, int]]) -> Iterator[Rows]:
+    """What comes back in each step, and what does not."""
+    from commprof.analysis.steady import steady, when
+
+    named = [
+        {**row, **{name: None for name in (*_KEY, *_SUMMED, _EXECUTED) if rendering.is_missing(row[name])}}
+        for row in rows
+        if row["step"] >= 0
+    ]
+    found = steady(named, _KEY, whole, ("records", "host_ns", _EXECUTED))
+    count = len(found.warm)
+    which = f"of {count} step{'' if count == 1 else 's'}" + (" after the first" if count < len(whole) else "")
+    yield _table(f"Per training step, {which}", found.per_step, 1, _rhythm)
+    once: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in found.one_offs:
+        once.setdefault(tuple(row[name] for name in _KEY), []).append(row)
+    if once:
+        cells = [
+            (
+                f"{each[0]['purpose'] or '(no purpose given)'}, {each[0]['op']}",
+                _group(each[0]),
+                rendering.count(sum(row["collectives"] for row in each)),
+                *(
+                    rendering.number_of_bytes(round(sum(row[name] for row in each)))
+                    for name in ("payload_bytes", "wire_bytes")
+                ),
+                when(each),
+            )
+            for each in once.values()
+        ]
+        yield Rows(
+            (*_FIRST_HEADINGS, Heading("when")), cells, title="Not in every step, in total, in no mean"
+        )
+
+
+def _rhythm(row: Mapping[str, Any]) -> str:
+    every = row.get("every", 1)
+    if every == 1:
+        return ""
+    return " (not in every step)" if every is None else f" (in 1 of {every} steps)"
+
+
+def outside_parts(
+    outside: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
+) -> list[Rows | str]:
+    """Evaluations, checkpoints and the rest of the run after its last step: time of the lowest rank, and bytes."""
+    parts: list[Rows | str] = []
+    cells = []
+    for phase, name in _OUTSIDE.items():
+        mine = [row for row in outside if row["phase"] == phase]
+        sent = [
+            row
+            for row in rows
+            if row["step"] < 0
+            and not rendering.is_missing(row["after_step"])
+            and (row["phase"] == phase or (phase == "other" and row["phase"] not in _OUTSIDE))
+        ]
+        if not mine and not sent:
+            continue
+        lowest = min((row["rank"] for row in mine if row["passes"] or phase == "other"), default=0)
+        times = [row for row in mine if row["rank"] == lowest]
+        known = [row["end_ns"] - row["begin_ns"] for row in times if row["end_ns"] is not None]
+        cells.append(
+            (
+                name,
+                rendering.count(len(times)) if phase != "other" else "",
+                rendering.duration(sum(known)) if len(known) == len(times) and known else rendering.MISSING,
+                rendering.count(sum(row["collectives"] for row in sent)),
+                *(
+                    rendering.number_of_bytes(round(sum(row[column] for row in sent)))
+                    for column in ("payload_bytes", "wire_bytes")
+                ),
+            )
+        )
+    if cells:
+        headings = (Heading("what"), *(Heading(text, number=True) for text in _OUTSIDE_HEADINGS))
+        parts.append(Rows(headings, cells, title="Outside of the steps, in total"))
+    return parts
 
 
 def _step_table(
@@ -162,14 +256,22 @@ def _step_table(
     return _table(f"{name}: {took}{f', {spent}' if spent else ''}{said}", inside, 1)
 
 
-def _table(name: str, rows: Sequence[Mapping[str, Any]], steps: int) -> Rows:
+def _table(
+    name: str,
+    rows: Sequence[Mapping[str, Any]],
+    steps: int,
+    remark: Callable[[Mapping[str, Any]], str] = lambda row: "",
+) -> Rows:
     """``rows`` of traffic summed over everything but purpose, operation and group, divided by ``steps``.
 
     What is not known of any of the rows is a dash, not nothing.
     """
     sums: dict[tuple[str, ...], dict[str, float | None]] = {}
     for row in rows:
-        key = (*(rendering.text(row[column]) for column in ("purpose", "op", "intended_op")), _group(row))
+        key = (
+            *(rendering.text(row[column]) for column in ("purpose", "op", "intended_op")),
+            _group(row) + remark(row),
+        )
         into = sums.setdefault(key, dict.fromkeys(_SUMMED))
         for column in _SUMMED:
             if not rendering.is_missing(row[column]):

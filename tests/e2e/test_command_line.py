@@ -63,7 +63,7 @@ def test_the_last_line_says_what_to_type_next(recorded):
     assert found, last
     text = output(directory, *found[3].split())
     assert f"{found[2]} records, 0 lost, 0 unseen" in text
-    assert "Per training step, mean of 3 whole steps" in text
+    assert "Per training step, of 2 steps after the first" in text
 
 
 @pytest.mark.ranks

@@ -96,7 +96,7 @@ summed as (
 ),
 operations as (
     select
-        attempt, pg, group_ranks, step, micro_step, phase, op, intended_op, purpose, bucket, owner, dtype,
+        attempt, pg, group_ranks, step, after_step, micro_step, phase, op, intended_op, purpose, bucket, owner, dtype,
         reduce_op, backend, device, group_desc, group_size, api, call_site, records, tensors,
         1 as collectives,
         case when op = 'all_to_all' then cast(round(mean_bytes) as bigint) else largest_bytes end as payload_bytes,
@@ -104,7 +104,7 @@ operations as (
     from agreed
     union all
     select
-        attempt, pg, group_ranks, step, micro_step, phase, op, intended_op, purpose, bucket, owner, dtype,
+        attempt, pg, group_ranks, step, after_step, micro_step, phase, op, intended_op, purpose, bucket, owner, dtype,
         reduce_op, backend, device, group_desc, group_size, api, call_site, 1 as records,
         counted * num_tensors as tensors,
         counted as collectives,
@@ -117,7 +117,8 @@ operations as (
     from messages
     union all
     select
-        attempt, pg, group_ranks, step, null as micro_step, phase, op, intended_op, purpose, null as bucket, null as owner,
+        attempt, pg, group_ranks, step, null as after_step, null as micro_step, phase,
+        op, intended_op, purpose, null as bucket, null as owner,
         null as dtype, null as reduce_op, backend, null as device, null as group_desc, group_size, null as api,
         null as call_site, records, 0 as tensors, collectives, payload_bytes, host_ns, exposed_ns,
         0 as timed, -1 as root, null as sender, null as receiver

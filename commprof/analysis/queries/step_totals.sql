@@ -1,4 +1,4 @@
--- What the whole training steps sent together, by operation, intended operation, purpose, and name and size of the group.
+-- What each whole training step sent, by operation, intended operation, purpose, and name and size of the group.
 --
 -- Input: steps, operations (see operations.sql)
 -- The number of ranks of the job is put in. All ranks of its group send a collective, one rank sends a message: wire_bytes is
@@ -13,6 +13,8 @@ with whole as (
     having count(end_ns) = count(*)
 )
 select
+    o.attempt,
+    o.step,
     o.op,
     o.intended_op,
     o.purpose,
@@ -31,6 +33,6 @@ select
 from operations o
 join whole w on w.attempt = o.attempt and w.step = o.step
 where o.op <> 'barrier'
-group by o.op, o.intended_op, o.purpose, o.group_desc, o.group_size
+group by o.attempt, o.step, o.op, o.intended_op, o.purpose, o.group_desc, o.group_size
 having sum(o.collectives) > 0
-order by o.op, o.intended_op, o.purpose, o.group_desc, o.group_size
+order by o.attempt, o.step, o.op, o.intended_op, o.purpose, o.group_desc, o.group_size

@@ -85,7 +85,8 @@ _CHECKPOINTS: Final = (
     (_CHECKPOINT, "save"),
     (_CHECKPOINT, "async_save"),
     (_CHECKPOINT, "load"),
-    ("torch", "save"),
+    ("torch.serialization", "_save"),  # what torch.save calls, under whatever name a program has that
+    ("torch.serialization", "_legacy_save"),
 )
 _DIRECTIONS: Final = {"fwd": Phase.FORWARD, "bwd": Phase.BACKWARD}
 

@@ -48,7 +48,7 @@ def run(tmp_path, monkeypatch):
 
 def test_a_report_tells_initialisation_from_steps(capsys, run):
     text = printed(capsys, "report", "run")
-    before, steps = text.split("Per training step, mean of 3 whole steps")
+    before, steps = text.split("Per training step, of 2 steps after the first")
     assert row(before, "broadcast") == [
         "broadcast",
         "0-1",
