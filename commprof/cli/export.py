@@ -34,7 +34,7 @@ class Format(StrEnum):
     HTML = "html"
 
 
-# Of one run at a time.
+# One run each.
 _OF_ONE_RUN = (Format.PERFETTO, Format.CHAKRA)
 _WITHOUT_TABLES = (*_OF_ONE_RUN, Format.HTML)
 

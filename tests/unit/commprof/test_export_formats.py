@@ -158,11 +158,19 @@ def test_words_that_do_not_fit_are_refused(run, words, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_a_trace_is_of_one_run(tmp_path, capsys):
+@pytest.mark.parametrize("kind", ["chakra", "perfetto"])
+def test_each_run_has_a_trace_of_its_own(tmp_path, kind):
     for name in ("a", "b"):
         make(tmp_path / "runs" / name)
-    assert command("export", tmp_path / "runs", "--format", "chakra", "--out", tmp_path / "x") == 2
-    assert "one run at a time, 2 were given" in capsys.readouterr().err
+    assert command("export", tmp_path / "runs", "--format", kind, "--out", tmp_path / "x") == 0
+    for name in ("a", "b"):
+        command("export", tmp_path / "runs" / name, "--format", kind, "--out", tmp_path / "alone" / name)
+        files = sorted(path.name for path in (tmp_path / "alone" / name).iterdir())
+        assert sorted(path.name for path in (tmp_path / "x" / name).iterdir()) == files
+        for file in files:
+            if file.startswith("trace"):
+                alone = (tmp_path / "alone" / name / file).read_bytes()
+                assert (tmp_path / "x" / name / file).read_bytes() == alone
 
 
 # Perfetto
