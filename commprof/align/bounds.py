@@ -34,19 +34,15 @@ class Bounds(NamedTuple):
         """The same of the extra lines."""
         return interval(self.extra_at_least, self.extra_at_most)
 
-    def known(self) -> dict[str, int | None]:
-        """The two numbers; None where only the bounds are known."""
-        return {
-            "missing": self.missing_at_least if self.missing_at_least == self.missing_at_most else None,
-            "extra": self.extra_at_least if self.extra_at_least == self.extra_at_most else None,
-        }
-
 
 def interval(least: int, most: int) -> str:
-    """A number, or the bounds of it, in words."""
+    """A number, or its lower bound in words.
+
+    The upper bound is left to JSON: it takes every ambiguous line for another one, which is possible and never likely.
+    """
     if least == most:
         return f"{least:,}"
-    return f"{least:,} to {most:,}" if least else f"up to {most:,}"
+    return f"at least {least:,}" if least else "0 or more"
 
 
 def surplus(values: Codes, others: Codes) -> int:

@@ -110,8 +110,9 @@ def _is_generated(communicators: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _counts(counts: Mapping[str, int], bounds: Bounds) -> dict[str, Any]:
-    """The counts for JSON: None where equal neighbours leave open how many are missing or extra."""
-    return {**counts, **bounds.known(), **bounds._asdict(), "states": dict(counts)}
+    """The counts for JSON. Missing and extra are lower bounds where equal neighbours leave open how many there are."""
+    certain = {"missing": bounds.missing_at_least, "extra": bounds.extra_at_least}
+    return {**counts, **certain, **bounds._asdict(), "states": dict(counts)}
 
 
 def _total(counts: Mapping[str, int], bounds: Bounds) -> str:

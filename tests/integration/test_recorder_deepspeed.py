@@ -143,7 +143,8 @@ def test_results_and_exceptions_are_those_without_a_recorder(tmp_path):
 def test_another_version_is_recorded_without_purposes_and_told_of_once(tmp_path, version, capfd):
     run, _ = go(tmp_path, version=version)
     assert len(said(run)) == len(EXPECTED)
-    assert {row[4] for row in said(run)} == {None}
+    # A barrier has the purpose that every barrier of torch has.
+    assert {row[4] for row in said(run) if row[3] != "barrier"} == {None}
     assert len(run.table("parameters")) == 0
     line = f"DeepSpeed {version} is not one that commprof knows (0.14 to 0.19)"
     assert capfd.readouterr().err.count(line) == 1
