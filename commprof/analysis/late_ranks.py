@@ -10,16 +10,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from commprof.align.arrivals import REAL_WAIT_NS
+
 Numbers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 
-# A culprit is named when it costs this part of the time at least: one that is often late, one that seldom is, and one
-# that is hidden by a later one.
-_WORTH_OFTEN: Final = 0.01
-_WORTH_SELDOM: Final = 0.02
-_WORTH_HIDDEN: Final = 0.02
-_OFTEN: Final = 0.5  # of the collectives
+_WORTH: Final = 0.02  # of the time: a culprit costs so much at least
 _MOST_OF_IT: Final = 0.8  # of the waiting: that is where culprits are looked for
 _HIDDEN_BESIDE: Final = 0.1  # of the delay of the rank that hides it
 _CHANCE: Final = 0.05  # that among equal ranks any looks like a culprit
@@ -114,20 +111,18 @@ class LastRanks:
         events = _Events(self._parts)
         steps = warm_steps(self._steps)
         warm = events.of(steps)
-        cost: Floats = np.where(
-            events.is_timed, events["others_waited_own_ns"], events["own_lead_ns"]
-        ).astype(float)
+        cost = np.where(events.is_timed, events["others_waited_own_ns"], events["own_lead_ns"])
         waited = np.where(events.is_timed, events["others_waited_ns"], events["lead_ns"])
-        cost, waited = (np.where(events.is_certain, each, 0) for each in (cost, waited))
+        cost, waited = (np.where(events.is_certain, each, 0).astype(np.int64) for each in (cost, waited))
         known, untold = warm & events.is_known, warm & ~events.is_known
         late, own_ns, turns = _late_ranks(events, cost, known, span_ns)
         lead = np.maximum(events["lead_ns"], 1)
-        elsewhere = np.minimum(waited * (events["elsewhere_lead_ns"] / lead), waited - cost)
+        elsewhere = np.minimum(_rounded(waited * (events["elsewhere_lead_ns"] / lead)), waited - cost)
         rank = events["rank"]
         both, of_both = events.together()
         shared = known & both
         inherited_by = np.concatenate((rank[known], rank[shared], events["second_rank"][shared]))
-        half = (of_both * (1 - events.second_share()))[shared] / 2
+        half = _rounded((of_both * (1 - events.second_share()))[shared] / 2)
         inherited = np.concatenate(((waited - cost - elsewhere)[known], half, half))
         return Findings(
             late,
@@ -158,11 +153,11 @@ class _Events:
         """A number for each step of each attempt."""
         return (self["attempt"] << 32) + self["step"]
 
-    def together(self) -> tuple[Flags, Floats]:
+    def together(self) -> tuple[Flags, Numbers]:
         """Where the last two came together; and what the others waited for the two of them."""
         is_close = ~self.is_certain | (self["lead_ns"] < _TOGETHER * self["second_lead_ns"])
         both = (self["members"] > 2) & is_close
-        return both, np.where(both, self["second_waited_ns"], 0).astype(float)
+        return both, np.where(both, self["second_waited_ns"], 0)
 
     def second_share(self) -> Floats:
         """Which part of its lead the last but one has by its own time."""
@@ -185,32 +180,40 @@ def warm_steps(steps: set[int]) -> set[int]:
     return {code for codes in by_attempt.values() for code in codes if len(codes) == 1 or code > min(codes)}
 
 
-def _by_rank(rank: Numbers, values: Floats) -> dict[int, int]:
-    sums: dict[int, int] = {}
-    for each in np.unique(rank).tolist():
-        total = round(float(values[rank == each].sum()))
-        if total > 0:
-            sums[each] = total
-    return sums
+def _by_rank(rank: Numbers, values: Numbers) -> dict[int, int]:
+    """The sum of each rank; of waits that are too short to be told from waking up, nothing."""
+    values = _beyond_resolution(values)
+    sums = {each: int(values[rank == each].sum()) for each in np.unique(rank).tolist()}
+    return {each: total for each, total in sums.items() if total > 0}
+
+
+def _beyond_resolution(waits: Numbers) -> Numbers:
+    return np.where(waits >= REAL_WAIT_NS, waits, 0)
+
+
+def _rounded(values: Floats) -> Numbers:
+    """As integers, the sum of which is the same in any order."""
+    return np.rint(values).astype(np.int64)
 
 
 def _late_ranks(
-    events: _Events, all_costs: Floats, known: Flags, span_ns: int
+    events: _Events, all_costs: Numbers, known: Flags, span_ns: int
 ) -> tuple[list[LateRank], int, dict[int, int]]:
     """The culprits, one after the other: each is taken out, and who was hidden behind it stands in its place."""
     both, of_both = events.together()
     shared = np.flatnonzero(known & both)
     rows = np.concatenate((np.flatnonzero(known), shared))
-    half = of_both * events.second_share() / 2
+    half = _rounded(of_both * events.second_share() / 2)
     who, cost = events["rank"][rows].copy(), (all_costs + half)[rows]
     seconds = np.arange(len(rows)) >= len(rows) - len(shared)
     who[seconds], cost[seconds] = events["second_rank"][shared], half[shared]
     # Who was hidden behind the last one: nobody, where the two came together.
     behind, behind_cost = events["second_rank"][rows], np.where(both, 0, events["second_own_lead_ns"])[rows]
-    members = events["members"][rows].astype(np.float64)
+    members = events["members"][rows].copy()
     seen, codes = events.is_timed[rows], events.step_codes()[rows]
     hidden = np.zeros(len(rows), bool)
-    own_ns = round(float(cost.sum()))
+    cost, behind_cost = _beyond_resolution(cost), _beyond_resolution(behind_cost)
+    own_ns = int(cost.sum())
     late: list[LateRank] = []
     while True:
         heavy = _heavy(cost)
@@ -222,12 +225,10 @@ def _late_ranks(
         is_hidden = bool(cost[mine & hidden].sum() > cost[mine & ~hidden].sum())
         steps = len(np.unique(codes[main]))
         late.append(
-            LateRank(
-                found, round(float(cost[mine].sum())), len(main), steps, is_hidden, bool(seen[mine].any())
-            )
+            LateRank(found, int(cost[mine].sum()), len(main), steps, is_hidden, bool(seen[mine].any()))
         )
         again = mine & ~hidden
-        cost[mine] = 0.0
+        cost[mine] = 0
         cost[again] = behind_cost[again]
         who[again] = behind[again]
         members[again] -= 1
@@ -239,19 +240,19 @@ def _late_ranks(
     return late, own_ns, turns
 
 
-def _heavy(cost: Floats) -> Numbers:
-    """The fewest rows that make most of the cost."""
-    order = np.argsort(-cost, kind="stable")
-    total = np.cumsum(cost[order])
+def _heavy(cost: Numbers) -> Numbers:
+    """The fewest rows that make most of the cost, and all that cost as much as the last of them."""
+    falling = np.sort(cost)[::-1]
+    total = np.cumsum(falling)
     if not len(total) or total[-1] <= 0:
         return np.zeros(0, np.int64)
-    return order[: int(np.searchsorted(total, _MOST_OF_IT * total[-1])) + 1]
+    return np.flatnonzero(cost >= falling[int(np.searchsorted(total, _MOST_OF_IT * total[-1]))])
 
 
 def _culprit(
     who: Numbers,
-    cost: Floats,
-    members: Floats,
+    cost: Numbers,
+    members: Numbers,
     hidden: Flags,
     heavy: Numbers,
     span_ns: int,
@@ -261,24 +262,25 @@ def _culprit(
     if not len(heavy):
         return None
     ranks = np.unique(who[heavy])
-    costs = {rank: float(cost[who == rank].sum()) for rank in ranks.tolist()}
-    expected = float((1 / np.maximum(members[heavy], 1)).mean())
+    costs = {rank: int(cost[who == rank].sum()) for rank in ranks.tolist()}
+    sizes, counts = np.unique(np.maximum(members[heavy], 1), return_counts=True)
+    expected = float((counts / sizes).sum()) / len(heavy)
     for rank in sorted(costs, key=lambda rank: -costs[rank]):
         mine = who == rank
-        worth = _WORTH_OFTEN if (mine & (cost > 0)).sum() >= _OFTEN * len(who) else _WORTH_SELDOM
+        worth = _WORTH
         is_hidden = bool((mine & hidden).sum() * 2 > mine.sum())
         if is_hidden:
-            worth = max(_WORTH_HIDDEN, _HIDDEN_BESIDE * late[0].cost_ns / max(span_ns, 1))
+            worth = max(_WORTH, _HIDDEN_BESIDE * late[0].cost_ns / max(span_ns, 1))
         times = int((who[heavy] == rank).sum())
         is_more = times >= _MORE * expected * len(heavy) or (is_hidden and times == len(heavy))
         is_alone = times == len(heavy) >= _FEWEST and costs[rank] >= _MUCH * span_ns
-        is_beyond_chance = is_alone or _tail(times, len(heavy), expected) < _CHANCE * expected
+        is_beyond_chance = is_alone or binomial_tail(times, len(heavy), expected) < _CHANCE * expected
         if costs[rank] >= worth * span_ns and is_more and is_beyond_chance:
             return int(rank)
     return None
 
 
-def _tail(times: int, of: int, share: float) -> float:
+def binomial_tail(times: int, of: int, share: float) -> float:
     """The probability that an event of probability ``share`` happens so often or more."""
     if share >= 1:
         return 0.0

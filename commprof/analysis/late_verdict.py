@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 import pandas as pd
 
 from commprof.analysis.late_ranks import Findings, LateRank
-from commprof.analysis.slow_paths import GROUP, LINK, PATH, PATHS, RECEIVES, SENDS, Paths, SlowPath
+from commprof.analysis.slow_paths import EITHER, GROUP, LINK, PATH, PATHS, RECEIVES, SENDS, Paths, SlowPath
 from commprof.analysis.units import format_ns
 
 LATE_RANK: Final = "late_rank"
@@ -17,8 +17,7 @@ UNTOLD: Final = "untold"
 NOBODY: Final = "nobody"
 
 # What is worth a sentence, as a part of the time from the first arrival to the last.
-_WORTH_SAYING: Final = 0.01
-_WORTH_OF_A_GROUP: Final = 0.05  # where nothing but the group is known
+_WORTH_SAYING: Final = 0.05
 _ALL_MOST: Final = 0.5  # of the collectives
 
 
@@ -91,16 +90,16 @@ def _late(late: LateRank, row: pd.Series, found: Findings) -> str:
 def _transfers(found: Findings, paths: Paths, by_rank: Mapping[int, pd.Series], span_ns: int) -> list[str]:
     """Sentences on a slow path, and on the rank that comes late because of it."""
     slow = paths.slow(_WORTH_SAYING * span_ns)
-    by_cost = sorted(found.inherited, key=lambda rank: -found.inherited[rank])
+    by_cost = sorted(found.inherited, key=lambda rank: (-found.inherited[rank], rank))
     late = [rank for rank in by_cost if found.inherited[rank] * 2 >= found.inherited[by_cost[0]]]
     waited = sum(found.inherited[rank] for rank in late)
-    if not late or waited < _WORTH_SAYING * span_ns:
+    # Some ranks were held before, and not each in its turn: halfway from their part of the ranks to all of it.
+    few = 2 * len(by_rank) * waited >= (len(late) + len(by_rank)) * sum(found.inherited.values())
+    is_told = 0 < len(late) < len(by_rank) and few
+    if not is_told or waited < _WORTH_SAYING * span_ns:
         return [] if slow is None else [f"{_named(slow)}{_compared(slow, found)}."]
-    in_rings = [path for rank in late for path in [paths.ring(rank)] if path is not None]
-    slow = slow or min(in_rings, key=lambda path: path.kind != LINK, default=None)
+    slow = slow or paths.rings(late)
     if slow is None:
-        if waited < _WORTH_OF_A_GROUP * span_ns:
-            return []
         groups = paths.groups_of(late[0])[:3]
         slow = SlowPath(GROUP, tuple(groups) or (_all_of(by_rank),), 0.0, 0)
     last = " and ".join(f"{_share(by_rank[rank])} (rank {rank})" for rank in late[:3])
@@ -128,6 +127,11 @@ def _named(slow: SlowPath) -> str:
         return (
             f"Slow transfers: the path from {slow.ends[0]} to {slow.ends[1]} is slow; whether the one sends or the other "
             "receives slowly cannot be told"
+        )
+    if slow.kind == EITHER:
+        return (
+            f"Slow transfers: the link of {' or '.join(slow.ends)} is slow; which cannot be told, since operations that "
+            "cost about the same disagree"
         )
     if slow.kind == PATHS:
         return f"Slow transfers from {', from '.join(slow.ends)}: these paths have no one end in common"

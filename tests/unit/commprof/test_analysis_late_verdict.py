@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 import re
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
-from commprof.analysis import api, whole_collectives
+from commprof.analysis import api, slow_paths, whole_collectives
 from commprof.analysis.arrivals import arrivals
 from commprof.analysis.late_verdict import LATE_RANK, NOBODY, SLOW_TRANSFER, UNTOLD
 from commprof.analysis.straggling import straggling
@@ -232,6 +234,52 @@ def test_waits_that_were_not_recorded_leave_the_cause_untold():
     assert (
         culprit == UNTOLD and said.startswith("Rank 2 was the last to come to ") and "cannot be told" in said
     )
+
+
+@pytest.mark.parametrize("kind", ["ring", "messages", "roots"])
+def test_the_verdict_does_not_depend_on_how_the_records_are_divided(kind, monkeypatch):
+    job = Job(3, hosts=HOSTS, rates={"h1": (20, 20)})
+    job = {"ring": steps, "messages": messages, "roots": broadcasts}[kind](job)
+    run, hosts = job.run(), dict(enumerate(job.hosts))
+    found = arrivals(
+        run.table("collectives"), run.table("clocks"), run.table("clock_offsets"), one_host=False
+    )
+    for most_values in (2_000_000, 40):  # all values, and a sample
+        monkeypatch.setattr(slow_paths, "_MOST_VALUES", most_values)
+        said = straggling([found], lambda part: part, 1, hosts).ranks.attrs
+        assert said["culprit"] == SLOW_TRANSFER or most_values == 40
+        for seed in range(3):
+            chance = random.Random(seed)
+            parts = [chance.randrange(7) for _ in range(found["collective"].to_numpy().max() + 1)]
+            part = pa.array([parts[each] for each in found["collective"].to_pylist()])
+            divided = [found.filter(pc.equal(part, number)) for number in chance.sample(range(7), 7)]
+            divided = [each for each in divided if len(each)]
+            assert straggling(divided, lambda part: part, 1, hosts).ranks.attrs == said
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_jitter_without_a_culprit_blames_nobody(seed):
+    """Every rank works as long as chance has it, also long, and transfers take as long as chance has it."""
+    chance = random.Random(seed)
+    job = Job(4, hosts=["h0", "h1", "h2", "h3"])
+    for step in range(12):
+        for rank in range(4):
+            job.do(rank, Step(step))
+            for _ in range(3):
+                job.do(rank, Compute(int(MS * chance.expovariate(1 / 5))), Call("all_reduce", MIB))
+    culprit, said = verdict(job)
+    assert culprit == NOBODY and "by itself" not in said and "low transfers" not in said, said
+
+
+def test_operations_that_disagree_leave_it_open_which_link_is_slow():
+    one = slow_paths.SlowPath(slow_paths.SENDS, ("host a",), 4.0, 1000)
+    other = slow_paths.SlowPath(slow_paths.RECEIVES, ("host b",), 4.0, 999)
+    for found in ([one, other], [other, one]):
+        slow = slow_paths.agreed(found)
+        assert slow.kind == slow_paths.EITHER and slow.ends == ("host a", "host b")
+    assert slow_paths.agreed([one, other._replace(extra_ns=100)]) == one  # the other costs far less
+    path = slow_paths.SlowPath(slow_paths.PATH, ("host a", "host c"), 4.0, 1200)
+    assert slow_paths.agreed([path, one]).ends == ("host a",)  # this end of the path
 
 
 def test_own_delay_and_inherited_add_up_to_the_lateness(tmp_path):

@@ -112,6 +112,12 @@ def test_answers_out_of_the_index_are_those_of_all_records(runs):
         pd.testing.assert_frame_equal(api.traffic(indexed, by), api.traffic(plain, by))
 
 
+@pytest.mark.parametrize("seed", [2675342405, 3909471971, 3, 20])
+def test_random_times_of_microseconds_blame_nobody(tmp_path, seed):
+    said = api.stragglers(mixed_run(random.Random(seed)).write(tmp_path / "run")).attrs
+    assert said == {"statement": None, "culprit": "nobody"}
+
+
 @pytest.mark.parametrize("reused", [True, False], ids=["numbers come twice", "numbers come once"])
 def test_the_tables_of_an_index_are_the_same_however_they_are_worked_out(tmp_path, monkeypatch, reused):
     seed = random.randrange(2**32)
