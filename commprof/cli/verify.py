@@ -45,7 +45,7 @@ def verify(
 ) -> int:
     """Close the ledger of a run: what its config requested, what was issued, executed and moved, and why they differ.
 
-    Exits with 0 when everything is explained, 1 when something is not, 3 when that cannot be told.
+    Exits with 0 when the ledger is closed, 1 when it has a mismatch, and 3 when a part cannot be told.
     """
     found = opened(run)
     with needed("analysis", "to verify a run"):
