@@ -71,7 +71,8 @@ def verify(
 
 def _tables(verdict: Verdict) -> list[Rows]:
     before = [row for row in verdict.rows if not row.steps]
-    inside = [row for row in verdict.rows if row.steps]
+    apart = [row for row in verdict.rows if _is_apart(row)]
+    inside = [row for row in verdict.rows if row.steps and not _is_apart(row)]
     tables = []
     if before:
         tables.append(_table("Before the first step, in total", before, 1))
@@ -79,7 +80,14 @@ def _tables(verdict: Verdict) -> list[Rows]:
         steps = inside[0].steps
         name = "Training: the one step" if steps == 1 else f"Per training step, mean of {steps} steps"
         tables.append(_table(name, inside, steps))
+    if apart:
+        tables.append(_table("Not in every step, or outside of the steps, in total", apart, 1))
     return tables
+
+
+def _is_apart(row: LedgerRow) -> bool:
+    """Whether no rule predicts the row and the steps cannot all have it alike: a mean over the steps is of none of them."""
+    return bool(row.steps) and row.requested_op is None and row.issued_count % row.steps != 0
 
 
 def _table(title: str, rows: Sequence[LedgerRow], steps: int) -> Rows:

@@ -96,9 +96,9 @@ class Runs:
         """Mean traffic of a training step: purpose, phase, op, intended_op, series, and each measure per step."""
         return self.of_run("traffic_by_purpose", name, traffic_frames.by_purpose)
 
-    def traffic_before_steps(self, name: str) -> pd.DataFrame:
-        """Traffic before the first training step: purpose, op, intended_op and the totals of each measure."""
-        return self.of_run("traffic_before_steps", name, traffic_frames.before_steps)
+    def traffic_outside_steps(self, name: str) -> pd.DataFrame:
+        """Traffic outside of all training steps: when, purpose, series and the totals of each measure."""
+        return self.of_run("traffic_outside_steps", name, traffic_frames.outside_steps)
 
     def step_times(self, name: str) -> pd.DataFrame:
         """One row per training step: see ``api.step_times``."""

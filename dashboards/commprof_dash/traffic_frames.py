@@ -9,11 +9,13 @@ from typing import Final
 import pandas as pd
 
 from commprof.analysis import api
-from commprof.schema import Op
+from commprof.schema import Op, Phase
 from commprof_dash.charts.series import with_series
 from commprof_dash.measures import MEASURES
 
 _MOST_BARS: Final = 240  # a browser draws them at once; more steps are drawn as means of neighbours
+_BEFORE: Final = "before the first step"
+_NAMED_OUTSIDE: Final = (Phase.EVALUATION, Phase.CHECKPOINT)
 _MEASURE_COLUMNS: Final = [measure.column for measure in MEASURES.values()]
 
 
@@ -36,12 +38,17 @@ def by_purpose(run: api.AnyRun) -> pd.DataFrame:
     return frame.assign(purpose=frame["purpose"].fillna("untagged").astype("str"))
 
 
-def before_steps(run: api.AnyRun) -> pd.DataFrame:
-    """Traffic before the first training step: purpose, op, intended_op and the totals of each measure."""
-    frame = _of_a_rank(run, ("step", "purpose", "op", "intended_op"))
+def outside_steps(run: api.AnyRun) -> pd.DataFrame:
+    """Traffic outside of all training steps: when, purpose, series and the totals of each measure."""
+    frame = _of_a_rank(run, ("step", "after_step", "phase", "purpose", "op", "intended_op"))
     frame = with_series(frame[frame["step"] < 0])
-    frame = frame.assign(purpose=frame["purpose"].fillna("untagged").astype("str"))
-    return frame.groupby(["purpose", "series"], as_index=False)[_MEASURE_COLUMNS].sum()
+    after = frame["phase"].where(frame["phase"].isin(_NAMED_OUTSIDE), "after the last step")
+    frame = frame.assign(
+        when=after.where(frame["after_step"].notna(), _BEFORE).astype("str"),
+        purpose=frame["purpose"].fillna("untagged").astype("str"),
+    )
+    sums = frame.groupby(["when", "purpose", "series"], as_index=False)[_MEASURE_COLUMNS].sum()
+    return sums.sort_values("when", key=lambda when: when != _BEFORE, kind="stable", ignore_index=True)
 
 
 def _of_a_rank(run: api.AnyRun, by: Sequence[str]) -> pd.DataFrame:

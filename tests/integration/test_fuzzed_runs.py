@@ -148,7 +148,7 @@ def read_as_the_dashboard_does(run: Path) -> None:
         runs.overview,
         runs.traffic_by_step,
         runs.traffic_by_purpose,
-        runs.traffic_before_steps,
+        runs.traffic_outside_steps,
         runs.step_times,
         runs.groups,
         runs.moved,

@@ -84,7 +84,7 @@ def rest(runs: Runs, name: str, scheme: Scheme) -> list[Component]:
         cards.columns(
             [
                 overview_cards.exposure(overview_data.exposure(runs, name), facts, scheme),
-                _before_steps(runs.traffic_before_steps(name), facts["steps"]),
+                _outside_steps(runs.traffic_outside_steps(name), facts["steps"]),
             ]
         ),
         overview_cards.resources(overview_data.resources(runs, name), scheme),
@@ -275,16 +275,17 @@ def _times(frame: pd.DataFrame, scheme: Scheme) -> Component:
     )
 
 
-def _before_steps(frame: pd.DataFrame, steps: int) -> Component:
-    title = "Before the first step" if steps else "The whole run, which has no training steps"
+def _outside_steps(frame: pd.DataFrame, steps: int) -> Component:
+    title = "Outside of the training steps" if steps else "The whole run, which has no training steps"
     if frame.empty:
-        return cards.empty_card("before-steps", title, "Nothing was issued before the first training step.")
+        return cards.empty_card("outside-steps", title, "Nothing was issued outside of the training steps.")
     return cards.table_card(
-        "before-steps",
+        "outside-steps",
         title,
         "Totals; no mean per step includes them.",
         frame,
         [
+            *([Field("when", "When")] if steps else []),
             Field("purpose", "Purpose"),
             Field("series", "Operation"),
             *[Field(one.column, one.name, one.format, numeric=True) for one in MEASURES.values()],

@@ -19,7 +19,7 @@ from commprof_dash.text_columns import text_column
 from commprof_dash.theme import Scheme
 
 _STATES: Final = {
-    "closed": ("The ledger is closed: every byte that was issued is explained", "good"),
+    "closed": ("The ledger is closed: every byte of training is explained", "good"),
     "mismatch": ("The ledger does not close", "error"),
     "unknown": ("Whether the ledger closes cannot be told", "warning"),
 }

@@ -95,3 +95,20 @@ def test_requested_says_whether_it_fits_and_in_which_precision(tmp_path, capsys)
     assert (answer["device_memory_bytes"], answer["fits"]) == (80 << 30, False)
     assert needed > 80 << 30
     assert "--device-memory" in shown(capsys, *words, "--device-memory", "80QB", code=2)
+
+
+def test_verify_lists_the_metric_of_one_evaluation_in_total(tmp_path, capsys):
+    made = SyntheticRun(world_size=2, config={"zero_optimization": {"stage": 1}})
+    made.add_parameters({"w": 1000})
+    for step in range(3):
+        made.add_step(step)
+        made.add_collective("all_reduce", payload_bytes=4000, step=step, purpose="gradient_reduce")
+    made.add_collective(
+        "all_reduce", payload_bytes=12, step=-1, after_step=2, phase="evaluation", purpose="metric"
+    )
+    execute(["verify", str(made.write(tmp_path / "run"))])
+    steps, _, apart = capsys.readouterr().out.partition(
+        "Not in every step, or outside of the steps, in total"
+    )
+    assert "metric" not in steps.partition("Per training step")[2]
+    assert ["issued", "all_reduce", "1", "12", "B"] in [line.split()[:5] for line in apart.splitlines()]

@@ -247,3 +247,24 @@ def test_the_server_serves_everything_itself(directory):
     assert addresses
     assert not [address for address in addresses if "//" in address.removeprefix("/")]
     assert client.get("/_dash-layout").status_code == 200
+
+
+def test_an_evaluation_is_not_listed_before_the_first_step(tmp_path):
+    path = SyntheticRun(world_size=2)
+    path.add_collective(
+        "broadcast", step=-1, phase="init", payload_bytes=64, purpose="parameter_broadcast", peer=0
+    )
+    path.add_step(0)
+    path.add_collective("all_reduce", step=0, payload_bytes=1000, purpose="gradient_reduce")
+    for phase in ("evaluation", "other"):
+        path.add_collective(
+            "all_reduce", step=-1, after_step=0, phase=phase, payload_bytes=8, purpose="metric"
+        )
+    path.write(tmp_path / "run")
+    frame = Runs(tmp_path).traffic_outside_steps("run")
+    assert list(zip(frame["when"], frame["purpose"], frame["payload_bytes"], strict=True)) == [
+        ("before the first step", "parameter_broadcast", 64),
+        ("after the last step", "metric", 8),
+        ("evaluation", "metric", 8),
+    ]
+    assert "Outside of the training steps" in text_of(draw(tmp_path, "/overview"))

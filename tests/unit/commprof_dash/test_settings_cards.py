@@ -328,4 +328,4 @@ def test_the_figures_of_a_run_measure_as_its_comparison_does(tmp_path):
     # all_reduce on two ranks sends the payload; each rank is in one group of either name
     assert by_step.groupby("step")["wire_bytes_per_step"].sum().tolist() == [2 << 20, 2 << 20]
     assert by_purpose["wire_bytes_per_step"].sum() == 2 << 20
-    assert runs.traffic_before_steps("shared").empty
+    assert runs.traffic_outside_steps("shared").empty
