@@ -15,7 +15,7 @@ from commprof.ledger.backends import Call, known
 from commprof.ledger.issue import Executed, Issued
 from commprof.ledger.lookup import combinations, where
 from commprof.ledger.survey import COLUMNS as SURVEYED
-from commprof.ledger.survey import GROUP, Survey
+from commprof.ledger.survey import GROUP, Survey, by_last_step
 from commprof.schema import OPS, Op, parse_ranks
 
 _P2P: Final = frozenset({Op.SEND, Op.RECV})
@@ -33,17 +33,17 @@ class Sending(NamedTuple):
 
 
 class Sendings:
-    """How often each :class:`Sending` was sent in each step."""
+    """How often each :class:`Sending` was sent in each step, and outside of the steps after it."""
 
     def __init__(self) -> None:
         self._steps: dict[int, Counter[Sending]] = defaultdict(Counter)
 
     def add(self, step: int, sending: Sending, count: int) -> None:
-        """``count`` times ``sending`` in ``step``."""
+        """``count`` times ``sending`` in ``step``, or outside of the steps after it."""
         self._steps[step][sending] += count
 
     def between(self, steps: tuple[int, int] | None) -> Mapping[Sending, int]:
-        """What was sent after the first of ``steps`` until the end of the last; None: in the whole run."""
+        """What was sent between the readings of both ``steps``, each taken before the next begins; None: in the whole run."""
         together: Counter[Sending] = Counter()
         for step, sent in self._steps.items():
             if steps is None or steps[0] < step <= steps[1]:
@@ -55,14 +55,15 @@ def sendings(parts: Iterable[pa.Table], survey: Survey, executed_ops: Executed, 
     """What was sent in each step.
 
     Args:
-        parts: the records, with :data:`COLUMNS` at least.
+        parts: the records, with :data:`COLUMNS` at least. What is outside of the steps counts to the step before it: a
+            reading for that step comes after it.
         survey: of the same records.
         executed_ops: says what the backend ran for each record, null where that is not known.
         sums: what is kept as sums only, without roots, receivers and splits.
     """
     found = Sendings()
     members: list[pa.Table] = []
-    for part in parts:
+    for part in map(by_last_step, parts):
         is_uneven = where(part, ["op", "backend"], _may_be_uneven)
         members.append(
             part.filter(pa.array(is_uneven)).select(

@@ -28,15 +28,16 @@ def sharded_optimizer(rank, world):
 
 def test_each_owner_sends_its_parameters_in_the_optimizer_step(tmp_path):
     run, _ = record(tmp_path / "run", 2, sharded_optimizer)
-    rows = calls(run, 1, "step", "phase", "op", "purpose", "owner", "peer", "payload_bytes")
+    rows = calls(run, 1, "step", "phase", "op", "purpose", "owner", "peer", "payload_bytes", "after_step")
     # The largest first, each to the rank that has the least: 15 to rank 0, 5 and 5 to rank 1.
     sent = [
         ("optimizer", "broadcast", "parameter_broadcast", owner, owner, size)
         for owner, size in ((0, 60), (1, 20), (1, 20))
     ]
-    assert [row for row in rows if row[1] == "optimizer"] == [(step, *row) for step in (0, 1) for row in sent]
+    in_steps = [row[:-1] for row in rows if row[1] == "optimizer"]
+    assert in_steps == [(step, *row) for step in (0, 1) for row in sent]
     gathered = [row for row in rows if row[3] == "checkpoint"]
-    assert gathered and {(row[0], row[1], row[2]) for row in gathered} == {(1, "checkpoint", "broadcast")}
+    assert gathered and {(row[7], *row[:3]) for row in gathered} == {(1, -1, "checkpoint", "broadcast")}
     assert None not in {row[3] for row in rows}
 
 
@@ -83,9 +84,9 @@ def checkpoint(rank, world, path):
 
 def test_checkpoints_are_a_phase_and_a_purpose(tmp_path):
     run, _ = record(tmp_path / "run", 2, checkpoint, str(tmp_path / "saved"))
-    rows = calls(run, 0, "step", "phase", "purpose")
+    rows = calls(run, 0, "step", "phase", "purpose", "after_step")
     saved = [row for row in rows if row[2] == "checkpoint"]
-    assert saved and set(saved) == {(0, "checkpoint", "checkpoint")}
+    assert saved and set(saved) == {(-1, "checkpoint", "checkpoint", 0)}
     assert {row[2] for row in rows} == {"checkpoint", "parameter_gather", "gradient_reduce"}
 
 

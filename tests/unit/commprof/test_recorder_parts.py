@@ -116,7 +116,7 @@ def boundaries(*rows):
         events.rows["step"].append(
             {"step": step, "micro_step": micro, "automatic": automatic, "time_ns": next(clock), "cpu_ns": 1}
         )
-    return build_steps(RankFile(0, 0, 1, 1), events)
+    return build_steps(events, {}, lambda start, stop: None)
 
 
 def test_steps_that_the_program_names_replace_those_found_by_themselves():
