@@ -156,20 +156,33 @@ def _wire(row: LedgerRow, level: str) -> float | None:
 
 
 def _moved(verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """Mean over the repeats of what all hosts sent; of a step where all were read at steps, else of the run."""
+    """Mean over the repeats of what all hosts sent; of a step where all were read at steps, else of the run.
+
+    What a step sent is without what evaluations and checkpoints between the readings sent by the model.
+    """
     counted = [verdict.moved for verdict in verdicts if verdict.moved]
     if not counted:
         reason = next(
             (verdict.sources.get("moved") for verdict in verdicts if verdict.sources.get("moved")), None
         )
         return {"level": "moved", "reason": reason or "no counters were read during the run"}
-    by_step = all(row.when == STEPS and row.steps for rows in counted for row in rows)
-    sent = [sum(row.sent_bytes / (row.steps if by_step else 1) for row in rows) for rows in counted]
+    by_step = all(
+        row.when == STEPS and row.steps and row.outside_bytes is not None for rows in counted for row in rows
+    )
+    sent = [
+        sum(
+            (row.sent_bytes - (row.outside_bytes or 0)) / row.steps if by_step else row.sent_bytes
+            for row in rows
+        )
+        for rows in counted
+    ]
+    left_out = sum(row.outside_bytes or 0 for rows in counted for row in rows) if by_step else 0
+    said = f"without {round(left_out):,} bytes that are modelled outside of the steps" if left_out else None
     return {
         "level": "moved",
         "moved_bytes": sum(sent) / len(sent),
         "moved_over": "step" if by_step else "run",
-        "reason": _joined(row.reason for rows in counted for row in rows),
+        "reason": _joined([said, *(row.reason for rows in counted for row in rows)]),
     }
 
 

@@ -66,7 +66,8 @@ class Moved(NamedTuple):
 
     ``expected_bytes`` is None, with its ``reason``, where the two cannot be compared. ``allowed_bytes`` is what the
     backend's own words and what TCP sent again may add to it; None where more than expected is not judged.
-    ``header_bytes``: of the packets sent, where these were counted.
+    ``header_bytes``: of the packets sent, where these were counted. ``outside_bytes``: what the model has of evaluations,
+    checkpoints and the time after the last step; None where that is not known.
     """
 
     host: str
@@ -79,6 +80,7 @@ class Moved(NamedTuple):
     reason: str | None
     allowed_bytes: float | None = None
     header_bytes: int | None = None
+    outside_bytes: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,8 +125,11 @@ def moved(
             counted.append(_counted(host, label, [by_device[host, device] for device in devices]))
     modelled = _on_one_host if on_one else _between_hosts
     models = {steps: modelled(sendings.between(steps), hosts) for steps in {one.steps for one in counted}}
+    outside = {steps: modelled(sendings.outside(steps), hosts) for steps in models}
     rows = [
-        _beside(one, models[one.steps], on_one, None if one.steps else uncovered.get(one.host))
+        _beside(one, models[one.steps], on_one, None if one.steps else uncovered.get(one.host))._replace(
+            outside_bytes=_known(outside[one.steps], one.host)
+        )
         for one in counted
     ]
     return Movement(tuple(rows), None if on_one else _together(counted, rows, models, set(hosts.values())))
@@ -201,6 +204,10 @@ def _between_hosts(sent: Mapping[Sending, int], hosts: Mapping[int, str]) -> _Mo
         else:
             model.unknown = UNKNOWN_HOSTS
     return model
+
+
+def _known(model: _Model, host: str) -> float | None:
+    return None if model.unknown or model.uneven else model.sent.get(host, 0.0)
 
 
 def _beside(one: _Counted, model: _Model, on_one: bool, left_out: str | None) -> Moved:

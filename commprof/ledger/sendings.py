@@ -20,7 +20,17 @@ from commprof.schema import OPS, Op, parse_ranks
 
 _P2P: Final = frozenset({Op.SEND, Op.RECV})
 _UNEVEN_BUT_ON_GLOO: Final = frozenset({Op.ALL_GATHER, Op.REDUCE_SCATTER})
-_OF_RECORD: Final = ("step", "op", "backend", "group_ranks", "group_size", "payload_bytes", "peer", "rank")
+_OF_RECORD: Final = (
+    "step",
+    "after_step",
+    "op",
+    "backend",
+    "group_ranks",
+    "group_size",
+    "payload_bytes",
+    "peer",
+    "rank",
+)
 _SIZES: Final = ("input_bytes", "output_bytes")
 COLUMNS: Final = tuple(dict.fromkeys((*SURVEYED, *_OF_RECORD, *_SIZES)))
 
@@ -37,18 +47,29 @@ class Sendings:
 
     def __init__(self) -> None:
         self._steps: dict[int, Counter[Sending]] = defaultdict(Counter)
+        self._outside: dict[int, Counter[Sending]] = defaultdict(Counter)
 
-    def add(self, step: int, sending: Sending, count: int) -> None:
+    def add(self, step: int, sending: Sending, count: int, is_outside: bool = False) -> None:
         """``count`` times ``sending`` in ``step``, or outside of the steps after it."""
         self._steps[step][sending] += count
+        if is_outside:
+            self._outside[step][sending] += count
 
     def between(self, steps: tuple[int, int] | None) -> Mapping[Sending, int]:
-        """What was sent between the readings of both ``steps``, each taken before the next begins; None: in the whole run."""
-        together: Counter[Sending] = Counter()
-        for step, sent in self._steps.items():
-            if steps is None or steps[0] < step <= steps[1]:
-                together.update(sent)
-        return together
+        """What was sent between the readings of both ``steps``, each before the next begins; None: in the whole run."""
+        return _between(self._steps, steps)
+
+    def outside(self, steps: tuple[int, int] | None) -> Mapping[Sending, int]:
+        """What of that is outside of the steps: evaluations, checkpoints, and what follows the last step."""
+        return _between(self._outside, steps)
+
+
+def _between(sent: Mapping[int, Counter[Sending]], steps: tuple[int, int] | None) -> Counter[Sending]:
+    together: Counter[Sending] = Counter()
+    for step, counts in sent.items():
+        if steps is None or steps[0] < step <= steps[1]:
+            together.update(counts)
+    return together
 
 
 def sendings(parts: Iterable[pa.Table], survey: Survey, executed_ops: Executed, sums: Issued) -> Sendings:
@@ -98,7 +119,7 @@ def _add(found: Sendings, row: Mapping[str, Any], count: int) -> None:
         call = call._replace(sender=sender, receiver=receiver)
     else:
         call = call._replace(root=peer)
-    found.add(row["step"], Sending(call, members), count)
+    found.add(row["step"], Sending(call, members), count, row["after_step"] is not None)
 
 
 def _ran(row: Mapping[str, Any]) -> str:
@@ -120,4 +141,5 @@ def _add_uneven(found: Sendings, rows: pa.Table) -> None:
         inputs, outputs = (tuple(one[name] for one in ranks) if whole else () for name in _SIZES)
         size = round(sum(one["payload_bytes"] for one in ranks) / len(ranks))
         call = Call(first["backend"], first["op"], size, first["group_size"], inputs=inputs, outputs=outputs)
-        found.add(first["step"], Sending(call, parse_ranks(first["group_ranks"])), 1)
+        sending = Sending(call, parse_ranks(first["group_ranks"]))
+        found.add(first["step"], sending, 1, first["after_step"] is not None)

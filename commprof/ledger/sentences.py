@@ -166,6 +166,10 @@ def moved_sentence(row: Moved) -> str:
     together = row.host == movement.ALL_HOSTS
     who = "All hosts together" if together else f"Host {row.host}"
     through = "" if together else f" through {row.device}"
+    if row.when == STEPS and row.outside_bytes:
+        over += (
+            f" and the evaluations and checkpoints after them ({round(row.outside_bytes):,} bytes modelled)"
+        )
     head = f"{who} sent {row.sent_bytes:,} bytes{through} {over} (counters of the whole host)"
     if row.expected_bytes is None:
         return f"{head}; not compared: {row.reason}."

@@ -41,7 +41,9 @@ if dist.get_rank() == 0:
 dist.all_reduce(torch.ones(2**20))
 dist.destroy_process_group()
 """
-OF_STEPS = 2 * STEPS + 4 * (STEPS // 2) + 1
+OUTSIDE = 4 * (STEPS // 2) + 1
+OF_STEPS = 2 * STEPS + OUTSIDE
+BEFORE_AN_EVALUATION = STEPS // 2  # behind the optimizer: between two steps, so outside with the evaluation
 
 
 def test_what_moved_is_held_to_the_evaluations_and_checkpoints_between_the_readings_too(tmp_path):
@@ -51,6 +53,7 @@ def test_what_moved_is_held_to_the_evaluations_and_checkpoints_between_the_readi
     (moved,) = told["moved"]
     assert (moved["when"], moved["steps"]) == ("steps", STEPS)
     assert moved["expected_bytes"] == OF_STEPS * 2 * SIZE
+    assert moved["outside_bytes"] == (OUTSIDE + BEFORE_AN_EVALUATION) * 2 * SIZE
     assert 1 <= moved["sent_bytes"] / moved["expected_bytes"] < 1.03
     text = commprof("verify", "run", cwd=tmp_path).stdout
     assert "Mismatch" not in text and "1.00" in text, text

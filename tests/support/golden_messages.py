@@ -16,10 +16,7 @@ def messages(run: Any, steps: tuple[int, ...] = (-1, 1)) -> list[tuple[str, ...]
     rows = [
         row
         for row in run.table("collectives").to_pylist()
-        if row["rank"] == 0
-        and row["step"] in steps
-        and row["after_step"] is None
-        and row["op"] != "recv"
+        if row["rank"] == 0 and row["step"] in steps and row["after_step"] is None and row["op"] != "recv"
     ]
     counted = Counter(tuple("" if row[name] is None else str(row[name]) for name in SHOWN) for row in rows)
     return sorted((*key, str(count)) for key, count in counted.items())

@@ -11,7 +11,6 @@ from commprof.recorder.clocks import read_clocks
 from commprof.recorder.counters import InterfaceCounters, parse_net_dev
 from commprof.recorder.progress import OptimizerCycle, Progress
 from commprof.trace.events import Events
-from commprof.trace.layout import RankFile
 from commprof.trace.steps import build_steps
 
 
