@@ -108,7 +108,7 @@ def ranks(frame: pd.DataFrame, labels: Sequence[str], scheme: Scheme) -> go.Figu
     return figure(
         Lanes(labels, _DIRECTIONS, marks=marks, notes=notes),
         unit="bytes",
-        title="Wire bytes of a rank per step, modelled",
+        title="Wire bytes of a rank per step, modelled, as issued",
         scheme=scheme,
     )
 

@@ -134,7 +134,7 @@ def _tiles(found: buckets_data.Shown, group: str, groups: int) -> Component:
             cards.tile(
                 "Wire bytes of the step",
                 api.format_bytes(rows["wire_bytes"].sum() / steps) if sent else "not known",
-                "modelled: what a rank of a group sends"
+                "modelled for the operation as issued: what a rank of a group sends"
                 + (f", added up over {groups} groups" if groups > 1 else "")
                 if sent
                 else "no record carries the number of a bucket",

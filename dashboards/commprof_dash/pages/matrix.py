@@ -35,7 +35,8 @@ MODELLED: Final = Measure(
     "wire_bytes",
     "Wire bytes",
     "bytes",
-    "modelled: what each rank sends to each other; its rows and columns add up to the wire bytes of the ranks",
+    "modelled for the operations as issued: what each rank sends to each other; its rows and columns add up to the wire "
+    "bytes of the ranks",
 )
 MESSAGES: Final = Measure(
     "messages",

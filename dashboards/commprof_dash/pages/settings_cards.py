@@ -191,7 +191,8 @@ def ranks(frame: pd.DataFrame, labels: Sequence[str], scheme: Scheme) -> Compone
     return cards.figure_card(
         "ranks",
         title,
-        "Wire bytes per step, modelled, by where the data comes from and goes to: a reduce to an owner loads that rank, a "
+        "Wire bytes per step, modelled for the operations as issued, by where the data comes from and goes to: "
+        "a reduce to an owner loads that rank, a "
         f"ring loads all alike. One point per rank; the number is the largest in means.{missing}",
         charts.ranks(frame, shown, scheme),
         frame,
