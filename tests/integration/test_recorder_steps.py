@@ -172,3 +172,23 @@ def test_several_optimizers_make_one_step(tmp_path, body):
     assert calls(run, 0, "step") == [*steps, -1]
     rows = [row for row in run.table("steps").to_pylist() if row["rank"] == 0]
     assert [row["micro_steps"] for row in rows] == [1] * STEPS
+
+
+LOADING, SAMPLES = 0.1, 8
+
+
+def with_slow_input(rank, world):
+    model, optimizer = made()
+    for _ in range(STEPS):
+        time.sleep(LOADING)
+        trained(model, optimizer, torch.ones(SAMPLES, 4))
+        commprof.metric("samples", SAMPLES)
+        evaluated(model)
+
+
+def test_samples_per_second_are_of_the_loading_and_the_steps_but_not_of_evaluations(tmp_path):
+    from commprof.analysis import api
+
+    run, _ = record(tmp_path / "run", 2, with_slow_input)
+    rate = api.resources([run.path])["samples_per_second"].iloc[0]
+    assert 2 * SAMPLES / (LOADING + PAUSE) < rate <= 2 * SAMPLES / LOADING  # of both ranks
