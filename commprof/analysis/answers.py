@@ -19,7 +19,7 @@ _MEASURES: Final = (
     Column(
         "wire_bytes",
         "float64",
-        "wire, modelled: mean bytes that a rank of the group sends, a message its bytes, summed over the collectives",
+        "wire, modelled as issued: mean bytes that a rank of the group sends, a message its bytes, over the collectives",
         unit="bytes",
     ),
     Column(
@@ -85,7 +85,10 @@ STEP_TIMES: Final = Table(
         Column("collectives", "int64", "collectives, each counted once, without barriers"),
         Column("payload_bytes", "int64", "payload: S of nccl-tests, summed over them", unit="bytes"),
         Column(
-            "wire_bytes", "float64", "wire, modelled: mean bytes that a rank of the group sends", unit="bytes"
+            "wire_bytes",
+            "float64",
+            "wire, modelled as issued: mean bytes that a rank of the group sends",
+            unit="bytes",
         ),
         Column(
             "exposed_ns",
@@ -243,7 +246,10 @@ STEP_TOTALS: Final = Table(
         _GROUPS,
         *(c for c in _MEASURES if c.name in ("collectives", "payload_bytes")),
         Column(
-            "wire_bytes", "float64", "wire, modelled: mean bytes that a rank of the job sends", unit="bytes"
+            "wire_bytes",
+            "float64",
+            "wire, modelled as issued: mean bytes that a rank of the job sends",
+            unit="bytes",
         ),
         Column(
             "executed_wire_bytes",
@@ -406,7 +412,10 @@ REQUESTED: Final = Table(
         Column("count", "int64", "how many of them"),
         Column("payload_bytes", "int64", "payload: S of nccl-tests, of all of them", unit="bytes"),
         Column(
-            "wire_bytes", "float64", "wire, modelled: mean bytes that a rank of the group sends", unit="bytes"
+            "wire_bytes",
+            "float64",
+            "wire, modelled as issued: mean bytes that a rank of the group sends",
+            unit="bytes",
         ),
         Column("exact", "bool", "false where count needs the order in which gradients arrived"),
         Column("note", "string", "what a reader should know"),

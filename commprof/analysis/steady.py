@@ -96,8 +96,18 @@ def _judge(named: dict[str, Any], by_step: Mapping[Step, Mapping[str, Any]], fou
             beyond = {
                 name: (sent[name] or 0) - (0 if expected is None else expected[name]) for name in COUNTED
             }
+            if EXECUTED in sent:
+                beyond[EXECUTED] = _beyond_executed(sent[EXECUTED], value, every)
             if beyond["collectives"] > 0 or beyond["payload_bytes"] > 0:
                 found.one_offs.append({**named, "attempt": step[0], "step": step[1], **beyond})
+
+
+def _beyond_executed(sent: float | None, value: Mapping[str, Any] | None, every: int | None) -> float | None:
+    """What the backend ran beyond what it runs in each step; None where one of them is not known."""
+    usual = 0.0 if value is None else value[EXECUTED]
+    if sent is None or sent != sent or usual is None:
+        return None
+    return sent - usual * (every or 0)
 
 
 def _counts(sent: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from commprof.analysis import buckets as buckets_module
 from commprof.analysis import exposure as exposure_module
@@ -24,6 +25,7 @@ from commprof.analysis.index import Index, index_if_there
 from commprof.analysis.index_sums import BUCKET_FLUSHES, BUCKET_MEANS, EXPOSURES, rows_of
 from commprof.analysis.sum_tables import HELD_COLUMNS, MEASURES, OPERATIONS
 from commprof.analysis.whole_collectives import columns_of, of_scan
+from commprof.ledger.executed import NCCL, executed_factors
 from commprof.trace.reader import Run, Scan
 
 __all__ = [
@@ -42,8 +44,38 @@ _LOWEST_RANK: Final = "cast(regexp_extract(group_ranks, '[0-9]+') as bigint) nul
 
 
 def operations(run: Run, columns: Sequence[str]) -> pa.Table:
-    """The operations of ``run``, added up by ``columns`` at least: rows of it are sums, and sums of them hold."""
-    wanted = tuple(dict.fromkeys(columns))
+    """The operations of ``run``, added up by ``columns`` at least: rows of it are sums, and sums of them hold.
+
+    What NCCL ran for them is taken from the alignment with its log that the run keeps.
+    """
+    found = _operations(run, tuple(dict.fromkeys((*columns, "op", "backend"))))
+    unknown = pc.and_kleene(pc.greater(found["unexecuted"], 0), pc.equal(found["backend"], NCCL))
+    if not pc.any(unknown).as_py():
+        return found
+    factors = _executed_factors(run)
+    factor = pa.array((factors.get(op) for op in found["op"].to_pylist()), pa.float64())
+    known = pc.and_kleene(unknown, pc.is_valid(factor))
+    for name, value in (
+        ("executed_share", pc.multiply(pc.cast(found["wire_share"], pa.float64(), safe=False), factor)),
+        ("unexecuted", pa.scalar(0, pa.int64())),
+    ):
+        at = found.column_names.index(name)
+        cast = pc.cast(value, found[name].type)
+        found = found.set_column(at, name, pc.if_else(known, cast, found[name]))
+    return found
+
+
+def _executed_factors(run: Run) -> dict[str, float]:
+    """What :func:`commprof.ledger.executed.executed_factors` says, worked out once for an opened run."""
+    key = ("executed_factors",)
+    if key not in run.kept:
+        factors = executed_factors(run)
+        run.kept[key] = pa.table({"op": list(factors), "factor": pa.array(factors.values(), pa.float64())})
+    return dict(zip(*(column.to_pylist() for column in run.kept[key].columns), strict=True))
+
+
+def _operations(run: Run, wanted: tuple[str, ...]) -> pa.Table:
+    """The operations by the columns ``wanted`` at least, as the records alone tell."""
     index = index_if_there(run.path) if set(wanted) <= set(HELD_COLUMNS) else None
     kept = _kept(run, index)
     for name, *held in sorted(kept, key=len):

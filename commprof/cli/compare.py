@@ -28,7 +28,8 @@ LEGEND: Final = (
     "for where that is another; with (no purposes), nothing says which collectives reduce gradients, and all of a "
     "step that have no purpose are listed. Bytes and times are of one training step: payload, S of nccl-tests, of all "
     "groups; wire, modelled, what a rank of the job sends, the mean over all its ranks, for what the backend runs "
-    "where that is known (gloo); as issued, the same for the operations that were issued, where it differs; time, "
+    "(gloo's behaviour is known, NCCL's from an aligned log); as issued, the same for the operations that were issued, "
+    "where it differs or nobody knows what ran; time, "
     "median without the first step, with its 95 % interval; exposed, as in the report of a run."
 )
 
@@ -146,7 +147,7 @@ def comparison_table(
             rendering.text(row["requested_op"]),
             _issued(row),
             rendering.number_of_bytes(_rounded(row["payload_bytes_per_step"])),
-            rendering.number_of_bytes(_rounded(_wire(row))),
+            rendering.number_of_bytes(_rounded(row[_EXECUTED])),
             *([rendering.number_of_bytes(_rounded(row[_ISSUED])) if _differ(row) else ""] if both else []),
             rendering.spread(*(row[f"step_time_{end}ns"] for end in ("", "low_", "high_"))),
             exposed_time(row) or rendering.MISSING,
@@ -157,13 +158,17 @@ def comparison_table(
     return Rows(headings, cells)
 
 
-def _wire(row: Mapping[str, Any]) -> Any:
-    """Of what the backend runs, where that is known; else as issued."""
-    return row[_ISSUED if rendering.is_missing(row[_EXECUTED]) else _EXECUTED]
+def _measure(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """The column of the wire bytes that a table shows, and what stands behind its name: of one kind for all ``rows``."""
+    unknown = any(rendering.is_missing(row[_EXECUTED]) for row in rows)
+    return (_ISSUED, ", as issued") if unknown else (_EXECUTED, "")
 
 
 def _differ(row: Mapping[str, Any]) -> bool:
-    return bool(_rounded(_wire(row)) != _rounded(row[_ISSUED]))
+    """Whether the backend ran what costs another number of bytes, or nobody knows what it ran."""
+    if rendering.is_missing(row[_ISSUED]):
+        return False
+    return bool(_rounded(row[_EXECUTED]) != _rounded(row[_ISSUED]))
 
 
 def _issued(row: Mapping[str, Any]) -> str:
@@ -177,12 +182,13 @@ def operations_table(
     rows: Sequence[Mapping[str, Any]], traffic: Sequence[Mapping[str, Any]], labels: Sequence[str]
 ) -> Rows:
     """Wire bytes of a step by issued operation: the columns of those that any setting issues."""
+    column, kind = _measure(traffic)
     sums: dict[str, dict[str, float]] = {}
     for row in traffic:
         of_setting = sums.setdefault(str(row["label"]), {})
-        of_setting[row["op"]] = of_setting.get(row["op"], 0.0) + _wire(row)
+        of_setting[row["op"]] = of_setting.get(row["op"], 0.0) + row[column]
     used = [op for op in OPS if any(of_setting.get(op) for of_setting in sums.values())]
-    headings = (Heading("wire by operation"), *(Heading(op, number=True) for op in used))
+    headings = (Heading(f"wire by operation{kind}"), *(Heading(op, number=True) for op in used))
     cells = [
         (label, *(rendering.number_of_bytes(_cell(row, sums, op)) for op in used))
         for row, label in zip(rows, labels, strict=True)
@@ -201,16 +207,17 @@ def groups_table(
     rows: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], labels: Sequence[str]
 ) -> Rows:
     """Wire bytes of a step by name and size of the group; without columns where every setting has one kind only."""
+    column, which = _measure(groups)
     sums: dict[str, dict[str, float]] = {}
     for row in groups:
         kind = f"{rendering.text(row['group_desc'])}\nof {row['group_size']}"
         of_setting = sums.setdefault(str(row["label"]), {})
-        of_setting[kind] = of_setting.get(kind, 0.0) + _wire(row)
+        of_setting[kind] = of_setting.get(kind, 0.0) + row[column]
     several = any(len(of_setting) > 1 for of_setting in sums.values())
     kinds = (
         list(dict.fromkeys(kind for of_setting in sums.values() for kind in of_setting)) if several else []
     )
-    headings = (Heading("wire by group"), *(Heading(kind, number=True) for kind in kinds))
+    headings = (Heading(f"wire by group{which}"), *(Heading(kind, number=True) for kind in kinds))
     cells = [
         (
             label,

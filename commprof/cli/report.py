@@ -32,7 +32,7 @@ _UNNAMED: Final = (rendering.MISSING, "default_pg")  # of groups that the progra
 _SUMMED: Final = ("collectives", "records", "payload_bytes", "wire_bytes", "host_ns")
 _KEY: Final = ("purpose", "op", "intended_op", "group_desc", "group_ranks")
 _OUTSIDE: Final = {"evaluation": "evaluation", "checkpoint": "checkpoint", "other": "after the last step"}
-_OUTSIDE_HEADINGS: Final = ("times", "time", "calls", "payload", "wire")
+_OUTSIDE_HEADINGS: Final = ("times", "time", "calls", "payload", "wire", "as issued")
 _EXECUTED: Final = "executed_wire_bytes"
 _FIRST_HEADINGS: Final = (
     Heading("purpose, operation"),
@@ -46,9 +46,9 @@ _IN_CALLS: Final = Heading("in calls", number=True)
 _MOST_COMPARED: Final = 1_000_000  # records whose arrivals are compared for a report: a few seconds
 LEGEND: Final = (
     "payload: S of nccl-tests. wire: modelled, the mean that a rank of the group sends for each collective and the bytes of "
-    "each message, added up; the bytes of a message stand at its send. wire is of what the backend runs, where that is "
-    "known (gloo); as issued: of the issued operation, where it differs. in calls: time in the issuing calls, mean over "
-    "the ranks, which is no exposed time. A dash: not known."
+    "each message, added up; the bytes of a message stand at its send. wire is of what the backend runs (gloo's behaviour "
+    "is known, NCCL's from an aligned log); as issued: of the issued operation, where it differs or nobody knows what ran. "
+    "in calls: time in the issuing calls, mean over the ranks, which is no exposed time. A dash: not known."
 )
 
 
@@ -183,17 +183,23 @@ def _steady_parts(rows: Sequence[Mapping[str, Any]], whole: Sequence[tuple[int, 
                 f"{each[0]['purpose'] or '(no purpose given)'}, {each[0]['op']}",
                 _group(each[0]),
                 rendering.count(sum(row["collectives"] for row in each)),
-                *(
-                    rendering.number_of_bytes(round(sum(row[name] for row in each)))
-                    for name in ("payload_bytes", "wire_bytes")
-                ),
+                *_sent(each),
                 when(each),
             )
             for each in once.values()
         ]
-        yield Rows(
-            (*_FIRST_HEADINGS, Heading("when")), cells, title="Not in every step, in total, in no mean"
-        )
+        headings = (*_FIRST_HEADINGS, _AS_ISSUED, Heading("when"))
+        yield Rows(headings, cells, title="Not in every step, in total, in no mean")
+
+
+def _sent(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str, str]:
+    """Payload, and wire bytes of what the backend ran and as issued, of ``rows`` together."""
+    unknown = any(rendering.is_missing(row[_EXECUTED]) for row in rows)
+    return (
+        rendering.number_of_bytes(round(sum(row["payload_bytes"] for row in rows))),
+        rendering.number_of_bytes(None if unknown else round(sum(row[_EXECUTED] for row in rows))),
+        rendering.number_of_bytes(round(sum(row["wire_bytes"] for row in rows))),
+    )
 
 
 def _rhythm(row: Mapping[str, Any]) -> str:
@@ -229,10 +235,7 @@ def outside_parts(
                 rendering.count(len(times)) if phase != "other" else "",
                 rendering.duration(sum(known)) if len(known) == len(times) and known else rendering.MISSING,
                 rendering.count(sum(row["collectives"] for row in sent)),
-                *(
-                    rendering.number_of_bytes(round(sum(row[column] for row in sent)))
-                    for column in ("payload_bytes", "wire_bytes")
-                ),
+                *_sent(sent),
             )
         )
     if cells:
@@ -276,9 +279,10 @@ def _table(
         for column in _SUMMED:
             if not rendering.is_missing(row[column]):
                 into[column] = (into[column] or 0.0) + float(row[column])
-        # Where it is not known of all of them what the backend ran, the sum is as issued.
-        executed = row["wire_bytes" if rendering.is_missing(row[_EXECUTED]) else _EXECUTED]
-        into[_EXECUTED] = (into.get(_EXECUTED) or 0.0) + float(executed)
+        # Where it is not known of one of them what the backend ran, it is not known of the sum.
+        before, executed = into.get(_EXECUTED, 0.0), row[_EXECUTED]
+        unknown = before is None or rendering.is_missing(executed)
+        into[_EXECUTED] = None if unknown else before + float(executed)
     both = any(_differ(each, steps) for each in sums.values())
     headings = (*_FIRST_HEADINGS, *([_AS_ISSUED] if both else []), _IN_CALLS)
     blank = [""] * (len(headings) - 1)
@@ -296,8 +300,10 @@ def _table(
 
 
 def _differ(sums: Mapping[str, float | None], steps: int) -> bool:
-    """Whether the backend sends other bytes than the operation that was issued would."""
-    return round((sums["wire_bytes"] or 0.0) / steps) != round((sums[_EXECUTED] or 0.0) / steps)
+    """Whether the backend sends other bytes than the operation that was issued would, or nobody knows what it sends."""
+    return sums[_EXECUTED] is None or round((sums["wire_bytes"] or 0.0) / steps) != round(
+        (sums[_EXECUTED] or 0.0) / steps
+    )
 
 
 def _group(row: Mapping[str, Any]) -> str:

@@ -16,10 +16,11 @@ from commprof.ledger.issue import Executed as Ops
 from commprof.ledger.log_lines import LINE_COLUMNS, MATCH_COLUMNS, LogLines, Writer
 from commprof.ledger.lookup import combinations, each_for, numbers_of, where
 from commprof.ledger.request import RecordedRun
-from commprof.schema import Op
+from commprof.schema import Op, wire_bytes
 
 NCCL: Final = "nccl"
 _MOST_NAMED: Final = 4
+_PROBED_BYTES: Final = 1024  # any: the model is proportional to it
 _P2P: Final = frozenset({Op.SEND, Op.RECV})
 _LISTING: Final = ("rank", "attempt", "pid", "pg")  # whose collectives a Flight Recorder lists by themselves
 _LISTED: Final = (*_LISTING, "seq", "op", "backend", "backend_method", "group_size")
@@ -98,6 +99,33 @@ def _from_log(run: RecordedRun) -> Executed:
     return Executed(lines.executed_ops, source, tuple(problems), tuple(doubts))
 
 
+def executed_factors(run: RecordedRun) -> dict[str, float]:
+    """Of the operations issued to NCCL: modelled bytes of what ran, by those of what was issued.
+
+    Out of the alignment that the run keeps. An operation is missing where a record of it has no line, or its records ran as
+    operations of unlike cost. All are missing without an alignment, where the log is of other processes, and where sums
+    were kept.
+    """
+    lines = _kept_lines(run)
+    if not lines.states or _strangers(run, lines) or len(run.table("aggregates")):
+        return {}
+    found: dict[str, set[float | None]] = defaultdict(set)
+    for part in run.parts("collectives", ("rank", "attempt", "pid", "seq", "op", "backend")):
+        rows = part.filter(pa.array(where(part, ["backend"], lambda name: name == NCCL)))
+        pairs = pa.table({"op": rows["op"], "ran": lines.executed_ops(rows)})
+        for (op, ran), _ in combinations(pairs, ["op", "ran"]):
+            found[op].add(None if ran is None else _factor(op, ran))
+    return {op: one for op, (one, *more) in found.items() if one is not None and not more}
+
+
+def _factor(op: str, ran: str) -> float:
+    """A line of several operations, and of messages, carries what was issued."""
+    if "+" in ran or ran in _P2P or op in _P2P:
+        return 1.0
+    issued = wire_bytes(op, _PROBED_BYTES, 2)
+    return wire_bytes(ran, _PROBED_BYTES, 2) / issued if issued else 1.0
+
+
 def _ambiguous_extra(comm_matches: pa.Table) -> int:
     """How many of the ambiguous lines have no record at least."""
     return int(pc.sum(comm_matches["ambiguous_extra"]).as_py() or 0)
@@ -136,11 +164,7 @@ def _lines_of(run: RecordedRun) -> LogLines:
     Raises:
         CommprofError: there are no logs, or they cannot be read.
     """
-    lines = LogLines()
-    for part in run.parts("nccl_ops", LINE_COLUMNS):
-        lines.add_printed(part)
-    for part in run.parts("matches", MATCH_COLUMNS):
-        lines.add_matches(part)
+    lines = _kept_lines(run)
     if lines.states:
         lines.ambiguous_extra = _ambiguous_extra(run.table("comm_matches"))
         return lines
@@ -155,6 +179,16 @@ def _lines_of(run: RecordedRun) -> LogLines:
     lines.add_printed(parsed.ops)
     lines.add_matches(report.matches)
     lines.ambiguous_extra = _ambiguous_extra(report.comm_matches)
+    return lines
+
+
+def _kept_lines(run: RecordedRun) -> LogLines:
+    """The lines and the alignment that the run keeps; without states where it keeps none."""
+    lines = LogLines()
+    for part in run.parts("nccl_ops", LINE_COLUMNS):
+        lines.add_printed(part)
+    for part in run.parts("matches", MATCH_COLUMNS):
+        lines.add_matches(part)
     return lines
 
 

@@ -244,7 +244,7 @@ def _table(frame: pd.DataFrame, name: str, step: str, group: str | None) -> Comp
             Field("owners", "Owners", _owners),
             Field("series", "Reduced by"),
             Field("collectives", "Collectives", format_count, numeric=True),
-            Field("wire_bytes", "Wire bytes", api.format_bytes, numeric=True),
+            Field("wire_bytes", "Wire bytes, as issued", api.format_bytes, numeric=True),
             Field("duration_ns", "Took", api.format_ns, numeric=True),
             Field("exposed_ns", "Exposed", api.format_ns, numeric=True),
         ],

@@ -33,7 +33,7 @@ UNTAGGED: Final = "untagged"
 MODELLED: Final = Measure(
     "wire",
     "wire_bytes",
-    "Wire bytes",
+    "Wire bytes, as issued",
     "bytes",
     "modelled for the operations as issued: what each rank sends to each other; its rows and columns add up to the wire "
     "bytes of the ranks",
@@ -133,7 +133,7 @@ def _matrix(frame: pd.DataFrame, measure: Measure, op: str | None, scheme: Schem
         [
             Field("sender", "From rank", rank, numeric=True),
             Field("receiver", "To rank", rank, numeric=True),
-            Field("wire_bytes", "Wire bytes", api.format_bytes, numeric=True),
+            Field("wire_bytes", "Wire bytes, as issued", api.format_bytes, numeric=True),
             Field("message_bytes", "of these sends", api.format_bytes, numeric=True),
         ],
         most_rows=_TABLE_ROWS,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from commprof.analysis import api
 from commprof.cli import execute
+from commprof.trace.reader import open_run
 from support.runs import SyntheticRun
 
 MIB = 2**20
@@ -122,3 +124,76 @@ def test_the_counters_speak_up_against_a_recommendation(tmp_path, capsys):
         "But the counters saw more of it: reduction=pairs moved 4.00 MiB a step on all interfaces, reduction=owners "
         "3.00 MiB" in text
     )
+
+
+def logged_run(directory, *, lost=False):
+    """A run on NCCL and its log: in a step two all_reduces of 4 MiB and an all_gather of 8 MiB, on 2 ranks."""
+    made = SyntheticRun(world_size=2, backend="nccl")
+    for step in range(3):
+        made.add_step(step)
+        for op, size in (("all_reduce", 4), ("all_reduce", 4), ("all_gather", 8)):
+            made.add_collective(op, payload_bytes=size * MIB, step=step, purpose="gradient_reduce")
+    run = made.write(directory / "run")
+    (run / "nccl").mkdir()
+    for rank in (0, 1):
+        head, comm = f"host-a:{1000 + rank}:{1000 + rank} [{rank}] NCCL INFO ", f"comm 0x55{rank}0"
+        text = (
+            f"{head}ncclCommInitRank {comm} rank {rank} nranks 2 cudaDev {rank} nvmlDev {rank} busId 1000 "
+            "commId 0x9f - Init COMPLETE\n"
+        )
+        for number, op in enumerate(["AllReduce", "AllReduce", "AllGather"] * 3):
+            if not (lost and op == "AllGather" and number == 5):
+                text += (
+                    f"{head}{op}: opCount {number:x} sendbuff 0x1 recvbuff 0x2 count {MIB} datatype 7 op 0 root 0 "
+                    f"{comm} [nranks=2] stream 0x3\n"
+                )
+        (run / "nccl" / f"log.{1000 + rank}").write_text(text)
+    return run
+
+
+def test_what_nccl_ran_is_known_from_its_aligned_log(tmp_path, capsys):
+    run = logged_run(tmp_path)
+    before = shown(capsys, "report", str(run))
+    assert api.traffic(open_run(run), by=["op"])["executed_wire_bytes"].isna().all()
+    shown(capsys, "align", str(run), "--force")
+    found = api.traffic(open_run(run), by=["op"]).set_index("op")["executed_wire_bytes"]
+    assert found.to_dict() == {"all_reduce": 24 * MIB, "all_gather": 12 * MIB}
+    (whole,) = api.traffic(open_run(run), by=[])["executed_wire_bytes"]
+    assert whole == 36 * MIB
+    after = shown(capsys, "report", str(run))
+    lines = [
+        next(line.split() for line in text.splitlines() if line.strip().startswith("all_reduce "))
+        for text in (before, after)
+    ]
+    assert lines[0][2:8] == ["2", "8.00", "MiB", "-", "8.00", "MiB"]  # a dash, and as issued
+    assert lines[1][2:7] == ["2", "8.00", "MiB", "8.00", "MiB"]
+    assert "as issued" not in after.partition("payload: S of")[0]
+    (row,) = json.loads(shown(capsys, "compare", "--json", str(run)))
+    assert row["executed_wire_bytes_per_step"] == 12 * MIB
+
+
+def test_what_a_record_without_a_line_ran_as_is_not_known(tmp_path, capsys):
+    run = logged_run(tmp_path, lost=True)
+    shown(capsys, "align", str(run), "--force")
+    found = api.traffic(open_run(run), by=["op"]).set_index("op")["executed_wire_bytes"]
+    assert found["all_reduce"] == 24 * MIB
+    assert found.isna()["all_gather"]
+
+
+def test_a_comparison_says_that_bytes_are_as_issued(tmp_path, capsys):
+    run = logged_run(tmp_path)
+    text = shown(capsys, "compare", str(run), str(run))
+    assert "wire by operation, as issued" in text
+    shown(capsys, "align", str(run), "--force")
+    assert "wire by operation, as issued" not in shown(capsys, "compare", str(run), str(run))
+
+
+def test_what_is_not_in_every_step_has_the_bytes_that_the_backend_sends(tmp_path, capsys):
+    run = SyntheticRun(world_size=2)
+    for step in range(5):
+        run.add_step(step)
+        run.add_collective("all_reduce", payload_bytes=2 * MIB, step=step, purpose="gradient_reduce")
+    run.add_collective("reduce_scatter", payload_bytes=4 * MIB, step=3, purpose="other")
+    text = shown(capsys, "report", str(run.write(tmp_path / "run")))
+    line = next(line for line in text.splitlines() if "other, reduce_scatter" in line)
+    assert re.findall(r"[\d.]+ MiB", line) == ["4.00 MiB", "4.00 MiB", "2.00 MiB"]
