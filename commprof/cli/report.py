@@ -281,8 +281,10 @@ def _table(
                 into[column] = (into[column] or 0.0) + float(row[column])
         # Where it is not known of one of them what the backend ran, it is not known of the sum.
         before, executed = into.get(_EXECUTED, 0.0), row[_EXECUTED]
-        unknown = before is None or rendering.is_missing(executed)
-        into[_EXECUTED] = None if unknown else before + float(executed)
+        if before is None or rendering.is_missing(executed):
+            into[_EXECUTED] = None
+        else:
+            into[_EXECUTED] = before + float(executed)
     both = any(_differ(each, steps) for each in sums.values())
     headings = (*_FIRST_HEADINGS, *([_AS_ISSUED] if both else []), _IN_CALLS)
     blank = [""] * (len(headings) - 1)
