@@ -45,6 +45,8 @@ NEEDED: Final = tuple(
 )
 # The end of a wait shorter than this is no end of the collective: it may have been complete before.
 REAL_WAIT_NS: Final = 50_000
+FROM_ROOT: Final = ("broadcast", "scatter")
+TO_ROOT: Final = ("reduce", "gather")
 CAUSES: Final = ("late_arrival", "late_launch", "slow_transfer")
 
 
@@ -81,6 +83,7 @@ def arrivals(collectives: pa.Table, reference: ReferenceClock, also: Sequence[st
         **_waits(rows, groups, times, order, comparable),
     }
     columns |= _delays(rows, groups, times, order, comparable, columns)
+    columns |= _rooted(rows, groups, times, order, columns)
     carried = {name: rows[name] for name in (*_CARRIED, *also)}
     carried["pg_seq"] = pc.if_else(rows["is_p2p"], pa.scalar(None, pa.int64()), rows["pg_seq"])
     return pa.table({**carried, **columns})
@@ -220,6 +223,47 @@ def _delays(
         "second_lead_ns": _integers(at_last(at[second] - at[third]), is_lead),
         "second_own_lead_ns": _integers(at_last(second_lead), is_lead_known),
         "second_waited_ns": _integers(at_last(np.nan_to_num(second_waited)), is_lead),
+    }
+
+
+def _rooted(
+    rows: pa.Table, groups: Groups, times: _Times, order: _Order, found: Mapping[str, pa.Array]
+) -> dict[str, pa.Array]:
+    """Of rooted collectives: what others waited for the own time of the rank that they wait for, on its row.
+
+    The receivers of a broadcast or scatter wait for the root, the root of a reduce or gather for its last sender. Nobody
+    waits for any other late rank. ``awaited_own_ns`` is the mean over those that can wait, ``awaited_later_ns`` how much
+    longer than theirs its own time is, which is negative where it comes early.
+    """
+    op = pc.fill_null(pc.index_in(rows["op"].cast(pa.string()), pa.array([*FROM_ROOT, *TO_ROOT])), -1)
+    number = op.combine_chunks().to_numpy(zero_copy_only=False)
+    known = found["own_delay_ns"].is_valid().to_numpy(zero_copy_only=False) & (number >= 0)
+    known &= found["is_last"].is_valid().to_numpy(zero_copy_only=False)
+    if not known.any():
+        return {name: pa.nulls(len(rows), pa.int64()) for name in ("awaited_own_ns", "awaited_later_ns")}
+    from_root = known & (number < len(FROM_ROOT))
+    is_root = rows["rank"].to_numpy() == _numbers(rows["peer"])
+    awaited = known & np.where(from_root, is_root, order.is_last)
+    known &= groups.spread(groups.reduced(np.add, awaited.astype(np.int64))) == 1
+    waits = known & ~awaited & (from_root | is_root)
+    own = _numbers(rows[OWN_COLUMNS[0]])
+    at, its_own = (
+        groups.spread(groups.reduced(np.add, np.where(awaited, of, 0))) for of in (times.issue, own)
+    )
+    lead = at - times.issue
+    since = np.where(from_root, times.still_from, np.fmax(times.still_from, order.second_last))
+    stood = np.where(times.on_cpu, np.minimum(times.still_until, at) - since, np.minimum(times.exposed, lead))
+    share = np.clip((its_own - own) / np.maximum(lead, 1), 0, 1)
+    waited = np.where(waits, np.maximum(stood, 0) * share, np.nan)
+    later = np.where(waits, np.sign(its_own - own) * np.minimum(np.abs(its_own - own), np.abs(lead)), np.nan)
+    apart = np.abs(lead) > order.last_error + order.first_error
+    on_row = known & awaited
+    return {
+        # Where the root of a reduce is the last to come nobody waits.
+        "awaited_own_ns": _integers(
+            np.nan_to_num(groups.mean(np.where(apart, waited, 0.0 * waited))), on_row
+        ),
+        "awaited_later_ns": _integers(np.nan_to_num(groups.mean(later)), on_row),
     }
 
 

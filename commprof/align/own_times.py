@@ -1,7 +1,8 @@
 """Own time: how long the program of a rank worked between two collectives of a group, without its waits for others. Pure.
 
 A rank comes late to a collective by its own time, or because something held it before. The reference is the last earlier
-collective of the same group that the program has waited for: all members took part in that one. From its issue to this one
+collective of the same group that the program has waited for, in which every member waits for every other. A rooted
+collective is no reference, except for another one of a group that has had nothing else. From its issue to this one
 the time of a rank is its own time and the time that recorded waits held it, in that collective and elsewhere.
 """
 
@@ -22,8 +23,9 @@ Flags = npt.NDArray[np.bool_]
 _NEVER: Final = 1 << 62  # later than any time
 _UNKNOWN: Final = -(1 << 62)  # earlier than any
 OWN_COLUMNS: Final = ("own_ns", "own_since_seq", "held_elsewhere_ns")
+_ROOTED: Final = ("broadcast", "scatter", "reduce", "gather")
 SOURCES: Final = (
-    *("rank", "attempt", "pid", "pg", "group_ranks", "pg_seq", "is_p2p", "is_async", "device"),
+    *("op", "rank", "attempt", "pid", "pg", "group_ranks", "pg_seq", "is_p2p", "is_async", "device"),
     *("issue_ns", "return_ns", "wait_begin_ns", "wait_end_ns", "device_end_ns", "exposed_ns"),
 )
 
@@ -75,23 +77,32 @@ def own_times(records: pa.Table) -> OwnTimes:
     if not count:
         return found
     issue, number = _numbers(records["issue_ns"]), _numbers(records["pg_seq"])
-    held, is_message = _held(records, issue), _flags(records["is_p2p"])
+    held, is_message, is_rooted = _held(records, issue), _flags(records["is_p2p"]), _is_rooted(records["op"])
     process, first = numbered(records.select(["rank", "attempt", "pid"]))
     group, _ = numbered(records.select(["pg", "group_ranks"]))
     for mine in split_by(process, np.arange(count)) if len(first) > 1 else [np.arange(count)]:
         rows = mine if (np.diff(issue[mine]) >= 0).all() else mine[np.argsort(issue[mine], kind="stable")]
-        _fill(found, rows, issue, number, held, np.where(is_message, -1, group))
+        _fill(found, rows, issue, number, held, np.where(is_message, -1, group), is_rooted[rows])
     return found
 
 
 def _fill(
-    found: OwnTimes, rows: Numbers, issue: Numbers, number: Numbers, held: _Held, group: Numbers
+    found: OwnTimes,
+    rows: Numbers,
+    issue: Numbers,
+    number: Numbers,
+    held: _Held,
+    group: Numbers,
+    is_rooted: Flags,
 ) -> None:
     """Fill in the records of one process, ``rows`` in order of issue."""
     at = issue[rows]
     begin, end, is_known = held.begin[rows], held.end[rows], held.is_known[rows]
     before = _held_before(at, begin[is_known], end[is_known])
-    reference = _references(group[rows], at, np.where(is_known, end, _NEVER))
+    reference = _references(group[rows], at, np.where(is_known & ~is_rooted, end, _NEVER))
+    if is_rooted.any():
+        other = _references(group[rows], at, np.where(is_known, end, _NEVER))
+        reference = np.where(is_rooted & (reference < 0), other, reference)
     mine = np.flatnonzero(reference >= 0)
     other = reference[mine]
     unknown_waits = np.concatenate(([0], np.cumsum(~is_known)))
@@ -138,6 +149,11 @@ def _references(group: Numbers, issue: Numbers, end: Numbers) -> Numbers:
         is_there = (ended >= 0) & (place >= 0)
         found[rows[is_there]] = rows[place[is_there]]
     return found
+
+
+def _is_rooted(op: pa.ChunkedArray) -> Flags:
+    text = op.cast(pa.string()) if pa.types.is_dictionary(op.type) else op
+    return _flags(pc.fill_null(pc.is_in(text, pa.array(_ROOTED)), False))
 
 
 def _held(records: pa.Table, issue: Numbers) -> _Held:

@@ -19,7 +19,7 @@ Floats = npt.NDArray[np.float64]
 _WORTH: Final = 0.02  # of the time: a culprit costs so much at least
 _MOST_OF_IT: Final = 0.8  # of the waiting: that is where culprits are looked for
 _HIDDEN_BESIDE: Final = 0.1  # of the delay of the rank that hides it
-_CHANCE: Final = 0.05  # that among equal ranks any looks like a culprit
+_CHANCE: Final = 0.01  # that among equal ranks any looks like a culprit
 _FEWEST: Final = 3  # times that are enough of a rank that alone makes most of the waiting, where that is
 _MUCH: Final = 0.05  # of the time
 _EXACT: Final = 300  # events up to which the binomial tail is added up
@@ -35,6 +35,8 @@ _NUMBERS: Final = (
         "second_rank",
         "members",
         "lateness_error_ns",
+        "lateness_ns",
+        "own_delay_ns",
         "lead_ns",
         "others_waited_ns",
     ),
@@ -85,17 +87,21 @@ class Findings(NamedTuple):
 
 
 class LastRanks:
-    """Takes the rows of those who came last, part by part."""
+    """Takes the rows of those who came last, part by part.
+
+    Attributes:
+        steps: of the run, each with its attempt as one number.
+    """
 
     def __init__(self) -> None:
         self._parts: list[dict[str, Numbers]] = []
-        self._steps: set[int] = set()
+        self.steps: set[int] = set()
 
     def add(self, arrived: pa.Table, rows: Numbers) -> None:
         """Take ``rows`` of arrivals: of collectives in which all wait for all, the ranks that came last."""
         last = np.flatnonzero(pc.fill_null(arrived["is_last"], False).to_numpy())
         attempt, step = (arrived[name].to_numpy()[last].astype(np.int64) for name in ("attempt", "step"))
-        self._steps.update(np.unique(((attempt << 32) + step)[step >= 0]).tolist())
+        self.steps.update(np.unique(((attempt << 32) + step)[step >= 0]).tolist())
         taken = arrived.select(_NUMBERS).take(pa.array(rows))
         part = {name: pc.fill_null(taken[name], 0).to_numpy().astype(np.int64) for name in _NUMBERS}
         part |= {flag: taken[name].is_valid().to_numpy().astype(np.int64) for flag, name in _FLAGS.items()}
@@ -106,16 +112,20 @@ class LastRanks:
         part = {name: values[is_told] for name, values in part.items()}
         self._parts.append(part)
 
-    def findings(self, span_ns: int) -> Findings:
-        """What follows from all of them, in a run of ``span_ns``."""
+    def findings(self, span_ns: int, least_share: float = 0.0) -> Findings:
+        """What follows from all of them, in a run of ``span_ns``.
+
+        Args:
+            least_share: of a rank by chance. Where roots hold ranks, these cannot come late: few are left who can.
+        """
         events = _Events(self._parts)
-        steps = warm_steps(self._steps)
+        steps = warm_steps(self.steps)
         warm = events.of(steps)
         cost = np.where(events.is_timed, events["others_waited_own_ns"], events["own_lead_ns"])
         waited = np.where(events.is_timed, events["others_waited_ns"], events["lead_ns"])
         cost, waited = (np.where(events.is_certain, each, 0).astype(np.int64) for each in (cost, waited))
         known, untold = warm & events.is_known, warm & ~events.is_known
-        late, own_ns, turns = _late_ranks(events, cost, known, span_ns)
+        late, own_ns, turns = _late_ranks(events, cost, known, span_ns, least_share)
         lead = np.maximum(events["lead_ns"], 1)
         elsewhere = np.minimum(_rounded(waited * (events["elsewhere_lead_ns"] / lead)), waited - cost)
         rank = events["rank"]
@@ -197,14 +207,16 @@ def _rounded(values: Floats) -> Numbers:
 
 
 def _late_ranks(
-    events: _Events, all_costs: Numbers, known: Flags, span_ns: int
+    events: _Events, all_costs: Numbers, known: Flags, span_ns: int, least_share: float
 ) -> tuple[list[LateRank], int, dict[int, int]]:
     """The culprits, one after the other: each is taken out, and who was hidden behind it stands in its place."""
     both, of_both = events.together()
     shared = np.flatnonzero(known & both)
     rows = np.concatenate((np.flatnonzero(known), shared))
     half = _rounded(of_both * events.second_share() / 2)
-    who, cost = events["rank"][rows].copy(), (all_costs + half)[rows]
+    # The last one may have come from waits elsewhere, such as the root of a reduce after its last sender.
+    of_last = np.minimum(events.second_share(), events["own_delay_ns"] / np.maximum(events["lateness_ns"], 1))
+    who, cost = events["rank"][rows].copy(), (all_costs + _rounded(of_both * of_last / 2))[rows]
     seconds = np.arange(len(rows)) >= len(rows) - len(shared)
     who[seconds], cost[seconds] = events["second_rank"][shared], half[shared]
     # Who was hidden behind the last one: nobody, where the two came together.
@@ -216,8 +228,8 @@ def _late_ranks(
     own_ns = int(cost.sum())
     late: list[LateRank] = []
     while True:
-        heavy = _heavy(cost)
-        found = _culprit(who, cost, members, hidden, heavy, span_ns, late)
+        heavy = heaviest(cost)
+        found = _culprit(who, cost, members, hidden, heavy, span_ns, late, least_share)
         if found is None:
             break
         mine = who == found
@@ -240,7 +252,7 @@ def _late_ranks(
     return late, own_ns, turns
 
 
-def _heavy(cost: Numbers) -> Numbers:
+def heaviest(cost: Numbers) -> Numbers:
     """The fewest rows that make most of the cost, and all that cost as much as the last of them."""
     falling = np.sort(cost)[::-1]
     total = np.cumsum(falling)
@@ -257,6 +269,7 @@ def _culprit(
     heavy: Numbers,
     span_ns: int,
     late: list[LateRank],
+    least_share: float,
 ) -> int | None:
     """The rank that costs most, where that is worth a sentence and more than chance explains."""
     if not len(heavy):
@@ -264,7 +277,7 @@ def _culprit(
     ranks = np.unique(who[heavy])
     costs = {rank: int(cost[who == rank].sum()) for rank in ranks.tolist()}
     sizes, counts = np.unique(np.maximum(members[heavy], 1), return_counts=True)
-    expected = float((counts / sizes).sum()) / len(heavy)
+    expected = max(float((counts / sizes).sum()) / len(heavy), least_share)
     for rank in sorted(costs, key=lambda rank: -costs[rank]):
         mine = who == rank
         worth = _WORTH

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import pandas as pd
 
 from commprof.analysis.late_ranks import Findings, LateRank
+from commprof.analysis.late_roots import LateRoot
 from commprof.analysis.slow_paths import EITHER, GROUP, LINK, PATH, PATHS, RECEIVES, SENDS, Paths, SlowPath
 from commprof.analysis.units import format_ns
 
@@ -28,24 +29,34 @@ class LateVerdict(NamedTuple):
     culprit: str
 
 
-def verdict(ranks: pd.DataFrame, found: Findings, paths: Paths, span_ns: int, unknown: int) -> LateVerdict:
+def verdict(
+    ranks: pd.DataFrame,
+    found: Findings,
+    rooted: Sequence[LateRoot],
+    paths: Paths,
+    span_ns: int,
+    unknown: int,
+) -> LateVerdict:
     """What the arrivals of a run prove.
 
     Args:
         ranks: one row per rank (answers.STRAGGLERS).
-        found: what those who came last say; ``paths``: what the transfers say.
+        found: what those who came last say; ``rooted``: ranks that rooted collectives wait for.
+        paths: what the transfers say.
         span_ns: from the first arrival to the last.
         unknown: collectives whose ranks have clocks that were never compared.
     """
     by_rank = {int(row["rank"]): row for _, row in ranks.iterrows()}
     sentences = [_late(each, by_rank[each.rank], found) for each in found.late]
+    named = {each.rank for each in found.late}
+    sentences += [_late_root(each, found) for each in rooted if each.rank not in named]
     transfers = _transfers(found, paths, by_rank, span_ns)
-    culprit = LATE_RANK if found.late else SLOW_TRANSFER if transfers else NOBODY
+    culprit = LATE_RANK if sentences else SLOW_TRANSFER if transfers else NOBODY
     sentences += transfers
     if not sentences:
         sentences = _elsewhere(found, span_ns) or _untold(found, by_rank, span_ns)
         culprit = UNTOLD if sentences else NOBODY
-    elif found.late:
+    elif culprit == LATE_RANK:
         sentences += _elsewhere(found, span_ns)
     sentences += _turns(found) if not sentences else []
     if (
@@ -85,6 +96,14 @@ def _late(late: LateRank, row: pd.Series, found: Findings) -> str:
     if not late.is_seen:
         return f"{came}; by its own time it alone was missing for {cost}, and whether the others waited was not recorded."
     return f"{came}; the others waited {cost} for its own time between collectives."
+
+
+def _late_root(late: LateRoot, found: Findings) -> str:
+    came = f"in {late.collectives:,} of {late.compared:,} {late.op} collectives"
+    cost = _cost(late.cost_ns, found.steps)
+    if late.is_root:
+        return f"Rank {late.rank} is late by itself as the root {came}: the others waited {cost} for its own time."
+    return f"Rank {late.rank} is late by itself {came}: their root waited {cost} for its own time."
 
 
 def _transfers(found: Findings, paths: Paths, by_rank: Mapping[int, pd.Series], span_ns: int) -> list[str]:
@@ -153,8 +172,8 @@ def _elsewhere(found: Findings, span_ns: int) -> list[str]:
     if rank is None or waited < _WORTH_SAYING * span_ns:
         return []
     return [
-        f"For rank {rank} the others waited {_cost(waited, found.steps)} that it passes on: waits in other groups or for "
-        "messages held it, not its own time."
+        f"For rank {rank} the others waited {_cost(waited, found.steps)} that it passes on: waits in other groups, "
+        "in rooted collectives or for messages held it, not its own time."
     ]
 
 

@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from commprof.analysis import arrivals as arrivals_module
 from commprof.analysis.late_ranks import LastRanks
+from commprof.analysis.late_roots import RootedCollectives
 from commprof.analysis.late_verdict import verdict
 from commprof.analysis.lateness import late_collectives, worst
 from commprof.analysis.rank_lateness import RankLateness, last_ones
@@ -40,7 +41,7 @@ class Collector:
     def __init__(self, limit: int = MOST_LATE, hosts: Mapping[int, str] | None = None) -> None:
         self._limit = limit
         self._ranks = RankLateness()
-        self._last_ranks, self._paths = LastRanks(), Paths(hosts or {})
+        self._last_ranks, self._rooted, self._paths = LastRanks(), RootedCollectives(), Paths(hosts or {})
         self._late: pa.Table | None = None
         self._first: int | None = None
         self._last: int | None = None
@@ -62,6 +63,7 @@ class Collector:
         self._late = worst(pa.concat_tables([_plain(each) for each in held]), self._limit)
         self._ranks.add(arrived)
         self._last_ranks.add(arrived, last_ones(arrived))
+        self._rooted.add(arrived)
         self._paths.add(arrived)
 
     def answer(self) -> Straggling:
@@ -70,7 +72,10 @@ class Collector:
             raise ValueError("no part was taken")
         span = 0 if self._first is None or self._last is None else int(self._last - self._first)
         ranks = self._ranks.stragglers()
-        said = verdict(ranks, self._last_ranks.findings(span), self._paths, span, self._unknown)
+        found = self._last_ranks.findings(span, 0.5 if self._rooted else 0.0)
+        steps = self._last_ranks.steps
+        rooted = self._rooted.late(span, steps)
+        said = verdict(ranks, found, rooted, self._paths, span, self._unknown)
         ranks.attrs.update(said._asdict())
         return Straggling(
             ranks, self._ranks.lateness(), self._ranks.causes(), late_collectives(self._late, self._limit)

@@ -30,12 +30,15 @@ rank, world = dist.get_rank(), dist.get_world_size()
 commprof.attach(sys.argv[1], quiet=True)
 kind, late = sys.argv[2], int(sys.argv[3])
 tensor = torch.ones(64 * 1024)
-for step in range(6):
+for step in range(6 if kind != "broadcast" else 12):
     hooks.step(step)
     time.sleep(0.004 + 0.08 * (rank == late))
     if kind == "all_reduce":
         for _ in range(3):
             dist.all_reduce(tensor)
+    elif kind == "broadcast":
+        for _ in range(3):
+            dist.broadcast(tensor, 1)
     else:
         for sender in range(world):
             for receiver in range(world):
@@ -104,3 +107,13 @@ def test_a_rank_that_sleeps_is_late_by_itself_across_hosts(tmp_path):
     culprit, said = record(tmp_path, [None, None, None], "all_reduce", late=2)
     assert culprit == "late_rank" and said.startswith("Rank 2 is late by itself"), said
     assert "Slow transfers" not in said, said
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("late", [1, 2])
+def test_only_the_root_of_a_broadcast_keeps_others_waiting(tmp_path, late):
+    culprit, said = record(tmp_path, [None, None, None], "broadcast", late=late)
+    if late == 1:
+        assert culprit == "late_rank" and said.startswith("Rank 1 is late by itself as the root"), said
+    else:
+        assert "by itself" not in said, said

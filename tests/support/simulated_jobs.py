@@ -185,6 +185,9 @@ class Job:
     def _finish(self, instance):
         """When each member has its result, once all are there."""
         call, arrived = instance.call, instance.arrived
+        if call.op in ("broadcast", "reduce"):
+            self._finish_rooted(call, arrived, instance.ended)
+            return
         if instance.ended:
             return
         if call.op in ("send", "recv"):
@@ -198,23 +201,21 @@ class Job:
                 instance.ended[receiver] = begin + self._takes(sender, receiver, call.payload)
             return
         members = call.group or tuple(range(self.world))
-        if call.op == "broadcast":
-            root = call.peer
-            for rank in members:
-                if rank == root and root in arrived:
-                    instance.ended[rank] = arrived[rank] + _LATENCY
-            if len(arrived) == len(members):
-                for rank in members:
-                    if rank != root:
-                        begin = max(arrived[rank], arrived[root])
-                        instance.ended[rank] = begin + self._takes(root, rank, call.payload)
-            elif instance.ended:
-                instance.ended = {}
-            return
         if len(arrived) == len(members):
             last = max(arrived.values())
             for rank, took in self._ring(members, call).items():
                 instance.ended[rank] = last + took
+
+    def _finish_rooted(self, call, arrived, ended):
+        """What is sent is buffered: only who receives waits, a receiver for the root or the root for every sender."""
+        root, members = call.peer, call.group or tuple(range(self.world))
+        for rank in arrived:
+            senders = [each for each in members if each != rank] if call.op == "reduce" else [root]
+            if (rank == root) == (call.op == "broadcast"):
+                ended[rank] = arrived[rank] + _LATENCY
+            elif all(each in arrived for each in senders):
+                begin = max(arrived[each] for each in (*senders, rank))
+                ended[rank] = begin + max(self._takes(each, rank, call.payload) for each in senders)
 
     def _ring(self, members, call) -> dict[int, int]:
         """Steps of a ring: a rank receives from one neighbour what that had after the step before."""

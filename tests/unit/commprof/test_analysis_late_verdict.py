@@ -117,6 +117,51 @@ def test_on_one_host_ranks_stand_for_the_ends():
     assert culprit == SLOW_TRANSFER and "rank 2 sends slowly" in said
 
 
+def rooted(op: str, late: int, delay: int = 20 * MS, world: int = 4) -> Job:
+    """In each step rank 1 is the root of one operation, and one rank works longer before it."""
+    chance, job = random.Random(late), Job(world)
+    for step in range(STEPS):
+        for rank in range(world):
+            work = int(30 * MS * (1 + 0.1 * chance.random())) + delay * (rank == late)
+            job.do(rank, Step(step), Compute(work), Call(op, MIB, peer=1))
+    return job
+
+
+def test_receivers_wait_for_the_root_of_a_broadcast_and_for_nobody_else():
+    culprit, said = verdict(rooted("broadcast", late=1))
+    assert culprit == LATE_RANK and said.startswith(
+        "Rank 1 is late by itself as the root in 19 of 19 broadcast"
+    )
+    waited = float(re.search(r"the others waited ([0-9.]+) ms a step for its own time", said)[1])
+    assert 15 < waited < 25, said
+    for late in (
+        0,
+        3,
+        -1,
+    ):  # a receiver that works longer delays nobody; nor does anybody where all work as long
+        assert verdict(rooted("broadcast", late)) == (NOBODY, "")
+
+
+def test_the_root_of_a_reduce_waits_for_its_last_sender_and_nobody_for_the_root():
+    culprit, said = verdict(rooted("reduce", late=2))
+    assert culprit == LATE_RANK and said.startswith("Rank 2 is late by itself in 19 of 19 reduce collectives")
+    waited = float(re.search(r"their root waited ([0-9.]+) ms a step for its own time", said)[1])
+    assert 13 < waited < 25, said
+    for late in (1, -1):
+        assert verdict(rooted("reduce", late)) == (NOBODY, "")
+
+
+@pytest.mark.parametrize("op", ["broadcast", "reduce"])
+@pytest.mark.parametrize("seed", range(5))
+def test_jitter_around_rooted_collectives_blames_nobody(op, seed):
+    chance, job = random.Random(seed), Job(3)
+    for step in range(STEPS):
+        for rank in range(3):
+            work = int(MS * chance.expovariate(1 / 20))
+            job.do(rank, Step(step), Compute(work), Call(op, MIB, peer=1), Call("barrier", 0))
+    assert verdict(job)[0] == NOBODY
+
+
 def broadcasts(job: Job) -> Job:
     for step in range(STEPS):
         job.all(Step(step), Compute(2 * MS))
