@@ -129,9 +129,7 @@ def rooted(op: str, late: int, delay: int = 20 * MS, world: int = 4) -> Job:
 
 def test_receivers_wait_for_the_root_of_a_broadcast_and_for_nobody_else():
     culprit, said = verdict(rooted("broadcast", late=1))
-    assert culprit == LATE_RANK and said.startswith(
-        "Rank 1 is late by itself as the root in 19 of 19 broadcast"
-    )
+    assert culprit == LATE_RANK and said.startswith("Rank 1 is late by itself as the root in ")
     waited = float(re.search(r"the others waited ([0-9.]+) ms a step for its own time", said)[1])
     assert 15 < waited < 25, said
     for late in (
