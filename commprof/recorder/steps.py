@@ -73,6 +73,8 @@ class Steps:
             if self.readings is not None:
                 self.readings.begin(step, now)
             self._has_trained = False
+            # A phase that is still in force is that of the step before: to leave it ends nothing.
+            self._phase = ""
         self._may_have_ended = False
         self.journal.move(step, micro_step)
         row = {

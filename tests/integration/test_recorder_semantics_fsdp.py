@@ -129,7 +129,7 @@ def test_fsdp2_names_the_module_of_each_collective(tmp_path, reshard):
         expected += [reduce(step, number, *unit) for number, unit in enumerate(backward)]
         # The norms of 11 parameters in one message.
         expected.append((step, "other", "all_reduce", "gradient_norm", None, None, None, None, 4 * 11))
-    expected += [gather(1, "forward", *unit) for unit in forward]  # the evaluation, after the last step
+    expected += [gather(-1, "evaluation", *unit) for unit in forward]  # outside of the steps
     for rank in (0, 1):
         assert calls(run, rank, *SAID) == expected
     assert len(expected) == len(outcomes[0]["flights"]) and run.health.notes == ()
@@ -160,14 +160,14 @@ def test_fsdp1_names_the_module_of_each_collective(tmp_path, original_parameters
     # What is flat is cut as a whole, and even. Parameters that can be used one by one begin at multiples of 16 bytes: within
     # the unit 30 and 6 elements take the place of 32 and 8, and 10 that of 12.
     around, block = (4 * 58, 4 * 138) if original_parameters else (4 * AROUND, 4 * BLOCK)
-    rows = [row for row in calls(run, 0, *SAID) if row[0] >= 0]
+    rows = [row for row in calls(run, 0, *SAID) if row[1] != "init"]
     forward = [("(root)", around), ("blocks.0", block), ("blocks.1", block)]
     expected = [
         *(gather(0, "forward", *unit) for unit in forward),
         *(gather(0, "backward", *unit) for unit in (forward[2], forward[1])),
         *(reduce(0, number, *unit) for number, unit in enumerate((forward[2], forward[1], forward[0]))),
         (0, "other", "all_reduce", "gradient_norm", None, None, None, None, 4),
-        *(gather(0, "forward", *unit) for unit in forward),
+        *(gather(-1, "evaluation", *unit) for unit in forward),  # outside of the steps
     ]
     assert rows == expected
     units = [name for unit in NAMES.values() for name in unit.split(",")]
