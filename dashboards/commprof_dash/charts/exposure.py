@@ -43,7 +43,7 @@ def by_purpose(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
     return figure(
         Lanes([row["purpose"] for row in rows], [kind for kind, _ in _KINDS], bars, notes=notes),
         unit="ns",
-        title="Time per step, median of warm steps; purposes overlap",
+        title="Time per step; purposes overlap",
         scheme=scheme,
     )
 
