@@ -244,7 +244,8 @@ STEP_TOTALS: Final = Table(
     (
         *map(_of_schema, ("op", "intended_op", "purpose", "group_desc", "group_size")),
         _GROUPS,
-        *(c for c in _MEASURES if c.name in ("collectives", "payload_bytes")),
+        Column("collectives", "float64", "mean of the warm steps times the steps, each collective counted once"),
+        Column("payload_bytes", "float64", "payload: S of nccl-tests, summed over them", unit="bytes"),
         Column(
             "wire_bytes",
             "float64",

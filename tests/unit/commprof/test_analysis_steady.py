@@ -83,3 +83,17 @@ def test_the_totals_that_settings_are_compared_by_have_no_one_offs():
     assert [(row["op"], row["collectives"] / 8, row["payload_bytes"] / 8) for row in rows] == [
         ("all_reduce", 3, 300)
     ]
+
+
+def test_totals_of_steps_are_not_rounded():
+    """3 and 4 collectives in the two warm steps are 3.5 per step, as 10.5 in three steps and not as 10."""
+    run = SyntheticRun(world_size=2)
+    for step, count in enumerate((3, 3, 4)):
+        run.add_step(step)
+        for number in range(count):
+            run.add_collective("all_reduce", payload_bytes=100 + 7 * step + number, step=step)
+    sums = operations(run.table("collectives"), run.table("aggregates"))
+    times = pd.DataFrame({"attempt": [0] * 3, "step": range(3), "duration_ns": [10] * 3})
+    (row,) = step_totals(run.table("steps"), sums, times, 2).totals.to_dict("records")
+    assert row["collectives"] / 3 == 3.5
+    assert row["payload_bytes"] / 3 == (3 * 107 + 3 + 4 * 114 + 6) / 2
