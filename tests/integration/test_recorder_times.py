@@ -349,7 +349,8 @@ def test_what_ddp_waits_in_cpp_has_bounds(tmp_path, kind):
             assert 0 <= low <= high <= row["end_ns"] - row["begin_ns"]
             if kind != "static" or row["step"]:  # whose first reduction the timers do not see
                 # The reducer waits, and copies gradients where they are no views of its buckets.
-                assert low <= own
+                # A host that takes the processor from its virtual machine lets a thread look asleep: then another try.
+                within(-1, low, own + 1, kind, row)
                 within(-1, own, high + WAKING_NS, kind, row) if kind == "view" else None
             if rank == 0:
                 within(0.7 * DDP_LATE_NS, low, float("inf"), kind, row)
