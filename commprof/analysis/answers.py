@@ -244,7 +244,9 @@ STEP_TOTALS: Final = Table(
     (
         *map(_of_schema, ("op", "intended_op", "purpose", "group_desc", "group_size")),
         _GROUPS,
-        Column("collectives", "float64", "mean of the warm steps times the steps, each collective counted once"),
+        Column(
+            "collectives", "float64", "mean of the warm steps times the steps, each collective counted once"
+        ),
         Column("payload_bytes", "float64", "payload: S of nccl-tests, summed over them", unit="bytes"),
         Column(
             "wire_bytes",
