@@ -20,6 +20,8 @@ from support.runs import SyntheticRun
 MS = 1_000_000
 FAST = 8_000.0  # Mbit/s
 _LATENCY = 20_000  # ns of any transfer
+_FROM_ROOT = ("broadcast", "scatter")
+_TO_ROOT = ("reduce", "gather")
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,7 @@ class Job:
     def _finish(self, instance):
         """When each member has its result, once all are there."""
         call, arrived = instance.call, instance.arrived
-        if call.op in ("broadcast", "reduce"):
+        if call.op in (*_FROM_ROOT, *_TO_ROOT):
             self._finish_rooted(call, arrived, instance.ended)
             return
         if instance.ended:
@@ -209,13 +211,15 @@ class Job:
     def _finish_rooted(self, call, arrived, ended):
         """What is sent is buffered: only who receives waits, a receiver for the root or the root for every sender."""
         root, members = call.peer, call.group or tuple(range(self.world))
+        # The payload of a scatter or gather is the root's buffer, of which each rank has its part.
+        size = call.payload // (len(members) if call.op in ("scatter", "gather") else 1)
         for rank in arrived:
-            senders = [each for each in members if each != rank] if call.op == "reduce" else [root]
-            if (rank == root) == (call.op == "broadcast"):
+            senders = [root] if call.op in _FROM_ROOT else [each for each in members if each != rank]
+            if (rank == root) == (call.op in _FROM_ROOT):
                 ended[rank] = arrived[rank] + _LATENCY
             elif all(each in arrived for each in senders):
                 begin = max(arrived[each] for each in (*senders, rank))
-                ended[rank] = begin + max(self._takes(each, rank, call.payload) for each in senders)
+                ended[rank] = begin + max(self._takes(each, rank, size) for each in senders)
 
     def _ring(self, members, call) -> dict[int, int]:
         """Steps of a ring: a rank receives from one neighbour what that had after the step before."""

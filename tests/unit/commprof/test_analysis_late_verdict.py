@@ -127,8 +127,9 @@ def rooted(op: str, late: int, delay: int = 20 * MS, world: int = 4) -> Job:
     return job
 
 
-def test_receivers_wait_for_the_root_of_a_broadcast_and_for_nobody_else():
-    culprit, said = verdict(rooted("broadcast", late=1))
+@pytest.mark.parametrize("op", ["broadcast", "scatter"])
+def test_receivers_wait_for_the_root_and_for_nobody_else(op):
+    culprit, said = verdict(rooted(op, late=1))
     assert culprit == LATE_RANK and said.startswith("Rank 1 is late by itself as the root in ")
     waited = float(re.search(r"the others waited ([0-9.]+) ms a step for its own time", said)[1])
     assert 15 < waited < 25, said
@@ -137,19 +138,20 @@ def test_receivers_wait_for_the_root_of_a_broadcast_and_for_nobody_else():
         3,
         -1,
     ):  # a receiver that works longer delays nobody; nor does anybody where all work as long
-        assert verdict(rooted("broadcast", late)) == (NOBODY, "")
+        assert verdict(rooted(op, late)) == (NOBODY, "")
 
 
-def test_the_root_of_a_reduce_waits_for_its_last_sender_and_nobody_for_the_root():
-    culprit, said = verdict(rooted("reduce", late=2))
-    assert culprit == LATE_RANK and said.startswith("Rank 2 is late by itself in 19 of 19 reduce collectives")
+@pytest.mark.parametrize("op", ["reduce", "gather"])
+def test_the_root_waits_for_its_last_sender_and_nobody_for_the_root(op):
+    culprit, said = verdict(rooted(op, late=2))
+    assert culprit == LATE_RANK and said.startswith(f"Rank 2 is late by itself in 19 of 19 {op} collectives")
     waited = float(re.search(r"their root waited ([0-9.]+) ms a step for its own time", said)[1])
     assert 13 < waited < 25, said
     for late in (1, -1):
-        assert verdict(rooted("reduce", late)) == (NOBODY, "")
+        assert verdict(rooted(op, late)) == (NOBODY, "")
 
 
-@pytest.mark.parametrize("op", ["broadcast", "reduce"])
+@pytest.mark.parametrize("op", ["broadcast", "scatter", "reduce", "gather"])
 @pytest.mark.parametrize("seed", range(5))
 def test_jitter_around_rooted_collectives_blames_nobody(op, seed):
     chance, job = random.Random(seed), Job(3)
@@ -160,19 +162,30 @@ def test_jitter_around_rooted_collectives_blames_nobody(op, seed):
     assert verdict(job)[0] == NOBODY
 
 
-def broadcasts(job: Job) -> Job:
+def from_each_root(job: Job, op: str = "broadcast") -> Job:
     for step in range(STEPS):
         job.all(Step(step), Compute(2 * MS))
         for root in range(job.world):
-            job.all(Call("broadcast", MIB, peer=root), Compute(MS), Call("barrier", 0))
+            job.all(Call(op, MIB, peer=root), Compute(MS), Call("barrier", 0))
     return job
 
 
-def test_a_root_that_sends_slowly_is_named():
-    culprit, said = verdict(broadcasts(Job(3, hosts=HOSTS, rates={"h2": (20, 8000)})))
+@pytest.mark.parametrize("op", ["broadcast", "scatter"])
+def test_a_root_that_sends_slowly_is_named(op):
+    culprit, said = verdict(from_each_root(Job(3, hosts=HOSTS, rates={"h2": (20, 8000)}), op))
     assert culprit == SLOW_TRANSFER and "host h2 (rank 2) sends slowly" in said
-    culprit, said = verdict(broadcasts(Job(3, hosts=HOSTS, rates={"h2": (8000, 20)})))
+    culprit, said = verdict(from_each_root(Job(3, hosts=HOSTS, rates={"h2": (8000, 20)}), op))
     assert culprit == SLOW_TRANSFER and "host h2 (rank 2) receives slowly" in said
+
+
+@pytest.mark.parametrize("op", ["reduce", "gather"])
+@pytest.mark.parametrize("rates", [(20, 8000), (8000, 20), (20, 20)])
+def test_a_slow_link_below_collectives_to_a_root_blames_no_rank_and_no_other_host(op, rates):
+    for slow in range(3):
+        culprit, said = verdict(from_each_root(Job(3, hosts=HOSTS, rates={f"h{slow}": rates}), op))
+        assert culprit != LATE_RANK and "by itself" not in said, said
+        named = set(re.findall(r"host (h\d) \(rank", said))
+        assert named <= {f"h{slow}"}, said
 
 
 def test_groups_of_different_members_tell_the_host():
@@ -282,7 +295,7 @@ def test_waits_that_were_not_recorded_leave_the_cause_untold():
 @pytest.mark.parametrize("kind", ["ring", "messages", "roots"])
 def test_the_verdict_does_not_depend_on_how_the_records_are_divided(kind, monkeypatch):
     job = Job(3, hosts=HOSTS, rates={"h1": (20, 20)})
-    job = {"ring": steps, "messages": messages, "roots": broadcasts}[kind](job)
+    job = {"ring": steps, "messages": messages, "roots": from_each_root}[kind](job)
     run, hosts = job.run(), dict(enumerate(job.hosts))
     found = arrivals(
         run.table("collectives"), run.table("clocks"), run.table("clock_offsets"), one_host=False
