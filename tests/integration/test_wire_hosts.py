@@ -212,9 +212,9 @@ def sent_by_the_kernel(machine):
     return link["stats64"]["tx"]["bytes"]
 
 
-def run_each(directory, machines, launch, *arguments):
-    """Run SENDS on every host in the way named ``launch``; host -> bytes its interface sent meanwhile, exit codes."""
-    (directory / "train.py").write_text(SENDS)
+def run_each(directory, machines, launch, *arguments, program=SENDS):
+    """Run ``program`` on every host in the way named ``launch``; host -> bytes its interface sent meanwhile, exit codes."""
+    (directory / "train.py").write_text(program)
     words, variables = LAUNCHES[launch]
     before = {machine.name: sent_by_the_kernel(machine) for machine in machines}
     ranks = [
@@ -254,6 +254,35 @@ def test_the_readings_of_every_host_cover_its_whole_run(tmp_path, launch):
     _, verdict = verify(tmp_path / "run")
     assert verdict.count("over the whole run (counters of the whole host)") == HOSTS
     assert "is not known: its counters" not in verdict
+
+
+@pytest.mark.parametrize(
+    "launch", [name if "run" in name else pytest.param(name, marks=pytest.mark.long) for name in LAUNCHES]
+)
+def test_zero_stage_2_without_readings_at_steps_has_the_bytes_of_every_host(tmp_path, launch):
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 1_048_576},
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    with network.hosts(HOSTS) as machines:
+        truth, codes = run_each(tmp_path, machines, launch, "--config", "ds.json", program=ZERO)
+        resent = {machine.name: network.resent_bytes(machine) for machine in machines}
+    assert codes == [0] * HOSTS
+    sent, text = reported(tmp_path / "run")
+    assert set(sent) == set(truth)
+    of_steps = 3 * (ZERO_FACTORS["multi_rank_all_reduce"] + GATHER) * ZERO_BYTES
+    for host, moved in sent.items():
+        assert of_steps <= moved <= truth[host], (host, moved, truth)
+        assert truth[host] - moved < 100_000, (host, moved, truth)  # the ranks find each other
+    assert "Not the whole run" not in text
+    code, verdict = verify(tmp_path / "run")
+    assert code == 0, verdict
+    assert verdict.count("over the whole run (counters of the whole host)") == HOSTS
+    ratios = agreements(verdict)
+    assert set(ratios) == set(truth)
+    assert all(agree(ratio, 1, resent[host] / of_steps) for host, ratio in ratios.items()), verdict
 
 
 @pytest.mark.long
