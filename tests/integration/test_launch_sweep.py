@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from commprof.analysis import api
 from support.command import ROOT, commprof
 
 READS = "import json, sys; c = json.load(open(sys.argv[sys.argv.index('--config') + 1])); print(c)\n"
@@ -109,6 +110,10 @@ def test_the_comparison_of_two_reductions(tmp_path):
         "use_multi_rank_bucket_allreduce=true": ["reduce_scatter", "all_reduce"],
         "use_multi_rank_bucket_allreduce=false": ["reduce_scatter", "reduce"],
     }
+    runs = sorted((tmp_path / "s").iterdir())
+    advice = api.compare_both([api.open_run(run) for run in runs]).advice.sentences
+    assert advice and " ".join(advice) in " ".join(done.stdout.split())
+    assert commprof("compare", *map(str, runs), cwd=tmp_path).stdout in done.stdout
 
 
 def test_ctrl_c_in_a_terminal_ends_the_sweep_in_order(script):

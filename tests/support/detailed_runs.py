@@ -53,8 +53,12 @@ def detailed_run(seed: int = 0, steps: int = 12, backend: str = "nccl") -> Synth
     return run
 
 
-def aligned_run(path: Path, drop: int = 3) -> Path:
-    """The same as a run directory, aligned with a planted log that has lost ``drop`` lines; with a ring and a tree."""
+def aligned_run(path: Path, drop: int = 3, is_marked: bool = True) -> Path:
+    """The same as a run directory, aligned with a planted log that has lost ``drop`` lines; with a ring and a tree.
+
+    Args:
+        is_marked: the log says of itself that it was generated.
+    """
     from commprof.cli.application import invoke
 
     run = detailed_run()
@@ -66,7 +70,8 @@ def aligned_run(path: Path, drop: int = 3) -> Path:
     logs.mkdir()
     planted = planted_nccl.plant(run.table("collectives").to_pylist(), drop=drop)
     for name, lines in planted.files.items():
-        (logs / name).write_text("\n".join(lines) + "\n")
+        kept = [line for line in lines if is_marked or not line.startswith("# GENERATED")]
+        (logs / name).write_text("\n".join(kept) + "\n")
     with contextlib.redirect_stdout(io.StringIO()):
         assert invoke(["align", str(written), "--json"]) == 0
     add_topology(written)

@@ -259,6 +259,14 @@ def test_no_place_of_an_alignment_brings_the_page_down(directory, query):
     assert "could not be drawn" not in text_of(draw(directory, f"/alignment?run=aligned&{query}"))
 
 
+def test_an_alignment_with_a_generated_log_says_so(directory):
+    said = "The log of this alignment says of itself that it was generated: it is not the output of NCCL."
+    assert said in text_of(draw(directory, "/alignment?run=aligned"))
+    aligned_run(directory / "unmarked", is_marked=False)
+    text = text_of(draw(directory, "/alignment?run=unmarked"))
+    assert said not in text and "Records beside lines" in text
+
+
 def test_without_an_alignment_the_command_is_said(directory):
     text = text_of(draw(directory, "/alignment?run=plain"))
     assert "Not aligned with an NCCL log" in text and "commprof align " in text
