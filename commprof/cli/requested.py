@@ -15,6 +15,7 @@ from commprof.errors import UsageError
 from commprof.recorder.options import parse_size
 
 NO_ACTIVATIONS: Final = "the activations that ranks send each other are left out: their size needs --sequence"
+_DEVICES: Final = Path("/dev")
 _FACTORS: Final = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -142,8 +143,8 @@ def _capacity(text: str | None) -> int | None:
             return parse_size(text)
         except ValueError as problem:
             raise UsageError(f"--device-memory is {text!r}: {problem}") from None
-    if not Path("/dev/nvidia0").exists():
-        return None
+    if not any(any(_DEVICES.glob(name)) for name in ("nvidia[0-9]*", "kfd")):
+        return None  # without the seconds that import torch takes
     try:
         import torch
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import types
 
 import pytest
+import torch
 
-from commprof.cli import execute
+from commprof.cli import execute, requested
 from support.runs import SyntheticRun
 
 
@@ -95,6 +97,29 @@ def test_requested_says_whether_it_fits_and_in_which_precision(tmp_path, capsys)
     assert (answer["device_memory_bytes"], answer["fits"]) == (80 << 30, False)
     assert needed > 80 << 30
     assert "--device-memory" in shown(capsys, *words, "--device-memory", "80QB", code=2)
+
+
+def test_the_memory_that_requested_holds_a_config_to_is_that_of_the_gpu_of_this_machine(
+    tmp_path, capsys, monkeypatch
+):
+    config, devices = tmp_path / "ds.json", tmp_path / "dev"
+    config.write_text(json.dumps({"zero_optimization": {"stage": 0}}))
+    devices.mkdir()
+    monkeypatch.setattr(requested, "_DEVICES", devices)
+    gpu = types.SimpleNamespace(total_memory=40 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", {0: gpu}.__getitem__)
+    words = ("requested", str(config), "--params", "7e9", "--world", "8")
+    without = shown(capsys, *words)
+    assert "its in" not in without and "oes not fit" not in without
+    (devices / "nvidia3").touch()  # a container may have any one of a machine
+    assert "Does not fit in 40.0 GiB" in shown(capsys, *words)
+    assert "Fits in 1.00 TiB" in shown(capsys, *words, "--device-memory", "1TiB")
+
+    def no_driver(device):
+        raise RuntimeError("no NVIDIA driver")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", no_driver)
+    assert "oes not fit" not in shown(capsys, *words)
 
 
 def test_verify_lists_the_metric_of_one_evaluation_in_total(tmp_path, capsys):
