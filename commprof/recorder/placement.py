@@ -66,9 +66,9 @@ def place(environment: Mapping[str, str]) -> Place | None:
 
 
 def job_id(environment: Mapping[str, str]) -> str | None:
-    """A name that all processes of this job share, on all hosts, and later jobs most likely do not; None where none is.
+    """A name that all processes of this job share, on all hosts; None where none is. Fit for the name of a directory.
 
-    Fit for the name of a directory.
+    Later jobs can have it where a person gave it, or where torchrun's ranks meet at the same address again.
     """
     given = environment.get("TORCHELASTIC_RUN_ID", "")
     if given not in _NO_IDS and not (_is_made_up(given) and _is_on_one_host(environment)):
@@ -81,7 +81,16 @@ def job_id(environment: Mapping[str, str]) -> str | None:
     if "OMPI_COMM_WORLD_RANK" in environment:
         namespace = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid")
         return _plain(f"mpi-{namespace}") if namespace else None
-    return None
+    return _meeting_point(environment)
+
+
+def _meeting_point(environment: Mapping[str, str]) -> str | None:
+    """Where the ranks of a job of torchrun's meet, which is on several hosts and was given no id."""
+    groups = _number(environment.get("GROUP_WORLD_SIZE")) or 0
+    if "TORCHELASTIC_RUN_ID" not in environment or groups < 2:
+        return None
+    address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
+    return _plain(f"{address}-{port}") if address and port else None
 
 
 def agent_of(environment: Mapping[str, str]) -> str | None:

@@ -55,3 +55,15 @@ def test_jobs_with_a_name_of_their_own():
     assert job_id({**SRUN, "SLURM_RESTART_COUNT": "1"}) == "slurm-77.2-1"
     assert job_id({"OMPI_COMM_WORLD_RANK": "0", "PMIX_NAMESPACE": "prterun-a-12@1"}) == "mpi-prterun-a-12_1"
     assert is_unique(SRUN) and not is_unique({"TORCHELASTIC_RUN_ID": "mine"})
+
+
+def test_ranks_of_torchrun_on_several_hosts_share_the_place_where_they_meet():
+    several = {"TORCHELASTIC_RUN_ID": "none", "GROUP_WORLD_SIZE": "2", "MASTER_PORT": "29500"}
+    assert job_id({**several, "MASTER_ADDR": "10.0.0.7"}) == "10.0.0.7-29500"
+    assert job_id({**several, "MASTER_ADDR": "fe80::1%eth0"}) == "fe80_1_eth0-29500"
+    assert job_id(several) is None
+    assert (
+        job_id({**several, "MASTER_ADDR": "10.0.0.7", "GROUP_WORLD_SIZE": "1"}) is None
+    )  # its time says more
+    assert job_id({"GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}) is None
+    assert job_id({**several, **SRUN, "MASTER_ADDR": "10.0.0.7"}) == "slurm-77.2"  # which no later job has
