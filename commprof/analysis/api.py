@@ -34,6 +34,7 @@ from commprof.analysis import (
 from commprof.analysis import index as index_module
 from commprof.analysis import levels as levels_module
 from commprof.analysis import matrix as matrix_module
+from commprof.analysis import one_offs as one_offs_module
 from commprof.analysis import rank_bytes as rank_bytes_module
 from commprof.analysis import records as records_module
 from commprof.analysis import resource_use as resource_use_module
@@ -124,6 +125,7 @@ __all__ = [
     "index",
     "matrix",
     "moved",
+    "one_offs",
     "open_run",
     "overlapped_time",
     "overview",
@@ -484,6 +486,16 @@ def exposure_per_step(run: AnyRun) -> pd.DataFrame:
     """
     run = _opened(run)
     return sums.exposure_per_step(run)
+
+
+def one_offs(run: AnyRun) -> pd.DataFrame:
+    """What single training steps sent beyond what comes back in each of them, one row per step, purpose, operation and group.
+
+    No value of a training step includes it. The rule is in ``docs/analysis.md`` (values of a step). It is applied to what
+    one operation sends for one purpose in one group.
+    """
+    run = _opened(run)
+    return one_offs_module.one_offs(traffic(run, one_offs_module.BY), sums.step_times(run))
 
 
 def moved(run: AnyRun) -> pd.DataFrame:

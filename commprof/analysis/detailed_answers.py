@@ -45,6 +45,20 @@ OWNERS: Final = Table(
     key=("rank",),
 )
 
+ONE_OFFS: Final = Table(
+    "one_offs",
+    "What single training steps sent beyond what comes back in each of them. It is in no value of a step.",
+    (
+        *(_of(schema.COLLECTIVES, name) for name in ("attempt", "step", "purpose", "op", "intended_op")),
+        *(_of(schema.COLLECTIVES, name) for name in ("group_desc", "group_ranks", "group_size")),
+        Column("collectives", "int64", "collectives beyond those of each step; a message is counted at its send"),
+        Column("payload_bytes", "int64", "payload: S of nccl-tests, beyond that of each step", unit="bytes"),
+        Column("wire_bytes", "float64", "wire, modelled as issued, as in traffic, beyond that of each step", unit="bytes"),
+        Column("executed_wire_bytes", "float64", "wire, modelled, of what the backend runs; null: not known", True, "bytes"),
+    ),
+    key=("attempt", "step", "purpose", "op", "intended_op", "group_desc", "group_ranks"),
+)
+
 UNTAGGED: Final = Table(
     "untagged",
     "Where collectives without a purpose were issued, the most payload first.",
@@ -264,6 +278,7 @@ TOPOLOGY: Final = Table(
 DETAILED_ANSWERS: Final[dict[str, Table]] = {
     "matrix": MATRIX,
     "owners": OWNERS,
+    "one_offs": ONE_OFFS,
     "untagged": UNTAGGED,
     "bucket_flushes": BUCKET_FLUSHES,
     "bucket_means": BUCKET_MEANS,

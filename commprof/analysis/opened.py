@@ -72,6 +72,10 @@ class OpenedRun:
         """See :func:`commprof.analysis.api.exposure_per_step`."""
         return api.exposure_per_step(self.run)
 
+    def one_offs(self) -> pd.DataFrame:
+        """See :func:`commprof.analysis.api.one_offs`."""
+        return api.one_offs(self.run)
+
     def untagged(self) -> pd.DataFrame:
         """See :func:`commprof.analysis.api.untagged`."""
         return api.untagged(self.run)

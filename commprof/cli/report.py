@@ -27,10 +27,10 @@ BY: Final = (
     "intended_op",
     "group_desc",
     "group_ranks",
+    "group_size",
 )
 _UNNAMED: Final = (rendering.MISSING, "default_pg")  # of groups that the program has given no name
 _SUMMED: Final = ("collectives", "records", "payload_bytes", "wire_bytes", "host_ns")
-_KEY: Final = ("purpose", "op", "intended_op", "group_desc", "group_ranks")
 _OUTSIDE: Final = {"evaluation": "evaluation", "checkpoint": "checkpoint", "other": "after the last step"}
 _OUTSIDE_HEADINGS: Final = ("times", "time", "calls", "payload", "wire", "as issued")
 _EXECUTED: Final = "executed_wire_bytes"
@@ -66,6 +66,7 @@ def report(
 
         facts = api.overview(found)
         traffic = api.traffic(found, by=BY)
+        one_offs = api.one_offs(found)
         untagged = api.untagged(found)
         steps = api.step_times(found)
         outside = found.table("outside_steps").to_pylist()
@@ -78,7 +79,7 @@ def report(
         answers = {"overview": facts, "traffic": traffic, "steps": steps, "moved": moved}
         answers["outside_steps"] = outside
         answers |= {"exposure": exposure, "exposure_per_step": exposure_per_step, "resources": resource_use}
-        answers["untagged"] = untagged
+        answers |= {"one_offs": one_offs, "untagged": untagged}
         rendering.show_json({**answers, "stragglers": stragglers})
         return 0
     rendering.show(title(facts), "")
@@ -154,29 +155,25 @@ def traffic_parts(
     if per_step is not None:
         parts.extend(_step_table(step, rows, per_step) for step in rendering.records(steps))
     elif whole:
-        parts.extend(_steady_parts(rows, sorted(whole)))
+        parts.extend(_steady_parts(traffic, steps))
     torn = [row for row in rows if row["step"] >= 0 and (row["attempt"], row["step"]) not in whole]
     if torn and per_step is None:
         parts.append(_table("In steps that did not end, in total", torn, 1))
     return [*parts, rendering.paragraph(LEGEND) + "\n"]
 
 
-def _steady_parts(rows: Sequence[Mapping[str, Any]], whole: Sequence[tuple[int, int]]) -> Iterator[Rows]:
+def _steady_parts(traffic: pd.DataFrame, steps: pd.DataFrame) -> Iterator[Rows]:
     """What comes back in each step, and what does not."""
-    from commprof.analysis.steady import steady, when
+    from commprof.analysis.one_offs import KEY, steady_traffic
+    from commprof.analysis.steady import when
 
-    named = [
-        {**row, **{name: None for name in (*_KEY, *_SUMMED, _EXECUTED) if rendering.is_missing(row[name])}}
-        for row in rows
-        if row["step"] >= 0
-    ]
-    found = steady(named, _KEY, whole, ("records", "host_ns", _EXECUTED))
-    count = len(found.warm)
-    which = f"of {count} step{'' if count == 1 else 's'}" + (" after the first" if count < len(whole) else "")
+    found = steady_traffic(traffic, steps)
+    count, ended = len(found.warm), int(steps["duration_ns"].notna().sum())
+    which = f"of {count} step{'' if count == 1 else 's'}" + (" after the first" if count < ended else "")
     yield _table(f"Per training step, {which}", found.per_step, 1, _rhythm)
     once: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in found.one_offs:
-        once.setdefault(tuple(row[name] for name in _KEY), []).append(row)
+        once.setdefault(tuple(row[name] for name in KEY), []).append(row)
     if once:
         cells = [
             (

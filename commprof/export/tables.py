@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 
 from commprof.analysis import api
@@ -20,8 +21,9 @@ from commprof.trace.tables import arrow_schema
 RUN_COLUMN: Final = Column("run", "string", "name of the run")
 COMPARISON: Final = "comparison"
 EXPOSURE: Final = "exposure_per_step"
+ONE_OFFS: Final = "one_offs"
 _OF_SETTINGS: Final = (COMPARISON, "traffic_by_setting", "traffic_by_group")
-COMPARISONS: Final = (*_OF_SETTINGS, EXPOSURE)  # tables of all runs together
+COMPARISONS: Final = (*_OF_SETTINGS, EXPOSURE, ONE_OFFS)  # tables of all runs together
 _ARROW: Final = {
     "int8": pa.int8(),
     "int32": pa.int32(),
@@ -92,7 +94,7 @@ def _named_parts(runs: Sequence[tuple[Run, str]], name: str, schema: pa.Schema) 
 
 
 def comparison_of(runs: Sequence[Run]) -> Iterator[ExportedTable]:
-    """``commprof compare`` of the runs: a row per setting, its traffic by operation and by group; and exposed time."""
+    """``commprof compare`` of the runs: a row per setting, its traffic by operation and by group; exposed time, and one-off traffic."""
     both = api.compare_both(runs)
     answers = ("compare", "traffic_by_setting", "traffic_by_group")
     for name, frame, answer in zip(
@@ -105,16 +107,14 @@ def comparison_of(runs: Sequence[Run]) -> Iterator[ExportedTable]:
         ]
         rows = pa.table(arrays, names=[column.name for column in columns])
         yield ExportedTable.of_rows(name, columns, rows)
-    yield _exposure_of(runs)
+    yield _of_each(runs, EXPOSURE, api.exposure_per_step)
+    yield _of_each(runs, ONE_OFFS, api.one_offs)
 
 
-def _exposure_of(runs: Sequence[Run]) -> ExportedTable:
-    """``api.exposure_per_step`` of each run: the numbers of its report."""
-    columns = (RUN_COLUMN, *api.describe_columns(EXPOSURE).values())
-    frames = [
-        api.exposure_per_step(run).assign(run=name)
-        for run, name in zip(runs, api.run_names(runs), strict=True)
-    ]
+def _of_each(runs: Sequence[Run], name: str, answer: Callable[[Run], pd.DataFrame]) -> ExportedTable:
+    """An ``answer`` of :mod:`commprof.analysis.api` about each run, below each other: the numbers of its report."""
+    columns = (RUN_COLUMN, *api.describe_columns(name).values())
+    frames = [answer(run).assign(run=called) for run, called in zip(runs, api.run_names(runs), strict=True)]
     arrays = [
         pa.array(
             [value for frame in frames for value in frame[column.name].tolist()],
@@ -123,9 +123,7 @@ def _exposure_of(runs: Sequence[Run]) -> ExportedTable:
         )
         for column in columns
     ]
-    return ExportedTable.of_rows(
-        EXPOSURE, columns, pa.table(arrays, names=[column.name for column in columns])
-    )
+    return ExportedTable.of_rows(name, columns, pa.table(arrays, names=[column.name for column in columns]))
 
 
 def _setting_column(name: str) -> Column:

@@ -100,6 +100,10 @@ class Runs:
         """Traffic outside of all training steps: when, purpose, series and the totals of each measure."""
         return self.of_run("traffic_outside_steps", name, traffic_frames.outside_steps)
 
+    def one_offs(self, name: str) -> pd.DataFrame:
+        """One-off traffic: when, purpose, series and the totals of each measure."""
+        return self.of_run("one_offs", name, traffic_frames.one_offs)
+
     def step_times(self, name: str) -> pd.DataFrame:
         """One row per training step: see ``api.step_times``."""
         return self.of_run("step_times", name, api.step_times)

@@ -51,6 +51,17 @@ def outside_steps(run: api.AnyRun) -> pd.DataFrame:
     return sums.sort_values("when", key=lambda when: when != _BEFORE, kind="stable", ignore_index=True)
 
 
+def one_offs(run: api.AnyRun) -> pd.DataFrame:
+    """What single steps sent beyond that of each step: when, purpose, series and the totals of each measure."""
+    opened = run if isinstance(run, api.Run) else api.open_run(Path(run))
+    frame = with_series(_job_mean(api.one_offs(opened), opened))
+    frame = frame[frame["op"] != Op.BARRIER].assign(
+        when=[f"step {step}" for step in frame["step"]],
+        purpose=frame["purpose"].fillna("untagged").astype("str"),
+    )
+    return frame.groupby(["step", "when", "purpose", "series"], as_index=False)[_MEASURE_COLUMNS].sum()
+
+
 def _of_a_rank(run: api.AnyRun, by: Sequence[str]) -> pd.DataFrame:
     """``api.traffic`` by ``by`` and the size of the group, the wire bytes as :data:`measures.WIRE` defines them.
 
@@ -58,8 +69,13 @@ def _of_a_rank(run: api.AnyRun, by: Sequence[str]) -> pd.DataFrame:
     """
     opened = run if isinstance(run, api.Run) else api.open_run(Path(run))
     frame = api.traffic(opened, by=(*by, "group_size"))
+    return _job_mean(frame, opened)
+
+
+def _job_mean(frame: pd.DataFrame, run: api.Run) -> pd.DataFrame:
+    """``frame`` with the wire bytes that a rank of the job sends, the mean over all, for what the backend runs."""
     senders = frame["group_size"].where(frame["op"] != Op.SEND, 1)
-    ranks = opened.manifest.world_size or frame["group_size"].max()
+    ranks = run.manifest.world_size or frame["group_size"].max()
     frame = as_executed(frame)
     return frame.assign(wire_bytes=frame["wire_bytes"] * (senders / ranks))
 

@@ -67,6 +67,7 @@ def _answers(runs: Runs, name: str, measure: Measure, scheme: Scheme) -> list[Co
                 _times(runs.step_times(name), scheme),
             ]
         ),
+        *_one_offs(runs.one_offs(name)),
     ]
     # Of a large run what stands below is asked for once this is drawn.
     if facts["records"] > overview_data.MOST_RECORDS and not runs.is_going([name]):
@@ -273,6 +274,27 @@ def _times(frame: pd.DataFrame, scheme: Scheme) -> Component:
         ],
         most_rows=_TABLE_ROWS,
     )
+
+
+def _one_offs(frame: pd.DataFrame) -> list[Component]:
+    """The card of one-off traffic; none where every step sends what comes back."""
+    if frame.empty:
+        return []
+    card = cards.table_card(
+        "one-offs",
+        "One-off traffic, in no mean step",
+        "What single steps sent beyond what comes back in each step, such as a checkpoint or a bucket rebuild. Totals; no mean "
+        "per step includes them.",
+        frame,
+        [
+            Field("when", "When"),
+            Field("purpose", "Purpose"),
+            Field("series", "Operation"),
+            *[Field(one.column, one.name, one.format, numeric=True) for one in MEASURES.values()],
+        ],
+        most_rows=_TABLE_ROWS,
+    )
+    return [card]
 
 
 def _outside_steps(frame: pd.DataFrame, steps: int) -> Component:

@@ -16,7 +16,13 @@ from commprof.errors import TraceError, UsageError
 from commprof.export.csv import export_csv
 from support.runs import SyntheticRun
 
-COMPARED = {"comparison.csv", "traffic_by_setting.csv", "traffic_by_group.csv", "exposure_per_step.csv"}
+COMPARED = {
+    "comparison.csv",
+    "traffic_by_setting.csv",
+    "traffic_by_group.csv",
+    "exposure_per_step.csv",
+    "one_offs.csv",
+}
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:

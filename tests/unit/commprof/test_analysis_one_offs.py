@@ -1,0 +1,100 @@
+"""One-off traffic: the same rows in the API, the report, its JSON, the export and the Overview. Counted here by hand."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from collections import Counter
+
+import pytest
+
+from commprof.analysis import api
+from commprof.cli import execute
+from commprof.export.csv import check_csv, export_csv
+from support.runs import SyntheticRun
+
+STEPS = 6
+CHECKPOINT = 5000
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Three all_reduces in each step, one more in the first, and a gather of a checkpoint in step 4 to rank 1."""
+    run = SyntheticRun(world_size=4)
+    for step in range(STEPS):
+        run.add_step(step, duration_ns=1_000_000)
+        for _ in range(4 if step == 0 else 3):
+            run.add_collective("all_reduce", payload_bytes=800, step=step, purpose="gradient_reduce")
+        if step == 4:
+            run.add_collective("all_gather", payload_bytes=CHECKPOINT, step=step, group=(0, 1), pg="pair")
+            run.add_collective("barrier", step=step, purpose="barrier")
+    run.add_collective("all_gather", payload_bytes=77, step=-1)
+    return run.write(tmp_path / "run")
+
+
+# attempt, step, purpose, op, ranks, collectives, payload, wire: 2 x 3/4 x 800, and 1/2 x 5000 of two ranks
+WANTED = [
+    (0, 0, "gradient_reduce", "all_reduce", "0-3", 1, 800, 1200.0),
+    (0, 4, "barrier", "barrier", "0-3", 1, 0, 0.0),
+    (0, 4, None, "all_gather", "0-1", 1, CHECKPOINT, 2500.0),
+]
+NAMES = ("attempt", "step", "purpose", "op", "group_ranks", "collectives", "payload_bytes", "wire_bytes")
+
+
+def rows_of(frame):
+    return [
+        tuple(None if value is None or value != value else value for value in row)
+        for row in frame[list(NAMES)].itertuples(index=False)
+    ]
+
+
+def test_the_answer_lists_what_single_steps_sent_beyond_each_step(path):
+    frame = api.one_offs(path)
+    assert list(frame.columns) == list(api.describe_columns("one_offs"))
+    assert rows_of(frame) == WANTED
+    assert list(frame["executed_wire_bytes"]) == [1200.0, 0.0, 2500.0]  # gloo runs them as issued
+
+
+def test_report_json_and_export_have_the_same_rows(path, tmp_path, capsys):
+    assert execute(["report", str(path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["one_offs"]
+    assert [tuple(row[name] for name in NAMES) for row in told] == WANTED
+    export_csv(path, tmp_path / "csv")
+    with (tmp_path / "csv" / "one_offs.csv").open() as file:
+        exported = list(csv.DictReader(file))
+    assert [
+        (int(row["step"]), row["op"], int(row["collectives"]), float(row["wire_bytes"])) for row in exported
+    ] == [(row[1], row[3], row[5], row[7]) for row in WANTED]
+    assert check_csv(tmp_path / "csv", [api.open_run(path)]) == []
+
+
+def test_a_run_whose_steps_are_alike_has_none(tmp_path):
+    run = SyntheticRun(world_size=2)
+    for step in range(3):
+        run.add_step(step, duration_ns=1_000_000)
+        run.add_collective("all_reduce", payload_bytes=800, step=step)
+    assert api.one_offs(run.open()).empty
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_one_offs_and_the_values_of_a_step_are_all_that_was_sent(seed):
+    """What whole steps sent is their number times the value of a step, and the one-offs, where nothing varies or pauses."""
+    chance = random.Random(seed)
+    run = SyntheticRun(world_size=2)
+    steps = chance.randrange(5, 12)
+    extra = {step: chance.randrange(0, 3) for step in chance.sample(range(steps), 2)}
+    sent: Counter[str] = Counter()
+    for step in range(steps):
+        run.add_step(step, duration_ns=1_000_000)
+        for number in range(4 + extra.get(step, 0)):
+            run.add_collective("all_reduce", payload_bytes=100, step=step)
+            sent["all_reduce"] += 100
+            if number == 4:
+                run.add_collective("broadcast", payload_bytes=10, peer=0, step=step)
+                sent["broadcast"] += 10
+    opened = run.open()
+    once = api.one_offs(opened).groupby("op")["payload_bytes"].sum()
+    per_step = api.traffic_by_setting([opened]).set_index("op")["payload_bytes_per_step"]
+    for op, total in sent.items():
+        assert once.get(op, 0) + steps * per_step.get(op, 0) == pytest.approx(total, rel=1e-12)
