@@ -106,6 +106,7 @@ __all__ = [
     "bucket_flushes",
     "bucket_means",
     "bucket_steps",
+    "buckets_per_step",
     "calibrations",
     "ceiling",
     "ceiling_fits",
@@ -268,8 +269,16 @@ def bucket_steps(run: AnyRun) -> pd.DataFrame:
     return sums.bucket_steps(_opened(run))
 
 
+def buckets_per_step(run: AnyRun) -> pd.DataFrame:
+    """What a training step has of gradient buckets, one row per reason, by the rule for values of a step."""
+    return sums.buckets_per_step(_opened(run))
+
+
 def bucket_means(run: AnyRun) -> pd.DataFrame:
-    """The buckets of a mean training step. Times are medians, and leave out the first step of each attempt."""
+    """The buckets of a mean training step, each of the steps in which it holds what it holds in most. Times are medians.
+
+    What is sent, and times, leave out the first step of each attempt.
+    """
     return sums.bucket_means(_opened(run))
 
 
@@ -489,7 +498,7 @@ def exposure_per_step(run: AnyRun) -> pd.DataFrame:
 
 
 def one_offs(run: AnyRun) -> pd.DataFrame:
-    """What single training steps sent beyond what comes back in each of them, one row per step, purpose, operation and group.
+    """What single training steps sent beyond what comes back in each, one row per step, purpose, operation and group.
 
     No value of a training step includes it. The rule is in ``docs/analysis.md`` (values of a step). It is applied to what
     one operation sends for one purpose in one group.
@@ -580,10 +589,11 @@ def _measure(run: Run) -> _MeasuredRun:
     operations = sums.operations(run, sums.HELD_COLUMNS)
     times = sums.step_times(run)
     manifest = run.manifest
+    totals = steps.step_totals(run.table("steps"), operations, times, manifest.world_size)
     measured = comparison.Measured(
         name="",
         setting=settings_module.Setting("", {}),
-        step_totals=steps.step_totals(run.table("steps"), operations, times, manifest.world_size),
+        step_totals=totals,
         durations=steps.durations_after_first(times),
         final_loss=steps.final_loss(times),
         requested=expectation.requested_reduction(manifest.config, manifest.effective_config),
@@ -591,7 +601,7 @@ def _measure(run: Run) -> _MeasuredRun:
         shape=shapes.shape(operations),
         moved_bytes=counters.moved_per_step(moved(run), int(times["duration_ns"].notna().sum())),
     )
-    return _MeasuredRun(measured, rank_bytes_module.rank_totals("", times, operations))
+    return _MeasuredRun(measured, rank_bytes_module.rank_totals("", totals, operations))
 
 
 def _named(found: _MeasuredRun, name: str, setting: settings_module.Setting) -> _MeasuredRun:
@@ -674,10 +684,10 @@ def rank_bytes(runs: Sequence[AnyRun]) -> pd.DataFrame:
     return compare_both(runs).ranks
 
 
-def _ledger(run: Run) -> tuple[Verdict, dict[str, str], dict[str, float]]:
-    operations = sums.operations(run, levels_module.COLUMNS)
-    shares = levels_module.job_shares(operations, run.manifest.world_size)
-    return verification.verify(run), levels_module.meant_ops(operations), shares
+def _ledger(run: Run) -> tuple[Verdict, steps.StepTotals, dict[str, float]]:
+    operations, world_size = sums.operations(run, sums.HELD_COLUMNS), run.manifest.world_size
+    totals = steps.step_totals(run.table("steps"), operations, sums.step_times(run), world_size)
+    return verification.verify(run), totals, levels_module.job_shares(operations, world_size)
 
 
 def reduction_levels(runs: Sequence[AnyRun]) -> pd.DataFrame:

@@ -15,9 +15,11 @@ from commprof.analysis.detailed_answers import (
     BUCKET_MEANS,
     BUCKET_OPERATIONS,
     BUCKET_PARAMETERS,
+    BUCKETS_PER_STEP,
 )
 from commprof.analysis.engine import ask
 from commprof.analysis.frames import as_declared, from_arrow, from_rows
+from commprof.analysis.steady import EXECUTED, steady
 from commprof.analysis.traffic import traffic
 from commprof.schema import Column, Op, Purpose, parse_ranks
 from commprof.trace.reader import Scan
@@ -26,7 +28,8 @@ _KEY: Final = [*KEY, GROUP]
 # Of the operations that bucket_flushes asks for:
 COLUMNS: Final = (*KEY, "op", "intended_op", "purpose", "group_ranks", "group_size")
 _MEAN_KEY: Final = ["micro_step", "bucket", "group_ranks"]
-_SENT: Final = ["collectives", "payload_bytes", "wire_bytes"]
+_COUNTS: Final = ["collectives", "payload_bytes"]
+_SENT: Final = [*_COUNTS, "wire_bytes"]
 
 
 class BucketContent(NamedTuple):
@@ -65,18 +68,21 @@ def bucket_flushes(flushed: pa.Table, operations: pa.Table, groups: BucketGroups
             *(
                 column
                 for column in BUCKET_FLUSHES.columns
-                if column.name not in ("op", "intended_op", *_SENT)
+                if column.name not in ("op", "intended_op", *_SENT, EXECUTED)
             ),
             Column(GROUP, "int64", "its number"),
         ],
     )
     by = _numbered(traffic(operations, COLUMNS), groups)
-    sums = by.groupby(_KEY, as_index=False)[_SENT].sum()
-    joined = found.merge(sums, on=_KEY, how="left")
+    of_bucket = by.assign(unknown=by[EXECUTED].isna()).groupby(_KEY, as_index=False)
+    sums = of_bucket[[*_SENT, EXECUTED, "unknown"]].sum()
+    sums[EXECUTED] = sums[EXECUTED].mask(sums["unknown"] > 0)
+    joined = found.merge(sums.assign(is_sent=True), on=_KEY, how="left")
     for name in ("op", "intended_op"):
         joined = joined.merge(_names(by, name), on=_KEY, how="left")
     for name in _SENT:
         joined[name] = joined[name].fillna(0)
+    joined[EXECUTED] = joined[EXECUTED].where(joined["is_sent"].notna(), 0.0)
     return as_declared(joined, BUCKET_FLUSHES.columns)
 
 
@@ -92,7 +98,7 @@ def _numbered(operations: pd.DataFrame, groups: BucketGroups) -> pd.DataFrame:
     sizes = [len(parse_ranks(text)) for text in groups.texts]
     senders = by["group_size"].where(by["op"] != Op.SEND, 1)
     of_rank = senders.astype(float) / by[GROUP].map(dict(enumerate(sizes))).astype(float)
-    return by.assign(wire_bytes=by["wire_bytes"] * of_rank)
+    return by.assign(**{name: by[name] * of_rank for name in ("wire_bytes", EXECUTED)})
 
 
 def _names(rows: pd.DataFrame, name: str, key: list[str] = _KEY) -> pd.DataFrame:
@@ -107,7 +113,9 @@ def bucket_means(found: pd.DataFrame) -> pd.DataFrame:
     """The buckets of a training step, each the mean over the steps in which it holds what it holds in most of them.
 
     DDP, for one, builds its buckets anew after the first step: a mean over different buckets would be that of none.
-    Times leave out the first step of each attempt, which warms up, where there are others.
+    What is sent, and times, leave out the first step of each attempt, which warms up, where there are others. What is sent
+    is that of the steps that send what most of them do (:mod:`commprof.analysis.steady`). Where no value is that of most,
+    all of them count.
 
     Args:
         found: what :func:`bucket_flushes` gives.
@@ -116,11 +124,14 @@ def bucket_means(found: pd.DataFrame) -> pd.DataFrame:
     is_later = steps["step"] > steps.groupby("attempt")["step"].transform("min")
     part = steps[_usual(steps)].assign(is_later=is_later)
     by = part.groupby(_MEAN_KEY, dropna=False)
-    timed = part[part["is_later"] | ~by["is_later"].transform("any")].groupby(_MEAN_KEY, dropna=False)
+    warm = part[part["is_later"] | ~by["is_later"].transform("any")]
+    timed, sent = (rows.groupby(_MEAN_KEY, dropna=False) for rows in (warm, warm[_of_most(warm)]))
     means = pd.DataFrame(
         {
             "steps": by.size(),
-            **{name: by[name].mean() for name in ("numel", "bytes", "fill", *_SENT)},
+            **{name: by[name].mean() for name in ("numel", "bytes", "fill")},
+            **{name: sent[name].mean() for name in _SENT},
+            EXECUTED: sent[EXECUTED].mean().where(sent[EXECUTED].count() == sent.size()),
             "lowest_fill": by["fill"].min(),
             "steady": by.size() == steps.groupby(_MEAN_KEY, dropna=False).size(),
             **{name: timed[name].median().round() for name in ("duration_ns", "exposed_ns")},
@@ -142,6 +153,32 @@ def _usual(steps: pd.DataFrame) -> pd.Series[Any]:
     )
     chosen = counted.sort_values(["rows", "newest"]).drop_duplicates(_MEAN_KEY, keep="last")["content"]
     return content.isin(chosen)
+
+
+def _of_most(warm: pd.DataFrame) -> pd.Series[bool]:
+    """Which rows send what most rows of their bucket do; all of a bucket where no value is that of most."""
+    rows = warm.groupby(_MEAN_KEY, dropna=False)["bucket"].transform("size")
+    alike = warm.groupby([*_MEAN_KEY, *_COUNTS], dropna=False)["bucket"].transform("size")
+    of_most = 2 * alike > rows
+    return of_most | ~of_most.groupby([warm[name] for name in _MEAN_KEY], dropna=False).transform("any")
+
+
+def per_step(of_steps: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
+    """What a training step has of buckets, by why they were sent (:mod:`commprof.analysis.steady`).
+
+    Args:
+        of_steps: the buckets of each attempt and step added up by that.
+        times: columns attempt, step and duration_ns of the training steps.
+    """
+    ended = times.loc[times["duration_ns"].notna(), ["attempt", "step"]]
+    whole = [(int(attempt), int(step)) for attempt, step in ended.itertuples(index=False)]
+    rows = [
+        {str(name): None if pd.isna(value) else value for name, value in row.items()}
+        for row in of_steps.to_dict("records")
+    ]
+    found = steady(rows, ["flush_reason"], whole, ("buckets", "bytes", EXECUTED)).per_step
+    found.sort(key=lambda row: (-row["buckets"], str(row["flush_reason"])))
+    return from_rows(found, BUCKETS_PER_STEP.columns)
 
 
 def _text(value: Any) -> str | None:

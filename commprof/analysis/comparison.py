@@ -77,7 +77,7 @@ def _listed(gradients: pd.DataFrame, column: str) -> str | None:
 
 
 def _row(label: str, runs: Sequence[Measured]) -> dict[str, Any]:
-    steps, totals = _merged(runs)
+    steps, totals, _ = _merged(runs)
     gradients = totals[totals["purpose"] == Purpose.GRADIENT_REDUCE]
     # A program that does not say what reduces its gradients still has its question answered, as far as can be told.
     nameless = totals[totals["purpose"].isna() & (totals["op"] != Op.BARRIER)]
@@ -146,7 +146,7 @@ def traffic_by_group(runs: Sequence[Measured]) -> pd.DataFrame:
 def _long(runs: Sequence[Measured], key: Sequence[str]) -> list[dict[str, Any]]:
     rows = []
     for label, repeats in by_label(runs).items():
-        steps, totals = _merged(repeats, key)
+        steps, totals, _ = _merged(repeats, key)
         rows += [
             {"label": label, "groups": row["groups"]}
             | {name: None if pd.isna(row[name]) else row[name] for name in key}

@@ -29,6 +29,7 @@ MATRIX: Final = Table(
         Column("receiver", "int32", "global rank that receives"),
         Column("wire_bytes", "float64", "wire, modelled as issued, and sends as they were recorded", unit="bytes"),
         Column("message_bytes", "int64", "of these the sends, as they were recorded", unit="bytes"),
+        Column("executed_wire_bytes", "float64", "wire, modelled, of what the backend runs; null: not known", True, "bytes"),
     ),
     key=("sender", "receiver"),
 )
@@ -73,6 +74,7 @@ UNTAGGED: Final = Table(
 
 _BUCKET: Final = tuple(_of(schema.BUCKETS, name) for name in ("attempt", "step", "micro_step", "bucket"))
 _GROUP: Final = Column("group_ranks", "string", "ranks that reduce it together; null where no record has its number", True)
+_EXECUTED: Final = Column("executed_wire_bytes", "float64", "of what the backend runs; null: not known", True, "bytes")
 _REDUCED: Final = (
     Column("op", "string", "operations that reduced it, joined by ', '; null where none is recorded", True),
     Column("intended_op", "string", "operations that the runtime meant, where it issued others", True),
@@ -94,6 +96,7 @@ BUCKET_FLUSHES: Final = Table(
         Column("collectives", "int64", "collectives that reduced it, each counted once"),
         Column("payload_bytes", "int64", "payload: S of nccl-tests, of these", unit="bytes"),
         Column("wire_bytes", "float64", "wire, modelled as issued: mean bytes that a rank sends for it", unit="bytes"),
+        _EXECUTED,
         Column("duration_ns", "int64", "from the first of them to the last end that is known, mean over ranks", True, "ns"),
         Column("exposed_ns", "int64", "exposed_ns of those of which it is known, added up, mean over ranks", True, "ns"),
     ),
@@ -110,11 +113,28 @@ BUCKET_STEPS: Final = Table(
         Column("bytes", "int64", "bytes of the buckets as they travel", unit="bytes"),
         Column("collectives", "int64", "collectives that reduced them, each counted once"),
         Column("wire_bytes", "float64", "wire, modelled as issued: mean bytes that a rank sends for them", unit="bytes"),
+        _EXECUTED,
         Column("unlike", "int64", "buckets whose elements or parameters are not the same on all ranks of a group"),
         Column("first_micro_step", "int32", "the lowest micro-batch of them"),
         Column("last_micro_step", "int32", "the highest micro-batch of them"),
     ),
     key=("step", "flush_reason"),
+)
+
+BUCKETS_PER_STEP: Final = Table(
+    "buckets_per_step",
+    "What a training step has of gradient buckets, by why they were sent, by the rule for values of a step.",
+    (
+        _of(schema.BUCKETS, "flush_reason"),
+        Column("every", "int64", "one step in so many has them; null: no rhythm", True),
+        Column("buckets", "float64", "buckets of a step"),
+        Column("bytes", "float64", "bytes of the buckets as they travel", unit="bytes"),
+        Column("collectives", "float64", "collectives that reduced them, each counted once"),
+        Column("payload_bytes", "float64", "payload: S of nccl-tests, of these", unit="bytes"),
+        Column("wire_bytes", "float64", "wire, modelled as issued: mean bytes that a rank sends for them", unit="bytes"),
+        _EXECUTED,
+    ),
+    key=("flush_reason",),
 )
 
 BUCKET_MEANS: Final = Table(
@@ -135,6 +155,7 @@ BUCKET_MEANS: Final = Table(
         Column("collectives", "float64", "collectives that reduced it, mean"),
         Column("payload_bytes", "float64", "payload: S of nccl-tests, of these, mean", unit="bytes"),
         Column("wire_bytes", "float64", "wire, modelled as issued: mean bytes that a rank sends for it", unit="bytes"),
+        _EXECUTED,
         Column("duration_ns", "int64", "duration_ns of bucket_flushes, median without the first step", True, "ns"),
         Column("exposed_ns", "int64", "exposed_ns of bucket_flushes, median without the first step", True, "ns"),
     ),
@@ -283,6 +304,7 @@ DETAILED_ANSWERS: Final[dict[str, Table]] = {
     "bucket_flushes": BUCKET_FLUSHES,
     "bucket_means": BUCKET_MEANS,
     "bucket_steps": BUCKET_STEPS,
+    "buckets_per_step": BUCKETS_PER_STEP,
     "bucket_parameters": BUCKET_PARAMETERS,
     "bucket_operations": BUCKET_OPERATIONS,
     "lateness": LATENESS,

@@ -12,6 +12,8 @@ import pyarrow.compute as pc
 
 from commprof.analysis.frames import from_rows
 from commprof.analysis.setting_answers import REDUCTION_LEVELS
+from commprof.analysis.steady import EXECUTED
+from commprof.analysis.steps import StepTotals
 from commprof.exit_codes import State
 from commprof.ledger.levels import STEPS, LedgerRow, Verdict
 from commprof.schema import Op, Purpose
@@ -19,34 +21,18 @@ from commprof.schema import Op, Purpose
 NOTHING_ISSUED: Final = "nothing was issued to reduce gradients in a training step"
 NOT_REQUESTED: Final = "what the config asks for is not known"
 NOT_EXECUTED: Final = "what the backend ran is not known"
-COLUMNS: Final = ("purpose", "op", "intended_op", "step", "group_size")
 
 
 class Ledger(NamedTuple):
     """The ledger of one run.
 
-    ``meant``: for the operations that stand for another, which one; ``shares``: what :func:`job_shares` says.
+    ``totals``: what its steps sent, as comparisons have it; ``shares``: what :func:`job_shares` says.
     """
 
     label: str
     verdict: Verdict
-    meant: Mapping[str, str]
+    totals: StepTotals
     shares: Mapping[str, float]
-
-
-def meant_ops(operations: pa.Table) -> dict[str, str]:
-    """What the runtime meant by the operations that it issued to reduce gradients in the place of others.
-
-    Args:
-        operations: :func:`commprof.analysis.sums.operations` by :data:`COLUMNS` at least.
-    """
-    stand_ins = operations.filter(
-        pc.and_(
-            pc.equal(operations["purpose"], Purpose.GRADIENT_REDUCE), pc.is_valid(operations["intended_op"])
-        )
-    )
-    pairs = stand_ins.group_by(["op", "intended_op"]).aggregate([]).to_pylist()
-    return {pair["op"]: pair["intended_op"] for pair in pairs if pair["op"] != pair["intended_op"]}
 
 
 def job_shares(operations: pa.Table, world_size: int | None) -> dict[str, float]:
@@ -56,7 +42,7 @@ def job_shares(operations: pa.Table, world_size: int | None) -> dict[str, float]
     the job, and 1/2 where two groups of half of the ranks reduce half of the model each.
 
     Args:
-        operations: :func:`commprof.analysis.sums.operations` by :data:`COLUMNS` at least.
+        operations: :func:`commprof.analysis.sums.operations` by purpose, op, step and group_size at least.
         world_size: ranks of the job; None: as many as the largest group has.
     """
     ranks = world_size or pc.max(operations["group_size"]).as_py() or 1
@@ -87,17 +73,15 @@ def reduction_levels(ledgers: Sequence[Ledger]) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
     for label, repeats in of_label.items():
         verdicts = [ledger.verdict for ledger in repeats]
-        shares = {op: share for ledger in repeats for op, share in ledger.shares.items()}
-        meant = {op: wanted for ledger in repeats for op, wanted in ledger.meant.items()}
         states = {verdict.state for verdict in verdicts}
         state = next(s for s in (State.MISMATCH, State.UNKNOWN, State.CLOSED) if s in states)
-        rows += [{"label": label, "state": str(state), **row} for row in _of_setting(verdicts, meant, shares)]
+        rows += [{"label": label, "state": str(state), **row} for row in _of_setting(repeats)]
     return from_rows(rows, REDUCTION_LEVELS.columns)
 
 
-def _of_setting(
-    verdicts: Sequence[Verdict], meant: Mapping[str, str], shares: Mapping[str, float]
-) -> list[dict[str, Any]]:
+def _of_setting(repeats: Sequence[Ledger]) -> list[dict[str, Any]]:
+    shares = {op: share for ledger in repeats for op, share in ledger.shares.items()}
+    verdicts = [ledger.verdict for ledger in repeats]
     gradients = [
         row
         for verdict in verdicts
@@ -107,52 +91,94 @@ def _of_setting(
     steps = sum(
         max((row.steps for row in verdict.rows if row.when == STEPS), default=0) for verdict in verdicts
     )
+    issued = _issued([ledger.totals for ledger in repeats])
     reason = next((verdict.request_reason for verdict in verdicts if verdict.request_reason), None)
     return [
-        *_level("requested", gradients, steps, {}, shares, reason or NOT_REQUESTED),
-        *_level("issued", gradients, steps, meant, shares, NOTHING_ISSUED),
-        *_level("executed", gradients, steps, meant, shares, NOT_EXECUTED),
+        *_requested(gradients, issued, steps, shares, reason or NOT_REQUESTED),
+        *(issued or [{"level": "issued", "reason": NOTHING_ISSUED}]),
+        *_executed(gradients, issued),
         _moved(verdicts),
     ]
 
 
-def _level(
-    level: str,
-    gradients: Sequence[LedgerRow],
-    steps: int,
-    meant: Mapping[str, str],
-    shares: Mapping[str, float],
-    reason: str,
-) -> list[dict[str, Any]]:
-    known = [row for row in gradients if _wire(row, level) is not None and getattr(row, f"{level}_op")]
-    sums: dict[tuple[str, str | None], list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for row in known:
-        if level != "requested" and not row.issued_count:
-            continue
-        op = getattr(row, f"{level}_op")
-        total = sums[op, meant.get(op)]
-        total[0] += row.expected_payload_bytes or 0 if level == "requested" else row.issued_payload_bytes
-        total[1] += (_wire(row, level) or 0.0) * shares.get(row.issued_op or "", 1.0)
-    if not sums or not steps:
-        return [{"level": level, "reason": reason}]
+def _issued(totals: Sequence[StepTotals]) -> list[dict[str, Any]]:
+    """What reduces gradients in a step, by operation: the values of :func:`comparison.traffic_by_setting`.
+
+    ``executed``: its wire bytes of what the backend runs, None where that is not known.
+    """
+    steps = sum(each.steps for each in totals)
+    sums: dict[tuple[str, str | None], list[float | None]] = {}
+    for each in totals:
+        for row in each.totals.to_dict("records"):
+            if row["purpose"] != Purpose.GRADIENT_REDUCE or row["op"] == Op.BARRIER:
+                continue
+            intended = (
+                None if pd.isna(row["intended_op"]) or row["intended_op"] == row["op"] else row["intended_op"]
+            )
+            into = sums.setdefault((row["op"], intended), [0.0, 0.0, 0.0])
+            for place, name in enumerate(("payload_bytes", "wire_bytes", EXECUTED)):
+                before = into[place]
+                into[place] = None if before is None or pd.isna(row[name]) else before + float(row[name])
     return [
-        {
-            "level": level,
-            "op": op,
-            "intended_op": wanted,
-            "payload_bytes_per_step": payload / steps,
-            "wire_bytes_per_step": wire / steps,
+        {"level": "issued", "op": op, "intended_op": intended}
+        | {
+            name: None if value is None else value / steps
+            for name, value in zip(
+                ("payload_bytes_per_step", "wire_bytes_per_step", "executed"), values, strict=True
+            )
         }
-        for (op, wanted), (payload, wire) in sums.items()
+        for (op, intended), values in sums.items()
     ]
 
 
-def _wire(row: LedgerRow, level: str) -> float | None:
-    return {
-        "requested": row.requested_wire_bytes,
-        "issued": row.issued_wire_bytes,
-        "executed": row.executed_wire_bytes,
-    }[level]
+def _executed(gradients: Sequence[LedgerRow], issued: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What the backend ran for ``issued``: its operation out of the ledger, and its bytes from there where only it knows."""
+    ran = {row.issued_op: row for row in gradients if row.executed_op and row.executed_wire_bytes is not None}
+    rows = []
+    for level in issued:
+        row = ran.get(level["op"])
+        if row is None:
+            continue
+        wire = level["executed"]
+        if wire is None:
+            factor = (
+                (row.executed_wire_bytes or 0.0) / row.issued_wire_bytes if row.issued_wire_bytes else 1.0
+            )
+            wire = level["wire_bytes_per_step"] * factor
+        rows.append({**level, "level": "executed", "op": row.executed_op, "wire_bytes_per_step": wire})
+    return rows or [{"level": "executed", "reason": NOT_EXECUTED}]
+
+
+def _requested(
+    gradients: Sequence[LedgerRow],
+    issued: Sequence[Mapping[str, Any]],
+    steps: int,
+    shares: Mapping[str, float],
+    reason: str,
+) -> list[dict[str, Any]]:
+    """What the config asks for in a step.
+
+    The ledger adds up all steps. Where it says that just this was issued, a step of it is a step of what was issued:
+    without one-offs and without the first step. Else it is the mean over all steps.
+    """
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for row in gradients:
+        if row.requested_op is None or row.requested_wire_bytes is None or not steps:
+            continue
+        mine = [each for each in gradients if each.issued_op == row.issued_op]
+        whole = sum(each.issued_payload_bytes for each in mine)
+        usual = sum(each["payload_bytes_per_step"] for each in issued if each["op"] == row.issued_op)
+        agree = all(each.issued_payload_bytes == each.expected_payload_bytes for each in mine)
+        factor = usual / whole if agree and whole and usual else 1 / steps
+        total = sums[row.requested_op]
+        total[0] += (row.expected_payload_bytes or 0) * factor
+        total[1] += row.requested_wire_bytes * factor * shares.get(row.issued_op or "", 1.0)
+    if not sums:
+        return [{"level": "requested", "reason": reason}]
+    return [
+        {"level": "requested", "op": op, "payload_bytes_per_step": payload, "wire_bytes_per_step": wire}
+        for op, (payload, wire) in sums.items()
+    ]
 
 
 def _moved(verdicts: Sequence[Verdict]) -> dict[str, Any]:

@@ -1,18 +1,24 @@
-"""Which rank sends how much to which: the wire bytes of the model, put on pairs of ranks.
+"""Which rank sends how much to which: the wire bytes of two models, put on pairs of ranks.
 
-The model says what all ranks of a group send together (``schema.wire_bytes`` times the size of the group). Between whom it
-flows is modelled as well, so that every row and column adds up to exactly what the model says of its rank:
+``wire_bytes`` is of the operations as issued. The model says what all ranks of a group send together (``schema.wire_bytes``
+times the size of the group). Between whom it flows is modelled as well, so that each row and column adds up to exactly
+what the model says of its rank:
 
 * reduce, gather: from each other rank to the root; broadcast, scatter: from the root to each other rank, in equal parts;
 * all_to_all: between each pair, in equal parts (uneven splits are in no record);
 * all_reduce, reduce_scatter, all_gather: around a ring in the order of the group, each rank to the next;
 * send: from the sender to the receiver, as recorded.
+
+``executed_wire_bytes`` is of what the backend runs for them. Who sends what is known of gloo
+(:mod:`commprof.ledger.backends`) and of messages; of anything else it is null.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from decimal import Decimal
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -24,12 +30,16 @@ from commprof.analysis.detailed_answers import MATRIX, MATRIX_BY, OWNERS
 from commprof.analysis.engine import ask
 from commprof.analysis.frames import from_arrow
 from commprof.errors import UsageError
+from commprof.ledger import backends
 from commprof.schema import Op, parse_ranks
 
 Steps: TypeAlias = tuple[int, int]
 Ranks: TypeAlias = npt.NDArray[np.int64]
+Shares: TypeAlias = npt.NDArray[np.float64]
 
 EVERY_STEP: Final[Steps] = (-(2**31), 2**31 - 1)
+
+ONCE: Final = "1"
 
 RING: Final = "around a ring in the order of the group"
 TO_ROOT: Final = "from each other rank to the root"
@@ -48,16 +58,38 @@ MODELS: Final[dict[str, str]] = {
     Op.ALL_TO_ALL: PAIRWISE,
     Op.SEND: RECORDED,
 }
+BACKWARDS: Final = "around a ring against the order of the group"
+EXECUTED_MODELS: Final[dict[str, str]] = MODELS | {
+    Op.ALL_REDUCE: BACKWARDS,
+    Op.REDUCE_SCATTER: f"as an all_reduce, {BACKWARDS}",
+    Op.REDUCE: f"{BACKWARDS}, then from each other rank its part to the root",
+    Op.BROADCAST: "along a binomial tree from the root",
+}
+_LIKE_ISSUED: Final = frozenset(op for op in MODELS if MODELS[op] == EXECUTED_MODELS[op])
+_PROBED_BYTES: Final = 1024  # of a rank's segment: any for which gloo's parts are equal
 
 
 class _Pairs(NamedTuple):
-    """Pairs of ranks with equal shares of one flow; without any where it cannot be told between whom it went."""
+    """Pairs of ranks and what each has of one flow; without any where it cannot be told between whom it went."""
 
     senders: Ranks
     receivers: Ranks
+    shares: Shares
 
 
-_NOWHERE: Final = _Pairs(np.empty(0, np.int64), np.empty(0, np.int64))
+def _alike(senders: Ranks, receivers: Ranks) -> _Pairs:
+    """Pairs with equal shares."""
+    return _Pairs(senders, receivers, np.ones(len(senders)))
+
+
+class _Executed(NamedTuple):
+    """What a backend runs for a flow: between whom, and how many bytes in all."""
+
+    pairs: _Pairs
+    whole: float
+
+
+_NOWHERE: Final = _alike(np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 def matrix(
@@ -67,8 +99,12 @@ def matrix(
     op: str | None = None,
     purpose: str | None = None,
     most_ranks: int | None = None,
+    weight: str = ONCE,
 ) -> pd.DataFrame:
     """Bytes from each rank to each other, for each combination of ``by``: see :func:`commprof.analysis.api.matrix`.
+
+    Args:
+        weight: how often an operation counts: once, or as a column of ``operations`` says; ``message_bytes`` is 0 then.
 
     Raises:
         UsageError: a column of ``by`` cannot be grouped by.
@@ -83,30 +119,46 @@ def matrix(
             )
     flows = [
         flow
-        for flow in _flows(operations, tuple(dict.fromkeys((*by, "purpose"))), steps)
+        for flow in _flows(operations, tuple(dict.fromkeys((*by, "purpose"))), steps, weight)
         if op in (None, flow["op"]) and purpose in (None, flow["purpose"] or "untagged")
     ]
     ranks = ranks_of(operations)
     width = 1 if most_ranks is None else max(1, -(-len(ranks) // most_ranks))
     block_of = _Blocks(ranks, width)
-    parts, unplaced = [], 0.0
+    parts, unplaced, executed_unplaced = [], 0.0, 0.0
+    unknown: dict[tuple[Any, ...], set[str]] = {}
     for flow in flows:
-        pairs, whole = _pairs(flow), int(flow["flow_bytes"]) / int(flow["wire_ranks"])
-        if not len(pairs.senders):
+        named = {name: flow[name] for name in by}
+        pairs, whole = _pairs(flow), flow["flow_bytes"] / int(flow["wire_ranks"])
+        if len(pairs.senders):
+            recorded = flow["flow_bytes"] if flow["op"] == Op.SEND and weight == ONCE else 0
+            parts.append(named | block_of.sums(pairs, wire_bytes=whole, message_bytes=recorded))
+        else:
             unplaced += whole
-            continue
-        parts.append(
-            {name: flow[name] for name in by}
-            | block_of.sums(pairs, whole, int(flow["flow_bytes"]) if flow["op"] == Op.SEND else 0)
-        )
-    frame = _added_up(parts, by)
+        ran = _executed(flow)
+        if ran is None:
+            backend = flow["backend"] or "an unknown backend"
+            unknown.setdefault(tuple(named.values()), set()).add(f"{flow['op']} on {backend}")
+        elif len(ran.pairs.senders):
+            parts.append(named | block_of.sums(ran.pairs, executed_wire_bytes=ran.whole))
+        else:
+            executed_unplaced += ran.whole
+    frame = _added_up(parts, by, unknown.keys())
+    names = sorted(set().union(*unknown.values()))
     frame.attrs |= {
         "unplaced_bytes": unplaced,
+        "executed_unplaced_bytes": executed_unplaced,
+        "executed_reason": f"who sends what is not known of {', '.join(names)}" if names else None,
         "ranks": len(ranks),
         "ranks_per_cell": width,
-        "models": {name: MODELS[name] for name in MODELS if any(flow["op"] == name for flow in flows)},
+        "models": _named(MODELS, flows),
+        "executed_models": _named(EXECUTED_MODELS, flows),
     }
     return frame
+
+
+def _named(models: Mapping[str, str], flows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    return {op: model for op, model in models.items() if any(flow["op"] == op for flow in flows)}
 
 
 def owners(operations: pa.Table, steps: Steps = EVERY_STEP) -> pd.DataFrame:
@@ -135,7 +187,8 @@ def owners(operations: pa.Table, steps: Steps = EVERY_STEP) -> pd.DataFrame:
 def columns(by: Sequence[str]) -> tuple[str, ...]:
     """The columns of the operations that :func:`matrix` and :func:`owners` ask for."""
     known = (name for name in by if name in MATRIX_BY)
-    return ("step", "op", "purpose", "group_ranks", "group_size", "root", "sender", "receiver", *known)
+    of_groups = ("group_ranks", "group_size", "backend", "call_bytes")
+    return ("step", "op", "purpose", *of_groups, "root", "sender", "receiver", *known)
 
 
 def ranks_of(operations: pa.Table) -> list[int]:
@@ -144,31 +197,63 @@ def ranks_of(operations: pa.Table) -> list[int]:
     return sorted({rank for text in texts for rank in parse_ranks(text)})
 
 
-def _flows(operations: pa.Table, by: Sequence[str], steps: Steps) -> list[dict[str, Any]]:
+def _flows(operations: pa.Table, by: Sequence[str], steps: Steps, weight: str = ONCE) -> list[dict[str, Any]]:
     named = "".join(f"{name}, " for name in by if name != "op")
-    answer = ask(
-        "flows", {"operations": operations}, by=named, first=str(int(steps[0])), last=str(int(steps[1]))
-    )
-    return [flow for flow in answer.to_pylist() if flow["flow_bytes"]]
+    first, last = (str(int(step)) for step in steps)
+    flows = ask(
+        "flows", {"operations": operations}, by=named, first=first, last=last, weight=weight
+    ).to_pylist()
+    for flow in flows:
+        for name in ("flow_bytes", "executed_bytes"):
+            if isinstance(flow[name], Decimal):
+                flow[name] = int(flow[name])
+    return [flow for flow in flows if flow["flow_bytes"]]
 
 
-def _pairs(flow: dict[str, Any]) -> _Pairs:
+def _executed(flow: Mapping[str, Any]) -> _Executed | None:
+    """What the backend runs for ``flow``; None where it is not known who sends what."""
+    if flow["unexecuted"] or (flow["op"] != Op.SEND and not backends.known(flow["backend"])):
+        return None
+    whole = flow["executed_bytes"] / int(flow["wire_ranks"])
+    if flow["op"] in _LIKE_ISSUED:
+        return _Executed(_pairs(flow), whole)
+    members: Ranks = np.array(parse_ranks(flow["group_ranks"]), np.int64)
+    places = np.flatnonzero(members == flow["root"])
+    if flow["op"] in (Op.REDUCE, Op.BROADCAST) and not len(places):
+        return _Executed(_NOWHERE, whole)
+    root = int(places[0]) if len(places) else None
+    size = flow["call_bytes"] if flow["op"] == Op.REDUCE else 2 * len(members) * _PROBED_BYTES
+    pairs = _on_gloo(flow["op"], int(size), len(members), root)
+    if flow["op"] == Op.REDUCE:  # the part of this root is known
+        whole = float(pairs.shares.sum()) * float(flow["collectives"])
+    return _Executed(_Pairs(members[pairs.senders], members[pairs.receivers], pairs.shares), whole)
+
+
+@lru_cache(maxsize=4096)
+def _on_gloo(op: str, size: int, ranks: int, root: int | None) -> _Pairs:
+    """The positions in the group between which gloo sends for a call, and the bytes of each pair."""
+    sent = backends.flows(backends.Call(backends.GLOO, op, size, ranks, root)).sent or {}
+    senders, receivers = (np.array([pair[side] for pair in sent], np.int64) for side in (0, 1))
+    return _Pairs(senders, receivers, np.array(list(sent.values()), np.float64))
+
+
+def _pairs(flow: Mapping[str, Any]) -> _Pairs:
     members: Ranks = np.array(parse_ranks(flow["group_ranks"]), np.int64)
     model, root = MODELS.get(flow["op"]), flow["root"]
     if model == RECORDED:
         known = flow["sender"] in members and flow["receiver"] in members
-        return _Pairs(np.array([flow["sender"]]), np.array([flow["receiver"]])) if known else _NOWHERE
+        return _alike(np.array([flow["sender"]]), np.array([flow["receiver"]])) if known else _NOWHERE
     if model == RING:
-        return _Pairs(members, np.roll(members, -1))
+        return _alike(members, np.roll(members, -1))
     if model == PAIRWISE:
         senders, receivers = np.repeat(members, len(members)), np.tile(members, len(members))
         other = senders != receivers
-        return _Pairs(senders[other], receivers[other])
+        return _alike(senders[other], receivers[other])
     if model is None or root not in members:
         return _NOWHERE
     others = members[members != root]
     roots = np.full(len(others), root)
-    return _Pairs(others, roots) if model == TO_ROOT else _Pairs(roots, others)
+    return _alike(others, roots) if model == TO_ROOT else _alike(roots, others)
 
 
 class _Blocks:
@@ -178,31 +263,48 @@ class _Blocks:
         self._ranks: Ranks = np.array(ranks, np.int64)
         self._width = width
 
-    def sums(self, pairs: _Pairs, whole: float, recorded: int) -> dict[str, Any]:
-        """The cells of a flow of ``whole`` bytes over ``pairs``, as columns."""
+    def sums(self, pairs: _Pairs, **whole: float) -> dict[str, Any]:
+        """The cells of a flow over ``pairs``, as columns; ``whole``: by measure, the bytes of the flow."""
         count = -(-len(self._ranks) // self._width)
-        places = [np.searchsorted(self._ranks, side) // self._width for side in pairs]
-        cells, number = np.unique(places[0] * count + places[1], return_counts=True)
+        places = [np.searchsorted(self._ranks, side) // self._width for side in pairs[:2]]
+        cells, which = np.unique(places[0] * count + places[1], return_inverse=True)
+        shares = np.bincount(which, pairs.shares)
         first = self._ranks[:: self._width]
-        return {
-            "sender": first[cells // count],
-            "receiver": first[cells % count],
-            "wire_bytes": whole * number / len(pairs.senders),
-            "message_bytes": np.full(len(cells), recorded),
-        }
+        columns: dict[str, Any] = {"sender": first[cells // count], "receiver": first[cells % count]}
+        for name in _MEASURES:
+            total = whole.get(name, 0)
+            # A message has one pair, and its bytes are whole numbers.
+            columns[name] = (
+                np.full(len(cells), total)
+                if len(pairs.senders) == 1 or not total
+                else total * shares / pairs.shares.sum()
+            )
+        return columns
 
 
-def _added_up(parts: list[dict[str, Any]], by: Sequence[str]) -> pd.DataFrame:
+def _added_up(
+    parts: list[dict[str, Any]], by: Sequence[str], unknown: Collection[tuple[Any, ...]]
+) -> pd.DataFrame:
+    """The cells of all flows; ``unknown``: the combinations of ``by`` in which what ran is not known."""
     columns = (*(MATRIX_BY[name] for name in by), *MATRIX.columns)
     keys = [*by, "sender", "receiver"]
     if not parts:
         return from_arrow(pa.table({c.name: pa.array([], _ARROW[c.type]) for c in columns}), columns)
     frame = pd.concat([pd.DataFrame(part) for part in parts], ignore_index=True)
-    summed = frame.groupby(keys, as_index=False, dropna=False)[["wire_bytes", "message_bytes"]].sum()
+    summed = frame.groupby(keys, as_index=False, dropna=False)[list(_MEASURES)].sum()
+    if unknown:
+        named = zip(*(summed[name] for name in by), strict=True) if by else [()] * len(summed)
+        # null is not equal to itself: it is None among the combinations
+        plain = [tuple(None if pd.isna(value) else value for value in values) for values in named]
+        summed["executed_wire_bytes"] = summed["executed_wire_bytes"].mask(
+            np.array([one in unknown for one in plain])
+        )
+        summed = summed[(summed["wire_bytes"] != 0) | summed["executed_wire_bytes"].notna()]
     return from_arrow(
         pa.table({c.name: pa.array(summed[c.name], _ARROW[c.type], from_pandas=True) for c in columns}),
         columns,
     )
 
 
+_MEASURES: Final = ("wire_bytes", "message_bytes", "executed_wire_bytes")
 _ARROW: Final = {"int32": pa.int64(), "int64": pa.int64(), "float64": pa.float64(), "string": pa.string()}

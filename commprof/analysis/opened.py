@@ -141,6 +141,10 @@ class OpenedRun:
         """See :func:`commprof.analysis.api.bucket_steps`."""
         return api.bucket_steps(self.run)
 
+    def buckets_per_step(self) -> pd.DataFrame:
+        """See :func:`commprof.analysis.api.buckets_per_step`."""
+        return api.buckets_per_step(self.run)
+
     def bucket_means(self) -> pd.DataFrame:
         """See :func:`commprof.analysis.api.bucket_means`."""
         return api.bucket_means(self.run)

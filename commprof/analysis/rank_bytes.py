@@ -3,47 +3,61 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 import pandas as pd
 import pyarrow as pa
 
+from commprof.analysis.engine import ask
 from commprof.analysis.frames import from_rows
 from commprof.analysis.matrix import matrix
 from commprof.analysis.setting_answers import RANK_BYTES
+from commprof.analysis.steps import StepTotals
+
+NO_ROOTS: Final = "the roots of its operations were not kept, so it is not known which rank sends what"
+
+
+class Directions(NamedTuple):
+    """Bytes of a step by rank, and those of which it is not known between whom they go."""
+
+    sent: Mapping[int, float]
+    received: Mapping[int, float]
+    unplaced: float
 
 
 class RankTotals(NamedTuple):
-    """What the ranks of one run sent and received in its ``steps`` training steps.
+    """What the ranks of one run send and receive in a step; ``steps``: how many it has, which repeats count by.
 
-    ``unplaced``: bytes of which it is not known between whom they went.
+    ``issued``: by the model of the operations as issued. ``executed``: of what the backend runs; None: not known.
     """
 
     label: str
     steps: int
-    sent: dict[int, float]
-    received: dict[int, float]
-    unplaced: float
+    issued: Directions
+    executed: Directions | None
 
 
-def rank_totals(label: str, times: pd.DataFrame, operations: pa.Table) -> RankTotals:
-    """The sums of each rank over the steps from 0 to the last that is whole, by the model of ``matrix.py``."""
-    whole = times[times["duration_ns"].notna()]
-    if whole.empty:
-        return RankTotals(label, 0, {}, {}, 0.0)
-    last = int(whole["step"].max())
-    cells = matrix(operations, steps=(0, last))
-    sent = cells.groupby("sender")["wire_bytes"].sum()
-    received = cells.groupby("receiver")["wire_bytes"].sum()
-    return RankTotals(
-        label,
-        int((times["step"] <= last).sum()),
-        {int(rank): float(value) for rank, value in sent.items()},  # type: ignore[call-overload]
-        {int(rank): float(value) for rank, value in received.items()},  # type: ignore[call-overload]
-        float(cells.attrs["unplaced_bytes"]),
+def rank_totals(label: str, totals: StepTotals, operations: pa.Table) -> RankTotals:
+    """What each rank sends in the step that ``totals`` are the sums of, by the models of ``matrix.py``."""
+    if not totals.steps or totals.weights is None:
+        return RankTotals(label, 0, Directions({}, {}, 0.0), None)
+    weighted = ask("weighted_operations", {"operations": operations, "weights": totals.weights})
+    cells = matrix(weighted, weight="weight")
+    executed = None
+    if cells.attrs["executed_reason"] is None:
+        executed = _directions(cells, "executed_wire_bytes", cells.attrs["executed_unplaced_bytes"])
+    issued = _directions(cells, "wire_bytes", cells.attrs["unplaced_bytes"])
+    return RankTotals(label, totals.steps, issued, executed)
+
+
+def _directions(cells: pd.DataFrame, measure: str, unplaced: float) -> Directions:
+    sent, received = (
+        {int(str(rank)): float(value) for rank, value in cells.groupby(side)[measure].sum().items()}
+        for side in ("sender", "receiver")
     )
+    return Directions(sent, received, unplaced)
 
 
 def rank_bytes(totals: Sequence[RankTotals]) -> pd.DataFrame:
@@ -56,27 +70,37 @@ def rank_bytes(totals: Sequence[RankTotals]) -> pd.DataFrame:
         of_label[one.label].append(one)
     rows, reasons = [], {}
     for label, parts in of_label.items():
-        steps = sum(part.steps for part in parts)
-        unplaced = sum(part.unplaced for part in parts)
-        if unplaced:
-            reasons[label] = (
-                "the roots of its operations were not kept, so it is not known which rank sends what"
-            )
+        if any(part.issued.unplaced for part in parts):
+            reasons[label] = NO_ROOTS
             continue
-        ranks = sorted({rank for part in parts for rank in (*part.sent, *part.received)})
-        sent = [sum(part.sent.get(rank, 0.0) for part in parts) for rank in ranks]
-        received = [sum(part.received.get(rank, 0.0) for part in parts) for rank in ranks]
-        for rank, out, into in zip(ranks, sent, received, strict=True):
-            rows.append(
-                {
-                    "label": label,
-                    "rank": rank,
-                    "sent_bytes_per_step": out / steps,
-                    "received_bytes_per_step": into / steps,
-                    "sent_of_mean": out / fmean(sent) if any(sent) else None,
-                    "received_of_mean": into / fmean(received) if any(received) else None,
-                }
-            )
+        issued = [(part.issued, part.steps) for part in parts if part.steps]
+        executed = [(part.executed, part.steps) for part in parts if part.steps and part.executed is not None]
+        columns = _columns(issued, "")
+        if len(executed) == len(issued) and not any(each.unplaced for each, _ in executed):
+            columns |= _columns(executed, "executed_")
+        ranks = sorted({rank for by_rank in columns.values() for rank in by_rank})
+        rows += [
+            {"label": label, "rank": rank} | {name: by_rank[rank] for name, by_rank in columns.items()}
+            for rank in ranks
+        ]
     frame = from_rows(rows, RANK_BYTES.columns)
     frame.attrs["reasons"] = reasons
     return frame
+
+
+def _columns(parts: Sequence[tuple[Directions, int]], prefix: str) -> dict[str, Mapping[int, float | None]]:
+    """The columns of one model, by rank: the mean over the steps of all repeats, and that over the mean of the ranks."""
+    steps = sum(count for _, count in parts)
+    found: dict[str, Mapping[int, Any]] = {}
+    ranks = sorted({rank for part, _ in parts for rank in (*part.sent, *part.received)})
+    for direction in ("sent", "received"):
+        means = {
+            rank: sum(getattr(part, direction).get(rank, 0.0) * count for part, count in parts) / steps
+            for rank in ranks
+        }
+        mean = fmean(means.values()) if means else 0.0
+        found[f"{prefix}{direction}_bytes_per_step"] = means
+        found[f"{prefix}{direction}_of_mean"] = {
+            rank: value / mean if mean else None for rank, value in means.items()
+        }
+    return found

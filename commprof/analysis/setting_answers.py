@@ -36,10 +36,14 @@ RANK_BYTES: Final = Table(
     (
         _LABEL,
         Column("rank", "int32", "global rank"),
-        Column("sent_bytes_per_step", "float64", "modelled: bytes that leave the rank in a training step", unit="bytes"),
-        Column("received_bytes_per_step", "float64", "modelled: bytes that reach it", unit="bytes"),
+        Column("sent_bytes_per_step", "float64", "modelled as issued: bytes that leave it in a step", unit="bytes"),
+        Column("received_bytes_per_step", "float64", "modelled as issued: bytes that reach it", unit="bytes"),
         Column("sent_of_mean", "float64", "sent_bytes_per_step, in means over the ranks", True),
         Column("received_of_mean", "float64", "received_bytes_per_step, in means over the ranks", True),
+        Column("executed_sent_bytes_per_step", "float64", "of what the backend runs; null: not known", True, "bytes"),
+        Column("executed_received_bytes_per_step", "float64", "of what the backend runs; null: not known", True, "bytes"),
+        Column("executed_sent_of_mean", "float64", "the same, in means over the ranks", True),
+        Column("executed_received_of_mean", "float64", "the same, in means over the ranks", True),
     ),
     key=("label", "rank"),
 )

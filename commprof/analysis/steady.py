@@ -32,11 +32,14 @@ class Steady(NamedTuple):
         warm: the steps that were asked.
         per_step: what a step sends; ``every``: of how many steps one sends it, null where that is not regular.
         one_offs: beyond that: what one ``attempt`` and ``step`` sent.
+        weights: of each row of ``per_step`` the steps that it is made of. The sum over them of weight times what the step
+            sent is what a step sends, in any measure.
     """
 
     warm: list[Step]
     per_step: list[dict[str, Any]]
     one_offs: list[dict[str, Any]]
+    weights: list[dict[Step, float]]
 
 
 def warm_steps(whole: Sequence[Step]) -> list[Step]:
@@ -71,7 +74,7 @@ def steady(
                 into[name] = (into[name] or 0) + row[name]
             elif name == EXECUTED:
                 into[name] = nan
-    found = Steady(warm, [], [])
+    found = Steady(warm, [], [], [])
     for values, by_step in sums.items():
         _judge(dict(zip(key, values, strict=True)), by_step, found)
     return found
@@ -81,15 +84,17 @@ def _judge(named: dict[str, Any], by_step: Mapping[Step, Mapping[str, Any]], fou
     warm = found.warm
     present = [step for step in warm if step in by_step]
     value: dict[str, Any] | None = None
-    every: int | None = None
-    if len(present) == len(warm):
-        value, every = _value(present, by_step, 1), 1
-    elif k := _period(present, warm):
-        value, every = _value(present, by_step, k), k
+    every = 1 if len(present) == len(warm) else _period(present, warm)
+    weights: dict[Step, float] = {}
+    if every is not None:
+        chosen = _of_most(present, by_step)
+        weights = dict.fromkeys(chosen, 1 / (len(chosen) * every))
     elif 2 * len(present) >= len(warm):
-        value = _mean(present, by_step, len(warm))
-    if value is not None:
+        weights = dict.fromkeys(present, 1 / len(warm))
+    if weights:
+        value = _mean(weights, by_step)
         found.per_step.append({**named, **value, "every": every})
+        found.weights.append(weights)
     expected = {name: (value[name] or 0) * (every or 0) for name in COUNTED} if value is not None else None
     for step, sent in sorted(by_step.items()):
         if expected is None or (every and (step not in warm or _is_of_most(present, by_step))):
@@ -119,19 +124,21 @@ def _is_of_most(present: Sequence[Step], by_step: Mapping[Step, Mapping[str, Any
     return 2 * times > len(present)
 
 
-def _value(present: Sequence[Step], by_step: Mapping[Step, Mapping[str, Any]], every: int) -> dict[str, Any]:
-    """What one step sends on average, of the steps that send what most do."""
-    if _is_of_most(present, by_step):
-        most, _ = Counter(_counts(by_step[step]) for step in present).most_common(1)[0]
-        present = [step for step in present if _counts(by_step[step]) == most]
-    return _mean(present, by_step, len(present) * every)
+def _of_most(present: Sequence[Step], by_step: Mapping[Step, Mapping[str, Any]]) -> Sequence[Step]:
+    """The steps that send what most do; all, where no value is that of most."""
+    if not _is_of_most(present, by_step):
+        return present
+    most, _ = Counter(_counts(by_step[step]) for step in present).most_common(1)[0]
+    return [step for step in present if _counts(by_step[step]) == most]
 
 
-def _mean(present: Sequence[Step], by_step: Mapping[Step, Mapping[str, Any]], steps: int) -> dict[str, Any]:
+def _mean(weights: Mapping[Step, float], by_step: Mapping[Step, Mapping[str, Any]]) -> dict[str, Any]:
+    """What one step sends on average. The weights are equal: a sum is divided once, so that whole numbers stay whole."""
+    divisor = round(1 / next(iter(weights.values())))
     found: dict[str, Any] = {}
-    for name in by_step[present[0]]:
-        known = [by_step[step][name] for step in present if by_step[step][name] is not None]
-        total = sum(known) / steps if known else None
+    for name in by_step[next(iter(weights))]:
+        known = [by_step[step][name] for step in weights if by_step[step][name] is not None]
+        total = sum(known) / divisor if known else None
         found[name] = None if total != total else total
     return found
 

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from commprof.analysis.answers import STEP_TIMES, STEP_TOTALS
 from commprof.analysis.engine import ask
 from commprof.analysis.frames import from_arrow, from_rows
-from commprof.analysis.steady import COUNTED, EXECUTED, steady
+from commprof.analysis.steady import COUNTED, EXECUTED, Steady, steady
 
 COLUMNS: Final = ("attempt", "step", "op")  # of the operations that step_times asks for
 
@@ -54,14 +54,22 @@ class StepTotals(NamedTuple):
     ``totals`` has a row for each op, intended_op, purpose, and name and size of the group: how many groups, and their
     collectives, payload_bytes and wire_bytes; the last are those of a rank of the job, the mean over all of them.
     Divided by ``steps`` they are those of a step. They are not rounded: a mean of 3.5 collectives over two warm steps is
-    10.5 in three steps.
+    10.5 in three steps. ``weights``: how often what a step sent counts in the mean step, by attempt, step and that key.
     """
 
     steps: int
     totals: pd.DataFrame
+    weights: pa.Table | None = None
 
 
 _KEY: Final = ("op", "intended_op", "purpose", "group_desc", "group_size")
+_WEIGHTS: Final = pa.schema(
+    [
+        *((name, pa.int32()) for name in ("attempt", "step", "group_size")),
+        *((name, pa.string()) for name in _KEY if name != "group_size"),
+        ("weight", pa.float64()),
+    ]
+)
 
 
 def step_totals(
@@ -80,10 +88,22 @@ def step_totals(
     ).to_pylist()
     ended = times.loc[times["duration_ns"].notna(), ["attempt", "step"]]
     whole = [(int(attempt), int(step)) for attempt, step in ended.itertuples(index=False)]
+    judged = steady(rows, _KEY, whole, ("groups", EXECUTED))
     found = [
         {**row, "groups": ceil(row["groups"])}
         | {name: None if row[name] is None else row[name] * len(whole) for name in (*COUNTED, EXECUTED)}
-        for row in steady(rows, _KEY, whole, ("groups", EXECUTED)).per_step
+        for row in judged.per_step
     ]
     found.sort(key=lambda row: tuple((row[name] is None, row[name]) for name in _KEY))
-    return StepTotals(len(whole), from_rows(found, STEP_TOTALS.columns))
+    return StepTotals(len(whole), from_rows(found, STEP_TOTALS.columns), _weights(judged))
+
+
+def _weights(judged: Steady) -> pa.Table:
+    rows = [
+        {name: row[name] for name in _KEY} | {"attempt": attempt, "step": step, "weight": weight}
+        for row, weights in zip(judged.per_step, judged.weights, strict=True)
+        for (attempt, step), weight in weights.items()
+    ]
+    return pa.table(
+        {field.name: pa.array([row[field.name] for row in rows], field.type) for field in _WEIGHTS}
+    )

@@ -31,6 +31,7 @@ HELD_COLUMNS: Final = (
     "root",
     "sender",
     "receiver",
+    "call_bytes",
 )
 MEASURES: Final = {
     "collectives": "bigint",

@@ -23,9 +23,12 @@ from commprof.analysis.engine import ask, connect, query_text
 from commprof.analysis.frames import from_arrow, from_rows
 from commprof.analysis.index import Index, index_if_there
 from commprof.analysis.index_sums import BUCKET_FLUSHES, BUCKET_MEANS, EXPOSURES, rows_of
+from commprof.analysis.steady import EXECUTED
 from commprof.analysis.sum_tables import HELD_COLUMNS, MEASURES, OPERATIONS
 from commprof.analysis.whole_collectives import columns_of, of_scan
-from commprof.ledger.executed import NCCL, executed_factors
+from commprof.ledger.backends import GLOO, NCCL
+from commprof.ledger.executed import executed_factors
+from commprof.schema import OPS
 from commprof.trace.reader import Run, Scan
 
 __all__ = [
@@ -33,6 +36,7 @@ __all__ = [
     "bucket_flushes",
     "bucket_means",
     "bucket_steps",
+    "buckets_per_step",
     "exposure",
     "exposure_per_step",
     "operations",
@@ -170,11 +174,27 @@ def bucket_flushes(run: Run, only: Mapping[str, int | str | None]) -> pd.DataFra
             f"select * from {BUCKET_FLUSHES} where {which} order by attempt, step, micro_step, bucket, {_LOWEST_RANK}",
             list(wanted.values()),
         )
-        return from_arrow(found, FLUSHES.columns)
+        return _with_executed(run, from_arrow(found, FLUSHES.columns))
     frame = from_arrow(_flushed(run), FLUSHES.columns)
     for name, value in wanted.items():
         frame = frame[frame[name] == value]
-    return frame.reset_index(drop=True)
+    return _with_executed(run, frame.reset_index(drop=True))
+
+
+def _nccl_factors(run: Run) -> dict[str, float]:
+    """:func:`_executed_factors`, where all groups of ``run`` are of gloo or NCCL, so that what is not of gloo is of NCCL."""
+    names = set(run.table("groups")["backend"].to_pylist())
+    return _executed_factors(run) if NCCL in names and names <= {GLOO, NCCL} else {}
+
+
+def _with_executed(run: Run, buckets_found: pd.DataFrame) -> pd.DataFrame:
+    """Buckets with what NCCL ran for them, by the alignment with its log that the run keeps; of gloo it is known."""
+    if not buckets_found[EXECUTED].isna().any():
+        return buckets_found
+    factors = buckets_found["op"].map(_nccl_factors(run)).astype("float64")
+    return buckets_found.assign(
+        **{EXECUTED: buckets_found[EXECUTED].fillna(buckets_found["wire_bytes"] * factors)}
+    )
 
 
 def _flushed(run: Run) -> pa.Table:
@@ -182,7 +202,7 @@ def _flushed(run: Run) -> pa.Table:
     key = (BUCKET_FLUSHES,)
     if key not in run.kept:
         if len(run.table("buckets")):
-            sent = operations(run, buckets_module.COLUMNS)
+            sent = _operations(run, (*buckets_module.COLUMNS, "backend"))
             groups = buckets_module.groups_of(sent)
             flushed = buckets_module.flushed(run.table("buckets"), run.scan("collectives"), groups)
             found = buckets_module.bucket_flushes(flushed, sent, groups)
@@ -194,12 +214,23 @@ def _flushed(run: Run) -> pa.Table:
 
 def bucket_steps(run: Run) -> pd.DataFrame:
     """The buckets of each step of ``run`` added up: see :func:`commprof.analysis.api.bucket_steps`."""
+    return from_arrow(_bucket_steps(run, ""), BUCKET_STEPS.columns)
+
+
+def buckets_per_step(run: Run) -> pd.DataFrame:
+    """What a step of ``run`` has of buckets: see :func:`commprof.analysis.api.buckets_per_step`."""
+    return buckets_module.per_step(_bucket_steps(run, "attempt, ").to_pandas(), step_times(run))
+
+
+def _bucket_steps(run: Run, by: str) -> pa.Table:
+    cases = "".join(
+        f" when '{op}' then {factor!r} * wire_bytes" for op, factor in _nccl_factors(run).items() if op in OPS
+    )
+    executed = f"coalesce({EXECUTED}, case op{cases} end)" if cases else EXECUTED
     index = index_if_there(run.path)
     if index is not None:
-        found = index.ask(query_text("bucket_steps"))
-    else:
-        found = ask("bucket_steps", {BUCKET_FLUSHES: _flushed(run)})
-    return from_arrow(found, BUCKET_STEPS.columns)
+        return index.ask(query_text("bucket_steps").format(by=by, executed=executed))
+    return ask("bucket_steps", {BUCKET_FLUSHES: _flushed(run)}, by=by, executed=executed)
 
 
 def bucket_means(run: Run) -> pd.DataFrame:
@@ -208,7 +239,8 @@ def bucket_means(run: Run) -> pd.DataFrame:
     if index is None:
         return buckets_module.bucket_means(bucket_flushes(run, {}))
     order = f"micro_step, bucket, {_LOWEST_RANK}"
-    return from_arrow(index.ask(f"select * from {BUCKET_MEANS} order by {order}"), MEANS.columns)
+    means = index.ask(f"select * from {BUCKET_MEANS} order by {order}")
+    return _with_executed(run, from_arrow(means, MEANS.columns))
 
 
 def reducing(run: Run, bucket: pd.Series[Any]) -> pa.Table | Scan:

@@ -18,7 +18,7 @@ from commprof.errors import UsageError
 from commprof.ledger.summed import backends_of
 from commprof.schema import Op
 
-EVERY_COLUMN: Final = (*GROUPINGS, "root", "sender", "receiver")
+EVERY_COLUMN: Final = (*GROUPINGS, "root", "sender", "receiver", "call_bytes")
 
 NEEDED: Final = (  # columns of the records that operations are made of
     *(name for name in GROUPINGS),

@@ -94,7 +94,7 @@ def _named_parts(runs: Sequence[tuple[Run, str]], name: str, schema: pa.Schema) 
 
 
 def comparison_of(runs: Sequence[Run]) -> Iterator[ExportedTable]:
-    """``commprof compare`` of the runs: a row per setting, its traffic by operation and by group; exposed time, and one-off traffic."""
+    """``commprof compare`` of the runs: settings, traffic by operation and by group; exposed time, and one-off traffic."""
     both = api.compare_both(runs)
     answers = ("compare", "traffic_by_setting", "traffic_by_group")
     for name, frame, answer in zip(

@@ -20,6 +20,8 @@ NOT_RECORDED: Final = "not recorded"
 class Shown(NamedTuple):
     """What the page shows: ``of_steps``, see ``api.bucket_steps``; ``frame``, one row per bucket of ``step`` and group.
 
+    ``of_step``: the buckets of the step together, by why they were sent; of a mean step see ``api.buckets_per_step``.
+
     ``step`` is None where ``frame`` has the buckets of a mean step. ``groups``: the ranks that reduce buckets together, as
     text, one after the other where they are several.
     """
@@ -27,6 +29,7 @@ class Shown(NamedTuple):
     of_steps: pd.DataFrame
     step: int | None
     frame: pd.DataFrame
+    of_step: pd.DataFrame
 
     @property
     def groups(self) -> list[str]:
@@ -56,12 +59,13 @@ def shown(runs: Runs, name: str, wanted: str | None) -> Shown:
         run = api.open_run(path)
         of_steps = api.bucket_steps(run)
         known = of_steps["step"]
-        if step is not None and (known == step).any():
-            return Shown(of_steps, step, _of_step(run, step))
-        means = api.bucket_means(run)
-        if means.empty and len(known):  # all of them came before the first step
-            return Shown(of_steps, int(known.iloc[-1]), _of_step(run, int(known.iloc[-1])))
-        return Shown(of_steps, None, _labelled(means))
+        at = step if step is not None and (known == step).any() else None
+        if at is None:
+            means = api.bucket_means(run)
+            if len(means) or not len(known):
+                return Shown(of_steps, None, _labelled(means), api.buckets_per_step(run))
+            at = int(known.iloc[-1])  # all of them came before the first step
+        return Shown(of_steps, at, _of_step(run, at), of_steps[known == at])
 
     found: Shown = runs.of_run(f"buckets {step}", name, answer)
     return found

@@ -9,7 +9,8 @@
 -- root is the root, source or destination of a collective, -1 where it has none or it is not known; a message has a sender
 -- and a receiver.
 --
--- executed_share is wire_share of what the backend runs (commprof.ledger.backends): of gloo that is known.
+-- executed_share is wire_share of what the backend runs (commprof.ledger.backends): of gloo that is known. call_bytes is the
+-- payload of one call, where what each rank sends is no fixed part of it: of gloo's reduce. Else it is null.
 --
 -- What a run kept as sums is in neither of these records: each of its combinations is one row with as many collectives as the
 -- rank with most of them issued, and the time of a mean rank. A recv counts at its send. Of how many exposed_ns was known
@@ -166,7 +167,8 @@ shared as (
     from kept k
 )
 select
-    s.*,
+    s.* exclude (call_bytes),
+    case when op = 'reduce' and backend = 'gloo' then call_bytes end as call_bytes,
     -- what the backend is known to run, in the same parts; null where that is not known
     case
         when wire_share = 0 or op = 'send' then wire_share

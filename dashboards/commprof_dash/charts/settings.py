@@ -83,15 +83,16 @@ def _level_note(setting: int, lane: int, rows: pd.DataFrame) -> Note:
     return Note(setting, lane, float(total), api.format_bytes(float(total)))
 
 
-def ranks(frame: pd.DataFrame, labels: Sequence[str], scheme: Scheme) -> go.Figure:
+def ranks(frame: pd.DataFrame, labels: Sequence[str], scheme: Scheme, executed: bool = False) -> go.Figure:
     """A point for each rank: what it sends and receives in a step, and how far the largest is above the mean.
 
     Args:
         frame: columns of ``api.rank_bytes``.
+        executed: of what the backends run in place of the operations as issued.
     """
     marks, notes = [], []
     for lane, direction in enumerate(_DIRECTIONS):
-        column = f"{direction}_bytes_per_step"
+        column = f"{'executed_' if executed else ''}{direction}_bytes_per_step"
         points = [
             Point(
                 labels.index(row["label"]),
@@ -108,7 +109,7 @@ def ranks(frame: pd.DataFrame, labels: Sequence[str], scheme: Scheme) -> go.Figu
     return figure(
         Lanes(labels, _DIRECTIONS, marks=marks, notes=notes),
         unit="bytes",
-        title="Wire bytes of a rank per step, modelled, as issued",
+        title=f"Wire bytes of a rank per step, modelled{'' if executed else ', as issued'}",
         scheme=scheme,
     )
 

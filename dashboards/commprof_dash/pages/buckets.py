@@ -104,9 +104,8 @@ def _unlike_steps(frame: pd.DataFrame) -> list[Component]:
 
 def _tiles(found: buckets_data.Shown, group: str, groups: int) -> Component:
     of_steps, mean = found.of_steps, found.step is None
-    rows = of_steps[of_steps["step"] >= 0] if mean else of_steps[of_steps["step"] == found.step]
-    steps = max(1, rows["step"].nunique())
-    per_step, sent = rows["buckets"].sum() / steps, bool(rows["collectives"].any())
+    rows = found.of_step
+    per_step, sent = rows["buckets"].sum(), bool(rows["collectives"].any())
     fill = found.of_group(group)["fill"].mean()
     together = f", of {groups} groups of ranks" if groups > 1 else ""
     said = of_steps.assign(flush_reason=of_steps["flush_reason"].fillna(_NOT_SAID))
@@ -128,13 +127,13 @@ def _tiles(found: buckets_data.Shown, group: str, groups: int) -> Component:
             ),
             cards.tile(
                 "Bytes of the step",
-                api.format_bytes(rows["bytes"].sum() / steps),
+                api.format_bytes(rows["bytes"].sum()),
                 "as they travel" + (f", the buckets of all {groups} groups" if groups > 1 else ", per rank"),
             ),
             cards.tile(
                 "Wire bytes of the step",
-                api.format_bytes(rows["wire_bytes"].sum() / steps) if sent else "not known",
-                "modelled for the operation as issued: what a rank of a group sends"
+                _wire_text(rows) if sent else "not known",
+                f"modelled for {_wire_of(rows)}: what a rank of a group sends"
                 + (f", added up over {groups} groups" if groups > 1 else "")
                 if sent
                 else "no record carries the number of a bucket",
@@ -154,6 +153,22 @@ def _tiles(found: buckets_data.Shown, group: str, groups: int) -> Component:
             ),
         ]
     )
+
+
+def _wire(rows: pd.DataFrame) -> float:
+    """Wire bytes of what the backend runs for ``rows`` together, where that is known, else as issued."""
+    executed = rows["executed_wire_bytes"]
+    return float((rows["wire_bytes"] if executed.isna().any() else executed).sum())
+
+
+def _wire_of(rows: pd.DataFrame) -> str:
+    return "the operation as issued" if rows["executed_wire_bytes"].isna().any() else "what the backend runs"
+
+
+def _wire_text(rows: pd.DataFrame) -> str:
+    """:func:`_wire`, and the bytes as issued where they differ."""
+    shown, issued = api.format_bytes(_wire(rows)), api.format_bytes(rows["wire_bytes"].sum())
+    return shown if shown == issued else f"{shown} ({issued} as issued)"
 
 
 def _drawn(frame: pd.DataFrame) -> tuple[pd.DataFrame, str]:
@@ -244,7 +259,8 @@ def _table(frame: pd.DataFrame, name: str, step: str, group: str | None) -> Comp
             Field("owners", "Owners", _owners),
             Field("series", "Reduced by"),
             Field("collectives", "Collectives", format_count, numeric=True),
-            Field("wire_bytes", "Wire bytes, as issued", api.format_bytes, numeric=True),
+            Field("executed_wire_bytes", "Wire bytes", api.format_bytes, numeric=True),
+            Field("wire_bytes", "As issued", api.format_bytes, numeric=True),
             Field("duration_ns", "Took", api.format_ns, numeric=True),
             Field("exposed_ns", "Exposed", api.format_ns, numeric=True),
         ],

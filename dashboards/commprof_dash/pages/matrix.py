@@ -30,8 +30,15 @@ PURPOSE: Final = "purpose"
 STEPS: Final = "steps"
 UNTAGGED: Final = "untagged"
 
-MODELLED: Final = Measure(
+EXECUTED: Final = Measure(
     "wire",
+    "executed_wire_bytes",
+    "Wire bytes",
+    "bytes",
+    "modelled, of what the backend runs: what each rank sends to each other",
+)
+ISSUED: Final = Measure(
+    "issued",
     "wire_bytes",
     "Wire bytes, as issued",
     "bytes",
@@ -52,7 +59,7 @@ COUNTERS: Final = Measure(
     "bytes",
     "moved: what the interfaces of each host counted, with everything else that the host sent",
 )
-MEASURES: Final = {one.key: one for one in (MODELLED, MESSAGES, COUNTERS)}
+MEASURES: Final = {one.key: one for one in (EXECUTED, ISSUED, MESSAGES, COUNTERS)}
 
 _STEP_RANGE: Final = re.compile(r"\s*(-?\d{1,9})\s*(?:(?:-|to|\.\.)\s*(-?\d{1,9})\s*)?")
 _TABLE_ROWS: Final = 500
@@ -63,7 +70,7 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
 
     def answers(name: str) -> tuple[Sequence[Component], Sequence[Component]]:
         kinds = matrix_data.kinds(runs, name)
-        measure = MEASURES[address.one(query, address.MEASURE, MEASURES, MODELLED.key)]
+        measure = MEASURES[address.one(query, address.MEASURE, MEASURES, EXECUTED.key)]
         op = address.one(query, OP, OPS, ALL)
         purpose = address.one(query, PURPOSE, (*PURPOSES, UNTAGGED), ALL)
         written = next(iter(query.get(STEPS, ())), "")[:40]
@@ -85,7 +92,7 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
                     _owners(matrix_data.owners(runs, name, steps), scheme),
                 ]
             ),
-            _model(frame),
+            _model(frame, measure),
         ]
 
     return draw_run(runs, query, answers)
@@ -112,6 +119,9 @@ def _choices(present: pd.Series[Any], chosen: str) -> list[str]:
 
 def _matrix(frame: pd.DataFrame, measure: Measure, op: str | None, scheme: Scheme) -> Component:
     title = "Bytes from rank to rank"
+    reason = frame.attrs["executed_reason"] if measure is EXECUTED else None
+    if reason:
+        measure = ISSUED
     drawn = frame[frame[measure.column] > 0]
     drawn.attrs = frame.attrs
     if drawn.empty:
@@ -127,13 +137,16 @@ def _matrix(frame: pd.DataFrame, measure: Measure, op: str | None, scheme: Schem
     return cards.figure_card(
         "matrix",
         title,
-        f"{measure.name} of the chosen steps together ({measure.definition}).{blocks}",
+        f"{measure.name} of the chosen steps together ({measure.definition})."
+        + (f" Shown as issued: {reason}." if reason else "")
+        + blocks,
         charts.heat(drawn, measure.column, measure.name, op, scheme),
         drawn.sort_values(measure.column, ascending=False, kind="stable"),
         [
             Field("sender", "From rank", rank, numeric=True),
             Field("receiver", "To rank", rank, numeric=True),
-            Field("wire_bytes", "Wire bytes, as issued", api.format_bytes, numeric=True),
+            Field(EXECUTED.column, EXECUTED.name, api.format_bytes, numeric=True),
+            Field(ISSUED.column, "As issued", api.format_bytes, numeric=True),
             Field("message_bytes", "of these sends", api.format_bytes, numeric=True),
         ],
         most_rows=_TABLE_ROWS,
@@ -147,7 +160,7 @@ def _why_empty(frame: pd.DataFrame, measure: Measure) -> str:
         return "This run has one rank: nothing goes from one to another."
     if measure is MESSAGES:
         return "No send was recorded in what is chosen. Collectives are under the measure Wire bytes."
-    if frame.attrs["unplaced_bytes"]:
+    if frame.attrs[_unplaced(measure)]:
         return "Between which ranks these bytes went is not known: see below."
     return "Nothing was sent in what is chosen. Choose other steps, operations or purposes above."
 
@@ -162,7 +175,8 @@ def _owners(frame: pd.DataFrame, scheme: Scheme) -> Component:
     return cards.figure_card(
         "owners",
         title,
-        f"Wire bytes that each rank receives as the root of reduces. The largest is {imbalance:.3g} times the mean.",
+        "Wire bytes, as issued, that each rank receives as the root of reduces. The largest is "
+        f"{imbalance:.3g} times the mean.",
         charts.received_by_owner(frame, scheme),
         frame,
         [
@@ -175,9 +189,16 @@ def _owners(frame: pd.DataFrame, scheme: Scheme) -> Component:
     )
 
 
-def _model(frame: pd.DataFrame) -> Component:
-    lines = [html.Li(f"{op}: {model}.") for op, model in frame.attrs["models"].items()]
-    unplaced = frame.attrs["unplaced_bytes"]
+def _unplaced(measure: Measure) -> str:
+    return "executed_unplaced_bytes" if measure is EXECUTED else "unplaced_bytes"
+
+
+def _model(frame: pd.DataFrame, measure: Measure) -> Component:
+    if measure is EXECUTED and frame.attrs["executed_reason"]:
+        measure = ISSUED
+    models = frame.attrs["executed_models" if measure is EXECUTED else "models"]
+    lines = [html.Li(f"{op}: {model}.") for op, model in models.items()]
+    unplaced = frame.attrs[_unplaced(measure)]
     if unplaced:
         lines.append(
             html.Li(
@@ -189,7 +210,9 @@ def _model(frame: pd.DataFrame) -> Component:
     return cards.text_card(
         "model",
         "Between whom the model puts the bytes",
-        "Which links a backend really uses is not in a trace; NCCL's rings and trees are on the page Alignment.",
+        "What gloo runs, read in its sources and measured."
+        if measure is EXECUTED
+        else "Which links a backend really uses is not in a trace; NCCL's rings and trees are on the page Alignment.",
         [html.Ul(lines, className="sentences")],
     )
 

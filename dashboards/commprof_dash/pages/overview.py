@@ -283,8 +283,8 @@ def _one_offs(frame: pd.DataFrame) -> list[Component]:
     card = cards.table_card(
         "one-offs",
         "One-off traffic, in no mean step",
-        "What single steps sent beyond what comes back in each step, such as a checkpoint or a bucket rebuild. Totals; no mean "
-        "per step includes them.",
+        "What single steps sent beyond what comes back in each step, such as a checkpoint or a bucket rebuild. Totals; no "
+        "mean per step includes them.",
         frame,
         [
             Field("when", "When"),

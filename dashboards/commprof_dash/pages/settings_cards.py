@@ -188,21 +188,34 @@ def ranks(frame: pd.DataFrame, labels: Sequence[str], scheme: Scheme) -> Compone
         )
     left_out = [label for label in labels if label not in shown]
     missing = f" Not known of {len(left_out)} of {len(labels)} settings." if left_out else ""
+    executed = bool(frame["executed_sent_bytes_per_step"].notna().all())
+    of = "what the backend runs" if executed else "the operations as issued"
+    kinds = (("executed_", ""), ("", ", as issued")) if executed else (("", ", as issued"),)
     return cards.figure_card(
         "ranks",
         title,
-        "Wire bytes per step, modelled for the operations as issued, by where the data comes from and goes to: "
+        f"Wire bytes per step, modelled for {of}, by where the data comes from and goes to: "
         "a reduce to an owner loads that rank, a "
         f"ring loads all alike. One point per rank; the number is the largest in means.{missing}",
-        charts.ranks(frame, shown, scheme),
+        charts.ranks(frame, shown, scheme, executed),
         frame,
         [
             Field("label", "Setting"),
             Field("rank", "Rank", str, numeric=True),
-            Field("sent_bytes_per_step", "Sent", api.format_bytes, numeric=True),
-            Field("received_bytes_per_step", "Received", api.format_bytes, numeric=True),
-            Field("sent_of_mean", "Sent / mean", "{:.2f}".format, numeric=True),
-            Field("received_of_mean", "Received / mean", "{:.2f}".format, numeric=True),
+            *(
+                Field(
+                    f"{prefix}{name}_bytes_per_step",
+                    f"{name.title()}{suffix}",
+                    api.format_bytes,
+                    numeric=True,
+                )
+                for prefix, suffix in kinds
+                for name in ("sent", "received")
+            ),
+            *(
+                Field(f"{kinds[0][0]}{name}_of_mean", f"{name.title()} / mean", "{:.2f}".format, numeric=True)
+                for name in ("sent", "received")
+            ),
         ],
     )
 

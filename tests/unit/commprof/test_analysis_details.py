@@ -19,11 +19,15 @@ def answers(path, tmp_path_factory):
     nameless = SyntheticRun(world_size=2)
     nameless.add_collective("all_reduce", payload_bytes=8, step=0)
     without_purpose = nameless.write(tmp_path_factory.mktemp("nameless") / "run")
+    for step in range(3):
+        nameless.add_step(step)
+    once = api.one_offs(nameless.open())
     straggling, aligned = api.straggling(path), api.alignment(path)
     content = api.bucket_content(path, step=1, bucket=1)
     return {
         "matrix": api.matrix(path),
         "owners": api.owners(path),
+        "one_offs": once,
         "untagged": api.untagged(without_purpose),
         "bucket_flushes": api.bucket_flushes(path),
         "bucket_means": api.bucket_means(path),

@@ -27,6 +27,10 @@ PATHS = ("/matrix", "/buckets", "/stragglers", "/alignment")
 def directory(tmp_path_factory):
     base = tmp_path_factory.mktemp("runs")
     detailed_run().write(base / "plain")
+    on_gloo = detailed_run()
+    for row in on_gloo.rows["collectives"]:
+        row["backend"] = "gloo"
+    on_gloo.write(base / "on-gloo")
     aligned_run(base / "aligned")
     return base
 
@@ -57,17 +61,28 @@ def drawn_cells(figure):
     }
 
 
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
 @pytest.mark.parametrize(
     "query", ["", "&op=reduce", "&purpose=pipeline", "&steps=2-3", "&op=all_gather&steps=5"]
 )
-def test_the_matrix_draws_what_the_api_answers(directory, query):
-    figure = figures_of(draw(directory, f"/matrix?run=plain{query}"))["matrix"]
+def test_the_matrix_draws_what_the_api_answers(directory, query, backend):
+    """What the backend runs, where that is known, and as issued."""
+    name = {"nccl": "plain", "gloo": "on-gloo"}[backend]
     asked = dict(part.split("=") for part in query.split("&") if part)
     steps = asked.get("steps")
     window = None if steps is None else (int(steps.split("-")[0]), int(steps.split("-")[-1]))
-    frame = api.matrix(directory / "plain", steps=window, op=asked.get("op"), purpose=asked.get("purpose"))
-    expected = {(row.sender, row.receiver): row.wire_bytes for row in frame.itertuples()}
-    assert drawn_cells(figure) == pytest.approx(expected)
+    frame = api.matrix(directory / name, steps=window, op=asked.get("op"), purpose=asked.get("purpose"))
+    known = backend == "gloo" or asked.get("purpose") == "pipeline"  # messages, as they were recorded
+    for measure, column in (
+        ("wire", "executed_wire_bytes" if known else "wire_bytes"),
+        ("issued", "wire_bytes"),
+    ):
+        parts = draw(directory, f"/matrix?run={name}{query}&measure={measure}")
+        assert ("who sends what is not known of" in text_of(parts)) == (not known and measure == "wire")
+        expected = {
+            (row["sender"], row["receiver"]): row[column] for row in frame.to_dict("records") if row[column]
+        }
+        assert drawn_cells(figures_of(parts)["matrix"]) == pytest.approx(expected)
 
 
 def test_messages_are_drawn_as_they_were_sent_and_without_any_it_says_so(directory):

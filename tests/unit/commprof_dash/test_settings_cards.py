@@ -106,8 +106,8 @@ def test_one_key_alone_makes_no_grid(tmp_path):
     assert "Set gradient_reduction=reduce_to_owner" in text
     assert "Nothing can be said of the step times" in text
     assert {trace.name: sorted(trace.x) for trace in figures["ranks"].data} == {
-        "sent by a rank": [0.0, 4096.0, 4096.0, 4096.0],
-        "received by a rank": [0.0, 4096.0, 4096.0, 4096.0],
+        "sent by a rank": [2048.0, 4096.0, 4096.0, 4096.0],
+        "received by a rank": [2048.0, 4096.0, 4096.0, 4096.0],
     }
     assert list(figures["samples"].data[0].x) == [4000.0, 4000.0]
     assert "(config)" in " ".join(note.text for note in figures["samples"].layout.annotations)
