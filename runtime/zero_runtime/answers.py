@@ -17,12 +17,11 @@ class Answers:
     """Methods by DeepSpeed's names, most of them one value.
 
     Attributes:
-        config: the checked configuration.
         global_rank: this process's rank.
         parallelism: how the ranks share the training.
     """
 
-    config: RuntimeConfig
+    _config: RuntimeConfig
     global_rank: int
     parallelism: Parallelism
     module: torch.nn.Module
@@ -51,14 +50,14 @@ class Answers:
 
     def autotp_size(self) -> int:
         """Tensor-parallel ranks that the configuration asks for; 0 for none."""
-        size = self.config.parallel.tp_size
+        size = self._config.parallel.tp_size
         return size if size > 1 else 0
 
     # Dtypes.
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """(dtype of the model, dtype in which gradients are accumulated)."""
-        kinds = self.config.precision
+        kinds = self._config.precision
         model = torch.float16 if kinds.fp16 else torch.bfloat16 if kinds.bf16 else torch.float32
         accumulated = kinds.grad_accum_dtype
         return model, model if accumulated is None else DTYPES[accumulated]
@@ -98,37 +97,37 @@ class Answers:
 
     def dump_state(self) -> bool:
         """Whether the configuration was printed."""
-        return self.config.dump_state
+        return self._config.dump_state
 
     def zero_offload_optimizer(self) -> Any:
         """What the key offload_optimizer says; None where the optimizer's state is on the device."""
-        return self.config.zero.offload_optimizer
+        return self._config.zero.offload_optimizer
 
     def zero_offload_param(self) -> Any:
         """What the key offload_param says; None where slices are on the device."""
-        found = self.config.zero.sharding.residency.offload
+        found = self._config.zero.sharding.residency.offload
         return None if found.device == "none" else found
 
     def zero_cpu_offload(self) -> bool:
         """Whether the optimizer's state is in host memory."""
-        found = self.config.zero.offload_optimizer
+        found = self._config.zero.offload_optimizer
         return found is not None and found.device == "cpu"
 
     zero_use_cpu_optimizer = zero_cpu_offload
 
     def zero_nvme_offload_optimizer(self) -> bool:
         """Whether the optimizer's state is in files."""
-        found = self.config.zero.offload_optimizer
+        found = self._config.zero.offload_optimizer
         return found is not None and found.device == "nvme"
 
     def zero_partial_offload(self) -> float:
         """The share of the optimizer's state that is offloaded."""
-        found = self.config.zero.offload_optimizer
+        found = self._config.zero.offload_optimizer
         return 1.0 if found is None else found.ratio
 
     def zero_compute_grad_norm(self) -> bool:
         """Whether the norm of the gradients is computed."""
-        return self.config.zero.compute_grad_norm
+        return self._config.zero.compute_grad_norm
 
     def zero_elastic_checkpoint(self) -> bool:
         """Whether checkpoints are elastic in DeepSpeed's sense; here all load at any world size."""
@@ -136,7 +135,7 @@ class Answers:
 
     def zero_ignore_unused_parameters(self) -> bool:
         """Whether parameters without gradients are allowed, as the key says; no stage but 1 and 2, offloaded, asks."""
-        return self.config.zero.ignore_unused_parameters
+        return self._config.zero.ignore_unused_parameters
 
     # Parts that are not in this version, and so are off.
 
@@ -154,12 +153,12 @@ class Answers:
 
     def zero_quantized_weights(self) -> bool:
         """Whether sharded parameters travel in 8 bits."""
-        return self.config.zero.sharding.residency.quantized or self.config.zero.quantized_weights
+        return self._config.zero.sharding.residency.quantized or self._config.zero.quantized_weights
 
     def zero_quantized_nontrainable_weights(self) -> bool:
         """Whether frozen sharded parameters travel in 8 bits."""
-        return self.config.zero.sharding.residency.quantized_frozen
+        return self._config.zero.sharding.residency.quantized_frozen
 
     def zero_quantized_gradients(self) -> bool:
         """Whether the gradients of sharded parameters travel in 4 bits."""
-        return self.config.zero.sharding.quantized_gradients or self.config.zero.quantized_gradients
+        return self._config.zero.sharding.quantized_gradients or self._config.zero.quantized_gradients

@@ -24,7 +24,7 @@ _LOSS: Final = hooks.tag("metric")
 class WholeSteps:
     """Training and evaluation by the step, of an engine whose attributes these are."""
 
-    config: RuntimeConfig
+    _config: RuntimeConfig
     parallelism: Parallelism
     training: bool
     training_dataloader: RankLoader | None
@@ -91,8 +91,8 @@ class WholeSteps:
         """
         return rank_loader(
             dataset,
-            batch_size or self.config.train_micro_batch_size_per_gpu,
-            drop_last=self.config.dataloader_drop_last,
+            batch_size or self._config.train_micro_batch_size_per_gpu,
+            drop_last=self._config.dataloader_drop_last,
             shuffle=route == TRAIN,
             sampler=data_sampler,
             collate_fn=collate_fn or self.collate_fn,

@@ -79,7 +79,7 @@ class RuntimeConfig:
     prescale_gradients: bool
     gradient_predivide_factor: float
     gradient_allreduce_op: str
-    steps_per_print: int | None
+    steps_per_print: float | None
     dataloader_drop_last: bool
     wall_clock_breakdown: bool
     memory_breakdown: bool

@@ -17,6 +17,7 @@ from zero_runtime.assembly import Assembly, close
 from zero_runtime.batches import WholeSteps
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.delayed_steps import DelayedSteps
+from zero_runtime.direct_passes import DirectPasses
 from zero_runtime.errors import UsageError
 from zero_runtime.fp32_modules import cast_floating
 from zero_runtime.input_dtypes import mismatch
@@ -45,14 +46,15 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
         skipped_steps: steps skipped because a gradient overflowed.
         device: of the parameters.
         local_rank: this process's number on its host.
-        config: the checked configuration.
+        config: the configuration as ``initialize`` was given it, keys of old names under their new ones.
         parallelism: how the ranks share the training: its ``replica`` is this rank's number among those that have other
             samples.
     """
 
     def __init__(self, config: RuntimeConfig, assembly: Assembly, lr_scheduler: Any, dataloader: Any) -> None:
         super().__init__()
-        self.config = config
+        self._config = config
+        self.config = config.given
         self.module = assembly.module
         self.optimizer = assembly.optimizer
         self.basic_optimizer = assembly.torch_optimizer
@@ -99,6 +101,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
         self._clock = clock_of(assembly.group)
         self._clock.read()  # what was sent before the first step is no step's
         self._report = Report(config, self._clock, self.global_rank)
+        DirectPasses().watch(self.module)
         if config.disable_python_gc:
             gc.collect()
             gc.disable()
@@ -165,7 +168,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shown = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
             raise UsageError(f"backward expects a loss of one element, found {shown}; take its mean or sum")
-        shared = loss / self.config.gradient_accumulation_steps if scale_wrt_gas else loss
+        shared = loss / self._config.gradient_accumulation_steps if scale_wrt_gas else loss
         scale = self._scale.value
         self._scaled = False
         with self._clock("backward"):
@@ -246,7 +249,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
             self._direct.enter_context(self._clock("backward"))
             self._begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_direct_backward)
-        return gradient / self.config.gradient_accumulation_steps
+        return gradient / self._config.gradient_accumulation_steps
 
     def _finish_direct_backward(self) -> None:
         self._is_direct = self._scaled = False
@@ -280,7 +283,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
                 hooks.phase("other")
         finally:
             self._window.stepping = False
-        self._window.count_step(self.config.gradient_accumulation_steps)
+        self._window.count_step(self._config.gradient_accumulation_steps)
         if last:
             if self._watch is not None:
                 self._watch.see_step(self.global_steps)
@@ -291,12 +294,12 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
 
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
         assert self.optimizer is not None
-        if not self.config.managed_gradient_accumulation and not self.config.zero.stage.shards_gradients:
+        if not self._config.managed_gradient_accumulation and not self._config.zero.stage.shards_gradients:
             with torch.no_grad():
                 self._gradients.finish_backward()
         self._step_applied = self._apply_due(lr_kwargs)
         self.global_steps += 1
-        per_micro_batch = self.config.train_micro_batch_size_per_gpu * self.world_size
+        per_micro_batch = self._config.train_micro_batch_size_per_gpu * self.world_size
         self.global_samples += per_micro_batch * self._window.passes
         self._window.passes = 0
 
@@ -316,7 +319,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
         if now != self._announced:
             self._announced = now
             hooks.step(self._numbers.of(self.global_steps), self._window.passes)
-            hooks.metric("samples", float(self.config.train_micro_batch_size_per_gpu))
+            hooks.metric("samples", float(self._config.train_micro_batch_size_per_gpu))
             if self.skipped_steps:
                 hooks.metric("skipped_steps", float(self.skipped_steps))
 
@@ -326,7 +329,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch at hand is the last of its step. Without managed accumulation: only during step()."""
-        return self._window.is_last(self.config.gradient_accumulation_steps)
+        return self._window.is_last(self._config.gradient_accumulation_steps)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the coming micro-batch is the last of its step, instead of counting."""
@@ -340,7 +343,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, gradients only accumulate on each rank. Not at stage 2, which frees them as they come."""
-        if self.config.zero.stage.shards_gradients:
+        if self._config.zero.stage.shards_gradients:
             raise UsageError(
                 f"no_sync means nothing at ZeRO stage {self.zero_optimization_stage()}, which reduces and frees "
                 "gradients in every micro-batch; use stage 0 or 1"
@@ -359,7 +362,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
                 "coalesce_grad_reduction works at stages 1 to 3, and the stage is 0, which reduces gradients once a step "
                 "anyway; remove it, or use no_sync"
             )
-        if not self.config.managed_gradient_accumulation:
+        if not self._config.managed_gradient_accumulation:
             raise UsageError(
                 "coalesce_grad_reduction was called with managed_gradient_accumulation false, where step() reduces once "
                 "anyway; remove one of the two"
@@ -427,7 +430,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
         """Let go of the model: hooks are taken away, sharded parameters are whole again."""
         self._give_up_put_off_steps()
         close(self.module)
-        if self.config.disable_python_gc:
+        if self._config.disable_python_gc:
             gc.enable()
 
     def get_wall_clock_timers(self) -> dict[str, float]:

@@ -34,7 +34,7 @@ from zero_runtime.zero import GatheredParameters
 class Saving:
     """Checkpoints of an engine, whose attributes these are."""
 
-    config: RuntimeConfig
+    _config: RuntimeConfig
     module: torch.nn.Module
     optimizer: Any
     lr_scheduler: Any
@@ -81,7 +81,7 @@ class Saving:
                 save_dir=folder(save_dir),
                 tag=tag,
                 client_state=client_state or {},
-                tag_validation=self.config.checkpoint_tag_validation,
+                tag_validation=self._config.checkpoint_tag_validation,
                 save_latest=save_latest,
                 exclude_frozen=exclude_frozen_parameters,
             )
@@ -125,9 +125,9 @@ class Saving:
             load_optimizer_states,
             load_lr_scheduler_states,
             load_module_only,
-            self.config.zero.load_from_fp32_weights,
+            self._config.zero.load_from_fp32_weights,
             custom_load_fn,
-            self.config.checkpoint_load_universal,
+            self._config.checkpoint_load_universal,
         )
         name = None if tag is None else str(tag)
         with self._checkpointing() as training:
@@ -185,7 +185,7 @@ class Saving:
         Raises:
             CheckpointError: on every rank, if the file cannot be written.
         """
-        path, zero = folder(save_dir) / save_filename, self.config.zero
+        path, zero = folder(save_dir) / save_filename, self._config.zero
         if zero.stage.shards_parameters and not zero.sharding.gather_16bit_weights_on_model_save:
             if self.global_rank == 0:
                 log.warning(
@@ -207,7 +207,7 @@ class Saving:
         Raises:
             UsageError: gather_16bit_weights_on_model_save is false at stage 3.
         """
-        zero = self.config.zero
+        zero = self._config.zero
         if zero.stage.shards_parameters and not zero.sharding.gather_16bit_weights_on_model_save:
             raise UsageError(
                 "the model is in slices; set zero_optimization.stage3_gather_16bit_weights_on_model_save to true to have it "
@@ -229,14 +229,14 @@ class Saving:
             strict: refuse other names than the model has.
             custom_load_fn: called with ``src``, the state dict, and ``dst``, the model, in place of loading.
         """
-        self.drain_gradients()
-        with GatheredParameters(list(self.module.parameters()), modifier_rank=0), torch.no_grad():
-            if custom_load_fn is not None:
-                custom_load_fn(src=state_dict, dst=self.module)
-            else:
-                self.module.load_state_dict(own_parts(self.module, state_dict), strict=strict)
-        if self.optimizer is not None:
-            self.optimizer.adopt()
+        with self._checkpointing(), torch.no_grad():
+            with GatheredParameters(list(self.module.parameters()), modifier_rank=0):
+                if custom_load_fn is not None:
+                    custom_load_fn(src=state_dict, dst=self.module)
+                else:
+                    self.module.load_state_dict(own_parts(self.module, state_dict), strict=strict)
+            if self.optimizer is not None:
+                self.optimizer.adopt()
 
     @contextmanager
     def _checkpointing(self) -> Iterator[Training]:
@@ -249,14 +249,14 @@ class Saving:
                 self.lr_scheduler,
                 self._scale,
                 self._group,
-                self.config.zero.stage.number,
-                self.config.zero.stage.shards_optimizer,
+                self._config.zero.stage.number,
+                self._config.zero.stage.shards_optimizer,
                 {
                     "global_steps": self.global_steps,
                     "global_samples": self.global_samples,
                     "skipped_steps": self.skipped_steps,
                     "micro_steps": self._window.micro_steps,
-                    "gradient_accumulation_steps": self.config.gradient_accumulation_steps,
+                    "gradient_accumulation_steps": self._config.gradient_accumulation_steps,
                 },
                 self._residuals,
                 self.parallelism.tensor_group,
@@ -270,7 +270,7 @@ class Saving:
         self.skipped_steps = counters["skipped_steps"]
         # Gradients of a window that was not finished are not kept, so it begins again.
         windows = counters["micro_steps"] // counters["gradient_accumulation_steps"]
-        self._window.restart(windows * self.config.gradient_accumulation_steps)
+        self._window.restart(windows * self._config.gradient_accumulation_steps)
 
 
 def folder(given: str | Path | None) -> Path:

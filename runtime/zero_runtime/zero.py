@@ -14,12 +14,13 @@ The names and signatures are DeepSpeed's.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any, Final
 
 import torch
 
+from commprof import hooks
 from zero_runtime import comm
 from zero_runtime import config as configuration
 from zero_runtime.comm import DataParallelGroup
@@ -28,8 +29,8 @@ from zero_runtime.configuration.offload import AIO, read_aio
 from zero_runtime.configuration.offload_param import slice_offload_of
 from zero_runtime.errors import ConfigError, UnsupportedError, UsageError
 from zero_runtime.sharding.access import register_external_parameter, unregister_external_parameter
-from zero_runtime.sharding.construction import Cutter, constructing
-from zero_runtime.sharding.gathering import Gatherer, broadcast
+from zero_runtime.sharding.construction import Cutter, Factory, constructing, typed_factory
+from zero_runtime.sharding.gathering import ACCESS, Gatherer, broadcast
 from zero_runtime.sharding.leaves import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
@@ -120,11 +121,19 @@ class Init:
 
     def __enter__(self) -> Init:
         if self._enabled:
-            self._stack.enter_context(constructing(self._cutter, self._gathers_in_apply))
+            phase = hooks.position.phase
+            hooks.phase("init")
+            self._stack.callback(hooks.phase, phase)
+            typed = self._typed_factory()
+            self._stack.enter_context(constructing(self._cutter, self._gathers_in_apply, typed))
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._stack.close()
+
+    def _typed_factory(self) -> Callable[..., Factory]:
+        """What makes factories of tensors those of the parameters' dtype."""
+        return typed_factory
 
 
 class GatheredParameters:
@@ -152,6 +161,8 @@ class GatheredParameters:
         self._modifier = modifier_rank
         self._gathered: list[Shard] = []
         self._token = -next(_contexts)
+        # A library that saves or loads says so itself; otherwise the program reads or changes parameters.
+        self._why = hooks.current_tag() or ACCESS
         for shard in self._shards:
             if modifier_rank is not None and not 0 <= modifier_rank < shard.group.world_size:
                 raise UsageError(
@@ -162,14 +173,14 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         self._gathered = [shard for shard in self._shards if shard.status is ZeroParamStatus.NOT_AVAILABLE]
-        Gatherer().gather_each(self._shards)
+        Gatherer(why=self._why).gather_each(self._shards)
         for shard in self._shards:
             shard.active.add(self._token)
 
     def __exit__(self, *exception: Any) -> None:
         if self._modifier is not None and exception[0] is None:
             for shard in self._shards:
-                broadcast(shard.parameter, shard.group, self._modifier)
+                broadcast(shard.parameter, shard.group, self._modifier, self._why)
                 shard.keep()
         for shard in self._shards:
             shard.active.discard(self._token)

@@ -87,6 +87,14 @@ def either(word: str, check: Check) -> Check:
     )
 
 
+def unlimited(check: Check) -> Check:
+    """``check``, with infinity allowed besides: accelerate's number of steps that are never done."""
+    return Check(
+        f"{check.expected} or inf",
+        lambda name, value: value if value == float("inf") else check(name, value),
+    )
+
+
 def optional(check: Check) -> Check:
     """``check``, with null allowed."""
     return Check(

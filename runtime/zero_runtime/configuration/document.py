@@ -21,7 +21,7 @@ _TOKEN: Final = re.compile(
       | (?P<comment>//|\#|/\*)
       | (?P<python>\b(?:True|False|None)\b)
       | (?P<number>-?\d[\d_]*_[\d_.eE+-]*)
-      | (?P<constant>-?\b(?:NaN|Infinity)\b)
+      | (?P<constant>\bNaN\b|-Infinity\b)
       | (?P<quote>')
       | (?P<comma>,(?=\s*[}\]]))""",
     re.VERBOSE | re.DOTALL,
@@ -59,7 +59,7 @@ def parse(text: str, name: str = "config") -> dict[str, Any]:
     """The JSON object in ``text``; ``name`` stands before line and column in errors."""
     slip = _first_slip(text)
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=_constant)
     except (json.JSONDecodeError, _ConstantError) as error:
         if isinstance(error, json.JSONDecodeError):
             position, what = error.pos, f"{error.msg[0].lower()}{error.msg[1:]}"
@@ -100,7 +100,9 @@ def _repeated_key(text: str) -> tuple[int, str] | None:
     return None
 
 
-def _refuse_constant(name: str) -> Any:
+def _constant(name: str) -> float:
+    if name == "Infinity":  # as Python writes accelerate's steps_per_print; checks of numbers refuse it
+        return float("inf")
     raise _ConstantError(name)
 
 

@@ -24,6 +24,7 @@ from zero_runtime.configuration.checks import (
     strings,
     text,
     unknown_key,
+    unlimited,
 )
 from zero_runtime.configuration.feature_keys import FEATURES
 from zero_runtime.configuration.key_table import Key, Status, Table, inert, inside, refused, used
@@ -91,7 +92,9 @@ TOP: Final[Table] = {
         optional(choice(*DTYPES)), None, "in which gradients travel; null is the model's"
     ),
     "disable_allgather": used(boolean, False, "stages 1 and 2: broadcast each rank's piece instead"),
-    "steps_per_print": used(optional(integer(1)), None, "print a line every so many steps"),
+    "steps_per_print": used(
+        optional(unlimited(integer(1))), None, "print a line every so many steps; inf for never"
+    ),
     "dataloader_drop_last": used(boolean, False, "leave out a last batch that is not full"),
     "wall_clock_breakdown": used(boolean, False, "print where the time of a step goes"),
     "memory_breakdown": used(boolean, False, "print the memory in use at each part of a step"),

@@ -25,8 +25,17 @@ PARAMETERS: Final[dict[str, Name]] = {
         _STAGE_3,
         "AllGatherCoalescedHandle", "AllGatherHandle", "InsertPostInitMethodToModuleSubClasses", "MultipleAllGatherHandles",
         "NoGatherCoalescedHandle", "NoGatherHandle", "get_allgather_dtype", "zero3_linear_wrap",
-        "shutdown_init_context", "restore_init_context", "_orig_torch_empty",
+        "shutdown_init_context", "restore_init_context",
     ),
+    **given("zero_runtime.sharding.construction", zero_wrapper_for_fp_tensor_constructor="typed_factory"),
+    **given(
+        "torch",
+        **{
+            f"_orig_torch_{name}": name
+            for name in ("tensor", "empty", "zeros", "ones", "full", "arange", "eye", "randn")
+        },
+    ),
+    **given(f"{_HERE}.accelerator", "get_accelerator"),
     **refused(_QUANTIZED, "CUDAQuantizer"),
     **values(partitioned_param_data_shape=[0]),
 }  # fmt: skip

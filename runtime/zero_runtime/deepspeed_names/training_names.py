@@ -33,7 +33,7 @@ _ENGINE: Final[dict[str, Name]] = {
     ),
 }
 _INIT: Final = given(
-    "zero_runtime.zero",
+    f"{_HERE}.construction",
     "Init",
     note="without a config and a dtype parameters are made as the script makes them",
 )

@@ -73,12 +73,12 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
     @property
     def micro_batches(self) -> int:
         """Micro-batches of a step."""
-        return self.config.gradient_accumulation_steps
+        return self._config.gradient_accumulation_steps
 
     @property
     def micro_batch_size(self) -> int:
         """Samples of a micro-batch of one replica."""
-        return self.config.train_micro_batch_size_per_gpu
+        return self._config.train_micro_batch_size_per_gpu
 
     def is_first_stage(self) -> bool:
         """Whether this rank's stage is the first, which gets the inputs."""
@@ -120,7 +120,7 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
         source = self._given(data_iter, data, targets, self.micro_batches)
         self.train()
         hooks.step(self._numbers.of(self.global_steps), 0)
-        hooks.metric("samples", float(self.config.train_micro_batch_size_per_gpu * self.micro_batches))
+        hooks.metric("samples", float(self._config.train_micro_batch_size_per_gpu * self.micro_batches))
         stage = self._stage(source, self.micro_batches)
         with self._clock("pipeline"):
             self._accumulate(stage)

@@ -7,7 +7,7 @@ While :func:`constructing` is entered, every module cuts its own parameters when
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
@@ -16,14 +16,15 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.sharding.gathering import Gatherer, broadcast
+from zero_runtime.sharding.gathering import ACCESS, Gatherer, broadcast
 from zero_runtime.sharding.shards import Shard, shard_of, shards_of
 from zero_runtime.sharding.storage import SliceStorage
 
 Module: Final = torch.nn.Module
-_FACTORIES: Final = frozenset(
-    (torch.tensor, torch.empty, torch.zeros, torch.ones, torch.full, torch.arange, torch.eye, torch.randn)
+_FACTORIES: Final = (
+    *(torch.tensor, torch.empty, torch.zeros, torch.ones, torch.full, torch.arange, torch.eye, torch.randn),
 )
+Factory = Callable[..., torch.Tensor]
 _cutters: list[Cutter] = []  # of the contexts that are entered, innermost last
 
 
@@ -55,11 +56,43 @@ class Cutter:
             self.storage.keep(shard)
 
 
+def typed_factory(
+    fn: Factory, target_fp_dtype: torch.dtype | None, target_device: torch.device | None
+) -> Factory:
+    """``fn`` that makes floating-point tensors in one dtype, also where another is asked for.
+
+    The signature is that of DeepSpeed's ``zero_wrapper_for_fp_tensor_constructor``.
+
+    Args:
+        fn: makes a tensor: ``torch.empty`` and its like.
+        target_fp_dtype: None leaves the dtype.
+        target_device: where ``fn`` makes it unless it is told; None for torch's default.
+    """
+
+    @functools.wraps(fn)
+    def typed(*args: Any, **keywords: Any) -> torch.Tensor:
+        if target_device is not None and keywords.get("device") is None:
+            keywords["device"] = target_device
+        result = fn(*args, **keywords)
+        if target_fp_dtype is not None and result.is_floating_point():
+            result.data = result.data.to(target_fp_dtype)  # in place: it stays a leaf of autograd's
+        return result
+
+    return typed
+
+
 @contextmanager
-def constructing(cutter: Cutter, gather_in_apply: bool = True) -> Iterator[None]:
+def constructing(
+    cutter: Cutter, gather_in_apply: bool = True, typed: Callable[..., Factory] = typed_factory
+) -> Iterator[None]:
     """Cut the parameters of every module that is made inside.
 
     Contexts may be nested; the outermost one cuts.
+
+    Args:
+        cutter: cuts the parameters.
+        gather_in_apply: whether ``module.apply`` sees whole parameters.
+        typed: makes factories of tensors those of one dtype, by the arguments of :func:`typed_factory`.
     """
     with ExitStack() as stack:
         if not _cutters:
@@ -68,7 +101,17 @@ def constructing(cutter: Cutter, gather_in_apply: bool = True) -> Iterator[None]
                 stack.enter_context(_replaced(Module, "apply", _gathering_apply(Module.apply)))
             stack.enter_context(_replaced(Module, "to_empty", _cutting_to_empty(Module.to_empty)))
             if cutter.dtype is not None:
-                stack.enter_context(_OfDtype(cutter.dtype))
+                device = cutter.group.device
+                # torch's default where it is the CPU: a program may have chosen the meta device inside.
+                target = None if device.type == "cpu" else device
+                stack.enter_context(
+                    _Factories(
+                        {
+                            each: typed(each, target_fp_dtype=cutter.dtype, target_device=target)
+                            for each in _FACTORIES
+                        }
+                    )
+                )
             if cutter.group.device.type != "cpu":
                 stack.enter_context(cutter.group.device)
         _cutters.append(cutter)
@@ -76,18 +119,16 @@ def constructing(cutter: Cutter, gather_in_apply: bool = True) -> Iterator[None]
         yield
 
 
-class _OfDtype(TorchFunctionMode):
-    """Makes floating-point tensors in one dtype, also where another is asked for."""
+class _Factories(TorchFunctionMode):
+    """Calls other factories of tensors in the place of torch's."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, typed: Mapping[Any, Factory]) -> None:
         super().__init__()
-        self._dtype = dtype
+        self._typed = typed
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if function in _FACTORIES and _cutters and result.is_floating_point():
-            return result.to(self._dtype)
-        return result
+        made_by = self._typed.get(function, function) if _cutters else function
+        return made_by(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -154,12 +195,12 @@ class _Gathering:
 
     def __call__(self, module: torch.nn.Module) -> None:
         shards = [each for each in shards_of(module.parameters(recurse=False)) if not each.available]
-        gatherer = Gatherer()
+        gatherer = Gatherer(why=ACCESS)
         for shard in shards:
             gatherer.gather_each([shard])
         self._function(module)
         for shard in shards:
-            broadcast(shard.parameter, shard.group)
+            broadcast(shard.parameter, shard.group, why=ACCESS)
         for shard in shards:
             shard.keep()
             shard.release()

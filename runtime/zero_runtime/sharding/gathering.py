@@ -19,6 +19,8 @@ from zero_runtime.sharding.shards import Shard, Status
 
 _GATHER: Final = hooks.tag("parameter_gather")
 _BROADCAST: Final = hooks.tag("parameter_broadcast")
+_CHECKPOINT: Final = hooks.tag("checkpoint")
+ACCESS: Final = hooks.tag("parameter_access")  # by a program, which reads or changes whole parameters
 WEIGHT_BITS: Final = 8
 
 
@@ -71,6 +73,7 @@ class Gatherer:
         dtypes: in which dtype parameters travel, where it is not their own.
         quantizes: whether a parameter travels quantized among all ranks, with 8 bits; never inside the secondary group,
             nor by ``gather_each``, whose parameters may be changed and kept.
+        why: the tag of the messages; None for gathering what a pass needs.
     """
 
     def __init__(
@@ -80,7 +83,9 @@ class Gatherer:
         secondary: DataParallelGroup | None = None,
         dtypes: Mapping[torch.nn.Parameter, torch.dtype] | None = None,
         quantizes: Callable[[torch.nn.Parameter], bool] = lambda parameter: False,
+        why: hooks.tag | None = None,
     ) -> None:
+        self._why = why or _GATHER
         self._quantizes = quantizes
         self._sequential = sequential
         self._by_all_reduce = by_all_reduce
@@ -158,7 +163,8 @@ class Gatherer:
             row = piece.to(device=buffer.device, dtype=dtype)
         if quantize:
             return _send_quantized(buffer, row, group, [shard], 0)
-        return _Message(group.start_all_gather(buffer, row, why=_why([shard])), buffer, [shard], 0)
+        why = _tag_of([shard], self._why)
+        return _Message(group.start_all_gather(buffer, row, why=why), buffer, [shard], 0)
 
     def _send_several(self, shards: Sequence[Shard]) -> list[_Message]:
         batches: dict[tuple[str, bool, int], list[Shard]] = {}
@@ -187,7 +193,7 @@ class Gatherer:
         row = row.to(device=device, dtype=dtype)
         if quantize:
             return _send_quantized(buffer, row, group, shards, group.world_size)
-        work = group.start_all_gather(buffer, row, why=_why(shards))
+        work = group.start_all_gather(buffer, row, why=_tag_of(shards, self._why))
         return _Message(work, buffer, shards, group.world_size)
 
 
@@ -197,23 +203,31 @@ def _send_quantized(
     """Send this rank's ``row`` quantized; ``buffer``, ``shards`` and ``rows`` are those of the message."""
     payload = quantized(row.view(1, -1), WEIGHT_BITS).view(-1)
     payloads = payload.new_empty(group.world_size, payload.numel())
-    work = group.start_all_gather(payloads.view(-1), payload, why=_why(shards))
+    work = group.start_all_gather(payloads.view(-1), payload, why=_tag_of(shards, _GATHER))
     return _Message(work, buffer, shards, rows, payloads)
 
 
-def broadcast(parameter: torch.nn.Parameter, group: DataParallelGroup, owner: int = 0) -> None:
-    """Give every rank of ``group`` the parameter of member ``owner``, which must be whole, as bytes."""
+def broadcast(
+    parameter: torch.nn.Parameter, group: DataParallelGroup, owner: int = 0, why: hooks.tag = _BROADCAST
+) -> None:
+    """Give every rank of ``group`` the parameter of member ``owner``, which must be whole, as bytes, tagged ``why``."""
     data = parameter.detach()
     message = data.contiguous().view(-1).view(torch.uint8)
-    group.broadcast(message, owner, why=_BROADCAST)
+    group.broadcast(message, owner, why=_CHECKPOINT if _in_checkpoint() else why)
     if not data.is_contiguous():
         data.copy_(message.view(data.dtype).view(data.shape))
 
 
-def _why(shards: Sequence[Shard]) -> hooks.tag:
+def _tag_of(shards: Sequence[Shard], why: hooks.tag) -> hooks.tag:
     if not hooks.recording():
-        return _GATHER
-    return hooks.tag("parameter_gather", parameters=tuple(each.name for each in shards))
+        return why
+    purpose = _CHECKPOINT.purpose if _in_checkpoint() else why.purpose
+    return hooks.tag(purpose, parameters=tuple(each.name for each in shards))
+
+
+def _in_checkpoint() -> bool:
+    """Whether weights are written or read, of which no rule of training speaks."""
+    return hooks.position.phase == "checkpoint"
 
 
 def _numel(shard: Shard, secondary: DataParallelGroup | None) -> int:
@@ -286,7 +300,7 @@ def _reduce_whole(
     for each in shards:
         each.read(buffer.narrow(0, start + each.slice_numel * group.rank, each.slice_numel))
         start += each.slice_numel * group.world_size
-    return _Message(group.start_all_reduce(buffer, why=_why(shards)), buffer, shards, 0)
+    return _Message(group.start_all_reduce(buffer, why=_tag_of(shards, _GATHER)), buffer, shards, 0)
 
 
 def _unpack_rows(message: _Message) -> None:

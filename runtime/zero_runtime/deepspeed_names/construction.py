@@ -1,0 +1,25 @@
+"""``deepspeed.zero.Init``, which uses what libraries replace in ``deepspeed.runtime.zero.partition_parameters``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Final
+
+from zero_runtime import zero
+from zero_runtime.sharding.construction import Factory, typed_factory
+
+_MODULE: Final = "deepspeed.runtime.zero.partition_parameters"
+_NAME: Final = "zero_wrapper_for_fp_tensor_constructor"
+
+
+class Init(zero.Init):
+    """Makes the parameters of modules shards at once; see :class:`zero_runtime.zero.Init`.
+
+    transformers replaces ``zero_wrapper_for_fp_tensor_constructor`` around this context, so that the positions of rotary
+    embeddings keep their dtype.
+    """
+
+    def _typed_factory(self) -> Callable[..., Factory]:
+        found: Callable[..., Factory] = getattr(sys.modules.get(_MODULE), _NAME, typed_factory)
+        return found
