@@ -77,6 +77,7 @@ class Purpose(StrEnum):
     OBJECT = "object"
     INPUT = "input"
     EVALUATION = "evaluation"
+    PARAMETER_ACCESS = "parameter_access"
 
 
 class Status(StrEnum):

@@ -13,6 +13,7 @@ _SHARING: Final = (Purpose.ACTIVATION, Purpose.PIPELINE)
 # What any program issues beside its training, and commprof has a name for by itself.
 _BESIDE: Final = (
     *(Purpose.CONTROL, Purpose.OBJECT, Purpose.INPUT, Purpose.METRIC, Purpose.EVALUATION, Purpose.CHECKPOINT),
+    Purpose.PARAMETER_ACCESS,
 )
 _NAMELESS: Final = ("", "default_pg", "undefined")  # what torch calls a group whose program gave it no name
 

@@ -25,7 +25,7 @@ from commprof.schema import Op, Purpose, Status, format_ranks
 OWN_PURPOSES: Final = frozenset(
     {
         *(Purpose.METRIC, Purpose.CHECKPOINT, Purpose.OTHER, Purpose.ACTIVATION, Purpose.PIPELINE),
-        *(Purpose.CONTROL, Purpose.OBJECT, Purpose.INPUT, Purpose.EVALUATION),
+        *(Purpose.CONTROL, Purpose.OBJECT, Purpose.INPUT, Purpose.EVALUATION, Purpose.PARAMETER_ACCESS),
     }
 )
 LABEL: Final = "label"  # what says why it was issued, and nothing says how much of it there should be
@@ -313,6 +313,18 @@ def _difference(count: int, total: int, want: Want) -> str:
     about = "" if want.exact else "about "
     was, messages = ("was", "message") if count == 1 else ("were", "messages")
     return f"{count} {messages} ({total:,} bytes) {was} issued, {about}{want.count} ({want.payload_bytes:,} bytes) expected"
+
+
+def inside_training(kind: Class, finding: Finding) -> Counter[Message]:
+    """The messages of a label that a rule of training would have to speak of.
+
+    What a program does with whole parameters outside of the steps changes no step.
+    """
+    if kind.purpose in BESIDE_TRAINING:
+        return Counter()
+    if kind.purpose == Purpose.PARAMETER_ACCESS:
+        return Counter({message: n for message, n in finding.messages.items() if not message.in_evaluation})
+    return finding.messages
 
 
 def payload(messages: Mapping[Message, int]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 import pyarrow as pa
@@ -36,7 +37,9 @@ def demands(
     partial, died, overflowed, skipped = set(), [], [], []
     try:
         for attempt in sorted(attempts):
-            wanted[StepKey(attempt, -1)] = _wanted_before(request, StepKey(attempt, -1), steps)
+            before = StepKey(attempt, -1)
+            wanted[before], notes = wanted_before([request], before, steps.get(before, {}))
+            request.notes += notes
             keys = sorted(key for key in ended if key.attempt == attempt and key.step >= 0)
             is_cut = run.health.state != COMPLETE or attempt != last_attempt
             if is_cut and not keys:
@@ -97,19 +100,55 @@ def _ended(steps: pa.Table) -> dict[StepKey, bool]:
     }
 
 
-def _wanted_before(request: Request, key: StepKey, steps: Issued) -> dict[Class, Want]:
-    """What should be sent before the first step; a model made within ``zero.Init`` is broadcast once less."""
+def wanted_before(
+    requests: Sequence[Request], key: StepKey, messages: Mapping[Message, int]
+) -> tuple[dict[Class, Want], list[str]]:
+    """What should be sent before the first step, and remarks on it.
+
+    A model made within ``zero.Init`` is broadcast once less at stage 3. The messages say how many models were.
+
+    Args:
+        requests: of the engines of the run, whose models are alike.
+        key: the time before the first step.
+        messages: what was sent in it.
+    """
     plain, lean = (
-        attribution.wants(request.expectations(key, zero_init=made), request.world_size)
+        [attribution.wants(each.expectations(key, zero_init=made), each.world_size) for each in requests]
         for made in (False, True)
     )
-    if plain == lean:
-        return plain
-    sent = attribution.attribute({key: steps.get(key, {})}, {key: lean}, frozenset())[key]
-    if all(finding.closes for finding in sent.values()):
-        request.notes.append("before the first step was sent what a model made within zero.Init needs")
-        return lean
-    return plain
+    if plain != lean:
+        for made in range(len(requests), 0, -1):
+            wanted = _sum_of([*lean[:made], *plain[made:]])
+            sent = attribution.attribute({key: dict(messages)}, {key: wanted}, frozenset())[key]
+            if all(finding.closes for finding in sent.values()):
+                models = "a model" if len(requests) == 1 else f"{made} of {len(requests)} models"
+                return wanted, [
+                    f"before the first step was sent what {models} made within zero.Init need{'s' * (made == 1)}"
+                ]
+    return _sum_of(plain), []
+
+
+def _sum_of(several: Sequence[Mapping[Class, Want]]) -> dict[Class, Want]:
+    total: dict[Class, Want] = {}
+    for classes in several:
+        _add(total, classes)
+    return total
+
+
+def _add(held: dict[Class, Want], more: Mapping[Class, Want]) -> None:
+    """Put what one engine sends when it is made to what others do."""
+    for kind, want in more.items():
+        if kind not in held:
+            held[kind] = replace(want)
+            continue
+        both = held[kind]
+        most = (both.most_bytes, want.most_bytes)
+        both.count += want.count
+        both.payload_bytes += want.payload_bytes
+        both.least_bytes += want.least_bytes
+        both.exact &= want.exact
+        both.estimated |= want.estimated
+        both.most_bytes = None if most == (None, None) else sum(each or 0 for each in most)
 
 
 def _overflowed(key: StepKey, request: Request, steps: Issued) -> bool:

@@ -157,8 +157,9 @@ class Labelled(NamedTuple):
                     continue
                 total += attribution.payload(finding.messages)
                 purposes[str(kind.purpose)] = None
-                if key.step >= 0 and kind.purpose not in attribution.BESIDE_TRAINING:
-                    sent = key, sum(finding.messages.values()), attribution.payload(finding.messages)
+                inside = attribution.inside_training(kind, finding)
+                if key.step >= 0 and inside:
+                    sent = key, sum(inside.values()), attribution.payload(inside)
                     doubted[str(kind.purpose)].append(sent)
         return cls(total, tuple(purposes), tuple(_doubted(doubted, unpredicted)))
 

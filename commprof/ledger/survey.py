@@ -102,6 +102,9 @@ class Survey:
             lambda phase, purpose: phase == Phase.OTHER and purpose in WITHIN_MODELS,
         )
         named = where(rows, ["phase"], lambda phase: phase == Phase.EVALUATION)
+        if "after_step" in rows.column_names:
+            accesses = where(rows, ["purpose"], lambda purpose: purpose == Purpose.PARAMETER_ACCESS)
+            named |= accesses & rows["after_step"].is_valid().to_numpy()
         return named | inference | forward & (ended | (numbers_of(rows, "step")[0] < 0))
 
     def in_group_of_script(self, rows: pa.Table) -> Flags:

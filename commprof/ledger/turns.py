@@ -13,12 +13,14 @@ from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from commprof.ledger.attribution import Class, Want
-from commprof.ledger.demand import COMPLETE, demands
+from commprof.ledger.demand import COMPLETE, demands, wanted_before
 from commprof.ledger.issue import INIT_STEP, Issued, StepKey
-from commprof.ledger.lookup import Flags, Numbers, numbers_of, where
+from commprof.ledger.lookup import Flags, numbers_of, where
 from commprof.ledger.request import RecordedRun, Request, request_of
+from commprof.ledger.survey import by_last_step
 from commprof.schema import Phase
 
 OTHER_MODELS: Final = (
@@ -60,7 +62,8 @@ class Turn:
         if columns is None:
             yield from map(self._own, self._run.parts(name))
             return
-        needed = list(dict.fromkeys((*columns, *(["step", "phase"] if name == "collectives" else ["step"]))))
+        positions = ["step", "after_step", "phase"] if name == "collectives" else ["step"]
+        needed = list(dict.fromkeys((*columns, *positions)))
         for part in self._run.parts(name, needed):
             yield self._own(part).select(list(columns))
 
@@ -71,12 +74,18 @@ class Turn:
     def _own(self, rows: pa.Table) -> pa.Table:
         if "step" not in rows.column_names:
             return rows
-        steps, _ = numbers_of(rows, "step")
+        steps, _ = numbers_of(by_last_step(rows), "step")
         before = steps < 0 if not self.first else np.zeros(len(steps), bool)
-        outside = made_anew(rows) if "phase" in rows.column_names else np.zeros(len(steps), bool)
-        within = (steps >= self.first) & (steps <= self._until) & ~outside
-        kept = within | before
-        return _with_steps(rows.filter(pa.array(kept)), np.where(within, steps - self.first, steps)[kept])
+        anew = made_anew(rows) if "phase" in rows.column_names else np.zeros(len(steps), bool)
+        within = (steps >= self.first) & (steps <= self._until) & ~anew
+        kept = rows.filter(pa.array(within | before))
+        for name in ("step", "after_step"):
+            if name in kept.column_names:
+                own = kept[name]
+                numbered_on = pc.if_else(pc.less(own, 0), own, pc.subtract(own, self.first))
+                field = kept.schema.field(name)
+                kept = kept.set_column(kept.column_names.index(name), field, numbered_on.cast(field.type))
+        return kept
 
 
 def turns_of(run: RecordedRun) -> list[Turn]:
@@ -89,16 +98,21 @@ def turns_of(run: RecordedRun) -> list[Turn]:
 
 
 def made_anew(rows: pa.Table) -> Flags:
-    """Which of ``rows`` were sent by a later call of initialize."""
+    """Which of ``rows`` were sent by a later call of initialize, within the steps or outside of them."""
     initialising = where(rows, ["phase"], lambda phase: phase == Phase.INIT)
-    return initialising & (numbers_of(rows, "step")[0] >= 0)
+    return initialising & (numbers_of(by_last_step(rows), "step")[0] >= 0)
 
 
 def before_steps(parts: Iterable[pa.Table]) -> Iterator[pa.Table]:
     """Records, of which what initialize sent stands before the first step."""
     for part in parts:
-        steps, _ = numbers_of(part, "step")
-        yield _with_steps(part, np.where(made_anew(part), INIT_STEP, steps))
+        anew = pa.array(made_anew(part))
+        for name, at in (("step", INIT_STEP), ("after_step", None)):
+            if name in part.column_names:
+                field = part.schema.field(name)
+                moved = pc.if_else(anew, pa.scalar(at, field.type), part[name])
+                part = part.set_column(part.column_names.index(name), field, moved)
+        yield part
 
 
 def demands_in_turn(run: RecordedRun, turns: Sequence[Turn], steps: Issued) -> tuple[Request, Demands]:
@@ -119,6 +133,7 @@ def demands_in_turn(run: RecordedRun, turns: Sequence[Turn], steps: Issued) -> t
         return told, ({}, frozenset(), [])
     wanted: dict[StepKey, dict[Class, Want]] = {}
     partial: set[StepKey] = set()
+    before: set[StepKey] = set()
     said = [_TOLD.format(count=len(turns), steps=", ".join(str(turn.first) for turn in turns))]
     for turn, request in zip(turns, requests, strict=True):
         own = {
@@ -128,37 +143,19 @@ def demands_in_turn(run: RecordedRun, turns: Sequence[Turn], steps: Issued) -> t
         }
         found, stopped, remarks = demands(turn, request, own)
         told.reason = told.reason or request.reason
-        for key, classes in found.items():
-            if key.step == INIT_STEP:
-                _add(wanted.setdefault(key, {}), classes)
-            else:
-                wanted[key._replace(step=key.step + turn.first)] = classes
+        before = {key for key in found if key.step == INIT_STEP}
+        wanted |= {
+            key._replace(step=key.step + turn.first): classes
+            for key, classes in found.items()
+            if key not in before
+        }
         partial |= {key._replace(step=key.step + turn.first) for key in stopped}
         said += [
             f"Of the engine that begins at step {turn.first}, counted from there: {text}" for text in remarks
         ]
     if told.reason is not None:
         return told, ({}, frozenset(), [])
+    for key in before:
+        wanted[key], notes = wanted_before(requests, key, steps.get(key, {}))
+        said += [f"{note[0].upper()}{note[1:]}." for note in notes]
     return told, (wanted, frozenset(partial), said)
-
-
-def _add(held: dict[Class, Want], more: Mapping[Class, Want]) -> None:
-    """Put what one engine sends when it is made to what others do."""
-    for kind, want in more.items():
-        if kind not in held:
-            held[kind] = replace(want)
-            continue
-        both = held[kind]
-        most = (both.most_bytes, want.most_bytes)
-        both.count += want.count
-        both.payload_bytes += want.payload_bytes
-        both.least_bytes += want.least_bytes
-        both.exact &= want.exact
-        both.estimated |= want.estimated
-        both.most_bytes = None if most == (None, None) else sum(each or 0 for each in most)
-
-
-def _with_steps(rows: pa.Table, steps: Numbers) -> pa.Table:
-    at = rows.schema.get_field_index("step")
-    field = rows.schema.field(at)
-    return rows.set_column(at, field, pa.array(steps, field.type))
