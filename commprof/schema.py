@@ -325,7 +325,7 @@ PARAMETERS: Final = Table(
 
 WRAPPED: Final = Table(
     "wrappers",
-    "What wrappers of models were given (DistributedDataParallel, FSDP, tensor parallelism); of one number the last row holds.",
+    "What wrappers of models were given (DistributedDataParallel, FSDP, tensor parallelism, ZeroRedundancyOptimizer); of one number the last row holds.",
     (
         Column("rank", "int32", "global rank"),
         Column("attempt", "int32", "restart of the job"),
@@ -353,7 +353,7 @@ WRAPPER_PASSES: Final = Table(
         Column("pid", "int32", "process id"),
         Column("number", "int32", "of the wrapper within its process"),
         Column("step", "int32", "first step that ran them; -1 before the first step"),
-        Column("passes", "string", "a letter for each pass in order: F forward before a reduction, f forward without one, e forward without gradients, B backward that reduces gradients, b backward that does not; ? not known. Of fully_shard the number of its unit follows each, and there are more letters: see docs/verify.md"),
+        Column("passes", "string", "a letter for each pass in order: F forward before a reduction, f forward without one, e forward without gradients, B backward that reduces gradients, b backward that does not; ? not known. Those of FSDP, tensor parallelism and ZeroRedundancyOptimizer are in docs/verify.md"),
     ),
     key=("rank", "attempt", "pid", "number", "step"),
 )

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from commprof.ledger import evaluations
@@ -129,7 +130,9 @@ def attribute(
     issued: Issued,
     wanted: Mapping[StepKey, Mapping[Class, Want]],
     partial: frozenset[StepKey],
-    unpredicted: Set[str] = frozenset(),
+    unpredicted: Mapping[str, str] = MappingProxyType({}),
+    *,
+    tells_evaluations: bool = False,
 ) -> Findings:
     """Judge every class of every step.
 
@@ -139,11 +142,13 @@ def attribute(
         issued: the messages of each step.
         wanted: what each step should send.
         partial: steps that did not reach their end: nothing is missing in them.
-        unpredicted: purposes of which the rules do not know what is sent.
+        unpredicted: purposes of which the rules do not know all that is sent, and why.
+        tells_evaluations: whether ``wanted`` has what evaluations send too, so that nothing has to tell them apart.
     """
-    own = OWN_PURPOSES | unpredicted
     classes = _classes(issued, wanted)
-    evaluated = evaluations.of(classes, wanted)
+    evaluated = (
+        dict.fromkeys(classes, evaluations.NOTHING) if tells_evaluations else evaluations.of(classes, wanted)
+    )
     wanted = evaluations.wanted_after(evaluated, wanted)
     left = evaluations.before(evaluated)
     findings: Findings = {}
@@ -153,10 +158,12 @@ def attribute(
         wants, ended = wanted.get(key, nothing), key not in partial
         alike = (id(sent), id(wants), ended)
         if evaluated[key] or left[key]:
-            findings[key] = _judged(sent, wants, evaluated[key], left[key], own, ended=ended)
+            findings[key] = _judged(sent, wants, evaluated[key], left[key], unpredicted, ended=ended)
         else:
-            findings[key] = known[alike] = known.get(alike) or _judged(sent, wants, {}, {}, own, ended=ended)
-    _single_out(findings)
+            findings[key] = known[alike] = known.get(alike) or _judged(
+                sent, wants, {}, {}, unpredicted, ended=ended
+            )
+    _single_out(findings, unpredicted)
     _doubt_the_odd(findings, {key for key, sent in left.items() if sent})
     for key, by_class in evaluated.items():
         for kind, messages in by_class.items():
@@ -183,7 +190,7 @@ def _judged(
     wants: Mapping[Class, Want],
     evaluated: Mapping[Class, Counter[Message]],
     left: Mapping[Class, Counter[Message]],
-    own_purposes: Set[str],
+    unpredicted: Mapping[str, str],
     *,
     ended: bool,
 ) -> dict[Class, Finding]:
@@ -194,7 +201,7 @@ def _judged(
         wants: what it should send.
         evaluated: what of its messages an evaluation sent.
         left: what an evaluation before it sent.
-        own_purposes: of messages that no rule speaks of.
+        unpredicted: purposes of which the rules do not know all that is sent, and why.
         ended: whether it reached its end.
     """
     found = {}
@@ -202,7 +209,7 @@ def _judged(
         own = sent.get(kind, Counter()) - evaluated.get(kind, Counter())
         if own or kind in wants:
             found[kind] = _judge(
-                kind, own, wants, payload(left.get(kind, {})), own_purposes, partial=not ended
+                kind, own, wants, payload(left.get(kind, {})), unpredicted, partial=not ended
             )
     return found
 
@@ -230,7 +237,7 @@ def _judge(
     messages: Counter[Message],
     wants: Mapping[Class, Want],
     left_bytes: int,
-    own_purposes: Set[str],
+    unpredicted: Mapping[str, str],
     *,
     partial: bool,
 ) -> Finding:
@@ -239,7 +246,7 @@ def _judge(
     total = payload(messages)
     raised = Counter({m: n for m, n in messages.items() if m.status == Status.RAISED})
     if want is None:
-        by, reason = _explained_without_want(kind, wants, own_purposes)
+        by, reason = _explained_without_want(kind, wants, unpredicted)
         if by is not None:
             return Finding(None, messages, by, 0 if by == LABEL else total)
         own = Counter({m: n for m, n in messages.items() if m.in_group_of_script})
@@ -262,8 +269,9 @@ def _judge(
         finding.explained_bytes = total
         finding.remark = f"{finding.reason}: the evaluation before it had sent the rest"
         return finding
-    if total > want.payload_bytes and kind.purpose in own_purposes and kind.purpose not in OWN_PURPOSES:
-        finding.doubt = f"{finding.reason}; the rest is labelled, not predicted"
+    if total > want.payload_bytes and kind.purpose in unpredicted:
+        why = unpredicted[str(kind.purpose)]
+        finding.doubt = f"{finding.reason}; the rest is labelled, not predicted: {why}"
     elif total > want.payload_bytes or (total == want.payload_bytes and count > want.count):
         finding.surplus = raised or messages.copy()
     elif not partial:
@@ -295,12 +303,12 @@ def _estimated(finding: Finding, want: Want, total: int) -> Finding:
 
 
 def _explained_without_want(
-    kind: Class, wants: Mapping[Class, Want], own_purposes: Set[str]
+    kind: Class, wants: Mapping[Class, Want], unpredicted: Mapping[str, str]
 ) -> tuple[str | None, str]:
     if kind.op == Op.BARRIER:
         return "barrier", ""
     asked = [other for other in wants if other.purpose == kind.purpose]
-    if kind.purpose in own_purposes and not (asked and kind.purpose in OWN_PURPOSES):
+    if kind.purpose in unpredicted or (kind.purpose in OWN_PURPOSES and not asked):
         return LABEL, ""
     if kind.purpose is None:
         return None, UNTAGGED
@@ -365,20 +373,31 @@ def _sizes(messages: Mapping[Message, int]) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(sizes.items()))
 
 
-def _single_out(findings: Findings) -> None:
+def _single_out(findings: Findings, unpredicted: Mapping[str, str]) -> None:
     """Reduce what a class has too much to the messages that a step which closes does not have."""
     models: dict[tuple[Class, int, int], Counter[Message]] = {}
     distinct = list({id(step): step for step in findings.values()}.values())
     for step in distinct:
         for kind, finding in step.items():
-            if finding.want is not None and finding.messages and finding.closes and not finding.remark:
+            if (
+                finding.want is not None
+                and finding.messages
+                and finding.closes
+                and not (finding.remark or finding.doubt)
+            ):
                 want = finding.want
                 models.setdefault((kind, want.count, want.payload_bytes), finding.messages)
     for step in distinct:
         for kind, finding in step.items():
-            if finding.want is not None and finding.surplus:
-                want = finding.want
-                _narrow(finding, want, models.get((kind, want.count, want.payload_bytes), Counter()))
+            if finding.want is None:
+                continue
+            want = finding.want
+            usual = models.get((kind, want.count, want.payload_bytes))
+            if kind.purpose in unpredicted and usual and payload(finding.messages) > want.payload_bytes:
+                # In a step with the same passes the rules knew all of it.
+                finding.surplus, finding.doubt = finding.messages.copy(), ""
+            if finding.surplus:
+                _narrow(finding, want, usual or Counter())
 
 
 def _narrow(finding: Finding, want: Want, model: Counter[Message]) -> None:

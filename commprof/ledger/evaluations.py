@@ -25,6 +25,7 @@ PURPOSES: Final = frozenset({Purpose.PARAMETER_GATHER, Purpose.TRACE_CHECK})
 _OF_A_FORWARD: Final = frozenset({Purpose.ACTIVATION, Purpose.PIPELINE})
 
 Evaluated = dict[StepKey, dict["Class", Counter[Message]]]
+NOTHING: Final[dict[Class, Counter[Message]]] = {}  # was sent by an evaluation
 
 
 def of(

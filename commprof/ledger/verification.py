@@ -52,7 +52,13 @@ def verify(run: RecordedRun) -> Verdict:
     else:
         request = request_of(run)
         wanted, partial, said = demands(run, request, steps)
-    findings = attribution.attribute(steps, wanted, partial, frozenset(request.unpredicted))
+    findings = attribution.attribute(
+        steps,
+        wanted,
+        partial,
+        request.unpredicted,
+        tells_evaluations=request.wrapped is not None,
+    )
     if request.reason is not None:
         findings = _without_request(findings)
     rows = ledger_rows(findings)

@@ -17,8 +17,9 @@ from commprof.requested.errors import RequestedError
 from commprof.requested.expectation import Expectation
 from commprof.requested.fsdp import Fsdp
 from commprof.requested.fully_shard import FullyShard, arguments_model
-from commprof.requested.unruled import Unruled
+from commprof.requested.tensor_parallel import TensorParallel
 from commprof.requested.wrapped import Wrapper, arguments_of, tensors_of
+from commprof.requested.zero_redundancy import ZeroRedundancy
 from commprof.schema import Purpose, parse_ranks
 
 NAMES: Final = {
@@ -220,4 +221,8 @@ def _rules(wrappers: Sequence[Wrapper], rank: int, orders: Iterable[Sequence[tup
             if rules.order is not None:
                 break
         return rules
-    return Unruled(wrapper)
+    if wrapper.kind == "tensor_parallel":
+        return TensorParallel(wrapper)
+    if wrapper.kind == "zero_redundancy_optimizer":
+        return ZeroRedundancy(wrapper)
+    raise RequestedError(f"no rules are known for the wrapper {wrapper.kind!r}")

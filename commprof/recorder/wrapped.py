@@ -19,6 +19,16 @@ from commprof.recorder.journal import Journal
 from commprof.schema import PASSES_UNKNOWN, format_ranks
 
 _MOST_PASSES: Final = 4096  # of one step; what runs more is not followed
+_MOST_ROWS: Final = (
+    100_000  # of passes in one process: inputs of other lengths in each step are passes of their own
+)
+
+
+class _Rows:
+    """How many rows of passes this process may still write."""
+
+    def __init__(self) -> None:
+        self.left = _MOST_ROWS
 
 
 class Wrapped:
@@ -27,10 +37,12 @@ class Wrapped:
     Args:
         journal: where its passes are written.
         row: what was published of it.
+        rows: of the passes of all models. From the last of them on, those of a model that runs others are not known.
     """
 
-    def __init__(self, journal: Journal, row: Mapping[str, Any]) -> None:
+    def __init__(self, journal: Journal, row: Mapping[str, Any], rows: _Rows) -> None:
         self.row = dict(row)
+        self._rows = rows
         self._journal = journal
         self.has_units = False  # of a model that is sharded in units, the first, which has the passes of all
         self._step = hooks.position.step
@@ -50,10 +62,12 @@ class Wrapped:
         """Of the wrapper within its process."""
         return int(self.row["number"])
 
-    def set(self, **arguments: Any) -> None:
-        """The program changed how the model is wrapped: publish it anew, with these arguments as well."""
+    def set(self, parameters: Iterable[Sequence[Any]] | None = None, **arguments: Any) -> None:
+        """The program changed how the model is wrapped: publish it anew, with these arguments and parameters as well."""
         known = json.loads(self.row["arguments"])
         self.row["arguments"] = json.dumps({**known, **arguments})
+        if parameters is not None:
+            self.row["parameters"] = _listed(parameters)
         self.publish()
 
     def publish(self) -> None:
@@ -74,7 +88,10 @@ class Wrapped:
         self._passes.clear()
 
     def _say(self, step: int, passes: str) -> None:
+        if passes != self._written[1] and self._rows.left <= 0:
+            passes = PASSES_UNKNOWN
         if passes != self._written[1]:
+            self._rows.left -= 1
             self._written = step, passes
             row = {"number": self.row["number"], "step": step, "passes": passes}
             self._journal.write("wrapper_passes", row)
@@ -90,6 +107,7 @@ class WrappedModels:
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._known: list[Wrapped] = []
+        self._rows = _Rows()
 
     def add(
         self,
@@ -121,11 +139,10 @@ class WrappedModels:
                 "group_ranks": _ranks(group),
                 "replica_ranks": None if replicas is None else _ranks(replicas),
                 "arguments": json.dumps(arguments),
-                "parameters": json.dumps(
-                    [each if len(each) == 4 else _described(*each) for each in parameters]
-                ),
+                "parameters": _listed(parameters),
                 "buffers": json.dumps([_described(*each) for each in buffers]),
             },
+            self._rows,
         )
         self._known.append(wrapped)
         wrapped.publish()
@@ -146,6 +163,10 @@ class WrappedModels:
         """Recording ends: write the passes of the last step."""
         for wrapped in self._known:
             wrapped.finish()
+
+
+def _listed(parameters: Iterable[Sequence[Any]]) -> str:
+    return json.dumps([each if len(each) == 4 else _described(*each) for each in parameters])
 
 
 def _described(name: str, tensor: torch.Tensor) -> Sequence[Any]:

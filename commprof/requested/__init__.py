@@ -26,7 +26,8 @@ job, imports nothing of the runtime and is imported by nothing of it, so that th
 ``ddp``                 what DistributedDataParallel sends
 ``fsdp``                what FSDP 1 sends
 ``fully_shard``         what FSDP 2 sends, with and without replicas
-``unruled``             wrappers of which no rule says what they send
+``tensor_parallel``     what the modules of a plan of parallelize_module send
+``zero_redundancy``     what ZeroRedundancyOptimizer sends
 ``models``              a list of parameters for a model of which only the size is known
 ``support``             what a config may ask for that is not stated here
 ======================= ======================================================================================

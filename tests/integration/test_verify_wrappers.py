@@ -5,8 +5,10 @@ The programs are small, so that what they must send is worked out by hand beside
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import tempfile
+import warnings
 from pathlib import Path
 
 import pyarrow as pa
@@ -49,25 +51,41 @@ def batch(seed=0):
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def ddp(
-    rank, world, accumulation=1, hook=None, unused=False, half=False, between=None, after=None, **arguments
+def train(
+    model, no_sync=None, accumulation=1, clip=None, between=None, after=None, forward=None, optimizers=()
 ):
+    """Train ``model``; ``no_sync`` returns what is around a micro-batch that is not the last."""
+    optimizers = optimizers or (torch.optim.SGD(model.parameters(), lr=0.01),)
+    forward = forward or model
+    for step in range(STEPS):
+        for micro in range(accumulation):
+            with contextlib.nullcontext() if micro == accumulation - 1 else no_sync():
+                forward(batch(step)).float().sum().backward()
+        if clip:
+            clip(1.0)
+        if between:
+            between(step, model)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if after:
+            after(step, model)
+
+
+def split(given):
+    """What of ``given`` is for :func:`train`, and the rest, which is for the wrapper."""
+    names = ("accumulation", "between", "after")
+    return {name: given.pop(name) for name in names if name in given}, given
+
+
+def ddp(rank, world, hook=None, unused=False, half=False, **given):
+    training, arguments = split(given)
     model = DistributedDataParallel(Net(unused, half), **arguments)
     if callable(hook):
         model.register_comm_hook(None, hook)
     elif hook:
         model._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, hook))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(STEPS):
-        for micro in range(accumulation):
-            model.require_backward_grad_sync = micro == accumulation - 1
-            model(batch(step)).sum().backward()
-        if between:
-            between(step, model)
-        optimizer.step()
-        optimizer.zero_grad()
-        if after:
-            after(step, model)
+    train(model, model.no_sync, **training)
 
 
 def evaluated(step, model):
@@ -95,10 +113,7 @@ def halves(rank, world):
     """Models of two ranks each, of other shapes."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     model = DistributedDataParallel(nn.Linear(WIDTH, 3 + rank // 2), process_group=groups[rank // 2])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(STEPS):
-        model(batch(step)).sum().backward()
-        optimizer.step()
+    train(model)
 
 
 def fp16(*given):
@@ -129,21 +144,12 @@ class Blocks(nn.Module):
         return self.tail(self.head(self.second(self.first(self.frozen(x)))))
 
 
-def fsdp2(
-    rank,
-    world,
-    mesh=None,
-    accumulation=1,
-    clip=False,
-    between=None,
-    after=None,
-    checkpoint=False,
-    **arguments,
-):
+def fsdp2(rank, world, mesh=None, clip=False, checkpoint=False, **given):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.utils.checkpoint import checkpoint as again
 
+    training, arguments = split(given)
     model = Blocks()
     names = ("replicas", "shards")[-len(mesh or (1,)) :]
     arguments["mesh"] = init_device_mesh("cpu", mesh or (world,), mesh_dim_names=names)
@@ -155,19 +161,17 @@ def fsdp2(
     if checkpoint:
         plain = model.second.forward
         model.second.forward = lambda x: again(plain, x, use_reentrant=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(STEPS):
-        for micro in range(accumulation):
-            model.set_requires_gradient_sync(micro == accumulation - 1)
-            model(batch(step)).float().sum().backward()
-        if clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if between:
-            between(step, model)
-        optimizer.step()
-        optimizer.zero_grad()
-        if after:
-            after(step, model)
+
+    @contextlib.contextmanager
+    def no_sync():
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+
+    def clips(norm):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+
+    train(model, no_sync, clip=clips if clip else None, **training)
 
 
 def with_policy(rank, world):
@@ -177,16 +181,13 @@ def with_policy(rank, world):
     fsdp2(rank, world, mp_policy=policy, checkpoint=True)
 
 
-def fsdp1(
-    rank, world, strategy="FULL_SHARD", mesh=None, accumulation=1, clip=False, between=None, **arguments
-):
-    import contextlib
-    import warnings
+def fsdp1(rank, world, strategy="FULL_SHARD", mesh=None, clip=False, **given):
 
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+    training, arguments = split(given)
     warnings.filterwarnings("ignore", "The `NO_SHARD`", FutureWarning)
     model = FullyShardedDataParallel(
         Blocks() if arguments.get("use_orig_params") else nn.Sequential(nn.Linear(WIDTH, 7), nn.Linear(7, 6)),
@@ -196,17 +197,7 @@ def fsdp1(
         device_id=torch.device("cpu"),
         **arguments,
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(STEPS):
-        for micro in range(accumulation):
-            with contextlib.nullcontext() if micro == accumulation - 1 else model.no_sync():
-                model(batch(step)).float().sum().backward()
-        if clip:
-            model.clip_grad_norm_(1.0)
-        if between:
-            between(step, model)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, model.no_sync, clip=model.clip_grad_norm_ if clip else None, **training)
 
 
 def fsdp1_with_policy(rank, world):
@@ -214,6 +205,42 @@ def fsdp1_with_policy(rank, world):
 
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     fsdp1(rank, world, mixed_precision=precision)
+
+
+def optimized(rank, world, groups=1, frozen=False, between=None, **arguments):
+    """DistributedDataParallel whose optimizer states are sharded; a group of parameters is added after the first step."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    layers = nn.Sequential(nn.Linear(WIDTH, 5), nn.Linear(5, 3))
+    layers[0].weight.requires_grad_(not frozen)
+    model = DistributedDataParallel(layers)
+    parameters = list(model.parameters())
+    given = parameters if groups == 1 else [{"params": parameters[:1]}, {"params": parameters[1:3]}]
+    optimizer = ZeroRedundancyOptimizer(given, optimizer_class=torch.optim.SGD, lr=0.01, **arguments)
+
+    def after(step, model):
+        if groups > 1 and step == 0:
+            optimizer.add_param_group({"params": parameters[3:]})
+
+    train(model, optimizers=[optimizer], after=after, between=between)
+
+
+def tensors_too(rank, world, between=None):
+    """Tensors in two parts beside DistributedDataParallel and an optimizer whose states are sharded."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    cut = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
+    parallelize_module(
+        cut, init_device_mesh("cpu", (world,)), {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    )
+    model = DistributedDataParallel(nn.Linear(WIDTH, 5))
+    optimizers = [
+        torch.optim.SGD(cut.parameters(), lr=0.01),
+        ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.01),
+    ]
+    train(model, forward=nn.Sequential(cut, model), optimizers=optimizers, between=between)
 
 
 PROGRAMS = {
@@ -244,6 +271,14 @@ PROGRAMS = {
     "fsdp, whole in between": (2, functools.partial(fsdp1, strategy="SHARD_GRAD_OP", accumulation=3)),
     "fsdp, not sharded": (2, functools.partial(fsdp1, strategy="NO_SHARD", accumulation=2)),
     "fsdp, hybrid": (4, functools.partial(fsdp1, strategy="HYBRID_SHARD", mesh=(2, 2), clip=True)),
+    "optimizer in shards": (2, optimized),
+    "optimizer in shards, buckets": (3, functools.partial(optimized, parameters_as_bucket_view=True)),
+    "optimizer in shards, groups": (2, functools.partial(optimized, groups=2)),
+    "optimizer in shards, frozen": (
+        3,
+        functools.partial(optimized, frozen=True, parameters_as_bucket_view=True),
+    ),
+    "tensors too": (2, tensors_too),
     "hybrid": (4, functools.partial(fsdp2, mesh=(2, 2), clip=True, accumulation=2)),
 }
 
@@ -388,45 +423,32 @@ def test_a_hook_that_no_rule_knows_is_said(tmp_path):
     assert any("communication hook" in text and "hook decides" in text for text in verdict.sentences)
 
 
-def without_rules(rank, world, planted=False):
-    """Tensors in two parts beside DistributedDataParallel and an optimizer in shards."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+def test_the_parameters_that_a_sharded_optimizer_sends_by_hand():
+    """8 x 5, 5, 5 x 3 and 3 elements: rank 0 of 2 updates the 40; rank 1 the others, which are 23.
 
-    split = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
-    parallelize_module(
-        split, init_device_mesh("cpu", (world,)), {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    )
-    model = DistributedDataParallel(nn.Linear(WIDTH, 5))
-    optimizers = [
-        torch.optim.SGD(split.parameters(), lr=0.01),
-        ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.01),
-    ]
-    for step in range(STEPS):
-        model(split(batch(step))).sum().backward()
-        if planted:
-            dist.all_reduce(torch.ones(7))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    Of three ranks the third has the 5 and the 3. One by one there are four broadcasts, in buckets one for each rank.
+    """
+    (single,) = rows(verify(recorded("optimizer in shards")), "parameter_broadcast")
+    assert (single.expected_count, single.expected_payload_bytes) == (4 * STEPS, STEPS * 63 * 4)
+    (buckets,) = rows(verify(recorded("optimizer in shards, buckets")), "parameter_broadcast")
+    assert (buckets.expected_count, buckets.expected_payload_bytes) == (3 * STEPS, STEPS * 63 * 4)
+    # The first step knows three of the four parameters.
+    (grown,) = rows(verify(recorded("optimizer in shards, groups")), "parameter_broadcast")
+    assert (grown.expected_count, grown.expected_payload_bytes) == (4 * STEPS - 1, (STEPS * 63 - 3) * 4)
 
 
-def test_what_has_no_rules_is_labelled_and_what_has_is_explained(tmp_path):
-    verdict = verify(record(tmp_path / "run", 2, without_rules)[0])
-    assert (verdict.exit_code, verdict.unexplained) == (3, ()), verdict.sentences
-    (gradients,) = rows(verdict, "gradient_reduce")
-    assert gradients.explained_bytes == gradients.issued_payload_bytes == STEPS * 45 * 4
-    labelled = {row.purpose for row in verdict.rows if row.explained_by == "label"}
-    assert {"activation", "parameter_broadcast"} <= labelled
-    told = " ".join(verdict.sentences)
-    assert "ZeroRedundancyOptimizer: which rank updates" in told and "sizes of activations" in told
+@pytest.mark.parametrize("body", [optimized, tensors_too])
+def test_a_planted_broadcast_beside_a_sharded_optimizer_is_a_mismatch(body, tmp_path):
+    def broadcast():
+        with commprof.tag("parameter_broadcast"):
+            dist.broadcast(torch.ones(3), src=0)
 
-
-def test_a_planted_collective_beside_what_has_no_rules_is_listed(tmp_path):
-    verdict = verify(record(tmp_path / "run", 2, functools.partial(without_rules, planted=True))[0])
+    between = functools.partial(planted, how=broadcast)
+    verdict = verify(record(tmp_path / "run", 2, functools.partial(body, between=between))[0])
     assert verdict.exit_code == 1
-    assert [(item.op, item.payload_bytes) for item in verdict.unexplained] == [("all_reduce", STEPS * 28)]
+    assert [(item.op, item.payload_bytes, item.steps) for item in verdict.unexplained] == [
+        ("broadcast", 12, "2")
+    ]
 
 
 @pytest.mark.parametrize(

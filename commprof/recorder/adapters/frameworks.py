@@ -9,9 +9,10 @@ from commprof.recorder.adapters.dtensors import DTensors
 from commprof.recorder.adapters.fsdp import Fsdp
 from commprof.recorder.adapters.fully_shard import FullyShard
 from commprof.recorder.adapters.parts import Adapter
+from commprof.recorder.adapters.tensor_parallel import TensorParallel
 from commprof.recorder.adapters.torch_functions import TorchFunctions
 from commprof.recorder.adapters.trainers import Trainers
-from commprof.recorder.adapters.unruled import Unruled
+from commprof.recorder.adapters.zero_redundancy import ZeroRedundancy
 from commprof.recorder.journal import Journal
 from commprof.recorder.models import Models
 from commprof.recorder.stalls import Stalls
@@ -30,12 +31,14 @@ class Frameworks:
         ddp = Ddp(journal, self.wrapped, stalls)
         self.explain = ddp.explain  # why C++ issues a collective
         checkpoints = Checkpoints(self.loop)
+        self._tensors = TensorParallel(journal, self.wrapped)
         parts = [
             *TorchFunctions(journal, self.loop, checkpoints).parts(),
             *ddp.parts(),
             *Fsdp(journal, checkpoints, self.wrapped).parts(),
             *FullyShard(journal, self.wrapped).parts(),
-            *Unruled(journal, self.wrapped).parts(),
+            *ZeroRedundancy(journal, self.wrapped).parts(),
+            *self._tensors.parts(),
             *DTensors().parts(),
             *Trainers(checkpoints).parts(),
         ]
@@ -44,6 +47,7 @@ class Frameworks:
     def install(self) -> None:
         """Begin to speak for them."""
         self.loop.install()
+        self._tensors.install()
         for adapter in self._adapters:
             adapter.install()
 
@@ -56,4 +60,5 @@ class Frameworks:
         """Speak for nobody any more."""
         for adapter in reversed(self._adapters):
             adapter.remove()
+        self._tensors.remove()
         self.loop.close()

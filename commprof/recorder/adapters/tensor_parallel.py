@@ -1,0 +1,406 @@
+"""Tensor parallelism: the plan of ``parallelize_module``, and the shapes of what its modules are given and give back.
+
+A style's own functions are wrapped, which lay out inputs and outputs. Of a tensor its shape, element type and layout are
+noted, and of its gradient that it came and how it is laid out. No tensor is kept, and nothing is changed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from commprof import hooks
+from commprof.recorder.adapters.parts import Doubts, Part
+from commprof.recorder.adapters.patching import tagged_by_default
+from commprof.recorder.journal import Journal
+from commprof.recorder.models import plain_name
+from commprof.recorder.wrapped import Wrapped, WrappedModels
+from commprof.schema import Purpose
+
+_PACKAGE: Final = "torch.distributed.tensor.parallel"
+_STYLES: Final = f"{_PACKAGE}.style"
+_CUTTING: Final = ("ColwiseParallel", "RowwiseParallel")
+_SEQUENCE: Final = "SequenceParallel"
+_INPUT, _OUTPUT = "PrepareModuleInput", "PrepareModuleOutput"
+_COMPOSED: Final = "PrepareModuleInputOutput"  # of the two before it
+_ACTIVATION: Final = hooks.tag(Purpose.ACTIVATION.value)
+_LOCAL: Final = "L"
+
+
+class TensorParallel:
+    """Tells of the modules that a plan of ``parallelize_module`` names.
+
+    Args:
+        journal: hears of what could not be found out.
+        wrapped: publishes them, and the passes that they run.
+    """
+
+    def __init__(self, journal: Journal, wrapped: WrappedModels) -> None:
+        self._wrapped = wrapped
+        self._doubt = Doubts(journal, "parallelize_module")
+        self._names: Mapping[nn.Module, str] | None = None  # within the model that is being parallelized
+        # Of modules, and of the styles that prepare inputs and outputs, which do not hear of their module.
+        self._followed: weakref.WeakKeyDictionary[Any, Wrapped] = weakref.WeakKeyDictionary()
+        self._inputs: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._optimized: weakref.WeakKeyDictionary[Optimizer, _Optimized] = weakref.WeakKeyDictionary()
+        self._handle: Any = None
+
+    def install(self) -> None:
+        """Hear of the steps of all optimizers."""
+        self._handle = register_optimizer_step_pre_hook(self._before_step)
+
+    def remove(self) -> None:
+        """Hear of them no more."""
+        if self._handle is not None:
+            self._handle.remove()
+
+    def parts(self) -> list[Part]:
+        """What to wrap."""
+        return [
+            # The package has taken the name over from the module that defines it.
+            Part(_PACKAGE, "parallelize_module", self._wrap_parallelize, optional=True),
+            Part(f"{_PACKAGE}.api", "parallelize_module", self._wrap_parallelize, optional=True),
+            *(
+                Part(_STYLES, f"{style}._apply", self._wrap_apply, optional=True)
+                for style in (*_CUTTING, _SEQUENCE, _INPUT, _OUTPUT)
+            ),
+            *(
+                Part(_STYLES, f"{style}._prepare_input_fn", self._wrap_input, optional=True)
+                for style in (*_CUTTING, _SEQUENCE)
+            ),
+            *(
+                Part(_STYLES, f"{style}._prepare_output_fn", self._wrap_output, optional=True)
+                for style in (*_CUTTING, _SEQUENCE)
+            ),
+            Part(_STYLES, f"{_INPUT}._prepare_input_arg", self._wrap_argument, optional=True),
+            Part(_STYLES, f"{_OUTPUT}._prepare_out_fn", self._wrap_results, optional=True),
+        ]
+
+    # What each module was given.
+
+    def _wrap_parallelize(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        def parallelize(*args: Any, **kwargs: Any) -> Any:
+            if self._names is not None:  # torch calls itself for each module of the plan
+                return original(*args, **kwargs)
+            given: Mapping[str, Any] = {}
+            try:
+                given = signature.bind(*args, **kwargs).arguments
+            except TypeError as error:
+                self._doubt(error)
+            with self._naming(given.get("module")):
+                result = original(*args, **kwargs)
+            try:
+                self._publish_unruled(given)
+            except Exception as error:
+                self._doubt(error)
+            return result
+
+        return parallelize
+
+    @contextmanager
+    def _naming(self, model: Any) -> Iterator[None]:
+        try:
+            self._names = {} if model is None else {each: name for name, each in model.named_modules()}
+        except Exception as error:
+            self._doubt(error)
+            self._names = {}
+        try:
+            yield
+        finally:
+            self._names = None
+
+    def _publish_unruled(self, given: Mapping[str, Any]) -> None:
+        """The styles of a plan that are not torch's own."""
+        mesh, plan = given.get("device_mesh"), given.get("parallelize_plan")
+        if mesh is None or plan is None or mesh.ndim != 1:
+            return
+        for name, style in (plan if isinstance(plan, dict) else {"": plan}).items():
+            if not _is_torchs(style):
+                arguments = {"style": f"{type(style).__module__}.{type(style).__qualname__}"}
+                self._wrapped.add("tensor_parallel", str(name), mesh.get_group(), arguments, ())
+
+    def _wrap_apply(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def apply(style: Any, module: nn.Module, device_mesh: Any, *args: Any, **kwargs: Any) -> Any:
+            row = None
+            try:
+                if _is_torchs(style):
+                    row = _arguments(style, module, device_mesh), _tensors(module.named_parameters())
+            except Exception as error:
+                self._doubt(error)
+            result = original(style, module, device_mesh, *args, **kwargs)
+            try:
+                if row is not None:
+                    self._publish(style, module, device_mesh.get_group(), *row)
+            except Exception as error:
+                self._doubt(error)
+            return result
+
+        return apply
+
+    def _publish(
+        self, style: Any, module: nn.Module, group: Any, arguments: Mapping[str, Any], parameters: Any
+    ) -> None:
+        name = plain_name((self._names or {}).get(module, ""))
+        wrapped = self._wrapped.add("tensor_parallel", name, group, arguments, parameters)
+        # All ranks run the same passes: the first one of the group says which.
+        if dist.get_rank() == min(dist.get_process_group_ranks(group)):
+            self._followed[style if _prepares(style) else module] = wrapped
+
+    # Its passes. Each is a letter, what the module was given, and with gradients how they are laid out.
+
+    def _wrap_input(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        tagged = tagged_by_default(original, _ACTIVATION)
+
+        def lay_out(*args: Any, **kwargs: Any) -> Any:
+            try:
+                module, inputs = args[-3], args[-2]
+                wrapped = self._followed.get(module)
+                if wrapped is not None:
+                    given = f"{_described(inputs[0])}:{int(inputs[0].requires_grad)}"
+                    self._inputs[module] = given
+                    wrapped.ran(f"I{given};")
+            except Exception as error:
+                self._doubt(error)
+            return tagged(*args, **kwargs)
+
+        return lay_out
+
+    def _wrap_output(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        tagged = tagged_by_default(original, _ACTIVATION)
+
+        def lay_out(*args: Any, **kwargs: Any) -> Any:
+            wrapped = given = None
+            try:
+                module, outputs = args[-3], args[-2]
+                wrapped = self._followed.get(module)
+                if wrapped is not None:
+                    given = f"{self._inputs.pop(module)}:{_dtype(outputs)}"
+                    wrapped.ran(f"O{given};")
+            except Exception as error:
+                self._doubt(error)
+            result = tagged(*args, **kwargs)
+            if wrapped is not None and given is not None:
+                self._follow_gradient(wrapped, f"G{given}", result)
+            return result
+
+        return lay_out
+
+    def _wrap_argument(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """One input of a module, by position or by name."""
+        tagged = tagged_by_default(original, _ACTIVATION)
+
+        def prepare(style: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            given = None
+            wrapped = self._followed.get(style)
+            try:
+                layouts = _layouts(args[-2:])
+                if wrapped is not None and layouts is not None:
+                    given = f"{_described(tensor)}:{_pairs(style).index(layouts)}"
+                    wrapped.ran(f"X{given};")
+            except Exception as error:
+                self._doubt(error)
+            result = tagged(style, tensor, *args, **kwargs)
+            if wrapped is not None and given is not None and result is not tensor:
+                self._follow_gradient(wrapped, f"Y{given}", result)
+            return result
+
+        return prepare
+
+    def _wrap_results(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """All outputs of a module."""
+        tagged = tagged_by_default(original, _ACTIVATION)
+
+        def prepare(style: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            wrapped, given = self._followed.get(style), []
+            before = outputs if isinstance(outputs, tuple) else (outputs,)
+            try:
+                if wrapped is not None:
+                    for tensor, *pair in zip(
+                        before, style.output_layouts, style.desired_output_layouts, strict=True
+                    ):
+                        layouts = _layouts(pair)
+                        index = None if layouts is None else _pairs(style).index(layouts)
+                        given.append(None if index is None else f"{_described(tensor)}:{index}")
+                        if index is not None:
+                            wrapped.ran(f"X{given[-1]};")
+            except Exception as error:
+                self._doubt(error)
+            result = tagged(style, outputs, *args, **kwargs)
+            if wrapped is not None:
+                after = result if isinstance(result, tuple) else (result,)
+                for tensor, old, text in zip(after, before, given, strict=False):
+                    if text is not None and tensor is not old:
+                        self._follow_gradient(wrapped, f"Y{text}", tensor)
+            return result
+
+        return prepare
+
+    def _follow_gradient(self, wrapped: Wrapped, text: str, tensor: Any) -> None:
+        """Have the gradient of ``tensor`` say that it came; the function has neither of them."""
+        try:
+            if tensor.requires_grad:
+                tensor.register_hook(self._on_gradient(wrapped, text))
+        except Exception as error:
+            self._doubt(error)
+
+    def _on_gradient(self, wrapped: Wrapped, text: str) -> Callable[[torch.Tensor], None]:
+        def came(gradient: torch.Tensor) -> None:
+            try:
+                wrapped.ran(f"{text}@{_layout(gradient)};")
+            except Exception as error:
+                self._doubt(error)
+
+        return came
+
+    # An optimizer sums partial gradients over the ranks wherever it reads one.
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._followed or torch.compiler.is_compiling():
+            return
+        try:
+            for wrapped, places in self._with_partial_gradients(optimizer).items():
+                wrapped.ran(f"U{'.'.join(map(str, places))}:{_optimizer_name(optimizer)};")
+        except Exception as error:
+            self._doubt(error)
+
+    def _with_partial_gradients(self, optimizer: Optimizer) -> dict[Wrapped, list[int]]:
+        """The modules whose parameters ``optimizer`` has with partial gradients, and which of their parameters these are."""
+        known = self._optimized.get(optimizer)
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if known is None or known.parameters != count:
+            mine = {id(each) for group in optimizer.param_groups for each in group["params"]}
+            listed = [
+                (weakref.ref(module), wrapped, place)
+                for module, wrapped in self._followed.items()
+                if isinstance(module, nn.Module)
+                for place, each in enumerate(module.parameters())
+                if id(each) in mine
+            ]
+            known = self._optimized[optimizer] = _Optimized(count, listed)
+        found: dict[Wrapped, list[int]] = {}
+        for reference, wrapped, place in known.listed:
+            module = reference()
+            parameters = [] if module is None else list(module.parameters())
+            gradient = parameters[place].grad if place < len(parameters) else None
+            if gradient is not None and _is_dtensor(gradient) and _layout(gradient) == "P":
+                found.setdefault(wrapped, []).append(place)
+        return found
+
+
+class _Optimized(NamedTuple):
+    """The parameters of followed modules that an optimizer has.
+
+    Attributes:
+        parameters: how many it had when they were looked for.
+        listed: module, what follows it, and the place of the parameter among those of the module.
+    """
+
+    parameters: int
+    listed: list[tuple[weakref.ref[nn.Module], Wrapped, int]]
+
+
+def _optimizer_name(optimizer: Optimizer) -> str:
+    """Its class, by its own name where it is torch's, and what decides how often it reads a gradient."""
+    kind = type(optimizer)
+    if kind.__module__.partition(".")[0] != "torch":
+        return "other"
+    flags = [
+        name for name in ("fused", "nesterov") if any(group.get(name) for group in optimizer.param_groups)
+    ]
+    return "+".join([kind.__name__, *flags])
+
+
+def _is_torchs(style: Any) -> bool:
+    """Whether ``style`` is one of torch's own, and no class that was derived from one."""
+    names = (*_CUTTING, _SEQUENCE, _INPUT, _OUTPUT, _COMPOSED)
+    return type(style).__module__ == _STYLES and type(style).__name__ in names
+
+
+def _prepares(style: Any) -> bool:
+    return type(style).__name__ in (_INPUT, _OUTPUT)
+
+
+def _arguments(style: Any, module: nn.Module, mesh: Any) -> dict[str, Any]:
+    """What ``style`` was given, and of the module what its name is not."""
+    kind = type(style).__name__
+    weights = list(module.parameters())
+    # Parameters on the meta device are not sent, and who has DTensors already has sent them.
+    sends = all(not each.is_meta and not _is_dtensor(each) for each in weights)
+    found = {
+        "style": kind,
+        "device": mesh.device_type,
+        "module": "embedding" if isinstance(module, nn.Embedding) else type(module).__name__,
+        "src_data_rank": getattr(style, "src_data_rank", 0) if sends else None,
+        "use_local_output": bool(style.use_local_output),
+    }
+    if kind in _CUTTING:
+        (found["input_layout"],) = map(_placement, style.input_layouts)
+        (found["output_layout"],) = map(_placement, style.output_layouts)
+    elif kind == _SEQUENCE:
+        (found["sequence_layout"],) = map(_placement, style.sequence_sharding)
+    else:
+        found["layouts"] = _pairs(style)
+    return found
+
+
+def _tensors(parameters: Any) -> list[Any]:
+    """Name, whole shape, element type, and whether it is trained."""
+    return [(name, list(each.shape), _dtype(each), each.requires_grad) for name, each in parameters]
+
+
+def _pairs(style: Any) -> list[list[str | None]]:
+    """The layouts that a style prepares tensors from and to, each pair once."""
+    if type(style).__name__ == _OUTPUT:
+        given = list(zip(style.output_layouts, style.desired_output_layouts, strict=True))
+    else:
+        given = list(zip(style.input_layouts or (), style.desired_input_layouts or (), strict=True))
+        named = style.desired_input_kwarg_layouts
+        given += [(layout, named.get(name)) for name, layout in style.input_kwarg_layouts.items()]
+    found: list[list[str | None]] = []
+    for pair in map(_layouts, given):
+        if pair is not None and pair not in found:
+            found.append(pair)
+    return found
+
+
+def _layouts(pair: Any) -> list[str | None] | None:
+    """How a tensor comes and how it is wanted; None where it is left as it is."""
+    declared, desired = pair
+    return None if declared is None else [_placement(declared), desired and _placement(desired)]
+
+
+def _described(tensor: Any) -> str:
+    """Shape, whole where it is a DTensor, element type and layout."""
+    return f"{'x'.join(map(str, tensor.shape))}:{_dtype(tensor)}:{_layout(tensor)}"
+
+
+def _dtype(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _is_dtensor(tensor: Any) -> bool:
+    return hasattr(tensor, "placements")
+
+
+def _layout(tensor: Any) -> str:
+    if not _is_dtensor(tensor):
+        return _LOCAL
+    placements = tensor.placements
+    return _placement(placements[0]) if len(placements) == 1 else "?"
+
+
+def _placement(placement: Any) -> str:
+    """``R`` replicated, ``P`` partial sums, ``S1`` sharded along dimension 1."""
+    if placement.is_replicate():
+        return "R"
+    return "P" if placement.is_partial() else f"S{placement.dim}"

@@ -1,0 +1,98 @@
+"""ZeroRedundancyOptimizer: what it was given, and when it sends the parameters that each rank has updated."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Final
+
+from commprof.recorder.adapters.parts import Doubts, Part
+from commprof.recorder.journal import Journal
+from commprof.recorder.wrapped import Wrapped, WrappedModels
+
+_MODULE: Final = "torch.distributed.optim.zero_redundancy_optimizer"
+_CLASS: Final = "ZeroRedundancyOptimizer"
+
+
+class ZeroRedundancy:
+    """Tells of each ZeroRedundancyOptimizer.
+
+    Args:
+        journal: hears of what could not be found out.
+        wrapped: publishes them, and when they send.
+    """
+
+    def __init__(self, journal: Journal, wrapped: WrappedModels) -> None:
+        self._wrapped = wrapped
+        self._doubt = Doubts(journal, _CLASS)
+        self._known: weakref.WeakKeyDictionary[Any, Wrapped] = weakref.WeakKeyDictionary()
+
+    def parts(self) -> list[Part]:
+        """What to wrap."""
+        return [
+            Part(_MODULE, f"{_CLASS}.__init__", self._wrap_construction),
+            Part(_MODULE, f"{_CLASS}.add_param_group", self._wrap_group),
+            Part(_MODULE, f"{_CLASS}._sync_params", self._wrap_sending),
+        ]
+
+    def _wrap_construction(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def construct(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            try:
+                arguments, parameters = _described(optimizer)
+                arguments |= {
+                    "parameters_as_bucket_view": bool(optimizer.parameters_as_bucket_view),
+                    "overlap_with_ddp": bool(optimizer._overlap_with_ddp),
+                }
+                self._known[optimizer] = self._wrapped.add(
+                    "zero_redundancy_optimizer", "", optimizer.process_group, arguments, parameters
+                )
+            except Exception as error:
+                self._doubt(error)
+
+        return construct
+
+    def _wrap_group(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def add(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(optimizer, *args, **kwargs)
+            try:
+                known = self._known.get(optimizer)
+                if known is not None:
+                    arguments, parameters = _described(optimizer)
+                    known.set(parameters, **arguments)
+            except Exception as error:
+                self._doubt(error)
+            return result
+
+        return add
+
+    def _wrap_sending(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def send(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                known = self._known.get(optimizer)
+                if known is not None:
+                    frozen = [
+                        str(at) for at, each in enumerate(_parameters(optimizer)) if not each.requires_grad
+                    ]
+                    groups = len(optimizer.param_groups)
+                    known.ran(f"S{groups}{'-' + '.'.join(frozen) if frozen else ''};")
+            except Exception as error:
+                self._doubt(error)
+            return original(optimizer, *args, **kwargs)
+
+        return send
+
+
+def _parameters(optimizer: Any) -> list[Any]:
+    """In the order of its groups."""
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def _described(optimizer: Any) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
+    """How many parameters each of its groups has, and on which device each is; and the parameters, by their places."""
+    parameters = _parameters(optimizer)
+    arguments = {
+        "groups": [len(group["params"]) for group in optimizer.param_groups],
+        "devices": sorted({str(each.device) for each in parameters}),
+    }
+    return arguments, [(str(place), each) for place, each in enumerate(parameters)]

@@ -1,0 +1,315 @@
+"""What a module of ``parallelize_module``'s plan should send, from its style, its parameters and the shapes of its inputs.
+
+A style lays out the input of its module over the ranks of the mesh, and then the output. Of two layouts (``R`` replicated,
+``S1`` sharded along dimension 1, ``P`` partial sums) torch's ``redistribute`` makes one from the other by an all_gather, an
+all_reduce, a reduce_scatter or an all_to_all, and the backward pass makes the way back. Between input and output,
+``ColwiseParallel`` turns replicated inputs into outputs sharded along the last dimension, and ``RowwiseParallel`` inputs
+sharded along the last dimension into partial sums.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Final, NamedTuple
+
+from commprof.requested.errors import RequestedError
+from commprof.requested.expectation import Expectation
+from commprof.requested.parameters import item_bytes
+from commprof.requested.partition import padded
+from commprof.requested.wrapped import Tensor, Wrapper
+from commprof.schema import Op, Purpose
+
+COLWISE, ROWWISE, SEQUENCE = "ColwiseParallel", "RowwiseParallel", "SequenceParallel"
+PREPARED: Final = ("PrepareModuleInput", "PrepareModuleOutput")
+RULED: Final = (COLWISE, ROWWISE, SEQUENCE, *PREPARED)
+LOCAL: Final = "L"  # a plain tensor, of which its style says how it is laid out
+REPLICATED, PARTIAL = "R", "P"
+_LEAVES: Final = "DTensors leave the modules of the plan, and what the program does with them is no argument"
+_PARTIAL_GRADIENTS: Final = (
+    "how often optimizers other than SGD and Adam sum partial gradients is no part of the rules"
+)
+_NO_STYLE: Final = "its style is no part of the rules"
+_NORM: Final = "norms over several meshes are no part of the rules"
+_PASS: Final = re.compile(
+    r"(?P<kind>[IOGXY])(?P<extents>[\dx]*):(?P<dtype>\w+):(?P<layout>[LRP]|S\d+):(?P<number>\d+)"
+    r"(:(?P<output_dtype>\w+))?(@(?P<gradient>[LRP]|S\d+))?;"
+    r"|U(?P<places>[\d.]+):(?P<optimizer>[\w+]+);"
+)
+# How often an optimizer of torch reads a gradient; with partial sums each time is an all_reduce.
+_READS: Final = {"SGD": 1, "SGD+nesterov": 2, "Adam": 3, "AdamW": 3, "Adam+fused": 1, "AdamW+fused": 1}
+
+
+class _Given(NamedTuple):
+    """A tensor that was given to a module.
+
+    Attributes:
+        extents: its whole shape.
+        dtype: element type.
+        layout: how it was laid out.
+        local: whether it was a plain tensor.
+    """
+
+    extents: tuple[int, ...]
+    dtype: str
+    layout: str
+    local: bool
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """The rules for one module of a plan.
+
+    Attributes:
+        wrapper: its style, mesh and parameters, these as they were before they were sharded.
+    """
+
+    wrapper: Wrapper
+
+    @property
+    def unpredicted(self) -> dict[str, str]:
+        """Purposes of which the rules do not know what is sent, and why."""
+        found = {str(Purpose.GRADIENT_NORM): _NORM}
+        if self._style not in RULED:
+            found[str(Purpose.ACTIVATION)] = found[str(Purpose.PARAMETER_BROADCAST)] = _NO_STYLE
+            found[str(Purpose.GRADIENT_REDUCE)] = _NO_STYLE
+        elif not self.wrapper.arguments.get("use_local_output"):
+            found[str(Purpose.ACTIVATION)] = _LEAVES
+        if self._style == SEQUENCE and self.wrapper.trained:
+            found[str(Purpose.GRADIENT_REDUCE)] = _PARTIAL_GRADIENTS
+        return found
+
+    def construction(self) -> list[Expectation]:
+        """How the parameters come to the ranks: shards in a scatter, replicated ones in a broadcast."""
+        arguments = self.wrapper.arguments
+        if self._style not in (COLWISE, ROWWISE) or arguments.get("src_data_rank") is None:
+            return []
+        found: list[Expectation] = []
+        for each in self.wrapper.parameters:
+            dimension = self._sharded_dimension(each)
+            op = Op.BROADCAST if dimension is None else Op.SCATTER
+            numel = each.numel if dimension is None else self._padded_numel(each.extents, dimension)
+            found += self.wrapper.sent(Purpose.PARAMETER_BROADCAST, op, [numel * item_bytes(each.dtype)])
+        return found
+
+    def passes(self, passes: str, state: None) -> tuple[list[Expectation], None]:
+        """What it sends in ``passes``; nothing is left to the next step.
+
+        Raises:
+            RequestedError: a pass is not known.
+        """
+        found: list[Expectation] = []
+        at = 0
+        while at < len(passes) and self._style in RULED:
+            match = _PASS.match(passes, at)
+            if match is None:
+                raise RequestedError(
+                    f"which passes a module of parallelize_module ran is not known: {passes[at : at + 20]!r}"
+                )
+            found += self._ran(match) if match["kind"] else self._stepped(match["places"], match["optimizer"])
+            at = match.end()
+        return found, None
+
+    def _ran(self, match: re.Match[str]) -> list[Expectation]:
+        number = int(match["number"])
+        if self._style in PREPARED:
+            declared, desired = self._layouts(number)
+        else:
+            declared, desired = self._input_layout, self._desired_input_layout
+        extents = tuple(int(each) for each in match["extents"].split("x") if each)
+        local = match["layout"] == LOCAL
+        layout = _of_rank(declared if local else match["layout"], len(extents))
+        given = _Given(self._whole(extents, layout) if local else extents, match["dtype"], layout, local)
+        kind, gradient = match["kind"], match["gradient"]
+        if kind in "IX":
+            return self._redistributed(given, declared, desired)
+        if kind == "O":
+            output = self._output(given, match["output_dtype"])
+            wanted = _of_rank(self._output_layout, len(output.extents))
+            return self._sent(output, output.layout, wanted)
+        if gradient is None:
+            raise RequestedError("a backward pass of a module of parallelize_module has no gradient")
+        if kind == "Y":
+            arrived = _of_gradient(gradient, desired, len(extents))
+            return self._returned(given, declared, desired, arrived)
+        return self._backward(given, match["output_dtype"], gradient, needs_gradient=number > 0)
+
+    def _stepped(self, places: str, optimizer: str) -> list[Expectation]:
+        """An optimizer reads gradients that are partial sums."""
+        payloads = []
+        for place in map(int, places.split(".")):
+            if place >= len(self.wrapper.parameters):
+                raise RequestedError(f"module {self.wrapper.unit!r} has no parameter {place}")
+            payloads.append(self.wrapper.parameters[place].nbytes)
+        return self.wrapper.sent(Purpose.GRADIENT_REDUCE, Op.ALL_REDUCE, payloads * _READS.get(optimizer, 0))
+
+    def _backward(
+        self, given: _Given, dtype: str | None, gradient: str, *, needs_gradient: bool
+    ) -> list[Expectation]:
+        """What the gradient of the output sends on its way to that of the input."""
+        output = self._output(given, dtype)
+        if self._style == SEQUENCE:
+            return self._returned(given, self._input_layout, self._desired_input_layout, output.layout)
+        wanted = _of_rank(self._output_layout, len(output.extents))
+        arrived = _of_gradient(gradient, wanted, len(output.extents))
+        found = []
+        if output.layout != wanted:
+            found = self._sent(output, arrived, _back_to(output.layout, arrived))
+        if needs_gradient and not self._is_embedding:
+            own = PARTIAL if self._style == COLWISE else _of_rank("S-1", len(given.extents))
+            found += self._returned(given, self._input_layout, self._desired_input_layout, own)
+        return found
+
+    def _redistributed(self, given: _Given, declared: str, desired: str) -> list[Expectation]:
+        """The input, laid out as the module wants it: torch compares what the plan says, not how the input is."""
+        asks = given.layout != _of_rank(desired, len(given.extents))
+        if declared == desired and self._style != SEQUENCE:
+            asks = False
+        return self._sent(given, given.layout, _of_rank(desired, len(given.extents))) if asks else []
+
+    def _returned(self, given: _Given, declared: str, desired: str, gradient: str) -> list[Expectation]:
+        """The gradient of the input, on its way back through the layouts of :meth:`_redistributed`."""
+        found = []
+        if declared != desired or self._style == SEQUENCE:
+            back = _back_to(given.layout, gradient)
+            found, gradient = self._sent(given, gradient, back), back
+        if given.local:
+            found += self._sent(given, gradient, _without_partial(given.layout))
+        return found
+
+    def _output(self, given: _Given, dtype: str | None) -> _Given:
+        """What the module computes of its input, before its style lays it out."""
+        extents, layout = given.extents, PARTIAL
+        if self._style == SEQUENCE:
+            layout = _of_rank(self._desired_input_layout, len(extents))
+        elif self._is_embedding:
+            extents = (*extents, self._weight.extents[-1])
+        else:
+            extents = (*extents[:-1], self._weight.extents[0])
+        if self._style == COLWISE:
+            layout = _of_rank("S-1", len(extents))
+        return _Given(extents, dtype or given.dtype, layout, local=False)
+
+    def _sent(self, tensor: _Given, before: str, after: str) -> list[Expectation]:
+        """What makes the layout ``after`` of ``before``; replicated tensors are divided without a message."""
+        if before in (after, REPLICATED) or len(self.wrapper.ranks) == 1:
+            return []
+        size = item_bytes(tensor.dtype)
+        if before == PARTIAL and after == REPLICATED:
+            return self._message(Op.ALL_REDUCE, prod(tensor.extents) * size)
+        if before == PARTIAL:
+            return self._message(
+                Op.REDUCE_SCATTER, self._padded_numel(tensor.extents, _dimension(after)) * size
+            )
+        if after == REPLICATED:
+            return self._message(Op.ALL_GATHER, self._padded_numel(tensor.extents, _dimension(before)) * size)
+        if after == PARTIAL:
+            raise RequestedError("torch makes no partial sums of shards")
+        numel = self._padded_numel(tensor.extents, _dimension(before), _dimension(after))
+        if self.wrapper.arguments.get("device") == "cpu":  # torch gathers there, and keeps its own shard
+            return self._message(Op.ALL_GATHER, numel * size)
+        return self._message(Op.ALL_TO_ALL, numel // len(self.wrapper.ranks) * size)
+
+    def _message(self, op: Op, payload: int) -> list[Expectation]:
+        return self.wrapper.sent(Purpose.ACTIVATION, op, [payload])
+
+    def _padded_numel(self, extents: Sequence[int], *dimensions: int) -> int:
+        """Elements where these dimensions are padded to a multiple of the ranks."""
+        world = len(self.wrapper.ranks)
+        return prod(
+            padded(each, world) if place in dimensions else each for place, each in enumerate(extents)
+        )
+
+    def _whole(self, extents: tuple[int, ...], layout: str) -> tuple[int, ...]:
+        """The whole shape of a tensor of which each rank has ``extents``."""
+        if layout in (REPLICATED, PARTIAL):
+            return extents
+        world, sharded = len(self.wrapper.ranks), _dimension(layout)
+        return tuple(each * world if place == sharded else each for place, each in enumerate(extents))
+
+    def _sharded_dimension(self, parameter: Tensor) -> int | None:
+        if self._style == COLWISE:
+            return 1 if self._is_embedding else 0
+        if self._is_embedding:
+            return 0
+        return 1 if parameter.name == "weight" else None
+
+    @property
+    def _style(self) -> str:
+        return str(self.wrapper.arguments.get("style"))
+
+    @property
+    def _is_embedding(self) -> bool:
+        return self.wrapper.arguments.get("module") == "embedding"
+
+    @property
+    def _weight(self) -> Tensor:
+        for each in self.wrapper.parameters:
+            if each.name == "weight" and len(each.extents) == 2:
+                return each
+        raise RequestedError(
+            f"module {self.wrapper.unit!r} of parallelize_module has no matrix called weight"
+        )
+
+    @property
+    def _input_layout(self) -> str:
+        name = "sequence_layout" if self._style == SEQUENCE else "input_layout"
+        return str(self.wrapper.arguments.get(name))
+
+    @property
+    def _desired_input_layout(self) -> str:
+        if self._style == SEQUENCE:
+            return self._input_layout
+        return "S-1" if self._style == ROWWISE and not self._is_embedding else REPLICATED
+
+    @property
+    def _output_layout(self) -> str:
+        if self._style == SEQUENCE:
+            return self._input_layout
+        return str(self.wrapper.arguments.get("output_layout"))
+
+    def _layouts(self, number: int) -> tuple[str, str]:
+        """How the plan says that argument ``number`` comes, and how it is wanted."""
+        listed = self.wrapper.arguments.get("layouts")
+        try:
+            declared, desired = listed[number]  # type: ignore[index]
+        except (TypeError, ValueError, IndexError) as error:
+            raise RequestedError(
+                f"layout {number} of module {self.wrapper.unit!r} of parallelize_module is not among {listed!r}"
+            ) from error
+        return str(declared), str(declared if desired is None else desired)
+
+
+def _of_rank(layout: str, rank: int) -> str:
+    """``layout``, its dimension counted from the first one, of a tensor with so many."""
+    match = re.fullmatch(r"R|P|S(-?\d+)", layout)
+    if match is None:
+        raise RequestedError(f"a layout is said to be {layout!r}; expected R, P, or S and a dimension")
+    if match[1] is None:
+        return layout
+    dimension = int(match[1])
+    dimension += rank if dimension < 0 else 0
+    if not 0 <= dimension < rank:
+        raise RequestedError(f"layout {layout} is of a dimension that a tensor with {rank} has not")
+    return f"S{dimension}"
+
+
+def _dimension(layout: str) -> int:
+    return int(layout[1:])
+
+
+def _without_partial(layout: str) -> str:
+    """How the gradient of a tensor with this layout is laid out."""
+    return REPLICATED if layout == PARTIAL else layout
+
+
+def _of_gradient(gradient: str, layout: str, rank: int) -> str:
+    """The layout of a gradient, which a plain one has from the tensor that it is of."""
+    return _of_rank(_without_partial(layout) if gradient == LOCAL else gradient, rank)
+
+
+def _back_to(layout: str, gradient: str) -> str:
+    """The layout that a gradient gets where its tensor had ``layout``: partial sums stay so, others are not made so."""
+    return layout if gradient == PARTIAL else _without_partial(layout)

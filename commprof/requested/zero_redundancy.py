@@ -1,0 +1,104 @@
+"""What ZeroRedundancyOptimizer should send after each of its steps, from its arguments and its parameters.
+
+The parameters of each group go, the largest first, to the rank that has the fewest elements so far. After a step each rank
+broadcasts those that it has updated: one by one, or with ``parameters_as_bucket_view`` all that are trained in one bucket.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from commprof.requested.errors import RequestedError
+from commprof.requested.expectation import Expectation
+from commprof.requested.parameters import item_bytes
+from commprof.requested.wrapped import Tensor, Wrapper
+from commprof.schema import Op, Purpose
+
+_PASS: Final = re.compile(r"S(?P<groups>\d+)(-(?P<frozen>[\d.]+))?;")
+_EMPTY_BUCKET_BYTES: Final = 4  # one fp32, of a rank without a trained parameter
+_OVERLAPPED: Final = "overlap_with_ddp sends from a communication hook, by buckets that are not published"
+_DEVICES: Final = "its parameters are on several devices, and which is where is not published"
+
+
+@dataclass(frozen=True)
+class ZeroRedundancy:
+    """The rules for one optimizer.
+
+    Attributes:
+        wrapper: its process group, its arguments, and its parameters in the order of its groups.
+    """
+
+    wrapper: Wrapper
+
+    @property
+    def unpredicted(self) -> dict[str, str]:
+        """Purposes of which the rules do not know what is sent, and why."""
+        arguments = self.wrapper.arguments
+        if arguments.get("overlap_with_ddp"):
+            return dict.fromkeys(
+                (str(Purpose.PARAMETER_BROADCAST), str(Purpose.GRADIENT_REDUCE)), _OVERLAPPED
+            )
+        if self._in_buckets and len(arguments.get("devices") or ()) > 1:
+            return {str(Purpose.PARAMETER_BROADCAST): _DEVICES}
+        return {}
+
+    def construction(self) -> list[Expectation]:
+        """What it sends when it is made: nothing."""
+        return []
+
+    def passes(self, passes: str, state: None) -> tuple[list[Expectation], None]:
+        """What it sends in ``passes``, one for each of its steps; nothing is left to the next step of the training.
+
+        Raises:
+            RequestedError: a pass is not known.
+        """
+        found: list[Expectation] = []
+        at = 0
+        while at < len(passes) and not self.unpredicted:
+            match = _PASS.match(passes, at)
+            if match is None:
+                raise RequestedError(
+                    f"which steps a ZeroRedundancyOptimizer took is not known: {passes[at : at + 20]!r}"
+                )
+            frozen = frozenset(int(each) for each in (match["frozen"] or "").split(".") if each)
+            payloads = self._payloads(int(match["groups"]), frozen)
+            found += self.wrapper.sent(Purpose.PARAMETER_BROADCAST, Op.BROADCAST, payloads)
+            at = match.end()
+        return found, None
+
+    def _payloads(self, groups: int, frozen: frozenset[int]) -> list[int]:
+        if not self._in_buckets:
+            return [each.nbytes for owned in self._partition(groups) for _, each in owned]
+        found = []
+        for owned in self._partition(groups):
+            trained = [each for place, each in owned if place not in frozen]
+            numel = sum(each.numel for each in trained)
+            found.append(numel * item_bytes(trained[0].dtype) if numel else _EMPTY_BUCKET_BYTES)
+        return found
+
+    def _partition(self, groups: int) -> list[list[tuple[int, Tensor]]]:
+        """The parameters that each rank updates, with their places."""
+        sizes = [0] * len(self.wrapper.ranks)
+        found: list[list[tuple[int, Tensor]]] = [[] for _ in sizes]
+        for group in self._groups(groups):
+            for place, each in sorted(group, key=lambda one: one[1].numel, reverse=True):
+                rank = sizes.index(min(sizes))
+                found[rank].append((place, each))
+                sizes[rank] += each.numel
+        return found
+
+    def _groups(self, groups: int) -> Iterator[list[tuple[int, Tensor]]]:
+        counts = self.wrapper.arguments.get("groups")
+        if not isinstance(counts, list) or groups > len(counts):
+            raise RequestedError(f"a ZeroRedundancyOptimizer is said to have {groups} groups of {counts!r}")
+        numbered = list(enumerate(self.wrapper.parameters))
+        for count in counts[:groups]:
+            yield numbered[:count]
+            numbered = numbered[count:]
+
+    @property
+    def _in_buckets(self) -> bool:
+        return bool(self.wrapper.arguments.get("parameters_as_bucket_view"))
