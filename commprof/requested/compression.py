@@ -17,7 +17,7 @@ from math import ceil
 from typing import Any, Final, NamedTuple
 
 from commprof.requested.errors import UnsupportedError
-from commprof.requested.keys import choice, count, flag, number, section, wrong
+from commprof.requested.keys import choice, count, flag, number, plain_block, section, wrong
 
 ALGORITHMS: Final = ("topk", "1bit", "2bit", "none")
 BLOCK: Final = 2048  # elements
@@ -96,8 +96,7 @@ def read_compression(config: Mapping[str, Any]) -> Compression | None:
     ratio = number(block, "gradient_compression.topk_ratio", 0.01)
     if not 0 < ratio <= 1:
         raise wrong("gradient_compression.topk_ratio", ratio, "a number above 0 and up to 1")
-    zero = config.get("zero_optimization")
-    between_hosts = isinstance(zero, Mapping) and bool(zero.get("hierarchical_compress"))
+    between_hosts = bool(plain_block(config.get("zero_optimization")).get("hierarchical_compress"))
     return Compression(
         algorithm,
         ratio,

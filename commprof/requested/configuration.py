@@ -180,8 +180,8 @@ def read_configuration(config: Mapping[str, Any]) -> Configuration:
         reduce_scatter_impl=choice(zero, "zero_optimization.reduce_scatter_impl", REDUCE_SCATTER_IMPLS),
         gather_by_broadcast=flag(config, "disable_allgather", False)
         or not flag(zero, "zero_optimization.allgather_partitions", True),
-        allgather_bucket_size=count(zero, "zero_optimization.allgather_bucket_size", None, least=0),
-        gradient_clipping=number(config, "gradient_clipping", 1.0),
+        allgather_bucket_size=count(zero, "zero_optimization.allgather_bucket_size", None, least=0) or None,
+        gradient_clipping=number(config, "gradient_clipping", 0.0 if "gradient_clipping" in config else 1.0),
         check_overflow=model_dtype == "float16"
         or (model_dtype == "bfloat16" and flag(bf16, f"{bf16_name}.check_grad_overflow", True)),
         offload_device=_offload_device(zero),

@@ -75,7 +75,7 @@ def read_fetch_configuration(zero: Mapping[str, Any]) -> FetchConfiguration:
         model_persistence_threshold=_limit(zero, "model_persistence_threshold", UNLIMITED),
         max_live_parameters=_limit(zero, "max_live_parameters", 1_000_000_000),
         max_reuse_distance=_limit(zero, "max_reuse_distance", 1_000_000_000),
-        sub_group_size=_limit(zero, "sub_group_size", 1_000_000_000),
+        sub_group_size=max(1, _limit(zero, "sub_group_size", 1_000_000_000)),
         secondary_size=count(zero, "zero_optimization.zero_hpz_partition_size", 1, least=0) or 1,
         sequential=sequential,
         fetches_by_all_reduce=flag(zero, _key(zero, "use_all_reduce_for_fetch_params"), False),

@@ -1,8 +1,13 @@
-"""Reading one key of a DeepSpeed config: the type that it must have, and the error that names it otherwise."""
+"""Reading one key of a DeepSpeed config: the type that it must have, and the error that names it otherwise.
+
+Values of other types are read as DeepSpeed reads them: ``"2"`` and ``true`` are numbers, ``"on"`` and 1 are true, and a key
+whose value is ``"auto"`` is not set.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isnan
 from typing import Any, Final
 
 from commprof.requested.errors import RequestedError
@@ -14,14 +19,47 @@ DTYPES: Final[dict[str, str]] = {
 }
 
 
+_AUTO: Final = "auto"
+_AUTO_IS_A_VALUE: Final = ("topology",)
+_WORDS: Final[dict[str, bool]] = {
+    **dict.fromkeys(("true", "t", "yes", "y", "on"), True),
+    **dict.fromkeys(("false", "f", "no", "n", "off"), False),
+}
+
+
+def plain(value: Any) -> Any:
+    """The boolean or number that a string stands for; any other value as it is."""
+    if not isinstance(value, str):
+        return value
+    word = value.strip().lower()
+    if word in _WORDS:
+        return _WORDS[word]
+    try:
+        return int(word)
+    except ValueError:
+        pass
+    try:
+        real = float(word)
+    except ValueError:
+        return value
+    return value if isnan(real) else real
+
+
+def plain_block(value: object) -> Mapping[str, Any]:
+    """``value`` with plain values and without keys that are left to be filled in; empty where it is no object."""
+    if not isinstance(value, Mapping):
+        return {}
+    return {name: plain(each) for name, each in value.items() if each != _AUTO or name in _AUTO_IS_A_VALUE}
+
+
 def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """The object under ``key``; empty where it is not set."""
     value = config.get(key)
-    if value is None:
+    if value is None or value == _AUTO:
         return {}
     if not isinstance(value, Mapping):
         raise wrong(key, value, "an object with keys of its own")
-    return value
+    return plain_block(value)
 
 
 def flag(values: Mapping[str, Any], key: str, default: bool) -> bool:
@@ -29,9 +67,9 @@ def flag(values: Mapping[str, Any], key: str, default: bool) -> bool:
     value = _value(values, key)
     if value is None:
         return default
-    if not isinstance(value, bool):
+    if not isinstance(value, int) or value not in (0, 1):
         raise wrong(key, value, "true or false")
-    return value
+    return bool(value)
 
 
 def number(values: Mapping[str, Any], key: str, default: float) -> float:
@@ -39,7 +77,7 @@ def number(values: Mapping[str, Any], key: str, default: float) -> float:
     value = _value(values, key)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+    if not isinstance(value, int | float) or value < 0:
         raise wrong(key, value, "a number that is not negative")
     return float(value)
 
@@ -50,7 +88,7 @@ def count(values: Mapping[str, Any], key: str, default: int | None, *, least: in
     if value is None:
         return default
     whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    if isinstance(value, bool) or not whole or value < least:
+    if not whole or value < least:
         raise wrong(key, value, f"a whole number, {least} or more")
     return int(value)
 
@@ -77,7 +115,8 @@ def dtype(values: Mapping[str, Any], key: str) -> str | None:
 
 def _value(values: Mapping[str, Any], key: str) -> Any:
     # Any: a value of a JSON file, which the caller checks.
-    return values.get(key.rpartition(".")[2])
+    value = plain(values.get(key.rpartition(".")[2]))
+    return None if value == _AUTO else value
 
 
 def wrong(key: str, value: object, wanted: str) -> RequestedError:

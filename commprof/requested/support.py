@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from commprof.requested.errors import UnsupportedError
+from commprof.requested.keys import plain, plain_block
 from commprof.requested.sign_optimizers import NAMES as COMPRESSING_OPTIMIZERS
 from commprof.requested.sign_optimizers import refuse_unknown
 
@@ -17,22 +18,22 @@ def refuse_unsupported(
 
     ``is_own``: the runtime is zero_runtime, of which it is known how it quantises, compresses and composes.
     """
-    zero = _mapping(config.get("zero_optimization"))
+    zero = plain_block(config.get("zero_optimization"))
     if stage and zero.get("zenflow"):
         raise UnsupportedError(
             "zero_optimization.zenflow", zero["zenflow"], "ZenFlow selects gradients by value"
         )
-    if stage and _mapping(config.get("torch_autocast")).get("enabled"):
+    if stage and plain_block(config.get("torch_autocast")).get("enabled"):
         raise UnsupportedError(
             "torch_autocast.enabled",
             True,
             "the element type of a gradient then depends on the class of its module",
         )
-    if _mapping(config.get("compile")).get("deepcompile"):
+    if plain_block(config.get("compile")).get("deepcompile"):
         raise UnsupportedError("compile.deepcompile", True, "DeepCompile replaces the gradient reduction")
     for block, key in (
         (config, "fp16_override_modules"),
-        (_mapping(config.get("fp16")), "fp16.fp16_override_modules"),
+        (plain_block(config.get("fp16")), "fp16.fp16_override_modules"),
     ):
         kept = block.get("fp16_override_modules")
         if kept:
@@ -48,13 +49,13 @@ def refuse_unsupported(
                 "optimizer.type", kind, "it sends compressed momentum in place of gradients"
             )
         refuse_unknown(config, stage)
-    if _mapping(config.get("expert_parallel")).get("enabled"):
+    if plain_block(config.get("expert_parallel")).get("enabled"):
         raise UnsupportedError(
             "expert_parallel.enabled",
             True,
             "the ranks then form more groups than the one of data parallelism",
         )
-    delay = _mapping(config.get("communication")).get("bounded_delay")
+    delay = plain_block(config.get("communication")).get("bounded_delay")
     if stage and delay:
         raise UnsupportedError("communication.bounded_delay", delay, "it works at stage 0 alone")
     if stage == 3:
@@ -95,7 +96,7 @@ def _refuse_with_stage_3(
 
 def optimizer_type(config: Mapping[str, Any]) -> str:
     """The config's ``optimizer.type`` in lower case; ``none`` without one."""
-    return str(_mapping(config.get("optimizer")).get("type")).lower()
+    return str(plain_block(config.get("optimizer")).get("type")).lower()
 
 
 def _above(value: object, limit: int) -> bool:
@@ -103,13 +104,13 @@ def _above(value: object, limit: int) -> bool:
 
 
 def _refuse_parallel(config: Mapping[str, Any]) -> None:
-    tensor = _mapping(config.get("tensor_parallel"))
+    tensor = plain_block(config.get("tensor_parallel"))
     sizes = {
-        "sequence_parallel_size": config.get("sequence_parallel_size"),
-        "tp_size": config.get("tp_size"),
+        "sequence_parallel_size": plain(config.get("sequence_parallel_size")),
+        "tp_size": plain(config.get("tp_size")),
         "tensor_parallel.autotp_size": tensor.get("autotp_size"),
-        "tensor_parallel.tp.tp_size": _mapping(tensor.get("tp")).get("tp_size"),
-        "pipeline.stages": _mapping(config.get("pipeline")).get("stages"),
+        "tensor_parallel.tp.tp_size": plain_block(tensor.get("tp")).get("tp_size"),
+        "pipeline.stages": plain_block(config.get("pipeline")).get("stages"),
         "pipeline_parallel.pp_size": _stages(config.get("pipeline_parallel")),
     }
     for key, size in sizes.items():
@@ -121,9 +122,5 @@ def _refuse_parallel(config: Mapping[str, Any]) -> None:
 
 def _stages(block: object) -> object:
     """What the block says of stages, unless it says that it is not to be read."""
-    given = _mapping(block)
+    given = plain_block(block)
     return None if given.get("enabled") is False else given.get("pp_size")
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}

@@ -23,6 +23,7 @@ from zero_runtime.configuration.offload_param import modern as modern_zero
 from zero_runtime.configuration.parallel import ParallelConfig, check_parallel, read_parallel
 from zero_runtime.configuration.pipeline import PipelineConfig, accumulation_steps, read_pipeline
 from zero_runtime.configuration.precision import PrecisionConfig, read_precision
+from zero_runtime.configuration.sharding import note_two_names
 from zero_runtime.configuration.zero import ZeroConfig, read_zero
 from zero_runtime.errors import ConfigError
 from zero_runtime.offload.files import AsynchronousIO
@@ -65,6 +66,14 @@ class CommsLoggerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ThroughputConfig:
+    """How samples per second are measured: see :class:`zero_runtime.throughput.ThroughputTimer`."""
+
+    enabled: bool
+    synchronized: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RuntimeConfig:
     """The whole configuration for one world size."""
 
@@ -86,6 +95,7 @@ class RuntimeConfig:
     disable_python_gc: bool
     dump_state: bool
     comms_logger: CommsLoggerConfig
+    throughput: ThroughputConfig
     csv_monitor: MonitorConfig
     tensorboard: MonitorConfig
     activation_checkpointing: ActivationCheckpointing
@@ -118,6 +128,7 @@ class RuntimeConfig:
         given = _modern(given, notices)
         top = keys.read(given)
         notices += [f"{name} has no effect here: {note}" for name, note in keys.inert_keys(given)]
+        note_two_names(given.get("zero_optimization", {}), notices)
         zero = read_zero(top["zero_optimization"], top["disable_allgather"])
         if not zero.stage.shards_parameters:
             idle = keys.stage_3_only(given)
@@ -135,7 +146,7 @@ class RuntimeConfig:
             gradient_accumulation_steps=accumulation,
             managed_gradient_accumulation=top["managed_gradient_accumulation"],
             optimizer=_optimizer(top["optimizer"]),
-            scheduler=_scheduler(top["scheduler"]),
+            scheduler=_scheduler(top["scheduler"], given.get("scheduler")),
             zero_allow_untested_optimizer=top["zero_allow_untested_optimizer"],
             gradient_clipping=top["gradient_clipping"],
             prescale_gradients=top["prescale_gradients"],
@@ -147,6 +158,7 @@ class RuntimeConfig:
             memory_breakdown=top["memory_breakdown"],
             disable_python_gc=top["disable_python_gc"],
             comms_logger=CommsLoggerConfig(**top["comms_logger"]),
+            throughput=ThroughputConfig(**top["timers"]["throughput"]),
             csv_monitor=MonitorConfig(**top["csv_monitor"]),
             tensorboard=MonitorConfig(**top["tensorboard"]),
             activation_checkpointing=ActivationCheckpointing(**top["activation_checkpointing"]),
@@ -214,6 +226,7 @@ class RuntimeConfig:
         values["checkpoint"] = {
             name: values.pop(f"checkpoint_{name}") for name in ("tag_validation", "load_universal")
         }
+        values["timers"] = {"throughput": values.pop("throughput")}
         del (
             values["given"],
             values["notices"],
@@ -386,17 +399,19 @@ def _optimizer(given: Mapping[str, Any] | None) -> OptimizerConfig | None:
     return OptimizerConfig(type=given["type"], params=given["params"])
 
 
-def _scheduler(given: Mapping[str, Any] | None) -> SchedulerConfig | None:
+def _scheduler(given: Mapping[str, Any] | None, written: Mapping[str, Any] | None) -> SchedulerConfig | None:
     if given is None:
         return None
-    if given["type"] is None:
+    if given["type"] is None and "type" not in (written or {}):
         raise ConfigError("scheduler.type is missing; expected WarmupLR or a torch.optim.lr_scheduler class")
+    if given["type"] is None:
+        return None
     return SchedulerConfig(type=given["type"], params=given["params"])
 
 
 def _modern(given: Mapping[str, Any], notices: list[str]) -> Mapping[str, Any]:
     """``given`` in the present form of what also has an old one: a bool for zero_optimization, and bfloat16."""
-    given = dict(given)
+    given = keys.as_deepspeed_reads(given, notices)
     old = given.get("zero_optimization")
     if isinstance(old, bool):
         given["zero_optimization"] = {"stage": int(old)}

@@ -29,6 +29,7 @@ from zero_runtime.settings import Settings
 from zero_runtime.sharding.linear import memory_efficient_linear
 from zero_runtime.sharding.shards import shard_of
 from zero_runtime.step_numbers import StepNumbers
+from zero_runtime.throughput import ThroughputTimer
 from zero_runtime.timed_group import clock_of
 
 _NEVER: Final = (-1, -1)
@@ -44,12 +45,16 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
         training_dataloader: batches of this rank's share of ``training_data``, or None.
         global_steps: optimizer steps taken, skipped ones included.
         skipped_steps: steps skipped because a gradient overflowed.
+        tput_timer: samples per second.
+        pipeline_parallelism: whether the model is a pipeline.
         device: of the parameters.
         local_rank: this process's number on its host.
         config: the configuration as ``initialize`` was given it, keys of old names under their new ones.
         parallelism: how the ranks share the training: its ``replica`` is this rank's number among those that have other
             samples.
     """
+
+    pipeline_parallelism = False
 
     def __init__(self, config: RuntimeConfig, assembly: Assembly, lr_scheduler: Any, dataloader: Any) -> None:
         super().__init__()
@@ -102,6 +107,9 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
         self._clock.read()  # what was sent before the first step is no step's
         self._report = Report(config, self._clock, self.global_rank)
         DirectPasses().watch(self.module)
+        self.tput_timer = ThroughputTimer(
+            config.throughput, config.train_batch_size, steps_per_output=config.steps_per_print
+        )
         if config.disable_python_gc:
             gc.collect()
             gc.disable()
@@ -124,6 +132,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
         training = self.training and torch.is_grad_enabled()
         if training:
             self._announce()
+            self.tput_timer.start()
         hooks.phase("forward" if training or not self._is_between_steps() else "evaluation")
         if self._precision.inputs is not None:
             inputs, kwargs = cast_floating((inputs, kwargs), self._precision.inputs)
@@ -221,6 +230,9 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
 
     def _count_backward(self) -> None:
         """Without an optimizer nobody calls ``step``: the last backward pass of a window ends it, and its gradients stay."""
+        self.tput_timer.stop(
+            global_step=self.is_gradient_accumulation_boundary(), report_speed=self.global_rank == 0
+        )
         if self.is_gradient_accumulation_boundary():
             self.global_steps += 1
             self._window.passes = 0
@@ -289,8 +301,9 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
                 self._watch.see_step(self.global_steps)
             self._report.see_memory("after step")
             self._report.see_step(self._progress())
-            if not self._in_batch:
-                hooks.end_step()
+        self.tput_timer.stop(global_step=last, report_speed=self.global_rank == 0)
+        if last and not self._in_batch:
+            hooks.end_step()
 
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
         assert self.optimizer is not None

@@ -107,6 +107,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         model_parameters = own_parameters(model, model_parameters, not was_dealt)
     else:
         parallelism = shared.parallelism()
+    _notify_host_update(checked, optimizer)
     assembly = assemble(checked, model, optimizer, model_parameters, parallelism)
     # Ranks that share the sequence of their activations have none in common.
     alike = None if checked.parallel.sequence_parallel else assembly.parallelism.tensor_group
@@ -152,6 +153,19 @@ def _sample(training_data: Any, config: RuntimeConfig, collate_fn: Any) -> Any:
         collate_fn=collate_fn,
     )
     return inputs_of(next(iter(loader)))
+
+
+def _notify_host_update(config: RuntimeConfig, optimizer: Any) -> None:
+    """Warn of an offloaded optimizer of the script's that DeepSpeed would refuse."""
+    offloads = config.zero.offload_optimizer is not None
+    if not offloads or not isinstance(optimizer, torch.optim.Optimizer) or comm.get_rank() != 0:
+        return
+    kind = getattr(optimizer, "made_as", type(optimizer).__name__)
+    if config.given.get("zero_force_ds_cpu_optimizer", True) and not kind.startswith("DeepSpeedCPU"):
+        log.warning(
+            f"zero_force_ds_cpu_optimizer is true (its default), and the optimizer is the script's {kind}: it updates the "
+            "offloaded state here, and DeepSpeed refuses it; set the key to false, or use DeepSpeedCPUAdam"
+        )
 
 
 def _notify(config: RuntimeConfig) -> None:

@@ -92,7 +92,7 @@ class LossScale:
         self._steps += 1
 
     def _shrink(self) -> None:
-        if self._overflows_left > 1:
+        if self._overflows_left != 1:  # below 1 from the start it is never reached, in DeepSpeed either
             self._overflows_left -= 1
             return
         if self._value == self.rules.minimum:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ class Progress(NamedTuple):
         rates: the learning rate of each param group.
         momenta: the momentum, or the betas, of each.
         loss_scale: None where the loss is not scaled.
+        batches: what whole batches say of the steps since the last line; None where a step is several calls.
     """
 
     step: int
@@ -31,6 +33,21 @@ class Progress(NamedTuple):
     rates: list[float]
     momenta: list[object]
     loss_scale: float | None
+    batches: Callable[[], BatchTimes] | None = None
+
+
+class BatchTimes(NamedTuple):
+    """Whole batches since the last line.
+
+    Attributes:
+        loss: of the last one.
+        seconds: of one, on average.
+        samples_per_second: over all ranks.
+    """
+
+    loss: float
+    seconds: float
+    samples_per_second: float
 
 
 class Report:
@@ -75,6 +92,12 @@ class Report:
         if due:
             self._say(
                 f"step={progress.step}, skipped={progress.skipped}, lr={progress.rates}, mom={progress.momenta}"
+            )
+        if due and progress.batches is not None:
+            batch = progress.batches()
+            self._say(
+                f"steps: {progress.step} loss: {batch.loss:0.4f} iter time (s): {batch.seconds:0.3f} "
+                f"samples/sec: {batch.samples_per_second:0.3f}"
             )
         if self._clock.running:
             self._see_times(seconds, progress.step, due or self._every is None)

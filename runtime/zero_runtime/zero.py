@@ -24,7 +24,7 @@ from commprof import hooks
 from zero_runtime import comm
 from zero_runtime import config as configuration
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.configuration import key_table
+from zero_runtime.configuration import key_table, keys
 from zero_runtime.configuration.offload import AIO, read_aio
 from zero_runtime.configuration.offload_param import slice_offload_of
 from zero_runtime.errors import ConfigError, UnsupportedError, UsageError
@@ -190,7 +190,7 @@ class GatheredParameters:
 
 
 def _read(config: Any) -> Mapping[str, Any]:
-    return {} if config is None else configuration.load(config)
+    return {} if config is None else keys.as_deepspeed_reads(configuration.load(config))
 
 
 def _offload(given: Mapping[str, Any], remote_device: str | None, pinned: bool) -> SliceOffload:

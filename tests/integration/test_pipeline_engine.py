@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -35,6 +39,28 @@ pytestmark = pytest.mark.ranks
 def nested_values():
     engine = made(nested_layers())
     same(engine, train(engine), reference(nested_layers()))
+
+
+def step_lines():
+    """What the step line says: the mean loss, the time of a batch, and samples per second. Rank 0 alone says it."""
+    engine = made(plain_layers(), config(steps_per_print=2))
+    assert engine.pipeline_parallelism
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        losses = [float(engine.train_batch(batches(step))) for step in range(4)]
+    lines = [line for line in errors.getvalue().splitlines() if "samples/sec" in line]
+    if engine.global_rank:
+        assert not errors.getvalue()
+        return
+    pattern = r"zero_runtime: steps: (\d) loss: ([\d.]+) iter time \(s\): ([\d.]+) samples/sec: ([\d.]+)"
+    found = [re.fullmatch(pattern, line).groups() for line in lines]
+    assert [(int(step), float(loss)) for step, loss, *_ in found] == [
+        (2, pytest.approx(losses[1], abs=1e-4)),
+        (4, pytest.approx(losses[3], abs=1e-4)),
+    ]
+    for _, _, seconds, rate in found:
+        assert engine.train_batch_size() / float(rate) == pytest.approx(float(seconds), abs=6e-4)
+    assert engine.tput_timer.global_step_count == 4 and engine.tput_timer.avg_samples_per_sec() > 0
 
 
 def changing_shapes():
@@ -279,7 +305,8 @@ def configurations_that_are_refused():
 
 
 PROGRAMS = (
-    nested_values, changing_shapes, shapes_changed_rarely, gpipe, tied_layers_with_clipping, frozen_layers, whole_tensors,
+    nested_values, step_lines, changing_shapes, shapes_changed_rarely, gpipe, tied_layers_with_clipping, frozen_layers,
+    whole_tensors,
     stages_from_the_configuration, another_number_of_micro_batches, overflow_on_one_stage, brain_floats, idle_shares,
     measured_layers, layers_that_are_modules, output_is_the_loss, calls_that_are_refused, configurations_that_are_refused,
 )  # fmt: skip

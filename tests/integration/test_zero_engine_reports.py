@@ -55,9 +55,11 @@ def printed(rank, world):
 def test_rank_0_says_what_the_configuration_asks_for():
     (quiet, progress, each, timers, stage_3, memory), others = run_ranks(2, printed)
     assert quiet == [] and others[:3] == ([], [], []) and others[4:] == ([], [])
-    assert progress == [
+    assert progress[:2] == [
         f"zero_runtime: step={step}, skipped=0, lr=[0.001], mom=[(0.9, 0.999)]" for step in (2, 4)
     ]
+    speed = r"epoch=0/micro_step=8/global_step=4, RunningAvgSamplesPerSec=[\d.]+, CurrSamplesPerSec=[\d.]+"
+    assert len(progress) == 3 and re.fullmatch(f"zero_runtime: {speed}", progress[2])
     # Times of the whole step, and of the communication within each part.
     assert len(each) == 2 and "step 1, ms: forward" in each[0]  # and nothing of what was sent before it
     part = r"[\d.]+ \(gradient_norm [\d.]+, parameter_gather [\d.]+\)"
@@ -65,7 +67,7 @@ def test_rank_0_says_what_the_configuration_asks_for():
         rf"step 2, ms: forward [\d.]+, backward [\d.]+ \(gradient_reduce [\d.]+\), optimizer {part}$", each[1]
     )
     assert set(timers) == {"forward", "backward", "optimizer"} and all(value > 0 for value in timers.values())
-    assert len(stage_3) == 2  # the progress, and the times of all four steps
+    assert len(stage_3) == 3  # the progress, the times of all four steps, and samples per second
     assert "step 4, ms, mean of 4 steps: " in stage_3[1] and "forward" in stage_3[1]
     assert [line.split(": ")[1] for line in memory] == [
         *("after forward", "after backward", "after forward", "after backward", "after step")

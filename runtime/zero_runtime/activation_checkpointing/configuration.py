@@ -14,6 +14,7 @@ from zero_runtime.activation_checkpointing.random_states import (
     get_rng_tracker,
 )
 from zero_runtime.comm import DataParallelGroup
+from zero_runtime.configuration import keys
 from zero_runtime.configuration.activation_checkpointing import BLOCK, ActivationCheckpointing
 from zero_runtime.configuration.checks import mapping
 
@@ -45,7 +46,8 @@ def configure(
     Raises:
         ConfigError: a setting or a combination that cannot be used.
     """
-    block = configuration.load(deepspeed_config).get(BLOCK) if deepspeed_config is not None else None
+    document = {} if deepspeed_config is None else configuration.load(deepspeed_config)
+    block = keys.as_deepspeed_reads(document).get(BLOCK)
     given = {
         "partition_activations": partition_activations,
         "contiguous_memory_optimization": contiguous_checkpointing,

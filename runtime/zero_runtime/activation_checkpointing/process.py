@@ -51,3 +51,31 @@ class Process:
 
 
 process: Final = Process()
+
+
+# The settings by which scripts ask, as DeepSpeed's module has them.
+
+
+def partitions_activations() -> bool:
+    """Whether each rank of a model-parallel group keeps its part of every checkpoint."""
+    return process.settings.partition_activations
+
+
+def moves_to_host() -> bool:
+    """Whether checkpoints are kept in host memory."""
+    return process.settings.cpu_checkpointing
+
+
+def uses_buffers() -> bool:
+    """Whether checkpoints are copied into buffers that are made once."""
+    return process.settings.contiguous_memory_optimization
+
+
+def synchronizes() -> bool:
+    """Whether the device is waited for at each checkpoint."""
+    return process.settings.synchronize_checkpoint_boundary
+
+
+def measures_times() -> bool:
+    """Whether the times of each checkpoint are printed."""
+    return process.settings.profile

@@ -5,12 +5,18 @@ All raise ConfigError with the name, the value and what was expected.
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
-from difflib import SequenceMatcher
-from functools import partial
+from difflib import get_close_matches
 from typing import Any, Final, NamedTuple
 
 from zero_runtime.errors import ConfigError
+
+
+def unchanged(value: Any) -> Any:
+    """``value`` as it is."""
+    return value
 
 
 class Check(NamedTuple):
@@ -20,11 +26,13 @@ class Check(NamedTuple):
         expected: what passes, for the documentation.
         function: the check itself.
         table: for an object with known keys: those.
+        coerce: the value of this type that DeepSpeed makes of one of another type; the value itself where it makes none.
     """
 
     expected: str
     function: Callable[[str, Any], Any]
     table: Mapping[str, Any] | None = None
+    coerce: Callable[[Any], Any] = unchanged
 
     def __call__(self, name: str, value: Any) -> Any:
         """The value to use. Raises ConfigError."""
@@ -42,20 +50,20 @@ def integer(minimum: int = 0) -> Check:
             )
         return int(value)
 
-    return Check(f"int >= {minimum}" if minimum > -(2**63) else "int", check)
+    return Check(f"int >= {minimum}" if minimum > -(2**63) else "int", check, coerce=_whole)
 
 
-def number(minimum: float | None = None) -> Check:
-    """A check for finite numbers of at least ``minimum``."""
+def number(minimum: float | None = None, maximum: float = sys.float_info.max) -> Check:
+    """A check for numbers of at least ``minimum`` and at most ``maximum``: finite ones, unless that is infinite."""
 
     def check(name: str, value: Any) -> float:
-        good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+        good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= maximum
         if not good or (minimum is not None and value < minimum):
             least = "" if minimum is None else f" of at least {minimum:g}"
             raise ConfigError(f"{name} is {value!r}; expected a number{least}{_auto(value)}")
         return float(value)
 
-    return Check("number" if minimum is None else f"number >= {minimum:g}", check)
+    return Check("number" if minimum is None else f"number >= {minimum:g}", check, coerce=coerced_number)
 
 
 def choice(*values: str) -> Check:
@@ -84,6 +92,16 @@ def either(word: str, check: Check) -> Check:
     return Check(
         f"`{word}` or {check.expected}",
         lambda name, value: word if value == word else check(name, value),
+        coerce=check.coerce,
+    )
+
+
+def not_boolean(check: Check) -> Check:
+    """``check``, with true and false refused where they would be read as 1 and 0."""
+    return Check(
+        check.expected,
+        check.function,
+        coerce=lambda value: value if isinstance(value, bool) else check.coerce(value),
     )
 
 
@@ -101,7 +119,45 @@ def optional(check: Check) -> Check:
         f"{check.expected} or null",
         lambda name, value: None if value is None else check(name, value),
         check.table,
+        check.coerce,
     )
+
+
+_WORDS: Final = {
+    **dict.fromkeys(("1", "true", "t", "yes", "y", "on"), True),
+    **dict.fromkeys(("0", "false", "f", "no", "n", "off"), False),
+}
+_DIGITS: Final = re.compile(r"[+-]?\d+(_\d+)*(\.0*)?")
+
+
+def _truth(value: Any) -> Any:
+    """The boolean that pydantic reads in ``value``."""
+    if isinstance(value, str):
+        return _WORDS.get(value.lower(), value)
+    if isinstance(value, int | float) and value in (0, 1):
+        return bool(value)
+    return value
+
+
+def _whole(value: Any) -> Any:
+    """The whole number that pydantic reads in ``value``."""
+    if isinstance(value, bool):
+        return int(value)
+    if isinstance(value, str) and _DIGITS.fullmatch(value.strip()):
+        return int(value.strip().partition(".")[0].replace("_", ""))
+    return value
+
+
+def coerced_number(value: Any) -> Any:
+    """The number that pydantic reads in ``value``."""
+    if isinstance(value, bool):
+        return float(value)
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
 
 
 def _boolean(name: str, value: Any) -> bool:
@@ -150,9 +206,9 @@ def _auto(value: Any) -> str:
     return " ('auto' is filled in by some launchers; write the value itself here)" if value == "auto" else ""
 
 
-boolean: Final = Check("bool", _boolean)
-positive: Final = Check("number > 0", _positive)
-fraction: Final = Check("number > 0 and <= 1", _fraction)
+boolean: Final = Check("bool", _boolean, coerce=_truth)
+positive: Final = Check("number > 0", _positive, coerce=coerced_number)
+fraction: Final = Check("number > 0 and <= 1", _fraction, coerce=coerced_number)
 text: Final = Check("string", _text)
 strings: Final = Check("list of strings", _strings)
 string_or_strings: Final = Check("string or list of strings", _string_or_strings)
@@ -176,16 +232,48 @@ def unknown_key(
         block: the name of the block, empty at the top.
         elsewhere: full names, by key, of the keys of other blocks.
     """
-    known, elsewhere = list(known), elsewhere or {}
     prefix = f"{block}." if block else ""
-    candidates = [(_likeness(key, each), prefix + each) for each in known]
-    # A key of another block, written in this one, must be nearer than a slip of one letter within this one may be.
-    candidates += [(_likeness(key, each) - 0.25, name) for each, name in elsewhere.items()]
-    likeness, nearest = max(candidates, key=lambda candidate: candidate[0])
-    if likeness >= 0.6:
-        return f"unknown key {full!r}; did you mean {nearest!r}?"
-    return f"unknown key {full!r}; the nearest known key there is {prefix + max(known, key=partial(_likeness, key))!r}"
+    known, elsewhere = list(known), elsewhere or {}
+    reason = _KNOWN_OTHERWISE.get(key)
+    if reason is not None:
+        return f"unknown key {full!r}; {reason}"
+    # A slip of one letter in this block, a key of another block, such a slip in one, and what is less near in this block.
+    for names, likeness in ((known, 0.9), (elsewhere, 1.0), (elsewhere, 0.9), (known, 0.75)):
+        near = get_close_matches(key.lower(), list(names), 1, likeness)
+        if likeness < 0.9 and not near and len(key) > 4:
+            near = [name for name in names if name.startswith(key.lower())][
+                :1
+            ]  # only the beginning of a name
+        if near:
+            meant = elsewhere[near[0]] if names is elsewhere else prefix + near[0]
+            return f"unknown key {full!r}; did you mean {meant!r}?"
+    if key.startswith(COMMENTS):
+        return f"unknown key {full!r}; DeepSpeed takes comments at the top level, but not in this block; move it there"
+    place = f"the block {block}" if block else "the top level"
+    return f"unknown key {full!r}: {place} has no key of a similar name; docs/config.md lists all keys; remove it"
 
 
-def _likeness(one: str, other: str) -> float:
-    return 1.15 if one == other else SequenceMatcher(None, one, other).ratio()
+COMMENTS: Final = ("_", "#", "//", "$", "comment")  # what the keys begin with that people write as comments
+_INFERENCE: Final = (
+    "it belongs to the configuration of deepspeed.init_inference, which is not in this version; remove it"
+)
+# Keys of DeepSpeed that are in no table: of its other configurations, and of versions before 0.19.
+_KNOWN_OTHERWISE: Final[Mapping[str, str]] = {
+    **dict.fromkeys(
+        (
+            "kernel_inject", "enable_cuda_graph", "use_triton", "triton_autotune", "triangular_masking", "quant", "base_dir",
+            "set_empty_params", "save_mp_checkpoint_path", "checkpoint_config", "injection_policy", "return_tuple",
+            "training_mp_size", "replace_method", "min_out_tokens", "transposed_mode", "ep_size", "ep_group", "ep_mp_group",
+            "moe_type",
+        ),
+        _INFERENCE,
+    ),
+    **dict.fromkeys(
+        ("moe", "moe_experts", "num_experts", "expert_parallel_size"),
+        "experts (MoE) are made by deepspeed.moe, and in DeepSpeed 0.19.8 by the block expert_parallel; they are not in "
+        "this version; remove it",
+    ),
+    "fp32_allreduce": 'a key of earlier versions of DeepSpeed; write "communication_data_type": "fp32"',
+    "allgather_size": "a key of earlier versions of DeepSpeed; write zero_optimization.allgather_bucket_size",
+    "pld": "progressive layer drop has been removed from DeepSpeed; remove it",
+}  # fmt: skip

@@ -1,7 +1,7 @@
 """A JSON config file as a dictionary, or an error that says where and what.
 
-The usual slips are named as what they are: Python's True, False and None, comments, trailing commas, 500_000_000, single
-quotes, NaN, a key given twice. Lines and columns count from 1.
+Hjson is read too, with a warning, as DeepSpeed reads it: comments, superfluous commas, no quotes. The other usual slips are
+named as what they are: Python's True, False and None, 500_000_000, NaN, a key given twice. Lines and columns count from 1.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
+from zero_runtime import log
+from zero_runtime.configuration import hjson
 from zero_runtime.errors import ConfigError
 
 _PYTHON: Final = {"True": "true", "False": "false", "None": "null"}
@@ -67,6 +69,15 @@ def parse(text: str, name: str = "config") -> dict[str, Any]:
             position, what = len(text), f"{error.args[0]} is no JSON number"
         if slip is not None and slip[0] <= position:
             position, what = slip
+        try:
+            value = hjson.parse(text)
+        except hjson.HjsonError as other:
+            if "stands twice" in other.what:
+                position, what = other.position, other.what
+        else:
+            if isinstance(value, dict) and value:
+                log.warning(f"{_place(text, position, name)}: not JSON, and read as Hjson: {what}")
+                return value
         raise ConfigError(f"{_place(text, position, name)}: not JSON: {what}") from None
     repeated = _repeated_key(text)
     if repeated is not None:

@@ -23,7 +23,7 @@ from zero_runtime.configuration.offload import AIO
 from zero_runtime.configuration.parallel import KEYS as PARALLEL
 from zero_runtime.configuration.pipeline import KEYS as PIPELINE
 
-_SIZE: Final = integer(0)
+_SIZE: Final = integer(-(2**63))
 _NAME: Final = optional(text)
 
 
@@ -118,12 +118,12 @@ FEATURES: Final[Table] = {
     "activation_checkpointing": used(inside(ACTIVATION_CHECKPOINTING), {}, "how checkpoint() keeps what it saves"),
     **PIPELINE,
     "aio": used(optional(inside(AIO)), None, "how files of offloaded tensors are read and written"),
-    "timers": inert(optional(inside({
-        "throughput": inert(optional(inside({
-            "enabled": inert(boolean, True, "measure samples per second", "there are no throughput timers"),
-            "synchronized": inert(boolean, True, "wait for the device first", "there are no throughput timers"),
-        })), None, "samples per second", "there are no throughput timers"),
-    })), None, "timers of the engine", "there are no throughput timers"),
+    "timers": used(inside({
+        "throughput": used(inside({
+            "enabled": used(boolean, True, "measure samples per second: engine.tput_timer"),
+            "synchronized": used(boolean, True, "wait for the device before each reading, with steps_per_print"),
+        }), {}, "samples per second"),
+    }), {}, "timers of the engine"),
     "autotuning": _part("autotuning", {
         "fast": (boolean, True, "try ZeRO stages and micro-batches only"),
         "start_profile_step": (_SIZE, 3, "first step measured"),

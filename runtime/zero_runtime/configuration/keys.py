@@ -8,15 +8,17 @@ A key in no table is an error that names the nearest known one, at every level.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from zero_runtime.configuration import key_table
 from zero_runtime.configuration.checks import (
+    Check,
     anything,
     boolean,
     choice,
-    choice_of_any_case,
+    coerced_number,
     integer,
     mapping,
     number,
@@ -26,6 +28,7 @@ from zero_runtime.configuration.checks import (
     unknown_key,
     unlimited,
 )
+from zero_runtime.configuration.coercion import coerced
 from zero_runtime.configuration.feature_keys import FEATURES
 from zero_runtime.configuration.key_table import Key, Status, Table, inert, inside, refused, used
 from zero_runtime.configuration.precision_keys import BF16, DATA_TYPES, DTYPES, FP16, TORCH_AUTOCAST
@@ -34,13 +37,29 @@ from zero_runtime.errors import ConfigError
 
 __all__ = ["BLOCKS", "Key", "Status", "Table", "inert_keys", "read", "stage_3_only"]
 
+
+def _sum_or_mean(name: str, value: Any) -> str:
+    said = value.lower() if isinstance(value, str) else value
+    if said not in ("mean", "sum"):
+        raise ConfigError(f"Invalid {name}: {value!r}; expected mean or sum")
+    return str(said)
+
+
+_CLIPPING: Final = Check(
+    "number >= 0 or null",
+    lambda name, value: 0.0 if value is None else number(0.0, math.inf)(name, value),
+    coerce=coerced_number,
+)
+_SUM_OR_MEAN: Final = Check("`mean` or `sum`", _sum_or_mean)
+_ARGUMENTS: Final = Check("object or null", lambda name, value: {} if value is None else mapping(name, value))
+
 OPTIMIZER: Final[Table] = {
     "type": used(
         text,
         None,
         "Adam, AdamW, Adagrad, Lamb, Lion, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam, or a class of torch.optim by name",
     ),
-    "params": used(mapping, {}, "its arguments: see docs/optimizers.md"),
+    "params": used(_ARGUMENTS, {}, "its arguments: see docs/optimizers.md"),
     "legacy_fusion": inert(boolean, False, "how a fused Lamb is wrapped", "there is one way"),
 }
 
@@ -80,14 +99,12 @@ TOP: Final[Table] = {
     "data_types": used(inside(DATA_TYPES), {}, "dtypes of other things than parameters"),
     "torch_autocast": used(inside(TORCH_AUTOCAST), {}, "train under torch.autocast"),
     "zero_allow_untested_optimizer": used(boolean, False, "shard optimizers that DeepSpeed has not tested"),
-    "gradient_clipping": used(number(0.0), 1.0, "largest norm of the gradients; 0 does not clip"),
+    "gradient_clipping": used(_CLIPPING, 1.0, "largest norm of the gradients; 0 and null do not clip"),
     "prescale_gradients": used(boolean, False, "divide gradients before they are summed"),
     "gradient_predivide_factor": used(
         number(), 1.0, "divide by this before the sum, and by the rest after it"
     ),
-    "gradient_allreduce_op": used(
-        choice_of_any_case("mean", "sum"), "mean", "whether gradients are averaged over the ranks"
-    ),
+    "gradient_allreduce_op": used(_SUM_OR_MEAN, "mean", "whether gradients are averaged over the ranks"),
     "communication_data_type": used(
         optional(choice(*DTYPES)), None, "in which gradients travel; null is the model's"
     ),
@@ -164,8 +181,15 @@ def read(given: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: an unknown key, a value of the wrong kind, or a key that is refused.
         UnsupportedError: a key of a part that is not in this version, with a value that switches it on.
     """
+    given = as_deepspeed_reads(given)
     _refuse_unknown("", given)
+    _refuse_sums(given)
     return key_table.read(TOP, "", given)
+
+
+def as_deepspeed_reads(given: Mapping[str, Any], notices: list[str] | None = None) -> dict[str, Any]:
+    """``given`` with every value of its key's type: see :func:`zero_runtime.configuration.coercion.coerced`."""
+    return coerced(given, BLOCKS, notices)
 
 
 def _refuse_unknown(block: str, given: Mapping[str, Any]) -> None:
@@ -176,6 +200,20 @@ def _refuse_unknown(block: str, given: Mapping[str, Any]) -> None:
             raise ConfigError(unknown_key(full, name, table, block, _elsewhere(block)))
         if full in BLOCKS and isinstance(value, Mapping):
             _refuse_unknown(full, value)
+
+
+def _refuse_sums(given: Mapping[str, Any]) -> None:
+    """Refuse sums of gradients with what cannot be had at all, so that the message names both."""
+    zero, compiled = given.get("zero_optimization"), given.get("compile")
+    for part, wanted in (
+        ("ZenFlow", isinstance(zero, Mapping) and zero.get("zenflow") is not None),
+        ("DeepCompile", isinstance(compiled, Mapping) and bool(compiled.get("deepcompile"))),
+    ):
+        if wanted and str(given.get("gradient_allreduce_op")).lower() == "sum":
+            raise ConfigError(
+                f"gradient_allreduce_op is sum, which is not supported with {part}, and {part} is not in this version; "
+                "remove both"
+            )
 
 
 def _elsewhere(block: str) -> dict[str, str]:

@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from zero_runtime.configuration.checks import Check, boolean, choice, integer, number, optional, text
+from zero_runtime.configuration.checks import (
+    Check,
+    boolean,
+    choice,
+    coerced_number,
+    integer,
+    number,
+    optional,
+    text,
+)
 from zero_runtime.configuration.key_table import Table, inert, later, used
 from zero_runtime.errors import ConfigError
 from zero_runtime.offload.files import AsynchronousIO
@@ -21,14 +30,14 @@ def _share(name: str, value: Any) -> float:
     return found
 
 
-_SHARE: Final = Check("number from 0 to 1", _share)
+_SHARE: Final = Check("number from 0 to 1", _share, coerce=coerced_number)
 
 OFFLOAD_OPTIMIZER: Final[Table] = {
     "device": used(
         choice("none", "cpu", "nvme"), "none", "where the optimizer's state is kept: host memory, or files"
     ),
     "nvme_path": used(optional(text), None, "folder for the files; needed for nvme"),
-    "buffer_count": used(integer(1), 4, "pieces of the state that are in memory at once, with nvme"),
+    "buffer_count": used(integer(0), 4, "pieces of the state that are in memory at once, with nvme"),
     "pin_memory": used(boolean, True, "page-locked host memory, where there is a GPU to copy from it"),
     "pipeline": used(optional(boolean), None, "both of the next two keys"),
     "pipeline_read": used(
@@ -106,6 +115,10 @@ def read_optimizer_offload(zero: Mapping[str, Any]) -> OptimizerOffload | None:
         raise ConfigError(
             f"{OPTIMIZER_KEY}.device is 'nvme' without nvme_path; set {OPTIMIZER_KEY}.nvme_path to a folder on a fast local "
             "disk"
+        )
+    if device == "nvme" and given.get("buffer_count") == 0:
+        raise ConfigError(
+            f"{OPTIMIZER_KEY}.buffer_count is 0, and files are read through buffers; expected at least 1"
         )
     both = given.get("pipeline")
     read, write = (

@@ -10,17 +10,20 @@ from zero_runtime.configuration.checks import (
     choice,
     either,
     integer,
+    not_boolean,
     number,
     optional,
     positive,
     strings,
 )
 from zero_runtime.configuration.key_table import Table, inert, later, used
+from zero_runtime.errors import ConfigError
 
 DTYPES: Final = ("fp32", "fp16", "bf16")
 _FURTHER_NAMES: Final = {  # DeepSpeed takes these too, in the block data_types
     "float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16",
 }  # fmt: skip
+_AUTOCAST: Final = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def _dtype(name: str, value: Any) -> str:
@@ -28,17 +31,25 @@ def _dtype(name: str, value: Any) -> str:
     return str(choice(*DTYPES)(name, _FURTHER_NAMES.get(said, value)))
 
 
+def _autocast_dtype(name: str, value: Any) -> str:
+    said = _FURTHER_NAMES.get(str(value).removeprefix("torch."), str(value).removeprefix("torch."))
+    if said not in _AUTOCAST:
+        raise ConfigError(f"{name} is {value!r}; expected bfloat16, bf16, float16, fp16 or half")
+    return _AUTOCAST[said]
+
+
 dtype: Final = Check(choice(*DTYPES).expected, _dtype)
+autocast_dtype: Final = Check(choice("bfloat16", "bf16", "float16", "fp16", "half").expected, _autocast_dtype)
 
 FP16: Final[Table] = {
     "enabled": used(boolean, False, "parameters and gradients in fp16, with fp32 master weights"),
     "auto_cast": used(boolean, False, "cast floating-point inputs to fp16"),
-    "loss_scale": used(number(0.0), 0.0, "what the loss is multiplied by; 0 follows the overflows, by the next five keys"),
-    "initial_scale_power": used(integer(0), 16, "the loss scale begins at 2 to this power"),
-    "loss_scale_window": used(integer(1), 1000, "steps without overflow after which it doubles"),
-    "hysteresis": used(integer(1), 2, "overflows before it is halved"),
+    "loss_scale": used(not_boolean(number(0.0)), 0.0, "what the loss is multiplied by; 0: by the next five keys"),
+    "initial_scale_power": used(integer(-1000), 16, "the loss scale begins at 2 to this power"),
+    "loss_scale_window": used(not_boolean(integer(1)), 1000, "steps without overflow after which it doubles"),
+    "hysteresis": used(integer(-1000), 2, "overflows before it is halved; below 1 it never is"),
     "consecutive_hysteresis": used(boolean, False, "a step without overflow fills the hysteresis again"),
-    "min_loss_scale": used(positive, 1.0, "an overflow at this scale ends the training"),
+    "min_loss_scale": used(not_boolean(positive), 1.0, "an overflow at this scale ends the training"),
     "fp16_override_modules": used(optional(strings), None, "another place for fp16_override_modules"),
     "fp16_master_weights_and_grads": later(
         boolean, False, "master weights in fp16", "16-bit masters with fp32 state", "masters are fp32"
@@ -75,7 +86,7 @@ DATA_TYPES: Final[Table] = {
 
 TORCH_AUTOCAST: Final[Table] = {
     "enabled": used(boolean, False, "run the forward pass under torch.autocast; parameters stay fp32"),
-    "dtype": used(choice("bfloat16", "bf16", "float16", "fp16"), "bfloat16", "of the lower-precision operations"),
+    "dtype": used(autocast_dtype, "bfloat16", "of the lower-precision operations"),
     "lower_precision_safe_modules": used(
         optional(strings), None, "classes whose gradients travel in that dtype; null is linear and convolution layers"
     ),

@@ -79,11 +79,7 @@ class ShardingConfig:
 
 
 def read_sharding(values: Mapping[str, Any]) -> ShardingConfig:
-    """The settings of stage 3 from the checked values of ``zero_optimization``.
-
-    Raises:
-        ConfigError: a key is given with and without its prefix, and they differ.
-    """
+    """The settings of stage 3 from the checked values of ``zero_optimization``. Raises ConfigError for a contradiction."""
     named = {name: _either(values, name) for name in PREFIXED}
     _check_quantization(values, named["use_all_reduce_for_fetch_params"])
     leaves = values["leaf_module"] or {}
@@ -108,7 +104,7 @@ def read_sharding(values: Mapping[str, Any]) -> ShardingConfig:
     saves = named["gather_16bit_weights_on_model_save"] or values["stage3_gather_fp16_weights_on_model_save"]
     return ShardingConfig(
         residency=residency,
-        sub_group_size=values["sub_group_size"],
+        sub_group_size=max(1, values["sub_group_size"]),
         memory_efficient_linear=values["memory_efficient_linear"],
         enable_sanity_checks=values["enable_sanity_checks"],
         gather_16bit_weights_on_model_save=saves,
@@ -132,10 +128,24 @@ def _check_quantization(values: Mapping[str, Any], by_all_reduce: bool) -> None:
 
 def _either(values: Mapping[str, Any], name: str) -> Any:
     """The value given under ``name``, with or without its prefix."""
-    default = PREFIXED[name]
-    plain, prefixed = values[name], values[PREFIX + name]
-    if default not in (plain, prefixed) and plain != prefixed:
-        raise ConfigError(
-            f"zero_optimization has {name} {plain!r} and {PREFIX}{name} {prefixed!r}, two names of one key; keep one"
+    prefixed = values[PREFIX + name]
+    return values[name] if prefixed == PREFIXED[name] else prefixed
+
+
+def note_two_names(given: Mapping[str, Any], notices: list[str]) -> None:
+    """Add to ``notices`` a line for each key of ``zero_optimization`` given under both names, which DeepSpeed refuses.
+
+    Raises:
+        ConfigError: the two values differ.
+    """
+    for name in PREFIXED:
+        if name not in given or PREFIX + name not in given:
+            continue
+        plain, prefixed = given[name], given[PREFIX + name]
+        if plain != prefixed:
+            raise ConfigError(
+                f"zero_optimization has {name} {plain!r} and {PREFIX}{name} {prefixed!r}, two names of one key; keep one"
+            )
+        notices.append(
+            f"zero_optimization.{PREFIX}{name} stands beside {name}, another name of it, which DeepSpeed refuses; keep one"
         )
-    return plain if prefixed == default else prefixed

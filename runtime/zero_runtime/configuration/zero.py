@@ -75,8 +75,8 @@ def read_zero(values: Mapping[str, Any], disable_allgather: bool) -> ZeroConfig:
             f"zero_optimization.gradient_reduction is {reduction}, but at stage {row.number} every rank keeps all "
             f"gradients, so nobody owns a part; expected auto or {' or '.join(row.reductions)}, or stage 1 or 2"
         )
-    gather = values["allgather_bucket_size"]
-    if row.shards_optimizer and gather is not None and gather % 2:
+    gather = values["allgather_bucket_size"] or None
+    if flat and gather is not None and gather % 2:
         raise ConfigError(
             f"zero_optimization.allgather_bucket_size is {gather}; expected an even number of elements, since pieces "
             "are aligned to 2 elements"
@@ -106,7 +106,7 @@ def read_zero(values: Mapping[str, Any], disable_allgather: bool) -> ZeroConfig:
         offload_optimizer=offload if row.shards_optimizer else None,
         sharding=read_sharding(values)
         if row.shards_parameters
-        else ShardingConfig(sub_group_size=values["sub_group_size"]),
+        else ShardingConfig(sub_group_size=max(1, values["sub_group_size"])),
         partitioned_types=_partitioned_types(values),
         quantized_gradients=flat and values["zero_quantized_gradients"],
         quantized_weights=flat and values["zero_quantized_weights"],

@@ -82,9 +82,9 @@ ZERO: Final[Table] = {
     "reduce_bucket_size": used(integer(1), 500_000_000, "elements of a gradient bucket; not used at stage 0"),
     "allgather_partitions": used(boolean, True, "stages 1 and 2: false broadcasts each rank's piece instead"),
     "allgather_bucket_size": used(
-        optional(integer(2)),
+        optional(integer(0)),
         None,
-        "stages 1 and 2: elements of a message that gathers parameters; null is all at once",
+        "stages 1 and 2: elements of a message that gathers parameters; null or 0 is all at once",
     ),
     "overlap_comm": used(
         optional(boolean),
@@ -122,7 +122,7 @@ ZERO: Final[Table] = {
     ),
     "zenflow": later(optional(inside(ZENFLOW)), None, "update the most important gradients first", _ZENFLOW),
     "sub_group_size": used(
-        integer(1),
+        integer(0),
         1_000_000_000,
         "elements that the optimizer updates together; at stages 1 and 2 with an offloaded optimizer only",
     ),

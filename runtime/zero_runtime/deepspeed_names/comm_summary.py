@@ -42,9 +42,11 @@ def configure(
 
 def _configure_from(given: Any) -> None:
     from zero_runtime import config as configuration
+    from zero_runtime.configuration import keys
 
     document = getattr(given, "_param_dict", None)
-    block = (configuration.load(given) if document is None else document).get("comms_logger", {})
+    document = configuration.load(given) if document is None else document
+    block = keys.as_deepspeed_reads(document).get("comms_logger", {})
     if not isinstance(block, Mapping):
         raise ConfigError(f'comms_logger is {block!r}; expected an object such as {{"enabled": true}}')
     if block.get("enabled"):

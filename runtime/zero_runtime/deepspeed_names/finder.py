@@ -19,7 +19,7 @@ from types import CodeType, ModuleType
 from typing import Any, Final
 
 from zero_runtime.deepspeed_names.distribution import DISTRIBUTION, NamesDistribution
-from zero_runtime.deepspeed_names.names import INSTEAD, Refused, refuse_module, resolve
+from zero_runtime.deepspeed_names.names import INSTEAD, Live, Refused, refuse_module, resolve
 from zero_runtime.deepspeed_names.table import MODULES
 from zero_runtime.errors import MissingAttributeError, MissingNameError, UsageError
 from zero_runtime.uncaught import report_uncaught
@@ -144,7 +144,8 @@ def _look_up(module: ModuleType, name: str) -> Any:
         return sys.modules[full]
     else:
         raise MissingAttributeError(_refusal(full), name=name, obj=module)
-    setattr(module, name, found)
+    if not isinstance(row, Live):
+        setattr(module, name, found)
     return found
 
 

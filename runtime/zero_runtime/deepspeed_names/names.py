@@ -29,6 +29,16 @@ class Value(NamedTuple):
     value: Any
 
 
+class Live(NamedTuple):
+    """A name whose value changes: it is read anew each time that it is looked up.
+
+    Attributes:
+        target: the function that returns it: ``module:function``.
+    """
+
+    target: str
+
+
 class Refused(NamedTuple):
     """A name that can be imported, and is one clear error where it is used.
 
@@ -39,7 +49,7 @@ class Refused(NamedTuple):
     reason: str
 
 
-Name = Given | Value | Refused
+Name = Given | Value | Live | Refused
 
 
 class Module(NamedTuple):
@@ -67,6 +77,11 @@ def values(**pairs: Any) -> dict[str, Name]:
     return {name: Value(value) for name, value in pairs.items()}
 
 
+def live(module: str, **names: str) -> dict[str, Name]:
+    """Names whose value a function of ``module`` returns, as ``theirs="function"``."""
+    return {theirs: Live(f"{module}:{function}") for theirs, function in names.items()}
+
+
 def refused(reason: str, *names: str) -> dict[str, Name]:
     """Names that are an error where they are used, all for one reason."""
     return {name: Refused(reason) for name in names}
@@ -80,7 +95,8 @@ def resolve(full_name: str, name: Name) -> Any:
         return placeholder(full_name, name.reason)
     module, _, attribute = name.target.partition(":")
     found = import_module(module)
-    return getattr(found, attribute) if attribute else found
+    value: Any = getattr(found, attribute) if attribute else found
+    return value() if isinstance(name, Live) else value
 
 
 class _Placeholder(type):

@@ -1,9 +1,9 @@
-"""``deepspeed.utils.timer``: named timers, and samples per second."""
+"""``deepspeed.utils.timer``: named timers."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -24,7 +24,6 @@ BACKWARD_REDUCE_MICRO_TIMER: Final = "bwd_allreduce_microstep"
 BACKWARD_REDUCE_GLOBAL_TIMER: Final = "bwd_allreduce"
 STEP_MICRO_TIMER: Final = "step_microstep"
 STEP_GLOBAL_TIMER: Final = "step"
-TIME_EPSILON: Final = 1e-6
 PSUTILS_INSTALLED: Final = False
 
 
@@ -170,93 +169,6 @@ class NoopTimer:
 
     def get_mean(self, *arguments: Any, **options: Any) -> None:
         """Nothing."""
-
-
-class ThroughputTimer:
-    """Samples per second.
-
-    Args:
-        config: with ``enabled`` and ``synchronized``; None enables it.
-        batch_size: samples of a step.
-        start_step: steps that are not counted.
-        steps_per_output: steps between two lines; None for none.
-        monitor_memory: say the memory in use too.
-        logging_fn: what is called with a line.
-    """
-
-    def __init__(
-        self,
-        config: Any = None,
-        batch_size: int | None = 1,
-        start_step: int = 2,
-        steps_per_output: int | None = None,
-        monitor_memory: bool = False,
-        logging_fn: Callable[[str], None] | None = None,
-    ) -> None:
-        self.config = config
-        self.batch_size = 1 if batch_size is None else batch_size
-        self.start_step = start_step
-        self.steps_per_output = steps_per_output
-        self.monitor_memory = monitor_memory
-        self.logging = logging_fn or log_dist
-        self.epoch_count = self.micro_step_count = self.global_step_count = 0
-        self.total_elapsed_time = self.step_elapsed_time = 0.0
-        self.started = False
-        self._begin = 0.0
-
-    @property
-    def enabled(self) -> bool:
-        """Whether it measures."""
-        return bool(getattr(self.config, "enabled", True))
-
-    def update_epoch_count(self) -> None:
-        """An epoch begins."""
-        self.epoch_count += 1
-        self.micro_step_count = 0
-
-    def start(self) -> None:
-        """A micro-batch begins."""
-        if not self.enabled:
-            return
-        self.started = True
-        if self.global_step_count >= self.start_step:
-            self._synchronize()
-            self._begin = time.perf_counter()
-
-    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """It ends, and with ``global_step`` the step."""
-        if not self.enabled or not self.started:
-            return
-        self.started = False
-        self.micro_step_count += 1
-        self.global_step_count += int(global_step)
-        if not self._begin:
-            return
-        self._synchronize()
-        passed = time.perf_counter() - self._begin
-        self.total_elapsed_time += passed
-        self.step_elapsed_time += passed
-        every = self.steps_per_output
-        if global_step and report_speed and every and self.global_step_count % every == 0:
-            last = self.batch_size / (self.step_elapsed_time + TIME_EPSILON)
-            memory = f", {memory_in_use().shown()}" if self.monitor_memory else ""
-            self.logging(
-                f"epoch={self.epoch_count}/micro_step={self.micro_step_count}/global_step={self.global_step_count}, "
-                f"RunningAvgSamplesPerSec={self.avg_samples_per_sec():.2f}, CurrSamplesPerSec={last:.2f}{memory}"
-            )
-        if global_step:
-            self.step_elapsed_time = 0.0
-
-    def avg_samples_per_sec(self) -> float:
-        """Samples per second since counting began; minus infinity before."""
-        counted = self.global_step_count - self.start_step
-        if counted <= 0 or not self.total_elapsed_time:
-            return float("-inf")
-        return self.batch_size * counted / self.total_elapsed_time
-
-    def _synchronize(self) -> None:
-        if getattr(self.config, "synchronized", True):
-            get_accelerator().synchronize()
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:

@@ -185,7 +185,8 @@ MODULES: Final[dict[str, Module]] = {
         | given(f"{_HERE}.sequence_exchange", "single_all_to_all", "_SeqAllToAll")
     ),
     "sequence.cross_entropy": Module(given(f"{_HERE}.sequence_loss", "vocab_sequence_parallel_cross_entropy")),
-    "compression": Module(refused="compression of models is not in this version"),
+    "compression": Module(),
+    "compression.helper": Module(given(f"{_HERE}.numerics", "recursive_getattr", "recursive_setattr")),
     "autotuning": Module(refused="`commprof sweep --set KEY=V1,V2` tries settings and compares them"),
     "elasticity": Module(refused="elastic batch sizes are not in this version; torchrun --max-restarts restarts ranks"),
     "profiling": Module(refused="torch.utils.flop_counter counts operations; `commprof run` records messages"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from zero_runtime.deepspeed_names.inner_names import PARAMETERS
-from zero_runtime.deepspeed_names.names import Module, Name, given, refused, values
+from zero_runtime.deepspeed_names.names import Module, Name, given, live, refused, values
 from zero_runtime.deepspeed_names.top_names import PIPE, TENSOR_PARALLEL
 
 _HERE: Final = "zero_runtime.deepspeed_names"
@@ -189,6 +189,13 @@ _CHECKPOINTING: Final = given(
     "model_parallel_cuda_manual_seed", "model_parallel_reconfigure_tp_seed",
     "non_reentrant_checkpoint", "partition_activations_in_checkpoint", "reset",
     "set_num_layers",
+) | live(
+    "zero_runtime.activation_checkpointing.process",
+    PARTITION_ACTIVATIONS="partitions_activations",
+    CPU_CHECKPOINT="moves_to_host",
+    CONTIGUOUS_CHECKPOINTING="uses_buffers",
+    SYNCHRONIZE="synchronizes",
+    PROFILE_TIME="measures_times",
 )  # fmt: skip
 _TOPOLOGY: Final = given(
     f"{_HERE}.topology",

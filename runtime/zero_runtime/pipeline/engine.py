@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NoReturn
 
@@ -22,6 +23,7 @@ from zero_runtime.pipeline.module import PipelineModule
 from zero_runtime.pipeline.preparation import plan_of
 from zero_runtime.pipeline.results import combined, mean_of, share_loss, share_result
 from zero_runtime.pipeline.stage import Stage
+from zero_runtime.reporting import BatchTimes
 from zero_runtime.whole_gradients import AccumulatedGradients
 
 _OTHER: Final = hooks.tag("other")
@@ -41,6 +43,7 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
     """
 
     module: PipelineModule
+    pipeline_parallelism = True
 
     def __init__(self, config: RuntimeConfig, assembly: Assembly, lr_scheduler: Any, dataloader: Any) -> None:
         super().__init__(config, assembly, lr_scheduler, dataloader)
@@ -51,6 +54,7 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
         self.batch_fn: Callable[[Any], Any] | None = None
         self.agg_train_loss: torch.Tensor | None = None
         self._source: Iterator[Any] | None = None
+        self._batch_seconds, self._timed_batches = 0.0, 0  # of train_batch since the last line
         self.plan = plan_of(self.module, config.pipeline)
         self._channel = Channel(
             self.grid.pipe, self.module.dynamic_shape, self.plan.chunks, begun=self.plan.begins_messages
@@ -119,6 +123,8 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
             )
         source = self._given(data_iter, data, targets, self.micro_batches)
         self.train()
+        self.tput_timer.start()
+        begin = time.perf_counter()
         hooks.step(self._numbers.of(self.global_steps), 0)
         hooks.metric("samples", float(self._config.train_micro_batch_size_per_gpu * self.micro_batches))
         stage = self._stage(source, self.micro_batches)
@@ -130,6 +136,8 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
         with self._clock("optimizer"):
             self._update()
         self.agg_train_loss = self._loss_of(stage)
+        self._batch_seconds += time.perf_counter() - begin
+        self._timed_batches += 1
         self._finish_step(stage)
         return self.agg_train_loss
 
@@ -178,8 +186,16 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
         if self._watch is not None:
             self._watch.see_step(self.global_steps)
         self._report.see_memory("after step")
-        self._report.see_step(self._progress())
+        self.tput_timer.stop(global_step=True, report_speed=False)  # the line of a step says it
+        self._report.see_step(self._progress()._replace(batches=self._batch_times))
         hooks.end_step()
+
+    def _batch_times(self) -> BatchTimes:
+        """Loss and time of the batches since the last call, which waits for the loss."""
+        assert self.agg_train_loss is not None
+        seconds = self._batch_seconds / self._timed_batches
+        self._batch_seconds, self._timed_batches = 0.0, 0
+        return BatchTimes(float(self.agg_train_loss), seconds, self._config.train_batch_size / seconds)
 
     @torch.no_grad()
     def _loss_of(self, stage: Stage) -> torch.Tensor:

@@ -79,13 +79,34 @@ def test_two_keys_and_their_overrides_choose_the_reduction(keys, reduction):
 
 
 @pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        (stage("2", reduce_bucket_size="50_000"), stage(2, reduce_bucket_size=50_000)),
+        (stage(2, reduce_bucket_size="auto", overlap_comm="auto"), stage(2)),
+        (stage(2, offload_optimizer="auto", reduce_scatter="auto"), stage(2)),
+        (stage(1, reduce_scatter="off", overlap_comm=1), stage(1, reduce_scatter=False, overlap_comm=True)),
+        ({**stage(3), "bf16": {"enabled": "true"}}, {**stage(3), "bf16": {"enabled": True}}),
+        ({**stage(3), "bf16": {"enabled": "auto"}}, stage(3)),
+        ({**stage(2), "gradient_clipping": None}, {**stage(2), "gradient_clipping": 0.0}),
+        ({**stage(2), "gradient_clipping": "0"}, {**stage(2), "gradient_clipping": 0.0}),
+        ({**stage(2), "torch_autocast": {"enabled": "false"}}, stage(2)),
+        (stage(2, allgather_bucket_size=0), stage(2)),
+    ],
+)
+def test_values_of_other_types_are_read_as_deepspeed_reads_them(written, meant):
+    assert read_configuration(written) == read_configuration(meant)
+    assert expected(written, PARAMETERS, 2) == expected(meant, PARAMETERS, 2)
+
+
+@pytest.mark.parametrize(
     ("config", "parts"),
     [
         (stage(7), ("zero_optimization.stage", "7", "0, 1, 2 or 3")),
         (stage(-1), ("zero_optimization.stage", "-1")),
-        (stage("2"), ("zero_optimization.stage", "'2'")),
-        (stage(2, reduce_scatter="yes"), ("reduce_scatter", "'yes'", "true or false")),
-        (stage(2, reduce_bucket_size="auto"), ("reduce_bucket_size", "'auto'", "whole number")),
+        (stage("two"), ("zero_optimization.stage", "'two'")),
+        (stage(2, reduce_scatter="what"), ("reduce_scatter", "'what'", "true or false")),
+        (stage(2, reduce_scatter=2), ("reduce_scatter", "2", "true or false")),
+        (stage(2, reduce_bucket_size="5 MB"), ("reduce_bucket_size", "'5 MB'", "whole number")),
         (stage(2, reduce_bucket_size=0), ("reduce_bucket_size", "0", "1 or more")),
         (stage(2, reduce_bucket_size=1.5), ("reduce_bucket_size", "1.5")),
         (stage(2, gradient_reduction="rs"), ("gradient_reduction", "'rs'", "reduce_to_owner")),
@@ -96,7 +117,7 @@ def test_two_keys_and_their_overrides_choose_the_reduction(keys, reduction):
         ({"bf16": True}, ("bf16", "True", "object")),
         ({"communication_data_type": "int8"}, ("communication_data_type", "'int8'", "bf16")),
         ({"gradient_clipping": -1}, ("gradient_clipping", "-1")),
-        ({"gradient_clipping": True}, ("gradient_clipping", "True")),
+        ({"gradient_clipping": "most"}, ("gradient_clipping", "'most'")),
         ({"gradient_accumulation_steps": 0}, ("gradient_accumulation_steps", "0")),
     ],
 )

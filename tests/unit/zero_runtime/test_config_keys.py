@@ -13,6 +13,8 @@ from support import recorded
 from zero_runtime.config import MonitorConfig, OptimizerConfig, RuntimeConfig, SchedulerConfig
 from zero_runtime.configuration import keys
 from zero_runtime.configuration.activation_checkpointing import ActivationCheckpointing
+from zero_runtime.configuration.checks import boolean
+from zero_runtime.configuration.coercion import UNCHECKED
 from zero_runtime.configuration.key_table import Status
 from zero_runtime.configuration.precision import PrecisionConfig
 from zero_runtime.configuration.sharding import ShardingConfig
@@ -44,6 +46,10 @@ CUT = {"tp_size": 2}
 VALUES = {
     "train_batch_size": (8, {"train_micro_batch_size_per_gpu": None}),
     "checkpoint.load_universal": (True, {}),
+    "timers": ({"throughput": {"enabled": False}}, {}),
+    "timers.throughput": ({"enabled": False}, {}),
+    "timers.throughput.enabled": (False, {}),
+    "timers.throughput.synchronized": (False, {}),
     "pipeline": ({"stages": 2}, {}),
     "pipeline.stages": (2, {}),
     "pipeline.partition": ("uniform", {}),
@@ -383,14 +389,20 @@ def test_each_refused_key_says_why(name):
     made(with_key(name, False, PLAIN))
 
 
+def noticed(given):
+    return RuntimeConfig.from_mapping(given, 2).notices
+
+
 @pytest.mark.parametrize("name", of_status(Status.INERT, Status.WAITING))
 def test_each_other_key_passes_with_its_default_and_checks_its_value(name):
     key = next(key for block, each, key in ROWS if full(block, each) == name)
     plain = made(PLAIN)
     assert made(with_key(name, key.default, PLAIN)) == plain
-    if key.check.expected.startswith(("bool", "int", "number", "object")):
-        with pytest.raises(ConfigError, match=f"{name.replace('bfloat16', 'bf16')} is 'no'"):
-            made(with_key(name, "no", PLAIN))
+    if key.check is boolean and name.rpartition(".")[0] in UNCHECKED:
+        assert any(f"{name} 'what' as true" in line for line in noticed(with_key(name, "what", PLAIN)))
+    elif key.check.expected.startswith(("bool", "int", "number", "object")):
+        with pytest.raises(ConfigError, match=f"{name.replace('bfloat16', 'bf16')} is 'what'"):
+            made(with_key(name, "what", PLAIN))
 
 
 @pytest.mark.parametrize(

@@ -185,3 +185,30 @@ def test_operations_that_torch_has_are_there_and_none_is_built():
     numbers = torch.arange(3, dtype=torch.int16)
     raw = UtilsBuilder().load().cast_to_byte_tensor(numbers)
     assert raw.dtype is torch.uint8 and raw.numel() == 6 and raw.data_ptr() == numbers.data_ptr()
+
+
+def test_settings_of_activation_checkpoints_are_read_anew_each_time():
+    from deepspeed import checkpointing
+
+    try:
+        assert not checkpointing.PARTITION_ACTIVATIONS and not checkpointing.CPU_CHECKPOINT
+        checkpointing.configure(None, partition_activations=True, checkpoint_in_cpu=True, profile=True)
+        assert (
+            checkpointing.PARTITION_ACTIVATIONS
+            and checkpointing.CPU_CHECKPOINT
+            and checkpointing.PROFILE_TIME
+        )
+    finally:
+        checkpointing.reset()
+        checkpointing.configure(None, partition_activations=False, checkpoint_in_cpu=False, profile=False)
+    assert not checkpointing.PARTITION_ACTIVATIONS and not checkpointing.SYNCHRONIZE
+
+
+def test_modules_are_found_by_dotted_names_as_deepspeed_chat_asks():
+    from deepspeed.compression.helper import recursive_getattr, recursive_setattr
+
+    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 3)))
+    assert recursive_getattr(model, "0.0") is model[0][0]
+    new = torch.nn.Linear(2, 5)
+    recursive_setattr(model, "0.0", new)
+    assert model[0][0] is new

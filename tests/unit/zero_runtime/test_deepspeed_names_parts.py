@@ -35,6 +35,7 @@ from zero_runtime.deepspeed_names.zero_checks import (
     set_z3_leaf_modules_by_suffix,
 )
 from zero_runtime.errors import ConfigError, LossScaleError, UnsupportedError, UsageError
+from zero_runtime.throughput import ThroughputTimer
 
 
 def parameters():
@@ -115,7 +116,7 @@ def test_timers_add_up_and_throughput_counts_samples():
     with pytest.raises(UsageError, match="does not run"):
         named("fwd").stop()
     said = []
-    speed = timers.ThroughputTimer(batch_size=4, start_step=1, steps_per_output=2, logging_fn=said.append)
+    speed = ThroughputTimer(batch_size=4, start_step=1, steps_per_output=2, logging_fn=said.append)
     for _ in range(4):
         speed.start()
         time.sleep(0.005)

@@ -56,7 +56,7 @@ def test_the_reduction(zero, name):
         ({"gradient_allreduce_op": "sum"}, {}, "set it to mean"),
         ({"gradient_predivide_factor": 4.0}, {}, "gradient_predivide_factor is 4.0"),
         ({"prescale_gradients": True}, {}, "prescale_gradients is True"),
-        ({}, {"sub_group_size": 0}, "sub_group_size"),
+        ({}, {"sub_group_size": -1}, "sub_group_size"),
     ],
 )
 def test_refused(top, zero, message):
