@@ -97,5 +97,11 @@ MODULES: Final[dict[str, Module]] = {
     "runtime.activation_checkpointing.offload_activations": Module(
         refused="activation_checkpointing.cpu_checkpointing keeps the inputs of regions in host memory"
     ),
-    "utils.pin_memory_tracker": Module(refused="torch.cuda.host_memory_stats() counts page-locked memory"),
+    "utils.pin_memory_tracker": Module(
+        given(
+            f"{_HERE}.pin_memory_tracker",
+            "pinned_memory_summary", "track_pinned_memory", _fmt_bytes="shown_bytes", _tracker="tracker",
+            note="counts what the script says; torch.cuda.host_memory_stats() counts page-locked memory itself",
+        )
+    ),
 }  # fmt: skip

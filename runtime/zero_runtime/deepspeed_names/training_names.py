@@ -266,7 +266,8 @@ MODULES: Final[dict[str, Module]] = {
     "runtime.config": Module(_CONFIG),
     "runtime.constants": Module({name: row for name, row in _CONFIG.items() if name in _WORDS or name == "ValidationMode"}),
     "runtime.config_utils": Module(
-        refused("configurations are checked by zero_runtime.config", "DeepSpeedConfigModel", "DeepSpeedConfigObject")
+        given(f"{_HERE}.config_model", "DeepSpeedConfigModel", note="needs the package pydantic")
+        | refused("configurations are checked by zero_runtime.config", "DeepSpeedConfigObject")
     ),
     "runtime.dataloader": Module(
         given("zero_runtime.data", "RepeatingLoader", DeepSpeedDataLoader="RankLoader")

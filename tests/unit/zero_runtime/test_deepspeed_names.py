@@ -212,3 +212,34 @@ def test_modules_are_found_by_dotted_names_as_deepspeed_chat_asks():
     new = torch.nn.Linear(2, 5)
     recursive_setattr(model, "0.0", new)
     assert model[0][0] is new
+
+
+def test_a_script_makes_configurations_of_its_own():
+    pydantic = pytest.importorskip("pydantic")
+    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+
+    class Sizes(DeepSpeedConfigModel):
+        new: list[str] | None = None
+        count: int = pydantic.Field(3, alias="size")
+        old: str | None = pydantic.Field(
+            None,
+            json_schema_extra={"deprecated": True, "new_param": "new", "new_param_fn": lambda value: [value]},
+        )
+
+    assert Sizes(count="4").count == Sizes(size=4).count == 4 and Sizes(count="auto").count == 3
+    assert Sizes(old="a").new == ["a"]
+    with pytest.raises(AssertionError, match="which replaces it"):
+        Sizes(old="a", new=["b"])
+    with pytest.raises(pydantic.ValidationError):
+        Sizes(other=1)
+
+
+def test_pinned_memory_is_added_up():
+    from deepspeed.utils.pin_memory_tracker import _fmt_bytes, _tracker, track_pinned_memory
+
+    _tracker.reset()
+    track_pinned_memory(2**35)
+    track_pinned_memory(2**35)
+    assert (_tracker._bytes, _tracker._calls, _tracker._next_checkpoint) == (2**36, 2, 2**37)
+    assert [_fmt_bytes(size) for size in (7, 2048, 2**20, 2**30)] == ["7 B", "2.0 KB", "1.00 MB", "1.000 GB"]
+    _tracker.reset()

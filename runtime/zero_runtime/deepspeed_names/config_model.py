@@ -1,0 +1,70 @@
+"""``deepspeed.runtime.config_utils``: the class of pydantic's that scripts make configurations of their own with.
+
+It needs the package pydantic, which this runtime's own configuration does not. A field may say in ``json_schema_extra`` that
+it is ``deprecated``, which field is its ``new_param``, and by which ``new_param_fn`` the value is converted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zero_runtime import log
+from zero_runtime.errors import UnsupportedError
+
+try:
+    from pydantic import BaseModel, ConfigDict
+except ImportError as error:
+    raise UnsupportedError(
+        "DeepSpeedConfigModel needs the package pydantic, which is not installed; pip install pydantic"
+    ) from error
+
+
+class DeepSpeedConfigModel(BaseModel):
+    """A configuration whose fields are checked; unknown ones are refused, and values that are ``"auto"`` are not set.
+
+    Args:
+        strict: keep values that are ``"auto"``.
+        data: the values by field.
+    """
+
+    model_config = ConfigDict(
+        validate_default=True,
+        validate_assignment=True,
+        use_enum_values=True,
+        populate_by_name=True,
+        extra="forbid",
+        arbitrary_types_allowed=True,
+        protected_namespaces=(),
+    )
+
+    def __init__(self, strict: bool = False, **data: Any) -> None:
+        kept = {
+            name: value
+            for name, value in data.items()
+            if strict or value != "auto" or name == "replace_method"
+        }
+        super().__init__(**kept)
+        for name, field in type(self).model_fields.items():
+            rules = field.json_schema_extra
+            if isinstance(rules, dict) and rules.get("deprecated") and name in self.model_fields_set:
+                self._replace(name, rules)
+
+    def _replace(self, name: str, rules: dict[str, Any]) -> None:
+        """Give the value of the deprecated field ``name`` to the field that has taken its place."""
+        *path, new = str(rules.get("new_param", "")).split(".")
+        target: Any = self
+        hint = f"; write {rules['new_param']}" if new else ""
+        log.warning(
+            f"the configuration's {name} is deprecated{hint} {rules.get('deprecated_msg', '')}".rstrip()
+        )
+        if not new or not rules.get("set_new_param", True):
+            return
+        for each in path:
+            target = getattr(target, each)
+        assert new not in target.model_fields_set, (
+            f"{name} is deprecated and stands beside {rules['new_param']}, which replaces it; keep the latter"
+        )
+        convert = rules.get("new_param_fn", lambda value: value)
+        value = convert(getattr(self, name))
+        delattr(self, name)
+        setattr(target, new, value)
