@@ -12,6 +12,7 @@ import enum
 import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Final, Protocol
 
 import torch
@@ -273,12 +274,18 @@ def shards_of(parameters: Iterable[torch.Tensor]) -> list[Shard]:
     return [found[number] for number in sorted(found)]
 
 
-_SCRIPT_ATTRIBUTES: Final = ("ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_status", "ds_persist")
+_SCRIPT_ATTRIBUTES: Final = (
+    *("ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_status", "ds_persist", "partition_numel"),
+)
 
 
 def _tell_scripts(shard: Shard) -> None:
     """The attributes by which scripts written for DeepSpeed know a sharded parameter."""
     parameter = shard.parameter
-    values = (shard.number, shard.shape, shard.numel, shard.own, shard.status, shard.persistent)
+    partition_numel = partial(int, shard.slice_numel)  # a call without arguments, for Lightning's summary
+    values = (
+        *(shard.number, shard.shape, shard.numel, shard.own, shard.status, shard.persistent),
+        partition_numel,
+    )
     for name, value in zip(_SCRIPT_ATTRIBUTES, values, strict=True):
         setattr(parameter, name, value)

@@ -277,3 +277,10 @@ def test_the_fp16_block_as_it_is_used():
     again = make(fp16=dynamic.effective()["fp16"])
     assert again.precision == dynamic.precision
     assert dynamic.precision.loss_scale[:2] == (256.0, True) and dynamic.precision.loss_scale.minimum == 1e-5
+
+
+def test_an_infinite_number_of_steps_prints_never():
+    config = make(steps_per_print=float("inf"))
+    assert config.steps_per_print == float("inf") and 1000 % config.steps_per_print != 0
+    with pytest.raises(ConfigError, match="steps_per_print is -inf"):
+        make(steps_per_print=float("-inf"))

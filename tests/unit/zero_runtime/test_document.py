@@ -78,3 +78,7 @@ def test_equal_keys_of_different_objects_are_no_repetition():
 def test_only_an_object_is_a_configuration(text):
     with pytest.raises(ConfigError, match="expected a JSON object"):
         document.parse(text)
+
+
+def test_infinity_is_read_as_python_writes_it():
+    assert document.parse(json.dumps({"steps_per_print": float("inf")})) == {"steps_per_print": float("inf")}
