@@ -85,6 +85,31 @@ test: lint types contracts $(STAMPS)/chromium ## what .ci/run calls: everything 
 test-all: lint types contracts $(STAMPS)/chromium ## everything, the long sets too
 	$(call pytest,)
 
+# The sets that depend on torch's insides, with another torch than .venv has: what records, what finds the ranks, what
+# trains. The environment stays, and a set that failed can be run in it by hand. A build for CUDA takes 6 GB.
+VERSION ?= 2.15.0
+TORCH_VENV := .venv-torch-$(VERSION)
+TORCH_SETS := $(addprefix tests/,$(addprefix unit/,commprof/test_recorder_*.py zero_runtime) \
+	$(addprefix integration/,test_recorder_c*.py test_recorder_d*.py test_recorder_f*.py test_recorder_g*.py \
+	test_recorder_m*.py test_recorder_p*.py test_recorder_s*.py test_recorder_times.py test_injection.py test_process_end.py \
+	test_verify_wrappers.py test_zero_engine.py test_zero_offload.py test_zero_overlap.py test_zero_precision.py \
+	test_zero_records.py test_zero_reductions.py test_zero_stage3.py test_zero_checkpoint.py test_pipeline_engine.py \
+	test_tensor_parallel.py))
+
+$(TORCH_VENV)/installed: pyproject.toml constraints.txt hatch_build.py $(COMPILED) | $(STAMPS)/venv
+	$(PYTHON) -m venv $(TORCH_VENV)
+	grep -v '^torch==' constraints.txt > $(TORCH_VENV)/constraints.txt
+	$(TORCH_VENV)/bin/python -m pip install --quiet -c $(TORCH_VENV)/constraints.txt torch==$(VERSION) -e '.[analysis,export,train]' \
+		hypothesis pytest pytest-timeout pytest-xdist
+	@touch $@
+
+.PHONY: test-torch
+test-torch: $(TORCH_VENV)/installed ## the recorder's, injection's and zero_runtime's core sets with torch VERSION, in an environment of its own
+	@failed=0; \
+	$(TORCH_VENV)/bin/python -m pytest -q -n 2 --dist loadfile -m "not long and not alone" $(wildcard $(TORCH_SETS)) || failed=1; \
+	$(TORCH_VENV)/bin/python -m pytest -q -m "not long and alone" $(wildcard $(TORCH_SETS)) || failed=1; \
+	exit $$failed
+
 .PHONY: bench
 bench: $(STAMPS)/dev ## the benchmarks: a table and JSON each
 	$(BIN)/python benchmarks/recorder_cost.py
@@ -97,4 +122,4 @@ bench: $(STAMPS)/dev ## the benchmarks: a table and JSON each
 .PHONY: clean
 clean: ## remove the environment and what was built; runs are kept
 	find commprof -name '_*.so' -delete
-	rm -rf $(VENV) $(STAMPS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-torch-* $(STAMPS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

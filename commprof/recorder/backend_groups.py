@@ -41,6 +41,11 @@ class BackendGroups:
             self._known[address] = group
         return group
 
+    def retire(self, group: Group) -> None:
+        """A backend of ``group`` serves another group from now on."""
+        for address in [a for a, known in self._known.items() if known is group]:
+            self._forget(address)
+
     def _forget(self, address: int) -> None:
         self._known.pop(address, None)
         self._references.pop(address, None)

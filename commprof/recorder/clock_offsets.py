@@ -95,13 +95,18 @@ class ClockOffsets:
         self._thread = threading.Thread(target=self._run, args=(work,), name="commprof clocks", daemon=True)
         self._thread.start()
 
-    def part(self) -> None:
-        """Process groups are about to be destroyed: use the job's store no more, and measure while everybody is there."""
+    def part(self, measure: bool = True) -> None:
+        """Process groups are about to be destroyed: use the job's store no more.
+
+        Args:
+            measure: the other ranks are still there: measure a last time.
+        """
         began = time.perf_counter_ns()
         self._parting.set()
         if self._server is not None:
             self._server.interrupt()
-        self._measure_now()
+        if measure:
+            self._measure_now()
         self.cost_ns += time.perf_counter_ns() - began
 
     def finish(self) -> None:

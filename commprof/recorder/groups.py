@@ -34,12 +34,20 @@ class Group:
         "unseen",
     )
 
-    def __init__(self, name: str, desc: str | None, ranks: list[int], rank: int, backends: dict[str, str]):
+    def __init__(
+        self,
+        name: str,
+        desc: str | None,
+        ranks: list[int],
+        rank: int,
+        backends: dict[str, str],
+        size: int | None = None,
+    ):
         self.name = name
         self.desc = desc
-        self.ranks = ranks
+        self.ranks = ranks  # empty where torch does not say who the members are
         self.rank = rank
-        self.size = len(ranks)
+        self.size = len(ranks) if size is None else size
         self.backends = backends
         self.accelerated = False  # it has carried tensors of a GPU
         self.collectives = itertools.count()  # issue order, collectives
@@ -50,7 +58,7 @@ class Group:
 
     def global_rank(self, group_rank: int | None) -> int:
         """The global rank of the group's ``group_rank``; -1 for none or one that the group does not have."""
-        if group_rank is None or not 0 <= group_rank < self.size:
+        if group_rank is None or not 0 <= group_rank < len(self.ranks):
             return -1
         return self.ranks[group_rank]
 
@@ -84,6 +92,9 @@ class Groups:
         self._references: dict[int, weakref.ref[Any]] = {}
         self._by_name: dict[str, Group] = {}
         self._generations: dict[str, int] = {}
+        self._renewed: dict[
+            str, tuple[str, tuple[int, int]]
+        ] = {}  # see :meth:`renew`: by torch's name of the group
         self._all: list[Group] = []
         self._on_new = on_new
         self._on_forget = on_forget
@@ -127,7 +138,7 @@ class Groups:
     def unique_name(self, name: str) -> str:
         """The name under which the group that torch calls ``name`` now is recorded."""
         group = self._by_name.get(name)
-        return _numbered(name, self._generations.get(name, 1)) if group is None else group.name
+        return self._recorded_name(name) if group is None else group.name
 
     def every(self) -> list[Group]:
         """Every group that was ever seen, destroyed ones included."""
@@ -140,19 +151,55 @@ class Groups:
             if group is None:
                 continue
             self._generations[retired] = self._generations.get(retired, 1) + 1
-            for address in [a for a, known in self.known.items() if known is group]:
-                self._forget(address)
+            self._forget_group(group)
+        for renewed in list(self._renewed) if name is None else [name]:
+            self._renewed.pop(renewed, None)
+
+    def renew(self, pg: Any, communicator: Any, before: tuple[int, int]) -> Group | None:
+        """``pg`` was given other members in place: what it issues from now on belongs to another group of the trace.
+
+        Args:
+            pg: the ProcessGroup, which stays the same object and keeps its name.
+            communicator: names the new communicator, equally on all its members.
+            before: rank and size of ``pg`` before.
+
+        Returns:
+            The group that it was until now, if it had issued anything.
+        """
+        name = pg.group_name
+        group = self._by_name.pop(name, None)
+        _, first = self._renewed.get(name, ("", before))
+        self._renewed[name] = f"{name}@{communicator}", first
+        if group is not None:
+            self._forget_group(group)
+        return group
+
+    def _forget_group(self, group: Group) -> None:
+        for address in [a for a, known in self.known.items() if known is group]:
+            self._forget(address)
 
     def _read(self, pg: Any, name: str) -> Group:
+        rank, size = pg.rank(), pg.size()
         try:
             ranks = list(c10d.get_process_group_ranks(pg))
         except Exception:
-            ranks = list(range(pg.size()))  # not made through torch.distributed
-        unique = _numbered(name, self._generations.get(name, 1))
+            ranks = list(range(size))  # not made through torch.distributed
+        if name in self._renewed and self._renewed[name][1] != (rank, size):
+            ranks = []  # torch still says who the members were at first
         desc = getattr(pg, "group_desc", None)
         return Group(
-            unique, None if desc in ("", "undefined") else desc, ranks, pg.rank(), backends_by_device(pg)
+            self._recorded_name(name),
+            None if desc in ("", "undefined") else desc,
+            ranks,
+            rank,
+            backends_by_device(pg),
+            size,
         )
+
+    def _recorded_name(self, name: str) -> str:
+        if name in self._renewed:
+            return self._renewed[name][0]
+        return _numbered(name, self._generations.get(name, 1))
 
 
 def _numbered(name: str, generation: int) -> str:

@@ -61,9 +61,9 @@ class Interception:
         self.wrappers = Wrappers(journal, self.groups.find)
         self.kernels = KernelRecorder(journal, self.groups)
         self.is_complete = False
-        backends = BackendGroups(self.groups, lambda address: self._backend_wrappers.forget(address))
+        self._backends = BackendGroups(self.groups, lambda address: self._backend_wrappers.forget(address))
         self._backend_wrappers = Wrappers(
-            journal, backends.find, LAYERS.index(Layer.BACKEND), self.wrappers.pending
+            journal, self._backends.find, LAYERS.index(Layer.BACKEND), self.wrappers.pending
         )
         self.stalls = self.kernels.stalls
         self._issuers = CppIssuers(self._record_cpp_issuers, journal.fault, self.stalls)
@@ -159,6 +159,12 @@ class Interception:
             f"from step {hooks.position.step} on every operator of c10d is recorded: group {group.desc or group.name} had "
             f"counted {group.unseen} more than was recorded until then, and those are missing"
         )
+
+    def renew(self, pg: Any, communicator: Any, before: tuple[int, int]) -> None:
+        """``pg`` was given other members in place; see :meth:`Groups.renew`."""
+        group = self.groups.renew(pg, communicator, before)
+        if group is not None:
+            self._backends.retire(group)
 
     def remove(self) -> None:
         """Put torch's methods back, except where somebody else has wrapped ours since, and take the kernels out."""

@@ -45,6 +45,11 @@ class SelfCheck:
             self._before.pop(name, None)
             self._silent.discard(name)
 
+    def begin(self, pg: Any) -> None:
+        """``pg`` was given other members in place: what it has counted until now is no loss of theirs."""
+        self.forget(pg.group_name)
+        self._before[pg.group_name] = sequence_number(pg) or 0
+
     def skip(self) -> None:
         """Nothing was recorded since the last check, on purpose: what the groups have counted meanwhile is not missing."""
         for pg in live_groups():

@@ -75,7 +75,12 @@ class Session:
         self.interception = Interception(self.journal, self._on_group, options.complete)
         groups = self.interception.groups
         self.lifecycle = GroupLifecycle(
-            groups.find, self._before_destroy, self._on_destroy, self.journal.fault
+            groups.find,
+            self._before_destroy,
+            self._on_destroy,
+            self._before_reconfigure,
+            self._on_reconfigure,
+            self.journal.fault,
         )
         self.steps = Steps(self.journal, self._check)
         self.window = StepWindow(options.window, self.journal, self._resume, self._pause)
@@ -261,6 +266,11 @@ class Session:
             if self.opened is None and self._refused is None:
                 self._open()
         self.journal.write("group", group.row())
+        if not group.ranks:
+            self.journal.note(
+                f"group {group.name} was given other members in place, and torch does not say which ranks they are: its "
+                "records have no group_ranks, and roots and peers are unknown"
+            )
 
     def _resume(self) -> None:
         """Recording begins within the run."""
@@ -275,12 +285,12 @@ class Session:
         self.interception.remove()
         self.steps.close()
 
-    def _before_destroy(self, name: str | None) -> None:
+    def _before_destroy(self, name: str | None, has_peers: bool) -> None:
         """A group is about to go, or all of them. Of one among thousands only what is its own is looked at."""
         self._check(only=name)
         self.window.count()
         if name is None:
-            self.clock_offsets.part()
+            self.clock_offsets.part(measure=has_peers)
         if name is None or self.flight.is_due():
             self.flight.write()
 
@@ -289,6 +299,19 @@ class Session:
         self.window.outside.forget(name)
         if self.selfcheck is not None:
             self.selfcheck.forget(name)
+
+    def _before_reconfigure(self, pg: Any) -> tuple[int, int]:
+        """The group is about to be given other members. Returns this process's rank in it, and its size."""
+        self._check(only=pg.group_name)
+        self.window.count()
+        self.flight.write()  # its entries until now are of the group as it was
+        return pg.rank(), pg.size()
+
+    def _on_reconfigure(self, pg: Any, communicator: Any, before: tuple[int, int]) -> None:
+        self.interception.renew(pg, communicator, before)
+        self.window.outside.forget(pg.group_name)
+        if self.selfcheck is not None:
+            self.selfcheck.begin(pg)
 
     def _check(self, is_last: bool = False, only: str | None = None) -> None:
         if self.journal.records is None or not self.window.is_open:

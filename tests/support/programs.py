@@ -350,12 +350,17 @@ MODES: Calls = [("all_reduce", 16), ("all_reduce", 16), ("broadcast", 16), *[("a
 # What a stage hands on is described by a pickled object, sent as its length and its bytes. torch 2.13 has the stage behind
 # describe the gradients that come back as well. torch 2.11 does not: a gradient has the shape and type of what was sent.
 # The source is looked at, since importing it takes a second that other tests which read this module need not spend.
-_STAGES = Path(torch.__file__).parent / "distributed" / "pipelining" / "stage.py"
-GRADIENTS_ARE_DESCRIBED = "def _backward_metadata_inference(" in _STAGES.read_text()
+_PIPELINING = Path(torch.__file__).parent / "distributed" / "pipelining"
+GRADIENTS_ARE_DESCRIBED = "def _backward_metadata_inference(" in (_PIPELINING / "stage.py").read_text()
+# torch 2.15 votes whether all stages know their shapes, then connects each pair of peers: the lower rank sends one element,
+# and all ranks meet in an all_reduce. Before, one element went each way (2.11: to connect the stages; 2.13: that vote).
+PEERS_ARE_PRECONNECTED = "_preconnect_shared_p2p_edges(" in (_PIPELINING / "schedules.py").read_text()
 _PIPELINE: Calls = [
-    # one element each way (2.11: so that the stages are connected; 2.13: whether all of them know their shapes)
-    ("send", 4),
-    ("recv", 4),
+    *(
+        [("all_reduce", 4), ("send", 4), ("all_reduce", 4)]
+        if PEERS_ARE_PRECONNECTED
+        else [("send", 4), ("recv", 4)]
+    ),
     ("send", 8),
     ("send", None),
     *([("recv", 8), ("recv", None)] if GRADIENTS_ARE_DESCRIBED else []),

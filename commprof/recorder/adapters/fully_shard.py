@@ -179,8 +179,9 @@ class FullyShard:
         mesh, after = group.mesh_info, group.post_forward_mesh_info
         shards = getattr(mesh, "shard_process_group", None)
         replicas = getattr(mesh, "replicate_process_group", None)
-        policy = group.mp_policy
         parameters = group.fsdp_params
+        policies = {each.mp_policy for each in parameters}  # torch 2.15 lets each parameter have its own
+        policy = next(iter(policies))
         arguments |= {
             "shards": shards is not None,
             "reshard_after_forward": after is not None,
@@ -192,9 +193,7 @@ class FullyShard:
             "unshard_in_backward": getattr(group, "unshard_in_backward", True),
             "mesh_dims": max((each.sharded_param.device_mesh.ndim for each in parameters), default=1)
             - (2 if shards is not None and replicas is not None else 1),
-            "unpredicted": "a parameter has its own way to be gathered (fsdp_pre_all_gather)"
-            if any(hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather") for each in parameters)
-            else None,
+            "unpredicted": _unpredicted(parameters, policies),
         }
         return self._wrapped.add(
             "fully_shard",
@@ -261,6 +260,15 @@ def _groups_of(states: Sequence[Any]) -> list[Any]:
 def _is_idle(group: Any) -> bool:
     """Whether the program itself calls, outside of any pass."""
     return getattr(group._training_state, "name", "") == "IDLE"
+
+
+def _unpredicted(parameters: Sequence[Any], policies: set[Any]) -> str | None:
+    """Why the messages of a unit cannot be predicted from its arguments; None where they can."""
+    if any(hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather") for each in parameters):
+        return "a parameter has its own way to be gathered (fsdp_pre_all_gather)"
+    if len(policies) > 1:
+        return "its parameters have different mixed precision policies (param_dtype_override_fn)"
+    return None
 
 
 def _dtype(dtype: torch.dtype | None) -> str | None:

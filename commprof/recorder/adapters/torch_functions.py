@@ -70,6 +70,12 @@ _PURPOSES: Final = (
     purpose(_STAGE, "PipelineStage._warmup_forward_vote", Purpose.PIPELINE, optional=True),
     purpose(_STAGE, "PipelineStage._warmup_backward_result", Purpose.PIPELINE, optional=True),
     purpose(_STAGE, "PipelineStage._shape_inference", Purpose.PIPELINE, optional=True),
+    purpose(
+        _SCHEDULES,
+        "_PipelineSchedule._initialize_pipeline_distributed_state",
+        Purpose.PIPELINE,
+        optional=True,
+    ),
 )
 _CHECKPOINTS: Final = (
     (_ZERO, "ZeroRedundancyOptimizer.consolidate_state_dict"),
