@@ -30,7 +30,8 @@ rank, world = dist.get_rank(), dist.get_world_size()
 commprof.attach(sys.argv[1], quiet=True)
 kind, late = sys.argv[2], int(sys.argv[3])
 tensor = torch.ones(64 * 1024)
-for step in range(6 if kind != "broadcast" else 12):
+parts = [tensor] * world if rank == 1 else None
+for step in range(12 if kind in ("broadcast", "scatter", "gather") else 6):
     hooks.step(step)
     time.sleep(0.004 + 0.08 * (rank == late))
     if kind == "all_reduce":
@@ -39,6 +40,12 @@ for step in range(6 if kind != "broadcast" else 12):
     elif kind == "broadcast":
         for _ in range(3):
             dist.broadcast(tensor, 1)
+    elif kind == "scatter":
+        for _ in range(3):
+            dist.scatter(torch.empty_like(tensor), parts, 1)
+    elif kind == "gather":
+        for _ in range(3):
+            dist.gather(tensor, [torch.empty_like(tensor) for _ in parts] if parts else None, 1)
     else:
         for sender in range(world):
             for receiver in range(world):
@@ -110,10 +117,29 @@ def test_a_rank_that_sleeps_is_late_by_itself_across_hosts(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("op", ["broadcast", "scatter"])
 @pytest.mark.parametrize("late", [1, 2])
-def test_only_the_root_of_a_broadcast_keeps_others_waiting(tmp_path, late):
-    culprit, said = record(tmp_path, [None, None, None], "broadcast", late=late)
+def test_only_the_root_that_sends_keeps_others_waiting(tmp_path, op, late):
+    culprit, said = record(tmp_path, [None, None, None], op, late=late)
     if late == 1:
         assert culprit == "late_rank" and said.startswith("Rank 1 is late by itself as the root"), said
     else:
         assert "by itself" not in said, said
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("late", [1, 2])
+def test_only_a_late_sender_keeps_the_root_of_a_gather_waiting(tmp_path, late):
+    culprit, said = record(tmp_path, [None, None, None], "gather", late=late)
+    if late == 2:
+        assert culprit == "late_rank" and said.startswith("Rank 2 is late by itself"), said
+    else:
+        assert "by itself" not in said, said
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("op", ["broadcast", "scatter", "gather"])
+def test_a_slow_link_below_rooted_collectives_blames_no_other(tmp_path, op):
+    culprit, said = record(tmp_path, [None, None, "20mbit"], op)
+    assert culprit != "late_rank" and "by itself" not in said, said
+    assert "host 0" not in said and "host 1 (" not in said, said
