@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -210,9 +211,9 @@ def save_and_resume(rank, world, root):
 def load_alone(rank, world, root):
     engine = make_engine(2, gradient_compression={"topk_ratio": 0.1})
     engine.load_checkpoint(Path(root) / "topk at stage 2")
-    whole = {name: each.clone() for name, each in engine._residuals.tensors.items()}
+    whole = {name.removeprefix("pending "): each.clone() for name, each in engine._residuals.stored().items()}
     engine.load_checkpoint(Path(root) / "topk at stage 2", load_module_only=True)
-    return whole, engine._residuals.tensors
+    return whole, engine._residuals.stored()
 
 
 def test_training_goes_on_from_a_checkpoint_bit_by_bit(tmp_path):
@@ -245,3 +246,73 @@ def refused(rank, world):
 def test_hosts_that_do_not_divide_the_ranks_are_refused():
     for said in run_ranks(2, refused):
         assert "LOCAL_WORLD_SIZE is 3, which does not divide the 2 ranks" in said
+
+
+LEFT_OVER = {
+    "by all": {"algorithm": "topk", "topk_ratio": 0.1},
+    "in two phases": {"algorithm": "1bit", "two_phase": True},
+    "between hosts": {"algorithm": "topk", "topk_ratio": 0.1, "hierarchical_compress": True},
+}
+EXACT = {"algorithm": "topk", "topk_ratio": 1.0}
+
+
+def of_weights(keys, ranks_of_a_host):
+    """An engine whose step adds the mean gradient to 37 weights, in a bucket that no number of ranks divides."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks_of_a_host)
+    model = torch.nn.Linear(37, 1, bias=False)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "zero_optimization": {"stage": 1},
+        "gradient_clipping": 0.0,
+        "gradient_compression": keys,
+    }
+    return zero_runtime.initialize(model=model, config=config)[0]
+
+
+def weights_step(engine, factor):
+    before = engine.module.weight.detach().clone()
+    engine.backward(factor * engine(torch.randn(1, 37)).sum())
+    engine.step()
+    return before - engine.module.weight.detach()
+
+
+def leave_over(rank, world, root):
+    """What each way of compressing leaves over on this rank, and how far a step without gradients goes on other grids."""
+    torch.manual_seed(rank)
+    left = {}
+    for name, keys in LEFT_OVER.items():
+        engine = of_weights(keys, 2)
+        for _ in range(3):
+            weights_step(engine, 1.0)
+        engine.save_checkpoint(Path(root) / name)
+        left[name] = sum(engine._residuals.tensors.values()).clone()
+    return left, steps_without_gradients(world, root)
+
+
+def steps_without_gradients(world, root):
+    found = {}
+    for name in LEFT_OVER:
+        for local in range(world + 1):
+            if local == 0 or world % local == 0:
+                engine = of_weights({**EXACT, "hierarchical_compress": local > 0}, local or world)
+                engine.load_checkpoint(Path(root) / name)
+                found[name, local] = (weights_step(engine, 0.0), weights_step(engine, 0.0))
+    return found
+
+
+def test_the_weights_get_what_was_left_over_whatever_ranks_and_hosts_there_are(tmp_path):
+    saved = run_ranks(4, leave_over, str(tmp_path), timeout=200)
+    total = {name: sum(left[name] for left, _ in saved) for name in LEFT_OVER}
+    assert all(bool(sums.abs().sum() > 0.1) for sums in total.values())
+    every = [found for _, found in saved]
+    for world in (1, 2):
+        every += run_ranks(world, load_residuals, str(tmp_path), timeout=200)
+    for found in every:
+        for (name, local), (first, second) in found.items():
+            torch.testing.assert_close(first.view(-1), total[name].view(-1), msg=f"{name}, {local}")
+            torch.testing.assert_close(second, torch.zeros_like(second), rtol=0, atol=1e-5)
+
+
+def load_residuals(rank, world, root):
+    return steps_without_gradients(world, root)

@@ -60,12 +60,19 @@ def entries(training: Training, excluded: Iterable[str]) -> tuple[list[Entry], d
     found += [
         held(f"random/{name}", state) for name, state in random_state.collect(training.group.device).items()
     ]
+    layout = None
     if training.residuals is not None:
-        found += [held(f"residual/{name}", each) for name, each in training.residuals.tensors.items()]
+        found += [held(f"residual/{name}", each) for name, each in training.residuals.stored().items()]
+        layout = training.residuals.layout._asdict()
     told = [
         {"parameters": names, "scalars": json.loads(text)} for text, names in scalars.items() if text != "{}"
     ]
-    content = {"rank": rank, "world_size": training.group.world_size, "scalars": told}
+    content = {
+        "rank": rank,
+        "world_size": training.group.world_size,
+        "scalars": told,
+        **({} if layout is None else {"residuals": layout}),
+    }
     return found, {METADATA: json.dumps(content)}
 
 

@@ -296,7 +296,8 @@ def _restore_residuals(training: Training, checkpoint: OpenCheckpoint | None) ->
     saved_by = 0 if checkpoint is None else len(checkpoint.manifest.files)
     group = training.group
     read = checkpoint.residuals if checkpoint is not None else _no_residuals
-    training.residuals.load(read, group.rank, group.world_size, saved_by, group.device)
+    layout = checkpoint.residual_layout if checkpoint is not None else None
+    training.residuals.load(read, group.rank, group.world_size, saved_by, layout, group.device)
 
 
 def _no_residuals(rank: int) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from zero_runtime.checkpoint.manifest import Manifest, ParameterFacts
+from zero_runtime.compression.residuals import Layout
 from zero_runtime.errors import CheckpointError
 from zero_runtime.fragments import NumberTensor, Scalar
 
@@ -43,9 +44,12 @@ class OpenCheckpoint:
 
     Attributes:
         manifest: what it says of itself.
+        residual_layout: which ranks used which elements of what gradient compression had left over; None where that is
+            not said.
     """
 
     manifest: Manifest
+    residual_layout: Layout | None = None
 
     def __init__(self, directory: Path, rounding: Mapping[str, torch.dtype] | None = None) -> None:
         self.directory = directory

@@ -17,6 +17,7 @@ from zero_runtime.checkpoint.contents import METADATA
 from zero_runtime.checkpoint.manifest import RankFile, read_manifest
 from zero_runtime.checkpoint.opened import OpenCheckpoint, Piece
 from zero_runtime.checkpoint.tensor_file import DTYPES
+from zero_runtime.compression.residuals import layout_of
 from zero_runtime.errors import CheckpointError
 from zero_runtime.fragments import NumberTensor, Scalar
 
@@ -85,6 +86,7 @@ class Checkpoint(OpenCheckpoint):
                 raise ValueError(f"it is of rank {told['rank']} of {told['world_size']}")
             for key in file.keys():  # noqa: SIM118 - it is no dict
                 self._index(rank, file, key)
+            self.residual_layout = layout_of(told.get("residuals"))
             for group in told["scalars"]:
                 scalars = {name: _scalar(value) for name, value in group["scalars"].items()}
                 self._scalars.update(dict.fromkeys(group["parameters"], scalars))

@@ -11,8 +11,8 @@ from zero_runtime.comm import DataParallelGroup
 from zero_runtime.compression.codecs import Codec, OneBit, TopK, TwoBit
 from zero_runtime.compression.exchange import Exchange
 from zero_runtime.compression.hosts import hosts_of
-from zero_runtime.compression.reduction import CompressedReduction
-from zero_runtime.compression.residuals import Residuals
+from zero_runtime.compression.reduction import CompressedReduction, PlainReduction
+from zero_runtime.compression.residuals import Layout, Residuals
 from zero_runtime.compression.signs import MeanOfSigns, WantedReduction
 from zero_runtime.configuration.compression import ONE_BIT, TOP_K, GradientCompression
 from zero_runtime.optimizers.one_bit import OneBitOptimizer
@@ -41,8 +41,10 @@ def compressed(
     if settings.hierarchical_compress and group.world_size > 1:
         hosts = hosts_of(group)
         if hosts is None:
-            return plain, None
-    residuals = Residuals() if settings.error_feedback else None
+            return _on_one_host(settings, plain, scale)
+    places = 1 if hosts is None else hosts.inside.world_size
+    layout = Layout(places, settings.two_phase and group.world_size // places > 2)
+    residuals = Residuals(layout) if settings.error_feedback else None
     reduce = CompressedReduction(
         partial(_exchange, settings),
         plain,
@@ -52,6 +54,15 @@ def compressed(
         hosts,
     )
     return reduce, residuals
+
+
+def _on_one_host(
+    settings: GradientCompression, plain: Reduction, scale: Callable[[], float]
+) -> tuple[Reduction, Residuals | None]:
+    if not settings.error_feedback:
+        return plain, None
+    residuals = Residuals()
+    return PlainReduction(plain, residuals, scale), residuals
 
 
 def by_signs(
@@ -65,7 +76,7 @@ def by_signs(
         module: the model; parameters that it has not are named by their position.
         group: the data-parallel ranks.
     """
-    residuals = Residuals()
+    residuals = Residuals(Layout(two_phases=group.world_size > 2), of_mean=True)
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
     for number, each in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(each["params"]):

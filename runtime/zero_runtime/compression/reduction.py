@@ -57,6 +57,8 @@ class CompressedReduction:
     def __call__(self, bucket: Bucket, group: DataParallelGroup) -> Finish | None:
         """Sum the bucket over the ranks."""
         if group.world_size == 1 or not self._is_warm():
+            if self._residuals is not None and self._is_warm():
+                hand_over(self._residuals, bucket, self._scale())
             return self._plain(bucket, group)
         values = _contribution(bucket)
         if self._hosts is not None:
@@ -117,6 +119,31 @@ class CompressedReduction:
         self._sum(bucket, share, inside.rank * width, hosts.across, False, take)
 
 
+class PlainReduction:
+    """A :data:`zero_runtime.reduction.Reduction` on one host, where nothing is compressed.
+
+    Args:
+        plain: what is done.
+        residuals: what was left over when there were several hosts.
+        scale: what the gradients are multiplied by at the moment (the loss scale).
+    """
+
+    def __init__(self, plain: Reduction, residuals: Residuals, scale: Callable[[], float]) -> None:
+        self._plain = plain
+        self._residuals = residuals
+        self._scale = scale
+
+    def __call__(self, bucket: Bucket, group: DataParallelGroup) -> Finish | None:
+        """Sum the bucket over the ranks, and what was left over of it."""
+        hand_over(self._residuals, bucket, self._scale())
+        return self._plain(bucket, group)
+
+
+def hand_over(residuals: Residuals, bucket: Bucket, scale: float) -> None:
+    """Add to ``bucket``, which is not compressed, what is left over of its gradients; ``scale`` is the loss scale."""
+    residuals.hand_over(bucket.tensor, bucket.entries, scale / _factor(bucket))
+
+
 def _why(bucket: Bucket, intended_op: str) -> hooks.tag:
     return bucket.why(intended_op=intended_op)
 
@@ -135,6 +162,9 @@ def _sum_of_rows(rows: torch.Tensor, width: int, bucket: Bucket, group: DataPara
 
 def _contribution(bucket: Bucket) -> torch.Tensor:
     """The bucket in fp32, with all that is ever done to scale it; the sum over the ranks is the result."""
+    return bucket.tensor.to(torch.float32, copy=True).mul_(_factor(bucket))
+
+
+def _factor(bucket: Bucket) -> float:
     scaling = bucket.scaling
-    factor = scaling.factor_before * scaling.factor_after / (scaling.bucket_divisor * scaling.divisor)
-    return bucket.tensor.to(torch.float32, copy=True).mul_(factor)
+    return scaling.factor_before * scaling.factor_after / (scaling.bucket_divisor * scaling.divisor)

@@ -34,9 +34,12 @@ class MeanOfSigns:
 
     def __call__(self, names: Sequence[str], values: Sequence[torch.Tensor]) -> None:
         """Make of each of ``values`` its mean over the ranks, as far as signs and what was left over can tell it."""
-        if self._group.world_size == 1:
-            return
         entries = [Entry(name, value.reshape(-1), ()) for name, value in zip(names, values, strict=True)]
+        if self._group.world_size == 1:
+            for value, entry in zip(values, entries, strict=True):
+                self._residuals.hand_over(entry.gradient, [entry], 1.0)
+                value.copy_(entry.gradient.view(value.shape))
+            return
         flat = torch.cat([entry.gradient for entry in entries]).float()
         add_up = self._gathered if self._group.world_size == 2 else self._in_two_phases
         total = add_up(flat, entries).div_(self._group.world_size)

@@ -139,18 +139,6 @@ def test_a_share_of_a_bucket_touches_its_own_elements_alone():
     assert padded.tolist() == [90.0, 0.0, 0.0, 0.0]
 
 
-def test_another_number_of_ranks_shares_out_what_was_left_over():
-    saved = [{"a": torch.tensor([1.0, 2.0])}, {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([6.0])}]
-    same, fewer, more = Residuals(), Residuals(), [Residuals() for _ in range(3)]
-    same.load(saved.__getitem__, 1, 2, 2, torch.device("cpu"))
-    fewer.load(saved.__getitem__, 0, 1, 2, torch.device("cpu"))
-    for rank, each in enumerate(more):
-        each.load(saved.__getitem__, rank, 3, 2, torch.device("cpu"))
-    assert same.tensors["a"].tolist() == [3.0, 4.0]
-    assert fewer.tensors["a"].tolist() == [4.0, 6.0] and fewer.tensors["b"].tolist() == [6.0]
-    assert sum(each.tensors["b"].item() for each in more) == pytest.approx(6.0)
-
-
 @pytest.mark.parametrize("count", LENGTHS)
 @pytest.mark.parametrize("name", CODECS)
 def test_huffman_coding_loses_nothing(name, count):
