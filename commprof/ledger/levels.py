@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, NamedTuple
 
+from commprof.align.agreement import Difference
 from commprof.exit_codes import CODE_OF_STATE, State
 
 INIT: Final = "init"
@@ -94,6 +95,7 @@ class Verdict:
         labelled_bytes: how much of it has a purpose of which no rule says how much there should be.
         unexplained: every record without explanation, grouped, and every expectation without its record.
         disagreements: where the ranks of a group issued different things, as clauses.
+        differences: the first of them of each group, with what each rank did.
         unsure: what was issued of which it cannot be told whether it was asked for, as clauses.
         sources: level -> where it was taken from, or why it is not known.
         request_reason: why it is not known what was requested; None when it is.
@@ -109,6 +111,7 @@ class Verdict:
     unexplained: tuple[Unexplained, ...]
     sources: dict[str, str]
     disagreements: tuple[str, ...] = ()
+    differences: tuple[Difference, ...] = ()
     unsure: tuple[str, ...] = ()
     labelled_bytes: int = 0
     request_reason: str | None = None
@@ -128,5 +131,6 @@ class Verdict:
             "moved": [row._asdict() for row in self.moved],
             "moved_together": self.moved_together._asdict() if self.moved_together else None,
             "unexplained": [item._asdict() for item in self.unexplained],
+            "differences": [each.as_dict() for each in self.differences],
             "exit_code": self.exit_code,
         }

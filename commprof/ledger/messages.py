@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from difflib import SequenceMatcher
+from typing import Final, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
+from commprof.align.agreement import Conduct, Difference, IssuedCall, call_of
 from commprof.ledger.issue import StepKey, step_list
 from commprof.ledger.lookup import combinations, numbers_of, where
+from commprof.ledger.request import RecordedRun
 from commprof.schema import Op
 
 COLUMNS: Final = ("attempt", "pg", "group_ranks", "step", "rank", "peer", "op", "payload_bytes")
+_SHOWN: Final = (
+    *(*COLUMNS, "pg_seq", "dtype", "reduce_op", "backend"),
+    *("after_step", "module", "purpose", "call_site"),
+)
+_NEAR: Final = 256  # messages of a step that are laid beside each other
 
 
 class _Pair(NamedTuple):
@@ -56,19 +65,25 @@ class Ends:
             before = here.get(op, _NONE)
             here[op] = _Sum(before.count + len(places), before.payload_bytes + int(sizes[places].sum()))
 
-    def lone(self) -> list[str]:
-        """Pairs of ranks of which one received something else than the other sent, as clauses.
+    def lone(self, run: RecordedRun) -> list[Difference]:
+        """Pairs of ranks of which one received something else than the other sent, with the first such message of each.
 
         Pairs of which one left no records are left out, and ranks that receive from whoever sends.
+
+        Args:
+            run: whose records were added.
         """
-        found = []
+        found = {}
         for pair, steps in sorted(self._sums.items()):
             ends = {(pair.attempt, pair.source), (pair.attempt, pair.target)}
             if not ends <= self._ranks or ends & self._from_any or pair.source == pair.target:
                 continue
             if _total(steps, Op.SEND) != _total(steps, Op.RECV):
-                found.append(_clause(pair, steps))
-        return found
+                found[pair] = _first_uneven(steps)
+        return [
+            Difference(pair.pg, pair.group_ranks, _conducts(pair, messages), _clause(pair, self._sums[pair]))
+            for pair, messages in (_messages(run, found).items() if found else ())
+        ]
 
 
 def _total(steps: Mapping[int, Mapping[str, _Sum]], op: str) -> _Sum:
@@ -76,8 +91,12 @@ def _total(steps: Mapping[int, Mapping[str, _Sum]], op: str) -> _Sum:
     return _Sum(sum(each.count for each in sums), sum(each.payload_bytes for each in sums))
 
 
-def _clause(pair: _Pair, steps: Mapping[int, Mapping[str, Any]]) -> str:
-    at = next(step for step in sorted(steps) if steps[step].get(Op.SEND) != steps[step].get(Op.RECV))
+def _first_uneven(steps: Mapping[int, Mapping[str, _Sum]]) -> int:
+    return next(step for step in sorted(steps) if steps[step].get(Op.SEND) != steps[step].get(Op.RECV))
+
+
+def _clause(pair: _Pair, steps: Mapping[int, Mapping[str, _Sum]]) -> str:
+    at = _first_uneven(steps)
     sent, received = (steps[at].get(op, _NONE) for op in (Op.SEND, Op.RECV))
     when = step_list([StepKey(pair.attempt, max(at, -1))])
     return (
@@ -85,3 +104,46 @@ def _clause(pair: _Pair, steps: Mapping[int, Mapping[str, Any]]) -> str:
         f"{pair.pg} ({pair.group_ranks}), and {received.count:,} ({received.payload_bytes:,} bytes) were received "
         f"({when[0].lower()}{when[1:]})"
     )
+
+
+def _messages(run: RecordedRun, steps: Mapping[_Pair, int]) -> dict[_Pair, dict[str, pa.Table]]:
+    """The messages of each pair in its step, as sent and as received, in order."""
+    found: dict[_Pair, dict[str, list[pa.Table]]] = defaultdict(lambda: {Op.SEND: [], Op.RECV: []})
+    for part in run.parts("collectives", _SHOWN):
+        rows = part.filter(pa.array(where(part, ["op"], lambda op: op in (Op.SEND, Op.RECV))))
+        for key, places in combinations(rows, COLUMNS[:-1]):
+            attempt, pg, group_ranks, step, rank, peer, op = key
+            source, target = (rank, peer) if op == Op.SEND else (peer, rank)
+            pair = _Pair(attempt, group_ranks, pg, source, target)
+            if steps.get(pair) == step:
+                found[pair][op].append(rows.take(pa.array(places)))
+    return {
+        pair: {op: pa.concat_tables(tables) for op, tables in found[pair].items() if tables} for pair in steps
+    }
+
+
+def _conducts(pair: _Pair, messages: Mapping[str, pa.Table]) -> tuple[Conduct, ...]:
+    """What both ends did at the first message that only one of them has, or of which they have other sizes."""
+    sizes = [
+        numbers_of(messages[op], "payload_bytes")[0] if op in messages else np.zeros(0, np.int64)
+        for op in (Op.SEND, Op.RECV)
+    ]
+    both = min(map(len, sizes))
+    apart = np.flatnonzero(sizes[0][:both] != sizes[1][:both])
+    begin = int(apart[0]) if len(apart) else both
+    sent, received = (
+        _calls(messages[op].slice(begin, _NEAR)) if op in messages else [] for op in (Op.SEND, Op.RECV)
+    )
+    near = [[call.payload_bytes for call in ends] for ends in (sent, received)]
+    tag, i, _, j, _ = SequenceMatcher(None, near[0], near[1], autojunk=False).get_opcodes()[0]
+    return tuple(
+        Conduct((rank,), ends[place] if place < len(ends) else None, skipped=tag == absent)
+        for rank, ends, place, absent in (
+            (pair.source, sent, i, "insert"),
+            (pair.target, received, j, "delete"),
+        )
+    )
+
+
+def _calls(rows: pa.Table) -> list[IssuedCall]:
+    return [call_of(row, row["pg_seq"]) for row in rows.to_pylist()]

@@ -10,12 +10,13 @@ from commprof.exit_codes import State, decide
 from commprof.ledger import attribution, movement, sentences
 from commprof.ledger.attribution import Findings
 from commprof.ledger.demand import COMPLETE, RUNNING, demands
-from commprof.ledger.disagreements import Members
 from commprof.ledger.executed import Executed, executed
 from commprof.ledger.issue import COLUMNS, Issued, issued
 from commprof.ledger.levels import LedgerRow, Moved, Unexplained, Verdict
 from commprof.ledger.messages import COLUMNS as OF_MESSAGES
 from commprof.ledger.messages import Ends
+from commprof.ledger.rank_orders import COLUMNS as OF_ORDERS
+from commprof.ledger.rank_orders import RankOrders
 from commprof.ledger.request import RecordedRun, Request, request_of
 from commprof.ledger.rows import Labelled, doubtful, ledger_rows, remarks, unexplained
 from commprof.ledger.sendings import COLUMNS as OF_SENDINGS
@@ -34,10 +35,10 @@ def verify(run: RecordedRun) -> Verdict:
     Where the config is not known, or not one of ZeRO's, nothing is requested, and the state is unknown; the other levels
     are told all the same. So it is where records are lost, torn or unseen.
     """
-    survey, members, ends = Survey(), Members(), Ends()
-    for part in run.parts("collectives", tuple(dict.fromkeys((*SURVEYED, *OF_MESSAGES)))):
+    survey, orders, ends = Survey(), RankOrders(), Ends()
+    for part in run.parts("collectives", tuple(dict.fromkeys((*SURVEYED, *OF_ORDERS, *OF_MESSAGES)))):
         survey.add(part)
-        members.add(part)
+        orders.add(part)
         ends.add(part)
     aggregates = run.table("aggregates")
     of_group = backends_of(aggregates, run.table("groups"))
@@ -71,13 +72,14 @@ def verify(run: RecordedRun) -> Verdict:
     hosts = {entry["rank"]: str(entry["host"]) for entry in _latest(run) if entry.get("host")}
     moved, together = movement.moved(wire, sent, hosts, left_out)
     left = _left(run, findings) if request.reason is None and is_told else ()
-    # A program that was stopped leaves messages on their way.
-    lone = ends.lone() if run.health.state == COMPLETE else []
-    differing, unsure = [*members.disagreements(), *lone], doubtful(findings)
+    unrecorded = gaps(run, survey.records)
+    differences = orders.differences(run, whole=not unrecorded, complete=run.health.state == COMPLETE)
+    if run.health.state == COMPLETE:  # a program that was stopped leaves messages on their way
+        differences += ends.lone(run)
+    differing, unsure = [each.sentence for each in differences], doubtful(findings)
     # The Flight Recorder lists what was left out, too.
     ran_otherwise = () if run.health.summed or run.health.outside else ran.problems
     problems = [*differing, *ran_otherwise, *_moved_otherwise([*moved, *([together] if together else [])])]
-    unrecorded = gaps(run, survey.records)
     labels = Labelled.of(findings, request.unpredicted)
     doubts = [*unrecorded, *ran.doubts, *unsure, *(labels.doubts if request.reason is None else ())]
     issued_bytes = sum(attribution.payload(messages) for messages in steps.values())
@@ -110,6 +112,7 @@ def verify(run: RecordedRun) -> Verdict:
         unexplained=left,
         sources=_sources(run, request, ran, moved),
         disagreements=tuple(differing),
+        differences=tuple(differences),
         unsure=tuple(unsure),
         request_reason=request.reason,
         moved_together=together,

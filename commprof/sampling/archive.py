@@ -11,7 +11,20 @@ from commprof.schema import Status, parse_ranks
 
 _COLUMNS: Final = (
     *(name for name in What._fields),
-    *("rank", "attempt", "pid", "seq", "pg_seq", "call_site", "purpose", "step", "thread", "layer", "status"),
+    *(
+        "rank",
+        "attempt",
+        "pid",
+        "seq",
+        "pg_seq",
+        "call_site",
+        "purpose",
+        "module",
+        "step",
+        "thread",
+        "layer",
+        "status",
+    ),
     *("issue_ns", "return_ns", "wait_begin_ns", "wait_end_ns", "device_end_ns"),
 )
 _TIMES: Final = ("return_ns", "wait_begin_ns", "wait_end_ns", "device_end_ns")
@@ -74,6 +87,7 @@ def _call(row: dict[str, Any]) -> Call:
         thread=row["thread"],
         layer=row["layer"],
         raised=row["status"] == Status.RAISED,
+        module=row["module"],
         issue_ns=row["issue_ns"],
         **times,
     )

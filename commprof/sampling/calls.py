@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Final, NamedTuple
 
-from commprof.schema import Layer, Op
+from commprof.align.agreement import Agreed, agreed
+from commprof.schema import Layer
 
 MAIN_THREAD: Final = "MainThread"
 WINDOW: Final = 20_000  # the last records of a rank that are looked at
@@ -28,6 +29,7 @@ class What(NamedTuple):
     peer: int  # global rank of the root or of the other side; -1 for none or any
     device: str | None
     is_async: bool
+    backend: str | None = None
 
     @property
     def on_host(self) -> bool:
@@ -35,16 +37,9 @@ class What(NamedTuple):
         return self.device is None or self.device.partition(":")[0] == "cpu"
 
     @property
-    def agreed(self) -> tuple[Any, ...]:
+    def agreed(self) -> Agreed:
         """What all ranks of the group must agree about in one collective."""
-        rooted = self.op in (Op.BROADCAST, Op.REDUCE, Op.GATHER, Op.SCATTER)
-        reduces = self.op in (Op.ALL_REDUCE, Op.REDUCE, Op.REDUCE_SCATTER)
-        return (
-            self.op,
-            None if self.op == Op.ALL_TO_ALL else self.payload_bytes,
-            self.peer if rooted else None,
-            (self.dtype, self.reduce_op) if reduces else None,
-        )
+        return agreed(self.op, self.payload_bytes, self.dtype, self.reduce_op, self.peer, self.backend)
 
 
 class Call(NamedTuple):
@@ -64,6 +59,7 @@ class Call(NamedTuple):
     wait_end_ns: int
     device_end_ns: int
     thread_ident: int | None = None  # by which stacks name the thread; None where the trace does not say
+    module: str | None = None
 
     @property
     def other_thread(self) -> str | None:

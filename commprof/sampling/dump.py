@@ -54,6 +54,7 @@ class Dump:
             "hangs": self.verdict.hangs,
             "sentence": self.verdict.sentence,
             "notes": list(self.verdict.notes),
+            "differences": [difference.as_dict() for difference in situation.differences],
             "ranks": [_rank(report) for report in situation.reports.values()],
             "waits": [_wait(wait) for wait in situation.waits],
             "groups": [

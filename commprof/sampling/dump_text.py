@@ -6,11 +6,12 @@ import textwrap
 from collections.abc import Sequence
 from typing import Final
 
+from commprof.align.agreement import ranks_text
 from commprof.printable import escaped
 from commprof.sampling.calls import Call
 from commprof.sampling.dump import Dump
 from commprof.sampling.processes import State
-from commprof.sampling.situation import RankReport, Situation, ranks_text, size_of
+from commprof.sampling.situation import RankReport, Situation, size_of
 from commprof.sampling.stacks import Stack
 from commprof.sampling.waits import Standing, standings
 

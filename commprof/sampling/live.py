@@ -33,7 +33,7 @@ _FIELDS: Final = {field.name: number for number, field in enumerate(RECORD_FIELD
 _TEXT: Final[frozenset[type]] = frozenset({str, type(None)})
 _WHAT_TYPES: Final[Mapping[str, frozenset[type]]] = {
     **dict.fromkeys(("op", "pg"), frozenset({str})),
-    **dict.fromkeys(("dtype", "reduce_op", "device"), _TEXT),
+    **dict.fromkeys(("dtype", "reduce_op", "device", "backend"), _TEXT),
     **dict.fromkeys(("is_p2p", "is_async"), frozenset({bool})),
     **dict.fromkeys(("payload_bytes", "peer"), frozenset({int})),
 }
@@ -179,7 +179,7 @@ def fingerprint(stem: Path) -> tuple[int, int]:
 def _calls(data: bytes, events: Events) -> list[Call]:
     signatures = {number: _what(row) for number, row in events.interned("signature").items()}
     sites = _texts(events, "site", "call_site")
-    purposes = _texts(events, "tag", "purpose")
+    purposes, modules = _texts(events, "tag", "purpose"), _texts(events, "tag", "module")
     threads = _texts(events, "thread", "name")
     idents = {number: _of_type(row.get("ident"), int) for number, row in events.interned("thread").items()}
     at = _FIELDS
@@ -204,6 +204,7 @@ def _calls(data: bytes, events: Events) -> list[Call]:
                 wait_end_ns=record[at["wait_end_ns"]],
                 device_end_ns=record[at["device_end_ns"]],
                 thread_ident=idents.get(record[at["thread"]]),
+                module=modules.get(record[at["tag"]]),
             )
         )
     return calls

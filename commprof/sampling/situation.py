@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Final, NamedTuple
 
+from commprof.align.agreement import Difference, ranks_text
 from commprof.analysis.units import format_bytes, format_ns
 from commprof.sampling.calls import Call, GroupFacts, RankCalls
 from commprof.sampling.processes import State
 from commprof.sampling.stacks import Stacks
-from commprof.sampling.waits import GroupCalls, Wait, find_waits, group_calls
+from commprof.sampling.waits import GroupCalls, Wait, find_difference, find_waits, group_calls
 from commprof.schema import Op
 
 _LIVING: Final = frozenset({State.RUNS, State.STOPPED, State.ELSEWHERE})
@@ -78,7 +79,20 @@ class Situation:
         self.waits: list[Wait] = find_waits([report.calls for report in reports], self.groups)
         # Nobody lives any more: what is said is said of the end.
         self.is_past = not any(report.state in _LIVING for report in reports)
+        self.differences = self._differences()
         self._labels = _labels([group.facts for group in self.groups])
+
+    def _differences(self) -> list[Difference]:
+        """The first collective of each group that its ranks did not issue alike."""
+        calls = {rank: report.calls for rank, report in self.reports.items()}
+        all_ended = (
+            all(report.state is State.ENDED for report in self.reports.values())
+            and not self.end.exit_code
+            and not self.damaged
+            and not self.absent()
+        )
+        found = [find_difference(group, calls, all_ended=all_ended) for group in self.groups]
+        return [difference for difference in found if difference is not None]
 
     def label(self, group: GroupFacts) -> str:
         """``group default_pg``; with its ranks where several are called so."""
@@ -180,26 +194,6 @@ def short_site(site: str | None) -> str:
         return "an unknown place"
     file, colon, rest = site.rpartition(":")
     return f"{PurePath(file).name}{colon}{rest}"
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """``rank 1``, ``ranks 0, 2, 3``, ``ranks 0-6, 9``: four neighbours or more as a range.
-
-    >>> ranks_text([1]), ranks_text([0, 2, 3]), ranks_text([0, 1, 2, 3, 5])
-    ('rank 1', 'ranks 0, 2, 3', 'ranks 0-3, 5')
-    """
-    runs: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts = [
-        part
-        for run in runs
-        for part in ([f"{run[0]}-{run[-1]}"] if len(run) > 3 else [str(rank) for rank in run])
-    ]
-    return f"rank{'' if len(set(ranks)) == 1 else 's'} {', '.join(parts)}"
 
 
 def _peer(peer: int) -> str:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Final, NamedTuple
 
+from commprof.align.agreement import ranks_text
 from commprof.analysis.units import format_ns
 from commprof.sampling.calls import Call
 from commprof.sampling.processes import State
-from commprof.sampling.situation import RankReport, Situation, ranks_text, short_site
+from commprof.sampling.situation import RankReport, Situation, short_site
 from commprof.sampling.waits import Parting, Wait, culprits, find_cycle, find_parting, find_sites
 from commprof.schema import Op
 
@@ -48,6 +49,9 @@ class Verdict(NamedTuple):
 def judge(situation: Situation) -> Verdict:
     """What is the matter with the job, or was when it ended."""
     verdict = _judged(situation)
+    if verdict.kind is not Kind.DIFFERENT:
+        differing = tuple(difference.sentence for difference in situation.differences)
+        verdict = verdict._replace(notes=(*differing, *verdict.notes))
     code = situation.end.exit_code
     if verdict.kind is Kind.KILLED or not situation.is_past or not code:
         return verdict

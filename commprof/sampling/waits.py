@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import NamedTuple
 
+from commprof.align.agreement import Difference, IssuedCall, conflict, first_difference
 from commprof.sampling.calls import Call, GroupFacts, RankCalls, Stage
-from commprof.schema import Op
+from commprof.schema import Op, format_ranks
 
 
 class Wait(NamedTuple):
@@ -189,29 +191,84 @@ def _is_other_side(theirs: Call, call: Call) -> bool:
 
 def find_parting(group: GroupCalls, up_to: int) -> Parting | None:
     """The first place, up to number ``up_to``, where ranks of ``group`` issued different things in the same place."""
-    return _first_difference(group, up_to, lambda call: call.what.agreed)
+    return _first_parting(
+        group,
+        up_to,
+        lambda call: call.what.agreed,
+        lambda one, other: conflict(one.what.agreed, other.what.agreed),
+    )
 
 
 def find_sites(group: GroupCalls, up_to: int) -> Parting | None:
     """The first place where they issued the same from different places in the program: a hint, and no more."""
-    return _first_difference(group, up_to, lambda call: call.site)
+    return _first_parting(group, up_to, lambda call: call.site, lambda one, other: one.site != other.site)
 
 
-def _first_difference(group: GroupCalls, up_to: int, key: Callable[[Call], object]) -> Parting | None:
+def _first_parting(
+    group: GroupCalls, up_to: int, key: Callable[[Call], object], differ: Callable[[Call, Call], bool]
+) -> Parting | None:
     numbers = sorted({seq for calls in group.by_seq.values() for seq in calls if seq <= up_to})
     for seq in numbers:
         parties: dict[object, list[int]] = {}
         for rank in group.members:
             if seq in group.by_seq.get(rank, {}):
                 parties.setdefault(key(group.by_seq[rank][seq][0]), []).append(rank)
-        if len(parties) > 1:
-            ordered = sorted(parties.values(), key=lambda ranks: (-len(ranks), ranks))
-            return Parting(
-                group.facts,
-                seq,
-                tuple(Party(tuple(ranks), group.by_seq[ranks[0]][seq][0]) for ranks in ordered),
-            )
+        ordered = sorted(parties.values(), key=lambda ranks: (-len(ranks), ranks))
+        found = tuple(Party(tuple(ranks), group.by_seq[ranks[0]][seq][0]) for ranks in ordered)
+        if any(differ(one.call, other.call) for one, other in combinations(found, 2)):
+            return Parting(group.facts, seq, found)
     return None
+
+
+def find_difference(
+    group: GroupCalls, ranks: Mapping[int, RankCalls], *, all_ended: bool
+) -> Difference | None:
+    """The first collective that ranks of ``group`` did not issue alike, as far back as all of them are looked at.
+
+    Args:
+        ranks: by number.
+        all_ended: every rank has ended in order, so that none of them merely stopped earlier.
+    """
+    members = [rank for rank in group.members if ranks[rank].whole or group.by_seq.get(rank)]
+    begin = max((min(group.by_seq[rank]) for rank in members if not ranks[rank].whole), default=0)
+    sequences = {
+        rank: [call for call in _issued_calls(group, rank) if call.number >= begin] for rank in members
+    }
+    if len(sequences) < 2:
+        return None
+    return first_difference(
+        group.facts.pg,
+        format_ranks(group.facts.ranks),
+        sequences,
+        ended=members if all_ended else (),
+        gaps=True,
+    )
+
+
+def _issued_calls(group: GroupCalls, rank: int) -> list[IssuedCall]:
+    """The collectives that ``rank`` issued in ``group``, without those that raised."""
+    found, raised = [], 0
+    for number, (call, _) in sorted(group.by_seq.get(rank, {}).items()):
+        if call.raised:
+            raised += 1
+            continue
+        what = call.what
+        found.append(
+            IssuedCall(
+                number - raised,
+                what.op,
+                what.payload_bytes,
+                what.dtype,
+                what.reduce_op,
+                what.peer,
+                what.backend,
+                step=call.step,
+                module=call.module,
+                purpose=call.purpose,
+                call_site=call.site,
+            )
+        )
+    return found
 
 
 def culprits(waits: Sequence[Wait]) -> tuple[int, ...]:

@@ -185,7 +185,9 @@ def test_ranks_that_send_other_bytes_are_a_mismatch():
     rows[1]["payload_bytes"] = 16
     verdict = api.verify(run.open())
     assert verdict.state == "mismatch"
-    assert "all_reduce in step 1: 8, 16 bytes on ranks 0, 1" in said(verdict, "Mismatch")
+    told = said(verdict, "Mismatch")
+    assert "in step 1: rank 0 issued all_reduce #22 (8 bytes, float32, SUM)" in told
+    assert "; rank 1 issued all_reduce #22 (16 bytes, float32, SUM)" in told
 
 
 def test_a_budget_takes_what_cannot_be_told_for_broken():

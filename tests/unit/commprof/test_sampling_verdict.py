@@ -2,9 +2,10 @@
 
 import pytest
 
+from commprof.align.agreement import ranks_text
 from commprof.sampling.calls import Call, GroupFacts, RankCalls, Stage, What
 from commprof.sampling.processes import State
-from commprof.sampling.situation import End, RankReport, Situation, ranks_text, short_site
+from commprof.sampling.situation import End, RankReport, Situation, short_site
 from commprof.sampling.stacks import Frame, Stack, Stacks
 from commprof.sampling.verdict import judge
 

@@ -1,0 +1,330 @@
+"""What the ranks of each group issued, in order, compared with each other: the first collective that they did not share.
+
+All records pass by once, as sums that are equal where the ranks issued the same in a step. Only the groups whose sums differ
+are read again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from commprof.align.agreement import (
+    Agreed,
+    Difference,
+    IssuedCall,
+    agreed,
+    call_of,
+    conflict,
+    difference_from,
+)
+from commprof.align.collectives import in_order, repetitions
+from commprof.align.distinct import numbered
+from commprof.ledger.lookup import Flags, Numbers, combinations, numbers_of
+from commprof.ledger.request import RecordedRun
+from commprof.ledger.survey import GROUP, Group
+from commprof.schema import Op, Status, parse_ranks
+
+_KIND: Final = (*GROUP, "op", "payload_bytes", "dtype", "reduce_op", "peer", "backend", "captured", "status")
+COLUMNS: Final = (*_KIND, "rank", "step", "pg_seq")
+_ORDER: Final = (*COLUMNS, "pid", "seq", "issue_ns", "module", "call_site")
+_SHOWN: Final = (*_ORDER, "after_step", "purpose")
+_OF_STEP: Final = ["group", "step"]
+_SUMS: Final = [*_OF_STEP, "rank", "count", "mixed"]
+_BITS: Final = np.uint64(26)
+_SPARSE: Final = (
+    1 << 16
+)  # steps between the first and the last of a part, beyond which those there are get numbers
+_MIX: Final = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9))
+_BEFORE, _BEHIND = 16, 176  # collectives around a difference that are looked at
+
+
+class _Compact(NamedTuple):
+    """Integers as positions in their distinct values; some of these may not occur."""
+
+    values: Numbers
+    codes: Numbers
+
+
+def _compact(numbers: Numbers) -> _Compact:
+    low, high = int(numbers.min()), int(numbers.max())
+    if high - low < _SPARSE:
+        return _Compact(np.arange(low, high + 1), numbers.astype(np.int64) - low)
+    return _Compact(*np.unique(numbers, return_inverse=True))
+
+
+class _Kinds(NamedTuple):
+    """Of each row: its group (-1 for none that counts), and what the ranks must agree about."""
+
+    group: Numbers
+    agreed: Numbers
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The collectives of one group, in arrays of equal length.
+
+    ``place``: position among the collectives of the group that did not raise. ``life``: how many groups of this name there
+    were before. ``label``: equal for calls of one step from one place in the program.
+    """
+
+    rank: Numbers
+    pid: Numbers
+    seq: Numbers
+    place: Numbers
+    life: Numbers
+    agreed: Numbers
+    label: Numbers
+    step: Numbers
+
+
+class _Window(NamedTuple):
+    """Where a group differs: position and life, and the records that tell how it came to that, by rank."""
+
+    place: int
+    rows: Mapping[int, Mapping[tuple[int, int], int]]  # rank -> pid and seq -> place
+
+
+@dataclass(slots=True)
+class RankOrders:
+    """What each rank of each group issued in each step, summed up of records that are added part by part."""
+
+    _groups: dict[Group, int] = field(default_factory=dict)
+    _agreed: dict[Agreed, int] = field(default_factory=dict)
+    _sums: list[pa.Table] = field(default_factory=list)
+    _raised: dict[tuple[int, int], list[Numbers]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, part: pa.Table) -> None:
+        """Take in some records: their columns :data:`COLUMNS`."""
+        if not len(part):
+            return
+        kinds = self._kinds(part, note_raised=True)
+        number = part["pg_seq"].to_numpy().astype(np.uint64)
+        mixed = (number * _MIX[0]) ^ (kinds.agreed.astype(np.uint64) * _MIX[1])
+        mixed = ((mixed ^ (mixed >> np.uint64(29))) * _MIX[1]) >> (np.uint64(64) - _BITS)
+        ranks, steps = (_compact(part[name].to_numpy()) for name in ("rank", "step"))
+        key = ((kinds.group + 1) * len(ranks.values) + ranks.codes) * len(steps.values) + steps.codes
+        count = np.bincount(key)
+        # Sums of numbers of 26 bits are exact as float64 for 2 ** 27 records.
+        total = np.bincount(key, weights=mixed)
+        found = np.flatnonzero(count)
+        found = found[found >= len(ranks.values) * len(steps.values)]  # the others count for no group
+        rest, step = np.divmod(found, len(steps.values))
+        group, rank = np.divmod(rest, len(ranks.values))
+        columns = (
+            group - 1,
+            steps.values[step],
+            ranks.values[rank],
+            count[found],
+            total[found].astype(np.int64),
+        )
+        self._sums.append(pa.table(list(map(pa.array, columns)), names=_SUMS))
+
+    def differences(self, run: RecordedRun, *, whole: bool, complete: bool) -> list[Difference]:
+        """The first collective of each group that its recorded ranks did not issue alike.
+
+        Args:
+            run: whose records were added.
+            whole: no record is missing. Otherwise only what two ranks issued under one number is compared.
+            complete: every rank ended in order. Otherwise a rank may merely have stopped earlier.
+        """
+        members = self._members(run)
+        counts = self._counts()
+        suspects = [group for group in self._suspects(members, counts) if len(members[group]) > 1]
+        if not suspects:
+            return []
+        windows = {}
+        for group, rows in self._rows_of(run, set(suspects)).items():
+            uneven = _first_uneven_step(counts, group, members[group])
+            window = self._window(rows, members[group], uneven, whole=whole, complete=whole and complete)
+            if window is not None:
+                windows[group] = window
+        return list(self._described(run, windows)) if windows else []
+
+    def _kinds(self, part: pa.Table, *, note_raised: bool = False) -> _Kinds:
+        chosen = part.select(list(_KIND))
+        codes, first = numbered(chosen)
+        groups, agreements = np.full(len(first), -1, np.int64), np.zeros(len(first), np.int64)
+        for code, row in enumerate(chosen.take(pa.array(first)).to_pylist()):
+            group = tuple(row[name] for name in GROUP)
+            if row["op"] in (Op.SEND, Op.RECV) or row["captured"]:
+                continue
+            number = self._groups.setdefault(group, len(self._groups))
+            if row["status"] == Status.RAISED:
+                if note_raised:
+                    self._note_raised(part, number, codes == code)
+                continue
+            groups[code] = number
+            shared = agreed(
+                *(row[name] for name in ("op", "payload_bytes", "dtype", "reduce_op", "peer", "backend"))
+            )
+            agreements[code] = self._agreed.setdefault(shared, len(self._agreed))
+        return _Kinds(groups[codes], agreements[codes])
+
+    def _note_raised(self, part: pa.Table, group: int, which: Flags) -> None:
+        """A call that raised has a number in its group and was issued to nobody."""
+        rows = part.select(["rank", "pg_seq"]).filter(pa.array(which))
+        for (rank,), places in combinations(rows, ["rank"]):
+            self._raised[group, rank].append(rows["pg_seq"].to_numpy()[places])
+
+    def _members(self, run: RecordedRun) -> list[frozenset[int]]:
+        """The ranks of each group that have records."""
+        recorded: dict[int, set[int]] = defaultdict(set)
+        for entry in run.manifest.ranks:
+            if entry["records"]:
+                recorded[entry["attempt"]].add(entry["rank"])
+        return [frozenset(parse_ranks(ranks)) & recorded[attempt] for attempt, _, ranks in self._groups]
+
+    def _counts(self) -> pa.Table:
+        if not self._sums:
+            return pa.table({name: pa.array([], pa.int64()) for name in _SUMS})
+        sums = pa.concat_tables(self._sums).group_by([*_OF_STEP, "rank"])
+        return sums.aggregate([("count", "sum"), ("mixed", "sum")]).rename_columns(_SUMS)
+
+    def _suspects(self, members: list[frozenset[int]], counts: pa.Table) -> list[int]:
+        """The groups whose ranks have other sums in some step."""
+        if not len(counts):
+            return []
+        ends = counts.group_by(_OF_STEP).aggregate(
+            [([], "count_all"), *((name, end) for name in ("count", "mixed") for end in ("min", "max"))]
+        )
+        group, present, *extremes = (
+            ends[name].to_numpy()
+            for name in ("group", "count_all", "count_min", "count_max", "mixed_min", "mixed_max")
+        )
+        expected = np.array([len(ranks) for ranks in members], np.int64)[group]
+        apart = (present != expected) | (extremes[0] != extremes[1]) | (extremes[2] != extremes[3])
+        return [int(number) for number in np.unique(group[apart])]
+
+    def _rows_of(self, run: RecordedRun, groups: set[int]) -> dict[int, _Rows]:
+        """The rows of ``groups``, each in the order of the records."""
+        wanted = np.zeros(len(self._groups), bool)
+        wanted[list(groups)] = True
+        labels: dict[tuple[Any, ...], int] = {}
+        parts = []
+        for part in run.parts("collectives", _ORDER):
+            kinds = self._kinds(part)
+            mine = (kinds.group >= 0) & wanted[kinds.group]
+            rows = part.select(["rank", "pid", "seq", "pg_seq", "issue_ns", "step", "module", "call_site"])
+            rows = rows.append_column("group", pa.array(kinds.group))
+            rows = rows.append_column("agreed", pa.array(kinds.agreed)).filter(pa.array(mine))
+            label = np.zeros(len(rows), np.int64)
+            for key, places in combinations(rows, ["step", "module", "call_site"]):
+                label[places] = labels.setdefault(key, len(labels))
+            rows = rows.drop_columns(["module", "call_site"])
+            parts.append(rows.append_column("label", pa.array(label)))
+        table = pa.concat_tables(parts)
+        return {
+            group: self._ordered(table.take(pa.array(places)), group)
+            for (group,), places in combinations(table, ["group"])
+        }
+
+    def _ordered(self, rows: pa.Table, group: int) -> _Rows:
+        rank, pid, seq, number, kinds, label, step = (
+            numbers_of(rows, name)[0] for name in ("rank", "pid", "seq", "pg_seq", "agreed", "label", "step")
+        )
+        place = number.copy()
+        for (of_group, of_rank), raised in self._raised.items():
+            if of_group == group:
+                mine = rank == of_rank
+                place[mine] -= np.searchsorted(np.sort(np.concatenate(raised)), number[mine])
+        return _Rows(rank, pid, seq, place, repetitions((rank, number), rows), kinds, label, step)
+
+    def _window(
+        self, rows: _Rows, members: frozenset[int], uneven: int | None, *, whole: bool, complete: bool
+    ) -> _Window | None:
+        """Where the ranks differ first, and what is looked at to say how; None where they do not."""
+        order, starts = in_order((rows.life, rows.place))
+        sizes = np.diff(np.append(starts, len(order)))
+        slot = np.empty(len(order), np.int64)
+        slot[order] = np.repeat(np.arange(len(starts)), sizes)
+        found = [self._first_conflict(rows.agreed[order], starts, sizes)]
+        if whole:
+            found += [_first_missing(slot[rows.rank == rank], len(starts), complete) for rank in members]
+        first = min((each for each in found if each is not None), default=None)
+        if first is None:
+            return None
+        begins = {first, _begin_of_shift(rows.label[order], starts, sizes, first)}
+        if uneven is not None:
+            begins.add(int(slot[rows.step == uneven].min()))
+        begin = min(each for each in begins if each <= first)
+        near = (slot >= begin - _BEFORE) & (slot < begin + _BEHIND)
+        near |= (slot >= first - _BEFORE) & (slot < first + _BEFORE)
+        near &= rows.life == rows.life[order[starts[first]]]
+        chosen: dict[int, dict[tuple[int, int], int]] = {rank: {} for rank in members}
+        for row in np.flatnonzero(near).tolist():
+            chosen[int(rows.rank[row])][int(rows.pid[row]), int(rows.seq[row])] = int(rows.place[row])
+        return _Window(int(rows.place[order[starts[first]]]), chosen)
+
+    def _first_conflict(self, kinds: Numbers, starts: Numbers, sizes: Numbers) -> int | None:
+        """The first slot in which ranks issued what cannot be one collective."""
+        known = list(self._agreed)
+        pairs: dict[tuple[int, ...], bool] = {}
+        differs = np.minimum.reduceat(kinds, starts) != np.maximum.reduceat(kinds, starts)
+        for slot in np.flatnonzero(differs).tolist():
+            found = tuple(np.unique(kinds[starts[slot] : starts[slot] + sizes[slot]]).tolist())
+            if found not in pairs:
+                pairs[found] = any(conflict(known[a], known[b]) for a in found for b in found)
+            if pairs[found]:
+                return int(slot)
+        return None
+
+    def _described(self, run: RecordedRun, windows: Mapping[int, _Window]) -> Iterator[Difference]:
+        sequences: dict[int, dict[int, list[IssuedCall]]] = {
+            group: {rank: [] for rank in window.rows} for group, window in windows.items()
+        }
+        for part in run.parts("collectives", _SHOWN):
+            for group, rank, places in self._of_windows(part, windows):
+                chosen = windows[group].rows[rank]
+                for row in part.take(pa.array(places)).to_pylist():
+                    place = chosen.get((row["pid"], row["seq"]))
+                    if place is not None:
+                        sequences[group][rank].append(call_of(row, place))
+        names = list(self._groups)
+        for group, window in windows.items():
+            of_ranks = {rank: sorted(calls) for rank, calls in sorted(sequences[group].items())}
+            _, pg, ranks = names[group]
+            yield difference_from(pg, ranks, of_ranks, window.place)
+
+    def _of_windows(
+        self, part: pa.Table, windows: Mapping[int, _Window]
+    ) -> Iterable[tuple[int, int, Numbers]]:
+        seq = part["seq"].to_numpy()
+        for (*names, rank), places in combinations(part, [*GROUP, "rank"]):
+            group = self._groups.get(tuple(names), -1)
+            if group in windows and windows[group].rows.get(rank):
+                of_rank = np.array([seq for _, seq in windows[group].rows[rank]], np.int64)
+                yield group, rank, places[np.isin(seq[places], of_rank)]
+
+
+def _first_uneven_step(counts: pa.Table, group: int, members: frozenset[int]) -> int | None:
+    """The first step in which the ranks of ``group`` issued another number of collectives."""
+    mine = counts.filter((pc.field("group") == group) & (pc.field("step") >= 0))
+    ends = mine.group_by(["step"]).aggregate([([], "count_all"), ("count", "min"), ("count", "max")])
+    step, present, least, most = (
+        ends[name].to_numpy() for name in ("step", "count_all", "count_min", "count_max")
+    )
+    uneven = step[(present != len(members)) | (least != most)]
+    return int(uneven.min()) if len(uneven) else None
+
+
+def _first_missing(slots: Numbers, count: int, complete: bool) -> int | None:
+    """The first of ``count`` slots that a rank with ``slots`` lacks; at its end only where it ended in order."""
+    slots = np.sort(slots)
+    lacking = np.flatnonzero(slots != np.arange(len(slots)))
+    if len(lacking):
+        return int(lacking[0])
+    return len(slots) if complete and len(slots) < count else None
+
+
+def _begin_of_shift(labels: Numbers, starts: Numbers, sizes: Numbers, first: int) -> int:
+    """Since which slot the ranks came from different places in the program without a break until slot ``first``."""
+    differs = np.minimum.reduceat(labels, starts) != np.maximum.reduceat(labels, starts)
+    alike = np.flatnonzero(~differs[:first])
+    return int(alike[-1]) + 1 if len(alike) else 0

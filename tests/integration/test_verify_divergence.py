@@ -1,0 +1,304 @@
+"""Real gloo ranks that issue different things, and programs whose ranks rightly do: what verify and dump say."""
+
+import inspect
+import json
+import os
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from commprof.ledger.verification import verify
+from commprof.sampling.dump import take_dump
+from commprof.trace.reader import open_run
+from support.hanging import await_stillness, hanging_ranks
+from support.recording import record
+
+pytestmark = pytest.mark.ranks
+
+
+def line_of(text, function):
+    """``file.py:N``, N the line of ``function`` that holds ``text``."""
+    lines, first = inspect.getsourcelines(function)
+    number = next(n for n, line in enumerate(lines, first) if text in line)
+    return f"{Path(inspect.getsourcefile(function)).name}:{number}"
+
+
+def equal_reduces(group=None, count=3):
+    import torch
+    import torch.distributed as dist
+
+    for _ in range(count):
+        dist.all_reduce(torch.ones(64), group=group)
+
+
+def other_reduction(rank, group):
+    import torch
+    import torch.distributed as dist
+
+    equal_reduces(group)
+    dist.all_reduce(torch.ones(64), dist.ReduceOp.MAX if rank == 1 else dist.ReduceOp.SUM, group=group)
+    equal_reduces(group)
+
+
+def other_dtype(rank, group):
+    import torch
+    import torch.distributed as dist
+
+    equal_reduces(group)
+    dist.all_reduce(torch.ones(64, dtype=torch.int32 if rank == 1 else torch.float32), group=group)
+    equal_reduces(group)
+
+
+def larger_buffer(rank, group):
+    """gloo takes a message that is shorter than the buffer."""
+    import torch
+    import torch.distributed as dist
+
+    equal_reduces(group)
+    dist.broadcast(torch.ones(100 if rank == 0 else 200), 0, group=group)
+    equal_reduces(group)
+
+
+def smaller_part(rank, group):
+    import torch
+    import torch.distributed as dist
+
+    equal_reduces(group)
+    parts = [torch.zeros(10), torch.zeros(10)] if rank == 0 else None
+    dist.gather(torch.ones(10 if rank == 0 else 5), parts, 0, group=group)
+    equal_reduces(group)
+
+
+def skipped(rank, group):
+    """Rank 1 leaves out the second of three broadcasts of step 1; rank 0 never waits for any."""
+    import torch
+    import torch.distributed as dist
+
+    import commprof
+
+    for step in range(3):
+        commprof.step(step)
+        for layer in range(3):
+            if (rank, step, layer) == (1, 1, 1):
+                continue
+            with commprof.tag("other", module=f"layers.{layer}"):
+                WORK.append(dist.broadcast(torch.ones(64), 0, group=group, async_op=True))
+
+
+def branches(rank, group):
+    import torch
+    import torch.distributed as dist
+
+    if rank == 0:
+        WORK.append(dist.broadcast(torch.ones(8), 0, group=group, async_op=True))
+    else:
+        WORK.append(dist.gather(torch.ones(8), None, 0, group=group, async_op=True))
+
+
+def lone_send(rank, group):
+    import torch
+    import torch.distributed as dist
+
+    if rank == 0:
+        WORK.extend(dist.isend(torch.ones(size), 1, group=group) for size in (8, 16, 8))
+    else:
+        WORK.extend(dist.irecv(torch.ones(size), 0, group=group) for size in (8, 16))
+
+
+WORK: list[object] = []  # handles that nobody waits for
+PLANTED = (other_reduction, other_dtype, larger_buffer, smaller_part, branches, lone_send, skipped)
+
+
+def all_planted(rank, world, names):
+    """Each program in a group of its own, whose names rank 0 writes down."""
+    import torch.distributed as dist
+
+    groups = [dist.new_group([0, 1]) for _ in PLANTED]
+    if rank == 0:
+        Path(names).write_text(json.dumps([group.group_name for group in groups]))
+    for body, group in zip(PLANTED, groups, strict=True):
+        body(rank, group)
+    time.sleep(0.5)
+
+
+@cache
+def planted():
+    """The ledger of all of them, what is named, by program, and a dump."""
+    with tempfile.TemporaryDirectory() as folder:
+        run, names = Path(folder) / "run", Path(folder) / "names"
+        with hanging_ranks(run, 2, all_planted, str(names)) as pids:  # they end without closing their groups
+            for pid in pids.values():
+                os.waitpid(pid, 0)
+        verdict = verify(open_run(run))
+        dump = take_dump(run)
+        by_name = dict(zip(json.loads(names.read_text()), PLANTED, strict=True))
+    found = {by_name[each.pg].__name__: each for each in verdict.differences}
+    assert len(found) == len(verdict.differences)
+    return verdict, found, dump
+
+
+SAID = {
+    "other_reduction": ("all_reduce #3 (256 bytes, float32, SUM)", "all_reduce #3 (256 bytes, float32, MAX)"),
+    "other_dtype": ("all_reduce #3 (256 bytes, float32, SUM)", "all_reduce #3 (256 bytes, int32, SUM)"),
+    "larger_buffer": (
+        "broadcast #3 (400 bytes, float32, root 0)",
+        "broadcast #3 (800 bytes, float32, root 0)",
+    ),
+    "smaller_part": ("gather #3 (80 bytes, float32, root 0)", "gather #3 (40 bytes, float32, root 0)"),
+    "branches": ("broadcast #0 (32 bytes, float32, root 0)", "gather #0 (64 bytes, float32, root 0)"),
+}
+
+
+@pytest.mark.parametrize("name", list(SAID))
+def test_what_gloo_lets_pass_is_named(name):
+    verdict, found, dump = planted()
+    mine, theirs = SAID[name]
+    difference = found[name]
+    body = next(body for body in PLANTED if body.__name__ == name)
+    assert (str(verdict.state), verdict.exit_code) == ("mismatch", 1)
+    assert " (0-1) did not issue the same before the first step: rank 0 issued " + mine in difference.sentence
+    assert "; rank 1 issued " + theirs in difference.sentence
+    assert line_of("dist.", body) in difference.sentence
+    assert difference.sentence in dump.verdict.notes
+
+
+def test_a_rank_that_skips_one_of_equal_collectives_is_named_with_module_and_step():
+    _, found, dump = planted()
+    difference = found["skipped"]
+    done, left_out = difference.conducts
+    assert (done.ranks, done.skipped, left_out.ranks, left_out.skipped) == ((0,), False, (1,), True)
+    assert (done.call.step, done.call.module, done.call.op) == (1, "layers.1", "broadcast")
+    assert line_of("dist.broadcast(", skipped) in done.call.call_site
+    said = difference.sentence
+    assert "in step 1: rank 0 issued broadcast #4 (256 bytes, float32, root 0) for module layers.1" in said
+    assert (
+        "; rank 1 did not, and issued broadcast #4 (256 bytes, float32, root 0) for module layers.2" in said
+    )
+    assert said in dump.verdict.notes
+
+
+def test_a_send_without_its_recv_is_named():
+    _, found, _ = planted()
+    said = found["lone_send"].sentence
+    assert said.startswith("rank 0 sent rank 1 3 messages (128 bytes) in group ")
+    assert (
+        ", and 2 (96 bytes) were received (before the first step): rank 0 issued send #2 to rank 1 (32 bytes, float32) at"
+        in said
+    )
+    assert line_of("dist.isend(", lone_send) in said
+    assert said.endswith("; rank 1 did not, and issued nothing more in the group")
+
+
+def test_the_differences_as_json():
+    verdict, found, dump = planted()
+    rows = {row["pg"]: row for row in verdict.as_dict()["differences"]}
+    assert len(rows) == len(PLANTED) == len(found)
+    row = rows[found["skipped"].pg]
+    assert (row["step"], row["pg_seq"], row["sentence"]) == (1, 4, found["skipped"].sentence)
+    assert [(each["ranks"], each["skipped"], each["call"]["module"]) for each in row["ranks"]] == [
+        ([0], False, "layers.1"),
+        ([1], True, "layers.2"),
+    ]
+    collectives = {pg: row for pg, row in rows.items() if pg != found["lone_send"].pg}
+    assert {each["pg"] for each in dump.as_dict()["differences"]} == set(collectives)
+
+
+def uneven_parts(rank, world):
+    """Ranks exchange parts of their own sizes, and objects; what one of them broadcasts has another shape there."""
+    import torch
+    import torch.distributed as dist
+
+    parts = [1 + rank + other for other in range(world)]
+    dist.all_to_all_single(torch.zeros(sum(parts)), torch.ones(sum(parts)), parts, parts)
+    dist.all_gather_object([None] * world, {"rank": "x" * rank})
+    dist.broadcast_object_list([rank] if rank == 0 else [None], 0)
+    dist.broadcast(torch.ones(4, 8).contiguous() if rank == 0 else torch.ones(8, 4), 0)
+
+
+def from_elsewhere(rank, world):
+    """The source and the others call from different places; one rank evaluates in a group of its own."""
+    import torch
+    import torch.distributed as dist
+
+    alone = dist.new_group([0])
+    for _ in range(3):
+        if rank == 0:
+            dist.broadcast(torch.arange(8.0), 0)
+            dist.all_reduce(torch.ones(4), group=alone)
+        else:
+            dist.broadcast(torch.zeros(8), 0)
+        dist.scatter(torch.zeros(4), [torch.ones(4)] * world if rank == 1 else None, 1)
+        dist.gather(torch.zeros(4), [torch.ones(4) for _ in range(world)] if rank == 0 else None, 0)
+
+
+def refused_call(rank, world):
+    """A call that torch refuses is issued to nobody, whatever number it was given."""
+    import torch
+    import torch.distributed as dist
+
+    equal_reduces()
+    if rank == 1:
+        with pytest.raises((RuntimeError, ValueError)):
+            dist.all_reduce(torch.ones(4, 4).to_sparse(), dist.ReduceOp.MAX)
+    dist.all_gather([torch.zeros(4) for _ in range(world)], torch.ones(4))
+    equal_reduces()
+
+
+def groups_anew(rank, world):
+    """A group is destroyed, and another comes after it."""
+    import torch
+    import torch.distributed as dist
+
+    for size in (4, 8):
+        group = dist.new_group([0, 1])
+        for _ in range(size):
+            dist.all_reduce(torch.ones(size), group=group)
+        dist.destroy_process_group(group)
+
+
+def messages_by_tag(rank, world):
+    """Messages that are received in another order than they were sent."""
+    import torch
+    import torch.distributed as dist
+
+    if rank == 0:
+        handles = [dist.isend(torch.ones(4 * (1 + tag)), 1, tag=tag) for tag in (0, 1)]
+    else:
+        handles = [dist.irecv(torch.ones(4 * (1 + tag)), 0, tag=tag) for tag in (1, 0)]
+    for handle in handles:
+        handle.wait()
+
+
+RIGHT = (uneven_parts, from_elsewhere, refused_call, groups_anew, messages_by_tag)
+
+
+def all_right(rank, world):
+    for body in RIGHT:
+        body(rank, world)
+
+
+def test_right_programs_raise_no_alarm(tmp_path):
+    run, _ = record(tmp_path / "run", 2, all_right)
+    assert run.health.raised == 1  # the refused call
+    verdict = verify(run)
+    assert (verdict.differences, verdict.disagreements) == ((), ()), verdict.disagreements
+    assert take_dump(tmp_path / "run").situation.differences == []
+
+
+def stops(rank, world):
+    equal_reduces()
+    if rank == 1:
+        time.sleep(300)
+    equal_reduces()
+
+
+def test_a_rank_that_stopped_earlier_is_no_difference(tmp_path):
+    with hanging_ranks(tmp_path / "run", 2, stops):
+        await_stillness(tmp_path / "run", 7)
+        assert take_dump(tmp_path / "run", watch_seconds=0.2).situation.differences == []
+    run = open_run(tmp_path / "run")
+    assert run.health.state == "killed"
+    assert verify(run).differences == ()
