@@ -39,9 +39,8 @@ EXACT, HALF = 2e-6, 2e-3
 
 def closes(program, stage, name):
     """Whether the rules know all that is sent; docs/frameworks.md says what they do not know."""
-    again = (
-        program == "sft" and stage == 3 and name.startswith("lora")
-    )  # the order of modules is recorded anew
+    # PEFT reads a child's parameter in its parent's forward pass: the order of modules is recorded again in step 2.
+    again = program == "sft" and stage == 3 and name.startswith("lora")
     return not again and program != "lightning_fit"  # validates by an engine of its own
 
 
