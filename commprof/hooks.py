@@ -145,6 +145,7 @@ class tag:  # noqa: N801 - reads as a statement: ``with tag("gradient_reduce", b
             (``reduce_scatter`` built from an all_to_all and a local sum).
         bucket_bytes: bytes of the whole bucket, of which the collective may carry a part.
         module: qualified name of the module that it is issued for.
+        padding_bytes: bytes of the payload (see ``payload_bytes`` in docs/schema.md) that are padding and carry no data.
     """
 
     __slots__ = (
@@ -154,6 +155,7 @@ class tag:  # noqa: N801 - reads as a statement: ``with tag("gradient_reduce", b
         "interned",
         "module",
         "owner",
+        "padding_bytes",
         "parameters",
         "purpose",
     )
@@ -167,6 +169,7 @@ class tag:  # noqa: N801 - reads as a statement: ``with tag("gradient_reduce", b
         intended_op: str | None = None,
         bucket_bytes: int | None = None,
         module: str | None = None,
+        padding_bytes: int | None = None,
     ) -> None:
         self.purpose = purpose
         self.bucket = bucket
@@ -175,6 +178,7 @@ class tag:  # noqa: N801 - reads as a statement: ``with tag("gradient_reduce", b
         self.intended_op = intended_op
         self.bucket_bytes = bucket_bytes
         self.module = module
+        self.padding_bytes = padding_bytes
         self.interned: tuple[object, int] | None = None  # the recorder's cache: (session, id)
 
     def __enter__(self) -> tag:

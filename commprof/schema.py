@@ -11,13 +11,15 @@ null, and never renamed. Standard library only.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
 from commprof.errors import TraceError
 
-SCHEMA_VERSION: Final = 1
+# What a newer version adds is nullable, and says so (``Column.since``): a trace of an older version opens with null there.
+SCHEMA_VERSION: Final = 2
 
 
 class Op(StrEnum):
@@ -140,6 +142,7 @@ class Column:
     """One column of one table.
 
     ``type`` is one of ``int8`` ... ``int64``, ``float64``, ``bool``, ``string``. ``values`` lists a closed set of strings.
+    ``since`` is the schema version that added it: a trace of an older version has null there.
     """
 
     name: str
@@ -149,6 +152,7 @@ class Column:
     unit: str = ""
     values: tuple[str, ...] = ()
     source: Source | None = None
+    since: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +214,8 @@ COLLECTIVES: Final = Table(
         Column("input_bytes", "int64", "what this rank contributes; 0 for a pure receiver", unit="bytes", source=_S),
         Column("output_bytes", "int64", "what this rank's output buffers hold", unit="bytes", source=_S),
         Column("payload_bytes", "int64", "S of nccl-tests: the whole buffer, total output of an all_gather, total input of a reduce_scatter or all_to_all, the root's buffer of a gather or scatter, the message of a send or recv", unit="bytes", source=_S),
+        Column("input_splits", "string", "bytes of its input that go to each rank of the group, in the group's order, joined by ','; null where they are equal, or the operation has no such parts; ? where they are not known", True, source=_S, since=2),
+        Column("output_splits", "string", "bytes of its output that come from each rank of the group, in the group's order, joined by ','; null where they are equal, or the operation has no such parts; ? where they are not known", True, source=_S, since=2),
         Column("pg", "string", "name of the process group, unique in the job", source=_S),
         Column("pg_seq", "int64", "issue order within the group, collectives and point-to-point apart, counted from 0; equal on all ranks of the group", source=_R),
         Column("group_desc", "string", "torch's description of the group", True, source=_G),
@@ -225,6 +231,7 @@ COLLECTIVES: Final = Table(
         Column("purpose", "string", "why, as the runtime says", True, values=PURPOSES, source=_T),
         Column("bucket", "int32", "gradient bucket within the step", True, source=_T),
         Column("bucket_bytes", "int64", "bytes of that whole bucket", True, unit="bytes", source=_T),
+        Column("padding_bytes", "int64", "bytes of payload_bytes that are padding, as the runtime says", True, unit="bytes", source=_T, since=2),
         Column("owner", "int32", "global rank that keeps the result, as the runtime says", True, source=_T),
         Column("parameters", "string", "names of the parameters that travel, joined by ','", True, source=_T),
         Column("module", "string", "qualified name of the module that it is issued for", True, source=_T),
@@ -257,6 +264,7 @@ GROUPS: Final = Table(
         Column("group_rank", "int32", "this rank's number within the group"),
         Column("backend", "string", "backends by device: cpu:gloo,cuda:nccl", True),
         Column("unseen", "int64", "collectives that the group counted and no record shows", True),
+        Column("host", "string", "host name of the rank; traffic between ranks of one name stays within a host", True, since=2),
     ),
     key=("rank", "attempt", "pid", "pg"),
 )
@@ -852,6 +860,33 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     raise TraceError(
         f"group_ranks is {text[:100]!a}, expected the ranks of a group, such as 0-3 or 0,2: the trace is damaged"
     )
+
+
+UNKNOWN_SPLITS: Final = "?"  # they were given as tensors, which the recorder does not read
+_MOST_SPLIT_BYTES: Final = 1 << 50  # more is damage
+
+
+def format_splits(sizes: Sequence[int]) -> str | None:
+    """Bytes for each rank of a group as text; None where all are equal.
+
+    >>> format_splits([8, 0, 24]), format_splits([8, 8])
+    ('8,0,24', None)
+    """
+    return None if len(set(sizes)) < 2 else ",".join(map(str, sizes))
+
+
+def parse_splits(text: str, group_size: int) -> tuple[int, ...] | None:
+    """The inverse of :func:`format_splits`; None where ``text`` has no sizes for ``group_size`` ranks.
+
+    >>> parse_splits("8,0,24", 3), parse_splits("8,x", 2)
+    ((8, 0, 24), None)
+    """
+    try:
+        sizes = tuple(map(int, text.split(",")))
+    except ValueError:
+        return None
+    is_whole = len(sizes) == group_size and min(sizes) >= 0 and max(sizes) <= _MOST_SPLIT_BYTES
+    return sizes if is_whole else None
 
 
 def wire_bytes(op: str, payload_bytes: int, group_size: int) -> float:

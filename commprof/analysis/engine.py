@@ -86,6 +86,21 @@ def _register(engine: duckdb.DuckDBPyConnection, name: str, rows: pa.Table | Sca
         return [name]
     rest = f"{name}_rest"
     engine.register(rest, rows.rest)
-    files = engine.read_parquet([str(file) for file in rows.files])
-    engine.register(name, files.union(engine.table(rest)))
+    engine.register(name, scanned(engine, rows, rest))
     return [rest, name]
+
+
+def scanned(engine: duckdb.DuckDBPyConnection, rows: Scan, rest: str) -> duckdb.DuckDBPyRelation:
+    """All rows of a table that lies in files: those of the files, then ``rest``, the name of ``rows.rest`` in ``engine``.
+
+    Columns that a file's version of the schema did not have are null.
+    """
+    others = engine.table(rest)
+    files = engine.read_parquet([str(file) for file in rows.files], union_by_name=not rows.is_current)
+    if not rows.is_current:
+        present = set(files.columns)
+        kinds = zip(others.columns, others.types, strict=True)
+        files = files.project(
+            ", ".join(name if name in present else f"cast(null as {kind}) as {name}" for name, kind in kinds)
+        )
+    return files.union(others)

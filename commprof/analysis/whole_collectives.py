@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from commprof.align.distinct import numbered, split_by
 from commprof.align.own_times import OWN_COLUMNS, SOURCES, OwnTimes, no_own_times, own_times, with_own_times
+from commprof.analysis.engine import scanned
 from commprof.analysis.spans import KIND_COLUMNS
 from commprof.errors import TraceError
 from commprof.trace.reader import Scan
@@ -96,9 +97,8 @@ def of_scan(
         yield (with_own_times(collectives) if has_own_times else collectives).select(columns)
         return
     try:
-        files = engine.read_parquet([str(file) for file in collectives.files])
         engine.register("rest_of_parts", collectives.rest)
-        engine.register("rows_of_parts", files.union(engine.table("rest_of_parts")))
+        engine.register("rows_of_parts", scanned(engine, collectives, "rest_of_parts"))
         ask: Ask = lambda sql: engine.sql(sql).to_arrow_table()  # noqa: E731 - one line is clearer here
         own = _OwnTimesOfFiles(collectives) if has_own_times else None
         names = ", ".join(name for name in columns if name not in OWN_COLUMNS)

@@ -13,18 +13,16 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from commprof.align.collectives import COLUMNS, in_order, matchable, occurrences, streams_of
 from commprof.align.reference_clock import ReferenceClock
 from commprof.analysis.api import Run
 from commprof.errors import TraceError
-from commprof.schema import COLLECTIVES
 from commprof.trace.reader import Scan
+from commprof.trace.tables import open_columns, with_newer
 
 _ENDS: Final = ("return_ns", "wait_end_ns", "device_end_ns")
 _KEYS: Final = tuple(dict.fromkeys((*COLUMNS, "pid", "captured")))
-_TEXTS: Final = [column.name for column in COLLECTIVES.columns if column.type == "string"]
 _FEWEST_SCANNED: Final = 100_000  # rows of a table that is read file by file
 _ROWS_AT_A_TIME: Final = 20_000
 NO_PARTNER: Final = -1
@@ -163,10 +161,10 @@ def _by_rank(rows: pa.Table) -> dict[tuple[int, int], pa.Table]:
 
 def _read(file: Path, columns: Sequence[str]) -> pa.Table:
     """Text as numbers into its values, which repeat."""
-    texts = [name for name in columns if name in _TEXTS]
     try:
-        with pq.ParquetFile(file, read_dictionary=texts, page_checksum_verification=True) as opened:
-            return opened.read(columns=list(columns)).select(list(columns)).unify_dictionaries()
+        with open_columns(file, "collectives") as opened:
+            rows = opened.read(columns=list(columns))
+            return with_newer(rows, "collectives", columns).unify_dictionaries()
     except (OSError, pa.ArrowException, ValueError) as error:
         raise TraceError(
             f"{file} cannot be read: {error}. It is damaged or not a Parquet file; copy it again from where it was made"

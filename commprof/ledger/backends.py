@@ -9,12 +9,13 @@ of the group:
 issued              executed    who sends what
 ==================  ==========  ======================================================================================
 all_reduce          all_reduce  2(n-1)/n S to the rank before it in the group
-reduce_scatter      all_reduce  the same: an all_reduce of the whole input, of which each rank keeps a part
+reduce_scatter      all_reduce  the same: an all_reduce of the whole input, of which each rank keeps a part; of a list,
+                                an all_reduce of each chunk
 reduce              reduce      to the rank before it S less two segments, then a part of S/n to the root. A segment is
                                 S/2n, but never more than 1 MiB: up to 2n MiB a mean rank sends (n^2-1)/n^2 S
 broadcast           broadcast   along a binomial tree, S to each child: the root sends most, half of the ranks nothing
 all_gather          all_gather  (n-1)/n S to the rank after it
-all_to_all          all_to_all  to each other rank its part: S/n, where the parts are equal
+all_to_all          all_to_all  to each other rank its part: as recorded, or S/n, where the parts are equal
 gather, scatter     the same    S/n from each other rank to the root, or from the root to each other rank
 send                send        S
 barrier             barrier     nothing
@@ -26,11 +27,11 @@ an operation is known; how it is spread over them only where every rank sends th
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
-from commprof.schema import Op, wire_bytes
+from commprof.schema import Op, parse_splits, wire_bytes
 
 GLOO: Final = "gloo"
 NCCL: Final = "nccl"
@@ -61,6 +62,8 @@ class Call(NamedTuple):
         root: the root of a rooted operation; None for none, or not known.
         sender, receiver: of a message.
         inputs, outputs: bytes that each rank gives and gets, where these may differ; empty where that is not known.
+        parts: of an all_to_all, bytes from each rank to each; empty where the records do not say.
+        chunks: of a reduce_scatter, bytes that each rank keeps, where these differ.
     """
 
     backend: str | None
@@ -72,6 +75,8 @@ class Call(NamedTuple):
     receiver: int | None = None
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
+    parts: tuple[tuple[float, ...], ...] = ()
+    chunks: tuple[int, ...] = ()
 
 
 class Flows(NamedTuple):
@@ -117,6 +122,8 @@ def flows(call: Call) -> Flows:
     if call.op in (Op.GATHER, Op.SCATTER):
         return _direct(call)
     if known(call.backend):
+        if call.op == Op.REDUCE_SCATTER and call.chunks:
+            return _by_chunks(call)
         return _of_gloo(call, _EXECUTED_BY_GLOO.get(call.op, call.op))
     total = wire_bytes(call.op, size, n) * n
     even = len(set(call.inputs)) <= 1 and len(set(call.outputs)) <= 1
@@ -140,20 +147,67 @@ def _direct(call: Call) -> Flows:
     return Flows({(r, root) if call.op == Op.GATHER else (root, r): size / n for r in others}, total)
 
 
+def parts_of(
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    input_splits: Sequence[str | None],
+    output_splits: Sequence[str | None],
+) -> tuple[tuple[float, ...], ...]:
+    """Bytes from each rank to each in an all_to_all, from the records of all its ranks in the group's order.
+
+    Empty where no record has splits: all are equal then, or an older version recorded them, which did not keep any.
+
+    Args:
+        inputs, outputs: ``input_bytes`` and ``output_bytes``.
+        input_splits, output_splits: as recorded; null where a rank's are equal.
+    """
+    n = len(inputs)
+    if not any(input_splits) and not any(output_splits):
+        return ()
+    sent = [_shares(text, size, n) for text, size in zip(input_splits, inputs, strict=True)]
+    got = [_shares(text, size, n) for text, size in zip(output_splits, outputs, strict=True)]
+    parts = []
+    for a, row in enumerate(sent):
+        # Of a sender whose splits are not known, its receivers' are.
+        given = row or [shares[a] for shares in got if shares is not None]
+        if len(given) < n:
+            return ()
+        parts.append(tuple(given))
+    return tuple(parts)
+
+
+def _shares(text: str | None, size: int, ranks: int) -> tuple[float, ...] | None:
+    return (size / ranks,) * ranks if text is None else parse_splits(text, ranks)
+
+
 def _pairwise(call: Call) -> Flows:
-    """An all_to_all: records have what each rank gives and gets in all.
+    """An all_to_all. Records without splits have what each rank gives and gets in all.
 
     Where one of the two is the same on all ranks, each of them divides alike, and the parts follow from the other.
     """
     n, inputs, outputs = call.group_size, call.inputs, call.outputs
     pairs = [(a, b) for a in range(n) for b in range(n) if a != b]
-    if len(set(inputs)) == 1 and len(outputs) == n:
+    if len(call.parts) == n:
+        parts = {(a, b): float(call.parts[a][b]) for a, b in pairs if call.parts[a][b]}
+    elif len(set(inputs)) == 1 and len(outputs) == n:
         parts = {(a, b): outputs[b] / n for a, b in pairs}
     elif len(set(outputs)) == 1 and len(inputs) == n:
         parts = {(a, b): inputs[a] / n for a, b in pairs}
     else:
         return Flows(None, None, "the splits of an all_to_all are not in its records")
     return Flows(parts, sum(parts.values()))
+
+
+def _by_chunks(call: Call) -> Flows:
+    """gloo's reduce_scatter of a list: an all_reduce of each chunk."""
+    sent: dict[Pair, float] = defaultdict(float)
+    messages = 0
+    for chunk in filter(None, call.chunks):
+        one = _of_gloo(call._replace(payload_bytes=chunk), Op.ALL_REDUCE)
+        for pair, size in (one.sent or {}).items():
+            sent[pair] += size
+        messages += one.messages
+    return _summed(sent, messages)
 
 
 def _of_gloo(call: Call, op: str) -> Flows:

@@ -11,12 +11,12 @@ import numpy as np
 import pyarrow as pa
 
 from commprof.align.distinct import numbered
-from commprof.ledger.backends import Call, known
+from commprof.ledger.backends import Call, known, parts_of
 from commprof.ledger.issue import Executed, Issued
-from commprof.ledger.lookup import combinations, where
+from commprof.ledger.lookup import Flags, combinations, where
 from commprof.ledger.survey import COLUMNS as SURVEYED
 from commprof.ledger.survey import GROUP, Survey, by_last_step
-from commprof.schema import OPS, Op, parse_ranks
+from commprof.schema import OPS, Op, parse_ranks, parse_splits
 
 _P2P: Final = frozenset({Op.SEND, Op.RECV})
 _UNEVEN_BUT_ON_GLOO: Final = frozenset({Op.ALL_GATHER, Op.REDUCE_SCATTER})
@@ -31,7 +31,7 @@ _OF_RECORD: Final = (
     "peer",
     "rank",
 )
-_SIZES: Final = ("input_bytes", "output_bytes")
+_SIZES: Final = ("input_bytes", "output_bytes", "input_splits", "output_splits")
 COLUMNS: Final = tuple(dict.fromkeys((*SURVEYED, *_OF_RECORD, *_SIZES)))
 
 
@@ -85,7 +85,7 @@ def sendings(parts: Iterable[pa.Table], survey: Survey, executed_ops: Executed, 
     found = Sendings()
     members: list[pa.Table] = []
     for part in map(by_last_step, parts):
-        is_uneven = where(part, ["op", "backend"], _may_be_uneven)
+        is_uneven = where(part, ["op", "backend"], _may_be_uneven) | _has_chunks(part)
         members.append(
             part.filter(pa.array(is_uneven)).select(
                 [*dict.fromkeys((*GROUP, "pg_seq", *_OF_RECORD, *_SIZES))]
@@ -107,6 +107,15 @@ def sendings(parts: Iterable[pa.Table], survey: Survey, executed_ops: Executed, 
 def _may_be_uneven(op: str, backend: str | None) -> bool:
     """Whether the ranks of a collective may give or get unlike much."""
     return op == Op.ALL_TO_ALL or (op in _UNEVEN_BUT_ON_GLOO and not known(backend))
+
+
+def _has_chunks(part: pa.Table) -> Flags:
+    """Of which records the ranks keep chunks of unlike size."""
+    splits = part["input_splits"]
+    if splits.null_count == len(part):
+        return np.zeros(len(part), bool)
+    has_splits: Flags = splits.is_valid().to_numpy()
+    return where(part, ["op"], lambda op: op == Op.REDUCE_SCATTER) & has_splits
 
 
 def _add(found: Sendings, row: Mapping[str, Any], count: int) -> None:
@@ -138,8 +147,12 @@ def _add_uneven(found: Sendings, rows: pa.Table) -> None:
         ranks = records[begin:end]
         first = ranks[0]
         whole = len(ranks) == first["group_size"]
-        inputs, outputs = (tuple(one[name] for one in ranks) if whole else () for name in _SIZES)
+        inputs, outputs, *splits = (tuple(one[name] for one in ranks) if whole else () for name in _SIZES)
         size = round(sum(one["payload_bytes"] for one in ranks) / len(ranks))
         call = Call(first["backend"], first["op"], size, first["group_size"], inputs=inputs, outputs=outputs)
+        if call.op == Op.ALL_TO_ALL and whole:
+            call = call._replace(parts=parts_of(inputs, outputs, *splits))
+        elif call.op == Op.REDUCE_SCATTER and first["input_splits"] is not None:
+            call = call._replace(chunks=parse_splits(first["input_splits"], call.group_size) or ())
         sending = Sending(call, parse_ranks(first["group_ranks"]))
         found.add(first["step"], sending, 1, first["after_step"] is not None)

@@ -33,6 +33,7 @@ _PLAIN: Final = frozenset({int, bool, type(None), torch.dtype})
 # One call in 251 times our own code (CPU time: reading that clock is dear). Odd, since segments hold multiples of 512.
 COST_SAMPLE: Final = 251
 _MOST_CALLS: Final = 20_000
+_MOST_VALUES: Final = 300_000  # in the keys of one table, some ten MB
 # Without one, every tensor is on the CPU. As torch was built: to ask whether there is one now would start CUDA, and a
 # program that forks its ranks afterwards could not use it in them.
 _HAS_ACCELERATOR: Final = torch.accelerator.current_accelerator() is not None
@@ -262,10 +263,14 @@ def _is_plain(values: tuple[Any, ...]) -> bool:
 
 
 def remember(known: dict[Any, Any], key: Any, value: Any) -> None:
-    """Add to a table that is emptied when it has become too large."""
-    if len(known) > _MOST_CALLS:
+    """Add to a table that is emptied when it has become too large: with long keys, of many splits, it holds fewer."""
+    if len(known) > _MOST_CALLS or len(known) * _values_in(key) > _MOST_VALUES:
         known.clear()
     known[key] = value
+
+
+def _values_in(key: Any) -> int:
+    return sum(map(_values_in, key)) if isinstance(key, tuple) else 1
 
 
 def _given(*values: Any) -> list[Any]:

@@ -63,9 +63,10 @@ def _reduce_scatter(method: str) -> Reader:
 
 def _all_to_all(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Issued]:
     """(input, output split sizes, input split sizes, group)"""
-    tensor, splits = args[0], args[1]
-    output = Planned((sum(splits), *tensor.shape[1:]), tensor) if splits else tensor
-    return (Issued(METHOD["alltoall_base"], args[3], (output, tensor, CallOptions(None, None, True))),)
+    tensor, output_rows, input_rows = args[0], args[1], args[2]
+    output = Planned((sum(output_rows), *tensor.shape[1:]), tensor) if output_rows else tensor
+    values = (output, tensor, output_rows, input_rows, CallOptions(None, None, True))
+    return (Issued(METHOD["alltoall_base"], args[3], values),)
 
 
 def _shard_dim_all_to_all(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Issued]:

@@ -22,6 +22,7 @@ from commprof.trace.segments import NO_WORDS, Segment, Words, pack_tail
 from commprof.trace.writer import EventFile, RecordFile, encode_row
 
 _MOST_INTERNED: Final = 200_000
+_MOST_LETTERS: Final = 8_000_000  # in their texts: some 50 MB of calls with splits among 8 ranks
 PROCESS_GROUP: Final = LAYERS.index(Layer.PROCESS_GROUP)
 _PHASE_NUMBERS: Final = {name: number for number, name in enumerate(PHASES)}
 _is_capturing: Final = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
@@ -67,6 +68,7 @@ class Journal:
         # States of the threads that were given a number, as long as these live.
         self._threads: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._interned: dict[tuple[Any, ...], int] = {}
+        self._interned_letters = 0
         self._next_id = 1
 
     def open(self, records: RecordFile, events: EventFile) -> None:
@@ -165,8 +167,10 @@ class Journal:
         with self._lock:
             number = self._interned.get(key)
             if number is None:
-                if len(self._interned) > _MOST_INTERNED:
+                self._interned_letters += sum(len(value) for value in row.values() if isinstance(value, str))
+                if len(self._interned) > _MOST_INTERNED or self._interned_letters > _MOST_LETTERS:
                     self._interned.clear()  # numbers go on, so old ones stay right
+                    self._interned_letters = 0
                 number = self._next_id
                 self._next_id += 1
                 self.write(kind, {"id": number, **row})
@@ -185,6 +189,7 @@ class Journal:
                 "intended_op": str(tag.intended_op) if tag.intended_op in OPS else None,
                 "bucket": tag.bucket,
                 "bucket_bytes": tag.bucket_bytes,
+                "padding_bytes": tag.padding_bytes,
                 "owner": tag.owner,
                 "parameters": ",".join(tag.parameters) or None,
                 "module": tag.module,

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import ProcessGroup
 
 from commprof import hooks
 from commprof.recorder.callsite import CallSites
+from commprof.recorder.direct import remember
 from commprof.recorder.dispatcher import Kernels, Redispatch, arguments_of
 from commprof.recorder.groups import Group, Groups
 from commprof.recorder.journal import Journal
@@ -31,7 +32,6 @@ from commprof.recorder.stalls import Stalls
 from commprof.schema import LAYERS, Layer
 from commprof.trace.segments import RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Token, mark_raised
 
-_MOST_SIGNATURES: Final = 20_000
 # What the dispatcher takes to call a kernel in Python and to go on from it, beside the kernel's own time (measured, bare).
 _CROSSING_NS: Final = 2_200
 _FRAMEWORK: Final = LAYERS.index(Layer.FRAMEWORK)
@@ -147,9 +147,8 @@ class KernelRecorder:
         key = (layer, method.name, group.name, freeze(values))
         number = self._signatures.get(key)
         if number is None:
-            number = self._signatures[key] = self.sign(method, group, values)
-            if len(self._signatures) > _MOST_SIGNATURES:
-                self._signatures.clear()
+            number = self.sign(method, group, values)
+            remember(self._signatures, key, number)
         extra = GLOO_EXTRA.get(method.name)
         if layer == _FRAMEWORK:
             group.extra -= 1  # the group's backend has no part in it

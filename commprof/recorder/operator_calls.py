@@ -115,6 +115,7 @@ class OperatorCalls:
         at_group, at_reduction = places.group, _ABSENT if places.reduction is None else places.reduction
         at_root = _ABSENT if places.root is None else places.root
         at_async = _ABSENT if places.asynchronous is None else places.asynchronous
+        at_splits = places.splits
         blocks = method.blocks
         crossing, sample, unknown = _CROSSING_NS, _SAMPLE, _UNKNOWN
         unbox, learn = ProcessGroup.unbox, self._learn
@@ -158,6 +159,8 @@ class OperatorCalls:
                         args[at_root] if at_root < count else None,
                         args[at_async] if at_async < count else None,
                     )
+                    if at_splits:
+                        key = (*key, *[tuple(args[position]) for position in at_splits])
                     known = calls.get(key, unknown)
                     if known is unknown:
                         known = learn(method, reader, calls, key, args, named)

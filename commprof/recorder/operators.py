@@ -46,6 +46,9 @@ C10D: Final[dict[str, Method]] = {
 ISSUED_IN_CPP: Final = ("c10d::allreduce_", "c10d::broadcast_", "c10d::allgather_")
 
 
+_SPLITS: Final = ("output_split_sizes", "input_split_sizes")
+
+
 class Issued(NamedTuple):
     """One collective that a call of an operator issues.
 
@@ -72,13 +75,14 @@ class Layout(NamedTuple):
     reduction: int | None
     root: int | None  # of the root, or of the other side of a message
     asynchronous: int | None
+    splits: tuple[int, ...] = ()  # of the rows from and to each rank
 
 
 def layout(arguments: Sequence[tuple[str, str]]) -> Layout:
     """The layout of an operator of c10d, from the names and types of its schema.
 
     >>> layout([("tensors", "List[Tensor]"), ("process_group", "__torch__.torch.classes.c10d.ProcessGroup"), ("dst", "int")])
-    Layout(group=1, reduction=None, root=2, asynchronous=None)
+    Layout(group=1, reduction=None, root=2, asynchronous=None, splits=())
 
     Raises:
         ValueError: it takes no process group.
@@ -97,6 +101,7 @@ def layout(arguments: Sequence[tuple[str, str]]) -> Layout:
         first(("ReduceOp",), types),
         first(("root_rank", "dst", "src"), names),
         first(("asyncOp", "async_op"), names),
+        tuple(position for position, name in enumerate(names) if name in _SPLITS),
     )
 
 
@@ -133,7 +138,7 @@ def read_c10d(method: Method, places: Layout) -> Reader:
             values = (args[0],) if root is None else (args[0], root)
         else:
             options = CallOptions(reduction_name(value(places.reduction, None)), root, is_async)
-            values = (*args[:tensors], options)
+            values = (*args[:tensors], *(args[position] for position in places.splits), options)
         return (Issued(method, args[places.group], values, is_async),)
 
     return read

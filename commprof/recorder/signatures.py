@@ -14,10 +14,14 @@ from torch._C._distributed_c10d import ReduceOp
 
 from commprof.recorder.groups import Group
 from commprof.recorder.methods import Method, Shape
-from commprof.schema import Op
+from commprof.schema import UNKNOWN_SPLITS, Op, format_splits
 
 _MISSING: Final = object()
 _OPTION_NAMES: Final = ("reduceOp", "rootRank", "rootTensor", "asyncOp")
+# Methods whose tensors are one for each rank of the group, and those that divide a single tensor by rows.
+_INPUT_LISTS: Final = frozenset({"alltoall", "reduce_scatter", "scatter"})
+_OUTPUT_LISTS: Final = frozenset({"alltoall", "allgather", "gather"})
+_SPLIT_BY_ROWS: Final = frozenset({"alltoall_base", "all_to_all_single"})
 _MODULES_OF_TORCH: Final = ("torch.distributed.distributed_c10d", "torch._C._distributed_c10d")
 _REDUCTION: Final = ReduceOp
 _REDUCTION_NUMBER: Final = type(ReduceOp.SUM)
@@ -66,6 +70,8 @@ def _freezer(kind: type) -> Callable[[Any], Any]:
         found = _freeze_sequence
     elif kind is type(None) or issubclass(kind, (int, bool, str, float)):
         found = _itself
+    elif hasattr(kind, "tolist"):
+        found = _freeze_array  # of numpy: splits may come so
     elif kind.__module__ not in _MODULES_OF_TORCH:
         found = _freeze_anything  # what one value of the class has for options, another may not have
     elif kind is _REDUCTION:
@@ -88,6 +94,10 @@ def freeze_tensor(value: torch.Tensor | Planned) -> Any:
 
 def _freeze_sequence(value: Sequence[Any]) -> Any:
     return tuple([(FREEZERS.get(type(item)) or _freezer(type(item)))(item) for item in value])
+
+
+def _freeze_array(value: Any) -> Any:
+    return freeze(value.tolist())
 
 
 def _itself(value: Any) -> Any:
@@ -146,6 +156,8 @@ class _Call(NamedTuple):
     root: int | None  # group rank of the root or of the other side
     reduce_op: str | None
     is_async: bool
+    output_rows: Any = None  # a sequence of int: of the first dimension, from each rank of the group
+    input_rows: Any = None  # the same, to each rank
 
 
 def describe(method: Method, group: Group, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,6 +185,8 @@ def describe(method: Method, group: Group, args: Sequence[Any], kwargs: Mapping[
         "input_bytes": sizes.input_bytes,
         "output_bytes": sizes.output_bytes,
         "payload_bytes": sizes.payload_bytes,
+        "input_splits": _splits(call.inputs, call.input_rows, method.name in _INPUT_LISTS, group.size),
+        "output_splits": _splits(call.outputs, call.output_rows, method.name in _OUTPUT_LISTS, group.size),
         "pg": group.name,
         "peer": group.global_rank(call.root),
         "is_async": call.is_async,
@@ -202,7 +216,31 @@ def _sort_arguments(method: Method, args: Sequence[Any], kwargs: Mapping[str, An
         elif name in ("tensor", "tensors"):
             outputs = inputs = _Buffers(_flatten(value))
     root, reduce_op, is_async = _scalars(method, rest, kwargs)
-    return _Call(outputs, inputs, root, reduce_op, is_async)
+    output_rows, input_rows = _split_rows(method, rest, kwargs)
+    return _Call(outputs, inputs, root, reduce_op, is_async, output_rows, input_rows)
+
+
+def _split_rows(method: Method, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """How many rows of a single tensor come from and go to each rank, where the call says so."""
+    if method.name not in _SPLIT_BY_ROWS:
+        return None, None
+    given = [value for value in rest[:2] if not isinstance(value, CallOptions)]
+    output_rows, input_rows = [*given, None, None][:2]
+    return kwargs.get("output_split_sizes", output_rows), kwargs.get("input_split_sizes", input_rows)
+
+
+def _splits(buffers: _Buffers, rows: Any, is_list: bool, group_size: int) -> str | None:
+    """Bytes for each rank of the group as text; None where they are equal, or the call has no such parts."""
+    tensors = buffers.tensors
+    if rows is not None:
+        if any(isinstance(count, torch.Tensor) for count in rows):
+            return UNKNOWN_SPLITS  # to read them may wait for their device
+        (tensor,) = tensors
+        row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
+        return format_splits([int(count) * row_bytes for count in rows])
+    if is_list and len(tensors) == group_size:
+        return format_splits([tensor.numel() * tensor.element_size() for tensor in tensors])
+    return None
 
 
 def _scalars(

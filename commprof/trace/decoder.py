@@ -139,7 +139,7 @@ def _side_tables(
     same = dict(zip(_IDENTITY, identity, strict=False))
     here = {**same, "host": str((events.last("begin") or {}).get("host") or "")}
     rows: dict[str, Iterable[Mapping[str, Any]]] = {
-        "groups": ({**row, **same} for row in groups.values()),
+        "groups": ({**row, **same, "host": here["host"] or None} for row in groups.values()),
         "steps": ({**row, **same} for row in steps.rows),
         "outside_steps": ({**row, **same} for row in steps.outside_rows),
         "metrics": ({**_metric(row, steps), **same} for row in events.rows["metrics"]),

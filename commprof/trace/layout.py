@@ -145,10 +145,10 @@ def parse_header(data: bytes, path: Path) -> Header:
             f"{path} begins with {magic!r} where a records file begins with {MAGIC!r}: it is damaged, or was not "
             "written by commprof"
         )
-    if header.schema_version != SCHEMA_VERSION or header.record_bytes != RECORD.size:
+    if not 1 <= header.schema_version <= SCHEMA_VERSION or header.record_bytes != RECORD.size:
         raise SchemaError(
             f"{path} has schema version {header.schema_version} ({header.record_bytes} bytes a record); this commprof "
-            f"reads version {SCHEMA_VERSION} ({RECORD.size} bytes). Open it with the version of commprof that wrote it"
+            f"reads versions 1 to {SCHEMA_VERSION} ({RECORD.size} bytes). Open it with the version of commprof that wrote it"
         )
     if not HEADER.size <= header.header_bytes <= 1 << 20:
         raise TraceError(

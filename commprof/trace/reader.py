@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 import pyarrow as pa
 
 from commprof.errors import SchemaError, TraceError
+from commprof.schema import SCHEMA_VERSION
 from commprof.trace.config_copy import config_note
 from commprof.trace.decoder import RankTrace
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, resolve
@@ -32,10 +33,10 @@ from commprof.trace.tables import (
     arrow_schema,
     column_parts,
     count_rows,
-    has_schema,
     parquet_parts,
     read_parquet,
     read_table,
+    version_of,
 )
 from commprof.trace.wire import read_readings, reading_files, sample_files
 
@@ -45,10 +46,15 @@ _MOST_ROWS: Final = 1_000_000  # a larger table is not loaded to ask something o
 
 
 class Scan(NamedTuple):
-    """The rows of a large table: those of Parquet files, which an engine reads where they lie, and ``rest``."""
+    """The rows of a large table: those of Parquet files, which an engine reads where they lie, and ``rest``.
+
+    Attributes:
+        is_current: every file has all columns; else some lack those that their version of the schema did not have.
+    """
 
     files: tuple[Path, ...]
     rest: pa.Table
+    is_current: bool = True
 
 
 @dataclass(slots=True)
@@ -89,9 +95,13 @@ class Run:
             return self.table(name)
         files = self._files(name)
         most = _MOST_ROWS if most_rows is None else most_rows
-        if sum(map(count_rows, files)) <= most or not all(has_schema(file, name) for file in files):
+        if sum(map(count_rows, files)) <= most:
             return self.table(name)
-        return Scan(tuple(files), merge(name, [arrow_schema(name).empty_table(), *self._pending(name)]))
+        versions = [version_of(file, name) for file in files]
+        if None in versions:
+            return self.table(name)
+        rest = merge(name, [arrow_schema(name).empty_table(), *self._pending(name)])
+        return Scan(tuple(files), rest, set(versions) == {SCHEMA_VERSION})
 
     def parts(self, name: str, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
         """The rows of table ``name``, some at a time and none kept: those of :meth:`table`, in its order.
@@ -109,7 +119,7 @@ class Run:
             return
         schema = arrow_schema(name)
         for file in files:
-            if columns is not None and has_schema(file, name):
+            if columns is not None and version_of(file, name) is not None:
                 yield from column_parts(file, name, wanted)
                 continue
             for part in parquet_parts(file, name):

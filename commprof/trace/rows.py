@@ -70,7 +70,7 @@ def is_signature(row: Mapping[str, Any]) -> bool:
         if column.source is not Source.SIGNATURE or column.name == "api":
             continue
         value = row.get(column.name)
-        if column.name not in row or not fits(column, value):
+        if (column.name not in row and column.since == 1) or not fits(column, value):
             return False
         if column.unit and whole_number(value, 0, _MOST_BYTES) is None:
             return False

@@ -206,16 +206,14 @@ def parquet_parts(path: Path, name: str) -> Iterator[pa.Table]:
 
 
 def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
-    """Some columns of one file of collectives that :func:`has_schema` holds of; text as numbers into its distinct values.
+    """Some columns of one file of collectives that :func:`version_of` knows; text as numbers into its distinct values.
 
     Raises:
         TraceError: the file is damaged.
     """
     try:
-        with pq.ParquetFile(
-            path, read_dictionary=_texts("collectives"), page_checksum_verification=True
-        ) as file:
-            return file.read(columns=list(columns)).select(list(columns))
+        with open_columns(path, "collectives") as file:
+            return with_newer(file.read(columns=list(columns)), "collectives", columns)
     except (OSError, pa.ArrowException, ValueError) as error:
         raise TraceError(
             f"{path} cannot be read: {error}. It is damaged or not a Parquet file; copy it again from where it was made"
@@ -225,7 +223,7 @@ def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
 def column_parts(
     path: Path, name: str, columns: Sequence[str], rows: int = _COLUMN_PART_ROWS
 ) -> Iterator[pa.Table]:
-    """Some columns of one file of table ``name`` that :func:`has_schema` holds of, ``rows`` rows at a time.
+    """Some columns of one file of table ``name`` that :func:`version_of` knows, ``rows`` rows at a time.
 
     Text is read as numbers into its distinct values.
 
@@ -234,24 +232,40 @@ def column_parts(
     """
     try:
         _check_regular(path)
-        with pq.ParquetFile(
-            path,
-            read_dictionary=_texts(name),
-            page_checksum_verification=True,
-            pre_buffer=False,  # with a buffer for each column no file is held whole
-            buffer_size=_BUFFER_BYTES,
-        ) as file:
+        # With a buffer for each column no file is held whole.
+        with open_columns(path, name, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file:
             for batch in file.iter_batches(batch_size=rows, columns=list(columns)):
                 batch.validate(full=True)
-                yield pa.table(batch).select(list(columns))
+                yield with_newer(pa.table(batch), name, columns)
     except (OSError, pa.ArrowException, ValueError) as error:
         raise TraceError(
             f"{path} cannot be read: {error}. It is damaged or not a Parquet file; copy it again from where it was made"
         ) from None
 
 
-def _texts(table: str) -> list[str]:
-    return [column.name for column in TABLES[table].columns if column.type == "string"]
+def with_newer(rows: pa.Table, name: str, columns: Sequence[str]) -> pa.Table:
+    """``columns`` of table ``name`` out of ``rows``, with null in those that the version that wrote ``rows`` did not have.
+
+    Text is numbers into its distinct values there.
+    """
+    schema = arrow_schema(name)
+    for missing in [column for column in columns if column not in rows.column_names]:
+        kind = schema.field(missing).type
+        kind = pa.dictionary(pa.int32(), kind) if pa.types.is_string(kind) else kind
+        rows = rows.append_column(missing, pa.nulls(len(rows), kind))
+    return rows.select(list(columns))
+
+
+def open_columns(path: Path, name: str, **options: Any) -> pq.ParquetFile:
+    """One Parquet file of table ``name``, of any version, whose text is read as numbers into its distinct values."""
+    about = pq.read_metadata(path)
+    present = set(about.schema.names)
+    texts = [
+        column.name for column in TABLES[name].columns if column.type == "string" and column.name in present
+    ]
+    return pq.ParquetFile(
+        path, metadata=about, read_dictionary=texts, page_checksum_verification=True, **options
+    )
 
 
 def read_metadata(path: Path) -> dict[bytes, bytes]:
@@ -282,8 +296,10 @@ def count_rows(path: Path) -> int:
         raise TraceError(f"{path} cannot be read: {error}") from None
 
 
-def has_schema(path: Path, name: str) -> bool:
-    """Whether one Parquet file has exactly the columns of table ``name``, so that nothing need be converted.
+def version_of(path: Path, name: str) -> int | None:
+    """The version of the schema whose table ``name`` has exactly the columns of one Parquet file; None: it is converted.
+
+    A file of an older version lacks columns: see :func:`with_newer`.
 
     Raises:
         TraceError: the file is damaged. SchemaError: a newer version wrote it.
@@ -293,9 +309,10 @@ def has_schema(path: Path, name: str) -> bool:
         found = pq.read_schema(path)
     except (OSError, pa.ArrowException, ValueError) as error:
         raise TraceError(f"{path} cannot be read: {error}") from None
-    check_version(path, found.metadata or {})
-    expected = arrow_schema(name)
-    return [(item.name, item.type) for item in found] == [(item.name, item.type) for item in expected]
+    version = check_version(path, found.metadata or {})
+    declared = zip(arrow_schema(name), TABLES[name].columns, strict=True)
+    expected = [(item.name, item.type) for item, column in declared if column.since <= version]
+    return version if [(item.name, item.type) for item in found] == expected else None
 
 
 def _check_regular(path: Path) -> None:
@@ -304,11 +321,17 @@ def _check_regular(path: Path) -> None:
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
 
 
-def check_version(path: Path, metadata: Mapping[bytes, bytes]) -> None:
-    """SchemaError when ``metadata`` of file ``path`` names a schema that is newer than ours."""
+def check_version(path: Path, metadata: Mapping[bytes, bytes]) -> int:
+    """The version of the schema that ``metadata`` of file ``path`` names; ours where it names none.
+
+    Raises:
+        SchemaError: it is newer than ours.
+    """
     text = metadata.get(VERSION_KEY, b"")
-    if text.isdigit() and int(text) > SCHEMA_VERSION:
+    version = int(text) if text.isdigit() else SCHEMA_VERSION
+    if version > SCHEMA_VERSION:
         raise SchemaError(
-            f"{path} was written with schema version {int(text)}; this commprof reads versions up to {SCHEMA_VERSION}. "
+            f"{path} was written with schema version {version}; this commprof reads versions up to {SCHEMA_VERSION}. "
             "Install a newer commprof to read it"
         )
+    return version
