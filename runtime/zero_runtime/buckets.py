@@ -97,9 +97,20 @@ class Bucket:
         """Bytes of the whole bucket as it travels."""
         return self.tensor.numel() * self.dtype.itemsize
 
-    def why(self, owner: int | None = None, intended_op: str | None = None) -> hooks.tag:
-        """The tag of a collective that carries this bucket; no more than its purpose when nobody records."""
-        return self._publication().tag(owner, intended_op) if hooks.recording() else _UNRECORDED
+    def why(
+        self, owner: int | None = None, intended_op: str | None = None, padded: torch.Tensor | None = None
+    ) -> hooks.tag:
+        """The tag of a collective that carries this bucket; no more than its purpose when nobody records.
+
+        Args:
+            padded: what is sent, where it holds more than the runs of the bucket: the rest is padding.
+        """
+        if not hooks.recording():
+            return _UNRECORDED
+        padding = 0
+        if padded is not None:
+            padding = (padded.numel() - sum(run.numel for run in self.runs)) * padded.element_size()
+        return self._publication().tag(owner, intended_op, padding or None)
 
     def publish(self) -> None:
         """Tell whoever records that the bucket is flushed."""
@@ -127,19 +138,27 @@ _UNRECORDED: Final = hooks.tag("gradient_reduce")
 
 @dataclass(slots=True)
 class Publication:
-    """What a recorder is told of a bucket: its content, and the tags of its collectives by owner and intended operation."""
+    """What a recorder is told of a bucket: its content, and the tags of its collectives."""
 
     content: hooks.bucket
     names: tuple[str, ...]
-    tags: dict[tuple[int | None, str | None], hooks.tag] = field(default_factory=dict)
+    tags: dict[tuple[int | None, str | None, int | None], hooks.tag] = field(default_factory=dict)
 
-    def tag(self, owner: int | None, intended_op: str | None) -> hooks.tag:
+    def tag(self, owner: int | None, intended_op: str | None, padding_bytes: int | None = None) -> hooks.tag:
         """The tag of a collective; a tag that is kept is cheaper for the recorder."""
-        tag = self.tags.get((owner, intended_op))
+        key = owner, intended_op, padding_bytes
+        tag = self.tags.get(key)
         if tag is None:
             row = self.content.row
-            tag = hooks.tag("gradient_reduce", row["bucket"], owner, self.names, intended_op, row["bytes"])
-            self.tags[owner, intended_op] = tag
+            tag = self.tags[key] = hooks.tag(
+                "gradient_reduce",
+                bucket=row["bucket"],
+                owner=owner,
+                parameters=self.names,
+                intended_op=intended_op,
+                bucket_bytes=row["bytes"],
+                padding_bytes=padding_bytes,
+            )
         return tag
 
 

@@ -28,10 +28,14 @@ class _Part(NamedTuple):
     Attributes:
         whole: the rows end to end; None where they lie apart.
         rows: of each rank.
+        whys: the tag of each row, which says how much of it is padding.
+        why: the tag of all rows together.
     """
 
     whole: torch.Tensor | None
     rows: tuple[torch.Tensor, ...]
+    whys: tuple[hooks.tag, ...]
+    why: hooks.tag
 
 
 class FlatParameters(Pieces):
@@ -76,7 +80,7 @@ class FlatParameters(Pieces):
             part
             for flat, each in zip(flats, groups, strict=True)
             for band in flat.chunk(each.flat_layout.bands)
-            for part in self._cut(band)
+            for part in self._cut(band, each)
         ]
         self._arrivals = None if module is None else Arrivals(module, self._carriers(groups))
 
@@ -108,8 +112,8 @@ class FlatParameters(Pieces):
             return
         if self._by_broadcast:
             for part in self._parts:
-                for owner, piece in enumerate(part.rows):
-                    self._group.broadcast(piece, owner, why=_GATHER)
+                for owner, (piece, why) in enumerate(zip(part.rows, part.whys, strict=True)):
+                    self._group.broadcast(piece, owner, why=why)
             return
         # Several at once keep the wire busy while one of them begins or ends.
         if self._quantized:
@@ -147,15 +151,15 @@ class FlatParameters(Pieces):
                 work.wait()
             fill()
 
-    def _cut(self, band: torch.Tensor) -> Iterator[_Part]:
+    def _cut(self, band: torch.Tensor, of: ParameterGroup) -> Iterator[_Part]:
         """The messages in which ``band`` is gathered; each part of a row begins at an even element."""
         rows = band.chunk(self._group.world_size)
         if self._bucket is None or self._by_broadcast:
-            yield _Part(band, rows)
+            yield _part(band, rows, of)
             return
         width = self._width()
         for begin in range(0, rows[0].numel(), width):
-            yield _Part(None, tuple(row[begin : begin + width] for row in rows))
+            yield _part(None, tuple(row[begin : begin + width] for row in rows), of)
 
     def _width(self) -> int:
         assert self._bucket is not None
@@ -164,8 +168,8 @@ class FlatParameters(Pieces):
     def _gather(self, part: _Part, asynchronous: bool) -> Work | None:
         own = part.rows[self._group.rank]
         if part.whole is not None:
-            return self._group.all_gather_single(part.whole, own, why=_GATHER, asynchronous=asynchronous)
-        return self._group.all_gather(list(part.rows), own, why=_GATHER, asynchronous=asynchronous)
+            return self._group.all_gather_single(part.whole, own, why=part.why, asynchronous=asynchronous)
+        return self._group.all_gather(list(part.rows), own, why=part.why, asynchronous=asynchronous)
 
     def _carriers(self, groups: Sequence[ParameterGroup]) -> dict[torch.nn.Parameter, tuple[int, ...]]:
         """The numbers of the messages that carry a part of each parameter."""
@@ -184,6 +188,19 @@ class FlatParameters(Pieces):
                 found[parameter] = tuple(sorted(carriers))
             first += each.flat_layout.bands * in_a_band
         return found
+
+
+def _part(whole: torch.Tensor | None, rows: tuple[torch.Tensor, ...], of: ParameterGroup) -> _Part:
+    starts = [int(row.storage_offset()) for row in rows]  # the flat buffer is all of its storage
+    paddings = [
+        of.flat_layout.padding(start, start + row.numel()) * row.element_size()
+        for start, row in zip(starts, rows, strict=True)
+    ]
+    return _Part(whole, rows, tuple(map(_why, paddings)), _why(sum(paddings)))
+
+
+def _why(padding_bytes: int) -> hooks.tag:
+    return hooks.tag("parameter_gather", padding_bytes=padding_bytes) if padding_bytes else _GATHER
 
 
 def flatten(each: ParameterGroup) -> torch.Tensor:

@@ -80,6 +80,12 @@ class GroupLayout:
         """Elements of a band that each rank owns."""
         return self.piece_numel // self.bands
 
+    def padding(self, start: int, stop: int) -> int:
+        """Elements of padding from ``start`` to before ``stop`` of the flat buffer."""
+        ends = zip(self.offsets, self.numels, strict=True)
+        held = (min(stop, offset + numel) - max(start, offset) for offset, numel in ends)
+        return stop - start - sum(numel for numel in held if numel > 0)
+
     def slices(self, index: int) -> tuple[Slice, ...]:
         """The slices of the group's parameter number ``index``, in element order; none for an empty one."""
         row = self.row_numel

@@ -156,7 +156,8 @@ def _room(numel: int, rows: torch.Tensor, bucket: Bucket) -> torch.Tensor:
 def scatter(rows: torch.Tensor, bucket: Bucket, group: DataParallelGroup) -> Scattered:
     """Sum equal ``rows``, end to end, by the backend's own reduce_scatter."""
     output = rows.new_empty(rows.numel() // group.world_size)
-    work = group.reduce_scatter_single(output, rows, why=bucket.why(), asynchronous=bucket.asynchronous)
+    why = bucket.why(padded=rows)
+    work = group.reduce_scatter_single(output, rows, why=why, asynchronous=bucket.asynchronous)
     return work, lambda: output
 
 

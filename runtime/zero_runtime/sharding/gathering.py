@@ -163,7 +163,7 @@ class Gatherer:
             row = piece.to(device=buffer.device, dtype=dtype)
         if quantize:
             return _send_quantized(buffer, row, group, [shard], 0)
-        why = _tag_of([shard], self._why)
+        why = _tag_of([shard], self._why, buffer)
         return _Message(group.start_all_gather(buffer, row, why=why), buffer, [shard], 0)
 
     def _send_several(self, shards: Sequence[Shard]) -> list[_Message]:
@@ -193,7 +193,7 @@ class Gatherer:
         row = row.to(device=device, dtype=dtype)
         if quantize:
             return _send_quantized(buffer, row, group, shards, group.world_size)
-        work = group.start_all_gather(buffer, row, why=_tag_of(shards, self._why))
+        work = group.start_all_gather(buffer, row, why=_tag_of(shards, self._why, buffer))
         return _Message(work, buffer, shards, group.world_size)
 
 
@@ -218,11 +218,15 @@ def broadcast(
         data.copy_(message.view(data.dtype).view(data.shape))
 
 
-def _tag_of(shards: Sequence[Shard], why: hooks.tag) -> hooks.tag:
+def _tag_of(shards: Sequence[Shard], why: hooks.tag, padded: torch.Tensor | None = None) -> hooks.tag:
+    """The tag of a message; ``padded`` is what it makes whole, unless it travels quantized."""
     if not hooks.recording():
         return why
     purpose = _CHECKPOINT.purpose if _in_checkpoint() else why.purpose
-    return hooks.tag(purpose, parameters=tuple(each.name for each in shards))
+    padding = 0
+    if padded is not None:
+        padding = (padded.numel() - sum(each.numel for each in shards)) * padded.element_size()
+    return hooks.tag(purpose, parameters=tuple(each.name for each in shards), padding_bytes=padding or None)
 
 
 def _in_checkpoint() -> bool:
@@ -300,7 +304,7 @@ def _reduce_whole(
     for each in shards:
         each.read(buffer.narrow(0, start + each.slice_numel * group.rank, each.slice_numel))
         start += each.slice_numel * group.world_size
-    return _Message(group.start_all_reduce(buffer, why=_tag_of(shards, _GATHER)), buffer, shards, 0)
+    return _Message(group.start_all_reduce(buffer, why=_tag_of(shards, _GATHER, buffer)), buffer, shards, 0)
 
 
 def _unpack_rows(message: _Message) -> None:

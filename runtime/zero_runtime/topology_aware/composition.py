@@ -70,6 +70,7 @@ def all_reduce(
         why: the tag of every message.
         asynchronous: messages are begun, and waited for by whoever runs the steps.
     """
+    why = _of_a_part(why)
     flat = tensor.view(-1)
     inner = prod(group.world_size for group in groups[1:])
     numel = -(-flat.numel() // inner) * inner
@@ -111,6 +112,7 @@ def reduce_scatter(
         numels: elements of each; equal ones unless ``implementation`` is ``all_to_all``.
         groups, implementation, why, asynchronous: as in :func:`all_reduce`.
     """
+    why = _of_a_part(why)
     held = list(numels)
     for group in reversed(groups):
         size = group.world_size
@@ -134,6 +136,7 @@ def all_gather(
     asynchronous: bool,
 ) -> Steps:
     """Gather every rank's ``piece`` (n elements) into ``output`` (ranks x n, contiguous), in rank order."""
+    why = _of_a_part(why)
     gathered = piece.reshape(-1)
     for group in groups:
         wider = output.new_empty(group.world_size * gathered.numel())
@@ -161,6 +164,15 @@ def _scatter(
     received = rows.new_empty(group.world_size * mine)
     meant = None if why is None else _meaning_reduce_scatter(why)
     return group.sum_rows(received, rows, numels, why=meant, asynchronous=asynchronous)
+
+
+def _of_a_part(why: hooks.tag | None) -> hooks.tag | None:
+    """The tag of messages that carry a part each: how much of a part is padding is not known."""
+    if why is None or why.padding_bytes is None:
+        return why
+    return hooks.tag(
+        why.purpose, why.bucket, why.owner, why.parameters, why.intended_op, why.bucket_bytes, why.module
+    )
 
 
 def _meaning_reduce_scatter(why: hooks.tag) -> hooks.tag:
