@@ -91,6 +91,33 @@ ROOTED_STEP = {
     2: 2 + 1 + 2 + 3 + 0.4,  # reduce, gather, scatter, all_reduce, to rank 0
 }
 
+# Each rank divides its input in another way, so that neither what the ranks give nor what they get is equal; and a list of
+# unlike chunks. Bytes are 4 times these elements.
+SPLITS = ((50_000, 300_000, 150_000), (0, 10_000, 700_000), (250_000, 20_000, 0))
+CHUNKS = (100_000, 700_000, 200_000)
+UNEVEN = f"""
+import torch, torch.distributed as dist
+from commprof import hooks
+
+splits, chunks = {SPLITS}, {CHUNKS}
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+sent, got = list(splits[rank]), [row[rank] for row in splits]
+
+def step():
+    dist.all_to_all_single(torch.empty(sum(got)), torch.ones(sum(sent)), got, sent)
+    dist.reduce_scatter(torch.empty(chunks[rank]), [torch.ones(size) for size in chunks])
+
+step()
+for number in range(3):
+    dist.barrier()
+    hooks.step(number)
+    step()
+    dist.barrier()
+hooks.step(number + 1)
+dist.destroy_process_group()
+"""
+
 ZERO = """
 import sys
 import commprof, torch, torch.distributed as dist
@@ -148,6 +175,23 @@ def test_each_host_is_held_to_what_its_own_ranks_send(tmp_path):
     for row in verdict["moved"]:
         number = int(row["host"][-1])
         expected = 3 * ROOTED_STEP[number] * MB
+        assert row["expected_bytes"] == pytest.approx(expected, rel=1e-4)
+        assert expected <= row["sent_bytes"] <= expected * (1 + TOLERANCE) + resent[number]
+
+
+def test_unequal_splits_are_held_to_what_the_program_gave(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(UNEVEN)
+    with network.hosts(3) as machines:
+        _, text, verdict = record(tmp_path, machines, script)
+        resent = [network.resent_bytes(machine) for machine in machines]
+    assert "Mismatch" not in text
+    assert len(verdict["moved"]) == 3
+    for row in verdict["moved"]:
+        number = int(row["host"][-1])
+        exchanged = sum(size for rank, size in enumerate(SPLITS[number]) if rank != number)
+        # gloo reduces each chunk on all ranks: 2 x 2/3 of it on each, whoever keeps it.
+        expected = 3 * 4 * (exchanged + sum(CHUNKS) * 4 / 3)
         assert row["expected_bytes"] == pytest.approx(expected, rel=1e-4)
         assert expected <= row["sent_bytes"] <= expected * (1 + TOLERANCE) + resent[number]
 
