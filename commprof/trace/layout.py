@@ -150,7 +150,8 @@ def parse_header(data: bytes, path: Path) -> Header:
             f"{path} has schema version {header.schema_version} ({header.record_bytes} bytes a record); this commprof "
             f"reads versions 1 to {SCHEMA_VERSION} ({RECORD.size} bytes). Open it with the version of commprof that wrote it"
         )
-    if not HEADER.size <= header.header_bytes <= 1 << 20:
+    # The writer's header is a whole number of pages.
+    if not HEADER.size <= header.header_bytes <= 1 << 20 or header.header_bytes % 4096:
         raise TraceError(
             f"{path} says that its header is {header.header_bytes} bytes long: the file is damaged"
         )
