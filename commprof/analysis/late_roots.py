@@ -16,7 +16,10 @@ Numbers = npt.NDArray[np.int64]
 
 _CHANCE: Final = 0.01  # that equal ranks come in such an order so often
 _WORTH: Final = 0.02  # of the time
-_NUMBERS: Final = ("attempt", "step", "rank", "peer", "group_size", "awaited_own_ns", "awaited_later_ns")
+_NUMBERS: Final = (
+    *("attempt", "step", "rank", "peer", "group_size"),
+    *("awaited_own_ns", "awaited_later_ns", "own_lead_ns"),
+)
 
 
 class LateRoot(NamedTuple):
@@ -53,19 +56,34 @@ class RootedCollectives:
     def __bool__(self) -> bool:
         return bool(self._parts)
 
+    def costs(self, steps: set[int]) -> dict[int, int]:
+        """What others waited in all for the own time of each rank, whether chance explains it or not."""
+        every = self._warm(steps)
+        if every is None:
+            return {}
+        rank, cost = every["rank"].to_numpy(), _beyond_resolution(every["awaited_own_ns"].to_numpy())
+        return {each: int(cost[rank == each].sum()) for each in np.unique(rank).tolist()}
+
+    def _warm(self, steps: set[int]) -> pa.Table | None:
+        """The rows of ``steps`` without those of the warm-up; None without rows."""
+        if not self._parts:
+            return None
+        every = pa.concat_tables(self._parts)
+        codes = (every["attempt"].to_numpy().astype(np.int64) << 32) + every["step"].to_numpy()
+        if steps:
+            warm = np.isin(codes, np.array(sorted(warm_steps(steps)), np.int64))
+            every = every.filter(pa.array(warm & (every["step"].to_numpy() >= 0)))
+        return every
+
     def late(self, span_ns: int, steps: set[int]) -> list[LateRoot]:
         """Those that cost enough of ``span_ns``, the costliest first.
 
         Args:
             steps: of the run, each with its attempt as one number; those of the warm-up are not counted.
         """
-        if not self._parts:
+        every = self._warm(steps)
+        if every is None:
             return []
-        every = pa.concat_tables(self._parts)
-        codes = (every["attempt"].to_numpy().astype(np.int64) << 32) + every["step"].to_numpy()
-        if steps:
-            warm = np.isin(codes, np.array(sorted(warm_steps(steps)), np.int64))
-            every = every.filter(pa.array(warm & (every["step"].to_numpy() >= 0)))
         found = []
         kinds = every.group_by(["op", "group_ranks", "peer"]).aggregate([]).to_pylist()
         for kind in sorted(kinds, key=lambda each: tuple(map(str, each.values()))):
@@ -81,10 +99,11 @@ class RootedCollectives:
 
 def _late_ones(rows: pa.Table, op: str, root: int, span_ns: int) -> list[LateRoot]:
     """Of the collectives of one operation, group and root."""
-    rank, size, cost, later = (
-        rows[name].to_numpy() for name in ("rank", "group_size", "awaited_own_ns", "awaited_later_ns")
+    rank, size, cost, later, lead = (
+        pc.fill_null(rows[name], 0).to_numpy()
+        for name in ("rank", "group_size", "awaited_own_ns", "awaited_later_ns", "own_lead_ns")
     )
-    cost = np.where(cost >= REAL_WAIT_NS, cost, 0)
+    cost, lead = _beyond_resolution(cost), _beyond_resolution(lead)
     found = []
     for each in np.unique(rank).tolist():
         is_root = each == root
@@ -92,14 +111,22 @@ def _late_ones(rows: pa.Table, op: str, root: int, span_ns: int) -> list[LateRoo
         if is_root != (op in FROM_ROOT):
             continue  # nobody waits for the root of a reduce, which is the last to come
         late = mine & (later > 0)
-        # A root that comes early makes up for one that comes late: only what costs most of the time counts.
-        judged = heaviest(np.abs(later)) if is_root else np.arange(len(rows))
+        # A root that comes early makes up for one that comes late, and so does one that comes after its senders: only what
+        # costs most of the time counts.
+        judged = heaviest(np.abs(later) if is_root else lead)
         chance = 0.5 if op in FROM_ROOT else 1 / int(size[0])
         total, net = int(cost[mine].sum()), int(later[mine].sum())
-        is_beyond_chance = binomial_tail(int(late[judged].sum()), len(judged), chance) < _CHANCE
+        times = int(late[judged].sum())
+        bound = _CHANCE if is_root else _CHANCE * chance  # for all senders together
+        is_beyond_chance = binomial_tail(times, len(judged), chance) < bound
         if min(total, net) >= _WORTH * span_ns and total and is_beyond_chance:
-            found.append(LateRoot(each, op, is_root, total, int(late[judged].sum()), len(rows)))
+            collectives = times if is_root else int(late.sum())
+            found.append(LateRoot(each, op, is_root, total, collectives, len(rows)))
     return found
+
+
+def _beyond_resolution(waits: Numbers) -> Numbers:
+    return np.where(waits >= REAL_WAIT_NS, waits, 0)
 
 
 __all__ = ["FROM_ROOT", "TO_ROOT", "LateRoot", "RootedCollectives"]

@@ -19,6 +19,9 @@ from commprof.analysis.rank_lateness import RankLateness, last_ones
 from commprof.analysis.slow_paths import Paths
 
 MOST_LATE: Final = 200  # collectives that are told one by one
+_MORE_THAN_WAITED: Final = (
+    4  # times what it waited for the other: of two ranks that are alike, one seldom costs so much more
+)
 
 
 class Straggling(NamedTuple):
@@ -75,6 +78,14 @@ class Collector:
         found = self._last_ranks.findings(span, 0.5 if self._rooted else 0.0)
         steps = self._last_ranks.steps
         rooted = self._rooted.late(span, steps)
+        if len(ranks) == 2:
+            # Where rooted collectives hold one of two ranks only the other can come last by its own time. What that one
+            # waited itself for the first is then as much evidence as what it cost.
+            costs = self._rooted.costs(steps)
+            waited = {rank: sum(costs.values()) - costs.get(rank, 0) for rank in ranks["rank"]}
+            found = found._replace(
+                late=[late for late in found.late if late.cost_ns >= _MORE_THAN_WAITED * waited[late.rank]]
+            )
         said = verdict(ranks, found, rooted, self._paths, span, self._unknown)
         ranks.attrs.update(said._asdict())
         return Straggling(

@@ -117,13 +117,15 @@ def test_on_one_host_ranks_stand_for_the_ends():
     assert culprit == SLOW_TRANSFER and "rank 2 sends slowly" in said
 
 
-def rooted(op: str, late: int, delay: int = 20 * MS, world: int = 4) -> Job:
-    """In each step rank 1 is the root of one operation, and one rank works longer before it."""
+def rooted(op: str, late: int, delay: int = 20 * MS, world: int = 4, calls: int = 1) -> Job:
+    """In each step rank 1 is the root of ``calls`` operations, and one rank works longer before the first."""
     chance, job = random.Random(late), Job(world)
     for step in range(STEPS):
         for rank in range(world):
             work = int(30 * MS * (1 + 0.1 * chance.random())) + delay * (rank == late)
             job.do(rank, Step(step), Compute(work), Call(op, MIB, peer=1))
+            for _ in range(calls - 1):
+                job.do(rank, Compute(int(MS * chance.random())), Call(op, MIB, peer=1))
     return job
 
 
@@ -152,14 +154,38 @@ def test_the_root_waits_for_its_last_sender_and_nobody_for_the_root(op):
 
 
 @pytest.mark.parametrize("op", ["broadcast", "scatter", "reduce", "gather"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_rank_that_is_late_before_the_first_of_several_rooted_collectives_is_named(op, world):
+    late = 1 if op in ("broadcast", "scatter") else 0
+    culprit, said = verdict(rooted(op, late, world=world, calls=3))
+    assert culprit == LATE_RANK and said.startswith(f"Rank {late} is late by itself"), said
+    for other in {0, 1, -1} - {late}:
+        assert verdict(rooted(op, other, world=world, calls=3)) == (NOBODY, "")
+
+
+@pytest.mark.parametrize("op", ["broadcast", "scatter", "reduce", "gather"])
 @pytest.mark.parametrize("seed", range(5))
-def test_jitter_around_rooted_collectives_blames_nobody(op, seed):
-    chance, job = random.Random(seed), Job(3)
+@pytest.mark.parametrize("world", [2, 3])
+def test_jitter_around_rooted_collectives_blames_nobody(op, seed, world):
+    chance, job = random.Random(seed), Job(world)
     for step in range(STEPS):
-        for rank in range(3):
+        for rank in range(world):
             work = int(MS * chance.expovariate(1 / 20))
             job.do(rank, Step(step), Compute(work), Call(op, MIB, peer=1), Call("barrier", 0))
     assert verdict(job)[0] == NOBODY
+
+
+@pytest.mark.parametrize("op", ["broadcast", "reduce"])
+@pytest.mark.parametrize("late", [0, 1])
+def test_of_two_ranks_the_late_one_is_named_around_rooted_collectives(op, late):
+    chance, job = random.Random(late), Job(2)
+    for step in range(STEPS):
+        for rank in range(2):
+            work = int(MS * chance.expovariate(1 / 20)) + 100 * MS * (rank == late)
+            job.do(rank, Step(step), Compute(work), Call(op, MIB, peer=1), Call("barrier", 0))
+    culprit, said = verdict(job)
+    assert culprit == LATE_RANK and f"Rank {late} is late by itself" in said, said
+    assert f"Rank {1 - late} is late" not in said, said
 
 
 def from_each_root(job: Job, op: str = "broadcast") -> Job:
