@@ -129,7 +129,7 @@ operations as (
 segmented as (
     select
         o.*,
-        cast(floor(payload_bytes / cast(greatest(collectives, 1) as double)) as bigint) as call_bytes,
+        cast(floor(payload_bytes / cast(greatest(collectives, 1) as double)) as bigint) as each_bytes,
         greatest(1, least(1048576, cast(
             ceil(floor(payload_bytes / cast(greatest(collectives, 1) as double)) / (2.0 * greatest(group_size, 1))) as bigint
         ))) as segment_bytes
@@ -139,14 +139,14 @@ chunked as (
     select
         s.*,
         greatest(2, cast(
-            ceil(ceil(call_bytes / cast(segment_bytes as double)) / greatest(group_size, 1)) as bigint
+            ceil(ceil(each_bytes / cast(segment_bytes as double)) / greatest(group_size, 1)) as bigint
         )) * segment_bytes as chunk_bytes
     from segmented s
 ),
 kept as (
     select
         c.*,
-        cast(floor(call_bytes / cast(chunk_bytes as double)) as bigint) as chunks
+        cast(floor(each_bytes / cast(chunk_bytes as double)) as bigint) as chunks
     from chunked c
 ),
 shared as (
@@ -167,21 +167,21 @@ shared as (
     from kept k
 )
 select
-    s.* exclude (call_bytes),
-    case when op = 'reduce' and backend = 'gloo' then call_bytes end as call_bytes,
+    s.*,
+    case when op = 'reduce' and backend = 'gloo' then each_bytes end as call_bytes,
     -- what the backend is known to run, in the same parts; null where that is not known
     case
         when wire_share = 0 or op = 'send' then wire_share
         when backend is null or backend <> 'gloo' then null
         when op = 'reduce_scatter' then 2 * wire_share
         when op = 'reduce' then collectives * (
-            (group_size + 1) * call_bytes
+            (group_size + 1) * each_bytes
             - chunks * 2 * segment_bytes
             - case
                 when chunks >= group_size then 0
-                else greatest(0, least(2 * segment_bytes, call_bytes - (chunks + 1) * chunk_bytes + 2 * segment_bytes))
+                else greatest(0, least(2 * segment_bytes, each_bytes - (chunks + 1) * chunk_bytes + 2 * segment_bytes))
             end
-            - cast(floor(call_bytes / cast(group_size as double)) as bigint)
+            - cast(floor(each_bytes / cast(group_size as double)) as bigint)
         )
         else wire_share
     end as executed_share

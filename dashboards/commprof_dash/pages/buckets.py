@@ -132,8 +132,8 @@ def _tiles(found: buckets_data.Shown, group: str, groups: int) -> Component:
             ),
             cards.tile(
                 "Wire bytes of the step",
-                _wire_text(rows) if sent else "not known",
-                f"modelled for {_wire_of(rows)}: what a rank of a group sends"
+                api.format_bytes(_wire(rows)) if sent else "not known",
+                f"modelled for {_wire_of(rows)}: what a rank of a group sends{_as_issued(rows)}"
                 + (f", added up over {groups} groups" if groups > 1 else "")
                 if sent
                 else "no record carries the number of a bucket",
@@ -165,10 +165,10 @@ def _wire_of(rows: pd.DataFrame) -> str:
     return "the operation as issued" if rows["executed_wire_bytes"].isna().any() else "what the backend runs"
 
 
-def _wire_text(rows: pd.DataFrame) -> str:
-    """:func:`_wire`, and the bytes as issued where they differ."""
+def _as_issued(rows: pd.DataFrame) -> str:
+    """The bytes as issued, where they are others than :func:`_wire`."""
     shown, issued = api.format_bytes(_wire(rows)), api.format_bytes(rows["wire_bytes"].sum())
-    return shown if shown == issued else f"{shown} ({issued} as issued)"
+    return "" if shown == issued else f"; {issued} as issued"
 
 
 def _drawn(frame: pd.DataFrame) -> tuple[pd.DataFrame, str]:
