@@ -32,6 +32,7 @@ def answers(path, tmp_path_factory):
         "bucket_flushes": api.bucket_flushes(path),
         "bucket_means": api.bucket_means(path),
         "bucket_steps": api.bucket_steps(path),
+        "buckets_per_step": api.buckets_per_step(path),
         "bucket_parameters": content.parameters,
         "bucket_operations": content.operations,
         "lateness": straggling.lateness,

@@ -148,7 +148,8 @@ def test_operations_added_up_by_some_columns_are_those_of_the_plain_question(see
             for name in ("host_ns", "exposed_ns"):  # means of ranks, added up in another order
                 assert all((answer[name] - expected[name]).dropna().abs() <= 1)
                 assert answer[name].isna().equals(expected[name].isna())
-    assert set(EVERY_COLUMN) <= set(plain.column_names)
+    # call_bytes splits one reduce of gloo among ranks; test_analysis_executed_ranks.py holds it to gloo's algorithm.
+    assert set(EVERY_COLUMN) - {"call_bytes"} <= set(plain.column_names)
 
 
 @pytest.mark.parametrize("seed", range(3))

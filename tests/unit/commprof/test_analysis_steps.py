@@ -94,7 +94,7 @@ def test_totals_leave_out_the_step_that_a_killed_run_was_in():
     for step in range(3):
         run.add_step(step, end_ns=None if step == 2 else -1)
         run.add_collective("all_reduce", payload_bytes=100, step=step, purpose="gradient_reduce")
-    steps, totals = totals_of(run)
+    steps, totals, _ = totals_of(run)
     assert steps == 2
     assert totals[["op", "collectives", "payload_bytes", "wire_bytes"]].values.tolist() == [
         ["all_reduce", 2, 200, 200.0]
