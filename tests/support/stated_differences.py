@@ -57,6 +57,9 @@ def stated_differences() -> tuple[Difference, ...]:
         )
         settings = re.findall(r"`([a-z_0-9.]+)(?:: ([^`]+))?`", cells[0])
         parsed = tuple((name, json.loads(value) if value else _ANY) for name, value in settings)
+        assert cells[3] != "accepted here" or not any(name in keys.BLOCKS for name, _ in parsed), (
+            f"every config with the block would be accepted; name its key, or say '-': {line}"
+        )
         named = re.search(r"at stages? ([0-3, and]+)", cells[0])
         stages = frozenset(map(int, re.findall("[0-3]", named[1]))) if named else frozenset(range(4))
         unless = re.match(r"refused unless `([a-z_0-9.]+)` is true", cells[1])
