@@ -22,6 +22,7 @@ from zero_runtime.configuration.combinations import WHOLE_BUCKET_NUMEL
 from zero_runtime.configuration.communication import check_optimizer_given, check_whole
 from zero_runtime.configuration.compression import check_one_bit
 from zero_runtime.data_parallel import data_parallel_ranks
+from zero_runtime.direct_passes import unwatch
 from zero_runtime.errors import ConfigError, UnsupportedError
 from zero_runtime.flat_parameters import FlatParameters
 from zero_runtime.gradients import ParameterGroup, Policy, ShardedGradients
@@ -202,6 +203,7 @@ _optimizer_of: WeakKeyDictionary[torch.nn.Module, weakref.ref[ShardedOptimizer]]
 
 def close(module: torch.nn.Module) -> None:
     """Undo what an earlier ``assemble`` did to ``module``: its hooks, parameters that are not whole, and files."""
+    unwatch(module)
     earlier = _gradients_of.pop(module, None)
     gradients = None if earlier is None else earlier()
     if gradients is not None:

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from commprof import hooks
 
+# Not kept in _DirectPasses: modules are copied and pickled with their hooks, and a handle would take them along.
+_handles: Final[WeakKeyDictionary[torch.nn.Module, tuple[RemovableHandle, ...]]] = WeakKeyDictionary()
 
-class DirectPasses:
-    """Says that such a pass without gradients is an evaluation.
+
+def watch(module: torch.nn.Module) -> None:
+    """Say of each pass of ``module`` without gradients, outside of a step, that it is an evaluation.
 
     Trainers evaluate the model that they gave to initialize.
     """
+    unwatch(module)
+    passes = _DirectPasses()
+    _handles[module] = (
+        module.register_forward_pre_hook(passes._begin),
+        module.register_forward_hook(passes._end, always_call=True),
+    )
 
+
+def unwatch(module: torch.nn.Module) -> None:
+    """Undo :func:`watch`."""
+    for handle in _handles.pop(module, ()):
+        handle.remove()
+
+
+class _DirectPasses:
     def __init__(self) -> None:
         self._saying = False
-
-    def watch(self, module: torch.nn.Module) -> None:
-        """Watch ``module``, once for all engines that it has had."""
-        for hook in module._forward_pre_hooks.values():
-            if isinstance(getattr(hook, "__self__", None), DirectPasses):
-                return
-        module.register_forward_pre_hook(self._begin)
-        module.register_forward_hook(self._end, always_call=True)
 
     def _begin(self, module: torch.nn.Module, inputs: Any) -> None:
         if torch.compiler.is_compiling() or hooks.position.phase != "other":

@@ -17,7 +17,7 @@ from zero_runtime.assembly import Assembly, close
 from zero_runtime.batches import WholeSteps
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.delayed_steps import DelayedSteps
-from zero_runtime.direct_passes import DirectPasses
+from zero_runtime.direct_passes import watch
 from zero_runtime.errors import UsageError
 from zero_runtime.fp32_modules import cast_floating
 from zero_runtime.input_dtypes import mismatch
@@ -106,7 +106,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
         self._clock = clock_of(assembly.group)
         self._clock.read()  # what was sent before the first step is no step's
         self._report = Report(config, self._clock, self.global_rank)
-        DirectPasses().watch(self.module)
+        watch(self.module)
         self.tput_timer = ThroughputTimer(
             config.throughput, config.train_batch_size, steps_per_output=config.steps_per_print
         )

@@ -336,8 +336,9 @@ def initialise_twice(rank, world):
         )
         engine.backward(engine(torch.ones(2, 5, dtype=torch.long), torch.zeros(2, 5, dtype=torch.long)))
         engine.step()
+    engine.destroy()
     return (
-        [len(module._forward_pre_hooks) for module in model.modules()],
+        [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()],
         {name: value.tolist() for name, value in model.state_dict().items()},
     )
 
