@@ -215,7 +215,11 @@ def refused(rank, world, block):
             {"contiguous_memory_optimization": True, "partition_activations": True},
             "number_checkpoints is None",
         ),
-        ({"checkpoint_in_cpu": True}, "activation_checkpointing.cpu_checkpointing"),
+        ({"checkpoint_in_cpu": True}, "write activation_checkpointing.cpu_checkpointing"),
+        (
+            {"contiguous_checkpointing": True},
+            "write activation_checkpointing.contiguous_memory_optimization",
+        ),
     ],
 )
 def test_blocks_that_cannot_be_used(block, said):

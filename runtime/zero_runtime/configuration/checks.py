@@ -275,5 +275,8 @@ _KNOWN_OTHERWISE: Final[Mapping[str, str]] = {
     ),
     "fp32_allreduce": 'a key of earlier versions of DeepSpeed; write "communication_data_type": "fp32"',
     "allgather_size": "a key of earlier versions of DeepSpeed; write zero_optimization.allgather_bucket_size",
+    "checkpoint_in_cpu": "an argument of checkpointing.configure; write activation_checkpointing.cpu_checkpointing",
+    "contiguous_checkpointing": "an argument of checkpointing.configure; write "
+    "activation_checkpointing.contiguous_memory_optimization",
     "pld": "progressive layer drop has been removed from DeepSpeed; remove it",
 }  # fmt: skip
