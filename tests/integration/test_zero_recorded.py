@@ -86,11 +86,29 @@ def check(case: recorded.Case) -> None:
             assert replay.optimizer_numel == case.results["opt_state_numel"][str(rank)]
     final = case.results.get("params_rank0")
     if final and recorded.precision_of(case) == "fp32":
-        # Where a gradient is rounding noise, Adam makes a full step of it: 8e-6 after 3 steps with DeepSpeed's own Adam, and
-        # with the eps of 1e-10 that Muon gives it, 4e-4 in the norm of a bias.
-        slack = 1e-3 if case.config.get("optimizer", {}).get("type") == "Muon" else 2e-5
         mine = replays(case)[0].parameters
-        assert mine == {name: pytest.approx(values, rel=1e-5, abs=slack) for name, values in final.items()}
+        assert mine == {
+            name: pytest.approx(values, rel=1e-5, abs=slack(case, name)) for name, values in final.items()
+        }
+
+
+def slack(case: recorded.Case, name: str) -> float:
+    """How far the norm of parameter ``name`` may be from the recorded one after 3 steps of 1e-3.
+
+    Attention does not depend on the bias of its keys: its gradient is rounding noise of 1e-10, another one wherever sums are
+    made in another order. Adam divides it by its eps: 8e-6 with DeepSpeed's own Adam, and with the eps of 1e-10 that Muon
+    gives it 4e-4. A sum of gradients doubles the noise: 2.4e-5 was seen. Adagrad divides the noise by itself, so that its
+    first step is the rate: 8e-4 was seen, and 5e-4 on one machine when only the samples of a batch change places.
+    """
+    optimizer = case.config.get("optimizer", {}).get("type")
+    if optimizer == "Muon":
+        return 1e-3
+    if name.endswith("qkv.bias"):
+        if optimizer == "Adagrad":
+            return 1e-3
+        if case.config.get("gradient_allreduce_op") == "sum":
+            return 5e-5
+    return 2e-5
 
 
 def approximately(values, tolerance):
