@@ -14,6 +14,7 @@ import pytest
 import torch
 from packaging.version import Version
 
+import zero_runtime
 from zero_runtime import as_deepspeed
 from zero_runtime.deepspeed_names import finder
 from zero_runtime.deepspeed_names.catalogue import counts, importable, page, table_text
@@ -199,8 +200,7 @@ def test_settings_of_activation_checkpoints_are_read_anew_each_time():
             and checkpointing.PROFILE_TIME
         )
     finally:
-        checkpointing.reset()
-        checkpointing.configure(None, partition_activations=False, checkpoint_in_cpu=False, profile=False)
+        zero_runtime.checkpointing.forget()
     assert not checkpointing.PARTITION_ACTIVATIONS and not checkpointing.SYNCHRONIZE
 
 
