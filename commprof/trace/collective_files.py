@@ -16,7 +16,9 @@ from commprof.schema import COLLECTIVES
 from commprof.trace.columns import encoded_schema
 from commprof.trace.tables import VERSION_KEY
 
-# Times and numbers that grow from record to record are kept as differences; everything else repeats.
+# Times and numbers that grow from record to record are kept as differences; everything else repeats. Of exposed times few
+# values are frequent, so that a dictionary takes a fifth less than differences (a byte stream split less still, but DuckDB
+# 1.1 does not read it for integers).
 _GROWING: Final = (
     "seq",
     "pg_seq",
@@ -26,7 +28,6 @@ _GROWING: Final = (
     "wait_end_ns",
     "device_begin_ns",
     "device_end_ns",
-    "exposed_ns",
 )
 _REPEATING: Final = [name for name in COLLECTIVES.names if name not in _GROWING]
 _TEXTS: Final = [column.name for column in COLLECTIVES.columns if column.type == "string"]
