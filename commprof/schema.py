@@ -726,6 +726,7 @@ AGGREGATES: Final = Table(
         Column("attempt", "int32", "restart of the job"),
         Column("pid", "int32", "process id"),
         Column("step", "int32", "training step; -1 outside of all"),
+        Column("after_step", "int32", "outside of all steps: the last one before it", True, since=2),
         Column("phase", "string", "what the training was doing", values=PHASES),
         Column("op", "string", "the operation that was issued", values=OPS),
         Column("intended_op", "string", "the operation that the runtime meant, where it issued another", True, values=OPS),

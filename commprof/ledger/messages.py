@@ -13,7 +13,7 @@ import pyarrow as pa
 from commprof.align.agreement import Conduct, Difference, IssuedCall, call_of
 from commprof.ledger.issue import StepKey, step_list
 from commprof.ledger.lookup import combinations, numbers_of, where
-from commprof.ledger.request import RecordedRun
+from commprof.ledger.request import RecordedRun, last_attempt
 from commprof.schema import Op
 
 COLUMNS: Final = ("attempt", "pg", "group_ranks", "step", "rank", "peer", "op", "payload_bytes")
@@ -68,13 +68,16 @@ class Ends:
     def lone(self, run: RecordedRun) -> list[Difference]:
         """Pairs of ranks of which one received something else than the other sent, with the first such message of each.
 
-        Pairs of which one left no records are left out, and ranks that receive from whoever sends.
+        Pairs of which one left no records are left out, and ranks that receive from whoever sends; attempts before the
+        last were stopped with messages on their way.
 
         Args:
             run: whose records were added.
         """
-        found = {}
+        found, last = {}, last_attempt(run)
         for pair, steps in sorted(self._sums.items()):
+            if pair.attempt < last:
+                continue
             ends = {(pair.attempt, pair.source), (pair.attempt, pair.target)}
             if not ends <= self._ranks or ends & self._from_any or pair.source == pair.target:
                 continue

@@ -30,6 +30,9 @@ LEAST_BYTES: Final = 1_000_000
 NO_READINGS: Final = "no counters were read during the run"
 UNKNOWN_HOSTS: Final = "the hosts of the ranks are not known"
 SEVERAL_RANKS: Final = "several ranks share a host, and it is not known how much crosses between hosts under "
+SEVERAL_ATTEMPTS: Final = (
+    "the job ran in {} attempts, and what the last collectives of a stopped one sent is not known"
+)
 NOT_GLOO: Final = "on one host only gloo's traffic passes the loopback interface"
 _HEADER_BYTES: Final = 66  # of a packet: Ethernet, IPv4, TCP with its times
 # Measured, of a message: gloo's own words; with headers, where packets are not counted. And what acknowledges a byte.
@@ -102,7 +105,11 @@ class Movement(NamedTuple):
 
 
 def moved(
-    wire: pa.Table, sendings: Sendings, hosts: Mapping[int, str], uncovered: Mapping[str, str]
+    wire: pa.Table,
+    sendings: Sendings,
+    hosts: Mapping[int, str],
+    uncovered: Mapping[str, str],
+    attempts: int = 1,
 ) -> Movement:
     """What each host moved: over the training steps where readings were taken at steps, else over the run.
 
@@ -111,6 +118,7 @@ def moved(
         sendings: what was sent in each step.
         hosts: the host of every rank.
         uncovered: host -> what its readings leave out of the run.
+        attempts: of the job. What the last collectives of one that was stopped have sent is not known.
     """
     by_device: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for row in wire.to_pylist():
@@ -126,10 +134,15 @@ def moved(
     modelled = _on_one_host if on_one else _between_hosts
     models = {steps: modelled(sendings.between(steps), hosts) for steps in {one.steps for one in counted}}
     outside = {steps: modelled(sendings.outside(steps), hosts) for steps in models}
+    stopped = SEVERAL_ATTEMPTS.format(attempts) if attempts > 1 else None
     rows = [
-        _beside(one, models[one.steps], on_one, None if one.steps else uncovered.get(one.host))._replace(
-            outside_bytes=_known(outside[one.steps], one.host)
-        )
+        _beside(
+            one,
+            models[one.steps],
+            on_one,
+            None if one.steps else uncovered.get(one.host),
+            None if one.steps else stopped,
+        )._replace(outside_bytes=_known(outside[one.steps], one.host))
         for one in counted
     ]
     return Movement(tuple(rows), None if on_one else _together(counted, rows, models, set(hosts.values())))
@@ -210,12 +223,16 @@ def _known(model: _Model, host: str) -> float | None:
     return None if model.unknown or model.uneven else model.sent.get(host, 0.0)
 
 
-def _beside(one: _Counted, model: _Model, on_one: bool, left_out: str | None) -> Moved:
+def _beside(one: _Counted, model: _Model, on_one: bool, left_out: str | None, stopped: str | None) -> Moved:
     """One host beside its model. What its loopback carries besides is not judged: all its programs use that."""
     if left_out is not None:
         return _row(one, None, None, left_out)._replace(when=PART)
     expected = model.sent.get(one.host, 0.0)
-    reason = model.unknown or (model.uneven and f"{model.uneven}: only the sum over the hosts is compared")
+    reason = (
+        stopped
+        or model.unknown
+        or (model.uneven and f"{model.uneven}: only the sum over the hosts is compared")
+    )
     if reason is None and expected < LEAST_BYTES:
         reason = (
             f"too little to compare: the model has {round(expected):,} bytes, of which headers are no part"

@@ -27,7 +27,7 @@ from commprof.align.agreement import (
 from commprof.align.collectives import in_order, repetitions
 from commprof.align.distinct import numbered
 from commprof.ledger.lookup import Flags, Numbers, combinations, numbers_of
-from commprof.ledger.request import RecordedRun
+from commprof.ledger.request import RecordedRun, last_attempt
 from commprof.ledger.survey import GROUP, Group
 from commprof.schema import Op, Status, parse_ranks
 
@@ -132,17 +132,20 @@ class RankOrders:
         Args:
             run: whose records were added.
             whole: no record is missing. Otherwise only what two ranks issued under one number is compared.
-            complete: every rank ended in order. Otherwise a rank may merely have stopped earlier.
+            complete: every rank ended in order. Otherwise a rank may merely have stopped earlier, as in every attempt
+                before the last.
         """
         members = self._members(run)
         counts = self._counts()
         suspects = [group for group in self._suspects(members, counts) if len(members[group]) > 1]
         if not suspects:
             return []
-        windows = {}
+        windows, last = {}, last_attempt(run)
+        attempts = [attempt for attempt, *_ in self._groups]
         for group, rows in self._rows_of(run, set(suspects)).items():
             uneven = _first_uneven_step(counts, group, members[group])
-            window = self._window(rows, members[group], uneven, whole=whole, complete=whole and complete)
+            ended = whole and complete and attempts[group] == last
+            window = self._window(rows, members[group], uneven, whole=whole, complete=ended)
             if window is not None:
                 windows[group] = window
         return list(self._described(run, windows)) if windows else []

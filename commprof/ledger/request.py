@@ -69,6 +69,11 @@ class RecordedRun(Protocol):
         """Columns of a table of the schema, some rows at a time."""
 
 
+def last_attempt(run: RecordedRun) -> int:
+    """The number of the last attempt: those before it were stopped, whatever became of this one."""
+    return max((entry["attempt"] for entry in run.manifest.ranks), default=0)
+
+
 class _Pass(NamedTuple):
     """What the rules are asked about: arguments of ``zero.expected``, and how many times as many activations as usual."""
 

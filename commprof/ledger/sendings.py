@@ -14,6 +14,8 @@ from commprof.align.distinct import numbered
 from commprof.ledger.backends import Call, known, parts_of
 from commprof.ledger.issue import Executed, Issued
 from commprof.ledger.lookup import Flags, combinations, where
+from commprof.ledger.readings import BEFORE_ALL, StepReadings
+from commprof.ledger.readings import COLUMNS as OF_READINGS
 from commprof.ledger.survey import COLUMNS as SURVEYED
 from commprof.ledger.survey import GROUP, Survey, by_last_step
 from commprof.schema import OPS, Op, parse_ranks, parse_splits
@@ -32,7 +34,7 @@ _OF_RECORD: Final = (
     "rank",
 )
 _SIZES: Final = ("input_bytes", "output_bytes", "input_splits", "output_splits")
-COLUMNS: Final = tuple(dict.fromkeys((*SURVEYED, *_OF_RECORD, *_SIZES)))
+COLUMNS: Final = tuple(dict.fromkeys((*SURVEYED, *_OF_RECORD, *_SIZES, *OF_READINGS)))
 
 
 class Sending(NamedTuple):
@@ -40,6 +42,13 @@ class Sending(NamedTuple):
 
     call: Call
     members: tuple[int, ...]
+
+
+class Sums(NamedTuple):
+    """What is kept as sums only, in the steps and outside of them, by the last step before."""
+
+    in_steps: Issued
+    outside: Issued
 
 
 class Sendings:
@@ -72,19 +81,28 @@ def _between(sent: Mapping[int, Counter[Sending]], steps: tuple[int, int] | None
     return together
 
 
-def sendings(parts: Iterable[pa.Table], survey: Survey, executed_ops: Executed, sums: Issued) -> Sendings:
-    """What was sent in each step.
+def sendings(
+    parts: Iterable[pa.Table],
+    survey: Survey,
+    executed_ops: Executed,
+    sums: Sums,
+    readings: StepReadings,
+) -> Sendings:
+    """What was sent until the reading of each step.
 
     Args:
         parts: the records, with :data:`COLUMNS` at least. What is outside of the steps counts to the step before it: a
             reading for that step comes after it.
         survey: of the same records.
+        readings: of the counters at steps: between which of them a record lies, its times say.
         executed_ops: says what the backend ran for each record, null where that is not known.
         sums: what is kept as sums only, without roots, receivers and splits.
     """
     found = Sendings()
     members: list[pa.Table] = []
     for part in map(by_last_step, parts):
+        place = part.column_names.index("step")
+        part = part.set_column(place, "step", pa.array(readings.steps(part)))
         is_uneven = where(part, ["op", "backend"], _may_be_uneven) | _has_chunks(part)
         members.append(
             part.filter(pa.array(is_uneven)).select(
@@ -97,10 +115,12 @@ def sendings(parts: Iterable[pa.Table], survey: Survey, executed_ops: Executed, 
             _add(found, dict(zip(rows.column_names, key, strict=True)), len(places))
     if members:
         _add_uneven(found, pa.concat_tables(members))
-    for key, messages in sums.items():
-        for message, count in messages.items():
-            call = Call(message.backend, message.op, message.payload_bytes, message.group_size)
-            found.add(key.step, Sending(call, parse_ranks(message.group_ranks)), count)
+    for is_outside, kept in ((False, sums.in_steps), (True, sums.outside)):
+        for key, messages in kept.items():
+            step = key.step if key.attempt == readings.last else BEFORE_ALL
+            for message, count in messages.items():
+                call = Call(message.backend, message.op, message.payload_bytes, message.group_size)
+                found.add(step, Sending(call, parse_ranks(message.group_ranks)), count, is_outside)
     return found
 
 

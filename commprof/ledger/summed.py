@@ -19,7 +19,8 @@ from commprof.align.distinct import numbered
 from commprof.ledger import backends
 from commprof.ledger.issue import Issued, Message, by_step
 from commprof.ledger.lookup import combinations, where
-from commprof.ledger.survey import WITHIN_MODELS
+from commprof.ledger.sendings import Sums
+from commprof.ledger.survey import WITHIN_MODELS, by_last_step
 from commprof.schema import Op, Phase, Status
 
 _PHASES_OF_A_PASS: Final = (Phase.FORWARD, Phase.EVALUATION, Phase.OTHER)
@@ -66,6 +67,7 @@ def with_sums(issued: Issued, aggregates: pa.Table, of_group: Mapping[str, str])
     """
     if not len(aggregates):
         return issued
+    aggregates = by_last_step(aggregates)
     found = _issued(_over_ranks(aggregates), of_group)
     if not issued:
         return found
@@ -79,6 +81,13 @@ def with_sums(issued: Issued, aggregates: pa.Table, of_group: Mapping[str, str])
             known[alike] = dict(Counter(records) + Counter(sums))
         together[key] = known[alike]
     return together
+
+
+def sums_of(aggregates: pa.Table, of_group: Mapping[str, str]) -> Sums:
+    """``aggregates`` apart: what is of the steps, and what is outside of them."""
+    is_outside = pc.is_valid(aggregates["after_step"])
+    in_steps, outside = aggregates.filter(pc.invert(is_outside)), aggregates.filter(is_outside)
+    return Sums(with_sums({}, in_steps, of_group), with_sums({}, outside, of_group))
 
 
 def _over_ranks(aggregates: pa.Table) -> pa.Table:
@@ -134,7 +143,7 @@ def _messages(total: _Sum, backend: str | None) -> Counter[Message]:
     if not calls:
         return Counter()
     each, larger = divmod(size, calls)
-    outside = total.is_before and total.phase in _PHASES_OF_A_PASS
+    outside = (total.is_before and total.phase in _PHASES_OF_A_PASS) or total.phase == Phase.EVALUATION
     inference = total.phase == Phase.OTHER and total.purpose in WITHIN_MODELS
     message = Message(
         purpose=total.purpose,

@@ -17,11 +17,12 @@ from commprof.ledger.messages import COLUMNS as OF_MESSAGES
 from commprof.ledger.messages import Ends
 from commprof.ledger.rank_orders import COLUMNS as OF_ORDERS
 from commprof.ledger.rank_orders import RankOrders
-from commprof.ledger.request import RecordedRun, Request, request_of
+from commprof.ledger.readings import StepReadings
+from commprof.ledger.request import RecordedRun, Request, last_attempt, request_of
 from commprof.ledger.rows import Labelled, doubtful, ledger_rows, remarks, unexplained
 from commprof.ledger.sendings import COLUMNS as OF_SENDINGS
 from commprof.ledger.sendings import Sendings, sendings
-from commprof.ledger.summed import backends_of, with_sums
+from commprof.ledger.summed import backends_of, sums_of, with_sums
 from commprof.ledger.survey import COLUMNS as SURVEYED
 from commprof.ledger.survey import Survey
 from commprof.ledger.turns import before_steps, demands_in_turn, turns_of
@@ -66,11 +67,12 @@ def verify(run: RecordedRun) -> Verdict:
     left_out = uncovered(run)
     wire = run.table("wire")
     sent = Sendings()
-    if len(wire):
-        sums = with_sums({}, aggregates, of_group)
-        sent = sendings(run.parts("collectives", OF_SENDINGS), survey, ran.ops, sums)
     hosts = {entry["rank"]: str(entry["host"]) for entry in _latest(run) if entry.get("host")}
-    moved, together = movement.moved(wire, sent, hosts, left_out)
+    readings = StepReadings(wire, run.table("clocks"), hosts)
+    if len(wire):
+        sums = sums_of(aggregates, of_group)
+        sent = sendings(run.parts("collectives", OF_SENDINGS), survey, ran.ops, sums, readings)
+    moved, together = movement.moved(readings.wire, sent, hosts, left_out, readings.attempts)
     left = _left(run, findings) if request.reason is None and is_told else ()
     unrecorded = gaps(run, survey.records)
     differences = orders.differences(run, whole=not unrecorded, complete=run.health.state == COMPLETE)
@@ -129,7 +131,7 @@ def _left(run: RecordedRun, findings: Findings) -> tuple[Unexplained, ...]:
 
 def _latest(run: RecordedRun) -> list[Mapping[str, Any]]:
     entries = list(run.manifest.ranks)
-    last = max((entry["attempt"] for entry in entries), default=0)
+    last = last_attempt(run)
     return list({entry["rank"]: entry for entry in entries if entry["attempt"] == last}.values())
 
 

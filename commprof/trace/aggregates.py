@@ -29,9 +29,11 @@ def sums_of(
                 continue
             row = dict(zip(SUM_FIELDS, values, strict=True))
             group = groups.get(str(row["pg"]), {})
+            placed, after = steps.place_sum(step, row["phase"])
             yield {
                 **row,
-                "step": steps.step_of_sum(step, row["phase"]),
+                "step": placed,
+                "after_step": after,
                 "group_ranks": group.get("group_ranks", ""),
                 "group_size": group.get("group_size", 0),
             }

@@ -57,6 +57,9 @@ class StepTable:
     outside: dict[int, str]
     _windows: list[_Window]
     _following: dict[int, int]  # what records name that is no step: the step that they are of, or -1
+    _after_of: dict[
+        tuple[int, str], int | None
+    ]  # recorded step and phase of what is outside -> the step before it
 
     def place(self, steps: _Array, issue_ns: _Array, phases: _Array) -> Placed:
         """Where each record belongs, by its recorded step, time and phase."""
@@ -91,12 +94,21 @@ class StepTable:
         phases: _Array = named[np.searchsorted(at, times, "right") - 1]
         return phases
 
-    def step_of_sum(self, step: int, phase: object) -> int:
-        """The step of a sum over records of one recorded step and phase."""
+    def place_sum(self, step: int, phase: object) -> tuple[int, int | None]:
+        """The step of a sum over records of one recorded step and phase; -1 and the step before where it is outside.
+
+        Sums have no times: they follow the first evaluation or checkpoint that began in the same recorded step.
+        """
         if phase in _OUTSIDE:
-            return _NO_STEP
-        step = self.void.get(step, step)
-        return self._following.get(step, step)
+            return _NO_STEP, self._after_of.get((step, str(phase)), self._before(step, step))
+        placed = self.void.get(step, step)
+        placed = self._following.get(placed, placed)
+        return placed, self._before(step, step - 1) if placed == _NO_STEP else None
+
+    def _before(self, recorded: int, last: int) -> int | None:
+        """The step that what was recorded in ``recorded`` came after: ``last`` or one before it."""
+        last = after_end(recorded) if recorded < _NO_STEP else last
+        return max((row["step"] for row in self.rows if row["step"] <= last), default=None)
 
     def _relabel(self, steps: _Array) -> _Array:
         """The step of each record, without the steps that were none."""
@@ -136,8 +148,39 @@ def build_steps(events: Events, elsewhere: Mapping[int, str], last_end: LastEnd)
         )
     outside = {gap.after: gap.passes[0].phase for gap in course.gaps if gap.passes and gap.after is not None}
     return StepTable(
-        rows, _outside_rows(course), course.void, outside, _windows(course), _following(course.spans)
+        rows,
+        _outside_rows(course),
+        course.void,
+        outside,
+        _windows(course),
+        _following(course.spans),
+        _after_of(course, events),
     )
+
+
+def _after_of(course: Course, events: Events) -> dict[tuple[int, str], int | None]:
+    """Recorded step and phase of each first evaluation and checkpoint, and the step that it came after."""
+    told = {row["time_ns"]: row for row in events.rows["step"] if isinstance(row.get("time_ns"), int)}
+    times = np.array(sorted(told), np.int64)
+    found: dict[tuple[int, str], int | None] = {}
+    for each in course.passes:
+        place = int(np.searchsorted(times, each.begin_ns, "right")) - 1
+        recorded = _NO_STEP if place < 0 else _recorded_after(told[int(times[place])])
+        gap = next((gap for gap in course.gaps if each in gap.passes), None)
+        begun = (span.step for span in course.spans if span.begin_ns <= each.begin_ns)
+        after = max(begun, default=None) if gap is None else gap.after
+        found.setdefault((recorded, each.phase), after)
+    return found
+
+
+def _recorded_after(row: Mapping[str, Any]) -> int:
+    """The step of records that follow ``row``, until the next."""
+    step = row.get("step")
+    if type(step) is not int:
+        return _NO_STEP
+    if row.get("ended") is not True:
+        return step
+    return step + 1 if row.get("is_told") else after_end(step)
 
 
 def _windows(course: Course) -> list[_Window]:

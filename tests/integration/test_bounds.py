@@ -348,3 +348,39 @@ def test_what_a_killed_process_had_not_added_up_is_said_to_be_missing(tmp_path):
     run = open_run(tmp_path / "run")
     assert sums(run) == {(step, "all_reduce", None): 1 for step in range(4)}
     assert any("those of the last steps before rank 0 ended are missing" in note for note in run.health.notes)
+
+
+def evaluating(rank, world, told):
+    """Two steps, an evaluation, two steps, an evaluation and a checkpoint: 4 bytes in a step, 8 and 16 outside of them."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        if told:
+            commprof.step(step)
+        model(torch.ones(1, 2)).sum().backward()
+        dist.all_reduce(torch.ones(1))
+        optimizer.step()
+        if step % 2:
+            if told:
+                commprof.step(step + 1)
+            commprof.phase("evaluation")
+            dist.all_reduce(torch.ones(2))
+            commprof.phase("other")
+    commprof.phase("checkpoint")
+    dist.broadcast(torch.ones(4), src=0)
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "found"])
+def test_sums_are_of_the_steps_that_single_records_are_of(tmp_path, told):
+    records, _ = record(tmp_path / "records", 2, evaluating, told)
+    sums, _ = record(tmp_path / "sums", 2, evaluating, told, aggregate=True)
+
+    def of(run, table, calls):
+        found = collections.Counter()
+        for row in run.table(table).to_pylist():
+            found[row["rank"], row["op"], row["step"], row["after_step"], row["payload_bytes"]] += calls(row)
+        return found
+
+    single = of(records, "collectives", lambda row: 1)
+    assert single == of(sums, "aggregates", lambda row: row["calls"])
+    assert {(step, after) for _, _, step, after, size in single if size > 4} == {(-1, 1), (-1, 3)}

@@ -301,12 +301,24 @@ def test_ranks_that_issue_different_things_are_a_mismatch():
     ) in sentence(verdict, "Mismatch")
 
 
+def test_a_rank_that_an_earlier_attempt_ended_without_is_no_mismatch():
+    run = SyntheticRun(world_size=4)
+    run.add_collective("all_reduce", step=0, payload_bytes=8)
+    run.add_collective("barrier", step=0, ranks=(0, 1), pg_seq=1)
+    run.add_collective("send", step=0, payload_bytes=8, ranks=(0,), peer=1)
+    assert api.verify(run.open()).state == "mismatch"
+    run.add_collective("all_reduce", step=0, payload_bytes=8, attempt=1)
+    assert "Mismatch" not in " ".join(api.verify(run.open()).sentences)
+    run.add_collective("barrier", step=0, ranks=(0, 1), pg_seq=1, attempt=1)
+    assert "ranks 0, 1 issued barrier" in sentence(api.verify(run.open()), "Mismatch")
+
+
 def wire(
-    run: SyntheticRun, *readings: tuple[int | None, int], device: str = "lo", host: str = "host-a"
+    run: SyntheticRun, *readings: tuple[int, int | None, int], device: str = "lo", host: str = "host-a"
 ) -> None:
-    for number, (step, count) in enumerate(readings):
+    for time, step, count in readings:
         run.add(
-            "wire", host=host, device=device, kind="interface", time_ns=number, sent_bytes=count,
+            "wire", host=host, device=device, kind="interface", time_ns=time, sent_bytes=count,
             received_bytes=count, step=step,
         )  # fmt: skip
 
@@ -324,7 +336,10 @@ def test_counters_of_one_host_agree_with_all_that_its_ranks_send():
     run.add_collective("all_reduce", payload_bytes=4, step=0, purpose="gradient_norm")
     run.add_collective("all_gather", payload_bytes=4_000_000, step=0, purpose="parameter_gather")
     # 4 ranks x (1.5 x 4,000,000 + 1.5 x 4 + 0.75 x 4,000,000); the broadcasts were before the first reading.
-    wire(run, (None, 0), (-1, 12_000_000), (0, 12_000_000 + 36_100_000), (None, 90_000_000))
+    begin = min(row["issue_ns"] for row in run.rows["collectives"] if row["step"] == 0)
+    end = max(row["return_ns"] for row in run.rows["collectives"])
+    at_first, at_last = (begin - 1, -1, 12_000_000), (end + 1, 0, 12_000_000 + 36_100_000)
+    wire(run, (0, None, 0), at_first, at_last, (end + 9, None, 90_000_000))
     (moved,) = api.verify(run.open()).moved
     assert (moved.device, moved.when, moved.steps, moved.sent_bytes) == ("lo", "steps", 1, 36_100_000)
     assert moved.expected_bytes == 36_000_024

@@ -87,9 +87,9 @@ def on_hosts(backend: str = "gloo", hosts: tuple[str, ...] = ("a", "b", "c"), **
 
 
 def read(run: SyntheticRun, host: str, sent: int, resent: int = 0) -> None:
-    for step, count, again in ((-1, 0, 0), (1, sent, resent)):
+    for step, time, count, again in ((-1, -1, 0, 0), (1, 10**15, sent, resent)):  # around all records
         run.add(
-            "wire", host=f"host-{host}", device="eth0", kind="interface", time_ns=step + 2,
+            "wire", host=f"host-{host}", device="eth0", kind="interface", time_ns=time,
             sent_bytes=50 + count, received_bytes=50, step=step, resent_segments=3 + again,
         )  # fmt: skip
 

@@ -40,6 +40,7 @@ def test_what_version_2_added_is_declared():
     }
     assert SCHEMA_VERSION == 2
     assert added == {
+        ("aggregates", "after_step"),
         ("collectives", "input_splits"),
         ("collectives", "output_splits"),
         ("collectives", "padding_bytes"),
