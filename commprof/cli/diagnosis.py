@@ -238,11 +238,19 @@ def _blind_spots() -> Iterator[Finding]:
     if _process_group() is None:
         return
     section = "not recorded"
+    without_site = (
+        "programs run with python -S: Python then imports no sitecustomize, through which they are recorded"
+    )
+    if not entry_point.examine().works:
+        without_site = (
+            "programs run with python -I, -E or -S: they ignore PYTHONPATH or sitecustomize, and no entry point of torch "
+            "records them"
+        )
     for text in (
         "what goes past every layer above: counted once a step by the group's own number (gloo, NCCL), reported as unseen",
         "what lies beneath c10d: torch's symmetric memory, NVSHMEM and DeepEP, pynccl and CuPy, TransformerEngine's "
         "userbuffers; a run that used one says so in its report",
-        "programs run with python -I or -E: they ignore PYTHONPATH, by which the recorder reaches them",
+        without_site,
     ):
         yield Finding(section, Level.NOTE, text)
 

@@ -128,7 +128,10 @@ def explain_silence(reported: list[dict[str, Any]], exit_code: int = 0) -> str:
         return f"a commprof run within this one recorded its ranks, into {inner}"
     if exit_code and states & {"armed", "started"}:
         what = "called init_process_group" if "armed" in states else "imported torch.distributed"
-        return f"the program failed (exit code {exit_code}) before it {what}. What it printed above says why"
+        return (
+            f"the program failed (exit code {exit_code}) before any process that the recorder reached had {what}. "
+            "What it printed above says why"
+        )
     unreached = "runs with python -I, -E or -S, or its launcher does not pass PYTHONPATH and COMMPROF_RUN on"
     if "armed" in states:
         return (

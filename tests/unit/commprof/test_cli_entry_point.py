@@ -55,6 +55,19 @@ def test_the_declared_entry_point_is_the_one_that_is_looked_for():
     assert declared[GROUP] == {NAME: VALUE}
 
 
+@pytest.mark.parametrize(("switch", "missed"), [("1", "python -S:"), ("0", "python -I, -E or -S:")])
+def test_doctor_names_the_interpreters_that_are_not_reached_with_and_without_it(switch, missed):
+    done = subprocess.run(
+        [sys.executable, "-m", "commprof", "doctor"],
+        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": switch},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert f"programs run with {missed}" in " ".join(done.stdout.split())
+
+
 def test_doctor_tells_a_missing_one_and_a_torch_that_another_packages_breaks(tmp_path):
     information = tmp_path / "broken-1.dist-info"
     information.mkdir()
