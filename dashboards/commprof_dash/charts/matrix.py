@@ -19,6 +19,7 @@ _MOST_TICKS: Final = 12
 _FAINTEST: Final = 0.16  # of the colour, in the smallest cell that is not empty
 _TICKS_APART: Final = 0.25  # of the colour bar, so that their texts do not lie over each other
 _EDGE: Final = 0.06
+_MOST_WRITTEN: Final = 4  # ranks or blocks along a side, up to which a cell has room for its bytes
 
 
 def rank_text(first: int, width: int, ranks: int) -> str:
@@ -27,7 +28,7 @@ def rank_text(first: int, width: int, ranks: int) -> str:
 
 
 def heat(frame: pd.DataFrame, column: str, title: str, op: str | None, scheme: Scheme) -> go.Figure:
-    """A cell for each sender (row) and receiver (column); what is 0 is empty.
+    """A cell for each sender (row) and receiver (column); what is 0 is empty. Few cells show their bytes.
 
     Args:
         frame: columns ``sender``, ``receiver`` and ``column``, in bytes; ``attrs``: ``ranks`` and ``ranks_per_cell``.
@@ -54,6 +55,8 @@ def heat(frame: pd.DataFrame, column: str, title: str, op: str | None, scheme: S
         customdata=[
             [_hover(names[i], names[j], value) for j, value in enumerate(row)] for i, row in enumerate(sizes)
         ],
+        text=[["" if value is None else api.format_bytes(value) for value in row] for row in sizes],
+        texttemplate="%{text}" if size <= _MOST_WRITTEN else None,
         zmin=low,
         zmax=high,
         colorscale=[[0, _mixed(PAPER[scheme], colour, _FAINTEST)], [1, colour]],

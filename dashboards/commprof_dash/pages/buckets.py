@@ -217,8 +217,8 @@ def _times(frame: pd.DataFrame, mean: bool, scheme: Scheme) -> Component:
     return cards.figure_card(
         "bucket-times",
         title,
-        f"{over}: from the first collective of the bucket to the last end that is known, and what of it the program "
-        f"stood still for.{cut}",
+        f"{over}: from the first collective of the bucket to the last end that is known. Exposed: the program was "
+        f"blocked on them.{cut}",
         charts.times(drawn, scheme),
         frame[["label", "duration_ns", "exposed_ns"]],
         [

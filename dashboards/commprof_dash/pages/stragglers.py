@@ -169,7 +169,7 @@ def _ranks(frame: pd.DataFrame) -> Component:
             Field("expected_last", "Expected", "{:,.1f}".format, numeric=True),
             Field("mean_lateness_ns", "Mean lateness", api.format_ns, numeric=True),
             Field("lead_ns", "Alone missing", api.format_ns, numeric=True),
-            Field("others_waited_ns", "Others stood still", api.format_ns, numeric=True),
+            Field("others_waited_ns", "Others waited", api.format_ns, numeric=True),
             Field("others_waited_per_step_ns", "per step", api.format_ns, numeric=True),
             Field("others_waited_own_ns", "for its own time", api.format_ns, numeric=True),
             Field("others_waited_inherited_ns", "for what held it before", api.format_ns, numeric=True),

@@ -368,3 +368,12 @@ def test_report_overview_and_stragglers_say_the_same_verdict(directory, capsys):
     assert verdict in " ".join(capsys.readouterr().out.split())
     for address in ("/overview?run=plain", "/stragglers?run=plain"):
         assert json.dumps(verdict)[1:-1] in text_of(draw(directory, address)), address
+
+
+@pytest.mark.parametrize(("ranks", "written"), [(4, "%{text}"), (5, None)])
+def test_a_matrix_of_few_ranks_shows_the_bytes_in_its_cells(ranks, written):
+    frame = pd.DataFrame({"sender": [0], "receiver": [1], "wire_bytes": [3 * 2**20]})
+    frame.attrs.update(ranks=ranks, ranks_per_cell=1)
+    heat = matrix.heat(frame, "wire_bytes", "Wire bytes", None, "light").data[0]
+    assert heat.texttemplate == written
+    assert heat.text[0][1] == "3.00 MiB" and heat.text[1][0] == ""
