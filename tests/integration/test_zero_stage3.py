@@ -7,9 +7,11 @@ import torch
 from torch import nn
 
 import zero_runtime
+from commprof.ledger.verification import verify
 from support import recorded_models, unusual_models
 from support.process_group_log import logged
 from support.ranks import run_ranks
+from support.recording import record
 from zero_runtime.sharding.shards import shard_of
 
 pytestmark = pytest.mark.ranks
@@ -349,3 +351,52 @@ def test_four_ranks_send_what_was_measured():
 @pytest.mark.parametrize("world", [1, 3])
 def test_other_numbers_of_ranks(world):
     run_ranks(world, lambda rank, world: compare(rank, config(3, 2)), timeout=60)
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter, which it calls by one of the adapter's own parameters, as PEFT's do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.down, self.up = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2), nn.Linear(2, WIDTH)
+        self.layer.requires_grad_(False)
+        self.dropout = nn.Identity()
+
+    def forward(self, inputs):
+        return self.layer(inputs) + self.up(self.down(self.dropout(inputs.to(self.down.weight.dtype))))
+
+
+class Attention(nn.Module):
+    """Two such layers beside each other, and one that they both read from."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.query, self.value = nn.Linear(WIDTH, WIDTH), Adapted(), Adapted()
+
+    def forward(self, inputs):
+        hidden = self.before(inputs)
+        return self.query(hidden) * torch.sigmoid(self.value(hidden))
+
+
+def adapted(rank, world):
+    """Four steps at stage 3, of which nothing stays gathered."""
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    engine, *_ = zero_runtime.initialize(model=Attention(), config=config)
+    for _ in range(4):
+        engine.backward(engine(torch.ones(2, WIDTH)).square().mean())
+        engine.step()
+
+
+def test_a_module_that_reads_a_parameter_of_its_child_does_not_change_the_order_of_modules(tmp_path):
+    run, _ = record(tmp_path / "run", 2, adapted)
+    # The order is recorded in step 0, and compared among the ranks in step 1.
+    assert {
+        row["step"] for row in run.table("collectives").to_pylist() if row["purpose"] == "trace_check"
+    } == {0, 1}
+    verdict = verify(run)
+    assert (str(verdict.state), verdict.unexplained) == ("closed", ()), verdict

@@ -91,10 +91,10 @@ class Iteration:
                 )
             )
 
-    def before_forward(self, unit: Unit) -> bool:
-        """A module is about to run: gather for it. Returns whether there is anything to gather."""
+    def before_forward(self, unit: Unit) -> None:
+        """A module is about to run: gather for it."""
         access.running.append(unit)
-        return self._enter(unit, unit.forward)
+        self._enter(unit, unit.forward)
 
     def after_forward(self, unit: Unit, output: Any) -> Any:
         """A module has run: release what it used, and wait for the gradients of its outputs.
@@ -188,8 +188,8 @@ class Iteration:
 
     # One module.
 
-    def _enter(self, unit: Unit, use: int) -> bool:
-        """Gather what ``unit`` needs, wait for it, and begin to gather what comes next. Returns whether it needs any."""
+    def _enter(self, unit: Unit, use: int) -> None:
+        """Gather what ``unit`` needs, wait for it, and begin to gather what comes next."""
         if self._planner.enter(unit.number):
             self._forget(unit)
         shards = unit.shards()
@@ -207,7 +207,6 @@ class Iteration:
         elif ahead:
             self._start([self.shards[number] for number in ahead])
         self._read_ahead(self._planner.coming)
-        return bool(shards)
 
     def _leave(self, unit: Unit, use: int) -> None:
         """``unit`` has run: release what nobody needs soon."""

@@ -179,8 +179,9 @@ class Residency:
         iteration = self._iteration
 
         def before(module: torch.nn.Module, inputs: tuple[Any, ...]) -> Any:
-            gathers = iteration.before_forward(unit)
-            return watch_inputs(unit, inputs) if gathers and torch.is_grad_enabled() else None
+            iteration.before_forward(unit)
+            # Whatever it gathers, as in DeepSpeed: what it borrows in one step must not change the order of the next.
+            return watch_inputs(unit, inputs) if torch.is_grad_enabled() else None
 
         def after(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
             return iteration.after_forward(unit, output)
