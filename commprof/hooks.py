@@ -286,7 +286,17 @@ def describe_bucket(**row: Any) -> None:
         _listener.on_flush(bucket(**row))
 
 
-def describe_config(config: Mapping[str, Any], engine: str) -> None:
-    """Publish the configuration that an engine really uses, and the engine's name and version."""
+def describe_config(
+    config: Mapping[str, Any], engine: str, *, numel: int | None = None, has_optimizer: bool = True
+) -> None:
+    """Publish the configuration that an engine really uses, and the engine's name and version.
+
+    Args:
+        config: the configuration.
+        engine: name and version.
+        numel: elements of the model's parameters.
+        has_optimizer: else the engine only evaluates, and publishes no parameters.
+    """
     if _listener is not None:
-        _listener.on_row("config", {"config": dict(config), "engine": engine})
+        row = {"config": dict(config), "engine": engine, "numel": numel, "has_optimizer": has_optimizer}
+        _listener.on_row("config", row)

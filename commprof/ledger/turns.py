@@ -30,6 +30,7 @@ OTHER_MODELS: Final = (
 _TOLD: Final = (
     "The program made {count} engines, each after the one before it had trained; they begin at steps {steps}."
 )
+_IDLE: Final = "{count} of them took no step."
 _END: Final = 1 << 62
 
 Demands = tuple[dict[StepKey, dict[Class, Want]], frozenset[StepKey], list[str]]
@@ -48,6 +49,7 @@ class Turn:
     def __init__(self, run: RecordedRun, after: int, until: int, config: Mapping[str, Any]) -> None:
         self._run = run
         self.first, self._until = after + 1, until
+        self.trains = self.first <= until
         self.path = run.path
         self.health = run.health if until == _END else replace(run.health, state=COMPLETE)
         self.manifest = copy(run.manifest)
@@ -134,7 +136,11 @@ def demands_in_turn(run: RecordedRun, turns: Sequence[Turn], steps: Issued) -> t
     wanted: dict[StepKey, dict[Class, Want]] = {}
     partial: set[StepKey] = set()
     before: set[StepKey] = set()
-    said = [_TOLD.format(count=len(turns), steps=", ".join(str(turn.first) for turn in turns))]
+    told_of = _TOLD.format(
+        count=len(turns), steps=", ".join(str(turn.first) for turn in turns if turn.trains)
+    )
+    idle = sum(not turn.trains for turn in turns)
+    said = [f"{told_of} {_IDLE.format(count=idle)}" if idle else told_of]
     for turn, request in zip(turns, requests, strict=True):
         own = {
             key._replace(step=key.step - turn.first): messages

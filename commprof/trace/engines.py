@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from typing import Any, Final
 
 from commprof.trace.events import Events
@@ -13,26 +14,41 @@ def engines_in_turn(events: Events) -> list[dict[str, Any]]:
     """What one rank published of engines in turn: the config of each, and after which step it was made.
 
     Each has ``after`` (a step; -1 for the first), ``config``, and ``same_model``: whether it has the parameters of those
-    before it. Of several that were made after the same step the last counts. Empty where there is a single one.
+    before it. Of several that were made after the same step the last one trains; those of models like its own stand
+    before it. Empty where there is a single one.
     """
-    by_step: dict[int, dict[str, Any]] = {}
+    configs: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for row in events.rows["config"]:
-        step, config = row.get("step"), row.get("config")
-        if isinstance(step, int) and isinstance(config, dict):
-            by_step[max(step, -1)] = config
-    if len(by_step) < 2:
-        return []
-    published: dict[int, set[tuple[Any, ...]]] = {}
+        step = row.get("step")
+        if isinstance(step, int) and isinstance(row.get("config"), dict):
+            configs[max(step, -1)].append(row)
+    published: dict[int, Counter[tuple[Any, ...]]] = defaultdict(Counter)
     for row in events.rows["parameters"]:
         step = row.get("step")
         told = tuple(row.get(name) for name in _OF_PARAMETER)
-        published.setdefault(max(step, -1) if isinstance(step, int) else -1, set()).add(told)
-    first = min(by_step)
-    return [
+        published[max(step, -1) if isinstance(step, int) else -1][told] += 1
+    engines = [
         {
             "after": step,
-            "config": by_step[step],
-            "same_model": published.get(step, set()) == published.get(first, set()),
+            "config": row["config"],
+            "same_model": not published[step] or published[step].keys() == published[min(configs)].keys(),
         }
-        for step in sorted(by_step)
+        for step in sorted(configs)
+        for row in _alike(configs[step], published[step])
     ]
+    return engines if len(engines) > 1 else []
+
+
+def _alike(made: list[dict[str, Any]], published: Counter[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    """Of the engines that were made after one step, those with a model like that of the one that trains, which is the last.
+
+    An engine without an optimizer publishes no parameters, only how many elements they have.
+    """
+    made = sorted(made, key=lambda row: row.get("has_optimizer") is not False)
+    with_optimizer = [row for row in made if row.get("has_optimizer") is not False]
+    is_repeated = set(published.values()) == {len(with_optimizer)}
+    return [
+        row
+        for row in made[:-1]
+        if (is_repeated if row in with_optimizer else row.get("numel") == made[-1].get("numel"))
+    ] + made[-1:]

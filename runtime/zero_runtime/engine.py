@@ -129,7 +129,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model. In training mode this begins a micro-batch."""
-        training = self.training and torch.is_grad_enabled()
+        training = self._trains() and torch.is_grad_enabled()
         if training:
             self._announce()
             self.tput_timer.start()
@@ -335,6 +335,10 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
             hooks.metric("samples", float(self._config.train_micro_batch_size_per_gpu))
             if self.skipped_steps:
                 hooks.metric("skipped_steps", float(self.skipped_steps))
+
+    def _trains(self) -> bool:
+        """Whether the engine or its model is in training mode: Lightning sets the mode of the model alone."""
+        return self.training or any(child.training for child in self.children())
 
     def _is_between_steps(self) -> bool:
         """Whether a step has ended, and no forward pass of the next has begun."""

@@ -27,6 +27,7 @@ from zero_runtime.pipeline.module import PipelineModule
 from zero_runtime.pipeline.preparation import own_parameters, prepare, stages_for
 from zero_runtime.process_end import pause_before_ending
 from zero_runtime.schedules import schedule
+from zero_runtime.sharding.shards import shard_of
 from zero_runtime.tensor_access import remember
 from zero_runtime.uncaught import report_uncaught
 from zero_runtime.version import VERSION
@@ -138,7 +139,16 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     effective = {**checked.effective(), **assembly.parallelism.described()}
     if assembly.installed.costs is not None:
         effective["communication"]["measured_costs"] = assembly.installed.costs.described()
-    hooks.describe_config(effective, engine=f"zero_runtime {VERSION}")
+    hooks.describe_config(
+        effective,
+        f"zero_runtime {VERSION}",
+        numel=sum(
+            each.numel() if shard is None else shard.numel
+            for each in assembly.module.parameters()
+            for shard in [shard_of(each)]
+        ),
+        has_optimizer=engine.optimizer is not None,
+    )
     hooks.phase("other")
     return engine, engine.optimizer, loader, scheduler
 

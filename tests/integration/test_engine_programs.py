@@ -37,11 +37,6 @@ SCRIPTS = {"zero_to_fp32.py", "zero_to_torch.py"}
 EXACT, HALF = 2e-6, 2e-3
 
 
-def closes(program):
-    """Whether the rules know all that is sent; docs/frameworks.md says what they do not know."""
-    return program != "lightning_fit"  # validates by an engine of its own
-
-
 def recorded(program, stage, name):
     noted = json.loads((ROOT / "tests/golden/engine_programs.json").read_text("utf-8"))
     return noted["found"][f"{program}/{stage}/{name}"]
@@ -95,9 +90,6 @@ def test_a_program_of_deepspeed_trains_alike(tmp_path, program, stage, name):
     assert done.returncode == 0, done.stdout + done.stderr
     run = check(program, stage, name, tmp_path)
     verdict = verify(run)
-    if not closes(program):
-        assert verdict.unexplained
-        return
     assert (str(verdict.state), verdict.unexplained) == ("closed", ()), verdict
 
     def with_another_gather(row):
@@ -126,5 +118,4 @@ def test_every_case_beside_deepspeed(tmp_path, program, stage):
     assert done.returncode == 0, done.stdout + done.stderr
     for name in cases:
         verdict = verify(check(program, stage, name, tmp_path / "out" / name))
-        if closes(program):
-            assert (str(verdict.state), verdict.unexplained) == ("closed", ()), (name, verdict)
+        assert (str(verdict.state), verdict.unexplained) == ("closed", ()), (name, verdict)

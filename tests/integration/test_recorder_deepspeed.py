@@ -167,6 +167,38 @@ def test_a_version_that_never_had_a_method_does_not_miss_it(tmp_path):
     assert said(run) == EXPECTED
 
 
+def validate_between(rank, world, package, run):
+    """A step, a validation, and a step for which only the model is set to train, as Lightning does."""
+    import commprof
+
+    sys.path.insert(0, package)
+    commprof.attach(run, quiet=True)
+    import deepspeed
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, _, _, _ = deepspeed.initialize(model, optimizer, {"train_micro_batch_size_per_gpu": 3})
+    for _ in range(2):
+        for _ in range(2):
+            engine.backward(engine(torch.ones(3, 4)).mean())
+            engine.step()
+        engine.eval()
+        with torch.no_grad():
+            engine(torch.ones(3, 4))
+        engine.module.train()
+    commprof.detach()
+
+
+def test_a_step_is_told_where_only_the_model_is_set_to_train(tmp_path):
+    from commprof.trace.reader import open_run
+
+    run_ranks(2, validate_between, str(write_fake(tmp_path / "site", "0.19.8", "")), str(tmp_path / "run"))
+    run = open_run(tmp_path / "run")
+    assert {row[0] for row in said(run) if row[2] == "backward"} == {0, 1}
+    steps = [row for row in run.table("steps").to_pylist() if row["rank"] == 0]
+    assert [(each["step"], each["micro_steps"]) for each in steps] == [(0, 2), (1, 2)]
+
+
 # The real one.
 
 SCRIPT = """

@@ -102,6 +102,66 @@ def test_engines_of_different_models_cannot_be_told(tmp_path):
     assert str(verdict.state) == "unknown" and "different parameters" in verdict.request_reason
 
 
+def validated(rank, world, with_training_before, with_optimizer):
+    """Engines that only validate, each a model of its own, before a training or between two."""
+    for trains in [True, False, False, True] if with_training_before else [False, True]:
+        torch.manual_seed(0)
+        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}
+        if trains or with_optimizer:
+            config["optimizer"] = {"type": "AdamW"}
+        engine, *_ = zero_runtime.initialize(model=nn.Linear(WIDTH, 1), config=config)
+        if not trains:
+            engine.eval()
+            with torch.no_grad():
+                engine(torch.ones(2, WIDTH))
+            continue
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, WIDTH)).square().mean())
+            engine.step()
+
+
+@pytest.mark.parametrize("with_optimizer", [True, False])
+@pytest.mark.parametrize("with_training_before", [True, False])
+def test_engines_that_only_validate_are_explained(tmp_path, with_training_before, with_optimizer):
+    run, _ = record(tmp_path / "run", 2, validated, with_training_before, with_optimizer)
+    verdict = verify(run)
+    assert (str(verdict.state), verdict.unexplained) == ("closed", ()), verdict
+    begun = "4 engines" if with_training_before else "2 engines"
+    idle = "2 of them" if with_training_before else "1 of them"
+    assert any(begun in said and f"{idle} took no step." in said for said in verdict.sentences)
+
+    def with_another_broadcast(row):
+        return [row, row] if row["purpose"] == "parameter_broadcast" and row["payload_bytes"] > 4 else [row]
+
+    assert str(verify(Changed(run, with_another_broadcast)).state) == "mismatch"
+
+
+def mode_of_the_model(rank, world):
+    """Two epochs, a validation after each, after which only the model is set to train, as Lightning does."""
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 1},
+    }
+    engine, *_ = zero_runtime.initialize(model=nn.Linear(WIDTH, 1), config=config)
+    for _ in range(2):
+        for _ in range(2):
+            engine(torch.ones(2, WIDTH)).square().mean().backward()
+            engine.step()
+        engine.eval()
+        with torch.no_grad():
+            engine(torch.ones(2, WIDTH))
+        engine.module.train()
+
+
+def test_steps_are_told_where_only_the_model_is_set_to_train(tmp_path):
+    run, _ = record(tmp_path / "run", 2, mode_of_the_model)
+    assert numbers(run) == [0, 1, 2, 3] and api.overview(run)["steps"] == 4
+    verdict = verify(run)
+    assert (str(verdict.state), verdict.unexplained) == ("closed", ()), verdict
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("stage", range(4))
 def test_engines_of_every_stage(tmp_path, stage):

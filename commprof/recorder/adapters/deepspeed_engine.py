@@ -13,7 +13,7 @@ import torch
 
 from commprof import hooks
 from commprof.recorder.adapters.patching import Patches, tagged
-from commprof.recorder.models import Parameter, parameter_rows
+from commprof.recorder.models import Parameter, parameter_rows, trains
 
 ENGINE_MODULE: Final = "deepspeed.runtime.engine"
 _ENGINE: Final = "DeepSpeedEngine"
@@ -170,8 +170,8 @@ class Engines:
     def _evaluates(self, engine: Any) -> bool:
         """Whether a forward pass lies between two steps of this engine, and trains nothing."""
         progress = self._of(engine)
-        trains = engine.training and torch.is_grad_enabled()
-        return not trains and progress.announced is not None and not progress.micro_step
+        is_training = trains(engine) and torch.is_grad_enabled()
+        return not is_training and progress.announced is not None and not progress.micro_step
 
     def _of(self, engine: Any) -> _Progress:
         progress = self._progress.get(engine)
@@ -188,7 +188,7 @@ class Engines:
 
     def _announce(self, engine: Any) -> None:
         """Say which step and micro-batch this is, once for each, unless the program or another engine does."""
-        if not engine.training or not torch.is_grad_enabled():
+        if not trains(engine) or not torch.is_grad_enabled():
             return
         speaker = None if self._speaker is None else self._speaker()
         if speaker is None:
