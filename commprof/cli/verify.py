@@ -86,8 +86,13 @@ def _tables(verdict: Verdict) -> list[Rows]:
 
 
 def _is_apart(row: LedgerRow) -> bool:
-    """Whether no rule predicts the row and the steps cannot all have it alike: a mean over the steps is of none of them."""
-    return bool(row.steps) and row.requested_op is None and row.issued_count % row.steps != 0
+    """Whether no rule predicts the row and a mean over the steps is of none of them.
+
+    Some of it was issued outside of the steps, or the steps cannot all have it alike.
+    """
+    if not row.steps or row.requested_op is not None:
+        return False
+    return row.outside_count > 0 or row.issued_count % row.steps != 0
 
 
 def _table(title: str, rows: Sequence[LedgerRow], steps: int) -> Rows:

@@ -90,6 +90,7 @@ class Finding:
     reason: str = ""
     remark: str = ""  # why it is explained although it is not what was expected
     doubt: str = ""  # why it cannot be told whether it is explained
+    evaluated: Counter[Message] = field(default_factory=Counter)  # beside ``messages``: sent by an evaluation
 
     @property
     def closes(self) -> bool:
@@ -224,10 +225,8 @@ def _by_class(messages: Mapping[Message, int]) -> dict[Class, Counter[Message]]:
 def _with_evaluation(finding: Finding | None, messages: Counter[Message]) -> Finding:
     sent, count = payload(messages), sum(messages.values())
     remark = f"{count} message{'s' * (count > 1)} ({sent:,} bytes) of an evaluation, which runs the model too"
-    if finding is None:
-        return Finding(None, messages, "evaluation", sent, remark=remark)
-    finding.messages = finding.messages + messages
-    finding.explained_bytes += sent
+    finding = finding or Finding(None, Counter(), None, 0)
+    finding.evaluated = messages
     finding.remark = f"{finding.remark}; {remark}" if finding.remark else remark
     return finding
 

@@ -21,7 +21,7 @@ class Message(NamedTuple):
     """What makes two collectives of one step equal for the ledger.
 
     ``in_evaluation``: issued in an evaluation: a forward pass after the optimizer had run, or before the first step.
-    ``in_group_of_script``: in a group that no runtime uses.
+    ``in_group_of_script``: in a group that no runtime uses. ``outside``: after a step had ended, in none.
     """
 
     purpose: str | None
@@ -35,6 +35,7 @@ class Message(NamedTuple):
     executed_op: str | None
     in_evaluation: bool = False
     in_group_of_script: bool = False
+    outside: bool = False
 
 
 class StepKey(NamedTuple):
@@ -79,6 +80,11 @@ def _of_part(
     columns["executed_op"] = pa.nulls(len(rows), pa.string()) if executed_ops is None else executed_ops(rows)
     columns["in_evaluation"] = pa.array(survey.in_evaluation(rows))
     columns["in_group_of_script"] = pa.array(survey.in_group_of_script(rows))
+    columns["outside"] = (
+        rows["after_step"].is_valid()
+        if "after_step" in rows.column_names
+        else pa.repeat(pa.scalar(False), len(rows))
+    )
     told = pa.table(columns).select(list(Message._fields))
     codes, first = numbered(told)
     distinct = [Message(*row.values()) for row in told.take(pa.array(first)).to_pylist()]

@@ -46,6 +46,7 @@ class LedgerRow:
     # which nothing is known
     explained_by: str | None
     group_size: int  # ranks of the largest group among them
+    outside_count: int = 0  # of issued_count: after a step had ended, in none
 
 
 class Unexplained(NamedTuple):

@@ -25,7 +25,7 @@ def ledger_rows(findings: Findings) -> tuple[LedgerRow, ...]:
     """One row for each purpose, operation and operation asked for, before the first step and in all steps together.
 
     What one group was asked for may not be what another was: copies of a weight in two stages of a pipeline are all_reduced
-    whatever the config wants of the other gradients.
+    whatever the config wants of the other gradients. What evaluations sent has rows of its own.
     """
     merged: dict[tuple[str, str | None, str, str], list[_OfGroup]] = defaultdict(list)
     numbers: dict[str, int] = Counter()
@@ -39,12 +39,20 @@ def ledger_rows(findings: Findings) -> tuple[LedgerRow, ...]:
         wants = (each.finding.want for each in found)
         asked = next((want.requested_op for want in wants if want is not None), None)
         by_class[when, purpose, op].setdefault(asked, []).extend(found)
-    rows = [
-        _row(*key, numbers[STEPS] if key[0] == STEPS else 0, found)
-        for key, by_asked in by_class.items()
-        for found in _with_the_unexpected(by_asked)
-    ]
+    rows: list[LedgerRow] = []
+    for (when, purpose, op), by_asked in by_class.items():
+        steps = numbers[STEPS] if when == STEPS else 0
+        for found in _with_the_unexpected(by_asked):
+            trained = [each for each in found if each.finding.messages or each.finding.want is not None]
+            evaluated = [_of_evaluation(each) for each in found if each.finding.evaluated]
+            rows += [_row(when, purpose, op, steps, some) for some in (trained, evaluated) if some]
     return tuple(sorted(rows, key=lambda row: (row.when, row.purpose or "~", row.issued_op or "")))
+
+
+def _of_evaluation(group: _OfGroup) -> _OfGroup:
+    """What an evaluation sent, as a finding of its own."""
+    sent = group.finding.evaluated
+    return group._replace(finding=Finding(None, sent, "evaluation", attribution.payload(sent)))
 
 
 def _with_the_unexpected(by_asked: Mapping[str | None, list[_OfGroup]]) -> list[list[_OfGroup]]:
@@ -86,6 +94,7 @@ def _row(when: str, purpose: str | None, op: str, steps: int, groups: Sequence[_
         explained_bytes=sum(finding.explained_bytes for finding in findings),
         explained_by=min(str(name) for name in by) if by else None,
         group_size=size,
+        outside_count=sum(count for message, count in messages.items() if message.outside),
     )
 
 

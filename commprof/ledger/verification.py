@@ -85,7 +85,11 @@ def verify(run: RecordedRun) -> Verdict:
     labels = Labelled.of(findings, request.unpredicted)
     doubts = [*unrecorded, *ran.doubts, *unsure, *(labels.doubts if request.reason is None else ())]
     issued_bytes = sum(attribution.payload(messages) for messages in steps.values())
-    explained_bytes = sum(finding.explained_bytes for step in findings.values() for finding in step.values())
+    explained_bytes = sum(
+        finding.explained_bytes + attribution.payload(finding.evaluated)
+        for step in findings.values()
+        for finding in step.values()
+    )
     if run.health.state not in (COMPLETE, RUNNING) and is_told and not issued_bytes:
         doubts.append("the program ended before it issued any payload, so nothing can be judged")
     edited = config_note(run.path, run.manifest.config)

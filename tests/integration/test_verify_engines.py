@@ -13,6 +13,7 @@ from torch import nn
 import commprof
 import zero_runtime
 from commprof.analysis import api
+from commprof.cli import execute
 from commprof.ledger.verification import verify
 from commprof.trace.reader import open_run
 from support.changed_runs import Changed
@@ -134,6 +135,37 @@ def test_engines_that_only_validate_are_explained(tmp_path, with_training_before
         return [row, row] if row["purpose"] == "parameter_broadcast" and row["payload_bytes"] > 4 else [row]
 
     assert str(verify(Changed(run, with_another_broadcast)).state) == "mismatch"
+
+
+def destroyed(rank, world):
+    """As many steps as the model has parameters, each of which destroy() gathers."""
+    engine, *_ = zero_runtime.initialize(
+        model=nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)),
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "AdamW"},
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        },
+    )
+    for _ in range(4):
+        engine.backward(engine(torch.ones(2, WIDTH)).square().mean())
+        engine.step()
+    engine.destroy()
+
+
+def test_the_gathers_of_destroy_are_listed_apart_in_total(tmp_path, capsys):
+    run, _ = record(tmp_path / "run", 2, destroyed)
+    verdict = verify(run)
+    assert (str(verdict.state), verdict.unexplained) == ("closed", ()), verdict
+    execute(["verify", str(run.path)])
+    steps, _, apart = capsys.readouterr().out.partition(
+        "Not in every step, or outside of the steps, in total"
+    )
+    assert "evaluation" not in steps + apart and "parameter_access" not in steps
+    # The elements of two layers in fp32; the last bias is padded to one for each rank.
+    size = str(4 * (WIDTH * WIDTH + WIDTH + WIDTH + 2))
+    own = apart.partition("parameter_access")[2]
+    assert ["issued", "all_gather", "4", size, "B"] in [line.split()[:5] for line in own.splitlines()]
 
 
 def mode_of_the_model(rank, world):

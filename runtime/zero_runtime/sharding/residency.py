@@ -27,7 +27,7 @@ from zero_runtime import comm, log
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import ConfigError
 from zero_runtime.sharding import access, leaves
-from zero_runtime.sharding.gathering import Gatherer, broadcast
+from zero_runtime.sharding.gathering import ACCESS, Gatherer, broadcast
 from zero_runtime.sharding.iteration import Iteration
 from zero_runtime.sharding.policy import ResidencyPolicy, secondary_group
 from zero_runtime.sharding.shards import Shard, shard_of, shards_of
@@ -254,7 +254,7 @@ def residency_of(module: torch.nn.Module) -> Residency | None:
 def make_whole(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Make ordinary parameters of those that are sharded, one all_gather each."""
     shards = shards_of(parameters)
-    Gatherer().gather_each(shards)
+    Gatherer(why=ACCESS).gather_each(shards)
     for shard in shards:
         if shard.parameter.untyped_storage().nbytes() != shard.numel * shard.dtype.itemsize or (
             shard.group.world_size == 1
