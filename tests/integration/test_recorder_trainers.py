@@ -67,6 +67,34 @@ def test_trainer(tmp_path):
     assert all("/transformers/trainer.py:" in row[3] for row in found["metric"])
 
 
+PLANTED = """
+class Planted(Trainer):
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        dist.all_gather([torch.empty(3), torch.empty(3)], torch.ones(3))
+        return loss
+
+trainer = Planted("""
+
+
+def test_verify_closes_for_trainer_and_names_a_gather_in_its_loop(tmp_path):
+    alone = TRAINER.replace(", callbacks=[Own()]", "")
+    planted = alone.replace("trainer = Trainer(", PLANTED)
+    assert TRAINER != alone != planted
+    for name, program, code in (("alone", alone, 0), ("planted", planted, 1)):
+        (tmp_path / name).mkdir()
+        recorded(tmp_path / name, program)
+        done = commprof("verify", "run", "--json", cwd=tmp_path / name)
+        assert done.returncode == code, done.stdout + done.stderr
+        verdict = json.loads(done.stdout)
+        # One in each of two steps: 3 elements of fp32 from each of two ranks.
+        extra = [
+            (item["op"], item["purpose"], item["count"], item["steps"]) for item in verdict["unexplained"]
+        ]
+        assert extra == ([("all_gather", None, 2, "0-1")] if code else [])
+        assert {row["issued_count"] for row in verdict["rows"] if row["purpose"] == "gradient_reduce"} == {2}
+
+
 def test_accelerate(tmp_path):
     found, own = by_purpose(recorded(tmp_path, ACCELERATE))
     assert own == 2  # batches of 4 for each of two ranks, out of 16
