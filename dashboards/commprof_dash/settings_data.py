@@ -72,7 +72,10 @@ def costs(settings: pd.DataFrame, resources: pd.DataFrame) -> dict[str, Cost]:
 def exposed_text(setting: Mapping[str, Any]) -> str | None:
     """Exposed time of a setting and the part of the step that it is, as the report of a run has them."""
     time, share = api.exposed_time(setting), api.exposed_share(setting)
-    return time if share is None else f"{time}, {share} of the step"
+    if share is None:
+        return time
+    # The step is named: it is the median over the steps of all repeats, and the step time above it is not.
+    return f"{time}, {share} of the step of {api.format_ns(round(setting['step_ns']))}"
 
 
 def _value(value: Any) -> Any:

@@ -270,7 +270,7 @@ def test_the_grid_says_what_a_step_of_each_setting_cost(tmp_path):
             use_multi_rank_bucket_allreduce=multi,
         )
     text, _ = body(tmp_path, "/compare")
-    for words in ("1.00 ms", "250 us, 25.0 % of the step", "1.25", "1.00 GiB", "4000"):
+    for words in ("1.00 ms", "250 us, 25.0 % of the step of 1.00 ms", "1.25", "1.00 GiB", "4000"):
         assert text.count(f'"{words}') >= 3, words
     frame = api.compare_both([tmp_path / "True-True"]).resources
     assert list(frame["exposed_ns"]) == [250_000]
