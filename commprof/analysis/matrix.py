@@ -5,7 +5,7 @@ times the size of the group). Between whom it flows is modelled as well, so that
 what the model says of its rank:
 
 * reduce, gather: from each other rank to the root; broadcast, scatter: from the root to each other rank, in equal parts;
-* all_to_all: between each pair, in equal parts (uneven splits are in no record);
+* all_to_all: between each pair, by the splits of its records, or in equal parts;
 * all_reduce, reduce_scatter, all_gather: around a ring in the order of the group, each rank to the next;
 * send: from the sender to the receiver, as recorded.
 
@@ -44,7 +44,7 @@ ONCE: Final = "1"
 RING: Final = "around a ring in the order of the group"
 TO_ROOT: Final = "from each other rank to the root"
 FROM_ROOT: Final = "from the root to each other rank"
-PAIRWISE: Final = "between each pair, in equal parts"
+PAIRWISE: Final = "between each pair, as its splits say, or in equal parts"
 RECORDED: Final = "as recorded"
 
 MODELS: Final[dict[str, str]] = {
@@ -240,7 +240,7 @@ def _on_gloo(op: str, size: int, ranks: int, root: int | None) -> _Pairs:
 def _pairs(flow: Mapping[str, Any]) -> _Pairs:
     members: Ranks = np.array(parse_ranks(flow["group_ranks"]), np.int64)
     model, root = MODELS.get(flow["op"]), flow["root"]
-    if model == RECORDED:
+    if model == RECORDED or flow["sender"] is not None:
         known = flow["sender"] in members and flow["receiver"] in members
         return _alike(np.array([flow["sender"]]), np.array([flow["receiver"]])) if known else _NOWHERE
     if model == RING:

@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 from commprof.align.collectives import in_order, repetitions
 from commprof.align.distinct import numbered
 from commprof.align.row_groups import Groups
+from commprof.analysis.pairwise import Exchanges, exchanges, pair_rows
 from commprof.analysis.text_numbers import ranked
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
@@ -31,14 +32,22 @@ _GREATEST: Final = (
     *("backend", "group_desc", "group_size"),
 )
 _LEAST: Final = -(1 << 63)  # in the place of null
+_OF_PAIRS: Final = ("sender", "receiver", "sent_bytes")
+_MEASURES: Final = frozenset(
+    {"records", "tensors", "largest_bytes", "mean_bytes", "host_ns", "exposed_ns", "timed", "collectives"}
+)
 
 
 def agreed(rows: pa.Table, columns: Sequence[str]) -> pa.Table:
-    """One row for each collective of ``rows``, which are no messages.
+    """One row for each collective of ``rows``, which are no messages; further rows have the bytes of unequal all_to_alls.
+
+    A collective of :mod:`commprof.analysis.pairwise` has ``sent_bytes`` 0. Those of all collectives that are alike in their
+    columns stand in a row for each pair of ranks, with sender, receiver and ``sent_bytes``, where ``collectives`` and all
+    other measures are 0. Where a record does not say to whom it sent, sender and receiver are -1.
 
     Columns: attempt, pg, group_ranks, op, group_size, backend and those of ``columns`` that are known of a collective (the
     others are null); root; records, tensors, largest_bytes and mean_bytes (payload), host_ns and exposed_ns (means), timed
-    (of how many exposed_ns is known).
+    (of how many exposed_ns is known), collectives, sender, receiver, sent_bytes.
     """
     members = _Members(rows)
     found = {name: members.of_lowest(name) for name in ("attempt", "pg", "group_ranks")}
@@ -48,6 +57,8 @@ def agreed(rows: pa.Table, columns: Sequence[str]) -> pa.Table:
             found[name] = of(name) if wanted else pa.nulls(len(members.groups.starts))
     host, _ = members.mean(pc.subtract(rows["return_ns"], rows["issue_ns"]))
     exposed, timed = members.mean(rows["exposed_ns"])
+    kinds = pa.table({name: column for name, column in found.items() if not pa.types.is_null(column.type)})
+    count = len(members.groups.starts)
     found |= {
         "root": members.of_lowest("peer"),
         "records": pa.array(members.groups.lengths),
@@ -57,8 +68,32 @@ def agreed(rows: pa.Table, columns: Sequence[str]) -> pa.Table:
         "host_ns": host,
         "exposed_ns": exposed,
         "timed": pa.array(timed),
+        "collectives": pa.array(np.ones(count, np.int64)),
+        **{name: pa.nulls(count, pa.int64()) for name in _OF_PAIRS},
     }
-    return pa.table(found)
+    once = pa.table(found)
+    exchanged = exchanges(rows, members.order, members.groups.starts, members.groups.lengths)
+    return _by_pairs(once, kinds, exchanged) if exchanged else once
+
+
+def _by_pairs(once: pa.Table, kinds: pa.Table, exchanged: Sequence[Exchanges]) -> pa.Table:
+    """``once`` with the bytes of ``exchanged`` in rows of their own."""
+    sender, sent = (np.full(len(once), _LEAST) for _ in range(2))
+    for one in exchanged:
+        known = ~np.isnan(one.sent).any(axis=(1, 2))
+        sent[one.places[known]] = 0
+        sender[one.places[~known]] = -1
+    of_pairs = dict(zip(_OF_PAIRS, (sender, sender, sent), strict=True))
+    pairs = pair_rows(exchanged, kinds)
+    rows = once.take(pa.array(pairs.places))
+    own = dict(zip(_OF_PAIRS, pairs[1:], strict=True))
+    for place, (name, kind) in enumerate(zip(rows.column_names, rows.schema.types, strict=True)):
+        if name in own:
+            rows = rows.set_column(place, name, pa.array(own[name]))
+            once = once.set_column(place, name, pa.array(of_pairs[name], mask=of_pairs[name] == _LEAST))
+        elif name in _MEASURES:
+            rows = rows.set_column(place, name, pa.array(np.zeros(len(rows)), kind))
+    return pa.concat_tables([once, rows])
 
 
 class _Members:

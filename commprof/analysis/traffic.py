@@ -13,6 +13,7 @@ from commprof.analysis.answers import GROUPINGS, TRAFFIC
 from commprof.analysis.engine import ask, query_text
 from commprof.analysis.frames import from_arrow
 from commprof.analysis.members import agreed
+from commprof.analysis.pairwise import COLUMNS as SPLITS
 from commprof.analysis.text_numbers import among, numbered_texts, with_texts
 from commprof.errors import UsageError
 from commprof.ledger.summed import backends_of
@@ -35,6 +36,7 @@ NEEDED: Final = (  # columns of the records that operations are made of
         "exposed_ns",
     ),
     "is_p2p",
+    *SPLITS,
 )
 
 _TEXTS: Final = tuple(  # but for that which the query compares with names

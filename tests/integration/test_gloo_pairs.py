@@ -29,7 +29,10 @@ CALLS = [  # operation, bytes, root
     ("all_gather", 900_000, None),
     ("reduce_scatter", 900_000, None),
     ("all_to_all", 900_000, None),
+    ("unequal all_to_all", 900_000, None),
 ]
+# Of each rank, how many thousands of elements go to each other.
+SPLITS = ((1, 60, 164), (120, 5, 100), (0, 200, 25))
 
 
 def connections() -> dict[tuple[int, int], int]:
@@ -57,6 +60,7 @@ def send(rank: int, world: int, out: str, op: str, size: int, root: int | None) 
     from commprof import hooks
 
     numel = size // 4
+    sent, got = ([1000 * each for each in row] for row in (SPLITS[rank], [row[rank] for row in SPLITS]))
     tensor, part = torch.ones(numel), torch.ones(numel // world)
     run = {
         "all_reduce": lambda: dist.all_reduce(tensor),
@@ -65,6 +69,7 @@ def send(rank: int, world: int, out: str, op: str, size: int, root: int | None) 
         "all_gather": lambda: dist.all_gather_into_tensor(torch.ones(numel), part),
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, tensor),
         "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(tensor), tensor),
+        "unequal all_to_all": lambda: dist.all_to_all_single(torch.empty(sum(got)), tensor, got, sent),
     }[op]
     run()  # connects
     dist.barrier()
@@ -92,7 +97,7 @@ def test_the_matrix_says_what_each_connection_carries(tmp_path, op, size, root):
         if ports[::-1] in owner and owner[ports[::-1]] != rank
     }
     assert sum(counted.values()) > size, "the kernel counts no bytes on these connections"
-    frame = api.matrix(tmp_path / "run", op=op)
+    frame = api.matrix(tmp_path / "run", op=op.split()[-1])
     modelled = {
         (row["sender"], row["receiver"]): row["executed_wire_bytes"] for row in frame.to_dict("records")
     }

@@ -22,6 +22,6 @@ select
         as executed_bytes,
     sum(unexecuted) as unexecuted
 from operations
-where collectives > 0 and step between {first} and {last}
+where (collectives > 0 or wire_share > 0) and step between {first} and {last}
 group by {by} op, group_ranks, wire_ranks, root, sender, receiver, backend, call_bytes
 order by {by} op, group_ranks, wire_ranks, root, sender, receiver, backend, call_bytes

@@ -4,7 +4,8 @@
 -- Output: one row per collective (collectives = 1) and one per point-to-point record (collectives = 1 for a send, and
 --         for a recv whose send no rank recorded; 0 for the other recvs, whose message is counted at its send).
 --
--- The length of an all_to_all may differ between ranks: it is the mean. Elsewhere the largest is the whole.
+-- The length of an all_to_all may differ between ranks: it is the mean. Elsewhere the largest is the whole. What an all_to_all
+-- with unequal splits sent is in rows for pairs of ranks, which are no collectives and have a sender and a receiver.
 --
 -- root is the root, source or destination of a collective, -1 where it has none or it is not known; a message has a sender
 -- and a receiver.
@@ -99,9 +100,9 @@ operations as (
     select
         attempt, pg, group_ranks, step, after_step, micro_step, phase, op, intended_op, purpose, bucket, owner, dtype,
         reduce_op, backend, device, group_desc, group_size, api, call_site, records, tensors,
-        1 as collectives,
+        collectives,
         case when op = 'all_to_all' then cast(round(mean_bytes) as bigint) else largest_bytes end as payload_bytes,
-        host_ns, exposed_ns, timed, root, null as sender, null as receiver
+        host_ns, exposed_ns, timed, root, sender, receiver, sent_bytes
     from agreed
     union all
     select
@@ -114,7 +115,8 @@ operations as (
         case when exposed_ns is null then 0 else 1 end as timed,
         -1 as root,
         case when op = 'send' then rank else peer end as sender,
-        case when op = 'send' then peer else rank end as receiver
+        case when op = 'send' then peer else rank end as receiver,
+        null as sent_bytes
     from messages
     union all
     select
@@ -122,7 +124,7 @@ operations as (
         op, intended_op, purpose, null as bucket, null as owner,
         null as dtype, null as reduce_op, backend, null as device, null as group_desc, group_size, null as api,
         null as call_site, records, 0 as tensors, collectives, payload_bytes, host_ns, exposed_ns,
-        0 as timed, -1 as root, null as sender, null as receiver
+        0 as timed, -1 as root, null as sender, null as receiver, null as sent_bytes
     from summed
 ),
 -- Of gloo's reduce, for one call: bytes of a segment, and segments of a rank's chunk. The same as in commprof.ledger.backends.
@@ -154,6 +156,7 @@ shared as (
         k.*,
         -- wire_bytes = wire_share / wire_ranks: kept as integers, so that sums are exact and in any order the same
         case
+            when sent_bytes is not null then sent_bytes
             when op = 'send' then payload_bytes
             when op in ('recv', 'barrier') or group_size < 2 then 0
             when op = 'all_reduce' then 2 * (group_size - 1) * payload_bytes

@@ -6,7 +6,7 @@ import pytest
 
 from commprof.analysis import api
 from commprof.errors import UsageError
-from commprof.schema import format_ranks
+from commprof.schema import UNKNOWN_SPLITS, format_ranks, format_splits
 from support.runs import SyntheticRun
 
 ROOTED = ("reduce", "broadcast", "gather", "scatter")
@@ -50,6 +50,50 @@ def test_all_to_all_is_pairwise():
     assert cells(of_one("all_to_all")) == {
         (i, j): 400.0 for i in range(3) for j in range(3) if i != j
     }  # 1200 / 3 to each other
+
+
+def exchange(run, members, sent, pg="0", number=0, **of_rank):
+    """An all_to_all: ``sent[i][j]`` bytes from member i to j; ``of_rank`` has columns of single ranks instead."""
+    for place, rank in enumerate(members):
+        columns = {
+            "input_splits": format_splits(sent[place]),
+            "output_splits": format_splits([row[place] for row in sent]),
+        } | of_rank.get(f"rank_{rank}", {})
+        run.add_collective(
+            "all_to_all", payload_bytes=sum(sent[place]), ranks=(rank,), group=members, pg=pg, pg_seq=number,
+            **columns,
+        )  # fmt: skip
+
+
+UNEQUAL = ((7, 100, 0), (30, 5, 60), (40, 40, 40))
+OF_UNEQUAL = {(3, 0): 100, (0, 3): 30, (0, 2): 60, (2, 3): 40, (2, 0): 40}  # members 3, 0, 2
+
+
+def test_unequal_splits_go_where_the_records_say():
+    run = SyntheticRun(world_size=4)
+    for number in range(2):
+        exchange(run, (3, 0, 2), UNEQUAL, pg="a", number=number)
+    run.add_collective("all_to_all", payload_bytes=400)
+    frame = matrix(run)
+    equal = {(i, j): 100.0 for i in range(4) for j in range(4) if i != j}
+    expected = {pair: equal[pair] + 2 * OF_UNEQUAL.get(pair, 0) for pair in equal}
+    assert cells(frame) == cells(frame, "executed_wire_bytes") == expected
+    assert frame.attrs["unplaced_bytes"] == 0
+    traffic = api.traffic(run.open(), ["op", "group_ranks"])
+    of_group = traffic[traffic["group_ranks"] == "3,0,2"].iloc[0]
+    assert (of_group["collectives"], of_group["records"]) == (2, 6)
+    assert of_group["wire_bytes"] == pytest.approx(2 * sum(OF_UNEQUAL.values()) / 3)
+
+
+def test_what_a_sender_does_not_say_its_receivers_do():
+    unread = {"input_splits": UNKNOWN_SPLITS}
+    run = SyntheticRun(world_size=4)
+    exchange(run, (3, 0, 2), UNEQUAL, pg="a", rank_0=unread)
+    assert cells(matrix(run)) == OF_UNEQUAL
+    exchange(run, (3, 0, 2), UNEQUAL, pg="b", rank_0=unread, rank_2={"output_splits": UNKNOWN_SPLITS})
+    frame = matrix(run)
+    assert cells(frame) == OF_UNEQUAL
+    assert frame.attrs["unplaced_bytes"] == pytest.approx((107 + 95 + 120) / 3 * 2, abs=1)  # of the mean
 
 
 def test_messages_stand_as_they_were_sent():
