@@ -81,6 +81,11 @@ def _versions() -> Iterator[Finding]:
             section, Level.FAULT, "this torch was built without torch.distributed: there is nothing to record"
         )
         return
+    from commprof.recorder.trial import newer_torch
+
+    newer = newer_torch(torch.__version__)
+    if newer is not None:
+        yield Finding(section, Level.NOTE, newer)
     backends = ("gloo", "nccl", "mpi", "ucc", "xccl")
     found = [name for name in backends if getattr(dist, f"is_{name}_available", lambda: False)()]
     yield Finding(section, Level.OK, f"torch.distributed with {', '.join(found) or 'no backend of its own'}")

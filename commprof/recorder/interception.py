@@ -33,7 +33,7 @@ from commprof.recorder.journal import Journal
 from commprof.recorder.kernels import KernelRecorder
 from commprof.recorder.methods import METHODS
 from commprof.recorder.operators import C10D, ISSUED_IN_CPP, unknown_operators
-from commprof.recorder.trial import silent_layers
+from commprof.recorder.trial import newer_torch, silent_layers
 from commprof.recorder.wrappers import Wrappers
 from commprof.schema import LAYERS, Layer
 from commprof.trace.segments import count_of
@@ -120,12 +120,17 @@ class Interception:
 
     def _heed_trial(self) -> None:
         """Where this torch does not let a layer record as it should, look at all of c10d, or say what is missing."""
+        newer = newer_torch(torch.__version__)
+        if newer is not None:
+            self.journal.note(newer)
         try:
             silent = silent_layers(
                 lambda journal, complete: Interception(journal, _nobody, complete, is_trial=True)
             )
-        except Exception:
-            return  # this torch has no group to try it on
+        except Exception as error:  # this torch has no group to try it on
+            if newer is not None:
+                self.journal.note(f"the layers could not be tried: {type(error).__name__}: {error}")
+            return
         for layer, records in silent.items():
             self.journal.note(f"tried on a call of its own, the layer {layer} made {records} records of one")
         if {Layer.PROCESS_GROUP, Layer.FUNCTIONAL} & silent.keys() and Layer.C10D not in silent:

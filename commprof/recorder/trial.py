@@ -5,6 +5,7 @@ Done once a process, before anything is recorded. It takes some milliseconds.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -15,6 +16,9 @@ from commprof.recorder.groups import Group
 from commprof.recorder.journal import PROCESS_GROUP, Journal
 from commprof.schema import LAYERS, Layer
 from commprof.trace.segments import NO_WORDS
+
+NEWEST_TESTED: Final = (2, 15)  # docs/coverage.md: the newest torch with which the tests were run
+_UNTRIED: Final = "waits, DDP's reducer, compiled graphs and groups that change"
 
 _C10D: Final[Any] = _distributed_c10d
 _NAME: Final = "commprof-trial"
@@ -54,6 +58,22 @@ def silent_layers(make: Callable[[Journal, bool], Any]) -> dict[str, int]:
             raise RuntimeError("a mode of torch is on, which would take the calls")
         _OUTCOME.append(_try_layers(make))
     return _OUTCOME[0]
+
+
+def newer_torch(version: str) -> str | None:
+    """What to say of a torch that is newer than :data:`NEWEST_TESTED`; None for any other.
+
+    >>> newer_torch("2.13.0+cpu"), newer_torch("2.16.0a0+git1234567") is None, newer_torch("unknown")
+    (None, False, None)
+    """
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or tuple(map(int, found.groups())) <= NEWEST_TESTED:
+        return None
+    newest = ".".join(map(str, NEWEST_TESTED))
+    return (
+        f"torch {version} is newer than {newest}, the newest with which commprof was tested: at its start each layer is "
+        f"tried on a call of its own; {_UNTRIED} are not. The self-check compares all counts with torch's own"
+    )
 
 
 def _try_layers(make: Callable[[Journal, bool], Any]) -> dict[str, int]:

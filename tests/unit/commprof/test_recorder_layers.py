@@ -169,6 +169,38 @@ def test_a_layer_that_does_not_record_makes_way_for_complete_mode_and_is_named(m
     ]
 
 
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [("2.15.1+cu130", 0), ("2.16.0", 1), ("3.0.0a0+git12", 1), ("2.9.1", 0)],
+)
+def test_a_torch_that_nobody_has_tested_is_recorded_and_named(monkeypatch, version, said):
+    monkeypatch.setattr(trial, "_OUTCOME", [])
+    monkeypatch.setattr(torch, "__version__", version)
+    journal = Journal()
+    interception = Interception(journal, lambda group: None)
+    interception.install()
+    interception.remove()
+    assert len(journal._notes) == said
+    for note in journal._notes:
+        assert note.startswith(
+            f"torch {version} is newer than 2.15, the newest with which commprof was tested: "
+        )
+
+
+def test_a_newer_torch_without_a_group_to_try_the_layers_on_is_named(monkeypatch):
+    def none():
+        raise AttributeError("no FakeProcessGroup")
+
+    monkeypatch.setattr(trial, "_OUTCOME", [])
+    monkeypatch.setattr(trial, "_make_group", none)
+    monkeypatch.setattr(torch, "__version__", "2.16.0")
+    journal = Journal()
+    interception = Interception(journal, lambda group: None)
+    interception.install()
+    interception.remove()
+    assert journal._notes[1:] == ["the layers could not be tried: AttributeError: no FakeProcessGroup"]
+
+
 @pytest.mark.parametrize("module", beneath.LOADED)
 def test_what_a_process_has_loaded_that_sends_by_itself_is_named_once(monkeypatch, module):
     notes: list[str] = []
