@@ -19,7 +19,7 @@ from commprof.analysis.detailed_answers import (
 )
 from commprof.analysis.engine import ask
 from commprof.analysis.frames import as_declared, from_arrow, from_rows
-from commprof.analysis.steady import EXECUTED, steady
+from commprof.analysis.steady import EXECUTED, steady, warm_steps
 from commprof.analysis.traffic import traffic
 from commprof.schema import Column, Op, Purpose, parse_ranks
 from commprof.trace.reader import Scan
@@ -112,17 +112,18 @@ def _names(rows: pd.DataFrame, name: str, key: list[str] = _KEY) -> pd.DataFrame
 def bucket_means(found: pd.DataFrame) -> pd.DataFrame:
     """The buckets of a training step, each the mean over the steps in which it holds what it holds in most of them.
 
-    DDP, for one, builds its buckets anew after the first step: a mean over different buckets would be that of none.
-    What is sent, and times, leave out the first step of each attempt, which warms up, where there are others. What is sent
-    is that of the steps that send what most of them do (:mod:`commprof.analysis.steady`). Where no value is that of most,
-    all of them count.
+    DDP, for one, builds its buckets anew after the first step: a mean over different buckets would be that of none, and a
+    bucket of the first step alone is in no mean step (:mod:`commprof.analysis.steady`). What is sent, and times, leave out
+    the first step of each attempt, which warms up, where there are others. What is sent is that of the steps that send what
+    most of them do. Where no value is that of most, all of them count.
 
     Args:
         found: what :func:`bucket_flushes` gives.
     """
-    steps = found[found["step"] >= 0].reset_index(drop=True)
+    steps = found[found["step"] >= 0]
     is_later = steps["step"] > steps.groupby("attempt")["step"].transform("min")
-    part = steps[_usual(steps)].assign(is_later=is_later)
+    steps = _recurring(steps.assign(is_later=is_later)).reset_index(drop=True)
+    part = steps[_usual(steps)]
     by = part.groupby(_MEAN_KEY, dropna=False)
     warm = part[part["is_later"] | ~by["is_later"].transform("any")]
     timed, sent = (rows.groupby(_MEAN_KEY, dropna=False) for rows in (warm, warm[_of_most(warm)]))
@@ -142,6 +143,22 @@ def bucket_means(found: pd.DataFrame) -> pd.DataFrame:
     for name in ("op", "intended_op", "flush_reason"):
         means = means.merge(_names(part, name, _MEAN_KEY), on=_MEAN_KEY, how="left")
     return as_declared(means, BUCKET_MEANS.columns)
+
+
+def _recurring(flushes: pd.DataFrame) -> pd.DataFrame:
+    """The rows of buckets that come back in training steps; those of one-off buckets are in no mean."""
+    moments = flushes[["attempt", "step"]].drop_duplicates()
+    whole = [(int(attempt), int(step)) for attempt, step in moments.itertuples(index=False)]
+    warm = pd.DataFrame(warm_steps(whole), columns=["attempt", "step"])
+    number = flushes.groupby(_MEAN_KEY, dropna=False).ngroup()
+    present = flushes[["attempt", "step"]].assign(number=number).drop_duplicates().merge(warm)["number"]
+    times = present.value_counts().reindex(number.unique(), fill_value=0)
+    rest = set(
+        times.index[2 * times < len(warm)]
+    )  # in fewer than half of the steps: perhaps in every k-th of them
+    rows = _plain(flushes.assign(number=number)[number.isin(rest)])
+    rest -= {row["number"] for row in steady(rows, ["number"], whole).per_step}
+    return flushes[~number.isin(rest)]
 
 
 def _usual(steps: pd.DataFrame) -> pd.Series[Any]:
@@ -172,13 +189,17 @@ def per_step(of_steps: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
     """
     ended = times.loc[times["duration_ns"].notna(), ["attempt", "step"]]
     whole = [(int(attempt), int(step)) for attempt, step in ended.itertuples(index=False)]
-    rows = [
-        {str(name): None if pd.isna(value) else value for name, value in row.items()}
-        for row in of_steps.to_dict("records")
-    ]
-    found = steady(rows, ["flush_reason"], whole, ("buckets", "bytes", EXECUTED)).per_step
+    found = steady(_plain(of_steps), ["flush_reason"], whole, ("buckets", "bytes", EXECUTED)).per_step
     found.sort(key=lambda row: (-row["buckets"], str(row["flush_reason"])))
     return from_rows(found, BUCKETS_PER_STEP.columns)
+
+
+def _plain(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows of ``frame`` with None for what is null."""
+    return [
+        {str(name): None if pd.isna(value) else value for name, value in row.items()}
+        for row in frame.to_dict("records")
+    ]
 
 
 def _text(value: Any) -> str | None:

@@ -39,7 +39,7 @@ from commprof.trace.layout import rank_files
 from commprof.trace.manifest import read_manifest
 from commprof.trace.reader import Run, open_run
 
-VERSION: Final = 13
+VERSION: Final = 14
 MOST_IN_MEMORY: Final = 5_000_000  # records; more need the file
 _FEWEST_IN_FILE: Final = 300_000  # fewer are indexed in less time than a person notices
 _KEPT: Final = 8  # indexes that stay open

@@ -71,6 +71,43 @@ def test_the_means_leave_the_first_step_out_of_times_only():
     assert list(frame["flush_reason"]) == ["full", "end_of_backward"]
 
 
+def buckets_in(present, steps=7):
+    """A run whose bucket 0 is in every step, and whose bucket 1 is in the steps ``present``."""
+    run = SyntheticRun(world_size=2)
+    for step in range(steps):
+        run.add_step(step, begin_ns=1_000_000 * (step + 1), duration_ns=500_000)
+        for bucket in (0, 1) if step in present else (0,):
+            for rank in range(2):
+                run.add(
+                    "buckets", rank=rank, attempt=0, pid=run.pid(rank), step=step, micro_step=0, bucket=bucket, numel=10,
+                    bytes=40, capacity=20, dtype="float32", parameters=f"p{bucket}", flush_reason="full",
+                    owners="0", time_ns=1_000_000 * (step + 1) + bucket,
+                )  # fmt: skip
+            run.add_collective(
+                "all_reduce",
+                payload_bytes=40,
+                step=step,
+                bucket=bucket,
+                purpose="gradient_reduce",
+                phase="backward",
+            )
+    return run.open()
+
+
+@pytest.mark.parametrize(
+    ("present", "buckets"),
+    [
+        ({0}, [0]),  # as DDP's, before it builds them anew
+        ({0, 3}, [0]),
+        ({0, 1, 3}, [0]),  # in no regular distance
+        ({1, 4}, [0, 1]),  # every third of the six steps after the first
+        ({1, 2, 5}, [0, 1]),  # half of them
+    ],
+)
+def test_a_mean_step_has_the_buckets_that_come_back(present, buckets):
+    assert api.bucket_means(buckets_in(present))["bucket"].tolist() == buckets
+
+
 def test_the_content_of_a_bucket_is_its_parameters_and_the_records_that_reduced_it():
     found = api.bucket_content(a_run().open(), step=1, bucket=0)
     assert found.parameters[["name", "shape", "numel", "first_element"]].values.tolist() == [
