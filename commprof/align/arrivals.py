@@ -54,8 +54,9 @@ def arrivals(collectives: pa.Table, reference: ReferenceClock, also: Sequence[st
     """One row per record that can have partners, in the order of its collective and rank.
 
     Where the members of a collective read one clock their times are compared as they are; else on the reference.
-    The columns are those of the answer ``arrivals``, what :class:`_Leads` adds for the ranks that came last, and of the
-    records those that are named in ``also``. Records without :data:`OWN_COLUMNS` are all those of their processes.
+    The columns are those of the answer ``arrivals``, ``ended_ns`` (after the first arrival; where the end is known), what
+    :func:`_delays` and :func:`_rooted` add for ranks that others wait for, and of the records those named in ``also``.
+    Records without :data:`OWN_COLUMNS` are all those of their processes.
     """
     collectives = with_own_times(collectives)
     rows = matchable(collectives.select(tuple(dict.fromkeys((*NEEDED, *also)))))
@@ -162,6 +163,7 @@ def _waits(
         "waiting_ns": _integers(order.waiting, comparable),
         "launch_ns": _integers(launch, comparable),
         "transfer_ns": _integers(transfer, comparable),
+        "ended_ns": _integers(times.end - order.first, comparable),
         "waited_ns": _integers(waited, whole),
         "others_waited_ns": _integers(groups.mean(waited), last_one),
         "cause": _causes((order.waiting, launch, transfer), order.last_error, whole),

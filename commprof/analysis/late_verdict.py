@@ -10,10 +10,11 @@ import pandas as pd
 from commprof.analysis.late_ranks import Findings, LateRank
 from commprof.analysis.late_roots import LateRoot
 from commprof.analysis.slow_paths import EITHER, GROUP, LINK, PATH, PATHS, RECEIVES, SENDS, Paths, SlowPath
-from commprof.analysis.units import format_ns
+from commprof.analysis.units import format_bytes, format_ns
 
 LATE_RANK: Final = "late_rank"
 SLOW_TRANSFER: Final = "slow_transfer"
+TRANSFERS: Final = "transfers"
 UNTOLD: Final = "untold"
 NOBODY: Final = "nobody"
 
@@ -23,7 +24,7 @@ _ALL_MOST: Final = 0.5  # of the collectives
 
 
 class LateVerdict(NamedTuple):
-    """What is said of the lateness of a run, and what that names: one of the four words above."""
+    """What is said of the lateness of a run, and what that names: one of the five words above."""
 
     statement: str | None
     culprit: str
@@ -59,6 +60,10 @@ def verdict(
     elif culprit == LATE_RANK:
         sentences += _elsewhere(found, span_ns)
     sentences += _turns(found) if not sentences else []
+    if culprit == NOBODY or (culprit == UNTOLD and not found.untold):
+        limits = _transfers_alone(paths, by_rank)
+        culprit = limits.culprit if limits.statement else culprit
+        sentences += [limits.statement] if limits.statement else []
     if (
         not sentences
         and len(ranks)
@@ -135,6 +140,29 @@ def _transfers(found: Findings, paths: Paths, by_rank: Mapping[int, pd.Series], 
     return [f"{_named(slow)}{_compared(slow, found)}. {after}"]
 
 
+def _transfers_alone(paths: Paths, by_rank: Mapping[int, pd.Series]) -> LateVerdict:
+    """Of a run whose time goes into transfers for which no rank comes late: all of them wait equally long."""
+    costliest = paths.costliest()
+    if costliest is None or costliest.share < _ALL_MOST:
+        return LateVerdict(None, NOBODY)
+    what = (
+        f"Transfers take the time, and no rank stands out as late by its own time: {costliest.what} of "
+        f"{format_bytes(costliest.size)} takes {format_ns(costliest.took_ns)} (median), "
+        f"{format_bytes(costliest.size / costliest.took_ns * 1e9)} per second."
+    )
+    slow = paths.rings(by_rank)
+    if slow is not None:
+        return LateVerdict(f"{what} {_named(slow)}.", SLOW_TRANSFER)
+    why = "no path or group of these transfers is much slower than another"
+    if costliest.compared < 2:
+        why = f"of these transfers only those {costliest.where} are timed"
+    return LateVerdict(
+        f"{what} Whether one host's link is slow, or the whole network is no faster, cannot be told: {why}. "
+        "Messages between each pair of hosts tell: iperf3, or a recorded program of send and recv.",
+        TRANSFERS,
+    )
+
+
 def _named(slow: SlowPath) -> str:
     if slow.kind == LINK:
         return f"Slow transfers: the link of {slow.ends[0]} is slow"
@@ -156,7 +184,7 @@ def _named(slow: SlowPath) -> str:
         return f"Slow transfers from {', from '.join(slow.ends)}: these paths have no one end in common"
     return (
         f"Slow transfers between ranks {', '.join(slow.ends)}: which host or link is slow cannot be told, since their "
-        "collectives have all of them in common"
+        "collectives have all of them in common; messages between each pair tell"
     )
 
 

