@@ -12,11 +12,10 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from commprof.requested.errors import RequestedError
 from commprof.requested.expectation import Expectation
 from commprof.requested.parameters import item_bytes
 from commprof.requested.partition import padded
-from commprof.requested.wrapped import UNKNOWN, Wrapper
+from commprof.requested.wrapped import ShardedModel, Wrapper
 from commprof.schema import Op, Purpose
 
 SHARDED, WHOLE = "S", "U"
@@ -24,25 +23,12 @@ State = tuple[str, ...]  # of each unit
 _FREED_AFTER_FORWARD: Final = ("FULL_SHARD", "HYBRID_SHARD")
 _ALIGNMENT_BYTES: Final = 16
 _NORM_BYTES: Final = 4  # one fp32
-_PASS: Final = re.compile(r"(?P<kind>[FpbkBurEeN?])(?P<unit>\d+)?")
+_PASS: Final = re.compile(r"(?P<kind>[FpbkBurEeN])(?P<unit>\d+)?")
 
 
 @dataclass(frozen=True)
-class Fsdp:
-    """The rules for one model, as one of its ranks says them.
-
-    Attributes:
-        units: what each was given.
-        rank: it speaks for the groups of which it is the first rank.
-    """
-
-    units: tuple[Wrapper, ...]
-    rank: int
-
-    @property
-    def wrapper(self) -> Wrapper:
-        """The first unit."""
-        return self.units[0]
+class Fsdp(ShardedModel):
+    """The rules for one model."""
 
     @property
     def unpredicted(self) -> dict[str, str]:
@@ -54,10 +40,6 @@ class Fsdp:
         found[str(Purpose.PARAMETER_BROADCAST)] = "what sync_module_states broadcasts is no part of the rules"
         return found
 
-    def construction(self) -> list[Expectation]:
-        """What it sends when it is made: nothing that the rules know."""
-        return []
-
     def passes(self, passes: str, state: State | None) -> tuple[list[Expectation], State]:
         """What it sends in ``passes``, and the state after them.
 
@@ -66,15 +48,8 @@ class Fsdp:
         """
         states = list(state or (SHARDED,) * len(self.units))
         found: list[Expectation] = []
-        at = 0
-        while at < len(passes):
-            match = _PASS.match(passes, at)
-            if match is None or match["kind"] == UNKNOWN or int(match["unit"] or 0) >= len(states):
-                raise RequestedError(
-                    f"which passes a model of FSDP ran is not known: {passes[at : at + 20]!r}"
-                )
+        for match in self.matches(passes, _PASS):
             found += self._ran(match["kind"], int(match["unit"] or 0), states)
-            at = match.end()
         return found, tuple(states)
 
     def _ran(self, kind: str, number: int, states: list[str]) -> list[Expectation]:
@@ -92,7 +67,7 @@ class Fsdp:
                     states[place] = SHARDED
         elif kind == "B":
             found = self._reduced(unit)
-        elif kind == "N" and self._speaks(unit.ranks) and any(map(_shards, self.units)):
+        elif kind == "N" and self.speaks(unit.ranks) and any(map(_shards, self.units)):
             found = unit.sent(Purpose.GRADIENT_NORM, Op.ALL_REDUCE, [_NORM_BYTES])
         return found
 
@@ -100,11 +75,8 @@ class Fsdp:
     def _root(self) -> int | None:
         return next((number for number, unit in enumerate(self.units) if unit.arguments.get("root")), None)
 
-    def _speaks(self, ranks: tuple[int, ...]) -> bool:
-        return bool(ranks) and min(ranks) == self.rank
-
     def _gathered(self, unit: Wrapper, before: str, *, whole: bool) -> list[Expectation]:
-        if before == WHOLE or not _shards(unit) or not self._speaks(unit.ranks):
+        if before == WHOLE or not _shards(unit) or not self.speaks(unit.ranks):
             return []
         dtype = unit.parameters[0].dtype if whole else unit.arguments.get("param_dtype")
         size = flat_numel(unit) * item_bytes(dtype or unit.parameters[0].dtype)
@@ -114,12 +86,12 @@ class Fsdp:
         size = flat_numel(unit) * item_bytes(unit.arguments.get("reduce_dtype") or unit.parameters[0].dtype)
         if not _shards(unit):
             return (
-                unit.sent(Purpose.GRADIENT_REDUCE, Op.ALL_REDUCE, [size]) if self._speaks(unit.ranks) else []
+                unit.sent(Purpose.GRADIENT_REDUCE, Op.ALL_REDUCE, [size]) if self.speaks(unit.ranks) else []
             )
         found = []
-        if self._speaks(unit.ranks):
+        if self.speaks(unit.ranks):
             found += unit.sent(Purpose.GRADIENT_REDUCE, Op.REDUCE_SCATTER, [size])
-        if self._speaks(unit.replicas):
+        if self.speaks(unit.replicas):
             share = [size // len(unit.ranks)]
             found += unit.sent(Purpose.GRADIENT_REDUCE, Op.ALL_REDUCE, share, ranks=unit.replicas)
         return found

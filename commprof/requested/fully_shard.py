@@ -14,15 +14,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from commprof.requested.errors import RequestedError
 from commprof.requested.expectation import Expectation
 from commprof.requested.parameters import item_bytes
 from commprof.requested.partition import padded
-from commprof.requested.wrapped import UNKNOWN, Tensor, Wrapper
+from commprof.requested.wrapped import ShardedModel, Tensor, Wrapper
 from commprof.schema import Op, Purpose, parse_ranks
 
 SHARDED, WHOLE, PARTLY = "S", "U", "P"
-_PASS: Final = re.compile(r"(?P<kind>[FRpbkBurEN?])(?P<unit>\d+)?(?P<alone>~)?(-(?P<without>[\d.]+))?")
+_PASS: Final = re.compile(r"(?P<kind>[FRpbkBurEN])(?P<unit>\d+)?(?P<alone>~)?(-(?P<without>[\d.]+))?")
 
 
 class State(NamedTuple):
@@ -42,21 +41,8 @@ class State(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FullyShard:
-    """The rules for one model, as one of its ranks says them.
-
-    Attributes:
-        units: what each was given.
-        rank: it speaks for the groups of which it is the first rank.
-    """
-
-    units: tuple[Wrapper, ...]
-    rank: int
-
-    @property
-    def wrapper(self) -> Wrapper:
-        """The first unit."""
-        return self.units[0]
+class FullyShard(ShardedModel):
+    """The rules for one model."""
 
     @property
     def unpredicted(self) -> dict[str, str]:
@@ -72,10 +58,6 @@ class FullyShard:
             found[str(Purpose.GRADIENT_NORM)] = "norms over several meshes are no part of the rules"
         return found
 
-    def construction(self) -> list[Expectation]:
-        """What it sends when it is made: nothing."""
-        return []
-
     def passes(self, passes: str, state: State | None) -> tuple[list[Expectation], State]:
         """What it sends in ``passes``, and the state after them.
 
@@ -84,20 +66,9 @@ class FullyShard:
         """
         count = len(self.units)
         now = _Units(self, state or State((SHARDED,) * count, (), ((),) * count, (0,) * count))
-        at = 0
-        while at < len(passes):
-            match = _PASS.match(passes, at)
-            if match is None or match["kind"] == UNKNOWN or int(match["unit"] or 0) >= count:
-                raise RequestedError(
-                    f"which passes a model of FSDP ran is not known: {passes[at : at + 20]!r}"
-                )
+        for match in self.matches(passes, _PASS):
             now.run(match)
-            at = match.end()
         return now.sent, now.state
-
-    def speaks(self, ranks: Sequence[int]) -> bool:
-        """Whether this rank says what the group of ``ranks`` sends."""
-        return bool(ranks) and min(ranks) == self.rank
 
 
 class _Units:

@@ -19,7 +19,7 @@ from commprof.requested.errors import RequestedError
 from commprof.requested.expectation import Expectation
 from commprof.requested.parameters import item_bytes
 from commprof.requested.partition import padded
-from commprof.requested.wrapped import Tensor, Wrapper
+from commprof.requested.wrapped import Tensor, Wrapper, matches
 from commprof.schema import Op, Purpose
 
 COLWISE, ROWWISE, SEQUENCE = "ColwiseParallel", "RowwiseParallel", "SequenceParallel"
@@ -101,15 +101,9 @@ class TensorParallel:
             RequestedError: a pass is not known.
         """
         found: list[Expectation] = []
-        at = 0
-        while at < len(passes) and self._style in RULED:
-            match = _PASS.match(passes, at)
-            if match is None:
-                raise RequestedError(
-                    f"which passes a module of parallelize_module ran is not known: {passes[at : at + 20]!r}"
-                )
+        known = passes if self._style in RULED else ""
+        for match in matches(known, _PASS, "which passes a module of parallelize_module ran"):
             found += self._ran(match) if match["kind"] else self._stepped(match["places"], match["optimizer"])
-            at = match.end()
         return found, None
 
     def _ran(self, match: re.Match[str]) -> list[Expectation]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Final, NamedTuple
@@ -18,7 +19,6 @@ FORWARD_ALONE: Final = "f"  # whose gradients stay where they are
 NO_GRADIENTS: Final = "e"
 BACKWARD: Final = "B"  # that reduces gradients
 BACKWARD_ALONE: Final = "b"
-UNKNOWN: Final = "?"
 
 
 class Tensor(NamedTuple):
@@ -90,6 +90,59 @@ class Wrapper:
         if not payloads:
             return []
         return [row(when, purpose, op, payloads, len(group), note)._replace(groups=(group,), exact=exact)]
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """What the rules of both FSDPs share: the units of one model, as one of its ranks says them.
+
+    Attributes:
+        units: what each was given.
+        rank: it speaks for the groups of which it is the first rank.
+    """
+
+    units: tuple[Wrapper, ...]
+    rank: int
+
+    @property
+    def wrapper(self) -> Wrapper:
+        """The first unit."""
+        return self.units[0]
+
+    def construction(self) -> list[Expectation]:
+        """What it sends when it is made: nothing that the rules know."""
+        return []
+
+    def speaks(self, ranks: Sequence[int]) -> bool:
+        """Whether this rank says what the group of ``ranks`` sends."""
+        return bool(ranks) and min(ranks) == self.rank
+
+    def matches(self, passes: str, pattern: re.Pattern[str]) -> Iterator[re.Match[str]]:
+        """Each of ``passes``, whose group ``unit`` is the number of a unit: see :func:`matches`."""
+        return matches(passes, pattern, "which passes a model of FSDP ran", len(self.units))
+
+
+def matches(
+    passes: str, pattern: re.Pattern[str], subject: str, units: int | None = None
+) -> Iterator[re.Match[str]]:
+    """Each of ``passes``, as ``pattern`` matches it.
+
+    Args:
+        passes: what ran, one after the other.
+        pattern: of one of them.
+        subject: what is not known where one does not match.
+        units: how many there are, where the pattern has a group ``unit``.
+
+    Raises:
+        RequestedError: a pass is not known.
+    """
+    at = 0
+    while at < len(passes):
+        match = pattern.match(passes, at)
+        if match is None or (units is not None and int(match["unit"] or 0) >= units):
+            raise RequestedError(f"{subject} is not known: {passes[at : at + 20]!r}")
+        yield match
+        at = match.end()
 
 
 def tensors_of(text: str) -> tuple[Tensor, ...]:

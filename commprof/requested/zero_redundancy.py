@@ -14,7 +14,7 @@ from typing import Final
 from commprof.requested.errors import RequestedError
 from commprof.requested.expectation import Expectation
 from commprof.requested.parameters import item_bytes
-from commprof.requested.wrapped import Tensor, Wrapper
+from commprof.requested.wrapped import Tensor, Wrapper, matches
 from commprof.schema import Op, Purpose
 
 _PASS: Final = re.compile(r"S(?P<groups>\d+)(-(?P<frozen>[\d.]+))?;")
@@ -56,17 +56,11 @@ class ZeroRedundancy:
             RequestedError: a pass is not known.
         """
         found: list[Expectation] = []
-        at = 0
-        while at < len(passes) and not self.unpredicted:
-            match = _PASS.match(passes, at)
-            if match is None:
-                raise RequestedError(
-                    f"which steps a ZeroRedundancyOptimizer took is not known: {passes[at : at + 20]!r}"
-                )
+        known = "" if self.unpredicted else passes
+        for match in matches(known, _PASS, "which steps a ZeroRedundancyOptimizer took"):
             frozen = frozenset(int(each) for each in (match["frozen"] or "").split(".") if each)
             payloads = self._payloads(int(match["groups"]), frozen)
             found += self.wrapper.sent(Purpose.PARAMETER_BROADCAST, Op.BROADCAST, payloads)
-            at = match.end()
         return found, None
 
     def _payloads(self, groups: int, frozen: frozenset[int]) -> list[int]:
