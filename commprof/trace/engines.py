@@ -22,10 +22,10 @@ def engines_in_turn(events: Events) -> list[dict[str, Any]]:
         step = row.get("step")
         if isinstance(step, int) and isinstance(row.get("config"), dict):
             configs[max(step, -1)].append(row)
-    published: dict[int, Counter[tuple[Any, ...]]] = defaultdict(Counter)
+    published: dict[int, Counter[tuple[str, ...]]] = defaultdict(Counter)
     for row in events.rows["parameters"]:
         step = row.get("step")
-        told = tuple(row.get(name) for name in _OF_PARAMETER)
+        told = tuple(str(row.get(name)) for name in _OF_PARAMETER)  # anything, where the trace is damaged
         published[max(step, -1) if isinstance(step, int) else -1][told] += 1
     engines = [
         {
@@ -39,7 +39,7 @@ def engines_in_turn(events: Events) -> list[dict[str, Any]]:
     return engines if len(engines) > 1 else []
 
 
-def _alike(made: list[dict[str, Any]], published: Counter[tuple[Any, ...]]) -> list[dict[str, Any]]:
+def _alike(made: list[dict[str, Any]], published: Counter[tuple[str, ...]]) -> list[dict[str, Any]]:
     """Of the engines that were made after one step, those with a model like that of the one that trains, which is the last.
 
     An engine without an optimizer publishes no parameters, only how many elements they have.

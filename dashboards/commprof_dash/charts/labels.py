@@ -6,8 +6,8 @@ import html
 import textwrap
 from typing import Final
 
-# At 420 pixels a line of a figure holds this many characters of 12 pixels.
-LINE_CHARACTERS: Final = 60
+# At 400 pixels a line of a figure holds this many characters of 12 pixels, also of a wide font.
+LINE_CHARACTERS: Final = 52
 _LONGEST: Final = 400
 
 
