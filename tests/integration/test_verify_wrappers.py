@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import tempfile
 import warnings
 from pathlib import Path
@@ -26,6 +27,9 @@ from support.recording import record
 
 pytestmark = pytest.mark.ranks
 WIDTH, STEPS = 8, 4
+# torch 2.11 has the older name only.
+_OF_DDP = inspect.signature(DistributedDataParallel).parameters
+NO_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _OF_DDP else "broadcast_buffers"
 
 
 class Net(nn.Module):
@@ -255,7 +259,7 @@ PROGRAMS = {
     "ddp, static": (2, functools.partial(ddp, static_graph=True, unused=True, gradient_as_bucket_view=True)),
     "ddp, evaluated": (2, functools.partial(ddp, between=evaluated, accumulation=2)),
     "ddp, evaluated after": (2, functools.partial(ddp, after=evaluated)),
-    "ddp, without buffers": (2, functools.partial(ddp, forward_sync_buffers=False, hook="FP16_COMPRESS")),
+    "ddp, without buffers": (2, functools.partial(ddp, hook="FP16_COMPRESS", **{NO_BUFFERS: False})),
     "ddp, hook": (2, with_fp16),
     "two of ddp": (2, two_models),
     "ddp of halves": (4, halves),
