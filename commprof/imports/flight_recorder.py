@@ -7,6 +7,7 @@ keeps the newest operations only, knows no root, and the members of a group only
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -33,8 +34,10 @@ _DTYPES: Final[dict[str, str]] = {
     "Bool": "bool",
 }
 _LAST_NUMBER: Final = re.compile(r"(\d+)(?!.*\d)")
-_PEERS: Final = re.compile(r"(\d+)\s*->\s*(\d+)")
+# torch writes ``send RANK->PEER`` and ``recv RANK<-PEER``, in ranks of the group; ``RANK<-?`` for any source.
+_PEER: Final = re.compile(r"(?:->|<-)\s*(\d+)")
 _DONE: Final = ("completed",)
+_VERSION: Final = "2"
 
 
 def parse_dump(data: bytes) -> dict[str, Any] | None:
@@ -57,10 +60,16 @@ def read_dumps(dumps: Sequence[tuple[Path, Mapping[str, Any]]]) -> Imported:
     """The dumps of a job's ranks as one recording.
 
     Raises:
-        LogError: a file does not say which rank it is of, or two say the same.
+        LogError: a file is of another version, does not say which rank it is of, or two say the same.
     """
     by_rank: dict[int, tuple[Path, Mapping[str, Any]]] = {}
     for path, dump in dumps:
+        version = str(dump.get("version", _VERSION))
+        if version.partition(".")[0] != _VERSION:
+            raise LogError(
+                f"{path} is version {version} of torch's dump, and commprof reads version {_VERSION}.x; update commprof, or "
+                "let a torch of version 2.5 to 2.15 write it"
+            )
         rank = rank_of(path, dump)
         if rank in by_rank:
             raise LogError(
@@ -142,7 +151,7 @@ def _collective(
     given, got = row["input_bytes"] or 0, row["output_bytes"] or 0
     dtypes = entry.get("input_dtypes") or entry.get("output_dtypes") or ()
     shapes = entry.get("input_sizes") or ()
-    size = got if op is Op.ALL_GATHER else given or got
+    elements = _elements(entry, "input_sizes"), _elements(entry, "output_sizes")
     return Collective(
         op=op,
         method=row["name"],
@@ -153,10 +162,10 @@ def _collective(
         group_desc=row["group_desc"],
         group_rank=ranks.index(rank) if rank in ranks else -1,
         issue_ns=int(row["time_realtime_ns"] or 0),
-        payload_bytes=0 if op is Op.BARRIER else size,
+        payload_bytes=0 if op is Op.BARRIER else _whole(op, given, got, len(ranks)),
         input_bytes=0 if op is Op.RECV else given,
         output_bytes=0 if op is Op.SEND else got,
-        numel=_numel(entry, op),
+        numel=0 if op is Op.BARRIER else _whole(op, *elements, len(ranks)),
         num_tensors=len(shapes),
         sizes=";".join("x".join(map(str, shape)) or "()" for shape in shapes) or None,
         dtype=_DTYPES.get(dtypes[0], str(dtypes[0]).lower()) if dtypes else None,
@@ -169,22 +178,34 @@ def _collective(
     )
 
 
-def _numel(entry: Mapping[str, Any], op: Op) -> int:
-    total = 0
-    for shape in entry.get("output_sizes" if op is Op.ALL_GATHER else "input_sizes") or ():
-        count = 1
-        for extent in shape:
-            count *= int(extent)
-        total += count
-    return total
+def _is_retired_at_issue(entry: Any) -> bool:
+    """Whether an entry is retired without having been seen to complete; gloo's own entries are retired at their end."""
+    if not isinstance(entry, dict) or str(entry.get("profiling_name", "")).startswith("gloo:"):
+        return False
+    return bool(entry.get("retired")) and entry.get("state") == "scheduled"
+
+
+def _whole(op: Op, sent: int, received: int, ranks: int) -> int:
+    """The size of the whole operation, of which only the root's entry of a gather or scatter has all parts."""
+    if op is Op.ALL_GATHER:
+        return received
+    if op is Op.GATHER:
+        return max(received, sent * ranks)
+    if op is Op.SCATTER:
+        return max(sent, received * ranks)
+    return sent or received
+
+
+def _elements(entry: Mapping[str, Any], name: str) -> int:
+    return sum(math.prod(map(int, shape)) for shape in entry.get(name) or ())
 
 
 def _peer(name: str, op: Op, ranks: Sequence[int]) -> int:
-    """The other side of a message, from ``nccl:send 0->1`` (ranks within the group); -1 where it is not said."""
-    found = _PEERS.search(name) if op in (Op.SEND, Op.RECV) else None
+    """The other side of a message, from ``nccl:send 0->1`` or ``nccl:recv 1<-0``; -1 where it is not said."""
+    found = _PEER.search(name) if op in (Op.SEND, Op.RECV) else None
     if found is None:
         return -1
-    number = int(found[2] if op is Op.SEND else found[1])
+    number = int(found[1])
     return ranks[number] if number < len(ranks) else number
 
 
@@ -206,6 +227,12 @@ def _notes(
             "receives are not listed"
         )
     yield "the Flight Recorder keeps the newest entries only and knows neither roots nor steps"
+    issued = sum(_is_retired_at_issue(entry) for _, dump in dumps.values() for entry in dump["entries"])
+    if issued:
+        yield (
+            f"whether {issued} entries ended is not known: their backend does not report completion, so torch retires them "
+            "when they are issued, and they are listed as ended"
+        )
     first = [
         rank
         for rank, (_, dump) in dumps.items()

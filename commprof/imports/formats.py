@@ -144,6 +144,12 @@ def recognise(path: Path, wanted: Format | None = None) -> _Recognised:
         log = comms_logger.parse_json(value) or comms_logger.parse_text(text)
         if log is not None and log.calls:
             return _Recognised(Format.DEEPSPEED, path, log)
+    broken = _break_in(text) if value is None else None
+    if broken is not None:
+        raise LogError(
+            f"{path} ({len(data):,} bytes) is JSON that is cut or damaged at {broken}; copy it again, or let the tool write "
+            "it to its end"
+        )
     expected = f"a {wanted} file" if wanted else f"a file of {', '.join(Format)}"
     raise LogError(
         f"{path} ({len(data):,} bytes) is not {expected}: a dump of the Flight Recorder, a trace of torch.profiler, a log "
@@ -163,6 +169,19 @@ def _content(path: Path) -> bytes:
     if len(data) > MOST_BYTES:
         raise LogError(f"{path} holds more than {MOST_BYTES >> 30} GiB; import a part of it")
     return data
+
+
+def _break_in(text: str) -> str | None:
+    """Where a text that begins as JSON stops being JSON; None where it does not begin so."""
+    if not text.lstrip().startswith(("{", "[")):
+        return None
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        return f"line {error.lineno}, column {error.colno}"
+    except RecursionError:
+        return None
+    return None
 
 
 def _json(text: str) -> Any:

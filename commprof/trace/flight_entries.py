@@ -1,6 +1,8 @@
 """Entries of torch's Flight Recorder as rows of the ``flight`` table. Standard library only.
 
-gloo lists no sends and receives, and names what it really ran: its reduce_scatter is an all_reduce.
+gloo lists no sends and receives, and names what it really ran: its reduce_scatter is an all_reduce. torch 2.14 and newer
+record other backends (nccl2, custom ones) through hooks of the process group. The entries have the same form (version 2.10
+of the dump), with some names of their own: all_to_all_single, split, new_window.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import Any, Final
 
 from commprof.schema import Op
 
-# The words after ``gloo:`` or ``nccl:`` without a leading ``_``. What is not here has no operation, as ``nccl:coalesced``.
+# The words after the backend's name without a leading ``_``. What is not here has no operation, as ``nccl:coalesced``.
 OPERATIONS: Final[dict[str, Op]] = {
     "all_reduce": Op.ALL_REDUCE,
     "allreduce_coalesced": Op.ALL_REDUCE,
@@ -34,6 +36,7 @@ OPERATIONS: Final[dict[str, Op]] = {
     "reduce_scatter_base": Op.REDUCE_SCATTER,
     "reduce_scatter_tensor_coalesced": Op.REDUCE_SCATTER,
     "all_to_all": Op.ALL_TO_ALL,
+    "all_to_all_single": Op.ALL_TO_ALL,
     "alltoall_base": Op.ALL_TO_ALL,
     "gather": Op.GATHER,
     "scatter": Op.SCATTER,

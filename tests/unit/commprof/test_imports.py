@@ -143,7 +143,7 @@ def test_dumps_of_the_flight_recorder(tmp_path, form):
             entry(1, "nccl:_all_gather_base", ((256,),), ((1024,),)),
             entry(2, "nccl:reduce_scatter", ((64, 16),), ((256,),)),
             entry(3, "nccl:all_reduce", ((8,), (2, 2)), pg=("7", "undefined")),
-            entry(4, "nccl:send 0->1" if rank == 1 else "nccl:recv 0->1", pg=("7", "undefined")),
+            entry(4, "nccl:send 0->1" if rank == 1 else "nccl:recv 1<-0", pg=("7", "undefined")),
             entry(5, "nccl:all_reduce", state="started", retired=False),
             entry(6, "nccl:coalesced"),
             {"nonsense": 1},
@@ -183,6 +183,112 @@ def test_dumps_must_say_their_rank(tmp_path, capsys):
         (tmp_path / name).write_text(json.dumps(dump(entry(0))))
     assert commprof("import", str(tmp_path / "a_0"), str(tmp_path / "b_0"), "-o", str(tmp_path / "run")) == 1
     assert "both of rank 0" in capsys.readouterr().err
+
+
+def hooked(rank, *more):
+    """A dump as torch 2.15's hooks write it: of a backend without a recorder of its own, seen on two ranks."""
+    own, whole, mine = [[8]], [[8], [8]], rank == 0
+    entries = [
+        ("all_reduce", own, own),
+        ("_all_gather_base", own, [[16]]),
+        ("_reduce_scatter_base", [[16]], own),
+        ("all_to_all_single", own, own),
+        ("barrier", [], []),
+        ("allreduce_coalesced", whole, whole),
+        ("split", [], []),
+        ("gather", own, whole if mine else []),
+        ("scatter", whole if mine else [], own),
+        ("send 0->1", own, []) if mine else ("recv 1<-0", [], own),
+        ("recv 0<-?", [], own) if mine else ("send 1->0", own, []),
+        *more,
+    ]
+    collectives, messages, made = 0, 0, []
+    for number, (name, sent, received) in enumerate(entries):
+        is_p2p = name.startswith(("send", "recv"))
+        collectives, messages = collectives + (not is_p2p), messages + is_p2p
+        made.append(
+            {
+                "record_id": number,
+                "pg_id": 0,
+                "process_group": ["0", "default_pg"],
+                "thread_id": "139652427971456",
+                "thread_name": "python",
+                "collective_seq_id": collectives,
+                "p2p_seq_id": messages,
+                "op_id": number,
+                "profiling_name": f"nccl2:{name}",
+                "time_created_ns": 1_790_000_000_000_000_000 + 1000 * number,
+                "input_sizes": sent,
+                "input_dtypes": ["Float"] * len(sent),
+                "output_sizes": received,
+                "output_dtypes": ["Float"] * len(received),
+                "state": "completed",
+                "time_discovered_started_ns": 0,
+                "time_discovered_completed_ns": 0,
+                "retired": True,
+                "timeout_ms": 1_800_000,
+                "is_p2p": is_p2p,
+            }
+        )
+    return {
+        "version": "2.10",
+        "comm_lib_version": "",
+        "nccl_comm_state": {},
+        "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}},
+        "pg_status": {"0": {"last_enqueued_collective": "10", "last_completed_collective": "10"}},
+        "entries": made,
+    }
+
+
+@pytest.mark.parametrize("form", ["pickle", "json"])
+def test_dumps_of_torchs_hooks(tmp_path, form):
+    for rank in (0, 1):
+        content = hooked(rank)
+        (tmp_path / f"trace_{rank}").write_bytes(
+            pickle.dumps(content) if form == "pickle" else json.dumps(content).encode()
+        )
+    assert commprof("import", tmp_path, "--out", tmp_path / "run") == 0
+    for rank, last in ((0, ("recv", 32, 8, -1)), (1, ("send", 32, 8, 0))):
+        found = rows(tmp_path / "run", rank=rank)
+        assert [(row["op"], row["payload_bytes"], row["numel"], row["peer"]) for row in found] == [
+            ("all_reduce", 32, 8, -1),
+            ("all_gather", 64, 16, -1),
+            ("reduce_scatter", 64, 16, -1),
+            ("all_to_all", 32, 8, -1),
+            ("barrier", 0, 0, -1),
+            ("all_reduce", 64, 16, -1),
+            ("gather", 64, 16, -1),  # on the rank that only sends, too: the payload is the root's buffer
+            ("scatter", 64, 16, -1),
+            ("send", 32, 8, 1) if rank == 0 else ("recv", 32, 8, 0),
+            last,
+        ]
+        assert {row["backend"] for row in found} == {"nccl2"} and {row["status"] for row in found} == {"ok"}
+    assert not any("whether" in note for note in open_run(tmp_path / "run").health.notes)
+
+
+def test_entries_that_are_retired_when_they_are_issued_are_noted(tmp_path, capsys):
+    content = hooked(0)
+    for each in content["entries"]:
+        each["state"] = "scheduled"
+    (tmp_path / "trace_0").write_text(json.dumps(content))
+    assert commprof("import", tmp_path / "trace_0", "--out", tmp_path / "run") == 0
+    assert "whether 11 entries ended is not known" in capsys.readouterr().err
+
+
+def test_a_dump_of_another_version_is_an_error_with_the_version(tmp_path, capsys):
+    (tmp_path / "trace_0").write_text(json.dumps({**hooked(0), "version": "3.1"}))
+    assert commprof("import", tmp_path / "trace_0", "--out", tmp_path / "run") == 1
+    told = capsys.readouterr().err.strip()
+    assert len(told.splitlines()) == 1 and "version 3.1" in told and "2.x" in told
+
+
+@pytest.mark.parametrize("content", [lambda: hooked(0), lambda: kineto(0, [])])
+def test_json_that_is_cut_is_an_error_with_the_place(tmp_path, capsys, content):
+    whole = json.dumps(content())
+    (tmp_path / "trace_0").write_text(whole[: len(whole) // 2])
+    assert commprof("import", tmp_path / "trace_0", "--out", tmp_path / "run") == 1
+    told = capsys.readouterr().err.strip()
+    assert len(told.splitlines()) == 1 and "cut or damaged at line 1, column" in told
 
 
 # Kineto
