@@ -75,17 +75,6 @@ class Answers:
         if self._residency is not None:
             self._residency.release_all()
 
-    def offload_states(self, *arguments: Any, **options: Any) -> None:
-        """Refused: where states are is said once, by the configuration."""
-        raise UnsupportedError(
-            "engine.offload_states is not in this version; zero_optimization.offload_optimizer and offload_param keep "
-            "states and parameters off the device all the time"
-        )
-
-    def reload_states(self, *arguments: Any, **options: Any) -> None:
-        """Refused likewise."""
-        self.offload_states()
-
     def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int = 0) -> str:
         """Refused where it is called: the optimizer's state has no file of its own."""
         raise UnsupportedError(

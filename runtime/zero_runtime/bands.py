@@ -9,7 +9,7 @@ complete waits for those before it. A parameter without a gradient sends zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -159,6 +159,17 @@ class BandedGradients:
     def norm_dtype(self) -> torch.dtype:
         """In which squared norms are summed over ranks."""
         return self._policy.norm_dtype
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The memory of reduced gradients."""
+        yield from self.pieces
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """Nothing: buffers of bands do not outlive a backward pass."""
+        return iter(())
+
+    def free_buffers(self) -> None:
+        """Nothing, likewise."""
 
     def norm(self) -> torch.Tensor:
         """The norm of all gradients: one all_reduce for each param group."""

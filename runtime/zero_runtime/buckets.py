@@ -12,7 +12,7 @@ buckets are sent without waiting for them there are several buffers, used in tur
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -271,14 +271,19 @@ class Bucketer:
         for dtypes in sorted(self._open, key=str):
             self._flush(dtypes, reason)
 
-    def release(self) -> None:
+    def release(self, everywhere: bool = False) -> None:
         """Give the buffers back to torch's allocator, once all that was sent has landed.
 
-        Not on a CPU, where memory comes fresh from the system each time, at ten times the cost of a pass over it.
+        Not on a CPU, where memory comes fresh from the system each time, at ten times the cost of a pass over it, unless
+        ``everywhere`` is set.
         """
         for current in self._open.values():
-            if current.buffers and current.buffers[0].tensor.device.type != "cpu":
+            if current.buffers and (everywhere or current.buffers[0].tensor.device.type != "cpu"):
                 current.buffers.clear()
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """The buffers that there are."""
+        return (each.tensor for current in self._open.values() for each in current.buffers)
 
     def _buffer(self, current: _Open, like: torch.Tensor) -> torch.Tensor:
         """The buffer of the open bucket: when it is begun, one that is free."""

@@ -21,6 +21,8 @@ from zero_runtime.direct_passes import watch
 from zero_runtime.errors import UsageError
 from zero_runtime.fp32_modules import cast_floating
 from zero_runtime.input_dtypes import mismatch
+from zero_runtime.moved_states import BACKWARD, LP_PARAMS, STATES, MovedStates
+from zero_runtime.offload.moves import Moves
 from zero_runtime.precision import autocast
 from zero_runtime.reporting import Progress, Report
 from zero_runtime.saving import Saving
@@ -35,7 +37,7 @@ from zero_runtime.timed_group import clock_of
 _NEVER: Final = (-1, -1)
 
 
-class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
+class Engine(Settings, WholeSteps, DelayedSteps, MovedStates, Saving, torch.nn.Module):
     """A model that trains under ZeRO. Made by :func:`zero_runtime.initialize`.
 
     Attributes:
@@ -86,6 +88,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
         self._gradients = assembly.gradients
         self._residuals = assembly.residuals
         self._residency = assembly.residency
+        self._moves = Moves()
         self._watch = assembly.installed.watch
         efficient = config.zero.stage.shards_parameters and config.zero.sharding.memory_efficient_linear
         self._linear: Callable[[], AbstractContextManager[None]] = (
@@ -129,6 +132,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model. In training mode this begins a micro-batch."""
+        self._refuse_moved("forward", LP_PARAMS)
         training = self._trains() and torch.is_grad_enabled()
         if training:
             self._announce()
@@ -210,6 +214,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
         return loss * self._scale.value
 
     def _begin_backward(self) -> None:
+        self._refuse_moved("backward", *BACKWARD)
         hooks.phase("backward")
         self._differentiating = True
         if self._window.passes == 0:
@@ -289,6 +294,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
         try:
             last = self.is_gradient_accumulation_boundary()
             if last:
+                self._refuse_moved("step", *STATES)
                 hooks.phase("optimizer")
                 with self._clock("optimizer"):
                     self._take_step(lr_kwargs or {})
@@ -386,6 +392,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, Saving, torch.nn.Module):
             )
         with self._held("coalesce_grad_reduction"):
             yield
+        self._refuse_moved("coalesce_grad_reduction", *BACKWARD)
         hooks.phase("backward")
         with self._clock("backward"), torch.no_grad():
             self._gradients.reduce_accumulated()

@@ -103,6 +103,16 @@ class FlatParameters(Pieces):
             self._arrivals.land_all()
         return ()
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Every tensor of the flat buffers, once nothing is under way to them."""
+        self.changes()
+        yield from self.own
+        yield from self._rows
+        for part in self._parts:
+            yield from part.rows
+            if part.whole is not None:
+                yield part.whole
+
     def share(self) -> None:
         """Send this rank's pieces to the others, and get theirs."""
         for own, rows in zip(self.own, self._rows, strict=True):

@@ -7,7 +7,7 @@ the step has been taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -213,6 +213,19 @@ class ShardedGradients:
     def norm_dtype(self) -> torch.dtype:
         """In which squared norms are summed over ranks."""
         return self._policy.norm_dtype
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The memory of reduced gradients."""
+        yield from self.pieces
+        yield from self.whole.values()
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """The buffers of buckets that are kept between two backward passes."""
+        return self._bucketer.buffers()
+
+    def free_buffers(self) -> None:
+        """Drop these; they are made again when they are needed."""
+        self._bucketer.release(everywhere=True)
 
     def norm(self) -> torch.Tensor:
         """The norm of all gradients: one all_reduce for each param group."""

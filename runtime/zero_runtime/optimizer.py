@@ -170,6 +170,10 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
         """The tensors that the torch optimizer updates on this rank, and which parameters they are made of."""
 
     @abstractmethod
+    def parameter_tensors(self) -> Iterator[torch.Tensor]:
+        """The tensors of the model's parameters that the optimizer itself holds, once nothing is under way to them."""
+
+    @abstractmethod
     def reduced(self) -> list[torch.Tensor]:
         """The reduced gradients of the step under way: for each of ``held``, one of the same layout."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -17,6 +17,10 @@ class Pieces:
     """
 
     own: list[torch.Tensor]
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Every tensor of the pieces, and of what they are parts of; nothing is under way to them any more."""
+        yield from self.own
 
     def refresh(self) -> None:
         """A script has changed the model's parameters: bring pieces that are copies of them up to date."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -65,6 +65,10 @@ class ReplicatedOptimizer(WrappedOptimizer):
     def fp32_groups_flat(self) -> list[torch.Tensor]:
         """The masters, each flat, by DeepSpeed's name."""
         return [master.detach().reshape(-1) for master in self.masters]
+
+    def parameter_tensors(self) -> Iterator[torch.Tensor]:
+        """The trainable parameters."""
+        return iter(self._parameters)
 
     def held(self) -> list[Master]:
         """One master for each trainable parameter: itself, or its fp32 copy."""

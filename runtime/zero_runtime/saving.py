@@ -25,6 +25,8 @@ from zero_runtime.compression.residuals import Residuals
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.errors import ConfigError, UsageError
 from zero_runtime.loss_scale import LossScale
+from zero_runtime.moved_states import LP_PARAMS, STATES
+from zero_runtime.offload.moves import Moves
 from zero_runtime.parallelism import Parallelism
 from zero_runtime.sharding.residency import residency_of
 from zero_runtime.tensor_parallel.cuts import own_parts
@@ -46,9 +48,11 @@ class Saving:
     _scale: LossScale
     _window: Window
     _residuals: Residuals | None
+    _moves: Moves
     parallelism: Parallelism
     zero_grad: Callable[..., None]
     drain_gradients: Callable[[], int]
+    _refuse_moved: Callable[..., None]
 
     def save_checkpoint(
         self,
@@ -86,7 +90,7 @@ class Saving:
                 exclude_frozen=exclude_frozen_parameters,
             )
             residency = residency_of(self.module)
-            if residency is not None:
+            if residency is not None and LP_PARAMS not in self._moves.away:
                 # As after a step, even where a script has had everything released.
                 residency.gather_persistent()
         return True
@@ -130,6 +134,7 @@ class Saving:
             self._config.checkpoint_load_universal,
         )
         name = None if tag is None else str(tag)
+        self._refuse_moved("load_checkpoint", *STATES)
         with self._checkpointing() as training:
             loaded = self._load(training, Path(load_dir), name, wanted)
         if loaded is None:
@@ -229,6 +234,7 @@ class Saving:
             strict: refuse other names than the model has.
             custom_load_fn: called with ``src``, the state dict, and ``dst``, the model, in place of loading.
         """
+        self._refuse_moved("load_module_state_dict", *STATES)
         with self._checkpointing(), torch.no_grad():
             with GatheredParameters(list(self.module.parameters()), modifier_rank=0):
                 if custom_load_fn is not None:
@@ -241,6 +247,7 @@ class Saving:
     @contextmanager
     def _checkpointing(self) -> Iterator[Training]:
         self.drain_gradients()
+        self._moves.settle()
         hooks.phase("checkpoint")
         try:
             yield Training(

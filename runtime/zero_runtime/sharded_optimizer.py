@@ -10,6 +10,7 @@ import torch
 
 from commprof import hooks
 from zero_runtime.bands import BandedGradients
+from zero_runtime.buckets import joined
 from zero_runtime.clip import joint_norm, sharded_norm, sum_of_squares
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import ConfigError
@@ -169,12 +170,21 @@ class ShardedOptimizer(WrappedOptimizer):
         """What the optimizer updates on this rank, flat; of those that are in files, what stands for them."""
         return self._masters.tensors
 
+    def parameter_tensors(self) -> Iterator[torch.Tensor]:
+        """The pieces of the parameters."""
+        return self._parameters.tensors()
+
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
         """The masters on this rank, flat, by DeepSpeed's name at stage 3."""
         return [master.tensor for master in self.held()]
 
     single_partition_of_fp32_groups = fp32_partitioned_groups_flat  # its name at stages 1 and 2
+
+    @property
+    def grad_partitions_flat_buffer(self) -> torch.Tensor:
+        """This rank's reduced gradients end to end, by DeepSpeed's name at stage 3; copied if there are several groups."""
+        return joined(self._reduced.pieces)
 
     def held(self) -> list[Master]:
         """The masters: for each group this rank's piece of it, whole or in stretches, which may be in files."""

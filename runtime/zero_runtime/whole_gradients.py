@@ -7,7 +7,7 @@ of 5e8 elements, which a message exceeds by its last tensor (DeepSpeed 0.19.8's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -109,6 +109,17 @@ class ReplicatedGradients:
         """Whether gradients only accumulate for now (``no_sync``)."""
         self._paused = paused
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Nothing: gradients are in each parameter's ``grad``."""
+        return iter(())
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """Nothing: there are no buckets."""
+        return iter(())
+
+    def free_buffers(self) -> None:
+        """Nothing, likewise."""
+
     def clear(self) -> None:
         """Forget the gradients of the step that has been taken."""
         for parameter in self._parameters:
@@ -193,6 +204,18 @@ class AccumulatedGradients:
     def norm(self) -> torch.Tensor:
         """The norm of all gradients, which every rank holds: nothing is sent."""
         return replicated_norm(self._flat)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The buffers that gradients are added to, and this rank's pieces of them."""
+        yield from self._flat
+        yield from self.pieces
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """Nothing: there are no buckets."""
+        return iter(())
+
+    def free_buffers(self) -> None:
+        """Nothing, likewise."""
 
     def clear(self) -> None:
         """Forget the gradients of the step that has been taken."""

@@ -175,10 +175,15 @@ assert engine.get_data_types() == (torch.float32, torch.float32) and not engine.
 assert engine.get_data_parallel_rank() == dist.get_rank() and not engine.flops_profiler_enabled()
 engine.allreduce_gradients()
 engine.empty_partition_cache()
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+from deepspeed.runtime.zero.offload_states import get_state_devices
+engine.offload_states(include=[OffloadStateTypeEnum.optim_states], device=OffloadDeviceEnum.cpu)
 try:
-    engine.offload_states()
-except ValueError as error:
-    assert "offload_optimizer" in str(error)
+    engine.step()
+except AssertionError as error:
+    assert "step was called while optim_states is in host memory" in str(error)
+engine.reload_states()
+assert get_state_devices(engine, OffloadStateTypeEnum.optim_states) == {torch.device("cpu")}
 print("done", set(clone_tensors_for_torch_save(engine.module.state_dict())) == {"weight", "bias"})
 """
 

@@ -31,7 +31,7 @@ class OffloadDeviceEnum(enum.StrEnum):
 
 
 class OffloadStateTypeEnum(enum.StrEnum):
-    """What engine.offload_states of DeepSpeed can move."""
+    """What engine.offload_states can move."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"

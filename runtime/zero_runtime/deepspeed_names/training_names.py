@@ -242,6 +242,7 @@ MODULES: Final[dict[str, Module]] = {
     "runtime.zero.tiling": Module(_TILES),
     "runtime.zero.config": Module(_ZERO_CONFIG),
     "runtime.zero.offload_config": Module(_OFFLOAD_ENUMS | _OFFLOAD_CONFIGS),
+    "runtime.zero.offload_states": Module(given("zero_runtime.moved_states", "get_state_devices")),
     "runtime.zero.leaf_module_config": Module(
         given(
             f"{_HERE}.block_configurations",

@@ -14,6 +14,7 @@ from zero_runtime.assembly import Assembly
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.engine import Engine
 from zero_runtime.errors import ConfigError, UsageError
+from zero_runtime.moved_states import LP_PARAMS, STATES
 from zero_runtime.pipeline import ties
 from zero_runtime.pipeline.batches import Share, Source, micro_batches_of, next_of
 from zero_runtime.pipeline.bubble import Bubble
@@ -121,6 +122,7 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
             raise UsageError(
                 "train_batch needs an optimizer, and there is none; name one in the config, or pass one to initialize"
             )
+        self._refuse_moved("train_batch", *STATES)
         source = self._given(data_iter, data, targets, self.micro_batches)
         self.train()
         self.tput_timer.start()
@@ -232,6 +234,7 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
         """
         if reduce_output not in ("avg", None):
             raise UsageError(f"reduce_output is {reduce_output!r}; expected 'avg' or None")
+        self._refuse_moved("eval_batch", LP_PARAMS)
         count = num_micro_batches or self.micro_batches
         source = self._given(data_iter, data, targets, count)
         self.eval()
@@ -261,6 +264,7 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
         Returns:
             On the last stage the outputs of all micro-batches, joined along the first dimension; None elsewhere.
         """
+        self._refuse_moved("inference_batch", LP_PARAMS)
         count = num_micro_batches or self.micro_batches
         source = self._given(data_iter, data, None, count)
         self.eval()

@@ -171,6 +171,11 @@ class Shard:
         self.secondary = None
         self.changed = True
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """What is in memory of it: the parameter, the slice and the secondary slice."""
+        yield self.parameter
+        yield from (each for each in (self._own, self.secondary) if each is not None)
+
     def wait(self) -> None:
         """Wait until the parameter is whole, if it is on its way."""
         gathering, self.gathering = self.gathering, None

@@ -107,7 +107,7 @@ def test_a_file_that_cannot_be_read_counts_once_for_each_test_in_it(outcomes):
 @pytest.mark.parametrize(
     ("text", "outcome"),
     [
-        ("E  zero_runtime.errors.UnsupportedError: engine.offload_states is not in this version", "refused"),
+        ("E  zero_runtime.errors.UnsupportedError: per_head_muon is not in this version", "refused"),
         (
             "zero_runtime.errors.MissingNameError: deepspeed.moe.experts is not in this version of zero_runtime: x",
             "refused",

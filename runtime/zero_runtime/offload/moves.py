@@ -1,0 +1,120 @@
+"""Memory of a device that is in host memory for a while, and comes back as it was.
+
+The unit is a block of memory (a storage), not a tensor: parameters are views of flat buffers, and the masters of an fp32
+model are the parameters themselves. A block is copied once, and every tensor in it becomes a view of the copy. The device
+frees a block when no tensor is left in it, so all of its tensors have to be named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+
+
+class _Block(NamedTuple):
+    """Tensors of one block of memory, and the device that they came from."""
+
+    tensors: list[torch.Tensor]
+    device: torch.device
+
+
+class Moves:
+    """Moves blocks to host memory and back, by the kind of what is in them."""
+
+    def __init__(self) -> None:
+        self._away: dict[str, list[_Block]] = {}
+        self._copies: torch.cuda.Event | None = None  # after the last copy that nobody has waited for
+
+    @property
+    def away(self) -> tuple[str, ...]:
+        """The kinds that are in host memory for now."""
+        return tuple(self._away)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def offload(
+        self,
+        tensors: Mapping[str, Iterable[torch.Tensor]],
+        wanted: Collection[str],
+        pinned: bool,
+        non_blocking: bool,
+    ) -> None:
+        """Move what is ``wanted`` to host memory, except what is there already.
+
+        Args:
+            tensors: all tensors by kind; a block of several kinds belongs to the first of them.
+            wanted: the kinds to move.
+            pinned: use page-locked memory for what comes from CUDA.
+            non_blocking: do not wait for the copies; :meth:`settle` does.
+        """
+        blocks = _blocks(tensors)
+        if any(each.device.type == "cuda" for theirs in blocks.values() for each in theirs):
+            torch.cuda.synchronize()  # a stream of its own may still read what is freed here
+        for kind in wanted:
+            if kind in self._away:
+                continue
+            moved = self._away[kind] = [each for each in blocks.get(kind, []) if not _is_on_host(each)]
+            for each in moved:
+                on_cuda = each.device.type == "cuda"
+                _move(each.tensors, torch.device("cpu"), pinned and on_cuda, non_blocking)
+        self._finish(non_blocking)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def reload(self, non_blocking: bool) -> None:
+        """Move everything back to where it was, and wait for that."""
+        while self._away:
+            kind = next(iter(self._away))
+            for each in self._away[kind]:
+                _move(each.tensors, each.device, False, non_blocking)
+            del self._away[kind]
+        self._finish(False)
+
+    def settle(self) -> None:
+        """Wait for copies to host memory, whose values may be read then."""
+        copies, self._copies = self._copies, None
+        if copies is not None:
+            copies.synchronize()
+
+    def _finish(self, non_blocking: bool) -> None:
+        if not torch.cuda.is_initialized():
+            return
+        self._copies = torch.cuda.Event()
+        self._copies.record()
+        if not non_blocking:
+            self.settle()
+        torch.cuda.empty_cache()  # for other processes on the device
+
+
+def _blocks(tensors: Mapping[str, Iterable[torch.Tensor]]) -> dict[str, list[_Block]]:
+    """The blocks by kind, with all tensors in each."""
+    found: dict[tuple[torch.device, int], tuple[str, dict[int, torch.Tensor]]] = {}
+    for kind, theirs in tensors.items():
+        for tensor in theirs:
+            # A view keeps the tensor that it was made of, and so that one's memory.
+            for each in (tensor, tensor._base):
+                if each is not None and each.untyped_storage().nbytes():
+                    place = each.device, each.untyped_storage().data_ptr()
+                    found.setdefault(place, (kind, {}))[1][id(each)] = each
+    blocks: dict[str, list[_Block]] = {}
+    for (device, _), (kind, members) in found.items():
+        blocks.setdefault(kind, []).append(_Block(list(members.values()), device))
+    return blocks
+
+
+def _is_on_host(block: _Block) -> bool:
+    return block.device.type == "cpu"
+
+
+def _move(tensors: Iterable[torch.Tensor], device: torch.device, pinned: bool, non_blocking: bool) -> None:
+    """Copy the block that ``tensors`` are in to ``device``, and make them views of the copy."""
+    tensors = list(tensors)
+    whole = torch.empty(0, dtype=torch.uint8, device=tensors[0].device).set_(tensors[0].untyped_storage())
+    copy = torch.empty(whole.numel(), dtype=torch.uint8, device=device, pin_memory=pinned)
+    copy.copy_(whole, non_blocking=non_blocking)
+    storage = copy.untyped_storage()
+    for tensor in tensors:
+        view = torch.empty(0, dtype=tensor.dtype, device=device)
+        tensor.data = view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
