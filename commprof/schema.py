@@ -656,6 +656,8 @@ FLIGHT: Final = Table(
     ),
 )
 
+LOOPBACK: Final = "lo"  # the interface through which the processes of a host reach each other
+
 WIRE: Final = Table(
     "wire",
     "Readings of the machine's own counters, at intervals.",
@@ -669,6 +671,7 @@ WIRE: Final = Table(
         Column("step", "int32", "the training step that had just ended (-1: the first was about to begin); null for a reading at intervals", True),
         Column("sent_packets", "int64", "packets sent since the counter began: sent_bytes has their headers", True),
         Column("resent_segments", "int64", "TCP segments that the host, all interfaces together, has sent again since it began", True),
+        Column("queued_bytes", "int64", "bytes in the send buffers of TCP's sockets, not acknowledged yet: to this host itself (device lo), or to other hosts; null where it was not read", True, unit="bytes", since=2),
     ),
     key=("host", "device", "time_ns"),
 )

@@ -11,7 +11,7 @@ import pyarrow as pa
 from commprof.analysis.answers import MOVED
 from commprof.analysis.engine import ask
 from commprof.analysis.frames import from_arrow
-from commprof.ledger.movement import LOOPBACK
+from commprof.schema import LOOPBACK
 
 NO_READINGS: Final = "no counters were read during the run"
 ONE_READING: Final = "the counters were read only once, so no difference can be formed"

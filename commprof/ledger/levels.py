@@ -69,7 +69,10 @@ class Moved(NamedTuple):
     ``expected_bytes`` is None, with its ``reason``, where the two cannot be compared. ``allowed_bytes`` is what the
     backend's own words and what TCP sent again may add to it; None where more than expected is not judged.
     ``header_bytes``: of the packets sent, where these were counted. ``outside_bytes``: what the model has of evaluations,
-    checkpoints and the time after the last step; None where that is not known.
+    checkpoints and the time after the last step; None where that is not known. ``queued_first_bytes`` and
+    ``queued_last_bytes``: handed to TCP and not acknowledged at the first and at the last reading. Of the former some may
+    be counted in ``sent_bytes``, though issued before; of the latter some may not be counted yet. The last is None where it
+    was not read: then less than expected is not judged.
     """
 
     host: str
@@ -83,6 +86,8 @@ class Moved(NamedTuple):
     allowed_bytes: float | None = None
     header_bytes: int | None = None
     outside_bytes: float | None = None
+    queued_first_bytes: int = 0
+    queued_last_bytes: int | None = 0
 
 
 @dataclass(frozen=True, slots=True)

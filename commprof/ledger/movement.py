@@ -6,22 +6,23 @@ over its own ranks (:func:`backends.flows`). Where it is not known how an operat
 hosts together sent is held.
 
 Headers of packets are left out where packets were counted. Fewer bytes than the model has may be 2 % less. More may be 2 %
-more, and what the backend's own words and what TCP sent again may add (``Moved.allowed_bytes``).
+more, and what the backend's own words and what TCP sent again may add (``Moved.allowed_bytes``). What TCP held back at the
+first reading was issued before and may be counted after it; what it held back at the last one is not counted yet.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import pyarrow as pa
 
+from commprof import schema
 from commprof.ledger import backends
 from commprof.ledger.levels import PART, RUN, STEPS, Moved
 from commprof.ledger.sendings import Sending, Sendings
 
-LOOPBACK: Final = "lo"
 ALL_DEVICES: Final = "all but lo"
 ALL_HOSTS: Final = "all hosts"
 TOLERANCE: Final = 0.02
@@ -127,7 +128,9 @@ def moved(
     on_one = len(set(hosts.values())) == 1
     counted = []
     for host in sorted({host for host, _ in by_device}):
-        devices = [device for name, device in by_device if name == host and (device == LOOPBACK) == on_one]
+        devices = [
+            device for name, device in by_device if name == host and (device == schema.LOOPBACK) == on_one
+        ]
         if devices:
             label = devices[0] if len(devices) == 1 else ALL_DEVICES
             counted.append(_counted(host, label, [by_device[host, device] for device in devices]))
@@ -149,7 +152,10 @@ def moved(
 
 
 class _Counted(NamedTuple):
-    """What the counters of one host say; ``steps``: the first reading was at the end of the first of them."""
+    """What the counters of one host say; ``steps``: the first reading was at the end of the first of them.
+
+    ``queued``: bytes that TCP held back at the first reading and at the last; None where that was not read.
+    """
 
     host: str
     device: str
@@ -158,6 +164,7 @@ class _Counted(NamedTuple):
     received: int
     resent: int
     headers: int | None
+    queued: tuple[int, int | None]
 
 
 def _counted(host: str, device: str, readings: Sequence[Sequence[Mapping[str, Any]]]) -> _Counted:
@@ -177,7 +184,18 @@ def _counted(host: str, device: str, readings: Sequence[Sequence[Mapping[str, An
     if all(reading.get("sent_packets") is not None for span in spans for reading in span):
         packets = sum(_difference(span, "sent_packets") for span in spans)
     headers = None if packets is None else _HEADER_BYTES * packets
-    return _Counted(host, device, steps, sent, received, resent * _SEGMENT_BYTES, headers)
+    return _Counted(host, device, steps, sent, received, resent * _SEGMENT_BYTES, headers, _queued(spans))
+
+
+def _queued(spans: Sequence[Span]) -> tuple[int, int | None]:
+    """Bytes held back at the first and at the last reading; the last is not known of a process that was killed."""
+    known = [
+        [span[end]["queued_bytes"] for span in spans if span[end].get("queued_bytes") is not None]
+        for end in (0, 1)
+    ]
+    # All interfaces but the loopback have the same number. A trace from before it was read is held to the counters alone.
+    first, last = (max(values, default=None) for values in known)
+    return first or 0, 0 if first is None and last is None else last
 
 
 def _step_span(rows: Sequence[Mapping[str, Any]]) -> Span | None:
@@ -266,6 +284,8 @@ def _row(one: _Counted, expected: float | None, allowed: float | None, reason: s
         reason=reason,
         allowed_bytes=allowed,
         header_bytes=one.headers,
+        queued_first_bytes=one.queued[0],
+        queued_last_bytes=one.queued[1],
     )
 
 
@@ -293,7 +313,8 @@ def _together(
         sum(one.sent for one in counted),
         sum(one.received for one in counted),
         sum(one.resent for one in counted),
-        None if any(one.headers is None for one in counted) else sum(one.headers or 0 for one in counted),
+        _sum(one.headers for one in counted),
+        (sum(one.queued[0] for one in counted), _sum(one.queued[1] for one in counted)),
     )
     # An algorithm that is not known may send more than the best one.
     allowed = None
@@ -303,16 +324,24 @@ def _together(
     return _row(summed, model.total, allowed, None)
 
 
+def _sum(values: Iterable[int | None]) -> int | None:
+    known = list(values)
+    return None if None in known else sum(value or 0 for value in known)
+
+
 def is_short(row: Moved) -> bool:
-    """Whether less was moved than what was executed needs."""
-    return row.expected_bytes is not None and _without_headers(row) < row.expected_bytes * (1 - TOLERANCE)
+    """Whether less was moved than what was executed needs, and that is judged."""
+    if row.expected_bytes is None or row.queued_last_bytes is None:
+        return False
+    return _without_headers(row) + row.queued_last_bytes < row.expected_bytes * (1 - TOLERANCE)
 
 
 def is_long(row: Moved) -> bool:
     """Whether more was moved than what was executed explains, and that is judged."""
     if row.expected_bytes is None or row.allowed_bytes is None:
         return False
-    return _without_headers(row) > row.expected_bytes * (1 + TOLERANCE) + row.allowed_bytes
+    certain = _without_headers(row) - row.queued_first_bytes
+    return certain > row.expected_bytes * (1 + TOLERANCE) + row.allowed_bytes
 
 
 def _without_headers(row: Moved) -> int:

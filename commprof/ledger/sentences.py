@@ -12,7 +12,7 @@ from commprof.requested.configuration import Configuration
 from commprof.requested.support import optimizer_type
 from commprof.schema import Op, Purpose
 
-_MUCH: Final = 0.01  # headers beyond this part of the model are told
+_MUCH: Final = 0.01  # headers, or bytes in send buffers, beyond this part of the model are told
 _VOWELS: Final = ("a", "e", "i", "o", "u")
 
 
@@ -177,6 +177,14 @@ def moved_sentence(row: Moved) -> str:
     text = f"{head}: {ratio:.3f} times the {round(row.expected_bytes):,} modelled from what was executed"
     if row.header_bytes and row.header_bytes > _MUCH * row.expected_bytes:
         text += f", {row.header_bytes:,} bytes of headers included"
+    if ratio > 1 and row.queued_first_bytes > _MUCH * row.expected_bytes:
+        text += (
+            f", and up to {row.queued_first_bytes:,} bytes that waited in send buffers at the first reading"
+        )
+    if ratio < 1 and (row.queued_last_bytes or 0) > _MUCH * row.expected_bytes:
+        text += f", and up to {row.queued_last_bytes:,} bytes waited in send buffers at the last reading"
+    if ratio < 1 - movement.TOLERANCE and row.queued_last_bytes is None:
+        text += "; less is not judged, since how much waited in send buffers at the last reading is not known"
     if movement.is_short(row):
         return text + "; less moved than the model has, so what was executed is not what is said here."
     rest = row.sent_bytes - round(row.expected_bytes)

@@ -6,14 +6,25 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from commprof import schema
+
 PROC_NET_DEV: Final = Path("/proc/net/dev")
 _SNMP: Final = "snmp"  # beside it: TCP's own counters
+_SOCKETS: Final = ("tcp", "tcp6")  # and its sockets
+_MOST_SOCKETS_BYTES: Final = (
+    1 << 20
+)  # of either list, some 7,000 sockets: what is longer takes too long to read
+_LISTENING: Final = "0A"
+_ONE: Final = bytes((0, 0, 0, 1))  # the end of ::1
+_MAPPED: Final = bytes((0, 0, 255, 255))  # before the four bytes of an IPv4 address within IPv6
 WIRE_VARIABLE: Final = "COMMPROF_WIRE"  # set to 1 by commprof run --wire
 WIRE_DIRECTORY: Final = "wire"  # in the run: one file of readings per host
 _INTERVAL_NS: Final = 500_000_000
@@ -44,12 +55,15 @@ class InterfaceCounters:
         self._host = host or socket.gethostname()
         self._clock = clock
 
-    def read(self, step: int | None = None) -> list[dict[str, Any]]:
+    def read(self, step: int | None = None, queued: bool = False) -> list[dict[str, Any]]:
         """One row of ``schema.WIRE`` per interface; empty where the system has no such counters.
 
         Args:
             step: the training step that has just ended; None for a reading at intervals.
+            queued: read as well what TCP holds back, which takes some 3 ms.
         """
+        # Before the counters: what leaves meanwhile is then in both, so too much is allowed for rather than too little.
+        unsent = queued_bytes(self._source.parent) if queued else None
         try:
             text, now = self._text()
         except OSError:
@@ -65,6 +79,7 @@ class InterfaceCounters:
                 "received_bytes": received,
                 "sent_packets": packets,
                 **({} if resent is None else {"resent_segments": resent}),
+                **({} if unsent is None else {"queued_bytes": unsent[device == schema.LOOPBACK]}),
                 **({} if step is None else {"step": step}),
             }
             for device, sent, received, packets in parse_net_dev(text)
@@ -86,7 +101,8 @@ class HostReadings:
 
     One process of the host reads in between as well, at the boundaries of training steps: each of them, or one every
     half second. That is the rank 0 of the host, and of several that take themselves for it, the one that has locked
-    the file. What step ``n`` moved is the reading of step ``n`` less the one before it.
+    the file. What step ``n`` moved is the reading of step ``n`` less the one before it. The first and the last at a step,
+    and the last of each process, have what TCP holds back as well.
 
     Nothing here raises or waits: the first thing that goes wrong ends the readings.
 
@@ -119,7 +135,7 @@ class HostReadings:
     def begin(self, step: int, now: int = 0) -> None:
         """Step ``step`` begins at ``now`` (perf_counter_ns), so the one before it has ended."""
         if self._between and (self._every_step or now >= self._next_ns):
-            self._write(self._step if self._every_step else None)
+            self._write(self._step if self._every_step else None, queued=self._every_step and self._step < 0)
             self._next_ns = now + _INTERVAL_NS
         self._step = step
 
@@ -130,24 +146,24 @@ class HostReadings:
     def end_steps(self) -> None:
         """The last step has ended that is to be recorded."""
         if self._between and self._every_step:
-            self._write(self._step)
+            self._write(self._step, queued=True)
         self._between = False
 
     def finish(self) -> None:
         """The last collective of this process has ended."""
-        self._write(self._step if self._between and self._every_step else None)
+        self._write(self._step if self._between and self._every_step else None, queued=True)
         self._usable = False
         if self._descriptor is not None:
             with contextlib.suppress(OSError):
                 os.close(self._descriptor)
 
-    def _write(self, step: int | None) -> None:
+    def _write(self, step: int | None, queued: bool = False) -> None:
         if not self._usable:
             return
         try:
             if self._descriptor is None:
                 self._descriptor, self._between = _open(self._directory, alone=self._between)
-            rows = self._counters.read(step)
+            rows = self._counters.read(step, queued)
             os.write(self._descriptor, "".join(json.dumps(row) + "\n" for row in rows).encode())
         except Exception:  # the counters are an extra; nothing may end a training because of them
             self._usable = False
@@ -198,11 +214,22 @@ def _append_to(file: Path) -> int:
     return os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
 
-def _read(file: Path) -> str:
+def _read(file: Path, most: int | None = None) -> str:
+    """The text of ``file``.
+
+    Raises:
+        OSError: it cannot be read, or has more than ``most`` bytes.
+    """
     # Twice as fast as a file object, and this is once a step.
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return b"".join(iter(lambda: os.read(descriptor, 1 << 16), b"")).decode("ascii", "replace")
+        parts, size = [], 0
+        while part := os.read(descriptor, 1 << 16):
+            parts.append(part)
+            size += len(part)
+            if most is not None and size > most:
+                raise OSError(f"{file} has more than {most} bytes")
+        return b"".join(parts).decode("ascii", "replace")
     finally:
         os.close(descriptor)
 
@@ -225,3 +252,44 @@ def resent_segments(file: Path) -> int | None:
         return int(counts[names.index("RetransSegs")])
     except (OSError, ValueError, IndexError):
         return None
+
+
+def queued_bytes(directory: Path) -> tuple[int, int] | None:
+    """Bytes that the host's programs have handed to TCP and no peer has acknowledged: for other hosts, and for this one.
+
+    Those that have left the interface and are not yet acknowledged are among them.
+
+    Args:
+        directory: has ``tcp`` and ``tcp6`` (see proc(5)); either may be absent.
+
+    Returns:
+        None where neither can be read, or one is too long.
+    """
+    totals, found = [0, 0], False
+    for name in _SOCKETS:
+        try:
+            text = _read(directory / name, _MOST_SOCKETS_BYTES)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return None
+        found = True
+        for line in text.splitlines()[1:]:
+            fields = line.split()
+            try:
+                local, remote = (address.partition(":")[0] for address in fields[1:3])
+                waiting = 0 if fields[3] == _LISTENING else int(fields[4].partition(":")[0], 16)
+                # A host's own addresses are reached through its loopback interface, whichever they are.
+                totals[local == remote or _is_loopback(remote)] += waiting
+            except (ValueError, IndexError):
+                continue
+    return (totals[0], totals[1]) if found else None
+
+
+def _is_loopback(address: str) -> bool:
+    """Whether ``address``, in the hexadecimal words of /proc/net/tcp and tcp6, is one of 127.0.0.0/8 or ::1."""
+    # The kernel prints each word as the number that its four bytes are on this machine.
+    *before, last = (int(word, 16).to_bytes(4, sys.byteorder) for word in re.findall(".{8}", address))
+    if before and before[-1] != _MAPPED:
+        return last == _ONE and not any(map(any, before))
+    return last[0] == 127

@@ -48,10 +48,12 @@ def plant(size):
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
+waits = os.environ.get("BARRIERS", "1") == "1"
 dies = os.environ.get("DIES") == os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 million, most = torch.ones(1_000_000), torch.ones(750_000)
 for step in range({STEPS}):
-    dist.barrier()
+    if waits:
+        dist.barrier()
     hooks.step(step)
     dist.all_reduce(million)
     if step == {KILLED_AT} and dies and rank == 1:
@@ -60,7 +62,8 @@ for step in range({STEPS}):
         dist.broadcast(most, src=1)
     if step == 1 and "PLANTED" in os.environ:
         plant(int(os.environ["PLANTED"]))
-    dist.barrier()
+    if waits:
+        dist.barrier()
 hooks.step(step + 1)
 dist.destroy_process_group()
 """
@@ -114,6 +117,21 @@ def test_a_run_that_was_killed_accuses_no_host(tmp_path):
         assert row["expected_bytes"] == pytest.approx(row["steps"] * STEP[number] * MB, rel=0.01)
         assert row["steps"] <= KILLED_AT + 1
     assert judged  # the readings at its steps are still there
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_what_waits_in_send_buffers_when_a_run_ends_accuses_no_host(tmp_path, killed):
+    with network.hosts(3, "50mbit") as machines:
+        codes, verdict = record(
+            tmp_path, machines, ["train.py"], BARRIERS=0, **({"DIES": 0} if killed else {})
+        )
+    assert all(codes) if killed else not any(codes)
+    assert not mismatches(verdict)
+    root = next(row for row in verdict["moved"] if row["host"][-1] == "1")
+    # The root of the broadcast returns when its bytes are in send buffers, and that is where the last of them are.
+    assert root["sent_bytes"] < root["expected_bytes"]
+    if not killed:
+        assert root["sent_bytes"] + root["queued_last_bytes"] >= (1 - TOLERANCE) * root["expected_bytes"]
 
 
 def test_what_a_killed_run_sent_without_a_record_is_found(tmp_path):

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import pytest
 
 from commprof.analysis import api
@@ -86,11 +88,16 @@ def on_hosts(backend: str = "gloo", hosts: tuple[str, ...] = ("a", "b", "c"), **
     return run
 
 
-def read(run: SyntheticRun, host: str, sent: int, resent: int = 0) -> None:
-    for step, time, count, again in ((-1, -1, 0, 0), (1, 10**15, sent, resent)):  # around all records
+Queued: TypeAlias = tuple[int | None, int | None]  # at the first reading and at the last
+
+
+def read(run: SyntheticRun, host: str, sent: int, resent: int = 0, queued: Queued = (None, None)) -> None:
+    run.rows["wire"] = [row for row in run.rows["wire"] if row["host"] != f"host-{host}"]
+    ends = ((-1, -1, 0, 0, queued[0]), (1, 10**15, sent, resent, queued[1]))  # around all records
+    for step, time, count, again, waiting in ends:
         run.add(
             "wire", host=f"host-{host}", device="eth0", kind="interface", time_ns=time,
-            sent_bytes=50 + count, received_bytes=50, step=step, resent_segments=3 + again,
+            sent_bytes=50 + count, received_bytes=50, step=step, resent_segments=3 + again, queued_bytes=waiting,
         )  # fmt: skip
 
 
@@ -126,11 +133,58 @@ def test_a_shift_of_5_percent_between_two_hosts_is_two_mismatches():
 
 def test_what_tcp_has_sent_again_explains_more_bytes_and_never_fewer():
     run = on_hosts()
-    run.rows["wire"] = [row for row in run.rows["wire"] if row["host"] != "host-a"]
     read(run, "a", round(1.03 * 2 * STEP[0]), resent=400)  # 400 x 1,514 bytes are 3.4 % of it
     assert mismatches(run) == []
     run.rows["wire"][-1]["sent_bytes"] = round(0.97 * 2 * STEP[0])
     assert len(mismatches(run)) == 1
+
+
+@pytest.mark.parametrize(
+    ("sent", "queued", "accused"),
+    [
+        # What waited at the first reading leaves after it, and was issued before.
+        (1.06, (0, 0), True),
+        (1.06, (0.05, 0), False),
+        (1.06, (0.03, 0), True),
+        (0.97, (0.05, 0), True),
+        # What waits at the last one has not left.
+        (0.94, (0, 0.05), False),
+        (0.94, (0, 0.03), True),
+        (1.03, (0, 0.05), True),
+        # What leaves in each step as much as it leaves behind.
+        (1.0, (0.05, 0.05), False),
+        (1.09, (0.05, 0.05), True),
+        (0.91, (0.05, 0.05), True),
+        # A process that was killed has not read it last: less is not judged.
+        (0.9, (0, None), False),
+        (1.03, (0, None), True),
+        # A trace from before it was read.
+        (1.06, (None, None), True),
+        (0.94, (None, None), True),
+    ],
+)
+def test_what_waits_in_send_buffers_explains_as_much_and_no_more(sent, queued, accused):
+    run = on_hosts()
+    waiting = tuple(None if part is None else round(part * 2 * STEP[0]) for part in queued)
+    read(run, "a", round(sent * 2 * STEP[0]), queued=waiting)
+    assert [("host-a" in text) for text in mismatches(run)] == [True] * accused
+    text = " ".join(api.verify(run.open()).sentences)
+    assert ("900,000 bytes that waited in send buffers at the first" in text) == (
+        sent > 1 and queued[0] == 0.05
+    )
+    assert ("900,000 bytes waited in send buffers at the last" in text) == (sent < 1 and queued[1] == 0.05)
+    assert ("less is not judged" in text) == (queued == (0, None) and sent < 1)
+
+
+def test_what_waits_in_send_buffers_of_all_hosts_together_is_the_sum():
+    for queued, accused in ((0, 1), (500_000, 0)):  # 3 x 500,000 bytes are 3.3 % of 46 MB
+        run = on_hosts("nccl")
+        for name, number in (("a", 0), ("b", 1), ("c", 2)):
+            read(run, name, round(1.04 * 2 * STEP[number]), queued=(queued, 0))
+        assert len(mismatches(run)) == 0  # more is not judged under NCCL
+        for name, number in (("a", 0), ("b", 1), ("c", 2)):
+            read(run, name, round(0.96 * 2 * STEP[number]), queued=(0, queued))
+        assert len(mismatches(run)) == accused
 
 
 @pytest.mark.parametrize(("payload", "accused"), [(1.0, False), (1.03, True), (0.97, True)])

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import itertools
+import socket
+import sys
+import termios
 
 import pytest
 
@@ -45,8 +50,63 @@ def test_interface_counters(tmp_path):
     }
     (tmp_path / "snmp").write_text("Ip: a\nIp: 1\nTcp: OutSegs RetransSegs InErrs\nTcp: 90 7 0\n")
     assert [row["resent_segments"] for row in InterfaceCounters(source, "node7").read()] == [7, 7]
-    assert InterfaceCounters(tmp_path / "absent").read() == []
+    assert InterfaceCounters(tmp_path / "absent" / "dev").read(queued=True) == []
     assert any(row["device"] == "lo" for row in InterfaceCounters().read())
+
+
+def test_what_waits_in_send_buffers_for_other_hosts_and_for_this_one(tmp_path):
+    source = tmp_path / "dev"
+    source.write_text(NET_DEV)
+
+    def waiting(queued=True):
+        return [row.get("queued_bytes") for row in InterfaceCounters(source, "node7").read(queued=queued)]
+
+    assert waiting() == [None, None]  # of lo and eth0
+    four = [
+        ("0100007F:1F90", "0100007F:A001", "01", "00000007"),  # 127.0.0.1
+        ("0501A8C0:1F90", "0501A8C0:A002", "01", "00000020"),  # an address of this host to itself
+        ("0501A8C0:1F90", "0601A8C0:A003", "01", "00000100"),
+        ("0501A8C0:1F90", "0601A8C0:A004", "04", "00001000"),  # closed by its program, and bytes left to send
+        ("00000000:1F90", "00000000:0000", "0A", "00000080"),  # listens
+    ]
+    six = [
+        (f"{'0' * 24}01000000:1F90", f"{'0' * 24}01000000:A001", "01", "00000300"),  # ::1
+        (
+            f"{'0' * 16}FFFF00000501A8C0:1F90",
+            f"{'0' * 16}FFFF00000300007F:A002",
+            "01",
+            "00000400",
+        ),  # 127.0.0.3
+        (f"{'0' * 16}FFFF00000501A8C0:1F90", f"{'0' * 16}FFFF00000601A8C0:A003", "01", "00010000"),
+        ("B80D01200000000000000000010000FE:1F90", "B80D0120000000000000000001000000:A004", "01", "00100000"),
+        ("broken",),
+    ]
+    for name, sockets in (("tcp", four), ("tcp6", six)):
+        lines = (
+            f"   {i}: {' '.join(words[:3])} {''.join(words[3:])}:00000000 00:0 0"
+            for i, words in enumerate(sockets)
+        )
+        (tmp_path / name).write_text("\n".join(["  sl  local_address remote_address", *lines, ""]))
+    assert waiting() == [0x727, 0x111100]
+    assert waiting(queued=False) == [None, None]
+    (tmp_path / "tcp6").unlink()
+    assert waiting() == [0x27, 0x1100]
+    (tmp_path / "tcp").write_text("x" * (1 << 20) + "\n")
+    assert waiting() == [None, None]  # too long to be read within a training
+
+
+def test_what_a_peer_does_not_read_waits_in_a_send_buffer():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = socket.create_connection(server.getsockname())
+        with sender, server.accept()[0] as receiver:
+            sender.setblocking(False)
+            sent = 0
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    sent += sender.send(bytes(1 << 16))
+            row = next(row for row in InterfaceCounters().read(queued=True) if row["device"] == "lo")
+            arrived = int.from_bytes(fcntl.ioctl(receiver, termios.FIONREAD, bytes(4)), sys.byteorder)
+            assert 0 < sent - arrived <= row["queued_bytes"]
 
 
 @pytest.mark.parametrize(
