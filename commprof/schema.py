@@ -563,6 +563,21 @@ NCCL_TUNING: Final = Table(
     ),
 )
 
+NCCL_ALGORITHMS: Final = Table(
+    "nccl_algorithms",
+    "One row per record of an imported run whose algorithm the NCCL Inspector states (version 4.2 of its format and newer).",
+    (
+        Column("rank", "int32", "global rank"),
+        Column("attempt", "int32", "restart of the job"),
+        Column("pid", "int32", "process id"),
+        Column("seq", "int64", "seq of the record"),
+        Column("algorithm", "string", "as written: TREE, RING, COLLNET_DIRECT, COLLNET_CHAIN, NVLS, NVLS_TREE, PAT"),
+        Column("protocol", "string", "as written: LL, LL128, SIMPLE", True),
+        Column("channels", "int32", "channels of its kernel, where the log is verbose", True),
+    ),
+    key=("rank", "attempt", "pid", "seq"),
+)
+
 NCCL_MESSAGES: Final = Table(
     "nccl_messages",
     "Warnings of an NCCL log, and the traces of the errors behind them.",
@@ -767,6 +782,7 @@ TABLES: Final[dict[str, Table]] = {
         NCCL_TREES,
         NCCL_LINKS,
         NCCL_TUNING,
+        NCCL_ALGORITHMS,
         NCCL_MESSAGES,
         MATCHES,
         COMM_MATCHES,

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from commprof.errors import LogError, UsageError
 from commprof.imports import comms_logger, flight_recorder, inspector, kineto
+from commprof.imports.inspector_log import parse_log
 from commprof.imports.recording import Imported
 from commprof.imports.run_writer import write_run
 
@@ -133,13 +134,9 @@ def recognise(path: Path, wanted: Format | None = None) -> _Recognised:
     if wanted in (None, Format.KINETO) and kineto.is_trace(value):
         return _Recognised(Format.KINETO, path, value)
     if wanted in (None, Format.INSPECTOR):
-        entries = (
-            [each for each in inspector.objects_of(text) if inspector.is_entry(each)]
-            if "coll" in text or "p2p" in text
-            else []
-        )
-        if entries:
-            return _Recognised(Format.INSPECTOR, path, entries)
+        records = parse_log(text)
+        if records is not None:
+            return _Recognised(Format.INSPECTOR, path, records)
     if wanted in (None, Format.DEEPSPEED):
         log = comms_logger.parse_json(value) or comms_logger.parse_text(text)
         if log is not None and log.calls:

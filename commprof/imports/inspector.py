@@ -1,16 +1,20 @@
 """Logs of NCCL's Inspector plugin: JSON objects, one for each finished operation, in files of one process each.
 
 The plugin knows communicators, not process groups, and says neither root nor element type. Unless told otherwise it leaves
-out operations below 8,192 bytes, those without a kernel time, and what its ring of 1,024 operations lost between two dumps.
+out operations below 8,192 bytes and those without a kernel time. Its ring of 1,024 operations drops the oldest between two
+dumps; from version 4.1 of the format on it says how many. NCCL numbers the collectives of a communicator by operation: the
+first AllReduce and the first AllGather are both number 0.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from commprof.errors import LogError
+from commprof.imports.inspector_log import InspectorLog, whole_number
 from commprof.imports.recording import Collective, Imported, ImportedRank
 from commprof.schema import Op
 
@@ -23,6 +27,7 @@ _OPERATIONS: Final[dict[str, Op]] = {
     "allgather": Op.ALL_GATHER,
     "reducescatter": Op.REDUCE_SCATTER,
     "alltoall": Op.ALL_TO_ALL,
+    "all2all": Op.ALL_TO_ALL,  # the plugin's own spelling
     "gather": Op.GATHER,
     "scatter": Op.SCATTER,
     "send": Op.SEND,
@@ -30,6 +35,10 @@ _OPERATIONS: Final[dict[str, Op]] = {
 }
 # NCCL is called with the count of one rank's part for these, so the whole operation is that times the ranks.
 _PARTS: Final = frozenset((Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_TO_ALL, Op.GATHER, Op.SCATTER))
+_MAJOR: Final = "v4."
+_NEWEST: Final = "v4.4"
+_MOST_RANKS: Final = 1_000_000
+_UNKNOWN: Final = ("", "unknown")
 
 
 class _Process(NamedTuple):
@@ -37,150 +46,304 @@ class _Process(NamedTuple):
     pid: int
 
 
-def objects_of(text: str) -> Iterator[Any]:
-    """The JSON objects that follow one another in ``text``; a line that holds none is skipped."""
-    decoder = json.JSONDecoder()
-    place = 0
-    while (place := text.find("{", place)) >= 0:
-        try:
-            value, place = decoder.raw_decode(text, place)
-        except (ValueError, RecursionError):
-            end = text.find("\n", place)
-            if end < 0:
-                return
-            place = end + 1
-            continue
-        yield value
+class _Ranks(NamedTuple):
+    """The rank in the job of each process, and those of the members of each communicator; empty where a file is missing."""
+
+    of_process: Mapping[_Process, int]
+    of_comm: Mapping[str, tuple[int, ...]]
+    are_of_job: bool  # one communicator holds all processes
 
 
-def is_entry(value: Any) -> bool:
-    """Whether ``value`` is an operation as the Inspector writes it."""
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("header"), dict)
-        and isinstance(value.get("metadata"), dict)
-        and any(isinstance(value.get(kind), dict) for kind in ("coll_perf", "p2p_perf"))
-    )
+def read_logs(logs: Sequence[tuple[Path, InspectorLog]]) -> Imported:
+    """The logs of a job's processes as one recording; times are CLOCK_REALTIME, where nothing better is said of the dump.
 
-
-def read_logs(logs: Sequence[tuple[Path, Sequence[Mapping[str, Any]]]]) -> Imported:
-    """The logs of a job's processes as one recording; times are CLOCK_REALTIME, where nothing better is said of the dump."""
+    Raises:
+        LogError: a log is of a version that commprof does not know.
+    """
+    for path, log in logs:
+        _check_version(path, log)
     entries: dict[_Process, list[Mapping[str, Any]]] = {}
-    for path, found in logs:
-        for entry in found:
-            about = entry["metadata"]
-            process = _Process(str(about.get("hostname") or path.stem), _whole(about.get("pid")))
-            entries.setdefault(process, []).append(entry)
+    incomplete: Counter[str] = Counter()
+    for path, log in logs:
+        for entry in log.entries:
+            missing = _missing_key(entry)
+            if missing is not None:
+                incomplete[missing] += 1
+                continue
+            entries.setdefault(_process_of(entry["metadata"], path), []).append(entry)
     ranks = _ranks_of(entries)
     imported = Imported(TOOL, [])
-    counts = {"unknown": 0, "dumped": 0}
-    for process, rank in sorted(ranks.items(), key=lambda item: item[1]):
+    unknown: Counter[str] = Counter()
+    undated = 0
+    for process, rank in sorted(ranks.of_process.items(), key=lambda item: item[1]):
         one = ImportedRank(rank, process.host, process.pid)
         for entry in entries[process]:
-            collective = _collective(entry, counts)
-            if collective is not None:
+            collective = _collective(entry, ranks)
+            if collective is None:
+                unknown[_name_of(entry)] += 1
+            else:
                 one.collectives.append(collective)
+        undated += _date(one.collectives, entries[process])
+        one.dropped = sum(sum(count) for count in _dropped(logs, process).values())
         imported.ranks.append(one)
-    sizes = [_whole(entry["header"].get("n_ranks")) for found in entries.values() for entry in found]
-    imported.world_size = max([*sizes, len(ranks)], default=0) or None
-    imported.notes = list(_notes(counts, _is_world(entries, ranks)))
+    sizes = [entry["header"]["n_ranks"] for found in entries.values() for entry in found]
+    imported.world_size = max([*sizes, len(ranks.of_process)], default=0) or None
+    imported.notes = [
+        *_notes(logs, ranks, undated),
+        *_left_out(logs, incomplete, unknown),
+    ]
     return imported
 
 
-def _ranks_of(entries: Mapping[_Process, Iterable[Mapping[str, Any]]]) -> dict[_Process, int]:
-    """The rank of each process within the largest communicator that it is in; numbers in order where two would share one."""
-    found: dict[_Process, tuple[int, int]] = {}
-    for process, its in entries.items():
-        sizes = [(_whole(each["header"].get("n_ranks")), _whole(each["header"].get("rank"))) for each in its]
-        found[process] = max(sizes, key=lambda size: size[0])
-    ranks = {process: rank for process, (_, rank) in found.items()}
-    if len(set(ranks.values())) == len(ranks):
-        return ranks
-    return {process: number for number, process in enumerate(sorted(ranks))}
-
-
-def _is_world(entries: Mapping[_Process, Iterable[Mapping[str, Any]]], ranks: Mapping[_Process, int]) -> bool:
-    """Whether one communicator holds every process, so that ranks within it are ranks of the job."""
-    largest = {
-        max(
-            ((_whole(e["header"].get("n_ranks")), str(e["header"].get("id"))) for e in its),
-            key=lambda each: each[0],
+def _check_version(path: Path, log: InspectorLog) -> None:
+    wrong = sorted(version for version in log.versions if version and not version.startswith(_MAJOR))
+    if wrong:
+        raise LogError(
+            f"{path} is version {', '.join(wrong)} of the Inspector's format, and commprof reads v4.0 to {_NEWEST}; update "
+            "commprof, or record with the plugin of an NCCL that writes one of these"
         )
-        for its in entries.values()
+
+
+def _missing_key(entry: Mapping[str, Any]) -> str | None:
+    """The first thing that an operation cannot be understood without and that ``entry`` does not say."""
+    header, kind = entry["header"], _kind(entry)
+    said = entry[f"{kind}_perf"]
+    if not isinstance(said, dict):
+        return f"{kind}_perf"
+    if not header.get("id"):
+        return "id"
+    for where, names in (
+        (header, ("rank", "n_ranks")),
+        (said, (f"{kind}_sn", f"{kind}_msg_size_bytes", *(["p2p_peer"] if kind == "p2p" else []))),
+    ):
+        for name in names:
+            value = where.get(name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                return name
+    if header["rank"] >= header["n_ranks"]:
+        return "rank"
+    return None if isinstance(said.get(kind), str) else kind
+
+
+def _kind(entry: Mapping[str, Any]) -> str:
+    return "p2p" if "p2p_perf" in entry else "coll"
+
+
+def _name_of(entry: Mapping[str, Any]) -> str:
+    kind = _kind(entry)
+    return str(entry[f"{kind}_perf"][kind])
+
+
+def _process_of(metadata: Mapping[str, Any], path: Path) -> _Process:
+    return _Process(str(metadata.get("hostname") or path.stem), whole_number(metadata.get("pid")))
+
+
+def _ranks_of(entries: Mapping[_Process, Sequence[Mapping[str, Any]]]) -> _Ranks:
+    """A process has its rank in the largest communicator that it is in; numbers in order where two would share one.
+
+    Raises:
+        LogError: a process is several ranks of one communicator.
+    """
+    largest: dict[_Process, Mapping[str, Any]] = {
+        process: max((entry["header"] for entry in its), key=lambda header: int(header["n_ranks"]))
+        for process, its in entries.items()
     }
-    return len(largest) == 1
+    ranks = {process: int(header["rank"]) for process, header in largest.items()}
+    are_of_job = len({str(header["id"]) for header in largest.values()}) == 1
+    if len(set(ranks.values())) < len(ranks):
+        ranks = {process: number for number, process in enumerate(sorted(ranks))}
+        are_of_job = False
+    sizes: dict[str, int] = {}
+    members: dict[str, dict[int, int]] = defaultdict(dict)
+    for process, its in entries.items():
+        own: dict[str, int] = {}
+        for header in (entry["header"] for entry in its):
+            comm, rank = str(header["id"]), int(header["rank"])
+            if own.setdefault(comm, rank) != rank:
+                raise LogError(
+                    f"process {process.pid} of host {process.host or '?'} is rank {own[comm]} and rank {rank} of "
+                    f"communicator {comm}; commprof reads jobs with one rank per process"
+                )
+            sizes[comm] = int(header["n_ranks"])
+            members[comm][rank] = ranks[process]
+    of_comm = {
+        comm: tuple(its[rank] for rank in range(sizes[comm])) if len(its) == sizes[comm] else ()
+        for comm, its in members.items()
+    }
+    if are_of_job:
+        comm = str(next(iter(largest.values()))["id"])
+        of_comm[comm] = tuple(range(sizes[comm])) if sizes[comm] < _MOST_RANKS else ()
+    return _Ranks(ranks, of_comm, are_of_job)
 
 
-def _collective(entry: Mapping[str, Any], counts: dict[str, int]) -> Collective | None:
-    header, about = entry["header"], entry["metadata"]
-    is_p2p = isinstance(entry.get("p2p_perf"), dict)
-    said = entry["p2p_perf"] if is_p2p else entry["coll_perf"]
-    kind = "p2p" if is_p2p else "coll"
-    name = str(said.get(kind, ""))
+def _collective(entry: Mapping[str, Any], ranks: _Ranks) -> Collective | None:
+    header, kind = entry["header"], _kind(entry)
+    said, name = entry[f"{kind}_perf"], _name_of(entry)
     op = _OPERATIONS.get(name.lower())
     if op is None:
-        counts["unknown"] += 1
         return None
-    size = _whole(header.get("n_ranks"))
-    rank = _whole(header.get("rank"))
-    part = _whole(said.get(f"{kind}_msg_size_bytes"))
+    comm, size, rank = str(header["id"]), int(header["n_ranks"]), int(header["rank"])
+    members = ranks.of_comm[comm]
+    part = int(said[f"{kind}_msg_size_bytes"])
     payload = part * size if op in _PARTS else part
-    micros = _whole(said.get(f"{kind}_exec_time_us"))
-    begin, end = _times(said, kind)
-    if begin == 0:
-        counts["dumped"] += 1
-        end = _whole(about.get("dump_timestamp_us")) * 1000
-        begin = end - micros * 1000
-    on_device = str(said.get(f"{kind}_timing_source", "kernel_gpu")) == "kernel_gpu" and micros > 0
+    is_p2p = kind == "p2p"
+    begin, channels = _kernels(said)
+    algorithm, protocol = (_text(said.get(f"coll_{what}")) for what in ("algo", "proto"))
     return Collective(
         op=op,
         method=name,
-        pg=f"comm {header.get('id')}",
-        pg_seq=max(0, _whole(said.get(f"{kind}_sn"))),
+        pg=f"comm {comm}",
+        pg_seq=None,
+        identity=None if is_p2p else (op, int(said["coll_sn"])),
         group_size=size,
-        group_ranks=tuple(range(size)) if 0 < size < 1_000_000 else (),
-        group_desc=None if header.get("comm_name") in (None, "", "unknown") else str(header["comm_name"]),
+        group_ranks=members,
+        group_desc=_text(header.get("comm_name")),
         group_rank=rank,
-        issue_ns=begin,
-        device_begin_ns=begin if on_device else None,
-        device_end_ns=begin + micros * 1000 if on_device else None,
+        issue_ns=_event(said, f"{kind}_start_ts") * 1000,
+        device_begin_ns=begin * 1000 or None,
         payload_bytes=payload,
         input_bytes=0 if op is Op.RECV else part if op in (Op.ALL_GATHER, Op.GATHER) else payload,
         output_bytes=0 if op is Op.SEND else part if op in (Op.REDUCE_SCATTER, Op.SCATTER) else payload,
         backend="nccl",
         device="cuda",
-        peer=_whole(said.get("p2p_peer")) if is_p2p else -1,
+        peer=members[said["p2p_peer"]] if is_p2p and said["p2p_peer"] < len(members) else -1,
         is_p2p=is_p2p,
+        algorithm=algorithm,
+        protocol=protocol,
+        channels=channels or None,
     )
 
 
-def _times(said: Mapping[str, Any], kind: str) -> tuple[int, int]:
-    """Begin and end, where the log is verbose; microseconds as the plugin writes them, made nanoseconds."""
+def _text(value: Any) -> str | None:
+    """A name, where the plugin knew it."""
+    return None if value is None or str(value) in _UNKNOWN else str(value)
+
+
+def _event(said: Mapping[str, Any], name: str) -> int:
     trace = said.get("event_trace_ts")
-    if not isinstance(trace, dict):
+    return whole_number(trace.get(name)) if isinstance(trace, dict) else 0
+
+
+def _kernels(said: Mapping[str, Any]) -> tuple[int, int]:
+    """When the first kernel of a verbose entry began, in microseconds, and on how many channels; 0 where it is not said."""
+    trace = said.get("event_trace_ts")
+    channels = trace.get("kernel_events") if isinstance(trace, dict) else None
+    if not isinstance(channels, list):
         return 0, 0
-    return _whole(trace.get(f"{kind}_start_ts")) * 1000, _whole(trace.get(f"{kind}_stop_ts")) * 1000
+    begins = [whole_number(each.get("kernel_start_ts")) for each in channels if isinstance(each, dict)]
+    return min((begin for begin in begins if begin), default=0), len(channels)
 
 
-def _notes(counts: Mapping[str, int], is_world: bool) -> Iterator[str]:
-    yield (
-        "the Inspector leaves out operations below NCCL_INSPECTOR_DUMP_MIN_SIZE_BYTES (8192 by default), those without a "
-        "kernel time, and what its ring lost between two dumps; it says neither root nor element type"
-    )
-    yield "groups are NCCL's communicators; their ranks are numbered within each"
-    if not is_world:
-        yield "no communicator holds all processes, so the ranks are those within the largest one, or numbers in order"
-    if counts["dumped"]:
+def _date(collectives: Sequence[Collective], entries: Sequence[Mapping[str, Any]]) -> int:
+    """Give every operation its times; the number of those that only the dump dates, which keep the order of the log."""
+    known = [entry for entry in entries if _name_of(entry).lower() in _OPERATIONS]
+    undated = 0
+    next_begin: dict[tuple[str, bool], int] = {}
+    for collective, entry in reversed(list(zip(collectives, known, strict=True))):
+        kind = _kind(entry)
+        said = entry[f"{kind}_perf"]
+        took = whole_number(said.get(f"{kind}_exec_time_us")) * 1000
+        ring = collective.pg, collective.is_p2p
+        if not collective.issue_ns:
+            undated += 1
+            begin = whole_number(entry["metadata"].get("dump_timestamp_us")) * 1000 - took
+            collective.issue_ns = min(begin, next_begin.get(ring, begin))
+        next_begin[ring] = collective.issue_ns
+        if str(said.get(f"{kind}_timing_source", "kernel_gpu")) == "kernel_gpu" and took:
+            begin = max(collective.device_begin_ns or 0, collective.issue_ns)
+            collective.device_begin_ns, collective.device_end_ns = begin, begin + took
+        else:
+            collective.device_begin_ns = None
+    return undated
+
+
+def _dropped(logs: Sequence[tuple[Path, InspectorLog]], process: _Process | None) -> dict[Any, Any]:
+    """What was dropped, by communicator; of all processes with None."""
+    return {
+        origin: count
+        for path, log in logs
+        for origin, count in log.dropped.items()
+        if process is None or (origin.host or path.stem, whole_number(origin.pid)) == process
+    }
+
+
+def _notes(logs: Sequence[tuple[Path, InspectorLog]], ranks: _Ranks, undated: int) -> Iterator[str]:
+    dropped = _dropped(logs, None).values()
+    collectives, messages = (sum(each[kind] for each in dropped) for kind in (0, 1))
+    if collectives or messages:
         yield (
-            f"{counts['dumped']} operations have no begin of their own (NCCL_INSPECTOR_DUMP_VERBOSE was off): their times "
+            f"{collectives + messages:,} events dropped by the inspector ({collectives:,} collectives, {messages:,} "
+            "messages), so they are not missing from the job: its ring was full; raise NCCL_INSPECTOR_DUMP_COLL_RING_SIZE "
+            "and NCCL_INSPECTOR_DUMP_P2P_RING_SIZE, or lower NCCL_INSPECTOR_DUMP_THREAD_INTERVAL_MICROSECONDS"
+        )
+    if messages:
+        yield "messages are paired by their order, so behind a dropped one they may be paired wrongly"
+    uncounted = any("v4.0" in log.versions for _, log in logs)
+    gaps = _gaps(logs) if uncounted else 0
+    if gaps:
+        yield (
+            f"v4.0 of the format does not count what it drops: {gaps:,} sequence numbers between those in the logs are "
+            "missing, dropped or left out for their size"
+        )
+    newer = sorted({version for _, log in logs for version in log.versions if _is_newer(version)})
+    if newer:
+        yield (
+            f"version {', '.join(newer)} of the format is newer than what commprof knows (v4.0 to {_NEWEST}): what it adds "
+            "is not read"
+        )
+    yield (
+        "the Inspector leaves out operations below NCCL_INSPECTOR_DUMP_MIN_SIZE_BYTES (8192 by default) and those without a "
+        "kernel time; it says neither root nor element type"
+    )
+    yield "groups are NCCL's communicators; group_rank is the rank in the communicator"
+    if not ranks.are_of_job:
+        yield "no communicator holds all processes, so the ranks are those within the largest one, or numbers in order"
+    if undated:
+        yield (
+            f"{undated} operations have no begin of their own (NCCL_INSPECTOR_DUMP_VERBOSE was off): their times "
             "are that of the dump, less what the operation took"
         )
-    if counts["unknown"]:
-        yield f"{counts['unknown']} operations have names that commprof does not know and were left out"
 
 
-def _whole(value: Any) -> int:
-    try:
-        return int(value)
-    except (TypeError, ValueError, OverflowError):
-        return 0
+def _left_out(
+    logs: Sequence[tuple[Path, InspectorLog]], incomplete: Mapping[str, int], unknown: Mapping[str, int]
+) -> Iterator[str]:
+    """Sentences on what of the files made no record."""
+    for name, count in sorted(incomplete.items()):
+        yield f"{count} operations lack {name}, or have no number there, and were left out"
+    if unknown:
+        names = ", ".join(f"{count} {name}" for name, count in sorted(unknown.items()))
+        yield (
+            f"{sum(unknown.values())} operations have names that commprof does not know and were left out: {names} (the "
+            "plugin writes Invalid for what it does not know itself)"
+        )
+    for what, attribute in (
+        (
+            "operations that a dump announces are not in the files: they are cut, or mixed with other output",
+            "absent",
+        ),
+        ("operations have lost the dump record that says whose they are, and were left out", "orphans"),
+        ("places are no whole record of the Inspector and were left out", "damaged"),
+    ):
+        count = sum(getattr(log, attribute) for _, log in logs)
+        if count:
+            yield f"{count:,} {what}"
+
+
+def _gaps(logs: Sequence[tuple[Path, InspectorLog]]) -> int:
+    """Sequence numbers that are missing between the first and the last of each operation, communicator and process."""
+    numbers: dict[tuple[Any, ...], set[int]] = defaultdict(set)
+    for _, log in logs:
+        for entry in log.entries:
+            if _kind(entry) == "coll" and _missing_key(entry) is None:
+                about = entry["metadata"]
+                key = (about.get("hostname"), about.get("pid"), entry["header"]["id"], _name_of(entry))
+                numbers[key].add(entry["coll_perf"]["coll_sn"])
+    return sum(max(seen) - min(seen) + 1 - len(seen) for seen in numbers.values())
+
+
+def _is_newer(version: str) -> bool:
+    minor = version.removeprefix(_MAJOR)
+    return version.startswith(_MAJOR) and (
+        not minor.isdigit() or int(minor) > int(_NEWEST.removeprefix(_MAJOR))
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -16,13 +16,15 @@ NO_STEP: Final = -1
 class Collective:
     """One operation. What the tool does not say is None; ``group_ranks`` empty where the group's members are not known.
 
-    Times are nanoseconds of one clock for the whole recording. Bytes are those of the rank's own buffers.
+    Times are nanoseconds of one clock for the whole recording. Bytes are those of the rank's own buffers. ``identity`` is
+    what all ranks of one collective share and no other collective of the group has, where the tool says such a thing; its
+    number in the group is then the same on all ranks, whatever else of the group a rank's file lacks.
     """
 
     op: Op
     method: str  # as the tool calls it
     pg: str
-    pg_seq: int | None
+    pg_seq: int | None  # with an identity: only the order of the collectives of the group
     group_size: int  # 0 where it is not known
     group_ranks: Sequence[int] = ()
     group_desc: str | None = None
@@ -47,6 +49,10 @@ class Collective:
     thread: str | None = None
     step: int = NO_STEP
     finished: bool = True
+    identity: Hashable | None = None
+    algorithm: str | None = None
+    protocol: str | None = None
+    channels: int | None = None
 
 
 @dataclass(slots=True)
@@ -61,6 +67,7 @@ class ImportedRank:
     flight: list[dict[str, Any]] = field(
         default_factory=list
     )  # rows of the table, less those that name the process
+    dropped: int = 0  # operations that the tool itself counted and could not keep
 
 
 @dataclass(slots=True)

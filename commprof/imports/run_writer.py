@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from commprof.imports.recording import NO_STEP, Collective, Imported, ImportedRank
 from commprof.schema import Layer, Phase, Status, format_ranks
@@ -16,6 +16,8 @@ from commprof.trace.manifest import COMPLETE, Manifest, create_run, describe_pro
 from commprof.trace.tables import table_from_rows, write_parquet, write_table
 
 _ATTEMPT: Final = 0
+_Group: TypeAlias = tuple[str, tuple[int, ...]]
+_Shared: TypeAlias = tuple[str, tuple[int, ...], Hashable]
 
 
 def write_run(out: Path, found: Imported, files: Sequence[Path], force: bool = False) -> Path:
@@ -40,13 +42,26 @@ def write_run(out: Path, found: Imported, files: Sequence[Path], force: bool = F
     )
     create_run(out, manifest, force)
     pids = _numbered(found.ranks)
+    numbers = _shared_numbers(found.ranks)
     groups: list[dict[str, Any]] = []
+    algorithms: list[dict[str, Any]] = []
     steps: list[dict[str, Any]] = []
     flight: list[dict[str, Any]] = []
     for rank, pid in zip(found.ranks, pids, strict=True):
         same = {"rank": rank.rank, "attempt": _ATTEMPT, "pid": pid}
         ordered = sorted(rank.collectives, key=attrgetter("issue_ns"))
-        rows = [{**same, "seq": seq, **row} for seq, row in enumerate(_rows(ordered))]
+        rows = [{**same, "seq": seq, **row} for seq, row in enumerate(_rows(ordered, numbers))]
+        algorithms += [
+            {
+                **same,
+                "seq": seq,
+                "algorithm": each.algorithm,
+                "protocol": each.protocol,
+                "channels": each.channels,
+            }
+            for seq, each in enumerate(ordered)
+            if each.algorithm is not None
+        ]
         identity = RankFile(rank.rank, _ATTEMPT, pid, 1)
         file = out / COLLECTIVES_DIRECTORY / f"{identity.stem}.parquet"
         write_parquet(file, table_from_rows("collectives", rows))
@@ -57,7 +72,8 @@ def write_run(out: Path, found: Imported, files: Sequence[Path], force: bool = F
             for step, start, end in rank.steps
         ]
         flight += [{**same, **row} for row in rank.flight]
-    for name, side in (("groups", groups), ("steps", steps), ("flight", flight)):
+    sides = {"groups": groups, "steps": steps, "flight": flight, "nccl_algorithms": algorithms}
+    for name, side in sides.items():
         if side:
             write_table(out, name, table_from_rows(name, side))
     write_manifest(out, manifest)
@@ -70,11 +86,34 @@ def _numbered(ranks: Sequence[ImportedRank]) -> list[int]:
     return given if all(given) and len(set(given)) == len(given) else list(range(1, len(ranks) + 1))
 
 
-def _rows(collectives: Iterable[Collective]) -> Iterator[dict[str, Any]]:
+def _shared_numbers(ranks: Iterable[ImportedRank]) -> dict[_Shared, int]:
+    """The number in its group of each collective that has an identity: in the order that the ranks' files agree on."""
+    first: dict[_Shared, tuple[int, int]] = {}
+    for each in (each for rank in ranks for each in rank.collectives):
+        if each.identity is not None:
+            order = each.pg_seq or 0, each.issue_ns
+            key = _shared(each)
+            first[key] = min(first.get(key, order), order)
+    counted: dict[_Group, int] = {}
+    numbers = {}
+    for key in sorted(first, key=lambda key: (first[key], key[0], str(key[2]))):
+        numbers[key] = counted.get(key[:2], 0)
+        counted[key[:2]] = numbers[key] + 1
+    return numbers
+
+
+def _shared(each: Collective) -> _Shared:
+    return each.pg, tuple(each.group_ranks), each.identity
+
+
+def _rows(collectives: Iterable[Collective], numbers: Mapping[_Shared, int]) -> Iterator[dict[str, Any]]:
     counted: dict[tuple[str, bool], int] = {}
     for each in collectives:
         key = each.pg, each.is_p2p
-        number = counted.get(key, 0) if each.pg_seq is None else each.pg_seq
+        if each.identity is not None:
+            number = numbers[_shared(each)]
+        else:
+            number = counted.get(key, 0) if each.pg_seq is None else each.pg_seq
         counted[key] = number + 1
         yield {
             "step": each.step,
@@ -141,7 +180,7 @@ def _entry(
         "host": rank.host,
         "world_size": world_size or 0,
         "records": len(collectives),
-        "lost": 0,
+        "lost": rank.dropped,
         "torn": 0,
         "unseen": 0,
         "raised": 0,

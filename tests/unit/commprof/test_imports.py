@@ -440,6 +440,250 @@ def test_inspector_logs(tmp_path):
     assert any("4 operations have names" in note for note in found.notes)
 
 
+def marker(
+    rank,
+    collectives,
+    messages=0,
+    dropped=(0, 0),
+    version="v4.4",
+    comm="0xabc",
+    ranks=2,
+    pid=None,
+    us=5_000_000,
+):
+    """The record that a dump begins with, as versions 4.1 and newer write it."""
+    return {
+        "header": {"id": comm, "comm_name": "unknown", "rank": rank, "n_ranks": ranks, "nnodes": 1},
+        "metadata": {
+            "inspector_output_format_version": version,
+            "git_rev": "",
+            "rec_mechanism": "nccl_profiler_interface",
+            "dump_timestamp_us": us,
+            "hostname": "node1",
+            "pid": pid or 100 + rank,
+        },
+        "dump_stats": {
+            "coll_records": collectives,
+            "coll_dropped_total": dropped[0],
+            "coll_dropped_since_last_dump": 0,
+            "p2p_records": messages,
+            "p2p_dropped_total": dropped[1],
+            "p2p_dropped_since_last_dump": 0,
+        },
+    }
+
+
+def perf(op, number, size, micros, begin=0, channels=2, algo="RING", proto="LL128"):
+    """A collective as versions 4.2 and newer write it; verbose with ``begin``."""
+    body = {
+        "coll": op,
+        "coll_algo": algo,
+        "coll_proto": proto,
+        "coll_sn": number,
+        "coll_msg_size_bytes": size,
+        "coll_exec_time_us": micros,
+        "coll_timing_source": "kernel_gpu",
+        "coll_algobw_gbs": 0.5,
+        "coll_busbw_gbs": 0.5,
+    }
+    if begin:
+        kernels = [{"channel_id": each, "kernel_start_ts": begin + 100 + each} for each in range(channels)]
+        body["event_trace_ts"] = {"coll_start_ts": begin, "coll_stop_ts": begin + 5, "kernel_events": kernels}
+    return {"coll_perf": body}
+
+
+def lines(*records):
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def with_context(dump, *records):
+    """Records as version 4.2 writes them: each with the header and metadata of its dump."""
+    context = {"header": dump["header"], "metadata": dump["metadata"]}
+    return lines(dump, *({**context, **record} for record in records))
+
+
+@pytest.mark.parametrize("version", ["v4.2", "v4.3", "v4.4"])
+def test_inspector_logs_that_name_algorithms(tmp_path, capsys, version):
+    """NCCL numbers by operation: AllReduce 7 and AllGather 7 are two collectives, on whichever ranks they were kept."""
+    kept = {
+        0: (
+            perf("AllReduce", 7, 4096, 50, 1000),
+            perf("AllGather", 7, 1024, 30, 2000, algo="NVLS", proto="SIMPLE"),
+        ),
+        1: (
+            perf("AllGather", 7, 1024, 40, 2100, algo="NVLS", proto="SIMPLE"),
+            perf("AllReduce", 8, 4096, 60, 3000, algo="TREE", proto="LL"),
+        ),
+    }
+    for rank, records in kept.items():
+        dump = marker(rank, len(records), dropped=(rank, 0), version=version)
+        write = with_context if version == "v4.2" else lines
+        (tmp_path / f"node1-pid{100 + rank}.log").write_text(write(dump, *records))
+    assert commprof("import", tmp_path, "--out", tmp_path / "run") == 0
+    told = capsys.readouterr().err
+    assert "1 events dropped by the inspector (1 collectives, 0 messages)" in told
+    numbers = [(row["op"], row["rank"], row["pg_seq"]) for row in rows(tmp_path / "run")]
+    assert sorted(numbers) == [
+        ("all_gather", 0, 1),
+        ("all_gather", 1, 1),
+        ("all_reduce", 0, 0),
+        ("all_reduce", 1, 2),
+    ]
+    (first,) = rows(tmp_path / "run", rank=0, op="all_reduce")
+    assert first["issue_ns"] == 1_000_000 and first["group_ranks"] == "0-1"
+    assert (first["device_begin_ns"], first["device_end_ns"]) == (1_100_000, 1_150_000)
+    assert open_run(tmp_path / "run").table("nccl_algorithms").to_pylist()[2:] == [
+        {
+            "rank": 1,
+            "attempt": 0,
+            "pid": 101,
+            "seq": 0,
+            "algorithm": "NVLS",
+            "protocol": "SIMPLE",
+            "channels": 2,
+        },
+        {"rank": 1, "attempt": 0, "pid": 101, "seq": 1, "algorithm": "TREE", "protocol": "LL", "channels": 2},
+    ]
+    assert commprof("report", tmp_path / "run") == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "4 records, 1 lost" in told and "1 events dropped by the inspector" in told
+
+
+def test_records_of_a_dump_belong_to_its_communicator_and_no_other(tmp_path, capsys):
+    """From 4.3 on a record has no header of its own. Behind a damaged place nobody knows whose it is."""
+    whole = lines(
+        marker(0, 2, 1, comm="0xa"),
+        perf("AllReduce", 1, 512, 5),
+        perf("AllReduce", 2, 512, 5),
+        {
+            "p2p_perf": {
+                "p2p": "Send",
+                "p2p_sn": 1,
+                "p2p_peer": 1,
+                "p2p_msg_size_bytes": 64,
+                "p2p_exec_time_us": 2,
+            }
+        },
+        {"proxy_trace": {"record_type": "proxy_op", "steps": [{"proxy_step_sn": 1}]}},
+        marker(0, 1, comm="0xb", ranks=1),
+        perf("Broadcast", 1, 8, 1),
+        perf("Broadcast", 2, 8, 1),  # more than the dump announces
+    )
+    torn = (
+        json.dumps(marker(0, 1, comm="0xc"))[:40]
+        + "\n"
+        + lines(perf("Reduce", 1, 8, 1), marker(0, 3, comm="0xd"))
+    )
+    (tmp_path / "a.log").write_text(whole + torn)
+    assert commprof("import", tmp_path / "a.log", "--out", tmp_path / "run") == 0
+    told = [(row["pg"], row["op"], row["payload_bytes"], row["peer"]) for row in rows(tmp_path / "run")]
+    assert sorted(told) == [
+        ("comm 0xa", "all_reduce", 512, -1),
+        ("comm 0xa", "all_reduce", 512, -1),
+        ("comm 0xa", "send", 64, 1),
+        ("comm 0xb", "broadcast", 8, -1),
+    ]
+    text = capsys.readouterr().err
+    assert "3 operations that a dump announces are not in the files" in text
+    assert "2 operations have lost the dump record that says whose they are" in text
+    assert "1 places are no whole record" in text
+
+
+def test_ranks_of_a_smaller_communicator_are_those_of_the_job(tmp_path):
+    for rank in range(4):
+        pair = {"comm": f"0x{rank // 2}", "ranks": 2, "pid": 100 + rank}
+        text = lines(
+            marker(rank, 1, ranks=4, pid=100 + rank),
+            perf("AllReduce", 1, 512, 5),
+            marker(rank % 2, 1, 1, **pair),
+            perf("AllReduce", 1, 256, 5),
+            {
+                "p2p_perf": {
+                    "p2p": "Recv" if rank % 2 else "Send",
+                    "p2p_sn": 1,
+                    "p2p_peer": 1 - rank % 2,
+                    "p2p_msg_size_bytes": 64,
+                    "p2p_exec_time_us": 2,
+                }
+            },
+        )
+        (tmp_path / f"{rank}.log").write_text(text)
+    import_files([tmp_path], tmp_path / "run")
+    found = {(row["rank"], row["group_ranks"], row["peer"]) for row in rows(tmp_path / "run", is_p2p=True)}
+    assert found == {(0, "0-1", 1), (1, "0-1", 0), (2, "2-3", 3), (3, "2-3", 2)}
+
+
+def test_operations_that_only_the_dump_dates_keep_the_order_of_the_log(tmp_path):
+    sizes = [(1, 900), (2, 10), (3, 500)]
+    records = [perf("AllReduce", number, 8 * number, micros) for number, micros in sizes]
+    (tmp_path / "a.log").write_text(lines(marker(0, 3, ranks=1), *records))
+    import_files([tmp_path / "a.log"], tmp_path / "run")
+    found = rows(tmp_path / "run")
+    assert [row["payload_bytes"] for row in found] == [8, 16, 24] and [row["pg_seq"] for row in found] == [
+        0,
+        1,
+        2,
+    ]
+    assert all(row["device_end_ns"] <= 5_000_000_000 for row in found)
+    took = [row["device_end_ns"] - row["device_begin_ns"] for row in found]
+    assert took == [micros * 1000 for _, micros in sizes]
+
+
+def test_version_4_0_does_not_count_what_it_drops(tmp_path):
+    entries = [inspected(0, "AllReduce", number, 512, 5, ranks=1) for number in (3, 4, 9)]
+    (tmp_path / "a.log").write_text(lines(*entries))
+    found = import_files([tmp_path / "a.log"], tmp_path / "run")
+    assert any("4 sequence numbers between those in the logs are missing" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda entry: entry["metadata"].update(inspector_output_format_version="v5.0"), "version v5.0"),
+        (
+            lambda entry: entry["coll_perf"].pop("coll_msg_size_bytes"),
+            "1 operations lack coll_msg_size_bytes",
+        ),
+        (lambda entry: entry["header"].pop("n_ranks"), "1 operations lack n_ranks"),
+        (lambda entry: entry["header"].update(rank=4), "1 operations lack rank"),
+        (lambda entry: entry["coll_perf"].update(coll="Invalid"), "1 Invalid"),
+        (lambda entry: entry.update(coll_perf=[]), "1 operations lack coll_perf"),
+        (lambda entry: entry.pop("metadata"), "1 operations have lost the dump record"),
+    ],
+)
+def test_an_inspector_log_that_cannot_be_understood_is_an_error_in_one_line(tmp_path, capsys, change, told):
+    entry = inspected(0, "AllReduce", 1, 512, 5)
+    change(entry)
+    (tmp_path / "a.log").write_text(lines(entry))
+    assert commprof("import", tmp_path / "a.log", "--out", tmp_path / "run") == 1
+    text = capsys.readouterr().err.strip()
+    assert len(text.splitlines()) == 1 and told in text and "a.log" in text
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_inspector_log_that_is_cut_is_read_up_to_there(tmp_path, capsys):
+    text = lines(marker(0, 2, ranks=1), perf("AllReduce", 1, 512, 5), perf("AllReduce", 2, 512, 5))
+    (tmp_path / "a.log").write_text(text[:-40])
+    assert commprof("import", tmp_path / "a.log", "--out", tmp_path / "run") == 0
+    assert len(rows(tmp_path / "run")) == 1
+    told = capsys.readouterr().err
+    assert "1 operations that a dump announces are not in the files" in told
+
+
+def test_a_process_of_several_ranks_is_refused(tmp_path, capsys):
+    (tmp_path / "a.log").write_text(lines(*(inspected(rank, "AllReduce", 1, 8, 1, pid=9) for rank in (0, 1))))
+    assert commprof("import", tmp_path / "a.log", "--out", tmp_path / "run") == 1
+    told = capsys.readouterr().err.strip()
+    assert len(told.splitlines()) == 1 and "process 9 of host node1 is rank 0 and rank 1" in told
+
+
+def test_a_newer_minor_version_is_read_and_said(tmp_path):
+    (tmp_path / "a.log").write_text(lines(marker(0, 1, ranks=1, version="v4.7"), perf("All2All", 1, 8, 1)))
+    found = import_files([tmp_path / "a.log"], tmp_path / "run")
+    assert rows(tmp_path / "run")[0]["op"] == "all_to_all"
+    assert any("version v4.7 of the format is newer" in note for note in found.notes)
+
+
 # DeepSpeed's comms logger
 
 
