@@ -1,8 +1,10 @@
 """Traces of torch.profiler (Kineto): JSON, plain or gzipped, one file per rank.
 
 With NCCL each collective is a ``record_param_comms`` event that says sizes and group, and its kernels say when the device
-worked. On other backends there are only the ``c10d::*`` operators: their shapes where those were recorded, the element type
-of lists of tensors only in what the backend did next, and no group.
+worked. torch 2.13 and newer give both a ``Comms Id``, equal on all ranks of a collective: a hash of the group (name, size,
+first rank and stride), of the sequence number in it, and of whether it is a message. On other backends there are only the
+``c10d::*`` operators: their shapes where those were recorded, the element type of lists of tensors only in what the backend
+did next, and no group.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ import json
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -78,6 +81,8 @@ _OPERATIONS: Final[dict[str, Op]] = {
     **dict.fromkeys(("recv", "recv_any_source"), Op.RECV),
     "barrier": Op.BARRIER,
 }
+_COMMS_ID: Final = "Comms Id"
+_EXTERNAL_ID: Final = "External id"
 _STEP: Final = re.compile(r"ProfilerStep#(\d+)")
 # Where the operator's arguments hold the outputs, the inputs and the root or peer.
 _ROOT_ARGUMENT: Final = {Op.BROADCAST: 2, Op.REDUCE: 3, Op.GATHER: 3, Op.SCATTER: 3, Op.SEND: 2, Op.RECV: 2}
@@ -112,6 +117,7 @@ def read_traces(traces: Sequence[tuple[Path, Mapping[str, Any]]]) -> Imported:
             found.world_size = max(world, found.world_size or 0)
         found.ranks.append(_read_rank(rank, trace, info, counts))
     found.ranks.sort(key=lambda each: each.rank)
+    found.notes += _check_identities(found.ranks)
     if not any(rank.collectives for rank in found.ranks):
         found.notes.append("the traces hold no collectives: neither record_param_comms nor c10d operators")
     if counts["group"]:
@@ -151,8 +157,10 @@ def _read_rank(
     issued = [each for each in events if each.get("name") == PARAM_COMMS and each.get("cat") != "kernel"]
     groups = _groups(info)
     if issued:
-        kernels = _kernels(events, base)
+        issued.sort(key=lambda each: float(each["ts"]))
+        kernels = _Kernels(events, base, issued)
         found = [_from_parameters(each, base, rank, groups, kernels) for each in issued]
+        _identify(found, issued)
     else:
         operators = [each for each in events if str(each.get("name", "")).startswith("c10d::")]
         operators.sort(key=lambda each: float(each["ts"]))
@@ -185,16 +193,90 @@ def _groups(info: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     }
 
 
-def _kernels(events: Iterable[Mapping[str, Any]], base: int) -> dict[Any, tuple[int, int]]:
-    """When the device worked for each external id: from the first of its NCCL kernels to the last."""
-    found: dict[Any, tuple[int, int]] = {}
-    for each in events:
-        if each.get("cat") == "kernel" and "nccl" in str(each.get("name", "")).lower():
-            number = (each.get("args") or {}).get("External id")
-            begin, end = _begin(each, base), _end(each, base)
-            earlier = found.get(number, (begin, end))
-            found[number] = min(begin, earlier[0]), max(end, earlier[1])
-    return found
+class _Kernels:
+    """When the device worked for each call: from the first of its NCCL kernels to the last.
+
+    A kernel and its call share the Comms Id and the external id. The calls of a coalesced block have one Comms Id, so there
+    the external id decides, as it does in traces without a Comms Id.
+    """
+
+    def __init__(
+        self, events: Iterable[Mapping[str, Any]], base: int, issued: Iterable[Mapping[str, Any]]
+    ) -> None:
+        self._issued = Counter(_comms_id(each) for each in issued if _operation(each) is not None)
+        self._spans: dict[tuple[str, Any], tuple[int, int]] = {}
+        for each in events:
+            if each.get("cat") == "kernel" and "nccl" in str(each.get("name", "")).lower():
+                span = _begin(each, base), _end(each, base)
+                key = next(self._keys(each), None)
+                if key is not None:
+                    earlier = self._spans.get(key, span)
+                    self._spans[key] = min(span[0], earlier[0]), max(span[1], earlier[1])
+
+    def of(self, event: Mapping[str, Any]) -> tuple[int, int] | tuple[None, None]:
+        """Begin and end on the device of a call; None where no kernel names it."""
+        return next((self._spans[key] for key in self._keys(event) if key in self._spans), (None, None))
+
+    def _keys(self, event: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """What ties a kernel to its call, the surest first; a kernel belongs to its surest only."""
+        number = _comms_id(event)
+        if number is not None and self._issued[number] == 1:
+            yield _COMMS_ID, number
+        external = (event.get("args") or {}).get(_EXTERNAL_ID)
+        if external is not None:
+            yield _EXTERNAL_ID, external
+
+
+def _comms_id(event: Mapping[str, Any]) -> str | None:
+    number = (event.get("args") or {}).get(_COMMS_ID)
+    return None if number is None else str(number)
+
+
+def _operation(event: Mapping[str, Any]) -> Op | None:
+    """The operation of a ``record_param_comms``; None for a wait, the start of a group, the ends of a coalesced block."""
+    return _OPERATIONS.get(str((event.get("args") or {}).get("Collective name", "")).strip("_"))
+
+
+def _identify(found: Iterable[Collective | None], issued: Iterable[Mapping[str, Any]]) -> None:
+    """Give each collective that has a Comms Id an identity: with how often its rank has used that number before.
+
+    A message has none: each rank counts those of a group by itself, so the two ends of one seldom share a number.
+    """
+    used: Counter[str] = Counter()
+    for collective, event in zip(found, issued, strict=True):
+        number = _comms_id(event)
+        if collective is not None and number is not None and not collective.is_p2p:
+            collective.identity = number, used[number]
+            used[number] += 1
+
+
+def _check_identities(ranks: Iterable[ImportedRank]) -> Iterator[str]:
+    """Take the identities of a group away where its ranks do not number alike, and say so.
+
+    A backend that counts messages and collectives together (nccl2) numbers a collective differently on ranks that sent
+    different numbers of messages before it. Such a group shows in numbers that no message shares with a collective.
+    """
+    groups: dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for rank in ranks:
+        for each in rank.collectives:
+            groups[each.pg, tuple(each.group_ranks)][rank.rank].append(each)
+    for (name, _), of_ranks in groups.items():
+        known = [{each.identity for each in its} - {None} for its in of_ranks.values()]
+        together = any(
+            {each.pg_seq for each in its if each.is_p2p}
+            and not {each.pg_seq for each in its if each.is_p2p}
+            & {each.pg_seq for each in its if not each.is_p2p}
+            for its in of_ranks.values()
+        )
+        if any(known) and together and any(one != known[0] for one in known):
+            for each in (each for its in of_ranks.values() for each in its if not each.is_p2p):
+                each.identity = each.pg_seq = None
+            yield (
+                f"group {name} counts messages and collectives together, so its numbers differ between ranks: its "
+                "collectives are joined by their order, which is right where all traces begin at the same one"
+            )
 
 
 def _from_parameters(
@@ -202,21 +284,21 @@ def _from_parameters(
     base: int,
     rank: int,
     groups: Mapping[str, Mapping[str, Any]],
-    kernels: Mapping[Any, tuple[int, int]],
+    kernels: _Kernels,
 ) -> Collective | None:
     given = event.get("args") or {}
     name = str(given.get("Collective name", ""))
-    op = _OPERATIONS.get(name.strip("_"))
-    if op is None:  # wait, init, the ends of a coalesced block
+    op = _operation(event)
+    if op is None:
         return None
     dtype = str(given.get("dtype", "")).lower()
     item = _ITEM_BYTES.get(dtype, 0)
     received, sent = _whole(given.get("Out msg nelems")), _whole(given.get("In msg nelems"))
-    numel = received if op is Op.ALL_GATHER else sent or received
+    numel = received if op in (Op.ALL_GATHER, Op.GATHER) else sent or received
     pg = str(given.get("Process Group Name", "?"))
     ranks = _ranks(given.get("Process Group Ranks")) or _ranks((groups.get(pg) or {}).get("ranks"))
     size = _whole(given.get("Group size")) or len(ranks)
-    device = kernels.get(given.get("External id"), (None, None))
+    device = kernels.of(event)
     peer = given.get("Dst Rank") if op is Op.SEND else given.get("Src Rank") if op is Op.RECV else None
     sequence = given.get("Seq")
     return Collective(

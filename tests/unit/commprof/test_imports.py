@@ -389,6 +389,100 @@ def test_kineto_takes_the_element_type_of_lists_from_the_backend(tmp_path):
     assert any("of 1 operators the trace does not say the size" in note for note in found.notes)
 
 
+def identified(name, comms_id, external, ts, linked=None, dur=200.0, **more):
+    """A call and its kernel as torch 2.13 and newer write them; ``linked``: the external id that the kernel has."""
+    told = {"Comms Id": comms_id, "Seq": comms_id % 100, **more}
+    call, kernel, _ = comms(name, external, ts, 1000, 1000, **told)
+    kernel["args"]["External id"] = external if linked is None else linked
+    kernel["dur"] = dur
+    return [call, kernel]
+
+
+BIG = 18446744073709551600  # torch writes the hash as a number of 64 bits without a sign
+
+
+def write_traces(directory, traces):
+    for rank, events in traces.items():
+        (directory / f"trace{rank}.json").write_text(json.dumps(kineto(rank, events)))
+    import_files([directory / f"trace{rank}.json" for rank in traces], directory / "run")
+    return directory / "run"
+
+
+def device_times(run, rank):
+    return [
+        None if row["device_end_ns"] is None else row["device_end_ns"] - row["device_begin_ns"]
+        for row in rows(run, rank=rank)
+    ]
+
+
+def test_the_comms_id_joins_calls_kernels_and_ranks(tmp_path):
+    """Rank 1's trace begins later: its first call is the second of rank 0, whatever stands first in the file."""
+    wait = span("record_param_comms", 260, 1, **{"Collective name": "wait", "Comms Id": BIG + 1, "Seq": 1})
+    run = write_traces(
+        tmp_path,
+        {
+            0: [
+                *identified(
+                    "allreduce", BIG + 2, 2, 300.0, dur=20.0, linked=77
+                ),  # the external id leads nowhere
+                *identified(
+                    "allreduce", BIG + 1, 1, 200.0, dur=10.0, linked=2
+                ),  # the external id is another call's
+                wait,
+            ],
+            1: identified("allreduce", BIG + 2, 9, 100.0, dur=30.0),
+        },
+    )
+    assert [row["pg_seq"] for row in rows(run, rank=0)] == [0, 1]
+    assert [row["pg_seq"] for row in rows(run, rank=1)] == [1]
+    assert device_times(run, 0) == [10_000, 20_000] and device_times(run, 1) == [30_000]
+
+
+def test_calls_of_a_coalesced_block_share_a_comms_id_and_no_kernel(tmp_path):
+    """One kernel runs them. It is the call's that the external id names, and counted once."""
+    block = [
+        comms("allreduce", each, 100.0 + each, 10, 10, **{"Comms Id": 5, "Seq": 5})[0] for each in (1, 2)
+    ]
+    kernel = identified("allreduce", 5, 2, 100.0, dur=50.0)[1]
+    run = write_traces(tmp_path, {rank: [*block, kernel] for rank in (0, 1)})
+    for rank in (0, 1):
+        assert [row["pg_seq"] for row in rows(run, rank=rank)] == [0, 1]
+        assert device_times(run, rank) == [None, 50_000]
+
+
+def test_messages_are_not_joined_by_the_comms_id(tmp_path):
+    """Each rank counts its messages by itself: rank 0's second send meets rank 1's first recv."""
+    send = identified("send", 1, 1, 100.0, **{"Dst Rank": 1})
+    recv = identified("recv", 1, 1, 100.0, **{"Src Rank": 0})
+    run = write_traces(tmp_path, {0: send, 1: recv})
+    assert [(row["op"], row["peer"], row["pg_seq"]) for row in rows(run)] == [("send", 1, 1), ("recv", 0, 1)]
+
+
+def test_a_group_that_counts_messages_too_is_joined_by_order(tmp_path, capsys):
+    """nccl2 gives a message and a collective one count, so rank 1, which sent to nobody, is one behind."""
+    traces = {
+        0: [*identified("send", 101, 1, 100.0, **{"Dst Rank": 1}), *identified("allreduce", 102, 2, 200.0)],
+        1: identified("allreduce", 101, 1, 200.0),
+    }
+    run = write_traces(tmp_path, traces)
+    assert {row["pg_seq"] for row in rows(run, op="all_reduce")} == {0}
+    assert any("counts messages and collectives together" in note for note in open_run(run).health.notes)
+
+
+def test_traces_without_a_comms_id_are_joined_by_seq_and_external_id(tmp_path):
+    older = {0: comms("allreduce", 1, 100.0, 10, 10, Seq=4), 1: comms("allreduce", 8, 100.0, 10, 10, Seq=4)}
+    run = write_traces(tmp_path, older)
+    assert [row["pg_seq"] for row in rows(run)] == [4, 4]
+    assert device_times(run, 0) == device_times(run, 1) == [200_500]
+
+
+def test_the_payload_of_a_gather_is_the_roots_buffer(tmp_path):
+    run = write_traces(
+        tmp_path, {0: comms("gather", 1, 100.0, 10, 20), 1: comms("scatter", 1, 100.0, 20, 10)}
+    )
+    assert [row["payload_bytes"] for row in rows(run)] == [40, 40]
+
+
 # NCCL Inspector
 
 
