@@ -15,6 +15,7 @@ import pandas as pd
 import pyarrow as pa
 
 from commprof.analysis import advice as advice_module
+from commprof.analysis import algorithms as algorithms_module
 from commprof.analysis import alignment as alignment_module
 from commprof.analysis import bandwidth as bandwidth_module
 from commprof.analysis import buckets as buckets_module
@@ -93,6 +94,7 @@ __all__ = [
     "Timeline",
     "Verdict",
     "advice",
+    "algorithms",
     "alignment",
     "alignment_place",
     "alignment_summary",
@@ -472,6 +474,14 @@ def untagged(run: AnyRun) -> pd.DataFrame:
     A place is the program's own line, as ``call_site`` has it; null where only sums were kept, or no Python called.
     """
     return untagged_module.untagged(traffic(run, by=untagged_module.BY))
+
+
+def algorithms(run: AnyRun) -> pd.DataFrame:
+    """Algorithm and protocol that NCCL chose, one row per operation, group, payload and choice, the most payload first.
+
+    From an aligned NCCL log with TUNING, or of an imported run from the NCCL Inspector; without rows where neither says it.
+    """
+    return algorithms_module.algorithms(_opened(run))
 
 
 def exposure(run: AnyRun, by: Sequence[str] = ("step",)) -> pd.DataFrame:

@@ -72,6 +72,24 @@ UNTAGGED: Final = Table(
     ),
 )
 
+ALGORITHMS: Final = Table(
+    "algorithms",
+    "What NCCL chose for the collectives of one operation, group and size, as a log says that is aligned with the records.",
+    (
+        *(_of(schema.COLLECTIVES, name) for name in ("op", "group_desc", "group_ranks", "group_size")),
+        Column("payload_bytes", "int64", "payload: S of nccl-tests", unit="bytes"),
+        Column("algorithm", "string", "as NCCL names it: TREE, RING, COLLNET_DIRECT, COLLNET_CHAIN, NVLS, NVLS_TREE, PAT"),
+        Column("protocol", "string", "as NCCL names it: LL, LL128, SIMPLE", True),
+        Column("channels", "int32", "channels: of its kernel (Inspector), or that it may use (NCCL log)", True),
+        Column("collectives", "int64", "collectives of which at least one record has the choice"),
+        Column("records", "int64", "their records that have it: an NCCL log prints it on one rank in most versions"),
+        Column("time_ns", "int64", "median time of these records on the device, waits for late ranks included", True, "ns"),
+        Column("algbw_bytes_per_s", "float64", "algorithm bandwidth (nccl-tests) of that time", True, "bytes/s"),
+        Column("busbw_bytes_per_s", "float64", "bus bandwidth (nccl-tests) of that time", True, "bytes/s"),
+    ),
+    key=("op", "group_desc", "group_ranks", "payload_bytes", "algorithm", "protocol", "channels"),
+)
+
 _BUCKET: Final = tuple(_of(schema.BUCKETS, name) for name in ("attempt", "step", "micro_step", "bucket"))
 _GROUP: Final = Column("group_ranks", "string", "ranks that reduce it together; null where no record has its number", True)
 _EXECUTED: Final = Column("executed_wire_bytes", "float64", "of what the backend runs; null: not known", True, "bytes")
@@ -301,6 +319,7 @@ DETAILED_ANSWERS: Final[dict[str, Table]] = {
     "owners": OWNERS,
     "one_offs": ONE_OFFS,
     "untagged": UNTAGGED,
+    "algorithms": ALGORITHMS,
     "bucket_flushes": BUCKET_FLUSHES,
     "bucket_means": BUCKET_MEANS,
     "bucket_steps": BUCKET_STEPS,

@@ -80,6 +80,10 @@ class OpenedRun:
         """See :func:`commprof.analysis.api.untagged`."""
         return api.untagged(self.run)
 
+    def algorithms(self) -> pd.DataFrame:
+        """See :func:`commprof.analysis.api.algorithms`."""
+        return api.algorithms(self.run)
+
     def resource_use(self) -> pd.DataFrame:
         """See :func:`commprof.analysis.api.resource_use`."""
         return api.resource_use(self.run)

@@ -9,6 +9,7 @@ import typer
 
 from commprof.cli import exposure as exposed
 from commprof.cli import rendering, resources
+from commprof.cli.algorithms import algorithm_parts
 from commprof.cli.extras import needed
 from commprof.cli.rendering import Heading, Rows
 from commprof.cli.runs import RunArgument, opened
@@ -68,6 +69,7 @@ def report(
         traffic = api.traffic(found, by=BY)
         one_offs = api.one_offs(found)
         untagged = api.untagged(found)
+        algorithms = api.algorithms(found)
         steps = api.step_times(found)
         outside = found.table("outside_steps").to_pylist()
         moved = api.moved(found)
@@ -79,7 +81,7 @@ def report(
         answers = {"overview": facts, "traffic": traffic, "steps": steps, "moved": moved}
         answers["outside_steps"] = outside
         answers |= {"exposure": exposure, "exposure_per_step": exposure_per_step, "resources": resource_use}
-        answers |= {"one_offs": one_offs, "untagged": untagged}
+        answers |= {"one_offs": one_offs, "untagged": untagged, "algorithms": algorithms}
         rendering.show_json({**answers, "stragglers": stragglers})
         return 0
     rendering.show(title(facts), "")
@@ -89,7 +91,7 @@ def report(
         said = exposed.step_texts(steps, exposure) if per_step else None
         rendering.show(*outside_parts(outside, rendering.records(traffic)))
         rendering.show(*traffic_parts(traffic, steps, said), *exposed.per_step_parts(exposure_per_step))
-        rendering.show(*untagged_parts(untagged))
+        rendering.show(*algorithm_parts(algorithms), *untagged_parts(untagged))
     rendering.show(*resources.resource_parts(resource_use))
     rendering.show(*straggler_parts(stragglers), *moved_parts(moved), health(facts))
     return 0

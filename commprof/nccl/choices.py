@@ -37,11 +37,16 @@ def attribute_in_windows(tuning: pa.Table, operations: Iterable[pa.Table]) -> pa
         window = ops if before is None else pa.concat_tables([before, ops])
         last = _places(ops.slice(ops.num_rows - 1), files)[0]
         end = int(np.searchsorted(places, last)) if last >= 0 else done
-        parts.append(attribute_tuning(tuning.slice(done, max(end - done, 0)), window))
+        parts.append(_attributed(tuning, done, max(end, done), window))
         done, before = max(end, done), window.slice(max(window.num_rows - _OVERLAP, 0))
-    rest = tuning.slice(done)
-    parts.append(rest if before is None else attribute_tuning(rest, before))
+    parts.append(tuning.slice(done) if before is None else _attributed(tuning, done, tuning.num_rows, before))
     return pa.concat_tables(parts)
+
+
+def _attributed(tuning: pa.Table, begin: int, end: int, operations: pa.Table) -> pa.Table:
+    """The choices from ``begin`` to ``end``, attributed to ``operations``, of which earlier choices take their own."""
+    first = max(begin - _OVERLAP, 0)
+    return attribute_tuning(tuning.slice(first, end - first), operations).slice(begin - first)
 
 
 def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -6,6 +6,7 @@ from commprof.analysis import api
 from commprof.analysis.detailed_answers import DETAILED_ANSWERS
 from commprof.analysis.opened import OpenedRun
 from support.detailed_runs import aligned_run
+from support.nccl_choices import with_choices
 from support.runs import SyntheticRun
 
 
@@ -29,6 +30,7 @@ def answers(path, tmp_path_factory):
         "owners": api.owners(path),
         "one_offs": once,
         "untagged": api.untagged(without_purpose),
+        "algorithms": api.algorithms(with_choices(tmp_path_factory.mktemp("choices") / "run")),
         "bucket_flushes": api.bucket_flushes(path),
         "bucket_means": api.bucket_means(path),
         "bucket_steps": api.bucket_steps(path),

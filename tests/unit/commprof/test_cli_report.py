@@ -5,6 +5,7 @@ import json
 import pytest
 
 from commprof.cli import execute
+from support.nccl_choices import with_choices
 from support.runs import SyntheticRun
 
 
@@ -263,6 +264,39 @@ def test_a_report_lists_the_places_of_what_has_no_purpose(tmp_path, capsys, monk
     found = json.loads(printed(capsys, "report", "run", "--json"))["untagged"]
     assert len(found) == 10 and found[0]["call_site"] == mine
     assert [found[0][name] for name in ("collectives", "records", "payload_bytes")] == [3, 6, 3072]
+
+
+def test_a_report_shows_the_algorithms_of_an_aligned_log(capsys, tmp_path, monkeypatch):
+    """NCCL prints a choice on one rank; its bandwidth is that rank's: 2 (n - 1) / n of payload over time at n = 2."""
+    monkeypatch.chdir(tmp_path)
+    with_choices(tmp_path / "run")
+    capsys.readouterr()
+    part = printed(capsys, "report", "run").partition("Algorithms that NCCL chose")[2]
+    large, small = (line.split() for line in part.splitlines()[3:5])
+    assert large == [
+        "all_reduce",
+        "0-1",
+        "1.00",
+        "MiB",
+        "RING",
+        "LL128",
+        "8",
+        "3",
+        "1.05",
+        "ms",
+        "1.00",
+        "GB/s",
+    ]
+    assert small[4:8] == ["TREE", "LL", "1", "3"]
+    found = json.loads(printed(capsys, "report", "run", "--json"))["algorithms"]
+    assert [(each["algorithm"], each["collectives"], each["records"]) for each in found] == [
+        ("RING", 3, 3),
+        ("TREE", 3, 3),
+    ]
+
+
+def test_a_report_says_nothing_of_algorithms_that_no_log_names(capsys, run):
+    assert "Algorithms" not in printed(capsys, "report", "run")
 
 
 def test_a_report_is_silent_where_all_has_a_purpose(capsys, run):

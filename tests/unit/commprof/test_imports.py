@@ -643,6 +643,32 @@ def test_inspector_logs_that_name_algorithms(tmp_path, capsys, version):
     assert "4 records, 1 lost" in told and "1 events dropped by the inspector" in told
 
 
+def test_the_report_of_an_inspector_log_has_algorithms_and_the_bandwidths_of_the_plugin(tmp_path, capsys):
+    """The bandwidths are computed from bytes and times; the plugin's own are of 10^9 bytes a second."""
+    records = [
+        perf("AllReduce", 1, 1 << 20, 104, 1000),
+        perf("AllReduce", 2, 1 << 20, 104, 2000),
+        perf("AllReduce", 3, 1 << 20, 200, 3000, channels=4, algo="TREE", proto="LL"),
+        perf("ReduceScatter", 1, 1 << 16, 40, 4000, algo="unknown"),
+    ]
+    for rank in range(4):
+        (tmp_path / f"{rank}.log").write_text(lines(marker(rank, len(records), ranks=4), *records))
+    assert commprof("import", tmp_path, "--out", tmp_path / "run") == 0
+    capsys.readouterr()
+    assert commprof("report", tmp_path / "run", "--json") == 0
+    found = json.loads(capsys.readouterr().out)["algorithms"]
+    names = ("op", "algorithm", "protocol", "channels", "collectives", "records", "time_ns")
+    assert [tuple(each[name] for name in names) for each in found] == [
+        ("all_reduce", "RING", "LL128", 2, 2, 8, 104_000),
+        ("all_reduce", "TREE", "LL", 4, 1, 4, 200_000),
+    ]
+    assert found[0]["algbw_bytes_per_s"] == pytest.approx((1 << 20) / 1e9 / 104e-6 * 1e9)
+    assert found[0]["busbw_bytes_per_s"] == pytest.approx(6 / 4 * found[0]["algbw_bytes_per_s"])
+    assert commprof("report", tmp_path / "run") == 0
+    told = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["all_reduce", "0-3", "1.00", "MiB", "TREE", "LL", "4", "1", "200", "us", "7.86", "GB/s"] in told
+
+
 def test_records_of_a_dump_belong_to_its_communicator_and_no_other(tmp_path, capsys):
     """From 4.3 on a record has no header of its own. Behind a damaged place nobody knows whose it is."""
     whole = lines(
