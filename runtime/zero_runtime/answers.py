@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from zero_runtime.config import RuntimeConfig
+from zero_runtime.configuration.precision import check_param_dtype
 from zero_runtime.errors import UnsupportedError
 from zero_runtime.parallelism import Parallelism
-from zero_runtime.precision import DTYPES
+from zero_runtime.precision import DTYPES, cast_tensors
 from zero_runtime.topology import SEQUENCE
 
 
@@ -26,6 +28,8 @@ class Answers:
     parallelism: Parallelism
     module: torch.nn.Module
     _residency: Any
+    fp16_enabled: Callable[[], bool]
+    bfloat16_enabled: Callable[[], bool]
 
     # Ranks.
 
@@ -61,6 +65,26 @@ class Answers:
         model = torch.float16 if kinds.fp16 else torch.bfloat16 if kinds.bf16 else torch.float32
         accumulated = kinds.grad_accum_dtype
         return model, model if accumulated is None else DTYPES[accumulated]
+
+    def _mixed_precision_dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
+        """(dtype that parameters are cast to, dtype of floating-point buffers); None leaves them as they are."""
+        kind = "fp16" if self.fp16_enabled() else "bf16" if self.bfloat16_enabled() else None
+        buffers = self._config.buffer_dtype
+        return None if kind is None else DTYPES[kind], None if buffers is None else DTYPES[buffers]
+
+    def _assert_valid_mixed_precision_config(self) -> None:
+        """Raise ConfigError where ``data_types.param_dtype`` is not what the model trains in."""
+        model = "fp16" if self.fp16_enabled() else "bf16" if self.bfloat16_enabled() else "fp32"
+        check_param_dtype(self._config.param_dtype, model)
+
+    def _cast_module_mixed_precision(
+        self, param_dtype: torch.dtype | None, buffer_dtype: torch.dtype | None, is_zero_init_model: bool
+    ) -> None:
+        """Cast the model's parameters, unless they are in slices already, and its buffers; None leaves them."""
+        if param_dtype is not None and not is_zero_init_model:
+            cast_tensors(self.module.parameters(), param_dtype)
+        if buffer_dtype is not None:
+            cast_tensors(self.module.buffers(), buffer_dtype)
 
     def clip_fp32_gradients(self) -> None:
         """Nothing: ``step`` clips, by the key gradient_clipping."""

@@ -45,11 +45,17 @@ class Sample(NamedTuple):
         operation: its kind, such as ``all_reduce``: it decides how bandwidth is counted.
         ranks: of its group.
         milliseconds: what it took.
+        speeds: algorithm and bus bandwidth in Gbit/s, where they are given and not counted.
     """
 
     operation: str
     ranks: int
     milliseconds: float
+    speeds: tuple[float, float] | None = None
+
+    def bandwidths(self, size: int) -> tuple[float, float]:
+        """(algorithm, bus) bandwidth in Gbit/s of this message of ``size`` bytes."""
+        return self.speeds or bandwidths(self.operation, self.ranks, size, self.milliseconds)
 
 
 class Summary(NamedTuple):
@@ -150,6 +156,40 @@ class CommLog:
             end.synchronize()
             self.add(name, size, sample._replace(milliseconds=begin.elapsed_time(end)))
         return self._samples
+
+    @property
+    def comms_dict(self) -> dict[str, dict[int, list[Any]]]:
+        """By name and size: number of messages, their milliseconds, algorithm and bus bandwidths. May be set."""
+        return {
+            name: {
+                size: [
+                    len(found),
+                    [each.milliseconds for each in found],
+                    *map(list, zip(*(each.bandwidths(size) for each in found), strict=True)),
+                ]
+                for size, found in by_size.items()
+                if found
+            }
+            for name, by_size in self.read().items()
+        }
+
+    @comms_dict.setter
+    def comms_dict(self, given: Mapping[str, Mapping[int, Sequence[Any]]]) -> None:
+        self.reset()
+        for name, by_size in given.items():
+            for size, (_, *series) in by_size.items():
+                samples = [
+                    Sample(name, 0, took, (speed, bus)) for took, speed, bus in zip(*series, strict=True)
+                ]
+                self._samples.setdefault(name, {})[size] = samples
+
+    def get_raw_data(self) -> dict[str, dict[int, list[Any]]]:
+        """What ``comms_dict`` is."""
+        return self.comms_dict
+
+    def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, Any]]:
+        """The figures of one operation by size; empty where nothing of it was logged."""
+        return figures(self.read().get(operation_name, {}))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -257,7 +297,7 @@ def trimmed_mean(values: Iterable[float], share: float = _TRIM) -> float:
 
 def summarise(size: int, samples: Sequence[Sample]) -> Summary:
     """The messages of one operation and size in figures."""
-    speeds = [bandwidths(each.operation, each.ranks, size, each.milliseconds) for each in samples]
+    speeds = [each.bandwidths(size) for each in samples]
     return Summary(
         len(samples),
         sum(each.milliseconds for each in samples),
@@ -265,6 +305,23 @@ def summarise(size: int, samples: Sequence[Sample]) -> Summary:
         trimmed_mean(speed for speed, _ in speeds),
         trimmed_mean(bus for _, bus in speeds),
     )
+
+
+def figures(by_size: Mapping[int, Sequence[Sample]]) -> dict[int, dict[str, Any]]:
+    """The messages of one operation in figures, by size, under DeepSpeed's names."""
+    found = {size: summarise(size, samples) for size, samples in sorted(by_size.items())}
+    return {
+        size: {
+            "count": each.calls,
+            "total_latency_ms": each.total_ms,
+            "avg_latency_ms": each.average_ms,
+            "tput_avg_gbps": each.algorithm_gbps,
+            "busbw_avg_gbps": each.bus_gbps,
+            "msg_size_bytes": size,
+            "msg_size_str": shown_size(size),
+        }
+        for size, each in found.items()
+    }
 
 
 def shown_size(size: int) -> str:

@@ -185,6 +185,16 @@ class RuntimeConfig:
         return dataclasses.replace(config, notices=tuple(notices))
 
     @property
+    def param_dtype(self) -> str | None:
+        """``data_types.param_dtype`` as given; the blocks fp16 and bf16 decide."""
+        return self.precision.param_dtype
+
+    @property
+    def buffer_dtype(self) -> str | None:
+        """``data_types.buffer_dtype``: what floating-point buffers are cast to; None leaves them as they are."""
+        return self.precision.buffer_dtype
+
+    @property
     def accumulates_whole(self) -> bool:
         """Whether a bf16 model's gradients are accumulated in fp32 without being sharded.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Final, NamedTuple
@@ -77,18 +77,23 @@ def cast_module(module: torch.nn.Module, config: PrecisionConfig) -> None:
     patterns = config.fp32_modules if config.model != "fp32" else ()
     kept = keep_in_fp32(module, patterns, dtype)
     if config.model != "fp32":
-        for parameter in module.parameters():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(torch.float32 if parameter in kept else dtype)
+        cast_tensors(kept, torch.float32)
+        cast_tensors(module.parameters(), dtype, kept)
     buffers = fp32_buffers(module, config.fp32_buffers, dtype)
     for buffer in buffers:
         buffer.data = buffer.data.float()
     if config.buffer_dtype:
-        untouched = frozenset(buffers)
-        for buffer in module.buffers():
-            if buffer.is_floating_point() and buffer not in untouched:
-                buffer.data = buffer.data.to(DTYPES[config.buffer_dtype])
+        cast_tensors(module.buffers(), DTYPES[config.buffer_dtype], frozenset(buffers))
     accumulate_in(module.parameters(), None)
+
+
+def cast_tensors(
+    tensors: Iterable[torch.Tensor], dtype: torch.dtype, kept: Collection[torch.Tensor] = frozenset()
+) -> None:
+    """Cast floating-point tensors to ``dtype`` in place, except those in ``kept``."""
+    for tensor in tensors:
+        if tensor.is_floating_point() and tensor not in kept:
+            tensor.data = tensor.data.to(dtype)
 
 
 def accumulate_in(parameters: Iterable[torch.Tensor], dtype: torch.dtype | None) -> None:

@@ -61,6 +61,23 @@ class ReplicatedOptimizer(WrappedOptimizer):
             if isinstance(optimizer, OneBitOptimizer):
                 optimizer.rename(dict(zip(self._parameters, self.masters, strict=True)))
 
+    # Without copies DeepSpeed gives back the torch optimizer itself; scripts ask which one it is.
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """What ``isinstance`` knows this as besides: the class of the torch optimizer, where that updates the parameters."""
+        return type(self.optimizer) if self._updates_in_place else ReplicatedOptimizer
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or (self._updates_in_place and other is self.optimizer)
+
+    def __hash__(self) -> int:
+        return hash(self.optimizer)
+
+    @property
+    def _updates_in_place(self) -> bool:
+        return self.masters is self._parameters
+
     @property
     def fp32_groups_flat(self) -> list[torch.Tensor]:
         """The masters, each flat, by DeepSpeed's name."""
@@ -96,7 +113,7 @@ class ReplicatedOptimizer(WrappedOptimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take the step that the reduced gradients ask for, unless one of them overflowed."""
-        taken = self._step_in_place() if self.masters is self._parameters else self._step_through_copies()
+        taken = self._step_in_place() if self._updates_in_place else self._step_through_copies()
         if taken:
             self._scale.update(False)
             self._gradients.clear()
@@ -110,7 +127,7 @@ class ReplicatedOptimizer(WrappedOptimizer):
     @torch.no_grad()
     def adopt(self) -> None:
         """Make the masters copies of the model's parameters anew, whoever has changed those."""
-        if self.masters is not self._parameters:
+        if not self._updates_in_place:
             for master, parameter in zip(self.masters, self._parameters, strict=True):
                 master.copy_(parameter)
 

@@ -182,6 +182,16 @@ class ShardedOptimizer(WrappedOptimizer):
     single_partition_of_fp32_groups = fp32_partitioned_groups_flat  # its name at stages 1 and 2
 
     @property
+    def averaged_gradients(self) -> dict[int, list[torch.Tensor]]:
+        """This rank's parts of the reduced gradients, for each of its pieces, by DeepSpeed's name at stages 1 and 2."""
+        parts: dict[int, list[torch.Tensor]] = {number: [] for number in range(len(self._reduced.pieces))}
+        for stretch, master, reduced in zip(
+            self._masters.stretches, self.held(), self.reduced(), strict=True
+        ):
+            parts[stretch.piece] += [reduced.narrow(0, part.offset, part.numel) for part in master.parts]
+        return parts
+
+    @property
     def grad_partitions_flat_buffer(self) -> torch.Tensor:
         """This rank's reduced gradients end to end, by DeepSpeed's name at stage 3; copied if there are several groups."""
         return joined(self._reduced.pieces)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from support.process_group_log import logged
 from support.ranks import run_ranks
 from support.recorded_models import make_batch, make_model
 from zero_runtime import ConfigError, UnsupportedError, UsageError
+from zero_runtime.optimizer import WrappedOptimizer
 
 pytestmark = pytest.mark.ranks
 
@@ -327,6 +329,58 @@ def misuse(rank, world):
         except expected as error:
             found.append(str(error))
     return found
+
+
+def which_optimizer(rank, world):
+    """At stage 0 without copies DeepSpeed gives back the optimizer that it was given; with copies a wrapper."""
+    found = []
+    for top in ({}, {"bf16": {"enabled": True}}, {"zero_optimization": {"stage": 1}}):
+        model = torch.nn.Linear(2, 2)
+        client = torch.optim.Adam(model.parameters(), lr=0.5)
+        engine, optimizer, _, _ = zero_runtime.initialize(
+            model=model, optimizer=client, config={"train_batch_size": world, **top}
+        )
+        assert isinstance(optimizer, torch.optim.Optimizer) and isinstance(optimizer, WrappedOptimizer)
+        assert not isinstance(optimizer, torch.optim.SGD) and engine.optimizer is optimizer
+        found.append((isinstance(optimizer, torch.optim.Adam), optimizer == client, client in {optimizer}))
+        engine.backward(engine(torch.ones(1, 2, dtype=model.weight.dtype)).sum())
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        engine.step()
+        assert engine.was_step_applied()
+    return found
+
+
+def test_the_optimizer_of_stage_0_is_known_as_the_one_that_was_given():
+    expected = [(True, True, True), (False, False, False), (False, False, False)]
+    assert run_ranks(2, which_optimizer) == [expected] * 2
+
+
+def dtypes_by_name(rank, world):
+    """What DeepSpeed's engine calls to cast a model."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    model.register_buffer("positions", torch.arange(4.0))
+    model.register_buffer("numbers", torch.arange(4))
+    types = {"buffer_dtype": "fp16", "param_dtype": "bf16"}
+    engine = zero_runtime.initialize(
+        model=model, config={"train_batch_size": world, "bf16": {"enabled": True}, "data_types": types}
+    )[0]
+    assert engine._mixed_precision_dtypes() == (torch.bfloat16, torch.float16)
+    engine._assert_valid_mixed_precision_config()
+    engine._config = dataclasses.replace(
+        engine._config, precision=dataclasses.replace(engine._config.precision, bf16=False, fp16=True)
+    )
+    with pytest.raises(ValueError, match="param_dtype is bf16, but the model trains in fp16"):
+        engine._assert_valid_mixed_precision_config()
+    assert model.positions.dtype is torch.float16 and model[0].weight.dtype is torch.bfloat16
+    engine._cast_module_mixed_precision(torch.float32, None, True)
+    assert model[0].weight.dtype is torch.bfloat16
+    engine._cast_module_mixed_precision(torch.float32, torch.float32, False)
+    assert {each.dtype for each in model.parameters()} == {torch.float32}
+    assert model.positions.dtype is torch.float32 and model.numbers.dtype is torch.int64
+
+
+def test_dtypes_are_asked_for_and_cast_by_deepspeeds_names():
+    run_ranks(1, dtypes_by_name)
 
 
 def test_misuse_is_refused_with_the_reason():

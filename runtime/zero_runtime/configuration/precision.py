@@ -28,6 +28,7 @@ class PrecisionConfig:
     fp32_modules: tuple[str, ...]
     fp32_buffers: tuple[str, ...] | None
     grad_accum_dtype: str | None
+    param_dtype: str | None
     buffer_dtype: str | None
     communication_data_type: str | None
     autocast_dtype: str | None
@@ -66,7 +67,7 @@ def read_precision(top: Mapping[str, Any]) -> PrecisionConfig:
     if fp16["enabled"] and bf16["enabled"]:
         raise ConfigError("both fp16 and bf16 are enabled, and a model has one dtype; disable one of them")
     model = "fp16" if fp16["enabled"] else "bf16" if bf16["enabled"] else "fp32"
-    _check_types(types, model)
+    check_param_dtype(types["param_dtype"], model)
     if bf16["bf16_master_weights_and_grads"] != bf16["bf16_optimizer_states"]:
         raise ConfigError(
             "bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states go together: masters and state "
@@ -84,6 +85,7 @@ def read_precision(top: Mapping[str, Any]) -> PrecisionConfig:
         fp32_modules=_fp32_modules(top["fp16_override_modules"], fp16["fp16_override_modules"]),
         fp32_buffers=None if buffers == "auto" else buffers,
         grad_accum_dtype=types["grad_accum_dtype"],
+        param_dtype=types["param_dtype"],
         buffer_dtype=types["buffer_dtype"],
         communication_data_type=top["communication_data_type"],
         autocast_dtype=autocast["dtype"] if autocast["enabled"] else None,
@@ -91,10 +93,11 @@ def read_precision(top: Mapping[str, Any]) -> PrecisionConfig:
     )
 
 
-def _check_types(types: Mapping[str, Any], model: str) -> None:
-    if types["param_dtype"] not in (None, model):
+def check_param_dtype(param_dtype: str | None, model: str) -> None:
+    """Refuse a ``data_types.param_dtype`` that is not what the ``model`` trains in. Raises ConfigError."""
+    if param_dtype not in (None, model):
         raise ConfigError(
-            f"data_types.param_dtype is {types['param_dtype']}, but the model trains in {model}; expected {model}, or "
+            f"data_types.param_dtype is {param_dtype}, but the model trains in {model}; expected {model}, or "
             "set fp16.enabled or bf16.enabled accordingly"
         )
 

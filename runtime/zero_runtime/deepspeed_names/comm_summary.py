@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from zero_runtime.comm_log import LOG, Sample, shown_size, summarise, trimmed_mean
+from zero_runtime.comm_log import LOG, Sample, figures, shown_size, trimmed_mean
 from zero_runtime.deepspeed_names import comm
 from zero_runtime.errors import ConfigError
 
@@ -87,7 +87,7 @@ def _log_summary(show_straggler: bool, return_dict: bool) -> dict[str, Any] | No
     if not return_dict:
         return None
     return {
-        "summary": {name: _summary(by_size) for name, by_size in samples.items()},
+        "summary": {name: figures(by_size) for name, by_size in samples.items()},
         "straggler_analysis": straggling,
         "metadata": {
             "world_size": comm.get_world_size(),
@@ -118,22 +118,6 @@ def get_logged_comm_ops() -> list[str]:
 
 
 _Samples = Mapping[str, Mapping[int, Sequence[Sample]]]
-
-
-def _summary(by_size: Mapping[int, Sequence[Sample]]) -> dict[int, dict[str, Any]]:
-    figures = {}
-    for size, samples in sorted(by_size.items()):
-        found = summarise(size, samples)
-        figures[size] = {
-            "count": found.calls,
-            "total_latency_ms": found.total_ms,
-            "avg_latency_ms": found.average_ms,
-            "tput_avg_gbps": found.algorithm_gbps,
-            "busbw_avg_gbps": found.bus_gbps,
-            "msg_size_bytes": size,
-            "msg_size_str": shown_size(size),
-        }
-    return figures
 
 
 def _compare(samples: _Samples) -> dict[str, dict[int, dict[str, Any]]]:
@@ -168,7 +152,7 @@ def _rows(by_size: Mapping[int, Sequence[Sample]]) -> list[tuple[Any, ...]]:
     return [
         (row["msg_size_str"], row["count"], row["total_latency_ms"], row["avg_latency_ms"], row["tput_avg_gbps"],
          row["busbw_avg_gbps"])
-        for row in _summary(by_size).values()
+        for row in figures(by_size).values()
     ]  # fmt: skip
 
 

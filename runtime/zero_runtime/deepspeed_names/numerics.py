@@ -12,7 +12,7 @@ import torch
 
 from zero_runtime.deepspeed_names.accelerator import get_accelerator
 from zero_runtime.deepspeed_names.tiling import bounds
-from zero_runtime.errors import ConfigError, UnsupportedError
+from zero_runtime.errors import ConfigError, UnsupportedError, UsageError
 from zero_runtime.sharding.shards import shard_of
 
 
@@ -51,6 +51,23 @@ def set_random_seed(seed: int) -> None:
     except ImportError:
         return
     numpy.random.seed(seed)
+
+
+def count_used_parameters_in_backward(parameters: Iterable[torch.Tensor]) -> int:
+    """How many of ``parameters`` get a gradient in the backward pass under way; to be called in a hook of it.
+
+    Raises:
+        UsageError: no backward pass is under way.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        raise UsageError(
+            "count_used_parameters_in_backward was called outside a backward pass; call it in a hook"
+        )
+    with torch.enable_grad():  # hooks run without, where a leaf has no node
+        nodes = {
+            torch.autograd.graph._get_grad_fn_or_grad_acc(each) for each in parameters if each.requires_grad
+        }
+    return sum(torch._C._will_engine_execute_node(node) for node in nodes if node is not None)
 
 
 def ensure_directory_exists(filename: str) -> None:

@@ -127,7 +127,8 @@ _NUMERICS: Final[dict[str, Name]] = {
     **given("zero_runtime.memory", "see_memory_usage", "memory_status"),
     **given(
         f"{_HERE}.numerics",
-        "DummyOptim", "call_to_str", "clip_grad_norm_", "clip_tensors_by_global_norm", "copy_to_device", "empty_cache",
+        "DummyOptim", "call_to_str", "clip_grad_norm_", "clip_tensors_by_global_norm", "copy_to_device",
+        "count_used_parameters_in_backward", "empty_cache",
         "ensure_directory_exists", "get_inactive_params",
         "is_model_parallel_parameter", "get_global_norm", "get_global_norm_of_tensors", "get_grad_norm",
         "get_only_unique_item", "get_weight_norm",

@@ -114,6 +114,11 @@ class OneCycle(IterationSchedule):
             if self.cycle_momentum:
                 self._set_momentum(self.min_moms)
 
+    @property
+    def step_ratio(self) -> float:
+        """The share of the cycle in which the learning rate rises."""
+        return self.cycle.first / self.cycle.size
+
     def get_lr(self) -> list[float]:
         """The learning rate of each param group now."""
         if self._cycling:

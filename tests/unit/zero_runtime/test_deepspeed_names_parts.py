@@ -15,7 +15,7 @@ import torch
 import zero_runtime
 from zero_runtime import config as configuration
 from zero_runtime.arguments import add_core_arguments
-from zero_runtime.comm_log import Sample, bandwidths, shown_size, summarise, trimmed_mean
+from zero_runtime.comm_log import CommLog, Sample, bandwidths, shown_size, summarise, trimmed_mean
 from zero_runtime.deepspeed_names import accelerator, groups, messages, numerics, optimizers, timers
 from zero_runtime.deepspeed_names.block_configurations import DeepSpeedZeroConfig
 from zero_runtime.deepspeed_names.configuration import DeepSpeedConfig, ZeroStageEnum
@@ -306,6 +306,43 @@ def test_bandwidths_are_those_of_nccl_tests():
     assert (found.calls, found.total_ms, found.average_ms) == (3, 3000.0, 1000.0)
     assert trimmed_mean([0.0, *([5.0] * 8), 1e9]) == 5.0 and trimmed_mean([]) == 0.0
     assert [shown_size(n) for n in (0, 1023, 1024, 5 * 2**20)] == ["0 B", "1023 B", "1.00 KB", "5.00 MB"]
+
+
+def test_raw_series_of_the_log_stay_in_the_order_of_the_messages():
+    log = CommLog()
+    for milliseconds in (3.0, 1.0, 2.0):
+        log.add("all_reduce", 1000, Sample("all_reduce", 4, milliseconds))
+    calls, times, speeds, bus = log.get_raw_data()["all_reduce"][1000]
+    assert (calls, times) == (3, [3.0, 1.0, 2.0])
+    assert speeds == pytest.approx([0.008 / 3, 0.008, 0.004]) and bus == pytest.approx(
+        [1.5 * each for each in speeds]
+    )
+    before = log.get_operation_summary("all_reduce")
+    assert before[1000]["count"] == 3 and before[1000]["avg_latency_ms"] == 2.0
+    assert log.get_operation_summary("broadcast") == {}
+    log.comms_dict = {"broadcast": {8: [2, [2.0, 1.0], [5.0, 10.0], [50.0, 100.0]]}}
+    assert log.comms_dict == {"broadcast": {8: [2, [2.0, 1.0], [5.0, 10.0], [50.0, 100.0]]}}
+    assert log.get_operation_summary("broadcast")[8]["busbw_avg_gbps"] == 75.0
+    log.add("broadcast", 8, Sample("broadcast", 2, 1.0))
+    assert log.comms_dict["broadcast"][8][0] == 3
+
+
+def test_parameters_of_the_backward_pass_under_way_are_counted():
+    used, frozen, idle = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+    frozen.requires_grad_(False)
+    counts = []
+
+    def hook(gradient):
+        with torch.no_grad():  # as hooks run
+            counts.append(numerics.count_used_parameters_in_backward([used, frozen, idle, used]))
+
+    product = used * frozen
+    product.register_hook(hook)
+    product.sum().backward()
+    (idle * used * product.detach()).sum().backward()
+    assert counts == [1]
+    with pytest.raises(RuntimeError, match="outside a backward pass; call it in a hook"):
+        numerics.count_used_parameters_in_backward([used])
 
 
 def test_messages_before_there_are_ranks():

@@ -121,6 +121,12 @@ def test_a_class_as_client_schedule():
         schedules.schedule(None, lambda: None, over)
 
 
+@pytest.mark.parametrize(("second", "share"), [(None, 0.5), (0, 1.0), (300, 0.25)])
+def test_the_share_of_a_cycle_that_rises(second, share):
+    params = {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_first_step_size": 100}
+    assert make("OneCycle", {**params, "cycle_second_step_size": second}).step_ratio == share
+
+
 @pytest.mark.parametrize(
     ("name", "params", "words"),
     [
