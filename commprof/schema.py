@@ -217,7 +217,7 @@ COLLECTIVES: Final = Table(
         Column("input_splits", "string", "bytes of its input that go to each rank of the group, in the group's order, joined by ','; null where they are equal, or the operation has no such parts; ? where they are not known", True, source=_S, since=2),
         Column("output_splits", "string", "bytes of its output that come from each rank of the group, in the group's order, joined by ','; null where they are equal, or the operation has no such parts; ? where they are not known", True, source=_S, since=2),
         Column("pg", "string", "name of the process group, unique in the job", source=_S),
-        Column("pg_seq", "int64", "issue order within the group, collectives and point-to-point apart, counted from 0; equal on all ranks of the group", source=_R),
+        Column("pg_seq", "int64", "issue order within the group, collectives and point-to-point apart, counted from 0 without calls that raised; equal on all ranks of the group; for a call that raised -1 - n, where n is the number of the next call", source=_R),
         Column("group_desc", "string", "torch's description of the group", True, source=_G),
         Column("group_ranks", "string", "global ranks of the group: 0-3 or 0,2", source=_G),
         Column("group_size", "int32", "ranks in the group", source=_G),

@@ -29,10 +29,18 @@ _FITS: Final = 1 << 62
 _DENSE: Final = 8  # places for each row, beyond which to sort is quicker than to put each in its place
 
 
+def has_raised(collectives: pa.Table) -> pa.ChunkedArray:
+    """Which of the rows are calls that raised: they have no number in their group."""
+    return pc.less(pc.fill_null(collectives["pg_seq"], 0), 0)
+
+
 def matchable(collectives: pa.Table) -> pa.Table:
-    """The rows that can have partners: a recv from any source names none, and a captured call was not run then."""
+    """The rows that can have partners.
+
+    A recv from any source names none, a captured call was not run then, and one that raised was issued to nobody.
+    """
     nameless = pc.and_(collectives["is_p2p"], pc.less(collectives["peer"], 0))
-    left_out = pc.or_(nameless, collectives["captured"])
+    left_out = pc.or_(pc.or_(nameless, collectives["captured"]), has_raised(collectives))
     return collectives.filter(pc.invert(left_out)) if pc.any(left_out).as_py() else collectives
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from commprof.align.collectives import has_raised
 from commprof.analysis.api import AnyRun, Run
 from commprof.errors import UsageError
 from commprof.export.chakra_messages import GlobalMetadata, Node, delimited
@@ -127,7 +128,8 @@ def _write(rank: RankRows, groups: _Groups, tell: Callable[[int], None], sink: S
     metadata = GlobalMetadata(version=VERSION)
     _attribute(metadata, "rank", int64_val=rank.rank)
     sink.write(delimited(metadata))
-    nodes = nodes_of(rank.table, groups.number, tell)
+    issued = rank.table.filter(pc.invert(has_raised(rank.table)))  # replayed, nobody would answer the others
+    nodes = nodes_of(issued, groups.number, tell)
     while bundle := list(islice(nodes, _NODES_AT_A_TIME)):
         sink.write(b"".join(map(delimited, bundle)))
 

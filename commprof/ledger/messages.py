@@ -9,16 +9,19 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from commprof.align.agreement import Conduct, Difference, IssuedCall, call_of
+from commprof.align.collectives import has_raised
 from commprof.ledger.issue import StepKey, step_list
 from commprof.ledger.lookup import combinations, numbers_of, where
 from commprof.ledger.request import RecordedRun, last_attempt
 from commprof.schema import Op
 
-COLUMNS: Final = ("attempt", "pg", "group_ranks", "step", "rank", "peer", "op", "payload_bytes")
+_KEY: Final = ("attempt", "pg", "group_ranks", "step", "rank", "peer", "op")
+COLUMNS: Final = (*_KEY, "payload_bytes", "pg_seq")
 _SHOWN: Final = (
-    *(*COLUMNS, "pg_seq", "dtype", "reduce_op", "backend"),
+    *(*COLUMNS, "dtype", "reduce_op", "backend"),
     *("after_step", "module", "purpose", "call_site"),
 )
 _NEAR: Final = 256  # messages of a step that are laid beside each other
@@ -53,9 +56,9 @@ class Ends:
     def add(self, part: pa.Table) -> None:
         """Take in some records: their columns :data:`COLUMNS`."""
         self._ranks |= {key for key, _ in combinations(part, ["attempt", "rank"])}
-        rows = part.filter(pa.array(where(part, ["op"], lambda op: op in (Op.SEND, Op.RECV))))
+        rows = _messages_in(part)
         sizes, _ = numbers_of(rows, "payload_bytes")
-        for key, places in combinations(rows, COLUMNS[:-1]):
+        for key, places in combinations(rows, _KEY):
             attempt, pg, group_ranks, step, rank, peer, op = key
             if peer < 0:
                 self._from_any.add((attempt, rank))
@@ -89,6 +92,12 @@ class Ends:
         ]
 
 
+def _messages_in(part: pa.Table) -> pa.Table:
+    """The sends and receives that did not raise."""
+    rows = part.filter(pa.array(where(part, ["op"], lambda op: op in (Op.SEND, Op.RECV))))
+    return rows.filter(pc.invert(has_raised(rows)))
+
+
 def _total(steps: Mapping[int, Mapping[str, _Sum]], op: str) -> _Sum:
     sums = [sent.get(op, _NONE) for sent in steps.values()]
     return _Sum(sum(each.count for each in sums), sum(each.payload_bytes for each in sums))
@@ -113,8 +122,8 @@ def _messages(run: RecordedRun, steps: Mapping[_Pair, int]) -> dict[_Pair, dict[
     """The messages of each pair in its step, as sent and as received, in order."""
     found: dict[_Pair, dict[str, list[pa.Table]]] = defaultdict(lambda: {Op.SEND: [], Op.RECV: []})
     for part in run.parts("collectives", _SHOWN):
-        rows = part.filter(pa.array(where(part, ["op"], lambda op: op in (Op.SEND, Op.RECV))))
-        for key, places in combinations(rows, COLUMNS[:-1]):
+        rows = _messages_in(part)
+        for key, places in combinations(rows, _KEY):
             attempt, pg, group_ranks, step, rank, peer, op = key
             source, target = (rank, peer) if op == Op.SEND else (peer, rank)
             pair = _Pair(attempt, group_ranks, pg, source, target)

@@ -26,7 +26,7 @@ from commprof.align.agreement import (
 )
 from commprof.align.collectives import in_order, repetitions
 from commprof.align.distinct import numbered
-from commprof.ledger.lookup import Flags, Numbers, combinations, numbers_of
+from commprof.ledger.lookup import Numbers, combinations, numbers_of
 from commprof.ledger.request import RecordedRun, last_attempt
 from commprof.ledger.survey import GROUP, Group
 from commprof.schema import Op, Status, parse_ranks
@@ -70,7 +70,7 @@ class _Kinds(NamedTuple):
 class _Rows:
     """The collectives of one group, in arrays of equal length.
 
-    ``place``: position among the collectives of the group that did not raise. ``life``: how many groups of this name there
+    ``place``: position among the collectives of the group. ``life``: how many groups of this name there
     were before. ``label``: equal for calls of one step from one place in the program.
     """
 
@@ -98,13 +98,12 @@ class RankOrders:
     _groups: dict[Group, int] = field(default_factory=dict)
     _agreed: dict[Agreed, int] = field(default_factory=dict)
     _sums: list[pa.Table] = field(default_factory=list)
-    _raised: dict[tuple[int, int], list[Numbers]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, part: pa.Table) -> None:
         """Take in some records: their columns :data:`COLUMNS`."""
         if not len(part):
             return
-        kinds = self._kinds(part, note_raised=True)
+        kinds = self._kinds(part)
         number = part["pg_seq"].to_numpy().astype(np.uint64)
         mixed = (number * _MIX[0]) ^ (kinds.agreed.astype(np.uint64) * _MIX[1])
         mixed = ((mixed ^ (mixed >> np.uint64(29))) * _MIX[1]) >> (np.uint64(64) - _BITS)
@@ -150,31 +149,20 @@ class RankOrders:
                 windows[group] = window
         return list(self._described(run, windows)) if windows else []
 
-    def _kinds(self, part: pa.Table, *, note_raised: bool = False) -> _Kinds:
+    def _kinds(self, part: pa.Table) -> _Kinds:
         chosen = part.select(list(_KIND))
         codes, first = numbered(chosen)
         groups, agreements = np.full(len(first), -1, np.int64), np.zeros(len(first), np.int64)
         for code, row in enumerate(chosen.take(pa.array(first)).to_pylist()):
             group = tuple(row[name] for name in GROUP)
-            if row["op"] in (Op.SEND, Op.RECV) or row["captured"]:
+            if row["op"] in (Op.SEND, Op.RECV) or row["captured"] or row["status"] == Status.RAISED:
                 continue
-            number = self._groups.setdefault(group, len(self._groups))
-            if row["status"] == Status.RAISED:
-                if note_raised:
-                    self._note_raised(part, number, codes == code)
-                continue
-            groups[code] = number
+            groups[code] = self._groups.setdefault(group, len(self._groups))
             shared = agreed(
                 *(row[name] for name in ("op", "payload_bytes", "dtype", "reduce_op", "peer", "backend"))
             )
             agreements[code] = self._agreed.setdefault(shared, len(self._agreed))
         return _Kinds(groups[codes], agreements[codes])
-
-    def _note_raised(self, part: pa.Table, group: int, which: Flags) -> None:
-        """A call that raised has a number in its group and was issued to nobody."""
-        rows = part.select(["rank", "pg_seq"]).filter(pa.array(which))
-        for (rank,), places in combinations(rows, ["rank"]):
-            self._raised[group, rank].append(rows["pg_seq"].to_numpy()[places])
 
     def _members(self, run: RecordedRun) -> list[frozenset[int]]:
         """The ranks of each group that have records."""
@@ -224,20 +212,9 @@ class RankOrders:
             parts.append(rows.append_column("label", pa.array(label)))
         table = pa.concat_tables(parts)
         return {
-            group: self._ordered(table.take(pa.array(places)), group)
+            group: _ordered(table.take(pa.array(places)))
             for (group,), places in combinations(table, ["group"])
         }
-
-    def _ordered(self, rows: pa.Table, group: int) -> _Rows:
-        rank, pid, seq, number, kinds, label, step = (
-            numbers_of(rows, name)[0] for name in ("rank", "pid", "seq", "pg_seq", "agreed", "label", "step")
-        )
-        place = number.copy()
-        for (of_group, of_rank), raised in self._raised.items():
-            if of_group == group:
-                mine = rank == of_rank
-                place[mine] -= np.searchsorted(np.sort(np.concatenate(raised)), number[mine])
-        return _Rows(rank, pid, seq, place, repetitions((rank, number), rows), kinds, label, step)
 
     def _window(
         self, rows: _Rows, members: frozenset[int], uneven: int | None, *, whole: bool, complete: bool
@@ -304,6 +281,13 @@ class RankOrders:
             if group in windows and windows[group].rows.get(rank):
                 of_rank = np.array([seq for _, seq in windows[group].rows[rank]], np.int64)
                 yield group, rank, places[np.isin(seq[places], of_rank)]
+
+
+def _ordered(rows: pa.Table) -> _Rows:
+    rank, pid, seq, number, kinds, label, step = (
+        numbers_of(rows, name)[0] for name in ("rank", "pid", "seq", "pg_seq", "agreed", "label", "step")
+    )
+    return _Rows(rank, pid, seq, number, repetitions((rank, number), rows), kinds, label, step)
 
 
 def _first_uneven_step(counts: pa.Table, group: int, members: frozenset[int]) -> int | None:

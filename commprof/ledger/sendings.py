@@ -9,7 +9,9 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from commprof.align.collectives import has_raised
 from commprof.align.distinct import numbered
 from commprof.ledger.backends import Call, known, parts_of
 from commprof.ledger.issue import Executed, Issued
@@ -92,7 +94,7 @@ def sendings(
 
     Args:
         parts: the records, with :data:`COLUMNS` at least. What is outside of the steps counts to the step before it: a
-            reading for that step comes after it.
+            reading for that step comes after it. A call that raised sent nothing.
         survey: of the same records.
         readings: of the counters at steps: between which of them a record lies, its times say.
         executed_ops: says what the backend ran for each record, null where that is not known.
@@ -103,6 +105,7 @@ def sendings(
     for part in map(by_last_step, parts):
         place = part.column_names.index("step")
         part = part.set_column(place, "step", pa.array(readings.steps(part)))
+        part = part.filter(pc.invert(has_raised(part)))
         is_uneven = where(part, ["op", "backend"], _may_be_uneven) | _has_chunks(part)
         members.append(
             part.filter(pa.array(is_uneven)).select(

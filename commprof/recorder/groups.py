@@ -28,6 +28,7 @@ class Group:
         "extra",
         "messages",
         "name",
+        "raised",
         "rank",
         "ranks",
         "size",
@@ -54,6 +55,7 @@ class Group:
         self.messages = itertools.count()  # issue order, sends and receives
         self.coalesce_id = 0  # of the open coalescing block; 0 outside
         self.extra = 0  # what the backend counts beyond one for each call; see commprof.recorder.sequence
+        self.raised = 0  # calls that raised, of which the backend may have counted some
         self.unseen = 0
 
     def global_rank(self, group_rank: int | None) -> int:

@@ -6,6 +6,7 @@ A journal exists from the moment recording is asked for; its files are opened wh
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -18,7 +19,7 @@ from commprof.recorder.device_times import DeviceTimes
 from commprof.recorder.groups import Group
 from commprof.recorder.threads import ThreadNames
 from commprof.schema import LAYERS, OPS, PHASES, PURPOSES, Layer, Phase, Purpose
-from commprof.trace.segments import NO_WORDS, Segment, Words, pack_tail
+from commprof.trace.segments import NO_WORDS, RETURN_WORD, Segment, Token, Words, mark_raised, pack_tail
 from commprof.trace.writer import EventFile, RecordFile, encode_row
 
 _MOST_INTERNED: Final = 200_000
@@ -114,6 +115,14 @@ class Journal:
         if group.accelerated and segment is not NO_WORDS:
             segment = Segment(None, 0, self.device_times.follow(segment, base, fields[2], captured))
         return segment, base
+
+    def mark_raised(self, token: Token) -> None:
+        """The call of this record raised. A line says so, for those who read only the end of the records."""
+        words, base, _ = token
+        words[base + RETURN_WORD] = time.perf_counter_ns()
+        signature, number = mark_raised(token)
+        if signature:
+            self.write("raised", {"signature": signature, "pg_seq": number})
 
     def look_closer(self, group: Group) -> None:
         """``group`` has opened or closed a coalescing block, or was seen to carry tensors of an accelerator."""

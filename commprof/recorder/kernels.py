@@ -26,11 +26,11 @@ from commprof.recorder.methods import Method
 from commprof.recorder.operator_calls import OperatorCalls
 from commprof.recorder.operators import C10D, Issued, Reader, layout
 from commprof.recorder.results import Results
-from commprof.recorder.sequence import GLOO, GLOO_EXTRA
+from commprof.recorder.sequence import GLOO, GLOO_EXTRA, count_raised
 from commprof.recorder.signatures import describe, freeze
 from commprof.recorder.stalls import Stalls
 from commprof.schema import LAYERS, Layer
-from commprof.trace.segments import RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Token, mark_raised
+from commprof.trace.segments import RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Token
 
 # What the dispatcher takes to call a kernel in Python and to go on from it, beside the kernel's own time (measured, bare).
 _CROSSING_NS: Final = 2_200
@@ -224,16 +224,13 @@ class KernelRecorder:
         return wait
 
     def record_raised(self, calls: list[_Call], layer: int) -> None:
-        """torch's own kernel raised: the call was most likely refused before the backend counted it."""
+        """torch's own kernel raised."""
         try:
             self.journal.raised += len(calls)
-            now = time.perf_counter_ns()
             for token, group in calls:
-                words, base, _ = token
-                words[base + RETURN_WORD] = now
-                mark_raised(token)
+                self.journal.mark_raised(token)
                 if layer != _FRAMEWORK:
-                    group.extra -= 1
+                    count_raised(group)
         except Exception as error:
             self.journal.fault(error)
 

@@ -57,6 +57,7 @@ class SelfCheck:
             own, expected = sequence_number(pg), expected_number(group)
             if own is not None and expected is not None:
                 self._checked[group.name] = own, expected
+            group.raised = 0
 
     def run(self, is_last: bool = False, only: str | None = None) -> None:
         """Check every live group, or the one called ``only``, and write down what was found.
@@ -74,6 +75,10 @@ class SelfCheck:
             if own is None or expected is None:
                 continue
             own_then, expected_then = self._checked.get(group.name, (self._before.get(pg.group_name, 0), 0))
+            refused = min(group.raised, max(0, (expected - expected_then) - (own - own_then)))
+            group.extra -= refused  # calls that raised before the backend counted them
+            group.raised = 0
+            expected -= refused
             self._checked[group.name] = own, expected
             surplus = (own - own_then) - (expected - expected_then)
             # Another thread may have recorded a collective that the group had not counted yet at the last check.

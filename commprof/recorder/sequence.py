@@ -39,6 +39,18 @@ GLOO_EXTRA: Final[dict[str, Callable[[Group, Sequence[Any]], int]]] = {
 }
 
 
+def count_raised(group: Group) -> None:
+    """A call in ``group`` raised. gloo checks its arguments before it counts the call.
+
+    NCCL counts a call before it looks at types and reductions, and after other checks: the next comparison of the numbers
+    tells which it was.
+    """
+    if set(group.backends.values()) == {GLOO}:
+        group.extra -= 1
+    else:
+        group.raised += 1
+
+
 def expected_number(group: Group) -> int | None:
     """The sequence number that the calls seen so far account for; None where the backend's counting is not known.
 

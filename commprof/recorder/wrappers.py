@@ -20,10 +20,10 @@ from commprof.recorder.groups import Group
 from commprof.recorder.journal import PROCESS_GROUP, Journal
 from commprof.recorder.methods import Method
 from commprof.recorder.python_groups import caller_of
-from commprof.recorder.sequence import GLOO, GLOO_EXTRA
+from commprof.recorder.sequence import GLOO, GLOO_EXTRA, count_raised
 from commprof.recorder.signatures import FREEZERS, describe, freeze, freeze_tensor
 from commprof.recorder.waits import Waits, unbound
-from commprof.trace.segments import RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Token, mark_raised
+from commprof.trace.segments import RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Token
 
 # What a call spends before its sample begins and after its end, measured once (benchmarks/recorder_cost.py shows the whole).
 # What the sampled call alone spends after its end, on cold code, says nothing about the others.
@@ -169,14 +169,12 @@ class Wrappers:
         return self.waits.wrap(original)
 
     def record_raised(self, pg: Any, token: Token | None) -> None:
-        """The caller's call raised: it was most likely refused before the backend counted it."""
+        """The caller's call raised."""
         try:
             self.journal.raised += 1
-            self._find_group(pg).extra -= 1
+            count_raised(self._find_group(pg))
             if token is not None:
-                words, base, _ = token
-                words[base + RETURN_WORD] = time.perf_counter_ns()
-                mark_raised(token)
+                self.journal.mark_raised(token)
         except Exception as error:
             self.journal.fault(error)
 

@@ -43,7 +43,10 @@ class What(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One collective or message that a rank has issued. Times of 0 are not known."""
+    """One collective or message that a rank has issued, or that raised. Times of 0 are not known.
+
+    ``pg_seq``: as in the table ``collectives``: negative for a call that raised.
+    """
 
     what: What
     pg_seq: int
@@ -60,6 +63,11 @@ class Call(NamedTuple):
     device_end_ns: int
     thread_ident: int | None = None  # by which stacks name the thread; None where the trace does not say
     module: str | None = None
+
+    @property
+    def place(self) -> int:
+        """How many the rank had issued before it in the group."""
+        return -1 - self.pg_seq if self.raised else self.pg_seq
 
     @property
     def other_thread(self) -> str | None:

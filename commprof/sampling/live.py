@@ -17,6 +17,7 @@ from commprof.errors import TraceError
 from commprof.sampling.calls import WINDOW, Call, GroupFacts, RankCalls, What
 from commprof.schema import COMMIT, LAYERS, RECORD, RECORD_FIELDS, STATUSES, Status, after_end, parse_ranks
 from commprof.trace.events import Events, read_events
+from commprof.trace.issue_order import issued_number, raised_numbers
 from commprof.trace.layout import (
     EVENTS_SUFFIX,
     HEADER,
@@ -182,22 +183,32 @@ def _calls(data: bytes, events: Events) -> list[Call]:
     purposes, modules = _texts(events, "tag", "purpose"), _texts(events, "tag", "module")
     threads = _texts(events, "thread", "name")
     idents = {number: _of_type(row.get("ident"), int) for number, row in events.interned("thread").items()}
+    raised = raised_numbers(
+        (
+            (row["signature"], row["pg_seq"])
+            for row in events.rows["raised"]
+            if type(row.get("signature")) is int and type(row.get("pg_seq")) is int
+        ),
+        {number: (what.pg, what.is_p2p) for number, what in signatures.items() if what is not None},
+    )
     at = _FIELDS
     calls = []
     for record in RECORD.iter_unpack(data):
         what = signatures.get(record[at["signature"]])
         if record[at["commit"]] != COMMIT or what is None or record[at["layer"]] >= len(LAYERS):
             continue
+        is_raised = record[at["status"]] == _RAISED
+        raised_here = raised.get((what.pg, what.is_p2p), ())
         calls.append(
             Call(
                 what=what,
-                pg_seq=record[at["pg_seq"]],
+                pg_seq=issued_number(record[at["pg_seq"]], raised_here, is_raised),
                 site=sites.get(record[at["call_site"]]),
                 purpose=purposes.get(record[at["tag"]]),
                 step=step if (step := record[at["step"]]) >= -1 else after_end(step),
                 thread=threads.get(record[at["thread"]]),
                 layer=LAYERS[record[at["layer"]]],
-                raised=record[at["status"]] == _RAISED,
+                raised=is_raised,
                 issue_ns=record[at["issue_ns"]],
                 return_ns=record[at["return_ns"]],
                 wait_begin_ns=record[at["wait_begin_ns"]],

@@ -99,13 +99,14 @@ class Situation:
         return f"group {self._labels.get(group.pg, group.pg)}"
 
     def name(self, call: Call) -> str:
-        """``all_reduce #41``, ``send #3 to rank 1``."""
+        """``all_reduce #41``, ``send #3 to rank 1``, ``all_reduce (raised)``."""
         what = call.what
+        number = "(raised)" if call.raised else f"#{call.pg_seq}"
         if what.op == Op.SEND:
-            return f"send #{call.pg_seq} to {_peer(what.peer)}"
+            return f"send {number} to {_peer(what.peer)}"
         if what.op == Op.RECV:
-            return f"recv #{call.pg_seq} from {_peer(what.peer)}"
-        return f"{what.op} #{call.pg_seq}"
+            return f"recv {number} from {_peer(what.peer)}"
+        return f"{what.op} {number}"
 
     def describe(self, call: Call, report: RankReport | None = None, since: str = "issued") -> str:
         """``(4.00 MiB float32, issued at train.py:88 step, 12.3 s ago)``."""

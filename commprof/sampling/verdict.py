@@ -138,7 +138,7 @@ def _last_clause(situation: Situation, report: RankReport) -> str:
         for other in situation.reports.values()
         if not last.what.is_p2p
         and any(
-            call.what.pg == last.what.pg and not call.what.is_p2p and call.pg_seq > last.pg_seq
+            call.what.pg == last.what.pg and not call.what.is_p2p and call.place > last.place
             for call in other.calls.calls
         )
     ]

@@ -62,7 +62,10 @@ class Standing(NamedTuple):
 
 @dataclass(slots=True)
 class GroupCalls:
-    """The collectives of one group by rank and number, and the ranks of which something is known."""
+    """The collectives of one group by rank and number, and the ranks of which something is known.
+
+    A call that raised was issued to nobody and is not among them.
+    """
 
     facts: GroupFacts
     members: tuple[int, ...] = ()
@@ -90,7 +93,7 @@ def group_calls(ranks: Sequence[RankCalls]) -> list[GroupCalls]:
     for rank in ranks:
         for call, stage in zip(rank.calls, rank.stages(), strict=True):
             group = groups.get(call.what.pg)
-            if group is not None and not call.what.is_p2p:
+            if group is not None and not call.what.is_p2p and not call.raised:
                 group.by_seq.setdefault(rank.rank, {})[call.pg_seq] = call, stage
     return [groups[name] for name in sorted(groups, key=lambda name: (len(name), name))]
 
@@ -169,11 +172,13 @@ def _message_wait(rank: RankCalls, call: Call, group: GroupFacts, by_rank: Mappi
 
 def _has_issued(rank: RankCalls, other: RankCalls, call: Call) -> bool:
     """Whether ``other`` has issued its side of ``call``: the n-th receive belongs to the n-th send, and so on."""
-    theirs = [c for c in other.calls if _is_other_side(c, call) and c.what.peer in (rank.rank, -1)]
+    theirs = [
+        c for c in other.calls if _is_other_side(c, call) and c.what.peer in (rank.rank, -1) and not c.raised
+    ]
     if not (rank.whole and other.whole) or any(c.what.peer < 0 for c in theirs):
         return _answers(other, rank, call)
     same = (c for c in rank.calls if c.what[:3] == call.what[:3] and c.what.peer == call.what.peer)
-    return sum(1 for c in same if c.pg_seq <= call.pg_seq) <= len(theirs)
+    return sum(1 for c in same if c.pg_seq <= call.pg_seq and not c.raised) <= len(theirs)
 
 
 def _answers(other: RankCalls, rank: RankCalls, call: Call) -> bool:
@@ -246,16 +251,13 @@ def find_difference(
 
 
 def _issued_calls(group: GroupCalls, rank: int) -> list[IssuedCall]:
-    """The collectives that ``rank`` issued in ``group``, without those that raised."""
-    found, raised = [], 0
+    """The collectives that ``rank`` issued in ``group``."""
+    found = []
     for number, (call, _) in sorted(group.by_seq.get(rank, {}).items()):
-        if call.raised:
-            raised += 1
-            continue
         what = call.what
         found.append(
             IssuedCall(
-                number - raised,
+                number,
                 what.op,
                 what.payload_bytes,
                 what.dtype,

@@ -5,14 +5,15 @@ Text stands in them as numbers of distinct values (Arrow dictionaries): a rank h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from commprof.errors import TraceError
-from commprof.schema import COLLECTIVES, LAYERS, PHASES, STATUSES, Source
+from commprof.schema import COLLECTIVES, LAYERS, PHASES, STATUSES, Source, Status
+from commprof.trace.issue_order import raised_numbers
 from commprof.trace.layout import RankFile
 from commprof.trace.records import Fields, Numbers, Part, completed_status
 from commprof.trace.steps import StepTable
@@ -21,6 +22,7 @@ from commprof.trace.tables import arrow_schema
 _NOT_P2P_ASYNC: Final = frozenset({"send", "recv", "send_object_list", "recv_object_list"})
 _TIMES: Final = ("return_ns", "wait_end_ns", "device_begin_ns", "device_end_ns")
 _IDENTITY: Final = ("rank", "attempt", "pid")
+_RAISED: Final = STATUSES.index(Status.RAISED)
 _MOST_VALUES: Final = 4096  # with more distinct values than these, a part gets a list of those that it has
 
 
@@ -113,6 +115,7 @@ class CollectiveColumns:
     Args:
         signatures: the interned signatures, by number; so ``tags``, ``sites``, ``threads``.
         groups: the process groups by name.
+        raised: signature and number of each call that raised.
     """
 
     def __init__(
@@ -124,6 +127,7 @@ class CollectiveColumns:
         threads: Mapping[int, Mapping[str, Any]],
         groups: Mapping[str, Mapping[str, Any]],
         steps: StepTable,
+        raised: Iterable[tuple[int, int]],
     ) -> None:
         self._identity = identity
         self._schema = encoded_schema()
@@ -137,6 +141,12 @@ class CollectiveColumns:
         self._on_cpu = self._signatures.flags(lambda row: row.get("device") in (None, "cpu"))
         self._asked_async = self._signatures.flags(lambda row: bool(row.get("is_async")))
         self._is_p2p = self._signatures.flags(lambda row: bool(row.get("is_p2p")))
+        streams = {n: (str(row["pg"]), bool(row.get("is_p2p"))) for n, row in signatures.items()}
+        # Of each stream with calls that raised: its signatures, and the numbers of those calls.
+        self._raised = [
+            (np.array([n for n, of in streams.items() if of == stream]), np.array(numbers))
+            for stream, numbers in raised_numbers(raised, streams).items()
+        ]
         self._waits_itself = self._sites.flags(lambda row: str(row.get("api")) in _NOT_P2P_ASYNC)
 
     def tables(self, parts: Iterator[Part]) -> Iterator[pa.Table]:
@@ -157,7 +167,8 @@ class CollectiveColumns:
         placed = self._steps.place(records["step"], records["issue_ns"], records["phase"])
         columns["step"] = pa.array(placed.step)
         columns["after_step"] = pa.array(placed.after, mask=~placed.is_outside)
-        for name in ("micro_step", "pg_seq", "issue_ns"):
+        columns["pg_seq"] = pa.array(self._issued_numbers(records))
+        for name in ("micro_step", "issue_ns"):
             columns[name] = pa.array(records[name])
         columns["phase"] = _named(PHASES, placed.phase)
         columns["layer"] = _named(LAYERS, records["layer"])
@@ -170,6 +181,16 @@ class CollectiveColumns:
             if not item.nullable and columns[item.name].null_count:
                 raise TraceError(f"table collectives, column {item.name} has nulls; it must have none")
         return pa.Table.from_arrays([columns[name] for name in self._schema.names], schema=self._schema)
+
+    def _issued_numbers(self, records: Fields) -> np.ndarray[Any, Any]:
+        """:func:`commprof.trace.issue_order.issued_number` of each of ``records``."""
+        numbers = records["pg_seq"].copy()
+        for signatures, raised in self._raised:
+            mine = np.isin(records["signature"], signatures)
+            numbers[mine] -= np.searchsorted(raised, numbers[mine])
+        is_raised = records["status"] == _RAISED
+        numbers[is_raised] = -1 - numbers[is_raised]
+        return numbers
 
     def _interned_columns(self, records: Fields) -> dict[str, pa.Array]:
         signature, tag = self._signatures.places(records["signature"]), self._tags.places(records["tag"])

@@ -96,6 +96,7 @@ def read_rank(stem: Path, elsewhere: Mapping[int, str] | None = None) -> RankTra
         events.interned("thread"),
         groups,
         step_table,
+        records.raised,
     )
     tables, left_out = _side_tables(identity, events, groups, step_table)
     left_out += len(events.interned("signature")) - len(signatures)

@@ -50,6 +50,7 @@ EVENT_KINDS: Final[tuple[str, ...]] = (
     "clock_offset",  # how far this clock is from that of rank 0
     "flight",  # an entry of torch's Flight Recorder
     "stacks",  # the signal on which the process writes its stacks, and the file, below the run
+    "raised",  # a call raised: its signature and the pg_seq in its record
     "unseen",  # a self-check found collectives without records
     "outside",  # collectives issued outside the steps to record, so far
     "aggregate",  # sums over collectives of one step that have no records: rows of SUM_FIELDS

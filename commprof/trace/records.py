@@ -26,6 +26,7 @@ _BLOCK: Final = 4096  # records that fit the cache
 _MOST_TABULATED: Final = 1 << 20  # numbers below are looked up in a table, larger ones are searched for
 _JUDGED: Final = ("commit", "phase", "layer", "status", "signature", "return_ns")
 _INCOMPLETE: Final = STATUSES.index(Status.INCOMPLETE)
+_RAISED: Final = STATUSES.index(Status.RAISED)
 
 
 _NEVER: Final = (1 << 63) - 1
@@ -90,6 +91,9 @@ class Records:
     def __init__(self, path: Path, identity: tuple[int, int, int], signatures: np.ndarray[Any, Any]) -> None:
         self.path = path
         self.totals: dict[str, Any] | None = None
+        self.raised: list[
+            tuple[int, int]
+        ] = []  # signature and number of each call that raised; see :meth:`count`
         self._signatures = Numbers(signatures)
         self._first_seq = self._begin = self._slots = 0
         self._has_holes = False
@@ -117,17 +121,19 @@ class Records:
     def count(self) -> Tally:
         """Read the file once: which records are whole, and how they fared."""
         self._whole.clear()
-        records = raised = incomplete = used = 0
+        self.raised.clear()
+        records = incomplete = used = 0
         for first, raw in self._raw():
             fields = _split(raw, _JUDGED)
             whole = self._are_whole(fields)
             self._whole.append((first, np.packbits(whole)))
-            status = completed_status(fields)[whole]
-            records += len(status)
-            raised += int((status == STATUSES.index(Status.RAISED)).sum())
-            incomplete += int((status == _INCOMPLETE).sum())
+            status = completed_status(fields)
+            records += int(whole.sum())
+            incomplete += int((whole & (status == _INCOMPLETE)).sum())
+            raised = raw[np.flatnonzero(whole & (status == _RAISED))]
+            self.raised += zip(raised["signature"].tolist(), raised["pg_seq"].tolist(), strict=True)
             used = max(used, _last_used(first, raw, whole))
-        return Tally(records, used - records, raised, incomplete)
+        return Tally(records, used - records, len(self.raised), incomplete)
 
     def last_ends(self, windows: Iterable[Window]) -> dict[Window, int]:
         """When the last of the collectives ended that were issued within each window; none for one without any."""

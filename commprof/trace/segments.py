@@ -22,6 +22,7 @@ from commprof.schema import COMMIT, RECORD, STATUSES, Status, record_offset
 # that change together are one word. Equal to schema.RECORD byte for byte (a test says so).
 ISSUE: Final = struct.Struct("<q48xqIIII24s")
 _TAIL: Final = struct.Struct("<iiiiBBBBI")
+_NUMBER_WORD: Final = record_offset("pg_seq") // 8
 RETURN_WORD: Final = record_offset("return_ns") // 8
 WAIT_BEGIN_WORD: Final = record_offset("wait_begin_ns") // 8
 WAIT_END_WORD: Final = record_offset("wait_end_ns") // 8
@@ -29,6 +30,7 @@ DEVICE_BEGIN_WORD: Final = record_offset("device_begin_ns") // 8
 DEVICE_END_WORD: Final = record_offset("device_end_ns") // 8
 EXPOSED_WORD: Final = record_offset("exposed_ns") // 8
 STATE_WORD: Final = record_offset("phase") // 8
+_SIGNATURE_WORD: Final = record_offset("signature") // 8  # its lower half
 _STATUS_SHIFT: Final = 8 * (record_offset("status") - record_offset("phase"))
 _COMPILED_VERSION: Final = 2  # the VERSION of _slots.c that does what this module says
 
@@ -177,13 +179,14 @@ NO_WORDS: Final = Segment(None, 0)
 Token = tuple[Segment, int, bool]
 
 
-def mark_raised(token: Token) -> None:
-    """Change the status of a record to ``raised``."""
+def mark_raised(token: Token) -> tuple[int, int]:
+    """Change the status of a record to ``raised``; its signature and its number in its group."""
     words, base, _ = token
     mask = 0xFF << _STATUS_SHIFT
     words[base + STATE_WORD] = (words[base + STATE_WORD] & ~mask) | STATUSES.index(
         Status.RAISED
     ) << _STATUS_SHIFT
+    return words[base + _SIGNATURE_WORD] & 0xFFFFFFFF, words[base + _NUMBER_WORD]
 
 
 def count_of(counter: Iterator[int]) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from commprof.schema import SCHEMA_VERSION
 from commprof.trace.layout import RankFile
-from commprof.trace.segments import RETURN_WORD, WAIT_END_WORD, pack_tail
+from commprof.trace.segments import RETURN_WORD, WAIT_END_WORD, Token, mark_raised, pack_tail
 from commprof.trace.writer import EventFile, RecordFile
 
 SIGNATURE = {
@@ -31,9 +32,18 @@ SIGNATURE = {
 
 
 def write_rank(
-    run: Path, rank: int = 0, world: int = 1, records: int = 10, ended: bool = True, **begin: Any
+    run: Path,
+    rank: int = 0,
+    world: int = 1,
+    records: int = 10,
+    ended: bool = True,
+    raised: Collection[int] = (),
+    **begin: Any,
 ) -> Path:
-    """Write the files of one rank into ``run``; returns their path without suffix. The process that wrote is dead."""
+    """Write the files of one rank into ``run``; returns their path without suffix. The process that wrote is dead.
+
+    The calls whose numbers are in ``raised`` raise, each when the call after it has been recorded already.
+    """
     run.mkdir(parents=True, exist_ok=True)
     identity = RankFile(rank, 0, 4_000_000 + rank, 1)
     stem = run / identity.stem
@@ -54,12 +64,18 @@ def write_rank(
     events.write("site", {"id": 2, "call_site": "train.py:7 step", "api": "all_reduce"})
     events.write("thread", {"id": 3, "name": "MainThread"})
     events.write("clock", {"monotonic_ns": 1, "realtime_ns": 1_700_000_000_000_000_000, "uncertainty_ns": 50})
+    late: Token | None = None
     for n in range(records):
         if n % 5 == 0:
             events.write("step", {"step": n // 5, "micro_step": 0, "time_ns": 1000 * n + 1, "cpu_ns": n})
         words, base = file.append(1000 * n + 10, n, 1, 0, 2, 3, pack_tail(n // 5, 0, 0, 2, 0))
         words[base + RETURN_WORD] = 1000 * n + 20
-        words[base + WAIT_END_WORD] = 1000 * n + 90
+        if n not in raised:
+            words[base + WAIT_END_WORD] = 1000 * n + 90
+        if late is not None:
+            signature, number = mark_raised(late)
+            events.write("raised", {"signature": signature, "pg_seq": number})
+        late = (words, base, False) if n in raised else None
     if ended:
         events.write("end", {"time_ns": 1000 * records})
         file.close({"records": records, "lost": 0, "faults": 0, "recorder_ns": 1, "stopped_reason": None})

@@ -164,7 +164,10 @@ class SyntheticRun:
         for rank in members:
             stream = (attempt, pg, group, is_p2p, rank)
             number = self._next_pg_seq.get(stream, 0) if pg_seq is None else pg_seq
-            self._next_pg_seq[stream] = number + 1
+            if columns.get("status") == "raised":
+                number = -1 - number  # as the reader says it of a call that takes none
+            else:
+                self._next_pg_seq[stream] = number + 1
             seq = self._next_seq.get((rank, attempt), 0)
             self._next_seq[rank, attempt] = seq + 1
             begin = place + rank if issue_ns is None else issue_ns

@@ -107,7 +107,7 @@ def test_a_message_is_timed_at_its_receiver():
         ({"is_async": True}, None, None),
         ({"device": "cuda:0"}, None, None),  # the host's times say nothing of a GPU
         ({"device": "cuda:0", "device_begin_ns": 50_000, "device_end_ns": 250_000}, "device", 200_000),
-        ({"status": "raised"}, None, None),
+        ({"status": "incomplete"}, None, None),
         ({"wait_begin_ns": 1, "wait_end_ns": 900_000}, "host", 900_000),
     ],
 )
@@ -118,6 +118,14 @@ def test_the_best_known_end_counts(columns, source, time):
     assert (None if pd.isna(found["time_source"]) else found["time_source"]) == source
     assert (None if pd.isna(found["time_ns"]) else found["time_ns"]) == time
     assert found["untimed"] == (source is None)
+
+
+def test_a_call_that_raised_is_left_out_and_those_after_it_are_timed():
+    run = SyntheticRun(2)
+    run.add_collective("all_reduce", ranks=(0,), status="raised", issue_ns=0, host_ns=1, payload_bytes=8)
+    for rank in (0, 1):
+        run.add_collective("all_reduce", ranks=(rank,), issue_ns=rank, host_ns=9, payload_bytes=8)
+    assert times(run) == [9]
 
 
 def test_a_collective_of_which_a_rank_is_missing_has_no_time():

@@ -15,6 +15,7 @@ import pytest
 from commprof.errors import TraceError
 from commprof.launch.observers import make_samplers, observed, sampled
 from commprof.recorder.options import Options
+from commprof.sampling.calls import WINDOW
 from commprof.sampling.dump import keep_dump, take_dump
 from commprof.sampling.dump_text import dump_text
 from commprof.sampling.live import fingerprint, latest, latest_files, read_live, read_tail
@@ -83,6 +84,17 @@ def test_a_rank_as_its_files_tell(tmp_path):
     assert (last.issue_ns, last.return_ns, last.wait_end_ns, last.step) == (9010, 9020, 9090, 1)
     assert calls.groups["0"].ranks == (0, 1)
     assert not calls.inside() and calls.last_done() == last
+
+
+def test_calls_that_raised_before_the_last_records_take_no_numbers(tmp_path):
+    stem = write_rank(tmp_path, records=WINDOW + 20, ended=False, raised=(3, 7, WINDOW + 15))
+    calls = read_live(RankFile(0, 0, 4_000_000, 1), stem).calls
+    assert len(calls) == WINDOW
+    assert [call.pg_seq for call in calls[-6:]] == [WINDOW + n for n in (12,)] + [
+        -1 - (WINDOW + 13),
+        *(WINDOW + n for n in (13, 14, 15, 16)),
+    ]
+    assert calls[-5].raised and calls[0].pg_seq == 20 - 2
 
 
 def test_of_several_processes_of_a_rank_the_last_attempt_counts(tmp_path):

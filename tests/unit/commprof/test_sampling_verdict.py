@@ -34,7 +34,10 @@ class Rank:
             self.time += 1_000_000_000
             p2p = op in ("send", "recv")
             seq = self.seqs.setdefault((pg, p2p), 0)
-            self.seqs[pg, p2p] += 1
+            if stage == "raised":
+                seq = -1 - seq
+            else:
+                self.seqs[pg, p2p] += 1
             call = What(op, pg, p2p, size, what.get("dtype", "float32"), what.get("reduce_op"), what.get("peer", -1),
                         what.get("device", "cpu"), what.get("is_async", False))  # fmt: skip
             done, inside = stage == "done", stage == "inside"
@@ -399,6 +402,17 @@ def test_of_a_job_that_has_ended_the_killed_rank_is_named_with_the_exit_code():
         "collective"
     )
     assert not verdict.hangs and verdict.notes == ()
+
+
+def test_a_rank_whose_call_raised_is_missing_in_what_the_others_wait_for():
+    ranks = [Rank(n, 2).issue(numbers=3) for n in range(2)]
+    ranks[0].issue(stage="inside")
+    ranks[1].issue(stage="raised")
+    assert look(*ranks).sentence == (
+        "rank 0 waits in all_reduce #3 of group default_pg (4.00 KiB float32, issued at train.py:8 step, 96.0 s ago); "
+        "rank 1 has not issued it: its last collective is all_reduce (raised) of group default_pg at train.py:8 step, "
+        "96.0 s ago"
+    )
 
 
 def test_a_killed_rank_that_left_no_file_is_named_too():

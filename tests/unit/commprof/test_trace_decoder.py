@@ -66,6 +66,14 @@ def test_a_whole_rank_reads_back(tmp_path):
     assert trace.entry["ended"] and trace.entry["records"] == 12 and trace.entry["torn"] == 0
 
 
+def test_a_call_that_raised_takes_no_number_though_the_next_was_recorded_before_it_raised(tmp_path):
+    trace = read_rank(write_rank(tmp_path, records=8, raised=(2, 5)))
+    rows = trace.collectives().to_pylist()
+    assert [row["pg_seq"] for row in rows] == [0, 1, -3, 2, 3, -5, 4, 5]
+    assert [row["status"] for row in rows] == ["ok", "ok", "raised", "ok", "ok", "raised", "ok", "ok"]
+    assert trace.entry["raised"] == 2
+
+
 def test_every_table_has_the_columns_of_the_schema(tmp_path):
     from commprof.schema import TABLES
 
