@@ -60,6 +60,7 @@ from commprof.analysis.record import record as record_of
 from commprof.analysis.records import Filter
 from commprof.analysis.records import Page as RecordsPage
 from commprof.analysis.settings import ABSENT
+from commprof.analysis.steady import Step
 from commprof.analysis.straggling import MOST_LATE, Straggling
 from commprof.analysis.timeline import MOST_BARS, MOST_LANES, Timeline
 from commprof.analysis.units import format_bytes, format_ns
@@ -694,10 +695,12 @@ def rank_bytes(runs: Sequence[AnyRun]) -> pd.DataFrame:
     return compare_both(runs).ranks
 
 
-def _ledger(run: Run) -> tuple[Verdict, steps.StepTotals, dict[str, float]]:
+def _ledger(run: Run) -> tuple[Verdict, steps.StepTotals, dict[str, float], list[Step]]:
     operations, world_size = sums.operations(run, sums.HELD_COLUMNS), run.manifest.world_size
-    totals = steps.step_totals(run.table("steps"), operations, sums.step_times(run), world_size)
-    return verification.verify(run), totals, levels_module.job_shares(operations, world_size)
+    times = sums.step_times(run)
+    totals = steps.step_totals(run.table("steps"), operations, times, world_size)
+    shares = levels_module.job_shares(operations, world_size)
+    return verification.verify(run), totals, shares, steps.whole_steps(times)
 
 
 def reduction_levels(runs: Sequence[AnyRun]) -> pd.DataFrame:

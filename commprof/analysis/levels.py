@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from commprof.analysis.frames import from_rows
 from commprof.analysis.setting_answers import REDUCTION_LEVELS
-from commprof.analysis.steady import EXECUTED
+from commprof.analysis.steady import EXECUTED, Step, steady
 from commprof.analysis.steps import StepTotals
 from commprof.exit_codes import State
 from commprof.ledger.levels import STEPS, LedgerRow, Verdict
@@ -26,13 +26,15 @@ NOT_EXECUTED: Final = "what the backend ran is not known"
 class Ledger(NamedTuple):
     """The ledger of one run.
 
-    ``totals``: what its steps sent, as comparisons have it; ``shares``: what :func:`job_shares` says.
+    ``totals``: what its steps sent, as comparisons have it; ``shares``: what :func:`job_shares` says; ``whole``: attempt and
+    step of the steps that ended.
     """
 
     label: str
     verdict: Verdict
     totals: StepTotals
     shares: Mapping[str, float]
+    whole: Sequence[Step]
 
 
 def job_shares(operations: pa.Table, world_size: int | None) -> dict[str, float]:
@@ -80,7 +82,6 @@ def reduction_levels(ledgers: Sequence[Ledger]) -> pd.DataFrame:
 
 
 def _of_setting(repeats: Sequence[Ledger]) -> list[dict[str, Any]]:
-    shares = {op: share for ledger in repeats for op, share in ledger.shares.items()}
     verdicts = [ledger.verdict for ledger in repeats]
     gradients = [
         row
@@ -88,13 +89,10 @@ def _of_setting(repeats: Sequence[Ledger]) -> list[dict[str, Any]]:
         for row in verdict.rows
         if row.when == STEPS and row.purpose == Purpose.GRADIENT_REDUCE
     ]
-    steps = sum(
-        max((row.steps for row in verdict.rows if row.when == STEPS), default=0) for verdict in verdicts
-    )
     issued = _issued([ledger.totals for ledger in repeats])
     reason = next((verdict.request_reason for verdict in verdicts if verdict.request_reason), None)
     return [
-        *_requested(gradients, issued, steps, shares, reason or NOT_REQUESTED),
+        *_requested(repeats, reason or NOT_REQUESTED),
         *(issued or [{"level": "issued", "reason": NOTHING_ISSUED}]),
         *_executed(gradients, issued),
         _moved(verdicts),
@@ -149,34 +147,29 @@ def _executed(gradients: Sequence[LedgerRow], issued: Sequence[Mapping[str, Any]
     return rows or [{"level": "executed", "reason": NOT_EXECUTED}]
 
 
-def _requested(
-    gradients: Sequence[LedgerRow],
-    issued: Sequence[Mapping[str, Any]],
-    steps: int,
-    shares: Mapping[str, float],
-    reason: str,
-) -> list[dict[str, Any]]:
-    """What the config asks for in a step.
-
-    The ledger adds up all steps. Where it says that just this was issued, a step of it is a step of what was issued:
-    without one-offs and without the first step. Else it is the mean over all steps.
-    """
+def _requested(repeats: Sequence[Ledger], reason: str) -> list[dict[str, Any]]:
+    """What is asked for in a step: of the steps that what is issued is of, and by the same rule."""
+    steps = sum(len(ledger.whole) for ledger in repeats)
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for row in gradients:
-        if row.requested_op is None or row.requested_wire_bytes is None or not steps:
-            continue
-        mine = [each for each in gradients if each.issued_op == row.issued_op]
-        whole = sum(each.issued_payload_bytes for each in mine)
-        usual = sum(each["payload_bytes_per_step"] for each in issued if each["op"] == row.issued_op)
-        agree = all(each.issued_payload_bytes == each.expected_payload_bytes for each in mine)
-        factor = usual / whole if agree and whole and usual else 1 / steps
-        total = sums[row.requested_op]
-        total[0] += (row.expected_payload_bytes or 0) * factor
-        total[1] += row.requested_wire_bytes * factor * shares.get(row.issued_op or "", 1.0)
+    for ledger in repeats:
+        rows = [
+            {**each._asdict(), "attempt": attempt, "step": step, "collectives": each.count}
+            for each in ledger.verdict.asked
+            for attempt, step in each.steps
+        ]
+        for row in steady(rows, ("requested_op", "op", "group_size"), ledger.whole).per_step:
+            total = sums[row["requested_op"]]
+            total[0] += row["payload_bytes"] * len(ledger.whole)
+            total[1] += row["wire_bytes"] * ledger.shares.get(row["op"], 1.0) * len(ledger.whole)
     if not sums:
         return [{"level": "requested", "reason": reason}]
     return [
-        {"level": "requested", "op": op, "payload_bytes_per_step": payload, "wire_bytes_per_step": wire}
+        {
+            "level": "requested",
+            "op": op,
+            "payload_bytes_per_step": payload / steps,
+            "wire_bytes_per_step": wire / steps,
+        }
         for op, (payload, wire) in sums.items()
     ]
 

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from commprof.analysis.answers import STEP_TIMES, STEP_TOTALS
 from commprof.analysis.engine import ask
 from commprof.analysis.frames import from_arrow, from_rows
-from commprof.analysis.steady import COUNTED, EXECUTED, Steady, steady
+from commprof.analysis.steady import COUNTED, EXECUTED, Steady, Step, steady
 
 COLUMNS: Final = ("attempt", "step", "op")  # of the operations that step_times asks for
 
@@ -72,6 +72,12 @@ _WEIGHTS: Final = pa.schema(
 )
 
 
+def whole_steps(times: pd.DataFrame) -> list[Step]:
+    """Attempt and number of the training steps that ended."""
+    ended = times.loc[times["duration_ns"].notna(), ["attempt", "step"]]
+    return [(int(attempt), int(step)) for attempt, step in ended.itertuples(index=False)]
+
+
 def step_totals(
     steps: pa.Table, operations: pa.Table, times: pd.DataFrame, world_size: int | None
 ) -> StepTotals:
@@ -86,8 +92,7 @@ def step_totals(
     rows = ask(
         "step_totals", {"steps": steps, "operations": operations}, world_size=str(int(ranks))
     ).to_pylist()
-    ended = times.loc[times["duration_ns"].notna(), ["attempt", "step"]]
-    whole = [(int(attempt), int(step)) for attempt, step in ended.itertuples(index=False)]
+    whole = whole_steps(times)
     judged = steady(rows, _KEY, whole, ("groups", EXECUTED))
     found = [
         {**row, "groups": ceil(row["groups"])}

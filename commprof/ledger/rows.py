@@ -8,10 +8,10 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from commprof.ledger import attribution, backends
-from commprof.ledger.attribution import Finding, Findings
+from commprof.ledger.attribution import Class, Finding, Findings
 from commprof.ledger.issue import Message, StepKey, step_list, step_text
-from commprof.ledger.levels import INIT, STEPS, LedgerRow, Unexplained
-from commprof.schema import Op, parse_ranks, wire_bytes
+from commprof.ledger.levels import INIT, STEPS, Asked, LedgerRow, Unexplained
+from commprof.schema import Op, Purpose, parse_ranks, wire_bytes
 
 
 class _OfGroup(NamedTuple):
@@ -25,7 +25,8 @@ def ledger_rows(findings: Findings) -> tuple[LedgerRow, ...]:
     """One row for each purpose, operation and operation asked for, before the first step and in all steps together.
 
     What one group was asked for may not be what another was: copies of a weight in two stages of a pipeline are all_reduced
-    whatever the config wants of the other gradients. What evaluations sent has rows of its own.
+    whatever the config wants of the other gradients. Nor may it be what it was in other steps, under another engine. What
+    evaluations sent has rows of its own.
     """
     merged: dict[tuple[str, str | None, str, str], list[_OfGroup]] = defaultdict(list)
     numbers: dict[str, int] = Counter()
@@ -36,9 +37,10 @@ def ledger_rows(findings: Findings) -> tuple[LedgerRow, ...]:
             merged[when, kind.purpose, kind.op, kind.group_ranks].append(_OfGroup(kind.group_ranks, finding))
     by_class: dict[tuple[str, str | None, str], dict[str | None, list[_OfGroup]]] = defaultdict(dict)
     for (when, purpose, op, _), found in merged.items():
-        wants = (each.finding.want for each in found)
-        asked = next((want.requested_op for want in wants if want is not None), None)
-        by_class[when, purpose, op].setdefault(asked, []).extend(found)
+        asked = [None if each.finding.want is None else each.finding.want.requested_op for each in found]
+        first = next((each for each in asked if each is not None), None)
+        for each, of_finding in zip(found, asked, strict=True):
+            by_class[when, purpose, op].setdefault(of_finding or first, []).append(each)
     rows: list[LedgerRow] = []
     for (when, purpose, op), by_asked in by_class.items():
         steps = numbers[STEPS] if when == STEPS else 0
@@ -47,6 +49,25 @@ def ledger_rows(findings: Findings) -> tuple[LedgerRow, ...]:
             evaluated = [_of_evaluation(each) for each in found if each.finding.evaluated]
             rows += [_row(when, purpose, op, steps, some) for some in (trained, evaluated) if some]
     return tuple(sorted(rows, key=lambda row: (row.when, row.purpose or "~", row.issued_op or "")))
+
+
+def asked_of_steps(findings: Findings) -> tuple[Asked, ...]:
+    """What each training step was asked for to reduce gradients; equal ones once, with their steps."""
+    steps: dict[Asked, list[tuple[int, int]]] = defaultdict(list)
+    known: dict[tuple[Class, int], Asked] = {}  # steps share findings that are equal
+    for key, step in findings.items():
+        for kind, finding in step.items():
+            want = finding.want
+            if key.step < 0 or kind.purpose != Purpose.GRADIENT_REDUCE or want is None:
+                continue
+            asked = known.get((kind, id(finding)))
+            if asked is None:
+                wire = _asked_wire(kind.op, [_OfGroup(kind.group_ranks, finding)], finding.messages)
+                size = _size(kind.group_ranks)
+                asked = Asked(want.requested_op, kind.op, size, want.count, want.payload_bytes, wire, ())
+                known[kind, id(finding)] = asked
+            steps[asked].append((key.attempt, key.step))
+    return tuple(asked._replace(steps=tuple(found)) for asked, found in steps.items())
 
 
 def _of_evaluation(group: _OfGroup) -> _OfGroup:

@@ -117,8 +117,10 @@ def before_steps(parts: Iterable[pa.Table]) -> Iterator[pa.Table]:
         yield part
 
 
-def demands_in_turn(run: RecordedRun, turns: Sequence[Turn], steps: Issued) -> tuple[Request, Demands]:
-    """What each engine of ``run`` asked for, as one request and the demands of all steps.
+def demands_in_turn(
+    run: RecordedRun, turns: Sequence[Turn], steps: Issued
+) -> tuple[Request, Demands, list[Request]]:
+    """What each engine of ``run`` asked for, as one request, the demands of all steps, and as the request of each.
 
     Args:
         run: of a single attempt.
@@ -132,7 +134,7 @@ def demands_in_turn(run: RecordedRun, turns: Sequence[Turn], steps: Issued) -> t
     if not all(each["same_model"] for each in run.manifest.engines):
         told.reason = OTHER_MODELS
     if told.reason is not None:
-        return told, ({}, frozenset(), [])
+        return told, ({}, frozenset(), []), []
     wanted: dict[StepKey, dict[Class, Want]] = {}
     partial: set[StepKey] = set()
     before: set[StepKey] = set()
@@ -160,8 +162,8 @@ def demands_in_turn(run: RecordedRun, turns: Sequence[Turn], steps: Issued) -> t
             f"Of the engine that begins at step {turn.first}, counted from there: {text}" for text in remarks
         ]
     if told.reason is not None:
-        return told, ({}, frozenset(), [])
+        return told, ({}, frozenset(), []), []
     for key in before:
         wanted[key], notes = wanted_before(requests, key, steps.get(key, {}))
         said += [f"{note[0].upper()}{note[1:]}." for note in notes]
-    return told, (wanted, frozenset(partial), said)
+    return told, (wanted, frozenset(partial), said), requests

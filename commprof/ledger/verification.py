@@ -11,7 +11,7 @@ from commprof.ledger import attribution, movement, sentences
 from commprof.ledger.attribution import Findings
 from commprof.ledger.demand import COMPLETE, RUNNING, demands
 from commprof.ledger.executed import Executed, executed
-from commprof.ledger.issue import COLUMNS, Issued, issued
+from commprof.ledger.issue import COLUMNS, issued
 from commprof.ledger.levels import LedgerRow, Moved, Unexplained, Verdict
 from commprof.ledger.messages import COLUMNS as OF_MESSAGES
 from commprof.ledger.messages import Ends
@@ -19,13 +19,13 @@ from commprof.ledger.rank_orders import COLUMNS as OF_ORDERS
 from commprof.ledger.rank_orders import RankOrders
 from commprof.ledger.readings import StepReadings
 from commprof.ledger.request import RecordedRun, Request, last_attempt, request_of
-from commprof.ledger.rows import Labelled, doubtful, ledger_rows, remarks, unexplained
+from commprof.ledger.rows import Labelled, asked_of_steps, doubtful, ledger_rows, remarks, unexplained
 from commprof.ledger.sendings import COLUMNS as OF_SENDINGS
 from commprof.ledger.sendings import Sendings, sendings
 from commprof.ledger.summed import backends_of, sums_of, with_sums
 from commprof.ledger.survey import COLUMNS as SURVEYED
 from commprof.ledger.survey import Survey
-from commprof.ledger.turns import before_steps, demands_in_turn, turns_of
+from commprof.ledger.turns import Turn, before_steps, demands_in_turn, turns_of
 from commprof.trace.config_copy import config_note
 from commprof.trace.coverage import uncovered
 
@@ -50,9 +50,9 @@ def verify(run: RecordedRun) -> Verdict:
     steps = with_sums(issued(records, survey, ran.ops), aggregates, of_group)
     is_told = bool(survey.records or len(aggregates))
     if turns:
-        request, (wanted, partial, said) = demands_in_turn(run, turns, steps)
+        request, (wanted, partial, said), requests = demands_in_turn(run, turns, steps)
     else:
-        request = request_of(run)
+        request, requests = request_of(run), []
         wanted, partial, said = demands(run, request, steps)
     findings = attribution.attribute(
         steps,
@@ -97,7 +97,9 @@ def verify(run: RecordedRun) -> Verdict:
     state = decide([*left, *problems], [*doubts, *no_request], whole=not unrecorded)
     contradiction = "Mismatch" if state == State.MISMATCH else "Cannot tell"
     told = [
-        *_told(request, rows, steps, moved),
+        *(_told_in_turn(requests, turns, findings) if requests else _told(request, rows)),
+        *sentences.execution_sentences(rows),
+        *map(sentences.moved_sentence, moved),
         *sentences.unread_sentences(left_out, moved),
         *([sentences.moved_sentence(together)] if together else []),
         *([f"{edited}."] if edited else []),
@@ -122,6 +124,7 @@ def verify(run: RecordedRun) -> Verdict:
         unsure=tuple(unsure),
         request_reason=request.reason,
         moved_together=together,
+        asked=asked_of_steps(findings),
     )
 
 
@@ -182,7 +185,17 @@ def _moved_otherwise(moved: Sequence[Moved]) -> list[str]:
     return found
 
 
-def _told(request: Request, rows: Sequence[LedgerRow], steps: Issued, moved: Sequence[Moved]) -> list[str]:
+def _told_in_turn(requests: Sequence[Request], turns: Sequence[Turn], findings: Findings) -> list[str]:
+    """What each engine asked for, each sentence once, with the step from which it holds where that is not the first."""
+    told: dict[str, str] = {}
+    for request, turn in zip(requests, turns, strict=True):
+        rows = ledger_rows({key: found for key, found in findings.items() if turn.covers(key)})
+        for text in _told(request, rows):
+            told.setdefault(text, f"From step {turn.first} on: {text}" if turn.first else text)
+    return list(told.values())
+
+
+def _told(request: Request, rows: Sequence[LedgerRow]) -> list[str]:
     told = []
     if request.reason is not None:
         told.append(f"What was asked for is not known: {request.reason.rstrip('.')}.")
@@ -193,8 +206,6 @@ def _told(request: Request, rows: Sequence[LedgerRow], steps: Issued, moved: Seq
     elif request.wrapped is not None:
         sentence = sentences.wrapper_sentence(request.wrapped.names, rows)
         told += [sentence] if sentence else []
-    told += sentences.execution_sentences(rows)
-    told += [sentences.moved_sentence(row) for row in moved]
     return told
 
 

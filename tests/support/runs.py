@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from commprof import schema
+from commprof.trace.health import Health
 
 ARROW_TYPES = {
     "int8": pa.int8(),
@@ -94,6 +95,7 @@ class SyntheticRun:
         self._next_pg_seq: dict[tuple[Any, ...], int] = {}
         self._clock = 1_000_000
         self._issued: dict[tuple[int, int], int] = {}  # by attempt and step
+        self.engines: list[dict[str, Any]] = []  # in turn: see commprof.trace.engines
         self.hosts: dict[int, str] = {}  # of ranks, where they are not all on one
 
     def pid(self, rank: int, attempt: int = 0) -> int:
@@ -354,7 +356,7 @@ class SyntheticRun:
         ranks = self.manifest()["ranks"]
         missing = tuple(rank for rank in range(self.world_size) if rank not in self.recorded_ranks)
         statuses = [row["status"] for row in self.rows["collectives"]]
-        health = SimpleNamespace(
+        health = Health(
             records=len(statuses),
             lost=self.lost,
             unseen=self.unseen,
@@ -366,10 +368,8 @@ class SyntheticRun:
             missing_ranks=missing,
             state=self.state,
             notes=(f"rank {missing[0]} left no records",) if missing else (),
-            summed=0,
-            outside=0,
         )
-        manifest = SimpleNamespace(**{**self.manifest(), "ranks": ranks, "engines": []})
+        manifest = SimpleNamespace(**{**self.manifest(), "ranks": ranks, "engines": self.engines})
         return SimpleNamespace(
             path=path,
             manifest=manifest,

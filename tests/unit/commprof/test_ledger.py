@@ -16,12 +16,12 @@ GRADIENT_BYTES = 4000
 DEEPSPEED_DEFAULT = {"zero_optimization": {"stage": 2}}
 
 
-def init(run: SyntheticRun) -> None:
+def init(run: SyntheticRun, step: int = -1) -> None:
     for numel in SIZES.values():
         run.add_collective(
             "broadcast",
             payload_bytes=4 * numel,
-            step=-1,
+            step=step,
             phase="init",
             purpose="parameter_broadcast",
             peer=0,
@@ -235,6 +235,45 @@ def test_the_engines_config_stands_in_for_a_script_without_a_file():
     verdict = api.verify(zero2(config=None, effective_config=DEEPSPEED_DEFAULT).open())
     assert verdict.state == "closed"
     assert "the engine's own config" in verdict.sources["requested"]
+
+
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_what_is_requested_in_a_step_is_of_the_steps_that_what_is_issued_is_of(is_missing):
+    """Of seven steps the first warms up: three ask for reduce_scatter and three for all_reduce, whatever a step lacks."""
+    run = zero2(steps=0)
+    other = {"zero_optimization": {"stage": 2, "reduce_scatter": False}}
+    run.engines = [
+        {"after": -1, "config": DEEPSPEED_DEFAULT, "same_model": True},
+        {"after": 3, "config": other, "same_model": True},
+    ]
+    for step in range(7):
+        run.add_step(step)
+        if step == 4:
+            init(run, step)
+        if not (is_missing and step == 6):
+            run.add_collective(
+                "all_reduce", payload_bytes=GRADIENT_BYTES, step=step, purpose="gradient_reduce",
+                intended_op="reduce_scatter" if step < 4 else None,
+            )  # fmt: skip
+        end_of_step(run, step)
+    verdict = api.verify(run.open())
+    assert verdict.state == ("mismatch" if is_missing else "closed"), verdict.unexplained
+    asked = {row.requested_op: row for row in verdict.rows if row.purpose == "gradient_reduce"}
+    assert {op: row.expected_count for op, row in asked.items()} == {"reduce_scatter": 4, "all_reduce": 3}
+    assert asked["all_reduce"].issued_count == 3 - is_missing
+    assert sentence(verdict, "asked for a reduce_scatter").startswith(
+        "reduce_scatter, true by default, asked"
+    )
+    assert sentence(verdict, "asked for an all_reduce").startswith(
+        "From step 4 on: reduce_scatter: false asked for an all_reduce, and an all_reduce was issued: 1.50 of"
+    )
+    levels = api.reduction_levels([run.open()])
+    requested = levels[levels["level"] == "requested"].set_index("op")
+    assert requested["payload_bytes_per_step"].to_dict() == {"reduce_scatter": 2000.0, "all_reduce": 2000.0}
+    # On 4 ranks a reduce_scatter sends 3/4 of its payload, an all_reduce twice as much.
+    assert requested["wire_bytes_per_step"].to_dict() == {"reduce_scatter": 1500.0, "all_reduce": 3000.0}
+    issued = levels[(levels["level"] == "issued") & (levels["intended_op"] == "reduce_scatter")]
+    assert issued["payload_bytes_per_step"].tolist() == [2000.0]
 
 
 def test_a_script_that_changes_the_stage_is_found_out():
