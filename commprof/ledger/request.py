@@ -33,6 +33,10 @@ from commprof.requested.zero import STEADY
 NO_CONFIG: Final = "no config was recorded"
 NOT_ZERO: Final = "the config is not one of DeepSpeed's: it has neither zero_optimization nor a batch size"
 NO_PARAMETERS: Final = "the run published no parameters, so nothing can be computed from their sizes"
+SHARED_STEPS: Final = (
+    "the program trains several engines whose steps have the same numbers, as those of a GAN have, and nothing tells which "
+    "engine issued what"
+)
 # Without zero_optimization such a config is stage 0.
 HOST: Final = "host"  # what zero_runtime calls a group of the ranks of one host
 AXIS: Final = re.compile(r"axis \d+ of (?P<sizes>\d+(x\d+)*)")  # and one of those along an axis of a grid
@@ -235,6 +239,8 @@ class Request:
 def request_of(run: RecordedRun) -> Request:
     """What ``run``'s config asks for."""
     manifest = run.manifest
+    if any(each.get("share_steps") for each in manifest.engines):
+        return Request(reason=SHARED_STEPS)
     if manifest.effective_config is None and run.table("wrappers").num_rows:
         return _request_of_wrappers(run)
     config, source, reason = _chosen_config(manifest.config, manifest.effective_config)

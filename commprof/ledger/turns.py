@@ -91,9 +91,9 @@ class Turn:
 
 
 def turns_of(run: RecordedRun) -> list[Turn]:
-    """The parts of ``run`` in which its engines trained, in order; none where a single one did."""
+    """The parts of ``run`` in which its engines trained, in order; none where a single one did, or several together."""
     told = run.manifest.engines
-    if not told or len({entry["attempt"] for entry in run.manifest.ranks}) > 1:
+    if not told or told[0].get("share_steps") or len({entry["attempt"] for entry in run.manifest.ranks}) > 1:
         return []
     ends = [*(each["after"] for each in told[1:]), _END]
     return [Turn(run, each["after"], end, each["config"]) for each, end in zip(told, ends, strict=True)]

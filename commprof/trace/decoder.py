@@ -13,7 +13,7 @@ import pyarrow as pa
 from commprof.errors import TraceError
 from commprof.trace.aggregates import recorded_part, sums_of
 from commprof.trace.columns import CollectiveColumns, encoded_schema
-from commprof.trace.engines import engines_in_turn
+from commprof.trace.engines import engines_of
 from commprof.trace.events import Events, read_events
 from commprof.trace.layout import EVENTS_SUFFIX, RECORDS_SUFFIX, RankFile, parse_stem
 from commprof.trace.records import Records, Tally, Window
@@ -35,7 +35,7 @@ class RankTrace:
         begin: what its events file says about the process.
         config: the config that the program published.
         outside: after which steps it evaluated or saved: the phase.
-        engines: what it published of several engines in turn; see :mod:`commprof.trace.engines`.
+        engines: what it published of several engines; see :mod:`commprof.trace.engines`.
     """
 
     identity: RankFile
@@ -104,7 +104,7 @@ def read_rank(stem: Path, elsewhere: Mapping[int, str] | None = None) -> RankTra
     config = events.last("config")
     begin = events.last("begin") or {}
     return RankTrace(
-        identity, tables, entry, begin, config, engines_in_turn(events), step_table.outside, records, columns
+        identity, tables, entry, begin, config, engines_of(events), step_table.outside, records, columns
     )
 
 

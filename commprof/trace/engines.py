@@ -1,4 +1,4 @@
-"""Engines that a program has made one after the other, each when the one before it had trained. Pure."""
+"""Engines that a program has made, to train one after the other or together. Pure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from commprof.trace.events import Events
 _OF_PARAMETER: Final = ("name", "numel", "stages", "param_group", "requires_grad")
 
 
-def engines_in_turn(events: Events) -> list[dict[str, Any]]:
-    """What one rank published of engines in turn: the config of each, and after which step it was made.
+def engines_of(events: Events) -> list[dict[str, Any]]:
+    """What one rank published of several engines: the config of each, and after which step it was made.
 
     Each has ``after`` (a step; -1 for the first), ``config``, and ``same_model``: whether it has the parameters of those
-    before it. Of several that were made after the same step the last one trains; those of models like its own stand
-    before it. Empty where there is a single one.
+    before it; where steps of several have one number also ``share_steps``. Of several that were made after the same step
+    the last one trains, where they share no steps; those of models like its own stand before it. Empty where there is a
+    single one.
     """
     configs: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for row in events.rows["config"]:
@@ -27,16 +28,25 @@ def engines_in_turn(events: Events) -> list[dict[str, Any]]:
         step = row.get("step")
         told = tuple(str(row.get(name)) for name in _OF_PARAMETER)  # anything, where the trace is damaged
         published[max(step, -1) if isinstance(step, int) else -1][told] += 1
+    share_steps = _share_steps(events.rows["step"])
     engines = [
         {
             "after": step,
             "config": row["config"],
             "same_model": not published[step] or published[step].keys() == published[min(configs)].keys(),
+            **({"share_steps": True} if share_steps else {}),
         }
         for step in sorted(configs)
-        for row in _alike(configs[step], published[step])
+        for row in (configs[step] if share_steps else _alike(configs[step], published[step]))
     ]
     return engines if len(engines) > 1 else []
+
+
+def _share_steps(rows: list[dict[str, Any]]) -> bool:
+    """Whether steps of several engines have one number: engines say when a step ends, and each says it once of a number."""
+    told = [row.get("step") for row in rows if row.get("ended") is True and row.get("is_told") is True]
+    numbers = [step for step in told if isinstance(step, int)]
+    return len(set(numbers)) < len(numbers)
 
 
 def _alike(made: list[dict[str, Any]], published: Counter[tuple[str, ...]]) -> list[dict[str, Any]]:

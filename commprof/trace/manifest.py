@@ -225,6 +225,7 @@ def _is_engine(entry: Any) -> bool:
         and -1 <= entry["after"] < _LARGEST
         and isinstance(entry.get("config"), dict)
         and isinstance(entry.get("same_model"), bool)
+        and isinstance(entry.get("share_steps", False), bool)
     )
 
 

@@ -137,6 +137,53 @@ def test_engines_that_only_validate_are_explained(tmp_path, with_training_before
     assert str(verify(Changed(run, with_another_broadcast)).state) == "mismatch"
 
 
+def adversaries(rank, world, widths, passes, late):
+    """A GAN: two engines of ``widths`` that train within one step, the second of them ``passes`` times."""
+
+    def make(width):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, width), nn.Tanh(), nn.Linear(width, WIDTH))
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "AdamW"},
+            "zero_optimization": {"stage": 1},
+        }
+        return zero_runtime.initialize(model=model, config=config)[0]
+
+    def train(engine):
+        engine.backward(engine(torch.ones(2, WIDTH)).square().mean())
+        engine.step()
+
+    generator = make(widths[0])
+    if late:
+        train(generator)
+    discriminator = make(widths[1])
+    for _ in range(3):
+        train(generator)
+        for _ in range(passes):
+            train(discriminator)
+
+
+@pytest.mark.parametrize(
+    ("widths", "passes", "late"),
+    [
+        ((WIDTH, WIDTH), 1, False),
+        ((WIDTH, 3), 1, False),
+        ((WIDTH, WIDTH), 2, False),
+        ((WIDTH, WIDTH), 1, True),
+    ],
+)
+def test_engines_that_train_together_are_not_told_apart(tmp_path, widths, passes, late):
+    run, _ = record(tmp_path / "run", 2, adversaries, widths, passes, late)
+    verdict = verify(run)
+    assert (str(verdict.state), verdict.exit_code, verdict.unexplained) == ("unknown", 3, ()), verdict
+    assert "several engines whose steps have the same numbers, as those of a GAN" in verdict.request_reason
+    assert not any("after the one before it had trained" in said for said in verdict.sentences)
+    levels = api.reduction_levels([run]).set_index("level")
+    assert levels.loc["requested", "reason"] == verdict.request_reason
+    assert levels.loc[["issued"], "op"].tolist() == ["all_reduce"]
+
+
 def destroyed(rank, world):
     """As many steps as the model has parameters, each of which destroy() gathers."""
     engine, *_ = zero_runtime.initialize(

@@ -12,7 +12,7 @@ from commprof.errors import SchemaError, TraceError
 from commprof.schema import COLLECTIVES, RECORD
 from commprof.trace.decoder import read_rank
 from commprof.trace.events import parse_events
-from commprof.trace.writer import PAGE
+from commprof.trace.writer import PAGE, encode_row
 from support.rank_files import write_rank
 
 
@@ -72,6 +72,20 @@ def test_a_call_that_raised_takes_no_number_though_the_next_was_recorded_before_
     assert [row["pg_seq"] for row in rows] == [0, 1, -3, 2, 3, -5, 4, 5]
     assert [row["status"] for row in rows] == ["ok", "ok", "raised", "ok", "ok", "raised", "ok", "ok"]
     assert trace.entry["raised"] == 2
+
+
+@pytest.mark.parametrize(("steps", "is_shared"), [((0, 0, 1, 1), True), ((0, 1, 2, 3), False)])
+def test_engines_of_one_step_number_share_steps(tmp_path, steps, is_shared):
+    """As the adapter of DeepSpeed writes it: only the first engine says that a step begins, each says that it ended."""
+    stem = write_rank(tmp_path, records=0, ended=False)
+    rows = [("config", {"config": {"zero_optimization": {"stage": 1}}, "step": -1})] * 2
+    for step in steps:
+        rows.append(("step", {"step": step, "ended": True, "is_told": True, "time_ns": 10}))
+        rows.append(("step", {"step": step, "ended": True, "is_told": False, "time_ns": 11}))  # is concluded
+    with stem.with_name(f"{stem.name}.events").open("ab") as events:
+        events.writelines(encode_row(*row) for row in rows)
+    engines = read_rank(stem).engines
+    assert [each.get("share_steps") for each in engines] == ([True, True] if is_shared else [])
 
 
 def test_every_table_has_the_columns_of_the_schema(tmp_path):
