@@ -565,7 +565,7 @@ NCCL_TUNING: Final = Table(
 
 NCCL_ALGORITHMS: Final = Table(
     "nccl_algorithms",
-    "One row per record of an imported run whose algorithm the NCCL Inspector states (version 4.2 of its format and newer).",
+    "One row per record whose algorithm a log of the NCCL Inspector states (version 4.2 of its format and newer).",
     (
         Column("rank", "int32", "global rank"),
         Column("attempt", "int32", "restart of the job"),

@@ -1,7 +1,7 @@
 """Which algorithm and protocol NCCL chose for the collectives of a run, where a log that is aligned with it says so.
 
 Two sources: the lines of an NCCL log in which it prints its choices, through the alignment of that log with the records, and
-the NCCL Inspector, whose entries are the records of an imported run.
+the NCCL Inspector, whose log was imported, or aligned with the run.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ _TIMES: Final = ["device_begin_ns", "device_end_ns"]
 
 def algorithms(run: Run) -> pd.DataFrame:
     """One row per operation, group, payload and choice: see :func:`commprof.analysis.api.algorithms`."""
-    choices = pd.concat([_frame(run.table("nccl_algorithms")), _printed(run)], ignore_index=True)
+    inspected, printed = _frame(run.table("nccl_algorithms")), _printed(run)
+    known = pd.MultiIndex.from_frame(inspected[_RECORD])
+    printed = printed[~pd.MultiIndex.from_frame(printed[_RECORD]).isin(known)]  # each record counts once
+    choices = pd.concat([inspected, printed], ignore_index=True)
     if not len(choices):
         return from_rows([], ALGORITHMS.columns)
     columns = list(dict.fromkeys([*_RECORD, *_COLLECTIVE, *_KIND[:5], *_TIMES]))
-    known = pa.table({"seq": pa.array(choices["seq"].unique(), pa.int64())})["seq"]
-    parts = (part.filter(pc.is_in(part["seq"], known)) for part in run.parts("collectives", columns))
+    wanted = pa.table({"seq": pa.array(choices["seq"].unique(), pa.int64())})["seq"]
+    parts = (part.filter(pc.is_in(part["seq"], wanted)) for part in run.parts("collectives", columns))
     records = _frame(pa.concat_tables([_plain(part) for part in parts]))
     found = records.merge(choices[[*_RECORD, *_CHOICE]], on=_RECORD)
     rows = [

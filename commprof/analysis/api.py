@@ -480,7 +480,7 @@ def untagged(run: AnyRun) -> pd.DataFrame:
 def algorithms(run: AnyRun) -> pd.DataFrame:
     """Algorithm and protocol that NCCL chose, one row per operation, group, payload and choice, the most payload first.
 
-    From an aligned NCCL log with TUNING, or of an imported run from the NCCL Inspector; without rows where neither says it.
+    From an aligned NCCL log with TUNING, or a log of the NCCL Inspector; without rows where neither says it.
     """
     return algorithms_module.algorithms(_opened(run))
 

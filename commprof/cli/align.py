@@ -10,6 +10,7 @@ import typer
 from commprof.cli import rendering
 from commprof.cli.console import say
 from commprof.cli.extras import needed
+from commprof.cli.inspected import align_inspector
 from commprof.cli.nccl import read_logs
 from commprof.cli.rendering import Heading, Rows
 from commprof.cli.runs import RunArgument, opened
@@ -18,9 +19,12 @@ from commprof.exit_codes import ExitCode
 from commprof.trace.liveness import recording_process, refuse_live
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from commprof.align.bounds import Bounds
     from commprof.align.divergence import Divergence
     from commprof.align.matching import MatchReport
+    from commprof.imports.inspector_log import InspectorLog
     from commprof.nccl.parser import ParsedLogs
     from commprof.trace.reader import Run
 
@@ -28,7 +32,7 @@ OwnLogsArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[LOG]...",
-        help="Log files, directories of them, or -; without any, the logs that the run holds in nccl/.",
+        help="Logs of NCCL or its Inspector, directories of them, or -; without any, those that the run holds in nccl/.",
         show_default=False,
     ),
 ]
@@ -58,11 +62,15 @@ def align(
     """Match each record of a run with its NCCL log line: matched, missing, extra, ambiguous or torn.
 
     The tables of the log, matches and comm_matches are kept in the run, unless nothing matches. Without LOG, a run
-    that holds an alignment shows it.
+    that holds an alignment shows it. Of logs of the NCCL Inspector, collectives are matched by their number, and the
+    algorithms of the records are kept.
     """
     found = opened(run)
     if force:
         refuse_live(found.path, "no alignment is kept in it")
+    inspected = _inspector_logs(logs) if logs else None
+    if inspected is not None:
+        return align_inspector(found, inspected, force=force, as_json=as_json)
     is_aligned = bool(found.table("matches").num_rows)
     if is_aligned and logs and not force:
         raise UsageError(
@@ -84,6 +92,12 @@ def align(
     else:
         say(f"nothing matches: no alignment is kept in {found.path}; --force keeps it all the same")
     return 0
+
+
+def _inspector_logs(logs: list[str]) -> list[tuple[Path, InspectorLog]] | None:
+    with needed("analysis", "to align a run"):
+        from commprof.imports.formats import inspector_logs
+    return inspector_logs(logs)
 
 
 def _show_stored(run: Run, *, as_json: bool) -> int:

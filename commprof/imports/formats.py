@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from commprof.errors import LogError, UsageError
 from commprof.imports import comms_logger, flight_recorder, inspector, kineto
-from commprof.imports.inspector_log import parse_log
+from commprof.imports.inspector_log import InspectorLog, parse_log
 from commprof.imports.recording import Imported
 from commprof.imports.run_writer import write_run
 
@@ -74,6 +74,41 @@ def import_files(
     _check_content(imported, files)
     write_run(out, imported, files, force)
     return imported
+
+
+def inspector_logs(names: Sequence[str]) -> list[tuple[Path, InspectorLog]] | None:
+    """The logs of the NCCL Inspector in files (and directories) of these names; None where the first is no such log.
+
+    Raises:
+        LogError: some are and others are not.
+    """
+    paths = [Path(name) for name in names]
+    if not all(path.exists() for path in paths):
+        return None
+    found: list[tuple[Path, InspectorLog]] = []
+    for file in _files(paths):
+        log = parse_log(_content(file).decode("utf-8", "replace")) if _may_be_inspector(file) else None
+        if log is None and not found:
+            return None
+        if log is None:
+            raise LogError(
+                f"{found[0][0]} is a log of the NCCL Inspector and {file} is none; align with those of one tool at a time"
+            )
+        found.append((file, log))
+    return found
+
+
+def _may_be_inspector(path: Path) -> bool:
+    """Whether a file begins as the Inspector's do, which are JSON; NCCL's own logs may be very large."""
+    try:
+        with path.open("rb") as stream:
+            begin = stream.read(1 << 16)
+        if begin[:2] == _GZIP:
+            with gzip.open(path) as stream:
+                begin = stream.read(1 << 16)
+    except (OSError, EOFError, zlib.error):
+        return False
+    return begin.lstrip().startswith(b"{") and b'"inspector_output_format_version"' in begin
 
 
 def _check_content(imported: Imported, files: Sequence[Path]) -> None:

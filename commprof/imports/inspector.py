@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 from commprof.errors import LogError
 from commprof.imports.inspector_log import InspectorLog, whole_number
 from commprof.imports.recording import Collective, Imported, ImportedRank
+from commprof.nccl.inspected import InspectedCollective, Member
 from commprof.schema import Op
 
 TOOL: Final = "NCCL Inspector"
@@ -93,6 +94,48 @@ def read_logs(logs: Sequence[tuple[Path, InspectorLog]]) -> Imported:
         *_left_out(logs, incomplete, unknown),
     ]
     return imported
+
+
+def collectives_of(logs: Sequence[tuple[Path, InspectorLog]]) -> list[InspectedCollective]:
+    """The collectives of the logs as NCCL numbers them, those left out that say too little.
+
+    Raises:
+        LogError: a log is of a version that commprof does not know.
+    """
+    for path, log in logs:
+        _check_version(path, log)
+    found = []
+    for path, entry in ((path, entry) for path, log in logs for entry in log.entries):
+        if _kind(entry) != "coll" or _missing_key(entry) is not None:
+            continue
+        header, said, op = entry["header"], entry["coll_perf"], _OPERATIONS.get(_name_of(entry).lower())
+        if op is not None:
+            size, part = int(header["n_ranks"]), int(said["coll_msg_size_bytes"])
+            algorithm, protocol = (_text(said.get(f"coll_{what}")) for what in ("algo", "proto"))
+            member = Member(*_process_of(entry["metadata"], path), str(header["id"]), int(header["rank"]))
+            payload = part * size if op in _PARTS else part
+            channels = _kernels(said)[1] or None
+            number = int(said["coll_sn"])
+            found.append(
+                InspectedCollective(member, size, op, number, part, payload, algorithm, protocol, channels)
+            )
+    return found
+
+
+def dropped_collectives(logs: Sequence[tuple[Path, InspectorLog]]) -> dict[Member, int]:
+    """How many collectives the plugin says that it dropped, by rank of a communicator."""
+    return {
+        Member(
+            origin.host or path.stem, whole_number(origin.pid), origin.comm, whole_number(origin.comm_rank)
+        ): count[0]
+        for path, log in logs
+        for origin, count in log.dropped.items()
+    }
+
+
+def remarks(logs: Sequence[tuple[Path, InspectorLog]]) -> list[str]:
+    """Sentences on what the plugin dropped, and on what of the files could not be read."""
+    return [*_losses(logs), *_left_out(logs, {}, {})]
 
 
 def _check_version(path: Path, log: InspectorLog) -> None:
@@ -267,7 +310,7 @@ def _dropped(logs: Sequence[tuple[Path, InspectorLog]], process: _Process | None
     }
 
 
-def _notes(logs: Sequence[tuple[Path, InspectorLog]], ranks: _Ranks, undated: int) -> Iterator[str]:
+def _losses(logs: Sequence[tuple[Path, InspectorLog]]) -> Iterator[str]:
     dropped = _dropped(logs, None).values()
     collectives, messages = (sum(each[kind] for each in dropped) for kind in (0, 1))
     if collectives or messages:
@@ -276,8 +319,6 @@ def _notes(logs: Sequence[tuple[Path, InspectorLog]], ranks: _Ranks, undated: in
             "messages), so they are not missing from the job: its ring was full; raise NCCL_INSPECTOR_DUMP_COLL_RING_SIZE "
             "and NCCL_INSPECTOR_DUMP_P2P_RING_SIZE, or lower NCCL_INSPECTOR_DUMP_THREAD_INTERVAL_MICROSECONDS"
         )
-    if messages:
-        yield "messages are paired by their order, so behind a dropped one they may be paired wrongly"
     uncounted = any("v4.0" in log.versions for _, log in logs)
     gaps = _gaps(logs) if uncounted else 0
     if gaps:
@@ -291,6 +332,12 @@ def _notes(logs: Sequence[tuple[Path, InspectorLog]], ranks: _Ranks, undated: in
             f"version {', '.join(newer)} of the format is newer than what commprof knows (v4.0 to {_NEWEST}): what it adds "
             "is not read"
         )
+
+
+def _notes(logs: Sequence[tuple[Path, InspectorLog]], ranks: _Ranks, undated: int) -> Iterator[str]:
+    yield from _losses(logs)
+    if any(messages for _, messages in _dropped(logs, None).values()):
+        yield "messages are paired by their order, so behind a dropped one they may be paired wrongly"
     yield (
         "the Inspector leaves out operations below NCCL_INSPECTOR_DUMP_MIN_SIZE_BYTES (8192 by default) and those without a "
         "kernel time; it says neither root nor element type"

@@ -1,0 +1,274 @@
+"""The records of a run beside the logs of NCCL's Inspector, by number instead of by order.
+
+NCCL counts the collectives of a communicator by operation, from its first one on and on all ranks alike, whatever is logged
+of them. So the nth line that the records of a group leave for an operation (:mod:`commprof.align.expectation`) belongs to
+number n of its communicator, and an operation that the plugin dropped shifts nothing. Messages are not compared: the plugin
+counts them by itself, from when it was loaded.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from commprof.align.expectation import PLAIN_DIALECT
+from commprof.align.streams import GroupKey, RecordStream, RunProcess, Vocabulary, record_streams
+from commprof.nccl.inspected import InspectedCollective, Member
+from commprof.schema import Op, Status, parse_ranks
+
+# Below this the plugin leaves operations out, unless NCCL_INSPECTOR_DUMP_MIN_SIZE_BYTES says otherwise.
+USUAL_LEAST_BYTES: Final = 8192
+_MESSAGES: Final = (Op.SEND, Op.RECV)
+_PARTS: Final = (Op.ALL_GATHER, Op.REDUCE_SCATTER)
+STATES: Final = ("matched", "missing", "dropped", "too_small", "extra")
+
+
+@dataclass(slots=True)
+class MemberAlignment:
+    """One rank of one communicator.
+
+    Attributes:
+        member, comm_size: of the log.
+        rank, pg, group_ranks: of the run; None where nothing ties them.
+        reason: why nothing does.
+        matched: collectives of the log with their record.
+        missing: lines that the records leave and the log has not, and that the plugin does not say it dropped.
+        dropped: as many of them as the plugin says it dropped.
+        too_small: lines below the size from which on the plugin logs.
+        extra: collectives of the log without a record.
+    """
+
+    member: Member
+    comm_size: int
+    rank: int | None = None
+    pg: str | None = None
+    group_ranks: str | None = None
+    reason: str | None = None
+    matched: int = 0
+    missing: int = 0
+    dropped: int = 0
+    too_small: int = 0
+    extra: int = 0
+
+
+@dataclass(slots=True)
+class InspectedAlignment:
+    """The result: one entry per rank of a communicator, and rows of the table ``nccl_algorithms``."""
+
+    members: list[MemberAlignment]
+    algorithms: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def total(self, state: str) -> int:
+        """How many are of ``state``, one of :data:`STATES`."""
+        return sum(getattr(each, state) for each in self.members)
+
+
+class _Line(NamedTuple):
+    """What a record leaves in the log: payload in bytes, and the row of the record."""
+
+    payload_bytes: int
+    record: int
+
+
+_Lines = Mapping[str, Sequence[_Line]]
+
+
+def align_inspected(
+    collectives: pa.Table,
+    ranks: Iterable[Mapping[str, Any]],
+    operations: Iterable[InspectedCollective],
+    dropped: Mapping[Member, int],
+) -> InspectedAlignment:
+    """Tie communicators to groups, and collectives of the logs to records.
+
+    Args:
+        collectives: the table of the run.
+        ranks: the entries of its manifest: rank, attempt, pid, host.
+        operations: of all logs.
+        dropped: collectives that the plugin says it dropped, by rank of a communicator.
+    """
+    vocabulary = Vocabulary()
+    streams = record_streams(collectives, vocabulary)
+    processes = _processes(ranks)
+    logged: dict[Member, list[InspectedCollective]] = defaultdict(list)
+    for each in operations:
+        logged[each.member].append(each)
+    least = min([USUAL_LEAST_BYTES, *(each.part_bytes for its in logged.values() for each in its)])
+    owners = {member: _owner(member, processes) for member in logged}
+    members: dict[str, dict[int, int]] = defaultdict(dict)
+    for member, owner in owners.items():
+        if owner is not None:
+            members[member.comm][member.comm_rank] = owner.rank
+    unnumbered = set(_unnumbered(collectives))
+    result = InspectedAlignment([])
+    for member, its in sorted(logged.items()):
+        one = MemberAlignment(member, its[0].comm_size)
+        result.members.append(one)
+        owner = owners[member]
+        one.rank = None if owner is None else owner.rank
+        found = _choose(one, owner, its, streams, vocabulary, members[member.comm])
+        if found is not None and unnumbered & set(found.records.tolist()):
+            one.reason = "the group has collectives that raised or were captured in a CUDA graph, whose number is not known"
+            found = None
+        if found is None:
+            one.extra = len(its)
+            continue
+        one.pg, one.group_ranks = found.group.pg, found.group.group_ranks
+        lines = _lines_of(found, vocabulary)
+        _count(one, its, lines, dropped.get(member, 0), least)
+        result.algorithms += _choices(collectives, its, lines)
+    result.notes = list(_notes(result, owners, processes, streams))
+    return result
+
+
+def _processes(ranks: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], RunProcess]:
+    """The processes of the run by host and id."""
+    return {
+        (str(each.get("host") or ""), each["pid"]): RunProcess(each["rank"], each["attempt"], each["pid"])
+        for each in ranks
+        if {"rank", "attempt", "pid"} <= set(each)
+    }
+
+
+def _owner(member: Member, processes: Mapping[tuple[str, int], RunProcess]) -> RunProcess | None:
+    """The process of the run that wrote the log: by host and id, or by an id that only one process has."""
+    exact = processes.get((member.host, member.pid))
+    if exact is not None:
+        return exact
+    alike = [process for (host, pid), process in processes.items() if pid == member.pid and not host]
+    return alike[0] if len(alike) == 1 else None
+
+
+def _choose(
+    one: MemberAlignment,
+    owner: RunProcess | None,
+    its: Sequence[InspectedCollective],
+    streams: Mapping[tuple[RunProcess, GroupKey], RecordStream],
+    vocabulary: Vocabulary,
+    members: Mapping[int, int],
+) -> RecordStream | None:
+    """The group that the communicator serves; None with the reason where no group, or more than one, can be it."""
+    if owner is None:
+        one.reason = "no process of the run has this host and process id"
+        return None
+    candidates = [
+        stream
+        for (process, _), stream in streams.items()
+        if process == owner
+        and (stream.group_size, stream.group_rank) == (one.comm_size, one.member.comm_rank)
+        and _holds(stream.group.group_ranks, members)
+    ]
+    if not candidates:
+        one.reason = "the rank is in no group of this size and with these members"
+        return None
+    fitting = [
+        stream for stream in candidates if _first_difference(its, _lines_of(stream, vocabulary)) is None
+    ]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        names = ", ".join(stream.group.pg for stream in fitting)
+        one.reason = f"the groups {names} did the same, so which of them it serves cannot be told"
+    else:
+        difference = _first_difference(its, _lines_of(candidates[0], vocabulary))
+        one.reason = f"its operations are not those of group {candidates[0].group.pg}: {difference}"
+    return None
+
+
+def _holds(group_ranks: str, members: Mapping[int, int]) -> bool:
+    """Whether the group has these ranks at these places."""
+    ranks = parse_ranks(group_ranks)
+    return all(place < len(ranks) and ranks[place] == rank for place, rank in members.items())
+
+
+def _lines_of(stream: RecordStream, vocabulary: Vocabulary) -> _Lines:
+    """What the records of a group leave, by operation and in the order in which NCCL numbers them."""
+    expected = stream.expect(vocabulary, PLAIN_DIALECT)
+    lines: dict[str, list[_Line]] = defaultdict(list)
+    for code, record in zip(expected.codes.tolist(), expected.records.tolist(), strict=True):
+        line = vocabulary.lines[code]
+        if line.op not in _MESSAGES:
+            lines[line.op].append(_Line(line.message_bytes, record))
+    return lines
+
+
+def _first_difference(its: Sequence[InspectedCollective], lines: _Lines) -> str | None:
+    """Where the log contradicts the records; None where it does not."""
+    for each in sorted(its, key=lambda one: (one.number, one.op)):
+        of_op = lines.get(each.op, ())
+        if each.number >= len(of_op):
+            return f"{each.op} number {each.number} of {each.payload_bytes:,} bytes has no record of the {len(of_op)}"
+        if of_op[each.number].payload_bytes != each.payload_bytes:
+            return (
+                f"{each.op} number {each.number} has {each.payload_bytes:,} bytes, the record "
+                f"{of_op[each.number].payload_bytes:,}"
+            )
+    return None
+
+
+def _count(
+    one: MemberAlignment, its: Sequence[InspectedCollective], lines: _Lines, dropped: int, least: int
+) -> None:
+    seen = {(each.op, each.number) for each in its}
+    one.matched = len(seen)
+    for op, of_op in lines.items():
+        for number, line in enumerate(of_op):
+            if (op, number) not in seen:
+                part = line.payload_bytes // one.comm_size if op in _PARTS else line.payload_bytes
+                one.too_small += part < least
+                one.missing += part >= least
+    one.dropped = min(dropped, one.missing)
+    one.missing -= one.dropped
+
+
+def _choices(
+    collectives: pa.Table, its: Iterable[InspectedCollective], lines: _Lines
+) -> list[dict[str, Any]]:
+    """Rows of ``nccl_algorithms``; a record whose parts ran by different algorithms has none."""
+    chosen: dict[int, set[tuple[str, str | None, int | None]]] = defaultdict(set)
+    for each in its:
+        if each.algorithm is not None:
+            choice = each.algorithm, each.protocol, each.channels
+            chosen[lines[each.op][each.number].record].add(choice)
+    single = {record: next(iter(choices)) for record, choices in chosen.items() if len(choices) == 1}
+    keys = (
+        collectives.select(["rank", "attempt", "pid", "seq"]).take(pa.array(single, pa.int64())).to_pylist()
+    )
+    names = ("algorithm", "protocol", "channels")
+    return [
+        key | dict(zip(names, choice, strict=True)) for key, choice in zip(keys, single.values(), strict=True)
+    ]
+
+
+def _unnumbered(collectives: pa.Table) -> list[int]:
+    """Rows of collectives of which it is not known whether NCCL counted them, and how often."""
+    raised = pc.equal(collectives["status"], Status.RAISED)
+    places: list[int] = pc.indices_nonzero(pc.or_(collectives["captured"], raised)).to_pylist()
+    return places
+
+
+def _notes(
+    result: InspectedAlignment,
+    owners: Mapping[Member, RunProcess | None],
+    processes: Mapping[tuple[str, int], RunProcess],
+    streams: Iterable[tuple[RunProcess, GroupKey]],
+) -> Iterable[str]:
+    heard = {owner for owner in owners.values() if owner is not None}
+    silent = sorted({process.rank for process in processes.values()} - {process.rank for process in heard})
+    if silent:
+        yield f"no log has operations of rank(s) {', '.join(map(str, silent))}"
+    tied = {(owners[each.member], each.pg) for each in result.members if each.pg is not None}
+    alone = sorted(
+        {group.pg for process, group in streams if process in heard and (process, group.pg) not in tied}
+    )
+    if alone and tied:
+        yield (
+            f"group(s) {', '.join(alone)} have no communicator in the logs: they communicated little enough to stay below "
+            "the plugin's least size, or only by messages, or another reason stands beside a communicator"
+        )

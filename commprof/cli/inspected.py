@@ -1,0 +1,138 @@
+"""The part of ``commprof align`` for logs of the NCCL Inspector."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from commprof.cli import rendering
+from commprof.cli.console import say
+from commprof.cli.rendering import Heading, Rows
+from commprof.errors import LogError, TraceError, UsageError
+from commprof.trace.liveness import recording_process
+
+if TYPE_CHECKING:
+    from commprof.align.inspected import InspectedAlignment
+    from commprof.imports.inspector_log import InspectorLog
+    from commprof.trace.reader import Run
+
+_TITLES: Final = {
+    "matched": "matched",
+    "missing": "missing",
+    "dropped": "dropped",
+    "too_small": "too small",
+    "extra": "extra",
+}
+_LEGEND: Final = (
+    "matched: a collective of the log with its record. missing: a record whose collective is not in the log. dropped: as "
+    "many of these as the inspector says it dropped. too small: below its least size. extra: a collective of the log "
+    "without a record. Messages are not compared."
+)
+
+
+def align_inspector(
+    run: Run, logs: Sequence[tuple[Path, InspectorLog]], *, force: bool, as_json: bool
+) -> int:
+    """Match the collectives of the logs with the records of the run, show it, and keep the algorithms.
+
+    Raises:
+        UsageError: the run has algorithms already (``force`` replaces them).
+        LogError: the logs have no collective, or the run has records of only some of its collectives.
+    """
+    from commprof.align.inspected import align_inspected
+    from commprof.imports.inspector import collectives_of, dropped_collectives, remarks
+
+    if run.table("nccl_algorithms").num_rows and not force:
+        raise UsageError(
+            f"{run.path} holds the algorithms of an earlier log already; give --force to replace them"
+        )
+    _check_whole(run)
+    operations, notes = collectives_of(logs), remarks(logs)
+    if not operations:
+        said = f" ({'; '.join(notes)})" if notes else ""
+        raise LogError(
+            f"{logs[0][0]} has no collective that can be matched{said}; record again while the program communicates"
+        )
+    found = align_inspected(
+        run.table("collectives"), run.manifest.ranks, operations, dropped_collectives(logs)
+    )
+    found.notes = [*notes, *found.notes]
+    if as_json:
+        rendering.show_json(_facts(found))
+    else:
+        rendering.show(*_parts(found))
+    _keep(run, found)
+    return 0
+
+
+def _keep(run: Run, found: InspectedAlignment) -> None:
+    """Write the algorithms into the run, where it has ended."""
+    from commprof.trace.tables import table_from_rows, write_table
+
+    who = recording_process(run.path)
+    if not found.algorithms:
+        say(
+            f"no algorithm of these logs is kept in {run.path}: nothing matches, or they name none (version 4.2 does)"
+        )
+    elif who is not None:
+        say(f"{run.path} is being recorded by {who}: no algorithm is kept in it yet")
+    else:
+        try:
+            write_table(run.path, "nccl_algorithms", table_from_rows("nccl_algorithms", found.algorithms))
+        except TraceError as error:
+            say(f"the algorithms could not be kept in the run: {error}")
+            return
+        say(f"{run.path}  kept nccl_algorithms  next: commprof report {run.path}")
+
+
+def _check_whole(run: Run) -> None:
+    """Refuse a run in which the nth record of an operation need not be its nth collective."""
+    health = run.health
+    for count, what in (
+        (health.lost, "were lost while recording"),
+        (health.unseen, "were issued unseen"),
+        (health.summed, "were kept as sums only"),
+        (health.outside, "were issued outside of the recorded steps"),
+        (health.torn, "have torn records"),
+    ):
+        if count:
+            raise LogError(
+                f"{count:,} collectives of {run.path} {what}, so its records cannot be matched by number with a log of the "
+                "NCCL Inspector; record the whole run"
+            )
+
+
+def _facts(found: InspectedAlignment) -> dict[str, Any]:
+    members = [
+        each.member._asdict()
+        | {
+            name: getattr(each, name)
+            for name in ("comm_size", "rank", "pg", "group_ranks", "reason", *_TITLES)
+        }
+        for each in found.members
+    ]
+    return {
+        **{state: found.total(state) for state in _TITLES},
+        "communicators": members,
+        "notes": found.notes,
+    }
+
+
+def _parts(found: InspectedAlignment) -> list[Rows | str]:
+    headings = (
+        Heading("communicator"),
+        Heading("rank", number=True),
+        Heading("group"),
+        *(Heading(title, number=True) for title in _TITLES.values()),
+    )
+    cells: list[tuple[str, ...]] = []
+    for each in found.members:
+        group = rendering.text(each.pg) + (f" ({each.group_ranks})" if each.group_ranks else "")
+        counts = (rendering.count(getattr(each, state)) for state in _TITLES)
+        cells.append((each.member.comm, rendering.text(each.rank), group, *counts))
+        if each.reason:
+            cells.append((f"  {each.reason}", *[""] * (len(headings) - 1)))
+    total = ", ".join(f"{title} {found.total(state):,}" for state, title in _TITLES.items())
+    notes = [rendering.paragraph(note) for note in found.notes]
+    return [Rows(headings, cells), total, rendering.paragraph(_LEGEND), *notes]
