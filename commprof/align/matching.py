@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from commprof.align.bounds import Bounds, bounds_of
+from commprof.align.collectives import has_raised
 from commprof.align.communicators import comm_matches
 from commprof.align.divergence import Divergence
 from commprof.align.groups import GroupAlignment
@@ -95,6 +97,9 @@ def align(
         generated: the log says of itself that it was generated.
     """
     collectives = run.table("collectives")
+    collectives = collectives.filter(
+        pc.invert(has_raised(collectives))
+    )  # NCCL checks a call before it prints it
     vocabulary = Vocabulary()
     streams = record_streams(collectives, vocabulary)
     lines = line_streams(ops, vocabulary, communicators)

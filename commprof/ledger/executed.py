@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from commprof.align.collectives import has_raised
 from commprof.errors import CommprofError
 from commprof.ledger import backends
 from commprof.ledger.issue import Executed as Ops
@@ -23,7 +24,7 @@ _MOST_NAMED: Final = 4
 _PROBED_BYTES: Final = 1024  # any: the model is proportional to it
 _P2P: Final = frozenset({Op.SEND, Op.RECV})
 _LISTING: Final = ("rank", "attempt", "pid", "pg")  # whose collectives a Flight Recorder lists by themselves
-_LISTED: Final = (*_LISTING, "seq", "op", "backend", "backend_method", "group_size")
+_LISTED: Final = (*_LISTING, "seq", "pg_seq", "op", "backend", "backend_method", "group_size")
 
 
 class Executed(NamedTuple):
@@ -217,11 +218,14 @@ def _beside_flight(run: RecordedRun) -> tuple[int, int, tuple[str, ...]]:
 def _newest(
     run: RecordedRun, most: Mapping[tuple[Any, ...], int]
 ) -> dict[tuple[Any, ...], list[Mapping[str, Any]]]:
-    """The last records of collectives on gloo, in order of issue: as many as ``most`` says of each rank and group."""
+    """The last records of collectives on gloo, in order of issue: as many as ``most`` says of each rank and group.
+
+    gloo does not list what it refused.
+    """
     held: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
     for part in run.parts("collectives", _LISTED):
         on_gloo = where(part, ["op", "backend"], lambda op, name: op not in _P2P and name == backends.GLOO)
-        rows = part.filter(pa.array(on_gloo))
+        rows = part.filter(pc.and_(pa.array(on_gloo), pc.invert(has_raised(part))))
         seq, _ = numbers_of(rows, "seq")
         for key, places in combinations(rows, _LISTING):
             if key in most:

@@ -86,6 +86,8 @@ def test_after_a_call_that_raised_on_one_rank_the_ranks_number_alike(tmp_path, c
         assert set(partners["op"]) <= ({"send", "recv"} if row["is_p2p"] else {row["op"]})
     found = verify(run)
     assert (found.differences, found.disagreements) == ((), ()), found.disagreements
+    assert found.sources["executed"].endswith("torch's Flight Recorder agrees on 8 of 8"), found.sentences
+    assert str(found.state) == "unknown"  # no config says what was requested
     assert take_dump(tmp_path / "run").situation.differences == []
 
 

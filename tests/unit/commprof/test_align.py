@@ -94,6 +94,22 @@ def test_what_was_planted_is_found_exactly(tmp_path_factory, seed, calls, drop, 
     assert found == added
 
 
+def test_a_call_that_raised_leaves_no_line(tmp_path):
+    run = SyntheticRun(world_size=2, backend="nccl")
+    for number in range(6):
+        if number == 3:
+            run.add_collective("all_reduce", payload_bytes=64, ranks=(1,), status="raised")
+        run.add_collective("all_reduce", payload_bytes=64)
+    issued = [row for row in run.rows["collectives"] if row["status"] == "ok"]
+    everything, run.rows["collectives"] = run.rows["collectives"], issued
+    planted = planted_nccl.plant(run.table("collectives").to_pylist())
+    run.rows["collectives"] = everything
+    for name, lines in planted.files.items():
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+    report = align(run.open(), parse_logs(tmp_path).ops)
+    assert report.counts == {"matched": 12, "missing": 0, "extra": 0, "ambiguous": 0, "torn": 0}
+
+
 def test_every_communicator_is_tied_to_its_group(tmp_path):
     run = a_run(1, 200)
     _, report = plant_and_align(tmp_path, run)
