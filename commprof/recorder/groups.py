@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import _resolve_process_group
 
+from commprof.recorder.dispatch_hooks import DispatchCount
 from commprof.schema import format_ranks
 
 
@@ -25,6 +26,7 @@ class Group:
         "coalesce_id",
         "collectives",
         "desc",
+        "dispatched",
         "extra",
         "messages",
         "name",
@@ -57,6 +59,7 @@ class Group:
         self.extra = 0  # what the backend counts beyond one for each call; see commprof.recorder.sequence
         self.raised = 0  # calls that raised, of which the backend may have counted some
         self.unseen = 0
+        self.dispatched: DispatchCount | None = None  # by torch's hooks; see SelfCheck.add
 
     def global_rank(self, group_rank: int | None) -> int:
         """The global rank of the group's ``group_rank``; -1 for none or one that the group does not have."""
@@ -86,10 +89,11 @@ class Groups:
     """The process groups that this process has used, found by the address of a live ProcessGroup.
 
     An address is good as a key only while its object lives, so a weak reference takes the entry out when it dies.
+    ``on_new`` gets the ProcessGroup as well, None where there is none.
     ``on_forget`` is told, so that whoever keys by the same address can do the same.
     """
 
-    def __init__(self, on_new: Callable[[Group], None], on_forget: Callable[[int], None]) -> None:
+    def __init__(self, on_new: Callable[[Group, Any], None], on_forget: Callable[[int], None]) -> None:
         self.known: dict[int, Group] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
         self._by_name: dict[str, Group] = {}
@@ -113,7 +117,7 @@ class Groups:
             group = self._read(pg, name)
             self._by_name[name] = group
             self._all.append(group)
-            self._on_new(group)
+            self._on_new(group, pg)
         self._references[address] = weakref.ref(pg, lambda _: self._forget(address))
         self.known[address] = group
         return group
@@ -130,7 +134,7 @@ class Groups:
     def add(self, group: Group) -> None:
         """Take up a group that is none of torch.distributed's."""
         self._all.append(group)
-        self._on_new(group)
+        self._on_new(group, None)
 
     def _forget(self, address: int) -> None:
         self.known.pop(address, None)

@@ -52,7 +52,7 @@ class Interception:
     def __init__(
         self,
         journal: Journal,
-        open_group: Callable[[Group], None],
+        open_group: Callable[[Group, Any], None],
         complete: bool = False,
         is_trial: bool = False,
     ) -> None:
@@ -255,7 +255,7 @@ class Interception:
         return end_coalescing
 
 
-def _nobody(group: Group) -> None:
+def _nobody(group: Group, pg: Any) -> None:
     return None
 
 

@@ -145,6 +145,8 @@ class Session:
         self.frameworks.remove()
         self.lifecycle.remove()
         self.interception.remove()
+        if self.selfcheck is not None:
+            self.selfcheck.stop()
 
     def _close(self) -> None:
         with self._lock:
@@ -260,11 +262,13 @@ class Session:
 
     # What the interception and the lifecycle tell.
 
-    def _on_group(self, group: Group) -> None:
+    def _on_group(self, group: Group, pg: Any) -> None:
         """A process group is seen for the first time: open the files if this is the first, and write it down."""
         with self._lock:
             if self.opened is None and self._refused is None:
                 self._open()
+        if self.selfcheck is not None and pg is not None:
+            self.selfcheck.add(group, pg)
         self.journal.write("group", group.row())
         if not group.ranks:
             self.journal.note(
@@ -288,6 +292,8 @@ class Session:
     def _before_destroy(self, name: str | None, has_peers: bool) -> None:
         """A group is about to go, or all of them. Of one among thousands only what is its own is looked at."""
         self._check(only=name)
+        if self.selfcheck is not None:
+            self.selfcheck.stop(name)
         self.window.count()
         if name is None:
             self.clock_offsets.part(measure=has_peers)

@@ -143,7 +143,7 @@ def test_replays_end_at_the_largest_number_that_fits():
 
 
 def make(journal, complete):
-    return Interception(journal, lambda group: None, complete, is_trial=True)
+    return Interception(journal, lambda group, pg: None, complete, is_trial=True)
 
 
 def test_every_layer_of_this_torch_records_a_call_of_our_own_once(monkeypatch):
@@ -157,7 +157,7 @@ def test_every_layer_of_this_torch_records_a_call_of_our_own_once(monkeypatch):
 def test_a_layer_that_does_not_record_makes_way_for_complete_mode_and_is_named(monkeypatch):
     monkeypatch.setattr(trial, "_OUTCOME", [{"functional": 0}])
     journal = Journal()
-    interception = Interception(journal, lambda group: None)
+    interception = Interception(journal, lambda group, pg: None)
     interception.install()
     try:
         assert interception.is_complete
@@ -177,7 +177,7 @@ def test_a_torch_that_nobody_has_tested_is_recorded_and_named(monkeypatch, versi
     monkeypatch.setattr(trial, "_OUTCOME", [])
     monkeypatch.setattr(torch, "__version__", version)
     journal = Journal()
-    interception = Interception(journal, lambda group: None)
+    interception = Interception(journal, lambda group, pg: None)
     interception.install()
     interception.remove()
     assert len(journal._notes) == said
@@ -195,7 +195,7 @@ def test_a_newer_torch_without_a_group_to_try_the_layers_on_is_named(monkeypatch
     monkeypatch.setattr(trial, "_make_group", none)
     monkeypatch.setattr(torch, "__version__", "2.16.0")
     journal = Journal()
-    interception = Interception(journal, lambda group: None)
+    interception = Interception(journal, lambda group, pg: None)
     interception.install()
     interception.remove()
     assert journal._notes[1:] == ["the layers could not be tried: AttributeError: no FakeProcessGroup"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from commprof.recorder import selfcheck
@@ -64,3 +66,88 @@ def test_a_gap_is_found_after_a_call_that_raised(checked):
     pg.number += 1  # of which there is no record
     check.run()
     assert group.unseen == 1
+
+
+class HookedProcessGroup(FakeProcessGroup):
+    """As of torch 2.14, with a backend that does not number what it issues."""
+
+    def __init__(self):
+        super().__init__()
+        self.hooks = {}
+
+    def _get_sequence_number_for_group(self):
+        raise RuntimeError("this backend does not count")
+
+    def register_pre_hook(self, number, hook):
+        self.hooks[number] = hook
+
+    def unregister_pre_hook(self, number):
+        self.hooks.pop(number, None)
+
+    def dispatch(self, name):
+        for hook in self.hooks.values():
+            hook(SimpleNamespace(name=SimpleNamespace(name=name)))
+
+
+@pytest.fixture
+def hooked(monkeypatch):
+    """As :func:`checked`, of a group whose backend is not known."""
+    group, pg = Group("0", None, [0, 1], 0, {"cpu": "mine"}), HookedProcessGroup()
+    monkeypatch.setattr(selfcheck, "live_groups", lambda: [pg])
+    check = SelfCheck(FakeJournal(), FakeGroups(group), lambda group: None)
+    check.add(group, pg)
+    return group, pg, check
+
+
+def test_hooks_of_the_dispatcher_tell_a_gap_of_a_backend_that_does_not_count(hooked):
+    group, pg, check = hooked
+    for name in ("ALLREDUCE", "SEND"):
+        next(group.collectives if name == "ALLREDUCE" else group.messages)
+        pg.dispatch(name)
+    pg.dispatch("SPLIT")  # makes a group, and moves nothing
+    check.run()
+    assert group.unseen == 0
+    pg.dispatch("BROADCAST")
+    check.run()
+    check.run()
+    assert group.unseen == 1
+
+
+def test_what_is_not_recorded_on_purpose_is_no_gap_of_the_hooks(hooked):
+    group, pg, check = hooked
+    pg.dispatch("ALLREDUCE")
+    check.skip()
+    next(group.collectives)
+    pg.dispatch("ALLREDUCE")
+    check.run()
+    assert group.unseen == 0
+
+
+@pytest.mark.parametrize("is_dispatched", [True, False])
+def test_a_call_that_raised_is_no_gap_of_the_hooks(hooked, is_dispatched):
+    group, pg, check = hooked
+    for _ in range(3):
+        next(group.collectives)
+        if is_dispatched:
+            pg.dispatch("ALLREDUCE")
+        count_raised(group)
+        check.run()
+    pg.dispatch("ALLREDUCE")
+    check.run()
+    assert group.unseen == 1
+
+
+def test_hooks_are_taken_out_where_the_group_or_recording_ends(hooked):
+    _, pg, check = hooked
+    assert len(pg.hooks) == 1
+    check.stop("another group")
+    assert len(pg.hooks) == 1
+    check.stop("0")
+    assert not pg.hooks
+
+
+def test_a_group_whose_number_can_be_compared_gets_no_hook(monkeypatch):
+    group, pg = Group("0", None, [0, 1], 0, {"cpu": "gloo"}), HookedProcessGroup()
+    monkeypatch.setattr(selfcheck, "live_groups", lambda: [pg])
+    SelfCheck(FakeJournal(), FakeGroups(group), lambda group: None).add(group, pg)
+    assert not pg.hooks and group.dispatched is None

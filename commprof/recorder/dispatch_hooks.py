@@ -1,0 +1,59 @@
+"""How many calls torch's own dispatcher saw of a group: its pre-hooks, of torch 2.14 and newer.
+
+They fire for each call of a ProcessGroup, whoever makes it: DDP's reducer, functional and compiled collectives too. They
+do not for calls of a backend by itself, and not for ``monitored_barrier``. See docs/decisions/0005-dispatch-hooks.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Final
+
+from commprof.trace.segments import count_of
+
+_HOOK: Final = 0x636F_6D6D  # torch keeps hooks by a number that whoever registers one chooses
+_NO_COLLECTIVES: Final = frozenset({"SPLIT", "NEW_WINDOW", "UNKNOWN"})  # of torch's HookOpName
+
+
+class DispatchCount:
+    """Counts what one group dispatches. Holds no tensor and no group."""
+
+    __slots__ = ("_calls",)
+
+    def __init__(self) -> None:
+        self._calls = itertools.count()
+
+    def __call__(self, event: Any) -> None:
+        """torch is about to dispatch a call. What is raised here would be raised into the training."""
+        try:
+            if event.name.name not in _NO_COLLECTIVES:
+                next(self._calls)
+        except Exception:
+            next(self._calls)
+
+    @property
+    def calls(self) -> int:
+        """How many there have been."""
+        return count_of(self._calls)
+
+
+def watch(pg: Any) -> DispatchCount | None:
+    """Count what ``pg`` dispatches from here on; None where this torch has no such hooks.
+
+    torch does not guard its table of hooks, so this is for a group that nobody is calling.
+    """
+    try:
+        unwatch(pg)
+        count = DispatchCount()
+        pg.register_pre_hook(_HOOK, count)
+    except Exception:
+        return None
+    return count
+
+
+def unwatch(pg: Any) -> None:
+    """Count no longer. A group may live until the interpreter has ended, and then cannot let go of a function of Python."""
+    try:
+        pg.unregister_pre_hook(_HOOK)
+    except Exception:
+        return
