@@ -182,6 +182,11 @@ class ShardedOptimizer(WrappedOptimizer):
     single_partition_of_fp32_groups = fp32_partitioned_groups_flat  # its name at stages 1 and 2
 
     @property
+    def fp16_groups(self) -> list[list[torch.nn.Parameter]]:
+        """The parameters of each group, at stage 3 of each sub-group, by DeepSpeed's name there, whatever their dtype."""
+        return [list(each.parameters) for each in self._groups]
+
+    @property
     def averaged_gradients(self) -> dict[int, list[torch.Tensor]]:
         """This rank's parts of the reduced gradients, for each of its pieces, by DeepSpeed's name at stages 1 and 2."""
         parts: dict[int, list[torch.Tensor]] = {number: [] for number in range(len(self._reduced.pieces))}

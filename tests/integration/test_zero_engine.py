@@ -17,6 +17,7 @@ from support.ranks import run_ranks
 from support.recorded_models import make_batch, make_model
 from zero_runtime import ConfigError, UnsupportedError, UsageError
 from zero_runtime.optimizer import WrappedOptimizer
+from zero_runtime.tensor_access import safe_get_local_grad
 
 pytestmark = pytest.mark.ranks
 
@@ -353,6 +354,33 @@ def which_optimizer(rank, world):
 def test_the_optimizer_of_stage_0_is_known_as_the_one_that_was_given():
     expected = [(True, True, True), (False, False, False), (False, False, False)]
     assert run_ranks(2, which_optimizer) == [expected] * 2
+
+
+def groups_by_name(rank, world):
+    """What DeepSpeed's optimizers call the groups of parameters and this rank's reduced gradients."""
+    for stage in (1, 2, 3):
+        zero = {"stage": stage, "sub_group_size": 5000, "stage3_param_persistence_threshold": 0}
+        engine, optimizer, _, _ = zero_runtime.initialize(model=make_model("mlp"), config=changed(zero=zero))
+        engine.backward(engine(*make_batch("mlp", 0, 0, rank)))
+        trained = list(engine.module.parameters())
+        listed = [parameter for group in optimizer.fp16_groups for parameter in group]
+        assert len(listed) == len(trained) and set(listed) == set(trained)
+        assert len(optimizer.fp16_groups) == len(optimizer.fp32_partitioned_groups_flat)
+        assert (len(optimizer.fp16_groups) > 1) is (stage == 3)
+        parts = [each for group in optimizer.averaged_gradients.values() for each in group]
+        local = [safe_get_local_grad(parameter) for parameter in listed]
+        assert torch.equal(torch.cat(parts), torch.cat([each for each in local if each is not None]))
+        flat = optimizer.grad_partitions_flat_buffer
+        assert flat.numel() >= sum(each.numel() for each in parts) and flat.abs().sum() > 0
+        assert flat.double().sum().item() == pytest.approx(sum(each.double().sum().item() for each in parts))
+        engine.step()
+        steps = {int(optimizer.state[flat]["step"]) for flat in optimizer.fp32_partitioned_groups_flat}
+        assert steps == {engine.global_steps} == {1}
+        engine.destroy()
+
+
+def test_groups_and_gradients_have_deepspeeds_names():
+    run_ranks(2, groups_by_name)
 
 
 def dtypes_by_name(rank, world):
