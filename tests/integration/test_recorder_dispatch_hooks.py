@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 
 from commprof.recorder import selfcheck
+from commprof.recorder.dispatch_hooks import DispatchCount
 from commprof.trace.reader import open_run
 from support import programs
 from support.programs import PROGRAMS
@@ -96,6 +98,15 @@ def test_calls_that_raise_are_no_gap_whether_they_were_dispatched_or_not(tmp_pat
 
     run, _ = record(tmp_path / "run", 2, body)
     assert run.health.raised == 12 and run.health.unseen == 0
+
+
+def test_what_makes_a_group_or_a_window_is_no_collective():
+    from torch._C._distributed_c10d import HookOpName
+
+    count = DispatchCount()
+    for name in (HookOpName.SPLIT, HookOpName.NEW_WINDOW, HookOpName.ALLREDUCE, HookOpName.SEND):
+        count.hook(SimpleNamespace(name=name))
+    assert count.calls == 2
 
 
 PROGRAM = """

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from commprof.recorder import selfcheck
+from commprof.recorder import dispatch_hooks, selfcheck
 from commprof.recorder.groups import Group
 from commprof.recorder.selfcheck import SelfCheck
 from commprof.recorder.sequence import count_raised
@@ -86,7 +86,7 @@ class HookedProcessGroup(FakeProcessGroup):
 
     def dispatch(self, name):
         for hook in self.hooks.values():
-            hook(SimpleNamespace(name=SimpleNamespace(name=name)))
+            hook(SimpleNamespace(name=name))
 
 
 @pytest.fixture
@@ -94,6 +94,7 @@ def hooked(monkeypatch):
     """As :func:`checked`, of a group whose backend is not known."""
     group, pg = Group("0", None, [0, 1], 0, {"cpu": "mine"}), HookedProcessGroup()
     monkeypatch.setattr(selfcheck, "live_groups", lambda: [pg])
+    monkeypatch.setattr(dispatch_hooks, "_NO_COLLECTIVES", frozenset({"SPLIT"}))
     check = SelfCheck(FakeJournal(), FakeGroups(group), lambda group: None)
     check.add(group, pg)
     return group, pg, check
