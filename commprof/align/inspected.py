@@ -3,7 +3,7 @@
 NCCL counts the collectives of a communicator by operation, from its first one on and on all ranks alike, whatever is logged
 of them. So the nth line that the records of a group leave for an operation (:mod:`commprof.align.expectation`) belongs to
 number n of its communicator, and an operation that the plugin dropped shifts nothing. Messages are not compared: the plugin
-counts them by itself, from when it was loaded.
+has its own count of them, from when it was loaded.
 """
 
 from __future__ import annotations

@@ -14,11 +14,12 @@ INTERVAL_SECONDS: Final = 0.5
 class WireSampler:
     """Appends the counters of all interfaces to ``file`` at the start, at intervals and at the end.
 
+    The last reading has what TCP holds back as well: on a slow link bytes leave after their ranks have ended.
     A context manager. Counters that cannot be read, or a file that cannot be written, end the sampling and nothing else.
     """
 
     def __init__(self, file: Path, counters: Any, interval_seconds: float = INTERVAL_SECONDS) -> None:
-        # counters: anything whose read() returns rows of schema.WIRE
+        # counters: anything whose read(queued=...) returns rows of schema.WIRE
         self._path = file
         self._counters = counters
         self._interval_seconds = interval_seconds
@@ -36,16 +37,16 @@ class WireSampler:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
-            self._sample()
+            self._sample(is_last=True)
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval_seconds):
             if not self._sample():
                 return
 
-    def _sample(self) -> bool:
+    def _sample(self, is_last: bool = False) -> bool:
         try:
-            lines = "".join(json.dumps(row) + "\n" for row in self._counters.read())
+            lines = "".join(json.dumps(row) + "\n" for row in self._counters.read(queued=is_last))
             # Whoever finalises the run takes the file away, and its directory.
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a") as file:

@@ -1,7 +1,8 @@
 """How many calls torch's own dispatcher saw of a group: its pre-hooks, of torch 2.14 and newer.
 
 They fire for each call of a ProcessGroup, whoever makes it: DDP's reducer, functional and compiled collectives too. They
-do not for calls of a backend by itself, and not for ``monitored_barrier``. See docs/decisions/0005-dispatch-hooks.md.
+do not for methods called directly on a backend, and not for ``monitored_barrier``. docs/decisions/0005-dispatch-hooks.md
+says why they do not replace the layers.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class SelfCheck:
         """How many calls somebody else has counted, and how many the records account for; None for what is not known."""
         refused = self._refused.get(group.name, 0)
         if group.dispatched is not None:
-            # Calls of a backend by itself are among the records alone.
+            # Methods called directly on a backend are recorded, and call no hook.
             return group.dispatched.calls, count_of(group.collectives) + count_of(group.messages) - refused
         expected = expected_number(group)
         return sequence_number(pg), None if expected is None else expected - refused

@@ -53,7 +53,7 @@ def test_the_hooks_count_of_every_program_what_is_recorded(tmp_path):
     for name, counted in found.items():
         run = open_run(tmp_path / name)
         rows = [row for row in run.table("collectives").to_pylist() if row["rank"] == 0]
-        # The dispatcher sees no call of a backend by itself, and no monitored_barrier.
+        # The dispatcher sees no method called directly on a backend, and no monitored_barrier.
         seen = [row for row in rows if row["layer"] != "backend" and "monitored" not in row["backend_method"]]
         assert (name, counted) == (name, len(seen))
         assert counted > 0 or not seen
