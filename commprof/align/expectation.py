@@ -9,23 +9,26 @@ all_reduce          AllReduce; one for each tensor of a coalesced call
 broadcast, reduce   Broadcast, Reduce with the root
 all_gather          AllGather; for each tensor of a coalesced call; outputs of unequal size: a Broadcast per rank
 reduce_scatter      ReduceScatter; for each tensor of a coalesced call; inputs of unequal size: a Reduce per rank
-all_to_all          a Send and a Recv per rank, itself included, empty ones left out; or a single AlltoAll
+all_to_all          a Send and a Recv per rank, itself included; or a single AlltoAll, where the call has no splits
 gather, scatter     root: a Recv (Send) per other rank; others: one Send (Recv) with the root; or a single line
 send, recv          Send, Recv with the peer
 barrier             AllReduce of one element
 ==================  ==========================================================================================
 
-An all_to_all_single with splits of unequal size leaves Sends and Recvs whose sizes a record does not hold. Nothing is
-guessed about it: its expectation is None.
+Sends and Recvs of an all_to_all have the sizes of the record's splits. torch built for NCCL 2.13 and newer calls NCCL for
+empty ones too, and NCCL prints them; an older torch leaves them out. A call with splits, equal ones too, or with lists
+of tensors is never a single AlltoAll. Where the splits are not known nothing is guessed: the expectation is None.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from commprof.schema import Op, parse_ranks
+from commprof.schema import Op, parse_ranks, parse_splits
+
+_OF_LISTS: Final = "alltoall"  # the method of ProcessGroup that takes a tensor for each rank
 
 
 class Expected(NamedTuple):
@@ -48,6 +51,9 @@ class Call(NamedTuple):
     peer: int
     group_ranks: str
     group_rank: int
+    output_bytes: int = 0
+    input_splits: str | None = None
+    output_splits: str | None = None
     coalesced: bool = False
 
 
@@ -57,10 +63,15 @@ class Dialect(NamedTuple):
     Attributes:
         single_lines: operations among all_to_all, gather, scatter that appear as one line (NCCL 2.28 and newer).
         barrier_bytes: size of the element that a barrier reduces.
+        prints_empty: sends and receives of nothing have lines.
+        divided: payloads of all_to_alls that appear as messages only, although others appear as one line: calls with
+            splits that are equal, which a record does not tell from calls without any.
     """
 
     single_lines: frozenset[str]
     barrier_bytes: int
+    prints_empty: bool = False
+    divided: frozenset[int] = frozenset()
 
 
 PLAIN_DIALECT = Dialect(frozenset(), 4)
@@ -73,12 +84,11 @@ def expected_lines(call: Call, dialect: Dialect) -> tuple[Expected, ...] | None:
     size = call.payload_bytes // call.numel if call.numel else 0
     inputs, outputs = tensor_sizes(call.sizes)
     other = _group_rank(call.peer, call.group_ranks)
-    if call.op in (Op.ALL_TO_ALL, Op.GATHER, Op.SCATTER):
+    if call.op == Op.ALL_TO_ALL:
+        return _all_to_all(call, dialect)
+    if call.op in (Op.GATHER, Op.SCATTER):
         if call.op in dialect.single_lines:
-            root = None if call.op == Op.ALL_TO_ALL else other
-            return (Expected(call.op, call.payload_bytes, root),)
-        if call.op == Op.ALL_TO_ALL:
-            return _all_to_all(call, inputs, outputs, size)
+            return (Expected(call.op, call.payload_bytes, other),)
         return _rooted_messages(call, other)
     if call.op == Op.ALL_REDUCE and len(inputs) > 1:
         return tuple(Expected(call.op, numel * size, None) for numel in inputs)
@@ -131,23 +141,47 @@ def _scatters(call: Call, inputs: Sequence[int], outputs: Sequence[int], size: i
     return (Expected(call.op, call.payload_bytes, None),)
 
 
-def _all_to_all(
-    call: Call, inputs: Sequence[int], outputs: Sequence[int], size: int
-) -> tuple[Expected, ...] | None:
-    nranks = len(parse_ranks(call.group_ranks))
-    if len(inputs) == len(outputs) == nranks and call.backend_method == "alltoall":
-        sent, received = inputs, outputs
-    elif sum(inputs) == sum(outputs) and call.numel % nranks == 0:
-        # Splits are not recorded. Equal ones are the rule; unequal ones show as lines that do not fit.
-        sent = received = [call.numel // nranks] * nranks
-    else:
+def _all_to_all(call: Call, dialect: Dialect) -> tuple[Expected, ...] | None:
+    has_splits = call.input_splits is not None or call.output_splits is not None
+    if (
+        call.op in dialect.single_lines
+        and call.backend_method != _OF_LISTS
+        and not has_splits
+        and call.payload_bytes not in dialect.divided
+    ):
+        return (Expected(call.op, call.payload_bytes, None),)
+    parts = _parts(call, has_splits)
+    if parts is None:
         return None
-    lines = []
-    for rank in range(nranks):
-        for op, numel in ((Op.SEND, sent[rank]), (Op.RECV, received[rank])):
-            if numel:
-                lines.append(Expected(op, numel * size, rank))
-    return tuple(lines)
+    return tuple(
+        Expected(op, size, rank)
+        for rank, sizes in enumerate(zip(*parts, strict=True))
+        for op, size in zip((Op.SEND, Op.RECV), sizes, strict=True)
+        if size or dialect.prints_empty
+    )
+
+
+def _parts(call: Call, has_splits: bool) -> tuple[Sequence[int], Sequence[int]] | None:
+    """Bytes to and from each rank; None where they are not known."""
+    nranks = len(parse_ranks(call.group_ranks))
+    inputs, outputs = tensor_sizes(call.sizes)
+    if not has_splits and call.backend_method == _OF_LISTS and len(inputs) == len(outputs) == nranks:
+        # A trace of schema 1 has no splits; the shapes of lists say the same.
+        elements = call.numel or sum(outputs)
+        size = (call.payload_bytes or call.output_bytes) // elements if elements else 0
+        return [numel * size for numel in inputs], [numel * size for numel in outputs]
+    if not has_splits and sum(inputs) != sum(outputs):
+        return None  # a trace of schema 1, and no equal parts
+    sent = _split(call.input_splits, call.payload_bytes, nranks)
+    received = _split(call.output_splits, call.output_bytes if has_splits else call.payload_bytes, nranks)
+    return None if sent is None or received is None else (sent, received)
+
+
+def _split(text: str | None, size: int, nranks: int) -> Sequence[int] | None:
+    """The parts that ``text`` says, or equal ones of ``size`` bytes in all; None where there are no such."""
+    if text is not None:
+        return parse_splits(text, nranks)
+    return None if size % nranks else (size // nranks,) * nranks
 
 
 def _rooted_messages(call: Call, root: int | None) -> tuple[Expected, ...]:

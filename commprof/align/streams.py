@@ -234,6 +234,7 @@ class LineStream:
     """The calls that the whole lines of one communicator of one process tell, in the order of the log.
 
     ``rows`` are rows of ``nccl_ops``: the COLL line of a pair of twins, else the only line that there is.
+    ``of_process`` are the codes of all lines of the process, each once.
     """
 
     process: LogProcess
@@ -247,6 +248,7 @@ class LineStream:
     first: tuple[str, int]
     rows: Codes
     codes: Codes
+    of_process: Codes
     pg: str | None = None
     pg_description: str | None = None
     family: int | None = None
@@ -255,8 +257,6 @@ class LineStream:
         """How these lines write what ``calls`` may have caused."""
         printed = dict(zip(*np.unique(self.codes, return_counts=True), strict=True))
         lines = {vocabulary.lines[code]: count for code, count in printed.items()}
-        ops = {line.op for line in lines}
-        single = frozenset(ops & {Op.ALL_TO_ALL, Op.GATHER, Op.SCATTER})
         bytewise = sum(
             count for line, count in lines.items() if line.op == Op.ALL_REDUCE and line.message_bytes == 1
         )
@@ -264,7 +264,20 @@ class LineStream:
             vocabulary.calls[call].op == Op.ALL_REDUCE and vocabulary.calls[call].payload_bytes == 1
             for call in calls
         )
-        return Dialect(single, 1 if bytewise > own else 4)
+        # What versions of torch and NCCL decide is equal in all communicators of a process.
+        printed_by_process = [vocabulary.lines[code] for code in self.of_process.tolist()]
+        messages = (Op.SEND, Op.RECV)
+        single = {line.op for line in printed_by_process} & {Op.ALL_TO_ALL, Op.GATHER, Op.SCATTER}
+        # Messages of a rank to itself are parts of an all_to_all.
+        to_itself = {line.message_bytes for line in lines if line.op == Op.SEND and line.other == self.rank}
+        whole = {line.message_bytes for line in lines if line.op == Op.ALL_TO_ALL}
+        divided = {size * (self.nranks or 0) for size in to_itself} - whole
+        return Dialect(
+            frozenset(single),
+            1 if bytewise > own else 4,
+            any(line.op in messages and line.message_bytes == 0 for line in printed_by_process),
+            frozenset(divided) if Op.ALL_TO_ALL in single else frozenset(),
+        )
 
     def only_messages(self, vocabulary: Vocabulary) -> bool:
         """Whether nothing but sends and receives went through it."""
@@ -295,6 +308,10 @@ def line_streams(
         [vocabulary.line(_line(row)) for row in ops.select(_LINE_COLUMNS).take(samples).to_pylist()], np.int64
     )
     keys, _ = distinct_rows(ops, _COMM_COLUMNS)
+    processes, _ = distinct_rows(ops, LogProcess._fields)
+    of_process = {
+        int(processes[rows[0]]): np.unique(numbers[lines[rows]]) for rows in split_by(processes, chosen)
+    }
     streams = []
     wanted = [*_COMM_COLUMNS, *_IDENTITY_COLUMNS, "file", "line"]
     for rows in split_by(keys, chosen):
@@ -314,6 +331,7 @@ def line_streams(
                 (first["file"], first["line"]),
                 rows,
                 numbers[lines[rows]],
+                of_process[int(processes[rows[0]])],
                 *told.get(place, (None, None, None)),
             )
         )

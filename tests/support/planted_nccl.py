@@ -175,8 +175,12 @@ class Writer:
         return written
 
 
-def operations_of(record: Mapping[str, Any]) -> list[Operation]:
-    """The calls of NCCL that torch makes for one record, on the rank of the record (9; roots and peers 3.2)."""
+def operations_of(record: Mapping[str, Any], version: tuple[int, int, int] = (2, 27, 3)) -> list[Operation]:
+    """The calls of NCCL that torch makes for one record, on the rank of the record (9; roots and peers 3.2).
+
+    ``version`` is that of NCCL: torch calls it for empty messages from 2.13 on, and for an all_to_all without splits as
+    one from 2.28 on.
+    """
     op, nranks, rank = record["op"], int(record["group_size"]), int(record["group_rank"])
     datatype = NUMBER_OF_TYPE.get(record["dtype"] or "float32", 1)
     size = BYTES_OF_TYPE[datatype]
@@ -205,13 +209,23 @@ def operations_of(record: Mapping[str, Any]) -> list[Operation]:
             return [Operation("Reduce", n, datatype, reduction, peer) for peer, n in enumerate(inputs)]
         return [Operation("ReduceScatter", total // nranks, datatype, reduction)]
     if op == "all_to_all":
-        sent = inputs if len(inputs) == nranks else [total // nranks] * nranks
-        received = outputs if len(outputs) == nranks else [total // nranks] * nranks
+        is_list = len(inputs) == nranks > 1
+        texts = [record.get(name) for name in ("input_splits", "output_splits")]
+        if version >= (2, 28, 3) and not is_list and not any(texts):
+            return [Operation("AlltoAll", total // nranks, datatype)]
+        sent, received = (
+            tensors
+            if is_list
+            else [int(part) // size for part in text.split(",")]
+            if text
+            else [sum(tensors or [total]) // nranks] * nranks
+            for text, tensors in zip(texts, (inputs, outputs), strict=True)
+        )
         return [
             Operation(name, n, datatype, 0, peer)
             for peer in peers
             for name, n in (("Send", sent[peer]), ("Recv", received[peer]))
-            if n
+            if n or version >= (2, 13, 4)
         ]
     if op in ("gather", "scatter"):
         away, back = ("Send", "Recv") if op == "gather" else ("Recv", "Send")
@@ -347,7 +361,7 @@ def plant(
             comm = process.communicator(record)
             whose = {column: int(record[column]) for column in ("rank", "attempt", "pid", "seq")}
             whose["op"] = record["op"]
-            for part, operation in enumerate(operations_of(record)):
+            for part, operation in enumerate(operations_of(record, version)):
                 for index in writer.operation(comm, operation, call=call, coll=coll):
                     said[index] = whose | {"part": part}
         logs[f"{host}.{pid}.log"] = [

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow.compute as pc
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -43,6 +44,18 @@ def plant_and_align(directory: Path, run: SyntheticRun, **planting):
         (directory / name).write_text("\n".join(lines) + "\n")
     parsed = parse_logs(directory)
     return planted, align(run.open(), parsed.ops)
+
+
+def run_without_lines_of_all_to_all(run: SyntheticRun) -> SyntheticRun:
+    """The same run; the log that is planted for it has nothing of its all_to_alls."""
+
+    class Unlogged(SyntheticRun):
+        def table(self, name):
+            return run.table(name).filter(pc.not_equal(run.table(name)["op"], "all_to_all"))
+
+    shown = Unlogged(world_size=run.world_size, backend=run.backend)
+    shown.open = run.open
+    return shown
 
 
 def communicators(report):
@@ -175,14 +188,98 @@ def test_sends_and_receives_match_by_peer(tmp_path):
     assert (report.matched, report.missing, report.extra) == (8, 0, 0)
 
 
-def test_unequal_splits_are_reported_and_not_guessed(tmp_path):
+def test_splits_that_no_record_holds_are_reported_and_not_guessed(tmp_path):
     run = SyntheticRun(world_size=2, backend="nccl")
     run.add_collective("all_reduce", payload_bytes=64)
-    run.add_collective("all_to_all", payload_bytes=28, sizes="7->5")
-    _, report = plant_and_align(tmp_path, run, drop=0)
+    run.add_collective("all_to_all", payload_bytes=28, sizes="7->5")  # as schema 1 has it
+    run.add_collective("all_to_all", payload_bytes=28, sizes="7->7", input_splits="?", output_splits="?")
+    _, report = plant_and_align(tmp_path, run_without_lines_of_all_to_all(run))
     reasons = {row["reason"] for row in report.matches.to_pylist() if row["state"] == "missing"}
-    assert report.unclear == 2
-    assert any("sizes the record does not hold" in reason for reason in reasons)
+    assert report.unclear == 4
+    assert (report.matched, report.missing, report.extra) == (2, 4, 0)
+    assert all("sizes the record does not hold" in reason for reason in reasons)
+
+
+def plant_exchanges(run, sent, method):
+    """An all_to_all of float32: ``sent[i][j]`` elements go from rank i to rank j."""
+    for rank, row in enumerate(sent):
+        column = [other[rank] for other in sent]
+        if method == "alltoall":
+            sizes = ";".join(map(str, row)) + "->" + ";".join(map(str, column))
+        else:
+            sizes = f"{sum(row)}->{sum(column)}"
+        run.add_collective(
+            "all_to_all",
+            ranks=(rank,),
+            payload_bytes=4 * sum(row),
+            input_bytes=4 * sum(row),
+            output_bytes=4 * sum(column),
+            numel=sum(row),
+            backend_method=method,
+            sizes=sizes,
+            input_splits=",".join(str(4 * n) for n in row) if len(set(row)) > 1 else None,
+            output_splits=",".join(str(4 * n) for n in column) if len(set(column)) > 1 else None,
+        )
+
+
+@pytest.mark.parametrize("method", ["alltoall_base", "alltoall"])
+@pytest.mark.parametrize("version", [(2, 8, 3), (2, 12, 7), (2, 18, 1), (2, 27, 3), (2, 30, 7)])
+def test_messages_of_unequal_splits_have_the_sizes_of_the_splits(tmp_path, version, method):
+    chance = random.Random(7)
+    run = SyntheticRun(world_size=3, backend="nccl")
+    run.add_collective("all_to_all", payload_bytes=1200, sizes="300->300")
+    for number in range(20):
+        run.add_collective("all_reduce", payload_bytes=4 * (1 + number))
+        plant_exchanges(
+            run, [[chance.choice((0, 1, 5, 100, number)) for _ in range(3)] for _ in range(3)], method
+        )
+    # One rank sends nothing at all and receives; one receives from itself alone, in equal parts for the others.
+    plant_exchanges(run, [[0, 0, 0], [3, 4, 5], [6, 6, 6]], method)
+    planted, report = plant_and_align(tmp_path, run, version=version)
+    assert planted.lines == report.matched - sum(
+        row["parts"] == 0 for row in report.matches.to_pylist() if row["state"] == "matched"
+    )
+    assert (report.missing, report.extra, report.ambiguous, report.unclear) == (0, 0, 0, 0)
+
+
+def test_a_message_of_another_size_than_its_split_is_no_pair(tmp_path):
+    run = SyntheticRun(world_size=2, backend="nccl")
+    plant_exchanges(run, [[100, 200], [300, 400]], "alltoall_base")
+    records = run.table("collectives").to_pylist()
+    for name, lines in planted_nccl.plant(records).files.items():
+        text = "\n".join(lines)
+        assert text.count("count 300 ") == 1
+        (tmp_path / name).write_text(text.replace("count 300 ", "count 301 "))
+    report = align(run.open(), parse_logs(tmp_path).ops)
+    assert (report.matched, report.missing, report.extra) == (6, 2, 2)
+    rows = report.matches.to_pylist()
+    missing = {(row["rank"], row["part"]) for row in rows if row["state"] == "missing"}
+    assert missing == {
+        (0, 3),
+        (1, 0),
+    }  # the recv from rank 1 of four lines there; the send to rank 0 of four here
+    assert {row["line_bytes"] for row in rows if row["state"] == "extra"} == {1204}
+
+
+def test_equal_splits_are_messages_beside_whole_all_to_alls(tmp_path):
+    """With splits torch never calls ncclAlltoAll; the record does not tell equal ones from none."""
+    run = SyntheticRun(world_size=2, backend="nccl")
+    writers = [planted_nccl.Writer("node-0", run.pid(rank), (2, 30, 7), device=rank) for rank in range(2)]
+    for rank, writer in enumerate(writers):
+        comm = planted_nccl.Communicator(0x55A000001000, rank, 2, 77)
+        writer.init(comm)
+        for size in (64, 128, 64):
+            if size == 64:
+                writer.operation(comm, planted_nccl.Operation("AlltoAll", size // 8, 7))
+                continue
+            for peer in range(2):
+                for name in ("Send", "Recv"):
+                    writer.operation(comm, planted_nccl.Operation(name, size // 8, 7, 0, peer))
+        (tmp_path / f"{rank}.log").write_text("\n".join(writer.lines))
+    for size in (64, 128, 64):
+        run.add_collective("all_to_all", payload_bytes=size, sizes=f"{size // 4}->{size // 4}")
+    report = align(run.open(), parse_logs(tmp_path).ops)
+    assert (report.matched, report.missing, report.extra) == (12, 0, 0)
 
 
 def test_a_communicator_made_anew_continues_its_group(tmp_path):

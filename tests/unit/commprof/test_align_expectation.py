@@ -71,6 +71,40 @@ CASES = {
         call("all_to_all", "alltoall", "3;0->1;5", 12, ranks="0,1"),
         [("send", 12, 0), ("recv", 4, 0), ("recv", 20, 1)],
     ),
+    "all_to_all_single with splits": (
+        call(
+            "all_to_all",
+            "alltoall_base",
+            "4->5",
+            16,
+            ranks="0,1",
+            output_bytes=20,
+            input_splits="12,4",
+            output_splits="0,20",
+        ),
+        [("send", 12, 0), ("send", 4, 1), ("recv", 20, 1)],
+    ),
+    "all_to_all_single that sends nothing and receives": (
+        call("all_to_all", "alltoall_base", "0->3", 0, ranks="0,1", output_bytes=12, output_splits="4,8"),
+        [("recv", 4, 0), ("recv", 8, 1)],
+    ),
+    "all_to_all of lists whose inputs are empty": (
+        call("all_to_all", "alltoall", "0;0->1;2", 0, ranks="0,1", output_bytes=12),
+        [("recv", 4, 0), ("recv", 8, 1)],
+    ),
+    "all_to_all_single with splits that nobody read": (
+        call(
+            "all_to_all",
+            "alltoall_base",
+            "4->4",
+            16,
+            ranks="0,1",
+            output_bytes=16,
+            input_splits="?",
+            output_splits="?",
+        ),
+        None,
+    ),
     "all_to_all_single with splits that no record holds": (
         call("all_to_all", "alltoall_base", "7->5", 28, ranks="0,1"),
         None,
@@ -111,3 +145,44 @@ def test_a_call_leaves_these_lines(name):
 )
 def test_newer_versions_write_one_line(asked, line):
     assert [tuple(found) for found in expected_lines(asked, NEW)] == [line]
+
+
+DIVIDED = NEW._replace(prints_empty=True, divided=frozenset({32}))
+
+
+@pytest.mark.parametrize(
+    ("asked", "lines"),
+    [
+        pytest.param(
+            call(
+                "all_to_all",
+                "alltoall_base",
+                "4->3",
+                16,
+                ranks="0,1",
+                output_bytes=12,
+                input_splits="16,0",
+                output_splits="4,8",
+            ),
+            [("send", 16, 0), ("recv", 4, 0), ("send", 0, 1), ("recv", 8, 1)],
+            id="splits",
+        ),
+        pytest.param(
+            call("all_to_all", "alltoall", "2;2->2;2", 16, ranks="0,1", output_bytes=16),
+            [("send", 8, 0), ("recv", 8, 0), ("send", 8, 1), ("recv", 8, 1)],
+            id="lists",
+        ),
+        pytest.param(
+            call("all_to_all", "alltoall_base", "8->8", 32, ranks="0,1", output_bytes=32),
+            [("send", 16, 0), ("recv", 16, 0), ("send", 16, 1), ("recv", 16, 1)],
+            id="equal splits",
+        ),
+        pytest.param(
+            call("all_to_all", "alltoall_base", "4->4", 16, ranks="0,1"),
+            [("all_to_all", 16, None)],
+            id="none",
+        ),
+    ],
+)
+def test_with_splits_newer_versions_write_messages_empty_ones_too(asked, lines):
+    assert [tuple(line) for line in expected_lines(asked, DIVIDED)] == lines
