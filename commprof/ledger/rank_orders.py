@@ -26,13 +26,14 @@ from commprof.align.agreement import (
 )
 from commprof.align.collectives import in_order, repetitions
 from commprof.align.distinct import numbered
-from commprof.ledger.lookup import Numbers, combinations, numbers_of
+from commprof.ledger.lookup import Numbers, combinations
 from commprof.ledger.request import RecordedRun, last_attempt
 from commprof.ledger.survey import GROUP, Group
 from commprof.schema import Op, Status, parse_ranks
 
 _KIND: Final = (*GROUP, "op", "payload_bytes", "dtype", "reduce_op", "peer", "backend", "captured", "status")
 COLUMNS: Final = (*_KIND, "rank", "step", "pg_seq")
+_NUMBERS: Final = ("rank", "pid", "seq", "pg_seq", "issue_ns", "step")
 _ORDER: Final = (*COLUMNS, "pid", "seq", "issue_ns", "module", "call_site")
 _SHOWN: Final = (*_ORDER, "after_step", "purpose")
 _OF_STEP: Final = ["group", "step"]
@@ -41,6 +42,7 @@ _BITS: Final = np.uint64(26)
 _SPARSE: Final = (
     1 << 16
 )  # steps between the first and the last of a part, beyond which those there are get numbers
+_STEP_BITS: Final = 32
 _MIX: Final = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9))
 _BEFORE, _BEHIND = 16, 176  # collectives around a difference that are looked at
 
@@ -195,25 +197,21 @@ class RankOrders:
 
     def _rows_of(self, run: RecordedRun, groups: set[int]) -> dict[int, _Rows]:
         """The rows of ``groups``, each in the order of the records."""
-        wanted = np.zeros(len(self._groups), bool)
-        wanted[list(groups)] = True
         labels: dict[tuple[Any, ...], int] = {}
-        parts = []
+        pieces: dict[int, list[list[Numbers]]] = {group: [] for group in groups}
         for part in run.parts("collectives", _ORDER):
             kinds = self._kinds(part)
-            mine = (kinds.group >= 0) & wanted[kinds.group]
-            rows = part.select(["rank", "pid", "seq", "pg_seq", "issue_ns", "step", "module", "call_site"])
-            rows = rows.append_column("group", pa.array(kinds.group))
-            rows = rows.append_column("agreed", pa.array(kinds.agreed)).filter(pa.array(mine))
-            label = np.zeros(len(rows), np.int64)
-            for key, places in combinations(rows, ["step", "module", "call_site"]):
-                label[places] = labels.setdefault(key, len(labels))
-            rows = rows.drop_columns(["module", "call_site"])
-            parts.append(rows.append_column("label", pa.array(label)))
-        table = pa.concat_tables(parts)
+            columns = {name: part[name].to_numpy().astype(np.int64) for name in _NUMBERS}
+            # A place in the program and a step: of steps there are too many to look at each.
+            label = columns["step"].copy()
+            for key, places in combinations(part, ["module", "call_site"]):
+                label[places] += labels.setdefault(key, len(labels)) << _STEP_BITS
+            for group, of_group in pieces.items():
+                places = np.flatnonzero(kinds.group == group)
+                of_group.append([column[places] for column in (*columns.values(), kinds.agreed, label)])
         return {
-            group: _ordered(table.take(pa.array(places)))
-            for (group,), places in combinations(table, ["group"])
+            group: _ordered(*map(np.concatenate, zip(*of_group, strict=True)))
+            for group, of_group in sorted(pieces.items())
         }
 
     def _window(
@@ -283,11 +281,18 @@ class RankOrders:
                 yield group, rank, places[np.isin(seq[places], of_rank)]
 
 
-def _ordered(rows: pa.Table) -> _Rows:
-    rank, pid, seq, number, kinds, label, step = (
-        numbers_of(rows, name)[0] for name in ("rank", "pid", "seq", "pg_seq", "agreed", "label", "step")
-    )
-    return _Rows(rank, pid, seq, number, repetitions((rank, number), rows), kinds, label, step)
+def _ordered(
+    rank: Numbers,
+    pid: Numbers,
+    seq: Numbers,
+    number: Numbers,
+    issue_ns: Numbers,
+    step: Numbers,
+    agreed: Numbers,
+    label: Numbers,
+) -> _Rows:
+    life = repetitions((rank, number), pa.table({"issue_ns": issue_ns, "seq": seq}))
+    return _Rows(rank, pid, seq, number, life, agreed, label, step)
 
 
 def _first_uneven_step(counts: pa.Table, group: int, members: frozenset[int]) -> int | None:
