@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
 from functools import lru_cache
+from math import inf
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from commprof.schema import Op
@@ -39,6 +40,10 @@ class IssuedCall(NamedTuple):
     module: str | None = None
     purpose: str | None = None
     call_site: str | None = None
+    input_bytes: int | None = None
+    output_bytes: int | None = None
+    input_splits: str | None = None
+    output_splits: str | None = None
 
     @property
     def agreed(self) -> Agreed:
@@ -52,8 +57,8 @@ class IssuedCall(NamedTuple):
 
 
 def call_of(row: Mapping[str, Any], number: int) -> IssuedCall:
-    """The call of a row of table ``collectives``, with the ``number`` that it has among the calls of its group."""
-    names = (name for name in IssuedCall._fields if name not in ("number", "root"))
+    """The call of a row of some columns of ``collectives``, with the ``number`` that it has among the calls of its group."""
+    names = (name for name in IssuedCall._fields if name in row)
     return IssuedCall(number=number, root=row["peer"], **{name: row[name] for name in names})
 
 
@@ -98,7 +103,7 @@ class Difference(NamedTuple):
     def sentence(self) -> str:
         """The difference as a clause."""
         head = self.head or (
-            f"the ranks of group {self.pg} ({self.group_ranks}) did not issue the same {_when_text(self.call)}"
+            f"the ranks of group {self.pg} ({self.group_ranks}) did not issue the same {when_text(self.call)}"
         )
         return f"{head}: {'; '.join(each.text for each in self.conducts)}"
 
@@ -168,6 +173,12 @@ def first_difference(
     """
     number = _first_number(sequences, ended, gaps)
     return None if number is None else difference_from(pg, group_ranks, sequences, number)
+
+
+def unshifted(found: Iterable[Difference], sequences: Iterable[Difference]) -> list[Difference]:
+    """Those of ``found`` before the difference of their group in ``sequences``, behind which equal numbers say nothing."""
+    ends = {(each.pg, each.group_ranks): each.call.number for each in sequences}
+    return [each for each in found if each.call.number < ends.get((each.pg, each.group_ranks), inf)]
 
 
 def difference_from(
@@ -307,7 +318,7 @@ def _place_text(module: str | None, call_site: str | None) -> str:
     return of_module + (f" at {call_site}" if call_site else "")
 
 
-def _when_text(call: IssuedCall) -> str:
+def when_text(call: IssuedCall) -> str:
     """``in step 3``, ``before the first step`` or ``after step 3``."""
     if call.step >= 0:
         return f"in step {call.step}"

@@ -6,7 +6,6 @@ are read again.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -27,7 +26,7 @@ from commprof.align.agreement import (
 from commprof.align.collectives import in_order, repetitions
 from commprof.align.distinct import numbered
 from commprof.ledger.lookup import Numbers, combinations
-from commprof.ledger.request import RecordedRun, last_attempt
+from commprof.ledger.request import RecordedRun, last_attempt, recorded_ranks
 from commprof.ledger.survey import GROUP, Group
 from commprof.schema import Op, Status, parse_ranks
 
@@ -35,7 +34,10 @@ _KIND: Final = (*GROUP, "op", "payload_bytes", "dtype", "reduce_op", "peer", "ba
 COLUMNS: Final = (*_KIND, "rank", "step", "pg_seq")
 _NUMBERS: Final = ("rank", "pid", "seq", "pg_seq", "issue_ns", "step")
 _ORDER: Final = (*COLUMNS, "pid", "seq", "issue_ns", "module", "call_site")
-_SHOWN: Final = (*_ORDER, "after_step", "purpose")
+_SHOWN: Final = (
+    *(*_ORDER, "after_step", "purpose"),
+    *("input_bytes", "output_bytes", "input_splits", "output_splits"),
+)
 _OF_STEP: Final = ["group", "step"]
 _SUMS: Final = [*_OF_STEP, "rank", "count", "mixed"]
 _BITS: Final = np.uint64(26)
@@ -168,10 +170,7 @@ class RankOrders:
 
     def _members(self, run: RecordedRun) -> list[frozenset[int]]:
         """The ranks of each group that have records."""
-        recorded: dict[int, set[int]] = defaultdict(set)
-        for entry in run.manifest.ranks:
-            if entry["records"]:
-                recorded[entry["attempt"]].add(entry["rank"])
+        recorded = recorded_ranks(run)
         return [frozenset(parse_ranks(ranks)) & recorded[attempt] for attempt, _, ranks in self._groups]
 
     def _counts(self) -> pa.Table:

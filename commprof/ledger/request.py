@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from operator import itemgetter
@@ -76,6 +76,15 @@ class RecordedRun(Protocol):
 def last_attempt(run: RecordedRun) -> int:
     """The number of the last attempt: those before it were stopped, whatever became of this one."""
     return max((entry["attempt"] for entry in run.manifest.ranks), default=0)
+
+
+def recorded_ranks(run: RecordedRun) -> Mapping[int, Set[int]]:
+    """The ranks of each attempt that have records; an attempt without any has none."""
+    found: dict[int, set[int]] = defaultdict(set)
+    for entry in run.manifest.ranks:
+        if entry["records"]:
+            found[entry["attempt"]].add(entry["rank"])
+    return found
 
 
 class _Pass(NamedTuple):

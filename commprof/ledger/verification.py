@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from commprof.align.agreement import unshifted
 from commprof.exit_codes import State, decide
 from commprof.ledger import attribution, movement, sentences
 from commprof.ledger.attribution import Findings
@@ -22,6 +23,8 @@ from commprof.ledger.request import RecordedRun, Request, last_attempt, request_
 from commprof.ledger.rows import Labelled, asked_of_steps, doubtful, ledger_rows, remarks, unexplained
 from commprof.ledger.sendings import COLUMNS as OF_SENDINGS
 from commprof.ledger.sendings import Sendings, sendings
+from commprof.ledger.splits import COLUMNS as OF_SPLITS
+from commprof.ledger.splits import Splits
 from commprof.ledger.summed import backends_of, sums_of, with_sums
 from commprof.ledger.survey import COLUMNS as SURVEYED
 from commprof.ledger.survey import Survey
@@ -36,10 +39,12 @@ def verify(run: RecordedRun) -> Verdict:
     Where the config is not known, or not one of ZeRO's, nothing is requested, and the state is unknown; the other levels
     are told all the same. So it is where records are lost, torn or unseen.
     """
-    survey, orders, ends = Survey(), RankOrders(), Ends()
-    for part in run.parts("collectives", tuple(dict.fromkeys((*SURVEYED, *OF_ORDERS, *OF_MESSAGES)))):
+    survey, orders, splits, ends = Survey(), RankOrders(), Splits(run), Ends()
+    columns = tuple(dict.fromkeys((*SURVEYED, *OF_ORDERS, *OF_SPLITS, *OF_MESSAGES)))
+    for part in run.parts("collectives", columns):
         survey.add(part)
         orders.add(part)
+        splits.add(part)
         ends.add(part)
     aggregates = run.table("aggregates")
     of_group = backends_of(aggregates, run.table("groups"))
@@ -76,6 +81,7 @@ def verify(run: RecordedRun) -> Verdict:
     left = _left(run, findings) if request.reason is None and is_told else ()
     unrecorded = gaps(run, survey.records)
     differences = orders.differences(run, whole=not unrecorded, complete=run.health.state == COMPLETE)
+    differences += unshifted(splits.differences(run), differences)
     if run.health.state == COMPLETE:  # a program that was stopped leaves messages on their way
         differences += ends.lone(run)
     differing, unsure = [each.sentence for each in differences], doubtful(findings)

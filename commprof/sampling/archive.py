@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from commprof.errors import MissingExtraError
 from commprof.sampling.calls import WINDOW, Call, GroupFacts, RankCalls, What
-from commprof.schema import Status, parse_ranks
+from commprof.schema import COLLECTIVES, UNKNOWN_SPLITS, Layer, Status, parse_ranks
 
 _COLUMNS: Final = (
     *(name for name in What._fields),
@@ -66,7 +66,7 @@ def read_archive(run: Path) -> list[RankCalls]:
             pid=pid,
             host=entry.get("host"),
             world_size=entry.get("world_size"),
-            calls=[_call(row) for row in rows],
+            calls=[_call(row, opened.manifest.schema_version) for row in rows],
             total=len(mine),
             ended=bool(entry.get("ended")),
             groups=groups.get((rank, attempt, pid), {}),
@@ -74,12 +74,15 @@ def read_archive(run: Path) -> list[RankCalls]:
     return [found[rank] for rank in sorted(found)]
 
 
-def _call(row: dict[str, Any]) -> Call:
+def _call(row: dict[str, Any], version: int) -> Call:
+    what = What(**{name: row[name] for name in What._fields})
+    if row["layer"] == Layer.IMPORTED or version < COLLECTIVES.column("input_splits").since:
+        what = what._replace(input_splits=UNKNOWN_SPLITS, output_splits=UNKNOWN_SPLITS)
     times = {name: row[name] or 0 for name in _TIMES}
     if times["wait_begin_ns"] == times["return_ns"]:
         times["wait_begin_ns"] = 0
     return Call(
-        what=What(**{name: row[name] for name in What._fields}),
+        what=what,
         pg_seq=row["pg_seq"],
         site=row["call_site"],
         purpose=row["purpose"],

@@ -8,7 +8,7 @@ from enum import Enum, auto
 from typing import Any, Final, NamedTuple
 
 from commprof.align.agreement import Agreed, agreed
-from commprof.schema import Layer
+from commprof.schema import UNKNOWN_SPLITS, Layer
 
 MAIN_THREAD: Final = "MainThread"
 WINDOW: Final = 20_000  # the last records of a rank that are looked at
@@ -30,6 +30,10 @@ class What(NamedTuple):
     device: str | None
     is_async: bool
     backend: str | None = None
+    input_bytes: int | None = None
+    output_bytes: int | None = None
+    input_splits: str | None = UNKNOWN_SPLITS
+    output_splits: str | None = UNKNOWN_SPLITS
 
     @property
     def on_host(self) -> bool:

@@ -34,9 +34,10 @@ _FIELDS: Final = {field.name: number for number, field in enumerate(RECORD_FIELD
 _TEXT: Final[frozenset[type]] = frozenset({str, type(None)})
 _WHAT_TYPES: Final[Mapping[str, frozenset[type]]] = {
     **dict.fromkeys(("op", "pg"), frozenset({str})),
-    **dict.fromkeys(("dtype", "reduce_op", "device", "backend"), _TEXT),
+    **dict.fromkeys(("dtype", "reduce_op", "device", "backend", "input_splits", "output_splits"), _TEXT),
     **dict.fromkeys(("is_p2p", "is_async"), frozenset({bool})),
     **dict.fromkeys(("payload_bytes", "peer"), frozenset({int})),
+    **dict.fromkeys(("input_bytes", "output_bytes"), frozenset({int, type(None)})),
 }
 _RANKS: Final = re.compile(r"\d{1,6}(-\d{1,6}|(,\d{1,6})*)", re.ASCII)  # as schema.format_ranks writes them
 _RAISED: Final = STATUSES.index(Status.RAISED)
@@ -227,7 +228,8 @@ def _texts(events: Events, kind: str, column: str) -> dict[int, str | None]:
 
 def _what(row: Mapping[str, Any]) -> What | None:
     """The signature in ``row``; None where the row is damaged."""
-    values: dict[str, Any] = {name: row.get(name) for name in What._fields}
+    defaults = What._field_defaults  # of what an older version did not write
+    values: dict[str, Any] = {name: row.get(name, defaults.get(name)) for name in What._fields}
     if any(type(values[name]) not in kinds for name, kinds in _WHAT_TYPES.items()):
         return None
     return What(**values)

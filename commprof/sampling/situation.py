@@ -7,12 +7,19 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Final, NamedTuple
 
-from commprof.align.agreement import Difference, ranks_text
+from commprof.align.agreement import Difference, ranks_text, unshifted
 from commprof.analysis.units import format_bytes, format_ns
 from commprof.sampling.calls import Call, GroupFacts, RankCalls
 from commprof.sampling.processes import State
 from commprof.sampling.stacks import Stacks
-from commprof.sampling.waits import GroupCalls, Wait, find_difference, find_waits, group_calls
+from commprof.sampling.waits import (
+    GroupCalls,
+    Wait,
+    find_difference,
+    find_unequal_split,
+    find_waits,
+    group_calls,
+)
 from commprof.schema import Op
 
 _LIVING: Final = frozenset({State.RUNS, State.STOPPED, State.ELSEWHERE})
@@ -83,7 +90,7 @@ class Situation:
         self._labels = _labels([group.facts for group in self.groups])
 
     def _differences(self) -> list[Difference]:
-        """The first collective of each group that its ranks did not issue alike."""
+        """The first collective of each group that its ranks did not issue alike, and the first with unequal splits."""
         calls = {rank: report.calls for rank, report in self.reports.items()}
         all_ended = (
             all(report.state is State.ENDED for report in self.reports.values())
@@ -92,7 +99,9 @@ class Situation:
             and not self.absent()
         )
         found = [find_difference(group, calls, all_ended=all_ended) for group in self.groups]
-        return [difference for difference in found if difference is not None]
+        differences = [difference for difference in found if difference is not None]
+        splits = [find_unequal_split(group) for group in self.groups]
+        return differences + unshifted((each for each in splits if each is not None), differences)
 
     def label(self, group: GroupFacts) -> str:
         """``group default_pg``; with its ranks where several are called so."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Final, NamedTuple
 
-from commprof.align.agreement import ranks_text
+from commprof.align.agreement import Difference, ranks_text
 from commprof.analysis.units import format_ns
 from commprof.sampling.calls import Call
 from commprof.sampling.processes import State
@@ -80,6 +80,10 @@ def _judged(situation: Situation) -> Verdict:
         parting = find_parting(group, stuck[group.facts.pg]) if group.facts.pg in stuck else None
         if parting is not None:
             return Verdict(Kind.DIFFERENT, _say_parting(situation, parting), notes)
+    for wait in situation.waits:
+        unequal = _unequal_splits(situation, wait)
+        if unequal is not None:
+            return Verdict(Kind.DIFFERENT, f"{unequal.sentence}; {_waiting_clause(situation, wait)}", notes)
     roots = culprits(situation.waits)
     missed = [wait for wait in situation.waits if set(wait.missing) & set(roots)]
     if missed:
@@ -94,6 +98,14 @@ def _judged(situation: Situation) -> Verdict:
     if situation.is_past:
         return Verdict(Kind.KILLED, _say_killed(situation), notes)
     return Verdict(Kind.IDLE, _say_idle(situation), notes)
+
+
+def _unequal_splits(situation: Situation, wait: Wait) -> Difference | None:
+    """What is known of the splits of the all_to_all in which ranks wait, where these do not agree."""
+    if wait.call.what.op != Op.ALL_TO_ALL:
+        return None
+    here = wait.group.pg, wait.call.pg_seq
+    return next((each for each in situation.differences if (each.pg, each.call.number) == here), None)
 
 
 def _say_killed(situation: Situation) -> str:

@@ -8,6 +8,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 from commprof.align.agreement import Difference, IssuedCall, conflict, first_difference
+from commprof.align.splits import first_unequal_split
 from commprof.sampling.calls import Call, GroupFacts, RankCalls, Stage
 from commprof.schema import Op, format_ranks
 
@@ -250,27 +251,40 @@ def find_difference(
     )
 
 
+def find_unequal_split(group: GroupCalls) -> Difference | None:
+    """The first all_to_all of ``group`` in which a rank sends another size than its receiver expects."""
+    calls: dict[int, dict[int, IssuedCall]] = {}
+    for rank, of_rank in group.by_seq.items():
+        for number, (call, _) in of_rank.items():
+            if call.what.op == Op.ALL_TO_ALL:
+                calls.setdefault(number, {})[rank] = _issued_call(call)
+    return first_unequal_split(group.facts.pg, format_ranks(group.facts.ranks), calls)
+
+
 def _issued_calls(group: GroupCalls, rank: int) -> list[IssuedCall]:
     """The collectives that ``rank`` issued in ``group``."""
-    found = []
-    for number, (call, _) in sorted(group.by_seq.get(rank, {}).items()):
-        what = call.what
-        found.append(
-            IssuedCall(
-                number,
-                what.op,
-                what.payload_bytes,
-                what.dtype,
-                what.reduce_op,
-                what.peer,
-                what.backend,
-                step=call.step,
-                module=call.module,
-                purpose=call.purpose,
-                call_site=call.site,
-            )
-        )
-    return found
+    return [_issued_call(call) for _, (call, _) in sorted(group.by_seq.get(rank, {}).items())]
+
+
+def _issued_call(call: Call) -> IssuedCall:
+    what = call.what
+    return IssuedCall(
+        call.pg_seq,
+        what.op,
+        what.payload_bytes,
+        what.dtype,
+        what.reduce_op,
+        what.peer,
+        what.backend,
+        step=call.step,
+        module=call.module,
+        purpose=call.purpose,
+        call_site=call.site,
+        input_bytes=what.input_bytes,
+        output_bytes=what.output_bytes,
+        input_splits=what.input_splits,
+        output_splits=what.output_splits,
+    )
 
 
 def culprits(waits: Sequence[Wait]) -> tuple[int, ...]:

@@ -1,5 +1,7 @@
 """Real gloo ranks that issue different things, and programs whose ranks rightly do: what verify and dump say."""
 
+import contextlib
+import faulthandler
 import inspect
 import json
 import os
@@ -72,6 +74,18 @@ def smaller_part(rank, group):
     equal_reduces(group)
 
 
+def larger_split(rank, group):
+    """gloo takes a part that is shorter than the buffer of its receiver, in an all_to_all too."""
+    import torch
+    import torch.distributed as dist
+
+    given, expected = (([1, 2], [1, 3]), ([3, 4], [5, 4]))[rank]
+    for _ in range(2):
+        dist.all_to_all_single(torch.zeros(4), torch.ones(4), [1, 3] if rank == 0 else [3, 1],
+                               [1, 3] if rank == 0 else [3, 1], group=group)  # fmt: skip
+    dist.all_to_all_single(torch.zeros(sum(expected)), torch.ones(sum(given)), expected, given, group=group)
+
+
 def skipped(rank, group):
     """Rank 1 leaves out the second of three broadcasts of step 1; rank 0 never waits for any."""
     import torch
@@ -109,7 +123,9 @@ def lone_send(rank, group):
 
 
 WORK: list[object] = []  # handles that nobody waits for
-PLANTED = (other_reduction, other_dtype, larger_buffer, smaller_part, branches, lone_send, skipped)
+PLANTED = (
+    other_reduction, other_dtype, larger_buffer, smaller_part, larger_split, branches, lone_send, skipped
+)  # fmt: skip
 
 
 def all_planted(rank, world, names):
@@ -178,6 +194,45 @@ def test_a_rank_that_skips_one_of_equal_collectives_is_named_with_module_and_ste
         "; rank 1 did not, and issued broadcast #4 (256 bytes, float32, root 0) for module layers.2" in said
     )
     assert said in dump.verdict.notes
+
+
+def test_splits_that_two_ranks_give_differently_are_named():
+    verdict, found, dump = planted()
+    difference = found["larger_split"]
+    said = f"in all_to_all #2 of group {difference.pg} (0-1) before the first step, rank 0 sends 8 bytes to rank 1, which "
+    assert difference.sentence.startswith(
+        f"{said}expects 20: rank 0 issued all_to_all #2 (12 bytes, float32) at "
+    )
+    assert "; rank 1 issued all_to_all #2 (28 bytes, float32) at " in difference.sentence
+    assert difference.sentence.count(line_of("expected, given, group=group", larger_split)) == 2
+    assert any(difference.sentence in sentence for sentence in verdict.sentences)
+    assert difference.sentence in dump.verdict.notes
+
+
+def smaller_split(rank, world):
+    """gloo ends the process of a rank that receives more than it expects."""
+    import torch
+    import torch.distributed as dist
+
+    faulthandler.disable()  # which would print the stack of rank 1
+    equal_reduces()
+    given, expected = (([1, 2], [1, 3]), ([3, 4], [1, 4]))[rank]
+    with contextlib.suppress(RuntimeError):  # of rank 0, whose peer is gone
+        dist.all_to_all_single(torch.zeros(sum(expected)), torch.ones(sum(given)), expected, given)
+
+
+def test_a_program_that_died_of_unequal_splits(tmp_path):
+    run = tmp_path / "run"
+    with hanging_ranks(run, 2, smaller_split) as pids:
+        for pid in pids.values():
+            os.waitpid(pid, 0)
+        dump = take_dump(run)
+    said = "in all_to_all #3 of group 0 (0-1) before the first step, rank 0 sends 8 bytes to rank 1, which expects 4: "
+    assert dump.verdict.kind == "different"
+    assert dump.verdict.sentence.startswith(said)
+    assert "; rank 1 waited in all_to_all #3 of group default_pg (28 B float32, " in dump.verdict.sentence
+    (found,) = verify(open_run(run)).differences
+    assert found.sentence.startswith(said)
 
 
 def test_a_send_without_its_recv_is_named():
