@@ -20,6 +20,10 @@ VARIABLE: Final = "COMMPROF_ENGINE"
 PATHS_VARIABLE: Final = "COMMPROF_ENGINE_PATHS"
 PACKAGE: Final = "deepspeed"
 RUNTIME: Final = "zero_runtime"  # by name only: the profiler imports no runtime
+PYTHON_VARIABLE: Final = "COMMPROF_ENGINE_PYTHON"
+COMMANDS: Final = (
+    Path(__file__).parent / "launch" / "inject" / "commands"
+)  # the launcher `deepspeed`, of zero_runtime
 _OURS: Final = (RUNTIME, "commprof")
 
 
@@ -31,8 +35,13 @@ class Engine(StrEnum):
     DEEPSPEED = "deepspeed"
 
 
-def variables(engine: Engine | None) -> dict[str, str]:
-    """What tells the processes of a program of the choice."""
+def variables(engine: Engine | None, path: str = "") -> dict[str, str]:
+    """What tells the processes of a program of the choice.
+
+    Args:
+        path: their PATH. Where zero_runtime may be chosen, its launcher ``deepspeed`` stands behind all that is there, for
+            shell scripts and launchers that start one.
+    """
     if engine is None:
         return {}
     parents = []
@@ -40,7 +49,15 @@ def variables(engine: Engine | None) -> dict[str, str]:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.origin is not None:
             parents.append(str(Path(spec.origin).parent.parent))
-    return {VARIABLE: engine.value, PATHS_VARIABLE: os.pathsep.join(dict.fromkeys(parents))}
+    found = {VARIABLE: engine.value, PATHS_VARIABLE: os.pathsep.join(dict.fromkeys(parents))}
+    if engine is Engine.DEEPSPEED:
+        return found
+    entries = [entry for entry in path.split(os.pathsep) if entry and entry != str(COMMANDS)]
+    return {
+        **found,
+        PYTHON_VARIABLE: sys.executable,
+        "PATH": os.pathsep.join([*(entries or os.defpath.split(os.pathsep)), str(COMMANDS)]),
+    }
 
 
 def is_installed(directory: str) -> bool:

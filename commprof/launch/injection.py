@@ -54,7 +54,7 @@ def injected(
     changed.pop(autoload.SWITCH, None)  # this command says it: an earlier word must not undo it
     changed.pop(WATCHED_FILE_VARIABLE, None)
     changed.pop(WIRE_VARIABLE, None)
-    changed.update(variables(engine))
+    changed.update(variables(engine, environment.get("PATH", "")))
     options = {**from_json(environment.get(OPTIONS_VARIABLE))[0].changed(), **recording.changed()}
     changed.pop(OPTIONS_VARIABLE, None)
     if options:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Final
 
@@ -54,10 +54,12 @@ def init_distributed(
 
     Raises:
         ConfigError: for ``dist_init_required=False`` when nobody has initialised it; Open MPI has started ranks on several
-            hosts, and nobody says where rank 0 is.
+            hosts, and nobody says where rank 0 is; accelerate has chosen no backend for several ranks.
     """
     if dist.is_initialized():
         return
+    if dist_backend is None and not auto_mpi_discovery:
+        _refuse_ranks_of_accelerate(os.environ)
     if dist_init_required is False:
         raise ConfigError(
             "dist_init_required is False, but torch.distributed is not initialised. Call "
@@ -74,6 +76,18 @@ def init_distributed(
     dist.init_process_group(
         backend, timeout=timeout, init_method=init_method, rank=rank, world_size=world_size
     )
+
+
+def _refuse_ranks_of_accelerate(environment: Mapping[str, str]) -> None:
+    """Refuse ranks that accelerate would take for one rank each: where it sees no device it names no backend."""
+    asked = environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    ranks = int(environment.get("WORLD_SIZE", "1"))
+    if asked and ranks > 1 and not torch.cuda.is_available():
+        raise ConfigError(
+            f"accelerate found no GPU, so it named no backend for these {ranks} ranks and would take each for the only one; "
+            "to train on CPUs, write Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend='gloo')]), or with Trainer "
+            "PartialState(backend='gloo') before TrainingArguments(accelerator_config={'use_configured_state': True})"
+        )
 
 
 def _take_over_mpi(port: int | None) -> None:

@@ -136,7 +136,8 @@ def plan(given: Any, visible: int, hostname: str) -> Plan:
             "--num_gpus and --num_nodes choose by number, --include and --exclude by name; give one of the two"
         )
     pool = read_hosts(given.hostfile)
-    hosts = max(given.num_nodes, 1)
+    # Each host started by hand counts its neighbours in the hostfile, as DeepSpeed does.
+    hosts = given.num_nodes if given.num_nodes > 0 else max(len(pool), 1) if given.no_ssh else 1
     several = hosts > 1 or (len(pool) > 1 and given.num_nodes != 1 and not given.include)
     if several and not given.no_ssh:
         address = given.master_addr or next(iter(pool), "HOST-OF-RANK-0")
@@ -239,6 +240,20 @@ def _refuse(given: Any) -> None:
         raise ConfigError("--no_python and --module contradict each other; give one of them")
 
 
+def refuse_hosts_of_accelerate(given: Any, environment: Mapping[str, str]) -> None:
+    """Refuse to be the launcher with which ``accelerate launch`` starts ranks on several hosts.
+
+    Raises:
+        ConfigError: it is, and says which of accelerate's launchers does that.
+    """
+    if environment.get("ACCELERATE_USE_DEEPSPEED") == "true" and not given.no_ssh:
+        raise ConfigError(
+            f"accelerate's deepspeed_multinode_launcher {given.launcher} starts ranks on other hosts over ssh, which is not "
+            "in this version; set `deepspeed_multinode_launcher: standard` in accelerate's config file, and run accelerate "
+            "launch on each host with its --machine_rank"
+        )
+
+
 def torchrun_command(planned: Plan, given: Any) -> list[str]:
     """The command that starts the ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={len(planned.slots)}"]
@@ -281,6 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Become torchrun, which starts the ranks and gives their exit code."""
     given = parser().parse_args(arguments)
     try:
+        refuse_hosts_of_accelerate(given, os.environ)
         planned = plan(given, torch.cuda.device_count(), socket.gethostname())
         if given.master_port is None and planned.hosts == 1:
             planned = _with_free_port(planned)

@@ -1,8 +1,13 @@
-"""Ranks as a launcher has written them into the environment, torchrun or Open MPI."""
+"""What launchers say by the environment: ranks, and where accelerate writes the variables for other hosts."""
 
 from __future__ import annotations
 
 import os
+
+
+def environment_file() -> str:
+    """Where ``accelerate launch`` writes variables for the launcher ``deepspeed`` to carry to other hosts."""
+    return os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 
 
 def get_local_rank_from_launcher() -> int:

@@ -7,7 +7,7 @@ from typing import Final
 
 from zero_runtime.comm import DEFAULT_PORT
 from zero_runtime.deepspeed_names.distribution import FOLLOWED, NAMES_VERSION
-from zero_runtime.deepspeed_names.names import Module, Name, given, refused, values
+from zero_runtime.deepspeed_names.names import Module, Name, given, live, refused, values
 
 _HERE: Final = "zero_runtime.deepspeed_names"
 INFERENCE: Final = (
@@ -69,6 +69,7 @@ COMM: Final[dict[str, Name]] = {
     **LOG,
     **_WORDS,
     **given("zero_runtime.comm_log", comms_logger="LOG"),
+    **refused("messages go to torch.distributed; call the functions of deepspeed.comm", "TorchBackend"),
 }
 
 _PIPELINE: Final = given("zero_runtime.pipeline.module", "PipelineModule")
@@ -165,6 +166,7 @@ MODULES: Final[dict[str, Module]] = {
     "launcher": Module(),
     "launcher.runner": Module(
         given("zero_runtime.launch", "main", fetch_hostfile="read_hosts")
+        | live(f"{_HERE}.launcher_environment", DEEPSPEED_ENVIRONMENT_NAME="environment_file")
         | refused("ranks are started by python -m zero_runtime.launch", "parse_inclusion_exclusion", "encode_world_info"),
         main="zero_runtime.launch:main",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -142,3 +143,20 @@ def test_the_command_deepspeed_without_deepspeed(monkeypatch):
     assert ours.arguments == ("-m", "zero_runtime.launch", "--num_gpus", "2", "train.py")
     assert ours.script == "train.py" and ours.stem == "train"
     assert with_engine(command, None) is command is with_engine(command, Engine.DEEPSPEED)
+
+
+def test_a_deepspeed_on_the_path_goes_before_the_launcher_of_zero_runtime(tmp_path):
+    def found(engine: Engine, path: str) -> str | None:
+        return shutil.which(
+            "deepspeed", path=injection.injected({"PATH": path}, tmp_path, engine=engine)["PATH"]
+        )
+
+    ours = str(engine.COMMANDS / "deepspeed")
+    assert found(Engine.ZERO_RUNTIME, "/nowhere") == found(Engine.AUTO, "/nowhere") == ours
+    assert found(Engine.DEEPSPEED, "/nowhere") is None
+    twice = injection.injected({"PATH": f"/nowhere:{engine.COMMANDS}"}, tmp_path, engine=Engine.AUTO)["PATH"]
+    assert twice == f"/nowhere:{engine.COMMANDS}"
+    installed = tmp_path / "deepspeed"
+    installed.write_text("#!/bin/sh\n")
+    installed.chmod(0o755)
+    assert found(Engine.ZERO_RUNTIME, str(tmp_path)) == str(installed)

@@ -116,3 +116,18 @@ def test_cores_are_shared_out():
         launch_rank.cores("0,x")
     with pytest.raises(ConfigError, match="cannot be bound to 3 ranks"):
         launch_rank.share([0, 1], 0, 3)
+
+
+def test_hosts_started_by_hand_count_each_other_in_the_hostfile(tmp_path):
+    path = tmp_path / "hostfile"
+    path.write_text("worker-0 slots=2\nworker-1 slots=2\n")
+    words = ("--hostfile", str(path), "--no_ssh", "--node_rank", "1", "--master_addr", "10.0.0.1")
+    found = planned(*words)
+    assert (found.hosts, found.host, found.slots) == (2, 1, (0, 1))
+
+
+def test_hosts_of_accelerate_are_one_clear_error():
+    given = launch.parser().parse_args(["--launcher", "openmpi", "train.py"])
+    launch.refuse_hosts_of_accelerate(given, {})
+    with pytest.raises(ConfigError, match=r"deepspeed_multinode_launcher openmpi .* standard"):
+        launch.refuse_hosts_of_accelerate(given, {"ACCELERATE_USE_DEEPSPEED": "true"})
