@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
 from functools import lru_cache
 from math import inf
@@ -77,10 +77,10 @@ class Conduct(NamedTuple):
         """``rank 1 issued all_reduce #5 (400 bytes, float32, SUM) at train.py:8 step``."""
         who = ranks_text(self.ranks)
         if not self.skipped and self.call is not None:
-            return f"{who} issued {_call_text(self.call)}"
+            return f"{who} issued {call_text(self.call)}"
         if self.call is None:
             return f"{who} did not, and issued nothing more in the group"
-        return f"{who} did not, and issued {_call_text(self.call)} next"
+        return f"{who} did not, and issued {call_text(self.call)} next"
 
 
 class Difference(NamedTuple):
@@ -188,7 +188,7 @@ def difference_from(
 
     Where a rank skips one of many equal collectives, numbers show it later: steps and call sites show where it began.
     """
-    reference = _reference(sequences)
+    reference = reference_of({rank: [call.agreed for call in calls] for rank, calls in sequences.items()})
     mine = sequences[reference]
     turns = {
         rank: turn
@@ -223,11 +223,11 @@ def _first_number(
     return None
 
 
-def _reference(sequences: Mapping[int, Sequence[IssuedCall]]) -> int:
-    """One of the largest set of ranks that issued the same; of equally large ones that with the lowest rank."""
-    same: dict[tuple[Agreed, ...], list[int]] = {}
+def reference_of(sequences: Mapping[int, Sequence[Hashable]]) -> int:
+    """One of the largest set of ranks with equal sequences; of equally large ones that with the lowest rank."""
+    same: dict[tuple[Hashable, ...], list[int]] = {}
     for rank in sorted(sequences):
-        same.setdefault(tuple(call.agreed for call in sequences[rank]), []).append(rank)
+        same.setdefault(tuple(sequences[rank]), []).append(rank)
     return max(same.values(), key=lambda ranks: (len(ranks), -ranks[0]))[0]
 
 
@@ -297,7 +297,7 @@ def _together(found: Mapping[int, tuple[IssuedCall | None, bool]]) -> tuple[Cond
     return tuple(Conduct(tuple(ranks), found[ranks[0]][0], skipped) for (_, skipped), ranks in ordered)
 
 
-def _call_text(call: IssuedCall) -> str:
+def call_text(call: IssuedCall) -> str:
     """``all_reduce #5 (400 bytes, float32, SUM) for module blocks.1 at train.py:8 step``."""
     side = {Op.SEND: " to", Op.RECV: " from"}.get(Op(call.op))
     other = "" if side is None else f"{side} rank {call.root}"

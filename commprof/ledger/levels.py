@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, NamedTuple
 
 from commprof.align.agreement import Difference
+from commprof.align.group_orders import OrderDifference
 from commprof.exit_codes import CODE_OF_STATE, State
 
 INIT: Final = "init"
@@ -118,6 +119,7 @@ class Verdict:
         unexplained: every record without explanation, grouped, and every expectation without its record.
         disagreements: where the ranks of a group issued different things, as clauses.
         differences: the first of them of each group, with what each rank did.
+        order_differences: where ranks issued the collectives of several groups in different orders.
         unsure: what was issued of which it cannot be told whether it was asked for, as clauses.
         sources: level -> where it was taken from, or why it is not known.
         request_reason: why it is not known what was requested; None when it is.
@@ -135,6 +137,7 @@ class Verdict:
     sources: dict[str, str]
     disagreements: tuple[str, ...] = ()
     differences: tuple[Difference, ...] = ()
+    order_differences: tuple[OrderDifference, ...] = ()
     unsure: tuple[str, ...] = ()
     labelled_bytes: int = 0
     request_reason: str | None = None
@@ -156,5 +159,6 @@ class Verdict:
             "moved_together": self.moved_together._asdict() if self.moved_together else None,
             "unexplained": [item._asdict() for item in self.unexplained],
             "differences": [each.as_dict() for each in self.differences],
+            "order_differences": [each.as_dict() for each in self.order_differences],
             "exit_code": self.exit_code,
         }

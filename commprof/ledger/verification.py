@@ -12,6 +12,8 @@ from commprof.ledger import attribution, movement, sentences
 from commprof.ledger.attribution import Findings
 from commprof.ledger.demand import COMPLETE, RUNNING, demands
 from commprof.ledger.executed import Executed, executed
+from commprof.ledger.group_orders import COLUMNS as OF_GROUP_ORDERS
+from commprof.ledger.group_orders import GroupOrders
 from commprof.ledger.issue import COLUMNS, issued
 from commprof.ledger.levels import LedgerRow, Moved, Unexplained, Verdict
 from commprof.ledger.messages import COLUMNS as OF_MESSAGES
@@ -39,11 +41,12 @@ def verify(run: RecordedRun) -> Verdict:
     Where the config is not known, or not one of ZeRO's, nothing is requested, and the state is unknown; the other levels
     are told all the same. So it is where records are lost, torn or unseen.
     """
-    survey, orders, splits, ends = Survey(), RankOrders(), Splits(run), Ends()
-    columns = tuple(dict.fromkeys((*SURVEYED, *OF_ORDERS, *OF_SPLITS, *OF_MESSAGES)))
+    survey, orders, group_orders, splits, ends = Survey(), RankOrders(), GroupOrders(run), Splits(run), Ends()
+    columns = tuple(dict.fromkeys((*SURVEYED, *OF_ORDERS, *OF_GROUP_ORDERS, *OF_SPLITS, *OF_MESSAGES)))
     for part in run.parts("collectives", columns):
         survey.add(part)
         orders.add(part)
+        group_orders.add(part)
         splits.add(part)
         ends.add(part)
     aggregates = run.table("aggregates")
@@ -81,6 +84,7 @@ def verify(run: RecordedRun) -> Verdict:
     left = _left(run, findings) if request.reason is None and is_told else ()
     unrecorded = gaps(run, survey.records)
     differences = orders.differences(run, whole=not unrecorded, complete=run.health.state == COMPLETE)
+    in_other_order = group_orders.differences(run, differences, whole=not unrecorded)
     differences += unshifted(splits.differences(run), differences)
     if run.health.state == COMPLETE:  # a program that was stopped leaves messages on their way
         differences += ends.lone(run)
@@ -111,6 +115,7 @@ def verify(run: RecordedRun) -> Verdict:
         *([f"{edited}."] if edited else []),
         *(said if is_told else ()),  # what steps lack is not told where there is nothing of any
         *remarks(findings),
+        *(f"Note: {each.sentence}." for each in in_other_order),
         *(f"Cannot tell: {text}." for text in doubts),
         *(f"{contradiction}: {text}." for text in problems),
         _total(request, issued_bytes, explained_bytes, left, labels, whole=not unrecorded),
@@ -127,6 +132,7 @@ def verify(run: RecordedRun) -> Verdict:
         sources=_sources(run, request, ran, moved),
         disagreements=tuple(differing),
         differences=tuple(differences),
+        order_differences=tuple(in_other_order),
         unsure=tuple(unsure),
         request_reason=request.reason,
         moved_together=together,

@@ -55,6 +55,7 @@ class Dump:
             "sentence": self.verdict.sentence,
             "notes": list(self.verdict.notes),
             "differences": [difference.as_dict() for difference in situation.differences],
+            "order_differences": [difference.as_dict() for difference in situation.order_differences],
             "ranks": [_rank(report) for report in situation.reports.values()],
             "waits": [_wait(wait) for wait in situation.waits],
             "groups": [

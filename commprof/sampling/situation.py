@@ -8,6 +8,7 @@ from pathlib import PurePath
 from typing import Final, NamedTuple
 
 from commprof.align.agreement import Difference, ranks_text, unshifted
+from commprof.align.group_orders import OrderDifference
 from commprof.analysis.units import format_bytes, format_ns
 from commprof.sampling.calls import Call, GroupFacts, RankCalls
 from commprof.sampling.processes import State
@@ -16,6 +17,7 @@ from commprof.sampling.waits import (
     GroupCalls,
     Wait,
     find_difference,
+    find_order_differences,
     find_unequal_split,
     find_waits,
     group_calls,
@@ -87,6 +89,9 @@ class Situation:
         # Nobody lives any more: what is said is said of the end.
         self.is_past = not any(report.state in _LIVING for report in reports)
         self.differences = self._differences()
+        self.order_differences: list[OrderDifference] = find_order_differences(
+            [report.calls for report in reports], self.groups, self.differences
+        )
         self._labels = _labels([group.facts for group in self.groups])
 
     def _differences(self) -> list[Difference]:

@@ -52,6 +52,8 @@ def judge(situation: Situation) -> Verdict:
     if verdict.kind is not Kind.DIFFERENT:
         differing = tuple(difference.sentence for difference in situation.differences)
         verdict = verdict._replace(notes=(*differing, *verdict.notes))
+    orders = tuple(difference.sentence for difference in situation.order_differences)
+    verdict = verdict._replace(notes=(*orders, *verdict.notes))
     code = situation.end.exit_code
     if verdict.kind is Kind.KILLED or not situation.is_past or not code:
         return verdict

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import NamedTuple
 
 from commprof.align.agreement import Difference, IssuedCall, conflict, first_difference
+from commprof.align.group_orders import Course, GroupCall, OrderDifference, order_differences
 from commprof.align.splits import first_unequal_split
 from commprof.sampling.calls import Call, GroupFacts, RankCalls, Stage
 from commprof.schema import Op, format_ranks
@@ -259,6 +260,36 @@ def find_unequal_split(group: GroupCalls) -> Difference | None:
             if call.what.op == Op.ALL_TO_ALL:
                 calls.setdefault(number, {})[rank] = _issued_call(call)
     return first_unequal_split(group.facts.pg, format_ranks(group.facts.ranks), calls)
+
+
+def find_order_differences(
+    ranks: Sequence[RankCalls], groups: Sequence[GroupCalls], apart: Collection[Difference]
+) -> list[OrderDifference]:
+    """For each set of groups that ranks share, the first two collectives that they issued in different orders.
+
+    Args:
+        apart: differences within groups. These groups are left out, and those whose name was given again.
+    """
+    left_out = {each.pg for each in apart}
+    facts = {group.facts.pg: group for group in groups}
+    courses = {rank.rank: Course() for rank in ranks}
+    for rank in ranks:
+        seen = set()
+        for call in rank.calls:
+            pg = call.what.pg
+            if call.what.is_p2p or call.raised or pg not in facts:
+                continue
+            if (pg, call.pg_seq) in seen:
+                left_out.add(pg)
+            seen.add((pg, call.pg_seq))
+            name = pg, format_ranks(facts[pg].facts.ranks)
+            courses[rank.rank].add(GroupCall(name, call.thread, _issued_call(call)))
+    members = {
+        (pg, format_ranks(group.facts.ranks)): frozenset(group.members)
+        for pg, group in facts.items()
+        if pg not in left_out
+    }
+    return order_differences(courses, members, whole=True)
 
 
 def _issued_calls(group: GroupCalls, rank: int) -> list[IssuedCall]:

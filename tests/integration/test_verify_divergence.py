@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import tempfile
+import threading
 import time
 from functools import cache
 from pathlib import Path
@@ -327,7 +328,43 @@ def messages_by_tag(rank, world):
         handle.wait()
 
 
-RIGHT = (uneven_parts, from_elsewhere, refused_call, groups_anew, messages_by_tag)
+def threads_by_chance(rank, world):
+    """A thread with a group of its own beside the main one: which comes first is left to chance."""
+    import torch
+    import torch.distributed as dist
+
+    group = dist.new_group([0, 1])
+
+    def fetch():
+        for _ in range(20):
+            dist.all_gather([torch.zeros(4) for _ in range(world)], torch.ones(4), group=group)
+
+    thread = threading.Thread(target=fetch, name="prefetch")
+    thread.start()
+    for _ in range(20):
+        dist.all_reduce(torch.ones(8))
+        time.sleep(0.001 * rank)
+    thread.join()
+
+
+def groups_by_turns(rank, world):
+    """Several groups of the same ranks, always in one order, and one that only rank 0 is in."""
+    import torch
+    import torch.distributed as dist
+
+    groups = [dist.new_group([0, 1]) for _ in range(3)]
+    alone = dist.new_group([0])
+    for _ in range(4):
+        handles = [dist.all_reduce(torch.ones(8), group=group, async_op=True) for group in groups]
+        if rank == 0:
+            dist.barrier(group=alone)
+        for handle in handles[:: 1 - 2 * rank]:  # who waits for what first is no order of issue
+            handle.wait()
+
+
+RIGHT = (
+    uneven_parts, from_elsewhere, refused_call, groups_anew, messages_by_tag, threads_by_chance, groups_by_turns
+)  # fmt: skip
 
 
 def all_right(rank, world):
@@ -340,7 +377,62 @@ def test_right_programs_raise_no_alarm(tmp_path):
     assert run.health.raised == 1  # the refused call
     verdict = verify(run)
     assert (verdict.differences, verdict.disagreements) == ((), ()), verdict.disagreements
-    assert take_dump(tmp_path / "run").situation.differences == []
+    assert verdict.order_differences == ()
+    situation = take_dump(tmp_path / "run").situation
+    assert (situation.differences, situation.order_differences) == ([], [])
+
+
+def two_groups(rank, world, is_async):
+    """Ranks 0 and 1 are in both groups; in step 1 rank 1 issues their collectives in the other order."""
+    import torch
+    import torch.distributed as dist
+
+    import commprof
+
+    low, pair = dist.new_group([0, 1, 2]), dist.new_group([0, 1])
+    for step in range(3):
+        commprof.step(step)
+        groups = [low, pair] if rank < 2 else [low] if rank == 2 else []
+        if (rank, step) == (1, 1):
+            groups.reverse()
+        for group in groups:
+            with commprof.tag("other", module="low" if group is low else "pair"):
+                work = dist.all_reduce(torch.ones(8), group=group, async_op=is_async)
+            WORK.append(work)
+        if is_async:
+            for work in WORK:
+                work.wait()
+
+
+@pytest.mark.parametrize("is_async", [True, False], ids=["ends", "hangs"])
+def test_collectives_of_two_groups_in_different_orders_are_named(is_async, tmp_path):
+    """gloo runs collectives of several groups beside each other: asynchronous ones do not hang there, others do."""
+    run = tmp_path / "run"
+    with hanging_ranks(run, 4, two_groups, is_async) as pids:
+        if is_async:
+            for pid in pids.values():
+                os.waitpid(pid, 0)
+        else:
+            await_stillness(run, 5 + 3)
+        dump = take_dump(run, watch_seconds=0.2)
+    verdict = verify(open_run(run))
+    (found,) = verdict.order_differences
+    (mine, theirs), said = found.orders, found.sentence
+    assert said.startswith(
+        "rank 0 and rank 1 issued collectives of two groups in different orders in step 1, which can deadlock: rank 0 "
+        "issued all_reduce #1 (32 bytes, float32, SUM) for module low at "
+    )
+    assert (mine.ranks, theirs.ranks) == ((0,), (1,))
+    assert (mine.first.call.module, mine.second.group, mine.is_second_issued) == (
+        "low",
+        theirs.first.group,
+        is_async,
+    )
+    assert (theirs.first.call.module, theirs.second.group) == ("pair", mine.first.group)
+    assert line_of("work = dist.all_reduce", two_groups) in said
+    assert said in dump.verdict.notes
+    assert dump.verdict.kind == ("ended" if is_async else "ring")
+    assert (verdict.differences, verdict.exit_code) == ((), 3)  # no config: 3 without the other order too
 
 
 def stops(rank, world):

@@ -1,0 +1,272 @@
+"""The order in which ranks issue the collectives of several groups that they share. Pure, standard library only.
+
+Two ranks that issue collectives of two groups in different orders can deadlock, although the collectives of each group by
+itself agree.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Set
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+from commprof.align.agreement import IssuedCall, call_text, ranks_text, reference_of, when_text
+
+Group: TypeAlias = tuple[str, str]  # name and ranks
+Key = TypeVar("Key")
+
+
+class GroupCall(NamedTuple):
+    """A collective of a group in the course of a rank.
+
+    Attributes:
+        life: how many groups of this name there were before.
+    """
+
+    group: Group
+    thread: str | None
+    call: IssuedCall
+    life: int = 0
+
+    @property
+    def key(self) -> tuple[Group, int, int]:
+        """What is equal in the records of all ranks."""
+        return self.group, self.life, self.call.number
+
+    @property
+    def text(self) -> str:
+        """``all_reduce #5 (400 bytes, float32, SUM) at train.py:8 step in group 1 (0-3)``."""
+        return f"{call_text(self.call)} in group {self.group[0]} ({self.group[1]})"
+
+    @property
+    def short_text(self) -> str:
+        """``all_reduce #5 of group 1 (0-3)``."""
+        return f"{self.call.op} #{self.call.number} of group {self.group[0]} ({self.group[1]})"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The call under the names of the schema's columns."""
+        return {
+            "pg": self.group[0],
+            "group_ranks": self.group[1],
+            "thread": self.thread,
+            **self.call.as_dict(),
+        }
+
+
+@dataclass(slots=True)
+class Course:
+    """What one rank issued in some groups.
+
+    Attributes:
+        calls: in the order of issue.
+        last: the life and number of the last collective of each group; a group without any has none.
+        threads: by group, the threads that issued in it.
+    """
+
+    calls: list[GroupCall] = field(default_factory=list)
+    last: dict[Group, tuple[int, int]] = field(default_factory=dict)
+    threads: dict[Group, set[str | None]] = field(default_factory=dict)
+
+    def add(self, call: GroupCall) -> None:
+        """Append the next call."""
+        self.calls.append(call)
+        place = call.life, call.call.number
+        self.last[call.group] = max(place, self.last.get(call.group, place))
+        self.threads.setdefault(call.group, set()).add(call.thread)
+
+    def within(self, groups: Collection[Group]) -> Course:
+        """The course in ``groups`` alone."""
+        return Course([call for call in self.calls if call.group in groups], self.last, self.threads)
+
+
+class Order(NamedTuple):
+    """Ranks that issued ``first`` before ``second``, or had not issued ``second`` when their records end."""
+
+    ranks: tuple[int, ...]
+    first: GroupCall
+    second: GroupCall
+    is_second_issued: bool
+
+    @property
+    def text(self) -> str:
+        """``rank 0 issued all_reduce #5 (...) in group 1 (0-3), then broadcast #2 (...) in group 2 (0-1)``."""
+        who = f"{ranks_text(self.ranks)} issued {self.first.text}"
+        if self.is_second_issued:
+            return f"{who}, then {self.second.text}"
+        return f"{who}, and not yet {self.second.short_text}"
+
+
+class OrderDifference(NamedTuple):
+    """Two collectives of two groups that some ranks issued in one order and others in the other."""
+
+    orders: tuple[Order, Order]
+
+    @property
+    def sentence(self) -> str:
+        """The difference as a clause."""
+        one, other = self.orders
+        return (
+            f"{ranks_text(one.ranks)} and {ranks_text(other.ranks)} issued collectives of two groups in different orders "
+            f"{when_text(one.first.call)}, which can deadlock: {one.text}; {other.text}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The difference as JSON values."""
+        return {
+            "step": self.orders[0].first.call.step,
+            "orders": [
+                {
+                    "ranks": list(order.ranks),
+                    "first": order.first.as_dict(),
+                    "second": order.second.as_dict(),
+                    "is_second_issued": order.is_second_issued,
+                }
+                for order in self.orders
+            ],
+            "sentence": self.sentence,
+        }
+
+
+def shared_groups(members: Mapping[Key, Set[int]]) -> dict[frozenset[Key], frozenset[int]]:
+    """The sets of two groups or more that some two ranks share, and all ranks that are in every group of each set."""
+    groups = list(members)
+    of_rank: dict[int, int] = defaultdict(int)  # a bit for each group
+    for number, group in enumerate(groups):
+        for rank in members[group]:
+            of_rank[rank] |= 1 << number
+    shared = {one & other for one, other in combinations(of_rank.values(), 2)}
+    found = {}
+    for bits in shared:
+        if bits.bit_count() > 1:
+            chosen = frozenset(group for number, group in enumerate(groups) if bits >> number & 1)
+            found[chosen] = frozenset(rank for rank, mine in of_rank.items() if mine & bits == bits)
+    return found
+
+
+def order_differences(
+    courses: Mapping[int, Course], members: Mapping[Group, Set[int]], *, whole: bool
+) -> list[OrderDifference]:
+    """For each set of groups that ranks share, the first two collectives that they issued in different orders.
+
+    Only calls that the same thread of a rank issued are compared: the order of two threads is left to chance.
+
+    Args:
+        courses: by rank.
+        members: the ranks of each group that are compared.
+        whole: no record is missing before the end of a course.
+    """
+    found = []
+    for groups, ranks in shared_groups(members).items():
+        chosen = {rank: courses[rank].within(groups) for rank in sorted(ranks)}
+        difference = first_order_difference(chosen, whole=whole)
+        found += [] if difference is None else [difference]
+    return distinct_differences(found)
+
+
+def distinct_differences(differences: Iterable[OrderDifference]) -> list[OrderDifference]:
+    """Those of different collectives, in order of step; of equal ones that of the most ranks."""
+    found: dict[frozenset[Any], OrderDifference] = {}
+    for each in differences:
+        keys = frozenset({each.orders[0].first.key, each.orders[0].second.key})
+        found[keys] = max(
+            found.get(keys, each), each, key=lambda one: sum(len(order.ranks) for order in one.orders)
+        )
+    return sorted(found.values(), key=lambda each: (each.orders[0].first.call.step, each.sentence))
+
+
+def first_order_difference(
+    courses: Mapping[int, Course], *, whole: bool, reference: int | None = None
+) -> OrderDifference | None:
+    """The first two collectives that ranks issued in different orders; None where there are none.
+
+    Args:
+        courses: by rank, all in the same groups.
+        whole: see :func:`order_differences`.
+        reference: the rank that the others are compared with; default: one of the most that issued the same.
+    """
+    keys = {rank: [call.key for call in course.calls] for rank, course in courses.items()}
+    if reference is None:
+        reference = reference_of(keys)
+    swaps = [
+        swap
+        for rank, course in courses.items()
+        if keys[rank] != keys[reference]
+        and (swap := _first_swap(courses[reference], course, whole=whole)) is not None
+    ]
+    if not swaps:
+        return None
+    _, first, second = min(swaps, key=lambda swap: swap[0])
+    orders = _order(courses, first, second), _order(courses, second, first)
+    one, other = sorted(orders, key=lambda order: (-len(order.ranks), order.ranks))
+    return OrderDifference((one, other))
+
+
+def _first_swap(mine: Course, theirs: Course, *, whole: bool) -> tuple[int, GroupCall, GroupCall] | None:
+    """The position in ``mine`` at which the orders part, what ``mine`` issued there, and what ``theirs`` did."""
+    threads = {call.key: call.thread for call in theirs.calls}
+    position = {call.key: place for place, call in enumerate(mine.calls)}
+    ours: dict[Any, list[GroupCall]] = defaultdict(list)
+    others: dict[Any, list[GroupCall]] = defaultdict(list)
+    for call in mine.calls:
+        if call.key in threads:
+            ours[call.thread, threads[call.key]].append(call)
+    for call in theirs.calls:
+        if call.key in position:
+            others[mine.calls[position[call.key]].thread, call.thread].append(call)
+    swaps = [
+        (position[one.key], one, other)
+        for pair, calls in ours.items()
+        for one, other in _first_apart(calls, others[pair])
+    ]
+    if swaps:
+        return min(swaps, key=lambda swap: swap[0])
+    return _first_unissued(mine, theirs) if whole else None
+
+
+def _first_apart(
+    mine: Iterable[GroupCall], theirs: Iterable[GroupCall]
+) -> Iterable[tuple[GroupCall, GroupCall]]:
+    for one, other in zip(mine, theirs, strict=True):
+        if one.key != other.key:
+            return [(one, other)] if one.group != other.group else []
+    return []
+
+
+def _first_unissued(mine: Course, theirs: Course) -> tuple[int, GroupCall, GroupCall] | None:
+    """Where each issued something that the other has not come to: neither can have the other's order."""
+    here = next(((place, call) for place, call in enumerate(mine.calls) if _is_ahead(call, theirs)), None)
+    there = next((call for call in theirs.calls if _is_ahead(call, mine)), None)
+    if here is None or there is None:
+        return None
+    place, call = here
+    thread = {call.thread}
+    is_one_thread = there.thread == call.thread and all(
+        course.threads.get(group, thread) <= thread
+        for course, group in ((mine, there.group), (theirs, call.group))
+    )
+    return (place, call, there) if is_one_thread else None
+
+
+def _is_ahead(call: GroupCall, course: Course) -> bool:
+    return (call.life, call.call.number) > course.last.get(call.group, (-1, -1))
+
+
+def _order(courses: Mapping[int, Course], first: GroupCall, second: GroupCall) -> Order:
+    """The ranks that issued ``first`` before ``second``; where none issued both, those that have not come to ``second``."""
+    both: dict[int, tuple[GroupCall, GroupCall]] = {}
+    only: dict[int, GroupCall] = {}
+    for rank, course in sorted(courses.items()):
+        mine = {call.key: (place, call) for place, call in enumerate(course.calls)}
+        one, other = mine.get(first.key), mine.get(second.key)
+        if one is None:
+            continue
+        if other is None:
+            if _is_ahead(second, course):
+                only[rank] = one[1]
+        elif one[0] < other[0] and one[1].thread == other[1].thread:
+            both[rank] = one[1], other[1]
+    if both:
+        return Order(tuple(both), *next(iter(both.values())), True)
+    return Order(tuple(only), next(iter(only.values())), second, False)

@@ -1,0 +1,358 @@
+"""The order of collectives across groups, compared between ranks: which issued those of two groups in different orders.
+
+All records pass by once, as sums over neighbours in the course of a rank, which are equal where the order is. Only the
+groups whose sums differ are read again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Final, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from commprof.align.agreement import Difference, IssuedCall, call_of, reference_of
+from commprof.align.collectives import in_order
+from commprof.align.group_orders import (
+    Course,
+    GroupCall,
+    OrderDifference,
+    distinct_differences,
+    first_order_difference,
+    shared_groups,
+)
+from commprof.ledger.lookup import Flags, Numbers, combinations
+from commprof.ledger.request import RecordedRun, recorded_ranks
+from commprof.ledger.survey import GROUP, Group
+from commprof.schema import Op, Status, parse_ranks
+
+_STATE: Final = ("op", "captured", "status")
+_RECORD: Final = ("attempt", "rank", "pid", "seq")
+_NUMBERS: Final = ("pid", "seq", "pg_seq")
+COLUMNS: Final = (*GROUP, *_STATE, "rank", "pid", "thread", "step", "pg_seq")
+_ORDER: Final = (*COLUMNS, "seq")
+_SHOWN: Final = (
+    *(*_ORDER, "payload_bytes", "dtype", "reduce_op", "peer", "backend", "after_step", "module", "purpose"),
+    *("call_site", "input_bytes", "output_bytes", "input_splits", "output_splits"),
+)
+_WEIGHTS: Final = tuple(
+    np.uint64(odd) for odd in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+_CUT_BITS: Final = np.uint64(24)  # of a mixed number: sums of 2 ** 23 of the rest are exact
+
+Sums: TypeAlias = npt.NDArray[np.uint64]
+_Rank: TypeAlias = tuple[int, int]  # attempt and rank
+_Key: TypeAlias = tuple[int, int, int, int]  # of a record
+_Swap: TypeAlias = tuple[
+    int, int, int
+]  # position in the course of a rank, its slot there, and that of another rank
+
+
+class _Shared(NamedTuple):
+    """Groups that several ranks share, by number, and the ranks that are in all of them."""
+
+    groups: frozenset[int]
+    ranks: frozenset[int]
+
+
+class _Rows(NamedTuple):
+    """The collectives of one rank in some groups, in the order of issue, in arrays of equal length.
+
+    ``slot``: equal in the records of one collective on all ranks, and rising with its number in the group.
+    """
+
+    slot: Numbers
+    group: Numbers
+    thread: Numbers
+    pid: Numbers
+    seq: Numbers
+
+    def of(self, is_mine: Flags) -> _Rows:
+        """Those of some groups."""
+        chosen = is_mine[self.group]
+        return self if chosen.all() else _Rows(*(column[chosen] for column in self))
+
+
+class _Slots(NamedTuple):
+    """The group and life of each slot: ``begins`` are the first slots of a group that was made once, or once more.
+
+    ``life``: how many groups of this name there were before.
+    """
+
+    begins: Numbers
+    group: Numbers
+    life: Numbers
+
+    def of(self, slot: int) -> tuple[int, int, int]:
+        """Group, life, and number in the group."""
+        place = int(np.searchsorted(self.begins, slot, side="right")) - 1
+        return int(self.group[place]), int(self.life[place]), slot - int(self.begins[place])
+
+
+class GroupOrders:
+    """The order in which each rank issued collectives of groups that it shares, summed up of records added part by part.
+
+    Args:
+        run: whose records will be added, those of a process in the order of issue.
+    """
+
+    def __init__(self, run: RecordedRun) -> None:
+        recorded = recorded_ranks(run)
+        self._groups: dict[Group, int] = {}
+        self._shared: list[_Shared] = []
+        self._of_rank: dict[_Rank, list[int]] = defaultdict(list)  # positions in _shared
+        members: dict[int, dict[int, frozenset[int]]] = defaultdict(dict)
+        for group, _ in combinations(run.table("groups"), GROUP):
+            attempt, _, ranks = group
+            number = self._groups.setdefault(group, len(self._groups))
+            members[attempt][number] = frozenset(parse_ranks(ranks)) & recorded[attempt]
+        for attempt, of_attempt in members.items():
+            for groups, of_groups in shared_groups(of_attempt).items():
+                for rank in of_groups:
+                    self._of_rank[attempt, rank].append(len(self._shared))
+                self._shared.append(_Shared(groups, of_groups))
+        self._is_shared = [self._is_in(groups) for groups, _ in self._shared]
+        self._streams: dict[tuple[int, str | None], int] = {}  # shared groups and thread -> number
+        self._last: dict[
+            tuple[int, _Rank, int], np.uint64
+        ] = {}  # the last collective of a process in each stream
+        self._sums: list[tuple[Numbers, ...]] = []
+
+    def add(self, part: pa.Table) -> None:
+        """Take in some records: their columns :data:`COLUMNS`."""
+        if not self._shared or not len(part):
+            return
+        group = self._groups_of(part)
+        event = part["pg_seq"].to_numpy().astype(np.uint64) * _WEIGHTS[0]
+        event = _mixed(event + group.astype(np.uint64) * _WEIGHTS[1])
+        steps = part["step"].to_numpy().astype(np.int64)
+        for (attempt, rank, pid, thread), places in combinations(part, ["attempt", "rank", "pid", "thread"]):
+            for number in self._of_rank.get((attempt, rank), ()):
+                stream = self._streams.setdefault((number, thread), len(self._streams))
+                mine = places[self._is_shared[number][group[places]]]
+                if len(mine):
+                    self._take_in(stream, (attempt, rank), pid, event[mine], steps[mine])
+
+    def differences(
+        self, run: RecordedRun, differences: Collection[Difference], *, whole: bool
+    ) -> list[OrderDifference]:
+        """For each set of groups that ranks share, the first two collectives that they issued in different orders.
+
+        Args:
+            run: whose records were added.
+            differences: within groups. These groups are left out: their numbers do not show what belongs together.
+            whole: no record is missing.
+        """
+        left_out = {(each.pg, each.group_ranks) for each in differences}
+        kept = {number for (_, *group), number in self._groups.items() if tuple(group) not in left_out}
+        chosen = {
+            each: groups for each in self._suspects() if len(groups := self._shared[each].groups & kept) > 1
+        }
+        if not chosen:
+            return []
+        threads: dict[str | None, int] = {}
+        rows, slots = self._rows(run, frozenset().union(*chosen.values()), threads)
+        windows = []
+        for each, groups in chosen.items():
+            is_mine = self._is_in(groups)
+            of_ranks = {
+                rank: mine.of(is_mine) for rank, mine in rows.items() if each in self._of_rank.get(rank, ())
+            }
+            windows.append((of_ranks, *_apart(of_ranks, whole=whole)))
+        calls = _calls(run, {key for of_ranks, _, apart in windows for key in _keys(of_ranks, apart)})
+        names = list(threads)
+        found = (
+            first_order_difference(
+                self._courses(of_ranks, apart, slots, names, calls), whole=whole, reference=reference
+            )
+            for of_ranks, reference, apart in windows
+        )
+        return distinct_differences(each for each in found if each is not None)
+
+    def _groups_of(self, part: pa.Table) -> Numbers:
+        """The number of each row's group; -1 where the row is no collective that ran."""
+        found = np.full(len(part), -1, np.int64)
+        for (*group, op, captured, status), places in combinations(part, [*GROUP, *_STATE]):
+            if op not in (Op.SEND, Op.RECV) and not captured and status != Status.RAISED:
+                found[places] = self._groups.get(tuple(group), -1)
+        return found
+
+    def _is_in(self, groups: Iterable[int]) -> Flags:
+        """By number of a group, at the end for -1: whether it is one of ``groups``."""
+        found = np.zeros(len(self._groups) + 1, bool)
+        found[list(groups)] = True
+        return found
+
+    def _take_in(self, stream: int, rank: _Rank, pid: int, event: Sums, steps: Numbers) -> None:
+        """Add up each collective of a process in a stream, mixed with the one before it, by step."""
+        before = np.empty_like(event)
+        before[0], before[1:] = self._last.get((stream, rank, pid), np.uint64(0)), event[:-1]
+        self._last[stream, rank, pid] = event[-1]
+        mixed = _mixed(before * _WEIGHTS[2] + event) >> _CUT_BITS
+        starts = np.flatnonzero(np.append(True, steps[1:] != steps[:-1]))
+        totals = np.add.reduceat(mixed, starts).astype(np.int64)
+        self._sums.append(
+            (np.full(len(starts), stream), np.full(len(starts), rank[1]), steps[starts], totals)
+        )
+
+    def _suspects(self) -> list[int]:
+        """The positions of the shared groups whose ranks have other sums in some step."""
+        if not self._sums:
+            return []
+        columns = map(np.concatenate, zip(*self._sums, strict=True))
+        table = pa.table(dict(zip(("stream", "rank", "step", "total"), columns, strict=True)))
+        of_rank = table.group_by(["stream", "step", "rank"]).aggregate([("total", "sum")])
+        ends = of_rank.group_by(["stream", "step"]).aggregate(
+            [([], "count_all"), ("total_sum", "min"), ("total_sum", "max")]
+        )
+        stream, present, low, high = (
+            ends[name].to_numpy() for name in ("stream", "count_all", "total_sum_min", "total_sum_max")
+        )
+        shared = np.array([position for position, _ in self._streams], np.int64)[stream]
+        expected = np.array([len(each.ranks) for each in self._shared], np.int64)[shared]
+        return [int(position) for position in np.unique(shared[(present != expected) | (low != high)])]
+
+    def _rows(
+        self, run: RecordedRun, groups: frozenset[int], threads: dict[str | None, int]
+    ) -> tuple[dict[_Rank, _Rows], _Slots]:
+        """The collectives of ``groups``, by rank. ``threads`` gets the numbers of the threads."""
+        wanted = self._is_in(groups)
+        pieces: dict[_Rank, list[list[Numbers]]] = defaultdict(list)
+        for part in run.parts("collectives", _ORDER):
+            group = self._groups_of(part)
+            thread = np.zeros(len(part), np.int32)
+            for (name,), places in combinations(part, ["thread"]):
+                thread[places] = threads.setdefault(name, len(threads))
+            columns = [group.astype(np.int32), thread, *(part[name].to_numpy() for name in _NUMBERS)]
+            for (attempt, rank), places in combinations(part, ["attempt", "rank"]):
+                mine = places[wanted[group[places]]]
+                pieces[attempt, rank].append([column[mine] for column in columns])
+        ranks = list(pieces)
+        of_ranks = [list(map(np.concatenate, zip(*pieces.pop(rank), strict=True))) for rank in ranks]
+        bounds = np.cumsum([0, *(len(columns[0]) for columns in of_ranks)])
+        columns = list(map(np.concatenate, zip(*of_ranks, strict=True)))
+        del of_ranks
+        group, thread, pid, seq, number = columns
+        slot, slots = _slots_of(np.repeat(np.arange(len(ranks)), np.diff(bounds)), group, number)
+        rows = {}
+        for place, rank in enumerate(ranks):
+            begin, end = bounds[place : place + 2].tolist()
+            rows[rank] = _Rows(*(column[begin:end] for column in (slot, group, thread, pid, seq)))
+        return rows, slots
+
+    def _courses(
+        self,
+        rows: Mapping[_Rank, _Rows],
+        chosen: Numbers,
+        slots: _Slots,
+        threads: list[str | None],
+        calls: Mapping[_Key, IssuedCall],
+    ) -> dict[int, Course]:
+        """What each rank issued of the slots ``chosen``, and how far it came in each of the groups."""
+        names = [(pg, ranks) for _, pg, ranks in self._groups]
+        courses = {}
+        for rank, mine in rows.items():
+            course = courses[rank[1]] = Course()
+            for key, place in _keys({rank: mine}, chosen).items():
+                group, life, _ = slots.of(int(mine.slot[place]))
+                course.calls.append(GroupCall(names[group], threads[mine.thread[place]], calls[key], life))
+            for group in np.flatnonzero(np.bincount(mine.group)).tolist():
+                is_mine = mine.group == group
+                course.last[names[group]] = slots.of(int(mine.slot[is_mine].max()))[1:]
+                found = np.flatnonzero(np.bincount(mine.thread[is_mine]))
+                course.threads[names[group]] = {threads[code] for code in found}
+        return courses
+
+
+def _slots_of(owner: Numbers, group: Numbers, number: Numbers) -> tuple[Numbers, _Slots]:
+    """The slot of each row: its group, the life of that, and its number there."""
+    order, starts = in_order((owner, group, number))
+    life = np.zeros(len(order), np.int64)
+    if len(starts) < len(order):  # a rank gave a number twice
+        lengths = np.diff(np.append(starts, len(order)))
+        life[order] = np.arange(len(order)) - np.repeat(starts, lengths)
+    del order
+    lives = int(life.max(initial=0)) + 1
+    room = np.zeros((int(group.max(initial=0)) + 1) * lives, np.int64)  # numbers of each group and life
+    which = group.astype(np.int64) * lives + life
+    np.maximum.at(room, which, number + 1)
+    begins = np.cumsum(room) - room
+    used = np.flatnonzero(room)
+    return begins[which] + number, _Slots(begins[used], *np.divmod(used, lives))
+
+
+def _mixed(numbers: Sums) -> Sums:
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * _WEIGHTS[1]
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * _WEIGHTS[2]
+    return numbers ^ (numbers >> np.uint64(31))
+
+
+def _apart(of_ranks: Mapping[_Rank, _Rows], *, whole: bool) -> tuple[int, Numbers]:
+    """The rank to compare with, and the collectives at which each of the others parts from it."""
+    reference = reference_of({rank: [rows.slot.tobytes()] for (_, rank), rows in of_ranks.items()})
+    (mine,) = (rows for (_, rank), rows in of_ranks.items() if rank == reference)
+    slots: list[int] = []
+    for (_, rank), theirs in of_ranks.items():
+        if rank != reference:
+            swap = min(_swaps(mine, theirs), default=None) or (_unissued(mine, theirs) if whole else None)
+            slots += swap[1:] if swap is not None else ()
+    return reference, np.array(slots, np.int64)
+
+
+def _swaps(mine: _Rows, theirs: _Rows) -> Iterator[_Swap]:
+    """The first place at which the ranks part, of each pair of threads."""
+    places = np.full(max(mine.slot.max(initial=-1), theirs.slot.max(initial=-1)) + 1, -1)
+    places[mine.slot] = np.arange(len(mine.slot))
+    order = places[theirs.slot]  # of what both issued, as ``theirs`` has it
+    is_common = order >= 0
+    order = order[is_common]
+    pairs = mine.thread[order] * (int(theirs.thread.max(initial=0)) + 1) + theirs.thread[is_common]
+    for pair in np.flatnonzero(np.bincount(pairs)):
+        of_pair = order[pairs == pair]
+        if (of_pair[1:] > of_pair[:-1]).all():
+            continue
+        expected = np.sort(of_pair)
+        at = int(np.flatnonzero(expected != of_pair)[0])
+        if mine.group[expected[at]] != mine.group[of_pair[at]]:
+            yield int(expected[at]), int(mine.slot[expected[at]]), int(mine.slot[of_pair[at]])
+
+
+def _unissued(mine: _Rows, theirs: _Rows) -> _Swap | None:
+    """The first collective of each that the other has not come to."""
+    ahead, behind = (np.flatnonzero(_is_ahead(*pair)) for pair in ((mine, theirs), (theirs, mine)))
+    if not len(ahead) or not len(behind):
+        return None
+    return int(ahead[0]), int(mine.slot[ahead[0]]), int(theirs.slot[behind[0]])
+
+
+def _is_ahead(rows: _Rows, others: _Rows) -> Flags:
+    last = np.full(max(rows.group.max(initial=0), others.group.max(initial=0)) + 1, -1)
+    np.maximum.at(last, others.group, others.slot)
+    ahead: Flags = rows.slot > last[rows.group]
+    return ahead
+
+
+def _keys(of_ranks: Mapping[_Rank, _Rows], slots: Numbers) -> dict[_Key, int]:
+    """The records of ``slots``, and the place of each among those of its rank."""
+    return {
+        (attempt, rank, int(rows.pid[place]), int(rows.seq[place])): int(place)
+        for (attempt, rank), rows in of_ranks.items()
+        for place in np.flatnonzero(np.isin(rows.slot, slots))
+    }
+
+
+def _calls(run: RecordedRun, wanted: Collection[_Key]) -> dict[_Key, IssuedCall]:
+    """The calls of some records."""
+    if not wanted:
+        return {}
+    numbers = np.array(sorted({seq for *_, seq in wanted}), np.int64)
+    found = {}
+    for part in run.parts("collectives", _SHOWN):
+        for row in part.filter(pa.array(np.isin(part["seq"].to_numpy(), numbers))).to_pylist():
+            key = row["attempt"], row["rank"], row["pid"], row["seq"]
+            if key in wanted:
+                found[key] = call_of(row, row["pg_seq"])
+    return found
