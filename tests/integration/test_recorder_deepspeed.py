@@ -91,7 +91,7 @@ STEP = [
     ("backward", "all_reduce", "gradient_reduce", 1, "0.weight,0.bias"),
     ("optimizer", "all_reduce", "gradient_norm", None, None),
     ("optimizer", "all_reduce", "overflow_check", None, None),
-    ("optimizer", "all_gather", "parameter_gather", None, None),
+    *[("optimizer", "all_gather", "parameter_gather", None, None)] * 2,
     ("optimizer", "barrier", "other", None, None),
 ]
 EXPECTED = [
@@ -129,6 +129,17 @@ def test_every_collective_says_why(tmp_path, when):
         (1, 2, 0.5, 6.0),
     ]
     assert all(outcome["still_wrapped"] == [] and not outcome["listening"] for outcome in outcomes)
+
+
+def test_flat_groups_that_are_longer_than_their_parameters_have_padding(tmp_path):
+    run, _ = go(tmp_path)
+    rows = run.table("collectives").to_pylist()
+    gathers = [
+        (r["payload_bytes"], r["padding_bytes"]) for r in rows if r["op"] == "all_gather" and r["step"] == 1
+    ]
+    # Groups of 9 and 40 elements, in buffers of multiples of four.
+    assert gathers == [(4 * 12, 4 * 3), (4 * 40, None)] * 2
+    assert {r["padding_bytes"] for r in rows if r["op"] != "all_gather"} == {None}
 
 
 def test_results_and_exceptions_are_those_without_a_recorder(tmp_path):
@@ -271,3 +282,66 @@ def test_the_real_deepspeed(tmp_path, stage, extra, gradient_ops):
     assert sum(row["numel"] for row in run.table("parameters").to_pylist()) == 1732
     assert run.manifest.engine.startswith("deepspeed 0.")
     assert run.manifest.effective_config["zero_optimization"]["stage"] == stage
+
+
+PADDED_SCRIPT = """
+import json, sys
+import torch, deepspeed
+torch.manual_seed(0)
+torch.set_num_threads(1)
+config = json.loads(sys.argv[1])
+deepspeed.init_distributed("gloo")
+model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.ReLU(), torch.nn.Linear(7, 3), torch.nn.Linear(3, 1))
+groups = [{"params": list(model[0].parameters())}, {"params": [*model[2].parameters(), *model[3].parameters()]}]
+config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam", "params": {"torch_adam": True}}, **config}
+engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+dtype = next(model.parameters()).dtype
+for _ in range(3):
+    engine.backward(engine(torch.ones(2, 5, dtype=dtype)).float().square().mean())
+    engine.step()
+torch.distributed.destroy_process_group()
+"""
+# Groups of 42 and of 28 elements, of parameters of 35, 7, 21, 3, 3 and 1; three ranks. At stages 1 and 2 the flat buffer
+# of a group has a multiple of 2 x 3 elements: 42 and 30. At stage 3 a shard has a third of each, rounded up: 12, 3, 7, 1,
+# 1 and 1, of which three make 36, 9, 21, 3, 3 and 3: 75 for 70.
+SHARDED = {"stage": 3, "stage3_param_persistence_threshold": 0}
+BF16 = {"bf16": {"enabled": True}}
+IN_FP32 = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": {"stage": 1}}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("config", "gathers", "reductions"),
+    [
+        ({"zero_optimization": {"stage": 0}}, [], [(280, None)]),
+        ({"zero_optimization": {"stage": 1}}, [(168, None), (120, 8)], [(280, None)]),
+        ({**BF16, "zero_optimization": {"stage": 2}}, [(84, None), (60, 4)], [(140, None)]),
+        (IN_FP32, [(84, None), (60, 4)], [(144, 4)]),  # BF16_Optimizer reduces the flat buffers themselves
+        ({"zero_optimization": SHARDED}, [(300, 20)], [(300, 20)]),
+    ],
+    ids=["stage 0", "stage 1", "stage 2", "bf16 optimizer", "stage 3"],
+)
+def test_the_real_deepspeeds_padding(tmp_path, config, gathers, reductions):
+    python = os.environ.get(REAL)
+    if not python:
+        pytest.skip(f"{REAL} names no interpreter that has the real DeepSpeed")
+    from commprof.trace.reader import open_run
+
+    script = tmp_path / "script.py"
+    script.write_text(PADDED_SCRIPT)
+    commprof = str(Path(sys.executable).with_name("commprof"))
+    command = [commprof, "run", "--out", str(tmp_path / "run"), "--", python, "-m", "torch.distributed.run"]
+    command += ["--standalone", "--nproc_per_node", "3", str(script), json.dumps(config)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = open_run(tmp_path / "run").table("collectives").to_pylist()
+    for rank in range(3):
+        last = [row for row in rows if (row["rank"], row["step"]) == (rank, 2)]
+        for purpose, expected in (("parameter_gather", gathers), ("gradient_reduce", reductions)):
+            found = [
+                (row["payload_bytes"], row["padding_bytes"]) for row in last if row["purpose"] == purpose
+            ]
+            assert found == expected
+    others = {row["purpose"] for row in rows if row["padding_bytes"] is not None}
+    assert others <= {"parameter_gather", "gradient_reduce"}

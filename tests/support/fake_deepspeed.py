@@ -114,6 +114,10 @@ class DeepSpeedZeroOptimizer:
     def __init__(self, optimizer, engine):
         self.optimizer = optimizer
         self.bit16_groups = [list(group["params"]) for group in optimizer.param_groups]
+        self.bit16_groups_flat = []
+        for group in self.bit16_groups:
+            numel = sum(parameter.numel() for parameter in group)
+            self.bit16_groups_flat.append(torch.zeros(numel + -numel % (2 * dist.get_world_size())))
         for group in optimizer.param_groups:
             group["params"] = [torch.nn.Parameter(torch.zeros(4))]
         self.ipg_buckets = {torch.float32: Bucket()}
@@ -141,7 +145,7 @@ class DeepSpeedZeroOptimizer:
     def step(self):
         self.get_grad_norm_direct([], [])
         self.has_overflow()
-        all_gather_dp_groups()
+        all_gather_dp_groups(self.bit16_groups_flat)
         self.sequential_execution(lambda: None, "done")
         for group in self.bit16_groups:
             for parameter in group:
@@ -158,10 +162,11 @@ class DeepSpeedZeroOptimizer:
 
 _UTILS = """
 import torch
-import torch.distributed as dist
+from .. import comm as dist
 
-def all_gather_dp_groups():
-    dist.all_gather([torch.zeros(4) for _ in range(dist.get_world_size())], torch.zeros(4))
+def all_gather_dp_groups(groups_flat):
+    for flat in groups_flat:
+        dist.all_gather_into_tensor(flat, torch.zeros(flat.numel() // dist.get_world_size()))
 
 class PartitionedTensor:
     def full(self): raise NotImplementedError
@@ -172,13 +177,22 @@ class CheckOverflow:
 """
 
 
+_COMM = """
+from torch import distributed
+from torch.distributed import get_world_size
+
+def all_gather_into_tensor(output_tensor, tensor, group=None, async_op=False):
+    return distributed.all_gather_into_tensor(output_tensor, tensor, group, async_op)
+"""
+
+
 def write_fake(directory: Path, version: str, without: str = "") -> Path:
     """Write the package below ``directory``, as version ``version``, less the stage 1 and 2 method ``without``."""
     package = directory / "deepspeed"
     stage = _STAGE_1_2.replace(f"{without}(", "renamed(") if without else _STAGE_1_2
     files = {
         "__init__.py": _INIT,
-        "comm.py": "",
+        "comm.py": _COMM,
         "git_version_info.py": f"version = {version!r}",
         "runtime/__init__.py": "",
         "runtime/engine.py": _ENGINE,

@@ -17,6 +17,7 @@ from commprof import hooks
 from commprof.recorder.adapters.deepspeed_buckets import BUCKETS, Buckets
 from commprof.recorder.adapters.deepspeed_engine import ENGINE_MODULE, Engines
 from commprof.recorder.adapters.deepspeed_methods import FIRST_VERSION, LAST_VERSION, METHODS, Method
+from commprof.recorder.adapters.deepspeed_padding import PADDED, Paddings
 from commprof.recorder.adapters.imports import ImportWatch
 from commprof.recorder.adapters.patching import Patches, tagged
 from commprof.recorder.journal import Journal
@@ -24,7 +25,7 @@ from commprof.recorder.journal import Journal
 _PACKAGE: Final = "deepspeed"
 _ANOTHER: Final = "__runtime__"
 _VERSION_MODULE: Final = "deepspeed.git_version_info"
-_MODULES: Final = frozenset({_PACKAGE, _VERSION_MODULE, ENGINE_MODULE, *(m.module for m in METHODS)})
+_MODULES: Final = frozenset({_PACKAGE, _VERSION_MODULE, ENGINE_MODULE, *PADDED, *(m.module for m in METHODS)})
 
 
 class DeepSpeedAdapter:
@@ -46,6 +47,7 @@ class DeepSpeedAdapter:
         names: dict[int, str] = {}
         self._engines = Engines(names, explicit, journal.fault)
         self._buckets = Buckets(names, journal.fault)
+        self._paddings = Paddings(journal.fault)
 
     def install(self) -> None:
         """Wrap what is imported already, and the rest when it comes."""
@@ -101,6 +103,7 @@ class DeepSpeedAdapter:
         for method in METHODS:
             if method.module == module.__name__ and not self._wrap_method(module, method):
                 missing.append(method.path)
+        self._paddings.wrap(module, self._patches)
         if missing:
             shown = ".".join(map(str, self._version or ()))
             self._journal.note(

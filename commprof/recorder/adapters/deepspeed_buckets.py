@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from commprof import hooks
+from commprof.recorder.adapters.deepspeed_padding import gradient_padding, with_padding
 from commprof.recorder.adapters.flushes import open_bucket
 from commprof.recorder.adapters.patching import Patches
 
@@ -39,6 +40,7 @@ class Content(NamedTuple):
     dtype: torch.dtype
     capacity: int | None
     names: tuple[str, ...]
+    padding: int = 0  # elements
 
 
 class Buckets:
@@ -82,13 +84,15 @@ class Buckets:
             self._step, self._next = hooks.position.step, 0
         number, self._next = self._next, self._next + 1
         nbytes = content.numel * content.dtype.itemsize
-        return open_bucket(number, content.numel, nbytes, content.dtype, content.names, content.capacity)
+        tag = open_bucket(number, content.numel, nbytes, content.dtype, content.names, content.capacity)
+        return with_padding(tag, content.padding * content.dtype.itemsize) if content.padding else tag
 
     def _engine_content(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Content | None:
         gradients = kwargs.get("bucket", args[0] if args else None)
         if not gradients:
             return None
-        return Content(sum(g.numel() for g in gradients), engine.communication_data_type, None, ())
+        padding = gradient_padding(engine.optimizer, gradients)
+        return Content(sum(g.numel() for g in gradients), engine.communication_data_type, None, (), padding)
 
     def _optimizer_content(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -1,0 +1,294 @@
+"""How much of DeepSpeed's messages is padding: what makes the shards of all ranks equally long and carries no data.
+
+Note [padding]: a gather is asked for in one function and issued in another, several of them in some, so the first says
+what is about to travel and the second finds its message among that: by the buffer itself (stages 1 and 2), or by the
+elements of this rank's shard (stage 3), in the order in which DeepSpeed gathers. What fits nothing has no padding that is
+known. Quantized messages, whose elements are not those of the parameters, and what Muon exchanges are left out.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from types import ModuleType
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import distributed
+
+from commprof import hooks
+from commprof.recorder.adapters.patching import Patches
+from commprof.schema import Purpose
+
+_COMM: Final = "deepspeed.comm"
+_STAGE_1_2: Final = "deepspeed.runtime.zero.stage_1_and_2"
+_BF16: Final = "deepspeed.runtime.bf16_optimizer"
+_STAGE_3: Final = "deepspeed.runtime.zero.stage3"
+_PARAMETERS: Final = "deepspeed.runtime.zero.partition_parameters"
+_COORDINATOR: Final = "deepspeed.runtime.zero.partitioned_param_coordinator"
+_FETCHER: Final = "PartitionedParameterCoordinator"
+PADDED: Final = frozenset({_COMM, _STAGE_1_2, _BF16, _STAGE_3, _PARAMETERS, _COORDINATOR})  # modules
+
+Call = Callable[..., Any]
+Args = Sequence[Any]
+Kwargs = Mapping[str, Any]
+
+
+class _Shard(NamedTuple):
+    """A parameter that is about to be gathered: elements of this rank's shard, and of the whole without padding."""
+
+    numel: int
+    secondary: int  # of the shard within a part of the ranks, where there is one (hpZ); else the same
+    whole: int
+    dtype: torch.dtype | None
+
+
+class _Expected:
+    """What is about to travel.
+
+    Args:
+        flat: buffers, and the elements of the parameters in them.
+        shards: in the order in which they are gathered; those of one list may travel in one message.
+    """
+
+    def __init__(
+        self, flat: Iterable[tuple[torch.Tensor, int]] = (), shards: Iterable[list[_Shard]] = ()
+    ) -> None:
+        self._flat = list(flat)
+        self._shards = [each for each in shards if each]
+
+    def whole(self, output: torch.Tensor | None, sent: torch.Tensor) -> int | None:
+        """Elements of the parameters in the message whose part from this rank is ``sent``; None: not known."""
+        for buffer, numel in self._flat:
+            if buffer is output:
+                return numel
+        if not sent.is_floating_point():
+            return None
+        for place, shards in enumerate(self._shards):
+            for together in (shards, [each for each in shards if each.dtype == sent.dtype], shards[:1]):
+                if together and sent.numel() in (
+                    sum(each.numel for each in together),
+                    sum(each.secondary for each in together),
+                ):
+                    gone = {id(each) for each in together}
+                    self._shards[place] = [each for each in shards if id(each) not in gone]
+                    self._shards = [each for each in self._shards if each]
+                    return sum(each.whole for each in together)
+        return None
+
+
+class Paddings:
+    """Says of messages how much of them is padding.
+
+    Args:
+        on_fault: called with what our own code raised.
+    """
+
+    def __init__(self, on_fault: Callable[[Exception], None]) -> None:
+        self._on_fault = on_fault
+        self._thread = threading.local()
+        self._numels: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
+
+    def wrap(self, module: ModuleType, patches: Patches) -> None:
+        """Wrap what ``module`` has of the functions that say what travels, and of those that send it."""
+        for name, path, read in (
+            (_STAGE_1_2, "DeepSpeedZeroOptimizer.step", self._groups_of),
+            (_STAGE_1_2, "DeepSpeedZeroOptimizer.update_lp_params", self._groups_of),
+            (_BF16, "BF16_Optimizer.update_lp_params", self._groups_of),
+            (_COORDINATOR, f"{_FETCHER}._{_FETCHER}__all_gather_params_", _fetched),
+            (_PARAMETERS, "Init._allgather_param", _gathered_one),
+            (_PARAMETERS, "Init._allgather_params", _gathered_together),
+            (_PARAMETERS, "Init._allgather_params_coalesced", _gathered),
+            (_PARAMETERS, "Init._allgather_params_sequential", _gathered),
+            (_STAGE_3, "DeepSpeedZeroOptimizer_Stage3._fp32_state_allgather", _gathered_state),
+        ):
+            if module.__name__ == name:
+                patches.wrap(module, path, partial(self._expecting, read=read))
+        for name, path, message in (
+            (_COMM, "all_gather_into_tensor", _output_and_input),
+            (_COMM, "all_gather", _outputs_and_input),
+            (_PARAMETERS, "_dist_allgather_fn", _input_and_output),
+        ):
+            if module.__name__ == name:
+                patches.wrap(module, path, partial(self._sending, message=message))
+        if module.__name__ == _STAGE_3:
+            patches.wrap(module, "reduce_scatter_coalesced", self._scattering)
+
+    def _expecting(self, original: Call, read: Callable[[Args, Kwargs], _Expected | None]) -> Call:
+        """``original``, which gathers what ``read`` finds in its arguments."""
+
+        def gather(*args: Any, **kwargs: Any) -> Any:
+            thread = self._thread
+            outer = getattr(thread, "expected", None)
+            thread.expected = self._try(read, args, kwargs)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                thread.expected = outer
+
+        return gather
+
+    def _sending(
+        self, original: Call, message: Callable[[Args, Kwargs], tuple[list[torch.Tensor], torch.Tensor]]
+    ) -> Call:
+        """``original``, which gathers one message."""
+
+        def padding_bytes(args: Args, kwargs: Kwargs) -> int | None:
+            outputs, sent = message(args, kwargs)
+            whole = self._thread.expected.whole(outputs[0] if len(outputs) == 1 else None, sent)
+            numel = sum(each.numel() for each in outputs)
+            return None if whole is None else (numel - whole) * sent.element_size()
+
+        def send(*args: Any, **kwargs: Any) -> Any:
+            if getattr(self._thread, "expected", None) is None:
+                return original(*args, **kwargs)
+            return self._padded(original, padding_bytes, args, kwargs)
+
+        return send
+
+    def _scattering(self, original: Call) -> Call:
+        """``reduce_scatter_coalesced``, which fills each tensor up to a multiple of the ranks."""
+
+        def padding_bytes(args: Args, kwargs: Kwargs) -> int:
+            tensors = args[0] if args else kwargs["tensors"]
+            ranks = distributed.get_world_size(args[1] if len(args) > 1 else kwargs.get("group"))
+            return sum(-each.numel() % ranks for each in tensors) * tensors[0].element_size()
+
+        def scatter(*args: Any, **kwargs: Any) -> Any:
+            return self._padded(original, padding_bytes, args, kwargs)
+
+        return scatter
+
+    def _padded(
+        self, original: Call, padding_bytes: Callable[[Args, Kwargs], int | None], args: Args, kwargs: Kwargs
+    ) -> Any:
+        """The call, its one collective being tagged as what is around it, with its padding."""
+        padding = self._try(padding_bytes, args, kwargs)
+        if not padding or padding < 0:
+            return original(*args, **kwargs)
+        with with_padding(hooks.current_tag() or _GATHER, padding):
+            return original(*args, **kwargs)
+
+    def _groups_of(self, args: Args, kwargs: Kwargs) -> _Expected:
+        """The flat buffers of an optimizer of stage 1 or 2, one a group."""
+        optimizer = args[0]
+        kind = "bit16" if hasattr(optimizer, "bit16_groups_flat") else "bf16"
+        numels = self._numels.get(optimizer)
+        if numels is None:
+            groups = getattr(optimizer, f"{kind}_groups")
+            numels = self._numels[optimizer] = tuple(sum(p.numel() for p in group) for group in groups)
+        return _Expected(flat=zip(getattr(optimizer, f"{kind}_groups_flat"), numels, strict=True))
+
+    def _try(self, read: Callable[[Args, Kwargs], Any], args: Args, kwargs: Kwargs) -> Any:
+        """What ``read`` says; None where it raised, of which the training never hears."""
+        try:
+            return read(args, kwargs)
+        except Exception as error:
+            self._on_fault(error)
+            return None
+
+
+_GATHER: Final = hooks.tag(Purpose.PARAMETER_GATHER.value)
+
+
+def with_padding(tag: hooks.tag, padding_bytes: int) -> hooks.tag:
+    """The same tag, for a message with padding."""
+    return _padded_tag(
+        *(tag.purpose, tag.bucket, tag.owner, tag.parameters, tag.intended_op, tag.bucket_bytes, tag.module),
+        padding_bytes,
+    )
+
+
+# The same messages come back every step, and a tag that is kept is cheaper for the recorder.
+@lru_cache(maxsize=4096)
+def _padded_tag(*fields: Any) -> hooks.tag:
+    return hooks.tag(*fields)
+
+
+def gradient_padding(optimizer: Any, gradients: Iterable[Any]) -> int:
+    """Elements of ``gradients`` that are padding: BF16_Optimizer reduces flat buffers that are longer than its groups."""
+    flat = getattr(optimizer, "fp32_groups_gradients_flat", ())
+    groups = {
+        id(buffer): group for buffer, group in zip(flat, getattr(optimizer, "bf16_groups", ()), strict=False)
+    }
+    return sum(
+        each.numel() - sum(parameter.numel() for parameter in groups[id(each)])
+        for each in gradients
+        if id(each) in groups
+    )
+
+
+def _shards(parameters: Iterable[Any]) -> list[_Shard] | None:
+    """The shards of parameters; None where some are quantized."""
+    shards = []
+    for parameter in parameters:
+        own = parameter.ds_tensor
+        if hasattr(own, "ds_quant_scale"):
+            return None
+        secondary = getattr(parameter, "ds_secondary_tensor", None)
+        numel = int(own.ds_numel)
+        within = numel if secondary is None else int(secondary.numel())
+        shards.append(_Shard(numel, within, int(parameter.ds_numel), own.dtype))
+    return shards
+
+
+def _fetched(args: Args, kwargs: Kwargs) -> _Expected | None:
+    """What the coordinator of stage 3 gathers: parameters that are not there, those with a secondary shard first."""
+    _, parameters, *rest = args
+    if kwargs.get("quantize", rest[1] if len(rest) > 1 else False):
+        return None
+    lists: dict[tuple[bool, int], list[Any]] = {}
+    for parameter in parameters:
+        if parameter.ds_status.name == "NOT_AVAILABLE":
+            is_primary = getattr(parameter, "ds_secondary_tensor", None) is None
+            lists.setdefault((is_primary, id(parameter.ds_process_group)), []).append(parameter)
+    ordered = sorted(lists.items(), key=lambda item: item[0][0])
+    shards = [_shards(sorted(each, key=lambda parameter: parameter.ds_id)) for _, each in ordered]
+    known = [each for each in shards if each is not None]
+    return _Expected(shards=known) if len(known) == len(shards) else None
+
+
+def _gathered(args: Args, kwargs: Kwargs) -> _Expected | None:
+    """Parameters that a method of ``Init`` gathers, each by a message of its own."""
+    parameters, quantizes = kwargs.get("param_list", args[1] if len(args) > 1 else ()), args[3:4]
+    shards = None if kwargs.get("quantize", quantizes and quantizes[0]) else _shards(parameters)
+    return None if shards is None else _Expected(shards=([each] for each in shards))
+
+
+def _gathered_together(args: Args, kwargs: Kwargs) -> _Expected | None:
+    """The same, in one message."""
+    shards = _shards(kwargs.get("param_list", args[1] if len(args) > 1 else ()))
+    return None if shards is None else _Expected(shards=[shards])
+
+
+def _gathered_one(args: Args, kwargs: Kwargs) -> _Expected | None:
+    shards = _shards([kwargs.get("param", args[1] if len(args) > 1 else None)])
+    return None if shards is None else _Expected(shards=[shards])
+
+
+def _gathered_state(args: Args, kwargs: Kwargs) -> _Expected:
+    """A state of the optimizer, gathered like the parameter that it is of."""
+    names = ("param", "fp32_state_partition")
+    parameter, state = (args[n] if n < len(args) else kwargs[name] for n, name in enumerate(names, 1))
+    return _Expected(shards=[[_Shard(state.numel(), state.numel(), int(parameter.ds_numel), state.dtype)]])
+
+
+def _output_and_input(args: Args, kwargs: Kwargs) -> tuple[list[torch.Tensor], torch.Tensor]:
+    output, sent = _two(args, kwargs, ("output_tensor", "tensor"))
+    return [output], sent
+
+
+def _outputs_and_input(args: Args, kwargs: Kwargs) -> tuple[list[torch.Tensor], torch.Tensor]:
+    outputs, sent = _two(args, kwargs, ("tensor_list", "tensor"))
+    return list(outputs), sent
+
+
+def _input_and_output(args: Args, kwargs: Kwargs) -> tuple[list[torch.Tensor], torch.Tensor]:
+    sent, output = _two(args, kwargs, ("input_tensor", "output_tensor"))
+    return [output], sent
+
+
+def _two(args: Args, kwargs: Kwargs, names: tuple[str, str]) -> Iterator[Any]:
+    return (args[n] if n < len(args) else kwargs[name] for n, name in enumerate(names))
