@@ -8,7 +8,9 @@ in the environment that has DeepSpeed (``--deepspeed-python``), in turn with the
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import random
 import subprocess
 import sys
 import tempfile
@@ -113,6 +115,16 @@ def cases() -> list[Case]:
     def sync() -> None:
         dist.all_reduce(small)
 
+    chance = random.Random(1)
+    splits = itertools.cycle(
+        [tuple([chance.randrange(9) for _ in range(4)] for _ in range(2)) for _ in range(5000)]
+    )
+    rows, taken = torch.zeros(32, 4), torch.zeros(32, 4)
+
+    def exchange() -> None:
+        sent, received = next(splits)
+        dist.all_to_all_single(taken[: sum(received)], rows[: sum(sent)], received, sent)
+
     def coalesced() -> None:
         with dist._coalescing_manager():
             dist.all_reduce(small)
@@ -139,6 +151,7 @@ def cases() -> list[Case]:
         Case(DEFAULT, "all_gather of a list", lambda: dist.all_gather(pieces, small), default),
         Case(DEFAULT, "send", lambda: dist.send(small, 1), default),
         Case(DEFAULT, "barrier", dist.barrier, default),
+        Case(DEFAULT, "all_to_all_single, other splits in each call", exchange, default),
         Case(DEFAULT, "two all_reduces, coalesced", coalesced, default),
         Case("commprof, complete", ALL_REDUCE, sync, recorder_of(complete=True)),
         Case("torch.profiler, plain", ALL_REDUCE, sync, profiled()),

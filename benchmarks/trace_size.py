@@ -2,15 +2,18 @@
 
 One rank, a fake process group: each step sends as many tagged bucket reductions, norms and gathers as a ZeRO-2 step of a
 48-layer model would, from several call sites, with the times that the machine really gives. Memory is read 100 times; its
-growth is what its peak in the second half has beyond that in the first: recorded, and before that not recorded.
+growth is what its peak in the second half has beyond that in the first: recorded, and before that not recorded. A second
+trace holds nothing but all_to_all_singles among eight ranks with other splits in each call, as a mixture of experts has.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -23,6 +26,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from commprof import hooks
 
 READINGS = 100
+RANKS = 8
+MOST_ROWS = 200  # to one rank
+COLUMNS = 64
 
 
 def resident_bytes() -> int:
@@ -67,21 +73,29 @@ def train(steps: int, buckets: int) -> tuple[int, list[int]]:
     return issued, resident
 
 
-def main() -> None:
-    """Measure, print, write."""
-    parser = arguments(__doc__.splitlines()[0])
-    parser.add_argument("--records", type=int, default=1_000_000)
-    parser.add_argument("--buckets", type=int, default=97)
-    args = parser.parse_args()
+def exchange(calls: int) -> tuple[int, list[int]]:
+    """Issue ``calls`` exchanges of random rows; returns how many, and the resident bytes meanwhile."""
+    chance = random.Random(1)
+    given = torch.zeros(RANKS * MOST_ROWS, COLUMNS)
+    taken = torch.zeros_like(given)
+    resident = []
+    for number in range(calls):
+        sent, received = ([chance.randrange(MOST_ROWS) for _ in range(RANKS)] for _ in range(2))
+        dist.all_to_all_single(taken[: sum(received)], given[: sum(sent)], received, sent)
+        if (number + 1) * READINGS // calls > len(resident):
+            resident.append(resident_bytes())
+    return calls, resident
+
+
+def measure(issue: Callable[[], tuple[int, list[int]]]) -> dict[str, float]:
+    """The figures of one trace: what ``issue`` issues, once unrecorded and once recorded."""
     from commprof.trace.reader import open_run
 
-    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
-        steps = args.records // (args.buckets + 3)
-        _, unrecorded = train(steps, args.buckets)
+        _, unrecorded = issue()
         hooks.attach(str(out))
-        issued, resident = train(steps, args.buckets)
+        issued, resident = issue()
         hooks.detach()
         raw = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
         begin = time.perf_counter()
@@ -89,10 +103,9 @@ def main() -> None:
         seconds = time.perf_counter() - begin
         recorded = run.table("collectives").num_rows
         final = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    dist.destroy_process_group()
     if recorded != issued:
         raise SystemExit(f"{issued} collectives were issued and {recorded} recorded")
-    figures = {
+    return {
         "records": recorded,
         "raw_bytes_per_record": raw / recorded,
         "final_bytes_per_record": final / recorded,
@@ -100,10 +113,26 @@ def main() -> None:
         "resident_growth_bytes": growth(resident),
         "resident_growth_bytes_unrecorded": growth(unrecorded),
     }
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--records", type=int, default=1_000_000)
+    parser.add_argument("--buckets", type=int, default=97)
+    parser.add_argument("--exchanges", type=int, default=100_000, help="with other splits in each call")
+    args = parser.parse_args()
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    figures = {
+        "training": measure(lambda: train(args.records // (args.buckets + 3), args.buckets)),
+        "splits that never repeat, 8 ranks": measure(lambda: exchange(args.exchanges)),
+    }
+    dist.destroy_process_group()
     publish(
         args,
         "Trace size, whole run directory, and memory of the rank",
         [
+            "trace",
             "records",
             "bytes per record while running",
             "bytes per record after finalising",
@@ -112,12 +141,14 @@ def main() -> None:
         ],
         [
             [
-                f"{recorded:,}",
-                f"{raw / recorded:.1f}",
-                f"{final / recorded:.1f}",
-                f"{seconds:.2f}",
-                f"{growth(resident) / 1024:.0f} ({growth(unrecorded) / 1024:.0f})",
+                name,
+                f"{found['records']:,}",
+                f"{found['raw_bytes_per_record']:.1f}",
+                f"{found['final_bytes_per_record']:.1f}",
+                f"{found['finalise_seconds']:.2f}",
+                f"{found['resident_growth_bytes'] / 1024:.0f} ({found['resident_growth_bytes_unrecorded'] / 1024:.0f})",
             ]
+            for name, found in figures.items()
         ],
         figures,
     )

@@ -38,7 +38,8 @@ _SIGNATURE, _TAG, _STEP, _PHASE, _STATUS, _COMMIT = (
 _OF_THE_CPU: Final = (None, "cpu")
 
 # Of the calls of one signature and tag, in one phase of one step: how many, time in them, time that the program stood still
-# for them as measured and of how many, time in their waits and of how many, and whether they are asynchronous.
+# for them as measured and of how many, time in their waits and of how many, and whether they are asynchronous; then of
+# those whose bytes are not the signature's: how many, and their bytes of input and of output.
 _Sums = list[int]
 
 
@@ -59,6 +60,7 @@ class Aggregation:
         self._limit = limit
         self._rows: dict[int, Mapping[str, Any]] = {}
         journal.rows = self._rows
+        self._once = journal.once = {}
         self._lock = threading.RLock()
         self._open: Segment | None = None
         self._fresh: deque[Segment] = deque()  # full ones of this step
@@ -114,14 +116,20 @@ class Aggregation:
     def _add_up(self, records: Iterable[tuple[int, ...]]) -> None:
         sums = self._sums
         for record in records:
+            once = self._once.pop(record[_SIGNATURE], None) if self._once else None
             if record[_COMMIT] != COMMIT or record[_STATUS] == _RAISED:
                 continue
-            key = (record[_STEP], record[_PHASE], record[_SIGNATURE], record[_TAG])
+            signature = record[_SIGNATURE] if once is None else once.like
+            key = (record[_STEP], record[_PHASE], signature, record[_TAG])
             of_key = sums.get(key)
             if of_key is None:
-                is_async = self._rows.get(record[_SIGNATURE], {}).get("is_async", True)
-                of_key = sums[key] = [0, 0, 0, 0, 0, 0, is_async]
+                is_async = self._rows.get(signature, {}).get("is_async", True)
+                of_key = sums[key] = [0, 0, 0, 0, 0, 0, is_async, 0, 0, 0]
             of_key[0] += 1
+            if once is not None:
+                of_key[7] += 1
+                of_key[8] += once.input_bytes
+                of_key[9] += once.output_bytes
             returned, wait_end = record[_RETURN], record[_WAIT_END]
             if returned:
                 of_key[1] += returned - record[_ISSUE]
@@ -149,7 +157,7 @@ class Aggregation:
         """The sums of one step as rows of ``SUM_FIELDS``: many signatures and tags share operation, purpose and group."""
         combined: dict[tuple[Any, ...], list[int | None]] = {}
         for (phase, signature_number, tag_number), values in sums.items():
-            calls, host_ns, measured_ns, measured, waited_ns, waited, _ = values
+            calls, host_ns, measured_ns, measured, waited_ns, waited, _, others, sent, received = values
             signature, tag = self._rows.get(signature_number, {}), self._rows.get(tag_number, {})
             key = (
                 PHASES[phase],
@@ -166,8 +174,12 @@ class Aggregation:
             added = (
                 calls,
                 *(
-                    calls * signature.get(name, 0)
-                    for name in ("payload_bytes", "input_bytes", "output_bytes")
+                    (calls - others) * signature.get(name, 0) + more
+                    for name, more in (
+                        ("payload_bytes", sent),  # of an all_to_all its whole input
+                        ("input_bytes", sent),
+                        ("output_bytes", received),
+                    )
                 ),
                 host_ns,
                 exposed if measured or (waited and on_cpu) else None,

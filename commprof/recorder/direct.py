@@ -22,6 +22,7 @@ from commprof.recorder.arguments import ApiFunction, ApiFunctions
 from commprof.recorder.compiled_calls import compiled_call
 from commprof.recorder.groups import Group
 from commprof.recorder.methods import Method, Shape
+from commprof.recorder.signatures import MOST_CALLS
 from commprof.recorder.waits import unbound
 from commprof.trace.segments import RETURN_WORD, WAIT_END_WORD
 
@@ -32,8 +33,8 @@ _MISSING: Final = object()
 _PLAIN: Final = frozenset({int, bool, type(None), torch.dtype})
 # One call in 251 times our own code (CPU time: reading that clock is dear). Odd, since segments hold multiples of 512.
 COST_SAMPLE: Final = 251
-_MOST_CALLS: Final = 20_000
 _MOST_VALUES: Final = 300_000  # in the keys of one table, some ten MB
+_LOOK_EVERY: Final = 32  # to count the values of a key takes longer than to add it
 # Without one, every tensor is on the CPU. As torch was built: to ask whether there is one now would start CUDA, and a
 # program that forks its ranks afterwards could not use it in them.
 _HAS_ACCELERATOR: Final = torch.accelerator.current_accelerator() is not None
@@ -262,9 +263,10 @@ def _is_plain(values: tuple[Any, ...]) -> bool:
     return all(_is_plain(value) if isinstance(value, tuple) else type(value) in _PLAIN for value in values)
 
 
-def remember(known: dict[Any, Any], key: Any, value: Any) -> None:
+def remember(known: dict[Any, Any], key: Any, value: Any, most: int = MOST_CALLS) -> None:
     """Add to a table that is emptied when it has become too large: with long keys, of many splits, it holds fewer."""
-    if len(known) > _MOST_CALLS or len(known) * _values_in(key) > _MOST_VALUES:
+    size = len(known)
+    if size > most or (not size % _LOOK_EVERY and size * _values_in(key) > _MOST_VALUES):
         known.clear()
     known[key] = value
 

@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -29,6 +29,14 @@ _PHASE_NUMBERS: Final = {name: number for number, name in enumerate(PHASES)}
 _is_capturing: Final = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 Place = tuple[Segment, bytes]
+
+
+class Once(NamedTuple):
+    """The bytes of an all_to_all whose splits do not repeat, and the signature that says all else."""
+
+    like: int
+    input_bytes: int
+    output_bytes: int
 
 
 class Journal:
@@ -64,6 +72,7 @@ class Journal:
         self.rows: dict[int, Mapping[str, Any]] | None = (
             None  # interned rows by number, for who makes sums of them
         )
+        self.once: dict[int, Once] | None = None  # signatures of one record each, for the same
         self._notes: list[str] = []  # said before there was a file
         self._thread_names = ThreadNames()
         # States of the threads that were given a number, as long as these live.
@@ -187,6 +196,28 @@ class Journal:
                 if self.rows is not None:
                     self.rows[number] = row
             return number
+
+    def add_signature(self, like: int, line: str, input_bytes: int, output_bytes: int) -> int:
+        """The number of a signature that is not kept in memory: all but its splits is that of number ``like``.
+
+        Args:
+            line: what the events file says of it, after its number.
+        """
+        with self._lock:
+            number = self._next_id
+            self._next_id += 1
+        once = self.once
+        if once is not None:
+            once[number] = Once(like, input_bytes, output_bytes)
+            if self.records is not None and self.records.spills:
+                return number  # nobody will ask for its splits
+        if not self.write_line("signature", f'{{"kind":"signature","id":{number},{line}'.encode()) and once:
+            once.pop(number, None)
+        return number
+
+    def may_repeat(self, signature: int) -> bool:
+        """Whether another record may have this signature."""
+        return self.once is None or signature not in self.once
 
     def intern_tag(self, tag: hooks.tag) -> int:
         """The number of a tag's content."""

@@ -27,7 +27,7 @@ from commprof.recorder.operator_calls import OperatorCalls
 from commprof.recorder.operators import C10D, Issued, Reader, layout
 from commprof.recorder.results import Results
 from commprof.recorder.sequence import GLOO, GLOO_EXTRA, count_raised
-from commprof.recorder.signatures import describe, freeze
+from commprof.recorder.signatures import Signer, freeze, most_known
 from commprof.recorder.stalls import Stalls
 from commprof.schema import LAYERS, Layer
 from commprof.trace.segments import RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Token
@@ -59,7 +59,8 @@ class KernelRecorder:
         self.groups = groups
         self.stalls = Stalls(journal)
         self.sites = CallSites(lambda row: journal.intern("site", row))
-        self._signatures: dict[Any, int] = {}
+        self.sign = Signer(journal).sign
+        self._signatures: dict[str, dict[Any, int]] = {}  # by method
         self._results = Results()  # of functional operators
         self._operators = OperatorCalls(self)
 
@@ -144,11 +145,13 @@ class KernelRecorder:
     def _append(self, issued: Issued, layer: int, frame: FrameType) -> _Call:
         method, _, values, is_async = issued
         group = self._named_group(issued.group)
-        key = (layer, method.name, group.name, freeze(values))
-        number = self._signatures.get(key)
+        key = (layer, group.name, freeze(values))
+        signatures = self._signatures.setdefault(method.name, {})
+        number = signatures.get(key)
         if number is None:
-            number = self.sign(method, group, values)
-            remember(self._signatures, key, number)
+            number = self.sign(method, group, values, {}, key[-1])
+            if self.journal.may_repeat(number):
+                remember(signatures, key, number, most_known(method))
         extra = GLOO_EXTRA.get(method.name)
         if layer == _FRAMEWORK:
             group.extra -= 1  # the group's backend has no part in it
@@ -161,16 +164,6 @@ class KernelRecorder:
         now = time.perf_counter_ns()
         words, base = self.journal.append(group, now, seq, number, tag_number, site, thread, layer=layer)
         return (words, base, is_async), group
-
-    def sign(self, method: Method, group: Group, values: Sequence[Any]) -> int:
-        """The number of a call's signature."""
-        row = describe(method, group, values, {})
-        number = self.journal.intern("signature", row)
-        if row["device"] not in (None, "cpu"):
-            group.accelerated = True
-            self.journal.look_closer(group)
-            self.journal.device_times.learn(number, row["device"], row["is_async"])
-        return number
 
     def _tag_number(self) -> int:
         tag = hooks.current_tag()

@@ -27,6 +27,7 @@ from commprof.recorder.methods import Method, Shape
 from commprof.recorder.operators import Layout, Reader, read_c10d, tensor_arguments
 from commprof.recorder.python_groups import caller_of
 from commprof.recorder.sequence import GLOO, GLOO_EXTRA
+from commprof.recorder.signatures import most_known
 from commprof.schema import LAYERS, Layer
 from commprof.trace.segments import RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Token
 
@@ -233,13 +234,14 @@ class OperatorCalls:
         (issued,) = reader(args, {})
         known: _Known | None = None
         if not _is_planned(args[0]):
-            number = self._recorder.sign(method, group, issued.values)
+            number = self._recorder.sign(method, group, issued.values, {})
             count = GLOO_EXTRA.get(method.name)
             extra = count(group, issued.values) if count and group.backend_for(None) == GLOO else 0
             counter = group.messages if method.is_p2p else group.collectives
             known = number, counter, extra, issued.is_async
-        if self.functions.hold(reduction):
-            remember(calls, key, known)
+        repeats = known is None or self._recorder.journal.may_repeat(known[0])
+        if self.functions.hold(reduction) and repeats:
+            remember(calls, key, known, most_known(method))
         return known
 
     def _settle(self, token: Token, result: Any, blocks: bool) -> None:

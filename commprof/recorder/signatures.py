@@ -13,6 +13,7 @@ import torch
 from torch._C._distributed_c10d import ReduceOp
 
 from commprof.recorder.groups import Group
+from commprof.recorder.journal import Journal
 from commprof.recorder.methods import Method, Shape
 from commprof.schema import UNKNOWN_SPLITS, Op, format_splits
 
@@ -22,10 +23,16 @@ _OPTION_NAMES: Final = ("reduceOp", "rootRank", "rootTensor", "asyncOp")
 _INPUT_LISTS: Final = frozenset({"alltoall", "reduce_scatter", "scatter"})
 _OUTPUT_LISTS: Final = frozenset({"alltoall", "allgather", "gather"})
 _SPLIT_BY_ROWS: Final = frozenset({"alltoall_base", "all_to_all_single"})
+# Of such calls so many are known again. Thousands of keys that never come back would cost more than they save: Python looks
+# at each of them again and again when it collects garbage.
+_MOST_SPLITS: Final = 1000
 _MODULES_OF_TORCH: Final = ("torch.distributed.distributed_c10d", "torch._C._distributed_c10d")
 _REDUCTION: Final = ReduceOp
 _REDUCTION_NUMBER: Final = type(ReduceOp.SUM)
 _MOST_CLASSES: Final = 1000
+_INTEGERS: Final = {int}
+_MOST_TEMPLATES: Final = 1000
+MOST_CALLS: Final = 20_000
 
 
 class Planned:
@@ -93,7 +100,14 @@ def freeze_tensor(value: torch.Tensor | Planned) -> Any:
 
 
 def _freeze_sequence(value: Sequence[Any]) -> Any:
+    if value and type(value[0]) is int and _are_numbers(value):
+        return tuple(value)
     return tuple([(FREEZERS.get(type(item)) or _freezer(type(item)))(item) for item in value])
+
+
+def _are_numbers(values: Sequence[Any]) -> bool:
+    """Whether all are Python's own integers: of splits, most often."""
+    return set(map(type, values)) == _INTEGERS
 
 
 def _freeze_array(value: Any) -> Any:
@@ -332,3 +346,96 @@ def _reduce_op_name(value: Any) -> str | None:
     kind = getattr(value, "op", value)
     name = getattr(kind, "name", None)
     return name if isinstance(name, str) and name.isupper() else None
+
+
+def most_known(method: Method) -> int:
+    """How many different calls of ``method`` a table may hold."""
+    return _MOST_SPLITS if method.name in _SPLIT_BY_ROWS else MOST_CALLS
+
+
+class _Template(NamedTuple):
+    """Calls that differ in nothing but how many rows come from and go to each rank."""
+
+    signature: int  # of the first of them
+    line: str  # what all their lines say
+    row_bytes: tuple[int, int]  # of the output and of the input
+    timing: tuple[str, bool] | None  # what the times of a device need; None on the CPU
+
+
+class Signer:
+    """Gives each call the number of its signature, which is written down when it first appears.
+
+    Note [splits that never repeat]: a mixture of experts sends other splits in each call. To describe such a call and to
+    intern what was found takes 50 us and more, so of an all_to_all_single with splits only the numbers of rows are written,
+    with the number of a signature that says all else. The reader works out the rest (``commprof.trace.splits``).
+
+    Args:
+        journal: where signatures are written.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._templates: dict[Any, _Template] = {}
+
+    def sign(
+        self, method: Method, group: Group, args: Sequence[Any], kwargs: Mapping[str, Any], frozen: Any = None
+    ) -> int:
+        """The number of a call's signature.
+
+        Args:
+            args: the arguments after the process group.
+            kwargs: its keyword arguments.
+            frozen: ``args``, frozen, where somebody has done that already.
+        """
+        if method.name not in _SPLIT_BY_ROWS or kwargs or len(args) < _WITH_SPLITS:
+            return self._describe(method, group, args, kwargs)[0]
+        output_rows, input_rows = args[2], args[3]
+        if type(output_rows) is not list or type(input_rows) is not list:
+            return self._describe(method, group, args, kwargs)[0]
+        frozen = frozen or freeze(args)
+        of_output, of_input = frozen[0], frozen[1]
+        output, given = of_output[0], of_input[0]
+        key = (
+            *(method.name, group.name, output[1:], given[1:], of_output[1:], of_input[1:]),
+            frozen[_WITH_SPLITS:],
+        )
+        template = self._templates.get(key)
+        if template is None or not _are_numbers(output_rows + input_rows):
+            number, timing = self._describe(method, group, args, kwargs)
+            if template is None and len(self._templates) < _MOST_TEMPLATES and output and given:
+                self._templates[key] = _template(number, args[0], args[1], timing)
+            return number
+        signature, line, row_bytes, timing = template
+        number = self._journal.add_signature(
+            signature,
+            f'{line}{output[0]},{given[0]}],"splits":[{output_rows!r},{input_rows!r}]}}\n',
+            given[0] * row_bytes[1],
+            output[0] * row_bytes[0],
+        )
+        if timing is not None:
+            self._journal.device_times.learn(number, *timing)
+        return number
+
+    def _describe(
+        self, method: Method, group: Group, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[int, tuple[str, bool] | None]:
+        journal = self._journal
+        row = describe(method, group, args, kwargs)
+        number = journal.intern("signature", row)
+        if row["device"] in (None, "cpu"):
+            return number, None
+        group.accelerated = True
+        journal.look_closer(group)
+        timing = row["device"], row["is_async"]
+        journal.device_times.learn(number, *timing)
+        return number, timing
+
+
+_WITH_SPLITS: Final = 4  # arguments: output, input, and the rows of each that come from and go to each rank
+
+
+def _template(number: int, output: Any, given: Any, timing: tuple[str, bool] | None) -> _Template:
+    shapes = [list(each.shape[1:]) for each in (output, given)]
+    sizes = [math.prod(each.shape[1:]) * each.element_size() for each in (output, given)]
+    line = f'"like":{number},"row_shapes":{shapes},"row_bytes":{sizes},"rows":['
+    return _Template(number, line, (sizes[0], sizes[1]), timing)

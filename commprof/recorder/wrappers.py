@@ -21,7 +21,7 @@ from commprof.recorder.journal import PROCESS_GROUP, Journal
 from commprof.recorder.methods import Method
 from commprof.recorder.python_groups import caller_of
 from commprof.recorder.sequence import GLOO, GLOO_EXTRA, count_raised
-from commprof.recorder.signatures import FREEZERS, describe, freeze, freeze_tensor
+from commprof.recorder.signatures import FREEZERS, Signer, freeze, freeze_tensor, most_known
 from commprof.recorder.waits import Waits, unbound
 from commprof.trace.segments import RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Token
 
@@ -56,6 +56,7 @@ class Wrappers:
         self.waits = Waits(journal, pending)
         self.pending = self.waits.pending
         self._find_group = find_group
+        self.sign = Signer(journal).sign
         self._entries: list[dict[int, Entry]] = []
         self.sites = CallSites(lambda row: journal.intern("site", row))
         self._layer = layer
@@ -94,22 +95,12 @@ class Wrappers:
             entry = entries[id(pg)] = (signatures.get, group, counter, signatures)
         return entry
 
-    def sign(self, method: Method, group: Group, args: Any, kwargs: Any) -> int:
-        """The number of a call's signature."""
-        row = describe(method, group, args, kwargs)
-        number = self.journal.intern("signature", row)
-        if row["device"] not in (None, "cpu"):
-            group.accelerated = True
-            self.journal.look_closer(group)
-            self.journal.device_times.learn(number, row["device"], row["is_async"])
-        return number
-
     def _wrap_general(self, method: Method, owner: type, original: Any, entries: dict[int, Entry]) -> Any:
         """Any method, any arguments."""
         journal, issue, settle = self.journal, self.issue, self.settle
         get_frame, clock = sys._getframe, time.perf_counter_ns
         extra = GLOO_EXTRA.get(method.name)
-        blocks = method.blocks
+        blocks, most = method.blocks, most_known(method)
         function = unbound(original)
         beneath = caller_of(method.name, function)
 
@@ -122,8 +113,9 @@ class Wrappers:
                 key = (freeze(args), freeze(tuple(kwargs.items()))) if kwargs else freeze(args)
                 number = lookup(key)
                 if number is None:
-                    number = self.sign(method, group, args, kwargs)
-                    remember(signatures, key, number)
+                    number = self.sign(method, group, args, kwargs, None if kwargs else key)
+                    if journal.may_repeat(number):
+                        remember(signatures, key, number, most)
                     begin = clock()
                 if extra is not None and group.backend_for(None) == GLOO:
                     group.extra += extra(group, args)

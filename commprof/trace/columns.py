@@ -141,7 +141,11 @@ class CollectiveColumns:
         self._on_cpu = self._signatures.flags(lambda row: row.get("device") in (None, "cpu"))
         self._asked_async = self._signatures.flags(lambda row: bool(row.get("is_async")))
         self._is_p2p = self._signatures.flags(lambda row: bool(row.get("is_p2p")))
-        streams = {n: (str(row["pg"]), bool(row.get("is_p2p"))) for n, row in signatures.items()}
+        raised = list(raised)
+        # Only where it is asked for: a job may have millions of signatures.
+        streams = {
+            n: (str(row["pg"]), bool(row.get("is_p2p"))) for n, row in (signatures.items() if raised else ())
+        }
         # Of each stream with calls that raised: its signatures, and the numbers of those calls.
         self._raised = [
             (np.array([n for n, of in streams.items() if of == stream]), np.array(numbers))

@@ -18,6 +18,7 @@ from commprof.trace.events import Events, read_events
 from commprof.trace.layout import EVENTS_SUFFIX, RECORDS_SUFFIX, RankFile, parse_stem
 from commprof.trace.records import Records, Tally, Window
 from commprof.trace.rows import fitted, is_signature, whole_number, world_size
+from commprof.trace.splits import SplitSignature
 from commprof.trace.steps import StepTable, build_steps
 from commprof.trace.tables import conform
 
@@ -79,7 +80,7 @@ def read_rank(stem: Path, elsewhere: Mapping[int, str] | None = None) -> RankTra
     events_path = stem.with_name(stem.name + EVENTS_SUFFIX)
     events = read_events(events_path)
     _check_owner(events_path, identity, events)
-    signatures = {number: row for number, row in events.interned("signature").items() if is_signature(row)}
+    signatures = _signatures(events)
     records = Records(
         stem.with_name(stem.name + RECORDS_SUFFIX),
         identity[:3],
@@ -106,6 +107,20 @@ def read_rank(stem: Path, elsewhere: Mapping[int, str] | None = None) -> RankTra
     return RankTrace(
         identity, tables, entry, begin, config, engines_of(events), step_table.outside, records, columns
     )
+
+
+def _signatures(events: Events) -> dict[int, Mapping[str, Any]]:
+    """The signatures that can be one, by number; what many share is looked at once."""
+    judged: dict[int, bool] = {}
+    whole = {}
+    for number, row in events.interned("signature").items():
+        shared = row.like if isinstance(row, SplitSignature) else row
+        is_whole = judged.get(id(shared))
+        if is_whole is None:
+            is_whole = judged[id(shared)] = is_signature(shared)
+        if is_whole:
+            whole[number] = row
+    return whole
 
 
 def _step_table(events: Events, elsewhere: Mapping[int, str], records: Records) -> StepTable:

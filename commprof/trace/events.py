@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -13,6 +13,7 @@ from typing import Any, Final
 from commprof.errors import TraceError
 from commprof.trace.content import open_content, printable
 from commprof.trace.layout import EVENT_KINDS
+from commprof.trace.splits import SplitSignature
 
 _INTERNED: Final = frozenset({"signature", "tag", "site", "thread", "bucket"})
 _MOST_EVENT_BYTES: Final = 4 << 30
@@ -23,13 +24,13 @@ _LARGEST_ID: Final = (1 << 32) - 1
 class Events:
     """The rows of one events file by kind, and how many lines could not be read."""
 
-    rows: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {kind: [] for kind in EVENT_KINDS})
+    rows: dict[str, list[Any]] = field(default_factory=lambda: {kind: [] for kind in EVENT_KINDS})
     torn: int = 0
-    _interned: dict[str, dict[int, dict[str, Any]]] = field(
+    _interned: dict[str, dict[int, Mapping[str, Any]]] = field(
         default_factory=lambda: {kind: {} for kind in _INTERNED}
     )
 
-    def interned(self, kind: str) -> dict[int, dict[str, Any]]:
+    def interned(self, kind: str) -> dict[int, Mapping[str, Any]]:
         """The interned rows of ``kind`` by id."""
         return self._interned[kind]
 
@@ -56,7 +57,9 @@ class Events:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             self.torn += 1
 
-    def _intern(self, kind: str, row: dict[str, Any]) -> None:
+    def _intern(self, kind: str, row: Mapping[str, Any]) -> None:
+        if "like" in row:
+            row = SplitSignature(self._interned[kind][row["like"]], row)
         number = row["id"]
         if type(number) is not int or not 0 < number <= _LARGEST_ID:
             raise ValueError("id")

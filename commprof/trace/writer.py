@@ -209,6 +209,11 @@ class RecordFile:
         self._open_segment(NO_WORDS)
 
     @property
+    def spills(self) -> bool:
+        """Whether the file gets no more records, since what comes goes to memory."""
+        return self._spills
+
+    @property
     def kept(self) -> int:
         """Records in the file."""
         used = 0 if self._newest is None else self._newest.used

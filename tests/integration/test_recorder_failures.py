@@ -242,10 +242,11 @@ def losses() -> list[float]:
 
 
 def test_a_fault_in_the_recorder_changes_nothing(tmp_path, monkeypatch, capfd):
-    from commprof.recorder import callsite, groups, journal, steps, wrappers
+    from commprof.recorder import callsite, groups, journal, signatures, steps, wrappers
 
     places = [
-        (wrappers, "describe"),
+        (signatures, "describe"),
+        (signatures.Signer, "sign"),
         (wrappers, "freeze"),
         (journal.Journal, "intern"),
         (journal.Journal, "intern_thread"),

@@ -124,6 +124,138 @@ def test_an_uneven_list_is_recorded_with_the_bytes_of_each_rank(tmp_path, comple
         assert (row["input_splits"], row["output_splits"]) == ("4,12,20", None)
 
 
+def never_the_same(rank, world, count, summed=False):
+    """Exchanges of random rows, other ones in each call, in every form that torch has; what each sent to each rank."""
+    import random
+
+    import torch.distributed.nn.functional as differentiable
+
+    import commprof
+
+    chance = random.Random(5)
+    group = dist.group.WORLD
+    single = getattr(group, "all_to_all_single", None) or group.alltoall_base
+    sent_bytes = []
+    for number in range(count):
+        if number == 2 * count // 3:
+            commprof.step(1)
+        columns = chance.choice((1, 3)) if number % 5 else 4
+        table = [[chance.choice((0, 1, 2, 9, 30)) for _ in range(world)] for _ in range(world)]
+        sent, got = table[rank], [row[rank] for row in table]
+        given = torch.arange(sum(sent) * columns, dtype=torch.float32).reshape(-1, columns)
+        output = torch.empty(sum(got), columns)
+        form = number % 6
+        if form == 0:
+            dist.all_to_all_single(output, given, got, sent)
+        elif form == 1:
+            dist.all_to_all_single(output, given, got, sent, async_op=True).wait()
+        elif form == 2:
+            single(output, given, got, sent).wait()
+        elif form == 3:
+            functional.wait_tensor(functional.all_to_all_single(given, got, sent, group))
+        elif form == 4:
+            # Forward, and the way back: its splits are those of the other direction.
+            given.requires_grad_()
+            differentiable.all_to_all_single(output, given, got, sent).sum().backward()
+        else:
+            # gloo takes lists of equal tensors only where it has them; as single tensors they are the same exchange.
+            dist.all_to_all_single(
+                output.reshape(-1), given.reshape(-1), [n * columns for n in got], [n * columns for n in sent]
+            )
+        sent_bytes.append(
+            (
+                [4 * columns * n for n in sent],
+                [4 * columns * n for n in got],
+                list(given.shape),
+                list(output.shape),
+            )
+        )
+        if form == 4:
+            sent_bytes.append(
+                (
+                    [4 * columns * n for n in got],
+                    [4 * columns * n for n in sent],
+                    list(output.shape),
+                    list(given.shape),
+                )
+            )
+        if form == 5:
+            sent_bytes[-1] = (*sent_bytes[-1][:2], [given.numel()], [output.numel()])
+    return sent_bytes
+
+
+def splits_text(sizes):
+    return None if len(set(sizes)) == 1 else ",".join(map(str, sizes))
+
+
+def shape_text(shape):
+    return "x".join(map(str, shape))
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_splits_that_never_repeat_are_recorded_as_they_were(tmp_path, complete):
+    run, outcomes = record(tmp_path / "run", 3, never_the_same, 120, complete=complete)
+    assert run.health.notes == ()
+    for rank in range(3):
+        rows = [row for row in of_rank(run, rank) if row["op"] == "all_to_all"]
+        expected = outcomes[rank]["result"]
+        assert len(rows) == len(expected) == 140
+        for row, (sent, got, given, output) in zip(rows, expected, strict=True):
+            assert row["input_splits"] == splits_text(sent)
+            assert row["output_splits"] == splits_text(got)
+            assert (row["input_bytes"], row["output_bytes"]) == (sum(sent), sum(got))
+            assert (row["payload_bytes"], row["numel"]) == (sum(sent), sum(sent) // 4)
+            assert row["sizes"] == f"{shape_text(given)}->{shape_text(output)}"
+            assert (row["dtype"], row["device"], row["num_tensors"], row["status"]) == (
+                "float32",
+                "cpu",
+                1,
+                "ok",
+            )
+            assert (row["group_ranks"], row["backend"], row["is_p2p"]) == ("0-2", "gloo", False)
+
+
+@pytest.mark.parametrize(
+    ("options", "world", "count"),
+    [
+        ({"aggregate": True}, 3, 300),
+        pytest.param({"max_bytes": 1_000_000}, 2, 3600, id="a size that is too small"),
+    ],
+)
+def test_sums_of_splits_that_never_repeat_are_exact(tmp_path, options, world, count):
+    run, outcomes = record(tmp_path / "run", world, never_the_same, count, **options)
+    for rank in range(world):
+        expected = outcomes[rank]["result"]
+        kept = [row for row in of_rank(run, rank) if row["op"] == "all_to_all"]
+        sums = [
+            row
+            for row in run.table("aggregates").to_pylist()
+            if (row["rank"], row["op"]) == (rank, "all_to_all")
+        ]
+        assert sum(row["calls"] for row in sums) + len(kept) == len(expected) == count * 7 // 6
+        assert sums and bool(kept) == ("max_bytes" in options)
+        for name, place in (("input_bytes", 0), ("output_bytes", 1), ("payload_bytes", 0)):
+            assert sum(row[name] for row in sums) + sum(row[name] for row in kept) == sum(
+                sum(call[place]) for call in expected
+            )
+
+
+def remembered(rank, world):
+    from commprof.recorder import session
+
+    never_the_same(rank, world, 6000)
+    journal = session.current().journal
+    return len(journal._interned), journal._next_id
+
+
+def test_splits_that_never_repeat_stay_out_of_memory(tmp_path):
+    run, outcomes = record(tmp_path / "run", 2, remembered)
+    for outcome in outcomes:
+        interned, numbers = outcome["result"]
+        assert interned < 100 < 3000 < numbers
+    assert len(run.table("collectives")) == 2 * 7_000
+
+
 def as_tensors(rank, world):
     exchange(rank, world, splits=lambda rows: [torch.tensor(count) for count in rows])
 
