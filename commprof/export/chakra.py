@@ -58,6 +58,7 @@ _NEEDED: Final = (
     ),
     *("issue_ns", "return_ns", "wait_begin_ns", "wait_end_ns", "device_end_ns"),
     *("step", "bucket", "purpose", "phase", "module", "intended_op", "dtype"),
+    *("padding_bytes", "input_splits", "output_splits"),
 )
 _ROWS_AT_A_TIME: Final = 10_000
 _PARTS_HELD: Final = 4
@@ -254,10 +255,10 @@ def _operation(
         _attribute(node, "comm_src", int32_val=source)
         _attribute(node, "comm_dst", int32_val=destination)
         _attribute(node, "comm_tag", int32_val=int(group_number(row)))
-    for name in ("step", "bucket"):
+    for name in ("step", "bucket", "padding_bytes"):
         if row[name] is not None:
             _attribute(node, name, int64_val=row[name])
-    for name in ("purpose", "phase", "module", "intended_op", "dtype"):
+    for name in ("purpose", "phase", "module", "intended_op", "dtype", "input_splits", "output_splits"):
         if row[name] is not None:
             _attribute(node, name, string_val=row[name])
     return node

@@ -22,7 +22,7 @@ from commprof.export.files import ExportedFile, Progress, Sink, staged
 from commprof.export.one_clock import NO_PARTNER, Numbers, OneClock, RankRows, end_of
 from commprof.export.provenance import PROVENANCE, provenance
 from commprof.export.tables import opened_runs
-from commprof.schema import wire_bytes
+from commprof.schema import Op, parse_splits, wire_bytes
 
 TRACE: Final = "trace.json"
 _STEPS_THREAD: Final = 0
@@ -42,8 +42,11 @@ _SHOWN: Final = (
     ),
     *(
         "payload_bytes",
+        "padding_bytes",
         "input_bytes",
         "output_bytes",
+        "input_splits",
+        "output_splits",
         "dtype",
         "sizes",
         "reduce_op",
@@ -56,7 +59,18 @@ _SHOWN: Final = (
 )
 _NEEDED: Final = (
     *_SHOWN,
-    *("rank", "attempt", "pid", "op", "group_desc", "group_size", "issue_ns", "return_ns", "wait_end_ns"),
+    *(
+        "rank",
+        "attempt",
+        "pid",
+        "op",
+        "group_desc",
+        "group_size",
+        "group_rank",
+        "issue_ns",
+        "return_ns",
+        "wait_end_ns",
+    ),
     *("device_begin_ns", "device_end_ns"),
 )
 _EVENTS_AT_A_TIME: Final = 500
@@ -204,11 +218,19 @@ def _steps(
             }
 
 
+def _wire_bytes(row: Mapping[str, Any]) -> float | None:
+    """What the rank sends to the others in an all_to_all, by its splits; else the model's mean. None: not known."""
+    if row["op"] != Op.ALL_TO_ALL or row["input_splits"] is None:
+        return wire_bytes(row["op"], row["payload_bytes"], row["group_size"])
+    splits = parse_splits(row["input_splits"], row["group_size"])
+    return None if splits is None else float(sum(splits) - splits[row["group_rank"]])
+
+
 def _slice(
     row: Mapping[str, Any], process: int, thread: int, begin: int, end: int, name: str
 ) -> dict[str, Any]:
     told = {column: row[column] for column in _SHOWN if row[column] is not None}
-    told["wire_bytes"] = wire_bytes(row["op"], row["payload_bytes"], row["group_size"])
+    told["wire_bytes"] = _wire_bytes(row)
     return {
         "ph": "X",
         "name": name,

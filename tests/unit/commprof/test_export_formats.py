@@ -408,6 +408,94 @@ def test_an_empty_run_is_exported_as_such(tmp_path, kind):
     assert command("export", path, "--format", kind, "--out", tmp_path / "out", "--force") == 0
 
 
+# Columns of schema 2
+
+
+SENT = ((8, 0, 24), (4, 4, 4), (0, 40, 16))  # bytes from each rank to each
+
+
+def uneven(path: Path) -> Path:
+    """An all_to_all of these parts, one whose parts nobody could read, and a gather with padding, on three hosts."""
+    run = SyntheticRun(world_size=3)
+    run.add_step(0, begin_ns=0, end_ns=1_000_000)
+    for rank, row in enumerate(SENT):
+        column = [other[rank] for other in SENT]
+        run.add_collective(
+            "all_to_all",
+            ranks=(rank,),
+            payload_bytes=sum(row),
+            input_bytes=sum(row),
+            output_bytes=sum(column),
+            input_splits=None if len(set(row)) == 1 else ",".join(map(str, row)),
+            output_splits=",".join(map(str, column)),
+        )
+    run.add_collective("all_to_all", payload_bytes=12, input_splits="?", output_splits="?")
+    run.add_collective("all_gather", payload_bytes=300, padding_bytes=20, purpose="parameter_gather")
+    run.rows["groups"] = run.table("groups").to_pylist()
+    for row in run.rows["groups"]:
+        row["host"] = f'host {row["rank"]}, "x"'
+    return run.write(path)
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "duckdb"])
+def test_splits_padding_and_hosts_come_out_as_they_went_in(tmp_path, kind):
+    path = uneven(tmp_path / "run")
+    assert command("export", path, "--format", kind, "--out", tmp_path / "out") == 0
+    tables = {}
+    for name in ("collectives", "groups"):
+        if kind == "csv":
+            rows = rows_of(tmp_path / "out" / f"{name}.csv")
+            tables[name] = [{key: value or None for key, value in row.items()} for row in rows]
+        elif kind == "parquet":
+            tables[name] = pq.read_table(tmp_path / "out" / f"{name}.parquet").to_pylist()
+        else:
+            with duckdb.connect(str(tmp_path / "out" / "run.duckdb")) as database:
+                tables[name] = database.sql(f"SELECT * FROM {name}").to_arrow_table().to_pylist()
+    for rank in range(3):
+        rows = sorted(
+            (r for r in tables["collectives"] if int(r["rank"]) == rank), key=lambda r: int(r["seq"])
+        )
+        exchange, unread, gather = rows
+        # A list is read back by its commas; no list stands for equal parts.
+        sent = exchange["input_splits"] and [int(part) for part in exchange["input_splits"].split(",")]
+        assert (sent or [4, 4, 4]) == list(SENT[rank])
+        assert [int(part) for part in exchange["output_splits"].split(",")] == [row[rank] for row in SENT]
+        assert (unread["input_splits"], unread["output_splits"]) == ("?", "?")
+        assert (gather["input_splits"], int(gather["padding_bytes"]), exchange["padding_bytes"]) == (
+            None,
+            20,
+            None,
+        )
+        assert {r["host"] for r in tables["groups"] if int(r["rank"]) == rank} == {f'host {rank}, "x"'}
+
+
+def test_perfetto_and_chakra_show_splits_and_padding(tmp_path):
+    path = uneven(tmp_path / "run")
+    events = [each for each in trace_of(path, tmp_path) if each["ph"] == "X"]
+    slices = [each["args"] for each in events if each["cat"] != "step"]
+    export_chakra(path, tmp_path / "et")
+    for rank in range(3):
+        nodes = [
+            node["attributes"]
+            for node in read_trace(tmp_path / "et" / f"trace.{rank}.et")[1]
+            if node["type"] == 7
+        ]
+        splits = None if rank == 1 else ",".join(map(str, SENT[rank]))
+        exchange, unread, gather = nodes
+        assert (exchange["comm_size"], exchange.get("input_splits")) == (sum(SENT[rank]), splits)
+        assert exchange["output_splits"] == ",".join(str(row[rank]) for row in SENT)
+        assert (unread["input_splits"], gather["padding_bytes"], "padding_bytes" in exchange) == (
+            "?",
+            20,
+            False,
+        )
+    exchanges = {each.get("input_splits"): each["wire_bytes"] for each in slices if each["seq"] == 0}
+    # What goes to others, without a rank's own part: 0 + 24, 4 + 4, 0 + 40.
+    assert exchanges == {"8,0,24": 24, None: 8, "0,40,16": 40}
+    assert [each["wire_bytes"] for each in slices if each.get("input_splits") == "?"] == [None] * 3
+    assert [each["padding_bytes"] for each in slices if "padding_bytes" in each] == [20] * 3
+
+
 # HTML
 
 
