@@ -8,7 +8,13 @@ from itertools import combinations
 from typing import NamedTuple
 
 from commprof.align.agreement import Difference, IssuedCall, conflict, first_difference
-from commprof.align.group_orders import Course, GroupCall, OrderDifference, order_differences
+from commprof.align.group_orders import (
+    Course,
+    GroupCall,
+    OrderDifference,
+    order_differences,
+    shared_groups,
+)
 from commprof.align.splits import first_unequal_split
 from commprof.sampling.calls import Call, GroupFacts, RankCalls, Stage
 from commprof.schema import Op, format_ranks
@@ -271,25 +277,22 @@ def find_order_differences(
         apart: differences within groups. These groups are left out, and those whose name was given again.
     """
     left_out = {each.pg for each in apart}
-    facts = {group.facts.pg: group for group in groups}
+    names = {group.facts.pg: (group.facts.pg, format_ranks(group.facts.ranks)) for group in groups}
+    members = {names[group.facts.pg]: frozenset(group.members) for group in groups}
+    shared = {pg for of_ranks in shared_groups(members) for pg, _ in of_ranks}
     courses = {rank.rank: Course() for rank in ranks}
     for rank in ranks:
         seen = set()
         for call in rank.calls:
             pg = call.what.pg
-            if call.what.is_p2p or call.raised or pg not in facts:
+            if pg not in shared or call.what.is_p2p or call.raised:
                 continue
             if (pg, call.pg_seq) in seen:
                 left_out.add(pg)
             seen.add((pg, call.pg_seq))
-            name = pg, format_ranks(facts[pg].facts.ranks)
-            courses[rank.rank].add(GroupCall(name, call.thread, _issued_call(call)))
-    members = {
-        (pg, format_ranks(group.facts.ranks)): frozenset(group.members)
-        for pg, group in facts.items()
-        if pg not in left_out
-    }
-    return order_differences(courses, members, whole=True)
+            courses[rank.rank].add(GroupCall(names[pg], call.thread, _issued_call(call)))
+    kept = {name: of_group for name, of_group in members.items() if name[0] not in left_out}
+    return order_differences(courses, kept, whole=True)
 
 
 def _issued_calls(group: GroupCalls, rank: int) -> list[IssuedCall]:
