@@ -6,7 +6,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
+from commprof.align.matching import align
+from commprof.analysis import api
 from commprof.ledger.backends import parts_of
+from commprof.nccl.parser import parse_logs
+from support import planted_nccl
 from support.programs import EXCHANGES_LISTS
 from support.recording import record
 
@@ -213,6 +217,27 @@ def test_splits_that_never_repeat_are_recorded_as_they_were(tmp_path, complete):
                 "ok",
             )
             assert (row["group_ranks"], row["backend"], row["is_p2p"]) == ("0-2", "gloo", False)
+    between = {
+        (sender, receiver): sum(call[0][receiver] for call in outcomes[sender]["result"])
+        for sender in range(3)
+        for receiver in range(3)
+        if sender != receiver
+    }
+    frame = api.matrix(run)
+    assert (
+        dict(zip(zip(frame["sender"], frame["receiver"], strict=True), frame["wire_bytes"], strict=True))
+        == between
+    )
+    (traffic,) = api.traffic(run, ["op"]).itertuples()
+    assert traffic.wire_bytes == pytest.approx(sum(between.values()) / 3)
+    planted = planted_nccl.plant(run.table("collectives").to_pylist())
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    for name, lines in planted.files.items():
+        (logs / name).write_text("\n".join(lines) + "\n")
+    assert align(run, parse_logs(logs).ops).counts == {
+        "matched": planted.lines, "missing": 0, "extra": 0, "ambiguous": 0, "torn": 0
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
