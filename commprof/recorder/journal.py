@@ -24,6 +24,7 @@ from commprof.trace.writer import EventFile, RecordFile, encode_row
 
 _MOST_INTERNED: Final = 200_000
 _MOST_LETTERS: Final = 8_000_000  # in their texts: some 50 MB of calls with splits among 8 ranks
+_MOST_ON_THEIR_WAY: Final = 256
 PROCESS_GROUP: Final = LAYERS.index(Layer.PROCESS_GROUP)
 _PHASE_NUMBERS: Final = {name: number for number, name in enumerate(PHASES)}
 _is_capturing: Final = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
@@ -211,6 +212,9 @@ class Journal:
             once[number] = Once(like, input_bytes, output_bytes)
             if self.records is not None and self.records.spills:
                 return number  # nobody will ask for its splits
+            if len(once) > _MOST_ON_THEIR_WAY:  # the file has their records, but for those of calls under way
+                with self._lock:
+                    once.pop(next(iter(once)), None)
         if not self.write_line("signature", f'{{"kind":"signature","id":{number},{line}'.encode()) and once:
             once.pop(number, None)
         return number

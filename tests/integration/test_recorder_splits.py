@@ -270,14 +270,15 @@ def remembered(rank, world):
 
     never_the_same(rank, world, 6000)
     journal = session.current().journal
-    return len(journal._interned), journal._next_id
+    return len(journal._interned), len(journal.once or ()), journal._next_id
 
 
-def test_splits_that_never_repeat_stay_out_of_memory(tmp_path):
-    run, outcomes = record(tmp_path / "run", 2, remembered)
+@pytest.mark.parametrize("options", [{}, {"max_bytes": 100_000_000}], ids=["", "within a size"])
+def test_splits_that_never_repeat_stay_out_of_memory(tmp_path, options):
+    run, outcomes = record(tmp_path / "run", 2, remembered, **options)
     for outcome in outcomes:
-        interned, numbers = outcome["result"]
-        assert interned < 100 < 3000 < numbers
+        interned, once, numbers = outcome["result"]
+        assert interned < 100 and once <= 256 and numbers > 3000
     assert len(run.table("collectives")) == 2 * 7_000
 
 

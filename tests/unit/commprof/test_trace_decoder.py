@@ -192,3 +192,54 @@ def test_what_is_no_records_file_is_refused(tmp_path):
         read_rank(stem)
     with pytest.raises(TraceError, match="is not the name"):
         read_rank(tmp_path / "model")
+
+
+LIKE = {"id": 1, "op": "all_to_all", "sizes": "2x3->2x3", "dtype": "float32"}
+SPLIT = {
+    "id": 2,
+    "like": 1,
+    "row_shapes": [[3], [3]],
+    "row_bytes": [12, 12],
+    "rows": [5, 4],
+    "splits": [[5, 0], [1, 3]],
+}
+
+
+def test_a_signature_that_differs_by_its_splits_says_the_rest_like_another():
+    events = parse_events(encode_row("signature", LIKE) + encode_row("signature", SPLIT))
+    row = dict(events.interned("signature")[2])
+    assert events.torn == 0
+    assert row == {
+        "id": 2,
+        "op": "all_to_all",
+        "dtype": "float32",
+        "sizes": "4x3->5x3",
+        "numel": 12,
+        "input_bytes": 48,
+        "output_bytes": 60,
+        "payload_bytes": 48,
+        "input_splits": "12,36",
+        "output_splits": "60,0",
+    }
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"like": 7},
+        {"rows": [5]},
+        {"rows": ["5", 4]},
+        {"rows": [1 << 60, 4]},
+        {"row_bytes": [12, 1 << 49]},
+        {"row_shapes": [["3"], [3]]},
+        {"row_shapes": 3},
+        {"splits": [[5, 0], [1, -3]]},
+        {"splits": [[5, True], [1, 3]]},
+        {"splits": None},
+        {"id": 1},
+    ],
+)
+def test_a_damaged_line_of_splits_is_left_out_and_counted(damage):
+    events = parse_events(encode_row("signature", LIKE) + encode_row("signature", {**SPLIT, **damage}))
+    assert events.torn == 1
+    assert list(events.interned("signature")) == [1]
