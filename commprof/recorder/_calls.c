@@ -1,7 +1,7 @@
 /* The wrappers of ProcessGroup's methods as they are called nearly always, in C.
  *
  * DirectCall is the common case of DirectCalls.wrap (commprof.recorder.direct), GeneralCall that of Wrappers.wrap
- * (commprof.recorder.wrappers). A call goes their way, step by step. Where anything is not as usual (a call that is not known
+ * (commprof.recorder.wrappers), WaitCall that of Waits.wrap (commprof.recorder.waits). A call goes their way, step by step. Where anything is not as usual (a call that is not known
  * yet, a tag that is not interned, no room), and nothing has been counted so far, the function in Python is called with the
  * same arguments and does all of it. So that function says what is right, and this one is quick.
  */
@@ -14,14 +14,14 @@
 #include <string.h>
 
 /* One more for every change of what this module takes or gives: commprof.recorder.compiled_calls asks for it. */
-#define VERSION 3
+#define VERSION 4
 
 /* The clock that counts CPU time takes longer to read than all that is to be timed. In what is longer than this the thread
  * did not run, and the time was not ours. */
 #define LONGEST_NS 10000
 
 static SlotsInterface *records;
-static PyObject *shape_name, *dtype_name, *device_name, *get_device_name, *state_name, *current_name, *interned_name, *number_name,
+static PyObject *shape_name, *dtype_name, *device_name, *is_cpu_name, *get_device_name, *state_name, *current_name, *interned_name, *number_name,
     *place_name, *fault_name, *wait_name;
 static PyObject *depth; /* of the program's frame: torch's function, its stand-in and its logging wrapper lie between */
 /* How many calls that are recorded run on this thread, one within the other: what has no frame in Python must say by itself
@@ -34,6 +34,7 @@ enum {
     ISSUE,  /* torch's method */
     GET_FRAME,
     FIND_SITE,
+    KINDS, /* of code objects, by their addresses: see CallSites */
     THREAD_LOCAL,
     JOURNAL,
     JOURNAL_KEY,
@@ -50,8 +51,34 @@ enum {
     ENTRIES,
     FREEZERS,
     FREEZE_TENSOR,
+    COUNT_EXTRA, /* or None */
     HELD
 };
+
+/* The kinds of code objects in KINDS. */
+enum { PROGRAM, INTERNAL, API };
+
+/* Small tables of what was found before, one entry for each remainder of a hash. The addresses of code in them are those of
+ * code objects that CallSites holds. */
+enum { TABLE = 64 };
+
+typedef struct {
+    const void *code; /* NULL: no entry */
+    int kind;
+} KnownCode;
+
+typedef struct {
+    const void *code, *api; /* the program's, and that of the function of torch that it called */
+    int last_instruction;
+    uint32_t number; /* 0: no entry */
+} KnownSite;
+
+/* A row of CALLS, found again without making its key. The addresses are sound for as long as those in the key are. */
+typedef struct {
+    PyObject *key, *row; /* NULL: no entry */
+    const void *pg, *code, *reduction;
+    int last_instruction;
+} KnownCall;
 
 typedef struct {
     PyObject_HEAD
@@ -59,7 +86,10 @@ typedef struct {
     PyObject *dict;
     PyObject *weak_references;
     PyObject *held[HELD];
-    Py_ssize_t return_word, wait_end_word;
+    KnownCode codes[TABLE];
+    KnownSite sites[TABLE];
+    KnownCall calls[TABLE]; /* DirectCall only */
+    Py_ssize_t return_word, wait_begin_word, wait_end_word;
     Py_ssize_t sample, until_sample; /* one call in so many times our own code */
     int is_paired, takes_none, has_accelerator; /* DirectCall only */
 } Call;
@@ -111,7 +141,7 @@ tensor_among(Call *self, PyObject *const *args)
 /* What the tables say of a call. */
 typedef struct {
     uint32_t signature, site;
-    PyObject *counter; /* owned */
+    PyObject *counter, *group; /* owned; group: GeneralCall only */
     int is_async;
 } Known;
 
@@ -127,6 +157,76 @@ kind_of(PyObject *tensor)
     return kind;
 }
 
+/* The place of an entry in a table of TABLE entries. */
+static size_t
+place_of(const void *address, int number)
+{
+    return ((uintptr_t)address / 16 * 31 + (size_t)number * 7) % TABLE;
+}
+
+/* Whether an attribute of ``object`` is equal to ``expected``. -1 and an exception where that cannot be said. */
+static int
+has_equal(PyObject *object, PyObject *name, PyObject *expected)
+{
+    PyObject *value = PyObject_GetAttr(object, name);
+    int equal = value == NULL ? -1 : PyObject_RichCompareBool(value, expected, Py_EQ);
+    Py_XDECREF(value);
+    return equal;
+}
+
+/* Whether a call that comes from an entry's place is the entry's, by the parts of its key that are no addresses. */
+static int
+is_known(Call *self, const KnownCall *entry, PyObject *const *args, PyObject *tensor, PyObject *asked)
+{
+    PyObject *key = Py_NewRef(entry->key), *rest = PyTuple_GET_ITEM(key, 6); /* to compare may run the program's code */
+    int equal = has_equal(tensor, shape_name, PyTuple_GET_ITEM(key, 1));
+    equal = equal > 0 ? has_equal(tensor, dtype_name, PyTuple_GET_ITEM(key, 2)) : equal;
+    if (equal > 0 && self->has_accelerator) {
+        PyObject *device = PyObject_CallMethodNoArgs(tensor, get_device_name);
+        equal = device == NULL ? -1 : PyObject_RichCompareBool(device, PyTuple_GET_ITEM(key, 3), Py_EQ);
+        Py_XDECREF(device);
+    }
+    equal = equal > 0 ? PyObject_RichCompareBool(PyTuple_GET_ITEM(asked, 2), PyTuple_GET_ITEM(key, 5), Py_EQ) : equal;
+    if (equal > 0 && self->is_paired) {
+        equal = has_equal(args[1], shape_name, PyTuple_GET_ITEM(rest, 0));
+        equal = equal > 0 ? has_equal(args[1], dtype_name, PyTuple_GET_ITEM(rest, 1)) : equal;
+    } else if (equal > 0) {
+        equal = PyObject_RichCompareBool(PyTuple_GET_ITEM(asked, 3), rest, Py_EQ);
+    }
+    Py_DECREF(key);
+    return equal;
+}
+
+/* The row of a call in the table of all calls (a new reference to a tuple of four), and its key; NULL, with or without an
+ * exception: there is none. */
+static PyObject *
+look_up(Call *self, PyObject *const *args, PyObject *tensor, PyObject *asked, const void *code, int last_instruction,
+        PyObject **key)
+{
+    /* The key of DirectCalls.wrap, part by part, up to the first that cannot be had. */
+    PyObject *parts[] = {NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL};
+    enum { PARTS = sizeof parts / sizeof *parts };
+    int is_whole =
+        (parts[0] = PyLong_FromVoidPtr(args[0])) != NULL && (parts[1] = PyObject_GetAttr(tensor, shape_name)) != NULL
+        && (parts[2] = PyObject_GetAttr(tensor, dtype_name)) != NULL
+        && (parts[3] = self->has_accelerator ? PyObject_CallMethodNoArgs(tensor, get_device_name) : PyLong_FromLong(-1))
+               != NULL
+        && (parts[4] = PyLong_FromVoidPtr(PyTuple_GET_ITEM(asked, 1))) != NULL
+        && (parts[5] = Py_NewRef(PyTuple_GET_ITEM(asked, 2))) != NULL
+        && (parts[6] = self->is_paired ? kind_of(args[1]) : Py_NewRef(PyTuple_GET_ITEM(asked, 3))) != NULL
+        && (parts[7] = PyLong_FromVoidPtr((void *)code)) != NULL
+        && (parts[8] = PyLong_FromLong(last_instruction)) != NULL && (*key = PyTuple_New(PARTS)) != NULL;
+    for (int i = 0; i < PARTS; i++) {
+        if (is_whole) {
+            PyTuple_SET_ITEM(*key, i, parts[i]);
+        } else {
+            Py_XDECREF(parts[i]);
+        }
+    }
+    PyObject *row = is_whole ? PyDict_GetItemWithError(self->held[CALLS], *key) : NULL;
+    return row != NULL && PyTuple_CheckExact(row) && PyTuple_GET_SIZE(row) == 4 ? Py_NewRef(row) : NULL;
+}
+
 /* The row of a direct call (a new reference to a tuple of four); NULL, with or without an exception: there is none. */
 static PyObject *
 find_row(Call *self, PyObject *const *args, PyObject *tensor, PyObject *asked)
@@ -137,36 +237,31 @@ find_row(Call *self, PyObject *const *args, PyObject *tensor, PyObject *asked)
         return NULL;
     }
     PyCodeObject *code = PyFrame_GetCode(frame);
-    /* The key of DirectCalls.wrap, part by part, up to the first that cannot be had. */
-    PyObject *parts[] = {NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL};
-    enum { PARTS = sizeof parts / sizeof *parts };
-    PyObject *key = NULL;
-    int is_whole =
-        (parts[0] = PyLong_FromVoidPtr(args[0])) != NULL && (parts[1] = PyObject_GetAttr(tensor, shape_name)) != NULL
-        && (parts[2] = PyObject_GetAttr(tensor, dtype_name)) != NULL
-        && (parts[3] = self->has_accelerator ? PyObject_CallMethodNoArgs(tensor, get_device_name) : PyLong_FromLong(-1))
-               != NULL
-        && (parts[4] = PyLong_FromVoidPtr(PyTuple_GET_ITEM(asked, 1))) != NULL
-        && (parts[5] = Py_NewRef(PyTuple_GET_ITEM(asked, 2))) != NULL
-        && (parts[6] = self->is_paired ? kind_of(args[1]) : Py_NewRef(PyTuple_GET_ITEM(asked, 3))) != NULL
-        && (parts[7] = PyLong_FromVoidPtr(code)) != NULL
-        && (parts[8] = PyLong_FromLong(PyFrame_GetLasti(frame))) != NULL && (key = PyTuple_New(PARTS)) != NULL;
-    Py_DECREF(code);
+    int last_instruction = PyFrame_GetLasti(frame);
     Py_DECREF(frame);
-    for (int i = 0; i < PARTS; i++) {
-        if (is_whole) {
-            PyTuple_SET_ITEM(key, i, parts[i]);
-        } else {
-            Py_XDECREF(parts[i]);
+    KnownCall *entry = &self->calls[place_of(code, last_instruction)];
+    PyObject *reduction = PyTuple_GET_ITEM(asked, 1), *row = NULL, *key = NULL;
+    int known = 0;
+    if (entry->row != NULL && entry->code == code && entry->last_instruction == last_instruction && entry->pg == args[0]
+        && entry->reduction == reduction) {
+        row = Py_NewRef(entry->row);
+        known = is_known(self, entry, args, tensor, asked);
+    }
+    if (known == 0) {
+        Py_XDECREF(row);
+        row = look_up(self, args, tensor, asked, code, last_instruction, &key);
+        if (row != NULL) {
+            KnownCall before = *entry;
+            *entry = (KnownCall){Py_NewRef(key), Py_NewRef(row), args[0], code, reduction, last_instruction};
+            Py_XDECREF(before.key);
+            Py_XDECREF(before.row);
         }
+        Py_XDECREF(key);
+    } else if (known < 0) {
+        Py_CLEAR(row);
     }
-    PyObject *known = is_whole ? PyDict_GetItemWithError(self->held[CALLS], key) : NULL;
-    Py_XINCREF(known);
-    Py_XDECREF(key);
-    if (known != NULL && !(PyTuple_CheckExact(known) && PyTuple_GET_SIZE(known) == 4)) {
-        Py_CLEAR(known);
-    }
-    return known;
+    Py_DECREF(code);
+    return row;
 }
 
 /* A number of 32 bits that is not 0; 0 where it is another, with or without an exception. */
@@ -204,6 +299,50 @@ find_thread(Call *self, uint32_t *thread, uint32_t *tag)
     return found;
 }
 
+/* The kind of a code object; -1, with or without an exception: it is not known. */
+static int
+kind_of_code(Call *self, PyCodeObject *code)
+{
+    KnownCode *entry = &self->codes[place_of(code, 0)];
+    if (entry->code == code) {
+        return entry->kind;
+    }
+    PyObject *address = PyLong_FromVoidPtr(code);
+    PyObject *kind = address == NULL ? NULL : PyDict_GetItemWithError(self->held[KINDS], address);
+    Py_XDECREF(address);
+    long number = kind != NULL && PyLong_CheckExact(kind) ? PyLong_AsLong(kind) : -1;
+    if (number != PROGRAM && number != INTERNAL && number != API) {
+        return -1;
+    }
+    *entry = (KnownCode){code, (int)number};
+    return (int)number;
+}
+
+/* The entry of the place in the program that this call comes from, as CallSites.find looks for it; NULL, with or without an
+ * exception: some code on the way is not known. */
+static KnownSite *
+find_known_site(Call *self, KnownSite *wanted)
+{
+    PyFrameObject *frame = PyThreadState_GetFrame(PyThreadState_Get());
+    int kind = -1;
+    wanted->api = NULL;
+    while (frame != NULL) {
+        PyCodeObject *code = PyFrame_GetCode(frame);
+        kind = kind_of_code(self, code);
+        if (kind == API) {
+            wanted->api = code;
+        } else if (kind == PROGRAM) {
+            wanted->code = code;
+            wanted->last_instruction = PyFrame_GetLasti(frame);
+        }
+        Py_DECREF(code); /* whose kind is known is held */
+        PyFrameObject *outer = kind == API || kind == INTERNAL ? PyFrame_GetBack(frame) : NULL;
+        Py_DECREF(frame);
+        frame = outer;
+    }
+    return kind == PROGRAM ? &self->sites[place_of(wanted->code, wanted->last_instruction)] : NULL;
+}
+
 /* The number of the place in the program, where it is not known already; 0: it is not found. */
 static uint32_t
 find_site(Call *self, PyObject *known_site)
@@ -212,9 +351,21 @@ find_site(Call *self, PyObject *known_site)
     if (site != 0 || PyErr_Occurred()) {
         return site;
     }
+    KnownSite wanted, *entry = find_known_site(self, &wanted);
+    if (entry == NULL && PyErr_Occurred()) {
+        return 0;
+    }
+    if (entry != NULL && entry->number != 0 && entry->code == wanted.code && entry->api == wanted.api
+        && entry->last_instruction == wanted.last_instruction) {
+        return entry->number;
+    }
     PyObject *frame = PyObject_CallNoArgs(self->held[GET_FRAME]);
     PyObject *number = frame == NULL ? NULL : PyObject_CallOneArg(self->held[FIND_SITE], frame);
     site = positive(number);
+    if (entry != NULL && site != 0) {
+        wanted.number = site;
+        *entry = wanted;
+    }
     Py_XDECREF(number);
     Py_XDECREF(frame);
     return site;
@@ -271,10 +422,13 @@ freeze(Call *self, PyObject *value)
     if (freezer != self->held[FREEZE_TENSOR]) {
         return PyObject_CallOneArg(freezer, value);
     }
-    PyObject *names[] = {shape_name, dtype_name, device_name};
+    PyObject *names[] = {shape_name, dtype_name, is_cpu_name};
     PyObject *frozen = PyTuple_New(3);
     for (int i = 0; frozen != NULL && i < 3; i++) {
         PyObject *part = PyObject_GetAttr(value, names[i]);
+        if (part == Py_False && names[i] == is_cpu_name) {
+            Py_SETREF(part, PyObject_GetAttr(value, device_name));
+        }
         if (part == NULL) {
             Py_CLEAR(frozen);
         } else {
@@ -341,12 +495,29 @@ find_general_call(Call *self, PyObject *const *args, Py_ssize_t count, PyObject 
     found = number != NULL && (known->signature = positive(number)) != 0 && (known->site = find_site(self, NULL)) != 0;
     if (found) {
         known->is_async = 1;
+        known->group = Py_NewRef(PyTuple_GET_ITEM(entry, 1));
         known->counter = Py_NewRef(PyTuple_GET_ITEM(entry, 2));
     }
     Py_XDECREF(number);
     Py_XDECREF(key);
     Py_XDECREF(entry);
     return found;
+}
+
+/* What the backend counts beyond one for a call that is counted now. -1 where the program is interrupted. */
+static int
+count_extra(Call *self, PyObject *group, PyObject *const *args, Py_ssize_t count)
+{
+    PyObject *given = PyTuple_New(count);
+    for (Py_ssize_t i = 0; given != NULL && i < count; i++) {
+        PyTuple_SET_ITEM(given, i, Py_NewRef(args[i]));
+    }
+    PyObject *result =
+        given == NULL ? NULL : PyObject_CallFunctionObjArgs(self->held[COUNT_EXTRA], group, given, NULL);
+    int status = result == NULL ? fault(self) : 0;
+    Py_XDECREF(result);
+    Py_XDECREF(given);
+    return status;
 }
 
 typedef int (*Finder)(Call *, PyObject *const *, Py_ssize_t, PyObject *, Known *);
@@ -357,7 +528,7 @@ static int
 begin_record(Call *self, PyObject *const *args, Py_ssize_t count, PyObject *names, Finder find, Record *record)
 {
     record->begin_ns = self->until_sample <= 1 ? records->now_ns() : 0;
-    Known known = {0, 0, NULL, 0};
+    Known known = {0};
     uint32_t thread = 0, tag = 0;
     int usual = count > 0 && (PyObject *)Py_TYPE(args[0]) == self->held[OWNER] && find(self, args, count, names, &known) && find_thread(self, &thread, &tag);
     PyObject *place = usual ? PyObject_GetAttr(self->held[JOURNAL], place_name) : NULL;
@@ -384,6 +555,15 @@ begin_record(Call *self, PyObject *const *args, Py_ssize_t count, PyObject *name
     Py_XDECREF(number);
     Py_XDECREF(place);
     Py_XDECREF(known.counter);
+    if (usual && self->held[COUNT_EXTRA] != NULL && self->held[COUNT_EXTRA] != Py_None
+        && count_extra(self, known.group, args + 1, count - 1) < 0) {
+        usual = -1;
+        Py_CLEAR(record->segment);
+    }
+    Py_XDECREF(known.group);
+    if (usual < 0) {
+        return usual;
+    }
     if (!usual && PyErr_Occurred()) {
         if (!PyErr_ExceptionMatches(PyExc_Exception)) {
             return -1;
@@ -592,6 +772,73 @@ general_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *na
     return work;
 }
 
+/* Take the token of a handle (a new reference) out of the table: 1; 0: it has none; -1, with or without an exception: it is not
+ * as usual, and stays there. */
+static int
+take_token(Call *self, PyObject *work, PyObject **token)
+{
+    PyObject *address = PyLong_FromVoidPtr(work);
+    PyObject *found = address == NULL ? NULL : Py_XNewRef(PyDict_GetItemWithError(self->held[PENDING], address));
+    int status = found == NULL && !PyErr_Occurred() ? 0 : -1;
+    if (found != NULL && PyTuple_CheckExact(found) && PyTuple_GET_SIZE(found) == 3
+        && PyObject_TypeCheck(PyTuple_GET_ITEM(found, 0), records->type) && PyLong_CheckExact(PyTuple_GET_ITEM(found, 1))
+        && PyBool_Check(PyTuple_GET_ITEM(found, 2)) && PyDict_DelItem(self->held[PENDING], address) == 0) {
+        *token = Py_NewRef(found);
+        status = 1;
+    }
+    Py_XDECREF(found);
+    Py_XDECREF(address);
+    return status;
+}
+
+static PyObject *
+wait_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *names)
+{
+    Call *self = (Call *)object;
+    PyObject *token = NULL;
+    int status = -1;
+    /* Of a class that a program derives in Python, C++ calls our wrapper again unless it has a frame: see python_groups. */
+    if (PyVectorcall_NARGS(flags) == 1 && names == NULL && (PyObject *)Py_TYPE(args[0]) == self->held[OWNER]) {
+        status = take_token(self, args[0], &token);
+    }
+    if (status < 0) {
+        PyErr_Clear(); /* of memory that was missing: the table is as it was */
+        return PyObject_Vectorcall(self->held[PYTHON], args, flags, names);
+    }
+    if (status == 0) { /* waited for before, or never recorded */
+        return PyObject_Vectorcall(self->held[ISSUE], args, 1, NULL);
+    }
+    PyObject *segment = PyTuple_GET_ITEM(token, 0), *result = NULL;
+    Py_ssize_t base = PyLong_AsSsize_t(PyTuple_GET_ITEM(token, 1));
+    if (PyTuple_GET_ITEM(token, 2) == Py_False || records->stamp(segment, base + self->wait_begin_word) == 0
+        || fault(self) == 0) {
+        result = PyObject_Vectorcall(self->held[ISSUE], args, 1, NULL);
+        PyObject *type, *error, *trace;
+        PyErr_Fetch(&type, &error, &trace);
+        int interrupted = records->stamp(segment, base + self->wait_end_word) < 0 && fault(self) < 0;
+        go_on(interrupted, type, error, trace);
+        if (interrupted) {
+            Py_CLEAR(result);
+        }
+    }
+    Py_DECREF(token);
+    return result;
+}
+
+PyDoc_STRVAR(forget_doc, "forget($self, /)\n--\n\nForget the calls that were found before: what an address is of has gone.");
+
+static PyObject *
+call_forget(Call *self, PyObject *Py_UNUSED(none))
+{
+    for (int i = 0; i < TABLE; i++) {
+        KnownCall before = self->calls[i];
+        self->calls[i] = (KnownCall){0};
+        Py_XDECREF(before.key);
+        Py_XDECREF(before.row);
+    }
+    Py_RETURN_NONE;
+}
+
 static void
 hold(Call *self, const int *places, PyObject *const *given, int count)
 {
@@ -600,16 +847,16 @@ hold(Call *self, const int *places, PyObject *const *given, int count)
     }
 }
 
-/* Both kinds share their first arguments. */
+/* What records calls shares its first arguments. */
 #define COMMON_NAMES \
-    "python", "issue", "get_frame", "find_site", "thread_local", "journal", "journal_key", "pending", "settle", \
+    "python", "issue", "get_frame", "find_site", "kinds", "thread_local", "journal", "journal_key", "pending", "settle", \
         "record_raised", "owner", "return_word", "sample"
-#define COMMON_FORMAT "$OOOOOOOO!OOOnn"
+#define COMMON_FORMAT "$OOOOO!OOOO!OOOnn"
 #define COMMON_ADDRESSES \
-    &given[0], &given[1], &given[2], &given[3], &given[4], &given[5], &given[6], &PyDict_Type, &given[7], &given[8], \
-        &given[9], &given[10], &return_word, &sample
-enum { COMMON = 11 };
-static const int common_places[COMMON] = {PYTHON,  ISSUE,       GET_FRAME, FIND_SITE, THREAD_LOCAL,
+    &given[0], &given[1], &given[2], &given[3], &PyDict_Type, &given[4], &given[5], &given[6], &given[7], &PyDict_Type, \
+        &given[8], &given[9], &given[10], &given[11], &return_word, &sample
+enum { COMMON = 12 };
+static const int common_places[COMMON] = {PYTHON,  ISSUE,       GET_FRAME, FIND_SITE, KINDS,         THREAD_LOCAL,
                                           JOURNAL, JOURNAL_KEY, PENDING,   SETTLE,    RECORD_RAISED, OWNER};
 
 static void
@@ -647,16 +894,34 @@ direct_init(Call *self, PyObject *args, PyObject *kwargs)
 static int
 general_init(Call *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {COMMON_NAMES, "entries", "freezers", "freeze_tensor", NULL};
-    static const int places[] = {ENTRIES, FREEZERS, FREEZE_TENSOR};
-    PyObject *given[COMMON], *own[3];
+    static char *names[] = {COMMON_NAMES, "entries", "freezers", "freeze_tensor", "count_extra", NULL};
+    static const int places[] = {ENTRIES, FREEZERS, FREEZE_TENSOR, COUNT_EXTRA};
+    PyObject *given[COMMON], *own[4];
     Py_ssize_t return_word, sample;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, COMMON_FORMAT "O!O!O", names, COMMON_ADDRESSES, &PyDict_Type, &own[0],
-                                     &PyDict_Type, &own[1], &own[2])) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, COMMON_FORMAT "O!O!OO", names, COMMON_ADDRESSES, &PyDict_Type, &own[0],
+                                     &PyDict_Type, &own[1], &own[2], &own[3])) {
         return -1;
     }
-    hold(self, places, own, 3);
+    hold(self, places, own, 4);
     make_ready(self, given, return_word, sample, general_call);
+    return 0;
+}
+
+static int
+wait_init(Call *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"python", "issue", "journal", "pending", "owner", "wait_begin_word", "wait_end_word", NULL};
+    static const int places[] = {PYTHON, ISSUE, JOURNAL, PENDING, OWNER};
+    PyObject *given[5];
+    Py_ssize_t begin_word, end_word;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OOOO!Onn", names, &given[0], &given[1], &given[2], &PyDict_Type,
+                                     &given[3], &given[4], &begin_word, &end_word)) {
+        return -1;
+    }
+    hold(self, places, given, 5);
+    self->wait_begin_word = begin_word;
+    self->wait_end_word = end_word;
+    self->vectorcall = wait_call;
     return 0;
 }
 
@@ -686,6 +951,10 @@ call_traverse(Call *self, visitproc visit, void *arg)
     for (int i = 0; i < HELD; i++) {
         Py_VISIT(self->held[i]);
     }
+    for (int i = 0; i < TABLE; i++) {
+        Py_VISIT(self->calls[i].key);
+        Py_VISIT(self->calls[i].row);
+    }
     return 0;
 }
 
@@ -697,6 +966,7 @@ call_clear(Call *self)
     for (int i = 0; i < HELD; i++) {
         Py_CLEAR(self->held[i]);
     }
+    Py_DECREF(call_forget(self, NULL));
     return 0;
 }
 
@@ -732,11 +1002,16 @@ static PyGetSetDef attributes[] = {
     {NULL},
 };
 
+static PyMethodDef call_methods[] = {
+    {"forget", (PyCFunction)call_forget, METH_NOARGS, forget_doc},
+    {NULL},
+};
+
 #define SLOTS(init) \
     { \
         {Py_tp_new, call_new}, {Py_tp_init, init}, {Py_tp_dealloc, call_dealloc}, {Py_tp_traverse, call_traverse}, \
             {Py_tp_clear, call_clear}, {Py_tp_call, PyVectorcall_Call}, {Py_tp_descr_get, call_get}, \
-            {Py_tp_members, members}, {Py_tp_getset, attributes}, {0}, \
+            {Py_tp_members, members}, {Py_tp_getset, attributes}, {Py_tp_methods, call_methods}, {0}, \
     }
 #define SPEC(type_name, type_slots) \
     { \
@@ -744,8 +1019,10 @@ static PyGetSetDef attributes[] = {
         .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR, \
         .slots = type_slots, \
     }
-static PyType_Slot direct_slots[] = SLOTS(direct_init), general_slots[] = SLOTS(general_init);
-static PyType_Spec specs[] = {SPEC("DirectCall", direct_slots), SPEC("GeneralCall", general_slots)};
+static PyType_Slot direct_slots[] = SLOTS(direct_init), general_slots[] = SLOTS(general_init),
+                   wait_slots[] = SLOTS(wait_init);
+static PyType_Spec specs[] = {SPEC("DirectCall", direct_slots), SPEC("GeneralCall", general_slots),
+                              SPEC("WaitCall", wait_slots)};
 
 static int
 execute(PyObject *module)
@@ -755,7 +1032,7 @@ execute(PyObject *module)
         const char *text;
     } names[] = {
         {&shape_name, "shape"},       {&dtype_name, "dtype"},       {&device_name, "device"},
-        {&get_device_name, "get_device"},
+        {&is_cpu_name, "is_cpu"},     {&get_device_name, "get_device"},
         {&state_name, "state"},       {&current_name, "current"},   {&interned_name, "interned"},
         {&number_name, "recorder_number"}, {&place_name, "place"},  {&fault_name, "fault"},
         {&wait_name, "wait"},
@@ -769,7 +1046,7 @@ execute(PyObject *module)
         || (records = PyCapsule_Import(SLOTS_INTERFACE, 0)) == NULL) {
         return -1;
     }
-    static const char *const type_names[] = {"DirectCall", "GeneralCall"};
+    static const char *const type_names[] = {"DirectCall", "GeneralCall", "WaitCall"};
     for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
         PyObject *type = PyType_FromSpec(&specs[i]);
         int failed = type == NULL || PyModule_AddObjectRef(module, type_names[i], type) < 0;

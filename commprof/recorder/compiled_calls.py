@@ -9,7 +9,7 @@ from typing import Any, Final
 from commprof.compiled import compiled
 from commprof.trace import segments
 
-_VERSION: Final = 3  # of _calls.c, that does what is said here
+_VERSION: Final = 4  # of _calls.c, that does what is said here
 MODULE: Final[ModuleType | None] = (
     compiled("commprof.recorder._calls", _VERSION) if segments.IS_COMPILED else None
 )
@@ -22,7 +22,7 @@ def compiled_call(kind: str, python: Callable[..., Any], **held: Any) -> Callabl
     """A compiled wrapper before ``python``, the function that does all of it; ``python`` itself where none was built.
 
     Args:
-        kind: ``DirectCall`` or ``GeneralCall``.
+        kind: ``DirectCall``, ``GeneralCall`` or ``WaitCall``.
         python: takes any call.
         held: what the wrapper needs, by the names that it has in ``python``.
     """

@@ -54,6 +54,7 @@ class DirectCalls:
     def __init__(self, wrappers: Wrappers) -> None:
         self._wrappers = wrappers
         self._calls: list[dict[Any, Known]] = []
+        self._compiled: list[Any] = []
         self._functions = ApiFunctions()
 
     def remove(self) -> None:
@@ -65,6 +66,8 @@ class DirectCalls:
         for calls in self._calls:
             for key in [key for key in calls if key[0] == address]:
                 del calls[key]
+        for compiled in self._compiled:
+            compiled.forget()
 
     def wrap(  # noqa: C901 - see below
         self, method: Method, owner: type, original: Any, entries: dict[int, Entry], general: Any
@@ -189,12 +192,13 @@ class DirectCalls:
                     journal.fault(error)
             return None
 
-        return compiled_call(
+        compiled: Any = compiled_call(
             "DirectCall",
             call,
             issue=issue,
             get_frame=get_frame,
             find_site=find_site,
+            kinds=wrappers.sites.kinds,
             thread_local=thread_local,
             journal=journal,
             journal_key=journal_key,
@@ -213,6 +217,9 @@ class DirectCalls:
             has_accelerator=_HAS_ACCELERATOR,
             owner=owner,
         )
+        if compiled is not call:
+            self._compiled.append(compiled)
+        return compiled
 
     def _learn(
         self,

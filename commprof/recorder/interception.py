@@ -116,7 +116,7 @@ class Interception:
         for kind in _work_classes():
             original = vars(kind).get("wait")
             if original is not None:
-                self._replace(kind, "wait", original, self.wrappers.wrap_wait(original))
+                self._replace(kind, "wait", original, self.wrappers.wrap_wait(kind, original))
 
     def _heed_trial(self) -> None:
         """Where this torch does not let a layer record as it should, look at all of c10d, or say what is missing."""

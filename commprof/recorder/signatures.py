@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -38,12 +39,13 @@ MOST_CALLS: Final = 20_000
 class Planned:
     """A tensor that the collective itself will make: of this shape, with dtype and device of ``like``."""
 
-    __slots__ = ("device", "dtype", "shape")
+    __slots__ = ("device", "dtype", "is_cpu", "shape")
 
     def __init__(self, shape: tuple[int, ...], like: torch.Tensor) -> None:
         self.shape = shape
         self.dtype = like.dtype
         self.device = like.device
+        self.is_cpu = like.is_cpu
 
     def numel(self) -> int:
         """Elements."""
@@ -95,8 +97,8 @@ def _freezer(kind: type) -> Callable[[Any], Any]:
 
 
 def freeze_tensor(value: torch.Tensor | Planned) -> Any:
-    """What :func:`freeze` makes of a tensor."""
-    return value.shape, value.dtype, value.device
+    """What :func:`freeze` makes of a tensor. ``device`` makes an object, which is dear to hash; most lie on the CPU."""
+    return value.shape, value.dtype, value.is_cpu or value.device
 
 
 def _freeze_sequence(value: Sequence[Any]) -> Any:
@@ -119,7 +121,7 @@ def _itself(value: Any) -> Any:
 
 
 def _freeze_reduction(value: Any) -> Any:
-    return "ReduceOp", value.op.value  # the name says the same and is dear
+    return "ReduceOp", hash(value)  # equal to ``value.op.value``, which takes ten times as long
 
 
 def _freeze_reduction_number(value: Any) -> Any:
@@ -127,9 +129,15 @@ def _freeze_reduction_number(value: Any) -> Any:
 
 
 def _options_freezer(name: str, options: Sequence[str]) -> Callable[[Any], Any]:
-    if options == ["asyncOp"]:
+    plain = [option for option in options if option != "reduceOp"]  # numbers and flags
+    if plain == ["asyncOp"] == options:
         return lambda value: (name, value.asyncOp)
-    return lambda value: (name, *[freeze(getattr(value, option)) for option in options])
+    if plain == ["asyncOp"]:
+        return lambda value: (name, hash(value.reduceOp), value.asyncOp)  # see _freeze_reduction
+    values_of = attrgetter(*plain)
+    if plain == options:
+        return lambda value: (name, values_of(value))
+    return lambda value: (name, hash(value.reduceOp), values_of(value))
 
 
 def _freeze_anything(value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from commprof.recorder.compiled_calls import compiled_call
 from commprof.recorder.journal import Journal
 from commprof.trace.segments import WAIT_BEGIN_WORD, WAIT_END_WORD, Token
 
@@ -36,8 +37,8 @@ class Waits:
         while len(pending) > _MOST_PENDING:
             pending.pop(next(iter(pending)), None)
 
-    def wrap(self, original: Any) -> Any:
-        """What stands in for ``original``, the ``wait`` of a class of handles: the first wait of each handle is timed."""
+    def wrap(self, owner: type, original: Any) -> Any:
+        """What stands in for ``original``, the ``wait`` of ``owner``: the first wait of each handle is timed."""
         journal, take = self._journal, self.pending.pop
         begin_word, end_word = WAIT_BEGIN_WORD, WAIT_END_WORD
 
@@ -48,7 +49,10 @@ class Waits:
             segment, base, is_async = token
             try:
                 if is_async:
-                    segment.stamp(base + begin_word)
+                    try:
+                        segment.stamp(base + begin_word)
+                    except Exception as error:
+                        journal.fault(error)
                 return original(work) if timeout is _MISSING else original(work, timeout)
             finally:
                 try:
@@ -56,8 +60,19 @@ class Waits:
                 except Exception as error:
                     journal.fault(error)
 
-        self._functions[wait] = unbound(original)
-        return wait
+        function = unbound(original)
+        wrapper = compiled_call(
+            "WaitCall",
+            wait,
+            issue=function,
+            journal=journal,
+            pending=self.pending,
+            owner=owner,
+            wait_begin_word=begin_word,
+            wait_end_word=end_word,
+        )
+        self._functions[wrapper] = function
+        return wrapper
 
     def find_direct(self, kind: type) -> Direct:
         """How handles of class ``kind`` are waited for; of a class without a ``wait`` of ours the condition never holds."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from commprof import hooks
@@ -100,6 +100,7 @@ class Wrappers:
         journal, issue, settle = self.journal, self.issue, self.settle
         get_frame, clock = sys._getframe, time.perf_counter_ns
         extra = GLOO_EXTRA.get(method.name)
+        count_extra = None if extra is None else _bind_count_extra(extra)
         blocks, most = method.blocks, most_known(method)
         function = unbound(original)
         beneath = caller_of(method.name, function)
@@ -117,8 +118,8 @@ class Wrappers:
                     if journal.may_repeat(number):
                         remember(signatures, key, number, most)
                     begin = clock()
-                if extra is not None and group.backend_for(None) == GLOO:
-                    group.extra += extra(group, args)
+                if count_extra is not None:
+                    count_extra(group, args)
                 token = issue(get_frame(1), group, seq, number)
                 cost = 0 if seq % COST_SAMPLE else clock() - begin
             except Exception as error:
@@ -134,7 +135,7 @@ class Wrappers:
                     _record_block(journal, token, begin)
             return work
 
-        if self._layer != PROCESS_GROUP or extra is not None or blocks:
+        if self._layer != PROCESS_GROUP or blocks:
             return call
         return compiled_call(
             "GeneralCall",
@@ -142,6 +143,7 @@ class Wrappers:
             issue=function,
             get_frame=get_frame,
             find_site=self.sites.find,
+            kinds=self.sites.kinds,
             thread_local=hooks._thread,
             journal=journal,
             journal_key=journal.key,
@@ -153,12 +155,13 @@ class Wrappers:
             entries=entries,
             freezers=FREEZERS,
             freeze_tensor=freeze_tensor,
+            count_extra=count_extra,
             owner=owner,
         )
 
-    def wrap_wait(self, original: Any) -> Any:
-        """What stands in for ``original``, the ``wait`` of a class of handles."""
-        return self.waits.wrap(original)
+    def wrap_wait(self, owner: type, original: Any) -> Any:
+        """What stands in for ``original``, the ``wait`` of ``owner``, a class of handles."""
+        return self.waits.wrap(owner, original)
 
     def record_raised(self, pg: Any, token: Token | None) -> None:
         """The caller's call raised."""
@@ -184,6 +187,16 @@ def _record_block(journal: Journal, token: Token, start: int) -> None:
         words[base + WAIT_END_WORD] = words[base + RETURN_WORD]
     except Exception as error:
         journal.fault(error)
+
+
+def _bind_count_extra(extra: Callable[[Group, Sequence[Any]], int]) -> Callable[[Group, Sequence[Any]], None]:
+    """The function that counts what gloo counts beyond one for a call."""
+
+    def count_extra(group: Group, args: Sequence[Any]) -> None:
+        if group.backend_for(None) == GLOO:
+            group.extra += extra(group, args)
+
+    return count_extra
 
 
 def _bind_settle(journal: Journal, waits: Waits, unsampled_ns: int) -> Callable[[Token, Any, int], None]:

@@ -18,7 +18,7 @@ import torch
 from commprof.recorder.compiled_calls import MODULE, is_running
 from commprof.recorder.signatures import FREEZERS, freeze, freeze_tensor
 from commprof.schema import RECORD, RECORD_FIELDS
-from commprof.trace.segments import NO_WORDS, RETURN_WORD, WAIT_END_WORD, Segment, pack_tail
+from commprof.trace.segments import NO_WORDS, RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Segment, pack_tail
 
 pytestmark = pytest.mark.skipif(MODULE is None, reason="the compiled parts were not built here")
 
@@ -75,6 +75,7 @@ class Program:
             calls=self.calls,
             get_frame=sys._getframe,
             find_site=self.find_site,
+            kinds={},
             thread_local=types.SimpleNamespace(state=self.state),
             journal=self.journal,
             journal_key=KEY,
@@ -619,6 +620,7 @@ class AnyProgram:
             "issue": self.issue,
             "get_frame": sys._getframe,
             "find_site": lambda frame: 55,
+            "kinds": {},
             "thread_local": types.SimpleNamespace(state=self.state),
             "journal": self.journal,
             "journal_key": KEY,
@@ -631,6 +633,7 @@ class AnyProgram:
             "entries": self.entries,
             "freezers": self.freezers,
             "freeze_tensor": freeze_tensor,
+            "count_extra": None,
         }
         self.call = MODULE.GeneralCall(**{**held, **changed})
 
@@ -788,3 +791,175 @@ def test_any_call_holds_nothing_and_is_collected():
     del program
     gc.collect()
     assert reference() is None
+
+
+def test_a_call_that_was_found_is_found_again_without_its_key():
+    program = Program()
+    program.make_known()
+    program.run()
+    program.calls.clear()  # by which the compiled wrapper found it once
+    assert program.run() == [program.work]
+    program.call.forget()
+    assert program.run() == ["python"]
+
+
+def another_shape(program):
+    program.tensor = torch.zeros(9)
+    program.note = (program.tensor, *program.note[1:])
+
+
+def another_type(program):
+    program.tensor = torch.zeros(8, dtype=torch.int32)
+    program.note = (program.tensor, *program.note[1:])
+
+
+def without_a_handle(program):
+    program.note = (program.tensor, REDUCTION, False, None)
+
+
+def another_group(program):
+    program.pg = object()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        another_shape,
+        another_type,
+        another_tensor,
+        another_reduction,
+        another_root,
+        an_odd_root,
+        no_shape,
+        without_a_handle,
+        another_group,
+        a_class_of_the_programs,
+    ],
+)
+def test_what_differs_from_a_call_that_was_found_is_told_apart(change):
+    program = Program()
+    program.make_known()
+    program.run()
+    change(program)
+    try:
+        assert program.run() == ["python"]
+    except (
+        TypeError,
+        AttributeError,
+    ):  # of this test's function in Python: there is nothing that it could learn
+        pass
+    assert len(program.passed) == 1 and len(program.records()) == 1 and len(program.issued) == 1
+
+
+def test_a_place_in_the_program_is_found_again():
+    """By its code and torch's function, as CallSites.find does; where a code is not known Python is asked each time."""
+    program, sites = AnyProgram(), []
+    kinds = {}
+    program.call(program.pg, 1)
+    program.make_call(kinds=kinds, find_site=lambda frame: sites.append(frame.f_code.co_name) or len(sites))
+
+    def torch_function():
+        return program.call(program.pg, 1)
+
+    def another_of_torchs():
+        return program.call(program.pg, 1)
+
+    def program_code():
+        for _ in range(3):
+            torch_function()
+        another_of_torchs()
+        torch_function()
+
+    program_code()
+    assert sites == ["torch_function"] * 3 + ["another_of_torchs", "torch_function"]
+    kinds.update({id(torch_function.__code__): 2, id(another_of_torchs.__code__): 2})
+    kinds[id(program_code.__code__)] = 0
+    sites.clear()
+    for _ in range(3):
+        program_code()
+    assert sites == ["torch_function", "another_of_torchs", "torch_function"]
+    assert [record["call_site"] for record in program.records()][5:] == [1, 1, 1, 2, 3] * 3
+
+
+def test_the_hash_of_a_reduction_is_its_number():
+    """By which signatures tell reductions apart."""
+    reductions = torch.distributed.ReduceOp
+    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"):
+        number = getattr(reductions, name)
+        assert freeze(reductions(number)) == freeze(number) == ("ReduceOp", number.value)
+
+
+class Waiting:
+    """A handle, its record, and the wrapper of its ``wait``."""
+
+    def __init__(self, is_async=True, words=None):
+        self.mapping = mmap.mmap(-1, RECORD.size)
+        self.segment = Segment(self.mapping, len(self.mapping))
+        self.journal, self.work, self.waited, self.passed = Journal(self.segment), Work(), [], []
+        self.pending = {id(self.work): (self.segment, 0, is_async)}
+        if words is not None:
+            self.segment.let_go(words)
+        self.error = None
+        self.call = MODULE.WaitCall(
+            python=lambda *args, **kwargs: self.passed.append((args, kwargs)) or "python",
+            issue=self.wait,
+            journal=self.journal,
+            pending=self.pending,
+            owner=Work,
+            wait_begin_word=WAIT_BEGIN_WORD,
+            wait_end_word=WAIT_END_WORD,
+        )
+
+    def wait(self, work):
+        self.waited.append(work)
+        if self.error is not None:
+            raise self.error
+        return True
+
+
+def test_the_first_wait_of_a_handle_is_timed():
+    for is_async in (True, False):
+        waiting = Waiting(is_async)
+        assert waiting.call(waiting.work) is True and not waiting.pending
+        begin, end = waiting.segment[WAIT_BEGIN_WORD], waiting.segment[WAIT_END_WORD]
+        assert (0 < begin <= end) if is_async else (begin == 0 < end)
+        assert waiting.call(waiting.work) is True and waiting.segment[WAIT_END_WORD] == end
+        assert waiting.waited == [waiting.work] * 2 and not waiting.passed and not waiting.journal.faults
+
+
+def test_waits_that_are_not_as_usual_go_to_python_with_their_token():
+    waiting = Waiting()
+
+    class Mine(Work):
+        pass
+
+    mine = Mine()
+    for args, kwargs in (((waiting.work, 5), {}), ((waiting.work,), {"timeout": 5}), ((mine,), {}), ((), {})):
+        assert waiting.call(*args, **kwargs) == "python"
+        assert waiting.passed.pop() == (args, kwargs)
+    waiting.pending[id(waiting.work)] = "odd"
+    assert waiting.call(waiting.work) == "python" and len(waiting.pending) == 1 and not waiting.waited
+
+
+def test_what_a_wait_raises_comes_through_and_our_own_faults_do_not():
+    waiting = Waiting()
+    waiting.error = KeyboardInterrupt("mine")
+    with pytest.raises(KeyboardInterrupt) as caught:
+        waiting.call(waiting.work)
+    assert caught.value is waiting.error and waiting.segment[WAIT_END_WORD]
+
+    broken = Waiting(words=Broken())
+    assert broken.call(broken.work) is True and len(broken.waited) == 1
+    assert [str(error) for error in broken.journal.faults] == ["disk gone"] * 2
+
+
+def test_waiting_holds_nothing():
+    waiting = Waiting()
+    token = waiting.pending[id(waiting.work)]
+    before = [sys.getrefcount(each) for each in (waiting.segment, waiting.work, token)]
+    for _ in range(1000):
+        waiting.pending[id(waiting.work)] = token
+        waiting.call(waiting.work)
+    waiting.waited.clear()
+    waiting.pending[id(waiting.work)] = token
+    assert [sys.getrefcount(each) for each in (waiting.segment, waiting.work, token)] == before

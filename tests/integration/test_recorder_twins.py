@@ -1,0 +1,217 @@
+"""The compiled wrappers and their twins in Python leave the same records of every function of torch.distributed.
+
+The backend sends nothing, so that every form exists. Each call is made several times from one place: first the function in
+Python learns it, then the compiled wrapper takes it.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commprof.recorder import compiled_calls
+from commprof.trace.reader import open_run
+from support.ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.skipif(compiled_calls.MODULE is None, reason="the compiled parts were not built here"),
+]
+
+WORLD = 4
+TIMES = 3  # calls of each form
+RUN_TO_RUN = {
+    "issue_ns",
+    "return_ns",
+    "wait_begin_ns",
+    "wait_end_ns",
+    "pid",
+    "thread",
+    "device_end_ns",
+    "exposed_ns",
+}
+# Not by torch's function, or not with its tensor: the twin of the short way passes them on to the compiled general way.
+OTHERWISE_CALLED = [
+    "all_reduce of a named reduction",
+    "all_reduce of complex numbers",
+    "all_reduce of defaults",
+    "all_reduce of the group's options",
+]
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(*shape, dtype=dtype)
+
+
+def parts(size: int = 2) -> list[torch.Tensor]:
+    return [tensor(size) for _ in range(WORLD)]
+
+
+def coalesced(issue, is_async):
+    def call():
+        with dist._coalescing_manager(async_ops=is_async) as manager:
+            issue(2)
+            issue(3)
+        if is_async:
+            manager.wait()
+
+    return call
+
+
+def forms():
+    """Calls without arguments, by name: positional and named arguments, defaults, reductions, with a handle or without."""
+    found = {}
+    reductions = (dist.ReduceOp.SUM, dist.ReduceOp.MAX)
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MIN
+    group = dist.group.WORLD
+    methods = {
+        "all_reduce": lambda n, **k: dist.all_reduce(tensor(n), **k),
+        "broadcast": lambda n, **k: dist.broadcast(tensor(n), 1, **k),
+        "reduce": lambda n, **k: dist.reduce(tensor(n), 2, **k),
+        "all_gather": lambda n, **k: dist.all_gather(parts(n), tensor(n), **k),
+        "all_gather_into_tensor": lambda n, **k: dist.all_gather_into_tensor(
+            tensor(WORLD * n), tensor(n), **k
+        ),
+        "reduce_scatter": lambda n, **k: dist.reduce_scatter(tensor(n), parts(n), **k),
+        "reduce_scatter_tensor": lambda n, **k: dist.reduce_scatter_tensor(tensor(n), tensor(WORLD * n), **k),
+        "all_to_all": lambda n, **k: dist.all_to_all(parts(n), parts(n), **k),
+        "all_to_all_single": lambda n, **k: dist.all_to_all_single(tensor(WORLD * n), tensor(WORLD * n), **k),
+        "all_to_all_single, splits": lambda n, **k: dist.all_to_all_single(
+            tensor(10), tensor(10), [1, 2, 3, 4], output_split_sizes_or_input(n), **k
+        ),
+        "gather": lambda n, **k: dist.gather(tensor(n), parts(n), **k),
+        "gather, elsewhere": lambda n, **k: dist.gather(tensor(n), dst=1, **k),
+        "scatter": lambda n, **k: dist.scatter(tensor(n), parts(n), **k),
+        "scatter, elsewhere": lambda n, **k: dist.scatter(tensor(n), src=1, **k),
+        "barrier": lambda n, **k: dist.barrier(**k),
+    }
+    for name in ("all_gather_single", "reduce_scatter_single", "gather_single"):
+        if hasattr(dist, name):
+            inner = getattr(dist, name)
+            if name == "reduce_scatter_single":
+                methods[name] = lambda n, inner=inner, **k: inner(tensor(n), tensor(WORLD * n), **k)
+            elif name == "all_gather_single":
+                methods[name] = lambda n, inner=inner, **k: inner(tensor(WORLD * n), tensor(n), **k)
+            else:
+                methods[name] = lambda n, inner=inner, **k: inner(tensor(n), tensor(WORLD * n), **k)
+    for name, method in methods.items():
+        for is_async in (False, True):
+
+            def call(method=method, is_async=is_async):
+                work = method(3, async_op=is_async)
+                if is_async:
+                    work.wait()
+
+            found[f"{name}, async_op={is_async}"] = call
+        found[f"{name}, no wait"] = lambda method=method: method(2, async_op=True) and None
+        found[f"{name}, group"] = lambda method=method: method(5, group=group) and None
+    for op in reductions:
+        found[f"all_reduce {op.name}"] = lambda op=op: dist.all_reduce(tensor(4), op)
+        found[f"reduce {op.name}"] = lambda op=op: dist.reduce(tensor(4), dst=1, op=op)
+        found[f"reduce_scatter {op.name}"] = lambda op=op: dist.reduce_scatter(tensor(4), parts(4), op=op)
+        found[f"reduce_scatter_tensor {op.name}"] = lambda op=op: dist.reduce_scatter_tensor(
+            tensor(2), tensor(2 * WORLD), op
+        )
+    for is_async in (False, True):
+        found[f"coalesced all_reduce, {is_async}"] = coalesced(lambda n: dist.all_reduce(tensor(n)), is_async)
+        found[f"coalesced all_gather, {is_async}"] = coalesced(
+            lambda n: dist.all_gather_into_tensor(tensor(WORLD * n), tensor(n)), is_async
+        )
+        found[f"coalesced reduce_scatter, {is_async}"] = coalesced(
+            lambda n: dist.reduce_scatter_tensor(tensor(n), tensor(WORLD * n)), is_async
+        )
+    found |= {
+        "all_reduce of names": lambda: dist.all_reduce(tensor=tensor(7, dtype=torch.int64), async_op=False),
+        "all_reduce of the group's options": lambda: group.allreduce([tensor(6)], options).wait(),
+        "all_reduce of defaults": lambda: group.allreduce([tensor(6)]).wait(),
+        "all_reduce of a named reduction": lambda: group.allreduce([tensor(6)], op=dist.ReduceOp.MAX).wait(),
+        "broadcast of the root in the group": lambda: dist.broadcast(tensor(6), group_src=3),
+        "all_reduce of all positions": lambda: dist.all_reduce(tensor(9), dist.ReduceOp.MIN, None, False),
+        "all_reduce of complex numbers": lambda: dist.all_reduce(tensor(3, dtype=torch.complex64)),
+        "send": lambda: dist.send(tensor(3), 1),
+        "send, tag": lambda: dist.send(tensor(3), dst=2, tag=5),
+        "isend": lambda: dist.isend(tensor(2), 1).wait(),
+        "recv": lambda: dist.recv(tensor(3), 1),
+        "irecv": lambda: dist.irecv(tensor(2), 3).wait(),
+        "waited twice": lambda: twice(dist.all_reduce(tensor(2), async_op=True)),
+        "of two dimensions": lambda: dist.all_reduce(tensor(2, 3, dtype=torch.bfloat16)),
+    }
+    return found
+
+
+def output_split_sizes_or_input(n: int) -> list[int]:
+    return [4, 3, 2, 1] if n % 2 else [1, 2, 3, 4]
+
+
+def twice(work) -> None:
+    work.wait()
+    work.wait()
+
+
+def program(rank, world, run):
+    """Every form, recorded: the names of those that exist here, and those whose last call went through a twin."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    import commprof
+
+    dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
+    issued, through_python, name = [], set(), ""
+
+    def watch(frame, event, argument):
+        if (
+            event == "call"
+            and frame.f_code.co_filename.endswith(
+                ("recorder/direct.py", "recorder/wrappers.py", "recorder/waits.py")
+            )
+            and frame.f_code.co_name in ("call", "wait")
+        ):
+            through_python.add(name)
+
+    commprof.attach(run)
+    try:
+        for name, call in forms().items():
+            try:
+                for number in range(TIMES):
+                    sys.setprofile(watch if number == TIMES - 1 else None)
+                    call()
+            except RuntimeError as error:
+                if "support" not in str(error):  # this torch's fake backend does not have them all
+                    raise
+                continue
+            finally:
+                sys.setprofile(None)
+            issued.append(name)
+    finally:
+        commprof.detach()
+    return issued, sorted(through_python)
+
+
+def recorded(tmp_path, way):
+    """What was issued, what went through Python in the end, and the rows without what is of the run itself."""
+    ((issued, through_python),) = run_ranks(1, program, str(tmp_path / way), process_group=False)
+    run = open_run(tmp_path / way)
+    assert run.health.unseen == 0
+    rows = sorted(run.table("collectives").to_pylist(), key=lambda row: row["seq"])
+    times = [
+        [row[name] is not None for name in ("return_ns", "wait_begin_ns", "wait_end_ns")] for row in rows
+    ]
+    kept = [{name: value for name, value in row.items() if name not in RUN_TO_RUN} for row in rows]
+    return issued, through_python, kept, times
+
+
+def test_every_form_leaves_the_same_record(tmp_path, monkeypatch):
+    issued, through_python, rows, times = recorded(tmp_path, "compiled")
+    monkeypatch.setattr(compiled_calls, "MODULE", None)
+    same, all_through_python, expected, expected_times = recorded(tmp_path, "python")
+    assert issued == same and len(issued) > 80
+    assert len(rows) >= TIMES * len(issued)
+    for row, other in zip(rows, expected, strict=True):
+        assert row == other
+    assert times == expected_times
+    assert all_through_python == sorted(issued)
+    assert through_python == OTHERWISE_CALLED
