@@ -6,7 +6,7 @@ itself agree.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -136,7 +136,9 @@ def shared_groups(members: Mapping[Key, Set[int]]) -> dict[frozenset[Key], froze
     for number, group in enumerate(groups):
         for rank in members[group]:
             of_rank[rank] |= 1 << number
-    shared = {one & other for one, other in combinations(of_rank.values(), 2)}
+    alike = Counter(of_rank.values())  # most ranks of a large job are in the same groups as others
+    shared = {one & other for one, other in combinations(alike, 2)}
+    shared |= {bits for bits, ranks in alike.items() if ranks > 1}
     found = {}
     for bits in shared:
         if bits.bit_count() > 1:
