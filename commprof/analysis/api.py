@@ -66,11 +66,13 @@ from commprof.analysis.timeline import MOST_BARS, MOST_LANES, Timeline
 from commprof.analysis.units import format_bytes, format_ns
 from commprof.calibration.file import read_calibration
 from commprof.calibration.results import Calibration
-from commprof.errors import UsageError
+from commprof.errors import TraceError, UsageError
 from commprof.ledger import verification
 from commprof.ledger.levels import Verdict
 from commprof.schema import TABLES, Column
 from commprof.trace.coverage import uncovered
+from commprof.trace.directory import resolve
+from commprof.trace.finaliser import finalise_ended
 from commprof.trace.reader import Run, open_run
 
 __all__ = [
@@ -121,6 +123,7 @@ __all__ = [
     "exposed_time",
     "exposure",
     "exposure_per_step",
+    "finalise",
     "find_runs",
     "format_bytes",
     "format_ns",
@@ -744,20 +747,22 @@ def query(run: AnyRun, sql: str) -> pd.DataFrame:
 
 
 def index(run: AnyRun, progress: index_module.Progress | None = None) -> dict[str, Any]:
-    """Build the index of a run, unless it is there and holds; the questions below do so by themselves when they are asked.
+    """Build and write the index of a run, unless it is there and holds: beside the run, or in the user's cache directory.
+
+    The questions below work without one; then they build it in memory when they are first asked.
 
     Args:
         progress: told now and then how many records of how many are done.
 
     Returns:
         ``records``, ``begin_ns`` and ``end_ns`` of the run, ``ranks``, ``lanes`` (of their groups; 0 where no rank has
-        several), ``ops``, and ``in_file``: False where it is held in memory (a small run, one that is still going, a
-        directory that cannot be written to).
+        several), ``ops``, and ``in_file``: False where it is held in memory (a small run, one that is still going, nowhere
+        to write it).
 
     Raises:
-        TraceError: the run cannot be read, or is too large to be held in memory and cannot be written to.
+        TraceError: the run cannot be read, or is too large to be held in memory and its index cannot be written.
     """
-    found = index_module.index_of(run, progress)
+    found = index_module.index_of(run, progress, write=True)
     return {
         **{
             name: found.facts[name]
@@ -765,6 +770,18 @@ def index(run: AnyRun, progress: index_module.Progress | None = None) -> dict[st
         },
         "in_file": found.path is not None,
     }
+
+
+def finalise(run: Path | str) -> bool:
+    """Make tables of what a run recorded, where it has ended and that was not done then. Otherwise nothing is written.
+
+    Returns:
+        Whether something was done. False: it is finalised, still works, is damaged, or cannot be read or written.
+    """
+    try:
+        return finalise_ended(resolve(run)) is not None
+    except TraceError:
+        return False
 
 
 def has_index(run: Path | str) -> bool:

@@ -1,7 +1,8 @@
 """The index of a run: its records in order of time on one clock, and how busy each rank was, in a DuckDB file beside them.
 
 It holds nothing that the run does not, so it may be deleted at any time and is built again when a file of the run
-changes. Where the directory cannot be written to, and for small runs and those still going, it is held in memory.
+changes. Where the directory cannot be written to, it lies in the user's cache directory. That of a small run, of one that is
+still going, and whenever nobody asked for a file, is held in memory.
 
 Tables: ``records`` in order of ``begin_ns`` (:mod:`commprof.analysis.spans`), ``kinds``, ``lanes`` (groups of ranks,
 :mod:`commprof.analysis.lanes`), ``density`` (level, rank, lane, op, bin, busy_ns, still_ns; only what is not 0), ``bands``
@@ -43,6 +44,7 @@ VERSION: Final = 14
 MOST_IN_MEMORY: Final = 5_000_000  # records; more need the file
 _FEWEST_IN_FILE: Final = 300_000  # fewer are indexed in less time than a person notices
 _KEPT: Final = 8  # indexes that stay open
+_MOST_CACHED: Final = 16  # files in the user's cache directory; the oldest go
 _LIVE_SECONDS: Final = 2.0  # how old the picture of a run that is still going may be
 _INPUTS: Final = ("clocks", "clock_offsets", "steps", "aggregates", "buckets", "stalls")
 _MOST_MEMORY: Final = (
@@ -151,24 +153,26 @@ class _Shelf:
 _shelf: Final = _Shelf()
 
 
-def index_of(run: Run | Path | str, progress: Progress | None = None) -> Index:
+def index_of(run: Run | Path | str, progress: Progress | None = None, *, write: bool = False) -> Index:
     """The index of ``run``, opened; it is built first where there is none that holds.
 
     Args:
         progress: told how many records of how many are done, now and then, while it is built.
+        write: into a file, where the run is large and has ended; else it is held in memory.
 
     Raises:
-        TraceError: the run cannot be read; or it is large and its directory cannot be written to.
+        TraceError: the run cannot be read; or it is too large to be held in memory and is not, or cannot be, written.
     """
     path = run.path if isinstance(run, Run) else resolve(run)
-    return _shelf.take(path, lambda: _open(path, run if isinstance(run, Run) else None, progress or _ignore))
+    given = run if isinstance(run, Run) else None
+    return _shelf.take(path, lambda: _open(path, given, progress or _ignore, write))
 
 
 def index_if_there(run: Path) -> Index | None:
     """The index of ``run``, opened, where its file is there and holds; nothing is built."""
     path = run.resolve()
-    file = path / INDEX_NAME
-    if not file.is_file() or _is_live(path) or (not _shelf.holds(path) and not _holds(path, file)):
+    files = [file for file in _places(path) if file.is_file()]
+    if not files or _is_live(path) or not (_shelf.holds(path) or _holds(path, files)):
         return None
     found = index_of(path)
     return found if found.path is not None else None
@@ -182,11 +186,23 @@ def has_index(run: Path) -> bool:
     entries = read_manifest(path).ranks if (path / MANIFEST_NAME).is_file() else []
     if sum(int(entry.get("records") or 0) for entry in entries) < _FEWEST_IN_FILE:
         return True
-    return _holds(path, path / INDEX_NAME)
+    return _holds(path, _places(path))
 
 
-def _holds(path: Path, file: Path) -> bool:
-    index = _existing(path, file)
+def _places(run: Path) -> list[Path]:
+    """Where the file of the index may lie: beside the run, else in the user's cache directory."""
+    places = [run / INDEX_NAME]
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not cache.is_absolute():  # as the XDG specification has it
+        cache = Path(os.environ.get("HOME", ""), ".cache")
+    if cache.is_absolute():
+        name = hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:32]
+        places.append(cache / "commprof" / "indexes" / f"{name}{Path(INDEX_NAME).suffix}")
+    return places
+
+
+def _holds(path: Path, files: Sequence[Path]) -> bool:
+    index = _existing(path, files)
     if index is None:
         return False
     index.close()
@@ -206,32 +222,48 @@ def fingerprint(run: Path) -> str:
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
 
-def _open(path: Path, run: Run | None, progress: Progress) -> Index:
-    file = path / INDEX_NAME
+def _open(path: Path, run: Run | None, progress: Progress, write: bool) -> Index:
+    files = _places(path)
     if not _is_live(path):
-        index = _existing(path, file)
+        index = _existing(path, files)
         if index is not None:
             return index
-    run = run or open_run(path)  # finalises a run that was killed, and so changes its files
+    run = run or open_run(path)
     records = run.health.records
     if records < _FEWEST_IN_FILE or run.health.state == "running" or _is_live(path):
         return _in_memory(run, progress)
+    if not write:
+        if records <= MOST_IN_MEMORY:
+            return _in_memory(run, progress)
+        raise TraceError(
+            f"{path} has {records:,} records and no index. Make it once: commprof finalise {path}"
+        )
     try:
         with _locked(path):
-            index = _existing(path, file)  # somebody else may have built it meanwhile
+            index = _existing(path, files)  # somebody else may have built it meanwhile
             if index is None:
-                _write(run, file, progress)
+                _write(run, files, progress)
     except OSError as error:
         if records > MOST_IN_MEMORY:
             raise TraceError(
-                f"{path} has {records:,} records, and its index cannot be written: {error.strerror or error}. Copy the run "
-                "to a directory that you may write to"
+                f"{path} has {records:,} records, and its index cannot be written to "
+                f"{' or '.join(str(file.parent) for file in files)}: {error.strerror or error}. Copy the run to a directory "
+                "that you may write to, or set XDG_CACHE_HOME to one"
             ) from None
         return _in_memory(run, progress)
-    return index or _existing(path, file) or _in_memory(run, progress)
+    return index or _existing(path, files) or _in_memory(run, progress)
 
 
-def _existing(run: Path, file: Path) -> Index | None:
+def _existing(run: Path, files: Sequence[Path]) -> Index | None:
+    """The index in the first of ``files`` that holds one of this run, as it is; None where none does."""
+    for file in files:
+        index = _read(run, file)
+        if index is not None:
+            return index
+    return None
+
+
+def _read(run: Path, file: Path) -> Index | None:
     """The index in ``file``; None where there is none, or another run's, or half of one."""
     if not file.is_file():
         return None
@@ -261,12 +293,34 @@ def _in_memory(run: Run, progress: Progress) -> Index:
     return Index(run.path, engine, None)
 
 
-def _write(run: Run, file: Path, progress: Progress) -> None:
-    """Write the index, whole or not at all. OSError: it cannot be written."""
-    for left in run.path.glob(f".{INDEX_NAME}-*"):  # of a process that was killed; its lock is ours now
+def _write(run: Run, files: Sequence[Path], progress: Progress) -> None:
+    """Write the index, whole or not at all, to the first of ``files`` that can be written. OSError: none can."""
+    for file in files:
+        try:
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _write_to(file, run, progress)
+        except OSError:
+            if file == files[-1]:
+                raise
+        else:
+            break
+    if file != run.path / INDEX_NAME:
+        _remove_oldest(file.parent)
+
+
+def _remove_oldest(cache: Path) -> None:
+    """Keep the newest files of the cache directory."""
+    with contextlib.suppress(OSError):
+        files = sorted(cache.glob(f"*{Path(INDEX_NAME).suffix}"), key=lambda file: -file.stat().st_mtime_ns)
+        for file in files[_MOST_CACHED:]:
+            file.unlink(missing_ok=True)
+
+
+def _write_to(file: Path, run: Run, progress: Progress) -> None:
+    for left in file.parent.glob(f".{file.name}-*"):  # of a process that was killed; its lock is ours now
         _remove(left)
-    with TemporaryDirectory(dir=run.path, prefix=f".{INDEX_NAME}-", ignore_cleanup_errors=True) as folder:
-        temporary = Path(folder) / INDEX_NAME
+    with TemporaryDirectory(dir=file.parent, prefix=f".{file.name}-", ignore_cleanup_errors=True) as folder:
+        temporary = Path(folder) / file.name
         try:
             settings = {**engine_settings(_MOST_MEMORY), "temp_directory": folder}
             with (

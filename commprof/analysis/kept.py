@@ -96,7 +96,7 @@ def kept(
             return held
     said = answer()
     try:
-        after = stamp(path)  # opening a run that was killed finalises it, and so changes its files
+        after = stamp(path)  # a run that ends meanwhile is finalised, which changes its files
     except OSError:
         return said
     if (

@@ -15,6 +15,7 @@ from commprof.cli import (
     doctor,
     dump,
     export,
+    finalising,
     importing,
     nccl,
     paper,
@@ -58,6 +59,7 @@ def build() -> typer.Typer:
     app.command("export")(export.export)
     app.command("paper")(paper.paper)
     app.command("import")(importing.import_)
+    app.command("finalise")(finalising.finalise)
     app.command("dashboard")(dashboard.dashboard)
     app.command("calibrate")(calibrate.calibrate)
     app.command("dump")(dump.dump)

@@ -20,7 +20,8 @@ import typer
 
 from commprof.cli.console import say
 from commprof.cli.extras import needed
-from commprof.errors import CommprofError, UsageError
+from commprof.cli.runs import finalise_first
+from commprof.errors import CommprofError, TraceError, UsageError
 
 LOOPBACK = "127.0.0.1"
 _THREADS = 8
@@ -68,6 +69,9 @@ def dashboard(
         from commprof_dash.access import Access
         from commprof_dash.app import create_app
 
+        for run in runs:
+            with contextlib.suppress(TraceError):  # the page lists it with the reason
+                finalise_first(run)
         listening = _listen(host, port)
         address, actual_port = listening.getsockname()[:2]
         if token is None and not ipaddress.ip_address(address).is_loopback:

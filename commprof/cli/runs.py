@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import typer
 
+from commprof.cli.console import say
 from commprof.cli.extras import needed
 from commprof.errors import CommprofError, TraceError
 
@@ -25,7 +26,7 @@ RunArgument = Annotated[
 
 
 def opened(text: str) -> Run:
-    """The run that ``text`` names.
+    """The run that ``text`` names. One that has ended and was not finalised is finalised first, which is said in one line.
 
     Raises:
         TraceError: there is none, or it cannot be read.
@@ -37,7 +38,23 @@ def opened(text: str) -> Run:
     with needed("analysis", "to read a run"):
         from commprof.trace.reader import open_run
 
+        finalise_first(path)
         return open_run(path)
+
+
+def finalise_first(run: Path) -> None:
+    """Finalise ``run`` where it has ended and that was not done, and say so in one line.
+
+    Raises:
+        TraceError: it cannot be read.
+    """
+    from commprof.trace.finaliser import finalise_ended
+
+    health = finalise_ended(run)
+    if health is not None:
+        from commprof.launch.summary import counts, shown
+
+        say(f"{shown(run)} was not finalised when it ended; it is now: {counts(health)}")
 
 
 def asked(texts: list[str], question: Callable[[list[Run]], Answer]) -> tuple[list[Run], Answer]:
@@ -58,7 +75,6 @@ def asked(texts: list[str], question: Callable[[list[Run]], Answer]) -> tuple[li
             if not any(map(_were_replaced, paths, before)):
                 raise
         else:
-            # Opening a run finalises what a dead process left, and then nothing of it is pending.
             if not any(
                 run.pending and _were_replaced(run.path, held)
                 for run, held in zip(found, before, strict=True)

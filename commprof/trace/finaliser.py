@@ -12,60 +12,41 @@ import contextlib
 import fcntl
 import json
 import os
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
-from commprof.errors import TraceError
+from commprof.errors import SchemaError, TraceError
 from commprof.trace.collective_files import remove_partial, write_collectives
-from commprof.trace.decoder import RankTrace, read_rank
+from commprof.trace.decoder import RankTrace
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, MANIFEST_NAME, STACKS_DIRECTORY
 from commprof.trace.health import Health, assess
 from commprof.trace.layout import EVENTS_SUFFIX, RECORDS_SUFFIX, rank_files
-from commprof.trace.liveness import recently_touched
-from commprof.trace.manifest import (
-    COMPLETE,
-    KILLED,
-    RUNNING,
-    Manifest,
-    read_manifest,
-    write_manifest,
-    wrong_entry,
+from commprof.trace.manifest import COMPLETE, KILLED, RUNNING, Manifest, write_manifest
+from commprof.trace.pending import (
+    ENTRY_KEY,
+    SIDE_TABLES,
+    STEMS_KEY,
+    collectives_file,
+    entries_of,
+    finalised_stems,
+    is_unfinalised,
+    launcher_works,
+    load_manifest,
+    locked,
+    merge,
+    pending_traces,
+    stems_in,
+    still_working,
+    take_config,
+    unseen_rows,
 )
-from commprof.trace.process import is_alive
-from commprof.trace.tables import (
-    arrow_schema,
-    read_metadata,
-    read_parquet,
-    write_parquet,
-)
+from commprof.trace.tables import arrow_schema, read_parquet, write_parquet
 from commprof.trace.wire import write_samples, write_wire
 
-_LOCK_SECONDS: Final = 120
 _MOST_THREADS: Final = 4  # each holds one part of a rank's records
-_ENTRY_KEY: Final = b"commprof.rank"
-_STEMS_KEY: Final = b"commprof.rank_files"
-_SIDE_TABLES: Final = (
-    "groups",
-    "steps",
-    "outside_steps",
-    "metrics",
-    "parameters",
-    "wrappers",
-    "wrapper_passes",
-    "buckets",
-    "stalls",
-    "flight",
-    "clocks",
-    "clock_offsets",
-    "aggregates",
-)
 
 
 def finalise(path: str | os.PathLike[str]) -> Health:
@@ -76,7 +57,7 @@ def finalise(path: str | os.PathLike[str]) -> Health:
         SchemaError: another version wrote it.
     """
     run = Path(path)
-    with _locked(run) as alone:
+    with locked(run, fcntl.LOCK_EX) as alone:
         if alone:
             _remove_leftovers(run)
         manifest = load_manifest(run)
@@ -100,118 +81,36 @@ def finalise(path: str | os.PathLike[str]) -> Health:
         )
 
 
-def load_manifest(run: Path) -> Manifest:
-    """The manifest of ``run``, or one that says what can be known without it."""
-    if (run / MANIFEST_NAME).exists():
-        manifest = read_manifest(run)
-    else:
-        files = [file for file in run.rglob("rank-*") if file.is_file()]
-        manifest = Manifest(
-            started_realtime_ns=min((file.stat().st_mtime_ns for file in files), default=0),
-            notes=[
-                f"{MANIFEST_NAME} was missing: the command, the environment and the versions are not known"
-            ],
-        )
-    known = {entry.get("file") for entry in manifest.ranks}
-    for file in sorted((run / COLLECTIVES_DIRECTORY).glob("rank-*.parquet")):
-        if file.stem not in known:
-            manifest.ranks.append(entry_of(file))
-    return manifest
+def finalise_ended(path: str | os.PathLike[str]) -> Health | None:
+    """Finalise ``path`` where that is due: it has ended and was not finalised. What the commands do before they read a run.
 
+    Returns:
+        None where nothing was done: it is finalised already, still works, is damaged, or cannot be written to.
 
-def entry_of(file: Path) -> dict[str, Any]:
-    """The manifest's entry of a rank, from the metadata of its Parquet file."""
+    Raises:
+        TraceError: its directory cannot be read.
+        SchemaError: a newer version wrote it.
+    """
+    run = Path(path)
     try:
-        entry: dict[str, Any] = json.loads(read_metadata(file)[_ENTRY_KEY])
-    except (KeyError, ValueError, RecursionError):
-        raise TraceError(f"{file} was not written by commprof: it does not say which rank it is") from None
-    problem = wrong_entry(entry)
-    if problem is not None:
-        raise TraceError(f"{file} is damaged: {problem}")
-    return entry
-
-
-def pending_traces(run: Path) -> tuple[list[RankTrace], list[str]]:
-    """The ranks that are not Parquet yet, decoded, and a sentence for each whose files are beyond reading."""
-    traces, damaged = [], []
-    done = finalised_stems(run)
-    for identity, stem in rank_files(run):
-        if stem.name in done:
-            continue
-        try:
-            traces.append(read_rank(stem))
-        except TraceError as error:
-            if type(error) is not TraceError:
-                raise
-            damaged.append(f"rank {identity.rank} (pid {identity.pid}) cannot be read: {error}")
-    return [_with_others(run, trace, traces) for trace in traces], damaged
-
-
-def _with_others(run: Path, trace: RankTrace, traces: Sequence[RankTrace]) -> RankTrace:
-    """``trace`` as it reads beside the others: what is outside of the steps of one rank is so of all."""
-    elsewhere: dict[int, str] = {}
-    for other in traces:
-        if other.identity.attempt == trace.identity.attempt:
-            elsewhere = other.outside | elsewhere
-    if elsewhere.keys() <= trace.outside.keys():
-        return trace
-    return read_rank(run / trace.identity.stem, elsewhere)
-
-
-def finalised_stems(run: Path) -> set[str]:
-    """The rank files of which every table holds all."""
-    if not rank_files(run):
-        return set()
-    stems = {file.stem for file in (run / COLLECTIVES_DIRECTORY).glob("rank-*.parquet")}
-    for name in _SIDE_TABLES if stems else ():
-        stems &= stems_in(run, name)
-    return {stem for stem in stems if entry_of(_collectives_file(run, stem)).get("file") == stem}
-
-
-def _collectives_file(run: Path, stem: str) -> Path:
-    return run / COLLECTIVES_DIRECTORY / f"{stem}.parquet"
-
-
-def stems_in(run: Path, name: str) -> set[str]:
-    """The rank files whose rows table ``name`` holds already."""
-    file = run / f"{name}.parquet"
+        if not is_unfinalised(run) or launcher_works(load_manifest(run)):
+            return None
+    except OSError as error:
+        raise TraceError(f"{run} cannot be read: {error.strerror}") from None
     try:
-        return set(json.loads(read_metadata(file).get(_STEMS_KEY, b"[]")))
-    except (ValueError, TypeError):
-        raise TraceError(f"{file} is damaged: the list of the ranks that it holds cannot be read") from None
-
-
-def entries_of(manifest: Manifest, traces: Sequence[RankTrace]) -> list[dict[str, Any]]:
-    """One entry per rank file: those in the manifest and those of ``traces``, which are newer."""
-    entries = {(e["rank"], e["attempt"], e["pid"], e.get("part", 1)): e for e in manifest.ranks}
-    entries.update({(*trace.identity,): trace.entry for trace in traces})
-    return [entries[key] for key in sorted(entries)]
-
-
-def still_working(run: Path, manifest: Manifest, traces: Sequence[RankTrace]) -> bool:
-    """Whether the launcher or a rank of the run still works, so that its files must be left alone."""
-    launcher = manifest.launcher
-    if (
-        manifest.state == RUNNING
-        and launcher is not None
-        and launcher.get("pid") != os.getpid()
-        and is_alive(launcher)
-    ):
-        return True
-    for trace in traces:
-        if trace.entry["ended"]:
-            continue
-        alive = is_alive(trace.begin)
-        if alive or (alive is None and recently_touched(run / trace.identity.stem)):
-            return True
-    return False
+        health = finalise(run)
+    except SchemaError:
+        raise
+    except TraceError:
+        return None  # not ours to write to: it is read as it is
+    return None if is_unfinalised(run) else health
 
 
 def _convert(run: Path, manifest: Manifest, traces: Sequence[RankTrace]) -> None:
     # Compressing and comparing release the interpreter's lock, so threads share the work.
     with ThreadPoolExecutor(min(len(traces), len(os.sched_getaffinity(0)), _MOST_THREADS)) as pool:
         entries = list(pool.map(lambda trace: _write_rank(run, trace), traces))
-    for name in _SIDE_TABLES:
+    for name in SIDE_TABLES:
         _extend(run, name, traces)
     ready = [replace(trace, entry=entry) for trace, entry in zip(traces, entries, strict=True)]
     write_manifest(run, _settled(manifest, ready))
@@ -223,8 +122,8 @@ def _convert(run: Path, manifest: Manifest, traces: Sequence[RankTrace]) -> None
 def _write_rank(run: Path, trace: RankTrace) -> dict[str, Any]:
     """Write one rank's collectives; its entry in the manifest, which names the file."""
     entry = {**trace.entry, "file": trace.identity.stem}
-    file = _collectives_file(run, trace.identity.stem)
-    write_collectives(file, trace.parts, {_ENTRY_KEY: json.dumps(entry).encode()})
+    file = collectives_file(run, trace.identity.stem)
+    write_collectives(file, trace.parts, {ENTRY_KEY: json.dumps(entry).encode()})
     return entry
 
 
@@ -250,7 +149,7 @@ def _remove_converted(run: Path) -> None:
 def _remove_leftovers(run: Path) -> None:
     """Remove what commands left that were killed while they finalised. Only they write under these names."""
     remove_partial(run / COLLECTIVES_DIRECTORY)
-    for name in (*_SIDE_TABLES, "wire"):
+    for name in (*SIDE_TABLES, "wire"):
         for file in run.glob(f".{name}.parquet-*"):
             file.unlink(missing_ok=True)
 
@@ -274,37 +173,7 @@ def _extend(run: Path, name: str, traces: Sequence[RankTrace]) -> None:
         return
     table = merge(name, [present, *(trace.tables[name] for trace in fresh)])
     stems.update(trace.identity.stem for trace in fresh)
-    write_parquet(file, table, {_STEMS_KEY: json.dumps(sorted(stems)).encode()})
-
-
-def merge(name: str, tables: Sequence[pa.Table]) -> pa.Table:
-    """The ranks' tables as one. Of ``parameters``, which all ranks publish alike, the first of each name is kept.
-
-    Stages of a pipeline have others each; of one that several have, all are named.
-    """
-    schema = arrow_schema(name)
-    table = pa.concat_tables([table.replace_schema_metadata(schema.metadata) for table in tables])
-    if name != "parameters":
-        return table
-    stages: dict[str, set[str]] = {}
-    keep = []
-    columns = (table.column(column).to_pylist() for column in ("name", "stages"))
-    for row, (parameter, stage) in enumerate(zip(*columns, strict=True)):
-        if parameter not in stages:
-            stages[parameter] = set()
-            keep.append(row)
-        stages[parameter].update(each for each in (stage or "").split(",") if each)
-    table = table.take(pa.array(keep, pa.int64()))
-    joined = [_joined_stages(each) for each in stages.values()]
-    at = schema.get_field_index("stages")
-    return table.set_column(at, schema.field(at), pa.array(joined, pa.string()))
-
-
-def _joined_stages(stages: set[str]) -> str | None:
-    """``0,2`` of several ranks' texts, which may have been joined before; ``0,2+`` where one of them ends with a plus."""
-    numbers = sorted({each.rstrip("+") for each in stages}, key=lambda each: (len(each), each))
-    mark = "+" if any(each.endswith("+") for each in stages) else ""
-    return f"{','.join(numbers)}{mark}" if numbers else None
+    write_parquet(file, table, {STEMS_KEY: json.dumps(sorted(stems)).encode()})
 
 
 def _settled(manifest: Manifest, traces: Sequence[RankTrace]) -> Manifest:
@@ -324,26 +193,9 @@ def _settled(manifest: Manifest, traces: Sequence[RankTrace]) -> Manifest:
     return manifest
 
 
-def take_config(manifest: Manifest, traces: Sequence[RankTrace]) -> None:
-    """The config that the engine of the lowest rank published, where the manifest has none yet."""
-    for trace in sorted(traces, key=lambda item: item.identity):
-        config = (trace.config or {}).get("config")
-        if manifest.effective_config is None and isinstance(config, dict):
-            manifest.effective_config = config
-            engine = (trace.config or {}).get("engine")
-            manifest.engine = engine if isinstance(engine, str) else None
-            manifest.engines = trace.engines
-
-
 def _last_realtime(traces: Sequence[RankTrace]) -> int | None:
     times = [value for trace in traces for value in trace.tables["clocks"].column("realtime_ns").to_pylist()]
     return max(times, default=None)
-
-
-def unseen_rows(groups: pa.Table) -> list[dict[str, Any]]:
-    """The rows of ``groups`` that the self-check found something in."""
-    rows: list[dict[str, Any]] = groups.filter(pc.greater(groups["unseen"], 0)).to_pylist()
-    return rows
 
 
 def _group_rows(run: Path, traces: Sequence[RankTrace]) -> list[dict[str, Any]]:
@@ -355,35 +207,3 @@ def _group_rows(run: Path, traces: Sequence[RankTrace]) -> list[dict[str, Any]]:
     for table in tables:
         rows += unseen_rows(table)
     return rows
-
-
-@contextlib.contextmanager
-def _locked(run: Path) -> Iterator[bool]:
-    """Only one process at a time. The lock is the kernel's, on the directory, so it goes with the process that holds it.
-
-    Gives whether there is a lock: not every file system has them.
-    """
-    try:
-        descriptor = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise TraceError(f"{run} cannot be read: {error.strerror}") from None
-    try:
-        yield _lock(run, descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _lock(run: Path, descriptor: int) -> bool:
-    deadline = time.monotonic() + _LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise TraceError(
-                    f"{run} is being finalised by another process for more than {_LOCK_SECONDS} s; try again later"
-                ) from None
-            time.sleep(0.05)
-        except OSError:
-            return False

@@ -1,7 +1,9 @@
-"""Opening a run: what it is, how whole it is, and its tables."""
+"""Opening a run: what it is, how whole it is, and its tables. Nothing is written."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,15 +12,19 @@ from typing import Final, NamedTuple
 
 import pyarrow as pa
 
-from commprof.errors import SchemaError, TraceError
+from commprof.errors import TraceError
 from commprof.schema import SCHEMA_VERSION
 from commprof.trace.config_copy import config_note
 from commprof.trace.decoder import RankTrace
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, resolve
-from commprof.trace.finaliser import (
+from commprof.trace.health import Health, assess
+from commprof.trace.layout import EVENTS_SUFFIX, RECORDS_SUFFIX, rank_files
+from commprof.trace.manifest import Manifest
+from commprof.trace.pending import (
     entries_of,
-    finalise,
+    is_unfinalised,
     load_manifest,
+    locked,
     merge,
     pending_traces,
     stems_in,
@@ -26,9 +32,6 @@ from commprof.trace.finaliser import (
     take_config,
     unseen_rows,
 )
-from commprof.trace.health import Health, assess
-from commprof.trace.layout import EVENTS_SUFFIX, RECORDS_SUFFIX, rank_files
-from commprof.trace.manifest import Manifest
 from commprof.trace.tables import (
     arrow_schema,
     column_parts,
@@ -64,9 +67,7 @@ class Run:
     path: Path
     manifest: Manifest
     health: Health
-    pending: list[
-        RankTrace
-    ]  # ranks that are not Parquet: still running, or in a directory that cannot be written to
+    pending: list[RankTrace]  # ranks that are not Parquet: they still run, or were not finalised
     kept: dict[tuple[str, ...], pa.Table] = field(default_factory=dict)  # answers that others begin with
     _tables: dict[str, pa.Table] = field(default_factory=dict)
 
@@ -161,9 +162,8 @@ class Run:
 def open_run(path: str | os.PathLike[str]) -> Run:
     """Open run directory ``path``, or ``latest``.
 
-    Binary files of ranks that have ended are finalised first. A run that still works is read as it is and left
-    alone; so is one whose directory cannot be written to. Of a run that is finalised only the manifest is read here, and
-    the table of its groups; the rest when it is asked for.
+    Nothing is written: ranks that were not finalised (:mod:`commprof.trace.finaliser`) are read in memory. Of a run that is
+    finalised only the manifest is read here, and the table of its groups; the rest when it is asked for.
 
     Raises:
         TraceError: there is no run at ``path``, or nothing in it can be read.
@@ -171,19 +171,12 @@ def open_run(path: str | os.PathLike[str]) -> Run:
     """
     run = resolve(os.fspath(path))
     try:
-        has_rank_files = bool(rank_files(run))
+        # Of a run that is being finalised at this moment all files are the old ones or all are the new ones.
+        with locked(run, fcntl.LOCK_SH) if is_unfinalised(run) else contextlib.nullcontext():
+            manifest = load_manifest(run)
+            traces, damaged = pending_traces(run)
     except OSError as error:
         raise TraceError(f"{run} cannot be read: {error.strerror}") from None
-    manifest = load_manifest(run)
-    if has_rank_files or reading_files(run) or sample_files(run):
-        try:
-            finalise(run)
-            manifest = load_manifest(run)
-        except SchemaError:
-            raise
-        except TraceError:
-            pass  # not ours to write to: what is there is read below
-    traces, damaged = pending_traces(run)
     if damaged and not traces and not manifest.ranks:
         raise TraceError(f"{run} cannot be read: {'; '.join(damaged)}")
     alive = still_working(run, manifest, traces)

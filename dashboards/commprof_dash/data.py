@@ -21,6 +21,7 @@ _CACHED_ANSWERS: Final = 256
 _ATTEMPTS: Final = 3
 _ERRORS: Final = "commprof.errors"  # those are written for people
 _UNREADABLE: Final = "unreadable"  # a state of api.find_runs
+_ENDED: Final = ("complete", "failed", "killed")
 _LISTING_SECONDS: Final = 1.0  # one drawing of a page asks many times
 _CURVE_POINTS: Final = 1000
 
@@ -46,6 +47,7 @@ class Runs:
         self.directory = directory
         self._answers: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
         self._listed: tuple[float, pd.DataFrame] | None = None  # when, and what
+        self._tried: set[str] = set()
         self._lock = threading.Lock()
 
     def listing(self) -> pd.DataFrame:
@@ -53,8 +55,16 @@ class Runs:
         now = time.monotonic()
         with self._lock:
             if self._listed is None or now - self._listed[0] > _LISTING_SECONDS:
-                self._listed = (now, api.find_runs(self.directory))
+                self._listed = (now, self._finalised(api.find_runs(self.directory)))
             return self._listed[1]
+
+    def _finalised(self, listing: pd.DataFrame) -> pd.DataFrame:
+        """``listing``, after runs that were killed while they were watched have been finalised. Each is tried once."""
+        ended = listing[listing["state"].isin(_ENDED) & ~listing["finalised"].astype(bool)]
+        due = [path for path in map(str, ended["path"]) if path not in self._tried]
+        self._tried.update(due)
+        done = [api.finalise(path) for path in due]
+        return api.find_runs(self.directory) if any(done) else listing
 
     def stamp(self) -> str:
         """A text that is another whenever a file of a run has changed its size or time, or a run has come or gone."""
@@ -187,7 +197,7 @@ class Runs:
                 self._answers.move_to_end(key)
                 return self._answers[key]
         value = _asked(paths, answer)
-        # Opening a killed run finalises it, so the stamp is taken again: the answer belongs to the files as they are now.
+        # A run that ends is finalised, so the stamp is taken again: the answer belongs to the files as they are now.
         stamps = tuple(_stamp(path) for path in paths)
         if not any(_has_open_records(path) for path in paths):
             with self._lock:

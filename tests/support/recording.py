@@ -15,9 +15,11 @@ def record(run: Path, world: int, body: Any, *args: Any, **options: Any) -> tupl
     Returns the opened run and, per rank, what ``body`` returned, the gloo group's own sequence number and the Flight
     Recorder's operation names of what was issued while recording.
     """
+    from commprof.trace.finaliser import finalise
     from commprof.trace.reader import open_run
 
     outcomes = run_ranks(world, recorded, str(run), body, args, options)
+    finalise(run)
     return open_run(run), outcomes
 
 

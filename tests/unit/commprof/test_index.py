@@ -485,8 +485,11 @@ def test_the_file_is_built_once_with_progress_and_again_when_the_run_changes(tmp
     for rank in (0, 1):
         name = f"collectives/rank-0000{rank}-0-100{rank}.parquet"
         (path / name).write_bytes((tmp_path / "other" / name).read_bytes())
+    assert not api.has_index(path)
+    assert api.index(path)["in_file"]
     assert set(api.timeline(path).bars["op"]) == {"broadcast"}
     assert file.stat().st_mtime_ns != written
+    index._shelf.forget(path)
     file.unlink()
     assert set(api.records_page(path).rows["op"]) == {"broadcast"}
 
@@ -500,6 +503,7 @@ def test_a_damaged_index_is_built_again(tmp_path, in_file, content):
     index._shelf.forget(path)
     file.write_bytes(whole[: len(whole) // 2] if content is None else content)
     (path / ".index.duckdb-left").mkdir()  # of a builder that was killed
+    assert not api.has_index(path) and api.index(path)["in_file"]
     assert len(api.timeline(path).bars) == 2
     assert file.read_bytes()[:100] == whole[:100] or file.stat().st_size > 4096
     assert not (path / ".index.duckdb-left").exists()
@@ -520,13 +524,53 @@ def test_a_directory_that_cannot_be_written_to(tmp_path, in_file, monkeypatch):
         api.index(path)
 
 
+def test_where_the_run_cannot_be_written_to_the_index_lies_in_the_cache_directory(
+    tmp_path, in_file, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(index, "_MOST_CACHED", 1)
+    original = index._write_to
+
+    def refused(file, run, progress):
+        if file.parent == run.path:
+            raise OSError(30, "Read-only file system")
+        original(file, run, progress)
+
+    monkeypatch.setattr(index, "_write_to", refused)
+    for name in ("first", "second"):
+        path = small_run(tmp_path / name)
+        before = sorted(path.rglob("*"))
+        assert api.index(path)["in_file"] and api.has_index(path)
+        index._shelf.forget(path)
+        assert api.has_index(path) and len(api.timeline(path).bars) == 2
+        assert sorted(path.rglob("*")) == before
+        (file,) = (tmp_path / "cache" / "commprof" / "indexes").iterdir()  # the older one has gone
+        assert file.stat().st_mode & 0o077 == 0 or file.parent.stat().st_mode & 0o077 == 0
+
+
+def test_questions_write_no_index(tmp_path, in_file, monkeypatch):
+    path = small_run(tmp_path / "run")
+    before = sorted(path.rglob("*"))
+    assert len(api.timeline(path).bars) == 2 and api.records_page(path).total == 2
+    assert sorted(path.rglob("*")) == before
+    index._shelf.forget(path)
+    monkeypatch.setattr(index, "MOST_IN_MEMORY", 1)
+    with pytest.raises(TraceError, match="Make it once: commprof finalise"):
+        api.timeline(path)
+
+
 def test_many_ask_and_one_builds(tmp_path, in_file, monkeypatch):
     path = small_run(tmp_path / "run")
     built = []
     original = index.fill_records
     monkeypatch.setattr(index, "fill_records", lambda *args: built.append(1) or original(*args))
     found = []
-    threads = [threading.Thread(target=lambda: found.append(len(api.timeline(path).bars))) for _ in range(6)]
+
+    def ask():
+        api.index(path)
+        found.append(len(api.timeline(path).bars))
+
+    threads = [threading.Thread(target=ask) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:

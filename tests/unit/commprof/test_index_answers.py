@@ -136,7 +136,7 @@ def test_the_tables_of_an_index_are_the_same_however_they_are_worked_out(tmp_pat
 
 def tables_of(run):
     """All tables in the index of a run, but for what names its files."""
-    made = index.index_of(run)
+    made = index.index_of(run, write=True)
     names = made.ask("select table_name from information_schema.tables where table_schema = 'main'")
     wanted = {name: f"select * from {name}" for name in names["table_name"].to_pylist()}
     wanted["records"] = "select rowid as place, * from records"

@@ -11,12 +11,14 @@ from datetime import datetime
 
 import pytest
 
+import commprof
+from commprof.analysis import api
 from commprof.cli import execute
 from commprof.errors import SchemaError, TraceError, UsageError
 from commprof.schema import TABLES
 from commprof.trace import collective_files, finaliser
 from commprof.trace.directory import default_run_directory, find_runs, is_run, resolve
-from commprof.trace.finaliser import finalise
+from commprof.trace.finaliser import finalise, finalise_ended
 from commprof.trace.manifest import Manifest, create_run, read_manifest, write_manifest
 from commprof.trace.process import start_ticks
 from commprof.trace.reader import open_run
@@ -142,9 +144,12 @@ def test_a_crash_while_finalising_loses_and_doubles_nothing(tmp_path, monkeypatc
         finalise(run)
     assert calls
     monkeypatch.undo()
-    opened = open_run(run)
-    assert opened.health.records == len(opened.table("collectives")) == 20
-    assert len(opened.table("steps")) == 4 and len(opened.table("groups")) == len(opened.table("clocks")) == 2
+    for _ in ("as it was left", "finalised"):
+        opened = open_run(run)
+        assert opened.health.records == len(opened.table("collectives")) == 20
+        assert len(opened.table("steps")) == 4
+        assert len(opened.table("groups")) == len(opened.table("clocks")) == 2
+        finalise(run)
     assert not list(run.glob("rank-*"))
 
 
@@ -211,13 +216,44 @@ def test_a_run_that_still_works_is_left_alone(tmp_path):
 def test_a_directory_that_cannot_be_written_to_is_read_as_it_is(tmp_path, monkeypatch):
     run = two_ranks(tmp_path / "run")
 
-    def refuse(run):
+    def refuse(run, kind):
         raise TraceError(f"{run} cannot be written to")
 
-    monkeypatch.setattr(finaliser, "_locked", refuse)
+    monkeypatch.setattr(finaliser, "locked", refuse)
+    assert finalise_ended(run) is None
     opened = open_run(run)
     assert opened.health.records == len(opened.table("collectives")) == 20
     assert len(opened.table("steps")) == 4
+
+
+def files_of(run):
+    return {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in run.rglob("*") if file.is_file()}
+
+
+def test_opening_writes_nothing_and_commands_finalise_once(tmp_path, capsys):
+    run = two_ranks(tmp_path / "run")
+    before = files_of(run)
+    opened = open_run(run)
+    assert len(opened.table("collectives")) == 20 and opened.health.state == "complete"
+    assert len(commprof.open(run).traffic()) and len(api.timeline(run).bars) == 20
+    assert files_of(run) == before
+    assert execute(["report", str(run)]) == 0
+    assert "was not finalised when it ended; it is now: 2 ranks, 20 records" in capsys.readouterr().err
+    assert not list(run.glob("rank-*"))
+    assert execute(["report", str(run)]) == 0
+    assert capsys.readouterr().err == ""
+    assert open_run(run).table("collectives").num_rows == 20
+
+
+def test_finalise_takes_several_runs_and_may_be_repeated(tmp_path, capsys):
+    for name in ("a", "b"):
+        two_ranks(tmp_path / name)
+    for _ in range(2):
+        assert execute(["finalise", str(tmp_path)]) == 0
+        said = capsys.readouterr().err
+        assert said.count("finalised: 2 ranks, 20 records, 0 lost, 0 unseen") == 2
+    assert not list(tmp_path.rglob("rank-*.records"))
+    assert execute(["finalise", str(tmp_path / "c")]) == 1
 
 
 def test_one_damaged_rank_does_not_hide_the_others(tmp_path):
@@ -267,6 +303,7 @@ def test_wire_samples_become_a_table(tmp_path):
     (run / "wire.jsonl").write_text(json.dumps(row) + "\n" + '{"host": "h", "dev')
     (read,) = open_run(run).table("wire").to_pylist()
     assert read == {**dict.fromkeys(TABLES["wire"].names), **row}
+    assert finalise_ended(run) is not None and finalise_ended(run) is None
     assert not (run / "wire.jsonl").exists()
     (read,) = open_run(run).table("wire").to_pylist()
     assert read == {**dict.fromkeys(TABLES["wire"].names), **row}
