@@ -23,6 +23,7 @@ from commprof.sampling.processes import local_ranks
 from commprof.sampling.samples import Sample, SampleWriter
 from commprof.sampling.watchdog import RunningTime, Stillness, Watchdog
 from commprof.schema import RECORD
+from commprof.trace.finaliser import finalise
 from commprof.trace.layout import RankFile
 from commprof.trace.process import start_ticks
 from commprof.trace.reader import open_run
@@ -235,6 +236,7 @@ def test_samples_become_a_table_of_the_run(tmp_path):
     assert {(row["host"], row["source"], row["device"], row["name"]) for row in rows} == {
         (socket.gethostname(), "proc", None, "readings")
     }
+    finalise(tmp_path)
     assert not (tmp_path / "samples.jsonl").exists() and (tmp_path / "samples.parquet").exists()
     assert open_run(tmp_path).table("samples").num_rows == written
 
