@@ -53,6 +53,7 @@ while True:
 
 @pytest.mark.parametrize("attempt", range(2))
 def test_sigkill_at_any_moment_loses_nothing_that_was_issued(tmp_path, attempt):
+    from commprof.trace.finaliser import finalise
     from commprof.trace.reader import open_run
 
     counter = tmp_path / "counter"
@@ -83,7 +84,9 @@ def test_sigkill_at_any_moment_loses_nothing_that_was_issued(tmp_path, attempt):
     statuses = calls(opened, 0, "status")
     assert set(statuses[:-1]) == {"ok"} and statuses[-1] in ("ok", "incomplete")
     assert opened.health.incomplete == (statuses[-1] == "incomplete")
-    assert not list(run.glob("*.records"))  # finalised now
+    finalise(run)
+    assert not list(run.glob("*.records"))
+    assert open_run(run).table("collectives").equals(opened.table("collectives"))
 
 
 # A disk that gives no room.
