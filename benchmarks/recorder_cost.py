@@ -117,7 +117,7 @@ def cases() -> list[Case]:
 
     chance = random.Random(1)
     splits = itertools.cycle(
-        [tuple([chance.randrange(9) for _ in range(4)] for _ in range(2)) for _ in range(5000)]
+        [tuple([chance.randrange(1, 9) for _ in range(4)] for _ in range(2)) for _ in range(5000)]
     )
     rows, taken = torch.zeros(32, 4), torch.zeros(32, 4)
 
