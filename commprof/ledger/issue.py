@@ -13,6 +13,7 @@ import pyarrow as pa
 from commprof.align.distinct import numbered
 from commprof.ledger.survey import COLUMNS as SURVEYED
 from commprof.ledger.survey import Survey, by_last_step
+from commprof.schema import wire_bytes
 
 INIT_STEP: Final = -1
 
@@ -22,6 +23,7 @@ class Message(NamedTuple):
 
     ``in_evaluation``: issued in an evaluation: a forward pass after the optimizer had run, or before the first step.
     ``in_group_of_script``: in a group that no runtime uses. ``outside``: after a step had ended, in none.
+    ``exchanged_bytes``: of an all_to_all with splits, what all its ranks together send to others.
     """
 
     purpose: str | None
@@ -36,6 +38,14 @@ class Message(NamedTuple):
     in_evaluation: bool = False
     in_group_of_script: bool = False
     outside: bool = False
+    exchanged_bytes: int | None = None
+
+    @property
+    def wire_bytes(self) -> float:
+        """Mean bytes that a rank of the group sends: by the splits where there are any, else :func:`schema.wire_bytes`."""
+        if self.exchanged_bytes is not None:
+            return self.exchanged_bytes / self.group_size
+        return wire_bytes(self.op, self.payload_bytes, self.group_size)
 
 
 class StepKey(NamedTuple):
@@ -80,6 +90,7 @@ def _of_part(
     columns["executed_op"] = pa.nulls(len(rows), pa.string()) if executed_ops is None else executed_ops(rows)
     columns["in_evaluation"] = pa.array(survey.in_evaluation(rows))
     columns["in_group_of_script"] = pa.array(survey.in_group_of_script(rows))
+    columns["exchanged_bytes"] = survey.exchanged_bytes(rows)
     columns["outside"] = (
         rows["after_step"].is_valid()
         if "after_step" in rows.column_names

@@ -142,7 +142,7 @@ def _size(ranks: str) -> int:
 
 
 def _wire(messages: Mapping[Message, int]) -> float:
-    return sum(wire_bytes(m.op, m.payload_bytes, m.group_size) * count for m, count in messages.items())
+    return sum(message.wire_bytes * count for message, count in messages.items())
 
 
 def _ran(messages: Mapping[Message, int]) -> tuple[str | None, float | None]:
@@ -152,7 +152,9 @@ def _ran(messages: Mapping[Message, int]) -> tuple[str | None, float | None]:
         return None, None
     total = 0.0
     for message, count in messages.items():
-        if backends.known(message.backend):
+        if message.exchanged_bytes is not None:
+            sent = message.wire_bytes
+        elif backends.known(message.backend):
             sent = backends.execution(message.op, message.payload_bytes, message.group_size).wire_bytes
         else:
             plain = message.executed_op if "+" not in str(message.executed_op) else message.op

@@ -1,7 +1,8 @@
 """What must be known of all records of a run before any of them is counted; gathered part by part.
 
 A collective counts at the lowest rank of its group that was recorded, a message at its send; a recv counts where no rank
-recorded a send in the group. The payload of an all_to_all may differ between the ranks: it is their mean, rounded.
+recorded a send in the group. The payload of an all_to_all may differ between the ranks: it is their mean, rounded; with
+unequal splits, so may what each of them keeps.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from commprof.ledger.lookup import Flags, Lookup, Numbers, combinations, numbers_of, where
-from commprof.schema import Op, Phase, Purpose
+from commprof.schema import Op, Phase, Purpose, parse_splits
 
 Group: TypeAlias = tuple[Any, ...]
 
@@ -26,9 +27,11 @@ DEFAULT_GROUP: Final = "default_pg"
 _OF_SCRIPTS: Final = frozenset(
     {None, Purpose.METRIC, Purpose.CHECKPOINT, Purpose.OTHER, Purpose.CONTROL, Purpose.OBJECT}
 )
+_KNOWN, _NOT_KNOWN = 1, 2  # splits; of several ranks the largest counts
 COLUMNS: Final = (
     *(*GROUP, "group_desc", "rank", "pid", "seq", "pg_seq", "step", "after_step", "phase"),
     *("op", "purpose", "backend", "payload_bytes"),
+    *("group_size", "group_rank", "input_splits", "output_splits"),
 )
 
 
@@ -52,6 +55,7 @@ class Survey:
         self._has_default = False  # otherwise nothing tells which group is the default one
         self._last_of_optimizer = Lookup(np.maximum)
         self._uneven_bytes, self._uneven_ranks = Lookup(np.add), Lookup(np.add)
+        self._uneven_kept, self._splits = Lookup(np.add), Lookup(np.maximum)
 
     def add(self, part: pa.Table) -> None:
         """Take in some records: their columns :data:`COLUMNS`."""
@@ -69,6 +73,10 @@ class Survey:
         uneven = part.filter(pa.array(where(part, ["op"], lambda op: op == Op.ALL_TO_ALL)))
         self._uneven_bytes.add(uneven, GROUP, "pg_seq", numbers_of(uneven, "payload_bytes")[0])
         self._uneven_ranks.add(uneven, GROUP, "pg_seq", np.ones(len(uneven), np.int64))
+        kept, splits = _kept_bytes(uneven)
+        self._uneven_kept.add(uneven, GROUP, "pg_seq", kept)
+        if splits.any():
+            self._splits.add(uneven, GROUP, "pg_seq", splits)
 
     def _take_in(self, group: Group, rank: int, op: str) -> None:
         if op == Op.SEND:
@@ -124,6 +132,47 @@ class Survey:
         ranks, _ = self._uneven_ranks.find(rows, GROUP, "pg_seq")
         mean = np.rint(total / np.maximum(ranks, 1)).astype(np.int64)
         return np.where(uneven & known, mean, own)
+
+    def exchanged_bytes(self, rows: pa.Table) -> pa.Array:
+        """What all ranks together send to others, of the all_to_alls with splits among ``rows``; null of all else.
+
+        Null, too, where not every rank of the group was recorded, or the splits of one are not known.
+        """
+        splits, known = self._splits.find(rows, GROUP, "pg_seq")
+        uneven = known & (splits == _KNOWN) & where(rows, ["op"], lambda op: op == Op.ALL_TO_ALL)
+        if not uneven.any():
+            return pa.nulls(len(rows), pa.int64())
+        total, kept, ranks = (
+            lookup.find(rows, GROUP, "pg_seq")[0]
+            for lookup in (self._uneven_bytes, self._uneven_kept, self._uneven_ranks)
+        )
+        uneven &= ranks == numbers_of(rows, "group_size")[0]
+        return pa.array(total - kept, mask=~uneven)
+
+
+def _kept_bytes(rows: pa.Table) -> tuple[Numbers, Numbers]:
+    """What the rank of each of ``rows`` (all_to_alls) keeps of its own input; :data:`_KNOWN`, 0 where it has no splits."""
+    sizes, _ = numbers_of(rows, "payload_bytes")
+    kept = sizes // np.maximum(numbers_of(rows, "group_size")[0], 1)
+    found = np.zeros(len(rows), np.int64)
+    columns = ["input_splits", "output_splits"]
+    if all(rows[name].null_count == len(rows) for name in columns):
+        return kept, found
+    for (own, size, *splits), places in combinations(rows, ["group_rank", "group_size", *columns]):
+        # Both have the rank's part for itself. An input without splits has equal parts, which stand there already.
+        if not any(splits):
+            continue
+        parts = (
+            None if splits[0] is None else next(filter(None, (_parsed(text, size) for text in splits)), None)
+        )
+        found[places] = _KNOWN if splits[0] is None or parts is not None else _NOT_KNOWN
+        if parts is not None and 0 <= own < size:
+            kept[places] = parts[own]
+    return kept, found
+
+
+def _parsed(text: str | None, group_size: int) -> tuple[int, ...] | None:
+    return None if text is None else parse_splits(text, group_size)
 
 
 def survey_of(parts: Iterable[pa.Table]) -> Survey:

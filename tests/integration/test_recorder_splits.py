@@ -9,6 +9,7 @@ import torch.distributed._functional_collectives as functional
 from commprof.align.matching import align
 from commprof.analysis import api
 from commprof.ledger.backends import parts_of
+from commprof.ledger.verification import verify
 from commprof.nccl.parser import parse_logs
 from support import planted_nccl
 from support.programs import EXCHANGES_LISTS
@@ -230,6 +231,8 @@ def test_splits_that_never_repeat_are_recorded_as_they_were(tmp_path, complete):
     )
     (traffic,) = api.traffic(run, ["op"]).itertuples()
     assert traffic.wire_bytes == pytest.approx(sum(between.values()) / 3)
+    rows = [row for row in verify(run).rows if row.issued_op == "all_to_all"]
+    assert sum(row.issued_wire_bytes for row in rows) == pytest.approx(sum(between.values()) / 3)
     planted = planted_nccl.plant(run.table("collectives").to_pylist())
     logs = tmp_path / "logs"
     logs.mkdir()

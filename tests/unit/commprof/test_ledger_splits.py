@@ -4,6 +4,8 @@ import random
 
 import pytest
 
+from commprof.analysis import api
+from commprof.cli import execute
 from commprof.ledger.verification import verify
 from commprof.sampling.dump import take_dump
 from commprof.schema import format_splits
@@ -210,3 +212,28 @@ def test_many_exchanges_are_compared_in_parts_of_all_sizes():
         exchange(run, sizes, expected=expected, step=step)
     (found,) = verify(run.open()).differences
     assert (found.call.number, [each.ranks for each in found.conducts]) == (1100, [(2,), (0,)])
+
+
+# Rank 0 sends nearly all to rank 2: 1008 bytes go to others, the parts on the diagonal stay.
+SKEWED = [[4, 0, 1000], [8, 40, 0], [0, 0, 400]]
+MODEL = 484 * 2  # of equal parts: two thirds of the mean payload from each of three ranks
+
+
+@pytest.mark.parametrize(
+    ("unknown", "ranks", "sent"),
+    [((), None, 1008), ((1,), None, MODEL), ((0, 1, 2), None, MODEL), ((), (1,), 48 * 2)],
+)
+def test_verify_and_check_have_the_bytes_of_the_splits(tmp_path, capsys, unknown, ranks, sent):
+    run = SyntheticRun(3, config={"zero_optimization": {"stage": 0}})
+    for step in range(2):
+        run.add_step(step)
+        exchange(run, SKEWED, unknown=unknown, ranks=ranks, step=step)
+    path = run.write(tmp_path / "run")
+    (row,) = (row for row in verify(run.open()).rows if row.issued_op == "all_to_all")
+    assert row.issued_wire_bytes == row.executed_wire_bytes == pytest.approx(2 * sent / 3)
+    (traffic,) = api.traffic(path, ["op"]).itertuples()
+    assert traffic.wire_bytes == pytest.approx(2 * sent / 3)
+    most = -(-sent // 3)
+    for limit, code in ((most, 0), (most - 1, 1)):
+        (tmp_path / "budget.toml").write_text(f"[step]\nmax_wire_bytes = {limit}")
+        assert execute(["check", str(path), "--budget", str(tmp_path / "budget.toml")]) == code, limit
