@@ -481,17 +481,17 @@ def as_on_a_device(rank, world):
     import torch.distributed as dist
 
     from commprof import hooks
-    from commprof.recorder import wrappers
+    from commprof.recorder import signatures
     from commprof.recorder.device_times import DeviceTimes
     from commprof.recorder.session import current
 
-    describe = wrappers.describe
+    describe = signatures.describe
 
     def on_device(*args):
         row = describe(*args)
         return {**row, "device": "cuda:0"} if row["device"] == "cpu" else row
 
-    wrappers.describe = on_device
+    signatures.describe = on_device
     journal, events = current().journal, HostEvents()
     journal.device_times = DeviceTimes(True, journal.fault, {"cuda": lambda: events})
     waits = []
