@@ -234,7 +234,7 @@ class LineStream:
     """The calls that the whole lines of one communicator of one process tell, in the order of the log.
 
     ``rows`` are rows of ``nccl_ops``: the COLL line of a pair of twins, else the only line that there is.
-    ``of_process`` are the codes of all lines of the process, each once.
+    ``of_log`` are the codes of all lines of the log, torn ones too, each once.
     """
 
     process: LogProcess
@@ -248,7 +248,7 @@ class LineStream:
     first: tuple[str, int]
     rows: Codes
     codes: Codes
-    of_process: Codes
+    of_log: Codes
     pg: str | None = None
     pg_description: str | None = None
     family: int | None = None
@@ -264,10 +264,10 @@ class LineStream:
             vocabulary.calls[call].op == Op.ALL_REDUCE and vocabulary.calls[call].payload_bytes == 1
             for call in calls
         )
-        # What versions of torch and NCCL decide is equal in all communicators of a process.
-        printed_by_process = [vocabulary.lines[code] for code in self.of_process.tolist()]
+        # What versions of torch and NCCL decide is equal in all communicators of a job.
+        printed_anywhere = [vocabulary.lines[code] for code in self.of_log.tolist()]
         messages = (Op.SEND, Op.RECV)
-        single = {line.op for line in printed_by_process} & {Op.ALL_TO_ALL, Op.GATHER, Op.SCATTER}
+        single = {line.op for line in printed_anywhere} & {Op.ALL_TO_ALL, Op.GATHER, Op.SCATTER}
         # Messages of a rank to itself are parts of an all_to_all.
         to_itself = {line.message_bytes for line in lines if line.op == Op.SEND and line.other == self.rank}
         whole = {line.message_bytes for line in lines if line.op == Op.ALL_TO_ALL}
@@ -275,7 +275,7 @@ class LineStream:
         return Dialect(
             frozenset(single),
             1 if bytewise > own else 4,
-            any(line.op in messages and line.message_bytes == 0 for line in printed_by_process),
+            any(line.op in messages and line.message_bytes == 0 for line in printed_anywhere),
             frozenset(divided) if Op.ALL_TO_ALL in single else frozenset(),
         )
 
@@ -308,10 +308,10 @@ def line_streams(
         [vocabulary.line(_line(row)) for row in ops.select(_LINE_COLUMNS).take(samples).to_pylist()], np.int64
     )
     keys, _ = distinct_rows(ops, _COMM_COLUMNS)
-    processes, _ = distinct_rows(ops, LogProcess._fields)
-    of_process = {
-        int(processes[rows[0]]): np.unique(numbers[lines[rows]]) for rows in split_by(processes, chosen)
-    }
+    # Ranks that talk to each other have one NCCL. A torn line still tells its operation. So with one AlltoAll anywhere, an
+    # all_to_all is one line also in a process that lost all of its own.
+    telling = np.union1d(chosen, torn_rows(ops))
+    of_log = np.unique(numbers[lines[telling]])
     streams = []
     wanted = [*_COMM_COLUMNS, *_IDENTITY_COLUMNS, "file", "line"]
     for rows in split_by(keys, chosen):
@@ -331,7 +331,7 @@ def line_streams(
                 (first["file"], first["line"]),
                 rows,
                 numbers[lines[rows]],
-                of_process[int(processes[rows[0]])],
+                of_log,
                 *told.get(place, (None, None, None)),
             )
         )
