@@ -287,7 +287,12 @@ def describe_bucket(**row: Any) -> None:
 
 
 def describe_config(
-    config: Mapping[str, Any], engine: str, *, numel: int | None = None, has_optimizer: bool = True
+    config: Mapping[str, Any],
+    engine: str,
+    *,
+    numel: int | None = None,
+    has_optimizer: bool = True,
+    construction: Mapping[str, Any] | None = None,
 ) -> None:
     """Publish the configuration that an engine really uses, and the engine's name and version.
 
@@ -296,7 +301,16 @@ def describe_config(
         engine: name and version.
         numel: elements of the model's parameters.
         has_optimizer: else the engine only evaluates, and publishes no parameters.
+        construction: at stage 3, how parameters were made. ``sharded``: pairs of bytes and a count, of the parameters that
+            ``zero.Init`` has sharded since the last engine was made; ``whole``: of those of this model that it has not;
+            ``sharded_of_model``: how many of this model it has.
     """
     if _listener is not None:
-        row = {"config": dict(config), "engine": engine, "numel": numel, "has_optimizer": has_optimizer}
+        row = {
+            "config": dict(config),
+            "engine": engine,
+            "numel": numel,
+            "has_optimizer": has_optimizer,
+            "construction": construction,
+        }
         _listener.on_row("config", row)

@@ -70,6 +70,8 @@ class Want:
     estimate: str = ""  # what it depends on, where that is not the order of modules
     in_each_pass: bool = False  # parameters are gathered in every forward, an evaluation's as well
     least_of_a_pass: int = 0  # what one of those gathers at least
+    kept_bytes: int = 0  # of parameters that are gathered when the step ends, and stay so
+    others: str = ""  # who else may send some, so that more of it cannot be judged
 
 
 @dataclass
@@ -117,6 +119,8 @@ def wants(expectations: Iterable[Expectation], world_size: int) -> dict[Class, W
         if row.purpose == Purpose.PARAMETER_GATHER and row.when == "micro_step":
             least = min(row.least_bytes, want.least_of_a_pass) if want.in_each_pass else row.least_bytes
             want.in_each_pass, want.least_of_a_pass = True, least
+        elif row.purpose == Purpose.PARAMETER_GATHER and row.when == "step":
+            want.kept_bytes += row.payload_bytes
     return found
 
 
@@ -150,7 +154,6 @@ def attribute(
     evaluated = (
         dict.fromkeys(classes, evaluations.NOTHING) if tells_evaluations else evaluations.of(classes, wanted)
     )
-    wanted = evaluations.wanted_after(evaluated, wanted)
     left = evaluations.before(evaluated)
     findings: Findings = {}
     known: dict[tuple[int, int, bool], dict[Class, Finding]] = {}
@@ -268,8 +271,8 @@ def _judge(
         finding.explained_bytes = total
         finding.remark = f"{finding.reason}: the evaluation before it had sent the rest"
         return finding
-    if total > want.payload_bytes and kind.purpose in unpredicted:
-        why = unpredicted[str(kind.purpose)]
+    why = unpredicted.get(str(kind.purpose)) or want.others
+    if total > want.payload_bytes and why:
         finding.doubt = f"{finding.reason}; the rest is labelled, not predicted: {why}"
     elif total > want.payload_bytes or (total == want.payload_bytes and count > want.count):
         finding.surplus = raised or messages.copy()

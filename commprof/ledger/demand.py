@@ -13,9 +13,10 @@ from commprof.errors import CommprofError
 from commprof.ledger import attribution
 from commprof.ledger.attribution import Class, Want
 from commprof.ledger.issue import Issued, Message, StepKey, step_list
+from commprof.ledger.module_orders import Pass, passes_of
 from commprof.ledger.request import RecordedRun, Request
 from commprof.requested.expectation import Expectation
-from commprof.schema import Purpose
+from commprof.schema import Op, Purpose
 
 COMPLETE: Final = "complete"
 RUNNING: Final = "running"
@@ -23,9 +24,17 @@ _AFTER_OVERFLOW: Final = frozenset({Purpose.GRADIENT_NORM, Purpose.PARAMETER_GAT
 
 
 def demands(
-    run: RecordedRun, request: Request, steps: Issued
+    run: RecordedRun, request: Request, steps: Issued, preceding: Mapping[Message, int] | None = None
 ) -> tuple[dict[StepKey, dict[Class, Want]], frozenset[StepKey], list[str]]:
-    """What each step should send, the steps that did not reach their end, and remarks about both."""
+    """What each step should send, the steps that did not reach their end, and remarks about both.
+
+    Args:
+        run: what was recorded.
+        request: what its config asks for.
+        steps: what was issued.
+        preceding: where several engines share what was sent before the first step, which :func:`wanted_before` judges: what
+            was sent since the step before this one's.
+    """
     if request.reason is not None:
         return {}, frozenset(), []
     table = run.table("steps")
@@ -38,14 +47,18 @@ def demands(
     try:
         for attempt in sorted(attempts):
             before = StepKey(attempt, -1)
-            wanted[before], notes = wanted_before([request], before, steps.get(before, {}))
-            request.notes += notes
+            messages = steps.get(before, {}) if preceding is None else preceding
+            wanted[before] = {}
+            if preceding is None:
+                wanted[before], notes = wanted_before([request], before, messages)
+                request.notes += notes
             keys = sorted(key for key in ended if key.attempt == attempt and key.step >= 0)
             is_cut = run.health.state != COMPLETE or attempt != last_attempt
             if is_cut and not keys:
                 died.append(StepKey(attempt, -1))
+            passes = _passes(request, messages, [steps.get(key, {}) for key in keys])
             for ordinal, key in enumerate(keys):
-                expectations = request.expectations(key, ordinal)
+                expectations = request.expectations(key, ordinal, passes=passes[ordinal])
                 if request.skips(key):
                     skipped.append(key)
                 if _overflowed(key, request, steps):
@@ -105,13 +118,17 @@ def wanted_before(
 ) -> tuple[dict[Class, Want], list[str]]:
     """What should be sent before the first step, and remarks on it.
 
-    A model made within ``zero.Init`` is broadcast once less at stage 3. The messages say how many models were.
+    A parameter that ``zero.Init`` has sharded is broadcast once less at stage 3. Where the engines do not say which were,
+    the messages say how many models were made within it.
 
     Args:
         requests: of the engines of the run, whose models are alike.
         key: the time before the first step.
         messages: what was sent in it.
     """
+    if all(each.construction is not None for each in requests):
+        wanted = _sum_of([attribution.wants(each.expectations(key), each.world_size) for each in requests])
+        return wanted, _told_of_constructions(requests)
     plain, lean = (
         [attribution.wants(each.expectations(key, zero_init=made), each.world_size) for each in requests]
         for made in (False, True)
@@ -128,6 +145,52 @@ def wanted_before(
                     f"before the first step was sent what {models} made within zero.Init need{'s' * (made == 1)}"
                 ]
     return _sum_of(plain), []
+
+
+def _told_of_constructions(requests: Sequence[Request]) -> list[str]:
+    made = [each.construction for each in requests if each.construction is not None]
+    sharded, whole = sum(len(each.sharded) for each in made), sum(len(each.whole) for each in made)
+    if not sharded:
+        return []
+    told = f"{sharded:,} parameter{'s' * (sharded > 1)} sharded by zero.Init, each broadcast once"
+    return [f"{told}; {whole:,} made outside of it, each broadcast twice" if whole else told]
+
+
+def gathers_parameters(request: Request) -> bool:
+    """Whether its forward passes gather parameters, in an order that is recorded: stage 3."""
+    configuration = request.configuration
+    return request.wrapped is None and configuration is not None and configuration.stage == 3
+
+
+def _passes(
+    request: Request, before: Mapping[Message, int], steps: Sequence[Mapping[Message, int]]
+) -> Sequence[Sequence[Pass] | None]:
+    """What the micro-batches of ``steps`` do about the order of modules; ``before`` was sent before the first of them."""
+    if not gathers_parameters(request):
+        return [None] * len(steps)
+    own = request.micro_steps * request.micro_batch_checks()
+    known: dict[int, tuple[int, int]] = {}  # steps that sent the same share one value
+    for messages in (before, *steps):
+        if id(messages) not in known:
+            known[id(messages)] = (
+                _order_checks(messages, in_evaluation=True),
+                _order_checks(messages, in_evaluation=False) - own,
+            )
+    evaluated = [known[id(messages)][0] for messages in (before, *steps)]
+    return passes_of(
+        request.micro_steps, evaluated[: len(steps)], [known[id(messages)][1] for messages in steps]
+    )
+
+
+def _order_checks(messages: Mapping[Message, int], *, in_evaluation: bool) -> int:
+    """Broadcasts of ``trace_check`` in a group of the ranks that share parameters."""
+    counts: dict[str, int] = {}
+    for message, count in messages.items():
+        if (message.purpose, message.op) == (Purpose.TRACE_CHECK, Op.BROADCAST) and (
+            message.in_evaluation is in_evaluation
+        ):
+            counts[message.group_ranks] = counts.get(message.group_ranks, 0) + count
+    return max(counts.values(), default=0)
 
 
 def _sum_of(several: Sequence[Mapping[Class, Want]]) -> dict[Class, Want]:

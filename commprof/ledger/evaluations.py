@@ -3,15 +3,13 @@
 What an evaluation sends comes after the optimizer of one step and before the forward of the next
 (``Message.in_evaluation``). It is told from stray messages by its amount: it gathers all that does not stay gathered. The
 step after it does not gather again what is still there, nor check again an order of modules that the evaluation
-checked. An evaluation before the first step records that order without a backward pass, so that what the steps after it
-gather depends on the order in which modules run.
+checked (:mod:`commprof.ledger.module_orders` says what follows where it has recorded that order).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from commprof.ledger.issue import INIT_STEP, Message, StepKey
@@ -33,12 +31,12 @@ def of(
     wanted: Mapping[StepKey, Mapping[Class, Want]],
 ) -> Evaluated:
     """What the evaluations after each step sent, by class; nothing where there was none."""
-    least = {
-        kind: want.least_of_a_pass
-        for wants in wanted.values()
-        for kind, want in wants.items()
-        if want.in_each_pass
-    }
+    least: dict[Class, int] = {}
+    for each in {id(wants): wants for wants in wanted.values()}.values():
+        for kind, want in each.items():
+            if want.in_each_pass:
+                missing = max(0, want.least_of_a_pass - want.kept_bytes)
+                least[kind] = max(least.get(kind, 0), missing)
     shared = _asked_of_shared_models(wanted)
     known: dict[int, dict[Class, Counter[Message]]] = {}  # steps that sent the same share one value
     for by_class in classes.values():
@@ -50,14 +48,18 @@ def of(
 def _gathered(
     by_class: Mapping[Class, Counter[Message]], least: Mapping[Class, int]
 ) -> dict[Class, Counter[Message]]:
-    """What was sent outside of training, where it gathers at least what a forward pass must."""
+    """What was sent outside of training, where it gathers at least what a forward pass must.
+
+    Where all parameters stay gathered, that is nothing, and the check of an order of modules tells of a pass.
+    """
     outside = {
         kind: Counter({message: n for message, n in messages.items() if message.in_evaluation})
         for kind, messages in by_class.items()
         if kind.purpose in PURPOSES
     }
+    checks = any(messages for kind, messages in outside.items() if kind.purpose == Purpose.TRACE_CHECK)
     gathered = any(
-        kind in least and messages and _bytes(messages) >= least[kind] for kind, messages in outside.items()
+        _bytes(outside.get(kind, {})) >= size and (size > 0 or checks) for kind, size in least.items()
     )
     return {kind: messages for kind, messages in outside.items() if messages} if gathered else {}
 
@@ -90,37 +92,6 @@ def before(evaluated: Evaluated) -> Evaluated:
         sent = evaluated[earlier] if earlier is not None and earlier.attempt == key.attempt else {}
         found[key] = {kind: messages for kind, messages in sent.items() if kind.purpose not in _OF_A_FORWARD}
         earlier = key
-    return found
-
-
-def wanted_after(
-    evaluated: Evaluated, wanted: Mapping[StepKey, Mapping[Class, Want]]
-) -> Mapping[StepKey, Mapping[Class, Want]]:
-    """``wanted``, as an estimate in attempts that began with an evaluation."""
-    attempts = {
-        key.attempt
-        for key, sent in evaluated.items()
-        if key.step == INIT_STEP and any(kind.purpose == Purpose.PARAMETER_GATHER for kind in sent)
-    }
-    known: dict[int, dict[Class, Want]] = {}
-    found: dict[StepKey, Mapping[Class, Want]] = {}
-    for key, wants in wanted.items():
-        found[key] = wants
-        if key.attempt in attempts and key.step > INIT_STEP:
-            found[key] = known[id(wants)] = known.get(id(wants)) or _estimates(wants)
-    return found
-
-
-def _estimates(wants: Mapping[Class, Want]) -> dict[Class, Want]:
-    found = dict(wants)
-    for kind, want in wants.items():
-        if want.in_each_pass:
-            found[kind] = replace(want, estimated=True, exact=False)
-            check = kind._replace(purpose=Purpose.TRACE_CHECK, op=Op.BROADCAST)
-            empty = replace(
-                want, requested_op=str(Op.BROADCAST), count=0, payload_bytes=0, in_each_pass=False
-            )
-            found[check] = replace(wants.get(check, empty), estimated=True, exact=False, least_bytes=0)
     return found
 
 

@@ -20,6 +20,7 @@ import pyarrow as pa
 from commprof.errors import CommprofError
 from commprof.ledger.issue import StepKey
 from commprof.ledger.lookup import combinations
+from commprof.ledger.module_orders import Pass
 from commprof.ledger.overflows import COLUMNS as OF_METRICS
 from commprof.ledger.overflows import NO_OVERFLOWS, Overflows, overflows_of
 from commprof.ledger.shared_models import USUAL, SharedModel, shared_model_of
@@ -28,7 +29,9 @@ from commprof.requested import grid, zero
 from commprof.requested.axes import DATA, SEQUENCE
 from commprof.requested.configuration import Configuration, read_configuration
 from commprof.requested.expectation import Expectation
+from commprof.requested.stage3 import Construction
 from commprof.requested.zero import STEADY
+from commprof.schema import Purpose
 
 NO_CONFIG: Final = "no config was recorded"
 NOT_ZERO: Final = "the config is not one of DeepSpeed's: it has neither zero_optimization nor a batch size"
@@ -40,6 +43,7 @@ SHARED_STEPS: Final = (
 # Without zero_optimization such a config is stage 0.
 HOST: Final = "host"  # what zero_runtime calls a group of the ranks of one host
 AXIS: Final = re.compile(r"axis \d+ of (?P<sizes>\d+(x\d+)*)")  # and one of those along an axis of a grid
+MOST_PARAMETERS: Final = 10_000_000  # more of one size is a damaged number
 _DEEPSPEED_KEYS: Final = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
 _BUCKET_COLUMNS: Final = ("rank", "attempt", "step", "micro_step", "bucket", "parameters")
 # Resolved by the engine in its effective config, or without influence on what is sent.
@@ -87,12 +91,12 @@ def recorded_ranks(run: RecordedRun) -> Mapping[int, Set[int]]:
     return found
 
 
-class _Pass(NamedTuple):
+class _Asked(NamedTuple):
     """What the rules are asked about: arguments of ``zero.expected``, and how many times as many activations as usual."""
 
     order: tuple[str, ...] | None
     iteration: int | None
-    zero_init: bool
+    zero_init: bool | Construction
     scale: Fraction = USUAL
 
 
@@ -109,6 +113,7 @@ class Request:
         wrapped: the models that wrappers of torch train, where there is no engine; ``config`` is empty then.
         overflows: the steps that were not taken since a gradient overflowed.
         costs: what the run says of the costs by which messages go along the axes; None where it says nothing.
+        construction: how the parameters were made, as the engine says; None where it does not.
     """
 
     reason: str | None = None
@@ -130,14 +135,25 @@ class Request:
     costs: object = None
     overflows: Overflows = NO_OVERFLOWS
     _kinds: dict[str, int] = field(default_factory=dict)  # of steps, and the first of each
-    _rows: dict[_Pass, list[Expectation]] = field(default_factory=dict)
+    construction: Construction | None = None
+    _rows: dict[_Asked, list[Expectation]] = field(default_factory=dict)
+    _estimates: dict[tuple[object, ...], list[Expectation]] = field(default_factory=dict)
 
-    def expectations(self, key: StepKey, ordinal: int = 0, *, zero_init: bool = False) -> list[Expectation]:
+    def expectations(
+        self,
+        key: StepKey,
+        ordinal: int = 0,
+        *,
+        zero_init: bool = False,
+        passes: Sequence[Pass] | None = None,
+    ) -> list[Expectation]:
         """What step ``key`` should send; the time before the first step is step -1.
 
         Args:
             ordinal: number of the step since this attempt began: stage 3 sends more in its first two micro-batches.
-            zero_init: the model was made within ``zero.Init``, which broadcasts it once less at stage 3.
+            zero_init: the model was made within ``zero.Init``, which broadcasts it once less at stage 3. Where the engine
+                says how each parameter was made, that counts.
+            passes: what each micro-batch does about the order of modules, where an evaluation has changed that.
 
         Raises:
             CommprofError: the rules do not cover the config.
@@ -145,20 +161,64 @@ class Request:
         if self.wrapped is not None:
             return self.wrapped.expected(key)
         if key.step < 0:
-            return [row for row in self._expected(_Pass(None, None, zero_init)) if row.when == "init"]
+            made = self.construction or zero_init
+            return [row for row in self._expected(_Asked(None, None, made)) if row.when == "init"]
         orders: Sequence[tuple[str, ...] | None] = self.orders.get(key) or [None]
         of_kind = self._kind(key)
         scale = USUAL if self.shared is None else self.shared.scale(key)
-        found = [row for row in self._expected(_Pass(orders[0], of_kind, False, scale)) if row.when == "step"]
+        found = [
+            row for row in self._expected(_Asked(orders[0], of_kind, False, scale)) if row.when == "step"
+        ]
         found += [] if self.shared is None else self.shared.once(key, ordinal)
         for micro in range(self.micro_steps):
             order = orders[min(micro, len(orders) - 1)]
-            iteration = self._alike(ordinal * self.micro_steps + micro) if of_kind is None else of_kind
-            rows = self._expected(_Pass(order, iteration, False))
-            found += [row for row in rows if row.when == "micro_step"]
+            number = ordinal * self.micro_steps + micro
+            if of_kind is None and passes is not None:
+                found += self._of_pass(passes[micro], order, number)
+                continue
+            iteration = self._alike(number) if of_kind is None else of_kind
+            found += self._of_micro_batch(order, iteration)
         if self.skips(key):
             found = zero.up_to_overflow(found, self.config, self._counted(key))
         return found
+
+    def micro_batch_checks(self) -> int:
+        """Broadcasts of ``trace_check`` of a micro-batch that compares no order of modules."""
+        rows = self._of_micro_batch(None, STEADY)
+        return sum(row.count for row in rows if row.purpose == Purpose.TRACE_CHECK)
+
+    def _of_micro_batch(self, order: tuple[str, ...] | None, iteration: int) -> list[Expectation]:
+        rows = self._expected(_Asked(order, iteration, False))
+        return [row for row in rows if row.when == "micro_step"]
+
+    def _of_pass(self, does: Pass, order: tuple[str, ...] | None, number: int) -> list[Expectation]:
+        """What micro-batch ``number`` sends, by what it ``does`` about the order of modules."""
+        is_first = not number
+        opens_step = not number % self.micro_steps and not is_first
+        steady = self._alike(max(number, STEADY))
+        # Until the step ends, what stays gathered has to be gathered by the micro-batch that compares the order.
+        compares = steady if opens_step and self.micro_steps > 1 else 1
+        gathers, checks = {
+            Pass.RECORDS: (0, 0),
+            Pass.COMPARES: (compares, 1),
+            Pass.FOLLOWS: (steady, steady),
+            Pass.COMPARES_AND_DEPARTS: (0, 1),
+            Pass.DEPARTS: (0, steady),
+        }[does]
+        key = order, gathers, checks, is_first
+        if key not in self._estimates:
+            check = Purpose.TRACE_CHECK
+            rows = [row for row in self._of_micro_batch(order, checks) if row.purpose == check]
+            others = [row for row in self._of_micro_batch(order, gathers) if row.purpose != check]
+            # What stays gathered from an earlier step need not be gathered by those that follow no order.
+            there = 0 if gathers or is_first else self._kept_bytes(order)
+            self._estimates[key] = rows + [_as_estimate(row, there) for row in others]
+        return self._estimates[key]
+
+    def _kept_bytes(self, order: tuple[str, ...] | None) -> int:
+        rows = self._expected(_Asked(order, None, False))
+        kept = (row for row in rows if row.when == "step" and row.purpose == Purpose.PARAMETER_GATHER)
+        return sum(row.payload_bytes for row in kept)
 
     def skips(self, key: StepKey) -> bool:
         """Whether step ``key``, at stage 0, was not taken since a gradient overflowed; no message need tell of it."""
@@ -195,7 +255,11 @@ class Request:
         Raises:
             CommprofError: the rules do not cover the config.
         """
-        return self.wrapped.rows() if self.wrapped is not None else self._expected(_Pass(None, None, False))
+        return (
+            self.wrapped.rows()
+            if self.wrapped is not None
+            else self._expected(_Asked(None, None, self.construction or False))
+        )
 
     @property
     def unpredicted(self) -> Mapping[str, str]:
@@ -207,7 +271,7 @@ class Request:
         """Whose rules they are."""
         return "torch" if self.wrapped is not None else self.runtime
 
-    def _expected(self, asked: _Pass) -> list[Expectation]:
+    def _expected(self, asked: _Asked) -> list[Expectation]:
         if asked not in self._rows:
             try:
                 self._rows[asked] = self._by_rules(asked)
@@ -218,7 +282,7 @@ class Request:
                 self._rows[asked] = self._by_rules(asked._replace(order=None))
         return self._rows[asked]
 
-    def _by_rules(self, asked: _Pass) -> list[Expectation]:
+    def _by_rules(self, asked: _Asked) -> list[Expectation]:
         if self.shared is not None:
             return self.shared.expected(
                 self.config,
@@ -271,6 +335,7 @@ def request_of(run: RecordedRun) -> Request:
         grid=_grid(run.table("groups"), world_size),
         costs=_costs(manifest.effective_config),
         overflows=overflows_of(run.parts("metrics", OF_METRICS)),
+        construction=_construction(manifest.construction, parameters.num_rows),
     )
     try:
         request.configuration = _as_runtime_reads(read_configuration(config), request.runtime)
@@ -364,12 +429,12 @@ def _differences(request: Request, effective: Mapping[str, Any] | None) -> tuple
     """Keys that the engine read otherwise than the config has them, where that changes what should be sent."""
     if effective is None:
         return ()
-    engine = replace(request, config=as_asked(effective), orders={}, _rows={}, notes=[])
+    engine = replace(request, config=as_asked(effective), orders={}, _rows={}, _estimates={}, notes=[])
     try:
         written, used = asdict(read_configuration(request.config)), asdict(read_configuration(effective))
         if request.shared is None:
             engine.micro_steps = zero.micro_steps(engine.config, engine.world_size)
-        plain = replace(request, orders={}, _rows={}, notes=[])
+        plain = replace(request, orders={}, _rows={}, _estimates={}, notes=[])
         keys = (StepKey(0, -1), StepKey(0, 0))
         if all(_sums(plain.expectations(key)) == _sums(engine.expectations(key)) for key in keys):
             return ()
@@ -405,6 +470,39 @@ def _costs(effective: Mapping[str, Any] | None) -> object:
     """What the engine read in the files of ``communication.calibration``, as it says itself."""
     block = (effective or {}).get("communication")
     return block.get("measured_costs") if isinstance(block, Mapping) else None
+
+
+def _construction(told: object, parameters: int) -> Construction | None:
+    """How the engine says that its parameters were made; None where it does not, or not of as many as ``parameters``."""
+    if not isinstance(told, Mapping):
+        return None
+    sharded, whole = _sizes(told.get("sharded")), _sizes(told.get("whole"))
+    of_model = told.get("sharded_of_model")
+    if sharded is None or whole is None or type(of_model) is not int:
+        return None
+    return Construction(sharded, whole) if of_model + len(whole) == parameters else None
+
+
+def _sizes(pairs: object) -> tuple[int, ...] | None:
+    """Sizes of pairs of a size and how many there are; None where it is no list of pairs."""
+    if not isinstance(pairs, list):
+        return None
+    sizes: list[int] = []
+    for pair in pairs:
+        if not (isinstance(pair, list) and len(pair) == 2 and all(type(each) is int for each in pair)):
+            return None
+        size, count = pair
+        if size < 0 or not 0 <= count <= MOST_PARAMETERS:
+            return None
+        sizes += [size] * count
+    return tuple(sizes)
+
+
+def _as_estimate(row: Expectation, there: int) -> Expectation:
+    """``row``, of gathers, as an estimate of at least what it says but for the ``there`` bytes that are gathered already."""
+    if row.purpose != Purpose.PARAMETER_GATHER:
+        return row
+    return row._replace(exact=False, bytes_exact=False, least_bytes=max(0, row.least_bytes - there))
 
 
 def _backend(parts: Iterable[pa.Table]) -> str:

@@ -16,12 +16,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from commprof.ledger.attribution import Class, Want
-from commprof.ledger.demand import COMPLETE, demands, wanted_before
+from commprof.ledger.demand import COMPLETE, demands, gathers_parameters, wanted_before
 from commprof.ledger.issue import INIT_STEP, Issued, StepKey
 from commprof.ledger.lookup import Flags, numbers_of, where
 from commprof.ledger.request import RecordedRun, Request, request_of
 from commprof.ledger.survey import by_last_step
-from commprof.schema import Phase
+from commprof.schema import Op, Phase, Purpose
 
 OTHER_MODELS: Final = (
     "the program made several engines, one after the other had trained, and their models have different parameters, of "
@@ -30,8 +30,12 @@ OTHER_MODELS: Final = (
 _TOLD: Final = (
     "The program made {count} engines, each after the one before it had trained; they begin at steps {steps}."
 )
+_REFERENCE: Final = "a model that takes no step, as the reference model of DPO, may run in it"
 _IDLE: Final = "{count} of them took no step."
 _END: Final = 1 << 62
+_OF_A_FORWARD: Final = frozenset(
+    {(Purpose.PARAMETER_GATHER, Op.ALL_GATHER), (Purpose.TRACE_CHECK, Op.BROADCAST)}
+)
 
 Demands = tuple[dict[StepKey, dict[Class, Want]], frozenset[StepKey], list[str]]
 
@@ -43,17 +47,18 @@ class Turn:
         run: all of it.
         after: the last step before this engine was made; -1 for the first engine.
         until: the last step before the next one was made.
-        config: of this engine.
+        told: what the manifest says of this engine.
     """
 
-    def __init__(self, run: RecordedRun, after: int, until: int, config: Mapping[str, Any]) -> None:
+    def __init__(self, run: RecordedRun, after: int, until: int, told: Mapping[str, Any]) -> None:
         self._run = run
         self.first, self._until = after + 1, until
         self.trains = self.first <= until
         self.path = run.path
         self.health = run.health if until == _END else replace(run.health, state=COMPLETE)
         self.manifest = copy(run.manifest)
-        self.manifest.config, self.manifest.effective_config = None, config
+        self.manifest.config, self.manifest.effective_config = None, told["config"]
+        self.manifest.construction = told.get("construction")
 
     def table(self, name: str) -> pa.Table:
         """A table of the schema: its rows of these steps."""
@@ -96,7 +101,7 @@ def turns_of(run: RecordedRun) -> list[Turn]:
     if not told or told[0].get("share_steps") or len({entry["attempt"] for entry in run.manifest.ranks}) > 1:
         return []
     ends = [*(each["after"] for each in told[1:]), _END]
-    return [Turn(run, each["after"], end, each["config"]) for each, end in zip(told, ends, strict=True)]
+    return [Turn(run, each["after"], end, each) for each, end in zip(told, ends, strict=True)]
 
 
 def made_anew(rows: pa.Table) -> Flags:
@@ -149,7 +154,8 @@ def demands_in_turn(
             for key, messages in steps.items()
             if turn.covers(key)
         }
-        found, stopped, remarks = demands(turn, request, own)
+        preceding = steps.get(StepKey(0, turn.first - 1), {})
+        found, stopped, remarks = demands(turn, request, own, preceding)
         told.reason = told.reason or request.reason
         before = {key for key in found if key.step == INIT_STEP}
         wanted |= {
@@ -163,7 +169,20 @@ def demands_in_turn(
         ]
     if told.reason is not None:
         return told, ({}, frozenset(), []), []
+    if idle and any(gathers_parameters(each) for each in requests):
+        _doubt_more(wanted)
     for key in before:
         wanted[key], notes = wanted_before(requests, key, steps.get(key, {}))
         said += [f"{note[0].upper()}{note[1:]}." for note in notes]
     return told, (wanted, frozenset(partial), said), requests
+
+
+def _doubt_more(wanted: dict[StepKey, dict[Class, Want]]) -> None:
+    """Let more than is wanted of what a forward pass at stage 3 sends be doubted: another engine may have sent it."""
+    kinds = {kind for wants in wanted.values() for kind in wants if (kind.purpose, kind.op) in _OF_A_FORWARD}
+    known: dict[int, dict[Class, Want]] = {}  # steps that want the same share one value
+    for key, wants in wanted.items():
+        if id(wants) not in known:
+            doubted = {kind: replace(wants.get(kind) or Want(kind.op), others=_REFERENCE) for kind in kinds}
+            known[id(wants)] = wants | doubted
+        wanted[key] = known[id(wants)]

@@ -29,7 +29,7 @@ from commprof.requested.shared_modules import (
     loss_messages,
     module_messages,
 )
-from commprof.requested.stage3 import sharded_agreements
+from commprof.requested.stage3 import Construction, sharded_agreements
 from commprof.requested.stage_messages import (
     crossing_tensors,
     model_lines,
@@ -65,7 +65,7 @@ def expected_on_axes(
     runtime: Runtime = "zero_runtime",
     *,
     iteration: int | None = None,
-    zero_init: bool = False,
+    zero_init: bool | Construction = False,
 ) -> list[Expectation]:
     """What ``config`` should send on ranks along ``axes``. Each row names the groups that send it.
 

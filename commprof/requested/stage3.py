@@ -30,6 +30,18 @@ NORM_BYTES: Final = 8  # one float64
 OFFLOADED_NORM_BYTES: Final = 4  # one fp32
 
 
+class Construction(NamedTuple):
+    """How the parameters of a model were made that is sharded: within ``zero.Init``, outside of it, or some of each.
+
+    Attributes:
+        sharded: the bytes of each parameter that ``zero.Init`` has sharded, also of those that the model has no longer.
+        whole: of each parameter of the model that was still whole when its engine was made.
+    """
+
+    sharded: tuple[int, ...]
+    whole: tuple[int, ...]
+
+
 class Training(NamedTuple):
     """What stage 3 trains, and which of its micro-batches is looked at.
 
@@ -39,7 +51,7 @@ class Training(NamedTuple):
         gradient_order: names in the order in which gradients arrived; None where it was not observed.
         micro_steps: micro-batches in a step.
         iteration: number of the micro-batch since training started.
-        zero_init: whether the model was made within ``deepspeed.zero.Init``.
+        zero_init: whether the model was made within ``deepspeed.zero.Init``, or which of its parameters.
         exchanges: whether a reduce_scatter is made of an all_to_all and a local sum, as zero_runtime does on gloo.
         whole: names of parameters that are not partitioned: gathered at the start and after each step, their gradients
             summed on every rank.
@@ -50,7 +62,7 @@ class Training(NamedTuple):
     gradient_order: Sequence[str] | None
     micro_steps: int
     iteration: int
-    zero_init: bool
+    zero_init: bool | Construction
     exchanges: bool = False
     whole: Set[str] = frozenset()
 
@@ -92,10 +104,13 @@ def _start(configuration: Configuration, training: Training) -> list[Expectation
     world, dtype = training.world_size, configuration.model_dtype
     listed = in_model_order(training.parameters)
     once = [parameter.numel * item_bytes(dtype or parameter.dtype) for parameter in listed]
+    made = training.zero_init
+    if not isinstance(made, Construction):
+        made = Construction(tuple(once), ()) if made else Construction((), tuple(once))
     broadcast = Sent(
         Op.BROADCAST,
-        tuple(once if training.zero_init else once * 2),
-        notes=() if training.zero_init else ("once as the model, once more as parameters of stage 3",),
+        made.sharded + made.whole * 2,
+        notes=("once as the model, once more as parameters of stage 3",) if made.whole else (),
     )
     hooked = Sent(
         Op.ALL_GATHER,

@@ -28,7 +28,7 @@ from commprof.requested.keys import count, section
 from commprof.requested.late_sums import late_sums
 from commprof.requested.measured_costs import costs_of
 from commprof.requested.parameters import Parameter, check_parameters, item_bytes, trained_groups
-from commprof.requested.stage3 import Training, stage3_expectations
+from commprof.requested.stage3 import Construction, Training, stage3_expectations
 from commprof.requested.support import optimizer_type, refuse_unsupported
 from commprof.requested.torus import Sizes
 from commprof.requested.unpartitioned import unpartitioned
@@ -59,7 +59,7 @@ def expected(
     runtime: Runtime = "zero_runtime",
     *,
     iteration: int | None = None,
-    zero_init: bool = False,
+    zero_init: bool | Construction = False,
     host_ranks: int | None = None,
     grid: Sizes | None = None,
     costs: object = None,
@@ -77,7 +77,8 @@ def expected(
             say how parameters are gathered.
         iteration: number of the micro-batch since training started, from 0, that the rows of ``"micro_step"`` are for.
             Only at stage 3 do the first two differ from later ones, of which None is any.
-        zero_init: whether the model was made within ``deepspeed.zero.Init`` (stage 3), which broadcasts it once less.
+        zero_init: whether the model was made within ``deepspeed.zero.Init`` (stage 3), which broadcasts it once less;
+            or how each of its parameters was made.
         host_ranks: ranks of each host, for hierarchical compression and ``communication.topology``; None where that is not
             known.
         grid: the axes of a grid of ranks that a run had, outermost first, where the config leaves them to the hosts.
@@ -147,7 +148,7 @@ def expected_in_step(
     backend: str = "gloo",
     runtime: Runtime = "zero_runtime",
     *,
-    zero_init: bool = False,
+    zero_init: bool | Construction = False,
     host_ranks: int | None = None,
     grid: Sizes | None = None,
 ) -> list[Expectation]:

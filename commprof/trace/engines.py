@@ -14,9 +14,9 @@ def engines_of(events: Events) -> list[dict[str, Any]]:
     """What one rank published of several engines: the config of each, and after which step it was made.
 
     Each has ``after`` (a step; -1 for the first), ``config``, and ``same_model``: whether it has the parameters of those
-    before it; where steps of several have one number also ``share_steps``. Of several that were made after the same step
-    the last one trains, where they share no steps; those of models like its own stand before it. Empty where there is a
-    single one.
+    before it; where it says how its parameters were made also ``construction`` (:func:`commprof.hooks.describe_config`);
+    where steps of several have one number also ``share_steps``. Of several that were made after the same step the last one
+    trains, where they share no steps; those of models like its own stand before it. Empty where there is a single one.
     """
     configs: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for row in events.rows["config"]:
@@ -34,6 +34,7 @@ def engines_of(events: Events) -> list[dict[str, Any]]:
             "after": step,
             "config": row["config"],
             "same_model": not published[step] or published[step].keys() == published[min(configs)].keys(),
+            **({"construction": row["construction"]} if row.get("construction") else {}),
             **({"share_steps": True} if share_steps else {}),
         }
         for step in sorted(configs)

@@ -65,6 +65,7 @@ _NULLABLE: Final[dict[str, type]] = {
     "config_argument": str,
     "effective_config": dict,
     "engine": str,
+    "construction": dict,
     "sweep": dict,
 }
 _OPTIONAL_COUNTS: Final = (
@@ -121,6 +122,7 @@ class Manifest:
     engines: list[dict[str, Any]] = field(
         default_factory=list
     )  # see commprof.trace.engines; empty for a single one
+    construction: dict[str, Any] | None = None  # of parameters at stage 3, see commprof.hooks.describe_config
     sweep: dict[str, Any] | None = None  # name, point {dotted key: value}, repeat
     ranks: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

@@ -205,6 +205,8 @@ def take_config(manifest: Manifest, traces: Sequence[RankTrace]) -> None:
             engine = (trace.config or {}).get("engine")
             manifest.engine = engine if isinstance(engine, str) else None
             manifest.engines = trace.engines
+            construction = (trace.config or {}).get("construction")
+            manifest.construction = construction if isinstance(construction, dict) else None
 
 
 def unseen_rows(groups: pa.Table) -> list[dict[str, Any]]:

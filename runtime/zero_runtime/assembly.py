@@ -47,6 +47,7 @@ from zero_runtime.reduction import Reduction, reduction
 from zero_runtime.replicated_optimizer import ReplicatedOptimizer
 from zero_runtime.sharded_optimizer import ShardedOptimizer
 from zero_runtime.sharding.assembly import ShardedModel
+from zero_runtime.sharding.construction import Construction, construction_of
 from zero_runtime.sharding.residency import Residency, residency_of
 from zero_runtime.sharding.shards import shard_of
 from zero_runtime.stages import stage
@@ -78,7 +79,8 @@ class Assembly(NamedTuple):
     """The parts of an engine. Without an optimizer that and the torch optimizer are None, and the loss scale is 1.
 
     The residency is that of sharded parameters; installed is what the block ``communication`` has brought; the residuals
-    are what gradient compression has left over; the parallelism says how the ranks share the training.
+    are what gradient compression has left over; the parallelism says how the ranks share the training; the construction says
+    how parameters that are sharded were made.
     """
 
     module: torch.nn.Module
@@ -94,6 +96,7 @@ class Assembly(NamedTuple):
     installed: Installed = Installed()
     residuals: Residuals | None = None
     parallelism: Parallelism = Parallelism(None, 1, 0)
+    construction: Construction | None = None
 
 
 def assemble(
@@ -391,6 +394,7 @@ def _with_sharded_parameters(
     """Without an optimizer gradients are reduced all the same, and kept."""
     if inner is not None:
         check_shardable(inner, config.zero.stage.number, config.zero_allow_untested_optimizer)
+    construction = construction_of(module.parameters())
     groups = None if inner is None else inner.param_groups
     sharded = ShardedModel(config, module, groups, kinds, group, boundary, replicas)
     _gradients_of[module] = weakref.ref(sharded.gradients)
@@ -425,6 +429,7 @@ def _with_sharded_parameters(
         optimizer,
         sharded.gradients,
         sharded.residency,
+        construction=construction,
     )
 
 

@@ -148,6 +148,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
             for shard in [shard_of(each)]
         ),
         has_optimizer=engine.optimizer is not None,
+        construction=None if assembly.construction is None else assembly.construction.described(),
     )
     hooks.phase("other")
     return engine, engine.optimizer, loader, scheduler

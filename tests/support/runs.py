@@ -369,7 +369,9 @@ class SyntheticRun:
             state=self.state,
             notes=(f"rank {missing[0]} left no records",) if missing else (),
         )
-        manifest = SimpleNamespace(**{**self.manifest(), "ranks": ranks, "engines": self.engines})
+        manifest = SimpleNamespace(
+            **{**self.manifest(), "ranks": ranks, "engines": self.engines, "construction": None}
+        )
         return SimpleNamespace(
             path=path,
             manifest=manifest,

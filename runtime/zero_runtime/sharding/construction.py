@@ -7,14 +7,16 @@ While :func:`constructing` is entered, every module cuts its own parameters when
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+from commprof import hooks
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.sharding.gathering import ACCESS, Gatherer, broadcast
 from zero_runtime.sharding.shards import Shard, shard_of, shards_of
@@ -26,6 +28,7 @@ _FACTORIES: Final = (
 )
 Factory = Callable[..., torch.Tensor]
 _cutters: list[Cutter] = []  # of the contexts that are entered, innermost last
+_sharded_bytes: Counter[int] = Counter()  # of parameters that were sharded here since an engine last asked
 
 
 class Cutter:
@@ -54,6 +57,51 @@ class Cutter:
             shard = Shard(parameter, self.group, self.storage.place)
             shard.release()
             self.storage.keep(shard)
+            if hooks.recording():
+                _sharded_bytes[_bytes(parameter.dtype, shard.numel)] += 1
+
+
+class Construction(NamedTuple):
+    """How the parameters of a model were made, when its engine is.
+
+    A program may drop parameters that ``zero.Init`` has sharded, or replace them by others (an embedding that is resized).
+
+    Attributes:
+        sharded: the bytes of each parameter that ``zero.Init`` has sharded in this process since the last engine was made,
+            whatever has become of it, and how many there are of that size.
+        whole: of each parameter of the model that is not sharded yet.
+        sharded_of_model: parameters of the model that are sharded already.
+    """
+
+    sharded: Mapping[int, int]
+    whole: Mapping[int, int]
+    sharded_of_model: int
+
+    def described(self) -> dict[str, Any]:
+        """As published for a recorder."""
+        return {
+            "sharded": sorted(map(list, self.sharded.items())),
+            "whole": sorted(map(list, self.whole.items())),
+            "sharded_of_model": self.sharded_of_model,
+        }
+
+
+def construction_of(parameters: Iterable[torch.nn.Parameter]) -> Construction:
+    """How ``parameters``, those of a model, were made. The next call counts what is sharded after this one."""
+    sharded = Counter(_sharded_bytes)
+    _sharded_bytes.clear()
+    whole: Counter[int] = Counter()
+    sharded_of_model = 0
+    for parameter in parameters:
+        if shard_of(parameter) is None:
+            whole[_bytes(parameter.dtype, parameter.numel())] += 1
+        else:
+            sharded_of_model += 1
+    return Construction(sharded, whole, sharded_of_model)
+
+
+def _bytes(dtype: torch.dtype, numel: int) -> int:
+    return numel * dtype.itemsize
 
 
 def typed_factory(

@@ -106,7 +106,7 @@ def test_an_evaluation_may_do_the_check_of_the_order_of_modules():
     assert (verdict.state, verdict.unexplained) == ("closed", ())
 
 
-def test_an_evaluation_before_training_leaves_the_order_of_modules_to_the_run():
+def test_an_evaluation_before_training_shifts_the_recording_of_the_order_of_modules():
     job = Stage3()
     job.check(-1, 8, 0)
     job.gather(-1, KNOWN)
@@ -121,7 +121,8 @@ def test_an_evaluation_before_training_leaves_the_order_of_modules_to_the_run():
     verdict = job.verify()
     assert (verdict.state, verdict.unexplained) == ("closed", ())
     assert said(verdict, "Before the first step, parameter_gather: 1 message (4,000 bytes) of an evaluation")
-    assert "estimate" in said(verdict, "Step 1, parameter_gather")
+    assert "about 6 (136 bytes) expected: an estimate" in said(verdict, "Step 0, trace_check")
+    assert not [text for text in verdict.sentences if "Step 1" in text]
 
 
 def test_a_second_gather_within_the_step_is_no_evaluation():

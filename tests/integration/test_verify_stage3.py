@@ -1,0 +1,243 @@
+"""Stage 3, recorded and verified: models of which some parameters are made within zero.Init, and early evaluations."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zero_runtime
+from commprof.ledger.verification import verify
+from support.changed_runs import Changed
+from support.recording import record
+
+pytestmark = pytest.mark.ranks
+WORDS, WIDTH = 12, 8
+
+
+class Model(nn.Module):
+    """An embedding, a hidden layer, and a head that may be tied to the embedding."""
+
+    def __init__(self, drops):
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.hidden = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        if drops:
+            self.unused = nn.ModuleList(nn.Linear(WIDTH, number) for number in (2, 3))
+            self.head.weight = self.embedding.weight
+            del self.unused
+
+    def forward(self, words):
+        return self.head(torch.tanh(self.hidden(self.embedding(words))))
+
+
+def resize(model):
+    """As resize_token_embeddings of Hugging Face: a new embedding with the old rows."""
+    larger = nn.Embedding(WORDS + 4, WIDTH)
+    with zero_runtime.zero.GatheredParameters([model.embedding.weight], modifier_rank=None):
+        larger.weight.data[:WORDS] = model.embedding.weight.data
+    model.embedding = larger
+    model.head.weight = larger.weight
+
+
+def replace_head(model):
+    model.head = nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, 2))
+
+
+CHANGES = {"resized": resize, "new head": replace_head}
+
+
+def made(how, config):
+    torch.manual_seed(0)
+    inside = how != "outside"
+    with zero_runtime.zero.Init(config_dict_or_path=config) if inside else nullcontext():
+        model = Model(drops=how in ("dropped", "resized"))
+    CHANGES.get(how, lambda model: None)(model)
+    return model
+
+
+def evaluate(engines, passes):
+    for engine in engines:
+        engine.eval()
+        with torch.no_grad():
+            for _ in range(passes):
+                engine(torch.arange(4))
+    engines[0].train()
+
+
+def train(rank, world, hows, evaluations=0, between=0, accumulation=1, threshold=None, steps=4):
+    """Train the model made as the first of ``hows`` says; the others are reference models, of which forward passes are made.
+
+    Args:
+        evaluations: passes of each engine before the first step, and ``between``: after each step.
+        threshold: of what stays gathered; None for the default, which is all.
+    """
+    zero = {"stage": 3} | ({} if threshold is None else {"stage3_param_persistence_threshold": threshold})
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "zero_optimization": zero,
+    }
+    models = [made(how, config) for how in hows]
+    engines = []
+    for number, model in enumerate(models):
+        own = config if number else config | {"optimizer": {"type": "AdamW"}}
+        engines.append(zero_runtime.initialize(model=model, config=own)[0])
+    engine, *references = engines
+    evaluate(engines, evaluations)
+    for step in range(steps):
+        for _ in range(accumulation):
+            loss = engine(torch.arange(4)).square().mean()
+            for each in references:
+                with torch.no_grad():
+                    aim = each(torch.arange(4)).square().mean()
+                loss = loss + aim
+            engine.backward(loss)
+            engine.step()
+        if between and step < steps - 1:
+            evaluate([engine], between)
+
+
+@functools.cache
+def recorded(*hows, **how_to_train):
+    return record(Path(tempfile.mkdtemp()) / "run", 2, functools.partial(train, **how_to_train), hows)[0]
+
+
+def broadcasts(run):
+    rows = run.table("collectives").to_pylist()
+    return [row for row in rows if row["purpose"] == "parameter_broadcast" and row["rank"] == 0]
+
+
+# Broadcasts: the parameters made inside, once each, and those made outside, twice each. Embedding, two of the hidden layer,
+# the head; tied models drop a head, and two layers of two parameters.
+MADE = {
+    ("outside",): (0, 4),
+    ("inside",): (4, 0),
+    ("dropped",): (8, 0),
+    ("resized",): (8, 1),
+    ("new head",): (4, 4),
+    ("resized", "resized"): (16, 2),
+    ("inside", "outside"): (4, 4),
+}
+
+
+@pytest.mark.parametrize("hows", MADE, ids=" and ".join)
+def test_broadcasts_of_parameters_that_are_made_within_zero_init_or_not(hows):
+    run = recorded(*hows, evaluations=len(hows))
+    inside, outside = MADE[hows]
+    assert len(broadcasts(run)) == inside + 2 * outside
+    verdict = verify(run)
+    assert (str(verdict.state), verdict.unexplained, verdict.disagreements) == ("closed", (), ()), verdict
+    told = [text for text in verdict.sentences if "sharded by zero.Init" in text]
+    once = f"{inside} parameters sharded by zero.Init, each broadcast once"
+    twice = f"; {outside} made outside of it, each broadcast twice" if outside else ""
+    assert told == ([f"{once}{twice}."] if inside else [])
+
+
+@pytest.mark.parametrize("hows", MADE, ids=" and ".join)
+@pytest.mark.parametrize("times", [0, 2], ids=["missing", "extra"])
+def test_a_planted_broadcast_is_named(hows, times):
+    run = recorded(*hows, evaluations=len(hows))
+    inside, outside = MADE[hows]
+    planted = broadcasts(run)[-1]
+
+    def change(row):
+        is_planted = row["phase"] == "init" and row["pg_seq"] == planted["pg_seq"]
+        return [row] * times if is_planted else [row]
+
+    verdict = verify(Changed(run, change))
+    assert str(verdict.state) == "mismatch" and verdict.unexplained
+    for named in verdict.unexplained:
+        assert (named.steps, named.purpose, named.op) == ("init", "parameter_broadcast", "broadcast")
+        assert named.kind == ("unexplained" if times else "missing")
+        expected = inside + 2 * outside
+        assert named.reason.startswith(f"{expected + times - 1} messages ")
+        assert f"issued, {expected} (" in named.reason
+    if not times:
+        (named,) = verdict.unexplained
+        assert (named.count, named.payload_bytes) == (1, planted["payload_bytes"])
+
+
+@pytest.mark.parametrize(
+    ("how", "state"), [("outside", "closed"), ("inside", "closed"), ("resized", "mismatch")]
+)
+def test_a_run_that_does_not_say_how_parameters_were_made_is_judged_by_its_messages(how, state):
+    run = Changed(recorded(how, evaluations=1), lambda row: [row])
+    run.manifest = replace(run.manifest, construction=None)
+    verdict = verify(run)
+    assert str(verdict.state) == state
+
+
+# Passes before the first step, after each step, micro-batches of a step, engines. Without a pass before the first step those
+# of a reference model are within steps: see the next test.
+EVALUATIONS = [
+    (evaluations, between, accumulation, models)
+    for evaluations, between in ((1, 0), (2, 0), (3, 2), (0, 1))
+    for accumulation in (1, 2)
+    for models in (1, 2)
+    if evaluations or models == 1
+]
+
+
+@pytest.mark.parametrize(
+    "threshold", [None, *(pytest.param(size, marks=pytest.mark.long) for size in (0, 20))]
+)
+@pytest.mark.parametrize(("evaluations", "between", "accumulation", "models"), EVALUATIONS)
+def test_an_evaluation_before_the_order_of_modules_is_known(
+    evaluations, between, accumulation, models, threshold
+):
+    run = recorded(
+        *["inside"] * models,
+        evaluations=evaluations,
+        between=between,
+        accumulation=accumulation,
+        threshold=threshold,
+    )
+    verdict = verify(run)
+    assert (str(verdict.state), verdict.unexplained, verdict.disagreements) == ("closed", (), ()), verdict
+
+
+@pytest.mark.parametrize("threshold", [0, None])
+def test_what_a_reference_model_gathers_within_steps_is_doubted(threshold):
+    """Which of two engines has sent what nothing tells: no mismatch, and not closed."""
+    verdict = verify(recorded("inside", "inside", threshold=threshold))
+    assert (str(verdict.state), verdict.unexplained) == ("unknown", ()), verdict
+    assert any(
+        "a model that takes no step, as the reference model of DPO" in text for text in verdict.sentences
+    )
+
+
+@pytest.mark.parametrize("evaluations", [1, 2])
+def test_a_planted_check_of_the_order_of_modules_is_named(evaluations):
+    """All parameters stay gathered. Step 1 records the order (two broadcasts), and no step after the second checks any."""
+    run = recorded("inside", evaluations=evaluations)
+    checks = [row for row in run.table("collectives").to_pylist() if row["purpose"] == "trace_check"]
+    sizes = {
+        step: [r["payload_bytes"] for r in checks if r["step"] == step and not r["rank"]] for step in (1, 3)
+    }
+    assert sizes == {1: [8, 0], 3: []}
+
+    def planted(step):
+        def change(row):
+            is_planted = row["purpose"] == "trace_check" and row["step"] == 1 and row["payload_bytes"]
+            return [row, row | {"step": step}] if is_planted else [row]
+
+        return verify(Changed(run, change))
+
+    for step in (1, 3):
+        verdict = planted(step)
+        assert str(verdict.state) == "mismatch"
+        assert {(each.steps, each.purpose) for each in verdict.unexplained} == {(str(step), "trace_check")}
+
+    def without(row):
+        return [] if row["purpose"] == "trace_check" and row["step"] == 1 else [row]
+
+    (missing,) = verify(Changed(run, without)).unexplained
+    assert (missing.kind, missing.steps, missing.purpose, missing.count) == ("missing", "1", "trace_check", 2)
